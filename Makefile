@@ -1,0 +1,46 @@
+# The commands of this project. Everything runs in .venv, which is made on first use.
+# Where the python3 found here already has a good torch (one built for its accelerators, say), that one is kept.
+
+PYTHON ?= python3
+VENV := .venv
+BIN := $(VENV)/bin
+READY := $(VENV)/.ready
+
+.PHONY: demo test test-all lint types bench bench-gpu clean
+
+demo: $(READY)
+	$(BIN)/lockstep train examples/digits.py --strategy ddp --devices 2
+
+test: lint types
+	$(BIN)/python -m pytest -m "not slow"
+
+test-all: lint types
+	$(BIN)/python -m pytest --timeout 600
+
+lint: $(READY)
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+
+types: $(READY)
+	$(BIN)/mypy
+
+bench: $(READY)
+	$(BIN)/python -m benchmarks
+
+# Nothing is installed: the machine's own torch runs the code of this folder.
+bench-gpu:
+	PYTHONPATH=src $(PYTHON) -m benchmarks gpu
+
+$(READY): pyproject.toml constraints.txt
+	@if $(PYTHON) -c 'import torch; assert tuple(map(int, torch.__version__.split(".")[:2])) >= (2, 11)' 2>/dev/null; then \
+	  echo "keeping the torch that $(PYTHON) has"; \
+	  $(PYTHON) -m venv --system-site-packages $(VENV) && \
+	  grep -v '^torch==' constraints.txt > $(VENV)/constraints.txt; \
+	else \
+	  $(PYTHON) -m venv $(VENV) && cp constraints.txt $(VENV)/constraints.txt; \
+	fi
+	$(BIN)/python -m pip install --quiet --constraint $(VENV)/constraints.txt --editable '.[dev]'
+	@touch $@
+
+clean:
+	rm -rf $(VENV) .mypy_cache .ruff_cache .pytest_cache

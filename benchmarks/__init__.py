@@ -1,0 +1,1 @@
+"""Ratios against plain PyTorch and against peers, in turns in one run: `python -m benchmarks [NAME ...]`."""

@@ -1,0 +1,1 @@
+"""Models written out, so that the examples need no other package."""

@@ -1,0 +1,73 @@
+"""Lockstep trains an ordinary PyTorch model on many devices, with the numbers of one.
+
+The public names are those of ``__all__``. They are loaded when first used: the command starts its server of ranks
+before it imports torch, so importing this package must not import torch.
+"""
+
+from __future__ import annotations
+
+import importlib
+import sys
+import types
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from lockstep import parallel as parallel
+    from lockstep.data import batches as batches
+    from lockstep.devices import Device as Device
+    from lockstep.errors import LockstepError as LockstepError
+    from lockstep.events import Event as Event
+    from lockstep.job import Job as Job
+    from lockstep.launch import launch as launch
+    from lockstep.parallelize import parallelize as parallelize
+    from lockstep.train import Run as Run
+    from lockstep.train import evaluate as evaluate
+    from lockstep.train import train as train
+    from lockstep.world import World as World
+
+__version__ = "0.1.0"
+
+_HOME = {
+    "Device": "lockstep.devices",
+    "Event": "lockstep.events",
+    "Job": "lockstep.job",
+    "LockstepError": "lockstep.errors",
+    "Run": "lockstep.train",
+    "World": "lockstep.world",
+    "batches": "lockstep.data",
+    "evaluate": "lockstep.train",
+    "launch": "lockstep.launch",
+    "parallel": "lockstep",
+    "parallelize": "lockstep.parallelize",
+    "train": "lockstep.train",
+}
+
+__all__ = [*sorted(_HOME), "__version__"]
+
+
+class _Package(types.ModuleType):
+    """The package itself: where a function and its module share a name (``train``), the function is public."""
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        if name in _HOME and name != "parallel" and isinstance(value, types.ModuleType):
+            return
+        super().__setattr__(name, value)
+
+    def __getattr__(self, name: str) -> Any:
+        if name not in _HOME:
+            raise AttributeError(f"module 'lockstep' has no attribute {name!r}")
+        if name == "parallel":
+            return importlib.import_module("lockstep.parallel")
+        value = getattr(importlib.import_module(_HOME[name]), name)
+        super().__setattr__(name, value)
+        return value
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        # Functions that are sent to ranks may refer to this package; it goes by name, as any module.
+        return importlib.import_module, (self.__name__,)
+
+    def __dir__(self) -> list[str]:
+        return sorted({*super().__dir__(), *__all__})
+
+
+sys.modules[__name__].__class__ = _Package

@@ -1,0 +1,176 @@
+"""From a job to a model and an optimizer in this process, the same on every rank."""
+
+from __future__ import annotations
+
+import hashlib
+import inspect
+import random
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import torch
+from torch import nn
+
+from lockstep.errors import JobError
+from lockstep.job import Job
+from lockstep.jobfile import told
+from lockstep.world import World
+
+
+@contextmanager
+def seeded(seed: int) -> Iterator[None]:
+    """Seed torch, random and numpy (where it is loaded) for a while; their streams go on as before afterwards."""
+    numpy = sys.modules.get("numpy")
+    before = random.getstate(), torch.get_rng_state(), numpy.random.get_state() if numpy else None
+    random.seed(seed)
+    torch.manual_seed(seed)
+    if numpy:
+        numpy.random.seed(seed % 2**32)
+    try:
+        yield
+    finally:
+        random.setstate(before[0])
+        torch.set_rng_state(before[1])
+        if numpy:
+            numpy.random.set_state(before[2])
+
+
+def build_model(job: Job, world: World) -> nn.Module:
+    """Build the job's model under its seed, on this process's first device, and make sure that all ranks have the same.
+
+    Raises:
+        JobError: it can't be built, isn't a module, has nothing to train, or differs between two ranks (the first
+            differing name is given).
+    """
+    with seeded(job.seed):
+        try:
+            model = job.model()
+        except Exception as error:
+            raise JobError(f"model: building it raised {told(error)}") from error
+    if not isinstance(model, nn.Module):
+        raise JobError(f"model: it gave a {type(model).__name__}, not a torch.nn.Module")
+    if not any(p.requires_grad for p in model.parameters()):
+        raise JobError("model: it has no parameter that requires a gradient, so there is nothing to train")
+    same_on_every_rank(model, world)
+    if job.precision == "fp64":
+        model.double()
+    if job.channels_last:
+        # The stubs of Module.to leave this form out.
+        model.to(memory_format=torch.channels_last)  # type: ignore[call-overload]
+    if not world.device.is_slot:
+        model.to(world.device.torch)
+    return model
+
+
+def same_on_every_rank(model: nn.Module, world: World) -> None:
+    """Compare names, shapes and values over the ranks.
+
+    Raises:
+        JobError: with the first name that differs, and how.
+    """
+    if world.size == 1:
+        return
+    mine = [(name, tuple(t.shape), str(t.dtype), _digest(t)) for name, t in _all_tensors(model)]
+    whole = hashlib.sha256(repr(mine).encode()).hexdigest()
+    if len(set(world.gather_objects(whole))) == 1:
+        return
+    every = world.gather_objects(mine)
+    for rank, theirs in enumerate(every[1:], start=1):
+        for ours, other in zip(every[0], theirs, strict=False):
+            if ours[0] != other[0]:
+                raise JobError(f'model: it builds differently: "{ours[0]}" on rank 0 is "{other[0]}" on rank {rank}')
+            if ours[1:3] != other[1:3]:
+                raise JobError(
+                    f'model: it builds differently: "{ours[0]}" is {ours[1]} on rank 0, {other[1]} on rank {rank}'
+                )
+            if ours != other:
+                raise JobError(
+                    f'model: "{ours[0]}" has other values on rank 0 than on rank {rank}: '
+                    "draw initial values from torch, random or numpy's global generator, which are seeded"
+                )
+        if len(every[0]) != len(theirs):
+            extra = max(every[0], theirs, key=len)[min(len(every[0]), len(theirs))][0]
+            raise JobError(f'model: it builds differently: "{extra}" is on only one of rank 0 and rank {rank}')
+
+
+def _all_tensors(model: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
+    yield from model.named_parameters()
+    yield from model.named_buffers()
+
+
+def _digest(tensor: torch.Tensor) -> tuple[float, float] | None:
+    """Two sums that tell different values apart: plain, and weighted by place."""
+    if tensor.is_meta or not tensor.numel():
+        return None
+    flat = torch.view_as_real(tensor.detach()) if tensor.is_complex() else tensor.detach()
+    flat = flat.reshape(-1).double()
+    places = torch.arange(1, flat.numel() + 1, dtype=torch.float64).remainder_(1009.0)
+    return float(flat.sum()), float(flat @ places)
+
+
+def build_optimizer(job: Job, model: nn.Module) -> torch.optim.Optimizer:
+    """Make the job's optimizer over the model's named parameters.
+
+    Raises:
+        JobError: the factory raises, gives no optimizer, or leaves a parameter out (the first is named).
+    """
+    named = [(name, p) for name, p in model.named_parameters() if p.requires_grad]
+    try:
+        optimizer = job.optimizer(named)
+    except Exception as error:
+        raise JobError(f"optimizer: making it raised {told(error)}") from error
+    if not isinstance(optimizer, torch.optim.Optimizer):
+        raise JobError(f"optimizer: it gave a {type(optimizer).__name__}, not a torch.optim.Optimizer")
+    held = {id(p) for group in optimizer.param_groups for p in group["params"]}
+    dropped = [name for name, p in named if id(p) not in held]
+    if dropped:
+        raise JobError(
+            f'optimizer: {len(dropped)} of {len(named)} parameters are left out, "{dropped[0]}" first: '
+            "give them a group, or freeze them in the model with requires_grad_(False)"
+        )
+    if len(held) > len(named):
+        raise JobError("optimizer: it holds parameters that the model doesn't have, or that are frozen")
+    if job.fused is not False and not optimizer.state:
+        _fuse(optimizer, named, wanted=job.fused is True)
+    return optimizer
+
+
+_FUSED = (torch.optim.SGD, torch.optim.Adam, torch.optim.AdamW, torch.optim.Adagrad)
+_FUSED_ON = {
+    "cpu": _FUSED,
+    "cuda": _FUSED[:3],
+    "mps": _FUSED[:3],
+    "xpu": _FUSED[:3],
+}
+
+
+def _fuse(optimizer: torch.optim.Optimizer, named: list[tuple[str, nn.Parameter]], *, wanted: bool) -> None:
+    """Switch to the fused implementation where there is one for this optimizer, on these devices, in these formats."""
+    fits = (
+        any(
+            type(optimizer) is kind and all(kind in _FUSED_ON.get(p.device.type, ()) for _, p in named)
+            for kind in _FUSED
+        )
+        and all(p.is_floating_point() and p.layout == torch.strided for _, p in named)
+        and "fused" in inspect.signature(type(optimizer).__init__).parameters
+        and not any(g.get("differentiable") or (g.get("amsgrad") and not wanted) for g in optimizer.param_groups)
+        # Adagrad made its state in the constructor, for the implementation chosen there.
+        and not optimizer.state
+    )
+    if not fits:
+        if wanted:
+            raise JobError(f"fused: there is no fused {type(optimizer).__name__} for this model's parameters here")
+        return
+    for group in optimizer.param_groups:
+        # A person who chose an implementation keeps it.
+        if not wanted and (group.get("foreach") is not None or group.get("fused") is not None):
+            continue
+        if group.get("momentum"):
+            if group["dampening"]:
+                continue
+            # The fused SGD of PyTorch can't begin the momentum of one parameter later than that of another (one that
+            # was unused in the first step). Momentum that begins at zero gives the same numbers without dampening.
+            for p in group["params"]:
+                optimizer.state[p]["momentum_buffer"] = torch.zeros_like(p)
+        group["foreach"], group["fused"] = False, True

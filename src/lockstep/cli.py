@@ -1,0 +1,214 @@
+"""The command: parsing only.
+
+Nothing here may import torch before the words are understood: a wrong word is answered at once, and where ranks will be
+needed their server starts to import torch while this process does.
+"""
+
+from __future__ import annotations
+
+import argparse
+import signal
+import sys
+import traceback
+from collections.abc import Sequence
+from types import FrameType
+from typing import Any, NoReturn
+
+from lockstep.errors import InputError, LockstepError, RankFailed, nearest
+
+
+class _Parser(argparse.ArgumentParser):
+    """Says what is wrong in one line, with the nearest word, and exits with 2."""
+
+    def error(self, message: str) -> NoReturn:
+        raise InputError(f"{message} ({self.prog} --help lists all)")
+
+    def unknown(self, words: list[str]) -> InputError:
+        """What to say of words that no option takes."""
+        word = words[0].split("=")[0]
+        if not word.startswith("-"):
+            return InputError(f'"{word}" is one word too many ({self.prog} --help lists what there is)')
+        options = [option for action in self._actions for option in action.option_strings]
+        return InputError(f"there is no option {word}; {nearest(word, options)} ({self.prog} --help lists all)")
+
+
+def main(words: Sequence[str] | None = None) -> int:
+    """Run the command with these words; gives the exit code: 0, 1 failed, 2 bad input, 130 Ctrl-C, 143 SIGTERM."""
+    before = signal.signal(signal.SIGTERM, _terminated)
+    try:
+        return _run(list(sys.argv[1:] if words is None else words))
+    except LockstepError as error:
+        if isinstance(error, RankFailed) and error.traceback:
+            print(error.traceback.rstrip(), file=sys.stderr)
+        print(f"lockstep: {error}", file=sys.stderr)
+        return error.exit_code
+    except KeyboardInterrupt:
+        print("lockstep: stopped by Ctrl-C; what was saved is kept", file=sys.stderr)
+        return 130
+    except Exception as error:
+        # The person's own code, run in this process: its traceback is what helps.
+        traceback.print_exc()
+        print(
+            f"lockstep: the run failed: {type(error).__name__}: {str(error).splitlines()[0] if str(error) else ''}",
+            file=sys.stderr,
+        )
+        return 1
+    finally:
+        signal.signal(signal.SIGTERM, before)
+
+
+def _terminated(number: int, frame: FrameType | None) -> None:
+    raise SystemExit(143)
+
+
+def _run(words: list[str]) -> int:
+    parser, commands = _parser()
+    options, rest = parser.parse_known_args(words)
+    if rest:
+        raise commands.get(options.command, parser).unknown(rest)
+    if options.command is None:
+        parser.print_help()
+        return 0
+    result: int = options.function(options)
+    return result
+
+
+def _parser() -> tuple[_Parser, dict[str, _Parser]]:
+    parser = _Parser(
+        prog="lockstep", description="Train an ordinary PyTorch model on many devices, with the numbers of one."
+    )
+    parser.set_defaults(command=None)
+    commands = parser.add_subparsers(dest="command", metavar="COMMAND", parser_class=_Parser)
+
+    train = commands.add_parser("train", help="train a job", allow_abbrev=False)
+    train.add_argument("job", nargs="?", help="a Python file with a `job`; left out with --resume, the run's own")
+    _add_placement(train)
+    train.add_argument("--resume", metavar="RUN", help="go on with the run in this folder, under any strategy")
+    train.add_argument("--folder", default="runs", help="where the run's folder is made (default: runs)")
+    train.add_argument("--tensorboard", action="store_true", help="also write events for TensorBoard")
+    _add_settings(train)
+    train.set_defaults(function=_train)
+
+    evaluate = commands.add_parser("evaluate", help="evaluate a run, or an untrained job", allow_abbrev=False)
+    evaluate.add_argument("what", help="the folder of a run, or a job file")
+    _add_placement(evaluate)
+    evaluate.add_argument("--best", action="store_true", help="the weights of the lowest evaluation loss")
+    _add_settings(evaluate)
+    evaluate.set_defaults(function=_evaluate)
+
+    devices = commands.add_parser("devices", help="what is here", allow_abbrev=False)
+    devices.set_defaults(function=_devices)
+    return parser, dict(commands.choices)
+
+
+def _add_placement(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--strategy", help="single, dp or ddp (default: single on one device, ddp on several)")
+    parser.add_argument("--devices", default="auto", help="auto, 4, 2xcpu, cuda, cuda:0,2 (default: auto)")
+    parser.add_argument("--backend", help="of the process group (default: nccl on CUDA, gloo elsewhere)")
+    parser.add_argument(
+        "--set", action="append", default=[], metavar="KEY=VALUE", help="a knob of the job; may be repeated"
+    )
+
+
+_SETTINGS = {
+    "batch-size": "samples of the global batch",
+    "epochs": "passes through the data",
+    "steps": "stop after that many updates",
+    "lr-scheduler-every": "epoch or step",
+    "seed": "of weights, order, augmentation, dropout",
+    "shuffle": "a new order for each epoch (true or false)",
+    "accumulate": "micro-batches of each global batch",
+    "clip-norm": "largest norm of the gradients",
+    "sync-batchnorm": "BatchNorm over all replicas (true or false)",
+    "channels-last": "memory layout of images (true or false)",
+    "precision": "fp64, or none: as the model was built",
+    "fused": "fused optimizer (true or false; default: where right)",
+    "eval-batch-size": "of evaluation",
+    "loader-workers": "processes that fetch, for each rank",
+}
+"""The settings of a Job, as options. A test holds this list against Job's own."""
+
+_SWITCHES = {"shuffle", "sync-batchnorm", "channels-last", "fused"}
+
+
+def _add_settings(parser: argparse.ArgumentParser) -> None:
+    group = parser.add_argument_group("settings of the job (these win over the file)")
+    for name, what in _SETTINGS.items():
+        if name in _SWITCHES:
+            group.add_argument(f"--{name}", nargs="?", const="true", metavar="BOOL", help=what)
+        else:
+            group.add_argument(f"--{name}", metavar="VALUE", help=what)
+
+
+def _settings(options: argparse.Namespace) -> dict[str, Any]:
+    given = {name.replace("-", "_"): getattr(options, name.replace("-", "_")) for name in _SETTINGS}
+    return {name: value for name, value in given.items() if value is not None}
+
+
+def _knobs(pairs: list[str]) -> dict[str, str]:
+    knobs = {}
+    for pair in pairs:
+        key, equals, value = pair.partition("=")
+        if not equals or not key:
+            raise InputError(f"--set {pair}: write it as --set key=value")
+        knobs[key] = value
+    return knobs
+
+
+def _train(options: argparse.Namespace) -> int:
+    if options.job is None and options.resume is None:
+        raise InputError("train: name a job file (a Python file with a `job`), or --resume a run")
+    _warm_up(options)
+    from lockstep.jobfile import JobFile
+    from lockstep.train import job_of, train
+
+    knobs, settings = _knobs(options.set), _settings(options)
+    job = JobFile(options.job, knobs, settings) if options.job is not None else job_of(options.resume, knobs, settings)
+    train(
+        job,
+        strategy=options.strategy,
+        devices=options.devices,
+        resume=options.resume,
+        folder=options.folder,
+        backend=options.backend,
+        tensorboard=options.tensorboard,
+    )
+    return 0
+
+
+def _evaluate(options: argparse.Namespace) -> int:
+    _warm_up(options)
+    from lockstep.train import evaluate
+
+    values = evaluate(
+        options.what,
+        strategy=options.strategy,
+        devices=options.devices,
+        backend=options.backend,
+        best=options.best,
+        knobs=_knobs(options.set),
+        **_settings(options),
+    )
+    for name, value in values.items():
+        print(f"{name} {value:.6g}")
+    return 0
+
+
+def _devices(options: argparse.Namespace) -> int:
+    from lockstep.inventory import table
+
+    print(table())
+    return 0
+
+
+def _warm_up(options: argparse.Namespace) -> None:
+    """Start the server of ranks, where ranks may be needed, before this process imports torch."""
+    several = options.strategy in ("ddp", None) and options.devices not in ("1", "1xcpu", "cpu")
+    if several and options.devices != "auto":
+        from lockstep.launch.server import start
+
+        start()
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,227 @@
+"""The loader: this process's share of every global batch, epoch by epoch."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from lockstep import world as _world
+from lockstep.data.ahead import copied_ahead
+from lockstep.data.fetch import ORDER, Collate, Fetcher, kept_states, seed_all, told
+from lockstep.data.shares import Batch, Part, Spans, cuts, mixed, permutation, pieces
+from lockstep.data.workers import Workers, default_workers, free_cores
+from lockstep.errors import JobError
+
+
+class Loader:
+    """Global batch k of epoch e is the same set of samples for any number of processes; here is one process's share.
+
+    Args:
+        dataset: map-style, of ``(inputs, targets)``.
+        batch_size: samples of the *global* batch.
+        rank: this process's number.
+        world_size: how many processes share each batch.
+        accumulate: micro-batches that each global batch is cut in.
+        seed: of the order and of the samples' random numbers.
+        shuffle: a permutation from (seed, epoch); otherwise the dataset's own order.
+        order: ``order(epoch)`` gives the indices of an epoch instead. It is called under a seed made of (seed, epoch),
+            so that every process gets the same.
+        collate: makes (inputs, targets) of a list of samples; None is PyTorch's default.
+        workers: loader workers of this process; None chooses by the cores and the dataset.
+        device: an accelerator to which batches are copied ahead; None, or the CPU, leaves them where they are.
+        evaluation: samples draw their random numbers from a stream of their own.
+        pin: copy through pinned memory; None does so for CUDA and XPU.
+        name: the job's field, for messages; None is ``train_data`` or ``eval_data``.
+
+    Raises:
+        JobError: a setting is wrong, or the dataset is empty.
+    """
+
+    def __init__(
+        self,
+        dataset: Any,
+        *,
+        batch_size: int,
+        rank: int = 0,
+        world_size: int = 1,
+        accumulate: int = 1,
+        seed: int = 0,
+        shuffle: bool = True,
+        order: Callable[[int], Any] | None = None,
+        collate: Collate | None = None,
+        workers: int | None = None,
+        device: torch.device | None = None,
+        evaluation: bool = False,
+        pin: bool | None = None,
+        name: str | None = None,
+    ) -> None:
+        for setting, value in (("batch_size", batch_size), ("accumulate", accumulate), ("world_size", world_size)):
+            if not isinstance(value, int) or value < 1:
+                raise JobError(f"{setting}: {value!r}, a whole number of at least 1 is expected")
+        if not 0 <= rank < world_size:
+            raise JobError(f"rank: {rank} is not one of {world_size}")
+        if order is not None and not callable(order):
+            raise JobError(f"order: a function of the epoch is expected, not a {type(order).__name__}")
+        self._name = name or ("eval_data" if evaluation else "train_data")
+        self._length = len(dataset)
+        if not self._length:
+            raise JobError(f"{self._name}: it is empty")
+        self._batch_size, self._rank, self._world_size, self._accumulate = batch_size, rank, world_size, accumulate
+        self._seed, self._shuffle, self._by_person = seed, shuffle, order
+        self._fetcher = Fetcher(dataset, seed=seed, evaluation=evaluation, collate=collate, name=self._name)
+        self._device = None if device is None or device.type == "cpu" else device
+        self._pin = self._device is not None and (self._device.type in ("cuda", "xpu") if pin is None else pin)
+        if workers is None:
+            here = _world.current()
+            workers = default_workers(len(free_cores()), here.local_size if here else 1, dataset)
+        if workers < 0:
+            raise JobError(f"loader_workers: {workers}, a whole number from 0 is expected")
+        self._workers = Workers(self._fetcher, workers, self._pin) if workers else None
+        self._held: tuple[int, Tensor] | None = None
+        self._next = 0
+
+    @property
+    def samples(self) -> int:
+        """Samples of an epoch (the first, where the person's order gives epochs of different lengths)."""
+        return self._length if self._by_person is None else len(self._order(0))
+
+    def __len__(self) -> int:
+        """Global batches of an epoch (the first)."""
+        return -(-self.samples // self._batch_size)
+
+    def __iter__(self) -> Iterator[Batch]:
+        """The next epoch: the first time epoch 0."""
+        self._next += 1
+        return self.epoch(self._next - 1)
+
+    def epoch(self, epoch: int, start: int = 0) -> Iterator[Batch]:
+        """This process's share of the batches of an epoch, from global batch ``start`` on.
+
+        Raises:
+            JobError: the person's order gives indices that don't exist; a sample isn't a pair.
+            SampleError: a sample raised; its index is named.
+        """
+        batches = self._batches(epoch, start)
+        return batches if self._device is None else copied_ahead(batches, self._device, self._pin)
+
+    def close(self) -> None:
+        """End the loader workers, where there are any."""
+        if self._workers is not None:
+            self._workers.close()
+
+    # ---- the order of an epoch --------------------------------------------------------------------------------------
+
+    def _order(self, epoch: int) -> Tensor:
+        if self._held is not None and self._held[0] == epoch:
+            return self._held[1]
+        if self._by_person is not None:
+            order = self._checked_order(self._by_person, epoch)
+        else:
+            order = permutation(self._length, self._seed, epoch) if self._shuffle else torch.arange(self._length)
+        self._held = epoch, order
+        return order
+
+    def _checked_order(self, by_person: Callable[[int], Any], epoch: int) -> Tensor:
+        with kept_states():
+            seed_all(mixed(self._seed, ORDER, epoch))
+            try:
+                order = torch.as_tensor(by_person(epoch))
+            except Exception as error:
+                raise JobError(f"order: for epoch {epoch} it raised {told(error)}") from error
+        if order.dim() != 1 or not len(order):
+            raise JobError(f"order: for epoch {epoch} it gave {tuple(order.shape)}, a list of indices is expected")
+        if order.is_floating_point() or order.is_complex() or order.dtype == torch.bool:
+            raise JobError(f"order: for epoch {epoch} it gave {order.dtype}, whole numbers are expected")
+        order = order.to("cpu", torch.int64, copy=True)  # the person may change theirs
+        low, high = (int(v) for v in order.aminmax())
+        if low < 0 or high >= self._length:
+            wrong = low if low < 0 else high
+            raise JobError(f"order: for epoch {epoch} it gave index {wrong}, the dataset has 0 to {self._length - 1}")
+        return order
+
+    # ---- three ways to fetch ----------------------------------------------------------------------------------------
+
+    def _batches(self, epoch: int, start: int) -> Iterator[Batch]:
+        order = self._order(epoch)
+        last = len(order) % self._batch_size
+        spans = Spans(
+            cuts(self._batch_size, self._accumulate, self._rank, self._world_size),
+            cuts(last, self._accumulate, self._rank, self._world_size) if last else [],
+        )
+        full = len(order) // self._batch_size
+        rows = pieces(order, self._batch_size, spans, start)
+        if self._workers is None and self._fetcher.tensors is not None:
+            yield from self._of_tensors(epoch, start, rows, order, spans)
+            return
+        wanted = pieces(order, self._batch_size, spans, start)  # apart from `rows`: loader workers are asked ahead
+        requests = ((epoch, shares) for row in wanted if (shares := [s.tolist() for s in row[1:] if len(s)]))
+        fetched = (self._fetcher(*r) for r in requests) if self._workers is None else self._workers.fetch(requests)
+        for index, row in enumerate(rows, start):
+            pairs = iter(next(fetched) if any(map(len, row[1:])) else ())
+            parts = []
+            for share, (_, _, of) in zip(row[1:], spans.full if index < full else spans.last, strict=True):
+                size = len(share)
+                inputs, targets = next(pairs) if size else (None, None)
+                parts.append(Part(inputs, targets, size, of, share))
+            yield Batch(parts, len(row[0]), index, epoch, row[0])
+
+    def _of_tensors(
+        self, epoch: int, start: int, rows: Iterator[tuple[Tensor, ...]], order: Tensor, spans: Spans
+    ) -> Iterator[Batch]:
+        """By indexing two tensors. The hot path of a small step: nothing here that a batch doesn't need."""
+        assert self._fetcher.tensors is not None
+        take = _pinned_rows if self._pin else _rows
+        inputs, targets = self._fetcher.tensors
+        lookup = self._fetcher.lookup
+        sizes = [(b - a, of) for a, b, of in spans.full]
+        full = len(order) // self._batch_size
+        # Under a Subset, the places to read differ from the indices to tell.
+        places = None if lookup is None else pieces(lookup[order], self._batch_size, spans, start)
+        for index, row in enumerate(rows, start):
+            place = row if places is None else next(places)
+            if index == full:
+                sizes = [(b - a, of) for a, b, of in spans.last]
+            parts = [
+                Part(take(inputs, at), take(targets, at), size, of, share) if size else Part(None, None, 0, of, share)
+                for at, share, (size, of) in zip(place[1:], row[1:], sizes, strict=True)
+            ]
+            yield Batch(parts, len(row[0]), index, epoch, row[0])
+
+
+def _rows(tensor: Tensor, at: Tensor) -> Tensor:
+    return tensor.index_select(0, at if tensor.is_cpu else at.to(tensor.device))
+
+
+def _pinned_rows(tensor: Tensor, at: Tensor) -> Tensor:
+    if not tensor.is_cpu:
+        return _rows(tensor, at)
+    out = torch.empty((len(at), *tensor.shape[1:]), dtype=tensor.dtype, pin_memory=True)
+    return torch.index_select(tensor, 0, at, out=out)
+
+
+def batches(dataset: Any, batch_size: int, **settings: Any) -> Loader:
+    """This process's share of every global batch, for a loop of your own.
+
+    ::
+
+        for inputs, targets in lockstep.batches(dataset, batch_size=256):
+            step(inputs, targets)
+
+    Each pass over the result is the next epoch. Inside ``launch``, or under torchrun, it knows the rank by itself.
+
+    Args:
+        dataset: map-style, of ``(inputs, targets)``.
+        batch_size: samples of the *global* batch.
+        **settings: as those of ``Loader``.
+
+    Raises:
+        JobError: a setting is wrong, or the dataset is empty.
+    """
+    here = _world.current()
+    if here is not None and here.size > 1:
+        device = None if here.device.is_slot else here.device.torch
+        settings = {"rank": here.rank, "world_size": here.size, "device": device, **settings}
+    return Loader(dataset, batch_size=batch_size, **settings)

@@ -1,0 +1,167 @@
+"""Fetching in loader workers: processes of their own, kept over the epochs, that end when their parent does."""
+
+from __future__ import annotations
+
+import ctypes
+import functools
+import multiprocessing
+import os
+import signal
+import sys
+import threading
+import traceback
+import warnings
+from collections.abc import Iterable, Iterator, Sequence
+from typing import Any
+
+import cloudpickle
+import torch
+from torch.utils.data import DataLoader, TensorDataset
+
+from lockstep.data.fetch import Fetcher, Pair, unwrapped
+from lockstep.devices import usable_cores
+from lockstep.errors import JobError, LockstepError
+
+Request = tuple[int, list[list[int]]]
+"""An epoch, and the indices of each share that isn't empty."""
+
+_PR_SET_PDEATHSIG = 1
+
+
+def default_workers(cores: int, ranks_on_node: int, dataset: Any) -> int:
+    """How many loader workers each rank gets: those cores that no rank computes on, shared out, at most two a rank.
+
+    A tensor dataset gets none: indexing it is cheaper than sending the result.
+    """
+    if type(unwrapped(dataset)[0]) is TensorDataset:
+        return 0
+    return max(0, min(2, (cores - ranks_on_node) // ranks_on_node))
+
+
+def free_cores() -> tuple[int, ...]:
+    """The cores that this process was given, also after its computing thread was pinned to some of them.
+
+    Threads keep the mask they began with, so the widest of this process's threads knows.
+    """
+    found = set(usable_cores())
+    if hasattr(os, "sched_getaffinity"):
+        try:
+            for thread in os.listdir("/proc/self/task"):
+                found |= os.sched_getaffinity(int(thread))
+        except OSError:  # no /proc, or a thread that has just ended
+            pass
+    return tuple(sorted(found))
+
+
+class WorkerTraceback(Exception):
+    """The traceback of a loader worker, as text: the cause of the exception raised here for it."""
+
+    def __str__(self) -> str:
+        return f"\n{self.args[0]}"
+
+
+class _Failure:
+    """An exception on its way out of a worker: its kind and its one line, and the traceback for who looks deeper."""
+
+    def __init__(self, error: LockstepError) -> None:
+        self.kind = type(error)
+        self.message = str(error)
+        self.traceback = traceback.format_exc()
+
+
+class _Remote:
+    """What a worker holds: for each request, what the fetcher gives, or the failure."""
+
+    def __init__(self, fetcher: Fetcher) -> None:
+        self._fetcher = fetcher
+
+    def __getitem__(self, request: Request) -> list[Pair] | _Failure:
+        try:
+            return self._fetcher(*request)
+        except LockstepError as error:
+            return _Failure(error)
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        # Where workers can't be forked, the dataset may still be a local class, or hold a lambda.
+        return _unpacked, (cloudpickle.dumps(self._fetcher),)
+
+
+def _unpacked(fetcher: bytes) -> _Remote:
+    return _Remote(cloudpickle.loads(fetcher))
+
+
+class _Requests:
+    """The sampler of one epoch after another."""
+
+    def __init__(self) -> None:
+        self.now: Iterable[Request] = ()
+
+    def __iter__(self) -> Iterator[Request]:
+        return iter(self.now)
+
+
+class Workers:
+    """Loader workers of one rank. They start with the first request.
+
+    Args:
+        fetcher: what each of them holds a copy of.
+        count: how many; at least 1.
+        pin: give tensors in pinned memory.
+    """
+
+    def __init__(self, fetcher: Fetcher, count: int, pin: bool) -> None:
+        self._requests = _Requests()
+        on_linux = sys.platform == "linux" and "fork" in multiprocessing.get_all_start_methods()
+        with warnings.catch_warnings():
+            # PyTorch counts only the cores of this thread, which may be pinned.
+            warnings.filterwarnings("ignore", message=".*worker processes in total.*")
+            self._loader: DataLoader[Any] | None = DataLoader(
+                _Remote(fetcher),  # type: ignore[arg-type]
+                batch_size=None,
+                sampler=self._requests,
+                num_workers=count,
+                collate_fn=_as_it_is,
+                pin_memory=pin,
+                persistent_workers=True,
+                # Its seeds are drawn from here; by default they would move the global generator.
+                generator=torch.Generator(),
+                multiprocessing_context="fork" if on_linux else None,
+                worker_init_fn=functools.partial(
+                    _begin, os.getpid(), threading.current_thread() is threading.main_thread(), free_cores()
+                ),
+            )
+
+    def fetch(self, requests: Iterable[Request]) -> Iterator[list[Pair]]:
+        """What the fetcher gives for each request, in order. A second call ends the first.
+
+        Raises:
+            SampleError: as the fetcher's, with the worker's traceback as its cause.
+        """
+        if self._loader is None:
+            raise JobError("loader_workers: this loader is closed")
+        self._requests.now = requests
+        for found in self._loader:
+            if isinstance(found, _Failure):
+                raise found.kind(found.message) from WorkerTraceback(found.traceback)
+            yield found
+
+    def close(self) -> None:
+        """End the workers."""
+        self._loader = None
+
+
+def _as_it_is(found: Any) -> Any:
+    return found
+
+
+def _begin(parent: int, by_main_thread: bool, cores: Sequence[int], worker: int) -> None:
+    """In a new worker: die with the parent, leave signals to it, and use the cores that it doesn't compute on too."""
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    signal.signal(signal.SIGTERM, signal.SIG_DFL)
+    if hasattr(os, "sched_setaffinity"):
+        os.sched_setaffinity(0, cores)
+    # The signal comes when the parent's *thread* ends, so only the main thread's end means the parent's.
+    if sys.platform == "linux" and by_main_thread:
+        ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+        if os.getppid() != parent:  # it had ended before the line above
+            os._exit(1)

@@ -1,0 +1,225 @@
+"""What is here: the accelerators of this machine, or its cores cut into slots.
+
+A *slot* is one of N CPU "devices": some cores of the machine, with a thread limit of as many threads. Accelerators are
+found through ``torch.accelerator``, so any that PyTorch knows works by its name.
+
+A person writes devices as
+
+=============  ================================================================================
+``auto``       every accelerator; without one, one slot with all cores
+``4``          the first four accelerators; without one, four slots
+``2xcpu``      two slots, whatever else is here (more slots than cores is allowed: they share)
+``cuda``       every device of that type
+``cuda:0,2``   two of them; indices count inside ``CUDA_VISIBLE_DEVICES``
+=============  ================================================================================
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import re
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+
+import torch
+
+from lockstep.errors import DeviceError, nearest
+
+
+@dataclass(frozen=True)
+class Device:
+    """One device: an accelerator, or a slot of CPU cores.
+
+    Attributes:
+        type: ``"cpu"`` for a slot, else the accelerator's type (``"cuda"``, ``"mps"``, ...).
+        index: its number among the devices of its type; for slots, its place in the list.
+        cores: the cores of a slot, as the operating system numbers them; empty for accelerators.
+    """
+
+    type: str
+    index: int = 0
+    cores: tuple[int, ...] = ()
+
+    @property
+    def torch(self) -> torch.device:
+        """The device where its tensors live. All slots are ``torch.device("cpu")``."""
+        return torch.device("cpu") if self.is_slot else torch.device(self.type, self.index)
+
+    @property
+    def is_slot(self) -> bool:
+        """Whether this is a slot of CPU cores."""
+        return self.type == "cpu"
+
+    @property
+    def threads(self) -> int:
+        """How many threads compute on it at most."""
+        return max(1, len(self.cores))
+
+    def __str__(self) -> str:
+        return f"{self.type}:{self.index}"
+
+
+Devices = str | int | Device | torch.device | Sequence["Device | torch.device | str | int"] | None
+"""What a person may give for devices."""
+
+
+def usable_cores() -> tuple[int, ...]:
+    """The cores that this process may run on (its affinity mask; all where the system has none)."""
+    if hasattr(os, "sched_getaffinity"):
+        return tuple(sorted(os.sched_getaffinity(0)))
+    return tuple(range(os.cpu_count() or 1))
+
+
+def slots(count: int, cores: Sequence[int] | None = None) -> tuple[Device, ...]:
+    """Cut the cores in ``count`` slots, as evenly as can be; more slots than cores share them in turn."""
+    mine = tuple(usable_cores() if cores is None else cores)
+    if count >= len(mine):
+        return tuple(Device("cpu", i, (mine[i % len(mine)],)) for i in range(count))
+    return tuple(Device("cpu", i, mine[i * len(mine) // count : (i + 1) * len(mine) // count]) for i in range(count))
+
+
+def accelerators() -> tuple[Device, ...]:
+    """Every accelerator that this process can see."""
+    if not torch.accelerator.is_available():
+        return ()
+    kind = torch.accelerator.current_accelerator()
+    assert kind is not None
+    return tuple(Device(kind.type, i) for i in range(torch.accelerator.device_count()))
+
+
+def parse(wanted: Devices = "auto") -> tuple[Device, ...]:
+    """Turn what a person wrote into devices.
+
+    Args:
+        wanted: see the table at the top of this module; None means ``auto``; a list is taken item by item.
+
+    Raises:
+        DeviceError: the words aren't understood, or there are fewer devices than asked for.
+    """
+    if wanted is None:
+        wanted = "auto"
+    if isinstance(wanted, Device):
+        return (wanted,)
+    if isinstance(wanted, torch.device):
+        wanted = str(wanted)
+    if isinstance(wanted, Sequence) and not isinstance(wanted, str):
+        return _from_list(wanted)
+    return _from_words(str(wanted).strip())
+
+
+def _from_list(wanted: Sequence[Device | torch.device | str | int]) -> tuple[Device, ...]:
+    if not wanted:
+        raise DeviceError("an empty list of devices: name at least one")
+    words = [str(w) for w in wanted]
+    if all(w == "cpu" for w in words):
+        return slots(len(words))
+    found: list[Device] = []
+    for item, word in zip(wanted, words, strict=True):
+        if isinstance(item, Device):
+            found.append(item)
+        elif word.isdigit():
+            found.append(_at(accelerators(), int(word)))
+        else:
+            found.extend(parse(word))
+    return tuple(found)
+
+
+def _at(here: tuple[Device, ...], index: int) -> Device:
+    if index >= len(here):
+        raise DeviceError(f"device {index} doesn't exist: there are {len(here)} accelerators here")
+    return here[index]
+
+
+def _from_words(word: str) -> tuple[Device, ...]:
+    here = accelerators()
+    if word == "auto":
+        return here or slots(1)
+    if word.isdigit():
+        return _first(int(word), here)
+    if cut := re.fullmatch(r"(\d+)\s*x\s*cpu", word):
+        return slots(_positive(int(cut[1])))
+    if word == "cpu":
+        return slots(1)
+    if match := re.fullmatch(r"([a-z]+)(?::([\d,]+))?", word):
+        return _of_type(match[1], match[2], here)
+    raise DeviceError(f'devices "{word}" isn\'t understood: write auto, 4, 2xcpu, cuda or cuda:0,2')
+
+
+def _positive(count: int) -> int:
+    if count < 1:
+        raise DeviceError(f"{count} devices: ask for at least one")
+    return count
+
+
+def _first(count: int, here: tuple[Device, ...]) -> tuple[Device, ...]:
+    _positive(count)
+    if here:
+        if count > len(here):
+            raise DeviceError(f"{count} devices, but there are {len(here)} ({here[0].type}): ask for {len(here)}")
+        return here[:count]
+    cores = len(usable_cores())
+    if count > cores:
+        raise DeviceError(
+            f"{count} devices, but this machine has {cores} cores and no accelerator: "
+            f"use {cores}, or {count}xcpu to let slots share cores"
+        )
+    return slots(count)
+
+
+def _of_type(kind: str, indices: str | None, here: tuple[Device, ...]) -> tuple[Device, ...]:
+    known = sorted({"cpu", "cuda", "mps", "xpu"} | {d.type for d in here})
+    if kind not in known:
+        raise DeviceError(f'there is no device type "{kind}": {nearest(kind, known)}')
+    if kind == "cpu":
+        raise DeviceError(f'slots have no fixed numbers ("cpu:{indices}"): write 2xcpu for two slots')
+    mine = tuple(d for d in here if d.type == kind)
+    if not mine:
+        others = f"{len(here)} {here[0].type}" if here else f"{len(usable_cores())} cores and no accelerator"
+        raise DeviceError(f"no {kind} device here, only {others}: use auto")
+    if indices is None:
+        return mine
+    numbers = [int(i) for i in indices.split(",") if i]
+    missing = [i for i in numbers if i >= len(mine)]
+    if missing or not numbers:
+        raise DeviceError(f"{kind}:{missing[0] if missing else ''} doesn't exist: there are {len(mine)}, from 0")
+    if len(set(numbers)) < len(numbers):
+        raise DeviceError(f'"{kind}:{indices}" names a device twice')
+    return tuple(mine[i] for i in numbers)
+
+
+def limit_threads(device: Device) -> None:
+    """Give the calling thread as many computing threads as the device has cores.
+
+    OpenMP's limit belongs to the thread that sets it, so each computing thread calls this itself.
+    """
+    if device.is_slot:
+        torch.set_num_threads(device.threads)
+
+
+def pin(device: Device) -> None:
+    """Keep the calling thread on the cores of its slot.
+
+    Call it after the process group exists: threads that gloo makes later would inherit the pinning, and an all-reduce
+    then takes twice as long.
+    """
+    if device.is_slot and device.cores and hasattr(os, "sched_setaffinity"):
+        with contextlib.suppress(OSError):
+            os.sched_setaffinity(0, device.cores)
+
+
+@contextlib.contextmanager
+def occupied(device: Device) -> Iterator[None]:
+    """Compute on a device for a while: its thread limit, or its being the current one; as before afterwards."""
+    if device.is_slot:
+        before = torch.get_num_threads()
+        limit_threads(device)
+        try:
+            yield
+        finally:
+            torch.set_num_threads(before)
+    elif device.type == "cuda":
+        with torch.cuda.device(device.index):
+            yield
+    else:
+        yield

@@ -1,0 +1,103 @@
+"""What a person sees of a training: lines as epochs end, and below them a live line on a terminal."""
+
+from __future__ import annotations
+
+import sys
+from types import TracebackType
+from typing import TYPE_CHECKING, Any, Self
+
+from lockstep.events import Event, Line, Progress
+
+if TYPE_CHECKING:
+    from rich.console import Console
+    from rich.live import Live
+
+
+class Display:
+    """Takes what the training tells, and prints it.
+
+    On a terminal the last line is live: epoch, step, loss, samples per second, time left, memory per device. Elsewhere
+    (a file, a pipe, CI) only whole lines are printed.
+    """
+
+    def __init__(self, *, quiet: bool = False) -> None:
+        self._quiet = quiet
+        self._live: Live | None = None
+        self._console: Console | None = None
+
+    def __enter__(self) -> Self:
+        if not self._quiet and sys.stdout.isatty():
+            from rich.console import Console
+            from rich.live import Live
+
+            self._console = Console(highlight=False)
+            self._live = Live(console=self._console, transient=True, refresh_per_second=8)
+            self._live.start()
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        if self._live is not None:
+            self._live.stop()
+            self._live = None
+
+    def tell(self, event: Any) -> None:
+        """Show something that the training told."""
+        if self._quiet:
+            return
+        if isinstance(event, Line):
+            self.line(f"note: {event.text}" if event.kind == "note" else event.text, note=event.kind == "note")
+        elif isinstance(event, Progress):
+            if self._live is not None:
+                self._live.update(_status(event))
+        elif isinstance(event, Event) and event.kind == "evaluated":
+            self.line(epoch_line(event))
+
+    def line(self, text: str, *, note: bool = False) -> None:
+        """Print a line above the live one."""
+        if self._quiet:
+            return
+        if self._console is not None:
+            self._console.print(text, style="yellow" if note else None, markup=False, soft_wrap=True)
+        else:
+            print(text, flush=True)
+
+    def output(self, text: str, stream: str) -> None:
+        """What rank 0 printed, above the live line."""
+        if self._console is not None:
+            self._console.print(text.rstrip("\n"), markup=False, soft_wrap=True, highlight=False)
+        else:
+            out = sys.stderr if stream == "stderr" else sys.stdout
+            out.write(text)
+            out.flush()
+
+
+def epoch_line(event: Event) -> str:
+    """``epoch  3  train loss 0.1234  eval loss 0.1400  accuracy 0.9611  12,345 samples/s``."""
+    words = [f"epoch {event.epoch:>3}"]
+    for name, value in event.metrics.items():
+        if name == "samples_per_second":
+            words.append(f"{value:,.0f} samples/s")
+        elif name not in ("lr", "seconds"):
+            shown = f"{value:.4f}" if isinstance(value, float) else str(value)
+            words.append(f"{name.replace('_', ' ')} {shown}")
+    return "  ".join(words)
+
+
+def _status(event: Progress) -> str:
+    words = [f"epoch {event.epoch}" + (f"/{event.epochs}" if event.epochs else "")]
+    words.append(f"step {event.step:,}" + (f"/{event.steps:,}" if event.steps else ""))
+    words.append(f"loss {event.loss:.4f}")
+    words.append(f"{event.samples_per_second:,.0f} samples/s")
+    if event.seconds_left is not None:
+        words.append(f"{duration(event.seconds_left)} left")
+    words += [f"{device} {size / 2**30:.2f} GiB" for device, size in event.memory]
+    return "  ".join(words)
+
+
+def duration(seconds: float) -> str:
+    """``1:02:03``, ``4:05`` or ``0:07``."""
+    whole = round(seconds)
+    hours, minutes = divmod(whole // 60, 60)
+    return f"{hours}:{minutes:02}:{whole % 60:02}" if hours else f"{minutes}:{whole % 60:02}"

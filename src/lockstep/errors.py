@@ -1,0 +1,101 @@
+"""Every exception that Lockstep raises on purpose.
+
+::
+
+    LockstepError
+    ├── InputError            what was asked can't be done as it stands; nothing was made   exit code 2
+    │   ├── JobError          a field of the job, or a setting
+    │   ├── DeviceError       devices that don't exist, or not that many
+    │   ├── StrategyError     a strategy, or a combination that can't keep the numbers
+    │   ├── LossError         a loss that can't be totalled, or can't take the outputs
+    │   └── FolderError       a run folder that can't be made, read or written
+    └── RunError              the run failed on the way; its folder is kept                 exit code 1
+        ├── RankFailed        a rank raised or died: which, at which step, its traceback
+        ├── NonFiniteLoss     the loss became NaN or infinite: rank and step
+        ├── SampleError       a sample of the dataset raised: its index
+        ├── OutOfMemory       device, step, share, and the setting that helps
+        └── SaveError         the state could not be written (a full disk, say)
+
+The message of each is one line: what was wrong, and what to do.
+"""
+
+from __future__ import annotations
+
+
+class LockstepError(Exception):
+    """The root of Lockstep's exceptions."""
+
+    exit_code = 1
+
+
+class InputError(LockstepError):
+    """What was asked can't be done as it stands; nothing was made."""
+
+    exit_code = 2
+
+
+class JobError(InputError):
+    """A field of the job, or a setting given for it, is wrong. The message begins with the field's name."""
+
+
+class DeviceError(InputError):
+    """Devices that don't exist, or more of them than there are."""
+
+
+class StrategyError(InputError):
+    """An unknown strategy, or a combination that can't keep the numbers of one device."""
+
+
+class LossError(InputError):
+    """A loss that can't be turned into total and count, or can't take the model's outputs."""
+
+
+class FolderError(InputError):
+    """A run folder that can't be made, read or written."""
+
+
+class RunError(LockstepError):
+    """The run failed on the way; what it had saved is kept."""
+
+
+class RankFailed(RunError):
+    """A rank raised or died.
+
+    Attributes:
+        rank: which rank failed first.
+        step: the step it was in (0 before the first), or None where that isn't known.
+        traceback: that rank's own traceback as text, or "" where it died without one.
+    """
+
+    def __init__(self, message: str, rank: int = 0, step: int | None = None, traceback: str = "") -> None:
+        super().__init__(message)
+        self.rank = rank
+        self.step = step
+        self.traceback = traceback
+
+    def __reduce__(self) -> tuple[type[RankFailed], tuple[str, int, int | None, str]]:
+        return type(self), (str(self), self.rank, self.step, self.traceback)
+
+
+class NonFiniteLoss(RunError):
+    """The loss became NaN or infinite."""
+
+
+class SampleError(RunError):
+    """A sample of the dataset raised."""
+
+
+class OutOfMemory(RunError):
+    """A device's memory was not enough."""
+
+
+class SaveError(RunError):
+    """The state of a run could not be written."""
+
+
+def nearest(name: str, names: list[str]) -> str:
+    """``did you mean "x"?`` for a name that isn't among ``names``, or the whole list where none is near."""
+    import difflib
+
+    near = difflib.get_close_matches(name, names, n=1)
+    return f'did you mean "{near[0]}"?' if near else f"there are: {', '.join(names)}"

@@ -1,0 +1,98 @@
+"""Evaluation: the loss and the metrics over a dataset, each sample counted once, on any number of devices."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Mapping
+from typing import Any, cast
+
+import torch
+
+from lockstep.data import Loader
+from lockstep.errors import JobError
+from lockstep.step import Step
+from lockstep.world import World
+
+
+def evaluate(step: Step, loader: Loader, metrics: Mapping[str, Any], world: World) -> dict[str, float]:
+    """The mean loss (``"loss"``) and each metric over all samples of the loader; the same values on every rank.
+
+    Args:
+        step: the model under its strategy.
+        loader: this rank's shares of the evaluation set.
+        metrics: by name, functions ``(outputs, targets) -> (total, count)``, or torchmetrics ``Metric`` objects, which
+            are updated on each rank and merged on all.
+
+    Raises:
+        JobError: a metric gives something else.
+    """
+    functions = {name: metric for name, metric in metrics.items() if not _is_torchmetric(metric)}
+    objects = {name: _fresh(metric, step) for name, metric in metrics.items() if _is_torchmetric(metric)}
+    sums = [[0.0, 0.0] for _ in range(1 + len(functions))]
+    with step.evaluating():
+        for batch in loader.epoch(0):
+            part = batch.parts[0]
+            if not part.size:
+                continue
+            outputs, total, count = step.outputs(part)
+            _add(sums[0], total, count)
+            targets = step.placed(part).targets
+            for place, (name, function) in zip(sums[1:], functions.items(), strict=True):
+                _add(place, *_pair(name, function(outputs, targets)))
+            for metric in objects.values():
+                metric.update(outputs, targets)
+    summed = world.all_reduce(torch.tensor(sums, dtype=torch.float64, device=_summing_device(world))).tolist()
+    values = {"loss": summed[0][0] / summed[0][1] if summed[0][1] else float("nan")}
+    for name, (total, count) in zip(functions, summed[1:], strict=True):
+        values[name] = total / count if count else float("nan")
+    for name, metric in objects.items():
+        values[name] = _merged(metric, world)
+    return {"loss": values.pop("loss"), **{name: values[name] for name in metrics}}
+
+
+def _summing_device(world: World) -> torch.device:
+    return torch.device("cpu") if world.backend in (None, "gloo") else world.device.torch
+
+
+def _add(sums: list[float], total: Any, count: Any) -> None:
+    sums[0] += float(total)
+    sums[1] += float(count)
+
+
+def _pair(name: str, value: Any) -> tuple[Any, Any]:
+    if not isinstance(value, tuple) or len(value) != 2:
+        what = f"a tensor of shape {tuple(value.shape)}" if isinstance(value, torch.Tensor) else f"{value!r}"
+        raise JobError(
+            f'metrics: "{name}" gave {what}; a pair (total, count) is expected: the sum over items, their number'
+        )
+    for part in value:
+        if isinstance(part, torch.Tensor) and part.numel() != 1:
+            raise JobError(
+                f'metrics: "{name}" gave a tensor of shape {tuple(part.shape)} in (total, count), not a number'
+            )
+    return value
+
+
+def _is_torchmetric(metric: Any) -> bool:
+    """Whether it is a torchmetrics Metric, without importing torchmetrics."""
+    return any(
+        kind.__module__.startswith("torchmetrics.") and kind.__name__ == "Metric" for kind in type(metric).__mro__
+    )
+
+
+def _fresh(metric: Any, step: Step) -> Any:
+    mine = copy.deepcopy(metric)
+    # Merging is done here, over ranks and replicas alike; torchmetrics must not sum over the process group once more.
+    mine.sync_on_compute = False
+    mine.reset()
+    return mine.to(step.world.device.torch)
+
+
+def _merged(metric: Any, world: World) -> float:
+    every = world.gather_objects(metric.cpu())
+    for other in every[1:]:
+        every[0].merge_state(other)
+    value = every[0].compute()
+    if isinstance(value, torch.Tensor) and value.numel() == 1:
+        return float(value)
+    return cast(float, value)

@@ -1,0 +1,142 @@
+"""The folder of a run: private to the user, and readable without Lockstep.
+
+::
+
+    runs/digits-ddp-20261121-093000/
+      config.json          the job, its settings, the strategy, the devices
+      metrics.jsonl        a line for each epoch
+      ranks/1.log          what ranks other than 0 printed
+      model.safetensors    the final weights, under one-device names
+      best.safetensors     those of the lowest evaluation loss
+      state.pt             what ``--resume`` needs, from the end of the last epoch
+      summary.json         how it ended
+"""
+
+from __future__ import annotations
+
+import json
+import shutil
+import time
+from pathlib import Path
+from typing import Any
+
+from lockstep.errors import FolderError
+
+
+class RunFolder:
+    """The files of one run, by name."""
+
+    def __init__(self, path: str | Path) -> None:
+        self.path = Path(path)
+
+    @classmethod
+    def new(cls, parent: str | Path, name: str) -> RunFolder:
+        """Make a folder named after the run and the time.
+
+        Raises:
+            FolderError: it can't be made.
+        """
+        stamp = time.strftime("%Y%m%d-%H%M%S")
+        for attempt in range(1, 1000):
+            path = Path(parent) / (f"{name}-{stamp}" if attempt == 1 else f"{name}-{stamp}-{attempt}")
+            try:
+                path.parent.mkdir(parents=True, exist_ok=True)
+                path.mkdir(mode=0o700)
+                (path / "ranks").mkdir(mode=0o700)
+            except FileExistsError:
+                if not path.parent.is_dir():
+                    raise FolderError(f"{path.parent}: not a folder, so no run can be kept there") from None
+                continue
+            except OSError as error:
+                raise FolderError(
+                    f"{path}: the run's folder can't be made: {error.strerror}; choose another with --folder"
+                ) from error
+            return cls(path)
+        raise FolderError(f"{parent}: too many runs begin at {stamp}")
+
+    @classmethod
+    def existing(cls, path: str | Path) -> RunFolder:
+        """The folder of a run that was.
+
+        Raises:
+            FolderError: there is none.
+        """
+        folder = cls(path)
+        if not folder.config.is_file():
+            raise FolderError(f"{path}: no run is kept there (it has no config.json)")
+        return folder
+
+    @property
+    def config(self) -> Path:
+        """The job, its settings, the strategy and the devices."""
+        return self.path / "config.json"
+
+    @property
+    def metrics(self) -> Path:
+        """A line of JSON for each epoch."""
+        return self.path / "metrics.jsonl"
+
+    @property
+    def model(self) -> Path:
+        """The final weights."""
+        return self.path / "model.safetensors"
+
+    @property
+    def best(self) -> Path:
+        """The weights of the lowest evaluation loss."""
+        return self.path / "best.safetensors"
+
+    @property
+    def state(self) -> Path:
+        """What is needed to resume."""
+        return self.path / "state.pt"
+
+    @property
+    def summary(self) -> Path:
+        """How the run ended."""
+        return self.path / "summary.json"
+
+    def write_json(self, path: Path, value: Any) -> None:
+        """Write a JSON file for people too: indented, numbers that JSON lacks as text.
+
+        Raises:
+            FolderError: it can't be written.
+        """
+        try:
+            path.write_text(json.dumps(value, indent=2, default=str) + "\n")
+        except OSError as error:
+            raise FolderError(
+                f"{path}: can't be written: {error.strerror}; choose another folder with --folder"
+            ) from error
+
+    def read_json(self, path: Path) -> dict[str, Any]:
+        """Read one of the run's JSON files.
+
+        Raises:
+            FolderError: it isn't there, or isn't JSON.
+        """
+        try:
+            value: dict[str, Any] = json.loads(path.read_text())
+        except (OSError, ValueError) as error:
+            raise FolderError(f"{path}: can't be read ({error})") from error
+        return value
+
+    def add_metrics(self, record: dict[str, Any]) -> None:
+        """Append the line of an epoch."""
+        with self.metrics.open("a") as file:
+            file.write(json.dumps(record, default=str) + "\n")
+
+    def read_metrics(self) -> list[dict[str, Any]]:
+        """The lines of all epochs so far."""
+        if not self.metrics.is_file():
+            return []
+        return [json.loads(line) for line in self.metrics.read_text().splitlines() if line.strip()]
+
+    def keep_metrics(self, epochs: int) -> None:
+        """Forget the lines of epochs after that many: they will be run again."""
+        kept = [record for record in self.read_metrics() if record["epoch"] <= epochs]
+        self.metrics.write_text("".join(json.dumps(record) + "\n" for record in kept))
+
+    def remove(self) -> None:
+        """Take the folder away: nothing was trained."""
+        shutil.rmtree(self.path, ignore_errors=True)

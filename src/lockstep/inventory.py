@@ -1,0 +1,79 @@
+"""``lockstep devices``: a table of what this machine has."""
+
+from __future__ import annotations
+
+import os
+
+import torch
+
+from lockstep.devices import Device, accelerators, usable_cores
+
+
+def table() -> str:
+    """Name, memory, cores, both numbers (inside ``CUDA_VISIBLE_DEVICES`` and of the machine), and links where known."""
+    lines = []
+    here = accelerators()
+    for device in here:
+        lines.append("  ".join([f"{device!s:8}", *_facts(device)]))
+    cores = usable_cores()
+    slots = f"up to {len(cores)} slots" if len(cores) > 1 else "1 slot"
+    lines.append(
+        f"{'cpu':8}  {_processor()}  {_gib(_host_memory())}  {len(cores)} cores (numbers {_ranges(cores)}), {slots}"
+    )
+    if not here:
+        lines.append("no accelerator: --devices 2 means two slots of this CPU")
+    links = _links(here)
+    return "\n".join([*lines, *links])
+
+
+def _facts(device: Device) -> list[str]:
+    if device.type != "cuda":
+        return [device.type]
+    facts = torch.cuda.get_device_properties(device.index)
+    free, _ = torch.cuda.mem_get_info(device.index)
+    return [
+        facts.name,
+        f"{_gib(facts.total_memory)} ({_gib(free)} free)",
+        f"{facts.multi_processor_count} multiprocessors",
+        f"number {device.index} here, {_physical(device.index)} of the machine",
+    ]
+
+
+def _physical(index: int) -> str:
+    """The device's number before ``CUDA_VISIBLE_DEVICES`` picked and renumbered."""
+    visible = [word.strip() for word in os.environ.get("CUDA_VISIBLE_DEVICES", "").split(",") if word.strip()]
+    return visible[index] if index < len(visible) else str(index)
+
+
+def _links(here: tuple[Device, ...]) -> list[str]:
+    cuda = [d for d in here if d.type == "cuda"]
+    pairs = [(a, b) for i, a in enumerate(cuda) for b in cuda[i + 1 :]]
+    direct = [f"{a}-{b}" for a, b in pairs if torch.cuda.can_device_access_peer(a.index, b.index)]
+    return [f"direct links: {', '.join(direct) if direct else 'none'}"] if pairs else []
+
+
+def _processor() -> str:
+    try:
+        with open("/proc/cpuinfo") as file:
+            return next((line.split(":")[1].strip() for line in file if line.startswith("model name")), "CPU")
+    except OSError:
+        return "CPU"
+
+
+def _host_memory() -> int:
+    return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+
+
+def _gib(size: int) -> str:
+    return f"{size / 2**30:.1f} GiB"
+
+
+def _ranges(numbers: tuple[int, ...]) -> str:
+    """``0-3,8`` for 0, 1, 2, 3, 8."""
+    parts: list[list[int]] = []
+    for n in numbers:
+        if parts and parts[-1][-1] == n - 1:
+            parts[-1][1:] = [n]
+        else:
+            parts.append([n])
+    return ",".join("-".join(str(n) for n in part) for part in parts)

@@ -1,0 +1,210 @@
+"""A job says what to train, and knows no device.
+
+The model, the loss and the data once, and every setting of a training as a field with a default. The command line has
+the same names and wins; there is no third place where a setting can hide.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+import types
+import typing
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, Literal
+
+import torch
+from torch import nn
+
+from lockstep.errors import JobError, nearest
+
+NamedParameters = list[tuple[str, nn.Parameter]]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Job:
+    """What to train.
+
+    Attributes:
+        model: builds the model, afresh wherever it is needed: ``lambda: Net()``. It is called under the job's seed.
+        loss: ``loss(outputs, targets)``: one of PyTorch's losses, or a function that gives ``(total, count)``; any
+            other scalar is taken as a mean over samples, and that is probed on the first batch.
+        optimizer: makes the optimizer from the list of ``(name, parameter)`` pairs of the parameters that are trained.
+        train_data: a dataset of ``(inputs, targets)``, or a callable that gives one. Inputs that are a tuple are passed
+            as ``model(*inputs)``, a dict as ``model(**inputs)``, anything else as ``model(inputs)``.
+        batch_size: samples of the *global* batch: one update, whatever the number of devices.
+        eval_data: as ``train_data``; None trains without evaluation.
+        epochs: how often the data are passed through (1 where ``steps`` isn't given either).
+        steps: stop after that many updates.
+        lr_scheduler: makes a scheduler from the optimizer.
+        lr_scheduler_every: ``"epoch"`` or ``"step"``: when the scheduler moves on; once, on any number of devices.
+        metrics: by name, a function ``(outputs, targets) -> (total, count)``, or a torchmetrics ``Metric``.
+        seed: of the weights, the order, the augmentation and the dropout.
+        shuffle: a new permutation for each epoch, from ``(seed, epoch)``.
+        order: ``order(epoch)`` gives the indices to go through, instead of a permutation.
+        collate: makes ``(inputs, targets)`` of a list of samples, instead of PyTorch's default.
+        accumulate: cut each global batch in that many micro-batches, and update once.
+        clip_norm: the largest norm of all gradients together.
+        sync_batchnorm: BatchNorm normalises over what one device would have seen, not over the share of a replica.
+        channels_last: images and convolution weights in that memory layout.
+        precision: None computes as the model was built; ``"fp64"`` turns model and inputs to float64.
+        fused: the fused implementation of the optimizer; None takes it where PyTorch has one that is right.
+        eval_batch_size: of evaluation; None is ``batch_size``.
+        loader_workers: processes that fetch samples, for each rank; None chooses by the cores and the dataset.
+        on_event: functions called with each ``Event`` on rank 0; one that returns ``"stop"`` ends the training.
+
+    Raises:
+        JobError: a field is missing or wrong; the message begins with its name.
+    """
+
+    model: Callable[[], nn.Module]
+    loss: Callable[..., Any]
+    optimizer: Callable[[NamedParameters], torch.optim.Optimizer]
+    train_data: Any
+    batch_size: int
+    eval_data: Any = None
+    epochs: int | None = None
+    steps: int | None = None
+    lr_scheduler: Callable[[torch.optim.Optimizer], Any] | None = None
+    lr_scheduler_every: Literal["epoch", "step"] = "epoch"
+    metrics: Mapping[str, Any] = field(default_factory=dict)
+    seed: int = 0
+    shuffle: bool = True
+    order: Callable[[int], Sequence[int] | torch.Tensor] | None = None
+    collate: Callable[[list[Any]], tuple[Any, Any]] | None = None
+    accumulate: int = 1
+    clip_norm: float | None = None
+    sync_batchnorm: bool = False
+    channels_last: bool = False
+    precision: Literal["fp64"] | None = None
+    fused: bool | None = None
+    eval_batch_size: int | None = None
+    loader_workers: int | None = None
+    on_event: Sequence[Callable[[Any], str | None]] = ()
+
+    def __post_init__(self) -> None:
+        for name in ("model", "loss", "optimizer"):
+            if not callable(getattr(self, name)):
+                raise JobError(f"{name}: {getattr(self, name)!r} can't be called")
+        if isinstance(self.model, nn.Module):
+            raise JobError("model: give a function that builds it (lambda: Net()), it is built wherever it is needed")
+        for name in ("lr_scheduler", "order", "collate"):
+            if getattr(self, name) is not None and not callable(getattr(self, name)):
+                raise JobError(f"{name}: {getattr(self, name)!r} can't be called")
+        if self.train_data is None:
+            raise JobError(
+                "train_data: there is none; give a dataset of (inputs, targets), or a callable that gives one"
+            )
+        if not isinstance(self.metrics, Mapping):
+            raise JobError(f"metrics: a dict of functions by name is expected, not {type(self.metrics).__name__}")
+        for metric, function in self.metrics.items():
+            if not callable(function):
+                raise JobError(f'metrics: "{metric}" is {function!r}, which can\'t be called')
+        if not isinstance(self.on_event, Sequence):
+            raise JobError("on_event: a list of functions is expected")
+        for name in SETTINGS:
+            object.__setattr__(self, name, _checked(name, getattr(self, name)))
+
+    def having(self, **settings: Any) -> Job:
+        """The same job with some settings changed.
+
+        Raises:
+            JobError: a setting doesn't exist (the nearest is offered), or its value is wrong.
+        """
+        for name in settings:
+            if name not in _FIELDS:
+                raise JobError(f"{name}: a job has no such setting; {nearest(name, list(_FIELDS))}")
+        return dataclasses.replace(self, **settings)
+
+    @property
+    def settings(self) -> dict[str, Any]:
+        """The settings that are plain values, by name: what a run's ``config.json`` keeps."""
+        return {name: getattr(self, name) for name in SETTINGS}
+
+
+_FIELDS = {f.name: f for f in dataclasses.fields(Job)}
+
+_POSITIVE = {"batch_size", "epochs", "steps", "accumulate", "clip_norm", "eval_batch_size"}
+"""Settings that are above zero; other numbers may be zero."""
+
+
+def _plain_types() -> dict[str, Any]:
+    hints = typing.get_type_hints(Job)
+    return {name: hints[name] for name in _FIELDS if _is_plain(hints[name])}
+
+
+def _is_plain(hint: Any) -> bool:
+    options = (
+        typing.get_args(hint)
+        if isinstance(hint, types.UnionType) or typing.get_origin(hint) is typing.Union
+        else (hint,)
+    )
+    return all(o in (int, float, bool, str, type(None)) or typing.get_origin(o) is Literal for o in options)
+
+
+SETTINGS: dict[str, Any] = _plain_types()
+"""The settings that a command line can give, with their types."""
+
+
+def _checked(name: str, value: Any) -> Any:
+    """The value of a plain setting in its own type, or a JobError that names the setting."""
+    value = convert(value, SETTINGS[name], name)
+    if isinstance(value, int | float) and not isinstance(value, bool):
+        if not math.isfinite(value):
+            raise JobError(f"{name}: {value} is not a finite number")
+        if name in _POSITIVE and value <= 0:
+            raise JobError(f"{name}: {value} is too small, it must be above 0")
+        if name != "seed" and value < 0:
+            raise JobError(f"{name}: {value} is negative")
+    return value
+
+
+def convert(value: Any, hint: Any, name: str) -> Any:
+    """Turn ``value`` (a word from a command line, or a Python value) into the type that ``hint`` says.
+
+    Args:
+        value: what was given.
+        hint: int, float, bool, str, Path, a ``Literal``, a union of them, or anything else (then left as it is).
+        name: for the message.
+
+    Raises:
+        JobError: it isn't one.
+    """
+    options = typing.get_args(hint) if typing.get_origin(hint) in (typing.Union, types.UnionType) else (hint,)
+    if type(None) in options and (value is None or (isinstance(value, str) and value.lower() == "none")):
+        return None
+    wanted = [o for o in options if o is not type(None)]
+    for option in wanted:
+        converted = _as(value, option)
+        if converted is not _NO:
+            return converted
+    raise JobError(f"{name}: {value!r} is not {' or '.join(_called(o) for o in wanted)}")
+
+
+_NO = object()
+_WORDS = {"true": True, "yes": True, "on": True, "1": True, "false": False, "no": False, "off": False, "0": False}
+
+
+def _as(value: Any, option: Any) -> Any:
+    if typing.get_origin(option) is Literal:
+        return next((choice for choice in typing.get_args(option) if str(choice) == str(value)), _NO)
+    if option is bool:
+        return value if isinstance(value, bool) else _WORDS.get(str(value).lower(), _NO)
+    if option is str or option is Path:
+        return option(value) if isinstance(value, str | Path) else _NO
+    if option in (int, float):
+        if isinstance(value, bool) or (option is int and isinstance(value, float) and value != int(value)):
+            return _NO
+        try:
+            return option(value)
+        except (TypeError, ValueError):
+            return _NO
+    return value
+
+
+def _called(option: Any) -> str:
+    if typing.get_origin(option) is Literal:
+        return " or ".join(f'"{choice}"' for choice in typing.get_args(option))
+    return {int: "a whole number", float: "a number", bool: "true or false", str: "text"}.get(option, str(option))

@@ -1,0 +1,143 @@
+"""A job file: a Python file with a ``job``, which is a Job or a function that returns one.
+
+The function's keyword arguments are the job's own knobs, given as ``--set lr=0.05`` and typed by their annotations.
+Each rank loads the file from its path, so nothing in it needs to be picklable.
+"""
+
+from __future__ import annotations
+
+import ast
+import importlib.util
+import inspect
+import sys
+import traceback
+import typing
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+from lockstep.errors import JobError, LockstepError, nearest
+from lockstep.job import Job, convert
+
+
+@dataclass(frozen=True)
+class JobFile:
+    """Where a job comes from: a file, its knobs, and settings that win over the job's own.
+
+    Attributes:
+        path: of the Python file.
+        knobs: keyword arguments of its ``job`` function, as words or values.
+        settings: fields of the Job to replace.
+    """
+
+    path: str
+    knobs: Mapping[str, Any] = field(default_factory=dict)
+    settings: Mapping[str, Any] = field(default_factory=dict)
+
+    @property
+    def name(self) -> str:
+        """The file's name without its ending: what runs are named after."""
+        return Path(self.path).stem
+
+    def load(self) -> Job:
+        """Run the file and give its job.
+
+        Raises:
+            JobError: the file is missing, raises, has no ``job``, or a knob or setting doesn't exist.
+        """
+        found = getattr(_run(Path(self.path)), "job", None)
+        if found is None:
+            raise JobError(f"{self.path}: there is no `job` in it; write `def job(): return lockstep.Job(...)`")
+        if isinstance(found, Job):
+            if self.knobs:
+                raise JobError(
+                    f"--set {next(iter(self.knobs))}: the job in {self.path} takes no knobs; "
+                    "make it a function with keyword arguments"
+                )
+            job = found
+        elif callable(found):
+            job = self._call(found)
+        else:
+            raise JobError(
+                f"{self.path}: its `job` is a {type(found).__name__}, not a Job or a function that returns one"
+            )
+        return job.having(**self.settings) if self.settings else job
+
+    def _call(self, function: Callable[..., Any]) -> Job:
+        knobs = _typed(function, self.knobs)
+        try:
+            job = function(**knobs)
+        except LockstepError:
+            raise
+        except Exception as error:
+            raise JobError(f"{self.path}: job() raised {told(error, self.path)}") from error
+        if not isinstance(job, Job):
+            raise JobError(f"{self.path}: job() returned a {type(job).__name__}, not a lockstep.Job")
+        return job
+
+
+def _run(path: Path) -> ModuleType:
+    if not path.is_file():
+        raise JobError(f"{path}: there is no such file")
+    name = f"lockstep_job_{path.stem}"
+    spec = importlib.util.spec_from_file_location(name, path)
+    if spec is None or spec.loader is None:
+        raise JobError(f"{path}: a job is a Python file, ending in .py")
+    module = importlib.util.module_from_spec(spec)
+    folder = str(path.resolve().parent)
+    if folder not in sys.path:
+        sys.path.insert(0, folder)
+    # Loader workers and pickles find its classes by this name.
+    sys.modules[name] = module
+    try:
+        spec.loader.exec_module(module)
+    except LockstepError:
+        raise
+    except SyntaxError as error:
+        raise JobError(f"{path}: line {error.lineno} is not Python: {error.msg}") from error
+    except Exception as error:
+        raise JobError(f"{path}: it raised {told(error, str(path))}") from error
+    return module
+
+
+def told(error: BaseException, path: str | None = None) -> str:
+    """``TypeError: what (file.py, line 12)``: an error in one line, with the last place in ``path``, or anywhere."""
+    frames = traceback.extract_tb(error.__traceback__)
+    own = [f for f in frames if path is not None and Path(f.filename).resolve() == Path(path).resolve()] or frames
+    where = f" ({Path(own[-1].filename).name}, line {own[-1].lineno})" if own else ""
+    text = str(error).strip().split("\n")[0]
+    return f"{type(error).__name__}{': ' if text else ''}{text}{where}"
+
+
+def _typed(function: Callable[..., Any], knobs: Mapping[str, Any]) -> dict[str, Any]:
+    """The knobs in the types that the function's annotations (or defaults) say."""
+    parameters = inspect.signature(function).parameters
+    open_ended = any(p.kind is p.VAR_KEYWORD for p in parameters.values())
+    try:
+        hints = typing.get_type_hints(function)
+    except NameError:
+        hints = {}
+    typed: dict[str, Any] = {}
+    for name, value in knobs.items():
+        if name not in parameters and not open_ended:
+            known = list(parameters)
+            raise JobError(
+                f"--set {name}: the job has no such knob; {nearest(name, known) if known else 'it has none'}"
+            )
+        typed[name] = convert(value, _hint(name, hints, parameters, value), f"--set {name}")
+    return typed
+
+
+def _hint(name: str, hints: Mapping[str, Any], parameters: Mapping[str, inspect.Parameter], value: Any) -> Any:
+    if name in hints:
+        return hints[name]
+    default = parameters[name].default if name in parameters else None
+    if default not in (None, inspect.Parameter.empty):
+        return type(default)
+    # Neither annotation nor default: a number where the word is one.
+    try:
+        return type(ast.literal_eval(value)) if isinstance(value, str) else object
+    except (ValueError, SyntaxError):
+        return str

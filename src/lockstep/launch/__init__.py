@@ -1,0 +1,118 @@
+"""Run a function on every rank: in this process, as local processes, or under torchrun.
+
+``launch(fn, devices=4)`` calls ``fn(world, *args)`` once per device and gives the results in rank order.
+
+Local ranks are forked from one small process of ours (`lockstep.launch.fork`), not started by ``multiprocessing`` or by
+PyTorch's elastic agent, for three reasons. It is the one parent of all ranks, and it hears at once when the person's
+process ends, even by ``kill -9``, so no rank outlives it, not even a stopped one. Nothing imports the person's script a
+second time: functions travel by value, so a script needs no main guard, and a notebook cell or standard input will do.
+And each rank that fails writes a record with the moment of its failure, so the rank that failed first is the one that
+is named, rather than one of those that failed for want of it.
+
+In reading order: `local` (one launch, from here), `call` (what the ranks are given), `server` and `fork` (the two ends
+of the process that forks them), `rank` (what a rank does), `frames` (what it sends back), `supervise` (watching them),
+`records` (who failed first), `output` (what they print). `torchrun` is the other way to become a rank.
+
+This module and `lockstep.launch.server` import nothing heavy, so that a command can start the forking process first and
+import torch beside it.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Iterable
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, TypeVar
+
+from lockstep.errors import InputError
+
+if TYPE_CHECKING:
+    from lockstep.devices import Device, Devices
+
+T = TypeVar("T")
+
+__all__ = ["launch", "under_torchrun"]
+
+
+def launch(
+    fn: Callable[..., T],
+    devices: Devices = "auto",
+    args: Iterable[Any] = (),
+    *,
+    backend: str | None = None,
+    folder: str | Path | None = None,
+    on_event: Callable[[int, Any], None] | None = None,
+    on_output: Callable[[str, str], None] | None = None,
+    timeout: float = 1800.0,
+) -> list[T]:
+    """Call ``fn(world, *args)`` on every rank and give the results in rank order.
+
+    One device: the call is made in this process. Several: each gets a process of its own on this machine. Under
+    torchrun this process is one of the ranks, with one device, and each of them returns the same list.
+
+    Args:
+        fn: any function, lambdas and those of a notebook included; what it refers to goes with it.
+        devices: as in `lockstep.devices`.
+        args: further arguments of ``fn``, the same on every rank.
+        backend: of the process group, instead of the devices' own.
+        folder: where the run keeps its files; what rank N > 0 prints goes to ``ranks/N.log`` in it.
+        on_event: called in this process with (rank, event) for each ``world.tell(event)``.
+        on_output: called with (text, "stdout" or "stderr") for the lines that rank 0 prints, instead of printing them.
+        timeout: seconds after which a collective that waits for a rank gives up.
+
+    Raises:
+        InputError: ``fn`` or an argument can't be sent to other processes, or this is a rank already.
+        RankFailed: a rank raised or died. The first one is named; ``__cause__`` is what it raised.
+        LockstepError: a rank raised one of Lockstep's own: it comes out as itself.
+    """
+    from lockstep import devices as _devices
+    from lockstep import world as _world
+
+    outer = _world.current()
+    if outer is not None and outer.size > 1:
+        raise InputError(f"this is rank {outer.rank} of {outer.size} already: call launch before the ranks start, once")
+    if folder is not None:
+        folder = os.path.abspath(folder)
+    args = tuple(args)
+    chosen = _devices.parse(devices)
+    if under_torchrun():
+        from lockstep.launch import torchrun
+
+        device = torchrun.device_of_this_rank(chosen)
+        if torchrun.place().size > 1:
+            return torchrun.run(fn, device, args, backend=backend, folder=folder, on_event=on_event, timeout=timeout)
+        chosen = (device,)
+    if len(chosen) == 1:
+        return [_in_this_process(fn, chosen[0], args, folder, on_event)]
+
+    from lockstep.launch import local
+
+    return local.run(
+        fn, chosen, args, backend=backend, folder=folder, on_event=on_event, on_output=on_output, timeout=timeout
+    )
+
+
+def under_torchrun() -> bool:
+    """Whether torchrun, or something that speaks like it, has started this process as a rank."""
+    return all(name in os.environ for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT"))
+
+
+def _in_this_process(
+    fn: Callable[..., T],
+    device: Device,
+    args: tuple[Any, ...],
+    folder: str | None,
+    on_event: Callable[[int, Any], None] | None,
+) -> T:
+    from lockstep import devices as _devices
+    from lockstep import world as _world
+
+    world = _world.World(devices=(device,), folder=folder)
+    if on_event is not None:
+        world.tell = lambda event: on_event(0, event)
+    before = _world.enter(world)
+    try:
+        with _devices.occupied(device):
+            return fn(world, *args)
+    finally:
+        _world.enter(before)

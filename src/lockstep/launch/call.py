@@ -1,0 +1,127 @@
+"""What the ranks of a launch are given: the function, its arguments, and the surroundings of the caller.
+
+It lies in a file without a name that the caller writes once and every rank maps, however many ranks and however large
+the arguments. Its head is the *board*, where each rank keeps the number of its step for the caller to see, also when
+the rank has died without a word::
+
+    ranks: 8 bytes | step of rank 0: 8 bytes | step of rank 1 | ... | Setup, pickled | (fn, args), pickled
+"""
+
+from __future__ import annotations
+
+import importlib
+import mmap
+import os
+import pickle
+import sys
+import tempfile
+import types
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import IO, Any
+
+from lockstep.devices import Device, usable_cores
+from lockstep.errors import InputError
+
+_LOOPBACK = "lo" if sys.platform == "linux" else "lo0"
+
+
+@dataclass(frozen=True)
+class Setup:
+    """The surroundings in which the function is called.
+
+    Attributes:
+        devices: one per rank.
+        rendezvous: the file where the ranks meet; no other launch has it.
+        backend: of the process group, or None for the device's own.
+        folder: where the run keeps its files, or None.
+        timeout: seconds after which a collective gives up.
+        environment, path, arguments, directory, cores: the caller's environment variables, ``sys.path``, ``sys.argv``,
+            working directory and affinity.
+    """
+
+    devices: tuple[Device, ...]
+    rendezvous: str
+    backend: str | None
+    folder: str | None
+    timeout: float
+    environment: dict[str, str] = field(
+        # Local ranks talk over the loopback interface, and listen nowhere else.
+        default_factory=lambda: {**os.environ, "GLOO_SOCKET_IFNAME": _LOOPBACK, "NCCL_SOCKET_IFNAME": _LOOPBACK}
+    )
+    path: list[str] = field(default_factory=lambda: list(sys.path))
+    arguments: list[str] = field(default_factory=lambda: list(sys.argv))
+    directory: str = field(default_factory=os.getcwd)
+    cores: tuple[int, ...] = field(default_factory=usable_cores)
+
+    def apply(self) -> None:
+        """Make this process's surroundings the caller's."""
+        os.environ.clear()
+        os.environ.update(self.environment)
+        sys.path[:] = self.path
+        sys.argv[:] = self.arguments
+        os.chdir(self.directory)
+        if hasattr(os, "sched_setaffinity") and usable_cores() != self.cores:
+            os.sched_setaffinity(0, self.cores)
+        importlib.invalidate_caches()
+        # The person's script is not imported here, and what it defines comes by value.
+        sys.modules["__main__"] = types.ModuleType("__main__")
+
+
+def write(setup: Setup, fn: Callable[..., Any], args: tuple[Any, ...]) -> IO[bytes]:
+    """Write a call to a new file without a name.
+
+    Raises:
+        InputError: the function or an argument can't be pickled; it says which.
+    """
+    body = _pickled(fn, args)
+    file = tempfile.TemporaryFile()  # noqa: SIM115
+    size = len(setup.devices)
+    file.write(size.to_bytes(8, sys.byteorder) + bytes(8 * size) + pickle.dumps(setup))
+    file.write(body)
+    file.flush()
+    return file
+
+
+class Call:
+    """A call as read from its file, by a rank or, for the board, by the caller."""
+
+    def __init__(self, number: int) -> None:
+        self._map = mmap.mmap(number, 0)
+        self.size = int.from_bytes(self._map[:8], sys.byteorder)
+        self.board = memoryview(self._map)[8 : 8 + 8 * self.size].cast("q")
+
+    def read(self) -> tuple[Callable[..., Any], tuple[Any, ...], Setup]:
+        """Enter the caller's surroundings, and take the function and its arguments, which may need them."""
+        self._map.seek(8 + 8 * self.size)
+        setup: Setup = pickle.load(self._map)
+        setup.apply()
+        fn, args = pickle.load(self._map)
+        return fn, args, setup
+
+
+def _pickled(fn: Callable[..., Any], args: tuple[Any, ...]) -> bytes:
+    import cloudpickle
+
+    try:
+        return bytes(cloudpickle.dumps((fn, args)))
+    except Exception as whole:
+        named = [("the function", fn), *((f"args[{i}]", arg) for i, arg in enumerate(args))]
+        for name, value in named:
+            try:
+                cloudpickle.dumps(value)
+            except Exception as error:
+                raise InputError(
+                    f"{name} ({_type_of(value)}) can't be sent to the ranks: {_first_line(error)}: "
+                    "make what it holds inside the function, on each rank"
+                ) from error
+        raise InputError(f"the function and its arguments can't be sent to the ranks: {_first_line(whole)}") from whole
+
+
+def _type_of(value: object) -> str:
+    name = getattr(value, "__qualname__", None)
+    return str(name) if isinstance(name, str) else f"a {type(value).__qualname__}"
+
+
+def _first_line(error: BaseException) -> str:
+    return (str(error).strip() or type(error).__name__).splitlines()[0]

@@ -1,0 +1,174 @@
+"""The process that forks the ranks, seen from the person's process: start it, reach it, end it.
+
+One such process serves all launches of this one. It takes a while to import torch, once; a rank forked from it starts
+in some hundredths of a second. `lockstep.launch.fork` is what runs there.
+
+::
+
+    person's process ──control──> forking process ──fork──> rank 0, rank 1, ...
+                     ──launch───>      (one connection per launch; each end of it that closes ends that launch)
+
+The control connection carries nothing but launch connections: a message is the path of the launch's scratch folder,
+with the other end of a new connection attached. Along that one, see `Report` and `start_rank`.
+
+Library settings that torch reads only once, while it is imported (``OMP_NUM_THREADS``, ``TORCH_LOGS``), are those of
+the environment at `start`; every other variable is seen by ranks as it is at their launch.
+"""
+
+from __future__ import annotations
+
+import atexit
+import contextlib
+import os
+import socket
+import struct
+import subprocess
+import sys
+import threading
+from pathlib import Path
+from typing import NamedTuple
+
+PATH_BYTES = 4096
+"""The length of a message on the control connection: a path, padded."""
+
+START = struct.Struct("!I")
+"""A message that starts a rank: its number. Attached: call file, channel, standard output, standard error."""
+
+REPORT = struct.Struct("!cIqd")
+"""A message that says what became of a rank; see `Report`."""
+
+STARTED, ENDED, NOT_STARTED = b"s", b"e", b"n"
+
+
+class Report(NamedTuple):
+    """What the forking process says of a rank.
+
+    Attributes:
+        what: ``STARTED``, ``ENDED`` or ``NOT_STARTED``.
+        rank: its number.
+        value: its process id; how it ended, as ``os.waitstatus_to_exitcode`` gives it; or the system's error number.
+        time: when, on the clock that all processes share.
+    """
+
+    what: bytes
+    rank: int
+    value: int
+    time: float
+
+
+class _Server(NamedTuple):
+    process: subprocess.Popen[bytes]
+    control: socket.socket
+
+
+_lock = threading.Lock()
+_server: _Server | None = None
+_used = False
+"""Whether it was ever asked for a rank: until then there is nothing for it to clean up."""
+
+
+def start() -> None:
+    """Start the forking process, unless it runs already; it gets ready while the caller goes on."""
+    with _lock:
+        _alive()
+
+
+def connect(scratch: str) -> socket.socket:
+    """A connection for one launch. Half-closing it kills the launch's ranks; closing it does so without word.
+
+    Args:
+        scratch: a folder that goes with the launch: the forking process removes it if this process can't.
+    """
+    global _used
+    ours, theirs = socket.socketpair()
+    with theirs, _lock:
+        message = [os.fsencode(scratch).ljust(PATH_BYTES, b"\0")]
+        try:
+            socket.send_fds(_alive().control, message, [theirs.fileno()])
+        except OSError:  # it died since it was looked at
+            _end()
+            socket.send_fds(_alive().control, message, [theirs.fileno()])
+        _used = True
+    return ours
+
+
+def start_rank(connection: socket.socket, rank: int, call: int, channel: int, out: int, err: int) -> None:
+    """Ask for one rank of a launch, with its four open files."""
+    socket.send_fds(connection, [START.pack(rank)], [call, channel, out, err])
+
+
+def stop() -> None:
+    """End the forking process, and with it all that was started through it; the next launch starts another."""
+    with _lock:
+        _end()
+
+
+def _alive() -> _Server:
+    global _server
+    if _server is None or _server.process.poll() is not None:
+        _end()
+        _server = _begin()
+    return _server
+
+
+def _begin() -> _Server:
+    ours, theirs = socket.socketpair()
+    with theirs:
+        process = subprocess.Popen(
+            # -P: a file in the current folder must not stand in for a module of the same name.
+            [sys.executable, "-P", "-c", _PROGRAM, str(theirs.fileno()), str(os.getpid())],
+            stdin=subprocess.DEVNULL,
+            stdout=subprocess.DEVNULL,
+            # A session of its own: Ctrl-C in a terminal reaches the person's process, which decides.
+            start_new_session=True,
+            pass_fds=[theirs.fileno()],
+            env=_environment(),
+        )
+    return _Server(process, ours)
+
+
+_PROGRAM = "import sys; from lockstep.launch import fork; fork.main(int(sys.argv[1]), int(sys.argv[2]))"
+
+
+def _environment() -> dict[str, str]:
+    """The environment of this process, with its import path, so that both find the same modules."""
+    source = str(Path(__file__).resolve().parents[2])
+    path = [os.path.abspath(entry) for entry in sys.path if entry]
+    return {
+        **os.environ,
+        "PYTHONPATH": os.pathsep.join(dict.fromkeys([*path, source])),
+        # Looking for CUDA devices must not initialise CUDA there: forked ranks could no longer use it.
+        "PYTORCH_NVML_BASED_CUDA_CHECK": "1",
+    }
+
+
+def _end() -> None:
+    global _server, _used
+    if _server is None:
+        return
+    process, control = _server
+    _server = None
+    control.close()  # which tells it to kill all ranks and go
+    if not _used:
+        process.kill()  # it may still be importing, and hear nothing
+    _used = False
+    try:
+        process.wait(timeout=10)
+    except subprocess.TimeoutExpired:
+        process.kill()
+        process.wait()
+
+
+def _forget() -> None:
+    """In a fork of the person's process: the forking process belongs to the parent alone."""
+    global _lock, _server
+    _lock = threading.Lock()
+    if _server is not None:
+        with contextlib.suppress(OSError):
+            _server.control.close()
+        _server.process.returncode = 0  # not this process's child, so nothing to wait for or warn about
+        _server = None
+
+
+atexit.register(stop)
+os.register_at_fork(after_in_child=_forget)

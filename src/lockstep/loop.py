@@ -1,0 +1,446 @@
+"""The training loop that every rank runs: epochs, evaluation, saving, and what is told of it.
+
+The loop is the same under every strategy. Whatever the ranks must agree on (the end, the best epoch, a stop) follows
+from numbers that have been summed over them, or is told by rank 0.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import math
+import platform
+import resource
+import sys
+import time
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from lockstep.checkpoint import load_state, save_state, save_weights
+from lockstep.data import Loader, resolve, share_sizes
+from lockstep.devices import Device
+from lockstep.display import duration
+from lockstep.errors import JobError
+from lockstep.evaluation import evaluate
+from lockstep.events import Event, Line, Progress
+from lockstep.folder import RunFolder
+from lockstep.job import Job
+from lockstep.jobfile import JobFile, told
+from lockstep.step import Step
+from lockstep.strategies import Strategy
+from lockstep.world import World
+
+
+@dataclass(frozen=True)
+class Plan:
+    """What each rank is told: the job, the strategy, and where the run is kept.
+
+    Attributes:
+        job: a job, or the file that each rank loads it from.
+        strategy: with its settings.
+        name: what the job is called.
+        folder: the run's folder; None lets rank 0 make one in ``runs``.
+        runs: where new folders are made.
+        resume: go on from the folder's state.
+        tensorboard: write events for it.
+        devices: all devices of the run, as words, for people.
+    """
+
+    job: Job | JobFile
+    strategy: Strategy
+    name: str
+    folder: str | None
+    runs: str = "runs"
+    resume: bool = False
+    tensorboard: bool = False
+    devices: tuple[str, ...] = ()
+
+    def load(self) -> Job:
+        """The job itself."""
+        return self.job.load() if isinstance(self.job, JobFile) else self.job
+
+
+def train_on(world: World, plan: Plan) -> dict[str, Any]:
+    """Train on this rank; gives the run's summary, the same on every rank."""
+    job = plan.load()
+    path = plan.folder
+    if path is None:
+        path = world.broadcast_object(str(RunFolder.new(plan.runs, plan.name).path) if world.is_first else None)
+        assert path is not None
+        world.folder = path
+    folder = RunFolder(path)
+    if world.is_first:
+        _write_config(folder, plan, job, world)
+    return _Training(world, plan, job, folder).run()
+
+
+def _write_config(folder: RunFolder, plan: Plan, job: Job, world: World) -> None:
+    source = plan.job if isinstance(plan.job, JobFile) else None
+    before = folder.read_json(folder.config) if plan.resume else None
+    folder.write_json(
+        folder.config,
+        {
+            "job": plan.name,
+            "file": source.path if source else None,
+            "set": dict(source.knobs) if source else {},
+            "settings": job.settings,
+            "strategy": plan.strategy.name,
+            "strategy_settings": dataclasses.asdict(plan.strategy),
+            "devices": list(plan.devices),
+            "world_size": world.size,
+            "backend": world.backend,
+            "resumed": [*before["resumed"], before["strategy"]] if before else [],
+        },
+    )
+
+
+class _Training:
+    """The state of one training on one rank."""
+
+    def __init__(self, world: World, plan: Plan, job: Job, folder: RunFolder) -> None:
+        self.world = world
+        self.plan = plan
+        self.job = job
+        self.folder = folder
+        self.train_data = resolve(job.train_data, world, "train_data")
+        self.eval_data = None if job.eval_data is None else resolve(job.eval_data, world, "eval_data")
+        self.step: Step = plan.strategy.build(job, world)
+        self.scheduler = _scheduler(job, self.step)
+        self.loader = _loader(job, world, self.train_data)
+        self.eval_loader = None if self.eval_data is None else _loader(job, world, self.eval_data, evaluation=True)
+        self.epoch = 0  # epochs that are done
+        self.position = 0  # batches done of the epoch that is not
+        self.best = math.inf
+        self.stopped = False
+        self.record: dict[str, float] = {}
+        self.told = _Teller(world, job, folder, plan.tensorboard)
+        self.samples = 0
+        self.seconds = 0.0
+
+    # ---- the whole --------------------------------------------------------------------------------------------------
+
+    def run(self) -> dict[str, Any]:
+        began = time.perf_counter()
+        if self.plan.resume:
+            self._resume()
+        self._say_what_will_happen()
+        self.told.event("started", self.epoch, self.world.step, {})
+        with contextlib.closing(self.told):
+            while not self._is_done():
+                self._one_epoch()
+            self.step.check()
+            state = self.step.state_dict()
+            if self.world.is_first:
+                save_weights(self.folder.model, state["model"])
+            summary = self._summary(time.perf_counter() - began)
+            self.told.event("finished", self.epoch, self.world.step, self.record)
+        self.loader.close()
+        if self.eval_loader is not None:
+            self.eval_loader.close()
+        return summary
+
+    def _is_done(self) -> bool:
+        if self.stopped or (self.job.steps is not None and self.world.step >= self.job.steps):
+            return True
+        return self._epochs is not None and self.epoch >= self._epochs
+
+    @property
+    def _epochs(self) -> int | None:
+        if self.job.epochs is not None:
+            return self.job.epochs
+        return 1 if self.job.steps is None else None
+
+    # ---- one epoch --------------------------------------------------------------------------------------------------
+
+    def _one_epoch(self) -> None:
+        number = self.epoch + 1
+        start = time.perf_counter()
+        samples, loss, finished = self._train_epoch()
+        seconds = time.perf_counter() - start
+        self.step.check()
+        self.samples += samples
+        self.seconds += seconds
+        lr = float(self.step.optimizer.param_groups[0]["lr"])
+        self.record = {"train_loss": loss}
+        self.told.event("epoch", number, self.world.step, self.record)
+        if self.eval_loader is not None:
+            values = evaluate(self.step, self.eval_loader, self.job.metrics, self.world)
+            self.record |= {"eval_loss": values.pop("loss"), **values}
+        self.record |= {"lr": lr, "seconds": seconds, "samples_per_second": samples / seconds if seconds else 0.0}
+        self._stop_if_told(self.told.event("evaluated", number, self.world.step, self.record))
+        if finished:
+            self.epoch, self.position = number, 0
+            if self.scheduler is not None and self.job.lr_scheduler_every == "epoch":
+                _move_on(self.scheduler, self.record)
+        self._save(number)
+
+    def _train_epoch(self) -> tuple[int, float, bool]:
+        """Go through the rest of an epoch; gives its samples, its mean loss, and whether it came to its end."""
+        world, job, step = self.world, self.job, self.step
+        by_step = self.scheduler if job.lr_scheduler_every == "step" else None
+        total: Any = 0.0
+        count: Any = 0.0
+        samples = 0
+        batches = self.loader.epoch(self.epoch, self.position)
+        pace = _Pace(self, len(self.loader) - self.position)
+        finished = True
+        for batch in batches:
+            step.seed(job.seed)
+            result = step.update(batch)
+            total = total + result.total
+            count = count + result.count
+            samples += batch.size
+            self.position += 1
+            if by_step is not None:
+                _move_on(by_step, {"train_loss": 0.0})
+            if world.rank == 0:
+                pace.show(samples, total, count)
+            if job.steps is not None and world.step >= job.steps:
+                finished = self.position >= len(self.loader)
+                break
+        return samples, float(total) / float(count) if samples else float("nan"), finished
+
+    def _stop_if_told(self, answer: bool) -> None:
+        if self.job.on_event:
+            self.stopped = self.world.broadcast_object(answer)
+
+    # ---- saving and taking up ---------------------------------------------------------------------------------------
+
+    def _save(self, number: int) -> None:
+        state = self.step.state_dict()
+        loss = self.record.get("eval_loss", math.nan)
+        is_best = loss < self.best
+        self.best = min(self.best, loss) if not math.isnan(loss) else self.best
+        if self.world.is_first:
+            if is_best:
+                save_weights(self.folder.best, state["model"])
+            save_state(
+                self.folder.state,
+                {
+                    **state,
+                    "scheduler": self.scheduler.state_dict() if self.scheduler is not None else None,
+                    "epoch": self.epoch,
+                    "position": self.position,
+                    "step": self.world.step,
+                    "best": self.best,
+                    "seed": self.job.seed,
+                    "batch_size": self.job.batch_size,
+                },
+            )
+            self.folder.add_metrics({"epoch": number, "step": self.world.step, **self.record})
+        self._stop_if_told(self.told.event("saved", number, self.world.step, self.record) or self.stopped)
+
+    def _resume(self) -> None:
+        state = load_state(self.folder.state)
+        for name in ("seed", "batch_size"):
+            if state[name] != getattr(self.job, name):
+                raise JobError(
+                    f"{name}: the run was made with {state[name]}, not {getattr(self.job, name)}: resume it with that"
+                )
+        self.step.load_state_dict(state)
+        if self.scheduler is not None and state["scheduler"] is not None:
+            self.scheduler.load_state_dict(state["scheduler"])
+        self.epoch, self.position, self.best = state["epoch"], state["position"], state["best"]
+        self.world.step = state["step"]
+        if self.world.is_first:
+            self.folder.keep_metrics(self.epoch + (self.position > 0))
+        if self._is_done():
+            raise JobError(
+                f"epochs: the run has already done {self.epoch} epochs ({self.world.step} steps): ask for more"
+            )
+
+    # ---- what a person reads ----------------------------------------------------------------------------------------
+
+    def _say_what_will_happen(self) -> None:
+        world, job, plan = self.world, self.job, self.plan
+        if not world.is_first:
+            return
+        devices = plan.devices or tuple(str(d) for d in world.devices)
+        on = f"{len(devices)} devices ({_abridged(devices)})" if len(devices) > 1 else _described(world.device)
+        via = f", {world.backend}" if world.backend else ""
+        self.told.line(f"{plan.name}: {plan.strategy.name} on {on}{via}")
+        shares = share_sizes(job.batch_size, len(devices))
+        parts = f", in {job.accumulate} micro-batches" if job.accumulate > 1 else ""
+        split = f" = {_abridged([str(s) for s in shares], ' + ')} over the devices" if len(shares) > 1 else ""
+        held_out = f", {self.eval_loader.samples:,} held out" if self.eval_loader is not None else ""
+        self.told.line(
+            f"batches of {job.batch_size:,}{split}{parts}; {self.loader.samples:,} samples, "
+            f"{len(self.loader):,} steps an epoch{held_out}"
+        )
+        if self.plan.resume:
+            self.told.line(f"going on after epoch {self.epoch}, step {world.step}")
+        for exception in plan.strategy.exceptions(job, self.step.model, len(devices)):
+            self.told.line(exception, kind="note")
+
+    def _summary(self, seconds: float) -> dict[str, Any]:
+        peaks = [peak for peaks in self.world.gather_objects(_peak_memory(self.world)) for peak in peaks]
+        named = ("train_loss", "eval_loss", "lr", "seconds", "samples_per_second")
+        summary = {
+            "strategy": self.plan.strategy.name,
+            "devices": list(self.plan.devices),
+            "world_size": self.world.size,
+            "epochs": self.epoch,
+            "steps": self.world.step,
+            "batch_size": self.job.batch_size,
+            "train_samples": self.loader.samples,
+            "eval_samples": self.eval_loader.samples if self.eval_loader is not None else 0,
+            "loss": self.record.get("eval_loss", self.record.get("train_loss")),
+            "metrics": {name: value for name, value in self.record.items() if name not in named},
+            "samples_per_second": self.samples / self.seconds if self.seconds else 0.0,
+            "seconds": seconds,
+            "peak_memory_bytes": peaks,
+            "versions": {"lockstep": _version(), "torch": torch.__version__, "python": platform.python_version()},
+        }
+        if self.world.is_first:
+            self.folder.write_json(self.folder.summary, summary)
+            last = "  ".join(f"{n.replace('_', ' ')} {v:.4f}" for n, v in self.record.items() if n not in named[2:])
+            self.told.line(f"done in {duration(seconds)}: {last}")
+        return summary
+
+
+def _loader(job: Job, world: World, dataset: Any, *, evaluation: bool = False) -> Loader:
+    # A strategy that drives several accelerators itself sends each its share; the loader leaves the batch where it is.
+    device = None if len(world.devices) > 1 or world.device.is_slot else world.device.torch
+    return Loader(
+        dataset,
+        batch_size=(job.eval_batch_size or job.batch_size) if evaluation else job.batch_size,
+        rank=world.rank,
+        world_size=world.size,
+        accumulate=1 if evaluation else job.accumulate,
+        seed=job.seed,
+        shuffle=job.shuffle and not evaluation,
+        order=None if evaluation else job.order,
+        collate=job.collate,
+        workers=job.loader_workers,
+        device=device,
+        evaluation=evaluation,
+    )
+
+
+def _scheduler(job: Job, step: Step) -> Any:
+    if job.lr_scheduler is None:
+        return None
+    try:
+        return job.lr_scheduler(step.optimizer)
+    except Exception as error:
+        raise JobError(f"lr_scheduler: making it raised {told(error)}") from error
+
+
+def _move_on(scheduler: Any, record: dict[str, float]) -> None:
+    if isinstance(scheduler, torch.optim.lr_scheduler.ReduceLROnPlateau):
+        scheduler.step(record.get("eval_loss", record["train_loss"]))
+    else:
+        scheduler.step()
+
+
+class _Pace:
+    """Tells the display where the training is, some times a second."""
+
+    def __init__(self, training: _Training, batches: int) -> None:
+        self._training = training
+        self._batches = batches
+        self._began = self._last = time.perf_counter()
+        self._first_step = training.world.step
+
+    def show(self, samples: int, total: Any, count: Any) -> None:
+        now = time.perf_counter()
+        if now - self._last < 0.2:
+            return
+        self._last = now
+        training = self._training
+        elapsed = now - self._began
+        done = training.world.step - self._first_step
+        steps = None if training._epochs is None else training._epochs * len(training.loader)
+        if training.job.steps is not None:
+            steps = training.job.steps if steps is None else min(steps, training.job.steps)
+        training.world.tell(
+            Progress(
+                epoch=training.epoch + 1,
+                epochs=training._epochs,
+                step=training.world.step,
+                steps=steps,
+                loss=float(total) / float(count),
+                samples_per_second=samples / elapsed,
+                seconds_left=None if steps is None else (steps - training.world.step) * elapsed / done,
+                memory=_memory(training.world),
+            )
+        )
+
+
+class _Teller:
+    """Passes on what happens: to the display, to the person's functions on rank 0, to TensorBoard."""
+
+    def __init__(self, world: World, job: Job, folder: RunFolder, tensorboard: bool) -> None:
+        self._world = world
+        self._functions = job.on_event if world.is_first else ()
+        self._folder = str(folder.path)
+        self._writer: Any = None
+        if tensorboard and world.is_first:
+            try:
+                from torch.utils.tensorboard import SummaryWriter
+            except ImportError as error:
+                raise JobError("tensorboard: it isn't installed: pip install torch-lockstep[tensorboard]") from error
+            self._writer = SummaryWriter(self._folder)
+
+    def line(self, text: str, kind: Any = "plain") -> None:
+        self._world.tell(Line(text, kind))
+
+    def event(self, kind: Any, epoch: int, step: int, metrics: dict[str, float]) -> bool:
+        """Tell of an event; gives whether somebody answered that the training should stop."""
+        if not self._world.is_first:
+            return False
+        event = Event(kind, epoch, step, dict(metrics), self._folder)
+        self._world.tell(event)
+        if self._writer is not None and kind == "evaluated":
+            for name, value in metrics.items():
+                self._writer.add_scalar(name, value, step)
+        answers = [function(event) for function in self._functions]
+        for answer in answers:
+            if answer not in (None, "stop"):
+                raise JobError(f'on_event: a function answered {answer!r}; None or "stop" is expected')
+        return "stop" in answers
+
+    def close(self) -> None:
+        if self._writer is not None:
+            self._writer.close()
+
+
+def _memory(world: World) -> tuple[tuple[str, int], ...]:
+    if world.device.is_slot:
+        return (("process", _resident()),)
+    return tuple((str(d), torch.cuda.memory_allocated(d.index)) for d in world.devices if d.type == "cuda")
+
+
+def _peak_memory(world: World) -> list[int]:
+    """Per process; on CUDA devices, per device."""
+    if world.device.type == "cuda":
+        return [torch.cuda.max_memory_allocated(d.index) for d in world.devices]
+    scale = 1 if sys.platform == "darwin" else 1024
+    return [resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * scale]
+
+
+def _resident() -> int:
+    try:
+        with open("/proc/self/statm") as file:
+            return int(file.read().split()[1]) * resource.getpagesize()
+    except OSError:
+        return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+
+
+def _described(device: Device) -> str:
+    if device.is_slot:
+        return f"one slot of {device.threads} core{'s' if device.threads > 1 else ''}"
+    return str(device)
+
+
+def _abridged(words: Any, between: str = ", ") -> str:
+    words = list(words)
+    return between.join(words) if len(words) <= 8 else between.join([*words[:4], "...", *words[-1:]])
+
+
+def _version() -> str:
+    import lockstep
+
+    return lockstep.__version__

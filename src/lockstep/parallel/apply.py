@@ -1,0 +1,88 @@
+"""Parallel apply: several modules or functions at the same time, each on its device.
+
+``torch.nn.parallel.parallel_apply`` needs an accelerator, makes new threads for each call, and turns what was raised
+into another exception. On slots, a thread without a limit of its own would also take every core.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import torch
+
+from lockstep import devices as _devices
+from lockstep.devices import Device, Devices
+from lockstep.errors import InputError
+from lockstep.parallel import nests, targets
+from lockstep.parallel.team import borrowed
+
+
+def parallel_apply(
+    modules: Sequence[Callable[..., Any]],
+    inputs: Sequence[Any],
+    kwargs_tup: Sequence[Mapping[str, Any] | None] | None = None,
+    devices: Devices | Sequence[Device | torch.device | str | int | None] = None,
+) -> list[Any]:
+    """Call ``modules[i](*inputs[i], **kwargs_tup[i])`` for every i, all at the same time.
+
+    Each runs in a thread of its device that stays for later calls, with the caller's grad mode, autocast, default
+    device and context variables. Random numbers on the CPU come from one generator for all threads, in whatever order
+    they ask: ``lockstep.parallel.random`` gives each its own.
+
+    Args:
+        modules: modules, or any callables.
+        inputs: for each a list or tuple of its positional arguments; anything else is its only argument.
+        kwargs_tup: for each its keyword arguments.
+        devices: where each computes; the arguments must be there already. None (also inside a list) is the accelerator
+            that its first tensor is on, or else a slot: the machine's cores are cut in as many as there are modules.
+
+    Returns:
+        What each returned, in order.
+
+    Raises:
+        InputError: lists of different lengths.
+        Exception: the first that one of them raised, with a note that names it: ``replica 1 on cpu:1``.
+
+    Source: https://docs.pytorch.org/docs/stable/generated/torch.nn.DataParallel.html
+    """
+    count = len(modules)
+    _same_length(count, len(inputs), "inputs")
+    named: Sequence[Mapping[str, Any] | None] = [None] * count if kwargs_tup is None else kwargs_tup
+    _same_length(count, len(named), "kwargs_tup")
+    if count == 0:
+        return []
+    places = _places(devices, inputs, named)
+    _same_length(count, len(places), "devices")
+    calls = [
+        functools.partial(module, *(given if isinstance(given, (list, tuple)) else (given,)), **(kwargs or {}))
+        for module, given, kwargs in zip(modules, inputs, named, strict=True)
+    ]
+    with borrowed(places) as team:
+        return team.run(calls)
+
+
+def _same_length(count: int, other: int, name: str) -> None:
+    if other != count:
+        raise InputError(f"{count} modules, but {other} {name}: give one for each module")
+
+
+def _places(devices: Any, inputs: Sequence[Any], named: Sequence[Any]) -> tuple[Device, ...]:
+    wanted = [None] * len(inputs) if devices is None else devices
+    if not isinstance(wanted, (list, tuple)) or None not in wanted:
+        return targets.many(wanted)
+    slots = _devices.slots(len(inputs))
+    if len(wanted) != len(inputs):
+        return tuple(slots[0] for _ in wanted)  # their number is wrong, which is all that will be said
+    return tuple(
+        _found((given, kwargs), slot) if place is None else targets.many([place])[0]
+        for place, given, kwargs, slot in zip(wanted, inputs, named, slots, strict=True)
+    )
+
+
+def _found(arguments: Any, slot: Device) -> Device:
+    tensor = next(nests.tensors(arguments), None)
+    if tensor is None or tensor.device.type == "cpu":
+        return slot
+    return Device(tensor.device.type, tensor.device.index or 0)

@@ -1,0 +1,191 @@
+r"""Synchronised batch norm: every replica normalises over the micro-batch that one device would have seen.
+
+``torch.nn.SyncBatchNorm`` works between processes with GPUs only. This one works on CPU slots too, between threads or
+ranks, with shares of any size, and is exact. With the count :math:`n_i`, mean :math:`m_i` and sum of squared deviations
+:math:`M_i` of each replica's share, those of the whole are (Chan, Golub, LeVeque 1979)
+
+.. math:: N = \sum n_i \qquad m = \sum n_i m_i / N \qquad M = \sum M_i + n_i (m_i - m)^2
+
+and with :math:`s = 1 / \sqrt{M / N + \epsilon}` and :math:`\hat x = s (x - m)` the gradient of a share is
+
+.. math:: dx = w s \Bigl(dy - \frac{1}{N} \sum dy - \frac{\hat x}{N} \sum dy\,\hat x\Bigr)
+
+with both sums over all replicas. The gradients of weight and bias stay the replica's own sums: whoever adds up
+gradients adds these too.
+"""
+
+from __future__ import annotations
+
+from typing import Any, cast
+
+import torch
+import torch.nn.functional as F
+from torch import nn
+from torch.nn.modules.batchnorm import _BatchNorm
+
+from lockstep.errors import InputError, StrategyError
+from lockstep.parallel.exchange import Exchange, Session
+from lockstep.parallel.exchange import RankExchange as RankExchange
+from lockstep.parallel.exchange import ThreadExchange as ThreadExchange
+
+
+def synchronise(module: nn.Module, exchange: Exchange) -> int:
+    """Make every ``nn.BatchNorm1d``, ``2d`` and ``3d`` of ``module`` normalise over all parties of ``exchange``.
+
+    The modules stay the same objects, with their parameters, buffers, hooks and names: only their class changes, to a
+    subclass of what it was. ``InstanceNorm`` and PyTorch's ``SyncBatchNorm`` are left alone. In eval mode they behave
+    as before.
+
+    Args:
+        module: is changed in place. Copies made of it afterwards are parties to the same exchange.
+        exchange: ``ThreadExchange`` or ``RankExchange``.
+
+    Returns:
+        How many modules were changed; they are counted once where they occur in several places.
+
+    Raises:
+        InputError: a lazy batch norm that hasn't seen data yet.
+        StrategyError: a batch norm of another class, which computes nobody knows what.
+    """
+    found: list[_BatchNorm] = []
+    for name, part in module.named_modules():
+        if type(part) in _CLASSES or isinstance(part, _Synchronised):
+            found.append(cast(_BatchNorm, part))
+        elif isinstance(part, nn.modules.lazy.LazyModuleMixin) and isinstance(part, nn.modules.batchnorm._NormBase):
+            raise InputError(f"{name or 'the model'} is lazy and has seen no data yet: run the model once before")
+        elif isinstance(part, _BatchNorm) and not isinstance(part, nn.SyncBatchNorm):
+            raise StrategyError(
+                f"{name or 'the model'} is a {type(part).__name__}, and only PyTorch's own BatchNorm1d, 2d and 3d can "
+                "be synchronised: use one of those, or leave sync_batchnorm off"
+            )
+    for part in found:
+        if not isinstance(part, _Synchronised):
+            part.__class__ = _CLASSES[type(part)]
+        part.exchange = exchange  # type: ignore[assignment]
+    return len(found)
+
+
+class _Synchronised(_BatchNorm):
+    """Batch norm whose statistics, in training, are those of all parties."""
+
+    exchange: Exchange
+
+    def forward(self, input: torch.Tensor) -> torch.Tensor:
+        """Normalise. input: (batch, channels, ...)."""
+        if not self.training:
+            return super().forward(input)
+        session = self.exchange.session()
+        if session.parties == 1:
+            return super().forward(input)
+        self._check_input_dim(input)  # type: ignore[no-untyped-call]
+        momentum = self.momentum
+        if self.track_running_stats and self.num_batches_tracked is not None:
+            self.num_batches_tracked.add_(1)
+            if momentum is None:  # the average of all batches so far
+                momentum = 1.0 / float(self.num_batches_tracked)
+        tracked = (self.running_mean, self.running_var) if self.track_running_stats else (None, None)
+        output: torch.Tensor = _Normalise.apply(  # type: ignore[no-untyped-call]
+            input, self.weight, self.bias, *tracked, momentum or 0.0, self.eps, session
+        )
+        return output
+
+
+class SynchronisedBatchNorm1d(_Synchronised, nn.BatchNorm1d):
+    """``nn.BatchNorm1d`` over all parties."""
+
+
+class SynchronisedBatchNorm2d(_Synchronised, nn.BatchNorm2d):
+    """``nn.BatchNorm2d`` over all parties."""
+
+
+class SynchronisedBatchNorm3d(_Synchronised, nn.BatchNorm3d):
+    """``nn.BatchNorm3d`` over all parties."""
+
+
+_CLASSES: dict[type, type] = {
+    nn.BatchNorm1d: SynchronisedBatchNorm1d,
+    nn.BatchNorm2d: SynchronisedBatchNorm2d,
+    nn.BatchNorm3d: SynchronisedBatchNorm3d,
+}
+
+
+class _Normalise(torch.autograd.Function):
+    """The two passes; each exchanges one small tensor."""
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        input: torch.Tensor,
+        weight: torch.Tensor | None,
+        bias: torch.Tensor | None,
+        running_mean: torch.Tensor | None,
+        running_var: torch.Tensor | None,
+        momentum: float,
+        eps: float,
+        session: Session,
+    ) -> torch.Tensor:
+        dtype = torch.float64 if input.dtype == torch.float64 else torch.float32
+        wide = torch.float32 if input.device.type == "mps" else torch.float64
+        count = input.numel() // input.shape[1]
+        mean, var = _statistics(input, dtype)
+        mine = torch.cat([mean.to(wide), var.to(wide) * count, mean.new_full((1,), count, dtype=wide)])
+        means, squares, counts = torch.split(session.gather(mine), [len(mean), len(mean), 1], dim=1)
+        total = counts.sum()
+        if count <= 1 and total.item() <= 1:
+            raise ValueError(
+                f"Expected more than 1 value per channel when training, got input size {tuple(input.shape)} "
+                f"on each of {session.parties} replicas"
+            )
+        mean = (counts * means).sum(0) / total
+        square = (squares + counts * (means - mean).square()).sum(0)
+        if running_mean is not None:
+            running_mean.mul_(1 - momentum).add_((momentum * mean).to(running_mean.dtype))
+        if running_var is not None:
+            unbiased = square / (total - 1)
+            running_var.mul_(1 - momentum).add_((momentum * unbiased).to(running_var.dtype))
+        mean, var = mean.to(dtype), (square / total).to(dtype)
+        ctx.save_for_backward(input, weight, mean, var, total)
+        ctx.eps, ctx.session, ctx.bias_dtype = eps, session, None if bias is None else bias.dtype
+        # PyTorch's own kernels: in eval mode they normalise with the statistics that they are given.
+        return F.batch_norm(input, mean, var, _as(weight, dtype), _as(bias, dtype), False, 0.0, eps)
+
+    @staticmethod
+    @torch.autograd.function.once_differentiable
+    def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
+        input, weight, mean, var, total = ctx.saved_tensors
+        wants_input, wants_weight, wants_bias = ctx.needs_input_grad[:3]
+        scale = torch.ones_like(mean) if weight is None else weight.to(mean.dtype)
+        # In eval mode the kernel gives dy w / sqrt(var + eps), and beside it the replica's own sums of dy xhat and dy.
+        if input.numel():
+            grad_input, grad_weight, grad_bias = torch.ops.aten.native_batch_norm_backward(
+                grad, input, scale, mean, var, None, None, False, ctx.eps, [wants_input, True, True]
+            )
+        else:  # that kernel divides by the size
+            grad_input, grad_weight, grad_bias = torch.zeros_like(input), torch.zeros_like(mean), torch.zeros_like(mean)
+        if wants_input:
+            means = ctx.session.sum(torch.stack([grad_weight, grad_bias]).to(total.dtype)) / total
+            by_mean, by_bias = (-means.to(mean.dtype) * scale * (var + ctx.eps).rsqrt()).unbind(0)
+            grad_input = grad_input + F.batch_norm(input, mean, var, by_mean, by_bias, False, 0.0, ctx.eps)
+        return (
+            grad_input if wants_input else None,
+            grad_weight.to(weight.dtype) if wants_weight else None,
+            grad_bias.to(ctx.bias_dtype) if wants_bias else None,
+            *(None,) * 5,
+        )
+
+
+def _statistics(input: torch.Tensor, dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor]:
+    """Mean and biased variance of each channel; zeros for an empty share."""
+    if input.numel() == 0:
+        zeros = torch.zeros(input.shape[1], dtype=dtype, device=input.device)
+        return zeros, zeros
+    values = input.to(dtype)
+    if input.device.type in ("cpu", "cuda"):
+        mean, var = torch.batch_norm_update_stats(values, None, None, 0.0)  # 3 to 30 times as fast as var_mean
+    else:
+        var, mean = torch.var_mean(values, [0, *range(2, input.dim())], correction=0)
+    return mean, var
+
+
+def _as(tensor: torch.Tensor | None, dtype: torch.dtype) -> torch.Tensor | None:
+    return None if tensor is None else tensor.to(dtype)

@@ -1,0 +1,231 @@
+"""Exchange: small tensors handed round between all that work on one micro-batch, replicas on threads or ranks.
+
+``torch.nn.SyncBatchNorm`` refuses CPU tensors, and knows processes only. Here each party puts its tensor into a box
+for each other, and takes theirs out of its own: one wait, no barrier, and the order of the sum is always the same::
+
+    party 0  ──t0──▶ box 0→1        takes box 1→0, box 2→0   stacks t0, t1, t2
+    party 1  ──t1──▶ box 1→0 ...    takes box 0→1, box 2→1   stacks t0, t1, t2
+
+Parties are always the first so many: a replica with an empty share sits out.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Sequence
+from queue import SimpleQueue
+from typing import Any, Protocol
+
+import torch
+import torch.distributed as dist
+
+from lockstep.errors import InputError, StrategyError
+from lockstep.world import World, wait_awake
+
+
+class Session(Protocol):
+    """What one party needs in one micro-batch, in forward and in backward."""
+
+    @property
+    def parties(self) -> int:
+        """How many take part."""
+
+    def gather(self, tensor: torch.Tensor) -> torch.Tensor:
+        """Everybody's tensor, in the order of the parties: ``(parties, *tensor.shape)``."""
+
+    def sum(self, tensor: torch.Tensor) -> torch.Tensor:
+        """The sum of everybody's tensors, the same bits for all."""
+
+
+class Exchange(Protocol):
+    """How the parties of a micro-batch find each other."""
+
+    def session(self) -> Session:
+        """The calling party's place in the micro-batch that it is computing."""
+
+
+class ThreadExchange:
+    """Between replicas on threads of one process.
+
+    The caller says ``begin`` before each step, each replica's thread ``enter`` before each of its micro-batches. The
+    backward of a micro-batch must run in the thread of its forward (on accelerators autograd has a thread for each
+    device, which will do), and ``abort`` must be called where a replica raises: ``team.on_abort.append(x.abort)``.
+
+    Args:
+        parties: how many replicas there are.
+    """
+
+    def __init__(self, parties: int) -> None:
+        if parties < 1:
+            raise InputError(f"an exchange between {parties} replicas: there must be at least one")
+        self.size = parties
+        self._here = threading.local()
+        self._rooms: list[_Room] = []
+        self.begin(parties)
+
+    def begin(self, parties: int | Sequence[int]) -> None:
+        """Begin a step.
+
+        Args:
+            parties: how many replicas take part, the first so many; a list where that differs by micro-batch.
+
+        Raises:
+            InputError: more than there are, or fewer than one.
+        """
+        each = [parties] if isinstance(parties, int) else list(parties)
+        for count in each:
+            if not 1 <= count <= self.size:
+                raise InputError(
+                    f"{count} replicas in a micro-batch, but there are {self.size}: 1 to {self.size} can be"
+                )
+        self._rooms = [_Room(count) for count in each]
+
+    def enter(self, replica: int, micro_batch: int = 0) -> None:
+        """The calling thread computes this replica's share of this micro-batch from now on.
+
+        Raises:
+            InputError: that micro-batch hasn't so many parties, or there is no such micro-batch in this step.
+        """
+        if not 0 <= micro_batch < len(self._rooms):
+            raise InputError(f"micro-batch {micro_batch} of {len(self._rooms)}: say begin with a number for each")
+        room = self._rooms[micro_batch]
+        if not 0 <= replica < room.parties:
+            raise InputError(f"replica {replica} can't enter micro-batch {micro_batch}: {room.parties} take part in it")
+        self._here.session = _Seat(room, replica)
+
+    def session(self) -> Session:
+        """The calling thread's place, as it said with ``enter``."""
+        seat: _Seat | None = getattr(self._here, "session", None)
+        if seat is None or seat.room not in self._rooms:
+            raise StrategyError(
+                "synchronised batch norm in a thread that entered no micro-batch of this step: "
+                "call exchange.begin before the step, and exchange.enter in each replica's thread"
+            )
+        return seat
+
+    def abort(self) -> None:
+        """Free those that wait for one another: they raise ``threading.BrokenBarrierError``. ``begin`` mends it."""
+        for room in self._rooms:
+            room.abort()
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> ThreadExchange:
+        return self  # a copied replica is a party to the same exchange
+
+
+_GONE = object()
+"""Lies in a box whose sender won't come any more."""
+
+
+class _Room:
+    """The boxes of one micro-batch, ``boxes[sender][receiver]``."""
+
+    def __init__(self, parties: int) -> None:
+        self.parties = parties
+        self.boxes: list[list[SimpleQueue[Any]]] = [[SimpleQueue() for _ in range(parties)] for _ in range(parties)]
+
+    def abort(self) -> None:
+        for row in self.boxes:
+            for box in row:
+                box.put(_GONE)
+
+
+class _Seat:
+    """One replica's place in one micro-batch."""
+
+    def __init__(self, room: _Room, number: int) -> None:
+        self.room = room
+        self.parties = room.parties
+        self._number = number
+        self._thread = threading.get_ident()
+
+    def gather(self, tensor: torch.Tensor) -> torch.Tensor:
+        boxes, me = self.room.boxes, self._number
+        for other in range(self.parties):
+            if other != me:
+                boxes[me][other].put(tensor)
+        found = [tensor if other == me else boxes[other][me].get() for other in range(self.parties)]
+        if any(item is _GONE for item in found):
+            raise threading.BrokenBarrierError(f"replica {me} stopped waiting: another one failed")
+        if tensor.device.type != "cpu" and len({item.device for item in found}) < self.parties:
+            raise StrategyError(
+                f"{self.parties} replicas on {len({item.device for item in found})} {tensor.device.type} devices can't "
+                "synchronise batch norm: autograd has one thread for each device, so they would wait forever"
+            )
+        return torch.stack([item.to(tensor.device) for item in found])
+
+    def sum(self, tensor: torch.Tensor) -> torch.Tensor:
+        if tensor.device.type == "cpu" and threading.get_ident() != self._thread and self.parties > 1:
+            raise StrategyError(
+                "synchronised batch norm: backward runs in another thread than forward, where the replicas would wait "
+                "for each other forever: run loss and backward of each replica inside its own thread"
+            )
+        return self.gather(tensor).sum(0)
+
+
+class RankExchange:
+    """Between ranks, through torch.distributed.
+
+    Args:
+        world: this process's place among them.
+
+    Attributes:
+        parties: how many ranks take part in the present micro-batch.
+    """
+
+    def __init__(self, world: World) -> None:
+        self.parties = world.size
+        self._world = world
+        self._groups: dict[int, dist.ProcessGroup] = {}
+
+    def begin(self, parties: int) -> None:
+        """Begin a micro-batch. Every rank calls this, with the same number, those that sit out too.
+
+        A group of so many ranks is made the first time, which takes all ranks together.
+
+        Args:
+            parties: how many ranks take part, the first so many.
+
+        Raises:
+            InputError: more than there are, or fewer than one.
+        """
+        if not 1 <= parties <= self._world.size:
+            raise InputError(f"{parties} ranks in a micro-batch, but there are {self._world.size}")
+        if 1 < parties < self._world.size and parties not in self._groups:
+            group = dist.new_group(list(range(parties)))
+            assert group is not None
+            self._groups[parties] = group
+        self.parties = parties
+
+    def session(self) -> Session:
+        """This rank's place in the present micro-batch."""
+        return _RankSeat(self._world, self.parties, self._groups.get(self.parties))
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> RankExchange:
+        return self
+
+
+class _RankSeat:
+    """One rank's place in one micro-batch."""
+
+    def __init__(self, world: World, parties: int, group: dist.ProcessGroup | None) -> None:
+        self.parties = parties
+        self._world = world
+        self._group = group
+
+    def gather(self, tensor: torch.Tensor) -> torch.Tensor:
+        if self.parties == 1:
+            return tensor[None]
+        tensor = tensor.contiguous()
+        found = [torch.empty_like(tensor) for _ in range(self.parties)]
+        if self._world.backend == "gloo":
+            work = dist.all_gather(found, tensor, group=self._group, async_op=True)
+            assert work is not None
+            wait_awake(work)
+        else:
+            dist.all_gather(found, tensor, group=self._group)
+        return torch.stack(found)
+
+    def sum(self, tensor: torch.Tensor) -> torch.Tensor:
+        if self.parties == 1:
+            return tensor
+        return self._world.all_reduce(tensor.clone(), group=self._group)

@@ -1,0 +1,87 @@
+"""Gather: put the outputs of several devices together again, in order.
+
+``torch.nn.parallel.gather`` refuses CPU tensors and fails somewhere inside where the outputs differ in structure.
+"""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+
+from lockstep.devices import Device
+from lockstep.errors import InputError
+from lockstep.parallel import nests, targets
+
+
+def gather(outputs: Sequence[Any], target_device: Device | torch.device | str | int, dim: int = 0) -> Any:
+    """Put ``outputs``, one nest per device, together in one nest on ``target_device``.
+
+    Gradients go back to where each output came from.
+
+    Args:
+        outputs: nests of one structure: tensors are joined along ``dim``; None stays None; anything else must be the
+            same in all of them, and is given once.
+        target_device: where the whole comes to lie; -1 and ``"cpu"`` are the memory of the CPU.
+        dim: the dimension to join along. Tensors of 0 dimensions become a vector, with PyTorch's warning.
+
+    Raises:
+        InputError: structures, shapes or values that don't go together (both are shown), or no outputs at all.
+
+    Source: https://docs.pytorch.org/docs/stable/generated/torch.nn.DataParallel.html
+    """
+    if not outputs:
+        raise InputError("no outputs to gather: there must be one for each device that was used")
+    return _joined(list(outputs), targets.one(target_device), dim, list(outputs))
+
+
+def _joined(column: list[Any], place: torch.device, dim: int, outputs: list[Any]) -> Any:
+    first = column[0]
+    if all(isinstance(item, torch.Tensor) for item in column):
+        return _concatenated(column, place, dim)
+    for number, other in enumerate(column):
+        if not nests.same_kind(first, other):
+            raise InputError(
+                f"outputs of different structure can't be gathered: device 0 gave {nests.described(outputs[0])}, "
+                f"device {number} {nests.described(outputs[number])}"
+            )
+    inside = [nests.parts(item) for item in column]
+    if inside[0] is None:
+        return _agreed(column)
+    if isinstance(first, dict):  # by key: replicas may have filled them in different orders
+        inside = [[item[key] for key in first] for item in column]
+    columns = zip(*(part or [] for part in inside), strict=True)
+    return nests.rebuilt(first, [_joined(list(part), place, dim, outputs) for part in columns])
+
+
+def _concatenated(column: list[torch.Tensor], place: torch.device, dim: int) -> torch.Tensor:
+    moved = [targets.move(item, place) for item in column]
+    if dim == 0 and all(item.dim() == 0 for item in moved):
+        warnings.warn(
+            "Was asked to gather along dimension 0, but all input tensors were scalars; "
+            "will instead unsqueeze and return a vector.",
+            stacklevel=2,
+        )
+        return torch.stack(moved)
+    try:
+        return torch.cat(moved, dim)
+    except (RuntimeError, IndexError) as error:
+        shapes = ", ".join(str(tuple(item.shape)) for item in moved)
+        raise InputError(f"tensors of shapes {shapes} can't be joined along dimension {dim}") from error
+
+
+def _agreed(column: list[Any]) -> Any:
+    first = column[0]
+    for number, other in enumerate(column):
+        try:
+            same = other is first or bool(other == first)
+        except Exception:  # an array, say, whose equality isn't one truth
+            same = False
+        if not same:
+            raise InputError(
+                f"device 0 gave {first!r} and device {number} {other!r}, which aren't tensors and can't be joined: "
+                "return tensors, or the same value everywhere"
+            )
+    return first

@@ -1,0 +1,62 @@
+"""What a computing thread takes over from the thread that calls it.
+
+PyTorch keeps grad mode, autocast and the default device per thread, so a bare thread computes gradients inside
+somebody's ``no_grad`` and in full precision inside somebody's ``autocast``.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import contextvars
+from collections.abc import Callable, Iterable
+from typing import TypeVar
+
+import torch
+
+from lockstep.devices import Device
+
+T = TypeVar("T")
+
+_CPU = torch.device("cpu")
+
+
+class Caller:
+    """The state of the calling thread: grad and inference mode, autocast, context variables, streams, default device.
+
+    A default device that is an accelerator becomes each thread's own accelerator; slots need none.
+
+    Args:
+        devices: those that will compute; the caller's current stream on each accelerator among them is kept.
+    """
+
+    __slots__ = ("autocast", "cache", "context", "default", "grad", "inference", "streams")
+
+    def __init__(self, devices: Iterable[Device]) -> None:
+        self.grad = torch.is_grad_enabled()
+        self.inference = torch.is_inference_mode_enabled()
+        busy = [device for device in devices if not device.is_slot]
+        kinds = {"cpu", *(device.type for device in busy)}
+        self.autocast = [(kind, torch.is_autocast_enabled(kind), torch.get_autocast_dtype(kind)) for kind in kinds]
+        self.cache = torch.is_autocast_cache_enabled()
+        self.default = torch.get_default_device() if busy else _CPU
+        self.context = contextvars.copy_context()
+        self.streams = {device: torch.accelerator.current_stream(device.torch) for device in busy}
+
+    def run(self, function: Callable[[], T], device: Device) -> T:
+        """Call ``function`` in this thread as if it were the caller's, but computing on ``device``."""
+        torch.set_grad_enabled(self.grad)
+        torch.set_autocast_cache_enabled(self.cache)
+        for kind, enabled, dtype in self.autocast:
+            torch.set_autocast_enabled(kind, enabled)
+            torch.set_autocast_dtype(kind, dtype)
+        context = self.context.copy()  # one context can't be entered by two threads
+        if device.is_slot and not self.inference:
+            return context.run(function)
+        with contextlib.ExitStack() as stack:
+            if self.inference:
+                stack.enter_context(torch.inference_mode())
+            if self.default.type == device.type and not device.is_slot:
+                stack.enter_context(device.torch)  # "the accelerator" means each thread's own
+            if device in self.streams:
+                stack.enter_context(self.streams[device])
+            return context.run(function)

@@ -1,0 +1,145 @@
+"""Scatter: cut a batch along one dimension, a share for each device.
+
+``torch.nn.parallel.scatter`` needs GPUs, cuts each tensor by itself (so that tensors of different sizes come apart
+silently), and leaves out dataclasses. The chunk sizes here are the same.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+
+from lockstep.devices import Device, Devices
+from lockstep.errors import InputError
+from lockstep.parallel import nests, targets
+
+
+def chunk_sizes(total: int, count: int) -> list[int]:
+    """How ``torch.chunk`` cuts ``total`` in at most ``count``: 10 in 4 is 3, 3, 3, 1; 3 in 8 is 1, 1, 1."""
+    size = -(-total // count)
+    return [min(size, total - start) for start in range(0, total, size)] if size else []
+
+
+def scatter(inputs: Any, target_gpus: Devices, dim: int = 0, *, sizes: Sequence[int] | None = None) -> Sequence[Any]:
+    """Cut ``inputs`` along ``dim``, and bring each share to its device.
+
+    The shares of a tensor are views of its memory where the device already holds it (slots always do), but have a
+    gradient history and a version of their own: a replica may change its share in place without disturbing others.
+    Gradients of the shares come back to ``inputs``.
+
+    Args:
+        inputs: a tensor, or any nesting of tensors in lists, tuples, named tuples, mappings and dataclasses. Whatever
+            isn't a tensor is shared by all; so is a tensor of 0 dimensions, which has nothing to cut.
+        target_gpus: the devices, as ``lockstep.devices.parse`` reads them or as a list.
+        dim: the dimension to cut; the size along it is that of the batch, the same for all tensors.
+        sizes: how many items each device gets, instead of the chunks of ``torch.chunk``. A 0 keeps its entry, with
+            empty tensors in it; without ``sizes`` a batch smaller than the number of devices gives fewer entries.
+
+    Returns:
+        A tuple of tensors for a single tensor, else a list of nests of the same types: one for each device used.
+
+    Raises:
+        InputError: tensors whose sizes along ``dim`` differ, an empty batch, or ``sizes`` that don't add up.
+
+    Source: https://docs.pytorch.org/docs/stable/generated/torch.nn.DataParallel.html
+    """
+    places = targets.many(target_gpus)
+    shares = _shares(inputs, places, dim, sizes)
+    return tuple(shares) if isinstance(inputs, torch.Tensor) else shares
+
+
+def scatter_kwargs(
+    inputs: tuple[Any, ...],
+    kwargs: Mapping[str, Any] | None,
+    target_gpus: Devices,
+    dim: int = 0,
+    *,
+    sizes: Sequence[int] | None = None,
+) -> tuple[tuple[tuple[Any, ...], ...], tuple[dict[str, Any], ...]]:
+    """Cut positional and keyword arguments together: as many of the one as of the other come out.
+
+    Returns:
+        The positional arguments of each device used, and its keyword arguments; both empty where there are none.
+
+    Raises:
+        InputError: as ``scatter``.
+    """
+    given = dict(kwargs or {})
+    if not inputs and not given:
+        return (), ()
+    both = _shares((tuple(inputs), given), targets.many(target_gpus), dim, sizes)
+    return tuple(args for args, _ in both), tuple(named for _, named in both)
+
+
+def _shares(inputs: Any, places: tuple[Device, ...], dim: int, sizes: Sequence[int] | None) -> list[Any]:
+    total = _batch_size(inputs, dim)
+    if total is None:
+        return _cut(inputs, [device.torch for device in places], dim, [])
+    if sizes is None:
+        cuts = chunk_sizes(total, len(places))
+    else:
+        cuts = list(sizes)
+        if len(cuts) != len(places):
+            raise InputError(f"{len(cuts)} sizes for {len(places)} devices: give one size for each")
+        if sum(cuts) != total or min(cuts) < 0:
+            raise InputError(f"sizes {cuts} add up to {sum(cuts)}, but the batch has {total} along dimension {dim}")
+    return _cut(inputs, [device.torch for device in places[: len(cuts)]], dim, cuts)
+
+
+def _batch_size(inputs: Any, dim: int) -> int | None:
+    """The size along ``dim`` that all tensors have, or None where there is nothing to cut."""
+    first: torch.Tensor | None = None
+    for tensor in nests.tensors(inputs):
+        if tensor.dim() == 0:
+            continue
+        if not -tensor.dim() <= dim < tensor.dim():
+            raise InputError(f"a tensor of shape {tuple(tensor.shape)} has no dimension {dim} to cut")
+        if first is None:
+            first = tensor
+        elif tensor.shape[dim] != first.shape[dim]:
+            raise InputError(
+                f"tensors of {first.shape[dim]} and {tensor.shape[dim]} along dimension {dim} (shapes "
+                f"{tuple(first.shape)} and {tuple(tensor.shape)}) can't be cut together: give both one size there, "
+                "or keep what isn't part of the batch in the module"
+            )
+    if first is None:
+        return None
+    if first.shape[dim] == 0:
+        raise InputError(f"a batch of 0 (shape {tuple(first.shape)}, dimension {dim}) can't be cut: skip it")
+    return first.shape[dim]
+
+
+def _cut(nest: Any, places: list[torch.device], dim: int, sizes: list[int]) -> list[Any]:
+    if isinstance(nest, torch.Tensor):
+        if nest.dim() == 0:
+            return [targets.move(nest, place) for place in places]
+        return list(_Cut.apply(nest, dim, sizes, places))  # type: ignore[no-untyped-call]
+    inside = nests.parts(nest)
+    if not inside:
+        return [nest for _ in places]
+    columns = [_cut(part, places, dim, sizes) for part in inside]
+    return [nests.rebuilt(nest, row) for row in zip(*columns, strict=True)]
+
+
+class _Cut(torch.autograd.Function):
+    """Views of a tensor that autograd doesn't hold to be views.
+
+    Plain ``torch.chunk`` gives shares that refuse changes in place and have one version between them: a replica that
+    normalises its share in place would make the backward of another one fail.
+    """
+
+    @staticmethod
+    def forward(
+        ctx: Any, tensor: torch.Tensor, dim: int, sizes: list[int], places: list[torch.device]
+    ) -> tuple[torch.Tensor, ...]:
+        ctx.dim, ctx.home = dim, tensor.device
+        return tuple(
+            targets.move(share.data, place)
+            for share, place in zip(torch.split(tensor, sizes, dim), places, strict=True)
+        )
+
+    @staticmethod
+    def backward(ctx: Any, *grads: torch.Tensor) -> tuple[torch.Tensor, None, None, None]:
+        return torch.cat([targets.move(grad, ctx.home) for grad in grads], ctx.dim), None, None, None

@@ -1,0 +1,49 @@
+"""Where things go: the devices that a person names for the primitives, read once.
+
+``torch.nn.parallel`` takes the numbers of GPUs; here anything that ``lockstep.devices.parse`` understands will do.
+"""
+
+from __future__ import annotations
+
+import torch
+
+from lockstep import devices as _devices
+from lockstep.devices import Device, Devices
+
+
+def many(wanted: Devices) -> tuple[Device, ...]:
+    """The devices that were named, in order.
+
+    Raises:
+        DeviceError: they don't exist, or the words aren't understood.
+    """
+    if isinstance(wanted, (list, tuple)):
+        if all(isinstance(item, Device) for item in wanted):
+            return tuple(wanted)
+        return _devices.parse([_indexed(item) for item in wanted])
+    return _devices.parse(_indexed(wanted) if isinstance(wanted, torch.device) else wanted)
+
+
+def one(wanted: Device | torch.device | str | int) -> torch.device:
+    """The one place that was named; ``"cpu"``, -1 (as in PyTorch) and any slot are the memory of the CPU.
+
+    Raises:
+        DeviceError: it doesn't exist.
+    """
+    if isinstance(wanted, Device):
+        return wanted.torch
+    if wanted == -1 or str(wanted).split(":")[0] == "cpu":
+        return torch.device("cpu")
+    return many([wanted])[0].torch
+
+
+def _indexed(item: Device | torch.device | str | int) -> Device | torch.device | str | int:
+    """``torch.device("cuda")`` means the current device of its type, not all of them."""
+    if isinstance(item, torch.device) and item.type != "cpu" and item.index is None:
+        return torch.device(item.type, torch.accelerator.current_device_index())
+    return item
+
+
+def move(tensor: torch.Tensor, place: torch.device) -> torch.Tensor:
+    """The tensor on ``place``, without waiting where that is safe (a copy to the CPU must be waited for)."""
+    return tensor if tensor.device == place else tensor.to(place, non_blocking=place.type != "cpu")

@@ -1,0 +1,64 @@
+"""``parallelize``: a strategy for a person's own loop."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import nn
+
+from lockstep import devices as _devices
+from lockstep import world as _world
+from lockstep.devices import Devices
+from lockstep.job import Job
+from lockstep.step import Step
+from lockstep.strategies import Strategy, choose
+from lockstep.world import World
+
+
+def parallelize(
+    model: nn.Module,
+    loss: Callable[..., Any],
+    optimizer: torch.optim.Optimizer | Callable[..., torch.optim.Optimizer],
+    *,
+    strategy: str | Strategy | None = None,
+    devices: Devices = "auto",
+    **settings: Any,
+) -> Step:
+    """Make a Step of a model, for a loop of your own::
+
+        step = lockstep.parallelize(model, loss, optimizer, strategy="dp", devices=2)
+        for inputs, targets in lockstep.batches(dataset, batch_size=256):
+            print(step(inputs, targets).loss)
+
+    Inside ``lockstep.launch`` or torchrun each rank calls this with the same model (by ``ddp``); elsewhere one process
+    drives all devices (by ``dp`` or ``single``).
+
+    Args:
+        model: the model itself; it is trained in place, and moved to the first device.
+        loss: as in a Job.
+        optimizer: over the model's parameters, or a function that makes one from ``(name, parameter)`` pairs.
+        strategy: by name; None takes ``ddp`` where there are several ranks, ``dp`` on several devices, else ``single``.
+        devices: those of this process, where it isn't a rank of a launch.
+        settings: as the Job's: ``accumulate``, ``clip_norm``, ``sync_batchnorm``, ``channels_last``, ``precision``, ...
+
+    Raises:
+        InputError: the strategy can't be used here, or a setting is wrong.
+    """
+    world = _world.current()
+    if world is None:
+        world = World(devices=_devices.parse(devices))
+    if strategy is None:
+        strategy = "ddp" if world.size > 1 else "dp" if len(world.devices) > 1 else "single"
+    # The data are the person's own; a Job wants to be told of some.
+    job = Job(model=lambda: model, loss=loss, optimizer=_factory(optimizer), train_data=(), batch_size=1, **settings)
+    return choose(strategy, world.devices).build(job, world)
+
+
+def _factory(
+    optimizer: torch.optim.Optimizer | Callable[..., torch.optim.Optimizer],
+) -> Callable[..., torch.optim.Optimizer]:
+    if isinstance(optimizer, torch.optim.Optimizer):
+        return lambda named: optimizer
+    return optimizer

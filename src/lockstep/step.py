@@ -1,0 +1,349 @@
+"""Step: what every strategy builds, and the part of an update that is the same for all.
+
+An update is: forward and backward of each micro-batch, the sum of gradients over the devices, the weighting by count,
+clipping, the optimizer. A strategy writes the first two (``gradients``); the rest is here, once.
+
+The weighting, with n the samples of the global batch and (total, count) the loss of a share::
+
+    backward runs on  total / n       every rank knows n before it starts
+    gradients are     summed          over micro-batches, replicas and ranks; total and count beside them
+    and multiplied by n / count       so that they are those of  sum(totals) / sum(counts)
+"""
+
+from __future__ import annotations
+
+import math
+from abc import ABC, abstractmethod
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import nn
+
+from lockstep.data import Batch, Part, mixed, share_sizes
+from lockstep.errors import InputError, LossError, NonFiniteLoss, OutOfMemory, RunError
+from lockstep.job import Job
+from lockstep.loss import Totalled
+from lockstep.nesting import batch_size_of, cut, to_device
+from lockstep.world import World
+
+Number = float | torch.Tensor
+
+
+class Result:
+    """What an update did.
+
+    Attributes:
+        total: the sum of the loss over the items of the global batch.
+        count: their number (samples, tokens, weights).
+        size: the samples of the global batch.
+    """
+
+    __slots__ = ("count", "size", "total")
+
+    def __init__(self, total: Number, count: Number, size: int) -> None:
+        self.total = total
+        self.count = count
+        self.size = size
+
+    @property
+    def loss(self) -> float:
+        """The loss of the global batch. On an accelerator, asking waits for the device."""
+        return float(self.total) / float(self.count)
+
+    def __repr__(self) -> str:
+        return f"Result(loss={self.loss:.6g}, count={float(self.count):g}, size={self.size})"
+
+
+class Step(ABC):
+    """One model in training under one strategy.
+
+    ``step(inputs, targets)`` is one update; its arguments are this process's share of the global batch (all of it where
+    one process drives all devices).
+
+    Attributes:
+        model: the model under its one-device names.
+        optimizer: the one optimizer of this process.
+        world: this process's place among the ranks.
+    """
+
+    cuts_batch = True
+    """Whether a loss sees less than the global batch, so that it must be additive over samples."""
+
+    def __init__(self, model: nn.Module, optimizer: torch.optim.Optimizer, job: Job, world: World) -> None:
+        self.model = model
+        self.optimizer = optimizer
+        self.world = world
+        self.loss = Totalled.of(job.loss)
+        self._accumulate = job.accumulate
+        self._clip_norm = job.clip_norm
+        self._channels_last = job.channels_last
+        self._dtype = torch.float64 if job.precision == "fp64" else None
+        self._names = [name for name, p in model.named_parameters() if p.requires_grad]
+        self._parameters = [p for p in model.parameters() if p.requires_grad]
+        self._on_accelerator = not world.device.is_slot
+        self._sick: torch.Tensor | None = None
+
+    # ---- one update -------------------------------------------------------------------------------------------------
+
+    def __call__(self, inputs: Any, targets: Any = None) -> Result:
+        """One update on this process's share of a global batch.
+
+        Args:
+            inputs: what the model takes (a tuple as ``model(*inputs)``, a dict as ``model(**inputs)``), or a ``Batch``
+                of ``lockstep.batches``, which also knows the size of the global batch.
+            targets: what the loss takes beside the outputs.
+        """
+        if isinstance(inputs, Batch):
+            return self.update(inputs)
+        mine = 0 if inputs is None else batch_size_of(inputs)
+        sizes = self.world.gather_objects(mine)
+        parts = []
+        start = 0
+        for size in share_sizes(mine, self._accumulate):
+            part_inputs, part_targets = cut((inputs, targets), start, size, mine) if size < mine else (inputs, targets)
+            parts.append(Part(part_inputs, part_targets, size, size) if size else Part(None, None, 0, 0))
+            start += size
+        if self.world.size > 1:
+            every = [share_sizes(s, self._accumulate) for s in sizes]
+            for i, part in enumerate(parts):
+                part.of = sum(shares[i] for shares in every)
+        return self.update(Batch(parts, sum(sizes), 0, 0, None))
+
+    def update(self, batch: Batch) -> Result:
+        """One update on a batch of the loader.
+
+        Raises:
+            RunError: the batch's loss counts no item.
+            NonFiniteLoss: the loss is NaN or infinite (on accelerators found some steps later, to save waiting).
+            OutOfMemory: with the share that was too large.
+        """
+        self.world.step += 1
+        try:
+            total, count = self.gradients(batch)
+            self._weight(batch.size, count)
+            self.clip()
+            self.optimizer.step()
+        except (torch.OutOfMemoryError, MemoryError, RuntimeError) as error:
+            if not _is_out_of_memory(error):
+                raise
+            share = max(part.size for part in batch.parts)
+            raise OutOfMemory(
+                f"out of memory on {self.world.device} at step {self.world.step} with a share of {share} samples: "
+                f"use a smaller batch_size, or accumulate={2 * self._accumulate}"
+            ) from error
+        if self._on_accelerator:
+            self._watch(total, count)
+        return Result(total, count, batch.size)
+
+    @abstractmethod
+    def gradients(self, batch: Batch) -> tuple[Number, Number]:
+        """Leave in every ``parameter.grad`` the gradient of total / batch.size over the global batch.
+
+        A gradient that no device computed is None. Gives the total and the count of the global batch.
+        """
+
+    def _weight(self, size: int, count: Number) -> None:
+        """Make the gradients of total / size those of total / count."""
+        if isinstance(count, torch.Tensor) and not self._on_accelerator:
+            count = float(count)
+        if isinstance(count, torch.Tensor):
+            # A count of 0 is an error that `check` raises; until then it must not spoil the parameters.
+            factor: Number = torch.where(count == 0, 0.0, size / count)
+        elif count == 0:
+            step = self.world.step
+            raise RunError(f"step {step}: the loss counted 0 items in the batch: are all targets ignored?")
+        elif count == size:
+            return
+        else:
+            factor = size / count
+        grads = [p.grad for p in self._parameters if p.grad is not None]
+        if not grads:
+            return
+        if all(grad.layout == torch.strided for grad in grads):
+            torch._foreach_mul_(grads, factor)
+        else:
+            for grad in grads:
+                grad.mul_(factor)
+
+    def clip(self) -> None:
+        """Hold the norm of all gradients together under ``clip_norm``."""
+        if self._clip_norm is not None:
+            nn.utils.clip_grad_norm_(self._parameters, self._clip_norm)
+
+    def forward_loss(self, model: nn.Module, part: Part, where: str = "") -> tuple[torch.Tensor, Number]:
+        """Total and count of one micro-batch's share under ``model``; the loss is probed where that is needed."""
+        outputs = call(model, part.inputs)
+        if self.cuts_batch and not self.loss.proven and part.size > 1:
+            self.loss.check(outputs, part.targets, part.size)
+        total, count = self.loss(outputs, part.targets, part.size)
+        if not self._on_accelerator:
+            self._finite(total, where)
+        if not total.requires_grad and self._parameters:
+            raise LossError("the loss doesn't depend on any parameter: is the model's output detached?")
+        return total, count
+
+    def _finite(self, total: torch.Tensor, where: str) -> None:
+        value = total.item()
+        if not math.isfinite(value):
+            place = where or f"rank {self.world.rank} ({self.world.device})"
+            raise NonFiniteLoss(
+                f"the loss became {value} at step {self.world.step} on {place}: "
+                "try a smaller learning rate, or clip_norm, and look at that batch"
+            )
+
+    def _watch(self, total: Number, count: Number) -> None:
+        """On an accelerator, remember the first bad step there, and ask only now and then."""
+        if isinstance(total, torch.Tensor):
+            bad = ~torch.isfinite(total.detach())
+            if isinstance(count, torch.Tensor):
+                bad = bad | (count == 0)
+            if self._sick is None:
+                self._sick = torch.zeros((), dtype=torch.int64, device=total.device)
+            self._sick = torch.where((self._sick == 0) & bad, self.world.step, self._sick)
+        if self.world.step % 50 == 0:
+            self.check()
+
+    def check(self) -> None:
+        """Raise for a step whose loss was not finite, where the device has not been asked yet."""
+        if self._sick is not None and (step := int(self._sick.item())):
+            raise NonFiniteLoss(
+                f"the loss became NaN or infinite, or counted nothing, at step {step} on rank {self.world.rank} "
+                f"({self.world.device}): try a smaller learning rate, or clip_norm, and look at that batch"
+            )
+
+    def seed(self, seed: int) -> None:
+        """Begin a random stream of its own for this step and this rank, so that a step can be repeated."""
+        key = mixed(seed, self.world.step, self.world.rank)
+        torch.default_generator.manual_seed(key)
+        if self._on_accelerator and self.world.device.type == "cuda":
+            torch.cuda.default_generators[self.world.device.index].manual_seed(key)
+
+    # ---- evaluation -------------------------------------------------------------------------------------------------
+
+    @contextmanager
+    def evaluating(self) -> Iterator[None]:
+        """The model in evaluation mode, without gradients; each module's own mode comes back afterwards."""
+        modes = [(module, module.training) for model in self.models() for module in model.modules()]
+        self.share_buffers()
+        for model in self.models():
+            model.eval()
+        try:
+            with torch.no_grad():
+                yield
+        finally:
+            for module, mode in modes:
+                module.training = mode
+
+    def models(self) -> list[nn.Module]:
+        """The replicas of this process."""
+        return [self.model]
+
+    def evaluate(self, inputs: Any, targets: Any) -> tuple[Any, Number, Number]:
+        """Outputs, total and count of this process's share, without an update.
+
+        Raises:
+            InputError: the loss or the model can't take them.
+        """
+        with self.evaluating():
+            return self.outputs(Part(inputs, targets, batch_size_of(inputs), batch_size_of(inputs)))
+
+    def outputs(self, part: Part) -> tuple[Any, Number, Number]:
+        """As ``evaluate``, within ``evaluating()``."""
+        part = self.placed(part)
+        outputs = call(self.model, part.inputs)
+        total, count = self.loss(outputs, part.targets, part.size)
+        return outputs, total, count
+
+    def placed(self, part: Part) -> Part:
+        """The part on this process's device, in the job's number format and layout."""
+        if self._dtype is None and not self._channels_last and not self._on_accelerator:
+            return part
+        device = self.world.device.torch
+        inputs = to_device(part.inputs, device, self._dtype, channels_last=self._channels_last)
+        return Part(inputs, to_device(part.targets, device, self._dtype), part.size, part.of)
+
+    def share_buffers(self) -> None:  # noqa: B027 — a strategy with one replica has nothing to share
+        """Give every replica the first one's buffers (running statistics), before an evaluation or a save."""
+
+    # ---- state, under one-device names ------------------------------------------------------------------------------
+
+    def state_dict(self) -> dict[str, Any]:
+        """``{"model": ..., "optimizer": ...}`` under the names of the one-device model.
+
+        The optimizer's state is by parameter name too, so it does not depend on the order of its groups.
+        """
+        self.share_buffers()
+        return {"model": self.model.state_dict(), "optimizer": named_optimizer_state(self.optimizer, self.model)}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Take over what ``state_dict`` gave, under any strategy and number of devices.
+
+        Raises:
+            InputError: the names or shapes are another model's.
+        """
+        try:
+            self.model.load_state_dict(state["model"])
+        except RuntimeError as error:
+            raise InputError(f"the saved model is another one: {str(error).splitlines()[-1].strip()}") from error
+        load_named_optimizer_state(self.optimizer, self.model, state["optimizer"])
+
+
+def call(model: Any, inputs: Any) -> Any:
+    """``model(*inputs)`` for a tuple, ``model(**inputs)`` for a dict, else ``model(inputs)``."""
+    if type(inputs) is tuple or type(inputs) is list:
+        return model(*inputs)
+    if isinstance(inputs, Mapping):
+        return model(**inputs)
+    return model(inputs)
+
+
+def _is_out_of_memory(error: BaseException) -> bool:
+    if isinstance(error, torch.OutOfMemoryError | MemoryError):
+        return True
+    return "can't allocate memory" in str(error) or "DefaultCPUAllocator: not enough memory" in str(error)
+
+
+def _names_of(model: nn.Module) -> dict[int, str]:
+    return {id(p): name for name, p in model.named_parameters()}
+
+
+def named_optimizer_state(optimizer: torch.optim.Optimizer, model: nn.Module) -> dict[str, Any]:
+    """An optimizer's state by parameter name instead of by number: ``{"state": {name: ...}, "groups": [...]}``."""
+    names = _names_of(model)
+    state = {names[id(p)]: dict(values) for p, values in optimizer.state.items()}
+    groups = [
+        {
+            **{key: value for key, value in group.items() if key not in ("params", "param_names")},
+            "params": [names[id(p)] for p in group["params"]],
+        }
+        for group in optimizer.param_groups
+    ]
+    return {"state": state, "groups": groups}
+
+
+def load_named_optimizer_state(optimizer: torch.optim.Optimizer, model: nn.Module, saved: Mapping[str, Any]) -> None:
+    """Give an optimizer the state that ``named_optimizer_state`` took from one over the same names.
+
+    Raises:
+        InputError: the groups hold other parameters.
+    """
+    names = _names_of(model)
+    own = optimizer.state_dict()
+    number: dict[str, int] = {}
+    for i, (group, packed, theirs) in enumerate(
+        zip(optimizer.param_groups, own["param_groups"], saved["groups"], strict=False)
+    ):
+        mine = [names[id(p)] for p in group["params"]]
+        if set(mine) != set(theirs["params"]):
+            different = sorted(set(mine) ^ set(theirs["params"]))[0]
+            raise InputError(f'the saved optimizer has other parameters in group {i}: "{different}" is in one only')
+        number.update(zip(mine, packed["params"], strict=True))
+        packed.update({key: value for key, value in theirs.items() if key not in ("params", "fused", "foreach")})
+    if len(optimizer.param_groups) != len(saved["groups"]):
+        raise InputError(
+            f"the saved optimizer has {len(saved['groups'])} parameter groups, this job's {len(optimizer.param_groups)}"
+        )
+    own["state"] = {number[name]: values for name, values in saved["state"].items()}
+    optimizer.load_state_dict(own)

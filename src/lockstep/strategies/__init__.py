@@ -1,0 +1,45 @@
+"""The strategies, one file each. A new one is one file and one line in this list."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any
+
+from lockstep.devices import Device
+from lockstep.errors import StrategyError, nearest
+from lockstep.job import convert
+from lockstep.strategies.ddp import DDP
+from lockstep.strategies.dp import DP
+from lockstep.strategies.single import Single
+from lockstep.strategies.strategy import Strategy
+
+STRATEGIES: dict[str, type[Strategy]] = {kind.name: kind for kind in (Single, DP, DDP)}
+
+__all__ = ["STRATEGIES", "Strategy", "choose"]
+
+
+def choose(wanted: str | Strategy | None, devices: tuple[Device, ...], **settings: Any) -> Strategy:
+    """The strategy that a person named: ``single`` on one device and ``ddp`` on several where none was.
+
+    Args:
+        wanted: a name, a strategy with its settings, or None.
+        devices: those it will run on.
+        settings: fields of the strategy to replace, where it is given by name.
+
+    Raises:
+        StrategyError: there is none of that name (the nearest is offered), or it can't use these devices.
+    """
+    if wanted is None:
+        wanted = "single" if len(devices) == 1 else "ddp"
+    if not isinstance(wanted, Strategy):
+        if wanted not in STRATEGIES:
+            raise StrategyError(f'there is no strategy "{wanted}": {nearest(str(wanted), list(STRATEGIES))}')
+        kind = STRATEGIES[wanted]
+        fields = {f.name: f for f in dataclasses.fields(kind)}
+        for name in settings:
+            if name not in fields:
+                raise StrategyError(f'strategy "{wanted}" has no setting "{name}": {nearest(name, list(fields))}')
+        wanted = kind(**{name: convert(value, str, name) for name, value in settings.items()})
+    if wanted.name == "single" and len(devices) > 1:
+        raise StrategyError(f"strategy single uses one device, not {len(devices)}: take ddp or dp, or one device")
+    return wanted

@@ -1,0 +1,295 @@
+"""``dp``: one process drives all devices; each has a replica of the model and a share of every batch.
+
+PyTorch's own DataParallel copies the model to every device at each step, gathers outputs on the first device and leaves
+the loss there, and does nothing on CPU. Here replicas are kept, the loss and backward run inside each replica's thread,
+and gradients are summed once, each thread adding a part of the parameters::
+
+    thread 0   forward  loss  backward  | adds parameters 0..k   |
+    thread 1   forward  loss  backward  | adds parameters k..end |  one optimizer step
+               (share 0, share 1)
+
+On CPU slots all replicas share the storage of the parameters, with gradients of their own; on accelerators they are
+refreshed once a step.
+"""
+
+from __future__ import annotations
+
+import copy
+import functools
+from collections.abc import Iterable
+from dataclasses import dataclass
+from typing import Any, ClassVar, Literal
+
+import torch
+from torch import nn
+
+from lockstep.build import build_model, build_optimizer
+from lockstep.data import Batch, Part, mixed, share_sizes
+from lockstep.devices import Device
+from lockstep.errors import JobError, StrategyError
+from lockstep.job import Job
+from lockstep.nesting import cut, to_device
+from lockstep.parallel import gather
+from lockstep.parallel.batchnorm import synchronise
+from lockstep.parallel.exchange import ThreadExchange
+from lockstep.parallel.random import stream
+from lockstep.parallel.team import Team
+from lockstep.step import Number, Step, call
+from lockstep.strategies.strategy import Strategy
+from lockstep.world import World
+
+
+@dataclass(frozen=True)
+class DP(Strategy):
+    """Replicas on threads of one process."""
+
+    name: ClassVar[str] = "dp"
+    summary: ClassVar[str] = "one process, a thread per device: each the whole model, a share of the batch"
+    good_for: ClassVar[str] = "notebooks, and models of large operators; small layers lose to Python's interpreter lock"
+    processes: ClassVar[Literal["one", "one per device"]] = "one"
+
+    def build(self, job: Job, world: World) -> Step:
+        """Build the model on the first device and a replica on each other."""
+        if world.size > 1:
+            raise StrategyError(f"dp is one process for all devices, and this is one of {world.size}: take ddp")
+        model = build_model(job, world)
+        exchange = None
+        if job.sync_batchnorm and len(world.devices) > 1:
+            if not world.device.is_slot and len(set(world.devices)) < len(world.devices):
+                raise StrategyError(
+                    "sync_batchnorm needs a device for each replica: on one device they would wait forever"
+                )
+            exchange = ThreadExchange(len(world.devices))
+            synchronise(model, exchange)
+        return DPStep(model, build_optimizer(job, model), job, world, exchange)
+
+
+class DPStep(Step):
+    """All replicas, their threads, and the one optimizer over the first replica's parameters."""
+
+    def __init__(
+        self,
+        model: nn.Module,
+        optimizer: torch.optim.Optimizer,
+        job: Job,
+        world: World,
+        exchange: ThreadExchange | None,
+    ) -> None:
+        super().__init__(model, optimizer, job, world)
+        self.cuts_batch = len(world.devices) > 1 or job.accumulate > 1
+        self._exchange = exchange
+        self._devices = world.devices
+        self._replicas = [model, *(_replica(model, device) for device in world.devices[1:])]
+        self._trained = [[p for p in replica.parameters() if p.requires_grad] for replica in self._replicas]
+        self._buffers = [_buffers_of(replica) for replica in self._replicas]
+        # Running statistics act in evaluation only, so they needn't be the same before.
+        self._acting = [
+            k
+            for k, (module, _) in enumerate(self._buffers[0])
+            if not isinstance(module, nn.modules.batchnorm._NormBase)
+        ]
+        self._shared = all(device.is_slot for device in world.devices)
+        self._team = Team(world.devices)
+        if exchange is not None:
+            self._team.on_abort.append(exchange.abort)
+        self._streams = [torch.Generator() for _ in world.devices] if self._shared else []
+        self._spans = _even_spans(self._parameters, len(world.devices))
+        self._begin_streams(job.seed)
+
+    def seed(self, seed: int) -> None:
+        """Begin a random stream for this step on every replica."""
+        super().seed(seed)
+        self._begin_streams(seed)
+
+    def _begin_streams(self, seed: int) -> None:
+        for i, generator in enumerate(self._streams):
+            generator.manual_seed(mixed(seed, self.world.step, i))
+        for i, device in enumerate(self._devices):
+            if device.type == "cuda":
+                torch.cuda.default_generators[device.index].manual_seed(mixed(seed, self.world.step, i))
+
+    def gradients(self, batch: Batch) -> tuple[Number, Number]:
+        """Gradients of total / size, summed over micro-batches and replicas."""
+        self._refresh()
+        shares = self._scatter(batch)
+        work = [
+            functools.partial(self._on_replica, i, share, batch.size) if any(part.size for part in share) else None
+            for i, share in enumerate(shares)
+        ]
+        if self._exchange is not None:
+            self._exchange.begin([sum(1 for share in shares if share[j].size) for j in range(len(batch.parts))])
+        results = [result for result in self._team.run(work) if result is not None]
+        self._add_gradients([i for i, job in enumerate(work) if job is not None])
+        return self._summed([r[0] for r in results]), self._summed([r[1] for r in results])
+
+    def _scatter(self, batch: Batch) -> list[list[Part]]:
+        """For each replica, its share of each micro-batch (even shares, so that no device waits long for another)."""
+        shares: list[list[Part]] = [[] for _ in self._devices]
+        for part in batch.parts:
+            start = 0
+            for mine, device, size in zip(
+                shares, self._devices, share_sizes(part.size, len(self._devices)), strict=True
+            ):
+                if not size:
+                    mine.append(Part(None, None, 0, part.of))
+                    continue
+                inputs, targets = cut((part.inputs, part.targets), start, size, part.size)
+                mine.append(self._placed_on(Part(inputs, targets, size, part.of), device))
+                start += size
+        return shares
+
+    def _placed_on(self, part: Part, device: Device) -> Part:
+        if self._dtype is None and not self._channels_last and device.is_slot:
+            return part
+        inputs = to_device(part.inputs, device.torch, self._dtype, channels_last=self._channels_last)
+        return Part(inputs, to_device(part.targets, device.torch, self._dtype), part.size, part.of)
+
+    def _on_replica(self, i: int, parts: list[Part], size: int) -> tuple[Number, Number]:
+        """Forward, loss and backward of one replica's shares; in its thread."""
+        where = f"replica {i} ({self._devices[i]})"
+        for p in self._trained[i]:
+            p.grad = None
+        total: Number = 0.0
+        count: Number = 0
+        with stream(self._streams[i] if self._streams else None):
+            for j, part in enumerate(parts):
+                if not part.size:
+                    continue
+                if self._exchange is not None:
+                    self._exchange.enter(i, j)
+                part_total, part_count = self.forward_loss(self._replicas[i], part, where)
+                torch.autograd.backward(part_total / size)
+                total = total + part_total.detach()
+                count = count + part_count
+        return total, count
+
+    def _add_gradients(self, active: list[int]) -> None:
+        """Sum the replicas' gradients into the first one's, each thread a span of the parameters."""
+        if 0 not in active:
+            for p in self._parameters:
+                p.grad = None
+        others = [i for i in active if i > 0]
+        if not others:
+            return
+        if not self._shared:
+            for i in others:
+                self._add_span(0, len(self._parameters), [i])
+            return
+        self._team.run([functools.partial(self._add_span, start, end, others) for start, end in self._spans])
+
+    def _add_span(self, start: int, end: int, others: list[int]) -> None:
+        mine = self._parameters[start:end]
+        for i in others:
+            theirs = [p.grad for p in self._trained[i][start:end]]
+            if not self._shared:
+                theirs = [
+                    g if g is None else g.to(p.device, non_blocking=True) for g, p in zip(theirs, mine, strict=True)
+                ]
+            both = [(p, g) for p, g in zip(mine, theirs, strict=True) if g is not None]
+            dense = [(p.grad, g) for p, g in both if p.grad is not None and not g.is_sparse]
+            if dense:
+                torch._foreach_add_([a for a, _ in dense], [b for _, b in dense])
+            for p, g in both:
+                if p.grad is None:
+                    p.grad = g
+                elif g.is_sparse:
+                    p.grad = p.grad + g
+
+    @torch.no_grad()
+    def _refresh(self) -> None:
+        """Make every replica equal to the first before a step."""
+        firsts = list(self.model.parameters())
+        modes = [module.training for module in self.model.modules()]
+        for replica in self._replicas[1:]:
+            for module, mode in zip(replica.modules(), modes, strict=True):
+                module.training = mode
+            theirs = list(replica.parameters())
+            if self._shared:
+                for p, q in zip(firsts, theirs, strict=True):
+                    if p.data_ptr() != q.data_ptr():  # somebody gave the parameter other storage
+                        q.data = p.data
+            else:
+                for p, q in zip(firsts, theirs, strict=True):
+                    q.copy_(p, non_blocking=True)
+        self._copy_buffers(self._acting)
+
+    def share_buffers(self) -> None:
+        """Give every replica all of the first one's buffers."""
+        self._copy_buffers(range(len(self._buffers[0])))
+
+    @torch.no_grad()
+    def _copy_buffers(self, which: Iterable[int]) -> None:
+        # Always, not where a version has changed: batch norm's own kernels write without changing it.
+        for k in which:
+            module, name = self._buffers[0][k]
+            value = module._buffers[name]
+            assert value is not None
+            for theirs in self._buffers[1:]:
+                other, _ = theirs[k]
+                target = other._buffers[name]
+                if target is not None and target.shape == value.shape:
+                    target.copy_(value, non_blocking=True)
+                else:
+                    other._buffers[name] = value.clone().to(self._device_of(other))
+
+    def _device_of(self, module: nn.Module) -> torch.device:
+        return next((p.device for p in module.parameters()), self.world.device.torch)
+
+    def models(self) -> list[nn.Module]:
+        """Every replica, the first one first."""
+        return self._replicas
+
+    def outputs(self, part: Part) -> tuple[Any, Number, Number]:
+        """Outputs gathered on the first device, and the totals of all replicas."""
+        shares = [share[0] for share in self._scatter(Batch([part], part.size, 0, 0, None))]
+        work = [
+            functools.partial(self._outputs_of, replica, share) if share.size else None
+            for replica, share in zip(self._replicas, shares, strict=True)
+        ]
+        results = [result for result in self._team.run(work) if result is not None]
+        outputs = gather([r[0] for r in results], self._devices[0]) if len(results) > 1 else results[0][0]
+        return outputs, self._summed([r[1] for r in results]), self._summed([r[2] for r in results])
+
+    def _summed(self, values: list[Number]) -> Number:
+        first = self._devices[0].torch
+        return sum(v.to(first) if isinstance(v, torch.Tensor) else v for v in values)
+
+    @torch.no_grad()
+    def _outputs_of(self, replica: nn.Module, part: Part) -> tuple[Any, Number, Number]:
+        outputs = call(replica, part.inputs)
+        total, count = self.loss(outputs, part.targets, part.size)
+        return outputs, total, count
+
+
+def _replica(model: nn.Module, device: Device) -> nn.Module:
+    """A copy of the model with parameters of its own: on a slot they share the first one's storage."""
+    memo: dict[int, Any] = {}
+    for p in model.parameters():
+        storage = p.detach() if device.is_slot else p.detach().to(device.torch, copy=True)
+        memo[id(p)] = nn.Parameter(storage, requires_grad=p.requires_grad)
+    try:
+        replica = copy.deepcopy(model, memo)
+    except Exception as error:
+        raise JobError(
+            f"model: it can't be copied for {device}: {type(error).__name__}: {error}; ddp builds it afresh"
+        ) from error
+    if not device.is_slot:
+        replica.to(device.torch)
+    return replica
+
+
+def _buffers_of(model: nn.Module) -> list[tuple[nn.Module, str]]:
+    return [(module, name) for module in model.modules() for name, b in module._buffers.items() if b is not None]
+
+
+def _even_spans(parameters: list[nn.Parameter], pieces: int) -> list[tuple[int, int]]:
+    """Cut the list of parameters in spans of about equal numbers of elements."""
+    whole = sum(p.numel() for p in parameters)
+    ends: list[int] = []
+    done = 0
+    for i, p in enumerate(parameters, start=1):
+        done += p.numel()
+        while len(ends) < pieces - 1 and done * pieces >= whole * (len(ends) + 1):
+            ends.append(i)
+    ends += [len(parameters)] * (pieces - len(ends))
+    return list(zip([0, *ends[:-1]], ends, strict=True))

@@ -1,0 +1,53 @@
+"""``single``: one device, the reference that all others are held against. So small that it is plainly right."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import ClassVar, Literal
+
+import torch
+from torch import nn
+
+from lockstep.build import build_model, build_optimizer
+from lockstep.data import Batch
+from lockstep.job import Job
+from lockstep.step import Number, Step
+from lockstep.strategies.strategy import Strategy
+from lockstep.world import World
+
+
+@dataclass(frozen=True)
+class Single(Strategy):
+    """The whole model on one device."""
+
+    name: ClassVar[str] = "single"
+    summary: ClassVar[str] = "one device: the whole model, the whole batch"
+    good_for: ClassVar[str] = "the reference; models that one device trains fast enough"
+    processes: ClassVar[Literal["one", "one per device"]] = "one"
+
+    def build(self, job: Job, world: World) -> Step:
+        """Build the model and its optimizer on the world's one device."""
+        model = build_model(job, world)
+        return SingleStep(model, build_optimizer(job, model), job, world)
+
+
+class SingleStep(Step):
+    """Forward and backward of each micro-batch in turn."""
+
+    def __init__(self, model: nn.Module, optimizer: torch.optim.Optimizer, job: Job, world: World) -> None:
+        super().__init__(model, optimizer, job, world)
+        self.cuts_batch = job.accumulate > 1
+
+    def gradients(self, batch: Batch) -> tuple[Number, Number]:
+        """Gradients of total / size, summed over the micro-batches by autograd itself."""
+        total: Number = 0.0
+        count: Number = 0
+        for p in self._parameters:
+            p.grad = None
+        for part in batch.parts:
+            part = self.placed(part)
+            part_total, part_count = self.forward_loss(self.model, part)
+            torch.autograd.backward(part_total / batch.size)
+            total = total + part_total.detach()
+            count = count + part_count
+        return total, count

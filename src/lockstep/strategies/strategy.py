@@ -1,0 +1,61 @@
+"""What a strategy is: its name, its settings, how many processes it wants, and how it builds a Step."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from dataclasses import dataclass
+from typing import ClassVar, Literal
+
+from torch import nn
+
+from lockstep.job import Job
+from lockstep.step import Step
+from lockstep.world import World
+
+
+@dataclass(frozen=True)
+class Strategy(ABC):
+    """A way to train on several devices. Its dataclass fields are its settings.
+
+    Attributes:
+        name: the one word that a person gives.
+        summary: what each device holds, in a few words, for tables.
+        processes: one that drives all devices, or one per device.
+        exact: True, or the reason why its numbers are not those of one device.
+    """
+
+    name: ClassVar[str]
+    summary: ClassVar[str]
+    good_for: ClassVar[str]
+    processes: ClassVar[Literal["one", "one per device"]]
+    exact: ClassVar[Literal[True] | str] = True
+
+    @abstractmethod
+    def build(self, job: Job, world: World) -> Step:
+        """Build the model, the optimizer and what moves between the devices of this world.
+
+        Raises:
+            JobError: the model or the optimizer can't be built.
+            StrategyError: this strategy can't keep the numbers of this job.
+        """
+
+    def exceptions(self, job: Job, model: nn.Module, replicas: int) -> list[str]:
+        """Where the numbers will not be those of one device, a line each, with what would keep them."""
+        said: list[str] = [] if self.exact is True else [self.exact]
+        parts = replicas * job.accumulate
+        if parts > 1:
+            norms = [m for m in model.modules() if isinstance(m, nn.modules.batchnorm._BatchNorm)]
+            if any(m.training for m in norms) and not job.sync_batchnorm and replicas > 1:
+                said.append(
+                    "BatchNorm normalises over the share of each replica, not over what one device would see: "
+                    "sync_batchnorm keeps the numbers"
+                )
+        if replicas > 1 and any(_drops(m) for m in model.modules()):
+            said.append("dropout draws other masks than one device would; they are as random, and the same in each run")
+        return said
+
+
+def _drops(module: nn.Module) -> bool:
+    if isinstance(module, nn.modules.dropout._DropoutNd):
+        return module.p > 0
+    return isinstance(getattr(module, "dropout", None), float) and getattr(module, "dropout", 0.0) > 0

@@ -1,0 +1,296 @@
+"""``train`` and ``evaluate``: a job, a strategy by name, the devices; and the Run that comes back."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, TypeVar
+
+from torch import nn
+
+from lockstep import devices as _devices
+from lockstep import world as _world
+from lockstep.build import seeded
+from lockstep.checkpoint import load_weights
+from lockstep.data import resolve
+from lockstep.devices import Device, Devices
+from lockstep.display import Display
+from lockstep.errors import FolderError, InputError, JobError, StrategyError
+from lockstep.evaluation import evaluate as _evaluate
+from lockstep.folder import RunFolder
+from lockstep.job import Job
+from lockstep.jobfile import JobFile
+from lockstep.launch import launch, under_torchrun
+from lockstep.loop import Plan, _loader, train_on
+from lockstep.strategies import Strategy, choose
+from lockstep.world import World
+
+T = TypeVar("T")
+
+
+@dataclass(frozen=True)
+class Run:
+    """A training that was: its folder, and what it reached.
+
+    Attributes:
+        folder: where its files are (see ``lockstep.folder``).
+        summary: the content of ``summary.json``.
+        job: the job, where this process knows it.
+    """
+
+    folder: Path
+    summary: dict[str, Any]
+    job: Job | JobFile | None = None
+
+    @property
+    def metrics(self) -> dict[str, float]:
+        """The last evaluation's metrics, and the loss as ``"loss"``."""
+        return {"loss": self.summary["loss"], **self.summary["metrics"]}
+
+    @property
+    def history(self) -> list[dict[str, Any]]:
+        """One record for each epoch: the lines of ``metrics.jsonl``."""
+        return RunFolder(self.folder).read_metrics()
+
+    def model(self, *, best: bool = False) -> nn.Module:
+        """The trained model on the CPU: the final weights, or those of the lowest evaluation loss.
+
+        Raises:
+            FolderError: the weights aren't there.
+        """
+        folder = RunFolder(self.folder)
+        job = self.job.load() if isinstance(self.job, JobFile) else self.job or job_of(self.folder).load()
+        with seeded(job.seed):
+            model = job.model()
+        if job.precision == "fp64":
+            model.double()
+        model.load_state_dict(load_weights(folder.best if best else folder.model), strict=False)
+        return model
+
+
+def train(
+    job: Job | JobFile | str | Path,
+    *,
+    strategy: str | Strategy | None = None,
+    devices: Devices = "auto",
+    resume: str | Path | None = None,
+    folder: str | Path = "runs",
+    backend: str | None = None,
+    tensorboard: bool = False,
+    quiet: bool = False,
+    **settings: Any,
+) -> Run:
+    """Train a job.
+
+    Args:
+        job: a Job, or the path of a job file.
+        strategy: by name; None takes ``single`` on one device and ``ddp`` on several.
+        devices: as in ``lockstep.devices``: ``"auto"``, 4, ``"2xcpu"``, ``"cuda:0,2"``.
+        resume: the folder of a run to go on with, under any strategy and number of devices.
+        folder: where the run's folder is made.
+        backend: of the process group, instead of the devices' own.
+        tensorboard: also write events for TensorBoard.
+        quiet: print nothing.
+        settings: fields of the job to replace.
+
+    Raises:
+        InputError: something asked for can't be done; nothing was made.
+        RunError: the run failed; its folder is kept.
+    """
+    if isinstance(job, str | Path):
+        job = JobFile(str(job))
+    if settings:
+        job = (
+            JobFile(job.path, job.knobs, {**job.settings, **settings})
+            if isinstance(job, JobFile)
+            else job.having(**settings)
+        )
+    with Display(quiet=quiet) as display:
+        chosen = _devices.parse(devices)
+        if under_torchrun():
+            return _train_under_torchrun(job, strategy, devices, resume, str(folder), backend, tensorboard, display)
+        way = choose(strategy, chosen)
+        name = job.name if isinstance(job, JobFile) else "job"
+        run = RunFolder.existing(resume) if resume is not None else RunFolder.new(folder, f"{name}-{way.name}")
+        plan = Plan(
+            job=job,
+            strategy=way,
+            name=name,
+            folder=str(run.path.resolve()),
+            resume=resume is not None,
+            tensorboard=tensorboard,
+            devices=tuple(str(d) for d in chosen),
+        )
+        try:
+            summary = _on_devices(train_on, plan, chosen, backend, str(run.path.resolve()), display)
+        except InputError:
+            if resume is None:
+                run.remove()
+            raise
+        display.line(f"run: {run.path}")
+        return Run(run.path, summary, job)
+
+
+def _train_under_torchrun(
+    job: Job | JobFile,
+    strategy: str | Strategy | None,
+    devices: Devices,
+    resume: str | Path | None,
+    runs: str,
+    backend: str | None,
+    tensorboard: bool,
+    display: Display,
+) -> Run:
+    way = choose(strategy or "ddp", ())
+    if way.processes == "one":
+        raise StrategyError(f"{way.name} is one process for all devices, and torchrun starts one for each: take ddp")
+    name = job.name if isinstance(job, JobFile) else "job"
+    kept = None if resume is None else str(RunFolder.existing(resume).path.resolve())
+    plan = Plan(job, way, f"{name}-{way.name}", kept, runs, resume is not None, tensorboard)
+    summary, path = launch(_train_here, devices, (plan, display), backend=backend)[0]
+    if _world_rank() == 0:
+        display.line(f"run: {path}")
+    return Run(Path(path), summary, job)
+
+
+def _world_rank() -> int:
+    import os
+
+    return int(os.environ.get("RANK", "0"))
+
+
+def _train_here(world: World, plan: Plan, display: Display) -> tuple[dict[str, Any], str]:
+    """Train in this very process, one of torchrun's; rank 0 has the display."""
+    if world.is_first:
+        world.tell = display.tell
+    summary = train_on(world, plan)
+    path = plan.folder or world.folder
+    assert path is not None
+    return summary, path
+
+
+def _on_devices(
+    function: Callable[[World, Any], T],
+    argument: Any,
+    devices: tuple[Device, ...],
+    backend: str | None,
+    folder: str | None,
+    display: Display,
+) -> T:
+    """Call ``function(world, argument)`` on every rank that the strategy wants; gives rank 0's result."""
+    if argument.strategy.processes == "one" or len(devices) == 1:
+        with alone(devices) as world:
+            world.folder = folder
+            world.tell = display.tell
+            return function(world, argument)
+    return launch(
+        function,
+        devices,
+        (argument,),
+        backend=backend,
+        folder=folder,
+        on_event=lambda rank, event: display.tell(event),
+        on_output=display.output,
+    )[0]
+
+
+@contextlib.contextmanager
+def alone(devices: tuple[Device, ...]) -> Iterator[World]:
+    """One process that drives all these devices, for a while."""
+    world = World(devices=devices)
+    before = _world.enter(world)
+    # The calling thread runs the optimizer for all slots, so it may use all their cores.
+    cores = tuple(sorted({core for device in devices for core in device.cores}))
+    try:
+        with _devices.occupied(Device("cpu", 0, cores) if devices[0].is_slot else devices[0]):
+            yield world
+    finally:
+        _world.enter(before)
+
+
+@dataclass(frozen=True)
+class _Evaluation:
+    """What each rank is told of an evaluation."""
+
+    job: Job | JobFile
+    strategy: Strategy
+    weights: str | None
+
+
+def evaluate(
+    what: Run | Job | JobFile | str | Path,
+    *,
+    strategy: str | Strategy | None = None,
+    devices: Devices = "auto",
+    backend: str | None = None,
+    best: bool = False,
+    knobs: Mapping[str, Any] | None = None,
+    **settings: Any,
+) -> dict[str, float]:
+    """Evaluate a run's weights, or an untrained job, on the job's evaluation set.
+
+    Args:
+        what: a Run or the path of its folder; a Job or the path of a job file.
+        strategy: as in ``train``; the values are the same under any.
+        devices: as in ``train``.
+        backend: as in ``train``.
+        best: take the weights of the lowest evaluation loss.
+        knobs: keyword arguments for the function of a job file.
+        settings: fields of the job to replace.
+
+    Returns:
+        ``"loss"`` and each metric, each sample counted once.
+    """
+    weights = None
+    job: Job | JobFile
+    if isinstance(what, Run) and what.job is None:
+        what = what.folder
+    if isinstance(what, str | Path) and Path(what).is_dir():
+        folder = RunFolder.existing(what)
+        weights, job = str(folder.best if best else folder.model), job_of(what, knobs)
+    elif isinstance(what, Run):
+        folder = RunFolder(what.folder)
+        assert what.job is not None
+        weights, job = str(folder.best if best else folder.model), what.job
+    else:
+        job = JobFile(str(what), knobs or {}) if isinstance(what, str | Path) else what
+    if settings:
+        job = (
+            JobFile(job.path, job.knobs, {**job.settings, **settings})
+            if isinstance(job, JobFile)
+            else job.having(**settings)
+        )
+    chosen = _devices.parse(devices)
+    with Display() as display:
+        return _on_devices(
+            evaluate_on, _Evaluation(job, choose(strategy, chosen), weights), chosen, backend, None, display
+        )
+
+
+def evaluate_on(world: World, plan: _Evaluation) -> dict[str, float]:
+    """Evaluate on this rank; the same values on every one."""
+    job = plan.job.load() if isinstance(plan.job, JobFile) else plan.job
+    if job.eval_data is None:
+        raise JobError("eval_data: the job has none, so there is nothing to evaluate on")
+    step = plan.strategy.build(job, world)
+    if plan.weights is not None:
+        step.model.load_state_dict(load_weights(Path(plan.weights)), strict=False)
+    loader = _loader(job, world, resolve(job.eval_data, world, "eval_data"), evaluation=True)
+    return _evaluate(step, loader, job.metrics, world)
+
+
+def job_of(
+    run: str | Path, knobs: Mapping[str, Any] | None = None, settings: Mapping[str, Any] | None = None
+) -> JobFile:
+    """The job of a run, as it was run, with some knobs and settings replaced.
+
+    Raises:
+        FolderError: there is no such run, or its job was not a file.
+    """
+    folder = RunFolder.existing(run)
+    config = folder.read_json(folder.config)
+    if config["file"] is None:
+        raise FolderError(f"{folder.path}: its job was not a file, so it can't be built again: give the Job itself")
+    return JobFile(config["file"], {**config["set"], **(knobs or {})}, {**config["settings"], **(settings or {})})

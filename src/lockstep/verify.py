@@ -1,0 +1,128 @@
+"""The parity harness: a job under two strategies, and how far apart they end.
+
+For each parameter, with d its change since the common start::
+
+    difference = max|d_a - d_b| / max(max|d_b|, learning rate x steps)
+
+in float64, where rounding is near 1e-15 and a wrong weight of one sample shows as 1e-3. SGD shows errors of scale that
+Adam would hide.
+"""
+
+from __future__ import annotations
+
+import math
+import tempfile
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import nn
+
+from lockstep.build import seeded
+from lockstep.checkpoint import load_weights
+from lockstep.devices import Devices
+from lockstep.folder import RunFolder
+from lockstep.job import Job
+from lockstep.strategies import Strategy
+from lockstep.train import Run, train
+
+_TIMES = ("seconds", "samples_per_second")
+
+
+@dataclass(frozen=True)
+class Differences:
+    """How far two runs of one job ended from one another.
+
+    Attributes:
+        parameters: by name, as the formula of this module says.
+        buffers: by name, max|a - b| over max(max|b|, 1).
+        history: the largest relative difference of a loss or metric of any epoch, by name.
+        moved: by name, whether the parameter changed at all (where nothing moves, nothing is shown).
+    """
+
+    parameters: dict[str, float]
+    buffers: dict[str, float]
+    history: dict[str, float]
+    moved: dict[str, bool]
+
+    @property
+    def worst(self) -> float:
+        """The largest difference of any parameter or buffer."""
+        return max([*self.parameters.values(), *self.buffers.values()])
+
+    def __str__(self) -> str:
+        name, value = max({**self.parameters, **self.buffers}.items(), key=lambda item: item[1])
+        return f"largest difference {value:.1e} ({name})"
+
+
+def parity(
+    job: Job,
+    strategy: str | Strategy,
+    devices: Devices,
+    *,
+    against: str | Strategy = "single",
+    against_devices: Devices = "1xcpu",
+    against_settings: dict[str, Any] | None = None,
+    **settings: Any,
+) -> Differences:
+    """Train a job under two strategies in float64, and compare.
+
+    Args:
+        job: what to train; take one whose epochs end with a smaller batch, and at least two of them.
+        strategy: the one in question.
+        devices: its devices.
+        against: the one to hold it against.
+        against_devices: its devices.
+        against_settings: fields of the job to replace on that side only.
+        settings: fields of the job to replace on both sides.
+    """
+    job = job.having(precision="fp64", **settings)
+    with tempfile.TemporaryDirectory() as folder:
+        a = train(job, strategy=strategy, devices=devices, folder=folder, quiet=True)
+        b = train(job, strategy=against, devices=against_devices, folder=folder, quiet=True, **(against_settings or {}))
+        return differences(job, a, b)
+
+
+def differences(job: Job, a: Run, b: Run) -> Differences:
+    """Compare two runs of a job by their saved weights and their records."""
+    with seeded(job.seed):
+        start = job.model().double()
+    ends = [load_weights(RunFolder(run.folder).model) for run in (a, b)]
+    if ends[0].keys() != ends[1].keys():
+        raise AssertionError(f"the state dicts have different names: {sorted(ends[0].keys() ^ ends[1].keys())}")
+    reach = b.history[0]["lr"] * b.summary["steps"]
+    parameters, moved = {}, {}
+    for name, p in start.named_parameters():
+        da, db = (end[name].double() - p.detach() for end in ends)
+        parameters[name] = _largest(da - db) / max(_largest(db), reach)
+        moved[name] = _largest(db) > 0
+    buffers = {
+        name: _largest(ends[0][name].double() - ends[1][name].double()) / max(_largest(ends[1][name].double()), 1.0)
+        for name, _ in start.named_buffers()
+        if name in ends[0]
+    }
+    return Differences(parameters, buffers, _histories(a, b), moved)
+
+
+def _largest(tensor: torch.Tensor) -> float:
+    if not tensor.numel():
+        return 0.0
+    value = float(tensor.abs().max())
+    return math.inf if math.isnan(value) else value
+
+
+def _histories(a: Run, b: Run) -> dict[str, float]:
+    if len(a.history) != len(b.history):
+        return {"epochs": math.inf}
+    worst: dict[str, float] = {}
+    for left, right in zip(a.history, b.history, strict=True):
+        for name in (left.keys() | right.keys()) - set(_TIMES):
+            x, y = left.get(name, math.inf), right.get(name, math.inf)
+            worst[name] = max(worst.get(name, 0.0), 0.0 if x == y else abs(x - y) / max(abs(y), 1e-300))
+    return worst
+
+
+def same_bits(a: nn.Module, b: nn.Module) -> bool:
+    """Whether two models hold the same parameters and buffers to the last bit."""
+    mine, theirs = a.state_dict(), b.state_dict()
+    return mine.keys() == theirs.keys() and all(torch.equal(mine[name], theirs[name]) for name in mine)

@@ -1,0 +1,8 @@
+"""What all tests need: the zoo can be imported, by ranks too."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).parent))

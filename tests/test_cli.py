@@ -1,0 +1,151 @@
+"""The command: what bad input gets is one line, an exit code, and nothing made."""
+
+from __future__ import annotations
+
+import os
+import re
+import subprocess
+import sys
+import textwrap
+from pathlib import Path
+
+import pytest
+
+from lockstep.cli import main
+
+JOB = """
+import torch, lockstep
+from torch import nn
+from torch.utils.data import TensorDataset
+
+class Data:
+    def __init__(self, bad=None): self.bad = bad
+    def __len__(self): return 20
+    def __getitem__(self, i):
+        if i == self.bad: raise OSError("broken file")
+        return torch.full((4,), float(i)), i % 3
+
+def total_of(name):
+    if name == "vector": return nn.CrossEntropyLoss(reduction="none")
+    if name == "mse": return nn.L1Loss()
+    if name == "nan": return lambda out, y: out.sum() * float("nan")
+    if name == "zero": return lambda out, y: (out.sum(), 0)
+    return nn.CrossEntropyLoss()
+
+def optimizer_of(params, name):
+    params = list(params)
+    return torch.optim.SGD(params[1:] if name == "drops" else params, lr=0.01)
+
+class Net(nn.Module):
+    def __init__(self, name):
+        super().__init__()
+        import os
+        if name == "unlike" and torch.distributed.is_initialized() and torch.distributed.get_rank() == 1:
+            self.other = nn.Linear(4, 3)
+        else:
+            self.one = nn.Linear(4, 3)
+        if name == "random":
+            import secrets
+            next(iter(self.parameters())).data[0] += secrets.randbelow(10**6)
+    def forward(self, x):
+        return (self.one if hasattr(self, "one") else self.other)(x)
+
+def job(loss: str = "", bad: int | None = None, optimizer: str = "", empty: bool = False, model: str = ""):
+    return lockstep.Job(
+        model=lambda: Net(model), loss=total_of(loss), optimizer=lambda p: optimizer_of(p, optimizer),
+        train_data=TensorDataset(torch.zeros(0, 4), torch.zeros(0)) if empty else Data(bad), batch_size=8,
+        metrics={}, epochs=2,
+    )
+"""
+
+
+@pytest.fixture
+def job(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.chdir(tmp_path)
+    path = tmp_path / "a_job.py"
+    path.write_text(textwrap.dedent(JOB))
+    return path
+
+
+def said(capfd: pytest.CaptureFixture) -> list[str]:
+    return capfd.readouterr().err.strip().splitlines()
+
+
+@pytest.mark.parametrize(
+    ("words", "says"),
+    [
+        ("train", "name a job file"),
+        ("train missing.py", "missing.py: there is no such file"),
+        ("train a_job.py --strategy dpd", 'no strategy "dpd": did you mean "d'),
+        ("train a_job.py --devices cudaa", "cudaa"),
+        ("train a_job.py --devices 99", "99 devices, but"),
+        ("train a_job.py --batch-size 0", "batch_size: 0 is too small"),
+        ("train a_job.py --batchsize 3", "no option --batchsize; did you mean \"--batch-size\""),
+        ("train a_job.py --set los=mse", '--set los: the job has no such knob; did you mean "loss"'),
+        ("train a_job.py --set bad=x", "--set bad: 'x' is not a whole number"),
+        ("train a_job.py --set loss", "--set key=value"),
+        ("train a_job.py --set loss=vector", r"returned a tensor of shape \(8,\)"),
+        ("train a_job.py --set loss=mse", r"can't take outputs \(8, 3\) and targets \(8,\)"),
+        ("train a_job.py --set empty=true", "train_data: it is empty"),
+        ("train a_job.py --set optimizer=drops", 'optimizer: 1 of 2 parameters are left out, "one.weight" first'),
+        ("train a_job.py --folder a_job.py", "no run can be kept there|can't be made"),
+        ("train a_job.py --set model=unlike --devices 2xcpu", '"one.weight" on rank 0 is "other.weight"'),
+        ("train a_job.py --set model=random --devices 2xcpu", '"one.weight" has other values on rank 0'),
+        ("train a_job.py --set loss=mse --devices 2xcpu", r"can't take outputs \(4, 3\) and targets \(4,\)"),
+        ("train --resume nowhere", "nowhere: no run is kept there"),
+        ("evaluate a_job.py", "eval_data: the job has none"),
+        ("evaluate nowhere", "nowhere"),
+        ("trian a_job.py", "trian"),
+    ],
+)  # fmt: skip
+def test_bad_input_gets_one_line_and_exit_code_2_and_makes_nothing(words: str, says: str, job: Path, capfd) -> None:
+    assert main(words.split()) == 2
+    lines = said(capfd)
+    assert len(lines) == 1, lines
+    assert lines[0].startswith("lockstep: ")
+    assert re.search(says, lines[0]), lines[0]
+    assert not list(job.parent.glob("runs/*")), "nothing was made"
+
+
+@pytest.mark.parametrize("on", ["--devices 1", "--strategy dp --devices 2xcpu", "--strategy ddp --devices 2xcpu"])
+@pytest.mark.parametrize(
+    ("knob", "says"),
+    [
+        ("loss=nan", r"the loss became nan at step 1 on (rank|replica) \d \(cpu:\d\)"),
+        ("bad=13", "sample 13.*OSError: broken file"),
+        ("loss=zero", "step 1: the loss counted 0 items"),
+    ],
+)
+def test_a_fault_during_the_run_gets_exit_code_1_and_keeps_the_folder(
+    on: str, knob: str, says: str, job: Path, capfd
+) -> None:
+    assert main(["train", "a_job.py", "--set", knob, *on.split()]) == 1
+    lines = said(capfd)
+    assert re.search(says, lines[-1]), lines
+    assert len(list(job.parent.glob("runs/*"))) == 1
+
+
+def test_a_run_from_the_command_line_is_resumed_and_evaluated(job: Path, capfd) -> None:
+    assert main(["train", "a_job.py", "--strategy", "ddp", "--devices", "2xcpu"]) == 0
+    out = capfd.readouterr().out
+    folder = out.strip().splitlines()[-1].removeprefix("run: ")
+    assert "a_job: ddp on 2 devices (cpu:0, cpu:1), gloo" in out
+    assert main(["train", "--resume", folder, "--strategy", "dp", "--devices", "2xcpu", "--epochs", "3"]) == 0
+    assert "going on after epoch 2, step 6" in capfd.readouterr().out
+
+
+def test_torchrun_starts_the_same_job(job: Path) -> None:
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2", "-m", "lockstep"]
+    surroundings = {**os.environ, "PYTHONWARNINGS": "ignore"}
+    out = subprocess.run(
+        [*command, "train", "a_job.py"], cwd=job.parent, env=surroundings, capture_output=True, text=True, check=False
+    )
+    assert out.returncode == 0, out.stderr
+    assert out.stdout.count("run: ") == 1
+    (folder,) = job.parent.glob("runs/a_job-ddp-*")
+    assert (folder / "model.safetensors").is_file()
+
+
+def test_the_devices_are_listed(capfd) -> None:
+    assert main(["devices"]) == 0
+    assert "cores" in capfd.readouterr().out

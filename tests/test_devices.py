@@ -1,0 +1,88 @@
+"""What a person writes for devices, and what comes of it."""
+
+from __future__ import annotations
+
+import threading
+
+import pytest
+import torch
+
+from lockstep import devices
+from lockstep.devices import Device, parse, slots
+from lockstep.errors import DeviceError
+from lockstep.inventory import _ranges, table
+
+HERE = devices.usable_cores()
+no_accelerator = pytest.mark.skipif(torch.accelerator.is_available(), reason="there is an accelerator here")
+
+
+@no_accelerator
+def test_auto_without_an_accelerator_is_one_slot_with_all_cores() -> None:
+    assert parse("auto") == parse(None) == (Device("cpu", 0, HERE),)
+
+
+@no_accelerator
+def test_a_number_without_an_accelerator_means_slots() -> None:
+    assert parse(len(HERE)) == slots(len(HERE))
+    assert parse(str(len(HERE))) == slots(len(HERE))
+
+
+def test_slots_divide_the_cores_and_share_them_where_there_are_too_few() -> None:
+    assert [d.cores for d in slots(2, range(5))] == [(0, 1), (2, 3, 4)]
+    assert [d.cores for d in slots(3, range(2))] == [(0,), (1,), (0,)]
+    assert [d.threads for d in slots(2, range(8))] == [4, 4]
+
+
+@no_accelerator
+@pytest.mark.parametrize(
+    ("words", "says"),
+    [
+        ("cuda", "no cuda device here"),
+        ("cuda:0,2", "no cuda device here"),
+        ("cudda", 'no device type "cudda": did you mean "cuda"'),
+        ("0", "at least one"),
+        ("0xcpu", "at least one"),
+        ("cpu:1", "2xcpu"),
+        ("two of them", "isn't understood"),
+        ("999", f"999 devices, but this machine has {len(HERE)} cores.*999xcpu"),
+        ([], "empty list"),
+        ([0], "device 0 doesn't exist"),
+    ],
+)
+def test_what_does_not_exist_is_said_with_what_does(words: object, says: str) -> None:
+    with pytest.raises(DeviceError, match=says):
+        parse(words)  # type: ignore[arg-type]
+
+
+def test_accelerators_are_taken_by_type_and_number(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(devices, "accelerators", lambda: tuple(Device("cuda", i) for i in range(4)))
+    assert parse("auto") == parse(4) == parse("cuda") == tuple(Device("cuda", i) for i in range(4))
+    assert parse("cuda:0,2") == (Device("cuda", 0), Device("cuda", 2))
+    assert parse(2) == parse([0, 1]) == parse([torch.device("cuda", 0), "cuda:1"])
+    assert parse("2xcpu") == slots(2)
+    with pytest.raises(DeviceError, match=r"5 devices, but there are 4 \(cuda\)"):
+        parse(5)
+    with pytest.raises(DeviceError, match="cuda:7 doesn't exist: there are 4"):
+        parse("cuda:1,7")
+    with pytest.raises(DeviceError, match="twice"):
+        parse("cuda:1,1")
+
+
+def test_the_thread_limit_holds_in_the_thread_that_sets_it() -> None:
+    before = torch.get_num_threads()
+    seen = []
+
+    def compute() -> None:
+        devices.limit_threads(Device("cpu", 0, (HERE[0],)))
+        seen.append(torch.get_num_threads())
+
+    thread = threading.Thread(target=compute)
+    thread.start()
+    thread.join()
+    assert seen == [1]
+    assert torch.get_num_threads() == before
+
+
+def test_the_inventory_names_the_cores() -> None:
+    assert f"{len(HERE)} core" in table()
+    assert _ranges((0, 1, 2, 5, 7, 8)) == "0-2,5,7-8"

@@ -1,0 +1,121 @@
+"""A job is checked when it is made; a job file is loaded with its knobs typed."""
+
+from __future__ import annotations
+
+import textwrap
+from pathlib import Path
+
+import pytest
+import torch
+from torch import nn
+
+from lockstep import Job
+from lockstep.cli import _SETTINGS
+from lockstep.errors import JobError
+from lockstep.job import SETTINGS
+from lockstep.jobfile import JobFile
+
+GOOD = {
+    "model": lambda: nn.Linear(2, 1),
+    "loss": nn.MSELoss(),
+    "optimizer": lambda params: torch.optim.SGD(params, lr=0.1),
+    "train_data": [(torch.zeros(2), torch.zeros(1))],
+    "batch_size": 1,
+}
+
+
+@pytest.mark.parametrize(
+    ("field", "value", "says"),
+    [
+        ("batch_size", 0, "above 0"),
+        ("batch_size", 2.5, "whole number"),
+        ("epochs", -1, "above 0"),
+        ("steps", 0, "above 0"),
+        ("accumulate", 0, "above 0"),
+        ("clip_norm", float("nan"), "finite"),
+        ("lr_scheduler_every", "batch", '"epoch" or "step"'),
+        ("precision", "fp12", '"fp64"'),
+        ("shuffle", "maybe", "true or false"),
+        ("loader_workers", -1, "negative"),
+        ("model", nn.Linear(1, 1), "lambda"),
+        ("loss", 3, "called"),
+        ("optimizer", None, "called"),
+        ("train_data", None, "there is none"),
+        ("metrics", [1], "dict"),
+        ("metrics", {"m": 1}, "called"),
+        ("on_event", 3, "list"),
+    ],
+)
+def test_a_wrong_field_is_named_when_the_job_is_made(field: str, value: object, says: str) -> None:
+    with pytest.raises(JobError, match=rf"^{field}: .*{says}"):
+        Job(**{**GOOD, field: value})
+
+
+def test_an_unknown_setting_offers_the_nearest() -> None:
+    with pytest.raises(JobError, match=r'batchsize.*"batch_size"'):
+        Job(**GOOD).having(batchsize=3)
+
+
+def test_the_command_line_has_every_plain_setting_of_a_job() -> None:
+    assert {name.replace("-", "_") for name in _SETTINGS} == set(SETTINGS)
+
+
+def written(folder: Path, text: str) -> JobFile:
+    path = folder / "my_job.py"
+    path.write_text(textwrap.dedent(text))
+    return JobFile(str(path))
+
+
+HEAD = """
+import torch, lockstep
+from torch import nn
+def make(lr, batch_size=4, **more):
+    return lockstep.Job(
+        model=lambda: nn.Linear(2, 1), loss=nn.MSELoss(), optimizer=lambda p: torch.optim.SGD(p, lr=lr),
+        train_data=torch.utils.data.TensorDataset(torch.zeros(9, 2), torch.zeros(9, 1)), batch_size=batch_size, **more)
+"""
+
+
+def test_knobs_are_typed_by_annotation_or_default(tmp_path: Path) -> None:
+    file = written(
+        tmp_path,
+        HEAD
+        + """
+def job(lr: float, size=4, name: str = "a", deep: bool = False, steps: int | None = 3):
+    assert (type(lr), type(size), type(name), type(deep)) == (float, int, str, bool), (lr, size, name, deep)
+    return make(lr, size, steps=steps)
+""",
+    )
+    knobs = {"lr": "1", "size": "8", "name": "7", "deep": "yes", "steps": "none"}
+    job = JobFile(file.path, knobs, {"epochs": "5"}).load()
+    assert (job.batch_size, job.steps, job.epochs) == (8, None, 5)
+
+
+@pytest.mark.parametrize(
+    ("text", "knobs", "says"),
+    [
+        ("x = 1", {}, "there is no `job`"),
+        ("job = 3", {}, "is a int"),
+        ("def job(): return 3", {}, "returned a int"),
+        ("raise ValueError('no data')", {}, r"ValueError: no data \(my_job.py, line 1\)"),
+        ("def job(: pass", {}, "line 1 is not Python"),
+        (HEAD + "def job(rate: float = 1.0): return make(rate)", {"rat": "1"}, '--set rat.*"rate"'),
+        (
+            HEAD + "def job(rate: float = 1.0): return make(rate)",
+            {"rate": "fast"},
+            "--set rate: 'fast' is not a number",
+        ),
+        (HEAD + "job = make(0.1)", {"rate": "1"}, "takes no knobs"),
+        (HEAD + "def job():\n    return make(1 / 0)", {}, r"job\(\) raised ZeroDivisionError.*line 9"),
+    ],
+)
+def test_what_is_wrong_in_a_job_file_is_said_in_one_line(tmp_path: Path, text: str, knobs: dict, says: str) -> None:
+    file = written(tmp_path, text)
+    with pytest.raises(JobError, match=says) as found:
+        JobFile(file.path, knobs).load()
+    assert "\n" not in str(found.value)
+
+
+def test_a_missing_file_is_named() -> None:
+    with pytest.raises(JobError, match=r"nowhere\.py: there is no such file"):
+        JobFile("nowhere.py").load()

@@ -1,0 +1,492 @@
+"""A loss as (total, count): equal to PyTorch's mean, and additive over any cut of the batch."""
+
+from __future__ import annotations
+
+import collections
+import copy
+import functools
+import itertools
+import pickle
+import threading
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import cloudpickle
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from lockstep.errors import LossError
+from lockstep.loss import Totalled, totalled
+
+N, C = 13, 5
+
+
+@pytest.fixture(autouse=True)
+def _float64() -> Any:
+    torch.manual_seed(7)
+    before = torch.get_default_dtype()
+    torch.set_default_dtype(torch.float64)
+    yield
+    torch.set_default_dtype(before)
+
+
+def weights() -> Tensor:
+    return torch.tensor([0.5, 2.0, 1.0, 0.1, 3.0], dtype=torch.float64)
+
+
+def logits(*shape: int) -> Tensor:
+    return torch.randn(*shape)
+
+
+def classes(*shape: int, ignored: int | None = None) -> Tensor:
+    targets = torch.randint(0, C, shape)
+    if ignored is not None:
+        targets[torch.rand(shape) < 0.4] = ignored
+        targets.view(-1)[0] = 1
+    return targets
+
+
+def log_probs(*shape: int) -> Tensor:
+    return torch.randn(*shape).log_softmax(1)
+
+
+def signs(*shape: int) -> Tensor:
+    return torch.randint(0, 2, shape) * 2.0 - 1
+
+
+def labels(*shape: int) -> Tensor:
+    targets = torch.stack([torch.randperm(shape[-1]) for _ in range(shape[0])])
+    targets[:, 2:] = -1
+    return targets
+
+
+def case(loss: Callable[[], Any], outputs: Callable[[], Tensor], targets: Callable[[], Tensor]) -> Any:
+    return loss, outputs, targets
+
+
+def ce(**options: Any) -> Callable[[], nn.Module]:
+    return lambda: nn.CrossEntropyLoss(**{k: v() if callable(v) else v for k, v in options.items()})
+
+
+SPATIAL = (N, C, 3, 2)
+CASES = {
+    "ce": case(ce(), lambda: logits(N, C), lambda: classes(N)),
+    "ce ignoring": case(ce(), lambda: logits(N, C), lambda: classes(N, ignored=-100)),
+    "ce ignoring a class": case(ce(ignore_index=2), lambda: logits(N, C), lambda: classes(N)),
+    "ce ignoring beyond the classes": case(ce(ignore_index=255), lambda: logits(N, C), lambda: classes(N, ignored=255)),
+    "ce weighted": case(ce(weight=weights), lambda: logits(N, C), lambda: classes(N)),
+    "ce weighted ignoring": case(ce(weight=weights), lambda: logits(N, C), lambda: classes(N, ignored=-100)),
+    "ce weighted ignoring 255": case(
+        ce(weight=weights, ignore_index=255), lambda: logits(N, C), lambda: classes(N, ignored=255)
+    ),
+    "ce smoothed": case(ce(label_smoothing=0.2), lambda: logits(N, C), lambda: classes(N, ignored=-100)),
+    "ce smoothed weighted": case(
+        ce(label_smoothing=0.2, weight=weights), lambda: logits(N, C), lambda: classes(N, ignored=-100)
+    ),
+    "ce bytes": case(ce(), lambda: logits(N, C), lambda: classes(N).byte()),
+    "ce spatial": case(ce(), lambda: logits(*SPATIAL), lambda: classes(N, 3, 2, ignored=-100)),
+    "ce spatial weighted smoothed": case(
+        ce(label_smoothing=0.1, weight=weights), lambda: logits(*SPATIAL), lambda: classes(N, 3, 2, ignored=-100)
+    ),
+    "ce probabilities": case(ce(), lambda: logits(N, C), lambda: logits(N, C).softmax(1)),
+    "ce probabilities weighted smoothed": case(
+        ce(label_smoothing=0.1, weight=weights), lambda: logits(*SPATIAL), lambda: logits(*SPATIAL).softmax(1)
+    ),
+    "F.cross_entropy": case(lambda: F.cross_entropy, lambda: logits(N, C), lambda: classes(N, ignored=-100)),
+    "partial cross_entropy": case(
+        lambda: functools.partial(F.cross_entropy, weight=weights(), ignore_index=1),
+        lambda: logits(N, C),
+        lambda: classes(N),
+    ),
+    "nll": case(nn.NLLLoss, lambda: log_probs(N, C), lambda: classes(N, ignored=-100)),
+    "nll weighted": case(
+        lambda: nn.NLLLoss(weight=weights(), ignore_index=3), lambda: log_probs(*SPATIAL), lambda: classes(N, 3, 2)
+    ),
+    "F.nll_loss": case(lambda: F.nll_loss, lambda: log_probs(N, C), lambda: classes(N, ignored=-100)),
+    "mse": case(nn.MSELoss, lambda: logits(N, C), lambda: logits(N, C)),
+    "mse flat": case(nn.MSELoss, lambda: logits(N), lambda: logits(N)),
+    "F.mse_loss": case(lambda: F.mse_loss, lambda: logits(N, C), lambda: logits(N, C)),
+    "l1": case(nn.L1Loss, lambda: logits(N, C), lambda: logits(N, C)),
+    "smooth l1": case(lambda: nn.SmoothL1Loss(beta=0.3), lambda: logits(N, C), lambda: logits(N, C)),
+    "smooth l1 sharp": case(lambda: nn.SmoothL1Loss(beta=0.0), lambda: logits(N, C), lambda: logits(N, C)),
+    "huber": case(lambda: nn.HuberLoss(delta=0.4), lambda: logits(N, C), lambda: logits(N, C)),
+    "bce": case(nn.BCELoss, lambda: torch.rand(N, C), lambda: torch.rand(N, C)),
+    "bce weighted": case(lambda: nn.BCELoss(weight=weights()), lambda: torch.rand(N, C), lambda: torch.rand(N, C)),
+    "bce logits": case(nn.BCEWithLogitsLoss, lambda: logits(N), lambda: torch.rand(N)),
+    "bce logits weighted": case(
+        lambda: nn.BCEWithLogitsLoss(weight=weights(), pos_weight=weights().flip(0)),
+        lambda: logits(N, C),
+        lambda: torch.rand(N, C),
+    ),
+    "kl": case(nn.KLDivLoss, lambda: log_probs(N, C), lambda: logits(N, C).softmax(1)),
+    "kl batchmean": case(
+        lambda: nn.KLDivLoss(reduction="batchmean"), lambda: log_probs(*SPATIAL), lambda: logits(*SPATIAL).softmax(1)
+    ),
+    "kl log": case(
+        lambda: nn.KLDivLoss(reduction="batchmean", log_target=True), lambda: log_probs(N, C), lambda: log_probs(N, C)
+    ),
+    "poisson": case(nn.PoissonNLLLoss, lambda: logits(N, C), lambda: torch.rand(N, C) * 4),
+    "poisson full": case(
+        lambda: nn.PoissonNLLLoss(log_input=False, full=True, eps=1e-3),
+        lambda: torch.rand(N, C) + 0.1,
+        lambda: torch.rand(N, C) * 4,
+    ),
+    "soft margin": case(nn.SoftMarginLoss, lambda: logits(N, C), lambda: signs(N, C)),
+    "hinge": case(lambda: nn.HingeEmbeddingLoss(margin=0.7), lambda: logits(N), lambda: signs(N)),
+    "multi margin": case(
+        lambda: nn.MultiMarginLoss(p=2, margin=0.8, weight=weights()), lambda: logits(N, C), lambda: classes(N)
+    ),
+    "multi label margin": case(nn.MultiLabelMarginLoss, lambda: logits(N, C), lambda: labels(N, C)),
+    "multi label soft margin": case(
+        lambda: nn.MultiLabelSoftMarginLoss(weight=weights()), lambda: logits(N, C), lambda: signs(N, C).clamp(min=0)
+    ),
+    "multi label soft margin spatial": case(
+        nn.MultiLabelSoftMarginLoss, lambda: logits(N, 3, C), lambda: signs(N, 3, C).clamp(min=0)
+    ),
+}
+
+silent = pytest.mark.filterwarnings("ignore:reduction. 'mean' divides")
+
+
+@silent
+@pytest.mark.parametrize("name", CASES)
+def test_pytorchs_means_are_total_over_count_for_any_cut(name: str) -> None:
+    make, make_outputs, make_targets = CASES[name]
+    loss, targets = make(), make_targets()
+    outputs = make_outputs().requires_grad_()
+    mean = loss(outputs, targets)
+    (wanted,) = torch.autograd.grad(mean, outputs)
+    summed = totalled(loss)
+    assert summed.proven
+    for _ in range(6):
+        ends = sorted({0, N, *torch.randint(1, N, (3,)).tolist()})
+        pieces = [summed(outputs[a:b], targets[a:b], b - a) for a, b in itertools.pairwise(ends)]
+        total = sum(t for t, _ in pieces)
+        count = sum(c for _, c in pieces)
+        assert abs((total / count - mean).item()) < 1e-13 * max(1, abs(mean.item()))
+        (got,) = torch.autograd.grad(total / count, outputs)
+        assert torch.allclose(got, wanted, rtol=0, atol=1e-14)
+
+
+@silent
+@pytest.mark.parametrize("name", CASES)
+def test_the_probe_accepts_what_is_additive_and_known(name: str) -> None:
+    make, make_outputs, make_targets = CASES[name]
+    totalled(make()).check(make_outputs(), make_targets(), N)
+
+
+@pytest.mark.parametrize("name", ["mse", "ce probabilities", "kl batchmean", "multi margin", "ce bytes", "bce logits"])
+def test_the_count_is_a_python_number_where_no_data_need_be_read(name: str) -> None:
+    make, make_outputs, make_targets = CASES[name]
+    _, count = totalled(make())(make_outputs(), make_targets(), N)
+    assert type(count) is int
+
+
+def test_a_count_of_targets_is_exact_and_a_scalar_tensor() -> None:
+    targets = torch.tensor([1, -100, 2, -100, 0])
+    total, count = totalled(nn.CrossEntropyLoss())(logits(5, C), targets, 5)
+    assert isinstance(count, Tensor) and count.shape == () and not count.is_floating_point() and int(count) == 3
+    assert total.shape == ()
+
+
+def test_all_targets_ignored_is_zero_over_zero() -> None:
+    total, count = totalled(nn.CrossEntropyLoss())(logits(4, C), torch.full((4,), -100), 4)
+    assert float(total) == 0 and int(count) == 0
+
+
+def test_a_sum_in_half_precision_neither_overflows_nor_loses_digits() -> None:
+    outputs, targets = torch.full((1000, 100), 20.0, dtype=torch.float16), torch.zeros(1000, 100, dtype=torch.float16)
+    total, count = totalled(nn.MSELoss())(outputs, targets, 1000)
+    assert float(total) / float(count) == 400.0
+    weighted = nn.CrossEntropyLoss(weight=weights().bfloat16())
+    total, count = totalled(weighted)(logits(4, C).bfloat16(), classes(4), 4)
+    assert total.dtype == torch.float32
+
+
+def test_a_weight_changed_between_steps_counts() -> None:
+    loss = nn.CrossEntropyLoss(weight=weights())
+    summed = totalled(loss)
+    outputs, targets = logits(N, C), classes(N)
+    summed(outputs, targets, N)
+    loss.weight = weights().flip(0)
+    loss.label_smoothing = 0.3
+    total, count = summed(outputs, targets, N)
+    assert abs(float(total / count - loss(outputs, targets))) < 1e-14
+
+
+def test_broadcast_along_a_row_is_counted_as_pytorch_does() -> None:
+    loss, outputs, targets = nn.PoissonNLLLoss(), logits(N, C), torch.rand(N, 1)
+    total, count = totalled(loss)(outputs, targets, N)
+    assert abs(float(total) / float(count) - float(loss(outputs, targets))) < 1e-14
+
+
+@pytest.mark.parametrize(
+    ("loss", "outputs", "targets", "shapes"),
+    [
+        (nn.MSELoss(), (8, 1), (8,), r"outputs \(8, 1\) and targets \(8,\): .*every sample against others"),
+        (nn.BCELoss(weight=torch.rand(8)), (8,), (8,), r"weight \(8,\) has a number for each place in the batch"),
+        (nn.CrossEntropyLoss(), (8,), (8,), r"outputs \(batch, classes, \.\.\.\) are expected"),
+        (nn.MultiLabelSoftMarginLoss(), (8,), (8,), r"outputs \(batch, classes, \.\.\.\) are expected"),
+    ],
+)
+def test_shapes_that_mix_samples_are_refused(loss: nn.Module, outputs: Any, targets: Any, shapes: str) -> None:
+    with pytest.raises(LossError, match=shapes):
+        totalled(loss.double())(torch.rand(outputs), torch.rand(targets), 8)
+
+
+def test_shapes_that_the_loss_cant_take_are_both_said_on_the_first_call_only() -> None:
+    summed = totalled(nn.CrossEntropyLoss())
+    with pytest.raises(
+        LossError, match=r"^loss CrossEntropyLoss can't take outputs \(8, 10\) and targets \(7,\): "
+    ) as e:
+        summed(logits(8, 10), classes(7), 8)
+    assert "\n" not in str(e.value) and isinstance(e.value.__cause__, ValueError)
+    summed(logits(8, 10), classes(8), 8)
+    with pytest.raises(ValueError, match="batch_size"):
+        summed(logits(8, 10), classes(7), 8)
+
+
+def test_nested_outputs_are_told_by_their_shapes() -> None:
+    with pytest.raises(LossError, match=r"outputs dict\[a: \(2, 3\), b: tuple\[\(4,\), None\]\] and targets \(2,\)"):
+        totalled(nn.MSELoss())({"a": logits(2, 3), "b": (logits(4), None)}, classes(2), 2)
+
+
+# ---- a person's own losses ------------------------------------------------------------------------------------------
+
+
+def squared(outputs: Tensor, targets: Tensor) -> Tensor:
+    return ((outputs - targets) ** 2).mean()
+
+
+def test_a_mean_over_samples_passes_the_probe_and_is_weighted_by_them() -> None:
+    summed = totalled(squared)
+    assert not summed.proven
+    outputs, targets = logits(N, C), logits(N, C)
+    summed.check(outputs, targets, N)
+    assert summed.proven
+    total, count = summed(outputs, targets, N)
+    assert count == N and abs(float(total) / N - float(squared(outputs, targets))) < 1e-14
+
+
+def contrastive(outputs: Tensor, targets: Tensor) -> Tensor:
+    return F.cross_entropy(outputs @ outputs.T, torch.arange(len(outputs)))
+
+
+@pytest.mark.parametrize(
+    "loss",
+    [
+        contrastive,
+        lambda o, t: squared(o, t).sqrt(),
+        lambda o, t: F.cross_entropy(o, t.argmax(1), weight=weights()),
+        lambda o, t: F.cross_entropy(o, t.argmax(1), ignore_index=0),
+        lambda o, t: (o - o.mean(0)).square().mean(),
+    ],
+)
+def test_what_is_no_mean_over_samples_is_refused_with_both_numbers(loss: Any) -> None:
+    summed = totalled(loss)
+    outputs, targets = logits(N, C), torch.rand(N, C).softmax(1)
+    with pytest.raises(
+        LossError, match=r"not a mean over samples \(whole [\d.e-]+, from two parts .*return \(total, count"
+    ):
+        summed.check(outputs, targets, N)
+    assert not summed.proven
+
+
+@pytest.mark.parametrize("loss", [nn.MSELoss(reduction="sum"), functools.partial(F.mse_loss, reduction="sum")])
+def test_a_sum_is_refused_with_a_clear_word(loss: Any) -> None:
+    with pytest.raises(LossError, match="a sum, its value depends on the batch size"):
+        totalled(loss).check(logits(N, C), logits(N, C), N)
+
+
+@pytest.mark.parametrize("samples", [2, 3, 4, 5, 8])
+def test_the_probe_works_on_the_smallest_batches(samples: int) -> None:
+    totalled(squared).check(logits(samples, C), logits(samples, C), samples)
+    with pytest.raises(LossError):
+        totalled(contrastive).check(logits(samples, C), logits(samples, C), samples)
+
+
+def test_one_sample_proves_nothing() -> None:
+    summed = totalled(contrastive)
+    summed.check(logits(1, C), logits(1, C), 1)
+    assert not summed.proven
+
+
+@pytest.mark.parametrize(("dtype", "close"), [(torch.float32, True), (torch.bfloat16, True), (torch.float64, False)])
+def test_the_tolerance_is_that_of_the_number_format(dtype: torch.dtype, close: bool) -> None:
+    def almost(outputs: Tensor, targets: Tensor) -> Tensor:
+        return squared(outputs, targets) * (1 + 1e-6 / len(outputs))
+
+    summed = totalled(almost)
+    outputs, targets = logits(N, C).to(dtype), logits(N, C).to(dtype)
+    if close:
+        summed.check(outputs, targets, N)
+    else:
+        with pytest.raises(LossError):
+            summed.check(outputs, targets, N)
+
+
+@dataclass
+class Outputs:
+    first: Tensor
+    rest: dict[str, Any]
+
+
+Pair = collections.namedtuple("Pair", "mean scale")
+
+
+def test_any_nesting_of_outputs_and_targets_is_cut() -> None:
+    def loss(outputs: Outputs, targets: Any) -> Tensor:
+        pair = outputs.rest["pair"]
+        return squared(outputs.first, targets["y"][0]) + squared(pair.mean, pair.scale) + (targets["k"] == "a")
+
+    outputs = Outputs(logits(N, C), {"pair": Pair(logits(N, 2), logits(N, 2)), "note": None})
+    totalled(loss).check(outputs, {"y": [logits(N, C)], "k": "a"}, N)
+
+
+def test_an_output_without_rows_for_samples_cant_be_probed() -> None:
+    def loss(outputs: Any, targets: Tensor) -> Tensor:
+        return squared(outputs[0], targets) + outputs[1]  # a balance over the whole batch, say
+
+    with pytest.raises(
+        LossError, match=r"can't be probed: outputs have a tensor \(\) that isn't one row for each of 13"
+    ):
+        totalled(loss).check((logits(N, C), torch.tensor(0.3)), logits(N, C), N)
+
+
+def test_a_loss_that_cant_take_a_part_is_refused() -> None:
+    def loss(outputs: Tensor, targets: Tensor) -> Tensor:
+        return squared(outputs.view(N, C), targets)
+
+    with pytest.raises(LossError, match=r"can't take \d+ of 13 samples"):
+        totalled(loss).check(logits(N, C), logits(N, C), N)
+
+
+def test_the_probe_leaves_gradients_random_numbers_and_state_alone() -> None:
+    class Counting(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.register_buffer("calls", torch.zeros(()))
+
+        def forward(self, outputs: Tensor, targets: Tensor) -> Tensor:
+            self.calls += 1
+            torch.rand(3)
+            return squared(outputs, targets)
+
+    loss = Counting()
+    outputs = logits(N, C).requires_grad_()
+    state = torch.get_rng_state()
+    totalled(loss).check(outputs, torch.ones(N, C), N)
+    assert torch.equal(state, torch.get_rng_state())
+    assert float(loss.calls) == 0 and outputs.grad is None
+
+
+def test_a_batch_whose_loss_is_not_finite_proves_nothing() -> None:
+    summed = totalled(squared)
+    summed.check(torch.full((4, 2), float("nan")), torch.ones(4, 2), 4)
+    assert not summed.proven
+
+
+def test_total_and_count_are_taken_as_they_are() -> None:
+    def loss(outputs: Tensor, targets: Tensor) -> tuple[Tensor, Tensor]:
+        return contrastive(outputs, targets), (targets > 0).sum()
+
+    summed = totalled(loss)
+    outputs, targets = logits(N, C), logits(N)
+    summed.check(outputs, targets, N)
+    assert summed.proven
+    total, count = summed(outputs, targets, N)
+    assert float(total) == float(contrastive(outputs, targets)) and int(count) == int((targets > 0).sum())
+
+
+@pytest.mark.parametrize(
+    ("value", "said"),
+    [
+        (torch.ones(4), r"shape \(4,\), not a scalar: reduction='none'\? return the sum and the count"),
+        (torch.ones(1), r"shape \(1,\), not a scalar"),
+        (1.5, "returned a float, a scalar tensor or"),
+        (None, "returned None, a scalar tensor or"),
+        ((torch.ones(()), {"log": 1}), "count is expected to be a number"),
+        ((torch.ones(2), 2), "total is expected to be a scalar tensor"),
+        ((torch.ones(()), 2, 3), r"scalar tensor or \(total, count\)"),
+    ],
+)
+def test_what_a_loss_may_not_return_is_said(value: Any, said: str) -> None:
+    with pytest.raises(LossError, match=said):
+        totalled(lambda o, t: value)(logits(4), logits(4), 4)
+
+
+def test_reduction_none_is_refused_with_its_shape() -> None:
+    with pytest.raises(LossError, match=r"loss MSELoss returned a tensor of shape \(4, 2\)"):
+        totalled(nn.MSELoss(reduction="none"))(logits(4, 2), logits(4, 2), 4)
+
+
+def test_a_loss_that_learns_belongs_in_the_model() -> None:
+    class Learned(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.scale = nn.Parameter(torch.ones(()))
+
+    with pytest.raises(LossError, match=r"parameters that learn \(scale\): put them in the model"):
+        totalled(Learned())
+
+
+@pytest.mark.parametrize(("loss", "said"), [(nn.MSELoss, r"write MSELoss\(\)"), ("mse", "loss is a str")])
+def test_what_is_no_loss_is_refused(loss: Any, said: str) -> None:
+    with pytest.raises(LossError, match=said):
+        totalled(loss)
+
+
+def test_a_subclass_is_not_taken_for_its_base() -> None:
+    class Doubled(nn.CrossEntropyLoss):
+        def forward(self, input: Tensor, target: Tensor) -> Tensor:
+            return 2 * super().forward(input, target)
+
+    assert not totalled(Doubled()).proven
+    hooked = nn.MSELoss()
+    hooked.register_forward_hook(lambda module, args, value: value * 2)
+    assert not totalled(hooked).proven
+
+
+@pytest.mark.parametrize("loss", [nn.CrossEntropyLoss(), lambda o, t: F.cross_entropy(o, t)])
+def test_copies_and_pickles_give_the_same(loss: Any) -> None:
+    summed = totalled(loss)
+    outputs, targets = logits(N, C), classes(N)
+    summed.check(outputs, targets, N)
+    for other in (copy.deepcopy(summed), pickle.loads(cloudpickle.dumps(summed)), Totalled.of(summed)):
+        assert other.proven
+        assert float(other(outputs, targets, N)[0]) == float(summed(outputs, targets, N)[0])
+
+
+def test_threads_may_call_it_at_once() -> None:
+    summed = totalled(nn.CrossEntropyLoss(weight=weights()))
+    outputs, targets = logits(N, C), classes(N)
+    wanted = float(summed(outputs, targets, N)[0])
+    got: list[float] = []
+
+    def work() -> None:
+        got.extend(float(summed(outputs, targets, N)[0]) for _ in range(50))
+
+    threads = [threading.Thread(target=work) for _ in range(4)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert got == [wanted] * 200
+
+
+def test_tensors_of_a_loss_follow_the_outputs() -> None:
+    class Focal(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.register_buffer("alpha", weights())
+
+        def forward(self, outputs: Tensor, targets: Tensor) -> Tensor:
+            return (outputs * self.alpha).mean()
+
+    for loss in (nn.CrossEntropyLoss(weight=weights()), Focal()):
+        total, count = totalled(loss)(logits(N, C).to("meta"), classes(N).to("meta"), N)
+        assert total.device.type == "meta"
+        assert count.device.type == "meta" if isinstance(count, Tensor) else count == N

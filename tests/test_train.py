@@ -1,0 +1,213 @@
+"""A training from the outside: its folder, its numbers, what it tells, and going on with it."""
+
+from __future__ import annotations
+
+import json
+import os
+import stat
+from pathlib import Path
+
+import pytest
+import torch
+import torchmetrics
+from torch import nn
+from torch.utils.data import TensorDataset
+
+import lockstep
+from lockstep import Job, evaluate, train
+from lockstep.errors import JobError, StrategyError
+from zoo import ZOO, drawn, labels, mlp, plain_sgd, right
+
+ON = {"single": "1xcpu", "dp": "2xcpu", "ddp": "2xcpu"}
+
+
+def classify(**settings) -> Job:
+    fields = {
+        "model": mlp,
+        "loss": nn.CrossEntropyLoss(),
+        "optimizer": plain_sgd,
+        "train_data": TensorDataset(drawn(50, 6), labels(50, 3)),
+        "eval_data": TensorDataset(drawn(21, 6, seed=8), labels(21, 3, seed=9)),
+        "batch_size": 8,
+        "epochs": 2,
+        "metrics": {"accuracy": right},
+    }
+    return Job(**{**fields, **settings})
+
+
+@pytest.mark.parametrize("strategy", ON)
+def test_a_run_leaves_its_folder(strategy: str, tmp_path: Path) -> None:
+    run = train(classify(), strategy=strategy, devices=ON[strategy], folder=tmp_path, quiet=True)
+    assert run.folder.name.startswith(f"job-{strategy}-")
+    assert stat.S_IMODE(os.stat(run.folder).st_mode) == 0o700
+    files = {path.name for path in run.folder.iterdir()}
+    assert files == {
+        "best.safetensors", "config.json", "metrics.jsonl", "model.safetensors", "ranks", "state.pt", "summary.json",
+    }  # fmt: skip
+    summary = json.loads((run.folder / "summary.json").read_text())
+    assert set(summary) == {
+        "strategy", "devices", "world_size", "epochs", "steps", "batch_size", "train_samples", "eval_samples", "loss",
+        "metrics", "samples_per_second", "seconds", "peak_memory_bytes", "versions",
+    }  # fmt: skip
+    assert (summary["epochs"], summary["steps"], summary["train_samples"], summary["eval_samples"]) == (2, 14, 50, 21)
+    assert summary["world_size"] == len(summary["peak_memory_bytes"]) == (2 if strategy == "ddp" else 1)
+    assert set(run.metrics) == {"loss", "accuracy"}
+    config = json.loads((run.folder / "config.json").read_text())
+    assert config["settings"]["batch_size"] == 8
+
+
+def test_the_metrics_are_those_of_counting_each_sample_once(tmp_path: Path) -> None:
+    run = train(classify(), strategy="ddp", devices="2xcpu", folder=tmp_path, quiet=True)
+    model = run.model().eval()
+    inputs, targets = classify().eval_data.tensors
+    outputs = model(inputs)
+    assert run.metrics["accuracy"] == (outputs.argmax(dim=1) == targets).sum().item() / 21
+    assert run.metrics["loss"] == pytest.approx(nn.functional.cross_entropy(outputs, targets).item(), rel=1e-5)
+
+
+@pytest.mark.parametrize("strategy", ON)
+def test_torchmetrics_are_merged_over_ranks(strategy: str, tmp_path: Path) -> None:
+    # Macro F1 is no mean over samples: it must be computed from the merged counts.
+    metrics = {"f1": torchmetrics.F1Score(task="multiclass", num_classes=3, average="macro"), "accuracy": right}
+    values = evaluate(classify(metrics=metrics), strategy=strategy, devices=ON[strategy])
+    reference = evaluate(classify(metrics=metrics), strategy="single", devices="1xcpu")
+    assert list(values) == ["loss", "f1", "accuracy"]
+    assert values == pytest.approx(reference, rel=1e-6)
+    assert values["f1"] == reference["f1"]
+
+
+def test_evaluating_a_run_gives_what_its_last_epoch_gave(tmp_path: Path) -> None:
+    run = train(classify(), strategy="dp", devices="2xcpu", folder=tmp_path, quiet=True)
+    assert evaluate(run, strategy="ddp", devices="3xcpu") == pytest.approx(run.metrics, rel=1e-6)
+
+
+def test_the_best_weights_are_those_of_the_lowest_evaluation_loss(tmp_path: Path) -> None:
+    run = train(classify(epochs=4, optimizer=lambda p: torch.optim.SGD(p, lr=2.0)), folder=tmp_path, quiet=True)
+    best = min(record["eval_loss"] for record in run.history)
+    assert evaluate(run, best=True)["loss"] == pytest.approx(best, rel=1e-5)
+
+
+@pytest.mark.parametrize("strategy", ["single", "ddp"])
+def test_a_function_may_stop_the_training(strategy: str, tmp_path: Path) -> None:
+    def stop_after_two(event: lockstep.Event) -> str | None:
+        return "stop" if event.kind == "evaluated" and event.epoch == 2 else None
+
+    job = classify(epochs=9, on_event=[stop_after_two])
+    run = train(job, strategy=strategy, devices=ON[strategy], folder=tmp_path, quiet=True)
+    assert run.summary["epochs"] == 2
+
+
+def test_events_come_in_order_on_rank_0_only(tmp_path: Path) -> None:
+    log = tmp_path / "events"
+
+    def note(event: lockstep.Event) -> None:
+        with log.open("a") as file:
+            file.write(f"{event.kind} {event.epoch} {event.step}\n")
+
+    train(classify(on_event=[note]), strategy="ddp", devices="2xcpu", folder=tmp_path, quiet=True)
+    assert log.read_text().split("\n")[:-1] == [
+        "started 0 0", "epoch 1 7", "evaluated 1 7", "saved 1 7", "epoch 2 14", "evaluated 2 14", "saved 2 14",
+        "finished 2 14",
+    ]  # fmt: skip
+
+
+def test_steps_end_a_training_within_an_epoch(tmp_path: Path) -> None:
+    run = train(classify(epochs=None, steps=10), folder=tmp_path, quiet=True)
+    assert (run.summary["steps"], run.summary["epochs"]) == (10, 1)
+
+
+def test_a_scheduler_that_watches_the_loss_is_told_it(tmp_path: Path) -> None:
+    job = classify(
+        lr_scheduler=lambda o: torch.optim.lr_scheduler.ReduceLROnPlateau(o, factor=0.1, patience=0, threshold=1e3),
+        epochs=4,
+    )
+    run = train(job, strategy="ddp", devices="2xcpu", folder=tmp_path, quiet=True)
+    assert [record["lr"] for record in run.history] == pytest.approx([0.1, 0.01, 0.001, 0.0001])
+
+
+def test_a_loss_that_sees_pairs_runs_on_one_device_and_is_refused_on_two(tmp_path: Path) -> None:
+    def contrastive(outputs: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
+        return nn.functional.cross_entropy(outputs @ outputs.T, torch.arange(len(outputs)))
+
+    job = classify(loss=contrastive, eval_data=None, metrics={})
+    train(job, strategy="single", folder=tmp_path / "single", quiet=True)
+    for strategy in ("dp", "ddp"):
+        with pytest.raises(lockstep.LockstepError, match=r"not a mean over samples.*return \(total, count\)"):
+            train(job, strategy=strategy, devices="2xcpu", folder=tmp_path / strategy, quiet=True)
+        assert not any((tmp_path / strategy).iterdir()), "nothing is made"
+
+
+def test_a_dataset_function_runs_on_the_first_rank_before_the_others(tmp_path: Path) -> None:
+    made = tmp_path / "downloaded"
+
+    def data() -> TensorDataset:
+        if not made.exists():  # only one process may come here
+            with made.open("x"):
+                pass
+        return TensorDataset(drawn(16, 6), labels(16, 3))
+
+    train(classify(train_data=data), strategy="ddp", devices="3xcpu", folder=tmp_path / "runs", quiet=True)
+
+
+def test_the_exceptions_from_the_law_are_said_before_training(tmp_path: Path, capsys: pytest.CaptureFixture) -> None:
+    job = ZOO["convolutions with sync_batchnorm"]
+    train(job, strategy="dp", devices="2xcpu", folder=tmp_path, sync_batchnorm=False, epochs=1)
+    out = capsys.readouterr().out
+    assert out.count("BatchNorm normalises over the share of each replica") == 1
+    assert "8 = 4 + 4 over the devices" in out
+    train(job, strategy="dp", devices="2xcpu", folder=tmp_path, epochs=1)
+    assert "note:" not in capsys.readouterr().out
+
+
+def test_resuming_with_another_seed_or_batch_is_refused(tmp_path: Path) -> None:
+    run = train(classify(epochs=1), folder=tmp_path, quiet=True)
+    with pytest.raises(JobError, match="seed: the run was made with 0, not 5"):
+        train(classify(), resume=run.folder, seed=5, quiet=True)
+    with pytest.raises(JobError, match="epochs: the run has already done 1 epochs"):
+        train(classify(epochs=1), resume=run.folder, quiet=True)
+    assert run.folder.is_dir(), "what was there is kept"
+
+
+def test_single_on_two_devices_and_a_strategy_that_does_not_exist_are_refused() -> None:
+    with pytest.raises(StrategyError, match="single uses one device, not 2"):
+        train(classify(), strategy="single", devices="2xcpu")
+    with pytest.raises(StrategyError, match='no strategy "dpp": did you mean "d'):
+        train(classify(), strategy="dpp")
+
+
+def test_tensorboard_events_are_written(tmp_path: Path) -> None:
+    run = train(classify(), folder=tmp_path, quiet=True, tensorboard=True)
+    assert any(path.name.startswith("events.out") for path in run.folder.iterdir())
+
+
+def test_parallelize_serves_a_loop_of_ones_own() -> None:
+    data = TensorDataset(drawn(40, 6), labels(40, 3))
+
+    def loop(strategy: str, devices: str) -> list[float]:
+        torch.manual_seed(0)
+        model = mlp().double()
+        step = lockstep.parallelize(
+            model, nn.CrossEntropyLoss(), torch.optim.SGD(model.parameters(), lr=0.1),
+            strategy=strategy, devices=devices, precision="fp64",
+        )  # fmt: skip
+        return [step(inputs, targets).loss for inputs, targets in lockstep.batches(data, batch_size=12)]
+
+    assert loop("dp", "3xcpu") == pytest.approx(loop("single", "1xcpu"), abs=1e-12)
+
+
+def test_parallelize_inside_a_launch_is_ddp() -> None:
+    data = TensorDataset(drawn(41, 6), labels(41, 3))
+
+    def loop(world: lockstep.World, whole: bool) -> list[float]:
+        torch.manual_seed(0)
+        step = lockstep.parallelize(mlp(), nn.CrossEntropyLoss(), plain_sgd, precision="fp64", clip_norm=0.1)
+        found = []
+        for batch in lockstep.batches(data, batch_size=12):
+            inputs, targets = batch
+            found.append((step(batch) if whole else step(inputs, targets)).loss)
+        return found
+
+    reference = lockstep.launch(loop, devices="1xcpu", args=(True,))[0]
+    for whole in (True, False):
+        for losses in lockstep.launch(loop, devices="2xcpu", args=(whole,)):
+            assert losses == pytest.approx(reference, abs=1e-12)

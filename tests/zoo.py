@@ -1,0 +1,213 @@
+"""The kinds of model that every strategy must train with one device's numbers: small jobs, each with one difficulty.
+
+Their data leave a smaller last batch in each epoch, and some leave a rank without a sample.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import nn
+from torch.utils.data import TensorDataset
+
+from lockstep import Job
+
+SAMPLES = 29  # in batches of 8: 8, 8, 8, 5
+
+
+def drawn(*shape: int, seed: int = 1) -> torch.Tensor:
+    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed))
+
+
+def labels(count: int, classes: int, seed: int = 2) -> torch.Tensor:
+    return torch.randint(classes, (count,), generator=torch.Generator().manual_seed(seed))
+
+
+def right(outputs: torch.Tensor, targets: torch.Tensor) -> tuple[torch.Tensor, int]:
+    return (outputs.argmax(dim=-1) == targets).sum(), targets.numel()
+
+
+def sgd(params: Any) -> torch.optim.Optimizer:
+    return torch.optim.SGD(params, lr=0.1, momentum=0.9, weight_decay=1e-3)
+
+
+def plain_sgd(params: Any) -> torch.optim.Optimizer:
+    return torch.optim.SGD(params, lr=0.1)
+
+
+def _job(model: Callable[[], nn.Module], inputs: Any = None, targets: Any = None, **settings: Any) -> Job:
+    inputs = drawn(SAMPLES, 6) if inputs is None else inputs
+    targets = labels(SAMPLES, 3) if targets is None else targets
+    data = TensorDataset(inputs, targets) if isinstance(inputs, torch.Tensor) else _Pairs(inputs, targets)
+    defaults: dict[str, Any] = {
+        "loss": nn.CrossEntropyLoss(),
+        "optimizer": plain_sgd,
+        "batch_size": 8,
+        "epochs": 2,
+        "eval_data": data,
+        "metrics": {"accuracy": right},
+    }
+    return Job(model=model, train_data=data, **{**defaults, **settings})
+
+
+class _Pairs(torch.utils.data.Dataset[Any]):
+    """Samples of dicts or tuples of tensors."""
+
+    def __init__(self, inputs: Any, targets: torch.Tensor) -> None:
+        self.inputs, self.targets = inputs, targets
+
+    def __len__(self) -> int:
+        return len(self.targets)
+
+    def __getitem__(self, i: int) -> Any:
+        if isinstance(self.inputs, dict):
+            return {name: value[i] for name, value in self.inputs.items()}, self.targets[i]
+        return tuple(value[i] for value in self.inputs), self.targets[i]
+
+
+def mlp() -> nn.Module:
+    return nn.Sequential(nn.Linear(6, 16), nn.Tanh(), nn.Linear(16, 3))
+
+
+class Conv(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.body = nn.Sequential(
+            nn.Conv2d(2, 4, 3, padding=1),
+            nn.BatchNorm2d(4),
+            nn.ReLU(),
+            nn.Conv2d(4, 6, 3),
+            nn.BatchNorm2d(6),
+            nn.ReLU(),
+        )
+        self.head = nn.Linear(6, 3)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.head(self.body(x).mean(dim=(2, 3)))
+
+
+class Tagger(nn.Module):
+    """Tokens (batch, time) to logits (batch, classes, time); the embedding is tied to the output layer."""
+
+    def __init__(self, words: int = 11) -> None:
+        super().__init__()
+        self.embedding = nn.Embedding(words, 8)
+        self.inner = nn.Linear(8, 8)
+        self.out = nn.Linear(8, words, bias=False)
+        self.out.weight = self.embedding.weight
+
+    def forward(self, tokens: torch.Tensor) -> torch.Tensor:
+        return self.out(torch.tanh(self.inner(self.embedding(tokens)))).transpose(1, 2)
+
+
+def tokens_and_next(words: int = 11, time: int = 5) -> tuple[torch.Tensor, torch.Tensor]:
+    tokens = torch.randint(words, (SAMPLES, time), generator=torch.Generator().manual_seed(3))
+    targets = (tokens * 3 + 1) % words
+    lengths = torch.randint(1, time + 1, (SAMPLES,), generator=torch.Generator().manual_seed(4))
+    targets[torch.arange(time) >= lengths[:, None]] = -100
+    return tokens, targets
+
+
+class Sometimes(nn.Module):
+    """``rare`` is used where a sample asks for it, ``never`` is never used."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.base = nn.Linear(6, 3)
+        self.rare = nn.Linear(6, 3)
+        self.never = nn.Linear(6, 3)
+
+    def forward(self, x: torch.Tensor, wants: torch.Tensor) -> torch.Tensor:
+        out = self.base(x)
+        if wants.any():
+            out = out + wants[:, None] * self.rare(x)
+        return out
+
+
+class Frozen(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.first = nn.Linear(6, 8).requires_grad_(False)
+        self.last = nn.Linear(8, 3)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.last(torch.tanh(self.first(x)))
+
+
+class Named(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.left, self.right = nn.Linear(4, 3), nn.Linear(2, 3)
+
+    def forward(self, *, left: torch.Tensor, right: torch.Tensor) -> torch.Tensor:
+        return self.left(left) * self.right(right)
+
+
+def squares(outputs: torch.Tensor, targets: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """A weighted loss: each sample weighs 1, 2 or 3."""
+    weights = (targets % 3 + 1).to(outputs.dtype)
+    return (weights * (outputs.sum(dim=1) - targets) ** 2).sum(), weights.sum()
+
+
+def class_weights() -> torch.Tensor:
+    return torch.tensor([0.2, 1.0, 3.0], dtype=torch.float64)
+
+
+def wants(*samples: int) -> torch.Tensor:
+    flags = torch.zeros(SAMPLES)
+    flags[list(samples)] = 1.0
+    return flags
+
+
+def in_place_order(epoch: int) -> torch.Tensor:
+    return torch.arange(SAMPLES)
+
+
+def halved_weights(params: Any) -> torch.optim.Optimizer:
+    """Groups by name: no decay and a smaller rate for biases."""
+    params = list(params)
+    return torch.optim.AdamW(
+        [
+            {"params": [p for name, p in params if name.endswith("weight")], "weight_decay": 0.1},
+            {"params": [p for name, p in params if name.endswith("bias")], "lr": 0.003, "weight_decay": 0.0},
+        ],
+        lr=0.01,
+    )
+
+
+_tokens, _next = tokens_and_next()
+
+ZOO: dict[str, Job] = {
+    "mlp": _job(mlp),
+    "momentum": _job(mlp, optimizer=sgd),
+    "adamw with groups by name": _job(mlp, optimizer=halved_weights),
+    "convolutions with sync_batchnorm": _job(Conv, drawn(SAMPLES, 2, 7, 7), sync_batchnorm=True),
+    "channels_last with sync_batchnorm": _job(
+        Conv, drawn(SAMPLES, 2, 7, 7), sync_batchnorm=True, channels_last=True, optimizer=sgd
+    ),
+    "ignored tokens and tied weights": _job(Tagger, _tokens, _next, metrics={}),
+    "class weights": _job(mlp, loss=nn.CrossEntropyLoss(weight=class_weights(), label_smoothing=0.1)),
+    "total and count": _job(mlp, loss=squares),
+    "a mean that is probed": _job(mlp, loss=lambda out, y: ((out.sum(dim=1) - y) ** 2).mean()),
+    "a frozen layer": _job(Frozen, optimizer=sgd),
+    "a layer unused in some steps, the last one too": _job(
+        Sometimes, (drawn(SAMPLES, 6), wants(0, 9)), order=in_place_order, optimizer=sgd
+    ),
+    "a layer unused on one rank": _job(
+        Sometimes, (drawn(SAMPLES, 6), wants(7, 15, 23, 28)), order=in_place_order, optimizer=sgd
+    ),
+    "dict inputs": _job(Named, {"left": drawn(SAMPLES, 4), "right": drawn(SAMPLES, 2, seed=5)}),
+    "accumulation": _job(mlp, accumulate=3),
+    "accumulation of unequal counts": _job(Tagger, _tokens, _next, accumulate=2, metrics={}, optimizer=sgd),
+    "clipping": _job(mlp, clip_norm=0.05),
+    "clipping with accumulation": _job(mlp, clip_norm=0.05, accumulate=2, optimizer=sgd),
+    "a schedule by step": _job(
+        mlp, lr_scheduler=lambda o: torch.optim.lr_scheduler.ExponentialLR(o, 0.8), lr_scheduler_every="step"
+    ),
+    "a schedule by epoch": _job(mlp, lr_scheduler=lambda o: torch.optim.lr_scheduler.ExponentialLR(o, 0.5), epochs=3),
+    "a last batch that leaves a rank empty": _job(mlp, drawn(25, 6), labels(25, 3), optimizer=sgd),
+    "an empty rank under sync_batchnorm": _job(Conv, drawn(25, 2, 7, 7), labels(25, 3), sync_batchnorm=True),
+    "accumulation that leaves a rank empty": _job(mlp, drawn(27, 6), labels(27, 3), accumulate=3),
+}
