@@ -25,6 +25,8 @@ from lockstep.launch.records import Record
 class RankWorld(_world.World):
     """A world whose step is also seen by the process that launched it, on the call's board."""
 
+    _board: memoryview | None
+
     def __init__(self, *args: Any, board: memoryview | None = None, **fields: Any) -> None:
         object.__setattr__(self, "_board", board)
         super().__init__(*args, **fields)
@@ -33,8 +35,6 @@ class RankWorld(_world.World):
         object.__setattr__(self, name, value)
         if name == "step" and self._board is not None:
             self._board[self.rank] = value
-
-    _board: memoryview | None
 
 
 def run(number: int, call_file: int, channel_file: int) -> NoReturn:

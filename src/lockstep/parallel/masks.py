@@ -12,6 +12,7 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 
 Tensor = torch.Tensor
 Generator = torch.Generator
@@ -69,6 +70,15 @@ def _dropping(per_channel: bool, in_place: bool) -> Callable[..., Tensor]:
         return input.mul_(scale) if in_place else input * scale
 
     return dropout
+
+
+def _functional_dropout(
+    generator: Generator, func: Any, input: Tensor, p: float = 0.5, training: bool = True, inplace: bool = False
+) -> Tensor:
+    """``F.dropout``, which would call ``torch.dropout``: the one that is called most goes the short way."""
+    if p < 0.0 or p > 1.0:
+        raise ValueError(f"dropout probability has to be between 0 and 1, but got {p}")
+    return (_DROPOUT_ if inplace else _DROPOUT)(generator, func, input, p, training)
 
 
 def _alpha_dropping(per_channel: bool, in_place: bool) -> Callable[..., Tensor]:
@@ -176,9 +186,13 @@ def _recurrent(generator: Generator, func: Any, *args: Any) -> tuple[Tensor, ...
     return _layers(generator, func, run, input, hidden, weights, layers, dropout)
 
 
+_DROPOUT = _dropping(per_channel=False, in_place=False)
+_DROPOUT_ = _dropping(per_channel=False, in_place=True)
+
 WRITTEN: dict[Any, Callable[..., Any]] = {
-    torch.dropout: _dropping(per_channel=False, in_place=False),
-    torch.dropout_: _dropping(per_channel=False, in_place=True),
+    F.dropout: _functional_dropout,
+    torch.dropout: _DROPOUT,
+    torch.dropout_: _DROPOUT_,
     torch.feature_dropout: _dropping(per_channel=True, in_place=False),
     torch.feature_dropout_: _dropping(per_channel=True, in_place=True),
     torch.alpha_dropout: _alpha_dropping(per_channel=False, in_place=False),

@@ -93,6 +93,8 @@ def _on_cpu(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> bool:
     """Whether a function draws on the CPU: by its ``device``, or its first tensor, or the default device."""
     device = kwargs.get("device")
     if device is None:
+        if args and isinstance(args[0], torch.Tensor):
+            return args[0].is_cpu
         tensor = next((item for item in (*args, *kwargs.values()) if isinstance(item, torch.Tensor)), None)
         device = torch.get_default_device() if tensor is None else tensor.device
     return torch.device(device).type == "cpu"
@@ -121,8 +123,11 @@ def _seen_inside(function: Any) -> _Route:
     inner.__kwdefaults__ = function.__kwdefaults__
 
     def route(mode: _Stream, func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
-        with mode:
+        TorchFunctionMode.__enter__(mode)  # type: ignore[no-untyped-call]
+        try:
             return inner(*args, **kwargs)
+        finally:
+            TorchFunctionMode.__exit__(mode, None, None, None)  # type: ignore[no-untyped-call]
 
     return route
 
@@ -162,7 +167,7 @@ def _routes() -> dict[Any, _Route]:
     for function, write in masks.WRITTEN.items():
         routes[function] = _drawn_here(write)
     for function in (
-        *(F.dropout, F.dropout1d, F.dropout2d, F.dropout3d, F.alpha_dropout, F.feature_alpha_dropout, F.rrelu),
+        *(F.dropout1d, F.dropout2d, F.dropout3d, F.alpha_dropout, F.feature_alpha_dropout, F.rrelu),
         *(F.gumbel_softmax, F.multi_head_attention_forward),
         *(F.fractional_max_pool2d_with_indices, F.fractional_max_pool3d_with_indices),
     ):

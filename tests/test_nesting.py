@@ -1,0 +1,54 @@
+"""Inputs of any nesting are cut, moved and measured leaf by leaf."""
+
+from __future__ import annotations
+
+from collections import OrderedDict, namedtuple
+from dataclasses import dataclass
+
+import pytest
+import torch
+
+from lockstep.errors import InputError
+from lockstep.nesting import batch_size_of, cut, to_device
+
+Point = namedtuple("Point", "x y")
+
+
+@dataclass(frozen=True)
+class Boxed:
+    x: torch.Tensor
+    name: str
+
+
+def test_every_kind_of_nesting_is_cut_and_keeps_its_type() -> None:
+    x = torch.arange(6).reshape(6, 1)
+    tree = {"a": (x, Point(x, None)), "b": [Boxed(x, "n")], "c": OrderedDict(z=x), "d": torch.tensor(3)}
+    found = cut(tree, 2, 3, 6)
+    assert found["a"][1].x.flatten().tolist() == [2, 3, 4]
+    assert isinstance(found["a"][1], Point) and isinstance(found["c"], OrderedDict)
+    assert found["b"][0].x.shape == (3, 1) and found["b"][0].name == "n"
+    assert found["d"].item() == 3
+
+
+def test_a_list_with_an_item_for_each_sample_is_cut_too() -> None:
+    boxes = [torch.zeros(n, 4) for n in (2, 3, 1, 5)]
+    assert [len(b) for b in cut(boxes, 1, 2, 4)] == [3, 1]
+    assert cut(["a", "b", "c", "d"], 2, 2, 4) == ["c", "d"]
+
+
+def test_a_list_of_batches_is_a_nesting() -> None:
+    x = torch.zeros(2, 3)
+    assert [t.shape for t in cut([x, x], 0, 1, 2)] == [(1, 3), (1, 3)]
+
+
+def test_the_size_is_that_of_the_first_tensor_that_has_one() -> None:
+    assert batch_size_of({"n": 3, "scale": torch.tensor(2.0), "x": torch.zeros(7, 2)}) == 7
+    with pytest.raises(InputError, match="no tensor with a batch dimension"):
+        batch_size_of({"n": 3})
+
+
+def test_only_floating_tensors_change_their_format() -> None:
+    x, i = to_device((torch.zeros(1, 2, 3, 3), torch.zeros(1, dtype=torch.long)), torch.device("cpu"), torch.float64)
+    assert (x.dtype, i.dtype) == (torch.float64, torch.int64)
+    image = to_device(torch.zeros(2, 3, 4, 4), torch.device("cpu"), channels_last=True)
+    assert image.is_contiguous(memory_format=torch.channels_last)
