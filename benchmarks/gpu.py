@@ -12,8 +12,8 @@ from torch import nn
 from torch.utils.data import TensorDataset
 
 import lockstep
-from benchmarks.__main__ import Benchmark, Ratio, rate
 from benchmarks.models import sgd, small_data, small_mlp
+from benchmarks.timing import Benchmark, Ratio, rate
 from examples.models.mobilenetv2 import MobileNetV2
 from lockstep.data import Loader
 

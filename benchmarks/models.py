@@ -5,11 +5,11 @@ from __future__ import annotations
 from typing import Any
 
 import torch
-from examples.models.mobilenetv2 import MobileNetV2
 from torch import nn
 from torch.utils.data import TensorDataset
 
 import lockstep
+from examples.models.mobilenetv2 import MobileNetV2
 
 
 class Stack(nn.Module):

@@ -17,7 +17,7 @@ LAYERS = [
     {"jobfile", "loss", "inventory", "launch", "parallel"},
     {"build", "data", "display", "folder", "checkpoint", "compare"},
     {"step"},
-    {"strategies", "evaluation"},
+    {"strategies", "evaluation", "progress"},
     {"parallelize", "loop"},
     {"train"},
     {"verify"},

@@ -10,8 +10,6 @@ import contextlib
 import dataclasses
 import math
 import platform
-import resource
-import sys
 import time
 from dataclasses import dataclass
 from typing import Any
@@ -24,10 +22,10 @@ from lockstep.devices import Device
 from lockstep.display import duration
 from lockstep.errors import JobError
 from lockstep.evaluation import evaluate
-from lockstep.events import Event, Line, Progress
 from lockstep.folder import RunFolder
 from lockstep.job import Job
 from lockstep.jobfile import JobFile, told
+from lockstep.progress import Pace, Teller, peak_memory
 from lockstep.step import Step
 from lockstep.strategies import Strategy
 from lockstep.world import World
@@ -115,7 +113,7 @@ class _Training:
         self.best = math.inf
         self.stopped = False
         self.record: dict[str, float] = {}
-        self.told = _Teller(world, job, folder, plan.tensorboard)
+        self.told = Teller(world, job, folder, plan.tensorboard)
         self.samples = 0
         self.seconds = 0.0
 
@@ -152,6 +150,13 @@ class _Training:
             return self.job.epochs
         return 1 if self.job.steps is None else None
 
+    @property
+    def _steps(self) -> int | None:
+        """The step at which the training ends, where that is known."""
+        ends = [self.job.steps, None if self._epochs is None else self._epochs * len(self.loader)]
+        known = [end for end in ends if end is not None]
+        return min(known) if known else None
+
     # ---- one epoch --------------------------------------------------------------------------------------------------
 
     def _one_epoch(self) -> None:
@@ -184,7 +189,7 @@ class _Training:
         count: Any = 0.0
         samples = 0
         batches = self.loader.epoch(self.epoch, self.position)
-        pace = _Pace(self, len(self.loader) - self.position)
+        pace = Pace(world, self._epochs, self._steps)
         finished = True
         for batch in batches:
             step.seed(job.seed)
@@ -196,7 +201,7 @@ class _Training:
             if by_step is not None:
                 _move_on(by_step, {"train_loss": 0.0})
             if world.rank == 0:
-                pace.show(samples, total, count)
+                pace.show(self.epoch + 1, samples, total, count)
             if job.steps is not None and world.step >= job.steps:
                 finished = self.position >= len(self.loader)
                 break
@@ -275,7 +280,7 @@ class _Training:
             self.told.line(exception, kind="note")
 
     def _summary(self, seconds: float) -> dict[str, Any]:
-        peaks = [peak for peaks in self.world.gather_objects(_peak_memory(self.world)) for peak in peaks]
+        peaks = [peak for peaks in self.world.gather_objects(peak_memory(self.world)) for peak in peaks]
         named = ("train_loss", "eval_loss", "lr", "seconds", "samples_per_second")
         summary = {
             "strategy": self.plan.strategy.name,
@@ -333,100 +338,6 @@ def _move_on(scheduler: Any, record: dict[str, float]) -> None:
         scheduler.step(record.get("eval_loss", record["train_loss"]))
     else:
         scheduler.step()
-
-
-class _Pace:
-    """Tells the display where the training is, some times a second."""
-
-    def __init__(self, training: _Training, batches: int) -> None:
-        self._training = training
-        self._batches = batches
-        self._began = self._last = time.perf_counter()
-        self._first_step = training.world.step
-
-    def show(self, samples: int, total: Any, count: Any) -> None:
-        now = time.perf_counter()
-        if now - self._last < 0.2:
-            return
-        self._last = now
-        training = self._training
-        elapsed = now - self._began
-        done = training.world.step - self._first_step
-        steps = None if training._epochs is None else training._epochs * len(training.loader)
-        if training.job.steps is not None:
-            steps = training.job.steps if steps is None else min(steps, training.job.steps)
-        training.world.tell(
-            Progress(
-                epoch=training.epoch + 1,
-                epochs=training._epochs,
-                step=training.world.step,
-                steps=steps,
-                loss=float(total) / float(count),
-                samples_per_second=samples / elapsed,
-                seconds_left=None if steps is None else (steps - training.world.step) * elapsed / done,
-                memory=_memory(training.world),
-            )
-        )
-
-
-class _Teller:
-    """Passes on what happens: to the display, to the person's functions on rank 0, to TensorBoard."""
-
-    def __init__(self, world: World, job: Job, folder: RunFolder, tensorboard: bool) -> None:
-        self._world = world
-        self._functions = job.on_event if world.is_first else ()
-        self._folder = str(folder.path)
-        self._writer: Any = None
-        if tensorboard and world.is_first:
-            try:
-                from torch.utils.tensorboard import SummaryWriter
-            except ImportError as error:
-                raise JobError("tensorboard: it isn't installed: pip install torch-lockstep[tensorboard]") from error
-            self._writer = SummaryWriter(self._folder)
-
-    def line(self, text: str, kind: Any = "plain") -> None:
-        self._world.tell(Line(text, kind))
-
-    def event(self, kind: Any, epoch: int, step: int, metrics: dict[str, float]) -> bool:
-        """Tell of an event; gives whether somebody answered that the training should stop."""
-        if not self._world.is_first:
-            return False
-        event = Event(kind, epoch, step, dict(metrics), self._folder)
-        self._world.tell(event)
-        if self._writer is not None and kind == "evaluated":
-            for name, value in metrics.items():
-                self._writer.add_scalar(name, value, step)
-        answers = [function(event) for function in self._functions]
-        for answer in answers:
-            if answer not in (None, "stop"):
-                raise JobError(f'on_event: a function answered {answer!r}; None or "stop" is expected')
-        return "stop" in answers
-
-    def close(self) -> None:
-        if self._writer is not None:
-            self._writer.close()
-
-
-def _memory(world: World) -> tuple[tuple[str, int], ...]:
-    if world.device.is_slot:
-        return (("process", _resident()),)
-    return tuple((str(d), torch.cuda.memory_allocated(d.index)) for d in world.devices if d.type == "cuda")
-
-
-def _peak_memory(world: World) -> list[int]:
-    """Per process; on CUDA devices, per device."""
-    if world.device.type == "cuda":
-        return [torch.cuda.max_memory_allocated(d.index) for d in world.devices]
-    scale = 1 if sys.platform == "darwin" else 1024
-    return [resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * scale]
-
-
-def _resident() -> int:
-    try:
-        with open("/proc/self/statm") as file:
-            return int(file.read().split()[1]) * resource.getpagesize()
-    except OSError:
-        return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
 
 
 def _described(device: Device) -> str:

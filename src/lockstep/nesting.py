@@ -64,8 +64,8 @@ def batch_size_of(tree: Any) -> int:
 def cut(tree: Any, start: int, size: int, whole: int) -> Any:
     """Samples ``start`` to ``start + size`` of every tensor whose first dimension is ``whole``; others are shared.
 
-    A list of ``whole`` items that aren't themselves batches (boxes of each image, sentences) has an item for each sample,
-    and is cut too.
+    A list of ``whole`` items that aren't themselves batches (boxes of each image, sentences) has an item for each
+    sample, and is cut too.
     """
 
     def of_samples(items: list[Any]) -> list[Any] | None:

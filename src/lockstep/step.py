@@ -84,6 +84,7 @@ class Step(ABC):
         self._parameters = [p for p in model.parameters() if p.requires_grad]
         self._on_accelerator = not world.device.is_slot
         self._sick: torch.Tensor | None = None
+        self._factors: dict[tuple[float, torch.dtype, torch.device], torch.Tensor] = {}
 
     # ---- one update -------------------------------------------------------------------------------------------------
 
@@ -183,6 +184,14 @@ class Step(ABC):
         if not total.requires_grad and self._parameters:
             raise LossError("the loss doesn't depend on any parameter: is the model's output detached?")
         return total, count
+
+    def backward(self, total: torch.Tensor, factor: float) -> None:
+        """Add the gradient of ``factor * total`` to every ``parameter.grad``."""
+        # Autograd begins with the factor, which saves a small step two operators and a node of the graph.
+        key = (factor, total.dtype, total.device)
+        if key not in self._factors:
+            self._factors[key] = torch.full((), factor, dtype=total.dtype, device=total.device)
+        torch.autograd.backward(total, self._factors[key])
 
     def _finite(self, total: torch.Tensor, where: str) -> None:
         value = total.item()

@@ -134,8 +134,7 @@ class DDPStep(Step):
                 total = total + part_total.detach()
                 count = count + part_count
                 # DDP divides by the number of ranks; what is wanted is the sum.
-                scale = (self.world.size if full else 1) / batch.size
-                torch.autograd.backward(part_total * scale)
+                self.backward(part_total, (self.world.size if full else 1) / batch.size)
         if self.world.size == 1:
             pass
         elif full:

@@ -158,7 +158,7 @@ class DPStep(Step):
                 if self._exchange is not None:
                     self._exchange.enter(i, j)
                 part_total, part_count = self.forward_loss(self._replicas[i], part, where)
-                torch.autograd.backward(part_total / size)
+                self.backward(part_total, 1 / size)
                 total = total + part_total.detach()
                 count = count + part_count
         return total, count

@@ -47,7 +47,7 @@ class SingleStep(Step):
         for part in batch.parts:
             part = self.placed(part)
             part_total, part_count = self.forward_loss(self.model, part)
-            torch.autograd.backward(part_total / batch.size)
+            self.backward(part_total, 1 / batch.size)
             total = total + part_total.detach()
             count = count + part_count
         return total, count

@@ -1,0 +1,133 @@
+"""How a benchmark is timed and kept: alternatives in turns, ratios within a round, the machine described."""
+
+from __future__ import annotations
+
+import json
+import os
+import platform
+import statistics
+import subprocess
+import sys
+import tempfile
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+
+import lockstep
+from lockstep.compare import in_turns
+from lockstep.devices import usable_cores
+from lockstep.strategies import Strategy
+
+HERE = Path(__file__).parent
+ROOT = HERE.parent
+
+
+@dataclass(frozen=True)
+class Ratio:
+    """A row of the table: how many times the rate of ``to`` that of ``name`` is."""
+
+    name: str
+    to: str
+    goal: float | None = None
+
+
+@dataclass(frozen=True)
+class Benchmark:
+    """Alternatives to be timed in turns, and the ratios that are wanted of them."""
+
+    alternatives: Callable[[], Mapping[str, Callable[[], float]]]
+    ratios: tuple[Ratio, ...]
+    rounds: int = 5
+    unit: str = "samples per second"
+
+
+def rate(job: lockstep.Job, strategy: str | Strategy, devices: Any) -> Callable[[], float]:
+    """Train in fresh ranks; the rate of the median epoch after the first."""
+
+    def once() -> float:
+        with tempfile.TemporaryDirectory() as folder:
+            run = lockstep.train(job, strategy=strategy, devices=devices, folder=folder, quiet=True)
+        return statistics.median(record["samples_per_second"] for record in run.history[1:])
+
+    return once
+
+
+def by_torchrun(script: str, *, ranks: int = 2) -> Callable[[], float]:
+    """Run a hand-written loop under torchrun, a thread per rank; the rate is the last line that it prints."""
+
+    def once() -> float:
+        out = torchrun(script, ranks, {})
+        return float(out.stdout.strip().splitlines()[-1])
+
+    return once
+
+
+def torchrun(script: str, ranks: int, environment: Mapping[str, str]) -> subprocess.CompletedProcess[str]:
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={ranks}"]
+    surroundings = {
+        **os.environ,
+        "OMP_NUM_THREADS": "1",
+        "PYTHONPATH": str(ROOT),
+        "PYTHONWARNINGS": "ignore",
+        **environment,
+    }
+    out = subprocess.run(
+        [*command, str(HERE / "by_hand" / script)],
+        env=surroundings,
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    if out.returncode:
+        raise RuntimeError(out.stderr[-2000:])
+    return out
+
+
+def machine() -> dict[str, Any]:
+    """What the numbers were taken on."""
+    model = "unknown"
+    if Path("/proc/cpuinfo").exists():
+        lines = Path("/proc/cpuinfo").read_text().splitlines()
+        model = next((line.split(":")[1].strip() for line in lines if line.startswith("model name")), model)
+    described = {
+        "processor": model,
+        "cores": len(usable_cores()),
+        "python": platform.python_version(),
+        "torch": torch.__version__,
+    }
+    if torch.cuda.is_available():
+        described["gpu"] = torch.cuda.get_device_name()
+    return described
+
+
+def run(name: str, benchmark: Benchmark, rounds: int | None = None) -> None:
+    """Time one benchmark, print its ratios, and keep them with the machine's description."""
+    print(f"== {name}", flush=True)
+    alternatives = benchmark.alternatives()
+    timings = in_turns(
+        alternatives, rounds=rounds or benchmark.rounds, told=lambda line: print(f"   {line}", flush=True)
+    )
+    rows = []
+    for ratio in benchmark.ratios:
+        if ratio.name not in alternatives or ratio.to not in alternatives:
+            print(f"   {ratio.name} : {ratio.to}   not here (not installed)")
+            continue
+        found = timings.ratio(ratio.name, ratio.to)
+        goal = f"   goal {ratio.goal:.2f}" if ratio.goal else ""
+        print(f"   {ratio.name} : {ratio.to}   {found}{goal}", flush=True)
+        rows.append(
+            {"of": ratio.name, "to": ratio.to, "median": found.median, "spread": found.spread, "goal": ratio.goal}
+        )
+    kept = {
+        "benchmark": name,
+        "machine": machine(),
+        "unit": benchmark.unit,
+        "ratios": rows,
+        "rates": {key: timing.rates for key, timing in timings.by_name.items()},
+    }
+    (HERE / "results").mkdir(exist_ok=True)
+    (HERE / "results" / f"{name}.json").write_text(json.dumps(kept, indent=2) + "\n")

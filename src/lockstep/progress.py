@@ -1,0 +1,124 @@
+"""What the training loop tells of itself: events, the pace, and the memory that it takes."""
+
+from __future__ import annotations
+
+import resource
+import sys
+import time
+from typing import Any
+
+import torch
+
+from lockstep.errors import JobError
+from lockstep.events import Event, Line, Progress
+from lockstep.folder import RunFolder
+from lockstep.job import Job
+from lockstep.world import World
+
+
+class Pace:
+    """Tells the display where the training is, some times a second.
+
+    Args:
+        world: whose step counts.
+        epochs: how many there will be, where that is known.
+        steps: the step at which the training ends, where that is known.
+    """
+
+    def __init__(self, world: World, epochs: int | None, steps: int | None) -> None:
+        self._world = world
+        self._epochs = epochs
+        self._steps = steps
+        self._began = self._last = time.perf_counter()
+        self._first_step = world.step
+
+    def show(self, epoch: int, samples: int, total: Any, count: Any) -> None:
+        """Tell, unless it was told a moment ago.
+
+        Args:
+            epoch: the present one, from 1.
+            samples: done since the pace began.
+            total: the sum of the loss over the epoch so far.
+            count: the items that it sums over.
+        """
+        now = time.perf_counter()
+        if now - self._last < 0.2:
+            return
+        self._last = now
+        elapsed = now - self._began
+        step = self._world.step
+        left = None if self._steps is None else (self._steps - step) * elapsed / (step - self._first_step)
+        self._world.tell(
+            Progress(
+                epoch=epoch,
+                epochs=self._epochs,
+                step=step,
+                steps=self._steps,
+                loss=float(total) / float(count),
+                samples_per_second=samples / elapsed,
+                seconds_left=left,
+                memory=_memory(self._world),
+            )
+        )
+
+
+class Teller:
+    """Passes on what happens: to the display, to the person's functions on rank 0, to TensorBoard."""
+
+    def __init__(self, world: World, job: Job, folder: RunFolder, tensorboard: bool) -> None:
+        self._world = world
+        self._functions = job.on_event if world.is_first else ()
+        self._folder = str(folder.path)
+        self._writer: Any = None
+        if tensorboard and world.is_first:
+            try:
+                from torch.utils.tensorboard import SummaryWriter
+            except ImportError as error:
+                raise JobError("tensorboard: it isn't installed: pip install torch-lockstep[tensorboard]") from error
+            self._writer = SummaryWriter(self._folder)
+
+    def line(self, text: str, kind: Any = "plain") -> None:
+        """Tell the person a line."""
+        self._world.tell(Line(text, kind))
+
+    def event(self, kind: Any, epoch: int, step: int, metrics: dict[str, float]) -> bool:
+        """Tell of an event; gives whether somebody answered that the training should stop."""
+        if not self._world.is_first:
+            return False
+        event = Event(kind, epoch, step, dict(metrics), self._folder)
+        self._world.tell(event)
+        if self._writer is not None and kind == "evaluated":
+            for name, value in metrics.items():
+                self._writer.add_scalar(name, value, step)
+        answers = [function(event) for function in self._functions]
+        for answer in answers:
+            if answer not in (None, "stop"):
+                raise JobError(f'on_event: a function answered {answer!r}; None or "stop" is expected')
+        return "stop" in answers
+
+    def close(self) -> None:
+        """Write out what TensorBoard hasn't got yet."""
+        if self._writer is not None:
+            self._writer.close()
+
+
+def peak_memory(world: World) -> list[int]:
+    """Per process; on CUDA devices, per device."""
+    if world.device.type == "cuda":
+        return [torch.cuda.max_memory_allocated(d.index) for d in world.devices]
+    scale = 1 if sys.platform == "darwin" else 1024
+    return [resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * scale]
+
+
+def _memory(world: World) -> tuple[tuple[str, int], ...]:
+    if world.device.is_slot:
+        return (("process", _resident()),)
+    return tuple((str(d), torch.cuda.memory_allocated(d.index)) for d in world.devices if d.type == "cuda")
+
+
+def _resident() -> int:
+    try:
+        with open("/proc/self/statm") as file:
+            return int(file.read().split()[1]) * resource.getpagesize()
+    except OSError:
+        return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
