@@ -194,6 +194,7 @@ def limit_threads(device: Device) -> None:
     OpenMP's limit belongs to the thread that sets it, so each computing thread calls this itself.
     """
     if device.is_slot:
+        torch.get_num_threads()  # a thread's first question gives it the process's limit, over one set before
         torch.set_num_threads(device.threads)
 
 

@@ -218,9 +218,7 @@ class _RankSeat:
         tensor = tensor.contiguous()
         found = [torch.empty_like(tensor) for _ in range(self.parties)]
         if self._world.backend == "gloo":
-            work = dist.all_gather(found, tensor, group=self._group, async_op=True)
-            assert work is not None
-            wait_awake(work)
+            wait_awake(dist.all_gather(found, tensor, group=self._group, async_op=True))
         else:
             dist.all_gather(found, tensor, group=self._group)
         return torch.stack(found)
