@@ -198,6 +198,19 @@ ZOO: dict[str, Job] = {
     "a layer unused on one rank": _job(
         Sometimes, (drawn(SAMPLES, 6), wants(7, 15, 23, 28)), order=in_place_order, optimizer=sgd
     ),
+    "a layer unused after a step that left a rank empty": _job(
+        Sometimes, (drawn(25, 6), wants(24)[:25]), labels(25, 3), order=lambda epoch: torch.arange(25), optimizer=sgd
+    ),
+    "a layer unused in some micro-batches": _job(
+        Sometimes,
+        (drawn(SAMPLES, 6), wants(0, 9, 28)),
+        order=in_place_order,
+        optimizer=sgd,
+        accumulate=2,
+        clip_norm=0.5,
+    ),
+    "a dataset smaller than the batch": _job(mlp, drawn(5, 6), labels(5, 3), epochs=3, optimizer=sgd),
+    "batches smaller than the world": _job(mlp, drawn(5, 6), labels(5, 3), batch_size=2, optimizer=sgd),
     "dict inputs": _job(Named, {"left": drawn(SAMPLES, 4), "right": drawn(SAMPLES, 2, seed=5)}),
     "accumulation": _job(mlp, accumulate=3),
     "accumulation of unequal counts": _job(Tagger, _tokens, _next, accumulate=2, metrics={}, optimizer=sgd),

@@ -20,4 +20,5 @@ optimizer.step()
 if dist.get_rank() == 0:
     with open(os.environ["FIRST_STEP"], "w") as file:
         file.write(repr(time.time()))
+dist.barrier()
 dist.destroy_process_group()

@@ -166,11 +166,22 @@ def _fuse(optimizer: torch.optim.Optimizer, named: list[tuple[str, nn.Parameter]
         # A person who chose an implementation keeps it.
         if not wanted and (group.get("foreach") is not None or group.get("fused") is not None):
             continue
-        if group.get("momentum"):
-            if group["dampening"]:
-                continue
-            # The fused SGD of PyTorch can't begin the momentum of one parameter later than that of another (one that
-            # was unused in the first step). Momentum that begins at zero gives the same numbers without dampening.
-            for p in group["params"]:
-                optimizer.state[p]["momentum_buffer"] = torch.zeros_like(p)
+        if group.get("momentum") and group["dampening"]:
+            continue
         group["foreach"], group["fused"] = False, True
+    begin_momentum(optimizer)
+
+
+def begin_momentum(optimizer: torch.optim.Optimizer) -> None:
+    """Begin the momentum of every parameter of a fused SGD at once, at zero.
+
+    PyTorch's can't begin that of one parameter later than another's (of one that was unused in the first step). Without
+    dampening, momentum that begins at zero gives the same numbers.
+    """
+    if not isinstance(optimizer, torch.optim.SGD):
+        return
+    for group in optimizer.param_groups:
+        if group["fused"] and group["momentum"]:
+            for p in group["params"]:
+                if optimizer.state[p].get("momentum_buffer") is None:
+                    optimizer.state[p]["momentum_buffer"] = torch.zeros_like(p)

@@ -12,6 +12,7 @@ import math
 import platform
 import time
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -81,7 +82,7 @@ def _write_config(folder: RunFolder, plan: Plan, job: Job, world: World) -> None
         folder.config,
         {
             "job": plan.name,
-            "file": source.path if source else None,
+            "file": str(Path(source.path).resolve()) if source else None,
             "set": dict(source.knobs) if source else {},
             "settings": job.settings,
             "strategy": plan.strategy.name,

@@ -1,52 +1,124 @@
-"""Inputs of any nesting, leaf by leaf: moved to a device, cut along the batch, joined again.
+"""Nestings: what models take and give, as tensors inside lists, tuples, mappings, named tuples and dataclasses.
 
-Tuples, lists, dicts, named tuples and dataclasses are gone through; anything that isn't a tensor is left as it is.
+``torch.utils._pytree`` needs dataclasses and mappings to be registered one by one; a person's own batch class should
+work as it is. A nest here is anything that has ``parts``, and can be rebuilt from as many new ones.
 """
 
 from __future__ import annotations
 
+import copy
 import dataclasses
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, MutableMapping, Sequence
 from typing import Any
 
 import torch
+from torch.nn.utils.rnn import PackedSequence
 
 from lockstep.errors import InputError
 
 
+def parts(nest: Any) -> list[Any] | None:
+    """What lies directly inside a nest, in order; None for a leaf (a tensor, or anything that isn't a container).
+
+    Raises:
+        InputError: a ``PackedSequence``, whose rows are not samples.
+    """
+    if isinstance(nest, torch.Tensor):
+        return None
+    if isinstance(nest, PackedSequence):
+        raise InputError(
+            "a PackedSequence can't be cut or put together: pass the padded batch and its lengths, and pack inside"
+        )
+    if isinstance(nest, (list, tuple)):
+        return list(nest)
+    if isinstance(nest, MutableMapping):
+        return list(nest.values())
+    if _is_dataclass(nest):
+        return [getattr(nest, f.name) for f in dataclasses.fields(nest)]
+    return None
+
+
+def rebuilt(nest: Any, new: Sequence[Any]) -> Any:
+    """A nest of the same type with new parts: order, keys, and whatever else a subclass carries are kept."""
+    if isinstance(nest, tuple):
+        return nest._make(new) if hasattr(nest, "_make") else type(nest)(new)
+    if type(nest) is list:
+        return list(new)
+    made = copy.copy(nest)
+    if isinstance(nest, list):
+        made[:] = new
+    elif isinstance(nest, MutableMapping):
+        for key, value in zip(nest, new, strict=True):
+            made[key] = value
+    else:
+        for f, value in zip(dataclasses.fields(nest), new, strict=True):
+            object.__setattr__(made, f.name, value)  # frozen ones too; __post_init__ has had its turn
+    return made
+
+
+def tensors(nest: Any) -> Iterator[torch.Tensor]:
+    """Every tensor of a nest, in order."""
+    if isinstance(nest, torch.Tensor):
+        yield nest
+    else:
+        for part in parts(nest) or ():
+            yield from tensors(part)
+
+
+def described(nest: Any) -> str:
+    """The structure of a nest in one line: ``{'logits': float32(8, 10), 'hidden': [float32(8, 4)]}``."""
+    if isinstance(nest, torch.Tensor):
+        return f"{str(nest.dtype).removeprefix('torch.')}{tuple(nest.shape)}"
+    inside = parts(nest)
+    if inside is None:
+        return "None" if nest is None else type(nest).__name__
+    if isinstance(nest, MutableMapping):
+        body = ", ".join(f"{key!r}: {described(value)}" for key, value in zip(nest, inside, strict=True))
+        return f"{{{body}}}" if type(nest) is dict else f"{type(nest).__name__}({{{body}}})"
+    if _is_dataclass(nest) or hasattr(nest, "_fields"):
+        names = nest._fields if hasattr(nest, "_fields") else [f.name for f in dataclasses.fields(nest)]
+        body = ", ".join(f"{name}={described(value)}" for name, value in zip(names, inside, strict=True))
+        return f"{type(nest).__name__}({body})"
+    body = ", ".join(map(described, inside))
+    if isinstance(nest, tuple):
+        return f"({body},)" if len(inside) == 1 else f"({body})"
+    return f"[{body}]"
+
+
+def same_kind(one: Any, other: Any) -> bool:
+    """Whether two nests can stand for one another at this level: same type, keys and number of parts."""
+    if type(one) is not type(other):
+        return False
+    if isinstance(one, MutableMapping):
+        return set(one) == set(other)
+    return len(parts(one) or ()) == len(parts(other) or ())
+
+
 def each(
-    function: Callable[[torch.Tensor], Any], tree: Any, on_list: Callable[[list[Any]], list[Any] | None] | None = None
+    function: Callable[[torch.Tensor], Any],
+    nest: Any,
+    *,
+    on_list: Callable[[list[Any]], list[Any] | None] | None = None,
+    on_packed: Callable[[PackedSequence], Any] | None = None,
 ) -> Any:
-    """The same nesting with ``function`` of each tensor.
+    """The same nest with ``function`` of each tensor; anything else is left as it is.
 
     Args:
         function: of a tensor.
-        tree: any nesting.
+        nest: any nesting.
         on_list: asked first of each list; what it gives is taken instead, unless that is None.
+        on_packed: of a ``PackedSequence``, which is refused otherwise.
     """
-    if isinstance(tree, torch.Tensor):
-        return function(tree)
-    if on_list is not None and isinstance(tree, list) and (taken := on_list(tree)) is not None:
+    if isinstance(nest, torch.Tensor):
+        return function(nest)
+    if on_packed is not None and isinstance(nest, PackedSequence):
+        return on_packed(nest)
+    if on_list is not None and isinstance(nest, list) and (taken := on_list(nest)) is not None:
         return taken
-    if isinstance(tree, tuple):
-        items = [each(function, item, on_list) for item in tree]
-        return type(tree)(*items) if hasattr(tree, "_fields") else tuple(items)
-    if isinstance(tree, list):
-        return [each(function, item, on_list) for item in tree]
-    if isinstance(tree, Mapping):
-        items_by_key = {key: each(function, value, on_list) for key, value in tree.items()}
-        return items_by_key if type(tree) is dict else type(tree)(items_by_key)  # type: ignore[call-arg]
-    if dataclasses.is_dataclass(tree) and not isinstance(tree, type):
-        changed = {f.name: each(function, getattr(tree, f.name), on_list) for f in dataclasses.fields(tree) if f.init}
-        return dataclasses.replace(tree, **changed)
-    return tree
-
-
-def tensors(tree: Any) -> Iterator[torch.Tensor]:
-    """Every tensor of a nesting, in order."""
-    found: list[torch.Tensor] = []
-    each(found.append, tree)
-    return iter(found)
+    inside = parts(nest)
+    if inside is None:
+        return nest
+    return rebuilt(nest, [each(function, part, on_list=on_list, on_packed=on_packed) for part in inside])
 
 
 def batch_size_of(tree: Any) -> int:
@@ -73,7 +145,7 @@ def cut(tree: Any, start: int, size: int, whole: int) -> Any:
             return None
         return items[start : start + size]
 
-    return each(lambda t: t.narrow(0, start, size) if t.dim() and t.shape[0] == whole else t, tree, of_samples)
+    return each(lambda t: t.narrow(0, start, size) if t.dim() and t.shape[0] == whole else t, tree, on_list=of_samples)
 
 
 def to_device(tree: Any, device: torch.device, dtype: torch.dtype | None = None, *, channels_last: bool = False) -> Any:
@@ -85,4 +157,8 @@ def to_device(tree: Any, device: torch.device, dtype: torch.dtype | None = None,
             return tensor.to(device, wanted, non_blocking=True, memory_format=torch.channels_last)
         return tensor.to(device, wanted, non_blocking=True)
 
-    return each(moved, tree)
+    return each(moved, tree, on_packed=lambda packed: packed.to(device))  # type: ignore[arg-type]  # the stubs know dtypes only
+
+
+def _is_dataclass(nest: Any) -> bool:
+    return dataclasses.is_dataclass(nest) and not isinstance(nest, type)

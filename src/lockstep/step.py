@@ -21,6 +21,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from lockstep.build import begin_momentum
 from lockstep.data import Batch, Part, mixed, share_sizes
 from lockstep.errors import InputError, LossError, NonFiniteLoss, OutOfMemory, RunError
 from lockstep.job import Job
@@ -356,3 +357,4 @@ def load_named_optimizer_state(optimizer: torch.optim.Optimizer, model: nn.Modul
         )
     own["state"] = {number[name]: values for name, values in saved["state"].items()}
     optimizer.load_state_dict(own)
+    begin_momentum(optimizer)

@@ -75,8 +75,9 @@ class World:
     def all_reduce(self, tensor: torch.Tensor, group: dist.ProcessGroup | None = None) -> torch.Tensor:
         """Sum ``tensor`` over the ranks, in place, and give it back.
 
-        A small sum on CPU takes as long as its wake-ups. So few ranks send each other everything in one exchange (gloo's
-        own sum takes two) and add it up in rank order, and the core is yielded for a while before going to sleep.
+        A small sum on CPU takes as long as its wake-ups. So few ranks send each other everything in one exchange
+        (gloo's own sum takes two) and add it up in rank order, and the core is yielded
+        for a while before going to sleep.
         """
         if self.size == 1:
             return tensor

@@ -13,9 +13,10 @@ from typing import Any
 import torch
 
 from lockstep import devices as _devices
+from lockstep import nesting
 from lockstep.devices import Device, Devices
 from lockstep.errors import InputError
-from lockstep.parallel import nests, targets
+from lockstep.parallel import targets
 from lockstep.parallel.team import borrowed
 
 
@@ -82,7 +83,7 @@ def _places(devices: Any, inputs: Sequence[Any], named: Sequence[Any]) -> tuple[
 
 
 def _found(arguments: Any, slot: Device) -> Device:
-    tensor = next(nests.tensors(arguments), None)
+    tensor = next(nesting.tensors(arguments), None)
     if tensor is None or tensor.device.type == "cpu":
         return slot
     return Device(tensor.device.type, tensor.device.index or 0)

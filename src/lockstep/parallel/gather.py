@@ -11,9 +11,10 @@ from typing import Any
 
 import torch
 
+from lockstep import nesting
 from lockstep.devices import Device
 from lockstep.errors import InputError
-from lockstep.parallel import nests, targets
+from lockstep.parallel import targets
 
 
 def gather(outputs: Sequence[Any], target_device: Device | torch.device | str | int, dim: int = 0) -> Any:
@@ -42,18 +43,18 @@ def _joined(column: list[Any], place: torch.device, dim: int, outputs: list[Any]
     if all(isinstance(item, torch.Tensor) for item in column):
         return _concatenated(column, place, dim)
     for number, other in enumerate(column):
-        if not nests.same_kind(first, other):
+        if not nesting.same_kind(first, other):
             raise InputError(
-                f"outputs of different structure can't be gathered: device 0 gave {nests.described(outputs[0])}, "
-                f"device {number} {nests.described(outputs[number])}"
+                f"outputs of different structure can't be gathered: device 0 gave {nesting.described(outputs[0])}, "
+                f"device {number} {nesting.described(outputs[number])}"
             )
-    inside = [nests.parts(item) for item in column]
+    inside = [nesting.parts(item) for item in column]
     if inside[0] is None:
         return _agreed(column)
     if isinstance(first, dict):  # by key: replicas may have filled them in different orders
         inside = [[item[key] for key in first] for item in column]
     columns = zip(*(part or [] for part in inside), strict=True)
-    return nests.rebuilt(first, [_joined(list(part), place, dim, outputs) for part in columns])
+    return nesting.rebuilt(first, [_joined(list(part), place, dim, outputs) for part in columns])
 
 
 def _concatenated(column: list[torch.Tensor], place: torch.device, dim: int) -> torch.Tensor:

@@ -11,9 +11,10 @@ from typing import Any
 
 import torch
 
+from lockstep import nesting
 from lockstep.devices import Device, Devices
 from lockstep.errors import InputError
-from lockstep.parallel import nests, targets
+from lockstep.parallel import targets
 
 
 def chunk_sizes(total: int, count: int) -> list[int]:
@@ -91,7 +92,7 @@ def _shares(inputs: Any, places: tuple[Device, ...], dim: int, sizes: Sequence[i
 def _batch_size(inputs: Any, dim: int) -> int | None:
     """The size along ``dim`` that all tensors have, or None where there is nothing to cut."""
     first: torch.Tensor | None = None
-    for tensor in nests.tensors(inputs):
+    for tensor in nesting.tensors(inputs):
         if tensor.dim() == 0:
             continue
         if not -tensor.dim() <= dim < tensor.dim():
@@ -116,11 +117,11 @@ def _cut(nest: Any, places: list[torch.device], dim: int, sizes: list[int]) -> l
         if nest.dim() == 0:
             return [targets.move(nest, place) for place in places]
         return list(_Cut.apply(nest, dim, sizes, places))  # type: ignore[no-untyped-call]
-    inside = nests.parts(nest)
+    inside = nesting.parts(nest)
     if not inside:
         return [nest for _ in places]
     columns = [_cut(part, places, dim, sizes) for part in inside]
-    return [nests.rebuilt(nest, row) for row in zip(*columns, strict=True)]
+    return [nesting.rebuilt(nest, row) for row in zip(*columns, strict=True)]
 
 
 class _Cut(torch.autograd.Function):

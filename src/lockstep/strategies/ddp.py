@@ -9,17 +9,22 @@ that happens, and such a step is summed flat (PyTorch's reducer would wait for t
 
 from __future__ import annotations
 
-import warnings
+import contextlib
+import inspect
+import os
+import sys
+import tempfile
+from collections.abc import Iterator
 from contextlib import nullcontext
 from dataclasses import dataclass
-from typing import Any, ClassVar, Literal
+from typing import ClassVar, Literal
 
 import torch
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 from lockstep.build import build_model, build_optimizer
-from lockstep.data import Batch
+from lockstep.data import Batch, Part
 from lockstep.errors import StrategyError
 from lockstep.job import Job
 from lockstep.parallel.batchnorm import synchronise
@@ -31,6 +36,14 @@ from lockstep.world import World
 
 _SMALL_GRADIENTS = 2 << 20
 """Bytes of gradients up to which ``reduce="auto"`` sums them flat (see benchmarks/)."""
+
+
+_FORWARD_BUFFERS = (
+    # torch 2.13 gave it a new name.
+    "forward_sync_buffers"
+    if "forward_sync_buffers" in inspect.signature(DistributedDataParallel.__init__).parameters
+    else "broadcast_buffers"
+)
 
 
 @dataclass(frozen=True)
@@ -64,10 +77,7 @@ class DDP(Strategy):
             exchange = RankExchange(world)
             synchronise(model, exchange)
         optimizer = build_optimizer(job, model)
-        step = DDPStep(model, optimizer, job, world, exchange)
-        if world.size > 1 and step.overlaps(self.reduce):
-            step.overlap(self.bucket_mb)
-        return step
+        return DDPStep(model, optimizer, job, world, exchange, self)
 
 
 class DDPStep(Step):
@@ -80,83 +90,99 @@ class DDPStep(Step):
         job: Job,
         world: World,
         exchange: RankExchange | None,
+        strategy: DDP,
     ) -> None:
         super().__init__(model, optimizer, job, world)
         self.cuts_batch = world.size > 1 or job.accumulate > 1
         self._exchange = exchange
         self._flat: FlatGradients | None = None
+        self._overlaps = world.size > 1 and (
+            strategy.reduce == "overlapped" or (strategy.reduce == "auto" and self._are_large())
+        )
+        self._bucket_mb = strategy.bucket_mb
         self._ddp: DistributedDataParallel | None = None
+        self._noticed = False
         self._buffers = _FollowedBuffers(model, world)
 
-    def overlaps(self, reduce: str) -> bool:
-        """Whether the gradients are large enough to be summed while backward runs, or of a kind that has to be."""
-        if any(getattr(m, "sparse", False) for m in self.model.modules()):
+    def _are_large(self) -> bool:
+        """Whether the gradients are worth summing while backward runs, or of a kind that has to be."""
+        if any(getattr(module, "sparse", False) for module in self.model.modules()):
             return True
-        size = sum(p.numel() * p.element_size() for p in self._parameters)
-        return reduce == "overlapped" or (reduce == "auto" and size > _SMALL_GRADIENTS)
+        return sum(p.numel() * p.element_size() for p in self._parameters) > _SMALL_GRADIENTS
 
-    def overlap(self, bucket_mb: float) -> None:
-        """Let PyTorch's DistributedDataParallel sum the gradients while backward runs.
+    def _overlapping(self, all_have_samples: bool) -> DistributedDataParallel | None:
+        """PyTorch's DistributedDataParallel over the model, where this step is summed while backward runs.
 
         It always looks for unused parameters: without that, one that is unused in the last step gives wrong numbers and
         no error, and with large models the search costs nothing that can be measured.
+
+        It is made anew after a step that was summed flat: its reducer goes on marking the parameters that such a step
+        used, and fails in the next one that doesn't use them ("gradient which is undefined, but still allreduced",
+        torch 2.13).
         """
-        self._ddp = DistributedDataParallel(
-            self.model,
-            device_ids=None if self.world.device.is_slot else [self.world.device.index],
-            broadcast_buffers=False,  # done here, only for those that change: see _FollowedBuffers
-            init_sync=False,  # build_model has compared the ranks
-            find_unused_parameters=True,
-            gradient_as_bucket_view=True,
-            bucket_cap_mb=bucket_mb,
-        )
+        if not self._overlaps or not all_have_samples:
+            self._ddp = None
+            return None
+        if self._ddp is None:
+            self._ddp = DistributedDataParallel(
+                self.model,
+                device_ids=None if self.world.device.is_slot else [self.world.device.index],
+                init_sync=False,  # build_model has compared the ranks
+                find_unused_parameters=True,
+                gradient_as_bucket_view=True,
+                bucket_cap_mb=self._bucket_mb,
+                # Buffers are followed here, only those that change: see _FollowedBuffers.
+                **{_FORWARD_BUFFERS: False},  # type: ignore[arg-type]
+            )
+        return self._ddp
 
     def gradients(self, batch: Batch) -> tuple[Number, Number]:
         """Gradients of total / size, summed over micro-batches and ranks."""
         for p in self._parameters:
             p.grad = None
         self._buffers.follow()
-        parts = batch.parts
-        full = self._ddp is not None and all(part.of >= self.world.size for part in parts)
+        world = self.world
+        # DDP divides by the number of ranks; what is wanted is the sum.
+        ddp = self._overlapping(all(part.of >= world.size for part in batch.parts))
+        factor = (1 if ddp is None else world.size) / batch.size
         total: Number = 0.0
         count: Number = 0
-        sums: torch.Tensor | None = None
-        for i, part in enumerate(parts):
+        for i, part in enumerate(batch.parts):
             if self._exchange is not None:
-                self._exchange.begin(min(part.of, self.world.size))
+                self._exchange.begin(min(part.of, world.size))
+            is_last = i == len(batch.parts) - 1
             if not part.size:
                 continue
             part = self.placed(part)
-            last = full and i == len(parts) - 1
-            model = self._ddp if full and self._ddp is not None else self.model
-            with nullcontext() if last or not full else self._ddp.no_sync():  # type: ignore[union-attr]
-                part_total, part_count = self._quietly(model, part)
+            with nullcontext() if ddp is None or is_last else ddp.no_sync():
+                part_total, part_count = self._forward(ddp or self.model, part)
                 total = total + part_total.detach()
                 count = count + part_count
-                # DDP divides by the number of ranks; what is wanted is the sum.
-                self.backward(part_total, (self.world.size if full else 1) / batch.size)
-        if self.world.size == 1:
-            pass
-        elif full:
-            sums = torch.stack(
-                [torch.as_tensor(v, dtype=torch.float64, device=self.world.device.torch) for v in (total, count)]
-            )
-            self.world.all_reduce(sums)
-            total, count = (sums[0], sums[1]) if self._on_accelerator else tuple(sums.tolist())
-        else:
+                self.backward(part_total, factor)
+        if ddp is not None:
+            total, count = self._summed(total, count)
+        elif world.size > 1:
             if self._flat is None:
                 self._flat = FlatGradients(self._parameters)
-            total, count = self._flat.sum_over(self.world, total, count)
+            total, count = self._flat.sum_over(world, total, count)
         if not self._buffers.looked:
             self._buffers.look()
         return total, count
 
-    def _quietly(self, model: nn.Module, part: Any) -> tuple[torch.Tensor, Number]:
-        if self.world.step > 1:
+    def _summed(self, total: Number, count: Number) -> tuple[Number, Number]:
+        device = self.world.device.torch
+        sums = torch.stack([torch.as_tensor(value, dtype=torch.float64, device=device) for value in (total, count)])
+        self.world.all_reduce(sums)
+        if self._on_accelerator:
+            return sums[0], sums[1]
+        found = sums.tolist()
+        return found[0], found[1]
+
+    def _forward(self, model: nn.Module, part: Part) -> tuple[torch.Tensor, Number]:
+        if model is self.model or self._noticed:
             return self.forward_loss(model, part)
-        with warnings.catch_warnings():
-            # DDP says once that no parameter was unused; that is no fault here.
-            warnings.filterwarnings("ignore", message=".*find_unused_parameters=True was specified")
+        self._noticed = True
+        with _without_line("find_unused_parameters=True was specified"):
             return self.forward_loss(model, part)
 
     def share_buffers(self) -> None:
@@ -164,6 +190,28 @@ class DDPStep(Step):
         self._buffers.look()
         for buffer in self.model.buffers():
             self.world.broadcast(buffer)
+
+
+@contextlib.contextmanager
+def _without_line(words: str) -> Iterator[None]:
+    """Leave out the lines with these words of what is written to standard error for a while.
+
+    PyTorch's reducer says from C++, past Python's warnings, that no parameter was unused. That is no fault here.
+    """
+    sys.stderr.flush()
+    with tempfile.TemporaryFile() as kept, contextlib.ExitStack() as stack:
+        before = os.dup(2)
+        stack.callback(os.close, before)
+        os.dup2(kept.fileno(), 2)
+        try:
+            yield
+        finally:
+            sys.stderr.flush()
+            os.dup2(before, 2)
+            kept.seek(0)
+            for line in kept.read().splitlines(keepends=True):
+                if words.encode() not in line:
+                    os.write(2, line)
 
 
 class _FollowedBuffers:

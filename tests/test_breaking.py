@@ -1,0 +1,203 @@
+"""Broken on purpose: what a person sees, what is kept, and that nothing is left running."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import textwrap
+import time
+from pathlib import Path
+
+import psutil
+import pytest
+import torch
+from torch import nn
+
+from lockstep import Job, checkpoint, train
+from lockstep.cli import main
+from lockstep.errors import FolderError, OutOfMemory, RankFailed, SaveError
+from zoo import drawn, labels, mlp, plain_sgd
+
+JOB = """
+import os, time, torch, lockstep
+from torch import nn
+from torch.utils.data import TensorDataset
+
+class Net(nn.Linear):
+    calls = 0
+    def forward(self, x):
+        Net.calls += 1
+        rank = torch.distributed.get_rank() if torch.distributed.is_initialized() else 0
+        if Net.calls == 5 and os.environ.get("BREAK") == f"raise {rank}":
+            raise ValueError("no such luck")
+        if Net.calls == 5 and os.environ.get("BREAK") == f"kill {rank}":
+            os.kill(os.getpid(), 9)
+        time.sleep(0.01)
+        return super().forward(x)
+
+def job():
+    return lockstep.Job(
+        model=lambda: Net(4, 3), loss=nn.CrossEntropyLoss(), optimizer=lambda p: torch.optim.SGD(p, lr=0.1),
+        train_data=TensorDataset(torch.randn(64, 4), torch.randint(3, (64,))), batch_size=8, epochs=10000)
+"""
+ON = {"single": "1xcpu", "dp": "2xcpu", "ddp": "2xcpu"}
+
+
+@pytest.fixture
+def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "endless.py").write_text(textwrap.dedent(JOB))
+    return tmp_path
+
+
+def started(folder: Path, strategy: str) -> subprocess.Popen[str]:
+    """A training from the command line that has finished an epoch."""
+    command = [sys.executable, "-m", "lockstep", "train", "endless.py"]
+    words = [*command, "--strategy", strategy, "--devices", ON[strategy]]
+    process = subprocess.Popen(words, cwd=folder, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+    end = time.monotonic() + 60
+    while not list(folder.glob("runs/*/state.pt")):
+        assert process.poll() is None and time.monotonic() < end, process.communicate()
+        time.sleep(0.05)
+    return process
+
+
+def family(process: subprocess.Popen[str]) -> list[psutil.Process]:
+    return psutil.Process(process.pid).children(recursive=True)
+
+
+@pytest.mark.parametrize("strategy", ON)
+@pytest.mark.parametrize(
+    ("how", "code", "says"), [(signal.SIGINT, 130, "stopped by Ctrl-C"), (signal.SIGTERM, 143, "")]
+)
+def test_a_stopped_training_keeps_its_folder_and_leaves_no_process(how, code, says, strategy, folder) -> None:
+    process = started(folder, strategy)
+    children = family(process)
+    process.send_signal(how)
+    _, err = process.communicate(timeout=20)
+    assert process.returncode == code
+    assert says in err and "Traceback" not in err
+    _, alive = psutil.wait_procs(children, timeout=5)
+    assert not alive
+    (run,) = folder.glob("runs/*")
+    assert checkpoint.load_state(run / "state.pt")["epoch"] >= 1
+
+
+def test_what_a_rank_raises_is_shown_once_headed_by_rank_and_step(folder, monkeypatch, capfd) -> None:
+    monkeypatch.setenv("BREAK", "raise 1")
+    assert main(["train", "endless.py", "--strategy", "ddp", "--devices", "2xcpu"]) == 1
+    err = capfd.readouterr().err
+    assert err.count("ValueError: no such luck") == 2, "the traceback and the last line"
+    assert err.count("Traceback") == 1
+    assert err.strip().splitlines()[-1] == "lockstep: rank 1 (cpu:1) failed at step 5: ValueError: no such luck"
+    assert len(list(folder.glob("runs/*"))) == 1
+
+
+def test_a_killed_rank_is_named(folder, monkeypatch, capfd) -> None:
+    monkeypatch.setenv("BREAK", "kill 1")
+    assert main(["train", "endless.py", "--strategy", "ddp", "--devices", "2xcpu"]) == 1
+    assert "rank 1 (cpu:1) was killed by SIGKILL" in capfd.readouterr().err.strip().splitlines()[-1]
+
+
+def job_of(model=mlp, **settings) -> Job:
+    data = torch.utils.data.TensorDataset(drawn(24, 6), labels(24, 3))
+    fields = {"loss": nn.CrossEntropyLoss(), "optimizer": plain_sgd, "train_data": data, "batch_size": 8, "epochs": 3}
+    return Job(model=model, **{**fields, **settings})
+
+
+def wide() -> nn.Module:
+    return nn.Sequential(nn.Linear(6, 9000), nn.Linear(9000, 3))
+
+
+class Hungry(nn.Linear):
+    """Asks for a petabyte."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return super().forward(x) + torch.empty(10**15)[:3]
+
+
+@pytest.mark.parametrize("strategy", ON)
+def test_out_of_memory_names_device_step_share_and_the_setting_that_helps(strategy: str, tmp_path) -> None:
+    share = 8 if strategy == "single" else 4 if strategy == "ddp" else 8
+    says = rf"out of memory on cpu:\d at step 1 with a share of {share} samples: .*accumulate=2"
+    with pytest.raises(OutOfMemory, match=says):
+        train(job_of(lambda: Hungry(6, 3)), strategy=strategy, devices=ON[strategy], folder=tmp_path, quiet=True)
+
+
+def test_a_full_disk_at_the_end_of_an_epoch_keeps_what_was_saved(tmp_path, monkeypatch) -> None:
+    saves = []
+
+    def full_the_second_time(*args, **kwargs) -> None:
+        saves.append(args)
+        if len(saves) > 1:
+            raise OSError(28, "No space left on device")
+        real(*args, **kwargs)
+
+    real = torch.save
+    monkeypatch.setattr(torch, "save", full_the_second_time)
+    with pytest.raises(SaveError, match=r"state\.pt: .* the disk is full; state\.pt of before is kept"):
+        train(job_of(), folder=tmp_path, quiet=True)
+    monkeypatch.undo()
+    (run,) = tmp_path.glob("*")
+    assert checkpoint.load_state(run / "state.pt")["epoch"] == 1
+    assert train(job_of(), resume=run, quiet=True).summary["epochs"] == 3
+
+
+def test_a_disk_that_is_really_full_is_said(tmp_path) -> None:
+    disk = tmp_path / "disk"
+    disk.mkdir()
+    mounted = subprocess.run(["mount", "-t", "tmpfs", "-osize=64k", "none", disk], capture_output=True, check=False)
+    if mounted.returncode:
+        pytest.skip("no right to mount a small disk")
+    try:
+        with pytest.raises(SaveError, match="the disk is full"):
+            train(job_of(wide), folder=disk, quiet=True, strategy="ddp", devices="2xcpu")
+        (run,) = disk.glob("*")
+        for path in run.glob("*"):  # now not even the first file fits
+            if path.is_file():
+                path.unlink()
+        (disk / "filler").write_bytes(b"")
+        with (disk / "filler").open("wb", buffering=0) as file, pytest.raises(OSError):
+            while True:
+                file.write(b"0" * 1024)
+        before = set(disk.glob("*"))
+        with pytest.raises(FolderError, match="No space left"):
+            train(job_of(), folder=disk, quiet=True)
+        assert set(disk.glob("*")) == before, "nothing was made"
+    finally:
+        subprocess.run(["umount", str(disk)], check=True)
+
+
+@pytest.mark.skipif(os.geteuid() == 0, reason="root may write anywhere")
+def test_a_folder_that_can_not_be_written_is_said(tmp_path) -> None:
+    tmp_path.chmod(0o500)
+    with pytest.raises(FolderError, match="can't be made"):
+        train(job_of(), folder=tmp_path / "runs", quiet=True)
+
+
+def test_a_damaged_state_is_said(tmp_path) -> None:
+    run = train(job_of(epochs=1), folder=tmp_path, quiet=True)
+    (run.folder / "state.pt").write_bytes(b"nonsense")
+    with pytest.raises(FolderError, match=r"state\.pt: it can't be read"):
+        train(job_of(), resume=run.folder, quiet=True)
+
+
+def test_a_state_of_another_model_is_refused_by_name(tmp_path) -> None:
+    run = train(job_of(epochs=1), folder=tmp_path, quiet=True)
+    with pytest.raises(Exception, match="the saved model is another one"):
+        train(job_of(lambda: nn.Linear(6, 3)), resume=run.folder, quiet=True)
+
+
+def test_a_rank_that_is_stuck_does_not_outlive_one_that_raises(tmp_path) -> None:
+    class Uneven(nn.Linear):
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            if torch.distributed.get_rank() == 1:
+                time.sleep(3600)
+            raise ValueError("first")
+
+    began = time.monotonic()
+    with pytest.raises(RankFailed, match=r"rank 0 \(cpu:0\) failed at step 1: ValueError: first"):
+        train(job_of(lambda: Uneven(6, 3)), strategy="ddp", devices="2xcpu", folder=tmp_path, quiet=True)
+    assert time.monotonic() - began < 30

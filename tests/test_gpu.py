@@ -1,0 +1,62 @@
+"""What only an accelerator can show. Run where there is one; the list of what is owed is in benchmarks/gpu-owed.md."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from lockstep import Job, train
+from lockstep.devices import Device
+from lockstep.errors import NonFiniteLoss
+from lockstep.strategies.ddp import DDP
+from lockstep.verify import differences
+from zoo import ZOO, drawn, labels
+
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device"),
+]
+KINDS = ["mlp", "ignored tokens and tied weights", "a layer unused in some steps, the last one too", "clipping"]
+
+
+@pytest.mark.parametrize("strategy", ["single", "ddp"])
+@pytest.mark.parametrize("kind", [*KINDS, "convolutions with sync_batchnorm"])
+def test_one_gpu_ends_where_one_slot_does(kind: str, strategy: str, tmp_path) -> None:
+    job = ZOO[kind].having(precision="fp64")
+    here = train(job, strategy="single", devices="1xcpu", folder=tmp_path, quiet=True)
+    there = train(job, strategy=strategy, devices="cuda:0", folder=tmp_path, quiet=True)
+    assert differences(job, there, here).worst < 1e-9
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_two_replicas_on_one_gpu_end_where_one_does(kind: str, tmp_path) -> None:
+    job = ZOO[kind].having(precision="fp64")
+    here = train(job, strategy="single", devices="cuda:0", folder=tmp_path, quiet=True)
+    there = train(job, strategy="dp", devices=[Device("cuda", 0)] * 2, folder=tmp_path, quiet=True)
+    assert differences(job, there, here).worst < 1e-10
+
+
+def test_two_ranks_on_one_gpu_end_where_one_does(tmp_path) -> None:
+    # NCCL wants a device for each rank; gloo takes CUDA tensors too.
+    job = ZOO["ignored tokens and tied weights"].having(precision="fp64")
+    here = train(job, strategy="single", devices="cuda:0", folder=tmp_path, quiet=True)
+    for reduce in ("flat", "overlapped"):
+        way = DDP(reduce=reduce)
+        there = train(job, strategy=way, devices=[Device("cuda", 0)] * 2, backend="gloo", folder=tmp_path, quiet=True)
+        assert differences(job, there, here).worst < 1e-10
+
+
+def test_a_loss_that_is_not_finite_is_named_by_its_step_some_steps_later(tmp_path) -> None:
+    seen = []
+
+    def loss(outputs: torch.Tensor, targets: torch.Tensor) -> tuple[torch.Tensor, int]:
+        seen.append(1)
+        total = outputs.sum()
+        return (total * float("nan") if len(seen) == 7 else total), len(targets)
+
+    data = torch.utils.data.TensorDataset(drawn(200, 6), labels(200, 3))
+    job = Job(
+        model=ZOO["mlp"].model, loss=loss, optimizer=ZOO["mlp"].optimizer, train_data=data, batch_size=4, epochs=3
+    )
+    with pytest.raises(NonFiniteLoss, match="at step 7"):
+        train(job, strategy="single", devices="cuda:0", folder=tmp_path, quiet=True)
