@@ -5,6 +5,8 @@ from __future__ import annotations
 import json
 import os
 import stat
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -211,3 +213,32 @@ def test_parallelize_inside_a_launch_is_ddp() -> None:
     for whole in (True, False):
         for losses in lockstep.launch(loop, devices="2xcpu", args=(whole,)):
             assert losses == pytest.approx(reference, abs=1e-12)
+
+
+OWN_LOOP = """
+import json, torch, lockstep
+from torch.utils.data import TensorDataset
+generator = torch.Generator().manual_seed(3)
+data = TensorDataset(torch.randn(41, 6, generator=generator), torch.randint(3, (41,), generator=generator))
+torch.manual_seed(0)
+model = torch.nn.Linear(6, 3)
+step = lockstep.parallelize(
+    model, torch.nn.CrossEntropyLoss(), lambda p: torch.optim.SGD(p, lr=0.5), devices="1xcpu", precision="fp64"
+)
+losses = [step(inputs, targets).loss for inputs, targets in lockstep.batches(data, batch_size=8)]
+if step.world.rank == 0:
+    print(step.world.size, json.dumps(losses))
+"""
+
+
+def test_a_plain_loop_is_ddp_under_torchrun_and_single_without(tmp_path: Path) -> None:
+    script = tmp_path / "loop.py"
+    script.write_text(OWN_LOOP)
+    under = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2"]
+    found = {}
+    for words in ([], under):
+        command = [sys.executable, *words, str(script)]
+        out = subprocess.run(command, capture_output=True, text=True, check=True, timeout=100)
+        size, losses = out.stdout.split(" ", 1)
+        found[int(size)] = json.loads(losses)
+    assert found[2] == pytest.approx(found[1], abs=1e-12)

@@ -9,9 +9,9 @@ import torch
 from torch import nn
 
 from lockstep import devices as _devices
-from lockstep import world as _world
 from lockstep.devices import Devices
 from lockstep.job import Job
+from lockstep.launch import here
 from lockstep.step import Step
 from lockstep.strategies import Strategy, choose
 from lockstep.world import World
@@ -46,7 +46,7 @@ def parallelize(
     Raises:
         InputError: the strategy can't be used here, or a setting is wrong.
     """
-    world = _world.current()
+    world = here(devices)
     if world is None:
         world = World(devices=_devices.parse(devices))
     if strategy is None:

@@ -100,7 +100,7 @@ class Step(ABC):
         if isinstance(inputs, Batch):
             return self.update(inputs)
         mine = 0 if inputs is None else batch_size_of(inputs)
-        sizes = self.world.gather_objects(mine)
+        sizes = self._sizes_of_all(mine)
         parts = []
         start = 0
         for size in share_sizes(mine, self._accumulate):
@@ -112,6 +112,13 @@ class Step(ABC):
             for i, part in enumerate(parts):
                 part.of = sum(shares[i] for shares in every)
         return self.update(Batch(parts, sum(sizes), 0, 0, None))
+
+    def _sizes_of_all(self, mine: int) -> list[int]:
+        """How many samples each rank has."""
+        sizes = torch.zeros(self.world.size, dtype=torch.int64)
+        sizes[self.world.rank] = mine
+        found: list[int] = self.world.all_reduce(sizes.to(self.world.device.torch)).tolist()
+        return found
 
     def update(self, batch: Batch) -> Result:
         """One update on a batch of the loader.

@@ -14,6 +14,7 @@ from lockstep.data.fetch import ORDER, Collate, Fetcher, kept_states, seed_all, 
 from lockstep.data.shares import Batch, Part, Spans, cuts, mixed, permutation, pieces
 from lockstep.data.workers import Workers, default_workers, free_cores
 from lockstep.errors import JobError
+from lockstep.launch import here
 
 
 class Loader:
@@ -75,8 +76,8 @@ class Loader:
         self._device = None if device is None or device.type == "cpu" else device
         self._pin = self._device is not None and (self._device.type in ("cuda", "xpu") if pin is None else pin)
         if workers is None:
-            here = _world.current()
-            workers = default_workers(len(free_cores()), here.local_size if here else 1, dataset)
+            world = _world.current()
+            workers = default_workers(len(free_cores()), world.local_size if world else 1, dataset)
         if workers < 0:
             raise JobError(f"loader_workers: {workers}, a whole number from 0 is expected")
         self._workers = Workers(self._fetcher, workers, self._pin) if workers else None
@@ -220,8 +221,8 @@ def batches(dataset: Any, batch_size: int, **settings: Any) -> Loader:
     Raises:
         JobError: a setting is wrong, or the dataset is empty.
     """
-    here = _world.current()
-    if here is not None and here.size > 1:
-        device = None if here.device.is_slot else here.device.torch
-        settings = {"rank": here.rank, "world_size": here.size, "device": device, **settings}
+    world = here()
+    if world is not None and world.size > 1:
+        device = None if world.device.is_slot else world.device.torch
+        settings = {"rank": world.rank, "world_size": world.size, "device": device, **settings}
     return Loader(dataset, batch_size=batch_size, **settings)

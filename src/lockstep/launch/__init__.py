@@ -28,6 +28,7 @@ from lockstep.errors import InputError
 
 if TYPE_CHECKING:
     from lockstep.devices import Device, Devices
+    from lockstep.world import World
 
 T = TypeVar("T")
 
@@ -90,6 +91,23 @@ def launch(
     return local.run(
         fn, chosen, args, backend=backend, folder=folder, on_event=on_event, on_output=on_output, timeout=timeout
     )
+
+
+def here(devices: Devices = "auto") -> World | None:
+    """The world that this process is in; under torchrun, the one it joins when it first asks; else None.
+
+    Args:
+        devices: of which this process takes its own, where it joins.
+    """
+    from lockstep import devices as _devices
+    from lockstep import world as _world
+
+    world = _world.current()
+    if world is None and under_torchrun() and int(os.environ["WORLD_SIZE"]) > 1:
+        from lockstep.launch import torchrun
+
+        world = torchrun.stay(torchrun.device_of_this_rank(_devices.parse(devices)))
+    return world
 
 
 def under_torchrun() -> bool:

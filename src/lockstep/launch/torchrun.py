@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import atexit
 import datetime
 import os
 import pickle
@@ -11,6 +12,7 @@ from typing import Any, NamedTuple, TypeVar
 from urllib.parse import urlsplit
 
 import cloudpickle
+import torch
 from torch.distributed.distributed_c10d import PrefixStore, Store
 from torch.distributed.rendezvous import register_rendezvous_handler, rendezvous
 
@@ -83,6 +85,23 @@ def run(
         raise
     _world.leave(world)
     return results
+
+
+def stay(device: Device) -> _world.World:
+    """Make this process a rank for the rest of its life, for a loop of the person's own that has no launch around it.
+
+    A process group that the person has made is taken as it is.
+    """
+    here = place()
+    world = _world.World(devices=(device,), **here._asdict())
+    if torch.distributed.is_initialized():
+        _devices.limit_threads(device)
+        world.backend = torch.distributed.get_backend()
+        _world.enter(world)
+        return world
+    _world.join(world, init_method=_meeting())
+    atexit.register(_world.leave, world)
+    return world
 
 
 _meetings = 0
