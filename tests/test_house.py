@@ -12,7 +12,7 @@ import lockstep
 SRC = Path(lockstep.__file__).parent
 LAYERS = [
     {"errors"},
-    {"nesting", "devices", "events"},
+    {"nesting", "devices", "events", "seeding"},
     {"job", "means", "world"},
     {"jobfile", "loss", "inventory", "launch", "parallel"},
     {"build", "data", "display", "folder", "checkpoint", "compare"},

@@ -17,7 +17,7 @@ from torch.utils.data import TensorDataset
 
 import lockstep
 from lockstep import Job, evaluate, train
-from lockstep.errors import JobError, StrategyError
+from lockstep.errors import FolderError, JobError, StrategyError
 from zoo import ZOO, drawn, labels, mlp, plain_sgd, right
 
 ON = {"single": "1xcpu", "dp": "2xcpu", "ddp": "2xcpu"}
@@ -43,8 +43,8 @@ def test_a_run_leaves_its_folder(strategy: str, tmp_path: Path) -> None:
     assert run.folder.name.startswith(f"job-{strategy}-")
     assert stat.S_IMODE(os.stat(run.folder).st_mode) == 0o700
     files = {path.name for path in run.folder.iterdir()}
-    assert files == {
-        "best.safetensors", "config.json", "metrics.jsonl", "model.safetensors", "ranks", "state.pt", "summary.json",
+    assert files - {"ranks"} == {
+        "best.safetensors", "config.json", "metrics.jsonl", "model.safetensors", "state.pt", "summary.json",
     }  # fmt: skip
     summary = json.loads((run.folder / "summary.json").read_text())
     assert set(summary) == {
@@ -165,9 +165,37 @@ def test_resuming_with_another_seed_or_batch_is_refused(tmp_path: Path) -> None:
     run = train(classify(epochs=1), folder=tmp_path, quiet=True)
     with pytest.raises(JobError, match="seed: the run was made with 0, not 5"):
         train(classify(), resume=run.folder, seed=5, quiet=True)
-    with pytest.raises(JobError, match="epochs: the run has already done 1 epochs"):
+    with pytest.raises(JobError, match="epochs: the run has done 1 "):
         train(classify(epochs=1), resume=run.folder, quiet=True)
     assert run.folder.is_dir(), "what was there is kept"
+
+
+def test_a_refused_resume_changes_nothing_in_the_folder(tmp_path: Path) -> None:
+    run = train(classify(epochs=1), folder=tmp_path, quiet=True)
+    before = {path.name: path.read_bytes() for path in run.folder.iterdir() if path.is_file()}
+    with pytest.raises(JobError):
+        train(classify(), resume=run.folder, seed=5, quiet=True, tensorboard=True)
+    with pytest.raises(lockstep.LockstepError, match="another one"):
+        train(classify(model=lambda: nn.Linear(6, 3)), resume=run.folder, quiet=True)
+    assert {path.name: path.read_bytes() for path in run.folder.iterdir() if path.is_file()} == before
+
+
+def test_weights_of_another_model_are_refused_by_name(tmp_path: Path) -> None:
+    run = train(classify(epochs=1), folder=tmp_path, quiet=True)
+    other = lockstep.Run(run.folder, run.summary, classify(model=lambda: nn.Sequential(nn.Linear(6, 3))))
+    with pytest.raises(FolderError, match=r'weights of another model: "2\.bias" is in the run only'):
+        other.model()
+
+
+def test_a_function_that_returns_a_job_is_as_good_as_the_job(tmp_path: Path) -> None:
+    assert train(lambda: classify(), folder=tmp_path, quiet=True, epochs=1).summary["epochs"] == 1
+    with pytest.raises(JobError, match="not int"):
+        train(lambda: 3, folder=tmp_path, quiet=True)  # type: ignore[arg-type,return-value]
+
+
+def test_a_backend_that_does_not_fit_the_devices_is_refused() -> None:
+    with pytest.raises(lockstep.LockstepError, match="backend"):
+        train(classify(), devices="2xcpu", backend="nccl")
 
 
 def test_single_on_two_devices_and_a_strategy_that_does_not_exist_are_refused() -> None:

@@ -4,36 +4,15 @@ from __future__ import annotations
 
 import hashlib
 import inspect
-import random
-import sys
 from collections.abc import Iterator
-from contextlib import contextmanager
 
 import torch
 from torch import nn
 
-from lockstep.errors import JobError
+from lockstep.errors import JobError, told
 from lockstep.job import Job
-from lockstep.jobfile import told
+from lockstep.seeding import seeded
 from lockstep.world import World
-
-
-@contextmanager
-def seeded(seed: int) -> Iterator[None]:
-    """Seed torch, random and numpy (where it is loaded) for a while; their streams go on as before afterwards."""
-    numpy = sys.modules.get("numpy")
-    before = random.getstate(), torch.get_rng_state(), numpy.random.get_state() if numpy else None
-    random.seed(seed)
-    torch.manual_seed(seed)
-    if numpy:
-        numpy.random.seed(seed % 2**32)
-    try:
-        yield
-    finally:
-        random.setstate(before[0])
-        torch.set_rng_state(before[1])
-        if numpy:
-            numpy.random.set_state(before[2])
 
 
 def build_model(job: Job, world: World) -> nn.Module:

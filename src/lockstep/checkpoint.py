@@ -14,6 +14,7 @@ from typing import Any
 
 import torch
 from safetensors.torch import load_file, save_file
+from torch import nn
 
 from lockstep.errors import FolderError, SaveError
 
@@ -39,11 +40,31 @@ def load_weights(path: Path) -> dict[str, torch.Tensor]:
         FolderError: the file isn't there, or isn't one.
     """
     if not path.is_file():
-        raise FolderError(f"{path}: there are no weights; did the run end?")
+        others = [name for name in ("best.safetensors", "state.pt") if path.with_name(name).is_file()]
+        what = "--best takes the best so far, --resume goes on" if others else "it had not finished an epoch"
+        raise FolderError(f"{path}: there are no such weights, the run was stopped: {what}")
     try:
         return dict(load_file(path))
     except Exception as error:
         raise FolderError(f"{path}: not a safetensors file ({error})") from error
+
+
+def take_weights(model: nn.Module, path: Path) -> None:
+    """Give a model the weights of a run.
+
+    Raises:
+        FolderError: they aren't there, or another model's (the first name is given).
+    """
+    weights = load_weights(path)
+    own = {name: value for name, value in model.state_dict().items() if isinstance(value, torch.Tensor)}
+    for name in sorted(own.keys() ^ weights.keys()):
+        where = "the run" if name in weights else "this job's model"
+        raise FolderError(f'{path}: these are the weights of another model: "{name}" is in {where} only')
+    for name, value in own.items():
+        if value.shape != weights[name].shape:
+            shapes = f"{tuple(weights[name].shape)} in the run, {tuple(value.shape)} in this job's"
+            raise FolderError(f'{path}: these are the weights of another model: "{name}" is {shapes}')
+    model.load_state_dict(weights, strict=False)
 
 
 def save_state(path: Path, state: Mapping[str, Any]) -> None:

@@ -7,6 +7,7 @@ needed their server starts to import torch while this process does.
 from __future__ import annotations
 
 import argparse
+import os
 import signal
 import sys
 import traceback
@@ -14,6 +15,7 @@ from collections.abc import Sequence
 from types import FrameType
 from typing import Any, NoReturn
 
+import lockstep
 from lockstep.errors import InputError, LockstepError, RankFailed, nearest
 
 
@@ -39,22 +41,45 @@ def main(words: Sequence[str] | None = None) -> int:
         return _run(list(sys.argv[1:] if words is None else words))
     except LockstepError as error:
         if isinstance(error, RankFailed) and error.traceback:
-            print(error.traceback.rstrip(), file=sys.stderr)
-        print(f"lockstep: {error}", file=sys.stderr)
-        return error.exit_code
+            _say(error.traceback.rstrip())
+        _say(f"lockstep: {error}")
+        return _ended(error.exit_code)
     except KeyboardInterrupt:
-        print("lockstep: stopped by Ctrl-C; what was saved is kept", file=sys.stderr)
+        _say("lockstep: stopped by Ctrl-C; what was saved is kept")
         return 130
     except Exception as error:
+        if _is_for_want_of_another(error):
+            _say(f"lockstep: rank {os.environ['RANK']} stopped because another rank did")
+            return _ended(1)
         # The person's own code, run in this process: its traceback is what helps.
         traceback.print_exc()
-        print(
-            f"lockstep: the run failed: {type(error).__name__}: {str(error).splitlines()[0] if str(error) else ''}",
-            file=sys.stderr,
-        )
-        return 1
+        first = str(error).splitlines()[0] if str(error) else ""
+        _say(f"lockstep: the run failed: {type(error).__name__}: {first}")
+        return _ended(1)
     finally:
         signal.signal(signal.SIGTERM, before)
+
+
+def _say(text: str) -> None:
+    # In one piece, so that torchrun's ranks don't write into one another's lines.
+    sys.stderr.write(text + "\n")
+    sys.stderr.flush()
+
+
+def _is_for_want_of_another(error: Exception) -> bool:
+    if "TORCHELASTIC_RUN_ID" not in os.environ:
+        return False
+    from lockstep.launch.records import looks_like_peers
+
+    return looks_like_peers(error)
+
+
+def _ended(code: int) -> int:
+    """The exit code; under torchrun the process ends here, since its group's threads would abort it later."""
+    if code and "TORCHELASTIC_RUN_ID" in os.environ:
+        sys.stdout.flush()
+        os._exit(code)
+    return code
 
 
 def _terminated(number: int, frame: FrameType | None) -> None:
@@ -78,6 +103,7 @@ def _parser() -> tuple[_Parser, dict[str, _Parser]]:
         prog="lockstep", description="Train an ordinary PyTorch model on many devices, with the numbers of one."
     )
     parser.set_defaults(command=None)
+    parser.add_argument("--version", action="version", version=f"lockstep {lockstep.__version__}")
     commands = parser.add_subparsers(dest="command", metavar="COMMAND", parser_class=_Parser)
 
     train = commands.add_parser("train", help="train a job", allow_abbrev=False)
@@ -189,6 +215,8 @@ def _evaluate(options: argparse.Namespace) -> int:
         knobs=_knobs(options.set),
         **_settings(options),
     )
+    if os.environ.get("RANK", "0") != "0":
+        return 0
     for name, value in values.items():
         print(f"{name} {value:.6g}")
     return 0

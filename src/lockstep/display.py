@@ -50,7 +50,10 @@ class Display:
             self.line(f"note: {event.text}" if event.kind == "note" else event.text, note=event.kind == "note")
         elif isinstance(event, Progress):
             if self._live is not None:
-                self._live.update(_status(event))
+                from rich.text import Text
+
+                # One row, however narrow: what doesn't fit is left out at its end.
+                self._live.update(Text(_status(event), no_wrap=True, overflow="ellipsis"))
         elif isinstance(event, Event) and event.kind == "evaluated":
             self.line(epoch_line(event))
 
@@ -59,7 +62,7 @@ class Display:
         if self._quiet:
             return
         if self._console is not None:
-            self._console.print(text, style="yellow" if note else None, markup=False, soft_wrap=True)
+            self._console.print(text, style="yellow" if note else None, markup=False)
         else:
             print(text, flush=True)
 
@@ -80,15 +83,19 @@ def epoch_line(event: Event) -> str:
         if name == "samples_per_second":
             words.append(f"{value:,.0f} samples/s")
         elif name not in ("lr", "seconds"):
-            shown = f"{value:.4f}" if isinstance(value, float) else str(value)
-            words.append(f"{name.replace('_', ' ')} {shown}")
+            words.append(f"{name.replace('_', ' ')} {number(value)}")
     return "  ".join(words)
+
+
+def number(value: float) -> str:
+    """Four places, or an exponent where that would be long or say nothing."""
+    return f"{value:.4f}" if value == 0 or 1e-3 <= abs(value) < 1e6 else f"{value:.3e}"
 
 
 def _status(event: Progress) -> str:
     words = [f"epoch {event.epoch}" + (f"/{event.epochs}" if event.epochs else "")]
     words.append(f"step {event.step:,}" + (f"/{event.steps:,}" if event.steps else ""))
-    words.append(f"loss {event.loss:.4f}")
+    words.append(f"loss {number(event.loss)}")
     words.append(f"{event.samples_per_second:,.0f} samples/s")
     if event.seconds_left is not None:
         words.append(f"{duration(event.seconds_left)} left")

@@ -99,3 +99,25 @@ def nearest(name: str, names: list[str]) -> str:
 
     near = difflib.get_close_matches(name, names, n=1)
     return f'did you mean "{near[0]}"?' if near else f"there are: {', '.join(names)}"
+
+
+def told(error: BaseException, path: str | None = None) -> str:
+    """``TypeError: what (file.py, line 12)``: an error in one line, with where the person's own code raised it.
+
+    Args:
+        error: what was raised.
+        path: the last place in this file is meant; None means the last one outside of installed packages.
+    """
+    import sysconfig
+    import traceback
+    from pathlib import Path
+
+    frames = traceback.extract_tb(error.__traceback__)
+    if path is not None:
+        own = [f for f in frames if Path(f.filename).resolve() == Path(path).resolve()]
+    else:
+        installed = (sysconfig.get_path("stdlib"), sysconfig.get_path("purelib"), str(Path(__file__).parent))
+        own = [f for f in frames if not f.filename.startswith((*installed, "<"))]
+    where = f" ({Path(own[-1].filename).name}, line {own[-1].lineno})" if own else ""
+    text = str(error).strip().split("\n")[0]
+    return f"{type(error).__name__}{': ' if text else ''}{text}{where}"

@@ -42,7 +42,6 @@ class RunFolder:
             try:
                 path.parent.mkdir(parents=True, exist_ok=True)
                 path.mkdir(mode=0o700)
-                (path / "ranks").mkdir(mode=0o700)
             except FileExistsError:
                 if not path.parent.is_dir():
                     raise FolderError(f"{path.parent}: not a folder, so no run can be kept there") from None
@@ -133,7 +132,9 @@ class RunFolder:
         return [json.loads(line) for line in self.metrics.read_text().splitlines() if line.strip()]
 
     def keep_metrics(self, epochs: int) -> None:
-        """Forget the lines of epochs after that many: they will be run again."""
+        """Forget the lines of epochs after that many: they will be run again, or to their end."""
+        if not self.metrics.is_file():
+            return
         kept = [record for record in self.read_metrics() if record["epoch"] <= epochs]
         self.metrics.write_text("".join(json.dumps(record) + "\n" for record in kept))
 

@@ -85,6 +85,8 @@ class Job:
     on_event: Sequence[Callable[[Any], str | None]] = ()
 
     def __post_init__(self) -> None:
+        if isinstance(self.optimizer, torch.optim.Optimizer):
+            raise JobError("optimizer: give a function that makes it: lambda params: torch.optim.SGD(params, lr=0.1)")
         for name in ("model", "loss", "optimizer"):
             if not callable(getattr(self, name)):
                 raise JobError(f"{name}: {getattr(self, name)!r} can't be called")

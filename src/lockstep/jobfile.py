@@ -10,7 +10,6 @@ import ast
 import importlib.util
 import inspect
 import sys
-import traceback
 import typing
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
@@ -18,8 +17,9 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any
 
-from lockstep.errors import JobError, LockstepError, nearest
+from lockstep.errors import JobError, LockstepError, nearest, told
 from lockstep.job import Job, convert
+from lockstep.seeding import seeded
 
 
 @dataclass(frozen=True)
@@ -47,6 +47,11 @@ class JobFile:
         Raises:
             JobError: the file is missing, raises, has no ``job``, or a knob or setting doesn't exist.
         """
+        # Layers or data that are made outside of the functions of the job are the same on every rank, and in each run.
+        with seeded(0):
+            return self._load()
+
+    def _load(self) -> Job:
         found = getattr(_run(Path(self.path)), "job", None)
         if found is None:
             raise JobError(f"{self.path}: there is no `job` in it; write `def job(): return lockstep.Job(...)`")
@@ -79,8 +84,11 @@ class JobFile:
 
 
 def _run(path: Path) -> ModuleType:
+    if path.is_dir():
+        what = "the folder of a run: --resume it, or evaluate it" if (path / "config.json").is_file() else "a folder"
+        raise JobError(f"{path}: a Python file with a `job` is expected, and this is {what}")
     if not path.is_file():
-        raise JobError(f"{path}: there is no such file")
+        raise JobError(f"{path}: there is no such file (a run whose job file has moved: train FILE --resume RUN)")
     name = f"lockstep_job_{path.stem}"
     spec = importlib.util.spec_from_file_location(name, path)
     if spec is None or spec.loader is None:
@@ -100,15 +108,6 @@ def _run(path: Path) -> ModuleType:
     except Exception as error:
         raise JobError(f"{path}: it raised {told(error, str(path))}") from error
     return module
-
-
-def told(error: BaseException, path: str | None = None) -> str:
-    """``TypeError: what (file.py, line 12)``: an error in one line, with the last place in ``path``, or anywhere."""
-    frames = traceback.extract_tb(error.__traceback__)
-    own = [f for f in frames if path is not None and Path(f.filename).resolve() == Path(path).resolve()] or frames
-    where = f" ({Path(own[-1].filename).name}, line {own[-1].lineno})" if own else ""
-    text = str(error).strip().split("\n")[0]
-    return f"{type(error).__name__}{': ' if text else ''}{text}{where}"
 
 
 def _typed(function: Callable[..., Any], knobs: Mapping[str, Any]) -> dict[str, Any]:

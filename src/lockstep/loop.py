@@ -20,12 +20,12 @@ import torch
 from lockstep.checkpoint import load_state, save_state, save_weights
 from lockstep.data import Loader, resolve, share_sizes
 from lockstep.devices import Device
-from lockstep.display import duration
-from lockstep.errors import JobError
+from lockstep.display import duration, number
+from lockstep.errors import JobError, told
 from lockstep.evaluation import evaluate
 from lockstep.folder import RunFolder
 from lockstep.job import Job
-from lockstep.jobfile import JobFile, told
+from lockstep.jobfile import JobFile
 from lockstep.progress import Pace, Teller, peak_memory
 from lockstep.step import Step
 from lockstep.strategies import Strategy
@@ -44,7 +44,6 @@ class Plan:
         runs: where new folders are made.
         resume: go on from the folder's state.
         tensorboard: write events for it.
-        devices: all devices of the run, as words, for people.
     """
 
     job: Job | JobFile
@@ -54,7 +53,6 @@ class Plan:
     runs: str = "runs"
     resume: bool = False
     tensorboard: bool = False
-    devices: tuple[str, ...] = ()
 
     def load(self) -> Job:
         """The job itself."""
@@ -66,16 +64,14 @@ def train_on(world: World, plan: Plan) -> dict[str, Any]:
     job = plan.load()
     path = plan.folder
     if path is None:
-        path = world.broadcast_object(str(RunFolder.new(plan.runs, plan.name).path) if world.is_first else None)
+        name = f"{plan.name}-{plan.strategy.name}"
+        path = world.broadcast_object(str(RunFolder.new(plan.runs, name).path) if world.is_first else None)
         assert path is not None
         world.folder = path
-    folder = RunFolder(path)
-    if world.is_first:
-        _write_config(folder, plan, job, world)
-    return _Training(world, plan, job, folder).run()
+    return _Training(world, plan, job, RunFolder(path)).run()
 
 
-def _write_config(folder: RunFolder, plan: Plan, job: Job, world: World) -> None:
+def _write_config(folder: RunFolder, plan: Plan, job: Job, world: World, devices: list[str]) -> None:
     source = plan.job if isinstance(plan.job, JobFile) else None
     before = folder.read_json(folder.config) if plan.resume else None
     folder.write_json(
@@ -87,7 +83,7 @@ def _write_config(folder: RunFolder, plan: Plan, job: Job, world: World) -> None
             "settings": job.settings,
             "strategy": plan.strategy.name,
             "strategy_settings": dataclasses.asdict(plan.strategy),
-            "devices": list(plan.devices),
+            "devices": devices,
             "world_size": world.size,
             "backend": world.backend,
             "resumed": [*before["resumed"], before["strategy"]] if before else [],
@@ -114,9 +110,9 @@ class _Training:
         self.best = math.inf
         self.stopped = False
         self.record: dict[str, float] = {}
-        self.told = Teller(world, job, folder, plan.tensorboard)
         self.samples = 0
         self.seconds = 0.0
+        self.devices = [str(d) for mine in world.gather_objects(world.devices) for d in mine]
 
     # ---- the whole --------------------------------------------------------------------------------------------------
 
@@ -124,6 +120,11 @@ class _Training:
         began = time.perf_counter()
         if self.plan.resume:
             self._resume()
+        # Only now that nothing can be refused any more does the folder change.
+        if self.world.is_first:
+            _write_config(self.folder, self.plan, self.job, self.world, self.devices)
+            self.folder.keep_metrics(self.epoch)
+        self.told = Teller(self.world, self.job, self.folder, self.plan.tensorboard)
         self._say_what_will_happen()
         self.told.event("started", self.epoch, self.world.step, {})
         with contextlib.closing(self.told):
@@ -250,11 +251,10 @@ class _Training:
             self.scheduler.load_state_dict(state["scheduler"])
         self.epoch, self.position, self.best = state["epoch"], state["position"], state["best"]
         self.world.step = state["step"]
-        if self.world.is_first:
-            self.folder.keep_metrics(self.epoch + (self.position > 0))
         if self._is_done():
+            done, more = self.epoch, self.epoch + (self._epochs or 1)
             raise JobError(
-                f"epochs: the run has already done {self.epoch} epochs ({self.world.step} steps): ask for more"
+                f"epochs: the run has done {done} ({self.world.step} steps): ask for more, --epochs {more} say"
             )
 
     # ---- what a person reads ----------------------------------------------------------------------------------------
@@ -263,7 +263,7 @@ class _Training:
         world, job, plan = self.world, self.job, self.plan
         if not world.is_first:
             return
-        devices = plan.devices or tuple(str(d) for d in world.devices)
+        devices = self.devices
         on = f"{len(devices)} devices ({_abridged(devices)})" if len(devices) > 1 else _described(world.device)
         via = f", {world.backend}" if world.backend else ""
         self.told.line(f"{plan.name}: {plan.strategy.name} on {on}{via}")
@@ -273,7 +273,7 @@ class _Training:
         held_out = f", {self.eval_loader.samples:,} held out" if self.eval_loader is not None else ""
         self.told.line(
             f"batches of {job.batch_size:,}{split}{parts}; {self.loader.samples:,} samples, "
-            f"{len(self.loader):,} steps an epoch{held_out}"
+            f"{len(self.loader):,} step{'s' if len(self.loader) > 1 else ''} an epoch{held_out}"
         )
         if self.plan.resume:
             self.told.line(f"going on after epoch {self.epoch}, step {world.step}")
@@ -285,7 +285,7 @@ class _Training:
         named = ("train_loss", "eval_loss", "lr", "seconds", "samples_per_second")
         summary = {
             "strategy": self.plan.strategy.name,
-            "devices": list(self.plan.devices),
+            "devices": self.devices,
             "world_size": self.world.size,
             "epochs": self.epoch,
             "steps": self.world.step,
@@ -301,7 +301,7 @@ class _Training:
         }
         if self.world.is_first:
             self.folder.write_json(self.folder.summary, summary)
-            last = "  ".join(f"{n.replace('_', ' ')} {v:.4f}" for n, v in self.record.items() if n not in named[2:])
+            last = "  ".join(f"{n.replace('_', ' ')} {number(v)}" for n, v in self.record.items() if n not in named[2:])
             self.told.line(f"done in {duration(seconds)}: {last}")
         return summary
 

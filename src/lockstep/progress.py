@@ -112,7 +112,7 @@ def peak_memory(world: World) -> list[int]:
 
 def _memory(world: World) -> tuple[tuple[str, int], ...]:
     if world.device.is_slot:
-        return (("process", _resident()),)
+        return (("memory", _resident()),)
     return tuple((str(d), torch.cuda.memory_allocated(d.index)) for d in world.devices if d.type == "cuda")
 
 

@@ -3,27 +3,29 @@
 from __future__ import annotations
 
 import contextlib
+import os
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TypeVar
 
+import torch.distributed as dist
 from torch import nn
 
 from lockstep import devices as _devices
 from lockstep import world as _world
-from lockstep.build import seeded
-from lockstep.checkpoint import load_weights
+from lockstep.checkpoint import take_weights
 from lockstep.data import resolve
 from lockstep.devices import Device, Devices
 from lockstep.display import Display
-from lockstep.errors import FolderError, InputError, JobError, StrategyError
+from lockstep.errors import DeviceError, FolderError, InputError, JobError, StrategyError
 from lockstep.evaluation import evaluate as _evaluate
 from lockstep.folder import RunFolder
 from lockstep.job import Job
 from lockstep.jobfile import JobFile
 from lockstep.launch import launch, under_torchrun
 from lockstep.loop import Plan, _loader, train_on
+from lockstep.seeding import seeded
 from lockstep.strategies import Strategy, choose
 from lockstep.world import World
 
@@ -43,6 +45,9 @@ class Run:
     folder: Path
     summary: dict[str, Any]
     job: Job | JobFile | None = None
+
+    def __repr__(self) -> str:
+        return f"Run({str(self.folder)!r}, metrics={self.metrics})"
 
     @property
     def metrics(self) -> dict[str, float]:
@@ -66,12 +71,12 @@ class Run:
             model = job.model()
         if job.precision == "fp64":
             model.double()
-        model.load_state_dict(load_weights(folder.best if best else folder.model), strict=False)
+        take_weights(model, folder.best if best else folder.model)
         return model
 
 
 def train(
-    job: Job | JobFile | str | Path,
+    job: Job | JobFile | Callable[[], Job] | str | Path,
     *,
     strategy: str | Strategy | None = None,
     devices: Devices = "auto",
@@ -85,7 +90,7 @@ def train(
     """Train a job.
 
     Args:
-        job: a Job, or the path of a job file.
+        job: a Job, a function that returns one, or the path of a job file.
         strategy: by name; None takes ``single`` on one device and ``ddp`` on several.
         devices: as in ``lockstep.devices``: ``"auto"``, 4, ``"2xcpu"``, ``"cuda:0,2"``.
         resume: the folder of a run to go on with, under any strategy and number of devices.
@@ -97,46 +102,74 @@ def train(
 
     Raises:
         InputError: something asked for can't be done; nothing was made.
-        RunError: the run failed; its folder is kept.
+        RunError: the run failed; its folder is kept. What the job's own code raises in another process comes as a
+            RankFailed with that as its cause; in this process, as itself.
     """
-    if isinstance(job, str | Path):
-        job = JobFile(str(job))
-    if settings:
-        job = (
-            JobFile(job.path, job.knobs, {**job.settings, **settings})
-            if isinstance(job, JobFile)
-            else job.having(**settings)
-        )
+    job = _with_settings(_as_job(job), settings)
     with Display(quiet=quiet) as display:
         chosen = _devices.parse(devices)
+        _check_backend(backend, chosen)
         if under_torchrun():
-            return _train_under_torchrun(job, strategy, devices, resume, str(folder), backend, tensorboard, display)
+            return _train_under_torchrun(job, strategy, chosen, resume, str(folder), backend, tensorboard, display)
         way = choose(strategy, chosen)
         name = job.name if isinstance(job, JobFile) else "job"
         run = RunFolder.existing(resume) if resume is not None else RunFolder.new(folder, f"{name}-{way.name}")
-        plan = Plan(
-            job=job,
-            strategy=way,
-            name=name,
-            folder=str(run.path.resolve()),
-            resume=resume is not None,
-            tensorboard=tensorboard,
-            devices=tuple(str(d) for d in chosen),
-        )
+        path = str(run.path.resolve())
+        plan = Plan(job, way, name, path, resume=resume is not None, tensorboard=tensorboard)
         try:
-            summary = _on_devices(train_on, plan, chosen, backend, str(run.path.resolve()), display)
-        except InputError:
-            if resume is None:
-                run.remove()
+            summary = _on_devices(train_on, plan, chosen, backend, path, display)
+        except BaseException as error:
+            _left_behind(run, error, display, resumed=resume is not None)
             raise
         display.line(f"run: {run.path}")
         return Run(run.path, summary, job)
 
 
+def _as_job(job: Job | JobFile | Callable[[], Job] | str | Path) -> Job | JobFile:
+    """What a person may give for a job: a Job, a function that returns one, or the path of a file."""
+    if isinstance(job, str | Path):
+        return JobFile(str(job))
+    if isinstance(job, Job | JobFile):
+        return job
+    made = job() if callable(job) else job
+    if not isinstance(made, Job):
+        raise JobError(f"job: a Job, a function that returns one, or a job file is expected, not {type(made).__name__}")
+    return made
+
+
+def _with_settings(job: Job | JobFile, settings: Mapping[str, Any]) -> Job | JobFile:
+    if not settings:
+        return job
+    if "device" in settings:
+        raise JobError('device: did you mean "devices"?')
+    if isinstance(job, JobFile):
+        return JobFile(job.path, job.knobs, {**job.settings, **settings})
+    return job.having(**settings)
+
+
+def _check_backend(backend: str | None, devices: tuple[Device, ...]) -> None:
+    if backend is None:
+        return
+    if not dist.is_backend_available(backend):
+        raise DeviceError(f'backend "{backend}" isn\'t in this torch: leave --backend out, or take gloo')
+    if backend == "nccl" and devices[0].type != "cuda":
+        raise DeviceError(f"backend nccl is for CUDA devices, not {devices[0]}: leave --backend out, or take gloo")
+
+
+def _left_behind(run: RunFolder, error: BaseException, display: Display, *, resumed: bool) -> None:
+    """Take away the folder of a run that was refused, or was stopped before it had anything; else say where it is."""
+    stopped = not isinstance(error, Exception)
+    if not resumed and (isinstance(error, InputError) or (stopped and not run.state.is_file())):
+        run.remove()
+    elif not isinstance(error, InputError):
+        go_on = f"; go on with --resume {run.path}" if run.state.is_file() else ""
+        display.line(f"run: {run.path}{go_on}")
+
+
 def _train_under_torchrun(
     job: Job | JobFile,
     strategy: str | Strategy | None,
-    devices: Devices,
+    devices: tuple[Device, ...],
     resume: str | Path | None,
     runs: str,
     backend: str | None,
@@ -148,24 +181,23 @@ def _train_under_torchrun(
         raise StrategyError(f"{way.name} is one process for all devices, and torchrun starts one for each: take ddp")
     name = job.name if isinstance(job, JobFile) else "job"
     kept = None if resume is None else str(RunFolder.existing(resume).path.resolve())
-    plan = Plan(job, way, f"{name}-{way.name}", kept, runs, resume is not None, tensorboard)
+    plan = Plan(job, way, name, kept, runs, resume is not None, tensorboard)
     summary, path = launch(_train_here, devices, (plan, display), backend=backend)[0]
-    if _world_rank() == 0:
+    if int(os.environ["RANK"]) == 0:
         display.line(f"run: {path}")
     return Run(Path(path), summary, job)
-
-
-def _world_rank() -> int:
-    import os
-
-    return int(os.environ.get("RANK", "0"))
 
 
 def _train_here(world: World, plan: Plan, display: Display) -> tuple[dict[str, Any], str]:
     """Train in this very process, one of torchrun's; rank 0 has the display."""
     if world.is_first:
         world.tell = display.tell
-    summary = train_on(world, plan)
+    try:
+        summary = train_on(world, plan)
+    except Exception as error:
+        if world.is_first and world.folder is not None:
+            _left_behind(RunFolder(world.folder), error, display, resumed=plan.resume)
+        raise
     path = plan.folder or world.folder
     assert path is not None
     return summary, path
@@ -180,7 +212,7 @@ def _on_devices(
     display: Display,
 ) -> T:
     """Call ``function(world, argument)`` on every rank that the strategy wants; gives rank 0's result."""
-    if argument.strategy.processes == "one" or len(devices) == 1:
+    if not under_torchrun() and (argument.strategy.processes == "one" or len(devices) == 1):
         with alone(devices) as world:
             world.folder = folder
             world.tell = display.tell
@@ -220,7 +252,7 @@ class _Evaluation:
 
 
 def evaluate(
-    what: Run | Job | JobFile | str | Path,
+    what: Run | Job | JobFile | Callable[[], Job] | str | Path,
     *,
     strategy: str | Strategy | None = None,
     devices: Devices = "auto",
@@ -255,14 +287,12 @@ def evaluate(
         assert what.job is not None
         weights, job = str(folder.best if best else folder.model), what.job
     else:
-        job = JobFile(str(what), knobs or {}) if isinstance(what, str | Path) else what
-    if settings:
-        job = (
-            JobFile(job.path, job.knobs, {**job.settings, **settings})
-            if isinstance(job, JobFile)
-            else job.having(**settings)
-        )
+        job = JobFile(str(what), knobs or {}) if isinstance(what, str | Path) else _as_job(what)
+        if best:
+            raise InputError(f"{what}: --best is for a run, and this is a job that was not trained")
+    job = _with_settings(job, settings)
     chosen = _devices.parse(devices)
+    _check_backend(backend, chosen)
     with Display() as display:
         return _on_devices(
             evaluate_on, _Evaluation(job, choose(strategy, chosen), weights), chosen, backend, None, display
@@ -276,7 +306,7 @@ def evaluate_on(world: World, plan: _Evaluation) -> dict[str, float]:
         raise JobError("eval_data: the job has none, so there is nothing to evaluate on")
     step = plan.strategy.build(job, world)
     if plan.weights is not None:
-        step.model.load_state_dict(load_weights(Path(plan.weights)), strict=False)
+        take_weights(step.model, Path(plan.weights))
     loader = _loader(job, world, resolve(job.eval_data, world, "eval_data"), evaluation=True)
     return _evaluate(step, loader, job.metrics, world)
 

@@ -18,11 +18,11 @@ from typing import Any
 import torch
 from torch import nn
 
-from lockstep.build import seeded
 from lockstep.checkpoint import load_weights
 from lockstep.devices import Devices
 from lockstep.folder import RunFolder
 from lockstep.job import Job
+from lockstep.seeding import seeded
 from lockstep.strategies import Strategy
 from lockstep.train import Run, train
 

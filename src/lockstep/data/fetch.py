@@ -8,10 +8,7 @@ long as it draws nothing, which is seen by the generators' states.
 
 from __future__ import annotations
 
-import random
-import sys
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -19,7 +16,8 @@ from torch import Tensor
 from torch.utils.data import Subset, TensorDataset, default_collate
 
 from lockstep.data.shares import absorbed
-from lockstep.errors import JobError, SampleError
+from lockstep.errors import JobError, SampleError, told
+from lockstep.seeding import kept_states, same, seed_all, states
 
 Collate = Callable[[list[Any]], Any]
 Pair = tuple[Any, Any]
@@ -91,13 +89,13 @@ class Fetcher:
 
     def _at_once(self, indices: Sequence[int], share: Sequence[int]) -> list[Any] | None:
         """The samples by one call, or None where they draw random numbers, which one seed for all would get wrong."""
-        before = _states() if self._draws else None
+        before = states() if self._draws else None
         try:
             samples = list(self._base.__getitems__(list(indices)))
         except Exception as error:
             shown = ", ".join(map(str, share[:3])) + (", ..." if len(share) > 3 else "")
             raise SampleError(f"{self._name}: fetching samples {shown} raised {told(error)}") from error
-        if before is not None and not _same(before, _states()):
+        if before is not None and not same(before, states()):
             self._whole = False
             return None
         if len(samples) != len(share):
@@ -173,50 +171,3 @@ def _shape_of(value: Any) -> str:
     if isinstance(value, tuple | list):
         return f"a {type(value).__name__} of {len(value)}"
     return "None" if value is None else f"a {type(value).__name__}"
-
-
-def told(error: BaseException) -> str:
-    """An exception in one line: its type and the first line of what it says."""
-    lines = str(error).strip().splitlines()
-    return f"{type(error).__name__}: {lines[0]}" if lines else type(error).__name__
-
-
-# ---- the three global generators ------------------------------------------------------------------------------------
-
-
-def seed_all(key: int) -> None:
-    """Seed torch, ``random`` and numpy (where it is loaded), 7 us in all; ``torch.manual_seed`` alone takes 78."""
-    torch.default_generator.manual_seed(key)
-    random.seed(key)
-    numpy = sys.modules.get("numpy")
-    if numpy is not None:
-        numpy.random.seed(key & 0xFFFFFFFF)
-
-
-@contextmanager
-def kept_states() -> Iterator[None]:
-    """Give the three generators back the states they have now."""
-    before = _states()
-    try:
-        yield
-    finally:
-        torch.set_rng_state(before[0])
-        random.setstate(before[1])
-        if before[2] is not None:
-            sys.modules["numpy"].random.set_state(before[2])
-
-
-_States = tuple[Tensor, Any, Any]
-
-
-def _states() -> _States:
-    numpy = sys.modules.get("numpy")
-    return torch.get_rng_state(), random.getstate(), None if numpy is None else numpy.random.get_state()
-
-
-def _same(a: _States, b: _States) -> bool:
-    if not torch.equal(a[0], b[0]) or a[1] != b[1]:
-        return False
-    if a[2] is None or b[2] is None:
-        return True
-    return bool((a[2][1] == b[2][1]).all()) and tuple(a[2][2:]) == tuple(b[2][2:])

@@ -10,11 +10,12 @@ from torch import Tensor
 
 from lockstep import world as _world
 from lockstep.data.ahead import copied_ahead
-from lockstep.data.fetch import ORDER, Collate, Fetcher, kept_states, seed_all, told
+from lockstep.data.fetch import ORDER, Collate, Fetcher
 from lockstep.data.shares import Batch, Part, Spans, cuts, mixed, permutation, pieces
 from lockstep.data.workers import Workers, default_workers, free_cores
-from lockstep.errors import JobError
+from lockstep.errors import JobError, told
 from lockstep.launch import here
+from lockstep.seeding import kept_states, seed_all
 
 
 class Loader:

@@ -6,8 +6,7 @@ from typing import Any
 
 from torch.utils.data import IterableDataset
 
-from lockstep.data.fetch import told
-from lockstep.errors import JobError
+from lockstep.errors import JobError, told
 from lockstep.world import World
 
 
