@@ -308,10 +308,14 @@ def test_the_probe_works_on_the_smallest_batches(samples: int) -> None:
         totalled(contrastive).check(logits(samples, C), logits(samples, C), samples)
 
 
-def test_one_sample_proves_nothing() -> None:
-    summed = totalled(contrastive)
+def test_of_a_single_sample_two_are_made() -> None:
+    with pytest.raises(LossError, match="not a mean over samples"):
+        totalled(contrastive).check(logits(1, C), logits(1, C), 1)
+    with pytest.raises(LossError, match="a sum, its value depends on the batch size"):
+        totalled(nn.MSELoss(reduction="sum")).check(logits(1, C), logits(1, C), 1)
+    summed = totalled(squared)
     summed.check(logits(1, C), logits(1, C), 1)
-    assert not summed.proven
+    assert summed.proven
 
 
 @pytest.mark.parametrize(("dtype", "close"), [(torch.float32, True), (torch.bfloat16, True), (torch.float64, False)])

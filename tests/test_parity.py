@@ -9,6 +9,8 @@ import torch
 from torch import nn
 
 from lockstep import Job, train
+from lockstep.errors import LossError, RunError, StrategyError
+from lockstep.seeding import seeded
 from lockstep.strategies.ddp import DDP
 from lockstep.strategies.dp import DP
 from lockstep.strategies.single import Single
@@ -16,7 +18,7 @@ from lockstep.strategies.strategy import Strategy
 from lockstep.train import Run
 from lockstep.verify import differences, parity, same_bits
 
-from zoo import ZOO, drawn, labels, plain_sgd  # isort: skip
+from zoo import ZOO, Gappy, drawn, labels, mlp, plain_sgd, sgd  # isort: skip
 
 BOUND = 1e-10
 WAYS: dict[str, Strategy] = {"dp": DP(), "ddp flat": DDP(reduce="flat"), "ddp overlapped": DDP(reduce="overlapped")}
@@ -116,3 +118,123 @@ def test_the_harness_says_how_far_two_strategies_are_apart() -> None:
     found = parity(ZOO["mlp"], "dp", "2xcpu")
     assert found.worst < BOUND
     assert "largest difference" in str(found)
+
+
+def test_a_parameter_with_gaps_is_trained_as_by_a_plain_loop(tmp_path) -> None:
+    """Fused kernels go by address; float64 would hide it, since turning the model to it closes the gaps."""
+    job = ZOO["mlp"].having(shuffle=False)
+    job = dataclasses.replace(job, model=Gappy, optimizer=sgd)
+    run = train(job, strategy="single", devices="1xcpu", folder=tmp_path, quiet=True)
+    with seeded(job.seed):
+        model = Gappy()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9, weight_decay=1e-3)
+    inputs, targets = job.train_data.tensors
+    for _ in range(2):
+        for x, y in zip(inputs.split(8), targets.split(8), strict=True):
+            optimizer.zero_grad()
+            nn.functional.cross_entropy(model(x), y).backward()
+            optimizer.step()
+    assert torch.allclose(run.model().gappy, model.gappy, atol=1e-5)
+
+
+class Renormed(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.words = nn.Embedding(40, 3, max_norm=1.0)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.words(x.long().abs().clamp(max=39)[:, 0])
+
+
+def hooked() -> nn.Module:
+    model = mlp()
+    model[0].weight.register_hook(lambda grad: grad * 0.1)
+    return model
+
+
+class Closing(nn.Linear):
+    def __init__(self) -> None:
+        super().__init__(6, 3)
+        self.act = lambda x: x * self.weight.sum()
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.act(super().forward(x))
+
+
+@pytest.mark.parametrize(
+    ("model", "ways", "says"),
+    [(Renormed, ["dp", "ddp"], "max_norm"), (hooked, ["dp"], "has a hook"), (Closing, ["dp"], "holds on to the model")],
+)
+def test_what_replicas_can_not_keep_is_refused(model, ways, says, tmp_path) -> None:
+    job = dataclasses.replace(ZOO["mlp"], model=model)
+    train(job, strategy="single", devices="1xcpu", folder=tmp_path / "single", quiet=True)
+    for way in ways:
+        with pytest.raises(StrategyError, match=says):
+            train(job, strategy=way, devices="2xcpu", folder=tmp_path / way, quiet=True)
+        assert not list((tmp_path / way).iterdir())
+
+
+class SelfWriting(nn.Linear):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        with torch.no_grad():
+            self.bias.data.copy_(x.mean(dim=0)[:3])
+        return super().forward(x)
+
+
+def test_ranks_whose_parameters_come_to_differ_are_stopped(tmp_path) -> None:
+    job = dataclasses.replace(ZOO["mlp"], model=lambda: SelfWriting(6, 3))
+    with pytest.raises(RunError, match='parameter "bias" has come to differ between ranks'):
+        train(job, strategy="ddp", devices="2xcpu", folder=tmp_path, quiet=True)
+
+
+class Averaging(nn.Linear):
+    def __init__(self) -> None:
+        super().__init__(6, 3)
+        self.register_buffer("seen", torch.zeros(6))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        self.seen.mul_(0.9).add_(x.mean(dim=0).detach(), alpha=0.1)
+        return super().forward(x - self.seen)
+
+
+def test_a_buffer_that_depends_on_the_share_is_said(tmp_path, capsys) -> None:
+    train(dataclasses.replace(ZOO["mlp"], model=Averaging), strategy="ddp", devices="2xcpu", folder=tmp_path)
+    assert 'note: buffer "seen" depends on the share' in capsys.readouterr().out
+
+
+def test_a_loss_over_pairs_is_refused_where_every_share_is_one_sample(tmp_path) -> None:
+    def pairs(outputs: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
+        return nn.functional.cross_entropy(outputs @ outputs.T, torch.arange(len(outputs)))
+
+    for way in ("dp", "ddp"):
+        with pytest.raises(LossError, match="not a mean over samples"):
+            train(
+                ZOO["mlp"].having(batch_size=2, loss=pairs), strategy=way, devices="2xcpu", folder=tmp_path, quiet=True
+            )
+
+
+def test_epochs_of_different_lengths_are_resumed_in_their_middle(tmp_path) -> None:
+    lengths = [16, 29, 8, 24]
+    job = ZOO["momentum"].having(precision="fp64", epochs=4, order=lambda epoch: torch.arange(lengths[epoch]))
+    whole = train(job, strategy="single", devices="1xcpu", folder=tmp_path, quiet=True)
+    assert whole.summary["steps"] == 2 + 4 + 1 + 3
+    for steps in (4, 7):
+        part = train(job, strategy="ddp", devices="2xcpu", folder=tmp_path, quiet=True, steps=steps)
+        resumed = train(job, strategy="dp", devices="2xcpu", resume=part.folder, quiet=True)
+        found = differences(job, resumed, whole)
+        assert found.worst < BOUND
+        assert max(found.history.values()) < BOUND, "the interrupted epoch is one line, over all of it"
+
+
+def test_a_batch_norm_that_one_replica_skips_is_said_instead_of_waited_for(tmp_path) -> None:
+    class Branching(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.norm, self.out = nn.BatchNorm1d(6), nn.Linear(6, 3)
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return self.out(self.norm(x) if bool((x[:, 0] > 1.5).any()) else x)
+
+    job = dataclasses.replace(ZOO["mlp"], model=Branching)
+    with pytest.raises(Exception, match="took a branch without this batch norm"):
+        train(job, strategy="dp", devices="2xcpu", folder=tmp_path, quiet=True, sync_batchnorm=True)

@@ -177,6 +177,40 @@ def halved_weights(params: Any) -> torch.optim.Optimizer:
     )
 
 
+class Gappy(nn.Module):
+    """A parameter whose storage has gaps, which fused kernels would read wrongly."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first = nn.Linear(6, 8)
+        self.gappy = nn.Parameter(torch.randn(8, 8)[:, :3])
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return torch.tanh(self.first(x)) @ self.gappy
+
+
+class Words(nn.Module):
+    """An embedding with sparse gradients."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embedding = nn.EmbeddingBag(40, 6, sparse=True)
+        self.out = nn.Linear(6, 3)
+
+    def forward(self, tokens: torch.Tensor) -> torch.Tensor:
+        return self.out(self.embedding(tokens))
+
+
+def with_tuples(samples: list[Any]) -> tuple[torch.Tensor, tuple[int, ...]]:
+    """Targets as one tuple with an item for each sample."""
+    return torch.stack([x for x, _ in samples]), tuple(int(y) for _, y in samples)
+
+
+def over_tuples(outputs: torch.Tensor, targets: tuple[int, ...]) -> tuple[torch.Tensor, int]:
+    each = [nn.functional.cross_entropy(o[None], torch.tensor([t])) for o, t in zip(outputs, targets, strict=True)]
+    return torch.stack(each).sum(), len(each)
+
+
 _tokens, _next = tokens_and_next()
 
 ZOO: dict[str, Job] = {
@@ -211,6 +245,10 @@ ZOO: dict[str, Job] = {
     ),
     "a dataset smaller than the batch": _job(mlp, drawn(5, 6), labels(5, 3), epochs=3, optimizer=sgd),
     "batches smaller than the world": _job(mlp, drawn(5, 6), labels(5, 3), batch_size=2, optimizer=sgd),
+    "sparse gradients, and an empty rank": _job(
+        Words, torch.randint(40, (25, 4), generator=torch.Generator().manual_seed(6)), labels(25, 3)
+    ),
+    "targets as a tuple of the samples'": _job(mlp, collate=with_tuples, loss=over_tuples, metrics={}),
     "dict inputs": _job(Named, {"left": drawn(SAMPLES, 4), "right": drawn(SAMPLES, 2, seed=5)}),
     "accumulation": _job(mlp, accumulate=3),
     "accumulation of unequal counts": _job(Tagger, _tokens, _next, accumulate=2, metrics={}, optimizer=sgd),

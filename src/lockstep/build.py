@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import inspect
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 
 import torch
 from torch import nn
@@ -31,6 +31,8 @@ def build_model(job: Job, world: World) -> nn.Module:
         raise JobError(f"model: it gave a {type(model).__name__}, not a torch.nn.Module")
     if not any(p.requires_grad for p in model.parameters()):
         raise JobError("model: it has no parameter that requires a gradient, so there is nothing to train")
+    if not model.training:  # as pretrained models come; a part that was put in eval mode by itself stays there
+        model.train()
     same_on_every_rank(model, world)
     if job.precision == "fp64":
         model.double()
@@ -50,7 +52,7 @@ def same_on_every_rank(model: nn.Module, world: World) -> None:
     """
     if world.size == 1:
         return
-    mine = [(name, tuple(t.shape), str(t.dtype), _digest(t)) for name, t in _all_tensors(model)]
+    mine = [(name, tuple(t.shape), str(t.dtype), digest(t)) for name, t in _all_tensors(model)]
     whole = hashlib.sha256(repr(mine).encode()).hexdigest()
     if len(set(world.gather_objects(whole))) == 1:
         return
@@ -73,18 +75,28 @@ def same_on_every_rank(model: nn.Module, world: World) -> None:
             raise JobError(f'model: it builds differently: "{extra}" is on only one of rank 0 and rank {rank}')
 
 
+def differing_tensors(named: Iterable[tuple[str, torch.Tensor]], world: World) -> str | None:
+    """The first name whose values differ between ranks, the same answer on every rank; None where all agree."""
+    mine = [(name, digest(tensor)) for name, tensor in named]
+    if len(set(world.gather_objects(hashlib.sha256(repr(mine).encode()).hexdigest()))) == 1:
+        return None
+    every = world.gather_objects(mine)
+    names: Iterator[str] = (mine[0] for mine, *others in zip(*every, strict=True) if any(o != mine for o in others))
+    return next(names)
+
+
 def _all_tensors(model: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
     yield from model.named_parameters()
     yield from model.named_buffers()
 
 
-def _digest(tensor: torch.Tensor) -> tuple[float, float] | None:
+def digest(tensor: torch.Tensor | None) -> tuple[float, float] | None:
     """Two sums that tell different values apart: plain, and weighted by place."""
-    if tensor.is_meta or not tensor.numel():
+    if tensor is None or tensor.is_meta or tensor.is_sparse or not tensor.numel():
         return None
     flat = torch.view_as_real(tensor.detach()) if tensor.is_complex() else tensor.detach()
     flat = flat.reshape(-1).double()
-    places = torch.arange(1, flat.numel() + 1, dtype=torch.float64).remainder_(1009.0)
+    places = torch.arange(1, flat.numel() + 1, dtype=torch.float64, device=flat.device).remainder_(1009.0)
     return float(flat.sum()), float(flat @ places)
 
 
@@ -101,6 +113,10 @@ def build_optimizer(job: Job, model: nn.Module) -> torch.optim.Optimizer:
         raise JobError(f"optimizer: making it raised {told(error)}") from error
     if not isinstance(optimizer, torch.optim.Optimizer):
         raise JobError(f"optimizer: it gave a {type(optimizer).__name__}, not a torch.optim.Optimizer")
+    closure = inspect.signature(optimizer.step).parameters.get("closure")
+    if closure is not None and closure.default is inspect.Parameter.empty:
+        name = type(optimizer).__name__
+        raise JobError(f"optimizer: {name} calls the model itself (by a closure), which a step can't let it do")
     held = {id(p) for group in optimizer.param_groups for p in group["params"]}
     dropped = [name for name, p in named if id(p) not in held]
     if dropped:
@@ -111,8 +127,13 @@ def build_optimizer(job: Job, model: nn.Module) -> torch.optim.Optimizer:
     if len(held) > len(named):
         raise JobError("optimizer: it holds parameters that the model doesn't have, or that are frozen")
     if job.fused is not False and not optimizer.state:
-        _fuse(optimizer, named, wanted=job.fused is True)
+        _fuse(optimizer, named, wanted=job.fused is True, sparse=gives_sparse_gradients(model))
     return optimizer
+
+
+def gives_sparse_gradients(model: nn.Module) -> bool:
+    """Whether an embedding of the model says so."""
+    return any(getattr(module, "sparse", False) is True for module in model.modules())
 
 
 _FUSED = (torch.optim.SGD, torch.optim.Adam, torch.optim.AdamW, torch.optim.Adagrad)
@@ -124,7 +145,9 @@ _FUSED_ON = {
 }
 
 
-def _fuse(optimizer: torch.optim.Optimizer, named: list[tuple[str, nn.Parameter]], *, wanted: bool) -> None:
+def _fuse(
+    optimizer: torch.optim.Optimizer, named: list[tuple[str, nn.Parameter]], *, wanted: bool, sparse: bool
+) -> None:
     """Switch to the fused implementation where there is one for this optimizer, on these devices, in these formats."""
     fits = (
         any(
@@ -132,6 +155,9 @@ def _fuse(optimizer: torch.optim.Optimizer, named: list[tuple[str, nn.Parameter]
             for kind in _FUSED
         )
         and all(p.is_floating_point() and p.layout == torch.strided for _, p in named)
+        # The kernels on CPU go by address, and are silently wrong where a parameter has gaps.
+        and all(torch.empty_like(p).stride() == p.stride() for _, p in named)
+        and not sparse
         and "fused" in inspect.signature(type(optimizer).__init__).parameters
         and not any(g.get("differentiable") or (g.get("amsgrad") and not wanted) for g in optimizer.param_groups)
         # Adagrad made its state in the constructor, for the implementation chosen there.

@@ -105,6 +105,5 @@ def _replace(path: Path, write: Callable[[Path], Any]) -> None:
         full = full or "PytorchStreamWriter" in str(error) or "unexpected pos" in str(error)
         what = "the disk is full" if full else f"{type(error).__name__}: {str(error).splitlines()[0]}"
         kept = f"; {path.name} of before is kept" if path.exists() else ""
-        raise SaveError(
-            f"{path}: could not be written: {what}{kept}; free some space, then --resume the run"
-        ) from error
+        advice = "; free some space, then --resume the run" if full else ""
+        raise SaveError(f"{path}: could not be written: {what}{kept}{advice}") from error

@@ -4,17 +4,17 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Mapping
-from typing import Any, cast
+from typing import Any
 
 import torch
 
-from lockstep.data import Loader
+from lockstep.data import Loader, SharedLoader
 from lockstep.errors import JobError
 from lockstep.step import Step
 from lockstep.world import World
 
 
-def evaluate(step: Step, loader: Loader, metrics: Mapping[str, Any], world: World) -> dict[str, float]:
+def evaluate(step: Step, loader: Loader | SharedLoader, metrics: Mapping[str, Any], world: World) -> dict[str, float]:
     """The mean loss (``"loss"``) and each metric over all samples of the loader; the same values on every rank.
 
     Args:
@@ -31,16 +31,12 @@ def evaluate(step: Step, loader: Loader, metrics: Mapping[str, Any], world: Worl
     sums = [[0.0, 0.0] for _ in range(1 + len(functions))]
     with step.evaluating():
         for batch in loader.epoch(0):
-            part = batch.parts[0]
-            if not part.size:
-                continue
-            outputs, total, count = step.outputs(part)
-            _add(sums[0], total, count)
-            targets = step.placed(part).targets
-            for place, (name, function) in zip(sums[1:], functions.items(), strict=True):
-                _add(place, *_pair(name, function(outputs, targets)))
-            for metric in objects.values():
-                metric.update(outputs, targets)
+            for outputs, targets, total, count in step.results(batch):
+                _add(sums[0], total, count)
+                for place, (name, function) in zip(sums[1:], functions.items(), strict=True):
+                    _add(place, *_pair(name, function(outputs, targets)))
+                for metric in objects.values():
+                    metric.update(outputs, targets)
     summed = world.all_reduce(torch.tensor(sums, dtype=torch.float64, device=_summing_device(world))).tolist()
     values = {"loss": summed[0][0] / summed[0][1] if summed[0][1] else float("nan")}
     for name, (total, count) in zip(functions, summed[1:], strict=True):
@@ -95,4 +91,6 @@ def _merged(metric: Any, world: World) -> float:
     value = every[0].compute()
     if isinstance(value, torch.Tensor) and value.numel() == 1:
         return float(value)
-    return cast(float, value)
+    if isinstance(value, int | float):
+        return value
+    raise JobError(f"metrics: {type(metric).__name__} gave more than one number; give a metric for each of them")

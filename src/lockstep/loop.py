@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import functools
 import math
 import platform
 import time
@@ -18,7 +19,7 @@ from typing import Any
 import torch
 
 from lockstep.checkpoint import load_state, save_state, save_weights
-from lockstep.data import Loader, resolve, share_sizes
+from lockstep.data import Loader, SharedLoader, resolve, share_sizes
 from lockstep.devices import Device
 from lockstep.display import duration, number
 from lockstep.errors import JobError, told
@@ -27,7 +28,7 @@ from lockstep.folder import RunFolder
 from lockstep.job import Job
 from lockstep.jobfile import JobFile
 from lockstep.progress import Pace, Teller, peak_memory
-from lockstep.step import Step
+from lockstep.step import Result, Step
 from lockstep.strategies import Strategy
 from lockstep.world import World
 
@@ -107,6 +108,7 @@ class _Training:
         self.eval_loader = None if self.eval_data is None else _loader(job, world, self.eval_data, evaluation=True)
         self.epoch = 0  # epochs that are done
         self.position = 0  # batches done of the epoch that is not
+        self.partial: tuple[Any, Any] = (0.0, 0.0)
         self.best = math.inf
         self.stopped = False
         self.record: dict[str, float] = {}
@@ -180,15 +182,14 @@ class _Training:
         if finished:
             self.epoch, self.position = number, 0
             if self.scheduler is not None and self.job.lr_scheduler_every == "epoch":
-                _move_on(self.scheduler, self.record)
+                _move_on(self.scheduler, self.record.get("eval_loss", self.record["train_loss"]))
         self._save(number)
 
     def _train_epoch(self) -> tuple[int, float, bool]:
         """Go through the rest of an epoch; gives its samples, its mean loss, and whether it came to its end."""
         world, job, step = self.world, self.job, self.step
         by_step = self.scheduler if job.lr_scheduler_every == "step" else None
-        total: Any = 0.0
-        count: Any = 0.0
+        total, count = self.partial  # of the part of this epoch that an earlier run has done
         samples = 0
         batches = self.loader.epoch(self.epoch, self.position)
         pace = Pace(world, self._epochs, self._steps)
@@ -201,12 +202,13 @@ class _Training:
             samples += batch.size
             self.position += 1
             if by_step is not None:
-                _move_on(by_step, {"train_loss": 0.0})
+                _move_on(by_step, result)
             if world.rank == 0:
                 pace.show(self.epoch + 1, samples, total, count)
             if job.steps is not None and world.step >= job.steps:
-                finished = self.position >= len(self.loader)
+                finished = self.position >= self.loader.batches_of(self.epoch)
                 break
+        self.partial = (0.0, 0.0) if finished else (float(total), float(count))
         return samples, float(total) / float(count) if samples else float("nan"), finished
 
     def _stop_if_told(self, answer: bool) -> None:
@@ -232,6 +234,7 @@ class _Training:
                     "position": self.position,
                     "step": self.world.step,
                     "best": self.best,
+                    "partial": self.partial,
                     "seed": self.job.seed,
                     "batch_size": self.job.batch_size,
                 },
@@ -250,6 +253,7 @@ class _Training:
         if self.scheduler is not None and state["scheduler"] is not None:
             self.scheduler.load_state_dict(state["scheduler"])
         self.epoch, self.position, self.best = state["epoch"], state["position"], state["best"]
+        self.partial = state["partial"]
         self.world.step = state["step"]
         if self._is_done():
             done, more = self.epoch, self.epoch + (self._epochs or 1)
@@ -306,14 +310,17 @@ class _Training:
         return summary
 
 
-def _loader(job: Job, world: World, dataset: Any, *, evaluation: bool = False) -> Loader:
+def _loader(job: Job, world: World, dataset: Any, *, evaluation: bool = False) -> Loader | SharedLoader:
+    several = len(world.devices) > 1
     # A strategy that drives several accelerators itself sends each its share; the loader leaves the batch where it is.
-    device = None if len(world.devices) > 1 or world.device.is_slot else world.device.torch
-    return Loader(
-        dataset,
+    device = None if several or world.device.is_slot else world.device.torch
+    make: Any = (
+        functools.partial(SharedLoader, dataset, len(world.devices))
+        if several
+        else functools.partial(Loader, dataset, rank=world.rank, world_size=world.size)
+    )
+    loader: Loader | SharedLoader = make(
         batch_size=(job.eval_batch_size or job.batch_size) if evaluation else job.batch_size,
-        rank=world.rank,
-        world_size=world.size,
         accumulate=1 if evaluation else job.accumulate,
         seed=job.seed,
         shuffle=job.shuffle and not evaluation,
@@ -323,6 +330,7 @@ def _loader(job: Job, world: World, dataset: Any, *, evaluation: bool = False) -
         device=device,
         evaluation=evaluation,
     )
+    return loader
 
 
 def _scheduler(job: Job, step: Step) -> Any:
@@ -334,9 +342,9 @@ def _scheduler(job: Job, step: Step) -> Any:
         raise JobError(f"lr_scheduler: making it raised {told(error)}") from error
 
 
-def _move_on(scheduler: Any, record: dict[str, float]) -> None:
+def _move_on(scheduler: Any, loss: float | Result) -> None:
     if isinstance(scheduler, torch.optim.lr_scheduler.ReduceLROnPlateau):
-        scheduler.step(record.get("eval_loss", record["train_loss"]))
+        scheduler.step(loss.loss if isinstance(loss, Result) else loss)
     else:
         scheduler.step()
 

@@ -113,16 +113,26 @@ class Totalled:
         self._called = True
         return self._taken(value, samples)
 
-    def check(self, outputs: Any, targets: Any, samples: int) -> None:
-        """Make sure that the loss is additive over samples, once; the first batch of two samples or more decides.
+    def check(self, outputs: Any, targets: Any, samples: int, *, again: bool = False) -> None:
+        """Make sure that the loss is additive over samples.
+
+        Args:
+            outputs: of one share.
+            targets: of one share.
+            samples: how many these are; of a single one two are made, the second with halved outputs.
+            again: also where an earlier batch has shown it; a rare mask may not have been in that one.
 
         Outputs are detached, random numbers go on as if nothing had happened, and a module's state is left alone.
 
         Raises:
             LossError: it isn't additive, or can't be probed.
         """
-        if self.proven or samples < 2:
+        if self._mean is not None or self._valid or (self.proven and not again):
             return
+        if samples == 1:
+            outputs = each(lambda t: torch.cat([t, t / 2 if t.is_floating_point() else t]) if t.dim() else t, outputs)
+            targets = each(lambda t: torch.cat([t, t]) if t.dim() else t, targets)
+            samples = 2
         devices = {t.device for t in tensors(outputs) if t.device.type not in ("cpu", "meta")}
         kind = next((d.type for d in devices), "cuda")
         indices = [d.index or 0 for d in devices]

@@ -27,6 +27,7 @@ from lockstep.errors import InputError, LossError, NonFiniteLoss, OutOfMemory, R
 from lockstep.job import Job
 from lockstep.loss import Totalled
 from lockstep.nesting import batch_size_of, cut, to_device
+from lockstep.seeding import seed_all
 from lockstep.world import World
 
 Number = float | torch.Tensor
@@ -110,8 +111,16 @@ class Step(ABC):
         if self.world.size > 1:
             every = [share_sizes(s, self._accumulate) for s in sizes]
             for i, part in enumerate(parts):
-                part.of = sum(shares[i] for shares in every)
+                here = [shares[i] > 0 for shares in every]
+                # Fewer than there are ranks says that some have none; these are the last ones wherever it matters.
+                part.of = sum(shares[i] for shares in every) if all(here) else sum(here)
+                if not all(here[: sum(here)]):
+                    self._refuse_gaps(here)
         return self.update(Batch(parts, sum(sizes), 0, 0, None))
+
+    def _refuse_gaps(self, here: list[bool]) -> None:
+        """Called where a rank has no sample and a later one has; a strategy that can't do that refuses."""
+        del here
 
     def _sizes_of_all(self, mine: int) -> list[int]:
         """How many samples each rank has."""
@@ -184,12 +193,14 @@ class Step(ABC):
     def forward_loss(self, model: nn.Module, part: Part, where: str = "") -> tuple[torch.Tensor, Number]:
         """Total and count of one micro-batch's share under ``model``; the loss is probed where that is needed."""
         outputs = call(model, part.inputs)
-        if self.cuts_batch and not self.loss.proven and part.size > 1:
-            self.loss.check(outputs, part.targets, part.size)
         total, count = self.loss(outputs, part.targets, part.size)
+        if self.cuts_batch:
+            # Again at steps 2, 4, 8, ...: what makes a loss other than a mean over samples may be rare.
+            step = self.world.step
+            self.loss.check(outputs, part.targets, part.size, again=step & (step - 1) == 0)
         if not self._on_accelerator:
             self._finite(total, where)
-        if not total.requires_grad and self._parameters:
+        if not total.requires_grad and self._parameters and not (isinstance(count, int) and count == 0):
             raise LossError("the loss doesn't depend on any parameter: is the model's output detached?")
         return total, count
 
@@ -199,7 +210,8 @@ class Step(ABC):
         key = (factor, total.dtype, total.device)
         if key not in self._factors:
             self._factors[key] = torch.full((), factor, dtype=total.dtype, device=total.device)
-        torch.autograd.backward(total, self._factors[key])
+        if total.requires_grad:
+            torch.autograd.backward(total, self._factors[key])
 
     def _finite(self, total: torch.Tensor, where: str) -> None:
         value = total.item()
@@ -233,7 +245,7 @@ class Step(ABC):
     def seed(self, seed: int) -> None:
         """Begin a random stream of its own for this step and this rank, so that a step can be repeated."""
         key = mixed(seed, self.world.step, self.world.rank)
-        torch.default_generator.manual_seed(key)
+        seed_all(key)
         if self._on_accelerator and self.world.device.type == "cuda":
             torch.cuda.default_generators[self.world.device.index].manual_seed(key)
 
@@ -266,11 +278,21 @@ class Step(ABC):
         with self.evaluating():
             return self.outputs(Part(inputs, targets, batch_size_of(inputs), batch_size_of(inputs)))
 
+    def results(self, batch: Batch) -> list[tuple[Any, Any, Number, Number]]:
+        """Outputs, targets, total and count of each of this process's shares of an evaluation batch, not empty ones."""
+        part = batch.parts[0]
+        if not part.size:
+            return []
+        outputs, total, count = self.outputs(part)
+        return [(outputs, self.placed(part).targets, total, count)]
+
     def outputs(self, part: Part) -> tuple[Any, Number, Number]:
         """As ``evaluate``, within ``evaluating()``."""
         part = self.placed(part)
         outputs = call(self.model, part.inputs)
         total, count = self.loss(outputs, part.targets, part.size)
+        if self.cuts_batch:
+            self.loss.check(outputs, part.targets, part.size)
         return outputs, total, count
 
     def placed(self, part: Part) -> Part:

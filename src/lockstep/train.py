@@ -25,7 +25,7 @@ from lockstep.job import Job
 from lockstep.jobfile import JobFile
 from lockstep.launch import launch, under_torchrun
 from lockstep.loop import Plan, _loader, train_on
-from lockstep.seeding import seeded
+from lockstep.seeding import kept_states, seeded
 from lockstep.strategies import Strategy, choose
 from lockstep.world import World
 
@@ -159,7 +159,7 @@ def _check_backend(backend: str | None, devices: tuple[Device, ...]) -> None:
 def _left_behind(run: RunFolder, error: BaseException, display: Display, *, resumed: bool) -> None:
     """Take away the folder of a run that was refused, or was stopped before it had anything; else say where it is."""
     stopped = not isinstance(error, Exception)
-    if not resumed and (isinstance(error, InputError) or (stopped and not run.state.is_file())):
+    if not resumed and not run.state.is_file() and (isinstance(error, InputError) or stopped):
         run.remove()
     elif not isinstance(error, InputError):
         go_on = f"; go on with --resume {run.path}" if run.state.is_file() else ""
@@ -235,8 +235,9 @@ def alone(devices: tuple[Device, ...]) -> Iterator[World]:
     before = _world.enter(world)
     # The calling thread runs the optimizer for all slots, so it may use all their cores.
     cores = tuple(sorted({core for device in devices for core in device.cores}))
+    place = Device("cpu", 0, cores) if devices[0].is_slot else devices[0]
     try:
-        with _devices.occupied(Device("cpu", 0, cores) if devices[0].is_slot else devices[0]):
+        with _devices.occupied(place), kept_states():
             yield world
     finally:
         _world.enter(before)

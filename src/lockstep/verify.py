@@ -93,15 +93,19 @@ def differences(job: Job, a: Run, b: Run) -> Differences:
     reach = b.history[0]["lr"] * b.summary["steps"]
     parameters, moved = {}, {}
     for name, p in start.named_parameters():
-        da, db = (end[name].double() - p.detach() for end in ends)
+        da, db = (_real(end[name]) - _real(p.detach()) for end in ends)
         parameters[name] = _largest(da - db) / max(_largest(db), reach)
         moved[name] = _largest(db) > 0
     buffers = {
-        name: _largest(ends[0][name].double() - ends[1][name].double()) / max(_largest(ends[1][name].double()), 1.0)
+        name: _largest(_real(ends[0][name]) - _real(ends[1][name])) / max(_largest(_real(ends[1][name])), 1.0)
         for name, _ in start.named_buffers()
         if name in ends[0]
     }
     return Differences(parameters, buffers, _histories(a, b), moved)
+
+
+def _real(tensor: torch.Tensor) -> torch.Tensor:
+    return torch.view_as_real(tensor) if tensor.is_complex() else tensor.double()
 
 
 def _largest(tensor: torch.Tensor) -> float:

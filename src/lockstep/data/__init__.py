@@ -11,7 +11,7 @@
 """
 
 from lockstep.data.fetch import Fetcher
-from lockstep.data.loader import Loader, batches
+from lockstep.data.loader import Loader, SharedLoader, batches
 from lockstep.data.shares import Batch, Part, mixed, permutation, share_sizes
 from lockstep.data.source import resolve
 from lockstep.data.workers import default_workers
@@ -21,6 +21,7 @@ __all__ = [
     "Fetcher",
     "Loader",
     "Part",
+    "SharedLoader",
     "batches",
     "default_workers",
     "mixed",

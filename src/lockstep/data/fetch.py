@@ -22,7 +22,7 @@ from lockstep.seeding import kept_states, same, seed_all, states
 Collate = Callable[[list[Any]], Any]
 Pair = tuple[Any, Any]
 
-_TRAINING, _EVALUATION, ORDER = 1, 2, 3
+_TRAINING, _EVALUATION, ORDER, _COLLATE = 1, 2, 3, 4
 """Streams of one seed that must not meet."""
 
 
@@ -64,7 +64,9 @@ class Fetcher:
                 f"{name}: its TensorDataset has {len(self._base.tensors)} tensors, (inputs, targets) is expected"
             )
         self.tensors: tuple[Tensor, Tensor] | None = self._base.tensors if is_tensors and collate is None else None
-        self._draws = not is_tensors and getattr(dataset, "draws_random", getattr(self._base, "draws_random", True))
+        # Tensors draw nothing, but what puts samples together may.
+        drawing = getattr(dataset, "draws_random", getattr(self._base, "draws_random", True))
+        self._draws = (not is_tensors or collate is not None) and drawing
         self._whole = callable(getattr(self._base, "__getitems__", None))
 
     def __call__(self, epoch: int, shares: Sequence[Sequence[int]]) -> list[Pair]:
@@ -85,7 +87,10 @@ class Fetcher:
             picked = torch.as_tensor(indices)
             return self.tensors[0][picked], self.tensors[1][picked]
         samples = self._at_once(indices, share) if self._whole else None
-        return together(samples or self._one_by_one(epoch, indices, share), self._collate, self._name)
+        samples = samples or self._one_by_one(epoch, indices, share)
+        if self._collate is not None and self._draws:
+            seed_all(absorbed(absorbed(absorbed(self._stream, epoch), indices[0]), _COLLATE) >> 1)
+        return together(samples, self._collate, self._name)
 
     def _at_once(self, indices: Sequence[int], share: Sequence[int]) -> list[Any] | None:
         """The samples by one call, or None where they draw random numbers, which one seed for all would get wrong."""

@@ -94,6 +94,10 @@ class Loader:
         """Global batches of an epoch (the first)."""
         return -(-self.samples // self._batch_size)
 
+    def batches_of(self, epoch: int) -> int:
+        """Global batches of this epoch, where the person's order gives epochs of different lengths."""
+        return len(self) if self._by_person is None else -(-len(self._order(epoch)) // self._batch_size)
+
     def __iter__(self) -> Iterator[Batch]:
         """The next epoch: the first time epoch 0."""
         self._next += 1
@@ -202,6 +206,40 @@ def _pinned_rows(tensor: Tensor, at: Tensor) -> Tensor:
         return _rows(tensor, at)
     out = torch.empty((len(at), *tensor.shape[1:]), dtype=tensor.dtype, pin_memory=True)
     return torch.index_select(tensor, 0, at, out=out)
+
+
+class SharedLoader:
+    """For one process that drives several devices: each one's share, put together as by a rank.
+
+    A batch has ``shares``: for each device, its part of each micro-batch. Cutting a whole batch afterwards would have
+    to guess which of its tensors and lists have a row for each sample.
+
+    Args:
+        devices: how many shares.
+        settings: as those of ``Loader``.
+    """
+
+    def __init__(self, dataset: Any, devices: int, **settings: Any) -> None:
+        self._loaders = [Loader(dataset, rank=i, world_size=devices, **settings) for i in range(devices)]
+        self.samples = self._loaders[0].samples
+        self.batches_of = self._loaders[0].batches_of
+
+    def __len__(self) -> int:
+        """Global batches of an epoch (the first)."""
+        return len(self._loaders[0])
+
+    def epoch(self, epoch: int, start: int = 0) -> Iterator[Batch]:
+        """The batches of an epoch, from global batch ``start`` on; see ``Loader.epoch``."""
+        for together in zip(*(loader.epoch(epoch, start) for loader in self._loaders), strict=True):
+            first = together[0]
+            wholes = [Part(None, None, part.of, part.of) for part in first.parts]
+            shares = [batch.parts for batch in together]
+            yield Batch(wholes, first.size, first.index, first.epoch, first.samples, shares)
+
+    def close(self) -> None:
+        """End the loader workers, where there are any."""
+        for loader in self._loaders:
+            loader.close()
 
 
 def batches(dataset: Any, batch_size: int, **settings: Any) -> Loader:

@@ -88,6 +88,8 @@ class Batch:
         index: its number in the epoch, from 0.
         epoch: the number of the epoch, from 0.
         samples: the indices in the dataset of the whole global batch, where they are known.
+        shares: where one process drives several devices, for each its part of each micro-batch; ``parts`` are then
+            sizes only.
     """
 
     parts: list[Part]
@@ -95,6 +97,7 @@ class Batch:
     index: int
     epoch: int
     samples: Tensor | None = None
+    shares: list[list[Part]] | None = None
 
     def __iter__(self) -> Iterator[Any]:
         full = [part for part in self.parts if part.size]

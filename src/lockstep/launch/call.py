@@ -20,10 +20,21 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import IO, Any
 
+import torch
+
 from lockstep.devices import Device, usable_cores
 from lockstep.errors import InputError
 
 _LOOPBACK = "lo" if sys.platform == "linux" else "lo0"
+
+
+def _switches() -> dict[str, Any]:
+    return {
+        "dtype": torch.get_default_dtype(),
+        "matmul": torch.get_float32_matmul_precision(),
+        "deterministic": torch.are_deterministic_algorithms_enabled(),
+        "warns": torch.is_deterministic_algorithms_warn_only_enabled(),
+    }
 
 
 @dataclass(frozen=True)
@@ -38,6 +49,7 @@ class Setup:
         timeout: seconds after which a collective gives up.
         environment, path, arguments, directory, cores: the caller's environment variables, ``sys.path``, ``sys.argv``,
             working directory and affinity.
+        switches: the caller's settings of torch that change numbers.
     """
 
     devices: tuple[Device, ...]
@@ -53,6 +65,7 @@ class Setup:
     arguments: list[str] = field(default_factory=lambda: list(sys.argv))
     directory: str = field(default_factory=os.getcwd)
     cores: tuple[int, ...] = field(default_factory=usable_cores)
+    switches: dict[str, Any] = field(default_factory=lambda: _switches())
 
     def apply(self) -> None:
         """Make this process's surroundings the caller's."""
@@ -64,6 +77,9 @@ class Setup:
         if hasattr(os, "sched_setaffinity") and usable_cores() != self.cores:
             os.sched_setaffinity(0, self.cores)
         importlib.invalidate_caches()
+        torch.set_default_dtype(self.switches["dtype"])
+        torch.set_float32_matmul_precision(self.switches["matmul"])
+        torch.use_deterministic_algorithms(self.switches["deterministic"], warn_only=self.switches["warns"])
         # The person's script is not imported here, and what it defines comes by value.
         sys.modules["__main__"] = types.ModuleType("__main__")
 

@@ -93,6 +93,10 @@ class ThreadExchange:
             raise InputError(f"replica {replica} can't enter micro-batch {micro_batch}: {room.parties} take part in it")
         self._here.session = _Seat(room, replica)
 
+    def leave(self, replica: int, micro_batch: int = 0) -> None:
+        """This replica's share of this micro-batch is done, backward too: one that still waits for it stops waiting."""
+        self._rooms[micro_batch].leave(replica)
+
     def session(self) -> Session:
         """The calling thread's place, as it said with ``enter``."""
         seat: _Seat | None = getattr(self._here, "session", None)
@@ -123,6 +127,10 @@ class _Room:
         self.parties = parties
         self.boxes: list[list[SimpleQueue[Any]]] = [[SimpleQueue() for _ in range(parties)] for _ in range(parties)]
 
+    def leave(self, party: int) -> None:
+        for box in self.boxes[party]:
+            box.put(_GONE)
+
     def abort(self) -> None:
         for row in self.boxes:
             for box in row:
@@ -145,7 +153,9 @@ class _Seat:
                 boxes[me][other].put(tensor)
         found = [tensor if other == me else boxes[other][me].get() for other in range(self.parties)]
         if any(item is _GONE for item in found):
-            raise threading.BrokenBarrierError(f"replica {me} stopped waiting: another one failed")
+            raise threading.BrokenBarrierError(
+                f"replica {me} stopped waiting: another one failed, or took a branch without this batch norm"
+            )
         if tensor.device.type != "cpu" and len({item.device for item in found}) < self.parties:
             raise StrategyError(
                 f"{self.parties} replicas on {len({item.device for item in found})} {tensor.device.type} devices can't "

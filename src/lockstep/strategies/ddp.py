@@ -23,9 +23,10 @@ import torch
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
-from lockstep.build import build_model, build_optimizer
+from lockstep.build import build_model, build_optimizer, differing_tensors, digest, gives_sparse_gradients
 from lockstep.data import Batch, Part
-from lockstep.errors import StrategyError
+from lockstep.errors import InputError, RunError, StrategyError
+from lockstep.events import Line
 from lockstep.job import Job
 from lockstep.parallel.batchnorm import synchronise
 from lockstep.parallel.exchange import RankExchange
@@ -72,6 +73,7 @@ class DDP(Strategy):
                 "start it with lockstep.launch(...) or torchrun, or use dp"
             )
         model = build_model(job, world)
+        self.refuse(model, world.size)
         exchange = None
         if job.sync_batchnorm and world.size > 1:
             exchange = RankExchange(world)
@@ -106,7 +108,7 @@ class DDPStep(Step):
 
     def _are_large(self) -> bool:
         """Whether the gradients are worth summing while backward runs, or of a kind that has to be."""
-        if any(getattr(module, "sparse", False) for module in self.model.modules()):
+        if gives_sparse_gradients(self.model):
             return True
         return sum(p.numel() * p.element_size() for p in self._parameters) > _SMALL_GRADIENTS
 
@@ -163,11 +165,19 @@ class DDPStep(Step):
             total, count = self._summed(total, count)
         elif world.size > 1:
             if self._flat is None:
-                self._flat = FlatGradients(self._parameters)
+                modules = [m for m in self.model.modules() if getattr(m, "sparse", False) is True]
+                self._flat = FlatGradients(self._parameters, {id(m.weight) for m in modules})
             total, count = self._flat.sum_over(world, total, count)
-        if not self._buffers.looked:
+        if world.step & (world.step - 1) == 0:
             self._buffers.look()
         return total, count
+
+    def _refuse_gaps(self, here: list[bool]) -> None:
+        if self._exchange is not None:
+            raise InputError(
+                f"sync_batchnorm: rank {here.index(False)} has no sample and a later rank has; "
+                "give samples to the first ranks first, as lockstep.batches does"
+            )
 
     def _summed(self, total: Number, count: Number) -> tuple[Number, Number]:
         device = self.world.device.torch
@@ -186,10 +196,22 @@ class DDPStep(Step):
             return self.forward_loss(model, part)
 
     def share_buffers(self) -> None:
-        """Give every rank rank 0's buffers."""
+        """Give every rank rank 0's buffers, and make sure that all have the same parameters.
+
+        Raises:
+            RunError: a parameter has come to differ, since something but the optimizer wrote it.
+        """
+        if self.world.size == 1:
+            return
         self._buffers.look()
-        for buffer in self.model.buffers():
-            self.world.broadcast(buffer)
+        for module, name in _buffers_of(self.model):
+            _take_first(self.world, module, name)
+        drifted = differing_tensors(self.model.named_parameters(), self.world)
+        if drifted is not None:
+            raise RunError(
+                f'parameter "{drifted}" has come to differ between ranks: does the model write it in forward? '
+                "only the optimizer may, under ddp"
+            )
 
 
 @contextlib.contextmanager
@@ -218,8 +240,8 @@ class _FollowedBuffers:
     """Buffers that change in training and act in it: all ranks follow rank 0, as with PyTorch's own DDP.
 
     BatchNorm's running statistics only act in evaluation, so they are shared then. The others are found by looking,
-    after the first step and at each evaluation, which have changed on any rank; constants (masks, positions) are never
-    sent. Values are compared, since a version counter misses what kernels write.
+    after steps 1, 2, 4, 8, ... and at each evaluation, which have changed on any rank; constants (masks, positions) are
+    never sent. Values are compared, since a version counter misses what kernels write.
     """
 
     def __init__(self, model: nn.Module, world: World) -> None:
@@ -228,24 +250,20 @@ class _FollowedBuffers:
         if world.size > 1:
             self._unchanged = {
                 (module, name): buffer.clone()
-                for module in model.modules()
-                if not isinstance(module, nn.modules.batchnorm._NormBase)
-                for name, buffer in module._buffers.items()
-                if buffer is not None
+                for module, name in _buffers_of(model)
+                if (buffer := module._buffers[name]) is not None
+                and not isinstance(module, nn.modules.batchnorm._NormBase)
             }
+        self._names = {id(module): name for name, module in model.named_modules()}
         self._changing: list[tuple[nn.Module, str]] = []
-        self.looked = False
 
     def follow(self) -> None:
         """Take rank 0's values of those that are known to change."""
         for module, name in self._changing:
-            buffer = module._buffers[name]
-            if buffer is not None:
-                self._world.broadcast(buffer)
+            _take_first(self._world, module, name)
 
     def look(self) -> None:
         """Find those that have changed; every rank calls this at the same time."""
-        self.looked = True
         if not self._unchanged:
             return
         changed = [not _same(module._buffers[name], before) for (module, name), before in self._unchanged.items()]
@@ -255,6 +273,31 @@ class _FollowedBuffers:
         for place in found:
             del self._unchanged[place]
         self._changing += found
+        for module, name in found:
+            values = self._world.gather_objects(digest(module._buffers[name]))
+            if len(set(values)) > 1 and self._world.is_first:
+                full = f"{self._names[id(module)]}.{name}".lstrip(".")
+                said = f'buffer "{full}" depends on the share: all ranks follow that of rank 0, one device would not'
+                self._world.tell(Line(said, "note"))
+
+
+def _buffers_of(model: nn.Module) -> list[tuple[nn.Module, str]]:
+    return [(module, name) for module in model.modules() for name, b in module._buffers.items() if b is not None]
+
+
+def _take_first(world: World, module: nn.Module, name: str) -> None:
+    """Overwrite a buffer with rank 0's, which may have come to be of another shape."""
+    mine = module._buffers[name]
+    assert mine is not None
+    forms = world.gather_objects((tuple(mine.shape), str(mine.dtype)))
+    if len(set(forms)) == 1 and mine.is_contiguous() and mine.dtype in (torch.float32, torch.float64, torch.int64):
+        world.broadcast(mine)
+        return
+    theirs = world.broadcast_object(mine.cpu())
+    if theirs.shape == mine.shape and not mine.is_sparse:
+        mine.copy_(theirs)
+    else:
+        module._buffers[name] = theirs.to(mine.device)
 
 
 def _same(buffer: torch.Tensor | None, before: torch.Tensor) -> bool:

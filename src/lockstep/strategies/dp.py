@@ -53,6 +53,9 @@ class DP(Strategy):
         if world.size > 1:
             raise StrategyError(f"dp is one process for all devices, and this is one of {world.size}: take ddp")
         model = build_model(job, world)
+        self.refuse(model, len(world.devices))
+        if len(world.devices) > 1:
+            _refuse_what_replicas_would_share(model)
         exchange = None
         if job.sync_batchnorm and len(world.devices) > 1:
             if not world.device.is_slot and len(set(world.devices)) < len(world.devices):
@@ -117,13 +120,17 @@ class DPStep(Step):
             for i, share in enumerate(shares)
         ]
         if self._exchange is not None:
-            self._exchange.begin([sum(1 for share in shares if share[j].size) for j in range(len(batch.parts))])
+            parties = [sum(1 for share in shares if share[j].size) for j in range(len(batch.parts))]
+            self._exchange.begin([max(1, count) for count in parties])
         results = [result for result in self._team.run(work) if result is not None]
         self._add_gradients([i for i, job in enumerate(work) if job is not None])
         return self._summed([r[0] for r in results]), self._summed([r[1] for r in results])
 
     def _scatter(self, batch: Batch) -> list[list[Part]]:
         """For each replica, its share of each micro-batch (even shares, so that no device waits long for another)."""
+        if batch.shares is not None:
+            pairs = zip(self._devices, batch.shares, strict=True)
+            return [[self._placed_on(p, device) if p.size else p for p in share] for device, share in pairs]
         shares: list[list[Part]] = [[] for _ in self._devices]
         for part in batch.parts:
             start = 0
@@ -161,6 +168,8 @@ class DPStep(Step):
                 self.backward(part_total, 1 / size)
                 total = total + part_total.detach()
                 count = count + part_count
+                if self._exchange is not None:
+                    self._exchange.leave(i, j)
         return total, count
 
     def _add_gradients(self, active: list[int]) -> None:
@@ -239,16 +248,27 @@ class DPStep(Step):
         """Every replica, the first one first."""
         return self._replicas
 
+    def results(self, batch: Batch) -> list[tuple[Any, Any, Number, Number]]:
+        """Those of each replica, on its device: nothing is gathered."""
+        parts = [share[0] for share in self._scatter(batch)]
+        work = [
+            functools.partial(self._outputs_of, replica, part) if part.size else None
+            for replica, part in zip(self._replicas, parts, strict=True)
+        ]
+        found = self._team.run(work)
+        first = self._devices[0].torch
+        return [
+            # Metrics live on the first device.
+            (to_device(result[0], first), to_device(part.targets, first), result[1], result[2])
+            for result, part in zip(found, parts, strict=True)
+            if result is not None
+        ]
+
     def outputs(self, part: Part) -> tuple[Any, Number, Number]:
         """Outputs gathered on the first device, and the totals of all replicas."""
-        shares = [share[0] for share in self._scatter(Batch([part], part.size, 0, 0, None))]
-        work = [
-            functools.partial(self._outputs_of, replica, share) if share.size else None
-            for replica, share in zip(self._replicas, shares, strict=True)
-        ]
-        results = [result for result in self._team.run(work) if result is not None]
+        results = self.results(Batch([part], part.size, 0, 0, None))
         outputs = gather([r[0] for r in results], self._devices[0]) if len(results) > 1 else results[0][0]
-        return outputs, self._summed([r[1] for r in results]), self._summed([r[2] for r in results])
+        return outputs, self._summed([r[2] for r in results]), self._summed([r[3] for r in results])
 
     def _summed(self, values: list[Number]) -> Number:
         first = self._devices[0].torch
@@ -258,6 +278,8 @@ class DPStep(Step):
     def _outputs_of(self, replica: nn.Module, part: Part) -> tuple[Any, Number, Number]:
         outputs = call(replica, part.inputs)
         total, count = self.loss(outputs, part.targets, part.size)
+        if self.cuts_batch:
+            self.loss.check(outputs, part.targets, part.size)
         return outputs, total, count
 
 
@@ -273,9 +295,41 @@ def _replica(model: nn.Module, device: Device) -> nn.Module:
         raise JobError(
             f"model: it can't be copied for {device}: {type(error).__name__}: {error}; ddp builds it afresh"
         ) from error
+    mine = {id(p) for p in memo.values()}
+    if any(id(p) not in mine for p in replica.parameters()):
+        raise StrategyError(
+            "dp: a copy of the model has parameters of its own (TorchScript?); take ddp, which builds it afresh"
+        )
     if not device.is_slot:
         replica.to(device.torch)
     return replica
+
+
+def _refuse_what_replicas_would_share(model: nn.Module) -> None:
+    """Refuse what a copy of the model can't take along.
+
+    Raises:
+        StrategyError: a hook on a parameter, or a function in a module that has closed over the model.
+    """
+    advice = "; take ddp, which builds the model afresh for each device"
+    for name, p in model.named_parameters():
+        if p._backward_hooks or getattr(p, "_post_accumulate_grad_hooks", None):
+            raise StrategyError(f'dp: parameter "{name}" has a hook, which its replicas would not have{advice}')
+    own = {id(thing) for thing in (*model.modules(), *model.parameters(), *model.buffers())}
+    for name, module in model.named_modules():
+        hooks = (*module._forward_hooks.values(), *module._forward_pre_hooks.values())
+        for function in (*vars(module).values(), *hooks):
+            held = [cell.cell_contents for cell in getattr(function, "__closure__", None) or () if _is_filled(cell)]
+            if any(id(thing) in own for thing in held):
+                where = f'"{name}"' if name else "the model"
+                raise StrategyError(f"dp: a function in {where} holds on to the model it was made in{advice}")
+
+
+def _is_filled(cell: Any) -> bool:
+    try:
+        return cell.cell_contents is not None
+    except ValueError:  # not assigned yet
+        return False
 
 
 def _buffers_of(model: nn.Module) -> list[tuple[nn.Module, str]]:

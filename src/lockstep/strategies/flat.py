@@ -11,6 +11,7 @@ momentum or decay treats a zero otherwise), and one that only some ranks used ge
 from __future__ import annotations
 
 import itertools
+from collections.abc import Collection
 
 import torch
 from torch import nn
@@ -27,10 +28,12 @@ class FlatGradients:
 
     Args:
         parameters: those that are trained, in an order that is the same on all ranks.
+        sparse: the ids of those whose gradients are sparse; they are summed dense, and are sparse again afterwards.
     """
 
-    def __init__(self, parameters: list[nn.Parameter]) -> None:
+    def __init__(self, parameters: list[nn.Parameter], sparse: Collection[int] = ()) -> None:
         self._parameters = parameters
+        self._sparse = [i for i, p in enumerate(parameters) if id(p) in sparse]
         extras = len(parameters) + 2
         formats = sorted({(str(p.dtype), str(p.device)) for p in parameters})
         self._buffers: list[torch.Tensor] = []
@@ -68,7 +71,7 @@ class FlatGradients:
         """
         grads = [p.grad for p in self._parameters]
         here = [grad is not None for grad in grads]
-        mine = [grad for grad in grads if grad is not None]
+        mine = [grad.to_dense() if grad.is_sparse else grad for grad in grads if grad is not None]
         if all(here):
             torch._foreach_copy_(self._views, mine)
             self._used.fill_(1.0)
@@ -85,6 +88,9 @@ class FlatGradients:
         used = here if all(here) else (self._used > 0).tolist()
         for p, view, anywhere in zip(self._parameters, self._views, used, strict=True):
             p.grad = view if anywhere else None
+        for i in self._sparse:
+            p = self._parameters[i]
+            p.grad = None if p.grad is None else p.grad.to_sparse(1)
         if self._sums.is_cpu:
             summed = self._sums.tolist()
             return summed[0], summed[1]

@@ -45,6 +45,8 @@ class SingleStep(Step):
         for p in self._parameters:
             p.grad = None
         for part in batch.parts:
+            if not part.size:
+                continue
             part = self.placed(part)
             part_total, part_count = self.forward_loss(self.model, part)
             self.backward(part_total, 1 / batch.size)

@@ -8,6 +8,7 @@ from typing import ClassVar, Literal
 
 from torch import nn
 
+from lockstep.errors import StrategyError
 from lockstep.job import Job
 from lockstep.step import Step
 from lockstep.world import World
@@ -39,17 +40,44 @@ class Strategy(ABC):
             StrategyError: this strategy can't keep the numbers of this job.
         """
 
+    def refuse(self, model: nn.Module, replicas: int) -> None:
+        """Refuse what is known to be wrong on several devices.
+
+        Raises:
+            StrategyError: with what to do instead.
+        """
+        if replicas == 1:
+            return
+        for name, module in model.named_modules():
+            if getattr(module, "max_norm", None) is not None and isinstance(module, nn.Embedding | nn.EmbeddingBag):
+                raise StrategyError(
+                    f'{self.name}: "{name}" has max_norm, which rewrites weights in forward, on each device others: '
+                    "use single, or normalise in a parametrization"
+                )
+
     def exceptions(self, job: Job, model: nn.Module, replicas: int) -> list[str]:
         """Where the numbers will not be those of one device, a line each, with what would keep them."""
         said: list[str] = [] if self.exact is True else [self.exact]
         parts = replicas * job.accumulate
         if parts > 1:
             norms = [m for m in model.modules() if isinstance(m, nn.modules.batchnorm._BatchNorm)]
-            if any(m.training for m in norms) and not job.sync_batchnorm and replicas > 1:
+            if any(m.training or not m.track_running_stats for m in norms) and not job.sync_batchnorm and replicas > 1:
                 said.append(
                     "BatchNorm normalises over the share of each replica, not over what one device would see: "
                     "sync_batchnorm keeps the numbers"
                 )
+            if any(not m.track_running_stats for m in norms) and job.sync_batchnorm and replicas > 1:
+                said.append("BatchNorm without running statistics normalises over the share in evaluation")
+            instances = [m for m in model.modules() if isinstance(m, nn.modules.instancenorm._InstanceNorm)]
+            if any(m.track_running_stats for m in instances):
+                said.append("InstanceNorm's running statistics are those of the first replica's shares")
+        if parts > 1 and any(p._backward_hooks for p in model.parameters()):
+            said.append("hooks on parameters see the gradient of a share, before it is summed and weighted")
+        if replicas > 1 and job.collate is not None:
+            said.append(
+                "collate puts together the share of each device, not the whole batch: padding and mixing "
+                "(and a count that includes padding) follow the share"
+            )
         if replicas > 1 and any(_drops(m) for m in model.modules()):
             said.append("dropout draws other masks than one device would; they are as random, and the same in each run")
         return said
