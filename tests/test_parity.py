@@ -197,8 +197,9 @@ class Averaging(nn.Linear):
         return super().forward(x - self.seen)
 
 
-def test_a_buffer_that_depends_on_the_share_is_said(tmp_path, capsys) -> None:
-    train(dataclasses.replace(ZOO["mlp"], model=Averaging), strategy="ddp", devices="2xcpu", folder=tmp_path)
+@pytest.mark.parametrize("way", ["dp", "ddp"])
+def test_a_buffer_that_depends_on_the_share_is_said(way: str, tmp_path, capsys) -> None:
+    train(dataclasses.replace(ZOO["mlp"], model=Averaging), strategy=way, devices="2xcpu", folder=tmp_path)
     assert 'note: buffer "seen" depends on the share' in capsys.readouterr().out
 
 
@@ -238,3 +239,21 @@ def test_a_batch_norm_that_one_replica_skips_is_said_instead_of_waited_for(tmp_p
     job = dataclasses.replace(ZOO["mlp"], model=Branching)
     with pytest.raises(Exception, match="took a branch without this batch norm"):
         train(job, strategy="dp", devices="2xcpu", folder=tmp_path, quiet=True, sync_batchnorm=True)
+
+
+def test_a_parameter_that_forward_writes_is_refused_under_dp(tmp_path) -> None:
+    job = dataclasses.replace(ZOO["mlp"], model=lambda: SelfWriting(6, 3))
+    with pytest.raises(StrategyError, match='writes its parameter "bias" in forward'):
+        train(job, strategy="dp", devices="2xcpu", folder=tmp_path, quiet=True)
+
+
+class Noisy(nn.Linear):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return super().forward(x + 0.01 * torch.randn_like(x))
+
+
+@pytest.mark.parametrize("way", ["dp", "ddp"])
+def test_a_model_that_draws_in_forward_is_said(way: str, tmp_path, capsys) -> None:
+    job = dataclasses.replace(ZOO["mlp"], model=lambda: Noisy(6, 3))
+    train(job, strategy=way, devices="2xcpu", folder=tmp_path)
+    assert capsys.readouterr().out.count("note: the model draws random numbers in forward") == 1

@@ -32,7 +32,7 @@ from lockstep.parallel.batchnorm import synchronise
 from lockstep.parallel.exchange import RankExchange
 from lockstep.step import Number, Step
 from lockstep.strategies.flat import FlatGradients
-from lockstep.strategies.strategy import Strategy
+from lockstep.strategies.strategy import DRAWS_ITSELF, Strategy, drops
 from lockstep.world import World
 
 _SMALL_GRADIENTS = 2 << 20
@@ -144,6 +144,7 @@ class DDPStep(Step):
             p.grad = None
         self._buffers.follow()
         world = self.world
+        drawn = torch.get_rng_state() if world.step == 1 and world.size > 1 and world.is_first else None
         # DDP divides by the number of ranks; what is wanted is the sum.
         ddp = self._overlapping(all(part.of >= world.size for part in batch.parts))
         factor = (1 if ddp is None else world.size) / batch.size
@@ -168,6 +169,12 @@ class DDPStep(Step):
                 modules = [m for m in self.model.modules() if getattr(m, "sparse", False) is True]
                 self._flat = FlatGradients(self._parameters, {id(m.weight) for m in modules})
             total, count = self._flat.sum_over(world, total, count)
+        if (
+            drawn is not None
+            and not torch.equal(drawn, torch.get_rng_state())
+            and not any(map(drops, self.model.modules()))
+        ):
+            world.tell(Line(DRAWS_ITSELF, "note"))
         if world.step & (world.step - 1) == 0:
             self._buffers.look()
         return total, count

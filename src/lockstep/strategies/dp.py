@@ -23,19 +23,20 @@ from typing import Any, ClassVar, Literal
 import torch
 from torch import nn
 
-from lockstep.build import build_model, build_optimizer
+from lockstep.build import build_model, build_optimizer, digest
 from lockstep.data import Batch, Part, mixed, share_sizes
 from lockstep.devices import Device
 from lockstep.errors import JobError, StrategyError
+from lockstep.events import Line
 from lockstep.job import Job
 from lockstep.nesting import cut, to_device
-from lockstep.parallel import gather
+from lockstep.parallel import gather, recompute
 from lockstep.parallel.batchnorm import synchronise
 from lockstep.parallel.exchange import ThreadExchange
 from lockstep.parallel.random import stream
 from lockstep.parallel.team import Team
 from lockstep.step import Number, Step, call
-from lockstep.strategies.strategy import Strategy
+from lockstep.strategies.strategy import DRAWS_ITSELF, Strategy, drops
 from lockstep.world import World
 
 
@@ -97,6 +98,7 @@ class DPStep(Step):
             self._team.on_abort.append(exchange.abort)
         self._streams = [torch.Generator() for _ in world.devices] if self._shared else []
         self._spans = _even_spans(self._parameters, len(world.devices))
+        recompute.install()
         self._begin_streams(job.seed)
 
     def seed(self, seed: int) -> None:
@@ -122,7 +124,10 @@ class DPStep(Step):
         if self._exchange is not None:
             parties = [sum(1 for share in shares if share[j].size) for j in range(len(batch.parts))]
             self._exchange.begin([max(1, count) for count in parties])
+        look = _Look(self) if self.world.step == 1 and len(work) > 1 else None
         results = [result for result in self._team.run(work) if result is not None]
+        if look is not None:
+            look.after([i for i, job in enumerate(work) if job is not None])
         self._add_gradients([i for i, job in enumerate(work) if job is not None])
         return self._summed([r[0] for r in results]), self._summed([r[1] for r in results])
 
@@ -281,6 +286,39 @@ class DPStep(Step):
         if self.cuts_batch:
             self.loss.check(outputs, part.targets, part.size)
         return outputs, total, count
+
+
+class _Look:
+    """What the first step shows of a model: does it write parameters, does its state depend on the share?"""
+
+    def __init__(self, step: DPStep) -> None:
+        self._step = step
+        self._parameters = [digest(p) for p in step.model.parameters()]
+        self._states = [generator.get_state() for generator in step._streams]
+
+    def after(self, active: list[int]) -> None:
+        """Compare with what is now.
+
+        Raises:
+            StrategyError: forward has written a parameter, which the replicas share.
+        """
+        step = self._step
+        for (name, p), before in zip(step.model.named_parameters(), self._parameters, strict=True):
+            if digest(p) != before:
+                raise StrategyError(
+                    f'dp: the model writes its parameter "{name}" in forward, and the replicas share it: take single'
+                )
+        names = {id(module): name for name, module in step.model.named_modules()}
+        for k in step._acting:
+            module, name = step._buffers[0][k]
+            values = {digest(other._buffers[name]) for other, _ in (step._buffers[i][k] for i in active)}
+            if len(values) > 1:
+                full = f"{names[id(module)]}.{name}".lstrip(".")
+                said = f'buffer "{full}" depends on the share: all replicas follow the first, one device would not'
+                step.world.tell(Line(said, "note"))
+        moved = any(not torch.equal(g.get_state(), s) for g, s in zip(step._streams, self._states, strict=True))
+        if moved and not any(map(drops, step.model.modules())):
+            step.world.tell(Line(DRAWS_ITSELF, "note"))
 
 
 def _replica(model: nn.Module, device: Device) -> nn.Module:

@@ -13,6 +13,9 @@ from lockstep.job import Job
 from lockstep.step import Step
 from lockstep.world import World
 
+DRAWS = "dropout draws other masks than one device would; they are as random, and the same in each run"
+DRAWS_ITSELF = "the model draws random numbers in forward, others than one device would; they are the same in each run"
+
 
 @dataclass(frozen=True)
 class Strategy(ABC):
@@ -78,12 +81,13 @@ class Strategy(ABC):
                 "collate puts together the share of each device, not the whole batch: padding and mixing "
                 "(and a count that includes padding) follow the share"
             )
-        if replicas > 1 and any(_drops(m) for m in model.modules()):
-            said.append("dropout draws other masks than one device would; they are as random, and the same in each run")
+        if replicas > 1 and any(drops(m) for m in model.modules()):
+            said.append(DRAWS)
         return said
 
 
-def _drops(module: nn.Module) -> bool:
+def drops(module: nn.Module) -> bool:
+    """Whether it is a layer that is known to draw."""
     if isinstance(module, nn.modules.dropout._DropoutNd):
         return module.p > 0
     return isinstance(getattr(module, "dropout", None), float) and getattr(module, "dropout", 0.0) > 0
