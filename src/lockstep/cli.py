@@ -38,7 +38,7 @@ def main(words: Sequence[str] | None = None) -> int:
     """Run the command with these words; gives the exit code: 0, 1 failed, 2 bad input, 130 Ctrl-C, 143 SIGTERM."""
     before = signal.signal(signal.SIGTERM, _terminated)
     try:
-        return _run(list(sys.argv[1:] if words is None else words))
+        return _ended(_run(list(sys.argv[1:] if words is None else words)))
     except LockstepError as error:
         if isinstance(error, RankFailed) and error.traceback:
             _say(error.traceback.rstrip())
@@ -75,9 +75,14 @@ def _is_for_want_of_another(error: Exception) -> bool:
 
 
 def _ended(code: int) -> int:
-    """The exit code; under torchrun the process ends here, since its group's threads would abort it later."""
-    if code and "TORCHELASTIC_RUN_ID" in os.environ:
+    """The exit code. Under torchrun the process ends here and now.
+
+    Threads of gloo's that outlive their group ask for Python's lock while Python goes away, and now and then abort the
+    process of a training that is done (torch 2.13: "terminate called without an active exception").
+    """
+    if "TORCHELASTIC_RUN_ID" in os.environ:
         sys.stdout.flush()
+        sys.stderr.flush()
         os._exit(code)
     return code
 
