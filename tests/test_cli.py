@@ -95,7 +95,7 @@ def said(capfd: pytest.CaptureFixture) -> list[str]:
         ("train --resume nowhere", "nowhere: no run is kept there"),
         ("evaluate a_job.py", "eval_data: the job has none"),
         ("evaluate nowhere", "nowhere"),
-        ("trian a_job.py", "trian"),
+        ("trian a_job.py", 'no command "trian"; did you mean "train"'),
     ],
 )  # fmt: skip
 def test_bad_input_gets_one_line_and_exit_code_2_and_makes_nothing(words: str, says: str, job: Path, capfd) -> None:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import argparse
 import os
+import re
 import signal
 import sys
 import traceback
@@ -23,6 +24,8 @@ class _Parser(argparse.ArgumentParser):
     """Says what is wrong in one line, with the nearest word, and exits with 2."""
 
     def error(self, message: str) -> NoReturn:
+        if wrong := re.search(r"argument COMMAND: invalid choice: '([^']*)'", message):
+            message = f'there is no command "{wrong[1]}"; {nearest(wrong[1], ["train", "evaluate", "devices"])}'
         raise InputError(f"{message} ({self.prog} --help lists all)")
 
     def unknown(self, words: list[str]) -> InputError:

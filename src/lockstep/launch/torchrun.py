@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import atexit
 import datetime
+import gc
 import os
 import pickle
 import sys
+import time
 from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple, TypeVar
 from urllib.parse import urlsplit
@@ -83,7 +85,7 @@ def run(
         # is, since leaving it would wait for ranks that may be gone.
         print(records.head(here.rank, device, world.step, error), file=sys.stderr, flush=True)
         raise
-    _world.leave(world)
+    _leave(world)
     return results
 
 
@@ -100,8 +102,19 @@ def stay(device: Device) -> _world.World:
         _world.enter(world)
         return world
     _world.join(world, init_method=_meeting())
-    atexit.register(_world.leave, world)
+    atexit.register(_leave, world)
     return world
+
+
+def _leave(world: _world.World) -> None:
+    """Leave the group, and let gloo's threads come to rest.
+
+    They drop the tensors of the last collective, for which they need Python's lock. Where Python goes away meanwhile,
+    that aborts the process ("terminate called without an active exception", torch 2.13).
+    """
+    _world.leave(world)
+    gc.collect()
+    time.sleep(0.1)
 
 
 _meetings = 0
