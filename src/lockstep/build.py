@@ -85,6 +85,11 @@ def differing_tensors(named: Iterable[tuple[str, torch.Tensor]], world: World) -
     return next(names)
 
 
+def buffers_of(model: nn.Module) -> list[tuple[nn.Module, str]]:
+    """Where each buffer of the model is kept: its module and its name there."""
+    return [(module, name) for module in model.modules() for name, b in module._buffers.items() if b is not None]
+
+
 def _all_tensors(model: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
     yield from model.named_parameters()
     yield from model.named_buffers()

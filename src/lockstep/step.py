@@ -288,8 +288,11 @@ class Step(ABC):
 
     def outputs(self, part: Part) -> tuple[Any, Number, Number]:
         """As ``evaluate``, within ``evaluating()``."""
-        part = self.placed(part)
-        outputs = call(self.model, part.inputs)
+        return self.judged(self.model, self.placed(part))
+
+    def judged(self, model: nn.Module, part: Part) -> tuple[Any, Number, Number]:
+        """What ``model`` makes of a part that is on its device: outputs, total and count."""
+        outputs = call(model, part.inputs)
         total, count = self.loss(outputs, part.targets, part.size)
         if self.cuts_batch:
             self.loss.check(outputs, part.targets, part.size)

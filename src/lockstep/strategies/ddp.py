@@ -23,7 +23,14 @@ import torch
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
-from lockstep.build import build_model, build_optimizer, differing_tensors, digest, gives_sparse_gradients
+from lockstep.build import (
+    buffers_of,
+    build_model,
+    build_optimizer,
+    differing_tensors,
+    digest,
+    gives_sparse_gradients,
+)
 from lockstep.data import Batch, Part
 from lockstep.errors import InputError, RunError, StrategyError
 from lockstep.events import Line
@@ -211,8 +218,7 @@ class DDPStep(Step):
         if self.world.size == 1:
             return
         self._buffers.look()
-        for module, name in _buffers_of(self.model):
-            _take_first(self.world, module, name)
+        _take_first(self.world, buffers_of(self.model))
         drifted = differing_tensors(self.model.named_parameters(), self.world)
         if drifted is not None:
             raise RunError(
@@ -257,7 +263,7 @@ class _FollowedBuffers:
         if world.size > 1:
             self._unchanged = {
                 (module, name): buffer.clone()
-                for module, name in _buffers_of(model)
+                for module, name in buffers_of(model)
                 if (buffer := module._buffers[name]) is not None
                 and not isinstance(module, nn.modules.batchnorm._NormBase)
             }
@@ -266,8 +272,7 @@ class _FollowedBuffers:
 
     def follow(self) -> None:
         """Take rank 0's values of those that are known to change."""
-        for module, name in self._changing:
-            _take_first(self._world, module, name)
+        _take_first(self._world, self._changing)
 
     def look(self) -> None:
         """Find those that have changed; every rank calls this at the same time."""
@@ -288,23 +293,27 @@ class _FollowedBuffers:
                 self._world.tell(Line(said, "note"))
 
 
-def _buffers_of(model: nn.Module) -> list[tuple[nn.Module, str]]:
-    return [(module, name) for module in model.modules() for name, b in module._buffers.items() if b is not None]
-
-
-def _take_first(world: World, module: nn.Module, name: str) -> None:
-    """Overwrite a buffer with rank 0's, which may have come to be of another shape."""
-    mine = module._buffers[name]
-    assert mine is not None
-    forms = world.gather_objects((tuple(mine.shape), str(mine.dtype)))
-    if len(set(forms)) == 1 and mine.is_contiguous() and mine.dtype in (torch.float32, torch.float64, torch.int64):
-        world.broadcast(mine)
+def _take_first(world: World, places: list[tuple[nn.Module, str]]) -> None:
+    """Overwrite these buffers with rank 0's, which may have come to be of another shape."""
+    if not places:
         return
-    theirs = world.broadcast_object(mine.cpu())
-    if theirs.shape == mine.shape and not mine.is_sparse:
-        mine.copy_(theirs)
-    else:
-        module._buffers[name] = theirs.to(mine.device)
+    mine = [module._buffers[name] for module, name in places]
+    forms = world.gather_objects(
+        [None if b is None else (tuple(b.shape), str(b.dtype), b.is_contiguous()) for b in mine]
+    )
+    for (module, name), buffer, *theirs in zip(places, mine, *forms, strict=True):
+        if buffer is None or None in theirs:
+            continue
+        # Decided by what all ranks know, so that all of them take the same way.
+        plain = buffer.dtype in (torch.float32, torch.float64, torch.int64) and buffer.is_contiguous()
+        if plain and len(set(theirs)) == 1:
+            world.broadcast(buffer)
+            continue
+        first = world.broadcast_object(buffer.cpu())
+        if first.shape == buffer.shape and not buffer.is_sparse:
+            buffer.copy_(first)
+        else:
+            module._buffers[name] = first.to(buffer.device)
 
 
 def _same(buffer: torch.Tensor | None, before: torch.Tensor) -> bool:

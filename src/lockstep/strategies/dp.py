@@ -23,7 +23,7 @@ from typing import Any, ClassVar, Literal
 import torch
 from torch import nn
 
-from lockstep.build import build_model, build_optimizer, digest
+from lockstep.build import buffers_of, build_model, build_optimizer, digest
 from lockstep.data import Batch, Part, mixed, share_sizes
 from lockstep.devices import Device
 from lockstep.errors import JobError, StrategyError
@@ -35,7 +35,7 @@ from lockstep.parallel.batchnorm import synchronise
 from lockstep.parallel.exchange import ThreadExchange
 from lockstep.parallel.random import stream
 from lockstep.parallel.team import Team
-from lockstep.step import Number, Step, call
+from lockstep.step import Number, Step
 from lockstep.strategies.strategy import DRAWS_ITSELF, Strategy, drops
 from lockstep.world import World
 
@@ -85,7 +85,7 @@ class DPStep(Step):
         self._devices = world.devices
         self._replicas = [model, *(_replica(model, device) for device in world.devices[1:])]
         self._trained = [[p for p in replica.parameters() if p.requires_grad] for replica in self._replicas]
-        self._buffers = [_buffers_of(replica) for replica in self._replicas]
+        self._buffers = [buffers_of(replica) for replica in self._replicas]
         # Running statistics act in evaluation only, so they needn't be the same before.
         self._acting = [
             k
@@ -281,11 +281,7 @@ class DPStep(Step):
 
     @torch.no_grad()
     def _outputs_of(self, replica: nn.Module, part: Part) -> tuple[Any, Number, Number]:
-        outputs = call(replica, part.inputs)
-        total, count = self.loss(outputs, part.targets, part.size)
-        if self.cuts_batch:
-            self.loss.check(outputs, part.targets, part.size)
-        return outputs, total, count
+        return self.judged(replica, part)
 
 
 class _Look:
@@ -368,10 +364,6 @@ def _is_filled(cell: Any) -> bool:
         return cell.cell_contents is not None
     except ValueError:  # not assigned yet
         return False
-
-
-def _buffers_of(model: nn.Module) -> list[tuple[nn.Module, str]]:
-    return [(module, name) for module in model.modules() for name, b in module._buffers.items() if b is not None]
 
 
 def _even_spans(parameters: list[nn.Parameter], pieces: int) -> list[tuple[int, int]]:
