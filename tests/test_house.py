@@ -15,7 +15,7 @@ LAYERS = [
     {"nesting", "devices", "events", "seeding"},
     {"job", "means", "world"},
     {"jobfile", "loss", "inventory", "launch", "parallel"},
-    {"build", "data", "display", "folder", "checkpoint", "compare"},
+    {"build", "forward", "data", "display", "folder", "checkpoint", "compare"},
     {"step"},
     {"strategies", "evaluation", "progress"},
     {"parallelize", "loop"},

@@ -181,8 +181,18 @@ class SelfWriting(nn.Linear):
         return super().forward(x)
 
 
+class LaterWriting(SelfWriting):
+    """What the look before the first step can't see."""
+
+    calls = 0
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        self.calls += 1
+        return super().forward(x) if self.calls > 2 else nn.Linear.forward(self, x)
+
+
 def test_ranks_whose_parameters_come_to_differ_are_stopped(tmp_path) -> None:
-    job = dataclasses.replace(ZOO["mlp"], model=lambda: SelfWriting(6, 3))
+    job = dataclasses.replace(ZOO["mlp"], model=lambda: LaterWriting(6, 3))
     with pytest.raises(RunError, match='parameter "bias" has come to differ between ranks'):
         train(job, strategy="ddp", devices="2xcpu", folder=tmp_path, quiet=True)
 
@@ -241,10 +251,11 @@ def test_a_batch_norm_that_one_replica_skips_is_said_instead_of_waited_for(tmp_p
         train(job, strategy="dp", devices="2xcpu", folder=tmp_path, quiet=True, sync_batchnorm=True)
 
 
-def test_a_parameter_that_forward_writes_is_refused_under_dp(tmp_path) -> None:
+@pytest.mark.parametrize("way", ["dp", "ddp"])
+def test_a_parameter_that_forward_writes_is_refused(way: str, tmp_path) -> None:
     job = dataclasses.replace(ZOO["mlp"], model=lambda: SelfWriting(6, 3))
     with pytest.raises(StrategyError, match='writes its parameter "bias" in forward'):
-        train(job, strategy="dp", devices="2xcpu", folder=tmp_path, quiet=True)
+        train(job, strategy=way, devices="2xcpu", folder=tmp_path, quiet=True)
 
 
 class Noisy(nn.Linear):

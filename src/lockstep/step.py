@@ -21,9 +21,11 @@ from typing import Any
 import torch
 from torch import nn
 
-from lockstep.build import begin_momentum
+from lockstep.checkpoint import load_named_optimizer_state, named_optimizer_state
 from lockstep.data import Batch, Part, mixed, share_sizes
-from lockstep.errors import InputError, LossError, NonFiniteLoss, OutOfMemory, RunError
+from lockstep.errors import InputError, LossError, NonFiniteLoss, OutOfMemory, RunError, StrategyError
+from lockstep.events import Line
+from lockstep.forward import call, look
 from lockstep.job import Job
 from lockstep.loss import Totalled
 from lockstep.nesting import batch_size_of, cut, to_device
@@ -73,6 +75,9 @@ class Step(ABC):
     cuts_batch = True
     """Whether a loss sees less than the global batch, so that it must be additive over samples."""
 
+    replicas = 1
+    """How many copies of the model there are over all ranks, each with a share of its own."""
+
     def __init__(self, model: nn.Module, optimizer: torch.optim.Optimizer, job: Job, world: World) -> None:
         self.model = model
         self.optimizer = optimizer
@@ -85,6 +90,8 @@ class Step(ABC):
         self._names = [name for name, p in model.named_parameters() if p.requires_grad]
         self._parameters = [p for p in model.parameters() if p.requires_grad]
         self._on_accelerator = not world.device.is_slot
+        self._seed = job.seed
+        self._looked = False
         self._sick: torch.Tensor | None = None
         self._factors: dict[tuple[float, torch.dtype, torch.device], torch.Tensor] = {}
 
@@ -116,7 +123,26 @@ class Step(ABC):
                 part.of = sum(shares[i] for shares in every) if all(here) else sum(here)
                 if not all(here[: sum(here)]):
                     self._refuse_gaps(here)
-        return self.update(Batch(parts, sum(sizes), 0, 0, None))
+        whole = Batch(parts, sum(sizes), 0, 0, None)
+        if self.world.size == 1:
+            return self.update(whole)
+        # A script seeds all ranks alike, so that they agree on what it draws; masks must differ all the same.
+        with self._own_stream():
+            return self.update(whole)
+
+    @contextmanager
+    def _own_stream(self) -> Iterator[None]:
+        generators = [torch.default_generator]
+        if self.world.device.type == "cuda":
+            generators.append(torch.cuda.default_generators[self.world.device.index])
+        kept = [generator.get_state() for generator in generators]
+        for generator in generators:
+            generator.manual_seed(mixed(self._seed, self.world.step + 1, self.world.rank))
+        try:
+            yield
+        finally:
+            for generator, state in zip(generators, kept, strict=True):
+                generator.set_state(state)
 
     def _refuse_gaps(self, here: list[bool]) -> None:
         """Called where a rank has no sample and a later one has; a strategy that can't do that refuses."""
@@ -138,6 +164,8 @@ class Step(ABC):
             OutOfMemory: with the share that was too large.
         """
         self.world.step += 1
+        if not self._looked:
+            self._look(batch)
         try:
             total, count = self.gradients(batch)
             self._weight(batch.size, count)
@@ -154,6 +182,28 @@ class Step(ABC):
         if self._on_accelerator:
             self._watch(total, count)
         return Result(total, count, batch.size)
+
+    def _look(self, batch: Batch) -> None:
+        """Before the first update, see what the model does in forward that a share can't keep, and say it.
+
+        Raises:
+            StrategyError: it writes its parameters.
+        """
+        self._looked = True
+        if self.replicas == 1 or not self.world.is_first:
+            return
+        part = self.first_share(batch)
+        seen = look(self.model, part.inputs, part.size)
+        if seen.writes is not None:
+            raise StrategyError(
+                f'the model writes its parameter "{seen.writes}" in forward, each replica otherwise: take single'
+            )
+        for note in seen.notes():
+            self.world.tell(Line(note, "note"))
+
+    def first_share(self, batch: Batch) -> Part:
+        """The first replica's share of the first micro-batch, on its device."""
+        return self.placed(batch.parts[0])
 
     @abstractmethod
     def gradients(self, batch: Batch) -> tuple[Number, Number]:
@@ -332,61 +382,7 @@ class Step(ABC):
         load_named_optimizer_state(self.optimizer, self.model, state["optimizer"])
 
 
-def call(model: Any, inputs: Any) -> Any:
-    """``model(*inputs)`` for a tuple, ``model(**inputs)`` for a dict, else ``model(inputs)``."""
-    if type(inputs) is tuple or type(inputs) is list:
-        return model(*inputs)
-    if isinstance(inputs, Mapping):
-        return model(**inputs)
-    return model(inputs)
-
-
 def _is_out_of_memory(error: BaseException) -> bool:
     if isinstance(error, torch.OutOfMemoryError | MemoryError):
         return True
     return "can't allocate memory" in str(error) or "DefaultCPUAllocator: not enough memory" in str(error)
-
-
-def _names_of(model: nn.Module) -> dict[int, str]:
-    return {id(p): name for name, p in model.named_parameters()}
-
-
-def named_optimizer_state(optimizer: torch.optim.Optimizer, model: nn.Module) -> dict[str, Any]:
-    """An optimizer's state by parameter name instead of by number: ``{"state": {name: ...}, "groups": [...]}``."""
-    names = _names_of(model)
-    state = {names[id(p)]: dict(values) for p, values in optimizer.state.items()}
-    groups = [
-        {
-            **{key: value for key, value in group.items() if key not in ("params", "param_names")},
-            "params": [names[id(p)] for p in group["params"]],
-        }
-        for group in optimizer.param_groups
-    ]
-    return {"state": state, "groups": groups}
-
-
-def load_named_optimizer_state(optimizer: torch.optim.Optimizer, model: nn.Module, saved: Mapping[str, Any]) -> None:
-    """Give an optimizer the state that ``named_optimizer_state`` took from one over the same names.
-
-    Raises:
-        InputError: the groups hold other parameters.
-    """
-    names = _names_of(model)
-    own = optimizer.state_dict()
-    number: dict[str, int] = {}
-    for i, (group, packed, theirs) in enumerate(
-        zip(optimizer.param_groups, own["param_groups"], saved["groups"], strict=False)
-    ):
-        mine = [names[id(p)] for p in group["params"]]
-        if set(mine) != set(theirs["params"]):
-            different = sorted(set(mine) ^ set(theirs["params"]))[0]
-            raise InputError(f'the saved optimizer has other parameters in group {i}: "{different}" is in one only')
-        number.update(zip(mine, packed["params"], strict=True))
-        packed.update({key: value for key, value in theirs.items() if key not in ("params", "fused", "foreach")})
-    if len(optimizer.param_groups) != len(saved["groups"]):
-        raise InputError(
-            f"the saved optimizer has {len(saved['groups'])} parameter groups, this job's {len(optimizer.param_groups)}"
-        )
-    own["state"] = {number[name]: values for name, values in saved["state"].items()}
-    optimizer.load_state_dict(own)
-    begin_momentum(optimizer)

@@ -28,18 +28,17 @@ from lockstep.build import (
     build_model,
     build_optimizer,
     differing_tensors,
-    digest,
     gives_sparse_gradients,
 )
 from lockstep.data import Batch, Part
 from lockstep.errors import InputError, RunError, StrategyError
-from lockstep.events import Line
 from lockstep.job import Job
 from lockstep.parallel.batchnorm import synchronise
 from lockstep.parallel.exchange import RankExchange
 from lockstep.step import Number, Step
+from lockstep.strategies.buffers import FollowedBuffers, take_first
 from lockstep.strategies.flat import FlatGradients
-from lockstep.strategies.strategy import DRAWS_ITSELF, Strategy, drops
+from lockstep.strategies.strategy import Strategy
 from lockstep.world import World
 
 _SMALL_GRADIENTS = 2 << 20
@@ -103,6 +102,7 @@ class DDPStep(Step):
     ) -> None:
         super().__init__(model, optimizer, job, world)
         self.cuts_batch = world.size > 1 or job.accumulate > 1
+        self.replicas = world.size
         self._exchange = exchange
         self._flat: FlatGradients | None = None
         self._overlaps = world.size > 1 and (
@@ -111,7 +111,7 @@ class DDPStep(Step):
         self._bucket_mb = strategy.bucket_mb
         self._ddp: DistributedDataParallel | None = None
         self._noticed = False
-        self._buffers = _FollowedBuffers(model, world)
+        self._buffers = FollowedBuffers(model, world)
 
     def _are_large(self) -> bool:
         """Whether the gradients are worth summing while backward runs, or of a kind that has to be."""
@@ -140,7 +140,7 @@ class DDPStep(Step):
                 find_unused_parameters=True,
                 gradient_as_bucket_view=True,
                 bucket_cap_mb=self._bucket_mb,
-                # Buffers are followed here, only those that change: see _FollowedBuffers.
+                # Buffers are followed here, only those that change: see FollowedBuffers.
                 **{_FORWARD_BUFFERS: False},  # type: ignore[arg-type]
             )
         return self._ddp
@@ -151,7 +151,6 @@ class DDPStep(Step):
             p.grad = None
         self._buffers.follow()
         world = self.world
-        drawn = torch.get_rng_state() if world.step == 1 and world.size > 1 and world.is_first else None
         # DDP divides by the number of ranks; what is wanted is the sum.
         ddp = self._overlapping(all(part.of >= world.size for part in batch.parts))
         factor = (1 if ddp is None else world.size) / batch.size
@@ -176,12 +175,6 @@ class DDPStep(Step):
                 modules = [m for m in self.model.modules() if getattr(m, "sparse", False) is True]
                 self._flat = FlatGradients(self._parameters, {id(m.weight) for m in modules})
             total, count = self._flat.sum_over(world, total, count)
-        if (
-            drawn is not None
-            and not torch.equal(drawn, torch.get_rng_state())
-            and not any(map(drops, self.model.modules()))
-        ):
-            world.tell(Line(DRAWS_ITSELF, "note"))
         if world.step & (world.step - 1) == 0:
             self._buffers.look()
         return total, count
@@ -218,7 +211,7 @@ class DDPStep(Step):
         if self.world.size == 1:
             return
         self._buffers.look()
-        _take_first(self.world, buffers_of(self.model))
+        take_first(self.world, buffers_of(self.model))
         drifted = differing_tensors(self.model.named_parameters(), self.world)
         if drifted is not None:
             raise RunError(
@@ -247,74 +240,3 @@ def _without_line(words: str) -> Iterator[None]:
             for line in kept.read().splitlines(keepends=True):
                 if words.encode() not in line:
                     os.write(2, line)
-
-
-class _FollowedBuffers:
-    """Buffers that change in training and act in it: all ranks follow rank 0, as with PyTorch's own DDP.
-
-    BatchNorm's running statistics only act in evaluation, so they are shared then. The others are found by looking,
-    after steps 1, 2, 4, 8, ... and at each evaluation, which have changed on any rank; constants (masks, positions) are
-    never sent. Values are compared, since a version counter misses what kernels write.
-    """
-
-    def __init__(self, model: nn.Module, world: World) -> None:
-        self._world = world
-        self._unchanged: dict[tuple[nn.Module, str], torch.Tensor] = {}
-        if world.size > 1:
-            self._unchanged = {
-                (module, name): buffer.clone()
-                for module, name in buffers_of(model)
-                if (buffer := module._buffers[name]) is not None
-                and not isinstance(module, nn.modules.batchnorm._NormBase)
-            }
-        self._names = {id(module): name for name, module in model.named_modules()}
-        self._changing: list[tuple[nn.Module, str]] = []
-
-    def follow(self) -> None:
-        """Take rank 0's values of those that are known to change."""
-        _take_first(self._world, self._changing)
-
-    def look(self) -> None:
-        """Find those that have changed; every rank calls this at the same time."""
-        if not self._unchanged:
-            return
-        changed = [not _same(module._buffers[name], before) for (module, name), before in self._unchanged.items()]
-        flags = torch.tensor(changed, dtype=torch.float32, device=self._world.device.torch)
-        anywhere = self._world.all_reduce(flags).tolist()
-        found = [place for place, times in zip(self._unchanged, anywhere, strict=True) if times]
-        for place in found:
-            del self._unchanged[place]
-        self._changing += found
-        for module, name in found:
-            values = self._world.gather_objects(digest(module._buffers[name]))
-            if len(set(values)) > 1 and self._world.is_first:
-                full = f"{self._names[id(module)]}.{name}".lstrip(".")
-                said = f'buffer "{full}" depends on the share: all ranks follow that of rank 0, one device would not'
-                self._world.tell(Line(said, "note"))
-
-
-def _take_first(world: World, places: list[tuple[nn.Module, str]]) -> None:
-    """Overwrite these buffers with rank 0's, which may have come to be of another shape."""
-    if not places:
-        return
-    mine = [module._buffers[name] for module, name in places]
-    forms = world.gather_objects(
-        [None if b is None else (tuple(b.shape), str(b.dtype), b.is_contiguous()) for b in mine]
-    )
-    for (module, name), buffer, *theirs in zip(places, mine, *forms, strict=True):
-        if buffer is None or None in theirs:
-            continue
-        # Decided by what all ranks know, so that all of them take the same way.
-        plain = buffer.dtype in (torch.float32, torch.float64, torch.int64) and buffer.is_contiguous()
-        if plain and len(set(theirs)) == 1:
-            world.broadcast(buffer)
-            continue
-        first = world.broadcast_object(buffer.cpu())
-        if first.shape == buffer.shape and not buffer.is_sparse:
-            buffer.copy_(first)
-        else:
-            module._buffers[name] = first.to(buffer.device)
-
-
-def _same(buffer: torch.Tensor | None, before: torch.Tensor) -> bool:
-    return buffer is not None and buffer.shape == before.shape and torch.equal(buffer, before)

@@ -14,7 +14,6 @@ refreshed once a step.
 
 from __future__ import annotations
 
-import copy
 import functools
 from collections.abc import Iterable
 from dataclasses import dataclass
@@ -23,11 +22,10 @@ from typing import Any, ClassVar, Literal
 import torch
 from torch import nn
 
-from lockstep.build import buffers_of, build_model, build_optimizer, digest
+from lockstep.build import buffers_of, build_model, build_optimizer
 from lockstep.data import Batch, Part, mixed, share_sizes
 from lockstep.devices import Device
-from lockstep.errors import JobError, StrategyError
-from lockstep.events import Line
+from lockstep.errors import StrategyError
 from lockstep.job import Job
 from lockstep.nesting import cut, to_device
 from lockstep.parallel import gather, recompute
@@ -36,7 +34,8 @@ from lockstep.parallel.exchange import ThreadExchange
 from lockstep.parallel.random import stream
 from lockstep.parallel.team import Team
 from lockstep.step import Number, Step
-from lockstep.strategies.strategy import DRAWS_ITSELF, Strategy, drops
+from lockstep.strategies.replicas import refuse_what_replicas_would_share, replica_of
+from lockstep.strategies.strategy import Strategy
 from lockstep.world import World
 
 
@@ -56,7 +55,7 @@ class DP(Strategy):
         model = build_model(job, world)
         self.refuse(model, len(world.devices))
         if len(world.devices) > 1:
-            _refuse_what_replicas_would_share(model)
+            refuse_what_replicas_would_share(model)
         exchange = None
         if job.sync_batchnorm and len(world.devices) > 1:
             if not world.device.is_slot and len(set(world.devices)) < len(world.devices):
@@ -81,9 +80,10 @@ class DPStep(Step):
     ) -> None:
         super().__init__(model, optimizer, job, world)
         self.cuts_batch = len(world.devices) > 1 or job.accumulate > 1
+        self.replicas = len(world.devices)
         self._exchange = exchange
         self._devices = world.devices
-        self._replicas = [model, *(_replica(model, device) for device in world.devices[1:])]
+        self._replicas = [model, *(replica_of(model, device) for device in world.devices[1:])]
         self._trained = [[p for p in replica.parameters() if p.requires_grad] for replica in self._replicas]
         self._buffers = [buffers_of(replica) for replica in self._replicas]
         # Running statistics act in evaluation only, so they needn't be the same before.
@@ -124,12 +124,13 @@ class DPStep(Step):
         if self._exchange is not None:
             parties = [sum(1 for share in shares if share[j].size) for j in range(len(batch.parts))]
             self._exchange.begin([max(1, count) for count in parties])
-        look = _Look(self) if self.world.step == 1 and len(work) > 1 else None
         results = [result for result in self._team.run(work) if result is not None]
-        if look is not None:
-            look.after([i for i, job in enumerate(work) if job is not None])
         self._add_gradients([i for i, job in enumerate(work) if job is not None])
         return self._summed([r[0] for r in results]), self._summed([r[1] for r in results])
+
+    def first_share(self, batch: Batch) -> Part:
+        """The first replica's share of the first micro-batch, on its device."""
+        return self._scatter(batch)[0][0]
 
     def _scatter(self, batch: Batch) -> list[list[Part]]:
         """For each replica, its share of each micro-batch (even shares, so that no device waits long for another)."""
@@ -212,11 +213,16 @@ class DPStep(Step):
     @torch.no_grad()
     def _refresh(self) -> None:
         """Make every replica equal to the first before a step."""
-        firsts = list(self.model.parameters())
         modes = [module.training for module in self.model.modules()]
         for replica in self._replicas[1:]:
             for module, mode in zip(replica.modules(), modes, strict=True):
                 module.training = mode
+        self._share_parameters()
+        self._copy_buffers(self._acting)
+
+    def _share_parameters(self) -> None:
+        firsts = list(self.model.parameters())
+        for replica in self._replicas[1:]:
             theirs = list(replica.parameters())
             if self._shared:
                 for p, q in zip(firsts, theirs, strict=True):
@@ -225,10 +231,11 @@ class DPStep(Step):
             else:
                 for p, q in zip(firsts, theirs, strict=True):
                     q.copy_(p, non_blocking=True)
-        self._copy_buffers(self._acting)
 
+    @torch.no_grad()
     def share_buffers(self) -> None:
-        """Give every replica all of the first one's buffers."""
+        """Give every replica the first one's parameters, which a step or loaded weights have changed, and buffers."""
+        self._share_parameters()
         self._copy_buffers(range(len(self._buffers[0])))
 
     @torch.no_grad()
@@ -256,10 +263,7 @@ class DPStep(Step):
     def results(self, batch: Batch) -> list[tuple[Any, Any, Number, Number]]:
         """Those of each replica, on its device: nothing is gathered."""
         parts = [share[0] for share in self._scatter(batch)]
-        work = [
-            functools.partial(self._outputs_of, replica, part) if part.size else None
-            for replica, part in zip(self._replicas, parts, strict=True)
-        ]
+        work = [functools.partial(self._outputs_of, i, part) if part.size else None for i, part in enumerate(parts)]
         found = self._team.run(work)
         first = self._devices[0].torch
         return [
@@ -280,90 +284,9 @@ class DPStep(Step):
         return sum(v.to(first) if isinstance(v, torch.Tensor) else v for v in values)
 
     @torch.no_grad()
-    def _outputs_of(self, replica: nn.Module, part: Part) -> tuple[Any, Number, Number]:
-        return self.judged(replica, part)
-
-
-class _Look:
-    """What the first step shows of a model: does it write parameters, does its state depend on the share?"""
-
-    def __init__(self, step: DPStep) -> None:
-        self._step = step
-        self._parameters = [digest(p) for p in step.model.parameters()]
-        self._states = [generator.get_state() for generator in step._streams]
-
-    def after(self, active: list[int]) -> None:
-        """Compare with what is now.
-
-        Raises:
-            StrategyError: forward has written a parameter, which the replicas share.
-        """
-        step = self._step
-        for (name, p), before in zip(step.model.named_parameters(), self._parameters, strict=True):
-            if digest(p) != before:
-                raise StrategyError(
-                    f'dp: the model writes its parameter "{name}" in forward, and the replicas share it: take single'
-                )
-        names = {id(module): name for name, module in step.model.named_modules()}
-        for k in step._acting:
-            module, name = step._buffers[0][k]
-            values = {digest(other._buffers[name]) for other, _ in (step._buffers[i][k] for i in active)}
-            if len(values) > 1:
-                full = f"{names[id(module)]}.{name}".lstrip(".")
-                said = f'buffer "{full}" depends on the share: all replicas follow the first, one device would not'
-                step.world.tell(Line(said, "note"))
-        moved = any(not torch.equal(g.get_state(), s) for g, s in zip(step._streams, self._states, strict=True))
-        if moved and not any(map(drops, step.model.modules())):
-            step.world.tell(Line(DRAWS_ITSELF, "note"))
-
-
-def _replica(model: nn.Module, device: Device) -> nn.Module:
-    """A copy of the model with parameters of its own: on a slot they share the first one's storage."""
-    memo: dict[int, Any] = {}
-    for p in model.parameters():
-        storage = p.detach() if device.is_slot else p.detach().to(device.torch, copy=True)
-        memo[id(p)] = nn.Parameter(storage, requires_grad=p.requires_grad)
-    try:
-        replica = copy.deepcopy(model, memo)
-    except Exception as error:
-        raise JobError(
-            f"model: it can't be copied for {device}: {type(error).__name__}: {error}; ddp builds it afresh"
-        ) from error
-    mine = {id(p) for p in memo.values()}
-    if any(id(p) not in mine for p in replica.parameters()):
-        raise StrategyError(
-            "dp: a copy of the model has parameters of its own (TorchScript?); take ddp, which builds it afresh"
-        )
-    if not device.is_slot:
-        replica.to(device.torch)
-    return replica
-
-
-def _refuse_what_replicas_would_share(model: nn.Module) -> None:
-    """Refuse what a copy of the model can't take along.
-
-    Raises:
-        StrategyError: a hook on a parameter, or a function in a module that has closed over the model.
-    """
-    advice = "; take ddp, which builds the model afresh for each device"
-    for name, p in model.named_parameters():
-        if p._backward_hooks or getattr(p, "_post_accumulate_grad_hooks", None):
-            raise StrategyError(f'dp: parameter "{name}" has a hook, which its replicas would not have{advice}')
-    own = {id(thing) for thing in (*model.modules(), *model.parameters(), *model.buffers())}
-    for name, module in model.named_modules():
-        hooks = (*module._forward_hooks.values(), *module._forward_pre_hooks.values())
-        for function in (*vars(module).values(), *hooks):
-            held = [cell.cell_contents for cell in getattr(function, "__closure__", None) or () if _is_filled(cell)]
-            if any(id(thing) in own for thing in held):
-                where = f'"{name}"' if name else "the model"
-                raise StrategyError(f"dp: a function in {where} holds on to the model it was made in{advice}")
-
-
-def _is_filled(cell: Any) -> bool:
-    try:
-        return cell.cell_contents is not None
-    except ValueError:  # not assigned yet
-        return False
+    def _outputs_of(self, i: int, part: Part) -> tuple[Any, Number, Number]:
+        with stream(self._streams[i] if self._streams else None):
+            return self.judged(self._replicas[i], part)
 
 
 def _even_spans(parameters: list[nn.Parameter], pieces: int) -> list[tuple[int, int]]:

@@ -9,12 +9,12 @@ from typing import ClassVar, Literal
 from torch import nn
 
 from lockstep.errors import StrategyError
+from lockstep.forward import drops
 from lockstep.job import Job
 from lockstep.step import Step
 from lockstep.world import World
 
 DRAWS = "dropout draws other masks than one device would; they are as random, and the same in each run"
-DRAWS_ITSELF = "the model draws random numbers in forward, others than one device would; they are the same in each run"
 
 
 @dataclass(frozen=True)
@@ -84,10 +84,3 @@ class Strategy(ABC):
         if replicas > 1 and any(drops(m) for m in model.modules()):
             said.append(DRAWS)
         return said
-
-
-def drops(module: nn.Module) -> bool:
-    """Whether it is a layer that is known to draw."""
-    if isinstance(module, nn.modules.dropout._DropoutNd):
-        return module.p > 0
-    return isinstance(getattr(module, "dropout", None), float) and getattr(module, "dropout", 0.0) > 0

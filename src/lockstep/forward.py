@@ -1,0 +1,160 @@
+"""Forward: how a model is called, and what it does then that replicas with a share each can't do as one device would.
+
+The second is seen before the first step, on a copy of the model and the first replica's share. The copy goes through
+the whole share and through two parts of it, each time from the same buffers:
+
+- outputs of the whole that are not those of its parts say that samples act on one another (a statistic over the batch),
+- the same inputs giving other outputs the second time, that the model remembers something outside of its buffers,
+- buffers that end otherwise after a part than after the whole, that they depend on the share,
+- parameters that have changed, that the model writes them itself,
+- generators that have moved, that it draws random numbers.
+
+Dropout and normalisation layers, of which all that is known, are in eval mode meanwhile.
+"""
+
+from __future__ import annotations
+
+import copy
+import functools
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import nn
+
+from lockstep.build import digest
+from lockstep.nesting import cut, each, tensors
+from lockstep.seeding import kept_states, same, states
+
+
+@dataclass
+class Seen:
+    """What a model was seen to do in forward.
+
+    Attributes:
+        writes: the first parameter that changed.
+        mixes: whether samples act on one another.
+        remembers: whether there is state that is neither parameter nor buffer.
+        follows: names of the buffers that depend on the share.
+        draws: whether layers other than dropout draw random numbers.
+        draws_elsewhere: whether they come from Python's or numpy's generator.
+    """
+
+    writes: str | None = None
+    mixes: bool = False
+    remembers: bool = False
+    follows: tuple[str, ...] = ()
+    draws: bool = False
+    draws_elsewhere: bool = False
+
+    def notes(self) -> Iterator[str]:
+        """What the person has to know of it, a line each."""
+        if self.draws_elsewhere:
+            yield (
+                "the model draws from Python's or numpy's random in forward, others than one device would, "
+                "and under dp the order is left to chance: draw from torch"
+            )
+        elif self.draws:
+            yield (
+                "the model draws random numbers in forward, others than one device would; they are the same in each run"
+            )
+        for name in self.follows:
+            yield f'buffer "{name}" depends on the share: all replicas follow the first, one device would not'
+        if self.remembers:
+            yield (
+                "the model remembers something that is neither parameter nor buffer (the same inputs give other "
+                "outputs the second time): each replica has its own, and no checkpoint keeps it; make it a buffer"
+            )
+        if self.mixes:
+            yield (
+                "samples of a batch act on one another in the model's forward, and each replica sees only its share: "
+                "single keeps the numbers"
+            )
+
+
+def call(model: Any, inputs: Any) -> Any:
+    """``model(*inputs)`` for a tuple, ``model(**inputs)`` for a dict, else ``model(inputs)``."""
+    if type(inputs) is tuple or type(inputs) is list:
+        return model(*inputs)
+    if isinstance(inputs, Mapping):
+        return model(**inputs)
+    return model(inputs)
+
+
+def look(model: nn.Module, inputs: Any, samples: int) -> Seen:
+    """See what ``model`` does with ``inputs`` of so many samples; it is left as it is, and so are all generators.
+
+    A model that can't be copied, or can't take a part of its inputs, shows less.
+    """
+    seen = Seen()
+    if samples < 4:  # too few to cut: as many again, and again, that differ
+        times = -(-4 // samples)
+        inputs, samples = each(functools.partial(_multiplied, samples, times), inputs), samples * times
+    devices = {t.device for t in tensors(inputs) if t.device.type not in ("cpu", "meta")}
+    kind = next((d.type for d in devices), "cuda")
+    with torch.no_grad(), kept_states(), torch.random.fork_rng([d.index or 0 for d in devices], device_type=kind):
+        try:
+            copied = copy.deepcopy(model)
+            for module in copied.modules():
+                if drops(module) or isinstance(module, nn.modules.batchnorm._NormBase):
+                    module.training = False
+            _see(copied, inputs, samples, seen)
+        except Exception:  # what is wrong with the model, its first step says
+            return seen
+    return seen
+
+
+def drops(module: nn.Module) -> bool:
+    """Whether it is a layer that is known to draw."""
+    if isinstance(module, nn.modules.dropout._DropoutNd):
+        return module.p > 0
+    return isinstance(getattr(module, "dropout", None), float) and getattr(module, "dropout", 0.0) > 0
+
+
+def _see(model: nn.Module, inputs: Any, samples: int, seen: Seen) -> None:
+    first = samples // 2
+    begin = {name: b.clone() for name, b in model.named_buffers()}
+    parameters = {name: digest(p) for name, p in model.named_parameters()}
+
+    def run(start: int, size: int) -> list[torch.Tensor]:
+        for name, b in model.named_buffers():
+            if name in begin and b.shape == begin[name].shape:
+                b.copy_(begin[name])
+        outputs = call(model, cut(inputs, start, size, samples) if size < samples else inputs)
+        return [t.clone() for t in tensors(outputs) if t.is_floating_point() and t.dim() and t.shape[0] == size]
+
+    before = states()
+    whole = run(0, samples)
+    after = states()
+    seen.draws = not same(before, after)
+    seen.draws_elsewhere = not same((after[0], *before[1:]), after)
+    seen.writes = next((name for name, p in model.named_parameters() if digest(p) != parameters[name]), None)
+    if seen.draws or seen.writes is not None:
+        return
+    of_whole = {name: digest(b) for name, b in model.named_buffers()}
+    seen.remembers = _differ(whole, run(0, samples))
+    head = run(0, first)
+    norms = {id(b) for m in model.modules() if isinstance(m, nn.modules.batchnorm._NormBase) for b in m.buffers()}
+    seen.follows = tuple(
+        name for name, b in model.named_buffers() if id(b) not in norms and digest(b) != of_whole.get(name)
+    )
+    if not seen.remembers and not seen.follows:
+        tail = run(first, samples - first)
+        seen.mixes = _differ(whole, [torch.cat(pair) for pair in zip(head, tail, strict=True)])
+
+
+def _multiplied(samples: int, times: int, tensor: torch.Tensor) -> torch.Tensor:
+    if not tensor.dim() or tensor.shape[0] != samples:
+        return tensor
+    return torch.cat([tensor / i if tensor.is_floating_point() else tensor for i in range(1, times + 1)])
+
+
+def _differ(ones: list[torch.Tensor], others: list[torch.Tensor]) -> bool:
+    """Whether two lists of outputs lie further apart than other ways to round would bring them."""
+    for a, b in zip(ones, others, strict=True):
+        largest = a.abs().max() if a.numel() else torch.zeros(())
+        rounding = {torch.float64: 1e-8, torch.float32: 1e-3}.get(a.dtype, 5e-2)
+        if bool(torch.isfinite(largest)) and bool((a - b).abs().max() > rounding * largest):
+            return True
+    return False

@@ -1,0 +1,60 @@
+"""The replicas of ``dp``: copies of a model on other devices, and what can't be copied."""
+
+from __future__ import annotations
+
+import copy
+from typing import Any
+
+from torch import nn
+
+from lockstep.devices import Device
+from lockstep.errors import JobError, StrategyError
+
+
+def replica_of(model: nn.Module, device: Device) -> nn.Module:
+    """A copy of the model with parameters of its own: on a slot they share the first one's storage."""
+    memo: dict[int, Any] = {}
+    for p in model.parameters():
+        storage = p.detach() if device.is_slot else p.detach().to(device.torch, copy=True)
+        memo[id(p)] = nn.Parameter(storage, requires_grad=p.requires_grad)
+    try:
+        made = copy.deepcopy(model, memo)
+    except Exception as error:
+        raise JobError(
+            f"model: it can't be copied for {device}: {type(error).__name__}: {error}; ddp builds it afresh"
+        ) from error
+    mine = {id(p) for p in memo.values()}
+    if any(id(p) not in mine for p in made.parameters()):
+        raise StrategyError(
+            "dp: a copy of the model has parameters of its own (TorchScript?); take ddp, which builds it afresh"
+        )
+    if not device.is_slot:
+        made.to(device.torch)
+    return made
+
+
+def refuse_what_replicas_would_share(model: nn.Module) -> None:
+    """Refuse what a copy of the model can't take along.
+
+    Raises:
+        StrategyError: a hook on a parameter, or a function in a module that has closed over the model.
+    """
+    advice = "; take ddp, which builds the model afresh for each device"
+    for name, p in model.named_parameters():
+        if p._backward_hooks or getattr(p, "_post_accumulate_grad_hooks", None):
+            raise StrategyError(f'dp: parameter "{name}" has a hook, which its replicas would not have{advice}')
+    own = {id(thing) for thing in (*model.modules(), *model.parameters(), *model.buffers())}
+    for name, module in model.named_modules():
+        hooks = (*module._forward_hooks.values(), *module._forward_pre_hooks.values())
+        for function in (*vars(module).values(), *hooks):
+            held = [cell.cell_contents for cell in getattr(function, "__closure__", None) or () if _is_filled(cell)]
+            if any(id(thing) in own for thing in held):
+                where = f'"{name}"' if name else "the model"
+                raise StrategyError(f"dp: a function in {where} holds on to the model it was made in{advice}")
+
+
+def _is_filled(cell: Any) -> bool:
+    try:
+        return cell.cell_contents is not None
+    except ValueError:  # not assigned yet
+        return False

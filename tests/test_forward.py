@@ -1,0 +1,114 @@
+"""What a model is seen to do in forward."""
+
+from __future__ import annotations
+
+import random
+
+import pytest
+import torch
+from torch import nn
+
+from lockstep.forward import Seen, look
+from tests.zoo import drawn
+
+
+class Layer(nn.Linear):
+    """A linear layer of which each test changes one thing."""
+
+    def __init__(self) -> None:
+        super().__init__(6, 3)
+        self.register_buffer("kept", torch.zeros(6))
+        self.calls = 0
+
+
+class Centred(Layer):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return super().forward(x - x.mean(dim=0))
+
+
+class Normalised(Layer):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return super().forward(nn.functional.batch_norm(x, None, None, training=self.training))
+
+
+class Warming(Layer):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        self.calls += 1
+        return super().forward(x) * min(1.0, self.calls / 1000)
+
+
+class Following(Layer):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        self.kept.mul_(0.9).add_(x.detach().mean(dim=0))
+        return super().forward(x - self.kept)
+
+
+class Counting(Layer):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        self.kept += 1
+        return super().forward(x) / self.kept[0]
+
+
+class Writing(Layer):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        with torch.no_grad():
+            self.bias += 1
+        return super().forward(x)
+
+
+class Noisy(Layer):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return super().forward(x + torch.randn_like(x))
+
+
+class NoisyElsewhere(Layer):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return super().forward(x + random.random())
+
+
+class Uncopyable(Centred):
+    def __deepcopy__(self, memo: object) -> Uncopyable:
+        raise TypeError("holds a lock")
+
+
+CASES = [
+    (Layer, Seen()),
+    (Centred, Seen(mixes=True)),
+    (Normalised, Seen(mixes=True)),
+    (Warming, Seen(remembers=True)),
+    (Following, Seen(follows=("kept",))),
+    (Counting, Seen()),
+    (Writing, Seen(writes="bias")),
+    (Noisy, Seen(draws=True)),
+    (NoisyElsewhere, Seen(draws=True, draws_elsewhere=True)),
+    (Uncopyable, Seen()),
+    (lambda: nn.Sequential(nn.BatchNorm1d(6), nn.Dropout(), nn.Linear(6, 3)), Seen()),
+    (lambda: nn.TransformerEncoderLayer(6, 2, batch_first=True), Seen()),
+]
+
+
+@pytest.mark.parametrize("samples", [1, 2, 7])
+@pytest.mark.parametrize(("model", "seen"), CASES, ids=lambda value: getattr(value, "__name__", ""))
+def test_what_a_model_does_in_forward_is_seen(model, seen: Seen, samples: int) -> None:
+    with torch.random.fork_rng():
+        torch.manual_seed(0)
+        built = model()
+    inputs = drawn(samples, 4, 6) if isinstance(built, nn.TransformerEncoderLayer) else drawn(samples, 6)
+    assert look(built, inputs, samples) == seen
+
+
+@pytest.mark.parametrize("model", [Noisy, NoisyElsewhere, Following, Warming])
+def test_looking_leaves_model_and_generators_as_they_were(model) -> None:
+    built = model()
+    before = {name: value.clone() for name, value in built.state_dict().items()}
+    states = torch.get_rng_state(), random.getstate()
+    look(built, drawn(7, 6), 7)
+    assert all(torch.equal(value, before[name]) for name, value in built.state_dict().items())
+    assert built.calls == 0
+    assert torch.equal(states[0], torch.get_rng_state())
+    assert states[1] == random.getstate()
+
+
+def test_a_model_that_mixes_samples_of_a_sequence_first_batch_is_not_blamed() -> None:
+    gru = nn.GRU(6, 3, batch_first=True)
+    assert look(gru, drawn(5, 4, 6), 5) == Seen()
