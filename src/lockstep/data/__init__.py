@@ -2,6 +2,7 @@
 
 ::
 
+    order.py     the indices of an epoch, computed slice by slice where they are many
     shares.py    which samples make global batch k of an epoch, and which of them a process gets
     fetch.py     samples made into (inputs, targets), with random numbers that belong to the sample
     workers.py   the same in loader workers
@@ -12,7 +13,8 @@
 
 from lockstep.data.fetch import Fetcher
 from lockstep.data.loader import Loader, SharedLoader, batches
-from lockstep.data.shares import Batch, Part, mixed, permutation, share_sizes
+from lockstep.data.order import permutation
+from lockstep.data.shares import Batch, Part, mixed, share_sizes
 from lockstep.data.source import resolve
 from lockstep.data.workers import default_workers
 

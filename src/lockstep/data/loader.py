@@ -10,12 +10,12 @@ from torch import Tensor
 
 from lockstep import world as _world
 from lockstep.data.ahead import copied_ahead
-from lockstep.data.fetch import ORDER, Collate, Fetcher
-from lockstep.data.shares import Batch, Part, Spans, cuts, mixed, permutation, pieces
+from lockstep.data.fetch import Collate, Fetcher
+from lockstep.data.order import Ascending, Places, by_person, permutation
+from lockstep.data.shares import Batch, Order, Part, Spans, checked_cutting, cuts, pieces
 from lockstep.data.workers import Workers, default_workers, free_cores
-from lockstep.errors import JobError, told
+from lockstep.errors import JobError
 from lockstep.launch import here
-from lockstep.seeding import kept_states, seed_all
 
 
 class Loader:
@@ -60,11 +60,7 @@ class Loader:
         pin: bool | None = None,
         name: str | None = None,
     ) -> None:
-        for setting, value in (("batch_size", batch_size), ("accumulate", accumulate), ("world_size", world_size)):
-            if not isinstance(value, int) or value < 1:
-                raise JobError(f"{setting}: {value!r}, a whole number of at least 1 is expected")
-        if not 0 <= rank < world_size:
-            raise JobError(f"rank: {rank} is not one of {world_size}")
+        checked_cutting(batch_size, accumulate, rank, world_size)
         if order is not None and not callable(order):
             raise JobError(f"order: a function of the epoch is expected, not a {type(order).__name__}")
         self._name = name or ("eval_data" if evaluation else "train_data")
@@ -82,7 +78,7 @@ class Loader:
         if workers < 0:
             raise JobError(f"loader_workers: {workers}, a whole number from 0 is expected")
         self._workers = Workers(self._fetcher, workers, self._pin) if workers else None
-        self._held: tuple[int, Tensor] | None = None
+        self._held: tuple[int, Order] | None = None
         self._next = 0
 
     @property
@@ -120,32 +116,15 @@ class Loader:
 
     # ---- the order of an epoch --------------------------------------------------------------------------------------
 
-    def _order(self, epoch: int) -> Tensor:
+    def _order(self, epoch: int) -> Order:
         if self._held is not None and self._held[0] == epoch:
             return self._held[1]
+        order: Order
         if self._by_person is not None:
-            order = self._checked_order(self._by_person, epoch)
+            order = by_person(self._by_person, self._length, self._seed, epoch)
         else:
-            order = permutation(self._length, self._seed, epoch) if self._shuffle else torch.arange(self._length)
+            order = permutation(self._length, self._seed, epoch) if self._shuffle else Ascending(self._length)
         self._held = epoch, order
-        return order
-
-    def _checked_order(self, by_person: Callable[[int], Any], epoch: int) -> Tensor:
-        with kept_states():
-            seed_all(mixed(self._seed, ORDER, epoch))
-            try:
-                order = torch.as_tensor(by_person(epoch))
-            except Exception as error:
-                raise JobError(f"order: for epoch {epoch} it raised {told(error)}") from error
-        if order.dim() != 1 or not len(order):
-            raise JobError(f"order: for epoch {epoch} it gave {tuple(order.shape)}, a list of indices is expected")
-        if order.is_floating_point() or order.is_complex() or order.dtype == torch.bool:
-            raise JobError(f"order: for epoch {epoch} it gave {order.dtype}, whole numbers are expected")
-        order = order.to("cpu", torch.int64, copy=True)  # the person may change theirs
-        low, high = (int(v) for v in order.aminmax())
-        if low < 0 or high >= self._length:
-            wrong = low if low < 0 else high
-            raise JobError(f"order: for epoch {epoch} it gave index {wrong}, the dataset has 0 to {self._length - 1}")
         return order
 
     # ---- three ways to fetch ----------------------------------------------------------------------------------------
@@ -175,7 +154,7 @@ class Loader:
             yield Batch(parts, len(row[0]), index, epoch, row[0])
 
     def _of_tensors(
-        self, epoch: int, start: int, rows: Iterator[tuple[Tensor, ...]], order: Tensor, spans: Spans
+        self, epoch: int, start: int, rows: Iterator[tuple[Tensor, ...]], order: Order, spans: Spans
     ) -> Iterator[Batch]:
         """By indexing two tensors. The hot path of a small step: nothing here that a batch doesn't need."""
         assert self._fetcher.tensors is not None
@@ -185,7 +164,7 @@ class Loader:
         sizes = [(b - a, of) for a, b, of in spans.full]
         full = len(order) // self._batch_size
         # Under a Subset, the places to read differ from the indices to tell.
-        places = None if lookup is None else pieces(lookup[order], self._batch_size, spans, start)
+        places = None if lookup is None else pieces(Places(lookup, order), self._batch_size, spans, start)
         for index, row in enumerate(rows, start):
             place = row if places is None else next(places)
             if index == full:
