@@ -13,9 +13,12 @@ from lockstep.data.ahead import copied_ahead
 from lockstep.data.fetch import Collate, Fetcher
 from lockstep.data.order import Ascending, Places, by_person, permutation
 from lockstep.data.shares import Batch, Order, Part, Spans, checked_cutting, cuts, pieces
+from lockstep.data.source import is_stream, resolve
+from lockstep.data.stream import StreamLoader
 from lockstep.data.workers import Workers, default_workers, free_cores
 from lockstep.errors import JobError
 from lockstep.launch import here
+from lockstep.world import World
 
 
 class Loader:
@@ -221,7 +224,30 @@ class SharedLoader:
             loader.close()
 
 
-def batches(dataset: Any, batch_size: int, **settings: Any) -> Loader:
+AnyLoader = Loader | SharedLoader | StreamLoader
+"""What goes through a dataset of any kind, epoch by epoch."""
+
+
+def loader_of(dataset: Any, rank: int, world_size: int, devices: int = 1, **settings: Any) -> AnyLoader:
+    """The loader of a process for a dataset or a stream.
+
+    Args:
+        dataset: as ``resolve`` gives it.
+        rank: this process's number.
+        world_size: how many processes share each batch.
+        devices: how many this process drives; each gets its share where there are several.
+        settings: the others are as those of ``Loader``.
+    """
+    if is_stream(dataset):
+        if devices > 1:
+            return StreamLoader(dataset, rank=None, world_size=devices, **settings)
+        return StreamLoader(dataset, rank=rank, world_size=world_size, **settings)
+    if devices > 1:
+        return SharedLoader(dataset, devices, **settings)
+    return Loader(dataset, rank=rank, world_size=world_size, **settings)
+
+
+def batches(dataset: Any, batch_size: int, **settings: Any) -> Loader | StreamLoader:
     """This process's share of every global batch, for a loop of your own.
 
     ::
@@ -232,7 +258,7 @@ def batches(dataset: Any, batch_size: int, **settings: Any) -> Loader:
     Each pass over the result is the next epoch. Inside ``launch``, or under torchrun, it knows the rank by itself.
 
     Args:
-        dataset: map-style, of ``(inputs, targets)``.
+        dataset: of ``(inputs, targets)``; one that can only be gone through (a stream) isn't shuffled.
         batch_size: samples of the *global* batch.
         **settings: as those of ``Loader``.
 
@@ -243,4 +269,6 @@ def batches(dataset: Any, batch_size: int, **settings: Any) -> Loader:
     if world is not None and world.size > 1:
         device = None if world.device.is_slot else world.device.torch
         settings = {"rank": world.rank, "world_size": world.size, "device": device, **settings}
-    return Loader(dataset, batch_size=batch_size, **settings)
+    dataset = resolve(dataset, world or World(), settings.get("name") or "train_data")
+    kind = StreamLoader if is_stream(dataset) else Loader
+    return kind(dataset, batch_size=batch_size, **settings)
