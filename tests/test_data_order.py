@@ -3,16 +3,24 @@
 from __future__ import annotations
 
 import math
+import sys
+import threading
+import time
+from pathlib import Path
 from typing import Any
 
 import numpy as np
+import psutil
 import pytest
 import torch
 from torch.utils.data import Dataset, Subset, TensorDataset
 
+import lockstep
+from lockstep import train
 from lockstep.data import Loader, permutation
 from lockstep.data import order as order_module
 from lockstep.data.order import Ascending, Lookup, Scattered
+from zoo import ZOO
 
 
 def whole(order: Any) -> torch.Tensor:
@@ -167,3 +175,63 @@ def test_a_grouped_order_has_batches_of_similar_lengths_on_each_rank() -> None:
         assert int(lengths.max() - lengths.min()) < 12
         seen += shares[0].samples.tolist()
     assert sorted(seen) == list(range(203))
+
+
+# ---- what a long dataset costs --------------------------------------------------------------------------------------
+
+
+class Computed(Dataset[Any]):
+    """A hundred million samples, none of them in memory."""
+
+    def __len__(self) -> int:
+        return 100_000_000
+
+    def __getitem__(self, i: int) -> Any:
+        return torch.full((6,), i % 11 / 11), i % 3
+
+
+class Sampled:
+    """The memory of this process's descendants while it lasts: the sum of what is theirs alone and of their parts of
+    what they share (PSS), in bytes, at its peak."""
+
+    def __enter__(self) -> Sampled:
+        self.peak, self._over = 0, threading.Event()
+        self._thread = threading.Thread(target=self._look)
+        self._thread.start()
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self._over.set()
+        self._thread.join()
+
+    def _look(self) -> None:
+        while not self._over.wait(0.05):
+            here = psutil.Process().children(recursive=True)
+            self.peak = max(self.peak, sum(proportional(process.pid) for process in here))
+
+
+def proportional(pid: int) -> int:
+    try:
+        rollup = Path(f"/proc/{pid}/smaps_rollup").read_text()
+    except OSError:  # it has just ended
+        return 0
+    return next((int(line.split()[1]) * 1024 for line in rollup.splitlines() if line.startswith("Pss:")), 0)
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(sys.platform != "linux", reason="needs smaps_rollup")
+@pytest.mark.parametrize("shuffle", [True, False])
+def test_a_hundred_million_samples_take_no_memory_on_any_rank(shuffle: bool, tmp_path: Path) -> None:
+    def timed(event: lockstep.Event) -> None:
+        (tmp_path / event.kind).write_text(str(time.monotonic()))
+
+    job = ZOO["mlp"].having(
+        train_data=Computed(), eval_data=None, metrics={}, batch_size=256, epochs=1, steps=40, shuffle=shuffle,
+        on_event=[timed],
+    )  # fmt: skip
+    with Sampled() as memory:
+        run = train(job, strategy="ddp", devices="2xcpu", folder=tmp_path, quiet=True)
+    begun = [float((tmp_path / kind).read_text()) for kind in ("started", "epoch")]
+    print(f"{memory.peak / 2**20:,.0f} MB over all ranks; 40 steps took {begun[1] - begun[0]:.2f} s")
+    assert run.summary["steps"] == 40 and run.summary["train_samples"] == 100_000_000
+    assert memory.peak < 1.2e9

@@ -17,6 +17,7 @@ import lockstep
 from lockstep import Job, train
 from lockstep.data import StreamLoader, batches, resolve, resolve_sets, share_sizes
 from lockstep.errors import JobError, LockstepError, RunError, SampleError
+from lockstep.seeding import seeded
 from lockstep.verify import differences
 from lockstep.world import World
 from zoo import ZOO, Stream, drawn, generated, labels, mlp, plain_sgd
@@ -194,6 +195,27 @@ def test_batches_of_a_stream_move_to_an_accelerator() -> None:
     inputs, targets = full
     assert {inputs.device.type, targets.device.type} == {"meta"}
     assert last.parts[0].inputs is None and full.samples.is_cpu
+
+
+def test_batches_of_a_stream_know_the_rank_in_a_launch() -> None:
+    def loop(world: lockstep.World) -> list[float]:
+        with seeded(0):
+            model = mlp()
+        step = lockstep.parallelize(model, torch.nn.CrossEntropyLoss(), plain_sgd, precision="fp64")
+        return [step(batch).loss for _ in range(2) for batch in lockstep.batches(Stream(25), batch_size=8)]
+
+    reference = lockstep.launch(loop, devices="1xcpu")[0]
+    for losses in lockstep.launch(loop, devices="3xcpu"):
+        assert losses == pytest.approx(reference, abs=1e-12)
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs CUDA")
+@pytest.mark.parametrize("workers", [0, 1])
+def test_batches_of_a_stream_copied_ahead_are_the_same(workers: int) -> None:
+    loader = StreamLoader(Noisy(100), batch_size=8, workers=workers, device=torch.device("cuda", 0))
+    wanted = rows(StreamLoader(Noisy(100), batch_size=8, workers=0), 1)
+    assert rows(loader, 1) == wanted
 
 
 # ---- what is refused ------------------------------------------------------------------------------------------------
