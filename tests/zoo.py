@@ -5,7 +5,8 @@ Their data leave a smaller last batch in each epoch, and some leave a rank witho
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import dataclasses
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
@@ -211,6 +212,67 @@ def over_tuples(outputs: torch.Tensor, targets: tuple[int, ...]) -> tuple[torch.
     return torch.stack(each).sum(), len(each)
 
 
+class Stream(torch.utils.data.IterableDataset[Any]):
+    """Samples that can only be gone through; each draws noise, and the epoch shifts the targets."""
+
+    epoch = 0
+
+    def __init__(self, count: int) -> None:
+        self.inputs, self.targets = drawn(count, 6), labels(count, 3)
+
+    def set_epoch(self, epoch: int) -> None:
+        self.epoch = epoch
+
+    def __iter__(self) -> Iterator[Any]:
+        for x, y in zip(self.inputs, self.targets, strict=True):
+            yield x + 0.1 * torch.randn(6), (y + self.epoch) % 3
+
+
+def generated() -> Iterator[Any]:
+    """A shuffle buffer of four: what comes out depends on what was drawn before."""
+    buffer: list[Any] = []
+    for sample in zip(drawn(25, 6), labels(25, 3), strict=True):
+        buffer.append(sample)
+        if len(buffer) == 4:
+            yield buffer.pop(int(torch.randint(4, ())))
+    yield from buffer
+
+
+def _streamed(count: int, **settings: Any) -> Job:
+    return dataclasses.replace(_job(mlp, **settings), train_data=Stream(count), eval_data=Stream(count))
+
+
+LENGTHS = torch.randint(1, 9, (25,), generator=torch.Generator().manual_seed(7))
+
+
+def ragged() -> list[Any]:
+    """Sequences of 1 to 8 tokens, and the tokens that follow."""
+    made = torch.Generator().manual_seed(8)
+    tokens = [torch.randint(11, (int(length),), generator=made) for length in LENGTHS]
+    return [(t, (t * 3 + 1) % 11) for t in tokens]
+
+
+def padded(samples: list[Any]) -> tuple[torch.Tensor, torch.Tensor]:
+    """As long as the longest, with targets that the loss ignores."""
+    inputs, targets = zip(*samples, strict=True)
+    pad = nn.utils.rnn.pad_sequence
+    return pad(inputs, batch_first=True), pad(targets, batch_first=True, padding_value=-100)
+
+
+def right_tokens(outputs: torch.Tensor, targets: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    return (outputs.argmax(dim=1) == targets).sum(), (targets != -100).sum()
+
+
+def grouped(epoch: int) -> torch.Tensor:
+    """Batches of 8 of similar lengths, the batches shuffled, the smaller one last."""
+    by_length = torch.argsort(LENGTHS + torch.rand(25))
+    return torch.cat([by_length[:24].view(3, 8)[torch.randperm(3)].flatten(), by_length[24:]])
+
+
+def weighted(epoch: int) -> torch.Tensor:
+    return torch.multinomial(torch.arange(float(SAMPLES)), 33, replacement=True)
+
+
 _tokens, _next = tokens_and_next()
 
 ZOO: dict[str, Job] = {
@@ -249,6 +311,27 @@ ZOO: dict[str, Job] = {
         Words, torch.randint(40, (25, 4), generator=torch.Generator().manual_seed(6)), labels(25, 3)
     ),
     "targets as a tuple of the samples'": _job(mlp, collate=with_tuples, loss=over_tuples, metrics={}),
+    "a stream that draws": _streamed(SAMPLES, optimizer=sgd, epochs=3),
+    "a stream whose last batch leaves a rank empty": _streamed(25, optimizer=sgd),
+    "a stream under accumulation that leaves a rank empty": _streamed(27, accumulate=3),
+    "a stream smaller than the batch": _streamed(5, epochs=3),
+    "a generator function": dataclasses.replace(_job(mlp, optimizer=sgd), train_data=generated, eval_data=generated),
+    "a weighted order": _job(mlp, order=weighted, optimizer=sgd),
+    "lengths that vary, padded by collate, in groups": Job(
+        model=Tagger,
+        loss=nn.CrossEntropyLoss(),
+        optimizer=sgd,
+        train_data=ragged(),
+        eval_data=ragged(),
+        batch_size=8,
+        epochs=2,
+        collate=padded,
+        order=grouped,
+        metrics={"accuracy": right_tokens},
+    ),
+    "evaluation sets by name": _job(
+        mlp, eval_data={"clean": Stream(9), "noisy": TensorDataset(drawn(25, 6), labels(25, 3))}
+    ),
     "dict inputs": _job(Named, {"left": drawn(SAMPLES, 4), "right": drawn(SAMPLES, 2, seed=5)}),
     "accumulation": _job(mlp, accumulate=3),
     "accumulation of unequal counts": _job(Tagger, _tokens, _next, accumulate=2, metrics={}, optimizer=sgd),

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+from collections.abc import Mapping
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, Self
 
@@ -78,13 +79,18 @@ class Display:
 
 def epoch_line(event: Event) -> str:
     """``epoch  3  train loss 0.1234  eval loss 0.1400  accuracy 0.9611  12,345 samples/s``."""
-    words = [f"epoch {event.epoch:>3}"]
-    for name, value in event.metrics.items():
-        if name == "samples_per_second":
-            words.append(f"{value:,.0f} samples/s")
-        elif name not in ("lr", "seconds"):
-            words.append(f"{name.replace('_', ' ')} {number(value)}")
+    words = [f"epoch {event.epoch:>3}", *words_of(event.metrics)]
+    if "samples_per_second" in event.metrics:
+        words.append(f"{event.metrics['samples_per_second']:,.0f} samples/s")
     return "  ".join(words)
+
+
+def words_of(record: Mapping[str, float]) -> list[str]:
+    """``train loss 0.1234``, ... for each loss and metric; under sets by name, the first's loss isn't said twice."""
+    left_out = {"lr", "seconds", "samples_per_second"}
+    if any(name.endswith("/loss") for name in record):
+        left_out.add("eval_loss")
+    return [f"{n.replace('_', ' ')} {number(value)}" for n, value in record.items() if n not in left_out]
 
 
 def number(value: float) -> str:

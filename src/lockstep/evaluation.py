@@ -8,13 +8,32 @@ from typing import Any
 
 import torch
 
-from lockstep.data import Loader, SharedLoader
+from lockstep.data import AnyLoader
 from lockstep.errors import JobError
 from lockstep.step import Step
 from lockstep.world import World
 
 
-def evaluate(step: Step, loader: Loader | SharedLoader, metrics: Mapping[str, Any], world: World) -> dict[str, float]:
+def evaluate_sets(
+    step: Step, loaders: Mapping[str, AnyLoader], metrics: Mapping[str, Any], world: World
+) -> dict[str, float]:
+    """The loss and each metric of each set, as ``"clean/loss"``, after the first one's loss as ``"loss"``.
+
+    Args:
+        step: the model under its strategy.
+        loaders: this rank's shares of each set, by name; a set whose name is "" is the only one, and its metrics have
+            their own names.
+        metrics: as in ``evaluate``.
+        world: who evaluates.
+    """
+    if "" in loaders:
+        return evaluate(step, loaders[""], metrics, world)
+    found = {name: evaluate(step, loader, metrics, world) for name, loader in loaders.items()}
+    values = {f"{name}/{metric}": value for name, values in found.items() for metric, value in values.items()}
+    return {"loss": next(iter(values.values())), **values}
+
+
+def evaluate(step: Step, loader: AnyLoader, metrics: Mapping[str, Any], world: World) -> dict[str, float]:
     """The mean loss (``"loss"``) and each metric over all samples of the loader; the same values on every rank.
 
     Args:

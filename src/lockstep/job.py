@@ -33,17 +33,22 @@ class Job:
             other scalar is taken as a mean over samples, and that is probed on the first batch.
         optimizer: makes the optimizer from the list of ``(name, parameter)`` pairs of the parameters that are trained.
         train_data: a dataset of ``(inputs, targets)``, or a callable that gives one. Inputs that are a tuple are passed
-            as ``model(*inputs)``, a dict as ``model(**inputs)``, anything else as ``model(inputs)``.
+            as ``model(*inputs)``, a dict as ``model(**inputs)``, anything else as ``model(inputs)``. One that can only
+            be gone through (an ``IterableDataset``, a generator function) is a stream: every rank reads all of it, in
+            its own order, and keeps its share; it must be the same on every rank, so don't cut it by rank. Its
+            ``set_epoch(epoch)`` is called, if it has one.
         batch_size: samples of the *global* batch: one update, whatever the number of devices.
-        eval_data: as ``train_data``; None trains without evaluation.
+        eval_data: as ``train_data``; None trains without evaluation. A dict of sets by name has metrics
+            ``clean/loss``, ``clean/accuracy``, ...; the first one's loss is the one that chooses the best weights.
         epochs: how often the data are passed through (1 where ``steps`` isn't given either).
         steps: stop after that many updates.
         lr_scheduler: makes a scheduler from the optimizer.
         lr_scheduler_every: ``"epoch"`` or ``"step"``: when the scheduler moves on; once, on any number of devices.
         metrics: by name, a function ``(outputs, targets) -> (total, count)``, or a torchmetrics ``Metric``.
         seed: of the weights, the order, the augmentation and the dropout.
-        shuffle: a new permutation for each epoch, from ``(seed, epoch)``.
-        order: ``order(epoch)`` gives the indices to go through, instead of a permutation.
+        shuffle: a new permutation for each epoch, from ``(seed, epoch)``; a stream isn't shuffled.
+        order: ``order(epoch)`` gives the indices to go through, instead of a permutation: weighted, grouped by length,
+            ... It draws from the global generators, which are seeded by ``(seed, epoch)``.
         collate: makes ``(inputs, targets)`` of a list of samples, instead of PyTorch's default.
         accumulate: cut each global batch in that many micro-batches, and update once.
         clip_norm: the largest norm of all gradients together.
@@ -52,7 +57,8 @@ class Job:
         precision: None computes as the model was built; ``"fp64"`` turns model and inputs to float64.
         fused: the fused implementation of the optimizer; None takes it where PyTorch has one that is right.
         eval_batch_size: of evaluation; None is ``batch_size``.
-        loader_workers: processes that fetch samples, for each rank; None chooses by the cores and the dataset.
+        loader_workers: processes that fetch samples, for each rank; None chooses by the cores and the dataset. A
+            stream has at most one, which reads ahead: each further one would read all of it.
         on_event: functions called with each ``Event`` on rank 0; one that returns ``"stop"`` ends the training.
 
     Raises:

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-import functools
 import math
 import platform
 import time
@@ -19,15 +18,15 @@ from typing import Any
 import torch
 
 from lockstep.checkpoint import load_state, save_state, save_weights
-from lockstep.data import Loader, SharedLoader, resolve, share_sizes
+from lockstep.data import NOT_SHUFFLED, AnyLoader, is_stream, loader_of, resolve, resolve_sets, share_sizes
 from lockstep.devices import Device
-from lockstep.display import duration, number
+from lockstep.display import duration, words_of
 from lockstep.errors import JobError, told
-from lockstep.evaluation import evaluate
+from lockstep.evaluation import evaluate_sets
 from lockstep.folder import RunFolder
 from lockstep.job import Job
 from lockstep.jobfile import JobFile
-from lockstep.progress import Pace, Teller, peak_memory
+from lockstep.progress import Pace, Teller, held_out, peak_memory
 from lockstep.step import Result, Step
 from lockstep.strategies import Strategy
 from lockstep.world import World
@@ -101,11 +100,11 @@ class _Training:
         self.job = job
         self.folder = folder
         self.train_data = resolve(job.train_data, world, "train_data")
-        self.eval_data = None if job.eval_data is None else resolve(job.eval_data, world, "eval_data")
+        self.eval_data = {} if job.eval_data is None else resolve_sets(job.eval_data, world)
         self.step: Step = plan.strategy.build(job, world)
         self.scheduler = _scheduler(job, self.step)
         self.loader = _loader(job, world, self.train_data)
-        self.eval_loader = None if self.eval_data is None else _loader(job, world, self.eval_data, evaluation=True)
+        self.eval_loaders = eval_loaders(job, world, self.eval_data)
         self.epoch = 0  # epochs that are done
         self.position = 0  # batches done of the epoch that is not
         self.partial: tuple[Any, Any] = (0.0, 0.0)
@@ -139,8 +138,8 @@ class _Training:
             summary = self._summary(time.perf_counter() - began)
             self.told.event("finished", self.epoch, self.world.step, self.record)
         self.loader.close()
-        if self.eval_loader is not None:
-            self.eval_loader.close()
+        for loader in self.eval_loaders.values():
+            loader.close()
         return summary
 
     def _is_done(self) -> bool:
@@ -157,7 +156,8 @@ class _Training:
     @property
     def _steps(self) -> int | None:
         """The step at which the training ends, where that is known."""
-        ends = [self.job.steps, None if self._epochs is None else self._epochs * len(self.loader)]
+        batches = self.loader.batches_of(0)
+        ends = [self.job.steps, None if self._epochs is None or batches is None else self._epochs * batches]
         known = [end for end in ends if end is not None]
         return min(known) if known else None
 
@@ -174,8 +174,8 @@ class _Training:
         lr = float(self.step.optimizer.param_groups[0]["lr"])
         self.record = {"train_loss": loss}
         self.told.event("epoch", number, self.world.step, self.record)
-        if self.eval_loader is not None:
-            values = evaluate(self.step, self.eval_loader, self.job.metrics, self.world)
+        if self.eval_loaders:
+            values = evaluate_sets(self.step, self.eval_loaders, self.job.metrics, self.world)
             self.record |= {"eval_loss": values.pop("loss"), **values}
         self.record |= {"lr": lr, "seconds": seconds, "samples_per_second": samples / seconds if seconds else 0.0}
         self._stop_if_told(self.told.event("evaluated", number, self.world.step, self.record))
@@ -206,7 +206,9 @@ class _Training:
             if world.rank == 0:
                 pace.show(self.epoch + 1, samples, total, count)
             if job.steps is not None and world.step >= job.steps:
-                finished = self.position >= self.loader.batches_of(self.epoch)
+                of = self.loader.batches_of(self.epoch)
+                # Whether a stream has come to its end shows in trying to go on.
+                finished = next(batches, None) is None if of is None else self.position >= of
                 break
         self.partial = (0.0, 0.0) if finished else (float(total), float(count))
         return samples, float(total) / float(count) if samples else float("nan"), finished
@@ -274,13 +276,13 @@ class _Training:
         shares = share_sizes(job.batch_size, len(devices))
         parts = f", in {job.accumulate} micro-batches" if job.accumulate > 1 else ""
         split = f" = {_abridged([str(s) for s in shares], ' + ')} over the devices" if len(shares) > 1 else ""
-        held_out = f", {self.eval_loader.samples:,} held out" if self.eval_loader is not None else ""
-        self.told.line(
-            f"batches of {job.batch_size:,}{split}{parts}; {self.loader.samples:,} samples, "
-            f"{len(self.loader):,} step{'s' if len(self.loader) > 1 else ''} an epoch{held_out}"
-        )
+        of = self.loader.batches_of(0)
+        epoch = f"{self.loader.samples:,} samples, {of:,} step{'s' if of > 1 else ''} an epoch" if of else "a stream"
+        self.told.line(f"batches of {job.batch_size:,}{split}{parts}; {epoch}{held_out(self.eval_loaders)}")
         if self.plan.resume:
             self.told.line(f"going on after epoch {self.epoch}, step {world.step}")
+        if is_stream(self.train_data) and job.shuffle:
+            self.told.line(NOT_SHUFFLED, kind="note")
         for exception in plan.strategy.exceptions(job, self.step.model, len(devices)):
             self.told.line(exception, kind="note")
 
@@ -295,7 +297,7 @@ class _Training:
             "steps": self.world.step,
             "batch_size": self.job.batch_size,
             "train_samples": self.loader.samples,
-            "eval_samples": self.eval_loader.samples if self.eval_loader is not None else 0,
+            "eval_samples": _sum_of_known([loader.samples for loader in self.eval_loaders.values()]),
             "loss": self.record.get("eval_loss", self.record.get("train_loss")),
             "metrics": {name: value for name, value in self.record.items() if name not in named},
             "samples_per_second": self.samples / self.seconds if self.seconds else 0.0,
@@ -305,21 +307,33 @@ class _Training:
         }
         if self.world.is_first:
             self.folder.write_json(self.folder.summary, summary)
-            last = "  ".join(f"{n.replace('_', ' ')} {number(v)}" for n, v in self.record.items() if n not in named[2:])
+            last = "  ".join(words_of(self.record))
             self.told.line(f"done in {duration(seconds)}: {last}")
         return summary
 
 
-def _loader(job: Job, world: World, dataset: Any, *, evaluation: bool = False) -> Loader | SharedLoader:
+def eval_loaders(job: Job, world: World, sets: dict[str, Any]) -> dict[str, AnyLoader]:
+    """A loader for each evaluation set, by its name."""
+    return {
+        name: _loader(job, world, dataset, evaluation=True, name=f'eval_data["{name}"]' if name else None)
+        for name, dataset in sets.items()
+    }
+
+
+def _sum_of_known(counts: list[int | None]) -> int | None:
+    known = [count for count in counts if count is not None]
+    return sum(known) if len(known) == len(counts) else None
+
+
+def _loader(job: Job, world: World, dataset: Any, *, evaluation: bool = False, name: str | None = None) -> AnyLoader:
     several = len(world.devices) > 1
     # A strategy that drives several accelerators itself sends each its share; the loader leaves the batch where it is.
     device = None if several or world.device.is_slot else world.device.torch
-    make: Any = (
-        functools.partial(SharedLoader, dataset, len(world.devices))
-        if several
-        else functools.partial(Loader, dataset, rank=world.rank, world_size=world.size)
-    )
-    loader: Loader | SharedLoader = make(
+    return loader_of(
+        dataset,
+        world.rank,
+        world.size,
+        len(world.devices),
         batch_size=(job.eval_batch_size or job.batch_size) if evaluation else job.batch_size,
         accumulate=1 if evaluation else job.accumulate,
         seed=job.seed,
@@ -329,8 +343,8 @@ def _loader(job: Job, world: World, dataset: Any, *, evaluation: bool = False) -
         workers=job.loader_workers,
         device=device,
         evaluation=evaluation,
+        name=name,
     )
-    return loader
 
 
 def _scheduler(job: Job, step: Step) -> Any:

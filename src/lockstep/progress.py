@@ -5,10 +5,12 @@ from __future__ import annotations
 import resource
 import sys
 import time
+from collections.abc import Mapping
 from typing import Any
 
 import torch
 
+from lockstep.data import AnyLoader
 from lockstep.errors import JobError
 from lockstep.events import Event, Line, Progress
 from lockstep.folder import RunFolder
@@ -100,6 +102,15 @@ class Teller:
         """Write out what TensorBoard hasn't got yet."""
         if self._writer is not None:
             self._writer.close()
+
+
+def held_out(loaders: Mapping[str, AnyLoader]) -> str:
+    """``, 1,000 (clean) + a stream (noisy) held out``."""
+    said = []
+    for name, loader in loaders.items():
+        size = "a stream" if loader.samples is None else f"{loader.samples:,}"
+        said.append(f"{size} ({name})" if name else size)
+    return f", {' + '.join(said)} held out" if said else ""
 
 
 def peak_memory(world: World) -> list[int]:

@@ -15,16 +15,16 @@ from torch import nn
 from lockstep import devices as _devices
 from lockstep import world as _world
 from lockstep.checkpoint import take_weights
-from lockstep.data import resolve
+from lockstep.data import resolve_sets
 from lockstep.devices import Device, Devices
 from lockstep.display import Display
 from lockstep.errors import DeviceError, FolderError, InputError, JobError, StrategyError
-from lockstep.evaluation import evaluate as _evaluate
+from lockstep.evaluation import evaluate_sets
 from lockstep.folder import RunFolder
 from lockstep.job import Job
 from lockstep.jobfile import JobFile
 from lockstep.launch import launch, under_torchrun
-from lockstep.loop import Plan, _loader, train_on
+from lockstep.loop import Plan, eval_loaders, train_on
 from lockstep.seeding import kept_states, seeded
 from lockstep.strategies import Strategy, choose
 from lockstep.world import World
@@ -274,7 +274,8 @@ def evaluate(
         settings: fields of the job to replace.
 
     Returns:
-        ``"loss"`` and each metric, each sample counted once.
+        ``"loss"`` and each metric, each sample counted once. Evaluation sets by name give ``"clean/loss"`` and so on;
+        ``"loss"`` is then that of the first.
     """
     weights = None
     job: Job | JobFile
@@ -308,8 +309,11 @@ def evaluate_on(world: World, plan: _Evaluation) -> dict[str, float]:
     step = plan.strategy.build(job, world)
     if plan.weights is not None:
         take_weights(step.model, Path(plan.weights))
-    loader = _loader(job, world, resolve(job.eval_data, world, "eval_data"), evaluation=True)
-    return _evaluate(step, loader, job.metrics, world)
+    loaders = eval_loaders(job, world, resolve_sets(job.eval_data, world))
+    values = evaluate_sets(step, loaders, job.metrics, world)
+    for loader in loaders.values():
+        loader.close()
+    return values
 
 
 def job_of(

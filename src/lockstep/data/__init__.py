@@ -2,30 +2,40 @@
 
 ::
 
+    order.py     the indices of an epoch, computed slice by slice where they are many
     shares.py    which samples make global batch k of an epoch, and which of them a process gets
     fetch.py     samples made into (inputs, targets), with random numbers that belong to the sample
     workers.py   the same in loader workers
+    stream.py    a dataset that can only be gone through: every rank reads it, and keeps its share
     ahead.py     copied to an accelerator while the batch before is used
     loader.py    all of that, epoch by epoch
-    source.py    the dataset of a job, or the callable that gives one
+    source.py    the dataset of a job, or the callable that gives one; evaluation sets by name
 """
 
 from lockstep.data.fetch import Fetcher
-from lockstep.data.loader import Loader, SharedLoader, batches
-from lockstep.data.shares import Batch, Part, mixed, permutation, share_sizes
-from lockstep.data.source import resolve
+from lockstep.data.loader import AnyLoader, Loader, SharedLoader, batches, loader_of
+from lockstep.data.order import permutation
+from lockstep.data.shares import Batch, Part, mixed, share_sizes
+from lockstep.data.source import is_stream, resolve, resolve_sets
+from lockstep.data.stream import NOT_SHUFFLED, StreamLoader
 from lockstep.data.workers import default_workers
 
 __all__ = [
+    "NOT_SHUFFLED",
+    "AnyLoader",
     "Batch",
     "Fetcher",
     "Loader",
     "Part",
     "SharedLoader",
+    "StreamLoader",
     "batches",
     "default_workers",
+    "is_stream",
+    "loader_of",
     "mixed",
     "permutation",
     "resolve",
+    "resolve_sets",
     "share_sizes",
 ]

@@ -15,15 +15,13 @@ import torch
 from torch import Tensor
 from torch.utils.data import Subset, TensorDataset, default_collate
 
-from lockstep.data.shares import absorbed
+from lockstep.data.order import Lookup
+from lockstep.data.shares import COLLATE, EVALUATION, TRAINING, absorbed
 from lockstep.errors import JobError, SampleError, told
 from lockstep.seeding import kept_states, same, seed_all, states
 
 Collate = Callable[[list[Any]], Any]
 Pair = tuple[Any, Any]
-
-_TRAINING, _EVALUATION, ORDER, _COLLATE = 1, 2, 3, 4
-"""Streams of one seed that must not meet."""
 
 
 class Fetcher:
@@ -57,7 +55,7 @@ class Fetcher:
         self._base, self.lookup = unwrapped(dataset)
         self._collate = collate
         self._name = name
-        self._stream = absorbed(absorbed(0, seed), _EVALUATION if evaluation else _TRAINING)
+        self._stream = absorbed(absorbed(0, seed), EVALUATION if evaluation else TRAINING)
         is_tensors = type(self._base) is TensorDataset
         if is_tensors and len(self._base.tensors) != 2:
             raise JobError(
@@ -89,7 +87,7 @@ class Fetcher:
         samples = self._at_once(indices, share) if self._whole else None
         samples = samples or self._one_by_one(epoch, indices, share)
         if self._collate is not None and self._draws:
-            seed_all(absorbed(absorbed(absorbed(self._stream, epoch), indices[0]), _COLLATE) >> 1)
+            seed_all(absorbed(absorbed(absorbed(self._stream, epoch), indices[0]), COLLATE) >> 1)
         return together(samples, self._collate, self._name)
 
     def _at_once(self, indices: Sequence[int], share: Sequence[int]) -> list[Any] | None:
@@ -121,16 +119,13 @@ class Fetcher:
         return samples
 
 
-def unwrapped(dataset: Any) -> tuple[Any, Tensor | None]:
+def unwrapped(dataset: Any) -> tuple[Any, Lookup | None]:
     """The dataset under any ``Subset``s, and the index in it of each sample (None where that is its own)."""
-    lookup: Tensor | None = None
+    levels: list[Any] = []
     while type(dataset) is Subset:
-        indices = torch.as_tensor(dataset.indices, dtype=torch.int64)
-        lookup = indices if lookup is None else indices[lookup]
+        levels.append(dataset.indices)
         dataset = dataset.dataset
-    if lookup is not None and len(lookup) and int(lookup.min()) < 0:
-        lookup = torch.where(lookup < 0, lookup + len(dataset), lookup)
-    return dataset, lookup
+    return dataset, Lookup(levels, dataset) if levels else None
 
 
 def together(samples: list[Any], collate: Collate | None, name: str) -> Pair:

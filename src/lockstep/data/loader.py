@@ -10,12 +10,15 @@ from torch import Tensor
 
 from lockstep import world as _world
 from lockstep.data.ahead import copied_ahead
-from lockstep.data.fetch import ORDER, Collate, Fetcher
-from lockstep.data.shares import Batch, Part, Spans, cuts, mixed, permutation, pieces
+from lockstep.data.fetch import Collate, Fetcher
+from lockstep.data.order import Ascending, Places, by_person, permutation
+from lockstep.data.shares import Batch, Order, Part, Spans, checked_cutting, cuts, pieces
+from lockstep.data.source import is_stream, resolve
+from lockstep.data.stream import StreamLoader
 from lockstep.data.workers import Workers, default_workers, free_cores
-from lockstep.errors import JobError, told
+from lockstep.errors import JobError
 from lockstep.launch import here
-from lockstep.seeding import kept_states, seed_all
+from lockstep.world import World
 
 
 class Loader:
@@ -60,11 +63,7 @@ class Loader:
         pin: bool | None = None,
         name: str | None = None,
     ) -> None:
-        for setting, value in (("batch_size", batch_size), ("accumulate", accumulate), ("world_size", world_size)):
-            if not isinstance(value, int) or value < 1:
-                raise JobError(f"{setting}: {value!r}, a whole number of at least 1 is expected")
-        if not 0 <= rank < world_size:
-            raise JobError(f"rank: {rank} is not one of {world_size}")
+        checked_cutting(batch_size, accumulate, rank, world_size)
         if order is not None and not callable(order):
             raise JobError(f"order: a function of the epoch is expected, not a {type(order).__name__}")
         self._name = name or ("eval_data" if evaluation else "train_data")
@@ -82,7 +81,7 @@ class Loader:
         if workers < 0:
             raise JobError(f"loader_workers: {workers}, a whole number from 0 is expected")
         self._workers = Workers(self._fetcher, workers, self._pin) if workers else None
-        self._held: tuple[int, Tensor] | None = None
+        self._held: tuple[int, Order] | None = None
         self._next = 0
 
     @property
@@ -120,32 +119,15 @@ class Loader:
 
     # ---- the order of an epoch --------------------------------------------------------------------------------------
 
-    def _order(self, epoch: int) -> Tensor:
+    def _order(self, epoch: int) -> Order:
         if self._held is not None and self._held[0] == epoch:
             return self._held[1]
+        order: Order
         if self._by_person is not None:
-            order = self._checked_order(self._by_person, epoch)
+            order = by_person(self._by_person, self._length, self._seed, epoch)
         else:
-            order = permutation(self._length, self._seed, epoch) if self._shuffle else torch.arange(self._length)
+            order = permutation(self._length, self._seed, epoch) if self._shuffle else Ascending(self._length)
         self._held = epoch, order
-        return order
-
-    def _checked_order(self, by_person: Callable[[int], Any], epoch: int) -> Tensor:
-        with kept_states():
-            seed_all(mixed(self._seed, ORDER, epoch))
-            try:
-                order = torch.as_tensor(by_person(epoch))
-            except Exception as error:
-                raise JobError(f"order: for epoch {epoch} it raised {told(error)}") from error
-        if order.dim() != 1 or not len(order):
-            raise JobError(f"order: for epoch {epoch} it gave {tuple(order.shape)}, a list of indices is expected")
-        if order.is_floating_point() or order.is_complex() or order.dtype == torch.bool:
-            raise JobError(f"order: for epoch {epoch} it gave {order.dtype}, whole numbers are expected")
-        order = order.to("cpu", torch.int64, copy=True)  # the person may change theirs
-        low, high = (int(v) for v in order.aminmax())
-        if low < 0 or high >= self._length:
-            wrong = low if low < 0 else high
-            raise JobError(f"order: for epoch {epoch} it gave index {wrong}, the dataset has 0 to {self._length - 1}")
         return order
 
     # ---- three ways to fetch ----------------------------------------------------------------------------------------
@@ -175,7 +157,7 @@ class Loader:
             yield Batch(parts, len(row[0]), index, epoch, row[0])
 
     def _of_tensors(
-        self, epoch: int, start: int, rows: Iterator[tuple[Tensor, ...]], order: Tensor, spans: Spans
+        self, epoch: int, start: int, rows: Iterator[tuple[Tensor, ...]], order: Order, spans: Spans
     ) -> Iterator[Batch]:
         """By indexing two tensors. The hot path of a small step: nothing here that a batch doesn't need."""
         assert self._fetcher.tensors is not None
@@ -185,7 +167,7 @@ class Loader:
         sizes = [(b - a, of) for a, b, of in spans.full]
         full = len(order) // self._batch_size
         # Under a Subset, the places to read differ from the indices to tell.
-        places = None if lookup is None else pieces(lookup[order], self._batch_size, spans, start)
+        places = None if lookup is None else pieces(Places(lookup, order), self._batch_size, spans, start)
         for index, row in enumerate(rows, start):
             place = row if places is None else next(places)
             if index == full:
@@ -242,7 +224,30 @@ class SharedLoader:
             loader.close()
 
 
-def batches(dataset: Any, batch_size: int, **settings: Any) -> Loader:
+AnyLoader = Loader | SharedLoader | StreamLoader
+"""What goes through a dataset of any kind, epoch by epoch."""
+
+
+def loader_of(dataset: Any, rank: int, world_size: int, devices: int = 1, **settings: Any) -> AnyLoader:
+    """The loader of a process for a dataset or a stream.
+
+    Args:
+        dataset: as ``resolve`` gives it.
+        rank: this process's number.
+        world_size: how many processes share each batch.
+        devices: how many this process drives; each gets its share where there are several.
+        settings: the others are as those of ``Loader``.
+    """
+    if is_stream(dataset):
+        if devices > 1:
+            return StreamLoader(dataset, rank=None, world_size=devices, **settings)
+        return StreamLoader(dataset, rank=rank, world_size=world_size, **settings)
+    if devices > 1:
+        return SharedLoader(dataset, devices, **settings)
+    return Loader(dataset, rank=rank, world_size=world_size, **settings)
+
+
+def batches(dataset: Any, batch_size: int, **settings: Any) -> Loader | StreamLoader:
     """This process's share of every global batch, for a loop of your own.
 
     ::
@@ -253,7 +258,7 @@ def batches(dataset: Any, batch_size: int, **settings: Any) -> Loader:
     Each pass over the result is the next epoch. Inside ``launch``, or under torchrun, it knows the rank by itself.
 
     Args:
-        dataset: map-style, of ``(inputs, targets)``.
+        dataset: of ``(inputs, targets)``; one that can only be gone through (a stream) isn't shuffled.
         batch_size: samples of the *global* batch.
         **settings: as those of ``Loader``.
 
@@ -264,4 +269,6 @@ def batches(dataset: Any, batch_size: int, **settings: Any) -> Loader:
     if world is not None and world.size > 1:
         device = None if world.device.is_slot else world.device.torch
         settings = {"rank": world.rank, "world_size": world.size, "device": device, **settings}
-    return Loader(dataset, batch_size=batch_size, **settings)
+    dataset = resolve(dataset, world or World(), settings.get("name") or "train_data")
+    kind = StreamLoader if is_stream(dataset) else Loader
+    return kind(dataset, batch_size=batch_size, **settings)

@@ -13,9 +13,8 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Protocol
 
-import torch
 from torch import Tensor
 
 from lockstep.errors import JobError
@@ -24,6 +23,12 @@ _MASK = (1 << 64) - 1
 
 _AT_ONCE = 256
 """Batches whose views are made by one operation: enough to hide its cost, few enough to start an epoch at once."""
+
+_INDICES_AT_ONCE = 1 << 16
+"""Indices that an order is asked for at once, where one batch has fewer: 4 ms of computing, where it is computed."""
+
+TRAINING, EVALUATION, ORDER, COLLATE = 1, 2, 3, 4
+"""Streams of random numbers of one seed, which must not meet."""
 
 
 def absorbed(state: int, number: int) -> int:
@@ -50,11 +55,6 @@ def share_sizes(total: int, parts: int) -> list[int]:
     """Cut ``total`` items in ``parts`` as evenly as can be, larger first: 10 in 4 is 3, 3, 2, 2."""
     size, larger = divmod(total, parts)
     return [size + 1] * larger + [size] * (parts - larger)
-
-
-def permutation(n: int, seed: int, epoch: int) -> Tensor:
-    """The order of an epoch: ``n`` indices from (seed, epoch), with no other generator moved."""
-    return torch.randperm(n, generator=torch.Generator().manual_seed(mixed(seed, epoch)))
 
 
 @dataclass(slots=True, eq=False)
@@ -124,21 +124,42 @@ def cuts(size: int, accumulate: int, rank: int, world_size: int) -> list[tuple[i
     return found
 
 
-def pieces(order: Tensor, batch_size: int, spans: Spans, start: int = 0) -> Iterator[tuple[Tensor, ...]]:
+def pieces(order: Order, batch_size: int, spans: Spans, start: int = 0) -> Iterator[tuple[Tensor, ...]]:
     """For each global batch from number ``start``: its indices, then those of this process's share of each micro-batch.
 
     Args:
-        order: (samples,) the indices of an epoch.
+        order: the indices of an epoch, asked for in blocks of some batches.
         spans: the shares of a full batch, and those of the last, smaller one.
     """
     full = len(order) // batch_size
-    rows = order[: full * batch_size].view(full, batch_size)
-    for first in range(start, full, _AT_ONCE):
-        block = rows[first : first + _AT_ONCE]
+    at_once = max(1, min(_AT_ONCE, _INDICES_AT_ONCE // batch_size))
+    for first in range(start, full, at_once):
+        block = order[first * batch_size : min(first + at_once, full) * batch_size].view(-1, batch_size)
         yield from zip(block.unbind(), *(block[:, a:b].unbind() for a, b, _ in spans.full), strict=True)
     last = order[full * batch_size :]
     if len(last) and start <= full:
         yield (last, *(last[a:b] for a, b, _ in spans.last))
+
+
+def checked_cutting(batch_size: int, accumulate: int, rank: int, world_size: int) -> None:
+    """Make sure that batches can be cut so.
+
+    Raises:
+        JobError: with the setting that is wrong.
+    """
+    for setting, value in (("batch_size", batch_size), ("accumulate", accumulate), ("world_size", world_size)):
+        if not isinstance(value, int) or value < 1:
+            raise JobError(f"{setting}: {value!r}, a whole number of at least 1 is expected")
+    if not 0 <= rank < world_size:
+        raise JobError(f"rank: {rank} is not one of {world_size}")
+
+
+class Order(Protocol):
+    """The indices of an epoch: a tensor, or what computes them slice by slice (see ``order.py``)."""
+
+    def __len__(self) -> int: ...
+
+    def __getitem__(self, span: slice, /) -> Tensor: ...
 
 
 @dataclass(frozen=True)

@@ -2,37 +2,48 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Iterator, Mapping
+from types import GeneratorType
 from typing import Any
 
-from torch.utils.data import IterableDataset
+from torch.utils.data import DataLoader, IterableDataset
 
 from lockstep.errors import JobError, told
 from lockstep.world import World
 
 
 def resolve(source: Any, world: World, name: str = "train_data") -> Any:
-    """The map-style dataset that ``source`` is, or gives when it is called.
+    """The dataset that ``source`` is, or gives when it is called: map-style, or a stream.
 
     A callable is called on the first rank of each node before the others, so that files are made once. Every rank has
-    to call this; where one's callable raises, every rank raises.
+    to call this; where one's callable raises, every rank raises. A callable that gives an iterator (a generator
+    function) is the stream itself, and is called again for each epoch.
 
     Args:
-        source: an object with ``__getitem__`` and ``__len__``, or a callable without arguments that gives one.
+        source: an object with ``__getitem__`` and ``__len__``, or one with ``__iter__``, or a callable without
+            arguments that gives one.
         world: who else calls.
         name: the job's field, for messages.
 
     Raises:
-        JobError: it is no map-style dataset, it is empty, or the callable raised.
+        JobError: it is no dataset, it is empty, or the callable raised.
     """
-    if callable(source) and (isinstance(source, type) or not _is_map_style(source)):
-        source = _called(source, world, name)
-    if isinstance(source, IterableDataset) or (hasattr(source, "__iter__") and not _is_map_style(source)):
-        raise JobError(
-            f"{name}: a {type(source).__name__} can only be gone through, which is not yet supported: give a map-style "
-            "dataset, with __getitem__ and __len__"
-        )
+    if callable(source) and (isinstance(source, type) or not (_is_map_style(source) or is_stream(source))):
+        made = _called(source, world, name)
+        source = Recalled(source) if _is_read_once(made) else made
+    _refuse_loaders(source, name)
+    if is_stream(source):
+        if isinstance(source, GeneratorType):
+            raise JobError(f"{name}: a generator can be gone through only once: give the function that makes it")
+        return source
     if not _is_map_style(source):
-        raise JobError(f"{name}: a {type(source).__name__} is no dataset: it needs __getitem__ and __len__")
+        raise JobError(
+            f"{name}: a {type(source).__name__} is no dataset: it needs __getitem__ and __len__, or __iter__"
+        )
+    if _is_by_name(source):
+        raise JobError(
+            f"{name}: sets by name are for eval_data; put them together in one with torch.utils.data.ConcatDataset"
+        )
     try:
         length = len(source)
     except Exception as error:
@@ -42,8 +53,71 @@ def resolve(source: Any, world: World, name: str = "train_data") -> Any:
     return source
 
 
+def resolve_sets(source: Any, world: World, name: str = "eval_data") -> dict[str, Any]:
+    """The evaluation sets by name; one that was given without a name has the name "".
+
+    Args:
+        source: as in ``resolve``, or a dict of such by name, or a callable that gives a dict.
+        world: who else calls.
+        name: the job's field, for messages.
+
+    Raises:
+        JobError: as in ``resolve``; a name is no text.
+    """
+    if callable(source) and not isinstance(source, type) and not (_is_map_style(source) or is_stream(source)):
+        made = _called(source, world, name)
+        # Else it may be a stream, whose callable is needed again.
+        source = source if _is_read_once(made) else made
+    if not isinstance(source, Mapping):
+        return {"": resolve(source, world, name)}
+    if not source:
+        raise JobError(f"{name}: the dict has no sets in it")
+    for key in source:
+        if not isinstance(key, str) or not key:
+            raise JobError(f"{name}: the name of a set is {key!r}, a text is expected")
+    return {key: resolve(value, world, f'{name}["{key}"]') for key, value in source.items()}
+
+
+class Recalled:
+    """A stream that is made anew by a function each time it is gone through."""
+
+    def __init__(self, function: Callable[[], Iterator[Any]]) -> None:
+        self._function = function
+        self.draws_random = getattr(function, "draws_random", True)
+
+    def __iter__(self) -> Iterator[Any]:
+        return iter(self._function())
+
+
+def is_stream(source: Any) -> bool:
+    """Whether it can only be gone through."""
+    return isinstance(source, IterableDataset) or (hasattr(source, "__iter__") and not _is_map_style(source))
+
+
 def _is_map_style(source: Any) -> bool:
     return hasattr(source, "__getitem__") and hasattr(source, "__len__") and not isinstance(source, IterableDataset)
+
+
+def _is_read_once(source: Any) -> bool:
+    return isinstance(source, Iterator) and not isinstance(source, IterableDataset)
+
+
+def _is_by_name(source: Any) -> bool:
+    return isinstance(source, Mapping) and bool(source) and all(isinstance(key, str) for key in source)
+
+
+def _refuse_loaders(source: Any, name: str) -> None:
+    several = isinstance(source, list | tuple) and any(isinstance(part, DataLoader) for part in source[:8])
+    if not several and not isinstance(source, DataLoader):
+        return
+    what, give = (
+        (f"a {type(source).__name__} of DataLoaders cuts", "their datasets, put together with ConcatDataset,")
+        if several
+        else ("a DataLoader cuts", "its dataset")
+    )
+    raise JobError(
+        f"{name}: {what} batches for one device: give {give} and say batch_size, collate and loader_workers in the job"
+    )
 
 
 def _called(source: Any, world: World, name: str) -> Any:

@@ -11,19 +11,22 @@ import sys
 import threading
 import traceback
 import warnings
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
 
 import cloudpickle
 import torch
 from torch.utils.data import DataLoader, TensorDataset
 
-from lockstep.data.fetch import Fetcher, Pair, unwrapped
+from lockstep.data.fetch import unwrapped
 from lockstep.devices import usable_cores
 from lockstep.errors import JobError, LockstepError
 
-Request = tuple[int, list[list[int]]]
-"""An epoch, and the indices of each share that isn't empty."""
+Request = tuple[Any, ...]
+"""What a fetcher is called with: an epoch, and the indices of each share that isn't empty, say."""
+
+Fetching = Callable[..., Any]
+"""A Fetcher, or what reads a stream."""
 
 _PR_SET_PDEATHSIG = 1
 
@@ -72,10 +75,10 @@ class _Failure:
 class _Remote:
     """What a worker holds: for each request, what the fetcher gives, or the failure."""
 
-    def __init__(self, fetcher: Fetcher) -> None:
+    def __init__(self, fetcher: Fetching) -> None:
         self._fetcher = fetcher
 
-    def __getitem__(self, request: Request) -> list[Pair] | _Failure:
+    def __getitem__(self, request: Request) -> Any:
         try:
             return self._fetcher(*request)
         except LockstepError as error:
@@ -109,7 +112,7 @@ class Workers:
         pin: give tensors in pinned memory.
     """
 
-    def __init__(self, fetcher: Fetcher, count: int, pin: bool) -> None:
+    def __init__(self, fetcher: Fetching, count: int, pin: bool) -> None:
         self._requests = _Requests()
         on_linux = sys.platform == "linux" and "fork" in multiprocessing.get_all_start_methods()
         with warnings.catch_warnings():
@@ -131,7 +134,7 @@ class Workers:
                 ),
             )
 
-    def fetch(self, requests: Iterable[Request]) -> Iterator[list[Pair]]:
+    def fetch(self, requests: Iterable[Request]) -> Iterator[Any]:
         """What the fetcher gives for each request, in order. A second call ends the first.
 
         Raises:

@@ -1,0 +1,164 @@
+"""The order of an epoch, which is sliced and never needed whole.
+
+A permutation in memory takes 8 bytes a sample on every rank: 100 million samples on 8 ranks are 6.4 GB. So beyond a
+million samples the permutation is a keyed function of the place, computed for a slice when the slice is wanted. It is a
+Feistel network over the cells of a table of just over n cells::
+
+    place = (row, column)     row    = (row    + hash(column, key 0)) mod rows
+                              column = (column + hash(row,    key 1)) mod columns
+                              row    = (row    + hash(column, key 2)) mod rows      ...
+
+Each line can be undone, so the whole is a permutation of the cells. A cell beyond n is sent through again until it
+falls below ("cycle walking"); the table has fewer than sqrt(n) cells too many, so hardly any is.
+
+Source: Black and Rogaway, Ciphers with arbitrary finite domains, CT-RSA 2002 (their generalized-Feistel cipher).
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from lockstep.data.shares import ORDER, Order, mixed
+from lockstep.errors import JobError, told
+from lockstep.seeding import kept_states, seed_all
+
+_IN_MEMORY = 1 << 20
+"""Samples up to which a permutation is kept as a tensor, of 8 MB then."""
+
+_ROUNDS = 8
+_FACTORS = (0xBF58476D1CE4E5B9 - (1 << 64), 0x94D049BB133111EB - (1 << 64))  # those of splitmix64, as signed numbers
+
+
+class Ascending:
+    """0, 1, ..., n - 1."""
+
+    def __init__(self, n: int) -> None:
+        self._n = n
+
+    def __len__(self) -> int:
+        return self._n
+
+    def __getitem__(self, span: slice, /) -> Tensor:
+        start, stop, _ = span.indices(self._n)
+        return torch.arange(start, stop)
+
+
+class Scattered:
+    """A permutation of 0 to n - 1 from (seed, epoch), any slice of which is computed by itself, without memory.
+
+    Args:
+        n: how many; below 2**61.
+        seed: of the run.
+        epoch: the number of the epoch.
+    """
+
+    def __init__(self, n: int, seed: int, epoch: int) -> None:
+        self._n = n
+        self._rows = max(1, math.isqrt(n))
+        self._columns = -(-n // self._rows)
+        self._keys = [mixed(seed, epoch, i) for i in range(_ROUNDS)]
+
+    def __len__(self) -> int:
+        return self._n
+
+    def __getitem__(self, span: slice, /) -> Tensor:
+        start, stop, _ = span.indices(self._n)
+        found = self._sent(torch.arange(start, stop))
+        while len(beyond := torch.nonzero(found >= self._n).squeeze(1)):
+            found[beyond] = self._sent(found[beyond])
+        return found
+
+    def _sent(self, cells: Tensor) -> Tensor:
+        """Where each cell of the table goes. cells: (places,)"""
+        row = cells.div(self._columns, rounding_mode="floor")
+        column = cells.sub_(row * self._columns)
+        for i, key in enumerate(self._keys):
+            moved, other, size = (row, column, self._rows) if i % 2 == 0 else (column, row, self._columns)
+            moved.add_(_hashed(other, key, size))
+            moved.sub_(moved.ge(size).to(torch.int64).mul_(size))
+        return row.mul_(self._columns).add_(column)
+
+
+def _hashed(numbers: Tensor, key: int, size: int) -> Tensor:
+    """A number below ``size`` (at most 2**31) for each number, by the high bits of two wrapping multiplications."""
+    z = (numbers ^ key).mul_(_FACTORS[0])
+    z = (z ^ (z >> 29)).mul_(_FACTORS[1])
+    return z.bitwise_right_shift_(33).bitwise_and_(0x7FFFFFFF).mul_(size).bitwise_right_shift_(31)
+
+
+def permutation(n: int, seed: int, epoch: int) -> Order:
+    """The order of a shuffled epoch: ``n`` indices from (seed, epoch), with no other generator moved."""
+    if n > _IN_MEMORY:
+        return Scattered(n, seed, epoch)
+    return torch.randperm(n, generator=torch.Generator().manual_seed(mixed(seed, epoch)))
+
+
+def by_person(function: Callable[[int], Any], n: int, seed: int, epoch: int) -> Tensor:
+    """What the person's ``order(epoch)`` gives for a dataset of ``n`` samples, drawn under a seed of (seed, epoch).
+
+    Raises:
+        JobError: it raised, or gave something else than indices that exist.
+    """
+    with kept_states():
+        seed_all(mixed(seed, ORDER, epoch))
+        try:
+            order = torch.as_tensor(function(epoch))
+        except Exception as error:
+            raise JobError(f"order: for epoch {epoch} it raised {told(error)}") from error
+    if order.dim() != 1 or not len(order):
+        raise JobError(f"order: for epoch {epoch} it gave {tuple(order.shape)}, a list of indices is expected")
+    if order.is_floating_point() or order.is_complex() or order.dtype == torch.bool:
+        raise JobError(f"order: for epoch {epoch} it gave {order.dtype}, whole numbers are expected")
+    order = order.to("cpu", torch.int64, copy=True)  # the person may change theirs
+    low, high = (int(v) for v in order.aminmax())
+    if low < 0 or high >= n:
+        wrong = low if low < 0 else high
+        raise JobError(f"order: for epoch {epoch} it gave index {wrong}, the dataset has 0 to {n - 1}")
+    return order
+
+
+class Lookup:
+    """For a ``Subset`` (of a ``Subset`` ...): the index in the dataset below of some of its samples.
+
+    Args:
+        levels: the indices of each ``Subset``, the outermost first. A range is computed, tensors and arrays of any
+            integer format are used as they are, and a list becomes a tensor when it is first needed.
+        base: the dataset below them all; its length is asked for where an index is negative.
+    """
+
+    def __init__(self, levels: list[Any], base: Any) -> None:
+        self._levels = levels
+        self._base = base
+        self._ready = False
+
+    def __getitem__(self, samples: Tensor) -> Tensor:
+        if not self._ready:
+            self._levels = [i if isinstance(i, range) else torch.as_tensor(i) for i in self._levels]
+            self._ready = True
+        for indices in self._levels:
+            if isinstance(indices, range):
+                samples = torch.where(samples < 0, samples + len(indices), samples)
+                samples = samples * indices.step + indices.start
+            else:
+                samples = indices[samples].to(torch.int64)
+        if samples.numel() and int(samples.min()) < 0:
+            samples = torch.where(samples < 0, samples + len(self._base), samples)
+        return samples
+
+
+class Places:
+    """An order by the indices of the dataset under a ``Subset``."""
+
+    def __init__(self, lookup: Lookup, order: Order) -> None:
+        self._lookup, self._order = lookup, order
+
+    def __len__(self) -> int:
+        return len(self._order)
+
+    def __getitem__(self, span: slice, /) -> Tensor:
+        return self._lookup[self._order[span]]
