@@ -16,7 +16,7 @@ LAYERS = [
     {"job", "means", "world"},
     {"jobfile", "loss", "inventory", "launch", "parallel"},
     {"build", "data", "display", "folder", "checkpoint", "compare"},
-    {"step"},
+    {"step", "run"},
     {"strategies", "evaluation", "progress"},
     {"parallelize", "loop"},
     {"train"},

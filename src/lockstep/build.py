@@ -5,11 +5,13 @@ from __future__ import annotations
 import hashlib
 import inspect
 from collections.abc import Iterable, Iterator
+from pathlib import Path
 
 import torch
 from torch import nn
 
-from lockstep.errors import JobError, told
+from lockstep.checkpoint import take_weights
+from lockstep.errors import JobError, LockstepError, told
 from lockstep.job import Job
 from lockstep.seeding import seeded
 from lockstep.world import World
@@ -25,6 +27,8 @@ def build_model(job: Job, world: World) -> nn.Module:
     with seeded(job.seed):
         try:
             model = job.model()
+        except LockstepError:
+            raise
         except Exception as error:
             raise JobError(f"model: building it raised {told(error)}") from error
     if not isinstance(model, nn.Module):
@@ -41,6 +45,20 @@ def build_model(job: Job, world: World) -> nn.Module:
         model.to(memory_format=torch.channels_last)  # type: ignore[call-overload]
     if not world.device.is_slot:
         model.to(world.device.torch)
+    return model
+
+
+def trained_model(job: Job, weights: Path) -> nn.Module:
+    """The job's model with the weights of a run, in the job's number format, on the CPU.
+
+    Raises:
+        FolderError: the weights aren't there, or another model's.
+    """
+    with seeded(job.seed):
+        model = job.model()
+    if job.precision == "fp64":  # before the weights, which are in that format
+        model.double()
+    take_weights(model, weights)
     return model
 
 

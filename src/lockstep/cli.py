@@ -194,7 +194,8 @@ def _train(options: argparse.Namespace) -> int:
         raise InputError("train: name a job file (a Python file with a `job`), or --resume a run")
     _warm_up(options)
     from lockstep.jobfile import JobFile
-    from lockstep.train import job_of, train
+    from lockstep.run import job_of
+    from lockstep.train import train
 
     knobs, settings = _knobs(options.set), _settings(options)
     job = JobFile(options.job, knobs, settings) if options.job is not None else job_of(options.resume, knobs, settings)
