@@ -310,7 +310,9 @@ class _Training:
         return summary
 
 
-def _loader(job: Job, world: World, dataset: Any, *, evaluation: bool = False) -> Loader | SharedLoader:
+def _loader(
+    job: Job, world: World, dataset: Any, *, evaluation: bool = False, name: str | None = None
+) -> Loader | SharedLoader:
     several = len(world.devices) > 1
     # A strategy that drives several accelerators itself sends each its share; the loader leaves the batch where it is.
     device = None if several or world.device.is_slot else world.device.torch
@@ -329,6 +331,7 @@ def _loader(job: Job, world: World, dataset: Any, *, evaluation: bool = False) -
         workers=job.loader_workers,
         device=device,
         evaluation=evaluation,
+        name=name,
     )
     return loader
 

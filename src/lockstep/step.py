@@ -286,6 +286,14 @@ class Step(ABC):
         outputs, total, count = self.outputs(part)
         return [(outputs, self.placed(part).targets, total, count)]
 
+    def predictions(self, batch: Batch) -> list[tuple[int, Any]]:
+        """Samples and outputs of each of this process's shares of a batch that isn't empty, within ``evaluating()``.
+
+        The loss isn't called.
+        """
+        part = batch.parts[0]
+        return [(part.size, call(self.model, self.placed(part).inputs))] if part.size else []
+
     def outputs(self, part: Part) -> tuple[Any, Number, Number]:
         """As ``evaluate``, within ``evaluating()``."""
         return self.judged(self.model, self.placed(part))

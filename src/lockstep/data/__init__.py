@@ -7,6 +7,7 @@
     workers.py   the same in loader workers
     ahead.py     copied to an accelerator while the batch before is used
     loader.py    all of that, epoch by epoch
+    inputs.py    datasets of which only the inputs are wanted
     source.py    the dataset of a job, or the callable that gives one
 """
 

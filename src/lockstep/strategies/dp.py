@@ -35,7 +35,7 @@ from lockstep.parallel.batchnorm import synchronise
 from lockstep.parallel.exchange import ThreadExchange
 from lockstep.parallel.random import stream
 from lockstep.parallel.team import Team
-from lockstep.step import Number, Step
+from lockstep.step import Number, Step, call
 from lockstep.strategies.strategy import DRAWS_ITSELF, Strategy, drops
 from lockstep.world import World
 
@@ -269,6 +269,13 @@ class DPStep(Step):
             if result is not None
         ]
 
+    def predictions(self, batch: Batch) -> list[tuple[int, Any]]:
+        """Those of each replica, on its device."""
+        parts = [share[0] for share in self._scatter(batch)]
+        work = [functools.partial(self._prediction_of, i, part) if part.size else None for i, part in enumerate(parts)]
+        found = self._team.run(work)
+        return [(part.size, outputs) for part, outputs in zip(parts, found, strict=True) if part.size]
+
     def outputs(self, part: Part) -> tuple[Any, Number, Number]:
         """Outputs gathered on the first device, and the totals of all replicas."""
         results = self.results(Batch([part], part.size, 0, 0, None))
@@ -278,6 +285,11 @@ class DPStep(Step):
     def _summed(self, values: list[Number]) -> Number:
         first = self._devices[0].torch
         return sum(v.to(first) if isinstance(v, torch.Tensor) else v for v in values)
+
+    @torch.no_grad()
+    def _prediction_of(self, i: int, part: Part) -> Any:
+        with stream(self._streams[i] if self._streams else None):
+            return call(self._replicas[i], part.inputs)
 
     @torch.no_grad()
     def _outputs_of(self, replica: nn.Module, part: Part) -> tuple[Any, Number, Number]:
