@@ -25,6 +25,8 @@ def inputs_of(dataset: Any, *, whole: bool) -> Any:
     base, lookup = unwrapped(dataset)
     if whole or (type(base) is TensorDataset and len(base.tensors) == 2):
         return dataset
+    if isinstance(base, torch.Tensor) and base.is_cpu:
+        base = TensorDataset(base)
     if type(base) is TensorDataset and len(base.tensors) == 1:
         base = TensorDataset(base.tensors[0], torch.zeros(1).expand(len(base)))
     else:
