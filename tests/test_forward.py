@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 from lockstep.forward import Seen, look
-from tests.zoo import drawn
+from zoo import drawn
 
 
 class Layer(nn.Linear):

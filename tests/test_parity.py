@@ -10,12 +10,12 @@ from torch import nn
 
 from lockstep import Job, train
 from lockstep.errors import LossError, RunError, StrategyError
+from lockstep.run import Run
 from lockstep.seeding import seeded
 from lockstep.strategies.ddp import DDP
 from lockstep.strategies.dp import DP
 from lockstep.strategies.single import Single
 from lockstep.strategies.strategy import Strategy
-from lockstep.train import Run
 from lockstep.verify import differences, parity, same_bits
 
 from zoo import ZOO, Gappy, drawn, labels, mlp, plain_sgd, sgd  # isort: skip

@@ -20,7 +20,8 @@ if TYPE_CHECKING:
     from lockstep.job import Job as Job
     from lockstep.launch import launch as launch
     from lockstep.parallelize import parallelize as parallelize
-    from lockstep.train import Run as Run
+    from lockstep.predict import predict as predict
+    from lockstep.run import Run as Run
     from lockstep.train import evaluate as evaluate
     from lockstep.train import train as train
     from lockstep.world import World as World
@@ -32,13 +33,14 @@ _HOME = {
     "Event": "lockstep.events",
     "Job": "lockstep.job",
     "LockstepError": "lockstep.errors",
-    "Run": "lockstep.train",
+    "Run": "lockstep.run",
     "World": "lockstep.world",
     "batches": "lockstep.data",
     "evaluate": "lockstep.train",
     "launch": "lockstep.launch",
     "parallel": "lockstep",
     "parallelize": "lockstep.parallelize",
+    "predict": "lockstep.predict",
     "train": "lockstep.train",
 }
 

@@ -16,8 +16,7 @@ import torch
 from safetensors.torch import load_file, save_file
 from torch import nn
 
-from lockstep.build import begin_momentum
-from lockstep.errors import FolderError, InputError, SaveError
+from lockstep.errors import FolderError, SaveError
 
 
 def save_weights(path: Path, weights: Mapping[str, Any]) -> None:
@@ -41,6 +40,8 @@ def load_weights(path: Path) -> dict[str, torch.Tensor]:
         FolderError: the file isn't there, or isn't one.
     """
     if not path.is_file():
+        if path.name == "best.safetensors" and path.with_name("model.safetensors").is_file():
+            raise FolderError(f"{path}: there are no best weights, since the run had no evaluation set: leave best out")
         others = [name for name in ("best.safetensors", "state.pt") if path.with_name(name).is_file()]
         what = "--best takes the best so far, --resume goes on" if others else "it had not finished an epoch"
         raise FolderError(f"{path}: there are no such weights, the run was stopped: {what}")
@@ -108,48 +109,3 @@ def _replace(path: Path, write: Callable[[Path], Any]) -> None:
         kept = f"; {path.name} of before is kept" if path.exists() else ""
         advice = "; free some space, then --resume the run" if full else ""
         raise SaveError(f"{path}: could not be written: {what}{kept}{advice}") from error
-
-
-def _names_of(model: nn.Module) -> dict[int, str]:
-    return {id(p): name for name, p in model.named_parameters()}
-
-
-def named_optimizer_state(optimizer: torch.optim.Optimizer, model: nn.Module) -> dict[str, Any]:
-    """An optimizer's state by parameter name instead of by number: ``{"state": {name: ...}, "groups": [...]}``."""
-    names = _names_of(model)
-    state = {names[id(p)]: dict(values) for p, values in optimizer.state.items()}
-    groups = [
-        {
-            **{key: value for key, value in group.items() if key not in ("params", "param_names")},
-            "params": [names[id(p)] for p in group["params"]],
-        }
-        for group in optimizer.param_groups
-    ]
-    return {"state": state, "groups": groups}
-
-
-def load_named_optimizer_state(optimizer: torch.optim.Optimizer, model: nn.Module, saved: Mapping[str, Any]) -> None:
-    """Give an optimizer the state that ``named_optimizer_state`` took from one over the same names.
-
-    Raises:
-        InputError: the groups hold other parameters.
-    """
-    names = _names_of(model)
-    own = optimizer.state_dict()
-    number: dict[str, int] = {}
-    for i, (group, packed, theirs) in enumerate(
-        zip(optimizer.param_groups, own["param_groups"], saved["groups"], strict=False)
-    ):
-        mine = [names[id(p)] for p in group["params"]]
-        if set(mine) != set(theirs["params"]):
-            different = sorted(set(mine) ^ set(theirs["params"]))[0]
-            raise InputError(f'the saved optimizer has other parameters in group {i}: "{different}" is in one only')
-        number.update(zip(mine, packed["params"], strict=True))
-        packed.update({key: value for key, value in theirs.items() if key not in ("params", "fused", "foreach")})
-    if len(optimizer.param_groups) != len(saved["groups"]):
-        raise InputError(
-            f"the saved optimizer has {len(saved['groups'])} parameter groups, this job's {len(optimizer.param_groups)}"
-        )
-    own["state"] = {number[name]: values for name, values in saved["state"].items()}
-    optimizer.load_state_dict(own)
-    begin_momentum(optimizer)

@@ -25,7 +25,9 @@ class _Parser(argparse.ArgumentParser):
 
     def error(self, message: str) -> NoReturn:
         if wrong := re.search(r"argument COMMAND: invalid choice: '([^']*)'", message):
-            message = f'there is no command "{wrong[1]}"; {nearest(wrong[1], ["train", "evaluate", "devices"])}'
+            # Of the parser that has the commands, so that a new one is known here by itself.
+            known = [n for a in self._actions if isinstance(a, argparse._SubParsersAction) for n in a.choices]
+            message = f'there is no command "{wrong[1]}"; {nearest(wrong[1], known)}'
         raise InputError(f"{message} ({self.prog} --help lists all)")
 
     def unknown(self, words: list[str]) -> InputError:
@@ -130,6 +132,25 @@ def _parser() -> tuple[_Parser, dict[str, _Parser]]:
     _add_settings(evaluate)
     evaluate.set_defaults(function=_evaluate)
 
+    predict = commands.add_parser("predict", help="a run's outputs for each sample of a dataset", allow_abbrev=False)
+    predict.add_argument("run", help="the folder of a run")
+    predict.add_argument(
+        "data",
+        nargs="?",
+        default="eval",
+        help="eval (the default) or train: the job's own; FILE.py:NAME: a dataset, or a function that gives one",
+    )
+    predict.add_argument(
+        "--out",
+        metavar="FILE",
+        help=".npy, .npz, .safetensors or .jsonl (default: in the run's folder, predictions-DATA)",
+    )
+    predict.add_argument("--overwrite", action="store_true", help="replace the file where it is there already")
+    _add_placement(predict)
+    predict.add_argument("--best", action="store_true", help="the weights of the lowest evaluation loss")
+    _add_settings(predict)
+    predict.set_defaults(function=_predict)
+
     devices = commands.add_parser("devices", help="what is here", allow_abbrev=False)
     devices.set_defaults(function=_devices)
     return parser, dict(commands.choices)
@@ -194,7 +215,8 @@ def _train(options: argparse.Namespace) -> int:
         raise InputError("train: name a job file (a Python file with a `job`), or --resume a run")
     _warm_up(options)
     from lockstep.jobfile import JobFile
-    from lockstep.train import job_of, train
+    from lockstep.run import job_of
+    from lockstep.train import train
 
     knobs, settings = _knobs(options.set), _settings(options)
     job = JobFile(options.job, knobs, settings) if options.job is not None else job_of(options.resume, knobs, settings)
@@ -227,6 +249,26 @@ def _evaluate(options: argparse.Namespace) -> int:
         return 0
     for name, value in values.items():
         print(f"{name} {value:.6g}")
+    return 0
+
+
+def _predict(options: argparse.Namespace) -> int:
+    _warm_up(options)
+    from lockstep.predict import predict
+
+    word = options.data.rpartition(":")[2] + ("-best" if options.best else "")
+    predict(
+        options.run,
+        options.data,
+        options.out or os.path.join(options.run, f"predictions-{word}"),
+        strategy=options.strategy,
+        devices=options.devices,
+        backend=options.backend,
+        best=options.best,
+        overwrite=options.overwrite,
+        knobs=_knobs(options.set),
+        **_settings(options),
+    )
     return 0
 
 

@@ -83,6 +83,16 @@ class JobFile:
         return job
 
 
+def loaded(path: str) -> ModuleType:
+    """The module of a person's file, run as a job file is.
+
+    Raises:
+        JobError: the file is missing, or raises.
+    """
+    with seeded(0):
+        return _run(Path(path))
+
+
 def _run(path: Path) -> ModuleType:
     if path.is_dir():
         what = "the folder of a run: --resume it, or evaluate it" if (path / "config.json").is_file() else "a folder"

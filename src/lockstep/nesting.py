@@ -38,6 +38,17 @@ def parts(nest: Any) -> list[Any] | None:
     return None
 
 
+def names(nest: Any) -> list[str]:
+    """What the parts of a nest are called, in the order of ``parts``: keys, fields, or numbers from 0."""
+    if isinstance(nest, MutableMapping):
+        return [str(key) for key in nest]
+    if isinstance(nest, tuple) and hasattr(nest, "_fields"):
+        return list(nest._fields)
+    if _is_dataclass(nest) and not isinstance(nest, (list, tuple)):
+        return [f.name for f in dataclasses.fields(nest)]
+    return [str(i) for i in range(len(nest))]
+
+
 def rebuilt(nest: Any, new: Sequence[Any]) -> Any:
     """A nest of the same type with new parts: order, keys, and whatever else a subclass carries are kept."""
     if isinstance(nest, tuple):

@@ -21,7 +21,6 @@ from typing import Any
 import torch
 from torch import nn
 
-from lockstep.checkpoint import load_named_optimizer_state, named_optimizer_state
 from lockstep.data import Batch, Part, mixed, share_sizes
 from lockstep.errors import InputError, LossError, NonFiniteLoss, OutOfMemory, RunError, StrategyError
 from lockstep.events import Line
@@ -29,6 +28,7 @@ from lockstep.forward import call, look
 from lockstep.job import Job
 from lockstep.loss import Totalled
 from lockstep.nesting import batch_size_of, cut, to_device
+from lockstep.optimizer import load_named_optimizer_state, named_optimizer_state
 from lockstep.seeding import seed_all
 from lockstep.world import World
 
@@ -335,6 +335,14 @@ class Step(ABC):
             return []
         outputs, total, count = self.outputs(part)
         return [(outputs, self.placed(part).targets, total, count)]
+
+    def predictions(self, batch: Batch) -> list[tuple[int, Any]]:
+        """Samples and outputs of each of this process's shares of a batch that isn't empty, within ``evaluating()``.
+
+        The loss isn't called.
+        """
+        part = batch.parts[0]
+        return [(part.size, call(self.model, self.placed(part).inputs))] if part.size else []
 
     def outputs(self, part: Part) -> tuple[Any, Number, Number]:
         """As ``evaluate``, within ``evaluating()``."""

@@ -1,4 +1,4 @@
-"""``train`` and ``evaluate``: a job, a strategy by name, the devices; and the Run that comes back."""
+"""``train`` and ``evaluate``: a job, a strategy by name, the devices."""
 
 from __future__ import annotations
 
@@ -10,7 +10,6 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 import torch.distributed as dist
-from torch import nn
 
 from lockstep import devices as _devices
 from lockstep import world as _world
@@ -18,61 +17,19 @@ from lockstep.checkpoint import take_weights
 from lockstep.data import resolve_sets
 from lockstep.devices import Device, Devices
 from lockstep.display import Display
-from lockstep.errors import DeviceError, FolderError, InputError, JobError, StrategyError
+from lockstep.errors import DeviceError, InputError, JobError, StrategyError
 from lockstep.evaluation import evaluate_sets
 from lockstep.folder import RunFolder
 from lockstep.job import Job
 from lockstep.jobfile import JobFile
 from lockstep.launch import launch, under_torchrun
 from lockstep.loop import Plan, eval_loaders, train_on
-from lockstep.seeding import kept_states, seeded
+from lockstep.run import Run, trained_of
+from lockstep.seeding import kept_states
 from lockstep.strategies import Strategy, choose
 from lockstep.world import World
 
 T = TypeVar("T")
-
-
-@dataclass(frozen=True)
-class Run:
-    """A training that was: its folder, and what it reached.
-
-    Attributes:
-        folder: where its files are (see ``lockstep.folder``).
-        summary: the content of ``summary.json``.
-        job: the job, where this process knows it.
-    """
-
-    folder: Path
-    summary: dict[str, Any]
-    job: Job | JobFile | None = None
-
-    def __repr__(self) -> str:
-        return f"Run({str(self.folder)!r}, metrics={self.metrics})"
-
-    @property
-    def metrics(self) -> dict[str, float]:
-        """The last evaluation's metrics, and the loss as ``"loss"``."""
-        return {"loss": self.summary["loss"], **self.summary["metrics"]}
-
-    @property
-    def history(self) -> list[dict[str, Any]]:
-        """One record for each epoch: the lines of ``metrics.jsonl``."""
-        return RunFolder(self.folder).read_metrics()
-
-    def model(self, *, best: bool = False) -> nn.Module:
-        """The trained model on the CPU: the final weights, or those of the lowest evaluation loss.
-
-        Raises:
-            FolderError: the weights aren't there.
-        """
-        folder = RunFolder(self.folder)
-        job = self.job.load() if isinstance(self.job, JobFile) else self.job or job_of(self.folder).load()
-        with seeded(job.seed):
-            model = job.model()
-        if job.precision == "fp64":
-            model.double()
-        take_weights(model, folder.best if best else folder.model)
-        return model
 
 
 def train(
@@ -249,7 +206,7 @@ class _Evaluation:
 
     job: Job | JobFile
     strategy: Strategy
-    weights: str | None
+    weights: Path | None
 
 
 def evaluate(
@@ -277,17 +234,10 @@ def evaluate(
         ``"loss"`` and each metric, each sample counted once. Evaluation sets by name give ``"clean/loss"`` and so on;
         ``"loss"`` is then that of the first.
     """
-    weights = None
+    weights: Path | None = None
     job: Job | JobFile
-    if isinstance(what, Run) and what.job is None:
-        what = what.folder
-    if isinstance(what, str | Path) and Path(what).is_dir():
-        folder = RunFolder.existing(what)
-        weights, job = str(folder.best if best else folder.model), job_of(what, knobs)
-    elif isinstance(what, Run):
-        folder = RunFolder(what.folder)
-        assert what.job is not None
-        weights, job = str(folder.best if best else folder.model), what.job
+    if isinstance(what, Run) or (isinstance(what, str | Path) and Path(what).is_dir()):
+        job, weights = trained_of(what, best=best, knobs=knobs)
     else:
         job = JobFile(str(what), knobs or {}) if isinstance(what, str | Path) else _as_job(what)
         if best:
@@ -308,24 +258,9 @@ def evaluate_on(world: World, plan: _Evaluation) -> dict[str, float]:
         raise JobError("eval_data: the job has none, so there is nothing to evaluate on")
     step = plan.strategy.build(job, world)
     if plan.weights is not None:
-        take_weights(step.model, Path(plan.weights))
+        take_weights(step.model, plan.weights)
     loaders = eval_loaders(job, world, resolve_sets(job.eval_data, world))
     values = evaluate_sets(step, loaders, job.metrics, world)
     for loader in loaders.values():
         loader.close()
     return values
-
-
-def job_of(
-    run: str | Path, knobs: Mapping[str, Any] | None = None, settings: Mapping[str, Any] | None = None
-) -> JobFile:
-    """The job of a run, as it was run, with some knobs and settings replaced.
-
-    Raises:
-        FolderError: there is no such run, or its job was not a file.
-    """
-    folder = RunFolder.existing(run)
-    config = folder.read_json(folder.config)
-    if config["file"] is None:
-        raise FolderError(f"{folder.path}: its job was not a file, so it can't be built again: give the Job itself")
-    return JobFile(config["file"], {**config["set"], **(knobs or {})}, {**config["settings"], **(settings or {})})

@@ -22,9 +22,10 @@ from lockstep.checkpoint import load_weights
 from lockstep.devices import Devices
 from lockstep.folder import RunFolder
 from lockstep.job import Job
+from lockstep.run import Run
 from lockstep.seeding import seeded
 from lockstep.strategies import Strategy
-from lockstep.train import Run, train
+from lockstep.train import train
 
 _TIMES = ("seconds", "samples_per_second")
 

@@ -9,6 +9,7 @@
     stream.py    a dataset that can only be gone through: every rank reads it, and keeps its share
     ahead.py     copied to an accelerator while the batch before is used
     loader.py    all of that, epoch by epoch
+    inputs.py    datasets of which only the inputs are wanted
     source.py    the dataset of a job, or the callable that gives one; evaluation sets by name
 """
 

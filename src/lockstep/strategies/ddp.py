@@ -23,16 +23,11 @@ import torch
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
-from lockstep.build import (
-    buffers_of,
-    build_model,
-    build_optimizer,
-    differing_tensors,
-    gives_sparse_gradients,
-)
+from lockstep.build import buffers_of, build_model, differing_tensors
 from lockstep.data import Batch, Part
 from lockstep.errors import InputError, RunError, StrategyError
 from lockstep.job import Job
+from lockstep.optimizer import build_optimizer, gives_sparse_gradients
 from lockstep.parallel.batchnorm import synchronise
 from lockstep.parallel.exchange import RankExchange
 from lockstep.step import Number, Step

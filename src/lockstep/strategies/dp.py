@@ -22,12 +22,14 @@ from typing import Any, ClassVar, Literal
 import torch
 from torch import nn
 
-from lockstep.build import buffers_of, build_model, build_optimizer
+from lockstep.build import buffers_of, build_model
 from lockstep.data import Batch, Part, mixed, share_sizes
 from lockstep.devices import Device
 from lockstep.errors import StrategyError
+from lockstep.forward import call
 from lockstep.job import Job
 from lockstep.nesting import cut, to_device
+from lockstep.optimizer import build_optimizer
 from lockstep.parallel import gather, recompute
 from lockstep.parallel.batchnorm import synchronise
 from lockstep.parallel.exchange import ThreadExchange
@@ -273,6 +275,13 @@ class DPStep(Step):
             if result is not None
         ]
 
+    def predictions(self, batch: Batch) -> list[tuple[int, Any]]:
+        """Those of each replica, on its device."""
+        parts = [share[0] for share in self._scatter(batch)]
+        work = [functools.partial(self._prediction_of, i, part) if part.size else None for i, part in enumerate(parts)]
+        found = self._team.run(work)
+        return [(part.size, outputs) for part, outputs in zip(parts, found, strict=True) if part.size]
+
     def outputs(self, part: Part) -> tuple[Any, Number, Number]:
         """Outputs gathered on the first device, and the totals of all replicas."""
         results = self.results(Batch([part], part.size, 0, 0, None))
@@ -287,6 +296,10 @@ class DPStep(Step):
     def _outputs_of(self, i: int, part: Part) -> tuple[Any, Number, Number]:
         with stream(self._streams[i] if self._streams else None):
             return self.judged(self._replicas[i], part)
+
+    def _prediction_of(self, i: int, part: Part) -> Any:
+        with stream(self._streams[i] if self._streams else None):
+            return call(self._replicas[i], part.inputs)
 
 
 def _even_spans(parameters: list[nn.Parameter], pieces: int) -> list[tuple[int, int]]:

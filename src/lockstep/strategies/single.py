@@ -8,9 +8,10 @@ from typing import ClassVar, Literal
 import torch
 from torch import nn
 
-from lockstep.build import build_model, build_optimizer
+from lockstep.build import build_model
 from lockstep.data import Batch
 from lockstep.job import Job
+from lockstep.optimizer import build_optimizer
 from lockstep.step import Number, Step
 from lockstep.strategies.strategy import Strategy
 from lockstep.world import World

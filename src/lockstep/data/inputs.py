@@ -1,0 +1,65 @@
+"""Datasets of which only the inputs are wanted: for predicting, with or without targets."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch.utils.data import Subset, TensorDataset
+
+from lockstep.data.fetch import unwrapped
+from lockstep.errors import InputError
+
+
+def inputs_of(dataset: Any, *, whole: bool) -> Any:
+    """The dataset as pairs of which the second is nothing of interest; the samples as they are where ``whole``.
+
+    A ``Subset`` stays one, so that a sample draws the random numbers that it draws in evaluation.
+
+    Raises:
+        InputError: it has no length.
+    """
+    if not (hasattr(dataset, "__getitem__") and hasattr(dataset, "__len__")):
+        raise InputError(f"data: a {type(dataset).__name__} has no length, and predicting needs one")
+    base, lookup = unwrapped(dataset)
+    if whole or (type(base) is TensorDataset and len(base.tensors) == 2):
+        return dataset
+    if isinstance(base, torch.Tensor) and base.is_cpu:
+        base = TensorDataset(base)
+    if type(base) is TensorDataset and len(base.tensors) == 1:
+        base = TensorDataset(base.tensors[0], torch.zeros(1).expand(len(base)))
+    else:
+        kind = _InputsAtOnce if callable(getattr(base, "__getitems__", None)) else _Inputs
+        base = kind(base, getattr(dataset, "draws_random", getattr(base, "draws_random", True)))
+    return base if lookup is None else Subset(base, lookup[torch.arange(len(dataset))].tolist())
+
+
+class _Inputs:
+    """Samples as ``(inputs, 0)``, whether or not they have targets."""
+
+    def __init__(self, dataset: Any, draws_random: bool) -> None:
+        self._dataset = dataset
+        self.draws_random = draws_random
+
+    def __len__(self) -> int:
+        return len(self._dataset)
+
+    def __getitem__(self, index: int) -> tuple[Any, int]:
+        return _inputs(self._dataset[index]), 0
+
+
+class _InputsAtOnce(_Inputs):
+    """The same of a dataset that hands out several samples at once."""
+
+    def __getitems__(self, indices: list[int]) -> list[tuple[Any, int]]:
+        return [(_inputs(sample), 0) for sample in self._dataset.__getitems__(indices)]
+
+
+def _inputs(sample: Any) -> Any:
+    return sample[0] if isinstance(sample, tuple | list) and len(sample) == 2 else sample
+
+
+def inputs_collated(collate: Callable[[list[Any]], Any], samples: list[Any]) -> tuple[Any, Any]:
+    """What a person's collate makes of the samples, with or without targets, as a pair."""
+    return _inputs(collate(samples)), None

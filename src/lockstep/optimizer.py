@@ -1,0 +1,150 @@
+"""The optimizer of a job: made over named parameters, fused where that is right, its state kept by parameter name."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch import nn
+
+from lockstep.errors import InputError, JobError, told
+from lockstep.job import Job
+
+
+def build_optimizer(job: Job, model: nn.Module) -> torch.optim.Optimizer:
+    """Make the job's optimizer over the model's named parameters.
+
+    Raises:
+        JobError: the factory raises, gives no optimizer, or leaves a parameter out (the first is named).
+    """
+    named = [(name, p) for name, p in model.named_parameters() if p.requires_grad]
+    try:
+        optimizer = job.optimizer(named)
+    except Exception as error:
+        raise JobError(f"optimizer: making it raised {told(error)}") from error
+    if not isinstance(optimizer, torch.optim.Optimizer):
+        raise JobError(f"optimizer: it gave a {type(optimizer).__name__}, not a torch.optim.Optimizer")
+    closure = inspect.signature(optimizer.step).parameters.get("closure")
+    if closure is not None and closure.default is inspect.Parameter.empty:
+        name = type(optimizer).__name__
+        raise JobError(f"optimizer: {name} calls the model itself (by a closure), which a step can't let it do")
+    held = {id(p) for group in optimizer.param_groups for p in group["params"]}
+    dropped = [name for name, p in named if id(p) not in held]
+    if dropped:
+        raise JobError(
+            f'optimizer: {len(dropped)} of {len(named)} parameters are left out, "{dropped[0]}" first: '
+            "give them a group, or freeze them in the model with requires_grad_(False)"
+        )
+    if len(held) > len(named):
+        raise JobError("optimizer: it holds parameters that the model doesn't have, or that are frozen")
+    if job.fused is not False and not optimizer.state:
+        _fuse(optimizer, named, wanted=job.fused is True, sparse=gives_sparse_gradients(model))
+    return optimizer
+
+
+def gives_sparse_gradients(model: nn.Module) -> bool:
+    """Whether an embedding of the model says so."""
+    return any(getattr(module, "sparse", False) is True for module in model.modules())
+
+
+_FUSED = (torch.optim.SGD, torch.optim.Adam, torch.optim.AdamW, torch.optim.Adagrad)
+_FUSED_ON = {
+    "cpu": _FUSED,
+    "cuda": _FUSED[:3],
+    "mps": _FUSED[:3],
+    "xpu": _FUSED[:3],
+}
+
+
+def _fuse(
+    optimizer: torch.optim.Optimizer, named: list[tuple[str, nn.Parameter]], *, wanted: bool, sparse: bool
+) -> None:
+    """Switch to the fused implementation where there is one for this optimizer, on these devices, in these formats."""
+    fits = (
+        any(
+            type(optimizer) is kind and all(kind in _FUSED_ON.get(p.device.type, ()) for _, p in named)
+            for kind in _FUSED
+        )
+        and all(p.is_floating_point() and p.layout == torch.strided for _, p in named)
+        # The kernels on CPU go by address, and are silently wrong where a parameter has gaps.
+        and all(torch.empty_like(p).stride() == p.stride() for _, p in named)
+        and not sparse
+        and "fused" in inspect.signature(type(optimizer).__init__).parameters
+        and not any(g.get("differentiable") or (g.get("amsgrad") and not wanted) for g in optimizer.param_groups)
+        # Adagrad made its state in the constructor, for the implementation chosen there.
+        and not optimizer.state
+    )
+    if not fits:
+        if wanted:
+            raise JobError(f"fused: there is no fused {type(optimizer).__name__} for this model's parameters here")
+        return
+    for group in optimizer.param_groups:
+        # A person who chose an implementation keeps it.
+        if not wanted and (group.get("foreach") is not None or group.get("fused") is not None):
+            continue
+        if group.get("momentum") and group["dampening"]:
+            continue
+        group["foreach"], group["fused"] = False, True
+    begin_momentum(optimizer)
+
+
+def begin_momentum(optimizer: torch.optim.Optimizer) -> None:
+    """Begin the momentum of every parameter of a fused SGD at once, at zero.
+
+    PyTorch's can't begin that of one parameter later than another's (of one that was unused in the first step). Without
+    dampening, momentum that begins at zero gives the same numbers.
+    """
+    if not isinstance(optimizer, torch.optim.SGD):
+        return
+    for group in optimizer.param_groups:
+        if group["fused"] and group["momentum"]:
+            for p in group["params"]:
+                if optimizer.state[p].get("momentum_buffer") is None:
+                    optimizer.state[p]["momentum_buffer"] = torch.zeros_like(p)
+
+
+def _names_of(model: nn.Module) -> dict[int, str]:
+    return {id(p): name for name, p in model.named_parameters()}
+
+
+def named_optimizer_state(optimizer: torch.optim.Optimizer, model: nn.Module) -> dict[str, Any]:
+    """An optimizer's state by parameter name instead of by number: ``{"state": {name: ...}, "groups": [...]}``."""
+    names = _names_of(model)
+    state = {names[id(p)]: dict(values) for p, values in optimizer.state.items()}
+    groups = [
+        {
+            **{key: value for key, value in group.items() if key not in ("params", "param_names")},
+            "params": [names[id(p)] for p in group["params"]],
+        }
+        for group in optimizer.param_groups
+    ]
+    return {"state": state, "groups": groups}
+
+
+def load_named_optimizer_state(optimizer: torch.optim.Optimizer, model: nn.Module, saved: Mapping[str, Any]) -> None:
+    """Give an optimizer the state that ``named_optimizer_state`` took from one over the same names.
+
+    Raises:
+        InputError: the groups hold other parameters.
+    """
+    names = _names_of(model)
+    own = optimizer.state_dict()
+    number: dict[str, int] = {}
+    for i, (group, packed, theirs) in enumerate(
+        zip(optimizer.param_groups, own["param_groups"], saved["groups"], strict=False)
+    ):
+        mine = [names[id(p)] for p in group["params"]]
+        if set(mine) != set(theirs["params"]):
+            different = sorted(set(mine) ^ set(theirs["params"]))[0]
+            raise InputError(f'the saved optimizer has other parameters in group {i}: "{different}" is in one only')
+        number.update(zip(mine, packed["params"], strict=True))
+        packed.update({key: value for key, value in theirs.items() if key not in ("params", "fused", "foreach")})
+    if len(optimizer.param_groups) != len(saved["groups"]):
+        raise InputError(
+            f"the saved optimizer has {len(saved['groups'])} parameter groups, this job's {len(optimizer.param_groups)}"
+        )
+    own["state"] = {number[name]: values for name, values in saved["state"].items()}
+    optimizer.load_state_dict(own)
+    begin_momentum(optimizer)

@@ -1,0 +1,191 @@
+"""The form of a model's outputs: which of their tensors have a row for each sample, and what these are called.
+
+A tensor is called by the way to it: ``logits`` in a dict, a dataclass or a named tuple, ``0`` and ``1`` in a tuple,
+``hidden.2`` deeper down, ``outputs`` where it is all there is. The form is a nest like the outputs, with one of three
+leaves::
+
+    {"logits": float32(8, 10), "boxes": [8 tensors], "loss": float32()}      outputs of 8 samples
+    {"logits": Rows,           "boxes": Items,       "loss": Left}           their form
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from lockstep.errors import InputError
+from lockstep.nesting import described, names, parts, rebuilt, same_kind, tensors
+
+
+@dataclass(frozen=True)
+class Rows:
+    """A tensor with a row for each sample.
+
+    Attributes:
+        name: the way to it.
+        shape: of a row.
+        dtype: of its numbers.
+    """
+
+    name: str
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+
+
+@dataclass(frozen=True)
+class Items:
+    """A list with an item for each sample (the boxes of each image, say)."""
+
+    name: str
+
+
+@dataclass(frozen=True)
+class Left:
+    """Anything else; ``said`` where leaving it out is worth a line."""
+
+    name: str
+    said: bool
+
+
+Leaf = Rows | Items | Left
+_JSON_PLAIN = bool | int | float | str | None
+
+
+def form_of(outputs: Any, size: int) -> Any:
+    """The form of the outputs of ``size`` samples.
+
+    Raises:
+        InputError: nothing in them has a row for each sample, or two tensors have one name.
+    """
+    form = _formed(outputs, size, "")
+    found = [leaf.name for leaf in leaves(form) if not isinstance(leaf, Left)]
+    if not found:
+        raise InputError(
+            f"outputs: the model gives {described(outputs)} for {size} samples, without a row for each: "
+            "there is nothing to keep"
+        )
+    for name in found:
+        if found.count(name) > 1:
+            raise InputError(f'outputs: two of them are called "{name}"; rename one in what the model returns')
+    return form
+
+
+def _formed(outputs: Any, size: int, name: str) -> Any:
+    called = name or "outputs"
+    if isinstance(outputs, torch.Tensor):
+        if outputs.dim() and outputs.shape[0] == size:
+            return Rows(called, tuple(outputs.shape[1:]), outputs.dtype)
+        return Left(called, said=True)
+    inside = parts(outputs)
+    if inside is None:
+        return Left(called, said=outputs is not None)
+    if _has_items(outputs, size):
+        return Items(called)
+    ways = (f"{name}.{key}" if name else key for key in names(outputs))
+    return rebuilt(outputs, [_formed(part, size, way) for part, way in zip(inside, ways, strict=True)])
+
+
+def _has_items(outputs: Any, size: int) -> bool:
+    """Whether it is a list of an item for each sample, and not one of batches (the hidden states of each layer)."""
+    if type(outputs) is not list or len(outputs) != size:
+        return False
+    inside = list(tensors(outputs))
+    return not inside or not all(t.dim() and t.shape[0] == size for t in inside)
+
+
+def leaves(form: Any) -> Iterator[Leaf]:
+    """Every leaf of a form, in order."""
+    if isinstance(form, Leaf):
+        yield form
+    else:
+        for part in parts(form) or ():
+            yield from leaves(part)
+
+
+def taken(form: Any, outputs: Any, size: int) -> Iterator[tuple[Rows | Items, Any]]:
+    """What the form says to keep, out of further outputs of the same model.
+
+    Raises:
+        InputError: these are of another form.
+    """
+    if isinstance(form, Left):
+        return
+    if isinstance(form, Rows):
+        if not isinstance(outputs, torch.Tensor) or not outputs.dim() or outputs.shape[0] != size:
+            hint = " (does the model squeeze() a batch of one?)" if size == 1 else ""
+            raise InputError(
+                f'outputs: "{form.name}" has a row for each sample in the first batch, and is {described(outputs)} '
+                f"for {size} samples in another{hint}"
+            )
+        yield form, outputs
+    elif isinstance(form, Items):
+        if type(outputs) is not list or len(outputs) != size:
+            raise InputError(
+                f'outputs: "{form.name}" has an item for each sample in the first batch, and is {described(outputs)} '
+                f"for {size} samples in another"
+            )
+        yield form, outputs
+    elif not same_kind(form, outputs):
+        raise InputError(f"outputs: a later batch has them in another structure: {described(outputs)}")
+    else:
+        for part, value in _together(form, outputs):
+            yield from taken(part, value, size)
+
+
+def filled(form: Any, arrays: Mapping[str, torch.Tensor]) -> Any:
+    """The nesting of the outputs with whole arrays for its tensors, and None for what was left out."""
+    if isinstance(form, Rows):
+        return arrays[form.name]
+    if isinstance(form, Leaf):
+        return None
+    return rebuilt(form, [filled(part, arrays) for part in parts(form) or ()])
+
+
+def in_lines(form: Any, outputs: Any, size: int) -> list[Any]:
+    """For each sample, its outputs as JSON has them: tensors as lists, dicts and dataclasses as objects.
+
+    Raises:
+        InputError: these are of another form.
+    """
+    kept = {leaf.name: value for leaf, value in taken(form, outputs, size)}
+    return _lines(form, kept, size)
+
+
+def _lines(form: Any, kept: Mapping[str, Any], size: int) -> list[Any]:
+    if isinstance(form, Left):
+        return [None] * size
+    if isinstance(form, Leaf):
+        return [_plain(item) for item in kept[form.name]] if isinstance(form, Items) else _plain(kept[form.name])
+    keys = names(form)
+    columns = [_lines(part, kept, size) for part in parts(form) or ()]
+    if not _is_by_name(form):
+        return [list(row) for row in zip(*columns, strict=True)]
+    chosen = [(k, c) for k, c, part in zip(keys, columns, parts(form) or (), strict=True) if not isinstance(part, Left)]
+    return [{key: column[i] for key, column in chosen} for i in range(size)]
+
+
+def _plain(value: Any) -> Any:
+    """A value as JSON has it; a complex number is a pair."""
+    if isinstance(value, torch.Tensor):
+        value = value.detach().resolve_conj()
+        return (torch.view_as_real(value) if value.is_complex() else value).tolist()
+    inside = parts(value)
+    if inside is None:
+        return value if isinstance(value, _JSON_PLAIN) else str(value)
+    if _is_by_name(value):
+        return {key: _plain(part) for key, part in zip(names(value), inside, strict=True)}
+    return [_plain(part) for part in inside]
+
+
+def _is_by_name(nest: Any) -> bool:
+    return not isinstance(nest, list) and (not isinstance(nest, tuple) or hasattr(nest, "_fields"))
+
+
+def _together(form: Any, outputs: Any) -> Iterator[tuple[Any, Any]]:
+    """The parts of both, by key where they have keys: a later batch may have filled a dict in another order."""
+    theirs = dict(zip(names(outputs), parts(outputs) or (), strict=True))
+    for name, part in zip(names(form), parts(form) or (), strict=True):
+        yield part, theirs[name]

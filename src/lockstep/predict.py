@@ -1,0 +1,409 @@
+"""``predict``: a run's model over a dataset, a row for each sample, in order, on any number of devices.
+
+Each rank writes the rows of its own shares where they belong; no process holds them all. What is written lies in a
+hidden folder beside its place and is moved there at the end, so nothing half-written is ever found under its name.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import os
+import shutil
+import tempfile
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+
+from lockstep import devices as _devices
+from lockstep.arrayfile import Array, Layout, RowWriter, archive, create, layout, mapped, not_written
+from lockstep.build import trained_model
+from lockstep.data import Batch, resolve, resolve_sets
+from lockstep.data.inputs import inputs_collated, inputs_of
+from lockstep.devices import Devices
+from lockstep.display import Display
+from lockstep.errors import FolderError, InputError, JobError, LockstepError, OutOfMemory, nearest, told
+from lockstep.events import Line
+from lockstep.job import Job
+from lockstep.jobfile import JobFile, loaded
+from lockstep.launch import under_torchrun
+from lockstep.linefile import LineWriter, merge
+from lockstep.loop import _loader
+from lockstep.nesting import described
+from lockstep.outputs import Items, Left, Rows, filled, form_of, in_lines, leaves, taken
+from lockstep.run import Run, trained_of
+from lockstep.step import Step, _is_out_of_memory
+from lockstep.strategies import Strategy, choose
+from lockstep.train import _check_backend, _on_devices, _with_settings
+from lockstep.world import World
+
+ENDINGS = (".npy", ".npz", ".safetensors", ".jsonl")
+
+
+def predict(
+    run: Run | str | Path,
+    data: Any = "eval",
+    out: str | Path | None = None,
+    *,
+    strategy: str | Strategy | None = None,
+    devices: Devices = "auto",
+    backend: str | None = None,
+    best: bool = False,
+    overwrite: bool = False,
+    quiet: bool = False,
+    knobs: Mapping[str, Any] | None = None,
+    **settings: Any,
+) -> Any:
+    """What a run's model gives for each sample of a dataset, in the dataset's order.
+
+    The model is in evaluation mode, without gradients; the loss is never called. Samples come as in evaluation: one
+    that is a tuple or list of two is ``(inputs, targets)``, anything else is inputs. A collate of the job is given the
+    samples as the data have them, and gives a pair or inputs alone.
+
+    Args:
+        run: a Run or the path of its folder.
+        data: a dataset, or a callable that gives one; ``"eval"`` or ``"train"``: those of the job;
+            ``"file.py:name"``: either by its name in a file.
+        out: a file to write, which ends in .npy (one array), .npz, .safetensors (arrays by name) or .jsonl (a line for
+            each sample); without an ending, .npy or .npz is added. NumPy has no bfloat16: it becomes float32 there.
+        strategy: as in ``train``; the values are the same under any.
+        devices: as in ``train``.
+        backend: as in ``train``.
+        best: take the weights of the lowest evaluation loss.
+        overwrite: replace ``out`` where it is there already.
+        quiet: print nothing.
+        knobs: keyword arguments for the function of the run's job file, over those it was run with.
+        settings: fields of the job to replace; ``batch_size`` is that of predicting.
+
+    Returns:
+        The path of the file; without ``out`` the outputs themselves, on the CPU, nested as the model gives them (None
+        for what has no row for each sample).
+
+    Raises:
+        InputError: something asked for can't be done; nothing was made.
+        RunError: it failed on the way; nothing is left behind.
+    """
+    job, weights = trained_of(run, best=best, knobs=knobs)
+    if "batch_size" in settings:
+        settings.setdefault("eval_batch_size", settings["batch_size"])
+    job = _with_settings(job, settings)
+    chosen = _devices.parse(devices)
+    _check_backend(backend, chosen)
+    way = choose(strategy, chosen)
+    _check_data(data)
+    spread = under_torchrun() and int(os.environ.get("WORLD_SIZE", "1")) > 1
+    if out is None and spread:
+        raise InputError("predict: under torchrun the outputs go to a file: name one with out")
+    target = None if out is None else Path(out).absolute()
+    if target is not None:
+        _check_target(target, overwrite)
+    # Under torchrun rank 0 makes it, since all processes must know the one name.
+    folder = None if spread else _folder_beside(target)
+    plan = _Plan(job, way, weights.absolute(), data, target, folder)
+    try:
+        with Display(quiet=quiet) as display:
+            made = _on_devices(predict_on, plan, chosen, backend, None, display)
+            if target is None:
+                assert folder is not None
+                form, places = made
+                return filled(form, mapped(folder, places))
+            if os.environ.get("RANK", "0") == "0":
+                display.line(f"predictions: {_as_named(made, out)}")
+            return Path(made)
+    finally:
+        if folder is not None:
+            shutil.rmtree(folder, ignore_errors=True)
+
+
+@dataclass(frozen=True)
+class _Plan:
+    """What each rank is told of a prediction."""
+
+    job: Job | JobFile
+    strategy: Strategy
+    weights: Path
+    data: Any
+    target: Path | None
+    folder: Path | None
+
+    @property
+    def ending(self) -> str:
+        """Of the file that is wanted; "" where what the outputs are decides."""
+        return "" if self.target is None else self.target.suffix
+
+
+# ---- what is asked for ----------------------------------------------------------------------------------------------
+
+
+def _check_data(data: Any) -> None:
+    """Refuse words that name no data, before anything is started."""
+    if not isinstance(data, str) or data in ("eval", "train") or data.startswith("eval:"):
+        return
+    file, colon, name = data.rpartition(":")
+    if not colon and data.endswith(".py"):
+        raise InputError(f"{data}: which dataset in it? write {data}:NAME")
+    if not colon or not name:
+        raise InputError(f'data: there are no "{data}"; {nearest(data, ["eval", "train", "file.py:NAME"])}')
+    if not Path(file).is_file():
+        raise InputError(f"{data}: there is no file {file}")
+
+
+def _check_target(target: Path, overwrite: bool) -> None:
+    if target.suffix not in ("", *ENDINGS):
+        raise InputError(f"out: {target.name} should end in {', '.join(ENDINGS[:-1])} or {ENDINGS[-1]}")
+    if target.is_dir():
+        raise FolderError(f"{target}: out is a folder; name a file in it")
+    for path in [target] if target.suffix else [target.with_suffix(".npy"), target.with_suffix(".npz")]:
+        if path.exists() and not overwrite:
+            raise FolderError(f"{path}: it is there already; --overwrite replaces it, --out names another")
+
+
+def _folder_beside(target: Path | None) -> Path:
+    """A new hidden folder on the disk of the target, or among the temporary files."""
+    if target is None:
+        return Path(tempfile.mkdtemp(prefix="lockstep-"))
+    try:
+        return Path(tempfile.mkdtemp(prefix=f".{target.name}.", suffix=".part", dir=target.parent))
+    except FileNotFoundError:
+        raise FolderError(f"{target.parent}: there is no such folder for out") from None
+    except OSError as error:
+        raise FolderError(f"{target}: can't be written: {error.strerror}; name another file with --out") from error
+
+
+def _as_named(path: str, out: Any) -> str:
+    """The path as the person wrote it, with the ending that was added."""
+    return str(out) if Path(out).suffix else f"{out}{Path(path).suffix}"
+
+
+# ---- on each rank ---------------------------------------------------------------------------------------------------
+
+
+def predict_on(world: World, plan: _Plan) -> Any:
+    """Predict on this rank. Rank 0 gives the file's path, or form and layout of what is in the plan's folder."""
+    folder = plan.folder or Path(world.broadcast_object(str(_folder_beside(plan.target)) if world.is_first else ""))
+    try:
+        found = _Prediction(world, plan, folder).run()
+        return found if world.is_first else None
+    finally:
+        if plan.folder is None:
+            shutil.rmtree(folder, ignore_errors=True)
+
+
+class _Prediction:
+    """The state of one prediction on one rank."""
+
+    def __init__(self, world: World, plan: _Plan, folder: Path) -> None:
+        self.world, self.plan, self.folder = world, plan, folder
+        job = plan.job.load() if isinstance(plan.job, JobFile) else plan.job
+        self.name, source = _source(job, plan.data)
+        if isinstance(plan.data, str) and self.name.startswith("eval_data"):
+            found = _one_of(resolve_sets(source, world), plan.data)
+        else:
+            found = resolve(source, world, self.name)
+        dataset = inputs_of(found, whole=job.collate is not None)
+        self.job = job.having(
+            # With the weights in it from the start, so that replicas are copies of it.
+            model=functools.partial(trained_model, job, plan.weights),
+            optimizer=_NoOptimizer,
+            fused=False,
+            sync_batchnorm=False,
+            collate=None if job.collate is None else functools.partial(inputs_collated, job.collate),
+        )
+        self.step: Step = plan.strategy.build(self.job, world)
+        self.rows = len(dataset)
+        self.batch_size = job.eval_batch_size or job.batch_size
+        self.loader = _loader(self.job, world, dataset, evaluation=True, name=self.name)
+        self.form: Any = None
+        self.layout: Layout | None = None
+        self.writer: RowWriter | LineWriter | None = None
+
+    def run(self) -> Any:
+        self._say_what_depends_on_the_share()
+        try:
+            with self.step.evaluating():
+                for batch in self.loader.epoch(0):
+                    self._one_batch(batch)
+            if self.writer is not None:
+                self.writer.close()
+        finally:
+            self.loader.close()
+            if self.writer is not None:
+                with contextlib.suppress(LockstepError):  # what it says then is not what went wrong first
+                    self.writer.close()
+        self.world.barrier()  # all have written
+        if self.plan.target is None:
+            return self.form, self.layout
+        made = ""
+        if self.world.is_first:
+            made = str(self._moved())
+        # Under torchrun the others would begin to take the folder away.
+        return self.world.broadcast_object(made)
+
+    def _one_batch(self, batch: Batch) -> None:
+        self.world.step = batch.index + 1
+        self.step.seed(self.job.seed)  # for models that draw random numbers in evaluation too
+        shares = self._outputs(batch)
+        if self.writer is None:
+            self._begin(shares)
+        samples = batch.samples if batch.shares is not None else batch.parts[0].samples
+        assert samples is not None
+        first = int(samples[0]) if shares else 0
+        for size, outputs in shares:
+            self._write(first, size, outputs)
+            first += size
+
+    def _outputs(self, batch: Batch) -> list[tuple[int, Any]]:
+        """The outputs of this process's shares that aren't empty, with the samples of each.
+
+        Raises:
+            InputError: in the first batch, what the model raises: it can't take these data.
+        """
+        try:
+            return self.step.predictions(batch)
+        except LockstepError:
+            raise
+        except Exception as error:
+            if _is_out_of_memory(error):
+                raise OutOfMemory(
+                    f"out of memory on {self.world.device} in batch {batch.index + 1} of {batch.size} samples: "
+                    "use a smaller batch_size"
+                ) from error
+            if batch.index:
+                raise
+            parts = [share[0] for share in batch.shares] if batch.shares is not None else batch.parts
+            inputs = next(part.inputs for part in parts if part.size)
+            raise InputError(f"{self.name}: the model can't take {described(inputs)}: {told(error)}") from error
+
+    def _begin(self, shares: list[tuple[int, Any]]) -> None:
+        """After the first batch, agree on what will be written, and make room for it."""
+        mine = None
+        if shares:
+            size, outputs = shares[0]
+            self.form = form_of(outputs, size)
+            mine = list(leaves(self.form))
+        first, *others = self.world.gather_objects(mine)
+        assert first is not None
+        for rank, theirs in enumerate(others, start=1):
+            if theirs is not None and [leaf.name for leaf in theirs] != [leaf.name for leaf in first]:
+                raise InputError(
+                    f"outputs: rank 0 has {_listed(first)}, rank {rank} {_listed(theirs)}: they should be the same"
+                )
+        left = [leaf.name for leaf in first if isinstance(leaf, Left) and leaf.said]
+        if left and self.world.is_first:
+            self.world.tell(Line(f"left out, since they have no row for each sample: {', '.join(left)}", "note"))
+        if self.plan.ending == ".jsonl":
+            self.writer = LineWriter(self.folder, self.world.rank)
+            return
+        for leaf in first:
+            if isinstance(leaf, Items):
+                raise InputError(
+                    f'outputs: "{leaf.name}" is a list with an item for each sample, which no array can hold: '
+                    "write them to a .jsonl file"
+                )
+        arrays = [Array(leaf.name, leaf.dtype, (self.rows, *leaf.shape)) for leaf in first if isinstance(leaf, Rows)]
+        self.layout = layout(self._ending(len(arrays)), arrays)
+        if self.world.is_first:
+            create(self.folder, self.layout)
+        self.world.barrier()
+        self.writer = RowWriter(self.folder, self.layout)
+
+    def _ending(self, arrays: int) -> str:
+        """Of the file to write; "" for memory."""
+        if self.plan.target is None:
+            return ""
+        return self.plan.ending or (".npy" if arrays == 1 else ".npz")
+
+    def _write(self, first: int, size: int, outputs: Any) -> None:
+        if isinstance(self.writer, LineWriter):
+            self.writer.write(in_lines(self.form, outputs, size))
+            return
+        assert self.writer is not None
+        for leaf, rows in taken(self.form, outputs, size):
+            if isinstance(leaf, Rows) and rows.dtype != leaf.dtype:
+                raise InputError(f'outputs: "{leaf.name}" is {leaf.dtype} in the first batch, {rows.dtype} in another')
+            self.writer.write(leaf.name, first, rows)
+
+    def _moved(self) -> Path:
+        """Put together what the ranks have written, and move it to its place."""
+        target = self.plan.target
+        assert target is not None
+        if self.layout is None:
+            whole = self.folder / "merged"
+            sizes = (min(self.batch_size, self.rows - i) for i in range(0, self.rows, self.batch_size))
+            merge(whole, self.folder, self.world.size, sizes)
+        else:
+            ending = self._ending(len(self.layout.places))
+            target = target.with_suffix(ending)
+            whole = self.folder / next(iter(self.layout.headers))
+            if ending == ".npz":
+                whole = self.folder / "archive"
+                archive(whole, self.folder, self.layout)
+        try:
+            with whole.open("rb+") as file:
+                os.fsync(file.fileno())
+            os.replace(whole, target)
+        except OSError as error:
+            raise not_written(whole, error) from error
+        return target
+
+    def _say_what_depends_on_the_share(self) -> None:
+        several = self.world.size * len(self.world.devices) > 1
+        norms = [m for m in self.step.model.modules() if isinstance(m, nn.modules.batchnorm._BatchNorm)]
+        if several and self.world.is_first and any(m.running_mean is None for m in norms):
+            said = "BatchNorm without running statistics normalises over the share of each device: one device would not"
+            self.world.tell(Line(said, "note"))
+
+
+def _listed(found: list[Any]) -> str:
+    return ", ".join(leaf.name for leaf in found)
+
+
+class _NoOptimizer(torch.optim.Optimizer):
+    """Stands where a Step wants an optimizer: nothing is updated. (PyTorch's own import its compiler, 0.8 s.)"""
+
+    def __init__(self, params: Any) -> None:
+        self.param_groups = [{"params": [p for _, p in params]}]
+        self.state = {}  # type: ignore[assignment]
+
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        """Do nothing."""
+
+
+# ---- the data -------------------------------------------------------------------------------------------------------
+
+
+def _source(job: Job, data: Any) -> tuple[str, Any]:
+    """What the data are called in messages, and what gives them."""
+    if not isinstance(data, str):
+        return "data", data
+    if data == "train":
+        return "train_data", job.train_data
+    if data == "eval" or data.startswith("eval:"):
+        if job.eval_data is None:
+            raise JobError("eval_data: the job has none; predict on train, or name data as file.py:NAME")
+        return "eval_data", job.eval_data
+    file, _, name = data.rpartition(":")
+    module = vars(loaded(file))
+    if name not in module:
+        known = [word for word in module if not word.startswith("_")]
+        raise InputError(f'{file}: there is no "{name}" in it; {nearest(name, known)}')
+    return data, module[name]
+
+
+def _one_of(sets: Mapping[str, Any], wanted: str) -> Any:
+    """The evaluation set that ``eval`` or ``eval:NAME`` means."""
+    name = wanted.partition(":")[2]
+    if name in sets:
+        return sets[name]
+    names = [known for known in sets if known]
+    if not names:
+        raise InputError(f"{wanted}: the job has one evaluation set, without a name: say eval")
+    if not name:
+        raise InputError(
+            f"eval: the job has {len(names)} evaluation sets: say which, {' or '.join('eval:' + n for n in names)}"
+        )
+    raise InputError(f'{wanted}: there is no evaluation set "{name}"; {nearest(name, names)}')

@@ -1,0 +1,106 @@
+"""Run: a training that was, its numbers and its model."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from torch import nn
+
+from lockstep.build import trained_model
+from lockstep.errors import FolderError
+from lockstep.folder import RunFolder
+from lockstep.job import Job
+from lockstep.jobfile import JobFile
+
+
+@dataclass(frozen=True)
+class Run:
+    """A training that was: its folder, and what it reached.
+
+    Attributes:
+        folder: where its files are (see ``lockstep.folder``).
+        summary: the content of ``summary.json``; empty where the training was stopped before it wrote one.
+        job: the job, where this process knows it.
+    """
+
+    folder: Path
+    summary: dict[str, Any]
+    job: Job | JobFile | None = None
+
+    @classmethod
+    def open(cls, folder: str | Path, job: Job | None = None) -> Run:
+        """The run that is kept in a folder.
+
+        Args:
+            folder: of the run.
+            job: its job, where that was not a file, so that it can't be found again.
+
+        Raises:
+            FolderError: no run is kept there.
+        """
+        kept = RunFolder.existing(folder)
+        summary = kept.read_json(kept.summary) if kept.summary.is_file() else {}
+        return cls(kept.path, summary, job)
+
+    def __repr__(self) -> str:
+        return f"Run({str(self.folder)!r}, metrics={self.metrics})"
+
+    @property
+    def metrics(self) -> dict[str, float]:
+        """The last evaluation's metrics, and the loss as ``"loss"``; empty where the training was stopped."""
+        return {"loss": self.summary["loss"], **self.summary["metrics"]} if self.summary else {}
+
+    @property
+    def history(self) -> list[dict[str, Any]]:
+        """One record for each epoch: the lines of ``metrics.jsonl``."""
+        return RunFolder(self.folder).read_metrics()
+
+    def model(self, *, best: bool = False) -> nn.Module:
+        """The trained model on the CPU, in evaluation mode: the final weights, or those of the lowest evaluation loss.
+
+        Its outputs are those that ``predict`` gives. To go on training it by hand, call ``.train()``.
+
+        Raises:
+            FolderError: the weights aren't there, or the job was not a file and isn't known here.
+        """
+        job, weights = trained_of(self, best=best)
+        return trained_model(job.load() if isinstance(job, JobFile) else job, weights).eval()
+
+
+def trained_of(
+    run: Run | str | Path, *, best: bool = False, knobs: Mapping[str, Any] | None = None
+) -> tuple[Job | JobFile, Path]:
+    """The job of a run, and the file of its weights.
+
+    Args:
+        run: a Run or the path of its folder.
+        best: the weights of the lowest evaluation loss.
+        knobs: keyword arguments for the function of its job file, over those it was run with.
+
+    Raises:
+        FolderError: there is no such run, or its job was not a file.
+    """
+    folder = RunFolder(run.folder) if isinstance(run, Run) else RunFolder.existing(run)
+    known = run.job if isinstance(run, Run) else None
+    return known or job_of(folder.path, knobs), folder.best if best else folder.model
+
+
+def job_of(
+    run: str | Path, knobs: Mapping[str, Any] | None = None, settings: Mapping[str, Any] | None = None
+) -> JobFile:
+    """The job of a run, as it was run, with some knobs and settings replaced.
+
+    Raises:
+        FolderError: there is no such run, or its job was not a file.
+    """
+    folder = RunFolder.existing(run)
+    config = folder.read_json(folder.config)
+    if config["file"] is None:
+        raise FolderError(
+            f"{folder.path}: its job was not a file, so it can't be built again: "
+            "in Python, give it with lockstep.Run.open(folder, job)"
+        )
+    return JobFile(config["file"], {**config["set"], **(knobs or {})}, {**config["settings"], **(settings or {})})
