@@ -13,11 +13,11 @@ SRC = Path(lockstep.__file__).parent
 LAYERS = [
     {"errors"},
     {"nesting", "devices", "events", "seeding"},
-    {"job", "means", "world"},
+    {"job", "means", "world", "breakdown"},
     {"jobfile", "loss", "inventory", "launch", "parallel"},
     {"build", "data", "display", "folder", "checkpoint", "compare"},
     {"step"},
-    {"strategies", "evaluation", "progress"},
+    {"strategies", "evaluation", "profiling", "progress"},
     {"parallelize", "loop"},
     {"train"},
     {"verify"},

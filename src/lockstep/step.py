@@ -16,7 +16,7 @@ import math
 from abc import ABC, abstractmethod
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from torch import nn
@@ -72,6 +72,9 @@ class Step(ABC):
 
     cuts_batch = True
     """Whether a loss sees less than the global batch, so that it must be additive over samples."""
+
+    profiled: ClassVar[Mapping[str, str]] = {}
+    """Methods of a strategy's own that a profile names: ``"replica"`` (one runs for each), or how gradients move."""
 
     def __init__(self, model: nn.Module, optimizer: torch.optim.Optimizer, job: Job, world: World) -> None:
         self.model = model

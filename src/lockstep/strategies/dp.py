@@ -16,7 +16,7 @@ from __future__ import annotations
 
 import copy
 import functools
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any, ClassVar, Literal
 
@@ -70,6 +70,13 @@ class DP(Strategy):
 
 class DPStep(Step):
     """All replicas, their threads, and the one optimizer over the first replica's parameters."""
+
+    profiled: ClassVar[Mapping[str, str]] = {
+        "_refresh": "refresh replicas",
+        "_scatter": "scatter",
+        "_on_replica": "replica",
+        "_add_gradients": "reduce",
+    }
 
     def __init__(
         self,
