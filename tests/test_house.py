@@ -13,11 +13,11 @@ SRC = Path(lockstep.__file__).parent
 LAYERS = [
     {"errors"},
     {"nesting", "devices", "events", "seeding"},
-    {"job", "means", "world"},
+    {"job", "means", "world", "breakdown"},
     {"jobfile", "loss", "inventory", "launch", "parallel"},
     {"build", "optimizer", "forward", "data", "display", "folder", "checkpoint", "arrayfile", "outputs", "compare"},
     {"step", "run", "linefile"},
-    {"strategies", "evaluation", "progress"},
+    {"strategies", "evaluation", "profiling", "progress"},
     {"parallelize", "loop"},
     {"train"},
     {"predict"},

@@ -122,6 +122,7 @@ def _parser() -> tuple[_Parser, dict[str, _Parser]]:
     train.add_argument("--resume", metavar="RUN", help="go on with the run in this folder, under any strategy")
     train.add_argument("--folder", default="runs", help="where the run's folder is made (default: runs)")
     train.add_argument("--tensorboard", action="store_true", help="also write events for TensorBoard")
+    train.add_argument("--profile", action="store_true", help="show where the time of a few steps goes; write traces")
     _add_settings(train)
     train.set_defaults(function=_train)
 
@@ -228,6 +229,7 @@ def _train(options: argparse.Namespace) -> int:
         folder=options.folder,
         backend=options.backend,
         tensorboard=options.tensorboard,
+        profile=options.profile,
     )
     return 0
 

@@ -7,7 +7,8 @@ from collections.abc import Mapping
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, Self
 
-from lockstep.events import Event, Line, Progress
+from lockstep.breakdown import lines_of
+from lockstep.events import Event, Line, Profile, Progress
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -57,6 +58,9 @@ class Display:
                 self._live.update(Text(_status(event), no_wrap=True, overflow="ellipsis"))
         elif isinstance(event, Event) and event.kind == "evaluated":
             self.line(epoch_line(event))
+        elif isinstance(event, Profile):
+            for line in lines_of(event, 80 if self._console is None else self._console.width):
+                self.line(line)
 
     def line(self, text: str, *, note: bool = False) -> None:
         """Print a line above the live one."""

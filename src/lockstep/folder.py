@@ -6,6 +6,7 @@
       config.json          the job, its settings, the strategy, the devices
       metrics.jsonl        a line for each epoch
       ranks/1.log          what ranks other than 0 printed
+      profile/             with ``--profile``: a trace for each rank, and ``summary.json``
       model.safetensors    the final weights, under one-device names
       best.safetensors     those of the lowest evaluation loss
       state.pt             what ``--resume`` needs, from the end of the last epoch
@@ -94,6 +95,11 @@ class RunFolder:
     def summary(self) -> Path:
         """How the run ended."""
         return self.path / "summary.json"
+
+    @property
+    def profile(self) -> Path:
+        """The traces of a profile, and what they add up to."""
+        return self.path / "profile"
 
     def write_json(self, path: Path, value: Any) -> None:
         """Write a JSON file for people too: indented, numbers that JSON lacks as text.

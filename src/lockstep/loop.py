@@ -26,6 +26,7 @@ from lockstep.evaluation import evaluate_sets
 from lockstep.folder import RunFolder
 from lockstep.job import Job
 from lockstep.jobfile import JobFile
+from lockstep.profiling import Profiler
 from lockstep.progress import Pace, Teller, held_out, peak_memory
 from lockstep.step import Result, Step
 from lockstep.strategies import Strategy
@@ -44,6 +45,7 @@ class Plan:
         runs: where new folders are made.
         resume: go on from the folder's state.
         tensorboard: write events for it.
+        profile: profile some steps.
     """
 
     job: Job | JobFile
@@ -53,6 +55,7 @@ class Plan:
     runs: str = "runs"
     resume: bool = False
     tensorboard: bool = False
+    profile: bool = False
 
     def load(self) -> Job:
         """The job itself."""
@@ -113,6 +116,7 @@ class _Training:
         self.record: dict[str, float] = {}
         self.samples = 0
         self.seconds = 0.0
+        self.profiler: Profiler | None = None
         self.devices = [str(d) for mine in world.gather_objects(world.devices) for d in mine]
 
     # ---- the whole --------------------------------------------------------------------------------------------------
@@ -128,7 +132,10 @@ class _Training:
         self.told = Teller(self.world, self.job, self.folder, self.plan.tensorboard)
         self._say_what_will_happen()
         self.told.event("started", self.epoch, self.world.step, {})
-        with contextlib.closing(self.told):
+        if self.plan.profile:
+            to_go = None if self._steps is None else self._steps - self.world.step
+            self.profiler = Profiler(self.world, self.step, self.folder, to_go)
+        with contextlib.closing(self.told), self.profiler or contextlib.nullcontext():
             while not self._is_done():
                 self._one_epoch()
             self.step.check()
@@ -192,6 +199,8 @@ class _Training:
         total, count = self.partial  # of the part of this epoch that an earlier run has done
         samples = 0
         batches = self.loader.epoch(self.epoch, self.position)
+        if self.profiler is not None:
+            batches = self.profiler.over(batches)
         pace = Pace(world, self._epochs, self._steps)
         finished = True
         for batch in batches:
@@ -210,6 +219,8 @@ class _Training:
                 # Whether a stream has come to its end shows in trying to go on.
                 finished = next(batches, None) is None if of is None else self.position >= of
                 break
+        if self.profiler is not None:
+            self.profiler.end_epoch()
         self.partial = (0.0, 0.0) if finished else (float(total), float(count))
         return samples, float(total) / float(count) if samples else float("nan"), finished
 

@@ -16,7 +16,7 @@ import math
 from abc import ABC, abstractmethod
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from torch import nn
@@ -77,6 +77,8 @@ class Step(ABC):
 
     replicas = 1
     """How many copies of the model there are over all ranks, each with a share of its own."""
+    profiled: ClassVar[Mapping[str, str]] = {}
+    """Methods of a strategy's own that a profile names: ``"replica"`` (one runs for each), or how gradients move."""
 
     def __init__(self, model: nn.Module, optimizer: torch.optim.Optimizer, job: Job, world: World) -> None:
         self.model = model

@@ -41,6 +41,7 @@ def train(
     folder: str | Path = "runs",
     backend: str | None = None,
     tensorboard: bool = False,
+    profile: bool = False,
     quiet: bool = False,
     **settings: Any,
 ) -> Run:
@@ -54,6 +55,7 @@ def train(
         folder: where the run's folder is made.
         backend: of the process group, instead of the devices' own.
         tensorboard: also write events for TensorBoard.
+        profile: profile a few steps: a trace for each rank, and a table of where the time goes (docs/profile.md).
         quiet: print nothing.
         settings: fields of the job to replace.
 
@@ -67,12 +69,14 @@ def train(
         chosen = _devices.parse(devices)
         _check_backend(backend, chosen)
         if under_torchrun():
-            return _train_under_torchrun(job, strategy, chosen, resume, str(folder), backend, tensorboard, display)
+            return _train_under_torchrun(
+                job, strategy, chosen, resume, str(folder), backend, tensorboard, profile, display
+            )
         way = choose(strategy, chosen)
         name = job.name if isinstance(job, JobFile) else "job"
         run = RunFolder.existing(resume) if resume is not None else RunFolder.new(folder, f"{name}-{way.name}")
         path = str(run.path.resolve())
-        plan = Plan(job, way, name, path, resume=resume is not None, tensorboard=tensorboard)
+        plan = Plan(job, way, name, path, resume=resume is not None, tensorboard=tensorboard, profile=profile)
         try:
             summary = _on_devices(train_on, plan, chosen, backend, path, display)
         except BaseException as error:
@@ -131,6 +135,7 @@ def _train_under_torchrun(
     runs: str,
     backend: str | None,
     tensorboard: bool,
+    profile: bool,
     display: Display,
 ) -> Run:
     way = choose(strategy or "ddp", ())
@@ -138,7 +143,7 @@ def _train_under_torchrun(
         raise StrategyError(f"{way.name} is one process for all devices, and torchrun starts one for each: take ddp")
     name = job.name if isinstance(job, JobFile) else "job"
     kept = None if resume is None else str(RunFolder.existing(resume).path.resolve())
-    plan = Plan(job, way, name, kept, runs, resume is not None, tensorboard)
+    plan = Plan(job, way, name, kept, runs, resume is not None, tensorboard, profile)
     summary, path = launch(_train_here, devices, (plan, display), backend=backend)[0]
     if int(os.environ["RANK"]) == 0:
         display.line(f"run: {path}")

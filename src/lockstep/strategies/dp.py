@@ -15,7 +15,7 @@ refreshed once a step.
 from __future__ import annotations
 
 import functools
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any, ClassVar, Literal
 
@@ -71,6 +71,13 @@ class DP(Strategy):
 
 class DPStep(Step):
     """All replicas, their threads, and the one optimizer over the first replica's parameters."""
+
+    profiled: ClassVar[Mapping[str, str]] = {
+        "_refresh": "refresh replicas",
+        "_scatter": "scatter",
+        "_on_replica": "replica",
+        "_add_gradients": "reduce",
+    }
 
     def __init__(
         self,

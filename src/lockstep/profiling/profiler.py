@@ -1,0 +1,198 @@
+"""Which steps are profiled, the trace of each rank, and what is told.
+
+While these steps run, a few methods of the step, the optimizer and the world are replaced on their objects by ones that
+look at the clock before and after. Then they are taken away again, so a training without a profile has nothing of it::
+
+    step    1   2 | 3   4   ...   12 | 13 ...
+          warm-up |     profiled     | as if nothing had been
+
+A profile never crosses the end of an epoch, so evaluation and saving are not in it.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import shutil
+from collections.abc import Iterator
+from types import TracebackType
+from typing import Any
+
+from torch.profiler import profile, supported_activities
+
+from lockstep.breakdown import times_of
+from lockstep.data import Batch
+from lockstep.errors import SaveError
+from lockstep.events import Line, Profile
+from lockstep.folder import RunFolder
+from lockstep.profiling.clock import Clock
+from lockstep.profiling.methods import Methods
+from lockstep.step import Step
+from lockstep.world import World
+
+WARM_UP = 2
+"""Steps before the profile: the first ones build what later ones have."""
+
+STEPS = 10
+"""Steps of a profile, unless the epoch or the training ends before."""
+
+
+class Profiler:
+    """Profiles some steps of a training on this rank.
+
+    Args:
+        world: this process's place among the ranks; each of them has a profiler.
+        step: whose updates are looked at.
+        folder: of the run; traces and ``summary.json`` go to its ``profile``.
+        steps: how many steps there will be, where that is known: a short training is warmed up for fewer.
+    """
+
+    def __init__(self, world: World, step: Step, folder: RunFolder, steps: int | None) -> None:
+        self._world = world
+        self._step = step
+        self._folder = folder
+        self._warm_up = WARM_UP if steps is None else max(0, min(WARM_UP, steps - 1))
+        self._clock = Clock(step)
+        self._methods = Methods(step, self._clock)
+        self._trace: profile | None = None
+        self._seen = 0
+        self._done = False
+        if world.is_first:
+            shutil.rmtree(folder.profile, ignore_errors=True)  # of an earlier part of this run
+
+    def __enter__(self) -> Profiler:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self._stop()
+        if kind is None and not self._done and self._world.is_first:
+            self._world.tell(Line(f"no profile: the training ended after step {self._world.step}", "note"))
+
+    def over(self, batches: Iterator[Batch]) -> Iterator[Batch]:
+        """The same batches; what happens between them is looked at."""
+        while not self._done:
+            self._clock.end_step()
+            if len(self._clock.track.steps) == STEPS:
+                self._finish()
+                break
+            if self._trace is None and self._seen >= self._warm_up:
+                self._begin()
+            self._seen += 1
+            if self._trace is None:
+                batch = next(batches, None)
+            else:
+                self._clock.begin_step()
+                with self._clock.phase("loading", "load"):
+                    batch = next(batches, None)
+            if batch is None:
+                self._clock.forget_step()
+                self._seen -= 1
+                return
+            if self._trace is not None:
+                self._clock.name_step(self._world.step + 1)
+            yield batch
+        yield from batches
+
+    def end_epoch(self) -> None:
+        """The epoch's last step is done: a profile that has begun ends here. Every rank calls this."""
+        self._clock.end_step()
+        if self._clock.track.steps and not self._done:
+            self._finish()
+        elif self._trace is not None and not self._done:
+            self._stop()  # it had begun at the very end of the epoch
+            self._trace = None
+
+    def _begin(self) -> None:
+        # Kineto says on standard error that it begins and ends, unless told otherwise before its first use.
+        with _environment("KINETO_LOG_LEVEL", "99"):
+            wanted = {"CPU", self._world.device.type.upper()}
+            activities = [one for one in supported_activities() if one.name in wanted]  # type: ignore[no-untyped-call]
+            self._trace = profile(activities=activities, experimental_config=_all_threads(len(self._world.devices)))
+            self._trace.start()
+        self._methods.replace()
+
+    def _stop(self) -> None:
+        self._methods.put_back()
+        self._clock.forget_step()
+        if self._trace is not None and not self._done:
+            self._trace.stop()
+
+    def _finish(self) -> None:
+        """Write this rank's trace; lay the clocks of all ranks side by side, and tell. Every rank calls this."""
+        self._stop()
+        self._done = True
+        assert self._trace is not None
+        world, folder = self._world, self._folder.profile
+        try:
+            folder.mkdir(parents=True, exist_ok=True)
+            self._trace.export_chrome_trace(str(folder / f"rank{world.rank}.json.gz"))
+        except OSError as error:
+            raise SaveError(f"{folder}: the profile could not be written: {error.strerror or error}") from error
+        self._trace = None
+        count = len(self._clock.track.steps)
+        last = world.step
+        replicas = self._clock.replicas
+        whose = self._clock.whose
+        tracks = [track for mine in world.gather_objects(replicas) for track in mine]
+        if not world.is_first:
+            return
+        found = Profile(
+            first=last - count + 1,
+            last=last,
+            whose=whose,
+            rows=times_of(tracks, one_clock=world.nodes == 1),
+            notes=tuple(self._notes(whose)),
+            traces=tuple(f"rank{rank}.json.gz" for rank in range(world.size)),
+            folder=os.path.relpath(folder),
+        )
+        self._folder.write_json(
+            folder / "summary.json",
+            {
+                "first_step": found.first,
+                "last_step": found.last,
+                f"{whose}s": [
+                    {whose: row.number, "device": row.device, "step_seconds": row.step}
+                    | {"seconds": row.kinds, "shares": {kind: s / row.step for kind, s in row.kinds.items()}}
+                    | {"phases": row.phases}
+                    for row in found.rows
+                ],
+                "notes": found.notes,
+            },
+        )
+        world.tell(found)
+
+    def _notes(self, whose: str) -> Iterator[str]:
+        if whose == "replica":
+            yield "waiting: a replica that is done before the slowest; computing: waiting for Python's lock too"
+        if self._clock.overlaps:
+            yield "communicating: only what backward did not hide (sums run while it computes)"
+        if self._world.nodes > 1:
+            yield "waiting: in a collective, longer than the rank that was in it for the shortest time"
+        if not self._world.device.is_slot:
+            yield "each phase waits for the device, so these steps are slower than without --profile"
+
+
+def _all_threads(devices: int) -> Any:
+    """What lets a trace have the threads of replicas, where this torch can do that."""
+    if devices == 1:
+        return None
+    with contextlib.suppress(ImportError, TypeError):
+        from torch._C._profiler import _ExperimentalConfig
+
+        return _ExperimentalConfig(profile_all_threads=True)
+    return None
+
+
+@contextlib.contextmanager
+def _environment(name: str, value: str) -> Iterator[None]:
+    """A variable of the environment, where it isn't set, for a while."""
+    if name in os.environ:
+        yield
+        return
+    os.environ[name] = value
+    try:
+        yield
+    finally:
+        del os.environ[name]
