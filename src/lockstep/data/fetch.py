@@ -18,7 +18,11 @@ from torch.utils.data import Subset, TensorDataset, default_collate
 from lockstep.data.order import Lookup
 from lockstep.data.shares import COLLATE, EVALUATION, TRAINING, absorbed
 from lockstep.errors import JobError, SampleError, told
+from lockstep.nesting import parts
 from lockstep.seeding import kept_states, same, seed_all, states
+
+_LOOKED_AT = 3
+"""Samples that are fetched twice, to see whether they come out the same."""
 
 Collate = Callable[[list[Any]], Any]
 Pair = tuple[Any, Any]
@@ -37,6 +41,7 @@ class Fetcher:
 
     Attributes:
         tensors: inputs and targets of a tensor dataset, to be indexed directly; None otherwise.
+        note: what a person has to know of the dataset, once something was seen; None before.
         lookup: for a ``Subset``, the index in its base of each of its samples; None otherwise.
 
     Raises:
@@ -66,6 +71,8 @@ class Fetcher:
         drawing = getattr(dataset, "draws_random", getattr(self._base, "draws_random", True))
         self._draws = (not is_tensors or collate is not None) and drawing
         self._whole = callable(getattr(self._base, "__getitems__", None))
+        self._looked = is_tensors or not drawing
+        self.note: str | None = None
 
     def __call__(self, epoch: int, shares: Sequence[Sequence[int]]) -> list[Pair]:
         """Inputs and targets of each share; the three random states are as before afterwards.
@@ -86,9 +93,24 @@ class Fetcher:
             return self.tensors[0][picked], self.tensors[1][picked]
         samples = self._at_once(indices, share) if self._whole else None
         samples = samples or self._one_by_one(epoch, indices, share)
+        if not self._looked:
+            self._look(epoch, indices[:_LOOKED_AT], share, samples)
         if self._collate is not None and self._draws:
             seed_all(absorbed(absorbed(absorbed(self._stream, epoch), indices[0]), COLLATE) >> 1)
         return together(samples, self._collate, self._name)
+
+    def _look(self, epoch: int, indices: Sequence[int], share: Sequence[int], samples: list[Any]) -> None:
+        """Fetch some samples again, which are the same unless they depend on more than their seed."""
+        self._looked = True
+        share = share[: len(indices)]
+        again = (self._at_once(indices, share) if self._whole else None) or self._one_by_one(epoch, indices, share)
+        for index, one, other in zip(share, samples, again, strict=False):
+            if not _alike(one, other):
+                self.note = (
+                    f"{self._name}: sample {index} came out otherwise when it was fetched again under one seed: it "
+                    "draws from a generator of its own; take torch's, random's or numpy.random's, which are seeded"
+                )
+                return
 
     def _at_once(self, indices: Sequence[int], share: Sequence[int]) -> list[Any] | None:
         """The samples by one call, or None where they draw random numbers, which one seed for all would get wrong."""
@@ -117,6 +139,20 @@ class Fetcher:
             except Exception as error:
                 raise SampleError(f"{self._name}: sample {share[i]} raised {told(error)}") from error
         return samples
+
+
+def _alike(one: Any, other: Any) -> bool:
+    """Whether two fetches of a sample gave the same, as far as can be told."""
+    if isinstance(one, Tensor) and isinstance(other, Tensor):
+        return one.shape == other.shape and torch.equal(torch.nan_to_num(one), torch.nan_to_num(other))
+    if hasattr(one, "tobytes") and hasattr(other, "tobytes"):  # arrays and images
+        return bool(one.tobytes() == other.tobytes())
+    if isinstance(one, str | bytes | int | float):
+        return bool(one == other) or (one != one and other != other)
+    mine, theirs = parts(one), parts(other)
+    if mine is None or theirs is None:
+        return True
+    return len(mine) == len(theirs) and all(map(_alike, mine, theirs))
 
 
 def unwrapped(dataset: Any) -> tuple[Any, Lookup | None]:

@@ -17,6 +17,7 @@ from lockstep.data.source import is_stream, resolve
 from lockstep.data.stream import StreamLoader
 from lockstep.data.workers import Workers, default_workers, free_cores
 from lockstep.errors import JobError
+from lockstep.events import Line
 from lockstep.launch import here
 from lockstep.world import World
 
@@ -83,6 +84,7 @@ class Loader:
         self._workers = Workers(self._fetcher, workers, self._pin) if workers else None
         self._held: tuple[int, Order] | None = None
         self._next = 0
+        self._said = False
 
     @property
     def samples(self) -> int:
@@ -149,12 +151,21 @@ class Loader:
         fetched = (self._fetcher(*r) for r in requests) if self._workers is None else self._workers.fetch(requests)
         for index, row in enumerate(rows, start):
             pairs = iter(next(fetched) if any(map(len, row[1:])) else ())
+            self._say_note()
             parts = []
             for share, (_, _, of) in zip(row[1:], spans.full if index < full else spans.last, strict=True):
                 size = len(share)
                 inputs, targets = next(pairs) if size else (None, None)
                 parts.append(Part(inputs, targets, size, of, share))
             yield Batch(parts, len(row[0]), index, epoch, row[0])
+
+    def _say_note(self) -> None:
+        note = self._fetcher.note if self._workers is None else self._workers.note
+        if note is not None and not self._said:
+            self._said = True
+            world = _world.current()
+            if world is not None and self._rank == 0:
+                world.tell(Line(note, "note"))
 
     def _of_tensors(
         self, epoch: int, start: int, rows: Iterator[tuple[Tensor, ...]], order: Order, spans: Spans

@@ -73,14 +73,14 @@ class _Failure:
 
 
 class _Remote:
-    """What a worker holds: for each request, what the fetcher gives, or the failure."""
+    """What a worker holds: for each request, what the fetcher gives and has to say, or the failure."""
 
     def __init__(self, fetcher: Fetching) -> None:
         self._fetcher = fetcher
 
     def __getitem__(self, request: Request) -> Any:
         try:
-            return self._fetcher(*request)
+            return self._fetcher(*request), getattr(self._fetcher, "note", None)
         except LockstepError as error:
             return _Failure(error)
 
@@ -114,6 +114,7 @@ class Workers:
 
     def __init__(self, fetcher: Fetching, count: int, pin: bool) -> None:
         self._requests = _Requests()
+        self.note: str | None = None
         on_linux = sys.platform == "linux" and "fork" in multiprocessing.get_all_start_methods()
         with warnings.catch_warnings():
             # PyTorch counts only the cores of this thread, which may be pinned.
@@ -146,7 +147,8 @@ class Workers:
         for found in self._loader:
             if isinstance(found, _Failure):
                 raise found.kind(found.message) from WorkerTraceback(found.traceback)
-            yield found
+            pairs, self.note = found
+            yield pairs
 
     def close(self) -> None:
         """End the workers."""
