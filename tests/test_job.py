@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import textwrap
 from pathlib import Path
 
@@ -58,6 +59,18 @@ def test_an_unknown_setting_offers_the_nearest() -> None:
 
 def test_the_command_line_has_every_plain_setting_of_a_job() -> None:
     assert {name.replace("-", "_") for name in _SETTINGS} == set(SETTINGS)
+
+
+def test_the_help_says_every_default() -> None:
+    for f in dataclasses.fields(Job):
+        what = _SETTINGS.get(f.name.replace("_", "-"))
+        if what is None or f.name == "batch_size" or "(default: " not in what:
+            assert what is None or f.name in ("batch_size", "steps")
+            continue
+        said = what.split("(default: ")[1].rstrip(")")
+        plain = str(f.default).lower()
+        chosen = f.default is None and said not in ("none",)
+        assert chosen or said == plain, f"--{f.name} says {said}, and it is {plain}"
 
 
 def written(folder: Path, text: str) -> JobFile:

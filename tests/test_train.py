@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import os
 import stat
@@ -13,11 +14,13 @@ import pytest
 import torch
 import torchmetrics
 from torch import nn
+from torch.utils.checkpoint import checkpoint
 from torch.utils.data import TensorDataset
 
 import lockstep
 from lockstep import Job, evaluate, train
 from lockstep.errors import FolderError, JobError, StrategyError
+from lockstep.strategies.ddp import DDP
 from zoo import ZOO, drawn, labels, mlp, plain_sgd, right
 
 ON = {"single": "1xcpu", "dp": "2xcpu", "ddp": "2xcpu"}
@@ -208,6 +211,82 @@ def test_single_on_two_devices_and_a_strategy_that_does_not_exist_are_refused() 
 def test_tensorboard_events_are_written(tmp_path: Path) -> None:
     run = train(classify(), folder=tmp_path, quiet=True, tensorboard=True)
     assert any(path.name.startswith("events.out") for path in run.folder.iterdir())
+
+
+class OwnGenerator(torch.utils.data.Dataset):
+    """Augments from a generator that nobody seeds."""
+
+    def __init__(self) -> None:
+        self.generator = torch.Generator()
+
+    def __len__(self) -> int:
+        return 29
+
+    def __getitem__(self, i: int) -> tuple[torch.Tensor, int]:
+        return torch.full((6,), float(i)) + torch.rand((), generator=self.generator), i % 3
+
+
+@pytest.mark.parametrize(("strategy", "workers"), [("dp", 0), ("ddp", 0), ("ddp", 1)])
+def test_a_dataset_that_draws_from_its_own_generator_is_named(strategy, workers, tmp_path, capfd) -> None:
+    job = ZOO["mlp"].having(train_data=OwnGenerator(), eval_data=None, loader_workers=workers)
+    train(job, strategy=strategy, devices="2xcpu", folder=tmp_path)
+    assert capfd.readouterr().out.count("fetched again under one seed") == 1
+
+
+def test_a_metric_of_several_values_gives_each_a_name(tmp_path: Path) -> None:
+    metrics = {"f1": torchmetrics.F1Score(task="multiclass", num_classes=3, average="none"), "accuracy": right}
+    job = ZOO["mlp"].having(metrics=metrics)
+    one = train(job, strategy="single", devices="1xcpu", folder=tmp_path, quiet=True)
+    two = train(job, strategy="ddp", devices="2xcpu", folder=tmp_path, quiet=True)
+    assert list(one.metrics) == ["loss", "f1/0", "f1/1", "f1/2", "accuracy"]
+    assert one.metrics == pytest.approx(two.metrics)
+
+
+def test_what_a_model_keeps_beside_its_tensors_comes_back(tmp_path: Path) -> None:
+    for kind in ("a buffer that counts and extra state", "complex parameters", "lazy layers"):
+        run = train(ZOO[kind].having(precision="fp64"), strategy="ddp", devices="2xcpu", folder=tmp_path, quiet=True)
+        model = run.model()
+        resumed = train(
+            ZOO[kind].having(precision="fp64", epochs=3), strategy="dp", devices="2xcpu", resume=run.folder, quiet=True
+        )
+        assert resumed.summary["epochs"] == 3
+        if kind == "complex parameters":
+            assert model.turn.dtype == torch.complex128
+        if kind == "a buffer that counts and extra state":
+            assert model.get_extra_state()["shift"].tolist() == [0, 1, 2]
+        if kind == "lazy layers":
+            assert model[0].weight.shape == (16, 6)
+
+
+def test_ranks_of_an_own_loop_draw_masks_of_their_own_and_leave_the_scripts_numbers_alike() -> None:
+    def loop(world: lockstep.World) -> tuple[torch.Tensor, torch.Tensor]:
+        torch.manual_seed(0)
+        seen: list[torch.Tensor] = []
+        model = nn.Sequential(nn.Linear(6, 8), nn.Dropout(), nn.Linear(8, 3))
+        model[1].register_forward_hook(lambda module, inputs, output: seen.append(output.detach() == 0))
+        step = lockstep.parallelize(model, nn.CrossEntropyLoss(), plain_sgd)
+        step(torch.ones(4, 6), torch.zeros(4, dtype=torch.int64))
+        return seen[-1], torch.rand(3)
+
+    (mine, drawn_first), (theirs, drawn_second) = lockstep.launch(loop, devices="2xcpu")
+    assert not torch.equal(mine, theirs)
+    assert torch.equal(drawn_first, drawn_second)
+
+
+def test_a_reentrant_checkpoint_is_told_what_to_do_under_overlapped_ddp(tmp_path: Path) -> None:
+    class Reentrant(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.first, self.out = nn.Linear(6, 6), nn.Linear(6, 3)
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            x = checkpoint(self.first, x.requires_grad_(), use_reentrant=True)
+            return self.out(x)
+
+    job = dataclasses.replace(ZOO["mlp"], model=Reentrant)
+    with pytest.raises(StrategyError, match="use_reentrant=False"):
+        train(job, strategy=DDP(reduce="overlapped"), devices="2xcpu", folder=tmp_path, quiet=True)
+    train(job, strategy=DDP(reduce="flat"), devices="2xcpu", folder=tmp_path, quiet=True)
 
 
 def test_parallelize_serves_a_loop_of_ones_own() -> None:

@@ -273,6 +273,96 @@ def weighted(epoch: int) -> torch.Tensor:
     return torch.multinomial(torch.arange(float(SAMPLES)), 33, replacement=True)
 
 
+class Turning(nn.Module):
+    """Complex parameters."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.turn = nn.Parameter(torch.randn(6, 8, dtype=torch.complex128))
+        self.out = nn.Linear(8, 3)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.out((x.to(self.turn.dtype) @ self.turn).abs().to(self.out.weight.dtype))
+
+
+def parametrized() -> nn.Module:
+    """Weights made of others in each forward; the spectral norm keeps buffers that move in it."""
+    first, last = nn.Linear(6, 8), nn.Linear(8, 3)
+    torch.nn.utils.parametrizations.weight_norm(first)
+    torch.nn.utils.parametrizations.spectral_norm(last)
+    return nn.Sequential(first, nn.Tanh(), last)
+
+
+class PartlyFixed(nn.Module):
+    """A trunk that stays in eval mode, as pretrained ones are kept; its batch norm has statistics of its own."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.trunk, self.out = Conv(), nn.Linear(3, 3)
+        self.trunk.body[1].running_mean.fill_(0.3)
+        self.trunk.eval()
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.out(torch.tanh(self.trunk(x)))
+
+
+class Counting(nn.Module):
+    """A buffer that changes in forward, and acts in it; extra state beside it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.net = mlp()
+        self.register_buffer("steps", torch.zeros((), dtype=torch.int64))
+        self.told = "nothing"
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        self.steps += 1
+        return self.net(x) * torch.clamp(self.steps / 5, max=1.0)
+
+    def get_extra_state(self) -> dict[str, object]:
+        return {"told": self.told, "shift": torch.arange(3)}
+
+    def set_extra_state(self, state: dict[str, object]) -> None:
+        self.told = state["told"]
+
+
+@dataclasses.dataclass
+class Said:
+    """What a model gives that computes its loss itself."""
+
+    logits: torch.Tensor
+    loss: torch.Tensor | None = None
+
+
+class Judging(nn.Module):
+    """Gets the targets as an input, and gives its own mean loss."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.net = mlp()
+
+    def forward(self, x: torch.Tensor, labels: torch.Tensor) -> Said:
+        logits = self.net(x)
+        return Said(logits, nn.functional.cross_entropy(logits, labels))
+
+
+def its_own_loss(outputs: Said, targets: torch.Tensor) -> tuple[torch.Tensor, int]:
+    assert outputs.loss is not None
+    return outputs.loss * len(targets), len(targets)
+
+
+class TwoHeads(nn.Module):
+    """A head whose outputs the loss leaves alone."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.body, self.used, self.left = nn.Linear(6, 8), nn.Linear(8, 3), nn.Linear(8, 5)
+
+    def forward(self, x: torch.Tensor) -> dict[str, torch.Tensor]:
+        x = torch.tanh(self.body(x))
+        return {"used": self.used(x), "left": self.left(x)}
+
+
 _tokens, _next = tokens_and_next()
 
 ZOO: dict[str, Job] = {
@@ -344,4 +434,15 @@ ZOO: dict[str, Job] = {
     "a last batch that leaves a rank empty": _job(mlp, drawn(25, 6), labels(25, 3), optimizer=sgd),
     "an empty rank under sync_batchnorm": _job(Conv, drawn(25, 2, 7, 7), labels(25, 3), sync_batchnorm=True),
     "accumulation that leaves a rank empty": _job(mlp, drawn(27, 6), labels(27, 3), accumulate=3),
+    "lazy layers": _job(lambda: nn.Sequential(nn.LazyLinear(16), nn.Tanh(), nn.LazyLinear(3)), optimizer=sgd),
+    "complex parameters": _job(Turning, optimizer=sgd),
+    "parametrized weights": _job(parametrized, optimizer=sgd),
+    "a part in eval mode": _job(PartlyFixed, drawn(SAMPLES, 2, 7, 7), optimizer=sgd),
+    "a buffer that counts and extra state": _job(Counting, optimizer=sgd),
+    "a model that gives its own loss": _job(
+        Judging, (drawn(SAMPLES, 6), labels(SAMPLES, 3)), labels(SAMPLES, 3), loss=its_own_loss, metrics={}
+    ),
+    "a head that the loss leaves alone": _job(
+        TwoHeads, loss=lambda out, y: nn.functional.cross_entropy(out["used"], y), metrics={}, optimizer=sgd
+    ),
 }

@@ -9,9 +9,13 @@ from pathlib import Path
 import torch
 from torch import nn
 
+from lockstep.activations import checkpoint_blocks
 from lockstep.checkpoint import take_weights
+from lockstep.data import batches, resolve
 from lockstep.errors import JobError, LockstepError, told
 from lockstep.job import Job
+from lockstep.nesting import call, is_lazy, to_device
+from lockstep.precision import convert_model
 from lockstep.seeding import seeded
 from lockstep.world import World
 
@@ -34,11 +38,13 @@ def build_model(job: Job, world: World) -> nn.Module:
         raise JobError(f"model: it gave a {type(model).__name__}, not a torch.nn.Module")
     if not any(p.requires_grad for p in model.parameters()):
         raise JobError("model: it has no parameter that requires a gradient, so there is nothing to train")
+    _make_lazy_parameters(model, job, world)
     if not model.training:  # as pretrained models come; a part that was put in eval mode by itself stays there
         model.train()
     same_on_every_rank(model, world)
-    if job.precision == "fp64":
-        model.double()
+    convert_model(model, job.precision)
+    if job.activation_checkpointing is not None:
+        _checkpoint(model, job.activation_checkpointing, job.sync_batchnorm and world.size * len(world.devices) > 1)
     if job.channels_last:
         # The stubs of Module.to leave this form out.
         model.to(memory_format=torch.channels_last)  # type: ignore[call-overload]
@@ -55,10 +61,54 @@ def trained_model(job: Job, weights: Path) -> nn.Module:
     """
     with seeded(job.seed):
         model = job.model()
-    if job.precision == "fp64":  # before the weights, which are in that format
-        model.double()
+    convert_model(model, job.precision)  # before the weights, which are in that format
     take_weights(model, weights)
     return model
+
+
+def _make_lazy_parameters(model: nn.Module, job: Job, world: World) -> None:
+    """Give lazy layers their shapes, by the job's first two samples, under the job's seed.
+
+    Raises:
+        JobError: the model can't take them, or has a lazy layer that it doesn't use.
+    """
+    lazy = [name for name, p in _all_tensors(model) if is_lazy(p)]
+    if not lazy:
+        return
+    data = resolve(job.train_data, world)
+    loader = batches(
+        data, batch_size=2, shuffle=False, collate=job.collate, seed=job.seed, rank=0, world_size=1, workers=0
+    )
+    inputs, _ = next(loader.epoch(0))
+    inputs = to_device(inputs, torch.device("cpu"), torch.get_default_dtype())
+    modes = [(module, module.training) for module in model.modules()]
+    model.eval()
+    try:
+        with seeded(job.seed + 1), torch.no_grad():
+            call(model, inputs)
+    except Exception as error:
+        raise JobError(f"model: it has lazy layers, and with the first samples it raised {told(error)}") from error
+    finally:
+        for module, mode in modes:
+            module.training = mode
+    left = [name for name, p in _all_tensors(model) if is_lazy(p)]
+    if left:
+        raise JobError(f'model: "{left[0]}" is lazy, and forward doesn\'t use it: give it its shape')
+
+
+def _checkpoint(model: nn.Module, wanted: str, synchronised: bool) -> None:
+    """Checkpoint the activations of blocks.
+
+    Raises:
+        JobError: there are no such blocks, or they hold batch norms that replicas would synchronise in backward again.
+    """
+    modules = dict(model.named_modules())
+    for name in checkpoint_blocks(model, wanted):
+        if synchronised and any(isinstance(m, nn.modules.batchnorm._BatchNorm) for m in modules[name].modules()):
+            raise JobError(
+                f'activation_checkpointing: "{name}" has batch norms, and under sync_batchnorm the replicas would '
+                "have to meet in them again, each in its backward: choose blocks without, or one of the two settings"
+            )
 
 
 def same_on_every_rank(model: nn.Module, world: World) -> None:

@@ -7,33 +7,58 @@ Each file is written beside its place and then moved there, so a crash or a full
 from __future__ import annotations
 
 import errno
+import io
+import json
 import os
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors.torch import load_file, save_file
+from safetensors import safe_open
+from safetensors.torch import save_file
 from torch import nn
 
 from lockstep.errors import FolderError, SaveError
+from lockstep.nesting import is_lazy
 
 
 def save_weights(path: Path, weights: Mapping[str, Any]) -> None:
-    """Write a state dict's tensors as safetensors, tied ones once for each of their names.
+    """Write a state dict as safetensors, tied tensors once for each of their names.
+
+    What that format has no place for (a module's extra state, complex128) is written as the bytes of ``torch.save``;
+    the names of those are in the file's metadata.
 
     Raises:
         SaveError: it can't be written.
     """
+    packed = [name for name, value in weights.items() if not _is_plain(value)]
     tensors = {
-        name: value.detach().to("cpu", copy=True).contiguous()
+        name: value.detach().to("cpu", copy=True).contiguous() if _is_plain(value) else _pack(value)
         for name, value in weights.items()
-        if isinstance(value, torch.Tensor)
     }
-    _replace(path, lambda target: save_file(tensors, target))
+    metadata = {_PACKED: json.dumps(packed)} if packed else None
+    _replace(path, lambda target: save_file(tensors, target, metadata))
 
 
-def load_weights(path: Path) -> dict[str, torch.Tensor]:
+_PACKED = "packed"
+
+
+def _is_plain(value: Any) -> bool:
+    return isinstance(value, torch.Tensor) and value.dtype != torch.complex128 and value.layout == torch.strided
+
+
+def _pack(value: Any) -> torch.Tensor:
+    file = io.BytesIO()
+    torch.save(value, file)
+    return torch.frombuffer(bytearray(file.getvalue()), dtype=torch.uint8)
+
+
+def _unpack(packed: torch.Tensor) -> Any:
+    return torch.load(io.BytesIO(packed.numpy().tobytes()), map_location="cpu", weights_only=True)
+
+
+def load_weights(path: Path) -> dict[str, Any]:
     """The weights of a run, by one-device name.
 
     Raises:
@@ -46,7 +71,12 @@ def load_weights(path: Path) -> dict[str, torch.Tensor]:
         what = "--best takes the best so far, --resume goes on" if others else "it had not finished an epoch"
         raise FolderError(f"{path}: there are no such weights, the run was stopped: {what}")
     try:
-        return dict(load_file(path))
+        with safe_open(path, framework="pt") as file:
+            packed = json.loads((file.metadata() or {}).get(_PACKED, "[]"))
+            return {
+                name: _unpack(file.get_tensor(name)) if name in packed else file.get_tensor(name)
+                for name in file.keys()  # noqa: SIM118 — it isn't a dict
+            }
     except Exception as error:
         raise FolderError(f"{path}: not a safetensors file ({error})") from error
 
@@ -58,11 +88,13 @@ def take_weights(model: nn.Module, path: Path) -> None:
         FolderError: they aren't there, or another model's (the first name is given).
     """
     weights = load_weights(path)
-    own = {name: value for name, value in model.state_dict().items() if isinstance(value, torch.Tensor)}
+    own = model.state_dict()
     for name in sorted(own.keys() ^ weights.keys()):
         where = "the run" if name in weights else "this job's model"
         raise FolderError(f'{path}: these are the weights of another model: "{name}" is in {where} only')
     for name, value in own.items():
+        if not isinstance(value, torch.Tensor) or is_lazy(value):
+            continue
         if value.shape != weights[name].shape:
             shapes = f"{tuple(weights[name].shape)} in the run, {tuple(value.shape)} in this job's"
             raise FolderError(f'{path}: these are the weights of another model: "{name}" is {shapes}')

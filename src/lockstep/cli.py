@@ -11,6 +11,7 @@ import os
 import re
 import signal
 import sys
+import time
 import traceback
 from collections.abc import Sequence
 from types import FrameType
@@ -47,6 +48,9 @@ def main(words: Sequence[str] | None = None) -> int:
     except LockstepError as error:
         if isinstance(error, RankFailed) and error.traceback:
             _say(error.traceback.rstrip())
+        if isinstance(error, InputError) and _is_one_of_many():
+            # torchrun's ranks are refused alike: rank 0 says it, and torchrun ends the others meanwhile.
+            time.sleep(1.0)
         _say(f"lockstep: {error}")
         return _ended(error.exit_code)
     except KeyboardInterrupt:
@@ -69,6 +73,10 @@ def _say(text: str) -> None:
     # In one piece, so that torchrun's ranks don't write into one another's lines.
     sys.stderr.write(text + "\n")
     sys.stderr.flush()
+
+
+def _is_one_of_many() -> bool:
+    return "TORCHELASTIC_RUN_ID" in os.environ and os.environ.get("RANK", "0") != "0"
 
 
 def _is_for_want_of_another(error: Exception) -> bool:
@@ -168,23 +176,25 @@ def _add_placement(parser: argparse.ArgumentParser) -> None:
 
 _SETTINGS = {
     "batch-size": "samples of the global batch",
-    "epochs": "passes through the data",
+    "epochs": "passes through the data (default: 1, where steps isn't given)",
     "steps": "stop after that many updates",
-    "lr-scheduler-every": "epoch or step",
-    "seed": "of weights, order, augmentation, dropout",
-    "shuffle": "a new order for each epoch (true or false)",
-    "accumulate": "micro-batches of each global batch",
-    "clip-norm": "largest norm of the gradients",
-    "sync-batchnorm": "BatchNorm over all replicas (true or false)",
-    "channels-last": "memory layout of images (true or false)",
-    "precision": "fp64, or none: as the model was built",
-    "fused": "fused optimizer (true or false; default: where right)",
-    "eval-batch-size": "of evaluation",
-    "loader-workers": "processes that fetch, for each rank",
+    "lr-scheduler-every": "epoch or step: when the scheduler moves on (default: epoch)",
+    "seed": "of weights, order, augmentation, dropout (default: 0)",
+    "shuffle": "a new order for each epoch (default: true)",
+    "accumulate": "micro-batches of each global batch (default: 1)",
+    "clip-norm": "largest norm of all gradients together (default: none)",
+    "sync-batchnorm": "BatchNorm over all replicas (default: false)",
+    "channels-last": "images in that memory layout (default: false)",
+    "precision": "fp64, fp32, bf16, fp16, or none: as the model was built (default: none)",
+    "compile": "by torch.compile; a word is its backend (default: false)",
+    "activation-checkpointing": "auto, or names of blocks with commas between (default: none)",
+    "fused": "fused optimizer (default: where right)",
+    "eval-batch-size": "samples of an evaluation batch (default: batch-size)",
+    "loader-workers": "processes that fetch, for each rank (default: by the cores and the dataset)",
 }
 """The settings of a Job, as options. A test holds this list against Job's own."""
 
-_SWITCHES = {"shuffle", "sync-batchnorm", "channels-last", "fused"}
+_SWITCHES = {"shuffle", "sync-batchnorm", "channels-last", "fused", "compile"}
 
 
 def _add_settings(parser: argparse.ArgumentParser) -> None:

@@ -8,7 +8,7 @@ from types import TracebackType
 from typing import TYPE_CHECKING, Any, Self
 
 from lockstep.breakdown import lines_of
-from lockstep.events import Event, Line, Profile, Progress
+from lockstep.events import Event, Line, Memory, Profile, Progress
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -26,6 +26,7 @@ class Display:
         self._quiet = quiet
         self._live: Live | None = None
         self._console: Console | None = None
+        self._memory: dict[str, int] = {}
 
     def __enter__(self) -> Self:
         if not self._quiet and sys.stdout.isatty():
@@ -50,12 +51,15 @@ class Display:
             return
         if isinstance(event, Line):
             self.line(f"note: {event.text}" if event.kind == "note" else event.text, note=event.kind == "note")
+        elif isinstance(event, Memory):
+            self._memory |= event.sizes
         elif isinstance(event, Progress):
+            self._memory |= event.memory
             if self._live is not None:
                 from rich.text import Text
 
                 # One row, however narrow: what doesn't fit is left out at its end.
-                self._live.update(Text(_status(event), no_wrap=True, overflow="ellipsis"))
+                self._live.update(Text(_status(event, self._memory), no_wrap=True, overflow="ellipsis"))
         elif isinstance(event, Event) and event.kind == "evaluated":
             self.line(epoch_line(event))
         elif isinstance(event, Profile):
@@ -102,14 +106,14 @@ def number(value: float) -> str:
     return f"{value:.4f}" if value == 0 or 1e-3 <= abs(value) < 1e6 else f"{value:.3e}"
 
 
-def _status(event: Progress) -> str:
+def _status(event: Progress, memory: Mapping[str, int]) -> str:
     words = [f"epoch {event.epoch}" + (f"/{event.epochs}" if event.epochs else "")]
     words.append(f"step {event.step:,}" + (f"/{event.steps:,}" if event.steps else ""))
     words.append(f"loss {number(event.loss)}")
     words.append(f"{event.samples_per_second:,.0f} samples/s")
     if event.seconds_left is not None:
         words.append(f"{duration(event.seconds_left)} left")
-    words += [f"{device} {size / 2**30:.2f} GiB" for device, size in event.memory]
+    words += [f"{device} {memory[device] / 2**30:.2f} GiB" for device in sorted(memory)]
     return "  ".join(words)
 
 

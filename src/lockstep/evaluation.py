@@ -60,9 +60,13 @@ def evaluate(step: Step, loader: AnyLoader, metrics: Mapping[str, Any], world: W
     values = {"loss": summed[0][0] / summed[0][1] if summed[0][1] else float("nan")}
     for name, (total, count) in zip(functions, summed[1:], strict=True):
         values[name] = total / count if count else float("nan")
-    for name, metric in objects.items():
-        values[name] = _merged(metric, world)
-    return {"loss": values.pop("loss"), **{name: values[name] for name in metrics}}
+    found = {"loss": values["loss"]}
+    for name in metrics:
+        if name in objects:
+            found |= {name + below: value for below, value in _merged(objects[name], world).items()}
+        else:
+            found[name] = values[name]
+    return found
 
 
 def _summing_device(world: World) -> torch.device:
@@ -103,13 +107,25 @@ def _fresh(metric: Any, step: Step) -> Any:
     return mine.to(step.world.device.torch)
 
 
-def _merged(metric: Any, world: World) -> float:
+def _merged(metric: Any, world: World) -> dict[str, float]:
+    """The value over all ranks, under ""; those of a metric with several under "/0", "/1", ... or their own names."""
     every = world.gather_objects(metric.cpu())
     for other in every[1:]:
         every[0].merge_state(other)
     value = every[0].compute()
-    if isinstance(value, torch.Tensor) and value.numel() == 1:
-        return float(value)
-    if isinstance(value, int | float):
-        return value
-    raise JobError(f"metrics: {type(metric).__name__} gave more than one number; give a metric for each of them")
+    if isinstance(value, torch.Tensor):
+        value = value.tolist()
+    named = (
+        {f"/{key}": v for key, v in value.items()}
+        if isinstance(value, Mapping)
+        else {f"/{i}": v for i, v in enumerate(value)}
+        if isinstance(value, list | tuple)
+        else {"": value}
+    )
+    try:
+        return {below: float(v) for below, v in named.items()}
+    except (TypeError, ValueError) as error:
+        name = type(metric).__name__
+        raise JobError(
+            f"metrics: {name} gave {type(value).__name__}, numbers (one, or a row of them) are expected"
+        ) from error

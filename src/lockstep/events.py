@@ -87,3 +87,14 @@ class Profile:
     notes: tuple[str, ...]
     traces: tuple[str, ...]
     folder: str
+
+
+@dataclass(frozen=True)
+class Memory:
+    """What a process other than rank 0's takes, for a live display.
+
+    Attributes:
+        sizes: bytes by device.
+    """
+
+    sizes: tuple[tuple[str, int], ...]

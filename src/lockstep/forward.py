@@ -1,6 +1,6 @@
-"""Forward: how a model is called, and what it does then that replicas with a share each can't do as one device would.
+"""Forward: what a model does in it that replicas with a share each can't do as one device would.
 
-The second is seen before the first step, on a copy of the model and the first replica's share. The copy goes through
+It is seen before the first step, on a copy of the model and the first replica's share. The copy goes through
 the whole share and through two parts of it, each time from the same buffers:
 
 - outputs of the whole that are not those of its parts say that samples act on one another (a statistic over the batch),
@@ -16,7 +16,7 @@ from __future__ import annotations
 
 import copy
 import functools
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -24,7 +24,7 @@ import torch
 from torch import nn
 
 from lockstep.build import digest
-from lockstep.nesting import cut, each, tensors
+from lockstep.nesting import call, cut, each, tensors
 from lockstep.seeding import kept_states, same, states
 
 
@@ -71,15 +71,6 @@ class Seen:
                 "samples of a batch act on one another in the model's forward, and each replica sees only its share: "
                 "single keeps the numbers"
             )
-
-
-def call(model: Any, inputs: Any) -> Any:
-    """``model(*inputs)`` for a tuple, ``model(**inputs)`` for a dict, else ``model(inputs)``."""
-    if type(inputs) is tuple or type(inputs) is list:
-        return model(*inputs)
-    if isinstance(inputs, Mapping):
-        return model(**inputs)
-    return model(inputs)
 
 
 def look(model: nn.Module, inputs: Any, samples: int) -> Seen:

@@ -54,7 +54,11 @@ class Job:
         clip_norm: the largest norm of all gradients together.
         sync_batchnorm: BatchNorm normalises over what one device would have seen, not over the share of a replica.
         channels_last: images and convolution weights in that memory layout.
-        precision: None computes as the model was built; ``"fp64"`` turns model and inputs to float64.
+        precision: None computes as the model was built; ``"fp64"`` and ``"fp32"`` turn model and inputs to that;
+            ``"bf16"`` and ``"fp16"`` keep fp32 weights and compute what gains by it in half (see lockstep.precision).
+        compile: True compiles the model by ``torch.compile``; a word is its backend.
+        activation_checkpointing: blocks that compute their activations again in backward instead of keeping them:
+            ``"auto"`` finds the model's lists of blocks, or names with commas between (see lockstep.activations).
         fused: the fused implementation of the optimizer; None takes it where PyTorch has one that is right.
         eval_batch_size: of evaluation; None is ``batch_size``.
         loader_workers: processes that fetch samples, for each rank; None chooses by the cores and the dataset. A
@@ -84,7 +88,9 @@ class Job:
     clip_norm: float | None = None
     sync_batchnorm: bool = False
     channels_last: bool = False
-    precision: Literal["fp64"] | None = None
+    precision: Literal["fp64", "fp32", "bf16", "fp16"] | None = None
+    compile: bool | str = False
+    activation_checkpointing: str | None = None
     fused: bool | None = None
     eval_batch_size: int | None = None
     loader_workers: int | None = None

@@ -212,8 +212,7 @@ class _Training:
             self.position += 1
             if by_step is not None:
                 _move_on(by_step, result)
-            if world.rank == 0:
-                pace.show(self.epoch + 1, samples, total, count)
+            pace.show(self.epoch + 1, samples, total, count)
             if job.steps is not None and world.step >= job.steps:
                 of = self.loader.batches_of(self.epoch)
                 # Whether a stream has come to its end shows in trying to go on.

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import copy
 import dataclasses
-from collections.abc import Callable, Iterator, MutableMapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, MutableMapping, Sequence
 from typing import Any
 
 import torch
@@ -130,6 +130,20 @@ def each(
     if inside is None:
         return nest
     return rebuilt(nest, [each(function, part, on_list=on_list, on_packed=on_packed) for part in inside])
+
+
+def is_lazy(tensor: torch.Tensor) -> bool:
+    """Whether it is a parameter or buffer of a lazy layer, without a shape yet."""
+    return torch.nn.parameter.is_lazy(tensor)
+
+
+def call(model: Any, inputs: Any) -> Any:
+    """``model(*inputs)`` for a tuple, ``model(**inputs)`` for a dict, else ``model(inputs)``."""
+    if type(inputs) is tuple or type(inputs) is list:
+        return model(*inputs)
+    if isinstance(inputs, Mapping):
+        return model(**inputs)
+    return model(inputs)
 
 
 def batch_size_of(tree: Any) -> int:

@@ -12,7 +12,7 @@ import torch
 
 from lockstep.data import AnyLoader
 from lockstep.errors import JobError
-from lockstep.events import Event, Line, Progress
+from lockstep.events import Event, Line, Memory, Progress
 from lockstep.folder import RunFolder
 from lockstep.job import Job
 from lockstep.world import World
@@ -35,7 +35,7 @@ class Pace:
         self._first_step = world.step
 
     def show(self, epoch: int, samples: int, total: Any, count: Any) -> None:
-        """Tell, unless it was told a moment ago.
+        """Tell, unless it was told a moment ago. Ranks other than 0 tell their memory only.
 
         Args:
             epoch: the present one, from 1.
@@ -44,9 +44,12 @@ class Pace:
             count: the items that it sums over.
         """
         now = time.perf_counter()
-        if now - self._last < 0.2:
+        if now - self._last < (0.2 if self._world.is_first else 1.0):
             return
         self._last = now
+        if not self._world.is_first:
+            self._world.tell(Memory(_memory(self._world)))
+            return
         elapsed = now - self._began
         step = self._world.step
         left = None if self._steps is None else (self._steps - step) * elapsed / (step - self._first_step)
@@ -123,7 +126,7 @@ def peak_memory(world: World) -> list[int]:
 
 def _memory(world: World) -> tuple[tuple[str, int], ...]:
     if world.device.is_slot:
-        return (("memory", _resident()),)
+        return ((str(world.device) if world.size > 1 else "memory", _resident()),)
     return tuple((str(d), torch.cuda.memory_allocated(d.index)) for d in world.devices if d.type == "cuda")
 
 

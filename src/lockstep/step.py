@@ -24,11 +24,12 @@ from torch import nn
 from lockstep.data import Batch, Part, mixed, share_sizes
 from lockstep.errors import InputError, LossError, NonFiniteLoss, OutOfMemory, RunError, StrategyError
 from lockstep.events import Line
-from lockstep.forward import call, look
+from lockstep.forward import look
 from lockstep.job import Job
 from lockstep.loss import Totalled
-from lockstep.nesting import batch_size_of, cut, to_device
+from lockstep.nesting import batch_size_of, call, cut, to_device
 from lockstep.optimizer import load_named_optimizer_state, named_optimizer_state
+from lockstep.precision import Precision
 from lockstep.seeding import seed_all
 from lockstep.world import World
 
@@ -88,12 +89,16 @@ class Step(ABC):
         self._accumulate = job.accumulate
         self._clip_norm = job.clip_norm
         self._channels_last = job.channels_last
-        self._dtype = torch.float64 if job.precision == "fp64" else None
+        self._precision = Precision(job.precision, world.device.type)
+        self._dtype = self._precision.whole
+        self._scaler = self._precision.scaler
+        self._compile = job.compile
         self._names = [name for name, p in model.named_parameters() if p.requires_grad]
         self._parameters = [p for p in model.parameters() if p.requires_grad]
         self._on_accelerator = not world.device.is_slot
         self._seed = job.seed
         self._looked = False
+        self._draws = False
         self._sick: torch.Tensor | None = None
         self._factors: dict[tuple[float, torch.dtype, torch.device], torch.Tensor] = {}
 
@@ -168,11 +173,18 @@ class Step(ABC):
         self.world.step += 1
         if not self._looked:
             self._look(batch)
+            self._compile_models()
         try:
             total, count = self.gradients(batch)
+            if self._scaler is not None:
+                self._scaler.unscale_(self.optimizer)
             self._weight(batch.size, count)
             self.clip()
-            self.optimizer.step()
+            if self._scaler is None:
+                self.optimizer.step()
+            else:  # a step whose gradients overflowed is left out, on every rank, and the scale halved
+                self._scaler.step(self.optimizer)
+                self._scaler.update()
         except (torch.OutOfMemoryError, MemoryError, RuntimeError) as error:
             if not _is_out_of_memory(error):
                 raise
@@ -200,8 +212,16 @@ class Step(ABC):
             raise StrategyError(
                 f'the model writes its parameter "{seen.writes}" in forward, each replica otherwise: take single'
             )
+        self._draws = seen.draws
         for note in seen.notes():
             self.world.tell(Line(note, "note"))
+
+    def _compile_models(self) -> None:
+        """In place, so that the modules keep their names."""
+        if self._compile:
+            backend = "inductor" if self._compile is True else self._compile
+            for model in self.models():
+                model.compile(backend=backend)
 
     def first_share(self, batch: Batch) -> Part:
         """The first replica's share of the first micro-batch, on its device."""
@@ -244,8 +264,9 @@ class Step(ABC):
 
     def forward_loss(self, model: nn.Module, part: Part, where: str = "") -> tuple[torch.Tensor, Number]:
         """Total and count of one micro-batch's share under ``model``; the loss is probed where that is needed."""
-        outputs = call(model, part.inputs)
-        total, count = self.loss(outputs, part.targets, part.size)
+        with self._precision.autocast():
+            outputs = call(model, part.inputs)
+            total, count = self.loss(outputs, part.targets, part.size)
         if self.cuts_batch:
             # Again at steps 2, 4, 8, ...: what makes a loss other than a mean over samples may be rare.
             step = self.world.step
@@ -263,6 +284,8 @@ class Step(ABC):
         if key not in self._factors:
             self._factors[key] = torch.full((), factor, dtype=total.dtype, device=total.device)
         if total.requires_grad:
+            if self._scaler is not None:
+                total = self._scaler.scale(total)
             torch.autograd.backward(total, self._factors[key])
 
     def _finite(self, total: torch.Tensor, where: str) -> None:
@@ -344,7 +367,8 @@ class Step(ABC):
         The loss isn't called.
         """
         part = batch.parts[0]
-        return [(part.size, call(self.model, self.placed(part).inputs))] if part.size else []
+        with self._precision.autocast():
+            return [(part.size, call(self.model, self.placed(part).inputs))] if part.size else []
 
     def outputs(self, part: Part) -> tuple[Any, Number, Number]:
         """As ``evaluate``, within ``evaluating()``."""
@@ -352,8 +376,9 @@ class Step(ABC):
 
     def judged(self, model: nn.Module, part: Part) -> tuple[Any, Number, Number]:
         """What ``model`` makes of a part that is on its device: outputs, total and count."""
-        outputs = call(model, part.inputs)
-        total, count = self.loss(outputs, part.targets, part.size)
+        with self._precision.autocast():
+            outputs = call(model, part.inputs)
+            total, count = self.loss(outputs, part.targets, part.size)
         if self.cuts_batch:
             self.loss.check(outputs, part.targets, part.size)
         return outputs, total, count
@@ -377,7 +402,9 @@ class Step(ABC):
         The optimizer's state is by parameter name too, so it does not depend on the order of its groups.
         """
         self.share_buffers()
-        return {"model": self.model.state_dict(), "optimizer": named_optimizer_state(self.optimizer, self.model)}
+        scaler = {} if self._scaler is None else {"scaler": self._scaler.state_dict()}
+        optimizer = named_optimizer_state(self.optimizer, self.model)
+        return {"model": self.model.state_dict(), "optimizer": optimizer, **scaler}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Take over what ``state_dict`` gave, under any strategy and number of devices.
@@ -390,6 +417,8 @@ class Step(ABC):
         except RuntimeError as error:
             raise InputError(f"the saved model is another one: {str(error).splitlines()[-1].strip()}") from error
         load_named_optimizer_state(self.optimizer, self.model, state["optimizer"])
+        if self._scaler is not None and "scaler" in state:
+            self._scaler.load_state_dict(state["scaler"])
 
 
 def _is_out_of_memory(error: BaseException) -> bool:

@@ -18,14 +18,16 @@ from typing import Any
 import torch
 from torch import nn
 
+from lockstep.build import build_model
 from lockstep.checkpoint import load_weights
-from lockstep.devices import Devices
+from lockstep.devices import Devices, parse
 from lockstep.folder import RunFolder
 from lockstep.job import Job
+from lockstep.precision import PrecisionName
 from lockstep.run import Run
-from lockstep.seeding import seeded
 from lockstep.strategies import Strategy
 from lockstep.train import train
+from lockstep.world import World
 
 _TIMES = ("seconds", "samples_per_second")
 
@@ -64,9 +66,10 @@ def parity(
     against: str | Strategy = "single",
     against_devices: Devices = "1xcpu",
     against_settings: dict[str, Any] | None = None,
+    precision: PrecisionName = "fp64",
     **settings: Any,
 ) -> Differences:
-    """Train a job under two strategies in float64, and compare.
+    """Train a job under two strategies, and compare.
 
     Args:
         job: what to train; take one whose epochs end with a smaller batch, and at least two of them.
@@ -75,9 +78,10 @@ def parity(
         against: the one to hold it against.
         against_devices: its devices.
         against_settings: fields of the job to replace on that side only.
+        precision: of both; float64 tells rounding and faults apart.
         settings: fields of the job to replace on both sides.
     """
-    job = job.having(precision="fp64", **settings)
+    job = job.having(precision=precision, **settings)
     with tempfile.TemporaryDirectory() as folder:
         a = train(job, strategy=strategy, devices=devices, folder=folder, quiet=True)
         b = train(job, strategy=against, devices=against_devices, folder=folder, quiet=True, **(against_settings or {}))
@@ -86,8 +90,7 @@ def parity(
 
 def differences(job: Job, a: Run, b: Run) -> Differences:
     """Compare two runs of a job by their saved weights and their records."""
-    with seeded(job.seed):
-        start = job.model().double()
+    start = build_model(job.having(precision="fp64"), World(devices=parse("1xcpu")))
     ends = [load_weights(RunFolder(run.folder).model) for run in (a, b)]
     if ends[0].keys() != ends[1].keys():
         raise AssertionError(f"the state dicts have different names: {sorted(ends[0].keys() ^ ends[1].keys())}")

@@ -42,7 +42,8 @@ class Methods:
         step, world = self._step, self._step.world
         if world.size > 1:
             self._put(step, "backward", self._that_may_sum)
-            self._put(step, "forward_loss", self._that_finds_a_reducer)
+            if hasattr(step, "_forward"):
+                self._put(step, "_forward", self._that_finds_a_reducer)
             for name in _COLLECTIVES:
                 self._put(world, name, functools.partial(self._in_collective, name))
         for name, words in _COMPUTING.items():
@@ -84,11 +85,11 @@ class Methods:
 
         return _within(collective, function)
 
-    def _that_finds_a_reducer(self, forward_loss: Function) -> Function:
-        @functools.wraps(forward_loss)
+    def _that_finds_a_reducer(self, forward: Function) -> Function:
+        @functools.wraps(forward)
         def finding(model: Any, *args: Any, **named: Any) -> Any:
             self._sums = isinstance(model, DistributedDataParallel) and model.require_backward_grad_sync
-            return forward_loss(model, *args, **named)
+            return forward(model, *args, **named)
 
         return finding
 

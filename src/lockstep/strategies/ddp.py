@@ -131,7 +131,7 @@ class DDPStep(Step):
             return None
         if self._ddp is None:
             self._ddp = DistributedDataParallel(
-                self.model,
+                _WithLoss(self),
                 device_ids=None if self.world.device.is_slot else [self.world.device.index],
                 init_sync=False,  # build_model has compared the ranks
                 find_unused_parameters=True,
@@ -161,7 +161,7 @@ class DDPStep(Step):
                 continue
             part = self.placed(part)
             with nullcontext() if ddp is None or is_last else ddp.no_sync():
-                part_total, part_count = self._forward(ddp or self.model, part)
+                part_total, part_count = self._forward(ddp, part)
                 total = total + part_total.detach()
                 count = count + part_count
                 self.backward(part_total, factor)
@@ -195,12 +195,29 @@ class DDPStep(Step):
             self._flat = FlatGradients(self._parameters, {id(m.weight) for m in modules})
         return self._flat.sum_over(self.world, total, count)
 
-    def _forward(self, model: nn.Module, part: Part) -> tuple[torch.Tensor, Number]:
-        if model is self.model or self._noticed:
-            return self.forward_loss(model, part)
-        self._noticed = True
-        with _without_line("find_unused_parameters=True was specified"):
-            return self.forward_loss(model, part)
+    def _forward(self, ddp: DistributedDataParallel | None, part: Part) -> tuple[torch.Tensor, Number]:
+        if ddp is None:
+            return self.forward_loss(self.model, part)
+        with nullcontext() if self._noticed else _without_line("find_unused_parameters=True was specified"):
+            self._noticed = True
+            found: tuple[torch.Tensor, Number] = ddp(part)
+            return found
+
+    def backward(self, total: torch.Tensor, factor: float) -> None:
+        """Add the gradient of ``factor * total`` to every ``parameter.grad``.
+
+        Raises:
+            StrategyError: the model uses reentrant activation checkpointing, which PyTorch's reducer can't follow.
+        """
+        try:
+            super().backward(total, factor)
+        except RuntimeError as error:
+            if "mark a variable ready only once" not in str(error):
+                raise
+            raise StrategyError(
+                "ddp: a checkpoint of activations in the model is reentrant, and gradients can't be summed while such "
+                "a backward runs: call torch.utils.checkpoint with use_reentrant=False, or take DDP(reduce='flat')"
+            ) from error
 
     def share_buffers(self) -> None:
         """Give every rank rank 0's buffers, and make sure that all have the same parameters.
@@ -218,6 +235,22 @@ class DDPStep(Step):
                 f'parameter "{drifted}" has come to differ between ranks: does the model write it in forward? '
                 "only the optimizer may, under ddp"
             )
+
+
+class _WithLoss(nn.Module):
+    """Model and loss as one module.
+
+    DistributedDataParallel looks for used parameters from what its module gives. From a model's outputs it would find
+    those of a head that the loss ignores too, and wait for them, and none behind outputs of a class of one's own.
+    """
+
+    def __init__(self, step: DDPStep) -> None:
+        super().__init__()
+        self.model = step.model
+        self._step = step
+
+    def forward(self, part: Part) -> tuple[torch.Tensor, Number]:
+        return self._step.forward_loss(self.model, part)
 
 
 @contextlib.contextmanager

@@ -26,9 +26,9 @@ from lockstep.build import buffers_of, build_model
 from lockstep.data import Batch, Part, mixed, share_sizes
 from lockstep.devices import Device
 from lockstep.errors import StrategyError
-from lockstep.forward import call
+from lockstep.forward import drops
 from lockstep.job import Job
-from lockstep.nesting import cut, to_device
+from lockstep.nesting import call, cut, to_device
 from lockstep.optimizer import build_optimizer
 from lockstep.parallel import gather, recompute
 from lockstep.parallel.batchnorm import synchronise
@@ -136,6 +136,21 @@ class DPStep(Step):
         results = [result for result in self._team.run(work) if result is not None]
         self._add_gradients([i for i, job in enumerate(work) if job is not None])
         return self._summed([r[0] for r in results]), self._summed([r[1] for r in results])
+
+    def _compile_models(self) -> None:
+        """Compile each replica.
+
+        Raises:
+            StrategyError: the model draws random numbers, and what compiled code draws can't be told apart by thread.
+        """
+        if self._compile and self._shared:
+            if self.replicas > 1 and (self._draws or any(map(drops, self.model.modules()))):
+                raise StrategyError(
+                    "dp: compile, and the model draws random numbers (dropout): compiled code takes them from one "
+                    "generator for all threads, in an order left to chance; take ddp, or leave compile or dropout out"
+                )
+            self._streams = []  # compiled code can't draw from them
+        super()._compile_models()
 
     def first_share(self, batch: Batch) -> Part:
         """The first replica's share of the first micro-batch, on its device."""
@@ -305,7 +320,7 @@ class DPStep(Step):
             return self.judged(self._replicas[i], part)
 
     def _prediction_of(self, i: int, part: Part) -> Any:
-        with stream(self._streams[i] if self._streams else None):
+        with stream(self._streams[i] if self._streams else None), self._precision.autocast():
             return call(self._replicas[i], part.inputs)
 
 

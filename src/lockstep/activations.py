@@ -1,0 +1,131 @@
+"""Activation checkpointing: blocks of a model keep only their inputs, and compute the rest again in backward.
+
+PyTorch's ``checkpoint`` (without reentrance) does it, with two things added here. Buffers: in the second run they have
+the values that they had in the first, and afterwards those that they had before, so that running statistics move once.
+Names: a block stays the same object, only its class changes to a subclass of what it was, so parameters keep theirs.
+Random numbers are drawn again the same; in the threads of ``dp`` `lockstep.parallel.recompute` sees to that.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections import Counter
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+from torch import nn
+from torch.utils.checkpoint import checkpoint
+
+from lockstep.errors import JobError, nearest
+
+
+def checkpoint_blocks(model: nn.Module, wanted: str) -> list[str]:
+    """Make blocks of ``model`` forget their activations; gives the blocks' names.
+
+    Args:
+        model: is changed in place.
+        wanted: ``"auto"``, or names with commas between: of a block, or of a list of blocks, of which each is one.
+
+    Raises:
+        JobError: there is no such module (the nearest is offered), or ``auto`` finds no list of blocks.
+    """
+    blocks = found_blocks(model) if wanted == "auto" else _named_blocks(model, wanted)
+    if not blocks:
+        raise JobError(
+            "activation_checkpointing: auto finds no list of like blocks in the model: name blocks, "
+            'as "encoder.layers" or "stem,body.3"'
+        )
+    for name, block in blocks.items():
+        if "forward" in vars(block):
+            raise JobError(f'activation_checkpointing: "{name}" has had its forward replaced: name blocks inside of it')
+        if not isinstance(block, _Checkpointed):
+            kind = type(block)
+            block.__class__ = type(f"Checkpointed{kind.__name__}", (_Checkpointed, kind), {"__module__": __name__})
+    return list(blocks)
+
+
+def found_blocks(model: nn.Module) -> dict[str, nn.Module]:
+    """The model's blocks: in each outermost list of modules, those of one class that are made of several layers.
+
+    A list counts where it has at least two of them. So the layers of a transformer, of an encoder and of a decoder, the
+    residual blocks of every stage of a ResNet.
+    """
+    found: dict[str, nn.Module] = {}
+
+    def look(name: str, module: nn.Module) -> None:
+        children = list(module.named_children())
+        kinds = Counter(type(child) for _, child in children if _is_composite(child))
+        many = {kind for kind, times in kinds.items() if times > 1}
+        for child_name, child in children:
+            full = f"{name}.{child_name}".lstrip(".")
+            if isinstance(module, nn.ModuleList | nn.Sequential) and type(child) in many:
+                found.setdefault(full, child)
+            else:
+                look(full, child)
+
+    look("", model)
+    return found
+
+
+def _is_composite(module: nn.Module) -> bool:
+    """Made of several layers, and no list of blocks itself."""
+    if isinstance(module, nn.ModuleList):
+        return False
+    if isinstance(module, nn.Sequential) and any(map(_is_composite, module)):
+        return False
+    return sum(1 for m in module.modules() if next(m.parameters(recurse=False), None) is not None) > 1
+
+
+def _named_blocks(model: nn.Module, wanted: str) -> dict[str, nn.Module]:
+    modules = dict(model.named_modules())
+    blocks: dict[str, nn.Module] = {}
+    for name in filter(None, (word.strip() for word in wanted.split(","))):
+        if name not in modules:
+            known = [module_name for module_name in modules if module_name]
+            raise JobError(f'activation_checkpointing: the model has no module "{name}"; {nearest(name, known)}')
+        module = modules[name]
+        if isinstance(module, nn.ModuleList | nn.ModuleDict):
+            blocks |= {f"{name}.{child}": block for child, block in module.named_children()}
+        else:
+            blocks[name] = module
+    return blocks
+
+
+class _Checkpointed(nn.Module):
+    """A block that keeps its inputs alone."""
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        """As the block's own."""
+        run = super().forward
+        if not torch.is_grad_enabled():
+            return run(*args, **kwargs)
+        buffers = _Buffers(self)
+        return checkpoint(
+            run, *args, use_reentrant=False, context_fn=lambda: (contextlib.nullcontext(), buffers.of_then()), **kwargs
+        )
+
+
+class _Buffers:
+    """The buffers of a block as they were when it ran first."""
+
+    def __init__(self, block: nn.Module) -> None:
+        self._places = [(m, name) for m in block.modules() for name, b in m._buffers.items() if b is not None]
+        self._then = [self._value(place).clone() for place in self._places]
+
+    def _value(self, place: tuple[nn.Module, str]) -> torch.Tensor:
+        value = place[0]._buffers[place[1]]
+        assert value is not None
+        return value
+
+    @contextlib.contextmanager
+    def of_then(self) -> Iterator[None]:
+        """The block has them again for a while; what is written to them meanwhile is forgotten."""
+        now = [self._value(place) for place in self._places]
+        for (module, name), value in zip(self._places, self._then, strict=True):
+            module._buffers[name] = value
+        try:
+            yield
+        finally:
+            for (module, name), value in zip(self._places, now, strict=True):
+                module._buffers[name] = value

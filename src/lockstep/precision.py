@@ -1,0 +1,61 @@
+"""Precision: the number formats that a job computes in.
+
+====  =============================================================================================================
+None  as the model was built
+fp64  parameters and inputs in float64
+fp32  parameters and inputs in float32
+bf16  parameters in float32; operators that gain by it in bfloat16 (PyTorch's autocast), the loss in float32
+fp16  the same with float16, and a scaled loss: gradients that float16 could not hold are carried through it. The scale
+      is the same on all ranks, since each of them decides by the sum of all gradients
+====  =============================================================================================================
+"""
+
+from __future__ import annotations
+
+import contextlib
+from typing import Literal
+
+import torch
+from torch import nn
+
+PrecisionName = Literal["fp64", "fp32", "bf16", "fp16"]
+
+_WHOLE = {"fp64": torch.float64, "fp32": torch.float32}
+_MIXED = {"bf16": torch.bfloat16, "fp16": torch.float16}
+
+
+class Precision:
+    """How a step computes on one kind of device.
+
+    Args:
+        name: as in the table above.
+        device_type: ``"cpu"``, ``"cuda"``, ...
+
+    Attributes:
+        whole: the format of floating inputs, or None as they are.
+        scaler: scales the loss under fp16, else None.
+    """
+
+    def __init__(self, name: PrecisionName | None, device_type: str) -> None:
+        self.whole = _WHOLE.get(name or "")
+        self._mixed = _MIXED.get(name or "")
+        self._device_type = device_type
+        self.scaler: torch.amp.GradScaler | None = None
+        if name == "fp16":
+            self.scaler = torch.amp.GradScaler(device_type)
+            # Made now, by one thread; the replicas of dp ask for it at the same time.
+            self.scaler.scale(torch.zeros((), device=device_type))
+
+    def autocast(self) -> contextlib.AbstractContextManager[object]:
+        """What a forward and its loss run in."""
+        if self._mixed is None:
+            return contextlib.nullcontext()
+        return torch.autocast(self._device_type, dtype=self._mixed)
+
+
+def convert_model(model: nn.Module, name: PrecisionName | None) -> None:
+    """Turn parameters and buffers to the format that they are kept in."""
+    if name == "fp64":
+        model.double()
+    elif name is not None:
+        model.float()

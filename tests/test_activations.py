@@ -1,0 +1,130 @@
+"""Activation checkpointing: the same numbers, of blocks that were named or found."""
+
+from __future__ import annotations
+
+import dataclasses
+
+import pytest
+import torch
+from torch import nn
+
+from lockstep import train
+from lockstep.activations import checkpoint_blocks, found_blocks
+from lockstep.errors import JobError
+from lockstep.strategies.ddp import DDP
+from lockstep.verify import differences, parity, same_bits
+from zoo import SAMPLES, ZOO, Conv, drawn, sgd
+from zoo import _job as job_of
+
+WAYS = [
+    ("single", "1xcpu"),
+    ("dp", "2xcpu"),
+    ("dp", "3xcpu"),
+    (DDP(reduce="flat"), "2xcpu"),
+    (DDP(reduce="overlapped"), "2xcpu"),
+]
+
+
+class Block(nn.Module):
+    def __init__(self, dropout: float = 0.0) -> None:
+        super().__init__()
+        self.up, self.down, self.drop = nn.Linear(6, 12), nn.Linear(12, 6), nn.Dropout(dropout)
+        self.register_buffer("seen", torch.zeros(()))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        self.seen += 1
+        return x + self.drop(self.down(torch.tanh(self.up(x)))) * self.seen
+
+
+class Residual(nn.Module):
+    def __init__(self, dropout: float = 0.0) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(Block(dropout) for _ in range(3))
+        self.norm, self.out = nn.BatchNorm1d(6), nn.Linear(6, 3)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for block in self.blocks:
+            x = block(x)
+        return self.out(self.norm(x))
+
+
+class Normed(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.body = Conv()
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.body(x)
+
+
+@pytest.mark.parametrize(("way", "devices"), WAYS)
+@pytest.mark.parametrize("accumulate", [1, 2])
+def test_checkpointed_blocks_give_the_same_numbers(way, devices, accumulate) -> None:
+    job = job_of(Residual, optimizer=sgd, accumulate=accumulate, sync_batchnorm=accumulate == 1)
+    if accumulate > 1:  # the running statistics of replicas are another story
+        job = dataclasses.replace(job, model=lambda: nn.Sequential(Residual().blocks[0], Block(), nn.Linear(6, 3)))
+    found = parity(
+        job.having(activation_checkpointing="auto"),
+        way,
+        devices,
+        against_settings={"activation_checkpointing": None},
+    )
+    assert found.worst < 1e-10
+    assert all(found.moved.values())
+
+
+@pytest.mark.parametrize(("way", "devices"), WAYS)
+def test_dropout_in_a_block_draws_the_same_mask_again(way, devices, tmp_path) -> None:
+    """The masks are those of a run without checkpointing, so the weights are too."""
+    job = dataclasses.replace(job_of(lambda: Residual(0.5), optimizer=sgd, precision="fp64", sync_batchnorm=True))
+    plain, checkpointed = (
+        train(job.having(activation_checkpointing=wanted), strategy=way, devices=devices, folder=tmp_path, quiet=True)
+        for wanted in (None, "blocks")
+    )
+    assert differences(job, checkpointed, plain).worst < 1e-10
+
+
+def test_running_statistics_move_once(tmp_path) -> None:
+    job = job_of(Normed, drawn(SAMPLES, 2, 7, 7), optimizer=sgd, precision="fp64")
+    plain, checkpointed = (
+        train(
+            job.having(activation_checkpointing=wanted), strategy="single", devices="1xcpu", folder=tmp_path, quiet=True
+        )
+        for wanted in (None, "body")
+    )
+    assert same_bits(checkpointed.model(), plain.model())
+
+
+def test_auto_finds_the_blocks_of_a_transformer_and_of_a_residual_net() -> None:
+    transformer = nn.Transformer(8, 2, 3, 2, 16, batch_first=True)
+    assert list(found_blocks(transformer)) == [
+        *(f"encoder.layers.{i}" for i in range(3)),
+        *(f"decoder.layers.{i}" for i in range(2)),
+    ]
+    stages = nn.Sequential(nn.Linear(6, 6), nn.Sequential(Block(), Block()), nn.Sequential(Block(), Block(), Block()))
+    assert list(found_blocks(stages)) == ["1.0", "1.1", "2.0", "2.1", "2.2"]
+
+
+def test_names_stay() -> None:
+    model = Residual()
+    before = list(model.state_dict())
+    checkpoint_blocks(model, "auto")
+    assert list(model.state_dict()) == before
+    assert isinstance(model.blocks[0], Block)
+
+
+@pytest.mark.parametrize(
+    ("wanted", "says"),
+    [("blocs", 'no module "blocs"; did you mean "blocks"'), ("auto", "auto finds no list of like blocks")],
+)
+def test_blocks_that_are_not_there_are_told(wanted: str, says: str, tmp_path) -> None:
+    job = job_of(Residual if wanted != "auto" else ZOO["mlp"].model, activation_checkpointing=wanted)
+    with pytest.raises(JobError, match=says):
+        train(job, strategy="single", devices="1xcpu", folder=tmp_path, quiet=True)
+
+
+def test_batch_norms_that_would_have_to_meet_in_backward_are_refused(tmp_path) -> None:
+    job = job_of(Normed, drawn(SAMPLES, 2, 7, 7), sync_batchnorm=True, activation_checkpointing="body")
+    train(job, strategy="single", devices="1xcpu", folder=tmp_path / "single", quiet=True)
+    with pytest.raises(JobError, match="choose blocks without"):
+        train(job, strategy="dp", devices="2xcpu", folder=tmp_path / "dp", quiet=True)

@@ -1,0 +1,77 @@
+"""Number formats: fp32, bf16, fp16 with a scaled loss, under every strategy."""
+
+from __future__ import annotations
+
+import dataclasses
+
+import pytest
+import torch
+from torch import nn
+
+from lockstep import train
+from lockstep.folder import RunFolder
+from lockstep.strategies.ddp import DDP
+from lockstep.verify import differences, parity
+from zoo import ZOO, mlp, sgd
+
+WAYS = [("dp", "2xcpu"), (DDP(reduce="flat"), "2xcpu"), (DDP(reduce="overlapped"), "2xcpu"), ("dp", "3xcpu")]
+
+
+@pytest.mark.parametrize("precision", ["bf16", "fp16"])
+@pytest.mark.parametrize("kind", ["momentum", "ignored tokens and tied weights", "accumulation", "clipping"])
+def test_half_precision_is_as_near_to_one_device_as_the_format_allows(precision, kind, tmp_path) -> None:
+    job = ZOO[kind]
+    exact = train(job.having(precision="fp32"), strategy="single", devices="1xcpu", folder=tmp_path, quiet=True)
+    single = train(job.having(precision=precision), strategy="single", devices="1xcpu", folder=tmp_path, quiet=True)
+    floor = differences(job, single, exact).worst
+    assert 1e-6 < floor < 0.2, "the format rounds, and the training is one"
+    for way, devices in WAYS:
+        several = train(job.having(precision=precision), strategy=way, devices=devices, folder=tmp_path, quiet=True)
+        # Both lie within about the floor of the exact one, to either side.
+        assert differences(job, several, single).worst < 2 * floor
+
+
+@pytest.mark.parametrize(("way", "devices"), WAYS)
+def test_fp32_is_as_near_to_one_device_as_rounding_allows(way, devices) -> None:
+    assert parity(ZOO["momentum"], way, devices, precision="fp32").worst < 1e-5
+
+
+class Overflowing(nn.Module):
+    """Its first gradients overflow once they are scaled by 65536."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.net = mlp()
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.net(x)
+
+
+def steep(outputs: torch.Tensor, targets: torch.Tensor) -> tuple[torch.Tensor, int]:
+    return 1e34 * nn.functional.cross_entropy(outputs, targets, reduction="sum"), len(targets)
+
+
+@pytest.mark.parametrize(("way", "devices"), [("single", "1xcpu"), *WAYS])
+def test_a_step_that_overflows_is_left_out_by_all_and_the_scale_is_halved(way, devices, tmp_path) -> None:
+    job = dataclasses.replace(ZOO["mlp"], model=Overflowing, loss=steep, optimizer=tiny, precision="fp16")
+    run = train(job, strategy=way, devices=devices, folder=tmp_path, quiet=True)
+    state = torch.load(RunFolder(run.folder).state, weights_only=True)
+    assert state["scaler"]["scale"] < 65536
+    assert all(torch.isfinite(p).all() for p in run.model().parameters())
+
+
+def tiny(params: object) -> torch.optim.Optimizer:
+    return torch.optim.SGD(params, lr=1e-36)
+
+
+def test_the_scale_of_fp16_is_taken_up_by_a_resume(tmp_path) -> None:
+    job = dataclasses.replace(ZOO["momentum"], loss=nn.CrossEntropyLoss(), optimizer=sgd, precision="fp16")
+    whole = train(job, strategy="single", devices="1xcpu", folder=tmp_path, quiet=True, epochs=3)
+    part = train(job, strategy="single", devices="1xcpu", folder=tmp_path, quiet=True, epochs=1)
+    resumed = train(job, strategy="single", devices="1xcpu", resume=part.folder, quiet=True, epochs=3)
+    assert differences(job, resumed, whole).worst == 0.0
+
+
+def test_weights_and_outputs_keep_their_names_and_formats(tmp_path) -> None:
+    run = train(ZOO["mlp"].having(precision="bf16"), strategy="dp", devices="2xcpu", folder=tmp_path, quiet=True)
+    assert {p.dtype for p in run.model().parameters()} == {torch.float32}
