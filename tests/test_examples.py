@@ -11,9 +11,11 @@ import torch
 from lockstep import Run
 from lockstep.cli import main
 from lockstep.jobfile import JobFile, loaded
+from lockstep.verify import differences
 
 EXAMPLES = Path(__file__).parents[1] / "examples"
 CIFAR = str(EXAMPLES / "cifar10_mobilenetv2.py")
+GPT2 = str(EXAMPLES / "huggingface.py")
 PER_FILE = 8
 WAYS = {"single": "1xcpu", "dp": "2xcpu", "ddp": "2xcpu"}
 
@@ -149,3 +151,18 @@ def test_the_model_of_a_run_needs_no_images(cifar: Path) -> None:
     for file in cifar.iterdir():
         file.unlink()
     assert Run.open(folder).model()(images).shape == (8, 10)
+
+
+def test_a_model_of_hugging_face_has_one_devices_numbers(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    knobs = {"width": "16", "layers": "1"}
+    words = ["--precision", "fp64", "--steps", "3", *(w for k, v in knobs.items() for w in ("--set", f"{k}={v}"))]
+    runs = {}
+    for way, devices in WAYS.items():
+        assert main(["train", GPT2, "--strategy", way, "--devices", devices, "--folder", way, *words]) == 0
+        runs[way] = Run.open(next(Path(way).iterdir()))
+    job = JobFile(GPT2, knobs).load()
+    for way in ("dp", "ddp"):
+        found = differences(job, runs[way], runs["single"])
+        assert found.worst < 1e-10, str(found)
+        assert found.history["accuracy"] == 0.0 and found.moved["transformer.wte.weight"]
