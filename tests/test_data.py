@@ -495,6 +495,14 @@ def test_what_is_no_dataset_is_said(source: Any, said: str) -> None:
         resolve(source, World(), "eval_data")
 
 
+def test_what_a_callable_says_as_a_job_error_is_said_as_it_stands() -> None:
+    def missing() -> Any:
+        raise JobError("data: there are no images in here: get them there")
+
+    with pytest.raises(JobError, match=r"^data: there are no images in here: get them there$"):
+        resolve(missing, World(), "eval_data")
+
+
 class ThreadWorld(World):
     """Ranks on threads, for what only talks through ``gather_objects``."""
 

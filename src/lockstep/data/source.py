@@ -8,7 +8,7 @@ from typing import Any
 
 from torch.utils.data import DataLoader, IterableDataset
 
-from lockstep.errors import JobError, told
+from lockstep.errors import JobError, LockstepError, told
 from lockstep.world import World
 
 
@@ -26,7 +26,7 @@ def resolve(source: Any, world: World, name: str = "train_data") -> Any:
         name: the job's field, for messages.
 
     Raises:
-        JobError: it is no dataset, it is empty, or the callable raised.
+        JobError: it is no dataset, it is empty, or the callable raised (what it says itself, if that is one of ours).
     """
     if callable(source) and (isinstance(source, type) or not (_is_map_style(source) or is_stream(source))):
         made = _called(source, world, name)
@@ -131,8 +131,15 @@ def _called(source: Any, world: World, name: str) -> Any:
             except Exception as error:
                 failure = error
         # Also the barrier: the others wait here for the first, and learn whether to go on.
-        for rank, said in enumerate(world.gather_objects(None if failure is None else told(failure))):
+        for rank, said in enumerate(world.gather_objects(None if failure is None else _said(failure))):
             if said is not None:
+                message, own = said
                 where = f" on rank {rank}" if world.size > 1 else ""
-                raise JobError(f"{name}: calling it{where} raised {said}") from failure
+                raise JobError(message if own else f"{name}: calling it{where} raised {message}") from failure
     return made
+
+
+def _said(failure: Exception) -> tuple[str, bool]:
+    """What went wrong in one line, and whether that was written for the person who reads it."""
+    own = isinstance(failure, LockstepError)
+    return (str(failure) if own else told(failure)), own
