@@ -16,6 +16,7 @@ LAYERS = [
     {"job", "means", "world", "breakdown"},
     {"jobfile", "loss", "inventory", "launch", "parallel"},
     {
+        "ownloop",
         "activations",
         "precision",
         "build",

@@ -258,14 +258,19 @@ def test_what_a_model_keeps_beside_its_tensors_comes_back(tmp_path: Path) -> Non
             assert model[0].weight.shape == (16, 6)
 
 
-def test_ranks_of_an_own_loop_draw_masks_of_their_own_and_leave_the_scripts_numbers_alike() -> None:
+@pytest.mark.parametrize("by_batches", [False, True])
+def test_ranks_of_an_own_loop_draw_masks_of_their_own_and_leave_the_scripts_numbers_alike(by_batches: bool) -> None:
     def loop(world: lockstep.World) -> tuple[torch.Tensor, torch.Tensor]:
         torch.manual_seed(0)
         seen: list[torch.Tensor] = []
         model = nn.Sequential(nn.Linear(6, 8), nn.Dropout(), nn.Linear(8, 3))
         model[1].register_forward_hook(lambda module, inputs, output: seen.append(output.detach() == 0))
         step = lockstep.parallelize(model, nn.CrossEntropyLoss(), plain_sgd)
-        step(torch.ones(4, 6), torch.zeros(4, dtype=torch.int64))
+        if by_batches:
+            data = TensorDataset(torch.ones(8, 6), torch.zeros(8, dtype=torch.int64))
+            step(next(iter(lockstep.batches(data, batch_size=8))))
+        else:
+            step(torch.ones(4, 6), torch.zeros(4, dtype=torch.int64))
         return seen[-1], torch.rand(3)
 
     (mine, drawn_first), (theirs, drawn_second) = lockstep.launch(loop, devices="2xcpu")

@@ -21,14 +21,15 @@ from typing import Any, ClassVar
 import torch
 from torch import nn
 
-from lockstep.data import Batch, Part, mixed, share_sizes
+from lockstep.data import Batch, Part, mixed
 from lockstep.errors import InputError, LossError, NonFiniteLoss, OutOfMemory, RunError, StrategyError
 from lockstep.events import Line
 from lockstep.forward import look
 from lockstep.job import Job
 from lockstep.loss import Totalled
-from lockstep.nesting import batch_size_of, call, cut, to_device
+from lockstep.nesting import batch_size_of, call, to_device
 from lockstep.optimizer import load_named_optimizer_state, named_optimizer_state
+from lockstep.ownloop import batch_of, own_stream
 from lockstep.precision import Precision
 from lockstep.seeding import seed_all
 from lockstep.world import World
@@ -97,6 +98,7 @@ class Step(ABC):
         self._parameters = [p for p in model.parameters() if p.requires_grad]
         self._on_accelerator = not world.device.is_slot
         self._seed = job.seed
+        self._updates = 0
         self._looked = False
         self._draws = False
         self._sick: torch.Tensor | None = None
@@ -112,55 +114,14 @@ class Step(ABC):
                 of ``lockstep.batches``, which also knows the size of the global batch.
             targets: what the loss takes beside the outputs.
         """
-        if isinstance(inputs, Batch):
-            return self.update(inputs)
-        mine = 0 if inputs is None else batch_size_of(inputs)
-        sizes = self._sizes_of_all(mine)
-        parts = []
-        start = 0
-        for size in share_sizes(mine, self._accumulate):
-            part_inputs, part_targets = cut((inputs, targets), start, size, mine) if size < mine else (inputs, targets)
-            parts.append(Part(part_inputs, part_targets, size, size) if size else Part(None, None, 0, 0))
-            start += size
-        if self.world.size > 1:
-            every = [share_sizes(s, self._accumulate) for s in sizes]
-            for i, part in enumerate(parts):
-                here = [shares[i] > 0 for shares in every]
-                # Fewer than there are ranks says that some have none; these are the last ones wherever it matters.
-                part.of = sum(shares[i] for shares in every) if all(here) else sum(here)
-                if not all(here[: sum(here)]):
-                    self._refuse_gaps(here)
-        whole = Batch(parts, sum(sizes), 0, 0, None)
-        if self.world.size == 1:
-            return self.update(whole)
-        # A script seeds all ranks alike, so that they agree on what it draws; masks must differ all the same.
-        with self._own_stream():
-            return self.update(whole)
-
-    @contextmanager
-    def _own_stream(self) -> Iterator[None]:
-        generators = [torch.default_generator]
-        if self.world.device.type == "cuda":
-            generators.append(torch.cuda.default_generators[self.world.device.index])
-        kept = [generator.get_state() for generator in generators]
-        for generator in generators:
-            generator.manual_seed(mixed(self._seed, self.world.step + 1, self.world.rank))
-        try:
-            yield
-        finally:
-            for generator, state in zip(generators, kept, strict=True):
-                generator.set_state(state)
+        given = isinstance(inputs, Batch)
+        batch = inputs if given else batch_of(inputs, targets, self._accumulate, self.world, self._refuse_gaps)
+        with own_stream(self.world, self._seed):
+            return self.update(batch)
 
     def _refuse_gaps(self, here: list[bool]) -> None:
         """Called where a rank has no sample and a later one has; a strategy that can't do that refuses."""
         del here
-
-    def _sizes_of_all(self, mine: int) -> list[int]:
-        """How many samples each rank has."""
-        sizes = torch.zeros(self.world.size, dtype=torch.int64)
-        sizes[self.world.rank] = mine
-        found: list[int] = self.world.all_reduce(sizes.to(self.world.device.torch)).tolist()
-        return found
 
     def update(self, batch: Batch) -> Result:
         """One update on a batch of the loader.
@@ -171,6 +132,7 @@ class Step(ABC):
             OutOfMemory: with the share that was too large.
         """
         self.world.step += 1
+        self._updates += 1
         if not self._looked:
             self._look(batch)
             self._compile_models()
@@ -215,6 +177,11 @@ class Step(ABC):
         self._draws = seen.draws
         for note in seen.notes():
             self.world.tell(Line(note, "note"))
+
+    @property
+    def looks_again(self) -> bool:
+        """Whether this update is one of those (1, 2, 4, 8, ...) in which what may change is looked at again."""
+        return self._updates & (self._updates - 1) == 0
 
     def _compile_models(self) -> None:
         """In place, so that the modules keep their names."""
@@ -268,9 +235,8 @@ class Step(ABC):
             outputs = call(model, part.inputs)
             total, count = self.loss(outputs, part.targets, part.size)
         if self.cuts_batch:
-            # Again at steps 2, 4, 8, ...: what makes a loss other than a mean over samples may be rare.
-            step = self.world.step
-            self.loss.check(outputs, part.targets, part.size, again=step & (step - 1) == 0)
+            # What makes a loss other than a mean over samples may be rare.
+            self.loss.check(outputs, part.targets, part.size, again=self.looks_again)
         if not self._on_accelerator:
             self._finite(total, where)
         if not total.requires_grad and self._parameters and not (isinstance(count, int) and count == 0):

@@ -169,7 +169,7 @@ class DDPStep(Step):
             total, count = self._summed(total, count)
         elif world.size > 1:
             total, count = self._summed_flat(total, count)
-        if world.step & (world.step - 1) == 0:
+        if self.looks_again:
             self._buffers.look()
         return total, count
 

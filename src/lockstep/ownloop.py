@@ -1,0 +1,73 @@
+"""What a loop of one's own gives to a step: this rank's inputs and targets, made the share of a global batch."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+
+from lockstep.data import Batch, Part, mixed, share_sizes
+from lockstep.nesting import batch_size_of, cut
+from lockstep.world import World
+
+
+def batch_of(
+    inputs: Any, targets: Any, accumulate: int, world: World, refuse_gaps: Callable[[list[bool]], None]
+) -> Batch:
+    """This rank's share as a Batch. Every rank calls it, and learns what the others have.
+
+    Args:
+        inputs: of this rank's samples; None where it has none.
+        targets: of the same.
+        accumulate: micro-batches to cut them in.
+        world: the ranks.
+        refuse_gaps: called with which ranks have samples of a micro-batch, where one has none and a later one has.
+    """
+    mine = 0 if inputs is None else batch_size_of(inputs)
+    sizes = _sizes_of_all(mine, world)
+    parts = []
+    start = 0
+    for size in share_sizes(mine, accumulate):
+        part_inputs, part_targets = cut((inputs, targets), start, size, mine) if size < mine else (inputs, targets)
+        parts.append(Part(part_inputs, part_targets, size, size) if size else Part(None, None, 0, 0))
+        start += size
+    if world.size > 1:
+        every = [share_sizes(s, accumulate) for s in sizes]
+        for i, part in enumerate(parts):
+            here = [shares[i] > 0 for shares in every]
+            # Fewer than there are ranks says that some have none; these are the last ones wherever it matters.
+            part.of = sum(shares[i] for shares in every) if all(here) else sum(here)
+            if not all(here[: sum(here)]):
+                refuse_gaps(here)
+    return Batch(parts, sum(sizes), 0, 0, None)
+
+
+def _sizes_of_all(mine: int, world: World) -> list[int]:
+    sizes = torch.zeros(world.size, dtype=torch.int64)
+    sizes[world.rank] = mine
+    found: list[int] = world.all_reduce(sizes.to(world.device.torch)).tolist()
+    return found
+
+
+@contextmanager
+def own_stream(world: World, seed: int) -> Iterator[None]:
+    """Random numbers of this rank's own for a step.
+
+    A script seeds all ranks alike, so that they agree on what it draws; masks must differ all the same.
+    """
+    if world.size == 1:
+        yield
+        return
+    generators = [torch.default_generator]
+    if world.device.type == "cuda":
+        generators.append(torch.cuda.default_generators[world.device.index])
+    kept = [generator.get_state() for generator in generators]
+    for generator in generators:
+        generator.manual_seed(mixed(seed, world.step + 1, world.rank))
+    try:
+        yield
+    finally:
+        for generator, state in zip(generators, kept, strict=True):
+            generator.set_state(state)
