@@ -80,7 +80,7 @@ class SlowData(Dataset):
         return 16
 
     def __getitem__(self, i: int) -> tuple[torch.Tensor, torch.Tensor]:
-        time.sleep(NAP)
+        time.sleep(3 * NAP)  # longer than a step of a busy machine, or a loader worker keeps up with it
         return torch.full((6,), float(i)), torch.tensor(i % 3)
 
 

@@ -48,14 +48,18 @@ class Seen:
     draws: bool = False
     draws_elsewhere: bool = False
 
-    def notes(self) -> Iterator[str]:
-        """What the person has to know of it, a line each."""
+    def notes(self, *, with_dropout: bool) -> Iterator[str]:
+        """What the person has to know of it, a line each.
+
+        Args:
+            with_dropout: whether the model has dropout layers, of which it is known that they draw.
+        """
         if self.draws_elsewhere:
             yield (
                 "the model draws from Python's or numpy's random in forward, others than one device would, "
                 "and under dp the order is left to chance: draw from torch"
             )
-        elif self.draws:
+        elif self.draws and not with_dropout:
             yield (
                 "the model draws random numbers in forward, others than one device would; they are the same in each run"
             )

@@ -24,7 +24,7 @@ from torch import nn
 from lockstep.data import Batch, Part, mixed
 from lockstep.errors import InputError, LossError, NonFiniteLoss, OutOfMemory, RunError, StrategyError
 from lockstep.events import Line
-from lockstep.forward import look
+from lockstep.forward import drops, look
 from lockstep.job import Job
 from lockstep.loss import Totalled
 from lockstep.nesting import batch_size_of, call, to_device
@@ -175,7 +175,7 @@ class Step(ABC):
                 f'the model writes its parameter "{seen.writes}" in forward, each replica otherwise: take single'
             )
         self._draws = seen.draws
-        for note in seen.notes():
+        for note in seen.notes(with_dropout=any(map(drops, self.model.modules()))):
             self.world.tell(Line(note, "note"))
 
     @property
