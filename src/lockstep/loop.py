@@ -306,6 +306,7 @@ class _Training:
             "epochs": self.epoch,
             "steps": self.world.step,
             "batch_size": self.job.batch_size,
+            "shares": share_sizes(self.job.batch_size, len(self.devices)),
             "train_samples": self.loader.samples,
             "eval_samples": _sum_of_known([loader.samples for loader in self.eval_loaders.values()]),
             "loss": self.record.get("eval_loss", self.record.get("train_loss")),
