@@ -11,7 +11,7 @@ import lockstep
 
 SRC = Path(lockstep.__file__).parent
 LAYERS = [
-    {"errors"},
+    {"errors", "allocator"},
     {"nesting", "devices", "events", "seeding"},
     {"job", "means", "world", "breakdown"},
     {"jobfile", "loss", "inventory", "launch", "parallel"},

@@ -18,6 +18,7 @@ from types import FrameType
 from typing import Any, NoReturn
 
 import lockstep
+from lockstep.allocator import prepare
 from lockstep.errors import InputError, LockstepError, RankFailed, nearest
 
 
@@ -189,12 +190,13 @@ _SETTINGS = {
     "compile": "by torch.compile; a word is its backend (default: false)",
     "activation-checkpointing": "auto, or names of blocks with commas between (default: none)",
     "fused": "fused optimizer (default: where right)",
+    "keep-memory": "of a step for the next one, on CPU slots (default: false)",
     "eval-batch-size": "samples of an evaluation batch (default: batch-size)",
     "loader-workers": "processes that fetch, for each rank (default: by the cores and the dataset)",
 }
 """The settings of a Job, as options. A test holds this list against Job's own."""
 
-_SWITCHES = {"shuffle", "sync-batchnorm", "channels-last", "fused", "compile"}
+_SWITCHES = {"shuffle", "sync-batchnorm", "channels-last", "fused", "keep-memory", "compile"}
 
 
 def _add_settings(parser: argparse.ArgumentParser) -> None:
@@ -292,7 +294,8 @@ def _devices(options: argparse.Namespace) -> int:
 
 
 def _warm_up(options: argparse.Namespace) -> None:
-    """Start the server of ranks, where ranks may be needed, before this process imports torch."""
+    """Before this process imports torch: huge pages, and start the server of ranks, where some may be needed."""
+    prepare()
     several = options.strategy in ("ddp", None) and options.devices not in ("1", "1xcpu", "cpu")
     if several and options.devices != "auto":
         from lockstep.launch.server import start

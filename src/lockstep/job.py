@@ -60,6 +60,8 @@ class Job:
         activation_checkpointing: blocks that compute their activations again in backward instead of keeping them:
             ``"auto"`` finds the model's lists of blocks, or names with commas between (see lockstep.activations).
         fused: the fused implementation of the optimizer; None takes it where PyTorch has one that is right.
+        keep_memory: on CPU slots, what a step frees is kept for the next one instead of going back to the system:
+            faster where activations are large, with a larger peak (see lockstep.allocator).
         eval_batch_size: of evaluation; None is ``batch_size``.
         loader_workers: processes that fetch samples, for each rank; None chooses by the cores and the dataset. A
             stream has at most one, which reads ahead: each further one would read all of it.
@@ -92,6 +94,7 @@ class Job:
     compile: bool | str = False
     activation_checkpointing: str | None = None
     fused: bool | None = None
+    keep_memory: bool = False
     eval_batch_size: int | None = None
     loader_workers: int | None = None
     on_event: Sequence[Callable[[Any], str | None]] = ()

@@ -17,6 +17,7 @@ from typing import Any
 
 import torch
 
+from lockstep.allocator import freed_memory_kept
 from lockstep.checkpoint import load_state, save_state, save_weights
 from lockstep.data import NOT_SHUFFLED, AnyLoader, is_stream, loader_of, resolve, resolve_sets, share_sizes
 from lockstep.devices import Device
@@ -71,7 +72,8 @@ def train_on(world: World, plan: Plan) -> dict[str, Any]:
         path = world.broadcast_object(str(RunFolder.new(plan.runs, name).path) if world.is_first else None)
         assert path is not None
         world.folder = path
-    return _Training(world, plan, job, RunFolder(path)).run()
+    with freed_memory_kept() if job.keep_memory else contextlib.nullcontext():
+        return _Training(world, plan, job, RunFolder(path)).run()
 
 
 def _write_config(folder: RunFolder, plan: Plan, job: Job, world: World, devices: list[str]) -> None:

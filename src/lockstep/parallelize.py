@@ -9,6 +9,7 @@ import torch
 from torch import nn
 
 from lockstep import devices as _devices
+from lockstep.allocator import keep_freed_memory
 from lockstep.devices import Devices
 from lockstep.job import Job
 from lockstep.launch import here
@@ -53,6 +54,8 @@ def parallelize(
         strategy = "ddp" if world.size > 1 else "dp" if len(world.devices) > 1 else "single"
     # The data are the person's own; a Job wants to be told of some.
     job = Job(model=lambda: model, loss=loss, optimizer=_factory(optimizer), train_data=(), batch_size=1, **settings)
+    if job.keep_memory:
+        keep_freed_memory()  # the loop is the person's: nobody can say when it ends
     return choose(strategy, world.devices).build(job, world)
 
 

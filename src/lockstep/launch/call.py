@@ -59,7 +59,12 @@ class Setup:
     timeout: float
     environment: dict[str, str] = field(
         # Local ranks talk over the loopback interface, and listen nowhere else.
-        default_factory=lambda: {**os.environ, "GLOO_SOCKET_IFNAME": _LOOPBACK, "NCCL_SOCKET_IFNAME": _LOOPBACK}
+        default_factory=lambda: {
+            "THP_MEM_ALLOC_ENABLE": "1",
+            **os.environ,
+            "GLOO_SOCKET_IFNAME": _LOOPBACK,
+            "NCCL_SOCKET_IFNAME": _LOOPBACK,
+        }
     )
     path: list[str] = field(default_factory=lambda: list(sys.path))
     arguments: list[str] = field(default_factory=lambda: list(sys.argv))

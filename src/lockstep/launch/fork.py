@@ -26,6 +26,7 @@ import time
 from dataclasses import dataclass, field
 from typing import NoReturn
 
+from lockstep.allocator import prepare
 from lockstep.launch.server import ENDED, NOT_STARTED, PATH_BYTES, REPORT, START, STARTED
 
 _PRELOAD = (
@@ -56,6 +57,7 @@ def main(control: int, parent: int) -> NoReturn:
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     signal.signal(signal.SIGTERM, signal.SIG_DFL)
     signal.pthread_sigmask(signal.SIG_SETMASK, [])
+    prepare()  # the ranks inherit it
     for name in _PRELOAD:
         importlib.import_module(name)
     gc.collect()
