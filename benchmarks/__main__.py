@@ -11,9 +11,11 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
+import lockstep
 from benchmarks import models
-from benchmarks.timing import HERE, Benchmark, Ratio, by_torchrun, rate, run, torchrun
+from benchmarks.timing import HERE, Benchmark, Ratio, by_python, by_torchrun, rate, run, torchrun
 from lockstep.devices import Device, slots, usable_cores
+from lockstep.trial import attempt
 
 
 def one_core() -> Device:
@@ -51,6 +53,31 @@ def small() -> Mapping[str, Callable[[], float]]:
     ):
         if _has(module):
             alternatives[name] = by_torchrun(script)
+    return alternatives
+
+
+def experiment() -> Mapping[str, Callable[[], float]]:
+    """CIFAR-10's experiment on noise: what tuning finds on this machine, and the loop that a person writes first."""
+    job = models.experiment_job()
+    found = lockstep.tune(job, told=lambda line: print(f"   {line}", flush=True))
+    return {
+        "plain loop": by_python("first_loop.py"),
+        "as it is": lambda: attempt(job, found.start, seconds=6).rate,
+        "tuned, numbers kept": lambda: attempt(job, found.kept, seconds=6).rate,
+        "tuned": lambda: attempt(job, found.changed, seconds=6).rate,
+    }
+
+
+def overhead() -> Mapping[str, Callable[[], float]]:
+    """The small step on one core of one process; every loop has the same fused optimizer."""
+    alternatives = {
+        "bare step": by_python("bare_step.py", threads=1),
+        "single": rate(models.small_job(), "single", one_core()),
+    }
+    if _has("lightning"):
+        alternatives["Lightning"] = by_python("lightning_loop.py", threads=1)
+    if _has("accelerate"):
+        alternatives["Accelerate"] = by_python("accelerate_alone.py", threads=1)
     return alternatives
 
 
@@ -98,6 +125,22 @@ BENCHMARKS = {
             Ratio("ddp", "DDP, indexing tensors", 1.2),
             Ratio("ddp", "Fabric", 1.7),
             Ratio("ddp", "Accelerate", 1.7),
+        ),
+    ),
+    "experiment": Benchmark(
+        experiment,
+        (
+            Ratio("tuned", "plain loop", 1.8),
+            Ratio("tuned, numbers kept", "plain loop"),
+            Ratio("as it is", "plain loop"),
+        ),
+    ),
+    "overhead": Benchmark(
+        overhead,
+        (
+            Ratio("single", "Lightning", 0.5, over="bare step"),
+            Ratio("single", "Accelerate", 0.5, over="bare step"),
+            Ratio("bare step", "single"),
         ),
     ),
     "start": Benchmark(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -10,6 +11,9 @@ from torch.utils.data import TensorDataset
 
 import lockstep
 from examples.models.mobilenetv2 import MobileNetV2
+from lockstep.jobfile import JobFile
+
+EXPERIMENT = Path(__file__).parent.parent / "examples" / "cifar10_mobilenetv2.py"
 
 
 class Stack(nn.Module):
@@ -74,3 +78,8 @@ def small_job(epochs: int = 6) -> lockstep.Job:
         batch_size=64,
         epochs=epochs,
     )
+
+
+def experiment_job(samples: int = 2048) -> lockstep.Job:
+    """examples/cifar10_mobilenetv2.py on noise: images of 32 x 32 enlarged to 112 x 112, batch 256."""
+    return JobFile(str(EXPERIMENT), {"generated": "true", "samples": str(samples)}).load()

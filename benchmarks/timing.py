@@ -17,7 +17,7 @@ from typing import Any
 import torch
 
 import lockstep
-from lockstep.compare import in_turns
+from lockstep.compare import Timing, Timings, in_turns
 from lockstep.devices import usable_cores
 from lockstep.strategies import Strategy
 
@@ -27,11 +27,26 @@ ROOT = HERE.parent
 
 @dataclass(frozen=True)
 class Ratio:
-    """A row of the table: how many times the rate of ``to`` that of ``name`` is."""
+    """A row of the table: how many times the rate of ``to`` that of ``name`` is.
+
+    With ``over``, the bare work, it is what each takes beyond that: the overhead of ``name`` to that of ``to``, of which
+    less is better.
+    """
 
     name: str
     to: str
     goal: float | None = None
+    over: str | None = None
+
+    def of(self, timings: Timings) -> Timing:
+        """From each round."""
+        if self.over is None:
+            return timings.ratio(self.name, self.to)
+        mine, theirs, bare = (timings.by_name[name].rates for name in (self.name, self.to, self.over))
+        return Timing(tuple((1 / a - 1 / c) / (1 / b - 1 / c) for a, b, c in zip(mine, theirs, bare, strict=True)))
+
+    def __str__(self) -> str:
+        return f"{self.name} : {self.to}" + (f", each beyond {self.over}" if self.over else "")
 
 
 @dataclass(frozen=True)
@@ -60,6 +75,28 @@ def by_torchrun(script: str, *, ranks: int = 2) -> Callable[[], float]:
 
     def once() -> float:
         out = torchrun(script, ranks, {})
+        return float(out.stdout.strip().splitlines()[-1])
+
+    return once
+
+
+def by_python(script: str, *words: str, threads: int | None = None) -> Callable[[], float]:
+    """Run a hand-written loop in a process of its own; the rate is the last line that it prints.
+
+    Args:
+        script: in by_hand/.
+        words: its arguments.
+        threads: None leaves PyTorch's own choice.
+    """
+    environment = {**os.environ, "PYTHONPATH": f"{ROOT / 'src'}:{ROOT}", "PYTHONWARNINGS": "ignore"}
+    if threads is not None:
+        environment["OMP_NUM_THREADS"] = str(threads)
+
+    def once() -> float:
+        command = [sys.executable, str(HERE / "by_hand" / script), *words]
+        out = subprocess.run(command, env=environment, cwd=ROOT, capture_output=True, text=True, check=False)
+        if out.returncode:
+            raise RuntimeError(out.stderr[-2000:])
         return float(out.stdout.strip().splitlines()[-1])
 
     return once
@@ -115,14 +152,13 @@ def run(name: str, benchmark: Benchmark, rounds: int | None = None) -> None:
     rows = []
     for ratio in benchmark.ratios:
         if ratio.name not in alternatives or ratio.to not in alternatives:
-            print(f"   {ratio.name} : {ratio.to}   not here (not installed)")
+            print(f"   {ratio}   not here (not installed)")
             continue
-        found = timings.ratio(ratio.name, ratio.to)
+        found = ratio.of(timings)
         goal = f"   goal {ratio.goal:.2f}" if ratio.goal else ""
-        print(f"   {ratio.name} : {ratio.to}   {found}{goal}", flush=True)
-        rows.append(
-            {"of": ratio.name, "to": ratio.to, "median": found.median, "spread": found.spread, "goal": ratio.goal}
-        )
+        print(f"   {ratio}   {found}{goal}", flush=True)
+        row = {"of": ratio.name, "to": ratio.to, "median": found.median, "spread": found.spread, "goal": ratio.goal}
+        rows.append(row | ({"over": ratio.over} if ratio.over else {}))
     kept = {
         "benchmark": name,
         "machine": machine(),

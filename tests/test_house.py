@@ -34,8 +34,8 @@ LAYERS = [
     {"strategies", "evaluation", "profiling", "progress"},
     {"parallelize", "loop"},
     {"train"},
-    {"predict"},
-    {"verify"},
+    {"predict", "trial"},
+    {"verify", "tune"},
     {"cli"},
     {"__main__"},
 ]

@@ -24,6 +24,7 @@ if TYPE_CHECKING:
     from lockstep.run import Run as Run
     from lockstep.train import evaluate as evaluate
     from lockstep.train import train as train
+    from lockstep.tune import tune as tune
     from lockstep.world import World as World
 
 __version__ = "0.1.0"
@@ -42,6 +43,7 @@ _HOME = {
     "parallelize": "lockstep.parallelize",
     "predict": "lockstep.predict",
     "train": "lockstep.train",
+    "tune": "lockstep.tune",
 }
 
 __all__ = [*sorted(_HOME), "__version__"]

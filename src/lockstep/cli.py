@@ -13,7 +13,7 @@ import signal
 import sys
 import time
 import traceback
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from types import FrameType
 from typing import Any, NoReturn
 
@@ -161,6 +161,17 @@ def _parser() -> tuple[_Parser, dict[str, _Parser]]:
     _add_settings(predict)
     predict.set_defaults(function=_predict)
 
+    tune = commands.add_parser("tune", help="try which settings make a job faster here", allow_abbrev=False)
+    tune.add_argument("job", help="a Python file with a `job`")
+    tune.add_argument("--strategy", help="try this one only (default: every exact one)")
+    tune.add_argument("--devices", default="auto", help="those that may be used (default: all accelerators or cores)")
+    tune.add_argument("--rounds", type=_above_zero(int), default=3, help="turns of each setting (default: 3)")
+    tune.add_argument("--seconds", type=_above_zero(float), default=2.0, help="of a turn, at least (default: 2)")
+    tune.add_argument("--json", metavar="FILE", help="also write what was found to this file")
+    _add_knobs(tune)
+    _add_settings(tune)
+    tune.set_defaults(function=_tune)
+
     devices = commands.add_parser("devices", help="what is here", allow_abbrev=False)
     devices.set_defaults(function=_devices)
     return parser, dict(commands.choices)
@@ -170,9 +181,23 @@ def _add_placement(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--strategy", help="single, dp or ddp (default: single on one device, ddp on several)")
     parser.add_argument("--devices", default="auto", help="auto, 4, 2xcpu, cuda, cuda:0,2 (default: auto)")
     parser.add_argument("--backend", help="of the process group (default: nccl on CUDA, gloo elsewhere)")
+    _add_knobs(parser)
+
+
+def _add_knobs(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--set", action="append", default=[], metavar="KEY=VALUE", help="a knob of the job; may be repeated"
     )
+
+
+def _above_zero(kind: Callable[[str], float]) -> Callable[[str], float]:
+    def number(word: str) -> float:
+        if (value := kind(word)) <= 0:
+            raise ValueError
+        return value
+
+    number.__name__ = "number above 0"  # what the parser calls it
+    return number
 
 
 _SETTINGS = {
@@ -283,6 +308,27 @@ def _predict(options: argparse.Namespace) -> int:
         knobs=_knobs(options.set),
         **_settings(options),
     )
+    return 0
+
+
+def _tune(options: argparse.Namespace) -> int:
+    _warm_up(options)
+    import json
+
+    from lockstep.jobfile import JobFile
+    from lockstep.tune import tune
+
+    found = tune(
+        JobFile(options.job, _knobs(options.set), _settings(options)),
+        strategy=options.strategy,
+        devices=options.devices,
+        rounds=options.rounds,
+        seconds=options.seconds,
+        told=lambda line: print(line, flush=True),
+    )
+    if options.json is not None:
+        with open(options.json, "w") as file:
+            json.dump(found.as_dict(), file, indent=2)
     return 0
 
 

@@ -1,0 +1,186 @@
+"""Tuning: what is tried, what is kept, what a person reads; and the trials themselves."""
+
+from __future__ import annotations
+
+import importlib
+import json
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from torch.utils.data import TensorDataset
+
+import lockstep
+from lockstep import cli
+from lockstep.errors import OutOfMemory, StrategyError
+from lockstep.jobfile import JobFile
+from lockstep.trial import Tried, Way, attempt
+
+
+def net() -> nn.Module:
+    return nn.Sequential(nn.Conv2d(3, 4, 3), nn.BatchNorm2d(4), nn.Flatten(), nn.Linear(16, 3))
+
+
+def job(**settings: Any) -> lockstep.Job:
+    generator = torch.Generator().manual_seed(0)
+    data = TensorDataset(torch.randn(12, 3, 4, 4, generator=generator), torch.randint(3, (12,), generator=generator))
+    settings = {"model": net, "batch_size": 5, **settings}
+    return lockstep.Job(
+        loss=nn.CrossEntropyLoss(),
+        optimizer=lambda params: torch.optim.SGD(params, lr=0.1),
+        train_data=data,
+        **settings,
+    )
+
+
+BATCHNORM = "BatchNorm normalises over the share of each replica: sync_batchnorm keeps the numbers"
+Rule = Callable[[Way], float]
+
+
+@pytest.fixture
+def machine(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[[Rule], list[Way]]]:
+    """A machine whose speed is a rule: it gives the ways that were tried, in order."""
+    tried: list[Way] = []
+
+    def obey(rule: Rule) -> list[Way]:
+        def attempted(job: Any, way: Way, *, seconds: float, patience: float | None = None) -> Tried:
+            tried.append(way)
+            said = (BATCHNORM,) if way.strategy != "single" and "sync_batchnorm" not in way.settings else ()
+            return Tried(rule(way), 0.1, 1000, True, True, torch.float32, None, said)
+
+        monkeypatch.setattr(importlib.import_module("lockstep.tune"), "attempt", attempted)
+        monkeypatch.setattr("lockstep.devices.usable_cores", lambda: (0, 1, 2, 3))
+        return tried
+
+    yield obey
+
+
+def test_what_gains_is_kept_for_what_comes_after_it(machine: Callable[[Rule], list[Way]]) -> None:
+    def rule(way: Way) -> float:
+        rate = {"single": 100.0, "dp": 150.0, "ddp": 160.0}[way.strategy]
+        # Only four slots gain by the layout: it must be tried on top of them.
+        rate *= 1.5 if way.devices == "4xcpu" else 1.0
+        rate *= 1.2 if way.settings.get("channels_last") and way.devices == "4xcpu" else 1.0
+        return rate * (2.0 if way.settings.get("precision") == "bf16" else 1.0)
+
+    machine(rule)
+    found = lockstep.tune(job(), told=None)
+    assert found.start == Way("single", "1xcpu")
+    assert found.kept == Way("ddp", "4xcpu", {"channels_last": True})
+    assert found.changed == found.kept.having(precision="bf16")
+    assert found.gain_kept is not None and found.gain_changed is not None
+    assert found.gain_kept.median == pytest.approx(1.6 * 1.5 * 1.2)
+    assert found.gain_changed.median == pytest.approx(1.6 * 1.5 * 1.2 * 2)
+    assert {row.setting for row in found.rows if row.taken} == {"ddp on 4xcpu", "channels_last", "precision=bf16"}
+    assert {row.setting for row in found.rows if row.effect == "rounding changed"} == {"precision=bf16", "compile"}
+
+
+def test_what_is_far_behind_in_its_first_turn_is_not_timed_again(machine: Callable[[Rule], list[Way]]) -> None:
+    tried = machine(lambda way: 10.0 if way.strategy == "dp" else 100.0)
+    found = lockstep.tune(job(), told=None)
+    assert tried.count(Way("dp", "2xcpu")) == 1
+    assert tried.count(Way("ddp", "2xcpu")) == 1 + 3
+    slow = next(row for row in found.rows if row.setting == "dp on 2xcpu")
+    assert "one turn only" in slow.remark and not slow.taken
+
+
+def test_what_is_refused_or_fails_is_a_row_with_its_reason(machine: Callable[[Rule], list[Way]]) -> None:
+    def rule(way: Way) -> float:
+        if way.settings.get("compile"):
+            raise StrategyError("there is no compiler here")
+        if way.strategy == "dp":
+            raise OutOfMemory("4xcpu: out of memory\nand more")
+        return 100.0
+
+    machine(rule)
+    lines: list[str] = []
+    found = lockstep.tune(job(), told=lines.append)
+    reasons = {row.setting: row.remark for row in found.rows if row.rate is None}
+    assert reasons == {
+        "dp on 2xcpu": "4xcpu: out of memory",
+        "dp on 4xcpu": "4xcpu: out of memory",
+        "compile": "there is no compiler here",
+    }
+    assert found.found == found.start
+    assert "\nnothing that was tried is faster than the job as it is" in lines
+
+
+def test_an_exception_to_the_numbers_is_said_and_its_cure_is_measured(machine: Callable[[Rule], list[Way]]) -> None:
+    machine(lambda way: 200.0 if way.strategy == "ddp" and not way.settings else 100.0)
+    lines: list[str] = []
+    found = lockstep.tune(job(), devices="2xcpu", strategy="ddp", told=lines.append)
+    assert found.start == Way("ddp", "2xcpu")
+    assert BATCHNORM in " ".join(" ".join(lines).split())
+    cure = next(row for row in found.rows if row.setting == "sync_batchnorm")
+    assert cure.gain is not None and cure.gain.median == 0.5 and not cure.taken
+
+
+def test_a_strategy_that_is_named_is_the_only_one_tried(machine: Callable[[Rule], list[Way]]) -> None:
+    tried = machine(lambda way: 100.0)
+    lockstep.tune(job(), strategy="dp", devices="2xcpu", told=None)
+    assert {way.strategy for way in tried} == {"dp"}
+
+
+def test_the_line_to_paste_has_the_jobs_own_words(machine: Callable[[Rule], list[Way]], tmp_path: Path) -> None:
+    machine(lambda way: 200.0 if way.settings.get("channels_last") else 100.0)
+    file = tmp_path / "mine.py"
+    file.write_text(
+        "import tests.test_tune\n\n\ndef job(size: int = 5):\n    return tests.test_tune.job(batch_size=size)\n"
+    )
+    out = tmp_path / "found.json"
+    lines: list[str] = []
+    lockstep.tune(JobFile(str(file), {"size": 4}, {"epochs": 3}), told=lines.append)
+    assert f"  lockstep train {file} --set size=4 --strategy single --devices 1xcpu --epochs 3 --channels-last" in lines
+    assert cli.main(["tune", str(file), "--json", str(out), "--rounds", "1"]) == 0
+    assert json.loads(out.read_text())["kept"] == {
+        "strategy": "single",
+        "devices": "1xcpu",
+        "settings": {"channels_last": True},
+    }
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        (["tune", "nowhere.py"], "there is no such file"),
+        (["tune", "examples/digits.py", "--rounds", "0"], "number above 0"),
+        (["tune", "examples/digits.py", "--strategy", "dpp"], 'did you mean "dp"?'),
+    ],
+)
+def test_bad_words_are_one_line(words: list[str], said: str, capfd: pytest.CaptureFixture[str]) -> None:
+    assert cli.main(words) == 2
+    error = capfd.readouterr().err.strip()
+    assert said in error and "\n" not in error
+
+
+@pytest.mark.parametrize("way", [Way("single", "1xcpu"), Way("dp", "2xcpu"), Way("ddp", "2xcpu", {"accumulate": 2})])
+def test_a_trial_times_updates_in_processes_of_its_own(way: Way) -> None:
+    tried = attempt(job(), way, seconds=0.05)
+    assert tried.rate > 0 and tried.first > 0 and tried.peak > 1e7
+    assert tried.convolves and tried.fused and tried.workers is None and tried.dtype is torch.float32
+    assert any("sync_batchnorm" in said for said in tried.exceptions) == (way.strategy != "single")
+
+
+def test_a_trial_of_what_takes_too_long_ends_after_its_first_update() -> None:
+    class Slow(nn.Linear):
+        calls = 0
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            Slow.calls += 1
+            if Slow.calls > 1:
+                raise RuntimeError("called again")
+            return super().forward(x.flatten(1))
+
+    slow = job(model=lambda: Slow(48, 3))
+    assert attempt(slow, Way("single", "1xcpu"), seconds=0.05, patience=0.0).rate > 0
+
+
+@pytest.mark.slow
+def test_tuning_as_a_person_runs_it(capfd: pytest.CaptureFixture[str]) -> None:
+    assert cli.main(["tune", "examples/digits.py", "--seconds", "0.1", "--rounds", "1"]) == 0
+    out = capfd.readouterr().out
+    assert "settings that keep the numbers" in out and "compile" in out and "nothing was changed" in out
+    assert max(map(len, out.splitlines())) <= 120
