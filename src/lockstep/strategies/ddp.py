@@ -150,7 +150,9 @@ class DDPStep(Step):
         world = self.world
         # DDP divides by the number of ranks; what is wanted is the sum.
         ddp = self._overlapping(all(part.of >= world.size for part in batch.parts))
-        factor = (1 if ddp is None else world.size) / batch.size
+        # Under fp16 that factor comes after the sum: before, it would let gradients overflow that don't on one device.
+        early = 1 if ddp is None or self._scaler is not None else world.size
+        factor = early / batch.size
         total: Number = 0.0
         count: Number = 0
         for i, part in enumerate(batch.parts):
@@ -166,6 +168,10 @@ class DDPStep(Step):
                 count = count + part_count
                 self.backward(part_total, factor)
         if ddp is not None:
+            if early < world.size:
+                for p in self._parameters:
+                    if p.grad is not None:
+                        p.grad.mul_(world.size)
             total, count = self._summed(total, count)
         elif world.size > 1:
             total, count = self._summed_flat(total, count)
