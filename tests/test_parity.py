@@ -268,3 +268,10 @@ def test_a_model_that_draws_in_forward_is_said(way: str, tmp_path, capsys) -> No
     job = dataclasses.replace(ZOO["mlp"], model=lambda: Noisy(6, 3))
     train(job, strategy=way, devices="2xcpu", folder=tmp_path)
     assert capsys.readouterr().out.count("note: the model draws random numbers in forward") == 1
+
+
+@pytest.mark.parametrize("accumulate", [1, 2])
+def test_pytorchs_line_on_unused_parameters_is_left_out(accumulate: int, tmp_path, capfd) -> None:
+    job = ZOO["mlp"].having(accumulate=accumulate)
+    train(job, strategy=DDP(reduce="overlapped"), devices="2xcpu", folder=tmp_path)
+    assert "find_unused_parameters" not in "".join(capfd.readouterr())

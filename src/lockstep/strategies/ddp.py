@@ -163,7 +163,7 @@ class DDPStep(Step):
                 continue
             part = self.placed(part)
             with nullcontext() if ddp is None or is_last else ddp.no_sync():
-                part_total, part_count = self._forward(ddp, part)
+                part_total, part_count = self._forward(ddp, part, sums=is_last)
                 total = total + part_total.detach()
                 count = count + part_count
                 self.backward(part_total, factor)
@@ -201,11 +201,12 @@ class DDPStep(Step):
             self._flat = FlatGradients(self._parameters, {id(m.weight) for m in modules})
         return self._flat.sum_over(self.world, total, count)
 
-    def _forward(self, ddp: DistributedDataParallel | None, part: Part) -> tuple[torch.Tensor, Number]:
+    def _forward(self, ddp: DistributedDataParallel | None, part: Part, *, sums: bool) -> tuple[torch.Tensor, Number]:
         if ddp is None:
             return self.forward_loss(self.model, part)
-        with nullcontext() if self._noticed else _without_line("find_unused_parameters=True was specified"):
-            self._noticed = True
+        # The reducer says it once, in the first forward whose backward is summed.
+        with nullcontext() if self._noticed or not sums else _without_line("find_unused_parameters=True was specified"):
+            self._noticed = sums
             found: tuple[torch.Tensor, Number] = ddp(part)
             return found
 
