@@ -39,8 +39,7 @@ def build_model(job: Job, world: World) -> nn.Module:
     if not any(p.requires_grad for p in model.parameters()):
         raise JobError("model: it has no parameter that requires a gradient, so there is nothing to train")
     _make_lazy_parameters(model, job, world)
-    if not model.training:  # as pretrained models come; a part that was put in eval mode by itself stays there
-        model.train()
+    _begin_training(model)
     same_on_every_rank(model, world)
     convert_model(model, job.precision)
     if job.activation_checkpointing is not None:
@@ -51,6 +50,19 @@ def build_model(job: Job, world: World) -> nn.Module:
     if not world.device.is_slot:
         model.to(world.device.torch)
     return model
+
+
+def _begin_training(model: nn.Module) -> None:
+    """Put the model in training mode, as a loop written by hand would: a ``train`` of its own is called.
+
+    A part that was put in eval mode by itself stays there.
+    """
+    if not model.training:  # as pretrained models come
+        model.train()
+        return
+    for module in list(model.modules()):
+        if module.training and type(module).train is not nn.Module.train:  # it keeps a part of itself in eval mode
+            module.train()
 
 
 def trained_model(job: Job, weights: Path) -> nn.Module:
