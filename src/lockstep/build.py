@@ -175,10 +175,12 @@ def _all_tensors(model: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
 
 
 def digest(tensor: torch.Tensor | None) -> tuple[float, float] | None:
-    """Two sums that tell different values apart: plain, and weighted by place."""
+    """Two finite sums that tell different values apart: plain, and weighted by place."""
     if tensor is None or tensor.is_meta or tensor.is_sparse or not tensor.numel():
         return None
     flat = torch.view_as_real(tensor.detach()) if tensor.is_complex() else tensor.detach()
     flat = flat.reshape(-1).double()
+    if not bool(torch.isfinite(flat).all()):  # a mask of -inf, say, whose sums would be NaN and never equal
+        flat = torch.where(torch.isfinite(flat), flat, flat.nan_to_num(nan=3.0, posinf=7.0, neginf=-5.0) * 1e3)
     places = torch.arange(1, flat.numel() + 1, dtype=torch.float64, device=flat.device).remainder_(1009.0)
     return float(flat.sum()), float(flat @ places)
