@@ -13,7 +13,7 @@ from lockstep.data.ahead import copied_ahead
 from lockstep.data.fetch import Collate, Fetcher
 from lockstep.data.order import Orders, Places, numbered
 from lockstep.data.shares import Batch, Order, Part, Spans, checked_cutting, cuts, pieces
-from lockstep.data.source import is_stream, resolve
+from lockstep.data.source import is_stream, resolve, same_on_every_rank
 from lockstep.data.stream import StreamLoader
 from lockstep.data.workers import Workers, default_workers, free_cores
 from lockstep.errors import JobError
@@ -260,7 +260,14 @@ def loader_of(dataset: Any, rank: int, world_size: int, devices: int = 1, **sett
         world_size: how many processes share each batch.
         devices: how many this process drives; each gets its share where there are several.
         settings: the others are as those of ``Loader``.
+
+    Raises:
+        JobError: the ranks have other data, or a setting is wrong.
     """
+    world = _world.current()
+    if world is not None and world.size == world_size:
+        named = settings.get("name") or ("eval_data" if settings.get("evaluation") else "train_data")
+        same_on_every_rank(dataset, world, named)
     if is_stream(dataset):
         if devices > 1:
             return StreamLoader(dataset, rank=None, world_size=devices, **settings)
