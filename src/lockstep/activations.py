@@ -20,12 +20,14 @@ from torch.utils.checkpoint import checkpoint
 from lockstep.errors import JobError, nearest
 
 
-def checkpoint_blocks(model: nn.Module, wanted: str) -> list[str]:
+def checkpoint_blocks(model: nn.Module, wanted: str, *, compiled: bool = False) -> list[str]:
     """Make blocks of ``model`` forget their activations; gives the blocks' names.
 
     Args:
         model: is changed in place.
         wanted: ``"auto"``, or names with commas between: of a block, or of a list of blocks, of which each is one.
+        compiled: the model will be compiled. The compiler can't follow a checkpoint that puts buffers back: it leaves
+            the checkpoint as it is, and compiles what is inside.
 
     Raises:
         JobError: there is no such module (the nearest is offered), or ``auto`` finds no list of blocks.
@@ -36,12 +38,13 @@ def checkpoint_blocks(model: nn.Module, wanted: str) -> list[str]:
             "activation_checkpointing: auto finds no list of like blocks in the model: name blocks, "
             'as "encoder.layers" or "stem,body.3"'
         )
+    base = _compilable() if compiled else _Checkpointed
     for name, block in blocks.items():
         if "forward" in vars(block):
             raise JobError(f'activation_checkpointing: "{name}" has had its forward replaced: name blocks inside of it')
         if not isinstance(block, _Checkpointed):
             kind = type(block)
-            block.__class__ = type(f"Checkpointed{kind.__name__}", (_Checkpointed, kind), {"__module__": __name__})
+            block.__class__ = type(f"Checkpointed{kind.__name__}", (base, kind), {"__module__": __name__})
     return list(blocks)
 
 
@@ -104,6 +107,15 @@ class _Checkpointed(nn.Module):
         return checkpoint(
             run, *args, use_reentrant=False, context_fn=lambda: (contextlib.nullcontext(), buffers.of_then()), **kwargs
         )
+
+
+def _compilable() -> type[_Checkpointed]:
+    """The same for compiled models. (Made where it is needed, since the compiler takes 0.8 s to import.)"""
+
+    class Compilable(_Checkpointed):
+        forward = torch.compiler.disable(_Checkpointed.forward, recursive=False)  # type: ignore[no-untyped-call]
+
+    return Compilable
 
 
 class _Buffers:

@@ -43,7 +43,7 @@ def build_model(job: Job, world: World) -> nn.Module:
     same_on_every_rank(model, world)
     convert_model(model, job.precision)
     if job.activation_checkpointing is not None:
-        _checkpoint(model, job.activation_checkpointing, job.sync_batchnorm and world.size * len(world.devices) > 1)
+        _checkpoint(model, job, job.sync_batchnorm and world.size * len(world.devices) > 1)
     if job.channels_last:
         # The stubs of Module.to leave this form out.
         model.to(memory_format=torch.channels_last)  # type: ignore[call-overload]
@@ -108,14 +108,15 @@ def _make_lazy_parameters(model: nn.Module, job: Job, world: World) -> None:
         raise JobError(f'model: "{left[0]}" is lazy, and forward doesn\'t use it: give it its shape')
 
 
-def _checkpoint(model: nn.Module, wanted: str, synchronised: bool) -> None:
+def _checkpoint(model: nn.Module, job: Job, synchronised: bool) -> None:
     """Checkpoint the activations of blocks.
 
     Raises:
         JobError: there are no such blocks, or they hold batch norms that replicas would synchronise in backward again.
     """
+    assert job.activation_checkpointing is not None
     modules = dict(model.named_modules())
-    for name in checkpoint_blocks(model, wanted):
+    for name in checkpoint_blocks(model, job.activation_checkpointing, compiled=bool(job.compile)):
         if synchronised and any(isinstance(m, nn.modules.batchnorm._BatchNorm) for m in modules[name].modules()):
             raise JobError(
                 f'activation_checkpointing: "{name}" has batch norms, and under sync_batchnorm the replicas would '
