@@ -82,3 +82,39 @@ def test_dropout_in_a_compiled_block_draws_the_same_mask_again(tmp_path) -> None
         for wanted in (None, "blocks")
     )
     assert differences(job, checkpointed, plain).worst < 1e-10
+
+
+class WarmingUp(nn.Module):
+    """A buffer that it writes acts on its outputs."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.out = nn.Linear(6, 3)
+        self.register_buffer("steps", torch.zeros(()))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        self.steps += 1
+        return self.out(x) * self.steps
+
+
+@pytest.mark.parametrize(("way", "devices"), WAYS[:3])
+def test_a_buffer_that_compiled_code_would_read_too_late_is_refused(way, devices, tmp_path) -> None:
+    """PyTorch computes such a value again in backward from the buffer, which has moved on: gradients twice as large."""
+    job = dataclasses.replace(ZOO["mlp"], model=WarmingUp, compile="aot_eager")
+    with pytest.raises(StrategyError, match='writes its buffer "steps" in forward'):
+        train(job, strategy=way, devices=devices, folder=tmp_path, quiet=True)
+    train(job.having(compile=False), strategy=way, devices=devices, folder=tmp_path, quiet=True)
+
+
+class Replacing(WarmingUp):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        self.steps = self.steps + 1
+        return self.out(x) * self.steps
+
+
+@pytest.mark.parametrize("kind", ["running statistics", "a buffer that is replaced"])
+def test_other_buffers_that_change_may_be_compiled(kind: str) -> None:
+    job = ZOO["convolutions with sync_batchnorm"].having(sync_batchnorm=False, compile="aot_eager")
+    if kind != "running statistics":
+        job = dataclasses.replace(ZOO["mlp"], model=Replacing, compile="aot_eager")
+    assert parity(job, "single", "1xcpu", against_settings={"compile": False}).worst < 1e-10

@@ -24,7 +24,7 @@ from torch import nn
 from lockstep.data import Batch, Part, mixed
 from lockstep.errors import InputError, LossError, NonFiniteLoss, OutOfMemory, RunError, StrategyError
 from lockstep.events import Line
-from lockstep.forward import drops, look
+from lockstep.forward import drops, look, refuse_written_buffers
 from lockstep.job import Job
 from lockstep.loss import Totalled
 from lockstep.nesting import batch_size_of, call, to_device
@@ -128,6 +128,7 @@ class Step(ABC):
 
         Raises:
             RunError: the batch's loss counts no item.
+            StrategyError: the model does in forward what can't be kept.
             NonFiniteLoss: the loss is NaN or infinite (on accelerators found some steps later, to save waiting).
             OutOfMemory: with the share that was too large.
         """
@@ -135,6 +136,8 @@ class Step(ABC):
         self._updates += 1
         if not self._looked:
             self._look(batch)
+            if self._compile and (first := self.first_share(batch)).size:
+                refuse_written_buffers(self.model, first.inputs)
             self._compile_models()
         try:
             total, count = self.gradients(batch)
