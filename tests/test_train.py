@@ -19,7 +19,7 @@ from torch.utils.data import Subset, TensorDataset
 
 import lockstep
 from lockstep import Job, evaluate, train
-from lockstep.errors import FolderError, JobError, StrategyError
+from lockstep.errors import FolderError, InputError, JobError, StrategyError
 from lockstep.strategies.ddp import DDP
 from zoo import ZOO, drawn, labels, mlp, plain_sgd, right
 
@@ -336,6 +336,18 @@ def test_parallelize_serves_a_loop_of_ones_own() -> None:
         return [step(inputs, targets).loss for inputs, targets in lockstep.batches(data, batch_size=12)]
 
     assert loop("dp", "3xcpu") == pytest.approx(loop("single", "1xcpu"), abs=1e-12)
+
+
+@pytest.mark.parametrize("settings", [{"strategy": "dp", "devices": "2xcpu"}, {"devices": "1xcpu", "accumulate": 2}])
+def test_inputs_whose_first_dimension_is_time_are_not_cut_along_it(settings) -> None:
+    class Last(nn.GRU):
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return super().forward(x)[0][-1]
+
+    model = Last(6, 3)
+    step = lockstep.parallelize(model, nn.CrossEntropyLoss(), torch.optim.SGD(model.parameters(), lr=0.1), **settings)
+    with pytest.raises(InputError, match="inputs have 4 rows and targets 8, so they can't be cut together"):
+        step(drawn(4, 8, 6), labels(8, 3))
 
 
 def test_parallelize_inside_a_launch_is_ddp() -> None:
