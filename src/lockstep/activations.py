@@ -1,9 +1,10 @@
 """Activation checkpointing: blocks of a model keep only their inputs, and compute the rest again in backward.
 
-PyTorch's ``checkpoint`` (without reentrance) does it, with two things added here. Buffers: in the second run they have
+PyTorch's ``checkpoint`` (without reentrance) does it, with some things added here. Buffers: in the second run they have
 the values that they had in the first, and afterwards those that they had before, so that running statistics move once.
 Names: a block stays the same object, only its class changes to a subclass of what it was, so parameters keep theirs.
-Random numbers are drawn again the same; in the threads of ``dp`` `lockstep.parallel.recompute` sees to that.
+Random numbers are drawn again the same, Python's and numpy's too; in the threads of ``dp``
+`lockstep.parallel.recompute` sees to those of torch, and a model that draws others is refused.
 """
 
 from __future__ import annotations
@@ -18,6 +19,7 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 from lockstep.errors import JobError, nearest
+from lockstep.seeding import other_states, set_other_states
 
 
 def checkpoint_blocks(model: nn.Module, wanted: str, *, compiled: bool = False) -> list[str]:
@@ -103,9 +105,9 @@ class _Checkpointed(nn.Module):
         run = super().forward
         if not torch.is_grad_enabled():
             return run(*args, **kwargs)
-        buffers = _Buffers(self)
+        start = _Start(self)
         return checkpoint(
-            run, *args, use_reentrant=False, context_fn=lambda: (contextlib.nullcontext(), buffers.of_then()), **kwargs
+            run, *args, use_reentrant=False, context_fn=lambda: (contextlib.nullcontext(), start.again()), **kwargs
         )
 
 
@@ -118,12 +120,13 @@ def _compilable() -> type[_Checkpointed]:
     return Compilable
 
 
-class _Buffers:
-    """The buffers of a block as they were when it ran first."""
+class _Start:
+    """What a block began its first run with: its buffers, and the states of Python's and numpy's random numbers."""
 
     def __init__(self, block: nn.Module) -> None:
         self._places = [(m, name) for m in block.modules() for name, b in m._buffers.items() if b is not None]
         self._then = [self._value(place).clone() for place in self._places]
+        self._drawn = other_states()
 
     def _value(self, place: tuple[nn.Module, str]) -> torch.Tensor:
         value = place[0]._buffers[place[1]]
@@ -131,13 +134,16 @@ class _Buffers:
         return value
 
     @contextlib.contextmanager
-    def of_then(self) -> Iterator[None]:
-        """The block has them again for a while; what is written to them meanwhile is forgotten."""
+    def again(self) -> Iterator[None]:
+        """The block has them again for a while; what is written to buffers meanwhile is forgotten."""
         now = [self._value(place) for place in self._places]
+        drawn = other_states()
+        set_other_states(self._drawn)
         for (module, name), value in zip(self._places, self._then, strict=True):
             module._buffers[name] = value
         try:
             yield
         finally:
+            set_other_states(drawn)
             for (module, name), value in zip(self._places, now, strict=True):
                 module._buffers[name] = value

@@ -100,7 +100,7 @@ class Step(ABC):
         self._seed = job.seed
         self._updates = 0
         self._looked = False
-        self._draws = False
+        self._draws = self._draws_elsewhere = False
         self._sick: torch.Tensor | None = None
         self._factors: dict[tuple[float, torch.dtype, torch.device], torch.Tensor] = {}
 
@@ -177,7 +177,7 @@ class Step(ABC):
             raise StrategyError(
                 f'the model writes its parameter "{seen.writes}" in forward, each replica otherwise: take single'
             )
-        self._draws = seen.draws
+        self._draws, self._draws_elsewhere = seen.draws, seen.draws_elsewhere
         for note in seen.notes(with_dropout=any(map(drops, self.model.modules()))):
             self.world.tell(Line(note, "note"))
 
