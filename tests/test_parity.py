@@ -275,3 +275,18 @@ def test_pytorchs_line_on_unused_parameters_is_left_out(accumulate: int, tmp_pat
     job = ZOO["mlp"].having(accumulate=accumulate)
     train(job, strategy=DDP(reduce="overlapped"), devices="2xcpu", folder=tmp_path)
     assert "find_unused_parameters" not in "".join(capfd.readouterr())
+
+
+def test_sparse_gradients_are_clipped_as_dense_ones(tmp_path) -> None:
+    job = ZOO["sparse gradients that are clipped"].having(precision="fp64")
+
+    def dense() -> nn.Module:
+        model = job.model()
+        model.embedding.sparse = False
+        return model
+
+    runs = [
+        train(j, strategy="single", devices="1xcpu", folder=tmp_path, quiet=True)
+        for j in (job, dataclasses.replace(job, model=dense))
+    ]
+    assert differences(job, *runs).worst < BOUND

@@ -416,6 +416,12 @@ ZOO: dict[str, Job] = {
     "sparse gradients, and an empty rank": _job(
         Words, torch.randint(40, (25, 4), generator=torch.Generator().manual_seed(6)), labels(25, 3)
     ),
+    "sparse gradients that are clipped": _job(
+        Words,
+        torch.randint(40, (SAMPLES, 4), generator=torch.Generator().manual_seed(6)),
+        accumulate=2,
+        clip_norm=0.05,
+    ),
     "targets as a tuple of the samples'": _job(mlp, collate=with_tuples, loss=over_tuples, metrics={}),
     "a stream that draws": _streamed(SAMPLES, optimizer=sgd, epochs=3),
     "a stream whose last batch leaves a rank empty": _streamed(25, optimizer=sgd),

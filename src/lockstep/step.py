@@ -28,7 +28,7 @@ from lockstep.forward import drops, look, refuse_written_buffers
 from lockstep.job import Job
 from lockstep.loss import Totalled
 from lockstep.nesting import batch_size_of, call, to_device
-from lockstep.optimizer import load_named_optimizer_state, named_optimizer_state
+from lockstep.optimizer import clip_gradients, load_named_optimizer_state, named_optimizer_state
 from lockstep.ownloop import batch_of, own_stream
 from lockstep.precision import Precision
 from lockstep.seeding import seed_all
@@ -230,7 +230,7 @@ class Step(ABC):
     def clip(self) -> None:
         """Hold the norm of all gradients together under ``clip_norm``."""
         if self._clip_norm is not None:
-            nn.utils.clip_grad_norm_(self._parameters, self._clip_norm)
+            clip_gradients(self._parameters, self._clip_norm)
 
     def forward_loss(self, model: nn.Module, part: Part, where: str = "") -> tuple[torch.Tensor, Number]:
         """Total and count of one micro-batch's share under ``model``; the loss is probed where that is needed."""
