@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 import dataclasses
+import random
 
+import numpy as np
 import pytest
 import torch
 from torch import nn
 
 from lockstep import train
 from lockstep.activations import checkpoint_blocks, found_blocks
-from lockstep.errors import JobError
+from lockstep.errors import JobError, StrategyError
 from lockstep.strategies.ddp import DDP
 from lockstep.verify import differences, parity, same_bits
 from zoo import SAMPLES, ZOO, Conv, drawn, sgd
@@ -82,6 +84,34 @@ def test_dropout_in_a_block_draws_the_same_mask_again(way, devices, tmp_path) ->
         for wanted in (None, "blocks")
     )
     assert differences(job, checkpointed, plain).worst < 1e-10
+
+
+class Gated(Block):
+    """A block that draws from the generators of Python and numpy."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        gates = torch.tensor([random.random(), np.random.rand()], dtype=x.dtype)
+        return x + self.down(torch.tanh(self.up(x))) * gates[0] * gates[1]
+
+
+def gated() -> nn.Module:
+    return nn.Sequential(Gated(), Gated(), nn.Linear(6, 3))
+
+
+@pytest.mark.parametrize(("way", "devices"), [WAYS[0], *WAYS[3:]])
+def test_numbers_of_python_and_numpy_are_drawn_again_the_same(way, devices, tmp_path) -> None:
+    job = job_of(gated, optimizer=sgd, precision="fp64")
+    plain, checkpointed = (
+        train(job.having(activation_checkpointing=wanted), strategy=way, devices=devices, folder=tmp_path, quiet=True)
+        for wanted in (None, "auto")
+    )
+    assert differences(job, checkpointed, plain).worst < 1e-10
+
+
+def test_threads_that_share_pythons_generator_refuse_to_draw_from_it_again(tmp_path) -> None:
+    job = job_of(gated, activation_checkpointing="auto")
+    with pytest.raises(StrategyError, match="draws from Python's or numpy's random"):
+        train(job, strategy="dp", devices="2xcpu", folder=tmp_path, quiet=True)
 
 
 def test_running_statistics_move_once(tmp_path) -> None:

@@ -11,7 +11,7 @@ from torch import nn
 from lockstep import train
 from lockstep.errors import StrategyError
 from lockstep.strategies.ddp import DDP
-from lockstep.verify import parity
+from lockstep.verify import differences, parity
 from zoo import ZOO
 
 WAYS = [("single", "1xcpu"), ("dp", "2xcpu"), (DDP(reduce="flat"), "2xcpu"), (DDP(reduce="overlapped"), "2xcpu")]
@@ -48,3 +48,73 @@ def test_a_compiled_model_keeps_its_names(tmp_path) -> None:
     run = train(job, strategy="single", devices="1xcpu", folder=tmp_path, quiet=True)
     assert list(run.model().state_dict()) == list(ZOO["mlp"].model().state_dict())
     assert isinstance(run.model()(torch.zeros(2, 6)), torch.Tensor)
+
+
+class Stack(nn.Module):
+    """A list of like blocks."""
+
+    def __init__(self, dropout: float = 0.0) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(
+            nn.Sequential(nn.Linear(6, 12), nn.Tanh(), nn.Dropout(dropout), nn.Linear(12, 6)) for _ in range(2)
+        )
+        self.out = nn.Linear(6, 3)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for block in self.blocks:
+            x = x + block(x)
+        return self.out(x)
+
+
+@pytest.mark.parametrize(("way", "devices"), WAYS)
+def test_compiled_models_may_checkpoint_their_activations(way, devices) -> None:
+    job = dataclasses.replace(ZOO["momentum"], model=Stack, compile="aot_eager", activation_checkpointing="auto")
+    found = parity(job, way, devices, against_settings={"compile": False, "activation_checkpointing": None})
+    assert found.worst < 1e-10
+
+
+def test_dropout_in_a_compiled_block_draws_the_same_mask_again(tmp_path) -> None:
+    job = dataclasses.replace(ZOO["momentum"], model=lambda: Stack(0.5), compile="aot_eager", precision="fp64")
+    plain, checkpointed = (
+        train(
+            job.having(activation_checkpointing=wanted), strategy="single", devices="1xcpu", folder=tmp_path, quiet=True
+        )
+        for wanted in (None, "blocks")
+    )
+    assert differences(job, checkpointed, plain).worst < 1e-10
+
+
+class WarmingUp(nn.Module):
+    """A buffer that it writes acts on its outputs."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.out = nn.Linear(6, 3)
+        self.register_buffer("steps", torch.zeros(()))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        self.steps += 1
+        return self.out(x) * self.steps
+
+
+@pytest.mark.parametrize(("way", "devices"), WAYS[:3])
+def test_a_buffer_that_compiled_code_would_read_too_late_is_refused(way, devices, tmp_path) -> None:
+    """PyTorch computes such a value again in backward from the buffer, which has moved on: gradients twice as large."""
+    job = dataclasses.replace(ZOO["mlp"], model=WarmingUp, compile="aot_eager")
+    with pytest.raises(StrategyError, match='writes its buffer "steps" in forward'):
+        train(job, strategy=way, devices=devices, folder=tmp_path, quiet=True)
+    train(job.having(compile=False), strategy=way, devices=devices, folder=tmp_path, quiet=True)
+
+
+class Replacing(WarmingUp):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        self.steps = self.steps + 1
+        return self.out(x) * self.steps
+
+
+@pytest.mark.parametrize("kind", ["running statistics", "a buffer that is replaced"])
+def test_other_buffers_that_change_may_be_compiled(kind: str) -> None:
+    job = ZOO["convolutions with sync_batchnorm"].having(sync_batchnorm=False, compile="aot_eager")
+    if kind != "running statistics":
+        job = dataclasses.replace(ZOO["mlp"], model=Replacing, compile="aot_eager")
+    assert parity(job, "single", "1xcpu", against_settings={"compile": False}).worst < 1e-10

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import dataclasses
 import math
+import os
 import sys
 import threading
 import time
@@ -17,9 +19,10 @@ from torch.utils.data import Dataset, Subset, TensorDataset
 
 import lockstep
 from lockstep import train
-from lockstep.data import Loader, permutation
+from lockstep.data import Loader, SharedLoader, permutation
 from lockstep.data import order as order_module
 from lockstep.data.order import Ascending, Lookup, Scattered
+from lockstep.errors import JobError
 from zoo import ZOO
 
 
@@ -114,7 +117,7 @@ def test_blocks_of_an_order_dont_show_in_its_batches() -> None:
 
 def test_without_shuffle_the_order_is_not_kept_either() -> None:
     loader = Loader(Long(10**12), batch_size=4, shuffle=False, workers=0)
-    assert isinstance(loader._order(0), Ascending)
+    assert isinstance(loader.orders(0), Ascending)
     assert next(loader.epoch(0, 10**11)).samples.tolist() == [4 * 10**11 + i for i in range(4)]
 
 
@@ -152,6 +155,44 @@ def test_a_weighted_order_is_the_same_on_each_rank_and_follows_the_weights() -> 
         assert 32 < float(read.double().mean()) < 34, "33 is expected"
     first, second = (torch.cat([b.samples for b in ranks[0].epoch(e)]) for e in (0, 1))
     assert not torch.equal(first, second)
+
+
+OWN = torch.Generator()
+
+
+def by_its_own_generator(epoch: int) -> torch.Tensor:
+    return torch.randperm(29, generator=OWN)
+
+
+def by_the_process(epoch: int) -> torch.Tensor:
+    return torch.randperm(29, generator=torch.Generator().manual_seed(os.getpid()))
+
+
+@pytest.mark.parametrize(("strategy", "devices"), [("single", "1xcpu"), ("dp", "2xcpu"), ("ddp", "2xcpu")])
+def test_an_order_that_draws_from_its_own_generator_is_refused(strategy: str, devices: str, tmp_path: Path) -> None:
+    job = dataclasses.replace(ZOO["mlp"], order=by_its_own_generator)
+    with pytest.raises(JobError, match="order: for epoch 0 it gave other indices when it was called again"):
+        train(job, strategy=strategy, devices=devices, folder=tmp_path, quiet=True)
+
+
+def test_an_order_that_differs_between_ranks_is_refused(tmp_path: Path) -> None:
+    job = dataclasses.replace(ZOO["mlp"], order=by_the_process)
+    with pytest.raises(JobError, match="order: for epoch 0 it gave other indices on rank 1 than on rank 0"):
+        train(job, strategy="ddp", devices="2xcpu", folder=tmp_path, quiet=True)
+
+
+def test_replicas_of_one_process_share_an_order() -> None:
+    called = []
+
+    def order(epoch: int) -> torch.Tensor:
+        called.append(epoch)
+        return torch.randperm(50)
+
+    data = TensorDataset(torch.arange(50), torch.arange(50))
+    loader = SharedLoader(data, 3, batch_size=16, order=order)
+    read = torch.cat([p.inputs for b in loader.epoch(1) for share in b.shares for p in share if p.size])
+    assert sorted(read.tolist()) == list(range(50))
+    assert called == [0, 0, 1], "twice at first, to see that it gives the same"
 
 
 LENGTHS = torch.randint(1, 100, (203,), generator=torch.Generator().manual_seed(1))

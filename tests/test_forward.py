@@ -49,6 +49,15 @@ class Counting(Layer):
         return super().forward(x) / self.kept[0]
 
 
+class Masked(Layer):
+    """Constants that aren't finite: a causal mask, and a value that nobody has filled in."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("mask", nn.Transformer.generate_square_subsequent_mask(64))
+        self.register_buffer("unknown", torch.full((3,), float("nan")))
+
+
 class Writing(Layer):
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         with torch.no_grad():
@@ -78,6 +87,7 @@ CASES = [
     (Warming, Seen(remembers=True)),
     (Following, Seen(follows=("kept",))),
     (Counting, Seen()),
+    (Masked, Seen()),
     (Writing, Seen(writes="bias")),
     (Noisy, Seen(draws=True)),
     (NoisyElsewhere, Seen(draws=True, draws_elsewhere=True)),

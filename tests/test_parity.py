@@ -268,3 +268,25 @@ def test_a_model_that_draws_in_forward_is_said(way: str, tmp_path, capsys) -> No
     job = dataclasses.replace(ZOO["mlp"], model=lambda: Noisy(6, 3))
     train(job, strategy=way, devices="2xcpu", folder=tmp_path)
     assert capsys.readouterr().out.count("note: the model draws random numbers in forward") == 1
+
+
+@pytest.mark.parametrize("accumulate", [1, 2])
+def test_pytorchs_line_on_unused_parameters_is_left_out(accumulate: int, tmp_path, capfd) -> None:
+    job = ZOO["mlp"].having(accumulate=accumulate)
+    train(job, strategy=DDP(reduce="overlapped"), devices="2xcpu", folder=tmp_path)
+    assert "find_unused_parameters" not in "".join(capfd.readouterr())
+
+
+def test_sparse_gradients_are_clipped_as_dense_ones(tmp_path) -> None:
+    job = ZOO["sparse gradients that are clipped"].having(precision="fp64")
+
+    def dense() -> nn.Module:
+        model = job.model()
+        model.embedding.sparse = False
+        return model
+
+    runs = [
+        train(j, strategy="single", devices="1xcpu", folder=tmp_path, quiet=True)
+        for j in (job, dataclasses.replace(job, model=dense))
+    ]
+    assert differences(job, *runs).worst < BOUND

@@ -60,6 +60,17 @@ def test_a_step_that_overflows_is_left_out_by_all_and_the_scale_is_halved(way, d
     assert all(torch.isfinite(p).all() for p in run.model().parameters())
 
 
+@pytest.mark.parametrize(("way", "devices"), WAYS)
+def test_what_overflows_on_one_device_is_what_overflows_on_several(way, devices, tmp_path) -> None:
+    """PyTorch's DistributedDataParallel takes a mean; gradients multiplied for that beforehand overflowed earlier."""
+    job = ZOO["a layer unused in some steps, the last one too"].having(precision="fp16")
+    single = train(job, strategy="single", devices="1xcpu", folder=tmp_path, quiet=True)
+    several = train(job, strategy=way, devices=devices, folder=tmp_path, quiet=True)
+    states = [torch.load(RunFolder(run.folder).state, weights_only=True) for run in (single, several)]
+    assert states[0]["scaler"]["scale"] == states[1]["scaler"]["scale"]
+    assert differences(job, several, single).worst < 1e-2
+
+
 def tiny(params: object) -> torch.optim.Optimizer:
     return torch.optim.SGD(params, lr=1e-36)
 

@@ -15,11 +15,11 @@ import torch
 import torchmetrics
 from torch import nn
 from torch.utils.checkpoint import checkpoint
-from torch.utils.data import TensorDataset
+from torch.utils.data import Subset, TensorDataset
 
 import lockstep
 from lockstep import Job, evaluate, train
-from lockstep.errors import FolderError, JobError, StrategyError
+from lockstep.errors import FolderError, InputError, JobError, StrategyError
 from lockstep.strategies.ddp import DDP
 from zoo import ZOO, drawn, labels, mlp, plain_sgd, right
 
@@ -152,6 +152,35 @@ def test_a_dataset_function_runs_on_the_first_rank_before_the_others(tmp_path: P
         return TensorDataset(drawn(16, 6), labels(16, 3))
 
     train(classify(train_data=data), strategy="ddp", devices="3xcpu", folder=tmp_path / "runs", quiet=True)
+
+
+def shorter_on_rank_1() -> TensorDataset:
+    count = 24 - lockstep.world.current().rank
+    return TensorDataset(drawn(count, 6), labels(count, 3))
+
+
+def split_by_rank() -> Subset:
+    """As a split is that nobody seeded."""
+    generator = torch.Generator().manual_seed(lockstep.world.current().rank)
+    return Subset(TensorDataset(drawn(40, 6), labels(40, 3)), torch.randperm(40, generator=generator)[:24].tolist())
+
+
+def drawn_by_rank() -> TensorDataset:
+    return TensorDataset(drawn(24, 6, seed=lockstep.world.current().rank), labels(24, 3))
+
+
+@pytest.mark.parametrize("field", ["train_data", "eval_data"])
+@pytest.mark.parametrize(
+    ("data", "said"),
+    [
+        (shorter_on_rank_1, "it has 24 samples on rank 0 and 23 on rank 1"),
+        (split_by_rank, "its samples are others on rank 1 than on rank 0"),
+        (drawn_by_rank, "its samples are others on rank 1 than on rank 0"),
+    ],
+)
+def test_ranks_that_have_different_data_are_stopped(data, said: str, field: str, tmp_path: Path) -> None:
+    with pytest.raises(JobError, match=f"^{field}: {said}"):
+        train(classify(**{field: data}), strategy="ddp", devices="2xcpu", folder=tmp_path, quiet=True)
 
 
 def test_the_exceptions_from_the_law_are_said_before_training(tmp_path: Path, capsys: pytest.CaptureFixture) -> None:
@@ -309,6 +338,18 @@ def test_parallelize_serves_a_loop_of_ones_own() -> None:
     assert loop("dp", "3xcpu") == pytest.approx(loop("single", "1xcpu"), abs=1e-12)
 
 
+@pytest.mark.parametrize("settings", [{"strategy": "dp", "devices": "2xcpu"}, {"devices": "1xcpu", "accumulate": 2}])
+def test_inputs_whose_first_dimension_is_time_are_not_cut_along_it(settings) -> None:
+    class Last(nn.GRU):
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return super().forward(x)[0][-1]
+
+    model = Last(6, 3)
+    step = lockstep.parallelize(model, nn.CrossEntropyLoss(), torch.optim.SGD(model.parameters(), lr=0.1), **settings)
+    with pytest.raises(InputError, match="inputs have 4 rows and targets 8, so they can't be cut together"):
+        step(drawn(4, 8, 6), labels(8, 3))
+
+
 def test_parallelize_inside_a_launch_is_ddp() -> None:
     data = TensorDataset(drawn(41, 6), labels(41, 3))
 
@@ -329,7 +370,7 @@ def test_parallelize_inside_a_launch_is_ddp() -> None:
 
 OWN_LOOP = """
 import json, torch, lockstep
-from torch.utils.data import TensorDataset
+from torch.utils.data import Subset, TensorDataset
 generator = torch.Generator().manual_seed(3)
 data = TensorDataset(torch.randn(41, 6, generator=generator), torch.randint(3, (41,), generator=generator))
 torch.manual_seed(0)

@@ -306,6 +306,22 @@ class PartlyFixed(nn.Module):
         return self.out(torch.tanh(self.trunk(x)))
 
 
+class KeepsNormsFixed(nn.Module):
+    """Its own ``train`` keeps the batch norms in eval mode, as detectors do."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.trunk, self.out = Conv(), nn.Linear(3, 3)
+
+    def train(self, mode: bool = True) -> KeepsNormsFixed:
+        super().train(mode)
+        self.trunk.eval()
+        return self
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.out(torch.tanh(self.trunk(x)))
+
+
 class Counting(nn.Module):
     """A buffer that changes in forward, and acts in it; extra state beside it."""
 
@@ -400,6 +416,12 @@ ZOO: dict[str, Job] = {
     "sparse gradients, and an empty rank": _job(
         Words, torch.randint(40, (25, 4), generator=torch.Generator().manual_seed(6)), labels(25, 3)
     ),
+    "sparse gradients that are clipped": _job(
+        Words,
+        torch.randint(40, (SAMPLES, 4), generator=torch.Generator().manual_seed(6)),
+        accumulate=2,
+        clip_norm=0.05,
+    ),
     "targets as a tuple of the samples'": _job(mlp, collate=with_tuples, loss=over_tuples, metrics={}),
     "a stream that draws": _streamed(SAMPLES, optimizer=sgd, epochs=3),
     "a stream whose last batch leaves a rank empty": _streamed(25, optimizer=sgd),
@@ -438,6 +460,9 @@ ZOO: dict[str, Job] = {
     "complex parameters": _job(Turning, optimizer=sgd),
     "parametrized weights": _job(parametrized, optimizer=sgd),
     "a part in eval mode": _job(PartlyFixed, drawn(SAMPLES, 2, 7, 7), optimizer=sgd),
+    "a model whose own train keeps a part in eval mode": _job(
+        KeepsNormsFixed, drawn(SAMPLES, 2, 7, 7), optimizer=sgd, epochs=3
+    ),
     "a buffer that counts and extra state": _job(Counting, optimizer=sgd),
     "a model that gives its own loss": _job(
         Judging, (drawn(SAMPLES, 6), labels(SAMPLES, 3)), labels(SAMPLES, 3), loss=its_own_loss, metrics={}

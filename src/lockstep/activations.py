@@ -1,9 +1,10 @@
 """Activation checkpointing: blocks of a model keep only their inputs, and compute the rest again in backward.
 
-PyTorch's ``checkpoint`` (without reentrance) does it, with two things added here. Buffers: in the second run they have
+PyTorch's ``checkpoint`` (without reentrance) does it, with some things added here. Buffers: in the second run they have
 the values that they had in the first, and afterwards those that they had before, so that running statistics move once.
 Names: a block stays the same object, only its class changes to a subclass of what it was, so parameters keep theirs.
-Random numbers are drawn again the same; in the threads of ``dp`` `lockstep.parallel.recompute` sees to that.
+Random numbers are drawn again the same, Python's and numpy's too; in the threads of ``dp``
+`lockstep.parallel.recompute` sees to those of torch, and a model that draws others is refused.
 """
 
 from __future__ import annotations
@@ -18,14 +19,17 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 from lockstep.errors import JobError, nearest
+from lockstep.seeding import other_states, set_other_states
 
 
-def checkpoint_blocks(model: nn.Module, wanted: str) -> list[str]:
+def checkpoint_blocks(model: nn.Module, wanted: str, *, compiled: bool = False) -> list[str]:
     """Make blocks of ``model`` forget their activations; gives the blocks' names.
 
     Args:
         model: is changed in place.
         wanted: ``"auto"``, or names with commas between: of a block, or of a list of blocks, of which each is one.
+        compiled: the model will be compiled. The compiler can't follow a checkpoint that puts buffers back: it leaves
+            the checkpoint as it is, and compiles what is inside.
 
     Raises:
         JobError: there is no such module (the nearest is offered), or ``auto`` finds no list of blocks.
@@ -36,12 +40,13 @@ def checkpoint_blocks(model: nn.Module, wanted: str) -> list[str]:
             "activation_checkpointing: auto finds no list of like blocks in the model: name blocks, "
             'as "encoder.layers" or "stem,body.3"'
         )
+    base = _compilable() if compiled else _Checkpointed
     for name, block in blocks.items():
         if "forward" in vars(block):
             raise JobError(f'activation_checkpointing: "{name}" has had its forward replaced: name blocks inside of it')
         if not isinstance(block, _Checkpointed):
             kind = type(block)
-            block.__class__ = type(f"Checkpointed{kind.__name__}", (_Checkpointed, kind), {"__module__": __name__})
+            block.__class__ = type(f"Checkpointed{kind.__name__}", (base, kind), {"__module__": __name__})
     return list(blocks)
 
 
@@ -100,18 +105,28 @@ class _Checkpointed(nn.Module):
         run = super().forward
         if not torch.is_grad_enabled():
             return run(*args, **kwargs)
-        buffers = _Buffers(self)
+        start = _Start(self)
         return checkpoint(
-            run, *args, use_reentrant=False, context_fn=lambda: (contextlib.nullcontext(), buffers.of_then()), **kwargs
+            run, *args, use_reentrant=False, context_fn=lambda: (contextlib.nullcontext(), start.again()), **kwargs
         )
 
 
-class _Buffers:
-    """The buffers of a block as they were when it ran first."""
+def _compilable() -> type[_Checkpointed]:
+    """The same for compiled models. (Made where it is needed, since the compiler takes 0.8 s to import.)"""
+
+    class Compilable(_Checkpointed):
+        forward = torch.compiler.disable(_Checkpointed.forward, recursive=False)  # type: ignore[no-untyped-call]
+
+    return Compilable
+
+
+class _Start:
+    """What a block began its first run with: its buffers, and the states of Python's and numpy's random numbers."""
 
     def __init__(self, block: nn.Module) -> None:
         self._places = [(m, name) for m in block.modules() for name, b in m._buffers.items() if b is not None]
         self._then = [self._value(place).clone() for place in self._places]
+        self._drawn = other_states()
 
     def _value(self, place: tuple[nn.Module, str]) -> torch.Tensor:
         value = place[0]._buffers[place[1]]
@@ -119,13 +134,16 @@ class _Buffers:
         return value
 
     @contextlib.contextmanager
-    def of_then(self) -> Iterator[None]:
-        """The block has them again for a while; what is written to them meanwhile is forgotten."""
+    def again(self) -> Iterator[None]:
+        """The block has them again for a while; what is written to buffers meanwhile is forgotten."""
         now = [self._value(place) for place in self._places]
+        drawn = other_states()
+        set_other_states(self._drawn)
         for (module, name), value in zip(self._places, self._then, strict=True):
             module._buffers[name] = value
         try:
             yield
         finally:
+            set_other_states(drawn)
             for (module, name), value in zip(self._places, now, strict=True):
                 module._buffers[name] = value

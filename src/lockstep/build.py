@@ -39,18 +39,30 @@ def build_model(job: Job, world: World) -> nn.Module:
     if not any(p.requires_grad for p in model.parameters()):
         raise JobError("model: it has no parameter that requires a gradient, so there is nothing to train")
     _make_lazy_parameters(model, job, world)
-    if not model.training:  # as pretrained models come; a part that was put in eval mode by itself stays there
-        model.train()
+    _begin_training(model)
     same_on_every_rank(model, world)
     convert_model(model, job.precision)
     if job.activation_checkpointing is not None:
-        _checkpoint(model, job.activation_checkpointing, job.sync_batchnorm and world.size * len(world.devices) > 1)
+        _checkpoint(model, job, job.sync_batchnorm and world.size * len(world.devices) > 1)
     if job.channels_last:
         # The stubs of Module.to leave this form out.
         model.to(memory_format=torch.channels_last)  # type: ignore[call-overload]
     if not world.device.is_slot:
         model.to(world.device.torch)
     return model
+
+
+def _begin_training(model: nn.Module) -> None:
+    """Put the model in training mode, as a loop written by hand would: a ``train`` of its own is called.
+
+    A part that was put in eval mode by itself stays there.
+    """
+    if not model.training:  # as pretrained models come
+        model.train()
+        return
+    for module in list(model.modules()):
+        if module.training and type(module).train is not nn.Module.train:  # it keeps a part of itself in eval mode
+            module.train()
 
 
 def trained_model(job: Job, weights: Path) -> nn.Module:
@@ -96,14 +108,15 @@ def _make_lazy_parameters(model: nn.Module, job: Job, world: World) -> None:
         raise JobError(f'model: "{left[0]}" is lazy, and forward doesn\'t use it: give it its shape')
 
 
-def _checkpoint(model: nn.Module, wanted: str, synchronised: bool) -> None:
+def _checkpoint(model: nn.Module, job: Job, synchronised: bool) -> None:
     """Checkpoint the activations of blocks.
 
     Raises:
         JobError: there are no such blocks, or they hold batch norms that replicas would synchronise in backward again.
     """
+    assert job.activation_checkpointing is not None
     modules = dict(model.named_modules())
-    for name in checkpoint_blocks(model, wanted):
+    for name in checkpoint_blocks(model, job.activation_checkpointing, compiled=bool(job.compile)):
         if synchronised and any(isinstance(m, nn.modules.batchnorm._BatchNorm) for m in modules[name].modules()):
             raise JobError(
                 f'activation_checkpointing: "{name}" has batch norms, and under sync_batchnorm the replicas would '
@@ -163,10 +176,12 @@ def _all_tensors(model: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
 
 
 def digest(tensor: torch.Tensor | None) -> tuple[float, float] | None:
-    """Two sums that tell different values apart: plain, and weighted by place."""
+    """Two finite sums that tell different values apart: plain, and weighted by place."""
     if tensor is None or tensor.is_meta or tensor.is_sparse or not tensor.numel():
         return None
     flat = torch.view_as_real(tensor.detach()) if tensor.is_complex() else tensor.detach()
     flat = flat.reshape(-1).double()
+    if not bool(torch.isfinite(flat).all()):  # a mask of -inf, say, whose sums would be NaN and never equal
+        flat = torch.where(torch.isfinite(flat), flat, flat.nan_to_num(nan=3.0, posinf=7.0, neginf=-5.0) * 1e3)
     places = torch.arange(1, flat.numel() + 1, dtype=torch.float64, device=flat.device).remainder_(1009.0)
     return float(flat.sum()), float(flat @ places)

@@ -24,6 +24,7 @@ import torch
 from torch import nn
 
 from lockstep.build import digest
+from lockstep.errors import StrategyError
 from lockstep.nesting import call, cut, each, tensors
 from lockstep.seeding import kept_states, same, states
 
@@ -98,6 +99,36 @@ def look(model: nn.Module, inputs: Any, samples: int) -> Seen:
         except Exception:  # what is wrong with the model, its first step says
             return seen
     return seen
+
+
+def refuse_written_buffers(model: nn.Module, inputs: Any) -> None:
+    """Refuse to compile a model that writes a buffer in forward, other than running statistics.
+
+    What is made of the buffer may be computed again in the compiled backward, from the buffer as it is then (torch
+    2.13, https://github.com/pytorch/pytorch/pull/197039; to be deleted when the oldest torch supported has that).
+
+    Raises:
+        StrategyError: it writes one. (That of a model that can't be copied isn't seen.)
+    """
+    norms = {id(b) for m in model.modules() if isinstance(m, nn.modules.batchnorm._NormBase) for b in m.buffers()}
+    before = {name: digest(b) for name, b in model.named_buffers() if id(b) not in norms}
+    if not before:
+        return
+    devices = {t.device for t in tensors(inputs) if t.device.type not in ("cpu", "meta")}
+    kind = next((d.type for d in devices), "cuda")
+    with torch.no_grad(), kept_states(), torch.random.fork_rng([d.index or 0 for d in devices], device_type=kind):
+        try:
+            copied = copy.deepcopy(model)
+            buffers = dict(copied.named_buffers())  # one that is replaced, not written, does no harm
+            call(copied, inputs)
+        except Exception:  # what is wrong with the model, its first step says
+            return
+    for name, was in before.items():
+        if digest(buffers[name]) != was:
+            raise StrategyError(
+                f'compile: the model writes its buffer "{name}" in forward, and PyTorch\'s compiled backward may read '
+                "it too late, for wrong gradients: leave compile out, or give the module a new tensor instead"
+            )
 
 
 def drops(module: nn.Module) -> bool:

@@ -105,6 +105,21 @@ def begin_momentum(optimizer: torch.optim.Optimizer) -> None:
                     optimizer.state[p]["momentum_buffer"] = torch.zeros_like(p)
 
 
+def clip_gradients(parameters: list[nn.Parameter], largest: float) -> None:
+    """Hold the norm of all gradients together under ``largest``; sparse ones too, which PyTorch's clip refuses."""
+    sparse = [p for p in parameters if p.grad is not None and p.grad.is_sparse]
+    if not sparse:
+        nn.utils.clip_grad_norm_(parameters, largest)
+        return
+    for p in sparse:
+        assert p.grad is not None
+        p.grad = p.grad.coalesce()  # each row once, as in a dense one
+    grads = [p.grad._values() if p.grad.is_sparse else p.grad for p in parameters if p.grad is not None]
+    norm = nn.utils.get_total_norm(grads)
+    for grad in grads:
+        grad.mul_((largest / (norm + 1e-6)).clamp(max=1.0))
+
+
 def _names_of(model: nn.Module) -> dict[int, str]:
     return {id(p): name for name, p in model.named_parameters()}
 

@@ -9,7 +9,8 @@ from typing import Any
 import torch
 
 from lockstep.data import Batch, Part, mixed, share_sizes
-from lockstep.nesting import batch_size_of, cut
+from lockstep.errors import InputError
+from lockstep.nesting import batch_size_of, cut, tensors
 from lockstep.world import World
 
 
@@ -24,8 +25,13 @@ def batch_of(
         accumulate: micro-batches to cut them in.
         world: the ranks.
         refuse_gaps: called with which ranks have samples of a micro-batch, where one has none and a later one has.
+
+    Raises:
+        InputError: inputs and targets can't be cut together.
     """
     mine = 0 if inputs is None else batch_size_of(inputs)
+    if accumulate > 1 or len(world.devices) > 1:
+        _refuse_other_rows(mine, targets)
     sizes = _sizes_of_all(mine, world)
     parts = []
     start = 0
@@ -42,6 +48,16 @@ def batch_of(
             if not all(here[: sum(here)]):
                 refuse_gaps(here)
     return Batch(parts, sum(sizes), 0, 0, None)
+
+
+def _refuse_other_rows(rows: int, targets: Any) -> None:
+    """Refuse what would be cut along another dimension than the batch: sequence-first inputs, say."""
+    theirs = [t.shape[0] for t in tensors(targets) if t.dim()]
+    if rows and theirs and rows not in theirs:
+        raise InputError(
+            f"inputs have {rows} rows and targets {theirs[0]}, so they can't be cut together: the first dimension of "
+            "both has to be the batch (batch_first=True, or transpose inside of the model)"
+        )
 
 
 def _sizes_of_all(mine: int, world: World) -> list[int]:

@@ -51,6 +51,19 @@ def states() -> States:
     return torch.get_rng_state(), random.getstate(), None if numpy is None else numpy.random.get_state()
 
 
+def other_states() -> tuple[Any, Any]:
+    """Those of ``random`` and numpy alone, which PyTorch's checkpoints don't keep."""
+    numpy = sys.modules.get("numpy")
+    return random.getstate(), None if numpy is None else numpy.random.get_state()
+
+
+def set_other_states(wanted: tuple[Any, Any]) -> None:
+    """Give ``random`` and numpy the states that ``other_states`` gave."""
+    random.setstate(wanted[0])
+    if wanted[1] is not None:
+        sys.modules["numpy"].random.set_state(wanted[1])
+
+
 def same(a: States, b: States) -> bool:
     """Whether nothing was drawn between the two."""
     if not torch.equal(a[0], b[0]) or a[1] != b[1]:

@@ -24,11 +24,11 @@ from torch import nn
 from lockstep.data import Batch, Part, mixed
 from lockstep.errors import InputError, LossError, NonFiniteLoss, OutOfMemory, RunError, StrategyError
 from lockstep.events import Line
-from lockstep.forward import drops, look
+from lockstep.forward import drops, look, refuse_written_buffers
 from lockstep.job import Job
 from lockstep.loss import Totalled
 from lockstep.nesting import batch_size_of, call, to_device
-from lockstep.optimizer import load_named_optimizer_state, named_optimizer_state
+from lockstep.optimizer import clip_gradients, load_named_optimizer_state, named_optimizer_state
 from lockstep.ownloop import batch_of, own_stream
 from lockstep.precision import Precision
 from lockstep.seeding import seed_all
@@ -100,7 +100,7 @@ class Step(ABC):
         self._seed = job.seed
         self._updates = 0
         self._looked = False
-        self._draws = False
+        self._draws = self._draws_elsewhere = False
         self._sick: torch.Tensor | None = None
         self._factors: dict[tuple[float, torch.dtype, torch.device], torch.Tensor] = {}
 
@@ -128,6 +128,7 @@ class Step(ABC):
 
         Raises:
             RunError: the batch's loss counts no item.
+            StrategyError: the model does in forward what can't be kept.
             NonFiniteLoss: the loss is NaN or infinite (on accelerators found some steps later, to save waiting).
             OutOfMemory: with the share that was too large.
         """
@@ -135,6 +136,8 @@ class Step(ABC):
         self._updates += 1
         if not self._looked:
             self._look(batch)
+            if self._compile and (first := self.first_share(batch)).size:
+                refuse_written_buffers(self.model, first.inputs)
             self._compile_models()
         try:
             total, count = self.gradients(batch)
@@ -174,7 +177,7 @@ class Step(ABC):
             raise StrategyError(
                 f'the model writes its parameter "{seen.writes}" in forward, each replica otherwise: take single'
             )
-        self._draws = seen.draws
+        self._draws, self._draws_elsewhere = seen.draws, seen.draws_elsewhere
         for note in seen.notes(with_dropout=any(map(drops, self.model.modules()))):
             self.world.tell(Line(note, "note"))
 
@@ -227,7 +230,7 @@ class Step(ABC):
     def clip(self) -> None:
         """Hold the norm of all gradients together under ``clip_norm``."""
         if self._clip_norm is not None:
-            nn.utils.clip_grad_norm_(self._parameters, self._clip_norm)
+            clip_gradients(self._parameters, self._clip_norm)
 
     def forward_loss(self, model: nn.Module, part: Part, where: str = "") -> tuple[torch.Tensor, Number]:
         """Total and count of one micro-batch's share under ``model``; the loss is probed where that is needed."""

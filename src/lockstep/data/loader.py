@@ -11,9 +11,9 @@ from torch import Tensor
 from lockstep import world as _world
 from lockstep.data.ahead import copied_ahead
 from lockstep.data.fetch import Collate, Fetcher
-from lockstep.data.order import Ascending, Places, by_person, permutation
+from lockstep.data.order import Orders, Places, numbered
 from lockstep.data.shares import Batch, Order, Part, Spans, checked_cutting, cuts, pieces
-from lockstep.data.source import is_stream, resolve
+from lockstep.data.source import is_stream, resolve, same_on_every_rank
 from lockstep.data.stream import StreamLoader
 from lockstep.data.workers import Workers, default_workers, free_cores
 from lockstep.errors import JobError
@@ -41,6 +41,7 @@ class Loader:
         evaluation: samples draw their random numbers from a stream of their own.
         pin: copy through pinned memory; None does so for CUDA and XPU.
         name: the job's field, for messages; None is ``train_data`` or ``eval_data``.
+        orders: those of another loader of the same dataset, to have them computed once.
 
     Raises:
         JobError: a setting is wrong, or the dataset is empty.
@@ -63,6 +64,7 @@ class Loader:
         evaluation: bool = False,
         pin: bool | None = None,
         name: str | None = None,
+        orders: Orders | None = None,
     ) -> None:
         checked_cutting(batch_size, accumulate, rank, world_size)
         if order is not None and not callable(order):
@@ -72,7 +74,8 @@ class Loader:
         if not self._length:
             raise JobError(f"{self._name}: it is empty")
         self._batch_size, self._rank, self._world_size, self._accumulate = batch_size, rank, world_size, accumulate
-        self._seed, self._shuffle, self._by_person = seed, shuffle, order
+        self._by_person = order
+        self.orders = orders or Orders(self._length, seed=seed, shuffle=shuffle, by_person=order)
         self._fetcher = Fetcher(dataset, seed=seed, evaluation=evaluation, collate=collate, name=self._name)
         self._device = None if device is None or device.type == "cpu" else device
         self._pin = self._device is not None and (self._device.type in ("cuda", "xpu") if pin is None else pin)
@@ -82,14 +85,13 @@ class Loader:
         if workers < 0:
             raise JobError(f"loader_workers: {workers}, a whole number from 0 is expected")
         self._workers = Workers(self._fetcher, workers, self._pin) if workers else None
-        self._held: tuple[int, Order] | None = None
         self._next = 0
         self._said = False
 
     @property
     def samples(self) -> int:
         """Samples of an epoch (the first, where the person's order gives epochs of different lengths)."""
-        return self._length if self._by_person is None else len(self._order(0))
+        return self._length if self._by_person is None else len(self.orders(0))
 
     def __len__(self) -> int:
         """Global batches of an epoch (the first)."""
@@ -97,7 +99,7 @@ class Loader:
 
     def batches_of(self, epoch: int) -> int:
         """Global batches of this epoch, where the person's order gives epochs of different lengths."""
-        return len(self) if self._by_person is None else -(-len(self._order(epoch)) // self._batch_size)
+        return len(self) if self._by_person is None else -(-len(self.orders(epoch)) // self._batch_size)
 
     def __iter__(self) -> Iterator[Batch]:
         """The next epoch: the first time epoch 0."""
@@ -119,23 +121,31 @@ class Loader:
         if self._workers is not None:
             self._workers.close()
 
-    # ---- the order of an epoch --------------------------------------------------------------------------------------
+    def _compare(self, epoch: int, order: Order) -> None:
+        """Make sure that the person's order is the same on every rank.
 
-    def _order(self, epoch: int) -> Order:
-        if self._held is not None and self._held[0] == epoch:
-            return self._held[1]
-        order: Order
-        if self._by_person is not None:
-            order = by_person(self._by_person, self._length, self._seed, epoch)
-        else:
-            order = permutation(self._length, self._seed, epoch) if self._shuffle else Ascending(self._length)
-        self._held = epoch, order
-        return order
+        Raises:
+            JobError: it isn't; every rank raises.
+        """
+        world = _world.current()
+        if self._by_person is None or world is None or world.size == 1 or world.size != self._world_size:
+            return
+        device = torch.device("cpu") if world.backend == "gloo" else world.device.torch
+        every = torch.zeros(world.size, dtype=torch.int64)
+        every[world.rank] = numbered(order)
+        numbers = world.all_reduce(every.to(device)).tolist()
+        for rank, number in enumerate(numbers):
+            if number != numbers[0]:
+                raise JobError(
+                    f"order: for epoch {epoch} it gave other indices on rank {rank} than on rank 0: it has to depend "
+                    "on the epoch alone; draw from torch's, random's or numpy's global generator, which are seeded"
+                )
 
     # ---- three ways to fetch ----------------------------------------------------------------------------------------
 
     def _batches(self, epoch: int, start: int) -> Iterator[Batch]:
-        order = self._order(epoch)
+        order = self.orders(epoch)
+        self._compare(epoch, order)
         last = len(order) % self._batch_size
         spans = Spans(
             cuts(self._batch_size, self._accumulate, self._rank, self._world_size),
@@ -213,7 +223,9 @@ class SharedLoader:
     """
 
     def __init__(self, dataset: Any, devices: int, **settings: Any) -> None:
-        self._loaders = [Loader(dataset, rank=i, world_size=devices, **settings) for i in range(devices)]
+        first = Loader(dataset, rank=0, world_size=devices, **settings)
+        settings["orders"] = first.orders
+        self._loaders = [first, *(Loader(dataset, rank=i, world_size=devices, **settings) for i in range(1, devices))]
         self.samples = self._loaders[0].samples
         self.batches_of = self._loaders[0].batches_of
 
@@ -248,7 +260,14 @@ def loader_of(dataset: Any, rank: int, world_size: int, devices: int = 1, **sett
         world_size: how many processes share each batch.
         devices: how many this process drives; each gets its share where there are several.
         settings: the others are as those of ``Loader``.
+
+    Raises:
+        JobError: the ranks have other data, or a setting is wrong.
     """
+    world = _world.current()
+    if world is not None and world.size == world_size:
+        named = settings.get("name") or ("eval_data" if settings.get("evaluation") else "train_data")
+        same_on_every_rank(dataset, world, named)
     if is_stream(dataset):
         if devices > 1:
             return StreamLoader(dataset, rank=None, world_size=devices, **settings)

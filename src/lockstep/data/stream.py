@@ -255,7 +255,7 @@ class Reader:
                     pairs.append(together(samples[a:b], self._collate, self._name))
         # At batches 0, 1, 2, 4, 8, ...: enough to see streams that were cut by rank.
         looks = self._compared and samples and index & (index - 1) == 0
-        return first, len(samples), _digest([samples[0], samples[-1]]) >> 1 if looks else 0, pairs
+        return first, len(samples), number_of([samples[0], samples[-1]]) >> 1 if looks else 0, pairs
 
     def _begin(self, epoch: int, state: int, start: int) -> None:
         self._place = 0
@@ -301,13 +301,13 @@ class Reader:
         )
 
 
-def _digest(nest: Any) -> int:
+def number_of(nest: Any) -> int:
     """A number of 64 bits made of a sample, the same in each process."""
     inside = parts(nest)
     if inside is not None:
         state = len(inside)
         for part in inside:
-            state = absorbed(state, _digest(part))
+            state = absorbed(state, number_of(part))
         return state
     if isinstance(nest, Tensor):
         if nest.layout != torch.strided or nest.is_meta or not nest.numel():

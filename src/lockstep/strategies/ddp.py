@@ -150,7 +150,9 @@ class DDPStep(Step):
         world = self.world
         # DDP divides by the number of ranks; what is wanted is the sum.
         ddp = self._overlapping(all(part.of >= world.size for part in batch.parts))
-        factor = (1 if ddp is None else world.size) / batch.size
+        # Under fp16 that factor comes after the sum: before, it would let gradients overflow that don't on one device.
+        early = 1 if ddp is None or self._scaler is not None else world.size
+        factor = early / batch.size
         total: Number = 0.0
         count: Number = 0
         for i, part in enumerate(batch.parts):
@@ -161,11 +163,15 @@ class DDPStep(Step):
                 continue
             part = self.placed(part)
             with nullcontext() if ddp is None or is_last else ddp.no_sync():
-                part_total, part_count = self._forward(ddp, part)
+                part_total, part_count = self._forward(ddp, part, sums=is_last)
                 total = total + part_total.detach()
                 count = count + part_count
                 self.backward(part_total, factor)
         if ddp is not None:
+            if early < world.size:
+                for p in self._parameters:
+                    if p.grad is not None:
+                        p.grad.mul_(world.size)
             total, count = self._summed(total, count)
         elif world.size > 1:
             total, count = self._summed_flat(total, count)
@@ -195,11 +201,12 @@ class DDPStep(Step):
             self._flat = FlatGradients(self._parameters, {id(m.weight) for m in modules})
         return self._flat.sum_over(self.world, total, count)
 
-    def _forward(self, ddp: DistributedDataParallel | None, part: Part) -> tuple[torch.Tensor, Number]:
+    def _forward(self, ddp: DistributedDataParallel | None, part: Part, *, sums: bool) -> tuple[torch.Tensor, Number]:
         if ddp is None:
             return self.forward_loss(self.model, part)
-        with nullcontext() if self._noticed else _without_line("find_unused_parameters=True was specified"):
-            self._noticed = True
+        # The reducer says it once, in the first forward whose backward is summed.
+        with nullcontext() if self._noticed or not sums else _without_line("find_unused_parameters=True was specified"):
+            self._noticed = sums
             found: tuple[torch.Tensor, Number] = ddp(part)
             return found
 

@@ -107,6 +107,7 @@ class DPStep(Step):
             self._team.on_abort.append(exchange.abort)
         self._streams = [torch.Generator() for _ in world.devices] if self._shared else []
         self._spans = _even_spans(self._parameters, len(world.devices))
+        self._recomputes = job.activation_checkpointing is not None
         recompute.install()
         self._begin_streams(job.seed)
 
@@ -136,6 +137,14 @@ class DPStep(Step):
         results = [result for result in self._team.run(work) if result is not None]
         self._add_gradients([i for i, job in enumerate(work) if job is not None])
         return self._summed([r[0] for r in results]), self._summed([r[1] for r in results])
+
+    def _look(self, batch: Batch) -> None:
+        super()._look(batch)
+        if self._recomputes and self._draws_elsewhere:
+            raise StrategyError(
+                "dp: activation_checkpointing, and the model draws from Python's or numpy's random in forward, which "
+                "all threads share, so a block can't draw the same again: draw from torch, or take ddp"
+            )
 
     def _compile_models(self) -> None:
         """Compile each replica.
