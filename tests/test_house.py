@@ -17,6 +17,7 @@ LAYERS = [
     {"jobfile", "loss", "inventory", "launch", "parallel"},
     {
         "ownloop",
+        "compiling",
         "activations",
         "precision",
         "build",

@@ -87,8 +87,11 @@ def _pair(name: str, value: Any) -> tuple[Any, Any]:
     for part in value:
         if isinstance(part, torch.Tensor) and part.numel() != 1:
             raise JobError(
-                f'metrics: "{name}" gave a tensor of shape {tuple(part.shape)} in (total, count), not a number'
+                f'metrics: "{name}" gave a tensor of shape {tuple(part.shape)} in (total, count), not a number: '
+                "sum it over the samples"
             )
+        if not isinstance(part, torch.Tensor) and not hasattr(part, "__float__"):
+            raise JobError(f'metrics: "{name}" gave {part!r} in (total, count), not a number')
     return value
 
 

@@ -11,6 +11,7 @@ import functools
 import os
 import shutil
 import tempfile
+import types
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -204,7 +205,7 @@ class _Prediction:
             found = _one_of(resolve_sets(source, world), plan.data)
         else:
             found = resolve(source, world, self.name)
-        dataset = inputs_of(found, whole=job.collate is not None)
+        dataset = inputs_of(found, self.name, whole=job.collate is not None)
         self.job = job.having(
             # With the weights in it from the start, so that replicas are copies of it.
             model=functools.partial(trained_model, job, plan.weights),
@@ -264,6 +265,8 @@ class _Prediction:
         """
         try:
             return self.step.predictions(batch)
+        except InputError as error:
+            raise InputError(f"{self.name}: {error}") from error
         except LockstepError:
             raise
         except Exception as error:
@@ -389,9 +392,13 @@ def _source(job: Job, data: Any) -> tuple[str, Any]:
     file, _, name = data.rpartition(":")
     module = vars(loaded(file))
     if name not in module:
-        known = [word for word in module if not word.startswith("_")]
+        known = [word for word, value in module.items() if _may_be_data(word, value)] or ["nothing that could be data"]
         raise InputError(f'{file}: there is no "{name}" in it; {nearest(name, known)}')
     return data, module[name]
+
+
+def _may_be_data(word: str, value: Any) -> bool:
+    return not word.startswith("_") and word != "job" and not isinstance(value, type | types.ModuleType)
 
 
 def _one_of(sets: Mapping[str, Any], wanted: str) -> Any:

@@ -21,6 +21,7 @@ from typing import Any, ClassVar
 import torch
 from torch import nn
 
+from lockstep.compiling import compile_models, not_compilable
 from lockstep.data import Batch, Part, mixed
 from lockstep.errors import InputError, LossError, NonFiniteLoss, OutOfMemory, RunError, StrategyError
 from lockstep.events import Line
@@ -149,6 +150,8 @@ class Step(ABC):
                 self._scaler.update()
         except (torch.OutOfMemoryError, MemoryError, RuntimeError) as error:
             if not _is_out_of_memory(error):
+                if self._compile and (why := not_compilable(error)) is not None:
+                    raise why from None
                 raise
             share = max(part.size for part in batch.parts)
             raise OutOfMemory(
@@ -186,9 +189,7 @@ class Step(ABC):
     def _compile_models(self) -> None:
         """In place, so that the modules keep their names."""
         if self._compile:
-            backend = "inductor" if self._compile is True else self._compile
-            for model in self.models():
-                model.compile(backend=backend)
+            compile_models(self.models(), self._compile)
 
     def first_share(self, batch: Batch) -> Part:
         """The first replica's share of the first micro-batch, on its device."""
