@@ -53,6 +53,34 @@ def test_a_compiled_model_keeps_its_names(tmp_path) -> None:
     assert isinstance(run.model()(torch.zeros(2, 6)), torch.Tensor)
 
 
+class Own(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.body = nn.Linear(6, 3)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.body(x).tanh()
+
+
+@pytest.mark.parametrize("model", [Own, lambda: nn.Sequential(nn.Linear(6, 8), nn.Tanh(), nn.Linear(8, 3))])
+@pytest.mark.parametrize(("way", "devices"), WAYS[:2])
+def test_models_are_compiled_whether_their_class_is_ones_own_or_of_pytorch(model, way, devices, tmp_path) -> None:
+    torch._dynamo.reset()
+    graphs = []
+
+    @torch._dynamo.register_backend(name="counting")  # type: ignore[untyped-decorator]
+    def counting(graph, inputs):
+        graphs.append(graph)
+        return graph.forward
+
+    try:
+        job = dataclasses.replace(ZOO["mlp"], model=model, compile="counting")
+        train(job, strategy=way, devices=devices, folder=tmp_path, quiet=True)
+    finally:
+        del torch._dynamo.backends.registry._COMPILER_FNS["counting"]
+    assert graphs
+
+
 @pytest.mark.parametrize(("way", "devices"), [("single", "1xcpu"), ("dp", "2xcpu"), ("ddp", "2xcpu")])
 def test_an_unknown_backend_is_refused_and_the_nearest_offered(way, devices, tmp_path) -> None:
     job = ZOO["mlp"].having(compile="inductr")
@@ -72,7 +100,7 @@ job = lockstep.Job(
 """
 
 
-@pytest.mark.parametrize("way", ["dp", "ddp"])
+@pytest.mark.parametrize("way", ["dp", pytest.param("ddp", marks=pytest.mark.slow)])
 def test_without_a_compiler_compile_is_refused_in_one_line_and_nothing_is_made(way: str, tmp_path) -> None:
     (tmp_path / "job.py").write_text(FILE)
     # Code that was made before would be found in PyTorch's cache.

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import shutil
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
+from typing import Any
 
 import torch
 from torch import nn
@@ -24,13 +25,22 @@ def compile_models(models: Iterable[nn.Module], backend: bool | str) -> None:
     name = "inductor" if backend is True else str(backend)
     try:
         for model in models:
-            model.compile(backend=name)
+            # What `model.compile()` does, but for the function between: PyTorch's compiler leaves out, without a word,
+            # whatever is called first in its own files, so that an nn.Sequential would not be compiled (torch 2.13).
+            model._compiled_call_impl = torch.compile(_calling(model._call_impl), backend=name)
     except RuntimeError as error:
         if type(error).__name__ != "InvalidBackend":
             raise
         raise JobError(
             f'compile: there is no backend "{name}"; {nearest(name, torch.compiler.list_backends())}'
         ) from None
+
+
+def _calling(function: Callable[..., Any]) -> Callable[..., Any]:
+    def compiled(*args: Any, **kwargs: Any) -> Any:
+        return function(*args, **kwargs)
+
+    return compiled
 
 
 def not_compilable(error: BaseException) -> JobError | None:
