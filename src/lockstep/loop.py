@@ -83,6 +83,7 @@ def _write_config(folder: RunFolder, plan: Plan, job: Job, world: World, devices
             "job": plan.name,
             "file": str(Path(source.path).resolve()) if source else None,
             "set": dict(source.knobs) if source else {},
+            "given": {n: job.settings[n] for n in source.settings if n in job.settings} if source else {},
             "settings": job.settings,
             "strategy": plan.strategy.name,
             "strategy_settings": dataclasses.asdict(plan.strategy),

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import os
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
@@ -104,7 +105,7 @@ def _with_settings(job: Job | JobFile, settings: Mapping[str, Any]) -> Job | Job
     if "device" in settings:
         raise JobError('device: did you mean "devices"?')
     if isinstance(job, JobFile):
-        return JobFile(job.path, job.knobs, {**job.settings, **settings})
+        return dataclasses.replace(job, settings={**job.settings, **settings})
     return job.having(**settings)
 
 
