@@ -32,7 +32,7 @@ LAYERS = [
         "compare",
     },
     {"step", "run", "linefile"},
-    {"strategies", "evaluation", "profiling", "progress"},
+    {"strategies", "evaluation", "firststep", "profiling", "progress"},
     {"parallelize", "loop"},
     {"train"},
     {"predict"},

@@ -69,6 +69,25 @@ def evaluate(step: Step, loader: AnyLoader, metrics: Mapping[str, Any], world: W
     return found
 
 
+def tried(metrics: Mapping[str, Any], outputs: Any, targets: Any) -> None:
+    """Try the metrics that are functions on outputs of training, so that a wrong one isn't found an epoch later.
+
+    What one raises is passed over: it may be meant for outputs of evaluation only.
+
+    Raises:
+        JobError: one gives something other than a total and a count.
+    """
+    for name, function in metrics.items():
+        if _is_torchmetric(function):
+            continue
+        try:
+            with torch.no_grad():
+                value = function(outputs, targets)
+        except Exception:
+            continue
+        _pair(name, value)
+
+
 def _summing_device(world: World) -> torch.device:
     return torch.device("cpu") if world.backend in (None, "gloo") else world.device.torch
 

@@ -23,6 +23,7 @@ from lockstep.devices import Device
 from lockstep.display import duration, words_of
 from lockstep.errors import JobError, told
 from lockstep.evaluation import evaluate_sets
+from lockstep.firststep import FirstStep, line_of
 from lockstep.folder import RunFolder
 from lockstep.job import Job
 from lockstep.jobfile import JobFile
@@ -118,6 +119,8 @@ class _Training:
         self.samples = 0
         self.seconds = 0.0
         self.profiler: Profiler | None = None
+        self.first: FirstStep | None = FirstStep(self.step, job.metrics if self.eval_data else {})
+        self.shapes: dict[str, Any] = {}
         self.devices = [str(d) for mine in world.gather_objects(world.devices) for d in mine]
 
     # ---- the whole --------------------------------------------------------------------------------------------------
@@ -207,6 +210,8 @@ class _Training:
         for batch in batches:
             step.seed(job.seed)
             result = step.update(batch)
+            if self.first is not None:
+                self._end_first(batch.size)
             total = total + result.total
             count = count + result.count
             samples += batch.size
@@ -223,6 +228,15 @@ class _Training:
             self.profiler.end_epoch()
         self.partial = (0.0, 0.0) if finished else (float(total), float(count))
         return samples, float(total) / float(count) if samples else float("nan"), finished
+
+    def _end_first(self, size: int) -> None:
+        """After the first update: say the shapes inside and outside."""
+        assert self.first is not None
+        self.shapes = self.first.done(self.world, self.devices, size)
+        self.first = None
+        line = line_of(self.shapes, self.job.accumulate)
+        if self.world.is_first and line is not None:
+            self.told.line(line)
 
     def _stop_if_told(self, answer: bool) -> None:
         if self.job.on_event:
@@ -308,6 +322,7 @@ class _Training:
             "steps": self.world.step,
             "batch_size": self.job.batch_size,
             "shares": share_sizes(self.job.batch_size, len(self.devices)),
+            "shapes": self.shapes,
             "train_samples": self.loader.samples,
             "eval_samples": _sum_of_known([loader.samples for loader in self.eval_loaders.values()]),
             "loss": self.record.get("eval_loss", self.record.get("train_loss")),

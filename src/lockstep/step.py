@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import math
 from abc import ABC, abstractmethod
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any, ClassVar
 
@@ -73,7 +73,10 @@ class Step(ABC):
         model: the model under its one-device names.
         optimizer: the one optimizer of this process.
         world: this process's place among the ranks.
+        on_forward: told of each forward of an update: which replica, its part, its outputs (see ``firststep``).
     """
+
+    on_forward: Callable[[str, Part, Any], None] | None = None
 
     cuts_batch = True
     """Whether a loss sees less than the global batch, so that it must be additive over samples."""
@@ -235,6 +238,8 @@ class Step(ABC):
         with self._precision.autocast():
             outputs = call(model, part.inputs)
             total, count = self.loss(outputs, part.targets, part.size)
+        if self.on_forward is not None:
+            self.on_forward(where, part, outputs)
         if self.cuts_batch:
             # What makes a loss other than a mean over samples may be rare.
             self.loss.check(outputs, part.targets, part.size, again=self.looks_again)
