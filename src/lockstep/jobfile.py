@@ -18,6 +18,8 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any
 
+import cloudpickle
+
 from lockstep.errors import JobError, LockstepError, nearest, told
 from lockstep.job import SETTINGS, Job, checked_setting, convert
 from lockstep.seeding import seeded
@@ -120,6 +122,8 @@ def _run(path: Path) -> ModuleType:
         sys.path.insert(0, folder)
     # Loader workers and pickles find its classes by this name.
     sys.modules[name] = module
+    # Ranks of a launch haven't loaded it: what is in it comes to them by value.
+    cloudpickle.register_pickle_by_value(module)
     try:
         spec.loader.exec_module(module)
     except LockstepError:
