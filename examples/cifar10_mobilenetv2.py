@@ -109,7 +109,7 @@ def job(
         data: the folder of the binary files, or one that has it as ``cifar-10-batches-bin``.
         image_size: height and width that the images are enlarged to.
         lr: the learning rate at the start.
-        epochs: also the length of the annealing: ``--set epochs=10``, not ``--epochs 10``.
+        epochs: also the length of the annealing; ``--epochs 10`` sets it.
         generated: take a stand-in of the same shape for the images.
         samples: of the stand-in for training; a fifth of that is held out.
     """

@@ -45,8 +45,8 @@ def accuracy(outputs: torch.Tensor, targets: torch.Tensor) -> tuple[torch.Tensor
     return (outputs.argmax(dim=1) == targets).sum(), len(targets)
 
 
-def job(lr: float = 0.05, width: int = 32) -> lockstep.Job:
-    """The job; its knobs are given as `--set lr=0.1`."""
+def job(lr: float = 0.05, width: int = 32, epochs: int = 10) -> lockstep.Job:
+    """The job; its knobs are given as `--set lr=0.1`, and `--epochs 5` comes in by its name, for the annealing."""
     return lockstep.Job(
         model=lambda: Net(width),
         loss=nn.CrossEntropyLoss(),
@@ -54,7 +54,7 @@ def job(lr: float = 0.05, width: int = 32) -> lockstep.Job:
         train_data=lambda: digits(held_out=False),
         eval_data=lambda: digits(held_out=True),
         batch_size=64,
-        epochs=10,
-        lr_scheduler=lambda optimizer: torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, T_max=10),
+        epochs=epochs,
+        lr_scheduler=lambda optimizer: torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, T_max=epochs),
         metrics={"accuracy": accuracy},
     )

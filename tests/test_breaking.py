@@ -91,6 +91,7 @@ def test_what_a_rank_raises_is_shown_once_headed_by_rank_and_step(folder, monkey
     err = capfd.readouterr().err
     assert err.count("ValueError: no such luck") == 2, "the traceback and the last line"
     assert err.count("Traceback") == 1
+    assert err.count("  File ") == 1, "the person's own code only"
     assert err.strip().splitlines()[-1] == "lockstep: rank 1 (cpu:1) failed at step 5: ValueError: no such luck"
     assert len(list(folder.glob("runs/*"))) == 1
 

@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import dataclasses
+import os
+import subprocess
+import sys
 
 import pytest
 import torch
 from torch import nn
 
 from lockstep import train
-from lockstep.errors import StrategyError
+from lockstep.errors import JobError, StrategyError
 from lockstep.strategies.ddp import DDP
 from lockstep.verify import differences, parity
 from zoo import ZOO
@@ -118,3 +121,64 @@ def test_other_buffers_that_change_may_be_compiled(kind: str) -> None:
     if kind != "running statistics":
         job = dataclasses.replace(ZOO["mlp"], model=Replacing, compile="aot_eager")
     assert parity(job, "single", "1xcpu", against_settings={"compile": False}).worst < 1e-10
+
+
+class Own(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.body = nn.Linear(6, 3)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.body(x).tanh()
+
+
+@pytest.mark.parametrize("model", [Own, lambda: nn.Sequential(nn.Linear(6, 8), nn.Tanh(), nn.Linear(8, 3))])
+@pytest.mark.parametrize(("way", "devices"), WAYS[:2])
+def test_models_are_compiled_whether_their_class_is_ones_own_or_of_pytorch(model, way, devices, tmp_path) -> None:
+    torch._dynamo.reset()
+    graphs = []
+
+    @torch._dynamo.register_backend(name="counting")  # type: ignore[untyped-decorator]
+    def counting(graph, inputs):
+        graphs.append(graph)
+        return graph.forward
+
+    try:
+        job = dataclasses.replace(ZOO["mlp"], model=model, compile="counting")
+        train(job, strategy=way, devices=devices, folder=tmp_path, quiet=True)
+    finally:
+        del torch._dynamo.backends.registry._COMPILER_FNS["counting"]
+    assert graphs
+
+
+@pytest.mark.parametrize(("way", "devices"), [("single", "1xcpu"), ("dp", "2xcpu"), ("ddp", "2xcpu")])
+def test_an_unknown_backend_is_refused_and_the_nearest_offered(way, devices, tmp_path) -> None:
+    job = ZOO["mlp"].having(compile="inductr")
+    with pytest.raises(JobError, match=r'^compile: there is no backend "inductr"; did you mean "inductor"'):
+        train(job, strategy=way, devices=devices, folder=tmp_path, quiet=True)
+    assert not list(tmp_path.iterdir())
+
+
+FILE = """
+import torch, lockstep
+from torch import nn
+from torch.utils.data import TensorDataset
+job = lockstep.Job(
+    model=lambda: nn.Sequential(nn.Linear(4, 8), nn.Tanh(), nn.Linear(8, 1)), loss=nn.MSELoss(),
+    optimizer=lambda p: torch.optim.SGD(p, lr=0.1), train_data=TensorDataset(torch.zeros(8, 4), torch.zeros(8, 1)),
+    batch_size=4, compile=True)
+"""
+
+
+@pytest.mark.parametrize("way", ["dp", pytest.param("ddp", marks=pytest.mark.slow)])
+def test_without_a_compiler_compile_is_refused_in_one_line_and_nothing_is_made(way: str, tmp_path) -> None:
+    (tmp_path / "job.py").write_text(FILE)
+    # Code that was made before would be found in PyTorch's cache.
+    without = {"PATH": "/nonexistent", "CXX": "", "TORCHINDUCTOR_CACHE_DIR": str(tmp_path / "cache")}
+    words = [sys.executable, "-m", "lockstep", "train", "job.py", "--strategy", way, "--devices", "2xcpu"]
+    done = subprocess.run(
+        words, cwd=tmp_path, env={**os.environ, **without}, capture_output=True, text=True, check=False
+    )
+    assert done.returncode == 2
+    assert done.stderr.startswith("lockstep: compile: no C++ compiler works here: install g++")
+    assert done.stderr.count("\n") == 1 and not list((tmp_path / "runs").glob("*"))

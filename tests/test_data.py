@@ -485,8 +485,8 @@ def test_a_dataset_is_taken_as_it_is_and_a_callable_is_called() -> None:
     [
         ([], "eval_data: it is empty"),
         (list, "eval_data: it is empty"),
-        (5, "a int is no dataset"),
-        (lambda: None, "a NoneType is no dataset"),
+        (5, "int is no dataset"),
+        (lambda: None, "NoneType is no dataset"),
         (lambda: 1 / 0, "calling it raised ZeroDivisionError: division by zero"),
     ],
 )

@@ -288,7 +288,7 @@ SET = TensorDataset(torch.arange(3), torch.arange(3))
         (lambda: (SET, DataLoader(SET)), "a tuple of DataLoaders cuts"),
         ((i for i in range(3)), "a generator can be gone through only once: give the function that makes it"),
         ({"a": SET}, "sets by name are for eval_data"),
-        (5, "a int is no dataset"),
+        (5, "int is no dataset"),
     ],
 )
 def test_what_is_no_data_to_train_on_is_said(source: Any, said: str) -> None:

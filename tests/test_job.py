@@ -10,11 +10,11 @@ import pytest
 import torch
 from torch import nn
 
-from lockstep import Job
+from lockstep import Job, launch
 from lockstep.cli import _SETTINGS
 from lockstep.errors import JobError
 from lockstep.job import SETTINGS
-from lockstep.jobfile import JobFile
+from lockstep.jobfile import JobFile, loaded
 
 GOOD = {
     "model": lambda: nn.Linear(2, 1),
@@ -132,3 +132,40 @@ def test_what_is_wrong_in_a_job_file_is_said_in_one_line(tmp_path: Path, text: s
 def test_a_missing_file_is_named() -> None:
     with pytest.raises(JobError, match=r"nowhere\.py: there is no such file"):
         JobFile("nowhere.py").load()
+
+
+def rate_of(job: Job) -> float:
+    return job.optimizer([nn.Parameter(torch.zeros(1))]).param_groups[0]["lr"]
+
+
+def test_a_setting_that_the_function_takes_by_its_name_is_given_to_it(tmp_path: Path) -> None:
+    body = "def job(epochs: int = 10, steps: int = 3, width: int = 4):\n    return make(epochs * 1.0, epochs=epochs)"
+    file = written(tmp_path, HEAD + body)
+    assert JobFile(file.path).load().epochs == 10
+    made = JobFile(file.path, {}, {"epochs": "5"}).load()
+    assert made.epochs == 5 and rate_of(made) == 5.0
+    assert rate_of(JobFile(file.path, {"epochs": "7"}, {"epochs": "5"}).load()) == 5.0, "the setting wins"
+    kept = JobFile(file.path, {}, {}, {"epochs": 5}).load()
+    assert kept.epochs == 5 and rate_of(kept) == 10.0, "what a run ended up with isn't what it was asked for"
+    with pytest.raises(JobError, match=r"^epochs: 0 is too small"):
+        JobFile(file.path, {}, {"epochs": "0"}).load()
+
+
+def test_ranks_can_call_what_a_job_file_defines(tmp_path: Path) -> None:
+    text = """
+import dataclasses
+from beside import SCALE
+FACTOR = 3
+
+@dataclasses.dataclass
+class Found:
+    value: int
+
+def scaled(x): return x * FACTOR * SCALE
+def on_a_rank(world, x): return Found(scaled(x) + world.rank)
+"""
+    (tmp_path / "beside.py").write_text("SCALE = 10")
+    (tmp_path / "tools.py").write_text(text)
+    module = loaded(str(tmp_path / "tools.py"))
+    assert [found.value for found in launch(module.on_a_rank, "2xcpu", args=(2,))] == [60, 61]
+    assert launch(lambda world, found: found.value, "2xcpu", args=(module.Found(4),)) == [4, 4]

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from lockstep.errors import InputError
-from lockstep.nesting import batch_size_of, cut, to_device
+from lockstep.nesting import batch_size_of, call, cut, to_device
 
 Point = namedtuple("Point", "x y")
 
@@ -52,3 +52,23 @@ def test_only_floating_tensors_change_their_format() -> None:
     assert (x.dtype, i.dtype) == (torch.float64, torch.int64)
     image = to_device(torch.zeros(2, 3, 4, 4), torch.device("cpu"), channels_last=True)
     assert image.is_contiguous(memory_format=torch.channels_last)
+
+
+def test_a_list_of_samples_that_nobody_padded_is_named_in_one_line() -> None:
+    ragged = [torch.zeros(3), torch.zeros(4), torch.zeros(5)]
+    with pytest.raises(
+        InputError, match=r"Linear's forward\(input\) can't take \[float32\(3,\), .*pad samples of different"
+    ):
+        call(torch.nn.Linear(8, 2), ragged)
+    with pytest.raises(InputError, match=r"float32\(3,\), ... 12 in all\]"):
+        call(torch.nn.Linear(8, 2), [torch.zeros(3)] * 12)
+    with pytest.raises(InputError, match=r"can't take {'x': float32\(2, 8\)}: .* is passed by its names"):
+        call(torch.nn.Linear(8, 2), {"x": torch.zeros(2, 8)})
+
+
+def test_what_a_model_raises_itself_stays_as_it_is() -> None:
+    def forward(x: torch.Tensor) -> None:
+        raise TypeError("of its own")
+
+    with pytest.raises(TypeError, match="of its own"):
+        call(forward, torch.zeros(2))

@@ -353,7 +353,7 @@ def test_data_that_the_model_can_not_take_are_refused_at_the_first_batch(way: st
     says = r"data: the model can't take float32\(\d, 5\): RuntimeError: mat1 and mat2"
     refused(run, tmp_path, says, data=TensorDataset(drawn(9, 5)), **on(way))
     refused(run, tmp_path, "data: it is empty", JobError, data=TensorDataset(drawn(0, 6)), **on(way))
-    refused(run, tmp_path, "data: a int is no dataset", JobError, data=3, **on(way))
+    refused(run, tmp_path, "data: int is no dataset", JobError, data=3, **on(way))
 
 
 def test_a_file_that_is_there_is_kept_unless_told(tmp_path: Path) -> None:
@@ -401,6 +401,8 @@ from torch.utils.data import TensorDataset
 x = torch.randn(25, 6, generator=torch.Generator().manual_seed(1))
 more = TensorDataset(x[:9])
 number = 3
+words = ["a", "b", "c"]
+def flow(): yield from x
 def made(): return TensorDataset(x[:5])
 def broken(): raise OSError("no net")
 class Slow:
@@ -453,7 +455,10 @@ def test_the_command_writes_in_the_folder_of_the_run_and_says_where(words: str, 
         ("predict run a_job.py", "which dataset in it\\? write a_job.py:NAME"),
         ("predict run missing.py:x", "there is no file missing.py"),
         ("predict run a_job.py:mroe", 'a_job.py: there is no "mroe" in it; did you mean "more"'),
-        ("predict run a_job.py:number", "a_job.py:number: a int is no dataset"),
+        ("predict run a_job.py:nothing", 'no "nothing" in it; there are: x, more, number, words, flow, made, broken'),
+        ("predict run a_job.py:flow", "a_job.py:flow: a stream has no length, and predicting needs one: give a list"),
+        ("predict run a_job.py:words", "a_job.py:words: .*forward\\(.* can't take \\[str, str, str\\]"),
+        ("predict run a_job.py:number", "a_job.py:number: int is no dataset"),
         ("predict run a_job.py:broken", "a_job.py:broken: calling it raised OSError: no net"),
         ("predict run a_job.py:x --set width=5", 'weights of another model: "weight" is \\(4, 6\\) in the run'),
         ("predict run --out x.csv", "x.csv should end in"),

@@ -51,8 +51,8 @@ def test_a_run_leaves_its_folder(strategy: str, tmp_path: Path) -> None:
     }  # fmt: skip
     summary = json.loads((run.folder / "summary.json").read_text())
     assert set(summary) == {
-        "strategy", "devices", "world_size", "epochs", "steps", "batch_size", "shares", "train_samples", "eval_samples",
-        "loss", "metrics", "samples_per_second", "seconds", "peak_memory_bytes", "versions",
+        "strategy", "devices", "world_size", "epochs", "steps", "batch_size", "shares", "shapes", "train_samples",
+        "eval_samples", "loss", "metrics", "samples_per_second", "seconds", "peak_memory_bytes", "versions",
     }  # fmt: skip
     assert (summary["epochs"], summary["steps"], summary["train_samples"], summary["eval_samples"]) == (2, 14, 50, 21)
     assert summary["world_size"] == len(summary["peak_memory_bytes"]) == (2 if strategy == "ddp" else 1)
@@ -395,3 +395,12 @@ def test_a_plain_loop_is_ddp_under_torchrun_and_single_without(tmp_path: Path) -
         size, losses = out.stdout.split(" ", 1)
         found[int(size)] = json.loads(losses)
     assert found[2] == pytest.approx(found[1], abs=1e-12)
+
+
+def test_a_metric_that_gives_no_numbers_is_named(tmp_path: Path) -> None:
+    job = classify(metrics={"vector": lambda outputs, targets: (outputs.argmax(dim=1) == targets, len(targets))})
+    with pytest.raises(JobError, match=r'metrics: "vector" gave a tensor of shape \(\d,\) .*: sum it over the samples'):
+        train(job, strategy="single", devices="1xcpu", folder=tmp_path, quiet=True)
+    with pytest.raises(JobError, match="metrics: \"word\" gave 'good' in"):
+        evaluate(classify(metrics={"word": lambda outputs, targets: ("good", 3)}), devices="1xcpu")
+    assert not list(tmp_path.iterdir())

@@ -12,14 +12,13 @@ import re
 import signal
 import sys
 import time
-import traceback
 from collections.abc import Callable, Sequence
 from types import FrameType
 from typing import Any, NoReturn
 
 import lockstep
 from lockstep.allocator import prepare
-from lockstep.errors import InputError, LockstepError, RankFailed, nearest
+from lockstep.errors import InputError, LockstepError, RankFailed, nearest, own_traceback
 
 
 class _Parser(argparse.ArgumentParser):
@@ -62,7 +61,7 @@ def main(words: Sequence[str] | None = None) -> int:
             _say(f"lockstep: rank {os.environ['RANK']} stopped because another rank did")
             return _ended(1)
         # The person's own code, run in this process: its traceback is what helps.
-        traceback.print_exc()
+        _say(own_traceback(error).rstrip())
         first = str(error).splitlines()[0] if str(error) else ""
         _say(f"lockstep: the run failed: {type(error).__name__}: {first}")
         return _ended(1)
@@ -148,7 +147,8 @@ def _parser() -> tuple[_Parser, dict[str, _Parser]]:
         "data",
         nargs="?",
         default="eval",
-        help="eval (the default) or train: the job's own; FILE.py:NAME: a dataset, or a function that gives one",
+        help="eval (the default) or train: the job's own, eval:NAME: one of several evaluation sets; "
+        "FILE.py:NAME: a dataset, or a function that gives one",
     )
     predict.add_argument(
         "--out",

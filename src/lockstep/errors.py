@@ -101,6 +101,35 @@ def nearest(name: str, names: list[str]) -> str:
     return f'did you mean "{near[0]}"?' if near else f"there are: {', '.join(names)}"
 
 
+def own_traceback(error: BaseException) -> str:
+    """An exception's traceback as text, from the person's own code on where that is in it.
+
+    What called it (this package, PyTorch) tells them nothing. Where none of the frames is theirs, only those of the
+    launch are left out: then it may be a fault of ours, or of PyTorch's, to be reported.
+    """
+    import traceback
+    from pathlib import Path
+
+    launch = str(Path(__file__).with_name("launch"))
+    first = trace = error.__traceback__
+    while trace is not None and not _is_own(trace.tb_frame.f_code.co_filename):
+        trace = trace.tb_next
+    while trace is None and first is not None and first.tb_next is not None:
+        if not first.tb_frame.f_code.co_filename.startswith(launch):
+            break
+        first = first.tb_next
+    return "".join(traceback.format_exception(type(error), error, trace or first))
+
+
+def _is_own(file: str) -> bool:
+    """Whether a file is of the person's own code: neither installed, nor of this package."""
+    import sysconfig
+    from pathlib import Path
+
+    installed = (sysconfig.get_path("stdlib"), sysconfig.get_path("purelib"), str(Path(__file__).parent))
+    return not file.startswith((*installed, "<frozen"))
+
+
 def told(error: BaseException, path: str | None = None) -> str:
     """``TypeError: what (file.py, line 12)``: an error in one line, with where the person's own code raised it.
 

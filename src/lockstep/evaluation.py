@@ -69,6 +69,25 @@ def evaluate(step: Step, loader: AnyLoader, metrics: Mapping[str, Any], world: W
     return found
 
 
+def tried(metrics: Mapping[str, Any], outputs: Any, targets: Any) -> None:
+    """Try the metrics that are functions on outputs of training, so that a wrong one isn't found an epoch later.
+
+    What one raises is passed over: it may be meant for outputs of evaluation only.
+
+    Raises:
+        JobError: one gives something other than a total and a count.
+    """
+    for name, function in metrics.items():
+        if _is_torchmetric(function):
+            continue
+        try:
+            with torch.no_grad():
+                value = function(outputs, targets)
+        except Exception:
+            continue
+        _pair(name, value)
+
+
 def _summing_device(world: World) -> torch.device:
     return torch.device("cpu") if world.backend in (None, "gloo") else world.device.torch
 
@@ -87,8 +106,11 @@ def _pair(name: str, value: Any) -> tuple[Any, Any]:
     for part in value:
         if isinstance(part, torch.Tensor) and part.numel() != 1:
             raise JobError(
-                f'metrics: "{name}" gave a tensor of shape {tuple(part.shape)} in (total, count), not a number'
+                f'metrics: "{name}" gave a tensor of shape {tuple(part.shape)} in (total, count), not a number: '
+                "sum it over the samples"
             )
+        if not isinstance(part, torch.Tensor) and not hasattr(part, "__float__"):
+            raise JobError(f'metrics: "{name}" gave {part!r} in (total, count), not a number')
     return value
 
 

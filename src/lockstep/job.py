@@ -122,7 +122,7 @@ class Job:
         if not isinstance(self.on_event, Sequence):
             raise JobError("on_event: a list of functions is expected")
         for name in SETTINGS:
-            object.__setattr__(self, name, _checked(name, getattr(self, name)))
+            object.__setattr__(self, name, checked_setting(name, getattr(self, name)))
 
     def having(self, **settings: Any) -> Job:
         """The same job with some settings changed.
@@ -165,7 +165,7 @@ SETTINGS: dict[str, Any] = _plain_types()
 """The settings that a command line can give, with their types."""
 
 
-def _checked(name: str, value: Any) -> Any:
+def checked_setting(name: str, value: Any) -> Any:
     """The value of a plain setting in its own type, or a JobError that names the setting."""
     value = convert(value, SETTINGS[name], name)
     if isinstance(value, int | float) and not isinstance(value, bool):

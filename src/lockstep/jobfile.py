@@ -1,12 +1,14 @@
 """A job file: a Python file with a ``job``, which is a Job or a function that returns one.
 
 The function's keyword arguments are the job's own knobs, given as ``--set lr=0.05`` and typed by their annotations.
+One that has the name of a setting (``epochs``) is also given what ``--epochs 5`` says, for what depends on it.
 Each rank loads the file from its path, so nothing in it needs to be picklable.
 """
 
 from __future__ import annotations
 
 import ast
+import dataclasses
 import importlib.util
 import inspect
 import sys
@@ -17,8 +19,10 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any
 
+import cloudpickle
+
 from lockstep.errors import JobError, LockstepError, nearest, told
-from lockstep.job import Job, convert
+from lockstep.job import SETTINGS, Job, checked_setting, convert
 from lockstep.seeding import seeded
 
 
@@ -29,12 +33,15 @@ class JobFile:
     Attributes:
         path: of the Python file.
         knobs: keyword arguments of its ``job`` function, as words or values.
-        settings: fields of the Job to replace.
+        settings: fields of the Job to replace. A keyword argument of the function that has the name of one of them is
+            given it too, before what ``knobs`` say.
+        kept: fields of the Job that a run was made with; the function isn't told of them.
     """
 
     path: str
     knobs: Mapping[str, Any] = field(default_factory=dict)
     settings: Mapping[str, Any] = field(default_factory=dict)
+    kept: Mapping[str, Any] = field(default_factory=dict)
 
     @property
     def name(self) -> str:
@@ -68,10 +75,11 @@ class JobFile:
             raise JobError(
                 f"{self.path}: its `job` is a {type(found).__name__}, not a Job or a function that returns one"
             )
-        return job.having(**self.settings) if self.settings else job
+        replaced = {**self.kept, **self.settings}
+        return job.having(**replaced) if replaced else job
 
     def _call(self, function: Callable[..., Any]) -> Job:
-        knobs = _typed(function, self.knobs)
+        knobs = {**_typed(function, self.knobs), **self._settings_asked_for(function)}
         try:
             job = function(**knobs)
         except LockstepError:
@@ -81,6 +89,39 @@ class JobFile:
         if not isinstance(job, Job):
             raise JobError(f"{self.path}: job() returned a {type(job).__name__}, not a lockstep.Job")
         return job
+
+    def _settings_asked_for(self, function: Callable[..., Any]) -> dict[str, Any]:
+        """Settings that the function takes by their own names, the length of a schedule say."""
+        wanted = [n for n in inspect.signature(function).parameters if n in SETTINGS and n in self.settings]
+        asked = {name: checked_setting(name, self.settings[name]) for name in wanted}
+        return _typed(function, {name: value for name, value in asked.items() if value is not None}, label="{}")
+
+
+def as_job(job: Job | JobFile | Callable[[], Job] | str | Path) -> Job | JobFile:
+    """What a person may give for a job: a Job, a function that returns one, or the path of a file."""
+    if isinstance(job, str | Path):
+        return JobFile(str(job))
+    if isinstance(job, Job | JobFile):
+        return job
+    made = job() if callable(job) else job
+    if not isinstance(made, Job):
+        raise JobError(f"job: a Job, a function that returns one, or a job file is expected, not {type(made).__name__}")
+    return made
+
+
+def with_settings(job: Job | JobFile, settings: Mapping[str, Any]) -> Job | JobFile:
+    """The same job with some settings replaced.
+
+    Raises:
+        JobError: one doesn't exist, or its value is wrong; a file's are looked at when it is loaded.
+    """
+    if not settings:
+        return job
+    if "device" in settings:
+        raise JobError('device: did you mean "devices"?')
+    if isinstance(job, JobFile):
+        return dataclasses.replace(job, settings={**job.settings, **settings})
+    return job.having(**settings)
 
 
 def loaded(path: str) -> ModuleType:
@@ -109,6 +150,8 @@ def _run(path: Path) -> ModuleType:
         sys.path.insert(0, folder)
     # Loader workers and pickles find its classes by this name.
     sys.modules[name] = module
+    # Ranks of a launch haven't loaded it: what is in it comes to them by value.
+    cloudpickle.register_pickle_by_value(module)
     try:
         spec.loader.exec_module(module)
     except LockstepError:
@@ -120,8 +163,8 @@ def _run(path: Path) -> ModuleType:
     return module
 
 
-def _typed(function: Callable[..., Any], knobs: Mapping[str, Any]) -> dict[str, Any]:
-    """The knobs in the types that the function's annotations (or defaults) say."""
+def _typed(function: Callable[..., Any], knobs: Mapping[str, Any], label: str = "--set {}") -> dict[str, Any]:
+    """The knobs in the types that the function's annotations (or defaults) say; ``label`` names one in messages."""
     parameters = inspect.signature(function).parameters
     open_ended = any(p.kind is p.VAR_KEYWORD for p in parameters.values())
     try:
@@ -135,7 +178,7 @@ def _typed(function: Callable[..., Any], knobs: Mapping[str, Any]) -> dict[str, 
             raise JobError(
                 f"--set {name}: the job has no such knob; {nearest(name, known) if known else 'it has none'}"
             )
-        typed[name] = convert(value, _hint(name, hints, parameters, value), f"--set {name}")
+        typed[name] = convert(value, _hint(name, hints, parameters, value), label.format(name))
     return typed
 
 

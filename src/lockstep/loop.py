@@ -19,16 +19,18 @@ import torch
 
 from lockstep.allocator import freed_memory_kept
 from lockstep.checkpoint import load_state, save_state, save_weights
-from lockstep.data import NOT_SHUFFLED, AnyLoader, is_stream, loader_of, resolve, resolve_sets, share_sizes
+from lockstep.data import NOT_SHUFFLED, eval_loaders, is_stream, job_loader, resolve, resolve_sets, share_sizes
 from lockstep.devices import Device
 from lockstep.display import duration, words_of
 from lockstep.errors import JobError, told
 from lockstep.evaluation import evaluate_sets
+from lockstep.firststep import FirstStep, line_of
 from lockstep.folder import RunFolder
 from lockstep.job import Job
 from lockstep.jobfile import JobFile
+from lockstep.memory import peak_memory
 from lockstep.profiling import Profiler
-from lockstep.progress import Pace, Teller, held_out, peak_memory
+from lockstep.progress import Pace, Teller, held_out
 from lockstep.step import Result, Step
 from lockstep.strategies import Strategy
 from lockstep.world import World
@@ -85,6 +87,7 @@ def _write_config(folder: RunFolder, plan: Plan, job: Job, world: World, devices
             "job": plan.name,
             "file": str(Path(source.path).resolve()) if source else None,
             "set": dict(source.knobs) if source else {},
+            "given": {n: job.settings[n] for n in source.settings if n in job.settings} if source else {},
             "settings": job.settings,
             "strategy": plan.strategy.name,
             "strategy_settings": dataclasses.asdict(plan.strategy),
@@ -108,7 +111,7 @@ class _Training:
         self.eval_data = {} if job.eval_data is None else resolve_sets(job.eval_data, world)
         self.step: Step = plan.strategy.build(job, world)
         self.scheduler = _scheduler(job, self.step)
-        self.loader = _loader(job, world, self.train_data)
+        self.loader = job_loader(job, world, self.train_data)
         self.eval_loaders = eval_loaders(job, world, self.eval_data)
         self.epoch = 0  # epochs that are done
         self.position = 0  # batches done of the epoch that is not
@@ -119,6 +122,8 @@ class _Training:
         self.samples = 0
         self.seconds = 0.0
         self.profiler: Profiler | None = None
+        self.first: FirstStep | None = FirstStep(self.step, job.metrics if self.eval_data else {})
+        self.shapes: dict[str, Any] = {}
         self.devices = [str(d) for mine in world.gather_objects(world.devices) for d in mine]
 
     # ---- the whole --------------------------------------------------------------------------------------------------
@@ -208,6 +213,8 @@ class _Training:
         for batch in batches:
             step.seed(job.seed)
             result = step.update(batch)
+            if self.first is not None:
+                self._end_first(batch.size)
             total = total + result.total
             count = count + result.count
             samples += batch.size
@@ -224,6 +231,15 @@ class _Training:
             self.profiler.end_epoch()
         self.partial = (0.0, 0.0) if finished else (float(total), float(count))
         return samples, float(total) / float(count) if samples else float("nan"), finished
+
+    def _end_first(self, size: int) -> None:
+        """After the first update: say the shapes inside and outside."""
+        assert self.first is not None
+        self.shapes = self.first.done(self.world, self.devices, size)
+        self.first = None
+        line = line_of(self.shapes, self.job.accumulate)
+        if self.world.is_first and line is not None:
+            self.told.line(line)
 
     def _stop_if_told(self, answer: bool) -> None:
         if self.job.on_event:
@@ -309,6 +325,7 @@ class _Training:
             "steps": self.world.step,
             "batch_size": self.job.batch_size,
             "shares": share_sizes(self.job.batch_size, len(self.devices)),
+            "shapes": self.shapes,
             "train_samples": self.loader.samples,
             "eval_samples": _sum_of_known([loader.samples for loader in self.eval_loaders.values()]),
             "loss": self.record.get("eval_loss", self.record.get("train_loss")),
@@ -325,39 +342,9 @@ class _Training:
         return summary
 
 
-def eval_loaders(job: Job, world: World, sets: dict[str, Any]) -> dict[str, AnyLoader]:
-    """A loader for each evaluation set, by its name."""
-    return {
-        name: _loader(job, world, dataset, evaluation=True, name=f'eval_data["{name}"]' if name else None)
-        for name, dataset in sets.items()
-    }
-
-
 def _sum_of_known(counts: list[int | None]) -> int | None:
     known = [count for count in counts if count is not None]
     return sum(known) if len(known) == len(counts) else None
-
-
-def _loader(job: Job, world: World, dataset: Any, *, evaluation: bool = False, name: str | None = None) -> AnyLoader:
-    several = len(world.devices) > 1
-    # A strategy that drives several accelerators itself sends each its share; the loader leaves the batch where it is.
-    device = None if several or world.device.is_slot else world.device.torch
-    return loader_of(
-        dataset,
-        world.rank,
-        world.size,
-        len(world.devices),
-        batch_size=(job.eval_batch_size or job.batch_size) if evaluation else job.batch_size,
-        accumulate=1 if evaluation else job.accumulate,
-        seed=job.seed,
-        shuffle=job.shuffle and not evaluation,
-        order=None if evaluation else job.order,
-        collate=job.collate,
-        workers=job.loader_workers,
-        device=device,
-        evaluation=evaluation,
-        name=name,
-    )
 
 
 def _scheduler(job: Job, step: Step) -> Any:

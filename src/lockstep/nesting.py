@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import copy
 import dataclasses
+import inspect
 from collections.abc import Callable, Iterator, Mapping, MutableMapping, Sequence
 from typing import Any
 
@@ -90,7 +91,10 @@ def described(nest: Any) -> str:
         names = nest._fields if hasattr(nest, "_fields") else [f.name for f in dataclasses.fields(nest)]
         body = ", ".join(f"{name}={described(value)}" for name, value in zip(names, inside, strict=True))
         return f"{type(nest).__name__}({body})"
-    body = ", ".join(map(described, inside))
+    shown = inside if len(inside) <= 8 else inside[:3]
+    body = ", ".join(map(described, shown))
+    if len(shown) < len(inside):
+        body += f", ... {len(inside)} in all"
     if isinstance(nest, tuple):
         return f"({body},)" if len(inside) == 1 else f"({body})"
     return f"[{body}]"
@@ -138,12 +142,44 @@ def is_lazy(tensor: torch.Tensor) -> bool:
 
 
 def call(model: Any, inputs: Any) -> Any:
-    """``model(*inputs)`` for a tuple, ``model(**inputs)`` for a dict, else ``model(inputs)``."""
+    """``model(*inputs)`` for a tuple or a list, ``model(**inputs)`` for a dict, else ``model(inputs)``.
+
+    Raises:
+        InputError: the model's forward doesn't take so many, or not by these names.
+    """
+    args, kwargs = _as_arguments(inputs)
+    try:
+        return model(*args, **kwargs)
+    except TypeError as error:
+        if (why := _unfit(model, inputs)) is None:
+            raise
+        raise InputError(why) from error
+
+
+def _as_arguments(inputs: Any) -> tuple[Any, Mapping[str, Any]]:
     if type(inputs) is tuple or type(inputs) is list:
-        return model(*inputs)
-    if isinstance(inputs, Mapping):
-        return model(**inputs)
-    return model(inputs)
+        return inputs, {}
+    return ((), inputs) if isinstance(inputs, Mapping) else ((inputs,), {})
+
+
+def _unfit(model: Any, inputs: Any) -> str | None:
+    """Why the arguments that ``inputs`` are don't fit the model's forward; None where they do, or nobody can tell."""
+    args, kwargs = _as_arguments(inputs)
+    try:
+        signature = inspect.signature(getattr(model, "forward", model))
+    except (TypeError, ValueError):
+        return None
+    try:
+        signature.bind(*args, **kwargs)
+        return None
+    except TypeError as error:
+        forward = f"{type(model).__name__}'s forward({', '.join(signature.parameters)})"
+        said = f"{forward} can't take {described(inputs)}: {error}"
+    if kwargs:
+        return f"{said}: a dict of inputs is passed by its names"
+    ragged = len({t.shape for t in args if isinstance(t, torch.Tensor)}) > 1 and len(args) > 2
+    what = "pad samples of different lengths to one tensor in collate" if ragged else "put samples together in collate"
+    return f"{said}: a {type(inputs).__name__} is passed as model(*inputs); {what}" if len(args) > 1 else said
 
 
 def batch_size_of(tree: Any) -> int:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -85,6 +86,8 @@ def trained_of(
     """
     folder = RunFolder(run.folder) if isinstance(run, Run) else RunFolder.existing(run)
     known = run.job if isinstance(run, Run) else None
+    if isinstance(known, JobFile) and knobs:
+        known = dataclasses.replace(known, knobs={**known.knobs, **knobs})
     return known or job_of(folder.path, knobs), folder.best if best else folder.model
 
 
@@ -103,4 +106,10 @@ def job_of(
             f"{folder.path}: its job was not a file, so it can't be built again: "
             "in Python, give it with lockstep.Run.open(folder, job)"
         )
-    return JobFile(config["file"], {**config["set"], **(knobs or {})}, {**config["settings"], **(settings or {})})
+    knobs, settings = knobs or {}, settings or {}
+    # A knob with a setting's name, given now, wins over that setting as it was.
+    before, given = (
+        {name: value for name, value in config.get(key, {}).items() if name not in knobs}
+        for key in ("settings", "given")
+    )
+    return JobFile(config["file"], {**config["set"], **knobs}, {**given, **settings}, before)

@@ -14,19 +14,21 @@ from __future__ import annotations
 
 import math
 from abc import ABC, abstractmethod
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any, ClassVar
 
 import torch
 from torch import nn
 
+from lockstep.compiling import compile_models, not_compilable
 from lockstep.data import Batch, Part, mixed
 from lockstep.errors import InputError, LossError, NonFiniteLoss, OutOfMemory, RunError, StrategyError
 from lockstep.events import Line
 from lockstep.forward import drops, look, refuse_written_buffers
 from lockstep.job import Job
 from lockstep.loss import Totalled
+from lockstep.memory import is_out_of_memory
 from lockstep.nesting import batch_size_of, call, to_device
 from lockstep.optimizer import clip_gradients, load_named_optimizer_state, named_optimizer_state
 from lockstep.ownloop import batch_of, own_stream
@@ -72,7 +74,10 @@ class Step(ABC):
         model: the model under its one-device names.
         optimizer: the one optimizer of this process.
         world: this process's place among the ranks.
+        on_forward: told of each forward of an update: which replica, its part, its outputs (see ``firststep``).
     """
+
+    on_forward: Callable[[str, Part, Any], None] | None = None
 
     cuts_batch = True
     """Whether a loss sees less than the global batch, so that it must be additive over samples."""
@@ -151,7 +156,9 @@ class Step(ABC):
                 self._scaler.step(self.optimizer)
                 self._scaler.update()
         except (torch.OutOfMemoryError, MemoryError, RuntimeError) as error:
-            if not _is_out_of_memory(error):
+            if not is_out_of_memory(error):
+                if self._compile and (why := not_compilable(error)) is not None:
+                    raise why from None
                 raise
             share = max(part.size for part in batch.parts)
             raise OutOfMemory(
@@ -189,9 +196,7 @@ class Step(ABC):
     def _compile_models(self) -> None:
         """In place, so that the modules keep their names."""
         if self._compile:
-            backend = "inductor" if self._compile is True else self._compile
-            for model in self.models():
-                model.compile(backend=backend)
+            compile_models(self.models(), self._compile)
 
     def first_share(self, batch: Batch) -> Part:
         """The first replica's share of the first micro-batch, on its device."""
@@ -237,6 +242,8 @@ class Step(ABC):
         with self._precision.autocast():
             outputs = call(model, part.inputs)
             total, count = self.loss(outputs, part.targets, part.size)
+        if self.on_forward is not None:
+            self.on_forward(where, part, outputs)
         if self.cuts_batch:
             # What makes a loss other than a mean over samples may be rare.
             self.loss.check(outputs, part.targets, part.size, again=self.looks_again)
@@ -388,9 +395,3 @@ class Step(ABC):
         load_named_optimizer_state(self.optimizer, self.model, state["optimizer"])
         if self._scaler is not None and "scaler" in state:
             self._scaler.load_state_dict(state["scaler"])
-
-
-def _is_out_of_memory(error: BaseException) -> bool:
-    if isinstance(error, torch.OutOfMemoryError | MemoryError):
-        return True
-    return "can't allocate memory" in str(error) or "DefaultCPUAllocator: not enough memory" in str(error)

@@ -18,20 +18,18 @@ from torch.utils.data import TensorDataset
 
 from lockstep import devices as _devices
 from lockstep.allocator import freed_memory_kept
-from lockstep.data import Batch, default_workers, is_stream, resolve
+from lockstep.data import Batch, default_workers, is_stream, job_loader, resolve
 from lockstep.data.fetch import unwrapped
 from lockstep.data.workers import free_cores
 from lockstep.devices import Device
 from lockstep.events import Line
 from lockstep.job import Job
-from lockstep.jobfile import JobFile
+from lockstep.jobfile import JobFile, with_settings
 from lockstep.launch.local import run as run_locally
-from lockstep.loop import _loader as loader_for
-from lockstep.progress import peak_memory
+from lockstep.memory import peak_memory
+from lockstep.placement import alone
 from lockstep.step import Step
 from lockstep.strategies import choose
-from lockstep.train import _with_settings as with_settings
-from lockstep.train import alone
 from lockstep.world import World
 
 
@@ -153,7 +151,7 @@ def _tried(world: World, job: Job, plan: _Plan) -> Tried:
     world.tell = lambda told: notes.append(told.text) if isinstance(told, Line) and told.kind == "note" else None
     data = resolve(job.train_data, world, "train_data")
     step = strategy.build(job, world)
-    loader = loader_for(job, world, data)
+    loader = job_loader(job, world, data)
     batches = _endless(loader)
     first, size = _timed(step, batches, 1, job.seed)
     rate = size / first

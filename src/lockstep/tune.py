@@ -23,11 +23,9 @@ from lockstep.compare import Timing, in_turns
 from lockstep.devices import Device, Devices
 from lockstep.errors import DeviceError, LockstepError
 from lockstep.job import Job
-from lockstep.jobfile import JobFile
+from lockstep.jobfile import JobFile, as_job, with_settings
 from lockstep.launch import under_torchrun
 from lockstep.strategies import STRATEGIES, choose
-from lockstep.train import _as_job as as_job
-from lockstep.train import _with_settings as with_settings
 from lockstep.trial import Tried, Way, attempt
 
 Effect = Literal["numbers kept", "rounding changed"]

@@ -12,16 +12,24 @@ from lockstep.data.fetch import unwrapped
 from lockstep.errors import InputError
 
 
-def inputs_of(dataset: Any, *, whole: bool) -> Any:
+def inputs_of(dataset: Any, name: str, *, whole: bool) -> Any:
     """The dataset as pairs of which the second is nothing of interest; the samples as they are where ``whole``.
 
     A ``Subset`` stays one, so that a sample draws the random numbers that it draws in evaluation.
+
+    Args:
+        dataset: map-style.
+        name: what it is called in messages.
+        whole: for a collate of the job, which is given the samples as they are.
 
     Raises:
         InputError: it has no length.
     """
     if not (hasattr(dataset, "__getitem__") and hasattr(dataset, "__len__")):
-        raise InputError(f"data: a {type(dataset).__name__} has no length, and predicting needs one")
+        raise InputError(
+            f"{name}: a stream has no length, and predicting needs one: give a list of the samples, or a dataset with "
+            "__getitem__ and __len__"
+        )
     base, lookup = unwrapped(dataset)
     if whole or (type(base) is TensorDataset and len(base.tensors) == 2):
         return dataset

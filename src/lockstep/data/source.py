@@ -43,9 +43,7 @@ def resolve(source: Any, world: World, name: str = "train_data") -> Any:
             raise JobError(f"{name}: a generator can be gone through only once: give the function that makes it")
         return source
     if not _is_map_style(source):
-        raise JobError(
-            f"{name}: a {type(source).__name__} is no dataset: it needs __getitem__ and __len__, or __iter__"
-        )
+        raise JobError(f"{name}: {type(source).__name__} is no dataset: it needs __getitem__ and __len__, or __iter__")
     if _is_by_name(source):
         raise JobError(
             f"{name}: sets by name are for eval_data; put them together in one with torch.utils.data.ConcatDataset"

@@ -11,19 +11,15 @@ whose *peer* has gone; the forking process tells how ranks without a record ende
 
 from __future__ import annotations
 
-import os
 import pickle
 import signal
-import traceback
 from collections.abc import Iterable
 from dataclasses import dataclass
 
 import cloudpickle
 
 from lockstep.devices import Device
-from lockstep.errors import LockstepError, RankFailed
-
-_OURS = os.path.dirname(os.path.abspath(__file__)) + os.sep
+from lockstep.errors import LockstepError, RankFailed, own_traceback
 
 _PEER_TYPES = {"DistError", "DistBackendError", "DistNetworkError", "DistStoreError"}
 _PEER_WORDS = (
@@ -176,14 +172,6 @@ def looks_like_peers(error: BaseException) -> bool:
             return True
         one = one.__cause__ or one.__context__
     return False
-
-
-def own_traceback(error: BaseException) -> str:
-    """An exception's traceback as text, without the frames of this package above the person's function."""
-    trace = error.__traceback__
-    while trace is not None and trace.tb_next is not None and trace.tb_frame.f_code.co_filename.startswith(_OURS):
-        trace = trace.tb_next
-    return "".join(traceback.format_exception(type(error), error, trace))
 
 
 def _pickled(error: BaseException) -> bytes | None:

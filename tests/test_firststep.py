@@ -1,0 +1,66 @@
+"""Shapes outside and inside, said once; metrics tried on the first step's outputs."""
+
+from __future__ import annotations
+
+import dataclasses
+from pathlib import Path
+
+import pytest
+import torch
+from torch import nn
+
+from lockstep import train
+from lockstep.errors import JobError
+from lockstep.firststep import line_of, shapes_of
+from zoo import ZOO
+
+JOB = dataclasses.replace(ZOO["mlp"].having(accumulate=1, steps=1, epochs=None), eval_data=None)
+
+
+def shapes(tmp_path: Path, strategy: str, devices: str, capsys, **settings) -> tuple[dict, str]:
+    run = train(JOB.having(**settings), strategy=strategy, devices=devices, folder=tmp_path)
+    (line,) = [line for line in capsys.readouterr().out.splitlines() if line.startswith("inputs ")]
+    return run.summary["shapes"], line
+
+
+@pytest.mark.parametrize("strategy", ["dp", "ddp"])
+def test_the_shapes_inside_are_the_shares_and_those_outside_the_batch(strategy: str, tmp_path, capsys) -> None:
+    found, line = shapes(tmp_path, strategy, "2xcpu", capsys, batch_size=10)
+    assert line == "inputs 10 x 6, outputs 10 x 3; each device: 5 x 6 -> 5 x 3"
+    assert found["inputs"] == {"": [10, 6]} and found["outputs"] == {"": [10, 3]}
+    one = {"inputs": {"": [5, 6]}, "outputs": {"": [5, 3]}}
+    assert found["devices"] == [{"device": "cpu:0", **one}, {"device": "cpu:1", **one}]
+
+
+@pytest.mark.parametrize("strategy", ["dp", "ddp"])
+def test_unequal_and_empty_shares_are_those_of_each_device(strategy: str, tmp_path, capsys) -> None:
+    _, line = shapes(tmp_path / "uneven", strategy, "3xcpu", capsys, batch_size=10, accumulate=2)
+    assert line == (
+        "inputs 10 x 6, outputs 10 x 3; cpu:0, cpu:1 in a micro-batch: 2 x 6 -> 2 x 3; "
+        "cpu:2 in a micro-batch: 1 x 6 -> 1 x 3"
+    )
+    found, line = shapes(tmp_path / "empty", strategy, "3xcpu", capsys, batch_size=2)
+    assert line == "inputs 2 x 6, outputs 2 x 3; each device: 1 x 6 -> 1 x 3" and len(found["devices"]) == 2
+
+
+def test_one_device_sees_the_whole_batch(tmp_path, capsys) -> None:
+    assert shapes(tmp_path, "single", "1xcpu", capsys, batch_size=10)[1] == "inputs 10 x 6, outputs 10 x 3"
+
+
+def test_tensors_in_a_nest_have_names_and_lengths_that_differ_are_a_span() -> None:
+    nest = {"x": torch.zeros(2, 3), "more": (torch.zeros(2), "word", None)}
+    assert shapes_of(nest) == {"x": [2, 3], "more.0": [2]}
+    assert shapes_of(3) == {}
+    packed = nn.utils.rnn.pack_sequence([torch.zeros(3, 2)])
+    assert shapes_of(packed) == {"data": [3, 2]}
+    whole = {"inputs": {"": [4, [5, 7]]}, "outputs": {"loss": [], "logits": [4, 2]}, "devices": []}
+    assert line_of(whole, 1) == "inputs 4 x (5 to 7), outputs (loss a scalar, logits 4 x 2)"
+
+
+def test_a_metric_of_the_wrong_shape_is_found_at_the_first_step(tmp_path) -> None:
+    metrics = {"rows": lambda outputs, targets: (outputs.argmax(dim=1) == targets, len(targets))}
+    job = dataclasses.replace(ZOO["mlp"], metrics=metrics, on_event=[lambda event: events.append(event.kind) and None])
+    events: list[str] = []
+    with pytest.raises(JobError, match=r'metrics: "rows" gave a tensor of shape'):
+        train(job, strategy="single", devices="1xcpu", folder=tmp_path, quiet=True)
+    assert events == ["started"] and not list(tmp_path.iterdir())
