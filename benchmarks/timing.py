@@ -29,8 +29,8 @@ ROOT = HERE.parent
 class Ratio:
     """A row of the table: how many times the rate of ``to`` that of ``name`` is.
 
-    With ``over``, the bare work, it is what each takes beyond that: the overhead of ``name`` to that of ``to``, of which
-    less is better.
+    With ``over``, the bare work, it is what each takes beyond that: the overhead of ``name`` to that of ``to``, of
+    which less is better.
     """
 
     name: str
