@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks import models
+from benchmarks.parallel_loss import GPU_PARALLEL_LOSS, PARALLEL_LOSS
 from benchmarks.timing import HERE, Benchmark, Ratio, by_torchrun, rate, run, torchrun
 from lockstep.devices import Device, slots, usable_cores
 
@@ -105,6 +106,7 @@ BENCHMARKS = {
         (Ratio("lockstep train", "torchrun, plain PyTorch", 1 / 0.8),),
         unit="1 / seconds to the first step",
     ),
+    **PARALLEL_LOSS,
 }
 
 
@@ -113,7 +115,7 @@ def main(names: list[str]) -> int:
     if names == ["gpu"]:
         from benchmarks.gpu import GPU
 
-        for name, benchmark in GPU.items():
+        for name, benchmark in {**GPU, **GPU_PARALLEL_LOSS}.items():
             run(name, benchmark)
         return 0
     unknown = [name for name in names if name not in BENCHMARKS]

@@ -11,6 +11,8 @@
     data_parallel(module, inputs, devices)          the same, once
     trace_shapes()                                  what each replica saw of a batch, as a table
 
+    ParallelLoss(generator, criterion, devices)     output layer and loss on every device, chunk by chunk
+
 Each can be used alone, for anything that is to run side by side. Below them lie ``team`` (threads that stay), ``kept``
 (replicas that stay), ``backward`` (each replica's in its own thread), ``random`` (a stream of random numbers per
 thread) and ``batchnorm`` (statistics over all replicas).
@@ -22,6 +24,7 @@ from lockstep.parallel.apply import parallel_apply
 from lockstep.parallel.balanced import Balanced
 from lockstep.parallel.data_parallel import DataParallel, data_parallel
 from lockstep.parallel.gather import gather
+from lockstep.parallel.parallel_loss import ParallelLoss
 from lockstep.parallel.replicate import replicate
 from lockstep.parallel.scatter import scatter, scatter_kwargs
 from lockstep.parallel.shapes import Shapes, trace_shapes
@@ -29,6 +32,7 @@ from lockstep.parallel.shapes import Shapes, trace_shapes
 __all__ = [
     "Balanced",
     "DataParallel",
+    "ParallelLoss",
     "Shapes",
     "data_parallel",
     "gather",
