@@ -115,7 +115,11 @@ class DataParallel(nn.Module, Generic[M]):
             else:
                 lease = self._kept.lend(self.module, len(shares))
                 run = _on_slots if all(device.is_slot for device in self.devices) else _on_accelerators
-                outputs = run(lease, shares, devices)
+                try:
+                    outputs = run(lease, shares, devices)
+                except BaseException:
+                    lease.forfeit()
+                    raise
                 if self.balanced:
                     whole = Balanced(outputs, list(devices))
                 else:
@@ -233,7 +237,7 @@ def _on_accelerators(lease: Lease, shares: Sequence[Arguments], devices: Sequenc
                 try:
                     outputs[i] = _compute(replicas[i], share, None)
                 except Exception as error:
-                    error.add_note(f"replica {i}")
+                    error.add_note(f"raised by replica {i} on {device}")
                     raise
 
     distinct = tuple(dict.fromkeys(devices))

@@ -84,13 +84,20 @@ class Lease:
     """
 
     def __init__(self, kept: Kept, lent: _Set, count: int) -> None:
-        self._kept, self._lent = kept, lent
+        self._kept = kept
+        self._lent: _Set | None = lent
         self.replicas = [shells[id(lent.frame.module)] for shells in lent.shells[:count]]
         self.shared, self.leaves = lent.shared, lent.leaves
+        self._named = lent.alike
         self._before = [] if torch.is_inference_mode_enabled() else lent.versions()
 
     def __del__(self) -> None:
-        self._kept.take_back(self._lent)
+        if self._lent is not None:
+            self._kept.take_back(self._lent)
+
+    def forfeit(self) -> None:
+        """Don't give the set back: after Ctrl-C somebody may still compute with it."""
+        self._lent = None
 
     def refuse_written(self) -> None:
         """Look for parameters that a replica has written: on slots all have written to the same memory.
@@ -98,7 +105,7 @@ class Lease:
         Raises:
             InputError: there is one; it is named.
         """
-        for (name, tensor), before in zip(self._lent.alike, self._before, strict=False):
+        for (name, tensor), before in zip(self._named, self._before, strict=False):
             if tensor._version != before:
                 raise InputError(
                     f'parameter "{name}" was changed in forward, by every replica, and they share its memory: '
@@ -208,22 +215,26 @@ class _Set:
 @torch.no_grad()
 def copied_together(tensors: list[torch.Tensor], place: torch.device) -> list[torch.Tensor]:
     """Copies on ``place`` of tensors that lie on one device: few large copies instead of many small ones."""
-    made: list[torch.Tensor] = [tensor.detach() for tensor in tensors]
-    plain = [k for k, tensor in enumerate(tensors) if type(tensor) is torch.Tensor and tensor.layout is torch.strided]
-    for k in set(range(len(tensors))).difference(plain):
-        made[k] = made[k].to(place, copy=True)
-    if plain and tensors[plain[0]].device == place:
-        for k in plain:
-            made[k] = torch.empty_like(tensors[k])
-        torch._foreach_copy_([made[k] for k in plain], [tensors[k] for k in plain])
-        return made
+    made: list[torch.Tensor] = []
     by_kind: dict[torch.dtype, list[int]] = {}
-    for k in plain:
-        by_kind.setdefault(tensors[k].dtype, []).append(k)
+    for k, tensor in enumerate(tensors):
+        if type(tensor) is torch.Tensor and tensor.layout is torch.strided:
+            by_kind.setdefault(tensor.dtype, []).append(k)
+            made.append(tensor)
+        else:
+            made.append(tensor.detach().to(place, copy=True))
     for numbers in by_kind.values():
-        flat = torch.cat([tensors[k].reshape(-1) for k in numbers]).to(place, non_blocking=True)
-        for k, piece in zip(numbers, torch.split(flat, [tensors[k].numel() for k in numbers]), strict=True):
-            made[k] = piece.view(tensors[k].shape).data  # a version of its own
+        theirs = [tensors[k] for k in numbers]
+        if theirs[0].device == place:
+            copies = [torch.empty_like(tensor) for tensor in theirs]
+            torch._foreach_copy_(copies, theirs)
+        else:
+            flat = torch.cat([tensor.reshape(-1) for tensor in theirs]).to(place, non_blocking=place.type != "cpu")
+            pieces = torch.split(flat, [tensor.numel() for tensor in theirs])
+            # Each with a version of its own.
+            copies = [piece.view(tensor.shape).data for piece, tensor in zip(pieces, theirs, strict=True)]
+        for k, copy in zip(numbers, copies, strict=True):
+            made[k] = copy
     return made
 
 
