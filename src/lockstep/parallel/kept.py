@@ -17,7 +17,6 @@ A set of replicas belongs to one forward until its graph is used up: backward ma
 
 from __future__ import annotations
 
-import operator
 import types
 from collections.abc import Sequence
 from typing import Any
@@ -119,13 +118,11 @@ class _Frame:
     def __init__(self, module: nn.Module) -> None:
         self.module = module
         self.named = [(m, name) for name, m in module.named_modules()]
-        self._children = [(m, tuple(m._modules.values())) for m, _ in self.named]
+        self._inside = [(m, m._modules.copy()) for m, _ in self.named]
 
     def stands_for(self, module: nn.Module) -> bool:
-        return module is self.module and all(
-            len(m._modules) == len(children) and all(map(operator.is_, m._modules.values(), children))
-            for m, children in self._children
-        )
+        # Equal by identity: modules aren't equal to one another.
+        return module is self.module and all(children == m._modules for m, children in self._inside)
 
 
 class _Set:
@@ -242,10 +239,14 @@ def _take_over(replica: Any, module: nn.Module, shells: dict[int, Any], of: dict
     """What ``Module._replicate_for_data_parallel`` and `fill` do to an ordinary module, in one go."""
     attributes = vars(module).copy()
     attributes["_is_replica"] = True
-    attributes["_parameters"] = {k: None if t is None else of[id(t)] for k, t in module._parameters.items()}
-    attributes["_buffers"] = {k: None if t is None else of[id(t)] for k, t in module._buffers.items()}
-    attributes["_modules"] = {k: None if m is None else shells[id(m)] for k, m in module._modules.items()}
+    for kind, known in (("_parameters", of), ("_buffers", of), ("_modules", shells)):
+        theirs = attributes[kind]
+        attributes[kind] = {k: None if v is None else known[id(v)] for k, v in theirs.items()} if theirs else {}
     object.__setattr__(replica, "__dict__", attributes)
+
+
+_ordinary: set[type] = set()
+"""Types of attributes that every replica may have as they are."""
 
 
 def _is_special(module: nn.Module) -> bool:
@@ -255,4 +256,10 @@ def _is_special(module: nn.Module) -> bool:
         return True
     if kind.__setattr__ is not nn.Module.__setattr__:
         return True
-    return any(t is types.MethodType or issubclass(t, nn.Module) for t in set(map(type, vars(module).values())))
+    found = set(map(type, vars(module).values()))
+    if found <= _ordinary:
+        return False
+    if any(t is types.MethodType or issubclass(t, nn.Module) for t in found):
+        return True
+    _ordinary.update(found)
+    return False
