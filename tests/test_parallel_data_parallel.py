@@ -2,6 +2,7 @@
 
 import contextlib
 import copy
+import functools
 import gc
 import io
 import os
@@ -76,7 +77,7 @@ def pair(net: nn.Module, slots: Any = "2xcpu", **settings: Any) -> tuple[nn.Modu
 # The numbers
 
 
-@pytest.mark.parametrize("slots", ["2xcpu", "3xcpu", "5xcpu", [torch.device("cpu")] * 2, devices.slots(2)])
+@pytest.mark.parametrize("slots", ["2xcpu", "3xcpu", "5xcpu", [torch.device("cpu")] * 2, [devices.slots(1)[0]] * 2])
 @pytest.mark.parametrize("size", [30, 7, 2, 1])
 def test_outputs_and_gradients_are_those_of_the_plain_module(size: int, slots: Any) -> None:
     plain, net = pair(Net(), slots)
@@ -350,6 +351,36 @@ def test_a_tensor_that_the_module_closed_over_has_its_gradient() -> None:
     same(factor.grad, net.module.parts[0](x).sum().detach())
 
 
+def test_it_goes_where_plain_gradients_would_with_grad_and_with_graphs() -> None:
+    factor = torch.tensor(2.0, requires_grad=True)
+    plain, net = pair(Applied(lambda linear, x: linear(x).square() * factor, nn.Linear(2, 2)))
+    x = torch.randn(4, 2, requires_grad=True)
+    found = []
+    for module in (plain, net):
+        factor.grad = None
+        torch.autograd.grad(module(x).sum(), x)
+        assert factor.grad is None
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # of a reference cycle
+            module(x).sum().backward(create_graph=True)
+        weight = next(module.parameters())
+        slope = weight.grad.sum() + factor.grad
+        module.zero_grad()
+        factor.grad = None
+        slope.backward()
+        found.append([weight.grad, factor.grad])
+    same(found[1], found[0])
+
+
+@pytest.mark.parametrize("reentrant", [False, True])
+def test_it_can_be_inside_of_a_checkpoint(reentrant: bool) -> None:
+    plain, net = pair(Net())
+    x = torch.randn(5, 6, requires_grad=True)
+    for module in (plain, net):
+        checkpoint(module, x, use_reentrant=reentrant).square().sum().backward()
+    same(gradients(net.module), gradients(plain))
+
+
 def test_parallel_inside_parallel_works() -> None:
     plain, inner = pair(Net())
     net = DataParallel(nn.Sequential(inner, nn.Linear(3, 2)), "2xcpu")
@@ -498,6 +529,41 @@ def test_layers_with_ways_of_their_own_work() -> None:
         with torch.no_grad():
             for p in module.parameters():
                 p.mul_(1 + 0.1 * times)
+
+
+def test_layers_held_in_lists_functions_and_partials_are_those_of_the_replica() -> None:
+    class Holding(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.one, self.other = nn.BatchNorm1d(3), nn.Linear(3, 3)
+            self.weight = nn.Parameter(torch.ones(3))
+            self.order = [{"first": (self.other, self.weight)}]
+            self.function = lambda x: self.one(x) * self.weight
+            self.partial = functools.partial(F.linear, weight=self.other.weight)
+            self.itself = [self.order]
+            self.itself.append(self.itself)
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            linear, weight = self.order[0]["first"]
+            assert (linear is self.other) and (weight is self.weight)
+            return self.partial(self.function(linear(x)))
+
+    net = DataParallel(Holding(), "2xcpu")
+    twin, x = copy.deepcopy(net.module), torch.randn(8, 3)
+    net(x)
+    net(x)
+    with torch.no_grad():
+        plain = nn.BatchNorm1d(3)
+        plain(twin.other(x[:4]))
+        plain(twin.other(x[:4]))
+    same(net.module.one.running_var, plain.running_var)
+    assert net.module.one.num_batches_tracked == 2
+    module = net.module
+    module.function = lambda x: module.one(x)
+    net(x)
+    assert module.one.num_batches_tracked == 3
+    net.eval()
+    same(net(x), net.module(x))
 
 
 def test_the_state_dict_has_the_prefix_and_copies_and_files_work() -> None:

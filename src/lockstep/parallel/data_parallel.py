@@ -42,9 +42,13 @@ class DataParallel(nn.Module, Generic[M]):
     first one writes into a buffer stays; a 0-dimensional output becomes a vector with an entry for each replica.
     Gradients are summed on ``module``. With one device, ``module`` itself is called.
 
-    Beyond that: replicas draw random numbers (dropout) from streams of their own, which follow from the caller's seed;
-    a parameter that was not used has no gradient instead of zeros; on slots, replicas that write a parameter are
-    refused. On slots each replica's forward and backward run in a thread of its own, on the slot's cores.
+    On slots each replica's forward and backward run in a thread of its own, on the slot's cores. There, beyond what
+    PyTorch's does: replicas draw random numbers (dropout) from streams of their own, which follow from the caller's
+    seed; a parameter that was not used has no gradient instead of zeros; replicas that write a parameter are refused
+    (written by its ``.data``, it is written by every replica: that isn't seen).
+
+    A tensor that wants gradients and is neither parameter, buffer nor argument (closed over, say) has them after
+    ``backward()``; on slots ``torch.autograd.grad`` doesn't find it.
 
     Args:
         module: has its parameters and buffers on the first device.

@@ -17,6 +17,7 @@ A set of replicas belongs to one forward until its graph is used up: backward ma
 
 from __future__ import annotations
 
+import functools
 import types
 from collections.abc import Sequence
 from typing import Any
@@ -26,7 +27,7 @@ from torch import nn
 
 from lockstep.devices import Device
 from lockstep.errors import InputError
-from lockstep.parallel import backward
+from lockstep.parallel import attributes, backward
 from lockstep.parallel.replicate import fill, refuse_without_shape, shell, spread
 
 _SPARE = 2
@@ -119,6 +120,8 @@ class _Frame:
         self.module = module
         self.named = [(m, name) for name, m in module.named_modules()]
         self._inside = [(m, m._modules.copy()) for m, _ in self.named]
+        parts = {id(part) for part in (*module.modules(), *module.parameters(), *module.buffers())}
+        self.special = {id(m) for m, _ in self.named if _takes_part(m) or attributes.entangled(m, parts)}
 
     def stands_for(self, module: nn.Module) -> bool:
         # Equal by identity: modules aren't equal to one another.
@@ -152,7 +155,12 @@ class _Set:
             at_home = number == 0
             copies = list(own.values()) if at_home else copied_together(list(own.values()), self.places[number])
             of.update(zip(own, copies, strict=True))
-        special = [(m, name) for m, name in self.frame.named if _is_special(m)]
+        special = [
+            (m, name)
+            for m, name in self.frame.named
+            if id(m) in self.frame.special
+            or (_may_be_entangled(m) and attributes.entangled(m, (*values[0], *self.shells[0])))
+        ]
         known = {id(m) for m, _ in special}
         for shells, of in zip(self.shells[:count], values, strict=True):
             for m, name in special:
@@ -237,29 +245,38 @@ def copied_together(tensors: list[torch.Tensor], place: torch.device) -> list[to
 
 def _take_over(replica: Any, module: nn.Module, shells: dict[int, Any], of: dict[int, torch.Tensor]) -> None:
     """What ``Module._replicate_for_data_parallel`` and `fill` do to an ordinary module, in one go."""
-    attributes = vars(module).copy()
-    attributes["_is_replica"] = True
+    taken = vars(module).copy()
+    taken["_is_replica"] = True
     for kind, known in (("_parameters", of), ("_buffers", of), ("_modules", shells)):
-        theirs = attributes[kind]
-        attributes[kind] = {k: None if v is None else known[id(v)] for k, v in theirs.items()} if theirs else {}
-    object.__setattr__(replica, "__dict__", attributes)
+        theirs = taken[kind]
+        taken[kind] = {k: None if v is None else known[id(v)] for k, v in theirs.items()} if theirs else {}
+    object.__setattr__(replica, "__dict__", taken)
 
 
 _ordinary: set[type] = set()
-"""Types of attributes that every replica may have as they are."""
+"""Types of attributes in which nothing of a module can be."""
 
 
-def _is_special(module: nn.Module) -> bool:
-    """Whether it takes part in replication itself, or holds methods or modules as attributes."""
+_ENTANGLING = (types.MethodType, types.FunctionType, functools.partial, nn.Module, torch.Tensor)
+
+
+def _takes_part(module: nn.Module) -> bool:
+    """Whether its class has a word in how it is replicated."""
     kind = type(module)
-    if kind._replicate_for_data_parallel is not nn.Module._replicate_for_data_parallel:
-        return True
-    if kind.__setattr__ is not nn.Module.__setattr__:
-        return True
+    return (
+        kind._replicate_for_data_parallel is not nn.Module._replicate_for_data_parallel
+        or kind.__setattr__ is not nn.Module.__setattr__
+    )
+
+
+def _may_be_entangled(module: nn.Module) -> bool:
+    """Whether it has methods, functions, modules or tensors as attributes. (Containers were looked into before.)"""
     found = set(map(type, vars(module).values()))
     if found <= _ordinary:
         return False
-    if any(t is types.MethodType or issubclass(t, nn.Module) for t in found):
+    if any(
+        issubclass(t, (types.MethodType, types.FunctionType, functools.partial, nn.Module, torch.Tensor)) for t in found
+    ):
         return True
     _ordinary.update(found)
     return False
