@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks import models
+from benchmarks.parallel import PARALLEL
 from benchmarks.parallel_loss import GPU_PARALLEL_LOSS, PARALLEL_LOSS
 from benchmarks.timing import HERE, Benchmark, Ratio, by_torchrun, rate, run, torchrun
 from lockstep.devices import Device, slots, usable_cores
@@ -106,6 +107,7 @@ BENCHMARKS = {
         (Ratio("lockstep train", "torchrun, plain PyTorch", 1 / 0.8),),
         unit="1 / seconds to the first step",
     ),
+    **PARALLEL,
     **PARALLEL_LOSS,
 }
 

@@ -1,4 +1,4 @@
-"""On one NVIDIA GPU: what Lockstep adds to a plain loop, and what copying ahead saves."""
+"""On one NVIDIA GPU: what Lockstep adds to a plain loop, what copying ahead saves, `DataParallel` beside PyTorch's."""
 
 from __future__ import annotations
 
@@ -12,10 +12,11 @@ from torch import nn
 from torch.utils.data import TensorDataset
 
 import lockstep
-from benchmarks.models import sgd, small_data, small_mlp
+from benchmarks.models import many_small_layers, resnet50, sgd, small_data, small_mlp
 from benchmarks.timing import Benchmark, Ratio, rate
 from examples.models.mobilenetv2 import MobileNetV2
 from lockstep.data import Loader
+from lockstep.parallel import DataParallel
 
 BATCH = 256
 
@@ -102,7 +103,41 @@ def small() -> Mapping[str, Callable[[], float]]:
     return {"plain loop": plain(small_mlp(), batches, len(data)), "single": rate(job, "single", "cuda:0")}
 
 
+def beside_pytorch(net: nn.Module, inputs: torch.Tensor, steps: int) -> Mapping[str, Callable[[], float]]:
+    """Whole steps of two replicas on one card: forward, backward, fused SGD."""
+    net, inputs = net.cuda(), inputs.cuda()
+    optimizer = torch.optim.SGD(net.parameters(), lr=1e-4, fused=True)
+
+    def rate(parallel: nn.Module) -> Callable[[], float]:
+        def once() -> float:
+            torch.cuda.synchronize()
+            start = time.perf_counter()
+            for _ in range(steps):
+                optimizer.zero_grad()
+                parallel(inputs).square().mean().backward()
+                optimizer.step()
+            torch.cuda.synchronize()
+            return steps * len(inputs) / (time.perf_counter() - start)
+
+        return once
+
+    return {
+        "torch.nn.DataParallel": rate(nn.DataParallel(net, device_ids=[0, 0])),
+        "DataParallel": rate(DataParallel(net, device_ids=[0, 0])),
+        "the module itself": rate(net),
+    }
+
+
+BESIDE = (
+    Ratio("DataParallel", "torch.nn.DataParallel", 1 / 0.7),  # a time ratio of 0.7
+    Ratio("the module itself", "DataParallel"),
+)
+
 GPU = {
+    "gpu-parallel-resnet50": Benchmark(
+        lambda: beside_pytorch(resnet50(), torch.randn(64, 3, 224, 224), steps=20), BESIDE
+    ),
+    "gpu-parallel-small": Benchmark(lambda: beside_pytorch(many_small_layers(), torch.randn(64, 64), steps=50), BESIDE),
     "gpu-images": Benchmark(
         copying,
         (

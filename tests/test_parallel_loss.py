@@ -13,6 +13,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import nn
+from torch.utils.checkpoint import checkpoint
 
 from lockstep.devices import slots
 from lockstep.errors import InputError, LossError
@@ -324,6 +325,21 @@ def test_a_deep_generator_with_uses_of_a_weight_that_are_not_linear_layers() -> 
     both(model, model.generator, criterion, ParallelLoss(model.generator, criterion, "2xcpu", 4), tokens())
 
 
+@pytest.mark.parametrize("reentrant", [False, True])
+def test_a_generator_may_checkpoint_its_activations(reentrant: bool) -> None:
+    class Checkpointed(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.inner, self.out = nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, WORDS)
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return self.out(checkpoint(lambda y: self.inner(y).relu(), x, use_reentrant=reentrant))
+
+    model, criterion = Tied(), nn.CrossEntropyLoss(ignore_index=PADDING)
+    model.generator = Checkpointed()  # type: ignore[assignment]
+    both(model, model.generator, criterion, ParallelLoss(model.generator, criterion, "2xcpu", 4), tokens())
+
+
 # ---- random numbers -------------------------------------------------------------------------------------------------
 
 
@@ -507,6 +523,11 @@ def test_shapes_that_do_not_go_together(hidden: tuple[int, ...], targets: tuple[
     loss_of = ParallelLoss(nn.Linear(WIDTH, WORDS), nn.CrossEntropyLoss(), "2xcpu", 2)
     with pytest.raises(InputError, match=message):
         loss_of(torch.randn(hidden), torch.zeros(targets, dtype=torch.long))
+
+
+def test_no_outputs_at_all_are_a_batch_of_0() -> None:
+    with pytest.raises(InputError, match="batch of 0"):
+        ParallelLoss(None, nn.CrossEntropyLoss())(Balanced([], []), torch.zeros(0, dtype=torch.long))
 
 
 def test_replicas_that_left_different_times_are_refused() -> None:

@@ -54,6 +54,11 @@ def _keeps_graph() -> bool:
     return bool(torch._C._autograd._get_current_graph_task_keep_graph())
 
 
+def _goes_everywhere() -> bool:
+    """Whether the backward that runs now is ``backward()``, not ``grad()`` or with ``inputs``."""
+    return bool(torch.autograd._is_checkpoint_valid())  # type: ignore[no-untyped-call]
+
+
 class Aside(torch.autograd.Function):
     """The same memory with a version of its own, not a leaf: a replica may change its share in place."""
 
@@ -137,8 +142,12 @@ class _Graphs:
 
     def gradients(self, count: int, grads: Sequence[torch.Tensor | None]) -> list[torch.Tensor | None]:
         """Those of the ``count`` tensors that the leaves stand for, summed in the order of the replicas."""
-        keep = _keeps_graph() or self.overlaps
-        found = self._each(grads, lambda i, edges, given: self._collect(i, edges, given, keep))
+        keep, everything = _keeps_graph() or self.overlaps, _goes_everywhere()
+
+        def collect(i: int, edges: list[GradientEdge], given: list[torch.Tensor]) -> dict[int, torch.Tensor | None]:
+            return self._collect(i, edges, given, everything, retain_graph=keep)
+
+        found = self._each(grads, collect)
         sums: list[torch.Tensor | None] = [None] * count
         for theirs in found:
             pairs: list[tuple[torch.Tensor, torch.Tensor]] = []
@@ -159,19 +168,27 @@ class _Graphs:
         return sums
 
     def _collect(
-        self, i: int, edges: list[GradientEdge], given: list[torch.Tensor], keep: bool
+        self, i: int, edges: list[GradientEdge], given: list[torch.Tensor], everything: bool, **settings: Any
     ) -> dict[int, torch.Tensor | None]:
         """Backward of one replica, in its thread.
 
-        Not ``autograd.grad``: it would leave out tensors that a module has closed over, and PyTorch's reentrant
-        checkpoints refuse it.
+        Args:
+            i: which one.
+            edges: its outputs that have a gradient.
+            given: these gradients.
+            everything: the caller's backward goes to all leaves, those that the module has closed over too;
+                PyTorch's reentrant checkpoints want that.
+            settings: as for ``torch.autograd.backward``.
         """
         mine = self.leaves[i]
+        if not everything:
+            found = torch.autograd.grad(edges, list(mine.values()), given, allow_unused=True, **settings)
+            return dict(zip(mine, found, strict=True))
         for leaf in mine.values():
             leaf.grad = None
         before, _here.collects = getattr(_here, "collects", False), True
         try:
-            torch.autograd.backward(edges, given, retain_graph=keep)
+            torch.autograd.backward(edges, given, **settings)
             return {number: leaf.grad for number, leaf in mine.items()}
         finally:
             _here.collects = before
@@ -195,10 +212,10 @@ class _Graphs:
             further.append(grad)
             stood_for.append(leaf)
 
+        everything = _goes_everywhere()
+
         def collect(i: int, edges: list[GradientEdge], given: list[torch.Tensor]) -> dict[int, torch.Tensor | None]:
-            mine = self.leaves[i]
-            found = torch.autograd.grad(edges, list(mine.values()), given, create_graph=True, allow_unused=True)
-            return dict(zip(mine, found, strict=True))
+            return self._collect(i, edges, given, everything, create_graph=True)
 
         self.overlaps = True
         found = self._each(stood_for, collect)

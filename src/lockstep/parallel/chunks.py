@@ -75,10 +75,9 @@ class Share:
                 leaves = nesting.each(lambda t: t.detach().requires_grad_(t.requires_grad), outputs)
                 found, items = self._summed(leaves, targets)
                 grown = [leaf for leaf in nesting.tensors(leaves) if leaf.requires_grad]
-                if total is None:
-                    _refuse_others(found, [*grown, *weights])
                 if found.requires_grad:
-                    torch.autograd.backward(found, inputs=[*grown, *weights])
+                    _refuse_others(found, [*grown, *weights])
+                    found.backward()  # type: ignore[no-untyped-call]
                 found = found.detach()
                 total = found if total is None else total + found
                 count = count + items

@@ -42,9 +42,13 @@ class DataParallel(nn.Module, Generic[M]):
     first one writes into a buffer stays; a 0-dimensional output becomes a vector with an entry for each replica.
     Gradients are summed on ``module``. With one device, ``module`` itself is called.
 
-    Beyond that: replicas draw random numbers (dropout) from streams of their own, which follow from the caller's seed;
-    a parameter that was not used has no gradient instead of zeros; on slots, replicas that write a parameter are
-    refused. On slots each replica's forward and backward run in a thread of its own, on the slot's cores.
+    On slots each replica's forward and backward run in a thread of its own, on the slot's cores. There, beyond what
+    PyTorch's does: replicas draw random numbers (dropout) from streams of their own, which follow from the caller's
+    seed; a parameter that was not used has no gradient instead of zeros; replicas that write a parameter are refused
+    (written by its ``.data``, it is written by every replica: that isn't seen).
+
+    A tensor that wants gradients and is neither parameter, buffer nor argument (closed over, say) has them after
+    ``backward()``; on slots ``torch.autograd.grad`` doesn't find it.
 
     Args:
         module: has its parameters and buffers on the first device.
@@ -115,7 +119,11 @@ class DataParallel(nn.Module, Generic[M]):
             else:
                 lease = self._kept.lend(self.module, len(shares))
                 run = _on_slots if all(device.is_slot for device in self.devices) else _on_accelerators
-                outputs = run(lease, shares, devices)
+                try:
+                    outputs = run(lease, shares, devices)
+                except BaseException:
+                    lease.forfeit()
+                    raise
                 if self.balanced:
                     whole = Balanced(outputs, list(devices))
                 else:
@@ -233,7 +241,7 @@ def _on_accelerators(lease: Lease, shares: Sequence[Arguments], devices: Sequenc
                 try:
                     outputs[i] = _compute(replicas[i], share, None)
                 except Exception as error:
-                    error.add_note(f"replica {i}")
+                    error.add_note(f"raised by replica {i} on {device}")
                     raise
 
     distinct = tuple(dict.fromkeys(devices))

@@ -64,6 +64,14 @@ class Caller:
         for kind, enabled, dtype in self.autocast:
             torch.set_autocast_enabled(kind, enabled)
             torch.set_autocast_dtype(kind, dtype)
+        if any(enabled for _, enabled, _ in self.autocast):
+            try:
+                return self._run_in_modes(function, device)
+            finally:
+                torch.clear_autocast_cache()  # it would outlive the caller's ``with``, and its weights
+        return self._run_in_modes(function, device)
+
+    def _run_in_modes(self, function: Callable[[], T], device: Device) -> T:
         context = self.context.copy()  # one context can't be entered by two threads
         followers = context.get(_followers, ())
         if device.is_slot and not self.inference and not followers:

@@ -47,6 +47,10 @@ class _Adding(TorchFunctionMode):
         known = id(weight) in self._weights and weight.dim() == 2 and torch.is_grad_enabled()
         if not known or input.dtype != weight.dtype or torch.is_autocast_enabled(input.device.type):
             return F.linear(input, weight, bias)
+        if torch._C._autograd._top_saved_tensors_default_hooks(True) is not None:
+            return F.linear(
+                input, weight, bias
+            )  # a checkpoint, which must save the same when it recomputes, without us
         output: Tensor = _Linear.apply(input, weight, bias)  # type: ignore[no-untyped-call]
         return output
 

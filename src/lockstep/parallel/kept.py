@@ -17,7 +17,7 @@ A set of replicas belongs to one forward until its graph is used up: backward ma
 
 from __future__ import annotations
 
-import operator
+import functools
 import types
 from collections.abc import Sequence
 from typing import Any
@@ -27,7 +27,7 @@ from torch import nn
 
 from lockstep.devices import Device
 from lockstep.errors import InputError
-from lockstep.parallel import backward
+from lockstep.parallel import attributes, backward
 from lockstep.parallel.replicate import fill, refuse_without_shape, shell, spread
 
 _SPARE = 2
@@ -84,13 +84,20 @@ class Lease:
     """
 
     def __init__(self, kept: Kept, lent: _Set, count: int) -> None:
-        self._kept, self._lent = kept, lent
+        self._kept = kept
+        self._lent: _Set | None = lent
         self.replicas = [shells[id(lent.frame.module)] for shells in lent.shells[:count]]
         self.shared, self.leaves = lent.shared, lent.leaves
+        self._named = lent.alike
         self._before = [] if torch.is_inference_mode_enabled() else lent.versions()
 
     def __del__(self) -> None:
-        self._kept.take_back(self._lent)
+        if self._lent is not None:
+            self._kept.take_back(self._lent)
+
+    def forfeit(self) -> None:
+        """Don't give the set back: after Ctrl-C somebody may still compute with it."""
+        self._lent = None
 
     def refuse_written(self) -> None:
         """Look for parameters that a replica has written: on slots all have written to the same memory.
@@ -98,7 +105,7 @@ class Lease:
         Raises:
             InputError: there is one; it is named.
         """
-        for (name, tensor), before in zip(self._lent.alike, self._before, strict=False):
+        for (name, tensor), before in zip(self._named, self._before, strict=False):
             if tensor._version != before:
                 raise InputError(
                     f'parameter "{name}" was changed in forward, by every replica, and they share its memory: '
@@ -112,13 +119,13 @@ class _Frame:
     def __init__(self, module: nn.Module) -> None:
         self.module = module
         self.named = [(m, name) for name, m in module.named_modules()]
-        self._children = [(m, tuple(m._modules.values())) for m, _ in self.named]
+        self._inside = [(m, m._modules.copy()) for m, _ in self.named]
+        parts = {id(part) for part in (*module.modules(), *module.parameters(), *module.buffers())}
+        self.special = {id(m) for m, _ in self.named if _takes_part(m) or attributes.entangled(m, parts)}
 
     def stands_for(self, module: nn.Module) -> bool:
-        return module is self.module and all(
-            len(m._modules) == len(children) and all(map(operator.is_, m._modules.values(), children))
-            for m, children in self._children
-        )
+        # Equal by identity: modules aren't equal to one another.
+        return module is self.module and all(children == m._modules for m, children in self._inside)
 
 
 class _Set:
@@ -148,7 +155,12 @@ class _Set:
             at_home = number == 0
             copies = list(own.values()) if at_home else copied_together(list(own.values()), self.places[number])
             of.update(zip(own, copies, strict=True))
-        special = [(m, name) for m, name in self.frame.named if _is_special(m)]
+        special = [
+            (m, name)
+            for m, name in self.frame.named
+            if id(m) in self.frame.special
+            or (_may_be_entangled(m) and attributes.entangled(m, (*values[0], *self.shells[0])))
+        ]
         known = {id(m) for m, _ in special}
         for shells, of in zip(self.shells[:count], values, strict=True):
             for m, name in special:
@@ -208,40 +220,63 @@ class _Set:
 @torch.no_grad()
 def copied_together(tensors: list[torch.Tensor], place: torch.device) -> list[torch.Tensor]:
     """Copies on ``place`` of tensors that lie on one device: few large copies instead of many small ones."""
-    made: list[torch.Tensor] = [tensor.detach() for tensor in tensors]
-    plain = [k for k, tensor in enumerate(tensors) if type(tensor) is torch.Tensor and tensor.layout is torch.strided]
-    for k in set(range(len(tensors))).difference(plain):
-        made[k] = made[k].to(place, copy=True)
-    if plain and tensors[plain[0]].device == place:
-        for k in plain:
-            made[k] = torch.empty_like(tensors[k])
-        torch._foreach_copy_([made[k] for k in plain], [tensors[k] for k in plain])
-        return made
+    made: list[torch.Tensor] = []
     by_kind: dict[torch.dtype, list[int]] = {}
-    for k in plain:
-        by_kind.setdefault(tensors[k].dtype, []).append(k)
+    for k, tensor in enumerate(tensors):
+        if type(tensor) is torch.Tensor and tensor.layout is torch.strided:
+            by_kind.setdefault(tensor.dtype, []).append(k)
+            made.append(tensor)
+        else:
+            made.append(tensor.detach().to(place, copy=True))
     for numbers in by_kind.values():
-        flat = torch.cat([tensors[k].reshape(-1) for k in numbers]).to(place, non_blocking=True)
-        for k, piece in zip(numbers, torch.split(flat, [tensors[k].numel() for k in numbers]), strict=True):
-            made[k] = piece.view(tensors[k].shape).data  # a version of its own
+        theirs = [tensors[k] for k in numbers]
+        if theirs[0].device == place:
+            copies = [torch.empty_like(tensor) for tensor in theirs]
+            torch._foreach_copy_(copies, theirs)
+        else:
+            flat = torch.cat([tensor.reshape(-1) for tensor in theirs]).to(place, non_blocking=place.type != "cpu")
+            pieces = torch.split(flat, [tensor.numel() for tensor in theirs])
+            # Each with a version of its own.
+            copies = [piece.view(tensor.shape).data for piece, tensor in zip(pieces, theirs, strict=True)]
+        for k, copy in zip(numbers, copies, strict=True):
+            made[k] = copy
     return made
 
 
 def _take_over(replica: Any, module: nn.Module, shells: dict[int, Any], of: dict[int, torch.Tensor]) -> None:
     """What ``Module._replicate_for_data_parallel`` and `fill` do to an ordinary module, in one go."""
-    attributes = vars(module).copy()
-    attributes["_is_replica"] = True
-    attributes["_parameters"] = {k: None if t is None else of[id(t)] for k, t in module._parameters.items()}
-    attributes["_buffers"] = {k: None if t is None else of[id(t)] for k, t in module._buffers.items()}
-    attributes["_modules"] = {k: None if m is None else shells[id(m)] for k, m in module._modules.items()}
-    object.__setattr__(replica, "__dict__", attributes)
+    taken = vars(module).copy()
+    taken["_is_replica"] = True
+    for kind, known in (("_parameters", of), ("_buffers", of), ("_modules", shells)):
+        theirs = taken[kind]
+        taken[kind] = {k: None if v is None else known[id(v)] for k, v in theirs.items()} if theirs else {}
+    object.__setattr__(replica, "__dict__", taken)
 
 
-def _is_special(module: nn.Module) -> bool:
-    """Whether it takes part in replication itself, or holds methods or modules as attributes."""
+_ordinary: set[type] = set()
+"""Types of attributes in which nothing of a module can be."""
+
+
+_ENTANGLING = (types.MethodType, types.FunctionType, functools.partial, nn.Module, torch.Tensor)
+
+
+def _takes_part(module: nn.Module) -> bool:
+    """Whether its class has a word in how it is replicated."""
     kind = type(module)
-    if kind._replicate_for_data_parallel is not nn.Module._replicate_for_data_parallel:
+    return (
+        kind._replicate_for_data_parallel is not nn.Module._replicate_for_data_parallel
+        or kind.__setattr__ is not nn.Module.__setattr__
+    )
+
+
+def _may_be_entangled(module: nn.Module) -> bool:
+    """Whether it has methods, functions, modules or tensors as attributes. (Containers were looked into before.)"""
+    found = set(map(type, vars(module).values()))
+    if found <= _ordinary:
+        return False
+    if any(
+        issubclass(t, (types.MethodType, types.FunctionType, functools.partial, nn.Module, torch.Tensor)) for t in found
+    ):
         return True
-    if kind.__setattr__ is not nn.Module.__setattr__:
-        return True
-    return any(t is types.MethodType or issubclass(t, nn.Module) for t in set(map(type, vars(module).values())))
+    _ordinary.update(found)
+    return False

@@ -92,7 +92,7 @@ class ParallelLoss:
             outputs aren't cut then.
 
     Raises:
-        InputError: no generator, or a chunk size below 1.
+        InputError: a generator that is no module, or a chunk size below 1.
         LossError: a criterion that can't be called, or has parameters that learn.
         DeviceError: devices that don't exist.
     """
@@ -137,6 +137,8 @@ class ParallelLoss:
             sizes = _even(nesting.batch_size_of(hidden), len(self.devices))
             hidden = Balanced(list(scatter(hidden, self.devices, sizes=sizes)), list(self.devices))
         sizes = [nesting.batch_size_of(part) for part in hidden]
+        if not any(sizes):
+            raise InputError("a batch of 0 has no loss: skip it")
         steps = self._steps(hidden, sizes)
         _check_targets(targets, sum(sizes), hidden[0].shape[1] if steps else None)
         with torch.no_grad():
@@ -181,8 +183,6 @@ def _even(total: int, count: int) -> list[int]:
 
 def _check_targets(wanted: Any, batch: int, time: int | None) -> None:
     """The targets have the batch of the hidden states, and their time where that is cut."""
-    if batch == 0:
-        raise InputError("a batch of 0 has no loss: skip it")
     for tensor in nesting.tensors(wanted):
         if tensor.requires_grad:
             raise InputError("the targets want gradients, which a parallel loss doesn't give them: detach them")

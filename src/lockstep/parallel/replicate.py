@@ -6,7 +6,6 @@ replicas without ``parameters()``. Here slots share the memory of the parameters
 
 from __future__ import annotations
 
-import types
 from collections.abc import Sequence
 from typing import Any, TypeVar
 
@@ -15,7 +14,7 @@ from torch import nn
 
 from lockstep.devices import Devices
 from lockstep.errors import InputError
-from lockstep.parallel import targets
+from lockstep.parallel import attributes, targets
 
 M = TypeVar("M", bound=nn.Module)
 
@@ -104,11 +103,9 @@ def fill(replica: Any, module: nn.Module, name: str, copied: dict[int, Any], of:
         _set(replica, "_parameters", key, None if parameter is None else of[id(parameter)], name)
     for key, buffer in module._buffers.items():
         replica._buffers[key] = None if buffer is None else of[id(buffer)]
-    for key, value in list(vars(replica).items()):
-        if isinstance(value, types.MethodType) and id(value.__self__) in copied:  # self.forward = self.forward_impl
-            vars(replica)[key] = types.MethodType(value.__func__, copied[id(value.__self__)])
-        elif isinstance(value, nn.Module) and id(value) in copied:
-            vars(replica)[key] = copied[id(value)]
+    known = {**of, **copied}
+    for key, value in attributes.own(replica):
+        vars(replica)[key] = attributes.of_replica(value, known)
 
 
 def _set(replica: Any, kind: str, key: str, value: torch.Tensor | None, name: str) -> None:
