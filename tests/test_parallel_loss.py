@@ -192,6 +192,20 @@ def test_targets_may_be_a_nest_of_tensors() -> None:
     same(gradients(model), expected)
 
 
+@pytest.mark.parametrize("criterion", [nn.KLDivLoss(reduction="batchmean"), nn.CrossEntropyLoss()])
+def test_targets_may_be_probabilities_of_words(criterion: nn.Module) -> None:
+    model = Tied()
+    generator = nn.Sequential(model.generator, nn.LogSoftmax(-1))
+    inputs, soft = tokens()[0], torch.rand(BATCH, TIME, WORDS).softmax(-1)
+    expected = criterion(generator(model(inputs)).flatten(0, 1), soft.flatten(0, 1))
+    expected.backward()
+    theirs = gradients(model)
+    found = ParallelLoss(generator, criterion, "2xcpu", 3)(model(inputs), soft)
+    assert found.loss.item() == pytest.approx(expected.item(), rel=1e-12) and found.count == BATCH * TIME
+    found.loss.backward()
+    same(gradients(model), theirs)
+
+
 def test_a_criterion_that_gives_a_scalar_is_divided_by_the_count_of_the_call() -> None:
     model = Tied()
     generator = nn.Sequential(model.generator, nn.LogSoftmax(-1))
