@@ -11,11 +11,13 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
-import lockstep
 from benchmarks import models
+from benchmarks.checkpointing import CHECKPOINTING
+from benchmarks.experiment import EXPERIMENT, GPU_EXPERIMENT
+from benchmarks.parallel import PARALLEL
+from benchmarks.parallel_loss import GPU_PARALLEL_LOSS, PARALLEL_LOSS
 from benchmarks.timing import HERE, Benchmark, Ratio, by_python, by_torchrun, rate, run, torchrun
 from lockstep.devices import Device, slots, usable_cores
-from lockstep.trial import attempt
 
 
 def one_core() -> Device:
@@ -54,18 +56,6 @@ def small() -> Mapping[str, Callable[[], float]]:
         if _has(module):
             alternatives[name] = by_torchrun(script)
     return alternatives
-
-
-def experiment() -> Mapping[str, Callable[[], float]]:
-    """CIFAR-10's experiment on noise: what tuning finds on this machine, and the loop that a person writes first."""
-    job = models.experiment_job()
-    found = lockstep.tune(job, told=lambda line: print(f"   {line}", flush=True))
-    return {
-        "plain loop": by_python("first_loop.py"),
-        "as it is": lambda: attempt(job, found.start, seconds=6).rate,
-        "tuned, numbers kept": lambda: attempt(job, found.kept, seconds=6).rate,
-        "tuned": lambda: attempt(job, found.changed, seconds=6).rate,
-    }
 
 
 def overhead() -> Mapping[str, Callable[[], float]]:
@@ -127,14 +117,6 @@ BENCHMARKS = {
             Ratio("ddp", "Accelerate", 1.7),
         ),
     ),
-    "experiment": Benchmark(
-        experiment,
-        (
-            Ratio("tuned", "plain loop", 1.8),
-            Ratio("tuned, numbers kept", "plain loop"),
-            Ratio("as it is", "plain loop"),
-        ),
-    ),
     "overhead": Benchmark(
         overhead,
         (
@@ -148,6 +130,10 @@ BENCHMARKS = {
         (Ratio("lockstep train", "torchrun, plain PyTorch", 1 / 0.8),),
         unit="1 / seconds to the first step",
     ),
+    **EXPERIMENT,
+    **CHECKPOINTING,
+    **PARALLEL,
+    **PARALLEL_LOSS,
 }
 
 
@@ -156,7 +142,7 @@ def main(names: list[str]) -> int:
     if names == ["gpu"]:
         from benchmarks.gpu import GPU
 
-        for name, benchmark in GPU.items():
+        for name, benchmark in {**GPU_EXPERIMENT, **GPU, **GPU_PARALLEL_LOSS}.items():
             run(name, benchmark)
         return 0
     unknown = [name for name in names if name not in BENCHMARKS]

@@ -1,4 +1,4 @@
-"""On one NVIDIA GPU: what Lockstep adds to a plain loop, and what copying ahead saves."""
+"""On one NVIDIA GPU: what Lockstep adds to a plain loop, what copying ahead saves, `DataParallel` beside PyTorch's."""
 
 from __future__ import annotations
 
@@ -12,11 +12,11 @@ from torch import nn
 from torch.utils.data import TensorDataset
 
 import lockstep
-from benchmarks.models import experiment_job, sgd, small_data, small_mlp
+from benchmarks.models import many_small_layers, resnet50, sgd, small_data, small_mlp
 from benchmarks.timing import Benchmark, Ratio, rate
 from examples.models.mobilenetv2 import MobileNetV2
 from lockstep.data import Loader
-from lockstep.trial import attempt
+from lockstep.parallel import DataParallel
 
 BATCH = 256
 
@@ -103,67 +103,41 @@ def small() -> Mapping[str, Callable[[], float]]:
     return {"plain loop": plain(small_mlp(), batches, len(data)), "single": rate(job, "single", "cuda:0")}
 
 
-def experiment() -> Mapping[str, Callable[[], float]]:
-    """CIFAR-10's experiment on noise: what tuning finds here, the loop a person writes first, and the best by hand."""
-    job = experiment_job(16 * BATCH)
-    found = lockstep.tune(job, rounds=2, seconds=1.0, told=lambda line: print(f"   {line}", flush=True))
-    tensors = TensorDataset(*(tensor.cuda() for tensor in job.train_data().tensors))
-    settings = {**job.settings, **found.changed.settings}
-    held = job.having(train_data=tensors, eval_data=None, epochs=4, on_event=(), **found.changed.settings)
+def beside_pytorch(net: nn.Module, inputs: torch.Tensor, steps: int) -> Mapping[str, Callable[[], float]]:
+    """Whole steps of two replicas on one card: forward, backward, fused SGD."""
+    net, inputs = net.cuda(), inputs.cuda()
+    optimizer = torch.optim.SGD(net.parameters(), lr=1e-4, fused=True)
+
+    def rate(parallel: nn.Module) -> Callable[[], float]:
+        def once() -> float:
+            torch.cuda.synchronize()
+            start = time.perf_counter()
+            for _ in range(steps):
+                optimizer.zero_grad()
+                parallel(inputs).square().mean().backward()
+                optimizer.step()
+            torch.cuda.synchronize()
+            return steps * len(inputs) / (time.perf_counter() - start)
+
+        return once
+
     return {
-        "plain fp32 loop": by_hand(job.model, tensors, {}),
-        "tuned": lambda: attempt(job, found.changed, seconds=4).rate,
-        "best loop by hand, the settings that tune found": by_hand(job.model, tensors, settings),
-        "single, the settings that tune found": rate(held, "single", "cuda:0"),
+        "torch.nn.DataParallel": rate(nn.DataParallel(net, device_ids=[0, 0])),
+        "DataParallel": rate(DataParallel(net, device_ids=[0, 0])),
+        "the module itself": rate(net),
     }
 
 
-def by_hand(build: Callable[[], nn.Module], data: TensorDataset, settings: Mapping[str, Any]) -> Callable[[], float]:
-    """The experiment's loop over tensors that are on the device: the first one a person writes, or with settings."""
-    formats = {"bf16": torch.bfloat16, "fp16": torch.float16}
-
-    def once() -> float:
-        net = build().cuda()
-        if settings.get("channels_last"):
-            net = net.to(memory_format=torch.channels_last)
-        if settings.get("compile"):
-            net.compile()
-        fused = bool(settings) and settings.get("fused") is not False
-        optimizer = torch.optim.SGD(net.parameters(), lr=0.05, momentum=0.9, weight_decay=5e-4, fused=fused or None)
-        dtype = formats.get(settings.get("precision") or "")
-        scaler = torch.amp.GradScaler("cuda", enabled=dtype is torch.float16)
-        loss_of = nn.CrossEntropyLoss()
-        rates = []
-        for _ in range(4):
-            torch.cuda.synchronize()
-            start = time.perf_counter()
-            order = torch.randperm(len(data), device="cuda")
-            for mine in order.split(BATCH):
-                inputs, targets = data.tensors[0][mine], data.tensors[1][mine]
-                if settings.get("channels_last"):
-                    inputs = inputs.contiguous(memory_format=torch.channels_last)
-                optimizer.zero_grad()
-                with torch.autocast("cuda", dtype=dtype, enabled=dtype is not None):
-                    loss = loss_of(net(inputs), targets)
-                scaler.scale(loss).backward()
-                scaler.step(optimizer)
-                scaler.update()
-            torch.cuda.synchronize()
-            rates.append(len(data) / (time.perf_counter() - start))
-        return statistics.median(rates[1:])
-
-    return once
-
+BESIDE = (
+    Ratio("DataParallel", "torch.nn.DataParallel", 1 / 0.7),  # a time ratio of 0.7
+    Ratio("the module itself", "DataParallel"),
+)
 
 GPU = {
-    "gpu-experiment": Benchmark(
-        experiment,
-        (
-            Ratio("tuned", "plain fp32 loop", 4.0),
-            Ratio("single, the settings that tune found", "best loop by hand, the settings that tune found", 0.99),
-        ),
-        rounds=3,
+    "gpu-parallel-resnet50": Benchmark(
+        lambda: beside_pytorch(resnet50(), torch.randn(64, 3, 224, 224), steps=20), BESIDE
     ),
+    "gpu-parallel-small": Benchmark(lambda: beside_pytorch(many_small_layers(), torch.randn(64, 64), steps=50), BESIDE),
     "gpu-images": Benchmark(
         copying,
         (

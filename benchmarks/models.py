@@ -31,6 +31,47 @@ class Stack(nn.Module):
         return x.mean(dim=1)
 
 
+class Bottleneck(nn.Module):
+    """1 x 1, 3 x 3, 1 x 1 convolutions with batch norm, and the way around them."""
+
+    def __init__(self, before: int, width: int, stride: int) -> None:
+        super().__init__()
+        after = 4 * width
+        self.inner = nn.Sequential(
+            *convolution(before, width, 1),
+            nn.ReLU(inplace=True),
+            *convolution(width, width, 3, stride),
+            nn.ReLU(inplace=True),
+            *convolution(width, after, 1),
+        )
+        same = stride == 1 and before == after
+        self.around = nn.Identity() if same else nn.Sequential(*convolution(before, after, 1, stride))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return torch.relu(self.inner(x) + self.around(x))
+
+
+def convolution(before: int, after: int, size: int, stride: int = 1) -> tuple[nn.Module, nn.Module]:
+    return nn.Conv2d(before, after, size, stride, size // 2, bias=False), nn.BatchNorm2d(after)
+
+
+def resnet50(classes: int = 1000) -> nn.Sequential:
+    """ResNet-50 (He and others 2015), stride in the 3 x 3 convolutions: (batch, 3, 224, 224) to (batch, classes)."""
+    blocks: list[nn.Module] = []
+    before = 64
+    for width, count in ((64, 3), (128, 4), (256, 6), (512, 3)):
+        for number in range(count):
+            blocks.append(Bottleneck(before, width, 2 if number == 0 and width > 64 else 1))
+            before = 4 * width
+    stem = (*convolution(3, 64, 7, 2), nn.ReLU(inplace=True), nn.MaxPool2d(3, 2, 1))
+    return nn.Sequential(*stem, *blocks, nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(before, classes))
+
+
+def many_small_layers(count: int = 200, width: int = 64) -> nn.Sequential:
+    """Linear layers, each with a ReLU: (batch, width) to the same."""
+    return nn.Sequential(*(nn.Sequential(nn.Linear(width, width), nn.ReLU()) for _ in range(count)))
+
+
 def small_mlp() -> nn.Module:
     return nn.Sequential(nn.Linear(64, 128), nn.ReLU(), nn.Linear(128, 128), nn.ReLU(), nn.Linear(128, 10))
 

@@ -2,12 +2,17 @@
 
 from __future__ import annotations
 
+import copy
+
 import pytest
 import torch
+from torch import nn
 
 from lockstep import Job, train
 from lockstep.devices import Device
 from lockstep.errors import NonFiniteLoss
+from lockstep.parallel import DataParallel, data_parallel
+from lockstep.parallel.kept import copied_together
 from lockstep.strategies.ddp import DDP
 from lockstep.verify import differences
 from zoo import ZOO, drawn, labels
@@ -60,3 +65,47 @@ def test_a_loss_that_is_not_finite_is_named_by_its_step_some_steps_later(tmp_pat
     )
     with pytest.raises(NonFiniteLoss, match="at step 7"):
         train(job, strategy="single", devices="cuda:0", folder=tmp_path, quiet=True)
+
+
+def small_net() -> nn.Module:
+    return nn.Sequential(nn.Linear(6, 8), nn.BatchNorm1d(8), nn.Tanh(), nn.Linear(8, 3)).double().cuda()
+
+
+def test_data_parallel_on_one_gpu_does_what_pytorchs_does() -> None:
+    net = small_net()
+    theirs = nn.DataParallel(copy.deepcopy(net), device_ids=[0, 0])
+    ours = DataParallel(net, device_ids=[0, 0])
+    optimizers = [torch.optim.AdamW(m.parameters(), lr=0.05, fused=True) for m in (theirs, ours)]
+    for size in (12, 12, 7):
+        x = torch.randn(size, 6, dtype=torch.float64)
+        for module, optimizer in zip((theirs, ours), optimizers, strict=True):
+            optimizer.zero_grad()
+            output = module(x)
+            assert output.device == torch.device("cuda", 0)
+            output.square().sum().backward()
+            optimizer.step()
+    for (name, one), other in zip(ours.state_dict().items(), theirs.state_dict().values(), strict=True):
+        torch.testing.assert_close(one, other, rtol=1e-12, atol=1e-12, msg=name)
+
+
+def test_data_parallel_on_one_gpu_has_the_gradients_of_the_plain_module() -> None:
+    net = small_net()
+    net.eval()
+    x = torch.randn(7, 6, dtype=torch.float64, device="cuda", requires_grad=True)
+    both = []
+    for call in (net, DataParallel(net, [0, 0]), lambda x: data_parallel(net, x, [0, 0]), DataParallel(net, "cuda:0")):
+        slope = torch.autograd.grad(call(x).square().sum(), x, create_graph=True)[0]
+        both.append(torch.autograd.grad(slope.pow(3).sum() + call(x).sum(), [x, *net.parameters()], allow_unused=True))
+    for found in both[1:]:
+        for one, other in zip(found, both[0], strict=True):
+            torch.testing.assert_close(one, other, rtol=1e-12, atol=1e-12)
+    with torch.no_grad():
+        torch.testing.assert_close(DataParallel(net, [0, 0])(x), net(x), rtol=1e-12, atol=1e-12)
+
+
+def test_tensors_copied_to_another_device_together_are_the_same() -> None:
+    made = [torch.randn(3, 4), torch.arange(5), torch.randn(()), torch.zeros(0), torch.randn(2, 6).t()]
+    for place in ("cuda:0", "cpu"):
+        for one, other in zip(made, copied_together(made, torch.device(place)), strict=True):
+            assert (str(other.device) == place and other.data_ptr() != one.data_ptr()) or not one.numel()
+            torch.testing.assert_close(other.cpu(), one)

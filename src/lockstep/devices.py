@@ -127,7 +127,8 @@ def _from_list(wanted: Sequence[Device | torch.device | str | int]) -> tuple[Dev
 
 def _at(here: tuple[Device, ...], index: int) -> Device:
     if index >= len(here):
-        raise DeviceError(f"device {index} doesn't exist: there are {len(here)} accelerators here")
+        slots_too = "" if here else ' (two slots of the CPU are "2xcpu")'
+        raise DeviceError(f"device {index} doesn't exist: there are {len(here)} accelerators here{slots_too}")
     return here[index]
 
 

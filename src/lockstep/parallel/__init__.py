@@ -7,15 +7,38 @@
     outputs  = parallel_apply(replicas, shares)     at the same time, each on its device
     output   = gather(outputs, devices[0])          put together again, in order
 
-Each can be used alone, for anything that is to run side by side. Below them lie ``team`` (threads that stay),
-``random`` (a stream of random numbers per thread) and ``batchnorm`` (statistics over all replicas).
+    DataParallel(module, devices)                   all four, in the place of torch.nn.DataParallel, with replicas kept
+    data_parallel(module, inputs, devices)          the same, once
+    trace_shapes()                                  what each replica saw of a batch, as a table
+
+    ParallelLoss(generator, criterion, devices)     output layer and loss on every device, chunk by chunk
+
+Each can be used alone, for anything that is to run side by side. Below them lie ``team`` (threads that stay), ``kept``
+(replicas that stay), ``backward`` (each replica's in its own thread), ``random`` (a stream of random numbers per
+thread) and ``batchnorm`` (statistics over all replicas).
 """
 
 from __future__ import annotations
 
 from lockstep.parallel.apply import parallel_apply
+from lockstep.parallel.balanced import Balanced
+from lockstep.parallel.data_parallel import DataParallel, data_parallel
 from lockstep.parallel.gather import gather
+from lockstep.parallel.parallel_loss import ParallelLoss
 from lockstep.parallel.replicate import replicate
 from lockstep.parallel.scatter import scatter, scatter_kwargs
+from lockstep.parallel.shapes import Shapes, trace_shapes
 
-__all__ = ["gather", "parallel_apply", "replicate", "scatter", "scatter_kwargs"]
+__all__ = [
+    "Balanced",
+    "DataParallel",
+    "ParallelLoss",
+    "Shapes",
+    "data_parallel",
+    "gather",
+    "parallel_apply",
+    "replicate",
+    "scatter",
+    "scatter_kwargs",
+    "trace_shapes",
+]

@@ -8,8 +8,8 @@ from __future__ import annotations
 
 import contextlib
 import contextvars
-from collections.abc import Callable, Iterable
-from typing import TypeVar
+from collections.abc import Callable, Iterable, Iterator
+from typing import Any, TypeVar
 
 import torch
 
@@ -18,6 +18,21 @@ from lockstep.devices import Device
 T = TypeVar("T")
 
 _CPU = torch.device("cpu")
+
+
+_followers: contextvars.ContextVar[tuple[Callable[[Device], contextlib.AbstractContextManager[Any]], ...]] = (
+    contextvars.ContextVar("followers", default=())
+)
+
+
+@contextlib.contextmanager
+def followed_by(make: Callable[[Device], contextlib.AbstractContextManager[Any]]) -> Iterator[None]:
+    """Meanwhile threads that compute for this one do so inside ``make(device)``: modes of PyTorch's are per thread."""
+    token = _followers.set((*_followers.get(), make))
+    try:
+        yield
+    finally:
+        _followers.reset(token)
 
 
 class Caller:
@@ -49,10 +64,21 @@ class Caller:
         for kind, enabled, dtype in self.autocast:
             torch.set_autocast_enabled(kind, enabled)
             torch.set_autocast_dtype(kind, dtype)
+        if any(enabled for _, enabled, _ in self.autocast):
+            try:
+                return self._run_in_modes(function, device)
+            finally:
+                torch.clear_autocast_cache()  # it would outlive the caller's ``with``, and its weights
+        return self._run_in_modes(function, device)
+
+    def _run_in_modes(self, function: Callable[[], T], device: Device) -> T:
         context = self.context.copy()  # one context can't be entered by two threads
-        if device.is_slot and not self.inference:
+        followers = context.get(_followers, ())
+        if device.is_slot and not self.inference and not followers:
             return context.run(function)
         with contextlib.ExitStack() as stack:
+            for make in followers:
+                stack.enter_context(make(device))
             if self.inference:
                 stack.enter_context(torch.inference_mode())
             if self.default.type == device.type and not device.is_slot:

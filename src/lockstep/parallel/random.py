@@ -34,20 +34,53 @@ from torch.overrides import TorchFunctionMode
 
 from lockstep.parallel import masks
 
+Source = torch.Generator | Callable[[], torch.Generator]
 
-def stream(generator: torch.Generator | None) -> contextlib.AbstractContextManager[Any]:
+
+def stream(generator: Source | None) -> contextlib.AbstractContextManager[Any]:
     """Draw random numbers on the CPU from ``generator``, in this thread, inside a ``with``.
 
     Args:
-        generator: a CPU generator that no other thread uses meanwhile; None changes nothing.
+        generator: a CPU generator that no other thread uses meanwhile, or a function that gives one, called once
+            something is drawn; None changes nothing.
     """
     return contextlib.nullcontext() if generator is None else _Stream(generator)
 
 
 def current() -> torch.Generator | None:
     """The generator of the innermost ``stream`` that this thread is in, or None outside of any."""
-    found: list[torch.Generator] = _here.__dict__.get("generators", [])
-    return found[-1] if found else None
+    found = source()
+    return found() if callable(found) else found
+
+
+def source() -> Source | None:
+    """The same, as a function where nothing has been drawn yet."""
+    found: list[_Stream] = _here.__dict__.get("streams", [])
+    return found[-1].resolved if found else None
+
+
+class Streams:
+    """Generators for several threads, seeded by one number from the stream that the caller is in.
+
+    That number is drawn when the first of them draws: what computes without random numbers leaves the caller's stream
+    as it was.
+    """
+
+    def __init__(self) -> None:
+        self._caller = source() or torch.default_generator
+        self._lock = threading.Lock()
+        self._seed: int | None = None
+
+    def generator(self, number: int) -> torch.Generator:
+        """A new one, for thread ``number``."""
+        with self._lock:
+            if self._seed is None:
+                caller = self._caller() if callable(self._caller) else self._caller
+                with torch._C.DisableTorchFunction():
+                    self._seed = int(torch.randint(2**62, (), generator=caller))
+            seed = self._seed
+        # Far apart, also for seeds that lie side by side.
+        return torch.Generator().manual_seed((seed + number * 0x9E3779B97F4A7C15) & (2**63 - 1))
 
 
 _here = threading.local()
@@ -56,18 +89,29 @@ _here = threading.local()
 class _Stream(TorchFunctionMode):
     """The mode; ``generator`` is where its thread draws from."""
 
-    def __init__(self, generator: torch.Generator) -> None:
+    def __init__(self, source: Source) -> None:
         super().__init__()
-        self.generator = generator
+        self._source = source
+
+    @property
+    def generator(self) -> torch.Generator:
+        if not isinstance(self._source, torch.Generator):
+            self._source = self._source()
+        return self._source
+
+    @property
+    def resolved(self) -> Source:
+        """The generator if it is there already, else a function that makes it."""
+        return self._source if isinstance(self._source, torch.Generator) else lambda: self.generator
 
     def __enter__(self) -> _Stream:
-        _here.__dict__.setdefault("generators", []).append(self.generator)
+        _here.__dict__.setdefault("streams", []).append(self)
         super().__enter__()  # type: ignore[no-untyped-call]
         return self
 
     def __exit__(self, *error: object) -> None:
         super().__exit__(*error)  # type: ignore[no-untyped-call]
-        _here.generators.pop()
+        _here.streams.pop()
 
     def __torch_function__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Mapping[str, Any] | None = None
@@ -139,13 +183,14 @@ def _lent(mode: _Stream, func: Any, args: tuple[Any, ...], kwargs: Mapping[str, 
     """The function draws from PyTorch's generator and can't be told otherwise: lend that one our state meanwhile."""
     if not _on_cpu(args, kwargs):
         return func(*args, **kwargs)
+    generator = mode.generator  # before PyTorch's is lent: it may be seeded from that one
     with _lending:
         kept = torch.default_generator.get_state()
-        torch.default_generator.set_state(mode.generator.get_state())
+        torch.default_generator.set_state(generator.get_state())
         try:
             return func(*args, **kwargs)
         finally:
-            mode.generator.set_state(torch.default_generator.get_state())
+            generator.set_state(torch.default_generator.get_state())
             torch.default_generator.set_state(kept)
 
 

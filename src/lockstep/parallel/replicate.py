@@ -6,7 +6,6 @@ replicas without ``parameters()``. Here slots share the memory of the parameters
 
 from __future__ import annotations
 
-import types
 from collections.abc import Sequence
 from typing import Any, TypeVar
 
@@ -15,7 +14,7 @@ from torch import nn
 
 from lockstep.devices import Devices
 from lockstep.errors import InputError
-from lockstep.parallel import targets
+from lockstep.parallel import attributes, targets
 
 M = TypeVar("M", bound=nn.Module)
 
@@ -41,15 +40,15 @@ def replicate(network: M, devices: Devices, detach: bool = False) -> list[M]:
     """
     places = [device.torch for device in targets.many(devices)]
     names = {id(module): name for name, module in network.named_modules()}
-    copies = [{id(module): _shell(module, names[id(module)]) for module in network.modules()} for _ in places]
+    copies = [{id(module): shell(module, names[id(module)]) for module in network.modules()} for _ in places]
     tensors = _tensors(network, names, places, detach)
     for copied, of in zip(copies, tensors, strict=True):
         for module in network.modules():
-            _fill(copied[id(module)], module, names[id(module)], copied, of)
+            fill(copied[id(module)], module, names[id(module)], copied, of)
     return [copied[id(network)] for copied in copies]
 
 
-def _shell(module: nn.Module, name: str) -> Any:
+def shell(module: nn.Module, name: str) -> Any:
     """A module of the same type and attributes, through the hook with which PyTorch's own modules take part."""
     called = name or type(module).__name__
     if isinstance(module, torch.jit.ScriptModule):
@@ -62,6 +61,16 @@ def _shell(module: nn.Module, name: str) -> Any:
         raise InputError(f"{called} ({type(module).__name__}) can't be replicated: {error}") from error
 
 
+def refuse_without_shape(tensor: torch.Tensor | None, name: str) -> None:
+    """Refuse what a lazy layer has before its first call.
+
+    Raises:
+        InputError: it is that; the message names it.
+    """
+    if isinstance(tensor, (nn.UninitializedParameter, nn.parameter.UninitializedBuffer)):
+        raise InputError(f"{name} has no shape yet, and can't be replicated: run the module once before")
+
+
 def _tensors(
     network: nn.Module, names: dict[int, str], places: list[torch.device], detach: bool
 ) -> list[dict[int, torch.Tensor]]:
@@ -71,14 +80,12 @@ def _tensors(
     for module in network.modules():
         for kind in (module._parameters, module._buffers):
             for key, tensor in kind.items():
-                if isinstance(tensor, (nn.UninitializedParameter, nn.parameter.UninitializedBuffer)):
-                    where = f"{names[id(module)]}.{key}".lstrip(".")
-                    raise InputError(f"{where} has no shape yet, and can't be replicated: run the module once before")
+                refuse_without_shape(tensor, f"{names[id(module)]}.{key}".lstrip("."))
     alike.extend(network.parameters())
     for buffer in network.buffers():
         (alike if buffer.requires_grad and not detach else own).append(buffer)
     found: list[dict[int, torch.Tensor]] = []
-    for number, copied in enumerate(_spread(alike, places, detach)):
+    for number, copied in enumerate(spread(alike, places, detach)):
         place = places[number]
         of = {id(tensor): copy for tensor, copy in zip(alike, copied, strict=True)}
         for buffer in own:
@@ -88,7 +95,7 @@ def _tensors(
     return found
 
 
-def _fill(replica: Any, module: nn.Module, name: str, copied: dict[int, Any], of: dict[int, torch.Tensor]) -> None:
+def fill(replica: Any, module: nn.Module, name: str, copied: dict[int, Any], of: dict[int, torch.Tensor]) -> None:
     """Put the replica's own modules, parameters and buffers in the place of the original's."""
     for key, child in module._modules.items():
         replica._modules[key] = None if child is None else copied[id(child)]
@@ -96,11 +103,9 @@ def _fill(replica: Any, module: nn.Module, name: str, copied: dict[int, Any], of
         _set(replica, "_parameters", key, None if parameter is None else of[id(parameter)], name)
     for key, buffer in module._buffers.items():
         replica._buffers[key] = None if buffer is None else of[id(buffer)]
-    for key, value in list(vars(replica).items()):
-        if isinstance(value, types.MethodType) and id(value.__self__) in copied:  # self.forward = self.forward_impl
-            vars(replica)[key] = types.MethodType(value.__func__, copied[id(value.__self__)])
-        elif isinstance(value, nn.Module) and id(value) in copied:
-            vars(replica)[key] = copied[id(value)]
+    known = {**of, **copied}
+    for key, value in attributes.own(replica):
+        vars(replica)[key] = attributes.of_replica(value, known)
 
 
 def _set(replica: Any, kind: str, key: str, value: torch.Tensor | None, name: str) -> None:
@@ -114,7 +119,8 @@ def _set(replica: Any, kind: str, key: str, value: torch.Tensor | None, name: st
     getattr(replica, kind)[key] = value
 
 
-def _spread(tensors: list[torch.Tensor], places: list[torch.device], detach: bool) -> list[Sequence[torch.Tensor]]:
+def spread(tensors: list[torch.Tensor], places: list[torch.device], detach: bool) -> list[Sequence[torch.Tensor]]:
+    """For each place the tensors as its replica has them; gradients are summed, unless they are cut off."""
     if not tensors:
         return [() for _ in places]
     with torch.set_grad_enabled(torch.is_grad_enabled() and not detach):
@@ -136,13 +142,16 @@ def _can_broadcast(tensors: list[torch.Tensor], places: list[torch.device]) -> b
 
 
 class _Spread(torch.autograd.Function):
-    """Tensors as each replica sees them, with a version of their own; backward sums the replicas' gradients."""
+    """Tensors as each replica sees them; backward sums the replicas' gradients.
+
+    Where the memory is shared, so is the version: autograd notices what is written between forward and backward.
+    """
 
     @staticmethod
     def forward(ctx: Any, places: list[torch.device], *tensors: torch.Tensor) -> tuple[torch.Tensor, ...]:
         ctx.homes = [tensor.device for tensor in tensors]
         ctx.set_materialize_grads(False)
-        spread = tuple(targets.move(tensor.data, place) for place in places for tensor in tensors)
+        spread = tuple(targets.move(tensor.detach(), place) for place in places for tensor in tensors)
         wanted = ctx.needs_input_grad[1:]
         ctx.mark_non_differentiable(*(copy for i, copy in enumerate(spread) if not wanted[i % len(wanted)]))
         return spread

@@ -1,0 +1,127 @@
+"""The parallel loss at 32,000 words, width 512, 32 x 64 tokens, fp32: time, and peak bytes above the weights."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Mapping
+
+import torch
+from torch import nn
+
+from benchmarks.timing import Benchmark, Ratio
+from lockstep.devices import Device, usable_cores
+from lockstep.parallel import ParallelLoss
+from lockstep.parallel.live import LiveBytes
+from lockstep.parallel.team import Team
+
+WORDS, WIDTH, BATCH, TIME = 32_000, 512, 32, 64
+CHUNK = {1: 8, 2: 8}
+"""Time steps of a chunk, by the number of slots."""
+
+
+def _steps(place: torch.device | None = None) -> tuple[nn.Module, dict[str, Callable[[], None]]]:
+    """The generator, and one step of each alternative: value and gradients, none of which were there before."""
+    generator = torch.Generator().manual_seed(0)
+    hidden = torch.randn(BATCH, TIME, WIDTH, generator=generator).to(place).requires_grad_()
+    targets = torch.randint(WORDS, (BATCH, TIME), generator=generator).to(place)
+    layer, criterion = nn.Linear(WIDTH, WORDS).to(place), nn.CrossEntropyLoss()
+
+    def cleared() -> None:
+        layer.zero_grad()
+        hidden.grad = None
+
+    def plain() -> None:
+        cleared()
+        criterion(layer(hidden).flatten(0, 1), targets.flatten()).backward()
+
+    def parallel(devices: list[Device]) -> Callable[[], None]:
+        loss_of = ParallelLoss(layer, criterion, devices, CHUNK[len(devices)])
+
+        def once() -> None:
+            cleared()
+            loss_of(hidden, targets).loss.backward()
+
+        return once
+
+    if place is not None:
+        devices = [Device(place.type, place.index)]
+        return layer, {"plain": plain, "one device": parallel(devices), "one device twice": parallel(devices * 2)}
+    core = Device("cpu", 0, usable_cores()[:1])
+    team = Team([core])
+    return layer, {
+        "plain, one slot": lambda: team.run([plain]) and None,
+        "one slot": parallel([core]),
+        "two slots": parallel([Device("cpu", i, (usable_cores()[i],)) for i in range(2)]),
+    }
+
+
+def speed() -> Mapping[str, Callable[[], float]]:
+    return {name: _rate(step) for name, step in _steps()[1].items()}
+
+
+def memory() -> Mapping[str, Callable[[], float]]:
+    return {name: _rarity(step) for name, step in _steps()[1].items()}
+
+
+def gpu_speed() -> Mapping[str, Callable[[], float]]:
+    return {name: _rate(step, torch.cuda.synchronize) for name, step in _steps(torch.device("cuda", 0))[1].items()}
+
+
+def gpu_memory() -> Mapping[str, Callable[[], float]]:
+    """By the card's own allocator, which also knows what kernels take for themselves."""
+    layer, steps = _steps(torch.device("cuda", 0))
+
+    def rarity(step: Callable[[], None]) -> Callable[[], float]:
+        def once() -> float:
+            layer.zero_grad()
+            torch.cuda.reset_peak_memory_stats()
+            before = torch.cuda.memory_allocated()
+            step()
+            torch.cuda.synchronize()
+            return 1e9 / (torch.cuda.max_memory_allocated() - before)
+
+        return once
+
+    return {name: rarity(step) for name, step in steps.items()}
+
+
+def _rate(step: Callable[[], None], wait: Callable[[], None] = lambda: None) -> Callable[[], float]:
+    def once() -> float:
+        wait()
+        began = time.perf_counter()
+        for _ in range(3):
+            step()
+        wait()
+        return 3 * BATCH * TIME / (time.perf_counter() - began)
+
+    return once
+
+
+def _rarity(step: Callable[[], None]) -> Callable[[], float]:
+    def once() -> float:
+        with LiveBytes() as live:
+            step()
+        for owner in live.owners():
+            print(f"      {owner} {live.peak(owner) / 1e6:,.1f} MB", flush=True)
+        return 1e9 / live.peak()
+
+    return once
+
+
+PARALLEL_LOSS = {
+    "loss": Benchmark(
+        speed, (Ratio("one slot", "plain, one slot", 1 / 1.1), Ratio("two slots", "one slot", 1.8)), unit="tokens/s"
+    ),
+    "loss-memory": Benchmark(
+        memory,
+        (Ratio("one slot", "plain, one slot", 4.0), Ratio("two slots", "plain, one slot")),
+        rounds=1,
+        unit="1 / GB at the peak, above the weights",
+    ),
+}
+GPU_PARALLEL_LOSS = {
+    "gpu-loss": Benchmark(gpu_speed, (Ratio("one device", "plain", 1 / 1.1),), unit="tokens/s"),
+    "gpu-loss-memory": Benchmark(
+        gpu_memory, (Ratio("one device", "plain", 4.0),), rounds=1, unit="1 / GB at the peak, above the weights"
+    ),
+}

@@ -1,0 +1,244 @@
+"""Backward of several replicas at the same time, each in the thread of its slot.
+
+Autograd runs what was computed on a CPU in the thread that calls ``backward``, and only there: replicas whose graphs
+hang together would go through backward one after the other. So each replica has a graph of its own, whose leaves stand
+in for the module's parameters, and one node of the caller's graph stands for all of them::
+
+    caller    parameters ─────────────▶ [ _Joined ] ─────▶ outputs ──▶ loss
+                                           │   ▲
+    cpu:0     stand-ins ──▶ forward ──▶ outputs│gradients      backward hands each thread the gradients of its outputs,
+    cpu:1     stand-ins ──▶ forward ──▶ outputs│gradients      and adds up what comes to its stand-ins
+
+A stand-in shares memory and version with what it stands for, so that autograd notices weights that are written between
+forward and backward, as it would without replicas. Where backward is itself to be differentiated, the gradients'
+graphs are joined in the same way, to any order.
+"""
+
+from __future__ import annotations
+
+import functools
+import threading
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch.autograd.graph import GradientEdge, get_gradient_edge
+
+from lockstep import nesting
+from lockstep.devices import Device
+from lockstep.parallel.team import borrowed
+
+_here = threading.local()
+
+
+def stand_in(tensor: torch.Tensor) -> torch.Tensor:
+    """A leaf in the place of ``tensor``, which shares its memory and version.
+
+    Where somebody runs backward through a replica's graph by another way than its outputs (from what a hook has kept,
+    say), gradients go on to ``tensor`` from there.
+    """
+    leaf = tensor.detach().requires_grad_()
+    leaf.register_post_accumulate_grad_hook(functools.partial(_send_on, tensor))  # type: ignore[no-untyped-call]
+    return leaf
+
+
+def _send_on(tensor: torch.Tensor, leaf: torch.Tensor) -> None:
+    if getattr(_here, "collects", False):
+        return
+    grad, leaf.grad = leaf.grad, None
+    assert grad is not None
+    torch.autograd.backward([tensor], [grad], retain_graph=_keeps_graph())
+
+
+def _keeps_graph() -> bool:
+    return bool(torch._C._autograd._get_current_graph_task_keep_graph())
+
+
+def _goes_everywhere() -> bool:
+    """Whether the backward that runs now is ``backward()``, not ``grad()`` or with ``inputs``."""
+    return bool(torch.autograd._is_checkpoint_valid())  # type: ignore[no-untyped-call]
+
+
+class Aside(torch.autograd.Function):
+    """The same memory with a version of its own, not a leaf: a replica may change its share in place."""
+
+    @staticmethod
+    def forward(ctx: Any, tensor: torch.Tensor) -> torch.Tensor:
+        """Give an alias."""
+        return tensor.data
+
+    @staticmethod
+    def backward(ctx: Any, grad: torch.Tensor) -> torch.Tensor:
+        """Give the gradient on."""
+        return grad
+
+
+def joined(
+    outputs: Sequence[Any],
+    devices: Sequence[Device],
+    shared: Sequence[torch.Tensor],
+    leaves: Sequence[dict[int, torch.Tensor]],
+    lease: object,
+    *,
+    overlaps: bool = False,
+) -> list[Any]:
+    """The outputs of replicas with graphs of their own, as outputs of the tensors that their leaves stand for.
+
+    Args:
+        outputs: of each replica, of any nesting.
+        devices: where each was computed; its backward runs there too.
+        shared: the tensors that gradients go to.
+        leaves: for each replica its leaves, by the number in ``shared`` of the tensor that they stand for.
+        lease: kept until the graphs are used up.
+        overlaps: the graphs go on into others, which backward will run through by themselves.
+
+    Returns:
+        Nests of the same structure, which share the memory of ``outputs``.
+    """
+    roots = [[t for t in nesting.tensors(output) if t.requires_grad] for output in outputs]
+    if not shared or not any(roots):
+        return list(outputs)
+    graphs = _Graphs(devices, leaves, roots, lease, overlaps)
+    flat = iter(_Joined.apply(graphs, [t for found in roots for t in found], *shared))  # type: ignore[no-untyped-call]
+    return [nesting.each(lambda t: next(flat) if t.requires_grad else t, output) for output in outputs]
+
+
+class _Joined(torch.autograd.Function):
+    """All replicas as one node."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, graphs: _Graphs, roots: list[torch.Tensor], *shared: torch.Tensor
+    ) -> tuple[torch.Tensor, ...]:
+        ctx.graphs = graphs
+        ctx.save_for_backward(*shared)
+        ctx.set_materialize_grads(False)
+        return tuple(root.detach() for root in roots)  # with its version: autograd sees what is changed in place
+
+    @staticmethod
+    def backward(ctx: Any, *grads: torch.Tensor | None) -> tuple[torch.Tensor | None, ...]:
+        if torch.is_grad_enabled():
+            return None, None, *ctx.graphs.differentiable_gradients(ctx.saved_tensors, grads)
+        return None, None, *ctx.graphs.gradients(len(ctx.needs_input_grad) - 2, grads)
+
+
+class _Graphs:
+    """The graphs of all replicas, from their leaves to their outputs."""
+
+    def __init__(
+        self,
+        devices: Sequence[Device],
+        leaves: Sequence[dict[int, torch.Tensor]],
+        roots: Sequence[Sequence[torch.Tensor]],
+        lease: object,
+        overlaps: bool,
+    ) -> None:
+        self.devices = devices
+        self.leaves = leaves
+        self.lease: object = lease
+        self.overlaps = overlaps  # the first to run must leave the others what they need
+        # Not the outputs themselves: once they are gathered, their memory needn't be held.
+        self.edges = [[get_gradient_edge(root) for root in found] for found in roots]
+
+    def gradients(self, count: int, grads: Sequence[torch.Tensor | None]) -> list[torch.Tensor | None]:
+        """Those of the ``count`` tensors that the leaves stand for, summed in the order of the replicas."""
+        keep, everything = _keeps_graph() or self.overlaps, _goes_everywhere()
+
+        def collect(i: int, edges: list[GradientEdge], given: list[torch.Tensor]) -> dict[int, torch.Tensor | None]:
+            return self._collect(i, edges, given, everything, retain_graph=keep)
+
+        found = self._each(grads, collect)
+        sums: list[torch.Tensor | None] = [None] * count
+        for theirs in found:
+            pairs: list[tuple[torch.Tensor, torch.Tensor]] = []
+            for number, grad in theirs.items():
+                so_far = sums[number]
+                if grad is None:
+                    continue
+                if so_far is None:
+                    sums[number] = grad
+                elif so_far.layout is grad.layout is torch.strided:
+                    pairs.append((so_far, grad))
+                else:
+                    sums[number] = so_far + grad
+            if pairs:
+                torch._foreach_add_([a for a, _ in pairs], [b for _, b in pairs])
+        if not keep:
+            self.lease = None
+        return sums
+
+    def _collect(
+        self, i: int, edges: list[GradientEdge], given: list[torch.Tensor], everything: bool, **settings: Any
+    ) -> dict[int, torch.Tensor | None]:
+        """Backward of one replica, in its thread.
+
+        Args:
+            i: which one.
+            edges: its outputs that have a gradient.
+            given: these gradients.
+            everything: the caller's backward goes to all leaves, those that the module has closed over too;
+                PyTorch's reentrant checkpoints want that.
+            settings: as for ``torch.autograd.backward``.
+        """
+        mine = self.leaves[i]
+        if not everything:
+            found = torch.autograd.grad(edges, list(mine.values()), given, allow_unused=True, **settings)
+            return dict(zip(mine, found, strict=True))
+        for leaf in mine.values():
+            leaf.grad = None
+        before, _here.collects = getattr(_here, "collects", False), True
+        try:
+            torch.autograd.backward(edges, given, **settings)
+            return {number: leaf.grad for number, leaf in mine.items()}
+        finally:
+            _here.collects = before
+            for leaf in mine.values():
+                leaf.grad = None
+
+    def differentiable_gradients(
+        self, shared: Sequence[torch.Tensor], grads: Sequence[torch.Tensor | None]
+    ) -> list[torch.Tensor | None]:
+        """The same with a graph, in which the gradients of the outputs are tensors to differentiate by, too."""
+        further: list[torch.Tensor] = []
+        stood_for: list[torch.Tensor | None] = []  # gradients of outputs, those to differentiate by as leaves
+        leaves = [dict(mine) for mine in self.leaves]
+        owners = [i for i, edges in enumerate(self.edges) for _ in edges]
+        for i, grad in zip(owners, grads, strict=True):
+            if grad is None or not grad.requires_grad:
+                stood_for.append(grad)
+                continue
+            leaf = stand_in(grad)
+            leaves[i][len(shared) + len(further)] = leaf
+            further.append(grad)
+            stood_for.append(leaf)
+
+        everything = _goes_everywhere()
+
+        def collect(i: int, edges: list[GradientEdge], given: list[torch.Tensor]) -> dict[int, torch.Tensor | None]:
+            return self._collect(i, edges, given, everything, create_graph=True)
+
+        self.overlaps = True
+        found = self._each(stood_for, collect)
+        sums: list[torch.Tensor | None] = [None] * len(shared)
+        for theirs in joined(found, self.devices, [*shared, *further], leaves, self.lease, overlaps=True):
+            for number, grad in theirs.items():
+                so_far = sums[number]
+                sums[number] = so_far if grad is None else grad if so_far is None else so_far + grad
+        return sums
+
+    def _each(
+        self,
+        grads: Sequence[torch.Tensor | None],
+        work: Callable[[int, list[GradientEdge], list[torch.Tensor]], dict[int, torch.Tensor | None]],
+    ) -> list[dict[int, torch.Tensor | None]]:
+        """``work`` for each replica, in its thread, of those outputs that have a gradient; {} where none has."""
+        tasks: list[Callable[[], dict[int, torch.Tensor | None]] | None] = []
+        start = 0
+        for i, edges in enumerate(self.edges):
+            mine = list(zip(edges, grads[start : start + len(edges)], strict=True))
+            start += len(edges)
+            used = [edge for edge, grad in mine if grad is not None]
+            given = [grad for _, grad in mine if grad is not None]
+            tasks.append(functools.partial(work, i, used, given) if used else None)
+        with borrowed(self.devices) as team:
+            return [found or {} for found in team.run(tasks)]

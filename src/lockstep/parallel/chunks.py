@@ -1,0 +1,149 @@
+"""Chunks: what one device does for a parallel loss, so that the logits of a large vocabulary never exist whole.
+
+::
+
+    hidden (batch, time, width)   ──generator──criterion──backward──▶  gradient of the chunk, added to the generator's
+      |  0..c  |  c..2c |  ...       one chunk of c time steps after the other; the logits of only one exist
+
+Forward and backward of a chunk are done at once, before the loss as a whole is known: gradients of the sum, which the
+parallel loss scales when its own gradient comes. Computing the logits again in backward instead would need less memory
+still (no gradient of the weights between forward and backward), and a third more time.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from lockstep import nesting
+from lockstep.devices import Device
+from lockstep.errors import InputError
+from lockstep.means import Count
+from lockstep.parallel.criterion import Criterion
+from lockstep.parallel.inplace import adding
+
+
+@dataclass
+class Share:
+    """A device's part of the batch, and what it does with it.
+
+    Attributes:
+        device: where both are.
+        outputs: hidden states (batch, time, width) or (batch, width); without a generator, any nesting.
+        targets: a nest of tensors (batch, time, ...), or what the criterion takes.
+        criterion: what sums.
+        steps: time steps of a chunk; None takes all of it at once, as it is.
+        count: as given by the person.
+        generator: this device's replica, whose parameters are leaves; None takes the outputs as they are.
+    """
+
+    device: Device
+    outputs: Any
+    targets: Any
+    criterion: Criterion
+    steps: int | None
+    count: Count | None
+    generator: nn.Module | None = None
+
+    def evaluate(self) -> tuple[Tensor | None, Count]:
+        """Total and count of this share; a total of None where it has no token."""
+        total: Tensor | None = None
+        count: Count = 0
+        for outputs, targets, _ in self._chunks():
+            found, items = self._summed(outputs, targets)
+            total = found if total is None else total + found
+            count = count + items
+        return total, count
+
+    def learn(self) -> tuple[Tensor | None, Count, list[Tensor | None]]:
+        """Total, count, and the gradient of the total for each tensor of the outputs; that of weights is in ``.grad``.
+
+        Raises:
+            InputError: something else than the generator and its input would get gradients too.
+        """
+        weights = [] if self.generator is None else [p for p in self.generator.parameters() if p.requires_grad]
+        sums = self._sums()
+        total: Tensor | None = None
+        count: Count = 0
+        with adding(weights) if weights else contextlib.nullcontext(), torch.enable_grad():
+            for outputs, targets, place in self._chunks():
+                leaves = nesting.each(lambda t: t.detach().requires_grad_(t.requires_grad), outputs)
+                found, items = self._summed(leaves, targets)
+                grown = [leaf for leaf in nesting.tensors(leaves) if leaf.requires_grad]
+                if found.requires_grad:
+                    _refuse_others(found, [*grown, *weights])
+                    found.backward()  # type: ignore[no-untyped-call]
+                found = found.detach()
+                total = found if total is None else total + found
+                count = count + items
+                self._keep(leaves, place, sums)
+        return total, count, sums
+
+    def _chunks(self) -> Iterator[tuple[Any, Any, slice | None]]:
+        """Outputs, targets as rows, and their place in time."""
+        if self.steps is None:
+            yield self.outputs, self.targets, None
+            return
+        for start in range(0, self.outputs.shape[1], self.steps):
+            place = slice(start, start + self.steps)
+            yield self.outputs[:, place], nesting.each(lambda t: _rows(t, place), self.targets), place  # noqa: B023
+
+    def _summed(self, outputs: Any, targets: Any) -> tuple[Tensor, Count]:
+        """Total and count of a chunk. No name holds on to the logits while backward runs."""
+        return self.criterion(self._generated(outputs), targets, self.count)
+
+    def _generated(self, hidden: Any) -> Any:
+        """Logits (rows, vocabulary) of hidden states (batch, time, width) or (batch, width)."""
+        if self.generator is None:
+            return hidden if self.steps is None else hidden.flatten(0, 1)
+        logits = self.generator(hidden)
+        if not isinstance(logits, Tensor) or logits.shape[:-1] != hidden.shape[:-1]:
+            raise InputError(
+                f"the generator gave {nesting.described(logits)} for hidden states {tuple(hidden.shape)}: a tensor "
+                f"{(*hidden.shape[:-1], 'vocabulary')} is expected".replace("'", "")
+            )
+        return logits.flatten(0, -2)
+
+    def _sums(self) -> list[Tensor | None]:
+        """Room for the gradients of the outputs, where they come in chunks."""
+        if self.steps is None:
+            return [None for _ in nesting.tensors(self.outputs)]
+        if not self.outputs.requires_grad:
+            return [None]
+        return [torch.zeros_like(self.outputs, memory_format=torch.contiguous_format)]
+
+    def _keep(self, leaves: Any, place: slice | None, sums: list[Tensor | None]) -> None:
+        for number, leaf in enumerate(nesting.tensors(leaves)):
+            if place is None:
+                sums[number] = leaf.grad
+            elif (kept := sums[number]) is not None and leaf.grad is not None:
+                kept[:, place] = leaf.grad
+
+
+def _rows(tensor: Tensor, place: slice) -> Tensor:
+    """(batch, time, ...) to (batch x steps, ...)."""
+    return tensor[:, place].flatten(0, 1) if tensor.dim() > 1 else tensor
+
+
+def _refuse_others(total: Tensor, known: list[Tensor]) -> None:
+    """Refuse a graph that reaches other leaves: their gradients would come unscaled, or not at all."""
+    own = {id(tensor) for tensor in known}
+    todo = [total.grad_fn]
+    seen = set()
+    while todo:
+        node = todo.pop()
+        if node is None or node in seen:
+            continue
+        seen.add(node)
+        leaf = getattr(node, "variable", None)
+        if leaf is not None and id(leaf) not in own:
+            raise InputError(
+                f"a tensor {tuple(leaf.shape)} that wants gradients is used by the loss, and is neither a parameter of "
+                "the generator nor its input: make it a parameter of the generator, or detach it"
+            )
+        todo.extend(before for before, _ in node.next_functions)

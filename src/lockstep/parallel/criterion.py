@@ -1,0 +1,114 @@
+"""Criterion: a loss over rows of tokens as (total, count), whatever it calls its result.
+
+A parallel loss adds up what many devices find in many chunks, so it needs sums. Four kinds of criterion give them:
+
+==============================================  =====================================================
+PyTorch's means                                 the same sum and count as for a job (``lockstep.loss``)
+its cross-entropy and NLL with                  their sum, and the count that their mean would have
+``reduction="sum"``                             divided by
+what returns ``(total, count)``                 is taken at its word
+any other that returns a scalar                 a sum over rows, *probed*; its count is given with the call
+==============================================  =====================================================
+"""
+
+from __future__ import annotations
+
+import copy
+import functools
+from collections.abc import Callable
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from lockstep import nesting
+from lockstep.errors import LossError
+from lockstep.loss import Totalled
+from lockstep.means import HALF, Count
+
+
+class Criterion:
+    """``(outputs, targets) -> (total, count)`` made of a person's criterion; several threads may call it at once.
+
+    Args:
+        criterion: ``criterion(outputs, targets)``. A module's tensors are used on the device of the outputs.
+
+    Raises:
+        LossError: it can't be called, or has parameters that learn.
+    """
+
+    def __init__(self, criterion: Callable[..., Any]) -> None:
+        self._totalled = Totalled(_as_mean(criterion))
+        self._probed = self._totalled.proven
+
+    def __call__(self, outputs: Any, targets: Any, count: Count | None = None) -> tuple[Tensor, Count]:
+        """Total and count of some rows.
+
+        Args:
+            outputs: (rows, classes), or whatever the criterion takes.
+            targets: (rows, ...), likewise.
+            count: takes the place of the criterion's own count where the caller knows that of all rows together; what
+                is returned as count then means nothing.
+
+        Raises:
+            LossError: it raised in its first call, returned something else than it may, is a scalar and ``count`` isn't
+                given, or isn't a sum over rows.
+        """
+        total, found = self._totalled(outputs, targets, 1)  # a mean over one sample is a sum
+        if self._totalled.proven:
+            return total, found
+        if count is None:
+            raise LossError(
+                f"criterion {_name(self._totalled.loss)} returned a scalar, which says nothing of how many tokens it "
+                "sums over: return (total, count) from it, or give their number: parallel_loss(..., count=tokens)"
+            )
+        if not self._probed:
+            self._probe(outputs, targets, total)
+        return total, 0
+
+    @torch.no_grad()
+    def _probe(self, outputs: Any, targets: Any, total: Tensor) -> None:
+        """A sum over rows is the sum of two unequal parts of it; a mean is not."""
+        rows = nesting.batch_size_of(outputs)
+        value = total.item()
+        if rows < 2 or value != value or abs(value) == float("inf"):
+            return  # nothing can be learned from these
+        first = max(1, rows // 3)
+        found = []
+        for start, size in ((0, first), (first, rows - first)):
+            its_outputs, its_targets = (nesting.cut(nest, start, size, rows) for nest in (outputs, targets))
+            found.append(self._totalled(its_outputs, its_targets, 1)[0].item())
+        together = sum(found)
+        scale = max(abs(value), sum(map(abs, found)))
+        if abs(together - value) > _tolerance(outputs) * scale:
+            raise LossError(
+                f"criterion {_name(self._totalled.loss)} is not a sum over tokens (whole {value:.6g}, its two parts "
+                f'add up to {together:.6g}): use reduction="sum", or return (total, count)'
+            )
+        self._probed = value != 0  # zeros (all ignored, say) show nothing
+
+
+def _as_mean(criterion: Any) -> Any:
+    """The mean that belongs to PyTorch's sum, since that one's count is known; anything else as it is."""
+    if isinstance(criterion, (nn.CrossEntropyLoss, nn.NLLLoss)) and criterion.reduction == "sum":
+        mean = copy.copy(criterion)
+        mean.reduction = "mean"
+        return mean if Totalled(mean).proven else criterion  # a subclass may compute anything
+    if not isinstance(criterion, functools.partial) or criterion.args:
+        return criterion
+    if criterion.func in (F.cross_entropy, F.nll_loss) and criterion.keywords.get("reduction") == "sum":
+        return functools.partial(criterion.func, **{**criterion.keywords, "reduction": "mean"})
+    return criterion
+
+
+def _tolerance(outputs: Any) -> float:
+    formats = {tensor.dtype for tensor in nesting.tensors(outputs) if tensor.is_floating_point()}
+    if formats & set(HALF):
+        return 2e-2
+    return 1e-8 if formats <= {torch.float64} else 1e-4
+
+
+def _name(criterion: Any) -> str:
+    named = criterion.func if isinstance(criterion, functools.partial) else criterion
+    return str(getattr(named, "__name__", type(named).__name__))

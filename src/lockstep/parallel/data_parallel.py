@@ -1,0 +1,254 @@
+r"""DataParallel: a module whose batch is worked on by all devices at the same time.
+
+With the shares :math:`x = [x_1, \dots, x_n]` of a batch, and replicas of one module with the weights :math:`w`,
+
+.. math:: y = [f(x_1, w), \dots, f(x_n, w)] \qquad
+          \frac{\partial l}{\partial w} = \sum_i \frac{\partial l}{\partial y_i} \frac{\partial f(x_i, w)}{\partial w}
+
+``torch.nn.DataParallel`` does that on GPUs, with replicas that are made afresh in each forward. Here they are kept
+(`lockstep.parallel.kept`), and it works on slots of a CPU as well, forward and backward (`lockstep.parallel.backward`).
+"""
+
+from __future__ import annotations
+
+import functools
+import warnings
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, Generic, TypeVar
+
+import torch
+from torch import nn
+
+from lockstep import nesting
+from lockstep.devices import Device, Devices, occupied
+from lockstep.errors import InputError
+from lockstep.parallel import backward, random, recompute, shapes, targets
+from lockstep.parallel.balanced import Balanced
+from lockstep.parallel.gather import gather
+from lockstep.parallel.kept import Kept, Lease
+from lockstep.parallel.scatter import scatter_kwargs
+from lockstep.parallel.team import borrowed
+
+M = TypeVar("M", bound=nn.Module)
+
+Arguments = tuple[tuple[Any, ...], dict[str, Any]]
+
+
+class DataParallel(nn.Module, Generic[M]):
+    """``module``, computed by a replica on each device, each with a share of the batch.
+
+    In the place of ``torch.nn.DataParallel``: the sizes of the shares are those of ``torch.chunk``; whatever isn't a
+    tensor is shared by all replicas; hooks run in each replica; what a replica sets on itself is lost, but what the
+    first one writes into a buffer stays; a 0-dimensional output becomes a vector with an entry for each replica.
+    Gradients are summed on ``module``. With one device, ``module`` itself is called.
+
+    On slots each replica's forward and backward run in a thread of its own, on the slot's cores. There, beyond what
+    PyTorch's does: replicas draw random numbers (dropout) from streams of their own, which follow from the caller's
+    seed; a parameter that was not used has no gradient instead of zeros; replicas that write a parameter are refused
+    (written by its ``.data``, it is written by every replica: that isn't seen).
+
+    A tensor that wants gradients and is neither parameter, buffer nor argument (closed over, say) has them after
+    ``backward()``; on slots ``torch.autograd.grad`` doesn't find it.
+
+    Args:
+        module: has its parameters and buffers on the first device.
+        device_ids: numbers of accelerators, or whatever ``lockstep.devices.parse`` reads: ``"2xcpu"``, ``"cuda:0,1"``,
+            a list of devices. One accelerator may occur several times. None means all accelerators, or one slot.
+        output_device: where outputs are gathered; the first device by default.
+        dim: the dimension of the batch.
+        balanced: gather nothing: the result is a ``Balanced``, with each replica's outputs on its device.
+
+    Attributes:
+        module: the original.
+        devices: those that compute.
+        device_ids: their numbers.
+        sizes: the share of each replica in the last forward; empty where nothing was cut.
+
+    Raises:
+        InputError: no module, or both ``output_device`` and ``balanced``; in forward, a batch of 0, tensors that can't
+            be cut together, a module that can't be replicated, outputs that don't go together.
+        DeviceError: devices that don't exist.
+
+    Example::
+
+        net = lockstep.parallel.DataParallel(model, "2xcpu")
+        loss_fn(net(inputs), labels).backward()
+
+    Source: https://docs.pytorch.org/docs/stable/generated/torch.nn.DataParallel.html
+    """
+
+    module: M
+
+    def __init__(
+        self,
+        module: M,
+        device_ids: Devices = None,
+        output_device: Device | torch.device | str | int | None = None,
+        dim: int = 0,
+        *,
+        balanced: bool = False,
+    ) -> None:
+        super().__init__()
+        if not isinstance(module, nn.Module):
+            raise InputError(f"DataParallel takes a module, not {type(module).__name__}: wrap a function in one")
+        if balanced and output_device is not None:
+            raise InputError("balanced outputs stay on their devices: leave output_device out, or balanced")
+        self.module = module
+        self.devices = targets.many(device_ids)
+        self.device_ids = [device.index for device in self.devices]
+        self.output_device = self.devices[0].torch if output_device is None else targets.one(output_device)
+        self.dim = dim
+        self.balanced = balanced
+        self.sizes: tuple[int, ...] = ()
+        self._kept = Kept(self.devices)
+        self._warned = False
+        recompute.install()
+        if len(self.devices) == 1:
+            module.to(self.devices[0].torch)
+
+    def forward(self, *inputs: Any, **kwargs: Any) -> Any:
+        """What ``module`` gives for the whole batch."""
+        with torch.autograd.profiler.record_function("DataParallel.forward"):
+            args, named = self.scatter(inputs, kwargs, self.devices)
+            shares = list(zip(args, named, strict=True)) or [((), {})]  # without arguments: once
+            self.sizes = _sizes(shares, self.dim)
+            devices = self.devices[: len(shares)]
+            if len(self.devices) == 1:
+                outputs = [self.module(*shares[0][0], **shares[0][1])]
+                whole = Balanced(outputs, list(devices)) if self.balanced else outputs[0]
+            else:
+                lease = self._kept.lend(self.module, len(shares))
+                run = _on_slots if all(device.is_slot for device in self.devices) else _on_accelerators
+                try:
+                    outputs = run(lease, shares, devices)
+                except BaseException:
+                    lease.forfeit()
+                    raise
+                if self.balanced:
+                    whole = Balanced(outputs, list(devices))
+                else:
+                    self._warn_of_means(outputs)
+                    whole = self.gather(outputs, self.output_device)
+            shapes.note((inputs, kwargs), shares, outputs, whole, devices, self.sizes)
+            return whole
+
+    def scatter(
+        self, inputs: tuple[Any, ...], kwargs: Mapping[str, Any], device_ids: Sequence[Device]
+    ) -> tuple[Sequence[tuple[Any, ...]], Sequence[dict[str, Any]]]:
+        """Cut the arguments in shares. To be overridden where they are to be cut in another way."""
+        return scatter_kwargs(inputs, kwargs, device_ids, dim=self.dim)
+
+    def gather(self, outputs: Sequence[Any], output_device: torch.device) -> Any:
+        """Put the outputs together. To be overridden where they are to be put together in another way."""
+        return gather(outputs, output_device, dim=self.dim)
+
+    def _warn_of_means(self, outputs: Sequence[Any]) -> None:
+        if self._warned or len(set(self.sizes)) < 2 or len(outputs) < 2:
+            return
+        if any(tensor.dim() == 0 for tensor in nesting.tensors(outputs[0])):
+            self._warned = True
+            warnings.warn(
+                f"each replica gave a scalar, of shares of {', '.join(map(str, self.sizes))}: if they are means, their "
+                "mean() is not that of the batch. Write (losses * losses.new_tensor(net.sizes)).sum() / sum(net.sizes) "
+                "with this DataParallel as net, or return a value for each sample",
+                stacklevel=2,
+            )
+
+
+def data_parallel(
+    module: nn.Module,
+    inputs: Any,
+    device_ids: Devices = None,
+    output_device: Device | torch.device | str | int | None = None,
+    dim: int = 0,
+    module_kwargs: Mapping[str, Any] | None = None,
+) -> Any:
+    """Call ``module`` once, as a ``DataParallel`` would; that keeps its replicas, this doesn't.
+
+    Args:
+        module: has its parameters and buffers on the first device.
+        inputs: a tuple of positional arguments, or the only one; None for none.
+        device_ids: as for ``DataParallel``.
+        output_device: where outputs are gathered; -1 is the memory of the CPU.
+        dim: the dimension of the batch.
+        module_kwargs: keyword arguments.
+
+    Raises:
+        InputError: as ``DataParallel``; also if ``module`` isn't on the only device.
+        DeviceError: devices that don't exist.
+    """
+    devices = targets.many(device_ids)
+    place = devices[0].torch
+    for tensor in (*module.parameters(), *module.buffers()):
+        if tensor.device != place:
+            raise InputError(
+                f"module must have its parameters and buffers on device {place} (device_ids[0]) but one of them is on "
+                f'{tensor.device}: call .to("{place}") first'
+            )
+    given = inputs if isinstance(inputs, tuple) else () if inputs is None else (inputs,)
+    net = DataParallel(module, devices, output_device, dim)
+    output = net(*given, **(module_kwargs or {}))
+    if len(devices) == 1 and output_device is not None:
+        return nesting.to_device(output, net.output_device)
+    return output
+
+
+def _sizes(shares: Sequence[Arguments], dim: int) -> tuple[int, ...]:
+    """What each share has along ``dim``, by its first tensor that is cut."""
+    firsts = [next((t for t in nesting.tensors(share) if t.dim()), None) for share in shares]
+    return tuple(first.shape[dim] for first in firsts if first is not None)
+
+
+def _on_slots(lease: Lease, shares: Sequence[Arguments], devices: Sequence[Device]) -> list[Any]:
+    """Each replica in a thread of its slot, with a graph of its own that is joined to the caller's."""
+    streams = random.Streams()
+    shared, leaves = list(lease.shared), [dict(mine) for mine in lease.leaves]
+    calls: list[Callable[[], Any]] = []
+    for i, (replica, share) in enumerate(zip(lease.replicas, shares, strict=True)):
+        if torch.is_grad_enabled() and any(tensor.requires_grad for tensor in nesting.tensors(share)):
+            share = nesting.each(functools.partial(_of_its_own, shared, leaves[i]), share)
+        calls.append(functools.partial(_compute, replica, share, functools.partial(streams.generator, i)))
+    with borrowed(devices) as team:
+        outputs = team.run(calls)
+    lease.refuse_written()
+    return backward.joined(outputs, devices, shared, leaves, lease)
+
+
+def _of_its_own(shared: list[torch.Tensor], leaves: dict[int, torch.Tensor], tensor: torch.Tensor) -> torch.Tensor:
+    """A share that a replica may differentiate by, and change in place."""
+    if not tensor.requires_grad:
+        return tensor
+    leaf = backward.stand_in(tensor)
+    leaves[len(shared)] = leaf
+    shared.append(tensor)
+    alias: torch.Tensor = backward.Aside.apply(leaf)  # type: ignore[no-untyped-call]
+    return alias
+
+
+def _compute(replica: nn.Module, share: Arguments, source: random.Source | None) -> Any:
+    with random.stream(source):
+        return replica(*share[0], **share[1])
+
+
+def _on_accelerators(lease: Lease, shares: Sequence[Arguments], devices: Sequence[Device]) -> list[Any]:
+    """A thread for each device. Replicas on the same one follow one another: it has one queue of work."""
+    replicas: Sequence[nn.Module] = lease.replicas
+    outputs: list[Any] = [None] * len(shares)
+
+    def work(device: Device) -> None:
+        for i, share in enumerate(shares):
+            if devices[i] == device:
+                try:
+                    outputs[i] = _compute(replicas[i], share, None)
+                except Exception as error:
+                    error.add_note(f"raised by replica {i} on {device}")
+                    raise
+
+    distinct = tuple(dict.fromkeys(devices))
+    if len(distinct) == 1:
+        with occupied(distinct[0]):
+            work(distinct[0])
+    else:
+        with borrowed(distinct, "device") as team:
+            team.run([functools.partial(work, device) for device in distinct])
+    return outputs

@@ -1,0 +1,99 @@
+"""Live: how many bytes of tensors were alive at once, on each device or slot.
+
+An accelerator counts its memory itself; of a CPU the operating system knows only pages, for the whole process. Here a
+dispatch mode sees each tensor that an operator makes, and a weak reference when its storage is freed::
+
+    with LiveBytes() as live:
+        loss_of(model(inputs), targets).backward()
+    live.peak()          # of all together
+    live.peak("cpu:1")   # of what slot 1 made
+
+A slot owns what was made in its thread, ``"cpu"`` what was made on the CPU elsewhere, an accelerator what lies there.
+What was there before is not counted, nor what a kernel takes for itself while it runs. It costs tens of microseconds
+for each operator: count in a run that isn't timed.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import threading
+import weakref
+from collections import Counter
+from typing import Any
+
+import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+
+from lockstep.devices import Device
+from lockstep.parallel import inherit
+
+
+class LiveBytes(contextlib.AbstractContextManager["LiveBytes"]):
+    """Counts between the beginning and the end of a ``with``, in this thread and in all that compute for it."""
+
+    def __init__(self) -> None:
+        self._lock = threading.RLock()  # a storage may be freed while another one is counted
+        self._known: dict[int, weakref.ref[Any]] = {}
+        self._now: Counter[str] = Counter()
+        self._highest: Counter[str] = Counter()
+        self._together = self._most = 0
+        self._stack = contextlib.ExitStack()
+
+    def __enter__(self) -> LiveBytes:
+        self._stack.enter_context(inherit.followed_by(lambda device: _Mode(self, str(device))))
+        self._stack.enter_context(_Mode(self, "cpu"))
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self._stack.close()
+
+    def peak(self, owner: Device | str | None = None) -> int:
+        """The most bytes alive at once: of one owner (``"cpu:0"``, ``"cuda:1"``), or of all together."""
+        return self._most if owner is None else self._highest[str(owner)]
+
+    def owners(self) -> list[str]:
+        """Who had any."""
+        return sorted(self._highest)
+
+    def _see(self, tensor: torch.Tensor, owner: str) -> None:
+        if tensor.layout is not torch.strided or tensor.is_meta:
+            return
+        storage = tensor.untyped_storage()
+        key, size = storage._cdata, storage.nbytes()
+        if not tensor.is_cpu:
+            owner = str(tensor.device)
+        with self._lock:
+            if key in self._known or not size:
+                return
+            self._known[key] = weakref.ref(storage, lambda _: self._freed(key, owner, size))
+            self._now[owner] += size
+            self._together += size
+            self._highest[owner] = max(self._highest[owner], self._now[owner])
+            self._most = max(self._most, self._together)
+
+    def _freed(self, key: int, owner: str, size: int) -> None:
+        with self._lock:
+            del self._known[key]
+            self._now[owner] -= size
+            self._together -= size
+
+
+class _Mode(TorchDispatchMode):  # type: ignore[no-untyped-call]
+    """Sees what each operator of its thread gives, that of backward too."""
+
+    def __init__(self, live: LiveBytes, owner: str) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self._live, self._owner = live, owner
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        given = {
+            tensor.untyped_storage()._cdata
+            for tensor in tree_leaves((args, kwargs))
+            if isinstance(tensor, torch.Tensor) and tensor.layout is torch.strided
+        }
+        made = func(*args, **(kwargs or {}))
+        for tensor in tree_leaves(made):
+            if isinstance(tensor, torch.Tensor) and tensor.untyped_storage()._cdata not in given:
+                self._live._see(tensor, self._owner)
+        return made

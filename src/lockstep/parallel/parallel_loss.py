@@ -1,0 +1,206 @@
+"""Parallel loss: the output layer and the loss on every device, a chunk of the sequence at a time.
+
+A model with a large vocabulary has most of its memory in one tensor: 32 x 64 tokens of 32,000 words are 262 MB of
+logits, of which the loss makes three. ``torch.nn.DataParallel`` gathers them all on the first device, and computes the
+loss there. Here each device has a replica of the output layer (the *generator*) and a share of the hidden states::
+
+    trunk ──▶ hidden (batch, time, width)
+                │ share 0 ──▶ cpu:0   chunk by chunk: logits, loss, backward ──┐   total, count,
+                │ share 1 ──▶ cpu:1   chunk by chunk: logits, loss, backward ──┴▶  gradients summed
+
+The loss is one node of the caller's graph: from there its gradient goes on into the trunk, and into the generator's own
+parameters.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn.modules.batchnorm import _BatchNorm
+
+from lockstep import nesting
+from lockstep.devices import Devices
+from lockstep.errors import InputError, LossError
+from lockstep.means import Count
+from lockstep.parallel import recompute
+from lockstep.parallel import targets as _targets
+from lockstep.parallel.balanced import Balanced
+from lockstep.parallel.chunks import Share
+from lockstep.parallel.criterion import Criterion
+from lockstep.parallel.scatter import scatter
+from lockstep.parallel.total import total_of
+
+TOKENS = 256
+"""How many tokens a chunk has, about, where a person doesn't say: enough to keep a matrix product busy."""
+
+
+@dataclass(frozen=True)
+class Summed:
+    """What a parallel loss gives: ``total, count = parallel_loss(hidden, targets)``, or its ``loss``.
+
+    Attributes:
+        total: the sum over all tokens, a scalar in the caller's graph; detached where nothing wants gradients.
+        count: how many tokens that are (or the sum of their weights), a number or a scalar tensor.
+    """
+
+    total: Tensor
+    count: Count
+
+    def __iter__(self) -> Iterator[Any]:
+        return iter((self.total, self.count))
+
+    @property
+    def loss(self) -> Tensor:
+        """``total / count``: call ``.backward()`` on this.
+
+        Raises:
+            LossError: the count is 0. One on an accelerator isn't waited for; the loss is NaN then.
+        """
+        if (not isinstance(self.count, Tensor) or self.count.is_cpu) and self.count == 0:
+            raise LossError("the count is 0: every token is ignored; leave such a batch out")
+        return self.total / self.count
+
+
+class ParallelLoss:
+    """The generator and the criterion on all devices; call it in the place of both.
+
+    ::
+
+        loss_of = ParallelLoss(generator, nn.CrossEntropyLoss(ignore_index=0), devices="2xcpu", chunk_size=8)
+        for source, target in batches:
+            result = loss_of(trunk(source, target[:, :-1]), target[:, 1:])
+            result.loss.backward()  # trunk's and generator's gradients are those of the plain loss
+            optimizer.step()
+
+    Where nothing wants gradients (in ``no_grad``, say) it only evaluates. A weight of the generator may be the trunk's
+    too (a shared embedding); a frozen one, or a trunk that is, costs nothing. Gradients are computed while the loss is,
+    so they can't be differentiated again, and in fp16 they are those of the sum over tokens. In a generator with
+    half-precision weights the chunks are added in that precision.
+
+    Args:
+        generator: hidden states (batch, steps, width) to (batch, steps, vocabulary): a linear layer, or one with
+            ``LogSoftmax`` after it; it is not copied before the first call, and not changed. What it draws (dropout)
+            comes on each slot from a stream of its own. None: the outputs are the criterion's as they are.
+        criterion: ``criterion(outputs, targets)`` over rows of tokens, (batch x steps, vocabulary) and
+            (batch x steps, ...), with a sum as result: see the table in ``lockstep.parallel.criterion``.
+        devices: as ``lockstep.devices.parse`` reads them, or a list; outputs left on their devices stay there.
+        chunk_size: time steps that are computed at once. None takes as many as make 256 tokens; without a generator
+            outputs aren't cut then.
+
+    Raises:
+        InputError: a generator that is no module, or a chunk size below 1.
+        LossError: a criterion that can't be called, or has parameters that learn.
+        DeviceError: devices that don't exist.
+    """
+
+    def __init__(
+        self,
+        generator: nn.Module | None,
+        criterion: Callable[..., Any],
+        devices: Devices = None,
+        chunk_size: int | None = None,
+    ) -> None:
+        if generator is not None and not isinstance(generator, nn.Module):
+            raise InputError(f"generator is a {type(generator).__name__}, a module or None is expected")
+        if chunk_size is not None and (isinstance(chunk_size, bool) or not isinstance(chunk_size, int)):
+            raise InputError(f"chunk_size is a {type(chunk_size).__name__}, a number of time steps is expected")
+        if chunk_size is not None and chunk_size < 1:
+            raise InputError(f"chunk_size {chunk_size}: a chunk has at least 1 time step")
+        self.generator = generator
+        self.criterion = criterion
+        self.devices = _targets.many(devices)
+        self.chunk_size = chunk_size
+        self._criterion = Criterion(criterion)
+        recompute.install()
+
+    def __call__(self, hidden: Tensor | Balanced | Any, targets: Any, *, count: Count | None = None) -> Summed:
+        """The loss of a batch.
+
+        Args:
+            hidden: what the trunk gave, (batch, time, width), or (batch, width) which isn't cut in chunks; or that of
+                each replica of a ``DataParallel`` with ``balanced=True``. Without a generator, any nesting of outputs.
+            targets: of the whole batch: a nest of tensors (batch, time, ...).
+            count: divides the total in the place of the criterion's own count.
+
+        Raises:
+            InputError: shapes that don't go together, an empty batch, a generator that can't be replicated or that
+                normalises over its batch, tensors that want gradients and aren't the generator's.
+            LossError: the criterion can't take the rows, or doesn't give what it may.
+        """
+        if self.generator is not None:
+            _refuse_batch_norm(self.generator)
+        if not isinstance(hidden, Balanced):
+            sizes = _even(nesting.batch_size_of(hidden), len(self.devices))
+            hidden = Balanced(list(scatter(hidden, self.devices, sizes=sizes)), list(self.devices))
+        sizes = [nesting.batch_size_of(part) for part in hidden]
+        if not any(sizes):
+            raise InputError("a batch of 0 has no loss: skip it")
+        steps = self._steps(hidden, sizes)
+        _check_targets(targets, sum(sizes), hidden[0].shape[1] if steps else None)
+        with torch.no_grad():
+            mine = scatter(targets, hidden.devices, sizes=sizes)
+        shares = [
+            Share(device, part, wanted, self._criterion, steps, count)
+            for device, part, wanted, size in zip(hidden.devices, hidden, mine, sizes, strict=True)
+            if size
+        ]
+        total, found = total_of(shares, self.generator)
+        return Summed(total, found if count is None else count)
+
+    def _steps(self, hidden: Balanced, sizes: list[int]) -> int | None:
+        """Time steps of a chunk, or None where nothing is cut in chunks."""
+        if self.generator is None and self.chunk_size is None:
+            return None
+        for part in hidden:
+            if not isinstance(part, Tensor) or part.dim() not in (2, 3) or not part.is_floating_point():
+                raise InputError(
+                    f"the hidden states are {nesting.described(part)}: one tensor (batch, time, width) or "
+                    "(batch, width) is expected"
+                )
+            if part.shape[1:] != hidden[0].shape[1:]:
+                raise InputError(
+                    f"hidden states {tuple(hidden[0].shape)} and {tuple(part.shape)} don't make one batch: pad them to "
+                    "one time"
+                )
+        if hidden[0].dim() == 3:
+            return self.chunk_size or -(-TOKENS // max(sizes))
+        if self.chunk_size is not None:
+            raise InputError(
+                f"chunk_size {self.chunk_size} cuts time, and hidden states {tuple(hidden[0].shape)} have none: give "
+                "(batch, time, width), or leave chunk_size out"
+            )
+        return None
+
+
+def _even(total: int, count: int) -> list[int]:
+    """Sizes that differ by one at most, so that no device waits long for another."""
+    return [total // count + (i < total % count) for i in range(count)]
+
+
+def _check_targets(wanted: Any, batch: int, time: int | None) -> None:
+    """The targets have the batch of the hidden states, and their time where that is cut."""
+    for tensor in nesting.tensors(wanted):
+        if tensor.requires_grad:
+            raise InputError("the targets want gradients, which a parallel loss doesn't give them: detach them")
+        if not tensor.dim():
+            continue
+        expected = (batch,) if time is None else (batch, time)
+        if tensor.shape[: len(expected)] != expected:
+            raise InputError(
+                f"targets {tuple(tensor.shape)} beside outputs of {batch} samples"
+                + ("" if time is None else f" and {time} time steps")
+                + ": both must have the same"
+            )
+
+
+def _refuse_batch_norm(generator: nn.Module) -> None:
+    for name, module in generator.named_modules():
+        if isinstance(module, _BatchNorm) and (module.training or module.running_mean is None):
+            raise InputError(
+                f"{name or 'the generator'} is a {type(module).__name__}, which would normalise each chunk by itself: "
+                "put it in the trunk"
+            )
