@@ -9,6 +9,7 @@ import torch
 from torch import nn
 
 from lockstep import train
+from lockstep.errors import JobError
 from lockstep.folder import RunFolder
 from lockstep.strategies.ddp import DDP
 from lockstep.verify import differences, parity
@@ -86,3 +87,10 @@ def test_the_scale_of_fp16_is_taken_up_by_a_resume(tmp_path) -> None:
 def test_weights_and_outputs_keep_their_names_and_formats(tmp_path) -> None:
     run = train(ZOO["mlp"].having(precision="bf16"), strategy="dp", devices="2xcpu", folder=tmp_path, quiet=True)
     assert {p.dtype for p in run.model().parameters()} == {torch.float32}
+
+
+def test_complex_parameters_are_refused_under_fp16(tmp_path) -> None:
+    job = ZOO["complex parameters"]
+    with pytest.raises(JobError, match=r"is complex.*take bf16"):
+        train(job.having(precision="fp16"), strategy="single", devices="1xcpu", folder=tmp_path, quiet=True)
+    assert not list(tmp_path.iterdir())

@@ -72,6 +72,19 @@ def mlp() -> nn.Module:
     return nn.Sequential(nn.Linear(6, 16), nn.Tanh(), nn.Linear(16, 3))
 
 
+class Volumes(nn.Module):
+    """Weights of five dimensions, and of four."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.volumes = nn.Conv3d(2, 4, 3, padding=1)
+        self.images = nn.Conv2d(4, 4, 3)
+        self.out = nn.Linear(16, 3)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.out(self.images(self.volumes(x).mean(2)).flatten(1))
+
+
 class Conv(nn.Module):
     def __init__(self) -> None:
         super().__init__()
@@ -386,6 +399,9 @@ ZOO: dict[str, Job] = {
     "momentum": _job(mlp, optimizer=sgd),
     "adamw with groups by name": _job(mlp, optimizer=halved_weights),
     "convolutions with sync_batchnorm": _job(Conv, drawn(SAMPLES, 2, 7, 7), sync_batchnorm=True),
+    "channels_last in volumes and in images": _job(
+        Volumes, drawn(SAMPLES, 2, 3, 4, 4), channels_last=True, optimizer=sgd
+    ),
     "channels_last with sync_batchnorm": _job(
         Conv, drawn(SAMPLES, 2, 7, 7), sync_batchnorm=True, channels_last=True, optimizer=sgd
     ),

@@ -45,8 +45,7 @@ def build_model(job: Job, world: World) -> nn.Module:
     if job.activation_checkpointing is not None:
         _checkpoint(model, job, job.sync_batchnorm and world.size * len(world.devices) > 1)
     if job.channels_last:
-        # The stubs of Module.to leave this form out.
-        model.to(memory_format=torch.channels_last)  # type: ignore[call-overload]
+        _lay_out(model)
     if not world.device.is_slot:
         model.to(world.device.torch)
     return model
@@ -63,6 +62,13 @@ def _begin_training(model: nn.Module) -> None:
     for module in list(model.modules()):
         if module.training and type(module).train is not nn.Module.train:  # it keeps a part of itself in eval mode
             module.train()
+
+
+def _lay_out(model: nn.Module) -> None:
+    """Give the weights of convolutions over images the layout; those over volumes stay, on which Module.to raises."""
+    for _, tensor in _all_tensors(model):
+        if tensor.dim() == 4:
+            tensor.data = tensor.data.to(memory_format=torch.channels_last)
 
 
 def trained_model(job: Job, weights: Path) -> nn.Module:

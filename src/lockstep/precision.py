@@ -18,6 +18,8 @@ from typing import Literal
 import torch
 from torch import nn
 
+from lockstep.errors import JobError
+
 PrecisionName = Literal["fp64", "fp32", "bf16", "fp16"]
 
 _WHOLE = {"fp64": torch.float64, "fp32": torch.float32}
@@ -54,7 +56,13 @@ class Precision:
 
 
 def convert_model(model: nn.Module, name: PrecisionName | None) -> None:
-    """Turn parameters and buffers to the format that they are kept in."""
+    """Turn parameters and buffers to the format that they are kept in.
+
+    Raises:
+        JobError: fp16 with complex parameters, whose gradients PyTorch can't scale.
+    """
+    if name == "fp16" and (found := next((n for n, p in model.named_parameters() if p.is_complex()), None)):
+        raise JobError(f"precision: \"{found}\" is complex, which fp16's scaled loss can't be used with: take bf16")
     if name == "fp64":
         model.double()
     elif name is not None:
