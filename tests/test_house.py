@@ -14,7 +14,7 @@ LAYERS = [
     {"errors"},
     {"nesting", "devices", "events", "seeding"},
     {"job", "means", "world", "breakdown"},
-    {"jobfile", "loss", "inventory", "launch", "parallel"},
+    {"jobfile", "memory", "loss", "inventory", "launch", "parallel"},
     {
         "ownloop",
         "compiling",
@@ -24,7 +24,9 @@ LAYERS = [
         "optimizer",
         "forward",
         "data",
+        "dataname",
         "display",
+        "placement",
         "folder",
         "checkpoint",
         "arrayfile",

@@ -8,6 +8,7 @@ Each rank loads the file from its path, so nothing in it needs to be picklable.
 from __future__ import annotations
 
 import ast
+import dataclasses
 import importlib.util
 import inspect
 import sys
@@ -94,6 +95,33 @@ class JobFile:
         wanted = [n for n in inspect.signature(function).parameters if n in SETTINGS and n in self.settings]
         asked = {name: checked_setting(name, self.settings[name]) for name in wanted}
         return _typed(function, {name: value for name, value in asked.items() if value is not None}, label="{}")
+
+
+def as_job(job: Job | JobFile | Callable[[], Job] | str | Path) -> Job | JobFile:
+    """What a person may give for a job: a Job, a function that returns one, or the path of a file."""
+    if isinstance(job, str | Path):
+        return JobFile(str(job))
+    if isinstance(job, Job | JobFile):
+        return job
+    made = job() if callable(job) else job
+    if not isinstance(made, Job):
+        raise JobError(f"job: a Job, a function that returns one, or a job file is expected, not {type(made).__name__}")
+    return made
+
+
+def with_settings(job: Job | JobFile, settings: Mapping[str, Any]) -> Job | JobFile:
+    """The same job with some settings replaced.
+
+    Raises:
+        JobError: one doesn't exist, or its value is wrong; a file's are looked at when it is loaded.
+    """
+    if not settings:
+        return job
+    if "device" in settings:
+        raise JobError('device: did you mean "devices"?')
+    if isinstance(job, JobFile):
+        return dataclasses.replace(job, settings={**job.settings, **settings})
+    return job.having(**settings)
 
 
 def loaded(path: str) -> ModuleType:

@@ -18,7 +18,7 @@ from typing import Any
 import torch
 
 from lockstep.checkpoint import load_state, save_state, save_weights
-from lockstep.data import NOT_SHUFFLED, AnyLoader, is_stream, loader_of, resolve, resolve_sets, share_sizes
+from lockstep.data import NOT_SHUFFLED, eval_loaders, is_stream, job_loader, resolve, resolve_sets, share_sizes
 from lockstep.devices import Device
 from lockstep.display import duration, words_of
 from lockstep.errors import JobError, told
@@ -27,8 +27,9 @@ from lockstep.firststep import FirstStep, line_of
 from lockstep.folder import RunFolder
 from lockstep.job import Job
 from lockstep.jobfile import JobFile
+from lockstep.memory import peak_memory
 from lockstep.profiling import Profiler
-from lockstep.progress import Pace, Teller, held_out, peak_memory
+from lockstep.progress import Pace, Teller, held_out
 from lockstep.step import Result, Step
 from lockstep.strategies import Strategy
 from lockstep.world import World
@@ -108,7 +109,7 @@ class _Training:
         self.eval_data = {} if job.eval_data is None else resolve_sets(job.eval_data, world)
         self.step: Step = plan.strategy.build(job, world)
         self.scheduler = _scheduler(job, self.step)
-        self.loader = _loader(job, world, self.train_data)
+        self.loader = job_loader(job, world, self.train_data)
         self.eval_loaders = eval_loaders(job, world, self.eval_data)
         self.epoch = 0  # epochs that are done
         self.position = 0  # batches done of the epoch that is not
@@ -339,39 +340,9 @@ class _Training:
         return summary
 
 
-def eval_loaders(job: Job, world: World, sets: dict[str, Any]) -> dict[str, AnyLoader]:
-    """A loader for each evaluation set, by its name."""
-    return {
-        name: _loader(job, world, dataset, evaluation=True, name=f'eval_data["{name}"]' if name else None)
-        for name, dataset in sets.items()
-    }
-
-
 def _sum_of_known(counts: list[int | None]) -> int | None:
     known = [count for count in counts if count is not None]
     return sum(known) if len(known) == len(counts) else None
-
-
-def _loader(job: Job, world: World, dataset: Any, *, evaluation: bool = False, name: str | None = None) -> AnyLoader:
-    several = len(world.devices) > 1
-    # A strategy that drives several accelerators itself sends each its share; the loader leaves the batch where it is.
-    device = None if several or world.device.is_slot else world.device.torch
-    return loader_of(
-        dataset,
-        world.rank,
-        world.size,
-        len(world.devices),
-        batch_size=(job.eval_batch_size or job.batch_size) if evaluation else job.batch_size,
-        accumulate=1 if evaluation else job.accumulate,
-        seed=job.seed,
-        shuffle=job.shuffle and not evaluation,
-        order=None if evaluation else job.order,
-        collate=job.collate,
-        workers=job.loader_workers,
-        device=device,
-        evaluation=evaluation,
-        name=name,
-    )
 
 
 def _scheduler(job: Job, step: Step) -> Any:

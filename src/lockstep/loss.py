@@ -26,6 +26,7 @@ from torch import Tensor, nn
 
 from lockstep.errors import LockstepError, LossError
 from lockstep.means import HALF, Count, Misshapen, SummedMean
+from lockstep.memory import is_out_of_memory
 from lockstep.nesting import cut, each, tensors
 
 
@@ -107,7 +108,7 @@ class Totalled:
         except Misshapen as error:
             raise LossError(f"{self._cannot_take(outputs, targets)}: {error}") from None
         except Exception as error:
-            if self._called or isinstance(error, LockstepError) or _is_out_of_memory(error):
+            if self._called or isinstance(error, LockstepError) or is_out_of_memory(error):
                 raise
             raise LossError(f"{self._cannot_take(outputs, targets)}: {_first_line(error)}") from error
         self._called = True
@@ -213,7 +214,7 @@ class Totalled:
                 try:
                     total, _ = probed(cut(outputs, start, size, samples), cut(targets, start, size, samples), size)
                 except Exception as error:
-                    if _is_out_of_memory(error):
+                    if is_out_of_memory(error):
                         raise
                     raise LossError(
                         f"{self._name} is not a mean over samples (it can't take {size} of {samples} samples: "
@@ -273,7 +274,3 @@ def _told(value: Any) -> str:
 def _first_line(error: BaseException) -> str:
     lines = str(error).strip().splitlines()
     return lines[0] if lines else type(error).__name__
-
-
-def _is_out_of_memory(error: BaseException) -> bool:
-    return isinstance(error, torch.OutOfMemoryError | MemoryError) or "allocate memory" in str(error)

@@ -11,7 +11,6 @@ import functools
 import os
 import shutil
 import tempfile
-import types
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -23,23 +22,24 @@ from torch import nn
 from lockstep import devices as _devices
 from lockstep.arrayfile import Array, Layout, RowWriter, archive, create, layout, mapped, not_written
 from lockstep.build import trained_model
-from lockstep.data import Batch, resolve, resolve_sets
+from lockstep.data import Batch, job_loader, resolve, resolve_sets
 from lockstep.data.inputs import inputs_collated, inputs_of
+from lockstep.dataname import check_name, one_of, source_of
 from lockstep.devices import Devices
 from lockstep.display import Display
-from lockstep.errors import FolderError, InputError, JobError, LockstepError, OutOfMemory, nearest, told
+from lockstep.errors import FolderError, InputError, LockstepError, OutOfMemory, told
 from lockstep.events import Line
 from lockstep.job import Job
-from lockstep.jobfile import JobFile, loaded
+from lockstep.jobfile import JobFile, with_settings
 from lockstep.launch import under_torchrun
 from lockstep.linefile import LineWriter, merge
-from lockstep.loop import _loader
+from lockstep.memory import is_out_of_memory
 from lockstep.nesting import described
 from lockstep.outputs import Items, Left, Rows, filled, form_of, in_lines, leaves, taken
+from lockstep.placement import check_backend, on_devices
 from lockstep.run import Run, trained_of
-from lockstep.step import Step, _is_out_of_memory
+from lockstep.step import Step
 from lockstep.strategies import Strategy, choose
-from lockstep.train import _check_backend, _on_devices, _with_settings
 from lockstep.world import World
 
 ENDINGS = (".npy", ".npz", ".safetensors", ".jsonl")
@@ -91,11 +91,11 @@ def predict(
     job, weights = trained_of(run, best=best, knobs=knobs)
     if "batch_size" in settings:
         settings.setdefault("eval_batch_size", settings["batch_size"])
-    job = _with_settings(job, settings)
+    job = with_settings(job, settings)
     chosen = _devices.parse(devices)
-    _check_backend(backend, chosen)
+    check_backend(backend, chosen)
     way = choose(strategy, chosen)
-    _check_data(data)
+    check_name(data)
     spread = under_torchrun() and int(os.environ.get("WORLD_SIZE", "1")) > 1
     if out is None and spread:
         raise InputError("predict: under torchrun the outputs go to a file: name one with out")
@@ -107,7 +107,7 @@ def predict(
     plan = _Plan(job, way, weights.absolute(), data, target, folder)
     try:
         with Display(quiet=quiet) as display:
-            made = _on_devices(predict_on, plan, chosen, backend, None, display)
+            made = on_devices(predict_on, plan, chosen, backend, None, display)
             if target is None:
                 assert folder is not None
                 form, places = made
@@ -138,19 +138,6 @@ class _Plan:
 
 
 # ---- what is asked for ----------------------------------------------------------------------------------------------
-
-
-def _check_data(data: Any) -> None:
-    """Refuse words that name no data, before anything is started."""
-    if not isinstance(data, str) or data in ("eval", "train") or data.startswith("eval:"):
-        return
-    file, colon, name = data.rpartition(":")
-    if not colon and data.endswith(".py"):
-        raise InputError(f"{data}: which dataset in it? write {data}:NAME")
-    if not colon or not name:
-        raise InputError(f'data: there are no "{data}"; {nearest(data, ["eval", "train", "file.py:NAME"])}')
-    if not Path(file).is_file():
-        raise InputError(f"{data}: there is no file {file}")
 
 
 def _check_target(target: Path, overwrite: bool) -> None:
@@ -200,9 +187,9 @@ class _Prediction:
     def __init__(self, world: World, plan: _Plan, folder: Path) -> None:
         self.world, self.plan, self.folder = world, plan, folder
         job = plan.job.load() if isinstance(plan.job, JobFile) else plan.job
-        self.name, source = _source(job, plan.data)
+        self.name, source = source_of(job, plan.data)
         if isinstance(plan.data, str) and self.name.startswith("eval_data"):
-            found = _one_of(resolve_sets(source, world), plan.data)
+            found = one_of(resolve_sets(source, world), plan.data)
         else:
             found = resolve(source, world, self.name)
         dataset = inputs_of(found, self.name, whole=job.collate is not None)
@@ -217,7 +204,7 @@ class _Prediction:
         self.step: Step = plan.strategy.build(self.job, world)
         self.rows = len(dataset)
         self.batch_size = job.eval_batch_size or job.batch_size
-        self.loader = _loader(self.job, world, dataset, evaluation=True, name=self.name)
+        self.loader = job_loader(self.job, world, dataset, evaluation=True, name=self.name)
         self.form: Any = None
         self.layout: Layout | None = None
         self.writer: RowWriter | LineWriter | None = None
@@ -270,7 +257,7 @@ class _Prediction:
         except LockstepError:
             raise
         except Exception as error:
-            if _is_out_of_memory(error):
+            if is_out_of_memory(error):
                 raise OutOfMemory(
                     f"out of memory on {self.world.device} in batch {batch.index + 1} of {batch.size} samples: "
                     "use a smaller batch_size"
@@ -374,43 +361,3 @@ class _NoOptimizer(torch.optim.Optimizer):
 
     def step(self, closure: Any = None) -> None:  # type: ignore[override]
         """Do nothing."""
-
-
-# ---- the data -------------------------------------------------------------------------------------------------------
-
-
-def _source(job: Job, data: Any) -> tuple[str, Any]:
-    """What the data are called in messages, and what gives them."""
-    if not isinstance(data, str):
-        return "data", data
-    if data == "train":
-        return "train_data", job.train_data
-    if data == "eval" or data.startswith("eval:"):
-        if job.eval_data is None:
-            raise JobError("eval_data: the job has none; predict on train, or name data as file.py:NAME")
-        return "eval_data", job.eval_data
-    file, _, name = data.rpartition(":")
-    module = vars(loaded(file))
-    if name not in module:
-        known = [word for word, value in module.items() if _may_be_data(word, value)] or ["nothing that could be data"]
-        raise InputError(f'{file}: there is no "{name}" in it; {nearest(name, known)}')
-    return data, module[name]
-
-
-def _may_be_data(word: str, value: Any) -> bool:
-    return not word.startswith("_") and word != "job" and not isinstance(value, type | types.ModuleType)
-
-
-def _one_of(sets: Mapping[str, Any], wanted: str) -> Any:
-    """The evaluation set that ``eval`` or ``eval:NAME`` means."""
-    name = wanted.partition(":")[2]
-    if name in sets:
-        return sets[name]
-    names = [known for known in sets if known]
-    if not names:
-        raise InputError(f"{wanted}: the job has one evaluation set, without a name: say eval")
-    if not name:
-        raise InputError(
-            f"eval: the job has {len(names)} evaluation sets: say which, {' or '.join('eval:' + n for n in names)}"
-        )
-    raise InputError(f'{wanted}: there is no evaluation set "{name}"; {nearest(name, names)}')

@@ -2,19 +2,16 @@
 
 from __future__ import annotations
 
-import resource
-import sys
 import time
 from collections.abc import Mapping
 from typing import Any
-
-import torch
 
 from lockstep.data import AnyLoader
 from lockstep.errors import JobError
 from lockstep.events import Event, Line, Memory, Progress
 from lockstep.folder import RunFolder
 from lockstep.job import Job
+from lockstep.memory import memory_now
 from lockstep.world import World
 
 
@@ -48,7 +45,7 @@ class Pace:
             return
         self._last = now
         if not self._world.is_first:
-            self._world.tell(Memory(_memory(self._world)))
+            self._world.tell(Memory(memory_now(self._world)))
             return
         elapsed = now - self._began
         step = self._world.step
@@ -62,7 +59,7 @@ class Pace:
                 loss=float(total) / float(count),
                 samples_per_second=samples / elapsed,
                 seconds_left=left,
-                memory=_memory(self._world),
+                memory=memory_now(self._world),
             )
         )
 
@@ -114,25 +111,3 @@ def held_out(loaders: Mapping[str, AnyLoader]) -> str:
         size = "a stream" if loader.samples is None else f"{loader.samples:,}"
         said.append(f"{size} ({name})" if name else size)
     return f", {' + '.join(said)} held out" if said else ""
-
-
-def peak_memory(world: World) -> list[int]:
-    """Per process; on CUDA devices, per device."""
-    if world.device.type == "cuda":
-        return [torch.cuda.max_memory_allocated(d.index) for d in world.devices]
-    scale = 1 if sys.platform == "darwin" else 1024
-    return [resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * scale]
-
-
-def _memory(world: World) -> tuple[tuple[str, int], ...]:
-    if world.device.is_slot:
-        return ((str(world.device) if world.size > 1 else "memory", _resident()),)
-    return tuple((str(d), torch.cuda.memory_allocated(d.index)) for d in world.devices if d.type == "cuda")
-
-
-def _resident() -> int:
-    try:
-        with open("/proc/self/statm") as file:
-            return int(file.read().split()[1]) * resource.getpagesize()
-    except OSError:
-        return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss

@@ -28,6 +28,7 @@ from lockstep.events import Line
 from lockstep.forward import drops, look
 from lockstep.job import Job
 from lockstep.loss import Totalled
+from lockstep.memory import is_out_of_memory
 from lockstep.nesting import batch_size_of, call, to_device
 from lockstep.optimizer import load_named_optimizer_state, named_optimizer_state
 from lockstep.ownloop import batch_of, own_stream
@@ -152,7 +153,7 @@ class Step(ABC):
                 self._scaler.step(self.optimizer)
                 self._scaler.update()
         except (torch.OutOfMemoryError, MemoryError, RuntimeError) as error:
-            if not _is_out_of_memory(error):
+            if not is_out_of_memory(error):
                 if self._compile and (why := not_compilable(error)) is not None:
                     raise why from None
                 raise
@@ -391,9 +392,3 @@ class Step(ABC):
         load_named_optimizer_state(self.optimizer, self.model, state["optimizer"])
         if self._scaler is not None and "scaler" in state:
             self._scaler.load_state_dict(state["scaler"])
-
-
-def _is_out_of_memory(error: BaseException) -> bool:
-    if isinstance(error, torch.OutOfMemoryError | MemoryError):
-        return True
-    return "can't allocate memory" in str(error) or "DefaultCPUAllocator: not enough memory" in str(error)

@@ -2,31 +2,26 @@
 
 from __future__ import annotations
 
-import contextlib
-import dataclasses
 import os
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TypeVar
 
-import torch.distributed as dist
-
 from lockstep import devices as _devices
-from lockstep import world as _world
 from lockstep.checkpoint import take_weights
-from lockstep.data import resolve_sets
+from lockstep.data import eval_loaders, resolve_sets
 from lockstep.devices import Device, Devices
 from lockstep.display import Display
-from lockstep.errors import DeviceError, InputError, JobError, StrategyError
+from lockstep.errors import InputError, JobError, StrategyError
 from lockstep.evaluation import evaluate_sets
 from lockstep.folder import RunFolder
 from lockstep.job import Job
-from lockstep.jobfile import JobFile
+from lockstep.jobfile import JobFile, as_job, with_settings
 from lockstep.launch import launch, under_torchrun
-from lockstep.loop import Plan, eval_loaders, train_on
+from lockstep.loop import Plan, train_on
+from lockstep.placement import check_backend, on_devices
 from lockstep.run import Run, trained_of
-from lockstep.seeding import kept_states
 from lockstep.strategies import Strategy, choose
 from lockstep.world import World
 
@@ -65,10 +60,10 @@ def train(
         RunError: the run failed; its folder is kept. What the job's own code raises in another process comes as a
             RankFailed with that as its cause; in this process, as itself.
     """
-    job = _with_settings(_as_job(job), settings)
+    job = with_settings(as_job(job), settings)
     with Display(quiet=quiet) as display:
         chosen = _devices.parse(devices)
-        _check_backend(backend, chosen)
+        check_backend(backend, chosen)
         if under_torchrun():
             return _train_under_torchrun(
                 job, strategy, chosen, resume, str(folder), backend, tensorboard, profile, display
@@ -79,43 +74,12 @@ def train(
         path = str(run.path.resolve())
         plan = Plan(job, way, name, path, resume=resume is not None, tensorboard=tensorboard, profile=profile)
         try:
-            summary = _on_devices(train_on, plan, chosen, backend, path, display)
+            summary = on_devices(train_on, plan, chosen, backend, path, display)
         except BaseException as error:
             _left_behind(run, error, display, resumed=resume is not None)
             raise
         display.line(f"run: {run.path}")
         return Run(run.path, summary, job)
-
-
-def _as_job(job: Job | JobFile | Callable[[], Job] | str | Path) -> Job | JobFile:
-    """What a person may give for a job: a Job, a function that returns one, or the path of a file."""
-    if isinstance(job, str | Path):
-        return JobFile(str(job))
-    if isinstance(job, Job | JobFile):
-        return job
-    made = job() if callable(job) else job
-    if not isinstance(made, Job):
-        raise JobError(f"job: a Job, a function that returns one, or a job file is expected, not {type(made).__name__}")
-    return made
-
-
-def _with_settings(job: Job | JobFile, settings: Mapping[str, Any]) -> Job | JobFile:
-    if not settings:
-        return job
-    if "device" in settings:
-        raise JobError('device: did you mean "devices"?')
-    if isinstance(job, JobFile):
-        return dataclasses.replace(job, settings={**job.settings, **settings})
-    return job.having(**settings)
-
-
-def _check_backend(backend: str | None, devices: tuple[Device, ...]) -> None:
-    if backend is None:
-        return
-    if not dist.is_backend_available(backend):
-        raise DeviceError(f'backend "{backend}" isn\'t in this torch: leave --backend out, or take gloo')
-    if backend == "nccl" and devices[0].type != "cuda":
-        raise DeviceError(f"backend nccl is for CUDA devices, not {devices[0]}: leave --backend out, or take gloo")
 
 
 def _left_behind(run: RunFolder, error: BaseException, display: Display, *, resumed: bool) -> None:
@@ -166,46 +130,6 @@ def _train_here(world: World, plan: Plan, display: Display) -> tuple[dict[str, A
     return summary, path
 
 
-def _on_devices(
-    function: Callable[[World, Any], T],
-    argument: Any,
-    devices: tuple[Device, ...],
-    backend: str | None,
-    folder: str | None,
-    display: Display,
-) -> T:
-    """Call ``function(world, argument)`` on every rank that the strategy wants; gives rank 0's result."""
-    if not under_torchrun() and (argument.strategy.processes == "one" or len(devices) == 1):
-        with alone(devices) as world:
-            world.folder = folder
-            world.tell = display.tell
-            return function(world, argument)
-    return launch(
-        function,
-        devices,
-        (argument,),
-        backend=backend,
-        folder=folder,
-        on_event=lambda rank, event: display.tell(event),
-        on_output=display.output,
-    )[0]
-
-
-@contextlib.contextmanager
-def alone(devices: tuple[Device, ...]) -> Iterator[World]:
-    """One process that drives all these devices, for a while."""
-    world = World(devices=devices)
-    before = _world.enter(world)
-    # The calling thread runs the optimizer for all slots, so it may use all their cores.
-    cores = tuple(sorted({core for device in devices for core in device.cores}))
-    place = Device("cpu", 0, cores) if devices[0].is_slot else devices[0]
-    try:
-        with _devices.occupied(place), kept_states():
-            yield world
-    finally:
-        _world.enter(before)
-
-
 @dataclass(frozen=True)
 class _Evaluation:
     """What each rank is told of an evaluation."""
@@ -245,14 +169,14 @@ def evaluate(
     if isinstance(what, Run) or (isinstance(what, str | Path) and Path(what).is_dir()):
         job, weights = trained_of(what, best=best, knobs=knobs)
     else:
-        job = JobFile(str(what), knobs or {}) if isinstance(what, str | Path) else _as_job(what)
+        job = JobFile(str(what), knobs or {}) if isinstance(what, str | Path) else as_job(what)
         if best:
             raise InputError(f"{what}: --best is for a run, and this is a job that was not trained")
-    job = _with_settings(job, settings)
+    job = with_settings(job, settings)
     chosen = _devices.parse(devices)
-    _check_backend(backend, chosen)
+    check_backend(backend, chosen)
     with Display() as display:
-        return _on_devices(
+        return on_devices(
             evaluate_on, _Evaluation(job, choose(strategy, chosen), weights), chosen, backend, None, display
         )
 

@@ -9,12 +9,14 @@
     stream.py    a dataset that can only be gone through: every rank reads it, and keeps its share
     ahead.py     copied to an accelerator while the batch before is used
     loader.py    all of that, epoch by epoch
+    ofjob.py     the loaders of a job, by its settings
     inputs.py    datasets of which only the inputs are wanted
     source.py    the dataset of a job, or the callable that gives one; evaluation sets by name
 """
 
 from lockstep.data.fetch import Fetcher
 from lockstep.data.loader import AnyLoader, Loader, SharedLoader, batches, loader_of
+from lockstep.data.ofjob import eval_loaders, job_loader
 from lockstep.data.order import permutation
 from lockstep.data.shares import Batch, Part, mixed, share_sizes
 from lockstep.data.source import is_stream, resolve, resolve_sets
@@ -32,7 +34,9 @@ __all__ = [
     "StreamLoader",
     "batches",
     "default_workers",
+    "eval_loaders",
     "is_stream",
+    "job_loader",
     "loader_of",
     "mixed",
     "permutation",

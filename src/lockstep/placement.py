@@ -1,0 +1,70 @@
+"""A function on every rank that a strategy wants, on the devices that were chosen: for train, evaluate and predict."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Iterator
+from typing import Any, TypeVar
+
+import torch.distributed as dist
+
+from lockstep import devices as _devices
+from lockstep import world as _world
+from lockstep.devices import Device
+from lockstep.display import Display
+from lockstep.errors import DeviceError
+from lockstep.launch import launch, under_torchrun
+from lockstep.seeding import kept_states
+from lockstep.world import World
+
+T = TypeVar("T")
+
+
+def check_backend(backend: str | None, devices: tuple[Device, ...]) -> None:
+    """Refuse a backend of the process group that this torch hasn't got, or that isn't for these devices."""
+    if backend is None:
+        return
+    if not dist.is_backend_available(backend):
+        raise DeviceError(f'backend "{backend}" isn\'t in this torch: leave --backend out, or take gloo')
+    if backend == "nccl" and devices[0].type != "cuda":
+        raise DeviceError(f"backend nccl is for CUDA devices, not {devices[0]}: leave --backend out, or take gloo")
+
+
+def on_devices(
+    function: Callable[[World, Any], T],
+    argument: Any,
+    devices: tuple[Device, ...],
+    backend: str | None,
+    folder: str | None,
+    display: Display,
+) -> T:
+    """Call ``function(world, argument)`` on every rank that the strategy wants; gives rank 0's result."""
+    if not under_torchrun() and (argument.strategy.processes == "one" or len(devices) == 1):
+        with alone(devices) as world:
+            world.folder = folder
+            world.tell = display.tell
+            return function(world, argument)
+    return launch(
+        function,
+        devices,
+        (argument,),
+        backend=backend,
+        folder=folder,
+        on_event=lambda rank, event: display.tell(event),
+        on_output=display.output,
+    )[0]
+
+
+@contextlib.contextmanager
+def alone(devices: tuple[Device, ...]) -> Iterator[World]:
+    """One process that drives all these devices, for a while."""
+    world = World(devices=devices)
+    before = _world.enter(world)
+    # The calling thread runs the optimizer for all slots, so it may use all their cores.
+    cores = tuple(sorted({core for device in devices for core in device.cores}))
+    place = Device("cpu", 0, cores) if devices[0].is_slot else devices[0]
+    try:
+        with _devices.occupied(place), kept_states():
+            yield world
+    finally:
+        _world.enter(before)
