@@ -70,6 +70,8 @@ class FirstStep:
             self._kept = None
         mine = [self._seen[where] for where in sorted(self._seen, key=lambda where: (len(where), where))]
         found = [one for theirs in world.gather_objects(mine) for one in theirs]
+        if not found:  # a strategy whose forward is its own
+            return {"inputs": {}, "outputs": {}, "devices": []}
         # Devices without a sample are the last ones.
         inside = [
             {"device": d, "inputs": given, "outputs": made} for d, (_, given, made) in zip(devices, found, strict=False)
