@@ -13,6 +13,7 @@ fp16  the same with float16, and a scaled loss: gradients that float16 could not
 from __future__ import annotations
 
 import contextlib
+import warnings
 from typing import Literal
 
 import torch
@@ -36,6 +37,9 @@ class Precision:
     Attributes:
         whole: the format of floating inputs, or None as they are.
         scaler: scales the loss under fp16, else None.
+
+    Raises:
+        JobError: devices of that type can't compute in that format.
     """
 
     def __init__(self, name: PrecisionName | None, device_type: str) -> None:
@@ -43,6 +47,7 @@ class Precision:
         self._mixed = _MIXED.get(name or "")
         self._device_type = device_type
         self.scaler: torch.amp.GradScaler | None = None
+        self._try(name)
         if name == "fp16":
             self.scaler = torch.amp.GradScaler(device_type)
             # Made now, by one thread; the replicas of dp ask for it at the same time.
@@ -53,6 +58,21 @@ class Precision:
         if self._mixed is None:
             return contextlib.nullcontext()
         return torch.autocast(self._device_type, dtype=self._mixed)
+
+    def _try(self, name: PrecisionName | None) -> None:
+        """Multiply one by one in that format: what a device can't do may raise, or be passed over with a warning."""
+        if self._mixed is None:
+            return
+        try:
+            with warnings.catch_warnings(), self.autocast():
+                warnings.simplefilter("error")
+                one = torch.ones(1, 1, device=self._device_type, dtype=torch.float32)
+                found = (one @ one).dtype
+        except (RuntimeError, Warning) as error:
+            reason = str(error).strip().splitlines()[0]
+            raise JobError(f"precision: {name} doesn't work on {self._device_type} here: {reason}") from error
+        if found is not self._mixed:
+            raise JobError(f"precision: {name} doesn't work on {self._device_type} here, which computed in {found}")
 
 
 def convert_model(model: nn.Module, name: PrecisionName | None) -> None:
