@@ -230,6 +230,24 @@ def test_gradients_add_to_those_that_are_there_and_stay_away_from_autograd_grad(
     same(gradients(net.module), gradients(plain))
 
 
+def test_gradients_that_are_one_tensor_inside_stay_apart_outside() -> None:
+    class Shifted(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.shift = nn.Parameter(torch.zeros(2, 3))
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return x + self.shift
+
+    net, x = DataParallel(Shifted(), "3xcpu"), torch.randn(6, 3, requires_grad=True)
+    for _ in range(2):
+        found = torch.autograd.grad(net(x).sum(), [x, net.module.shift])
+        same(found, (torch.ones(6, 3), torch.full((2, 3), 3.0)))
+        x.grad = net.module.shift.grad = None
+        net(x).sum().backward()
+        same((x.grad, net.module.shift.grad), found)
+
+
 def test_gradients_go_on_into_what_came_before_and_hooks_on_parameters_see_the_sum() -> None:
     before = nn.Linear(4, 6)
     plain, net = pair(Net())
@@ -760,6 +778,26 @@ def test_scatter_and_gather_can_be_overridden() -> None:
     assert net.sizes == (1, 4)
     same(found, module(x).sum())
     same(x.grad, torch.autograd.grad(module(x).sum(), x)[0])
+
+
+def test_replicate_and_parallel_apply_can_be_called_and_overridden() -> None:
+    class Own(DataParallel[Any]):
+        def forward(self, x: torch.Tensor) -> Any:
+            args, named = self.scatter((x,), {}, self.devices)
+            outputs = self.parallel_apply(self.replicate(self.module, self.devices), args, named)
+            return self.gather(outputs, self.output_device)
+
+    class Doubled(DataParallel[Any]):
+        def parallel_apply(self, replicas: Any, inputs: Any, kwargs: Any) -> Any:
+            return [output * 2 for output in super().parallel_apply(replicas, inputs, kwargs)]
+
+    plain, x = Net(), torch.randn(5, 6)
+    plain(x).sum().backward()
+    for kind, times in ((Own, 1), (Doubled, 2)):
+        net = kind(copy.deepcopy(plain), "2xcpu")
+        net.zero_grad()
+        net(x).sum().backward()
+        same(gradients(net.module), [grad * times for grad in gradients(plain) if grad is not None])
 
 
 def test_the_function_does_once_what_the_module_does() -> None:

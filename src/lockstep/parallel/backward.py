@@ -157,9 +157,9 @@ class _Graphs:
                     continue
                 if so_far is None:
                     sums[number] = grad
-                elif so_far.layout is grad.layout is torch.strided:
+                elif everything and so_far.layout is grad.layout is torch.strided:
                     pairs.append((so_far, grad))
-                else:
+                else:  # what ``autograd.grad`` gives may be the gradient of several tensors at once
                     sums[number] = so_far + grad
             if pairs:
                 torch._foreach_add_([a for a, _ in pairs], [b for _, b in pairs])

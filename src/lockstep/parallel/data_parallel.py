@@ -23,9 +23,11 @@ from lockstep import nesting
 from lockstep.devices import Device, Devices, occupied
 from lockstep.errors import InputError
 from lockstep.parallel import backward, random, recompute, shapes, targets
+from lockstep.parallel.apply import parallel_apply
 from lockstep.parallel.balanced import Balanced
 from lockstep.parallel.gather import gather
 from lockstep.parallel.kept import Kept, Lease
+from lockstep.parallel.replicate import replicate
 from lockstep.parallel.scatter import scatter_kwargs
 from lockstep.parallel.team import borrowed
 
@@ -117,13 +119,7 @@ class DataParallel(nn.Module, Generic[M]):
                 outputs = [self.module(*shares[0][0], **shares[0][1])]
                 whole = Balanced(outputs, list(devices)) if self.balanced else outputs[0]
             else:
-                lease = self._kept.lend(self.module, len(shares))
-                run = _on_slots if all(device.is_slot for device in self.devices) else _on_accelerators
-                try:
-                    outputs = run(lease, shares, devices)
-                except BaseException:
-                    lease.forfeit()
-                    raise
+                outputs = self._outputs(shares, devices)
                 if self.balanced:
                     whole = Balanced(outputs, list(devices))
                 else:
@@ -131,6 +127,27 @@ class DataParallel(nn.Module, Generic[M]):
                     whole = self.gather(outputs, self.output_device)
             shapes.note((inputs, kwargs), shares, outputs, whole, devices, self.sizes)
             return whole
+
+    def _outputs(self, shares: Sequence[Arguments], devices: Sequence[Device]) -> list[Any]:
+        kind = type(self)
+        if kind.replicate is not DataParallel.replicate or kind.parallel_apply is not DataParallel.parallel_apply:
+            replicas = self.replicate(self.module, devices)
+            return self.parallel_apply(replicas, [args for args, _ in shares], [named for _, named in shares])
+        lease = self._kept.lend(self.module, len(shares))
+        run = _on_slots if all(device.is_slot for device in self.devices) else _on_accelerators
+        try:
+            return run(lease, shares, devices)
+        except BaseException:
+            lease.forfeit()
+            raise
+
+    def replicate(self, module: nn.Module, device_ids: Sequence[Device]) -> list[Any]:
+        """Make replicas that aren't kept. To be called or overridden; forward keeps its own where it isn't."""
+        return replicate(module, device_ids, detach=not torch.is_grad_enabled())
+
+    def parallel_apply(self, replicas: Sequence[Any], inputs: Sequence[Any], kwargs: Sequence[Any] | None) -> list[Any]:
+        """Call replicas at the same time. To be called or overridden, as ``replicate``."""
+        return parallel_apply(replicas, inputs, kwargs, self.devices[: len(replicas)])
 
     def scatter(
         self, inputs: tuple[Any, ...], kwargs: Mapping[str, Any], device_ids: Sequence[Device]
