@@ -16,6 +16,7 @@ from lockstep.parallel import (
     DataParallel,
     Level,
     ParallelLoss,
+    largest_batch,
     level_of,
     parallel_apply,
 )
@@ -107,6 +108,35 @@ def test_all_ways_make_the_same_updates() -> None:
         assert (found - models[0]).abs().max() < 1e-12
 
 
+def test_level_outputs_let_a_larger_batch_fit() -> None:
+    weights = WIDTH * CLASSES * 8
+    found = {}
+    for way, limit in ((gathered, 64), (balanced, 128), (chunked, 128), (by_dp, 128)):
+        _, step = stepping(way)
+        found[way] = largest_batch(step, TWO, budget=3 * weights, multiple=16, limit=limit)
+    assert 0 < found[gathered] < 64
+    assert found[balanced] >= 1.4 * found[gathered]
+    assert found[by_dp] >= found[balanced]
+    assert found[chunked] == 128, "which may be more still"
+
+
+def test_the_largest_batch_is_the_last_that_fits() -> None:
+    kept = []
+
+    def step(batch: int) -> None:
+        def make() -> None:
+            kept[:] = [torch.zeros(batch, dtype=torch.uint8)]
+
+        parallel_apply([make], [()], devices=TWO[:1])
+        kept.clear()
+
+    for budget, found in ((1, 1), (2, 2), (3, 3), (1000, 1000), (1023, 1023), (1024, 1024)):
+        assert largest_batch(step, TWO[:1], budget) == found
+    assert largest_batch(step, TWO[:1], 1000, multiple=64) == 960
+    assert largest_batch(step, TWO[:1], 63, multiple=64) == 0
+    assert largest_batch(step, TWO[:1], 1000, limit=300) == 300
+
+
 def test_busy_is_computing_and_not_waiting() -> None:
     def compute(amount: int) -> None:
         x = torch.ones(300, 300)
@@ -140,6 +170,10 @@ def test_a_level_is_printed_as_a_table() -> None:
 def test_what_cannot_be_measured_is_refused() -> None:
     with pytest.raises(InputError, match="repeat 0: a step is timed at least once"):
         level_of(lambda: None, "2xcpu", repeat=0)
+    with pytest.raises(InputError, match="cpu:0 can't say when it is full: give a budget"):
+        largest_batch(lambda batch: None, "2xcpu")
+    with pytest.raises(InputError, match="multiple 0, budget 5: both are at least 1"):
+        largest_batch(lambda batch: None, "2xcpu", 5, multiple=0)
 
 
 @pytest.mark.gpu
@@ -152,3 +186,6 @@ def test_a_card_is_measured_and_fills_up() -> None:
     level = level_of(lambda: step(16), "cuda:0")
     assert level.bytes["cuda:0"] >= 16 << 22
     assert 0 < level.seconds["cuda:0"] < 1
+    budget = torch.cuda.memory_reserved() + (400 << 20)
+    assert 50 < largest_batch(step, "cuda:0", budget) <= 100 + (budget >> 22)
+    assert torch.cuda.get_per_process_memory_fraction(0) == 1.0

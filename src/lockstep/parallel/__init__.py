@@ -14,6 +14,7 @@
     ParallelLoss(generator, criterion, devices)     output layer and loss on every device, chunk by chunk
 
     level_of(step, devices)                         peak bytes and busy seconds of each device, as a table
+    largest_batch(step, devices, budget)            the one that fits in every device's memory
 
 Each can be used alone, for anything that is to run side by side. Below them lie ``team`` (threads that stay), ``kept``
 (replicas that stay), ``backward`` (each replica's in its own thread), ``random`` (a stream of random numbers per
@@ -25,6 +26,7 @@ from __future__ import annotations
 from lockstep.parallel.apply import parallel_apply
 from lockstep.parallel.balanced import Balanced
 from lockstep.parallel.data_parallel import DataParallel, data_parallel
+from lockstep.parallel.fitting import largest_batch
 from lockstep.parallel.gather import gather
 from lockstep.parallel.level import Level, level_of
 from lockstep.parallel.parallel_loss import ParallelLoss
@@ -40,6 +42,7 @@ __all__ = [
     "Shapes",
     "data_parallel",
     "gather",
+    "largest_batch",
     "level_of",
     "parallel_apply",
     "replicate",
