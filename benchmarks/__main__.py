@@ -11,13 +11,13 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
-from benchmarks import models
+from benchmarks import level, models
 from benchmarks.checkpointing import CHECKPOINTING
 from benchmarks.experiment import EXPERIMENT, GPU_EXPERIMENT
 from benchmarks.parallel import PARALLEL
 from benchmarks.parallel_loss import GPU_PARALLEL_LOSS, PARALLEL_LOSS
 from benchmarks.timing import HERE, Benchmark, Ratio, by_python, by_torchrun, rate, run, torchrun
-from lockstep.devices import Device, slots, usable_cores
+from lockstep.devices import Device, accelerators, slots, usable_cores
 
 
 def one_core() -> Device:
@@ -144,13 +144,19 @@ def main(names: list[str]) -> int:
 
         for name, benchmark in {**GPU_EXPERIMENT, **GPU, **GPU_PARALLEL_LOSS}.items():
             run(name, benchmark)
+        if len(accelerators()) > 1:
+            level.run(accelerators())
         return 0
-    unknown = [name for name in names if name not in BENCHMARKS]
+    known = [*BENCHMARKS, "level"]
+    unknown = [name for name in names if name not in known]
     if unknown:
-        print(f"there is no benchmark {unknown[0]}: there are {', '.join(BENCHMARKS)}, gpu", file=sys.stderr)
+        print(f"there is no benchmark {unknown[0]}: there are {', '.join(known)}, gpu", file=sys.stderr)
         return 2
-    for name in names or BENCHMARKS:
-        run(name, BENCHMARKS[name])
+    for name in names or known:
+        if name == "level":
+            level.run(slots(2))
+        else:
+            run(name, BENCHMARKS[name])
     return 0
 
 

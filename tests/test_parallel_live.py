@@ -57,3 +57,13 @@ def test_a_slot_owns_what_its_thread_makes() -> None:
     assert live.peak() == 11 * KB == len(here) + sum(map(len, found))
     parallel_apply([make], [KB], devices=places[:1])
     assert live.peak() == 11 * KB, "it has ended"
+
+
+def test_what_the_caller_makes_can_be_the_first_slot_s() -> None:
+    places = slots(2)
+    with LiveBytes(caller=places[0]) as live:
+        found = parallel_apply([torch.zeros, torch.zeros], [KB, KB], devices=places)
+        here = torch.zeros(KB)
+    assert live.owners() == ["cpu:0", "cpu:1"]
+    assert (live.peak(places[0]), live.peak(places[1])) == (8 * KB, 4 * KB)
+    assert len(found) == 2 and len(here) == KB

@@ -13,6 +13,9 @@
 
     ParallelLoss(generator, criterion, devices)     output layer and loss on every device, chunk by chunk
 
+    level_of(step, devices)                         peak bytes and busy seconds of each device, as a table
+    largest_batch(step, devices, budget)            the one that fits in every device's memory
+
 Each can be used alone, for anything that is to run side by side. Below them lie ``team`` (threads that stay), ``kept``
 (replicas that stay), ``backward`` (each replica's in its own thread), ``random`` (a stream of random numbers per
 thread) and ``batchnorm`` (statistics over all replicas).
@@ -23,7 +26,9 @@ from __future__ import annotations
 from lockstep.parallel.apply import parallel_apply
 from lockstep.parallel.balanced import Balanced
 from lockstep.parallel.data_parallel import DataParallel, data_parallel
+from lockstep.parallel.fitting import largest_batch
 from lockstep.parallel.gather import gather
+from lockstep.parallel.level import Level, level_of
 from lockstep.parallel.parallel_loss import ParallelLoss
 from lockstep.parallel.replicate import replicate
 from lockstep.parallel.scatter import scatter, scatter_kwargs
@@ -32,10 +37,13 @@ from lockstep.parallel.shapes import Shapes, trace_shapes
 __all__ = [
     "Balanced",
     "DataParallel",
+    "Level",
     "ParallelLoss",
     "Shapes",
     "data_parallel",
     "gather",
+    "largest_batch",
+    "level_of",
     "parallel_apply",
     "replicate",
     "scatter",

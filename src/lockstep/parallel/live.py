@@ -8,9 +8,9 @@ dispatch mode sees each tensor that an operator makes, and a weak reference when
     live.peak()          # of all together
     live.peak("cpu:1")   # of what slot 1 made
 
-A slot owns what was made in its thread, ``"cpu"`` what was made on the CPU elsewhere, an accelerator what lies there.
-What was there before is not counted, nor what a kernel takes for itself while it runs. It costs tens of microseconds
-for each operator: count in a run that isn't timed.
+A slot owns what was made in its thread, the caller (``"cpu"``) what was made on the CPU elsewhere, an accelerator what
+lies there. What was there before is not counted, nor what a kernel takes for itself while it runs. It costs tens of
+microseconds for each operator: count in a run that isn't timed.
 """
 
 from __future__ import annotations
@@ -30,9 +30,14 @@ from lockstep.parallel import inherit
 
 
 class LiveBytes(contextlib.AbstractContextManager["LiveBytes"]):
-    """Counts between the beginning and the end of a ``with``, in this thread and in all that compute for it."""
+    """Counts between the beginning and the end of a ``with``, in this thread and in all that compute for it.
 
-    def __init__(self) -> None:
+    Args:
+        caller: who owns what this thread makes on the CPU.
+    """
+
+    def __init__(self, caller: Device | str = "cpu") -> None:
+        self._caller = str(caller)
         self._lock = threading.RLock()  # a storage may be freed while another one is counted
         self._known: dict[int, weakref.ref[Any]] = {}
         self._now: Counter[str] = Counter()
@@ -41,8 +46,8 @@ class LiveBytes(contextlib.AbstractContextManager["LiveBytes"]):
         self._stack = contextlib.ExitStack()
 
     def __enter__(self) -> LiveBytes:
-        self._stack.enter_context(inherit.followed_by(lambda device: _Mode(self, str(device))))
-        self._stack.enter_context(_Mode(self, "cpu"))
+        self._stack.enter_context(inherit.followed_by(self._mode_of))
+        self._stack.enter_context(_Mode(self, self._caller))
         return self
 
     def __exit__(self, *error: object) -> None:
@@ -55,6 +60,9 @@ class LiveBytes(contextlib.AbstractContextManager["LiveBytes"]):
     def owners(self) -> list[str]:
         """Who had any."""
         return sorted(self._highest)
+
+    def _mode_of(self, device: Device) -> _Mode:
+        return _Mode(self, str(device) if device.is_slot else self._caller)
 
     def _see(self, tensor: torch.Tensor, owner: str) -> None:
         if tensor.layout is not torch.strided or tensor.is_meta:

@@ -1,0 +1,122 @@
+"""Fitting: the largest batch for which a step fits in the memory of every device.
+
+::
+
+    batch   1  2  4  ...  doubled while it fits    ──▶ fits ─────── first that doesn't
+                                                          then halved between the two
+
+A CUDA device says itself that its memory was not enough. Slots share the memory of one machine, so each is given a
+number of bytes, and the live ones of its thread are counted (`lockstep.parallel.live`).
+"""
+
+from __future__ import annotations
+
+import contextlib
+import gc
+from collections.abc import Callable, Iterator
+
+import torch
+
+from lockstep.devices import Device, Devices
+from lockstep.errors import InputError, OutOfMemory
+from lockstep.parallel import targets
+from lockstep.parallel.level import peaks_of
+
+
+def largest_batch(
+    step: Callable[[int], object],
+    devices: Devices = None,
+    budget: int | None = None,
+    *,
+    multiple: int = 1,
+    limit: int = 1 << 20,
+) -> int:
+    """Find the largest batch that fits.
+
+    ``step`` is called some twenty times, with batches up to twice the one that is found, and each fits or doesn't for
+    itself: more samples are held to need more memory. What the calling thread makes counts for the first slot.
+
+    Args:
+        step: an update, or whatever is to fit, on a batch of so many samples that it makes itself. What it changes
+            stays changed.
+        devices: those that it computes on, as ``lockstep.devices.parse`` reads them, or a list.
+        budget: bytes for each device. Of a CUDA device all that this process may have there, weights included; None is
+            the whole device. Of a slot what a step may make there, beyond what was there before (all slots share the
+            weights).
+        multiple: only multiples of this are tried.
+        limit: and none above this.
+
+    Returns:
+        The number of samples; 0 where not even ``multiple`` fits.
+
+    Raises:
+        InputError: a budget or a multiple below 1, or devices other than CUDA's without a budget.
+        DeviceError: devices that don't exist.
+
+    Example::
+
+        def step(batch: int) -> None:
+            loss_of(net(torch.randn(batch, 512)), torch.randint(1000, (batch,))).backward()
+
+        lockstep.parallel.largest_batch(step, "2xcpu", budget=400_000_000)
+    """
+    places = tuple(dict.fromkeys(targets.many(devices)))
+    if multiple < 1 or (budget is not None and budget < 1):
+        raise InputError(f"multiple {multiple}, budget {budget}: both are at least 1")
+    on_cuda = all(place.type == "cuda" for place in places)
+    if budget is None and not on_cuda:
+        raise InputError(f"{places[0]} can't say when it is full: give a budget, in bytes for each device")
+
+    def fits(count: int) -> bool:
+        batch = count * multiple
+        if on_cuda:
+            return _is_allocated(step, batch)
+        assert budget is not None
+        return max(peaks_of(lambda: step(batch), places).values()) <= budget
+
+    if not on_cuda:
+        step(multiple)  # what only a first step makes isn't counted
+    with _limited(places, budget) if on_cuda else contextlib.nullcontext():
+        return multiple * _last(fits, limit // multiple)
+
+
+def _last(fits: Callable[[int], bool], limit: int) -> int:
+    """The last number from 1 to ``limit`` that fits, 0 where none does."""
+    known, wrong = 0, 1
+    while wrong <= limit and fits(wrong):
+        known, wrong = wrong, 2 * wrong
+    wrong = min(wrong, limit + 1)
+    while wrong - known > 1:
+        middle = (known + wrong) // 2
+        known, wrong = (middle, wrong) if fits(middle) else (known, middle)
+    return known
+
+
+def _is_allocated(step: Callable[[int], object], batch: int) -> bool:
+    """Whether CUDA had the memory. What a failed step leaves is let go."""
+    try:
+        step(batch)
+        torch.cuda.synchronize()
+    except (torch.OutOfMemoryError, OutOfMemory):
+        return False
+    finally:
+        gc.collect()
+        torch.cuda.empty_cache()
+    return True
+
+
+@contextlib.contextmanager
+def _limited(places: tuple[Device, ...], budget: int | None) -> Iterator[None]:
+    """Let this process have no more than ``budget`` on each device."""
+    if budget is None:
+        yield
+        return
+    before = {place.index: torch.cuda.get_per_process_memory_fraction(place.index) for place in places}
+    try:
+        for index, fraction in before.items():
+            whole = torch.cuda.get_device_properties(index).total_memory
+            torch.cuda.set_per_process_memory_fraction(min(fraction, budget / whole), index)
+        yield
+    finally:
+        for index, fraction in before.items():
+            torch.cuda.set_per_process_memory_fraction(fraction, index)
