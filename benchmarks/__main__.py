@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks import models
+from benchmarks.mapping import mapping
 from benchmarks.timing import HERE, Benchmark, Ratio, by_torchrun, rate, run, torchrun
 from lockstep.devices import Device, slots, usable_cores
 
@@ -104,6 +105,11 @@ BENCHMARKS = {
         start,
         (Ratio("lockstep train", "torchrun, plain PyTorch", 1 / 0.8),),
         unit="1 / seconds to the first step",
+    ),
+    "map": Benchmark(
+        mapping,
+        (Ratio("two processes", "one process", 1.8), Ratio("two processes", "multiprocessing.Pool.imap", 1 / 1.05)),
+        unit="items per second",
     ),
 }
 

@@ -30,7 +30,7 @@ LAYERS = [
         "outputs",
         "compare",
     },
-    {"step", "run", "linefile"},
+    {"step", "run", "linefile", "map"},
     {"strategies", "evaluation", "profiling", "progress"},
     {"parallelize", "loop"},
     {"train"},
