@@ -13,6 +13,7 @@ from typing import Any
 
 from benchmarks import models
 from benchmarks.mapping import mapping
+from benchmarks.sparse import sparse
 from benchmarks.timing import HERE, Benchmark, Ratio, by_torchrun, rate, run, torchrun
 from lockstep.devices import Device, slots, usable_cores
 
@@ -105,6 +106,11 @@ BENCHMARKS = {
         start,
         (Ratio("lockstep train", "torchrun, plain PyTorch", 1 / 0.8),),
         unit="1 / seconds to the first step",
+    ),
+    "sparse": Benchmark(
+        sparse,
+        (Ratio("hogwild", "ddp", 1.0), Ratio("hogwild", "one core"), Ratio("ddp", "one core")),
+        unit="1 / seconds of training to the same held-out loss",
     ),
     "map": Benchmark(
         mapping,
