@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import pytest
 import torch
+from torch import nn
 
+import lockstep
 from lockstep import Job, train
 from lockstep.devices import Device
 from lockstep.errors import NonFiniteLoss
@@ -60,3 +62,21 @@ def test_a_loss_that_is_not_finite_is_named_by_its_step_some_steps_later(tmp_pat
     )
     with pytest.raises(NonFiniteLoss, match="at step 7"):
         train(job, strategy="single", devices="cuda:0", folder=tmp_path, quiet=True)
+
+
+def test_a_map_over_replicas_on_one_gpu_gives_rows_on_the_cpu() -> None:
+    net, x = nn.Sequential(nn.Linear(6, 4), nn.Dropout(0.5)), drawn(23, 6)
+    found = torch.stack(list(lockstep.map(net, x, [Device("cuda", 0)] * 2, batch_size=4)))
+    assert found.is_cpu and next(net.parameters()).is_cpu
+    torch.testing.assert_close(found, net[0](x).detach(), rtol=1e-5, atol=1e-5)
+
+
+def test_a_map_over_processes_on_one_gpu_computes_there_and_gives_tensors_on_the_cpu() -> None:
+    def on_gpu(i: int) -> tuple[torch.Tensor, str]:
+        made = torch.full((5000,), float(i), device="cuda") + torch.rand(5000, device="cuda")
+        return made, str(made.device)
+
+    two = list(lockstep.map(on_gpu, range(6), [Device("cuda", 0)] * 2))
+    one = list(lockstep.map(on_gpu, range(6), "cuda:0"))
+    assert all(made.is_cpu and place == "cuda:0" for made, place in [*one, *two])
+    assert all(torch.equal(a, b) for (a, _), (b, _) in zip(one, two, strict=True))
