@@ -134,6 +134,18 @@ def test_large_items_and_large_results_that_are_no_tensors_pass_too() -> None:
     assert list(lockstep.map(lambda text: text + "!", words * 4, "2xcpu")) == [f"{w}!" for w in words * 4]
 
 
+def test_very_many_tensors_in_one_item_and_one_result_pass_too() -> None:
+    items = [[torch.full((600,), float(i)), *(torch.zeros(600) for _ in range(9000))] for i in range(3)]
+    found = lockstep.map(lambda tensors: [t + 1 for t in tensors], items, "2xcpu")
+    assert [(len(tensors), tensors[0][0].item()) for tensors in found] == [(9001, i + 1) for i in range(3)]
+
+
+def test_a_map_may_feed_another() -> None:
+    inner = lockstep.map(lambda i: torch.full((3000,), float(i)), range(200), "2xcpu")
+    outer = lockstep.map(lambda t: t * 2, inner, "2xcpu")
+    assert [t[-1].item() for t in outer] == [2 * i for i in range(200)]
+
+
 def test_tensors_are_not_pickled(monkeypatch: pytest.MonkeyPatch) -> None:
     def forbidden(*_: object) -> None:
         raise AssertionError("pickled")

@@ -25,25 +25,27 @@ from torch import nn
 _LARGE = 1 << 11
 """Bytes from which a pickle, a tensor or an array goes through the block: two heads must fit in a pipe."""
 
+_MANY = 64
+"""Pieces whose sizes don't stand in the head."""
+
 _KEPT = 16 << 20
 """Bytes of a block that are kept for the next parcel, however small that is."""
 
 
 class Packed(NamedTuple):
-    """The head of a parcel.
+    """The head of a parcel, which is small.
 
     Attributes:
-        body: the pickle, where it is small; else it is the first thing in the block.
-        sizes: bytes of each piece in the block.
+        body: the pickle, where it is small; else it is the first piece in the block.
+        sizes: bytes of each piece in the block; where there are many, of a pickle of these, which then comes first.
+        is_long: whether there are many.
+        bytes: of the whole parcel.
     """
 
     body: bytes | None
     sizes: tuple[int, ...]
-
-    @property
-    def bytes(self) -> int:
-        """Of the whole parcel."""
-        return sum(self.sizes) + len(self.body or b"")
+    is_long: bool
+    bytes: int
 
 
 def pack(value: Any, block: int) -> Packed:
@@ -61,11 +63,16 @@ def pack(value: Any, block: int) -> Packed:
     pickler.dump(value)
     pieces = pickler.pieces
     body: bytes | None = file.getvalue()
-    if len(file.getbuffer()) >= _LARGE or len(pieces) > 64:  # many pieces have a long head, too
+    if len(file.getbuffer()) >= _LARGE:
         pieces = [memoryview(file.getbuffer()), *pieces]
         body = None
     sizes = tuple(piece.nbytes for piece in pieces)
-    if pieces and (held := os.fstat(block).st_size) > _KEPT and held > 4 * sum(sizes):
+    total = sum(sizes) + len(body or b"")
+    if is_long := len(sizes) > _MANY:
+        index = pickle.dumps(sizes)
+        pieces = [memoryview(index), *pieces]
+        sizes = (len(index),)
+    if pieces and (held := os.fstat(block).st_size) > _KEPT and held > 4 * total:
         os.ftruncate(block, 0)
     place = 0
     for piece in pieces:
@@ -73,25 +80,34 @@ def pack(value: Any, block: int) -> Packed:
             written = os.pwrite(block, piece, place)
             place += written
             piece = piece[written:]
-    return Packed(body, sizes)
+    return Packed(body, sizes, is_long, total)
 
 
 def unpack(packed: Packed, block: int) -> Any:
     """Read what ``pack`` wrote; the block is free again afterwards."""
-    pieces = []
+    sizes = packed.sizes
     place = 0
-    for size in packed.sizes:
-        piece = bytearray(size)
-        rest = memoryview(piece)
-        while rest.nbytes:
-            taken = os.preadv(block, [rest], place)
-            if not taken:
-                raise EOFError("a parcel is shorter than its head says")
-            place += taken
-            rest = rest[taken:]
-        pieces.append(piece)
+    if packed.is_long:
+        place = sizes[0]
+        sizes = pickle.loads(_read(block, place, 0))
+    pieces = []
+    for size in sizes:
+        pieces.append(_read(block, size, place))
+        place += size
     body = packed.body if packed.body is not None else pieces.pop(0)
     return pickle.loads(body, buffers=pieces)
+
+
+def _read(block: int, size: int, place: int) -> bytearray:
+    piece = bytearray(size)
+    rest = memoryview(piece)
+    while rest.nbytes:
+        taken = os.preadv(block, [rest], place)
+        if not taken:
+            raise EOFError("a parcel is shorter than its head says")
+        place += taken
+        rest = rest[taken:]
+    return piece
 
 
 class _Pickler(cloudpickle.Pickler):  # type: ignore[misc]  # it has no types
