@@ -156,6 +156,13 @@ def test_nobody_waits_for_a_slow_rank(tmp_path: Path) -> None:
     assert (weights(run)["rows.weight"] - weights(one)["rows.weight"]).abs().max() < 1e-12
 
 
+def test_one_rank_is_one_device(tmp_path: Path) -> None:
+    job = ZOO["momentum"].having(precision="fp64")
+    one = train(job, strategy="single", devices="1xcpu", folder=tmp_path, quiet=True)
+    run = train(job, strategy="hogwild", devices="1xcpu", folder=tmp_path, quiet=True)
+    assert max(float((weights(run)[name] - w).abs().max()) for name, w in weights(one).items()) < 1e-12
+
+
 def test_a_batch_smaller_than_the_ranks_leaves_some_without_an_update(tmp_path: Path) -> None:
     job = rows_job(samples=5, batch_size=2)
     one = train(job, strategy="single", devices="1xcpu", folder=tmp_path, quiet=True)

@@ -182,4 +182,5 @@ def _reduced(results: Iterator[Any], reduce: Any) -> Any:
 
 
 def _a(value: object) -> str:
-    return f"a {type(value).__qualname__}"
+    name = type(value).__qualname__
+    return f"{'an' if name[0] in 'aeiou' else 'a'} {name}"
