@@ -14,8 +14,10 @@ from typing import Any
 from benchmarks import level, models
 from benchmarks.checkpointing import CHECKPOINTING
 from benchmarks.experiment import EXPERIMENT, GPU_EXPERIMENT
+from benchmarks.mapping import mapping
 from benchmarks.parallel import PARALLEL
 from benchmarks.parallel_loss import GPU_PARALLEL_LOSS, PARALLEL_LOSS
+from benchmarks.sparse import sparse
 from benchmarks.timing import HERE, Benchmark, Ratio, by_python, by_torchrun, rate, run, torchrun
 from lockstep.devices import Device, accelerators, slots, usable_cores
 
@@ -134,6 +136,16 @@ BENCHMARKS = {
     **CHECKPOINTING,
     **PARALLEL,
     **PARALLEL_LOSS,
+    "sparse": Benchmark(
+        sparse,
+        (Ratio("hogwild", "ddp", 1.0), Ratio("hogwild", "one core"), Ratio("ddp", "one core")),
+        unit="1 / seconds of training to the same held-out loss",
+    ),
+    "map": Benchmark(
+        mapping,
+        (Ratio("two processes", "one process", 1.8), Ratio("two processes", "multiprocessing.Pool.imap", 1 / 1.05)),
+        unit="items per second",
+    ),
 }
 
 

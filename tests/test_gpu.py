@@ -8,6 +8,7 @@ import pytest
 import torch
 from torch import nn
 
+import lockstep
 from lockstep import Job, train
 from lockstep.devices import Device
 from lockstep.errors import NonFiniteLoss
@@ -109,3 +110,21 @@ def test_tensors_copied_to_another_device_together_are_the_same() -> None:
         for one, other in zip(made, copied_together(made, torch.device(place)), strict=True):
             assert (str(other.device) == place and other.data_ptr() != one.data_ptr()) or not one.numel()
             torch.testing.assert_close(other.cpu(), one)
+
+
+def test_a_map_over_replicas_on_one_gpu_gives_rows_on_the_cpu() -> None:
+    net, x = nn.Sequential(nn.Linear(6, 4), nn.Dropout(0.5)), drawn(23, 6)
+    found = torch.stack(list(lockstep.map(net, x, [Device("cuda", 0)] * 2, batch_size=4)))
+    assert found.is_cpu and next(net.parameters()).is_cpu
+    torch.testing.assert_close(found, net[0](x).detach(), rtol=1e-5, atol=1e-5)
+
+
+def test_a_map_over_processes_on_one_gpu_computes_there_and_gives_tensors_on_the_cpu() -> None:
+    def on_gpu(i: int) -> tuple[torch.Tensor, str]:
+        made = torch.full((5000,), float(i), device="cuda") + torch.rand(5000, device="cuda")
+        return made, str(made.device)
+
+    two = list(lockstep.map(on_gpu, range(6), [Device("cuda", 0)] * 2))
+    one = list(lockstep.map(on_gpu, range(6), "cuda:0"))
+    assert all(made.is_cpu and place == "cuda:0" for made, place in [*one, *two])
+    assert all(torch.equal(a, b) for (a, _), (b, _) in zip(one, two, strict=True))

@@ -8,6 +8,7 @@ import sys
 from pathlib import Path
 
 import lockstep
+from lockstep.strategies import STRATEGIES
 
 SRC = Path(lockstep.__file__).parent
 LAYERS = [
@@ -33,7 +34,7 @@ LAYERS = [
         "outputs",
         "compare",
     },
-    {"step", "run", "linefile"},
+    {"step", "run", "linefile", "map"},
     {"strategies", "evaluation", "firststep", "profiling", "progress"},
     {"parallelize", "loop"},
     {"train"},
@@ -99,6 +100,12 @@ def test_the_public_names_are_those_listed() -> None:
 def test_importing_the_package_and_the_command_does_not_import_torch() -> None:
     code = "import sys, lockstep.cli, lockstep.launch.server; sys.exit('torch' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
+
+
+def test_the_table_of_strategies_in_the_readme_is_that_of_the_list() -> None:
+    lines = (Path(__file__).parents[1] / "README.md").read_text().splitlines()
+    for name, kind in STRATEGIES.items():
+        assert f"| `{name}` | {kind.summary} | {kind.good_for} |" in lines
 
 
 def test_no_room_is_called_after_nothing() -> None:

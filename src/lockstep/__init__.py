@@ -19,6 +19,7 @@ if TYPE_CHECKING:
     from lockstep.events import Event as Event
     from lockstep.job import Job as Job
     from lockstep.launch import launch as launch
+    from lockstep.map import map as map
     from lockstep.parallelize import parallelize as parallelize
     from lockstep.predict import predict as predict
     from lockstep.run import Run as Run
@@ -39,6 +40,7 @@ _HOME = {
     "batches": "lockstep.data",
     "evaluate": "lockstep.train",
     "launch": "lockstep.launch",
+    "map": "lockstep.map",
     "parallel": "lockstep",
     "parallelize": "lockstep.parallelize",
     "predict": "lockstep.predict",

@@ -13,6 +13,7 @@
         ├── RankFailed        a rank raised or died: which, at which step, its traceback
         ├── NonFiniteLoss     the loss became NaN or infinite: rank and step
         ├── SampleError       a sample of the dataset raised: its index
+        ├── ItemFailed        an item of a map raised, or its process died: its index, its traceback
         ├── OutOfMemory       device, step, share, and the setting that helps
         └── SaveError         the state could not be written (a full disk, say)
 
@@ -83,6 +84,23 @@ class NonFiniteLoss(RunError):
 
 class SampleError(RunError):
     """A sample of the dataset raised."""
+
+
+class ItemFailed(RunError):
+    """The function of a map raised for an item, or the process that worked on it died.
+
+    Attributes:
+        index: of the item, from 0; None where the process died between two items.
+        traceback: the traceback in that process as text, or "" where it died without one.
+    """
+
+    def __init__(self, message: str, index: int | None = None, traceback: str = "") -> None:
+        super().__init__(message)
+        self.index = index
+        self.traceback = traceback
+
+    def __reduce__(self) -> tuple[type[ItemFailed], tuple[str, int | None, str]]:
+        return type(self), (str(self), self.index, self.traceback)
 
 
 class OutOfMemory(RunError):

@@ -31,7 +31,7 @@ from lockstep.jobfile import JobFile
 from lockstep.memory import peak_memory
 from lockstep.profiling import Profiler
 from lockstep.progress import Pace, Teller, held_out
-from lockstep.step import Result, Step
+from lockstep.step import Number, Result, Step
 from lockstep.strategies import Strategy
 from lockstep.world import World
 
@@ -203,7 +203,9 @@ class _Training:
         """Go through the rest of an epoch; gives its samples, its mean loss, and whether it came to its end."""
         world, job, step = self.world, self.job, self.step
         by_step = self.scheduler if job.lr_scheduler_every == "step" else None
-        total, count = self.partial  # of the part of this epoch that an earlier run has done
+        total: Number = 0.0
+        count: Number = 0.0
+        earlier = self.partial  # of the part of this epoch that an earlier run has done
         samples = 0
         batches = self.loader.epoch(self.epoch, self.position)
         if self.profiler is not None:
@@ -221,7 +223,7 @@ class _Training:
             self.position += 1
             if by_step is not None:
                 _move_on(by_step, result)
-            pace.show(self.epoch + 1, samples, total, count)
+            pace.show(self.epoch + 1, samples, earlier[0] + total, earlier[1] + count)
             if job.steps is not None and world.step >= job.steps:
                 of = self.loader.batches_of(self.epoch)
                 # Whether a stream has come to its end shows in trying to go on.
@@ -229,6 +231,8 @@ class _Training:
                 break
         if self.profiler is not None:
             self.profiler.end_epoch()
+        total, count = step.over_ranks(total, count)
+        total, count = earlier[0] + total, earlier[1] + count
         self.partial = (0.0, 0.0) if finished else (float(total), float(count))
         return samples, float(total) / float(count) if samples else float("nan"), finished
 

@@ -57,8 +57,9 @@ class Result:
 
     @property
     def loss(self) -> float:
-        """The loss of the global batch. On an accelerator, asking waits for the device."""
-        return float(self.total) / float(self.count)
+        """The loss of the global batch; NaN where nothing was counted. On an accelerator, asking waits for it."""
+        count = float(self.count)
+        return float(self.total) / count if count else math.nan
 
     def __repr__(self) -> str:
         return f"Result(loss={self.loss:.6g}, count={float(self.count):g}, size={self.size})"
@@ -292,6 +293,10 @@ class Step(ABC):
                 f"the loss became NaN or infinite, or counted nothing, at step {step} on rank {self.world.rank} "
                 f"({self.world.device}): try a smaller learning rate, or clip_norm, and look at that batch"
             )
+
+    def over_ranks(self, total: Number, count: Number) -> tuple[Number, Number]:
+        """The sums over all ranks of what this one's results of an epoch came to."""
+        return total, count
 
     def seed(self, seed: int) -> None:
         """Begin a random stream of its own for this step and this rank, so that a step can be repeated."""

@@ -27,7 +27,7 @@ _AT_ONCE = 256
 _INDICES_AT_ONCE = 1 << 16
 """Indices that an order is asked for at once, where one batch has fewer: 4 ms of computing, where it is computed."""
 
-TRAINING, EVALUATION, ORDER, COLLATE = 1, 2, 3, 4
+TRAINING, EVALUATION, ORDER, COLLATE, MAP = 1, 2, 3, 4, 5
 """Streams of random numbers of one seed, which must not meet."""
 
 

@@ -12,6 +12,7 @@ is named, rather than one of those that failed for want of it.
 In reading order: `local` (one launch, from here), `call` (what the ranks are given), `server` and `fork` (the two ends
 of the process that forks them), `rank` (what a rank does), `frames` (what it sends back), `supervise` (watching them),
 `records` (who failed first), `output` (what they print). `torchrun` is the other way to become a rank.
+`workers` and `station` are the two ends of processes that take tasks instead, and are no ranks.
 
 This module and `lockstep.launch.server` import nothing heavy, so that a command can start the forking process first and
 import torch beside it.

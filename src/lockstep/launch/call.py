@@ -43,7 +43,7 @@ class Setup:
 
     Attributes:
         devices: one per rank.
-        rendezvous: the file where the ranks meet; no other launch has it.
+        rendezvous: the file where the ranks meet; no other launch has it. None for workers, which don't.
         backend: of the process group, or None for the device's own.
         folder: where the run keeps its files, or None.
         timeout: seconds after which a collective gives up.
@@ -53,7 +53,7 @@ class Setup:
     """
 
     devices: tuple[Device, ...]
-    rendezvous: str
+    rendezvous: str | None
     backend: str | None
     folder: str | None
     timeout: float

@@ -27,7 +27,7 @@ from dataclasses import dataclass, field
 from typing import NoReturn
 
 from lockstep.allocator import prepare
-from lockstep.launch.server import ENDED, NOT_STARTED, PATH_BYTES, REPORT, START, STARTED
+from lockstep.launch.server import ENDED, MOST_FILES, NOT_STARTED, PATH_BYTES, REPORT, START, STARTED
 
 _PRELOAD = (
     "torch",
@@ -39,6 +39,7 @@ _PRELOAD = (
     "cloudpickle",
     "lockstep.world",
     "lockstep.launch.rank",
+    "lockstep.map.worker",
 )
 
 _LOOK = 0.5
@@ -144,7 +145,7 @@ class _Forking:
     def hear(self, launch: _Launch) -> None:
         """Start a rank, or end the launch where its connection has ended."""
         try:
-            message, files, _, _ = socket.recv_fds(launch.connection, START.size, 4)
+            message, files, _, _ = socket.recv_fds(launch.connection, START.size, MOST_FILES)
         except ConnectionError:
             message, files = b"", []
         if message:
@@ -182,17 +183,17 @@ class _Forking:
             self.selector.close()
             for held in (self.control, *(launch.connection for launch in self.launches)):
                 held.close()
-            call, channel, out, err = files
+            call, channel, out, err, *more = files
             os.dup2(out, 1)
             os.dup2(err, 2)
             for number in (self.woken, self.wake, out, err):
                 os.close(number)
-            for number in (call, channel):
+            for number in (call, channel, *more):
                 os.set_inheritable(number, False)
 
             from lockstep.launch.rank import run
 
-            run(rank, call, channel)
+            run(rank, call, channel, more)
         finally:
             os._exit(1)
 

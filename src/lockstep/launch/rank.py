@@ -11,15 +11,17 @@ import pickle
 import sys
 import threading
 import time
+from collections.abc import Sequence
 from io import TextIOWrapper
 from typing import Any, NoReturn
 
 import cloudpickle
 
 from lockstep import world as _world
-from lockstep.launch import frames
+from lockstep.launch import frames, station
 from lockstep.launch.call import Call
 from lockstep.launch.records import Record
+from lockstep.launch.station import Station
 
 
 class RankWorld(_world.World):
@@ -37,32 +39,36 @@ class RankWorld(_world.World):
             self._board[self.rank] = value
 
 
-def run(number: int, call_file: int, channel_file: int) -> NoReturn:
+def run(number: int, call_file: int, channel_file: int, more: Sequence[int] = ()) -> NoReturn:
     """Live as rank ``number``.
 
     Args:
         number: this rank's.
         call_file: the file of the call, open.
         channel_file: the pipe to the process that launched it, open.
+        more: what a worker has beside, see `lockstep.launch.station`.
     """
     channel = frames.Writer(channel_file)
     call = Call(call_file)
     try:
         _own_streams()
-        result = _call(number, call, channel)
+        result = _call(number, call, channel, more)
     except BaseException as error:
         moment = time.monotonic()  # before anything else: the earliest is the one to blame
         record = Record.of(error, moment, number, call.board[number])
         channel.send(frames.FAILURE, pickle.dumps(record))
-        if number > 0:  # kept in the rank's log; rank 0's would be shown twice
+        if number > 0 and not more:  # kept in the rank's log; rank 0's would be shown twice
             _print(record.traceback)
         _flush()
         os._exit(1)
     channel.send(frames.RESULT, result)
+    if more:  # a worker, which has nobody to take leave of; what is registered for the exit takes 0.1 s
+        _flush()
+        os._exit(0)
     _end()
 
 
-def _call(number: int, call: Call, channel: frames.Writer) -> bytes:
+def _call(number: int, call: Call, channel: frames.Writer, more: Sequence[int]) -> bytes:
     fn, args, setup = call.read()
     _reseed_numpy()
     size = len(setup.devices)
@@ -70,6 +76,9 @@ def _call(number: int, call: Call, channel: frames.Writer) -> bytes:
     def tell(event: Any) -> None:
         channel.send(frames.EVENT, _dumps(event))
 
+    if setup.rendezvous is None:
+        station.work(fn, args, Station(number, setup.devices[number], call.board, tell, *more))
+        return pickle.dumps(None)
     world = RankWorld(
         board=call.board,
         rank=number,

@@ -117,7 +117,8 @@ def to_raise(one: Record | Death, device: Device, silent: list[int]) -> BaseExce
     """
     who = f"rank {one.rank} ({device})"
     if isinstance(one, Death):
-        return RankFailed(f"{who} {_ending(one)}", one.rank, one.step, one.last_words)
+        before = ", before its function returned" if one.code >= 0 else ""
+        return RankFailed(f"{who} {ending(one.code, when(one.step))}{before}", one.rank, one.step, one.last_words)
     error = one.exception()
     if isinstance(error, LockstepError):
         # Ours say all in one line; where it happened is kept beside.
@@ -181,14 +182,19 @@ def _pickled(error: BaseException) -> bytes | None:
         return None
 
 
-def _ending(one: Death) -> str:
-    where = when(one.step)
-    if one.code >= 0:
-        return f"exited with code {one.code} {where}, before its function returned"
+def ending(code: int, where: str) -> str:
+    """How a process ended that wasn't asked to.
+
+    Args:
+        code: its exit code, or minus the number of the signal that ended it.
+        where: ``at step 17``, say.
+    """
+    if code >= 0:
+        return f"exited with code {code} {where}"
     try:
-        name = signal.Signals(-one.code).name
+        name = signal.Signals(-code).name
     except ValueError:
-        name = f"signal {-one.code}"
+        name = f"signal {-code}"
     if name == "SIGKILL":
         return f"was killed by SIGKILL {where} (out of memory? the system's log knows)"
     return f"was killed by {name} {where}"

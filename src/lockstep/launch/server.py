@@ -25,6 +25,7 @@ import struct
 import subprocess
 import sys
 import threading
+from collections.abc import Sequence
 from pathlib import Path
 from typing import NamedTuple
 
@@ -32,7 +33,11 @@ PATH_BYTES = 4096
 """The length of a message on the control connection: a path, padded."""
 
 START = struct.Struct("!I")
-"""A message that starts a rank: its number. Attached: call file, channel, standard output, standard error."""
+"""A message that starts a rank: its number. Attached: call file, channel, standard output, standard error, and any
+others that it is to have."""
+
+MOST_FILES = 32
+"""Files that may be attached to a message."""
 
 REPORT = struct.Struct("!cIqd")
 """A message that says what became of a rank; see `Report`."""
@@ -92,9 +97,11 @@ def connect(scratch: str) -> socket.socket:
     return ours
 
 
-def start_rank(connection: socket.socket, rank: int, call: int, channel: int, out: int, err: int) -> None:
-    """Ask for one rank of a launch, with its four open files."""
-    socket.send_fds(connection, [START.pack(rank)], [call, channel, out, err])
+def start_rank(
+    connection: socket.socket, rank: int, call: int, channel: int, out: int, err: int, more: Sequence[int] = ()
+) -> None:
+    """Ask for one rank of a launch, with its four open files, and more where it needs them."""
+    socket.send_fds(connection, [START.pack(rank)], [call, channel, out, err, *more])
 
 
 def stop() -> None:

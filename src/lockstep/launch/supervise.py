@@ -17,7 +17,7 @@ import selectors
 import signal
 import socket
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -61,14 +61,20 @@ class Rank:
     result: bytes | None = None
     record: Record | None = None
 
-    def start(self, connection: socket.socket, call: int) -> None:
-        """Ask for its process, and let go of the ends of the pipes that belong there."""
+    def start(self, connection: socket.socket, call: int, more: Sequence[int] = ()) -> None:
+        """Ask for its process, and let go of the ends of the pipes that belong there.
+
+        Args:
+            connection: of the launch.
+            call: the file of the call.
+            more: further open files that it is to have.
+        """
         if self.log is not None:
             out = err = self.log.file.fileno()
         else:
             assert self.out is not None and self.err is not None
             out, err = self.out[1], self.err[1]
-        server.start_rank(connection, self.number, call, self.channel[1], out, err)
+        server.start_rank(connection, self.number, call, self.channel[1], out, err, more)
         self.close_theirs()
 
     def close_theirs(self) -> None:
@@ -125,12 +131,11 @@ class Supervisor:
                 over = time.monotonic() - self.failed_at
                 if over >= _PATIENCE or all(rank.heard for rank in self.ranks):
                     self.kill()
-            for key, _ in self.selector.select(self._until()):
-                key.data()
+            self.turn(self._until())
             if self.lost or (self.killed_at is not None and time.monotonic() > self.killed_at + _KILLING):
                 break
         self._drain()
-        failures = [failure for rank in self.ranks if (failure := self._failure(rank)) is not None]
+        failures = self.failures()
         if failures:
             first = records.guilty(failures)
             silent = [] if self.lost else [rank.number for rank in self.ranks if not self._spoke(rank)]
@@ -138,6 +143,15 @@ class Supervisor:
             raise error from error.__cause__
         if self.lost:
             raise RunError("the process that forks the ranks has died, and they with it: launch again")
+
+    def turn(self, seconds: float | None) -> None:
+        """Hear what has come, and wait at most so long for it; None: until something comes."""
+        for key, _ in self.selector.select(seconds):
+            key.data()
+
+    def failures(self) -> list[Record | Death]:
+        """Of the ranks that have failed so far."""
+        return [failure for rank in self.ranks if (failure := self._failure(rank)) is not None]
 
     def kill(self) -> None:
         """Let the forking process kill every rank that still runs."""

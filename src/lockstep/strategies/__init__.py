@@ -10,10 +10,11 @@ from lockstep.errors import StrategyError, nearest
 from lockstep.job import convert
 from lockstep.strategies.ddp import DDP
 from lockstep.strategies.dp import DP
+from lockstep.strategies.hogwild import Hogwild
 from lockstep.strategies.single import Single
 from lockstep.strategies.strategy import Strategy
 
-STRATEGIES: dict[str, type[Strategy]] = {kind.name: kind for kind in (Single, DP, DDP)}
+STRATEGIES: dict[str, type[Strategy]] = {kind.name: kind for kind in (Single, DP, DDP, Hogwild)}
 
 __all__ = ["STRATEGIES", "Strategy", "choose"]
 

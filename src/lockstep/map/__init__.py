@@ -1,0 +1,186 @@
+"""``map``: a function over processes, or a module over devices, item by item, in order.
+
+In reading order: this file (what a person calls), `processes` and `worker` (the two ends of a function's map), `parcel`
+(what goes between them), `modules` (a module's map), `bar`.
+
+``multiprocessing.Pool.imap`` refuses lambdas, draws a generator of any length into memory, waits for ever where a
+process was killed, and pickles tensors; a pool of torch.multiprocessing holds a file open for each tensor.
+"""
+
+from __future__ import annotations
+
+import functools
+import itertools
+import os
+from collections.abc import Callable, Iterable, Iterator, Sized
+from typing import TYPE_CHECKING, Any, overload
+
+from lockstep.errors import InputError
+
+if TYPE_CHECKING:
+    from lockstep.devices import Device, Devices
+
+__all__ = ["map"]
+
+
+@overload
+def map(
+    fn: Callable[..., Any],
+    items: Iterable[Any],
+    devices: Devices = ...,
+    batch_size: int | None = ...,
+    reduce: None = ...,
+    *,
+    collate: Callable[[list[Any]], Any] | None = ...,
+    seed: int | None = ...,
+    progress: bool = ...,
+) -> Iterator[Any]: ...
+
+
+@overload
+def map(
+    fn: Callable[..., Any],
+    items: Iterable[Any],
+    devices: Devices = ...,
+    batch_size: int | None = ...,
+    *,
+    reduce: Callable[[Any, Any], Any] | tuple[Callable[[Any, Any], Any], Any],
+    collate: Callable[[list[Any]], Any] | None = ...,
+    seed: int | None = ...,
+    progress: bool = ...,
+) -> Any: ...
+
+
+def map(
+    fn: Callable[..., Any],
+    items: Iterable[Any],
+    devices: Devices = "auto",
+    batch_size: int | None = None,
+    reduce: Callable[[Any, Any], Any] | tuple[Callable[[Any, Any], Any], Any] | None = None,
+    *,
+    collate: Callable[[list[Any]], Any] | None = None,
+    seed: int | None = 0,
+    progress: bool = True,
+) -> Any:
+    """``fn(item)`` for each item, in order, as an iterator::
+
+        for score in lockstep.map(lambda page: score_of(page), pages, devices=4): ...
+        for logits in lockstep.map(model, images, devices="cuda", batch_size=64): ...
+        total = lockstep.map(len, lines, reduce=lambda a, b: a + b)
+
+    Nothing happens before the first result is asked for. Then items are drawn a little ahead (they may be a generator
+    without an end), and results wait for those before them, a bounded number of each. Closing the iterator, leaving
+    the loop or an exception ends the processes.
+
+    *A function* runs in a process per device; with one device, in this one. It may be a lambda or local, and comes with
+    what it refers to. Items are handed out several at a time where they are quick. Tensors and arrays in items and
+    results, in any nesting, go through shared memory, as copies, without their graph, on the CPU.
+
+    *A module* runs in a thread per device, as a replica in evaluation mode, without gradients. An item is called as the
+    inputs of a Job are (a tuple as ``module(*item)``, a dict as ``module(**item)``); outputs come back on the CPU.
+
+    What is drawn from the global generators of torch, ``random`` and numpy follows ``seed`` and the index of the item,
+    so that results don't depend on the devices. (In a module: from torch's.)
+
+    Args:
+        fn: the function or the ``torch.nn.Module``.
+        items: anything that can be gone through.
+        devices: as in `lockstep.devices`. ``"auto"`` is every accelerator; without one, a function gets a process for
+            each core, a module one slot of all cores. Inside a rank or another map there is only its own device.
+        batch_size: a function is called with a list of so many items (the last may be shorter), and gives a list of as
+            many results. A module gets so many items put together as a batch, and its outputs are taken apart into
+            rows. None: one item for each call, for a module whatever it takes.
+        reduce: ``reduce(reduce(first, second), third)`` and so on is returned instead of an iterator: in the order of
+            the items, here, so that it is the same each time. A pair is such a function and the value to start with.
+        collate: puts a module's items together; None is PyTorch's default.
+        seed: None leaves the generators alone, which saves a function 7 us an item.
+        progress: show a bar where this is a terminal.
+
+    Raises:
+        InputError: what was asked for can't be done, the function or an item can't be sent (the item's index and type
+            are named), or the items to reduce are none.
+        ItemFailed: the function raised for an item (``index``; ``__cause__`` is what it raised), after the results
+            before it were given; or its process died, at once.
+    """
+    from torch import nn
+
+    from lockstep.map.bar import Bar
+
+    if not callable(fn):
+        raise InputError(f"map: a function or a module is expected first, not {_a(fn)}")
+    if batch_size is not None and (not isinstance(batch_size, int) or isinstance(batch_size, bool) or batch_size < 1):
+        raise InputError(f"batch_size: {batch_size!r}, a whole number of at least 1 is expected")
+    try:
+        drawn = iter(items)
+    except TypeError:
+        raise InputError(f"items: {_a(items)} can't be gone through") from None
+    total = len(items) if isinstance(items, Sized) else None
+    is_module = isinstance(fn, nn.Module)
+    places = _places(devices, is_module)
+    bar = Bar(progress, total, getattr(fn, "__name__", type(fn).__name__).strip("<>"))
+    if isinstance(fn, nn.Module):
+        from lockstep.map import modules
+
+        if collate is not None and batch_size is None:
+            raise InputError("collate: there is nothing to put together without a batch_size")
+        results = modules.mapped(fn, drawn, places, batch_size, collate, seed)
+    else:
+        from lockstep.map import processes
+        from lockstep.map.worker import Call
+
+        if collate is not None:
+            raise InputError("collate: it is for a module; a function with a batch_size gets a list of items")
+        call = Call(fn, batch_size, seed)
+        if len(places) == 1:
+            results = processes.in_this_one(call, drawn, places[0])
+        else:
+            results = processes.mapped(call, drawn, places, total, bar.on_output)
+    results = bar.over(results)
+    return results if reduce is None else _reduced(results, reduce)
+
+
+def _places(wanted: Devices, is_module: bool) -> tuple[Device, ...]:
+    """The devices of a map; only this process's own in a worker or a rank.
+
+    Raises:
+        InputError: there are several, and this is a worker or a rank already.
+    """
+    from lockstep import devices as _devices
+    from lockstep import world as _world
+    from lockstep.launch import station, torchrun, under_torchrun
+
+    is_auto = wanted is None or wanted == "auto"
+    world = _world.current()
+    here = station.current()
+    if here is not None or (world is not None and world.size > 1):
+        own = here.device if here is not None else world.device  # type: ignore[union-attr]
+        if not is_auto and len(_devices.parse(wanted)) > 1:
+            what = f"at item {here.item} of a map" if here is not None else f"rank {world.rank}"  # type: ignore[union-attr]
+            raise InputError(f"devices: this process is {what} already, and has {own} only: leave devices out")
+        return (own,)
+    if under_torchrun() and int(os.environ["WORLD_SIZE"]) > 1:
+        return (torchrun.device_of_this_rank(_devices.parse(wanted)),)
+    if is_auto and not is_module:
+        return _devices.accelerators() or _devices.slots(len(_devices.usable_cores()))
+    return _devices.parse(wanted)
+
+
+def _reduced(results: Iterator[Any], reduce: Any) -> Any:
+    """The results folded from the first on.
+
+    Raises:
+        InputError: there is nothing to fold.
+    """
+    function, *start = reduce if isinstance(reduce, tuple) else (reduce,)
+    if not callable(function) or len(start) > 1:
+        raise InputError("reduce: a function of two results, or a pair of one and the value to start with, is expected")
+    if not start:
+        start = list(itertools.islice(results, 1))
+    if not start:
+        raise InputError("reduce: there are no items; give a value to start with: reduce=(function, value)")
+    return functools.reduce(function, results, start[0])
+
+
+def _a(value: object) -> str:
+    name = type(value).__qualname__
+    return f"{'an' if name[0] in 'aeiou' else 'a'} {name}"

@@ -1,0 +1,169 @@
+"""Values on their way to another process: tensors and arrays go through a shared file in memory, the rest is pickled.
+
+::
+
+    {"loss": 0.1, "logits": tensor}    a head:  pickled, with the places of what lies in the block
+                                       a block: | bytes of the tensor | ...
+
+They are found in any nesting, also inside of a person's own objects, since it is the pickler that meets them. A block
+is a file without a name that both processes have open: nothing can be left behind, and it is written over by the next
+parcel, so that its size is that of the largest. What is read out of it is a copy of the reader's own.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import io
+import os
+import pickle
+from typing import Any, NamedTuple
+
+import cloudpickle
+import torch
+from torch import nn
+
+_LARGE = 1 << 11
+"""Bytes from which a pickle, a tensor or an array goes through the block: two heads must fit in a pipe."""
+
+_MANY = 64
+"""Pieces whose sizes don't stand in the head."""
+
+_KEPT = 16 << 20
+"""Bytes of a block that are kept for the next parcel, however small that is."""
+
+
+class Packed(NamedTuple):
+    """The head of a parcel, which is small.
+
+    Attributes:
+        body: the pickle, where it is small; else it is the first piece in the block.
+        sizes: bytes of each piece in the block; where there are many, of a pickle of these, which then comes first.
+        is_long: whether there are many.
+        bytes: of the whole parcel.
+    """
+
+    body: bytes | None
+    sizes: tuple[int, ...]
+    is_long: bool
+    bytes: int
+
+
+def pack(value: Any, block: int) -> Packed:
+    """Write a value for another process, which ``unpack``s it. A tensor of a graph goes without its graph.
+
+    Args:
+        value: anything that cloudpickle can send.
+        block: the open file that both have, of which nothing is needed any more.
+
+    Raises:
+        Exception: whatever pickling it raises; OSError where memory is short.
+    """
+    file = io.BytesIO()
+    pickler = _Pickler(file)
+    pickler.dump(value)
+    pieces = pickler.pieces
+    body: bytes | None = file.getvalue()
+    if len(file.getbuffer()) >= _LARGE:
+        pieces = [memoryview(file.getbuffer()), *pieces]
+        body = None
+    sizes = tuple(piece.nbytes for piece in pieces)
+    total = sum(sizes) + len(body or b"")
+    if is_long := len(sizes) > _MANY:
+        index = pickle.dumps(sizes)
+        pieces = [memoryview(index), *pieces]
+        sizes = (len(index),)
+    if pieces and (held := os.fstat(block).st_size) > _KEPT and held > 4 * total:
+        os.ftruncate(block, 0)
+    place = 0
+    for piece in pieces:
+        while piece.nbytes:
+            written = os.pwrite(block, piece, place)
+            place += written
+            piece = piece[written:]
+    return Packed(body, sizes, is_long, total)
+
+
+def unpack(packed: Packed, block: int) -> Any:
+    """Read what ``pack`` wrote; the block is free again afterwards."""
+    sizes = packed.sizes
+    place = 0
+    if packed.is_long:
+        place = sizes[0]
+        sizes = pickle.loads(_read(block, place, 0))
+    pieces = []
+    for size in sizes:
+        pieces.append(_read(block, size, place))
+        place += size
+    body = packed.body if packed.body is not None else pieces.pop(0)
+    return pickle.loads(body, buffers=pieces)
+
+
+def _read(block: int, size: int, place: int) -> bytearray:
+    piece = bytearray(size)
+    rest = memoryview(piece)
+    while rest.nbytes:
+        taken = os.preadv(block, [rest], place)
+        if not taken:
+            raise EOFError("a parcel is shorter than its head says")
+        place += taken
+        rest = rest[taken:]
+    return piece
+
+
+class _Pickler(cloudpickle.Pickler):  # type: ignore[misc]  # it has no types
+    """Keeps large buffers apart, and tells the pickler that a tensor is one.
+
+    Attributes:
+        pieces: the buffers, in order.
+    """
+
+    def __init__(self, file: io.BytesIO) -> None:
+        super().__init__(file, protocol=5, buffer_callback=self._take)
+        self.pieces: list[memoryview] = []
+        self._held: list[Any] = []
+
+    def _take(self, buffer: pickle.PickleBuffer) -> bool:
+        """Whether it is to be in the pickle."""
+        raw = buffer.raw()
+        if raw.nbytes < _LARGE:
+            return True
+        self.pieces.append(raw)
+        return False
+
+    def reducer_override(self, obj: Any) -> Any:
+        if isinstance(obj, torch.Tensor) and _is_plain(obj):
+            return self._reduced(obj)
+        return super().reducer_override(obj)
+
+    def _reduced(self, tensor: torch.Tensor) -> Any:
+        learns = tensor.requires_grad and tensor.is_leaf
+        kind = nn.Parameter if type(tensor) is nn.Parameter else torch.Tensor
+        flat = tensor.detach().cpu().resolve_conj().resolve_neg()
+        if torch.empty_like(flat).stride() != flat.stride():  # it has gaps, or overlaps
+            flat = flat.contiguous()
+        self._held.append(flat)
+        size = flat.numel() * flat.element_size()
+        data = (ctypes.c_ubyte * size).from_address(flat.data_ptr()) if size else bytearray()
+        return _rebuilt, (pickle.PickleBuffer(data), flat.dtype, tuple(flat.shape), flat.stride(), kind, learns)
+
+
+def _is_plain(tensor: torch.Tensor) -> bool:
+    """Whether its numbers in memory are all there is to it; any other goes as PyTorch pickles it."""
+    return (
+        type(tensor) in (torch.Tensor, nn.Parameter)
+        and tensor.layout == torch.strided
+        and not tensor.is_quantized
+        and not tensor.is_meta
+        and not getattr(tensor, "__dict__", None)
+        and not nn.parameter.is_lazy(tensor)
+    )
+
+
+def _rebuilt(
+    data: Any, dtype: torch.dtype, shape: tuple[int, ...], stride: tuple[int, ...], kind: type, learns: bool
+) -> torch.Tensor:
+    if 0 in shape:
+        made = torch.empty_strided(shape, stride, dtype=dtype)
+    else:
+        made = torch.frombuffer(data, dtype=torch.uint8).view(dtype).as_strided(shape, stride)
+    return nn.Parameter(made, learns) if kind is nn.Parameter else made.requires_grad_(learns)

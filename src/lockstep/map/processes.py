@@ -1,0 +1,313 @@
+"""A function over processes: chunks of items out, results back, in order, with a bounded number of them under way.
+
+::
+
+    items ──> | chunk 7 | chunk 6 |  two at most with each worker: one in work, one that waits for it
+              | chunk 5 | chunk 4 | ... done, or not yet: kept until all before have been given
+              | chunk 3 |  ──> results
+
+The caller's thread does it all, when it asks for a result: nothing runs in its process meanwhile, items are drawn from
+a generator where they are used, and Ctrl-C ends it as it ends any loop. Each worker has two blocks, one for each chunk
+it may have: the items lie in it, then the results. A new chunk comes only when its block was read, so nobody waits for
+memory.
+
+The size of a chunk follows what the last ones took, to some hundredths of a second and some megabytes: the hand-over of
+a chunk costs a fraction of a millisecond.
+"""
+
+from __future__ import annotations
+
+import itertools
+import math
+import pickle
+import time
+from collections import deque
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import cloudpickle
+
+from lockstep.devices import Device, occupied
+from lockstep.errors import InputError, ItemFailed, RunError, own_traceback
+from lockstep.launch import records
+from lockstep.launch.records import Record
+from lockstep.launch.workers import Workers
+from lockstep.map.parcel import pack, unpack
+from lockstep.map.worker import Call, Reply, Task, failed, serve
+from lockstep.nesting import each
+from lockstep.seeding import kept_states
+
+_SECONDS = 0.05
+"""That a chunk should take: some hundred times its hand-over, and little to wait for at the end."""
+
+_BYTES = 4 << 20
+"""Of a chunk's items or results, where one isn't larger."""
+
+_HELD = 64 << 20
+"""Bytes of results that may wait for those before them, beyond the two chunks of each worker."""
+
+_AHEAD = 16
+"""Chunks for each worker that may be under way or wait, where they are small."""
+
+_LOOK = 1e-3
+"""Seconds of a caller's time between looks at what has come."""
+
+
+class _Chunk:
+    """Items on their way, or their results on theirs."""
+
+    __slots__ = ("block", "bytes", "failure", "first", "results", "slot", "units", "worker")
+
+    def __init__(self, first: int, units: int, worker: int, slot: int, block: int, size: int) -> None:
+        self.first, self.units, self.worker, self.slot, self.block = first, units, worker, slot, block
+        self.bytes = size
+        self.results: deque[Any] | None = None
+        self.failure: Record | None = None
+
+
+class _Pace:
+    """How many items make a chunk."""
+
+    def __init__(self) -> None:
+        self.size = 1
+        self._seconds = 0.0
+
+    def learn(self, units: int, seconds: float, size: int) -> None:
+        """A chunk of so many took so long, and so many bytes one way."""
+        each = seconds / units
+        self._seconds = (self._seconds + each) / 2 if self._seconds else each
+        by_time = _SECONDS / max(self._seconds, 1e-7)
+        by_size = _BYTES * units / max(size, 1)
+        self.size = max(1, int(min(by_time, by_size, 8 * self.size)))
+
+
+def mapped(
+    call: Call,
+    items: Iterator[Any],
+    devices: tuple[Device, ...],
+    total: int | None,
+    on_output: Callable[[str, str], None] | None,
+) -> Iterator[Any]:
+    """The result of each item, in order.
+
+    Args:
+        call: the function.
+        items: drawn from as chunks are made of them.
+        devices: a process for each.
+        total: how many items there are, where that is known.
+        on_output: as `lockstep.launch.launch`'s, for all workers.
+
+    Raises:
+        InputError: the function, or an item (it is named), can't be sent.
+        ItemFailed: the function raised for an item, or a worker died.
+    """
+    try:
+        packed = cloudpickle.dumps(call)
+    except Exception as error:
+        raise InputError(
+            f"the function can't be sent to a process: {str(error).splitlines()[0]}: make what it holds inside of it"
+        ) from error
+    return _Mapping(call, packed, items, devices, total, on_output).run()
+
+
+def in_this_one(call: Call, items: Iterator[Any], device: Device) -> Iterator[Any]:
+    """The same in the caller's process, whose generators of random numbers stay where they are."""
+    index = 0
+    for unit in items if call.batch is None else _batched(items, call.batch):
+        try:
+            with occupied(device), kept_states():
+                result = call(unit, index, not device.is_slot)
+        except Exception as error:
+            trace = own_traceback(error)
+            raise ItemFailed(f"item {index} failed on {device}: {records.reason(error)}", index, trace) from error
+        if not device.is_slot:
+            result = each(lambda tensor: tensor.cpu(), result)
+        if call.batch is None:
+            yield result
+        else:
+            yield from result
+        index += call.batch or 1
+        del result
+
+
+class _Mapping:
+    """The state of one map."""
+
+    def __init__(
+        self,
+        call: Call,
+        packed: bytes,
+        items: Iterator[Any],
+        devices: tuple[Device, ...],
+        total: int | None,
+        on_output: Callable[[str, str], None] | None,
+    ) -> None:
+        self._packed = packed
+        self._on_output = on_output
+        self._batch = call.batch
+        self._units = items if call.batch is None else _batched(items, call.batch)
+        self._total = None if total is None else math.ceil(total / (call.batch or 1))
+        self._devices = devices
+        self._waiting: deque[_Chunk] = deque()
+        self._at: dict[int, _Chunk] = {}
+        self._free = [[0, 1] for _ in devices]
+        self._held = 0
+        self._pace = _Pace()
+        self._number = self._sent = self._drawn = 0
+        self._ending: BaseException | None = None
+        self._is_drawn = False
+
+    def run(self) -> Iterator[Any]:
+        self._workers = workers = Workers(
+            serve, (self._packed,), self._devices, self._hear, self._on_output, blocks=len(self._free[0])
+        )
+        try:
+            while True:
+                if self._waiting and self._waiting[0].results is not None:
+                    yield from self._given(self._waiting.popleft())
+                elif self._may_send():
+                    self._send()
+                    self._turn(0)
+                elif self._waiting:
+                    self._turn(None)
+                else:
+                    break
+            if self._ending is not None:
+                raise self._ending
+            workers.end()
+        finally:
+            workers.close()
+            self._ending = None
+
+    def _given(self, chunk: _Chunk) -> Iterator[Any]:
+        """Its results one by one; the workers are kept at work meanwhile."""
+        results = chunk.results
+        assert results is not None
+        looked = time.perf_counter()
+        while results:
+            result = results.popleft()
+            if self._batch is None:
+                yield result
+            else:
+                yield from result
+            del result
+            if (now := time.perf_counter()) - looked > _LOOK:
+                looked = now
+                self._turn(0)
+                if self._may_send():
+                    self._send()
+        self._held -= chunk.bytes
+        if chunk.failure is not None:
+            raise failed(chunk.failure, self._devices[chunk.worker])
+
+    # ---- sending ----------------------------------------------------------------------------------------------------
+
+    def _may_send(self) -> bool:
+        if self._is_drawn or not any(self._free):
+            return False
+        if len(self._waiting) < 2 * len(self._devices):
+            return True
+        return len(self._waiting) < _AHEAD * len(self._devices) and self._held < _HELD
+
+    def _send(self) -> None:
+        """Draw a chunk, and give it to the worker that has least to do."""
+        size = self._pace.size
+        if self._total is not None:  # smaller ones at the end, so that all end together
+            size = max(1, min(size, (self._total - self._drawn) // (2 * len(self._devices))))
+        units = self._draw(size)
+        if not units:
+            return
+        worker = max(range(len(self._free)), key=lambda w: len(self._free[w]))
+        slot = self._free[worker].pop(0)
+        block = self._workers.blocks[worker][slot]
+        try:
+            packed = pack(units, block)
+        except Exception:
+            units = self._sendable(units, block)
+            packed = pack(units, block)
+        if not units:
+            self._free[worker].append(slot)
+            return
+        first = self._sent * (self._batch or 1)
+        self._sent += len(units)
+        chunk = _Chunk(first, len(units), worker, slot, block, packed.bytes)
+        self._waiting.append(chunk)
+        self._at[self._number] = chunk
+        self._workers.send(worker, pickle.dumps(Task(self._number, first, slot, packed)))
+        self._number += 1
+
+    def _draw(self, size: int) -> list[Any]:
+        """The next items: ``size`` of them, or fewer where they are slow to come, or end."""
+        units = []
+        limit = time.perf_counter() + _SECONDS
+        try:
+            for unit in itertools.islice(self._units, size):
+                units.append(unit)
+                if time.perf_counter() > limit:
+                    break
+            else:
+                self._is_drawn = len(units) < size
+        except Exception as error:  # given when those before it have been
+            self._is_drawn, self._ending = True, error
+        self._drawn += len(units)
+        return units
+
+    def _sendable(self, units: list[Any], block: int) -> list[Any]:
+        """Those before the first that can't be sent, which ends the map when they have been given."""
+        self._is_drawn = True
+        for i, unit in enumerate(units):
+            first = (self._sent + i) * (self._batch or 1)
+            for j, item in enumerate([unit] if self._batch is None else unit):
+                try:
+                    pack(item, block)
+                except Exception as error:
+                    said = (str(error).strip() or type(error).__name__).splitlines()[0]
+                    self._ending = InputError(
+                        f"item {first + j} (a {type(item).__qualname__}) can't be sent to a process: {said}: "
+                        "send what it is made of, and make it in the function"
+                    )
+                    self._ending.__cause__ = error
+                    return units[:i]
+        raise RunError("items that can be sent one by one can't be sent together")
+
+    # ---- hearing ----------------------------------------------------------------------------------------------------
+
+    def _turn(self, seconds: float | None) -> None:
+        self._workers.turn(seconds)
+        if (failure := self._workers.failure) is not None:
+            raise self._death(failure)
+
+    def _hear(self, worker: int, reply: Reply) -> None:
+        chunk = self._at.pop(reply.number)
+        try:
+            results = unpack(reply.packed, chunk.block)
+        except Exception as error:
+            raise ItemFailed(f"{self._named(chunk)}: the results can't be read here: {error}", chunk.first) from error
+        self._free[worker].append(chunk.slot)
+        self._pace.learn(chunk.units, reply.seconds, max(chunk.bytes, reply.packed.bytes))
+        chunk.bytes = reply.packed.bytes
+        self._held += chunk.bytes
+        chunk.results, chunk.failure = deque(results), reply.failure
+        if reply.failure is not None:
+            self._is_drawn = True  # what comes after it will not be given
+
+    def _named(self, chunk: _Chunk) -> str:
+        last = chunk.first + chunk.units * (self._batch or 1) - 1
+        return f"item {chunk.first}" if last == chunk.first else f"items {chunk.first} to {last}"
+
+    def _death(self, failure: Record | records.Death) -> BaseException:
+        device = self._devices[failure.rank]
+        if isinstance(failure, Record):
+            made = RunError(f"a process of the map ({device}) could not begin: {failure.reason}")
+            made.__cause__ = failure.exception() or records.RankTraceback(failure.traceback)
+            return made
+        if failure.step == 0:
+            return ItemFailed(f"a process of the map ({device}) {records.ending(failure.code, 'between two items')}")
+        index = failure.step - 1
+        how = records.ending(failure.code, f"at item {index}")
+        return ItemFailed(f"the process of the map on {device} {how}", index)
+
+
+def _batched(items: Iterator[Any], size: int) -> Iterator[list[Any]]:
+    while batch := list(itertools.islice(items, size)):
+        yield batch

@@ -1,0 +1,148 @@
+"""What a worker of a map does: the function of each item of a chunk, under random numbers that belong to the item."""
+
+from __future__ import annotations
+
+import pickle
+import time
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import torch
+
+from lockstep.data.shares import MAP, mixed
+from lockstep.errors import InputError, ItemFailed
+from lockstep.launch.records import RankTraceback, Record
+from lockstep.launch.station import Station
+from lockstep.map.parcel import Packed, pack, unpack
+from lockstep.seeding import seed_all
+
+
+class Task(NamedTuple):
+    """The head of a chunk on its way to a worker.
+
+    Attributes:
+        number: of the chunk.
+        first: the index of its first item.
+        slot: of the worker's blocks, the one that holds the items, and is to hold the results.
+        packed: a list: the items, or lists of items where ``batch`` isn't None.
+    """
+
+    number: int
+    first: int
+    slot: int
+    packed: Packed
+
+
+class Reply(NamedTuple):
+    """What a worker tells of a chunk.
+
+    Attributes:
+        number: of the chunk.
+        seconds: that computing it took.
+        packed: a list: the results up to the first failure.
+        failure: that, with ``step`` the index of its item; None where there was none.
+    """
+
+    number: int
+    seconds: float
+    packed: Packed
+    failure: Record | None
+
+
+class Call:
+    """The function of a map, as it is called for an item, here or in a worker.
+
+    Args:
+        fn: the person's.
+        batch: items that it takes as a list, and gives a list of results of; None: one, by itself.
+        seed: of the random numbers, which follow the index of the (first) item; None leaves the generators alone.
+    """
+
+    def __init__(self, fn: Callable[..., Any], batch: int | None, seed: int | None) -> None:
+        self.fn, self.batch, self.seed = fn, batch, seed
+
+    def __call__(self, unit: Any, index: int, on_accelerator: bool = False) -> Any:
+        """The result of an item, or the list of those of a batch.
+
+        Raises:
+            InputError: it gave not one result for each item of a batch.
+        """
+        if self.seed is not None:
+            key = mixed(self.seed, MAP, index)
+            if on_accelerator:
+                torch.manual_seed(key)
+            seed_all(key)
+        result = self.fn(unit)
+        if self.batch is not None:
+            try:
+                result = list(result)
+            except TypeError:
+                what = type(result).__name__
+                raise InputError(f"with batch_size the function should give a list, not a {what}") from None
+            if len(result) != len(unit):
+                raise InputError(f"with batch_size the function gave {len(result)} results for {len(unit)} items")
+        return result
+
+
+def serve(station: Station, call: bytes) -> None:
+    """Work on chunks until there are no more."""
+    fn: Call = pickle.loads(call)
+    while head := station.next():
+        station.tell(_reply(station, fn, pickle.loads(head)))
+
+
+def _reply(station: Station, fn: Call, task: Task) -> Reply:
+    station.item = task.first
+    block = station.blocks[task.slot]
+    results: list[Any] = []
+    failure = None
+    began = time.perf_counter()
+    try:
+        units = unpack(task.packed, block)
+        units.reverse()
+        while units:
+            results.append(fn(units.pop(), station.item, not station.device.is_slot))
+            station.item += fn.batch or 1
+    except BaseException as error:
+        failure = _record(error, station)
+    seconds = time.perf_counter() - began
+    try:
+        packed = pack(results, block)
+    except Exception:
+        packed, failure = _sendable(results, task, station, fn)
+    station.item = -1
+    return Reply(task.number, seconds, packed, failure)
+
+
+def _record(error: BaseException, station: Station) -> Record:
+    trace = error.__traceback__
+    while trace is not None and trace.tb_next is not None and trace.tb_frame.f_globals["__name__"] == __name__:
+        trace = trace.tb_next
+    return Record.of(error.with_traceback(trace), time.monotonic(), station.number, station.item)
+
+
+def _sendable(results: list[Any], task: Task, station: Station, fn: Call) -> tuple[Packed, Record]:
+    """The results before the first that can't be sent, and what is wrong with that."""
+    block = station.blocks[task.slot]
+    for i, result in enumerate(results):
+        try:
+            pack(result, block)
+        except Exception as error:
+            station.item = task.first + i * (fn.batch or 1)
+            what = f"its result (a {type(result).__qualname__}) can't be sent back: {error}"
+            return pack(results[:i], block), _record(TypeError(what), station)
+    raise RuntimeError("results that can be sent one by one can't be sent together")
+
+
+def failed(record: Record, device: object) -> ItemFailed:
+    """The exception by which a map reports that an item failed, in this process or another."""
+    index = record.step
+    error = record.exception()
+    made = ItemFailed(f"item {index} failed on {device}: {record.reason}", index, record.traceback)
+    shown = RankTraceback(record.traceback)
+    if isinstance(error, Exception):
+        error.__cause__ = shown
+        made.__cause__ = error
+    else:
+        made.__cause__ = shown
+    return made

@@ -1,0 +1,238 @@
+"""``hogwild``: ranks as processes on one set of weights in shared memory, none of which ever waits for another.
+
+Each rank makes an update of its own from its share of each global batch::
+
+    rank 0    share of batch 0 ──> update    share of batch 1 ──> update    share of batch 2 ──> update ...
+                                     │ ▲                            │ ▲
+    weights  ════════════════════════▼═│════════════════════════════▼═│═══════════════════════════════════
+                                   ▲   │                          ▲   │
+    rank 1    share of batch 0 ────┴───┘   share of batch 1 ──────┴───┘   (as fast as it can)
+
+An update takes the mean gradient over the share, and the share's part of the learning rate. So the N updates of a
+global batch together are the one that a single device makes, but for this: each rank computes at the weights as it
+finds them, and where two write one weight at the same time, one of the writes may be lost. That is rare and small where
+gradients are sparse (Niu et al., 2011, https://arxiv.org/abs/1106.5730), and there is no sum to wait for.
+
+**The weights are shared; the optimizer's state is not**: each rank has its own, as in PyTorch's own example.
+A step counter or a moment that several ranks read, decay and write would be torn, and would decay N times as often as
+on one device. A rank's own counts global batches, at the pace of one device's: Adam's counter and its moments mean what
+they mean there, and momentum that no other rank moves adds nothing to what waiting for nobody adds by itself
+(Mitliagkas et al., 2016, https://arxiv.org/abs/1605.09774). The price: N states in memory, as under ``ddp``, each of
+them an estimate from 1 / N of the samples. What is saved is their mean, weighted by samples.
+
+Ranks meet at the end of an epoch only, for evaluating and saving weights that nobody writes meanwhile. (A stream, and a
+loop of one's own that gives a step inputs rather than batches of ``lockstep.batches``, make them meet at each step.)
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any, ClassVar, Literal
+
+import torch
+from torch import nn
+
+from lockstep.build import buffers_of, build_model
+from lockstep.data import Batch
+from lockstep.errors import StrategyError
+from lockstep.job import Job
+from lockstep.optimizer import build_optimizer
+from lockstep.step import Number, Result, Step
+from lockstep.strategies.buffers import take_first
+from lockstep.strategies.sharing import SharedWeights
+from lockstep.strategies.strategy import Strategy
+from lockstep.world import World
+
+
+@dataclass(frozen=True)
+class Hogwild(Strategy):
+    """Shared weights, no synchronisation."""
+
+    name: ClassVar[str] = "hogwild"
+    summary: ClassVar[str] = "a process per slot, all on the same weights in shared memory; nobody waits"
+    good_for: ClassVar[str] = "large embeddings with sparse gradients, on CPU; not the numbers of one device"
+    processes: ClassVar[Literal["one", "one per device"]] = "one per device"
+    exact: ClassVar[Literal[True] | str] = (
+        "hogwild is not exact: ranks write the same weights without waiting for one another, so that no two runs end "
+        "at the same numbers; ddp keeps those of one device"
+    )
+
+    def build(self, job: Job, world: World) -> Step:
+        """Build the same model on every rank, and move its weights to shared memory.
+
+        Raises:
+            StrategyError: the weights can't be shared, or a setting would make the ranks wait for one another.
+        """
+        if world.size == 1 and len(world.devices) > 1:
+            raise StrategyError(
+                f"hogwild wants a process for each of the {len(world.devices)} devices, and this is one process: "
+                "start it with lockstep.launch(...) or torchrun, or use dp"
+            )
+        if not world.device.is_slot:
+            raise StrategyError(
+                f"hogwild shares weights in the memory of the CPU, and this is {world.device}: take ddp, or 2xcpu"
+            )
+        if world.nodes > 1:
+            raise StrategyError(f"hogwild shares the memory of one machine, and these are {world.nodes}: take ddp")
+        if job.sync_batchnorm and world.size > 1:
+            raise StrategyError("sync_batchnorm makes ranks wait for one another, hogwild doesn't: choose one of them")
+        if job.precision == "fp16":
+            raise StrategyError("hogwild: fp16 scales the loss, on each rank otherwise: take bf16")
+        model = build_model(job, world)
+        self.refuse(model, world.size)
+        shared = SharedWeights(model, world) if world.size > 1 else None
+        return HogwildStep(model, build_optimizer(job, model), job, world, shared)
+
+    def exceptions(self, job: Job, model: nn.Module, replicas: int) -> list[str]:
+        """As any strategy's, and what else follows the share."""
+        said = [line.split(": sync_batchnorm keeps")[0] for line in super().exceptions(job, model, replicas)]
+        if replicas > 1 and job.clip_norm is not None:
+            said.append("clip_norm holds the gradient of each rank's share, not that of the batch")
+        if replicas > 1 and job.lr_scheduler is not None and job.lr_scheduler_every == "step":
+            said.append("a scheduler that looks at the loss of a step (ReduceLROnPlateau) sees each rank's share")
+        return said
+
+
+class HogwildStep(Step):
+    """One rank: its own model object and optimizer, on weights that are everybody's."""
+
+    def __init__(
+        self,
+        model: nn.Module,
+        optimizer: torch.optim.Optimizer,
+        job: Job,
+        world: World,
+        shared: SharedWeights | None,
+    ) -> None:
+        super().__init__(model, optimizer, job, world)
+        self.cuts_batch = world.size > 1 or job.accumulate > 1
+        self.replicas = world.size
+        self._shared = shared
+        self._share = 0
+        self._samples = 0
+
+    def update(self, batch: Batch) -> Result:
+        """One update from this rank's share; total and count are those of the share."""
+        self._share = sum(part.size for part in batch.parts)
+        self._samples += self._share
+        if not self._share:
+            self.world.step += 1
+            return Result(0.0, 0, batch.size)  # nothing of it is this rank's
+        with self._part_of_rate(self._share / batch.size):
+            return super().update(batch)
+
+    def gradients(self, batch: Batch) -> tuple[Number, Number]:
+        """Gradients of total / share, summed over the micro-batches by autograd itself."""
+        total: Number = 0.0
+        count: Number = 0
+        for p in self._parameters:
+            p.grad = None
+        for part in batch.parts:
+            if not part.size:
+                continue
+            part = self.placed(part)
+            part_total, part_count = self.forward_loss(self.model, part)
+            self.backward(part_total, 1 / self._share)
+            total = total + part_total.detach()
+            count = count + part_count
+        return total, count
+
+    def _weight(self, size: int, count: Number) -> None:
+        super()._weight(self._share, count)
+
+    @contextmanager
+    def _part_of_rate(self, part: float) -> Iterator[None]:
+        """The learning rates times ``part`` for a while.
+
+        Not the gradients: Adam would take no notice of that, and weight decay would come N times.
+        """
+        groups = self.optimizer.param_groups
+        rates = [group.get("lr") for group in groups]
+        if part != 1.0 and None in rates:
+            name = type(self.optimizer).__name__
+            raise StrategyError(f"hogwild gives each rank its part of the learning rate, and {name} has none: take ddp")
+        try:
+            for group, rate in zip(groups, rates, strict=True):
+                if rate is not None:
+                    group["lr"] = rate * part
+            yield
+        finally:
+            for group, rate in zip(groups, rates, strict=True):
+                if rate is not None:
+                    group["lr"] = rate
+
+    def over_ranks(self, total: Number, count: Number) -> tuple[Number, Number]:
+        """The sums over all ranks, each of which has come to the end of its epoch then."""
+        sums = torch.tensor([float(total), float(count)], dtype=torch.float64)
+        found = self.world.all_reduce(sums).tolist()
+        return found[0], found[1]
+
+    # ---- where all ranks meet ---------------------------------------------------------------------------------------
+
+    def share_buffers(self) -> None:
+        """Wait until nobody updates any more, and give every rank rank 0's buffers.
+
+        Raises:
+            RunError: a weight is no longer shared.
+        """
+        if self._shared is not None:
+            self._shared.check()
+            self.world.barrier()
+            take_first(self.world, buffers_of(self.model))
+
+    @contextmanager
+    def evaluating(self) -> Iterator[None]:
+        """As any step's, on weights that nobody writes before all have done."""
+        with super().evaluating():
+            yield
+        self.world.barrier()
+
+    def state_dict(self) -> dict[str, Any]:
+        """As any step's, with copies of the weights, and the mean of the ranks' optimizer states."""
+        state = super().state_dict()
+        if self._shared is not None:
+            state["optimizer"] = {**state["optimizer"], "state": self._mean_state(state["optimizer"]["state"])}
+            copies: dict[str, Any] = {}
+            for name, value in state["model"].items() if self.world.is_first else ():
+                copies[name] = value.clone() if isinstance(value, torch.Tensor) else value
+            state["model"] = copies if self.world.is_first else state["model"]
+            self.world.barrier()  # only now may others go on
+        return state
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """As any step's: all ranks write the same weights, and begin with the same optimizer state."""
+        super().load_state_dict(state)
+        self._samples = 0
+        self.world.barrier()
+
+    def _mean_state(self, mine: Mapping[str, Mapping[str, Any]]) -> dict[str, dict[str, Any]]:
+        """The ranks' optimizer states as one: floats are averaged, by the samples that each has seen."""
+        forms = self.world.gather_objects(
+            {name: {key: _form(value) for key, value in values.items()} for name, values in mine.items()}
+        )
+        seen = self.world.gather_objects(self._samples)
+        parts = [n / sum(seen) if sum(seen) else 1 / len(seen) for n in seen]
+        found: dict[str, dict[str, Any]] = {}
+        for name in self._names:  # in an order that all ranks know
+            keys = {key: form for of in forms for key, form in of.get(name, {}).items()}
+            for key in sorted(keys):
+                own = mine.get(name, {}).get(key)
+                found.setdefault(name, {})[key] = self._mean(key, own, keys[key], parts)
+        return found
+
+    def _mean(self, key: str, own: Any, form: Any, parts: list[float]) -> Any:
+        if form is None or key == "step":  # of what isn't a tensor of floats, that of the rank that is furthest
+            every = [value for value in self.world.gather_objects(own) if value is not None]
+            return max(every, key=float) if key == "step" else every[0]
+        shape, dtype = form
+        value = torch.zeros(shape, dtype=dtype) if own is None else (own.to_dense() if own.is_sparse else own)
+        return self.world.all_reduce(value * parts[self.world.rank])
+
+
+def _form(value: Any) -> tuple[tuple[int, ...], torch.dtype] | None:
+    """Shape and format of a tensor of floats; None for anything else."""
+    if isinstance(value, torch.Tensor) and (value.is_floating_point() or value.is_complex()):
+        return tuple(value.shape), value.dtype
+    return None

@@ -1,0 +1,97 @@
+"""Weights in memory that all ranks of one machine share.
+
+The memory is a file without a name: nothing can be left behind, however a rank ends, and `/dev/shm`, which is small in
+containers, doesn't bound it.
+"""
+
+from __future__ import annotations
+
+import mmap
+import os
+import tempfile
+
+import torch
+from torch import nn
+
+from lockstep.errors import RunError
+from lockstep.world import World
+
+_LINE = 64
+"""Bytes of a cache line: where a tensor begins."""
+
+
+class SharedWeights:
+    """The parameters of a model that are trained, moved to memory that every rank sees.
+
+    Args:
+        model: with the same values on all ranks.
+        world: the ranks, all on one machine.
+
+    Raises:
+        RunError: there isn't enough memory.
+    """
+
+    def __init__(self, model: nn.Module, world: World) -> None:
+        self._parameters = {name: p for name, p in model.named_parameters() if p.requires_grad}
+        places = {}
+        size = 0
+        for name, p in self._parameters.items():
+            places[name] = size
+            size += -(-p.numel() * p.element_size() // _LINE) * _LINE
+        file = _opened(world, max(size, 1))
+        memory = mmap.mmap(file, max(size, 1))
+        os.close(file)
+        with torch.no_grad():
+            for name, p in self._parameters.items():
+                view = _view(memory, places[name], p)
+                if world.is_first:
+                    view.copy_(p)
+                p.data = view
+        world.barrier()
+        self._addresses = {name: p.data_ptr() for name, p in self._parameters.items()}
+
+    def check(self) -> None:
+        """Make sure that the parameters lie there still.
+
+        Raises:
+            RunError: something has given one other memory, so that the other ranks no longer see it.
+        """
+        for name, p in self._parameters.items():
+            if p.data_ptr() != self._addresses[name]:
+                raise RunError(
+                    f'parameter "{name}" no longer lies in the memory that the ranks share: its .data was set; '
+                    "write into it, with copy_, or take ddp"
+                )
+
+
+def _view(memory: mmap.mmap, place: int, like: torch.Tensor) -> torch.Tensor:
+    if not like.numel():
+        return torch.empty_like(like)
+    flat = torch.frombuffer(memory, dtype=like.dtype, count=like.numel(), offset=place)
+    return flat.as_strided(like.shape, torch.empty_like(like).stride())
+
+
+def _opened(world: World, size: int) -> int:
+    """The file, open on every rank."""
+    path = name = ""
+    file = -1
+    if world.is_first:
+        if hasattr(os, "memfd_create"):
+            file = os.memfd_create("lockstep")
+            path = f"/proc/{os.getpid()}/fd/{file}"
+        else:
+            file, path = tempfile.mkstemp(prefix="lockstep-")
+            name = path
+        try:
+            os.truncate(file, size)
+            if hasattr(os, "posix_fallocate"):  # else a lack of memory would show as a crash, when it is written
+                os.posix_fallocate(file, 0, size)
+        except OSError as error:
+            raise RunError(f"hogwild: there is no room for {size >> 20:,} MiB of shared weights: {error}") from error
+    path = world.broadcast_object(path)
+    if not world.is_first:
+        file = os.open(path, os.O_RDWR)
+    world.barrier()
+    if name:
+        os.unlink(name)
+    return file
