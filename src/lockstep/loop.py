@@ -207,6 +207,7 @@ class _Training:
         count: Number = 0.0
         earlier = self.partial  # of the part of this epoch that an earlier run has done
         samples = 0
+        size = 0  # of the first batch
         batches = self.loader.epoch(self.epoch, self.position)
         if self.profiler is not None:
             batches = self.profiler.over(batches)
@@ -215,10 +216,11 @@ class _Training:
         for batch in batches:
             step.seed(job.seed)
             result = step.update(batch)
-            if self.first is not None:
+            if self.first is not None and not samples and step.together:
                 self._end_first(batch.size)
             total = total + result.total
             count = count + result.count
+            size = size or batch.size
             samples += batch.size
             self.position += 1
             if by_step is not None:
@@ -232,6 +234,8 @@ class _Training:
         if self.profiler is not None:
             self.profiler.end_epoch()
         total, count = step.over_ranks(total, count)
+        if self.first is not None and size:
+            self._end_first(size)
         total, count = earlier[0] + total, earlier[1] + count
         self.partial = (0.0, 0.0) if finished else (float(total), float(count))
         return samples, float(total) / float(count) if samples else float("nan"), finished

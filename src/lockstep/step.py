@@ -85,6 +85,9 @@ class Step(ABC):
 
     replicas = 1
     """How many copies of the model there are over all ranks, each with a share of its own."""
+    together = True
+    """Whether the ranks meet in each update."""
+
     profiled: ClassVar[Mapping[str, str]] = {}
     """Methods of a strategy's own that a profile names: ``"replica"`` (one runs for each), or how gradients move."""
 

@@ -98,6 +98,8 @@ class Hogwild(Strategy):
 class HogwildStep(Step):
     """One rank: its own model object and optimizer, on weights that are everybody's."""
 
+    together = False
+
     def __init__(
         self,
         model: nn.Module,
