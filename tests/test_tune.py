@@ -114,6 +114,7 @@ def test_an_exception_to_the_numbers_is_said_and_its_cure_is_measured(machine: C
     found = lockstep.tune(job(), devices="2xcpu", strategy="ddp", told=lines.append)
     assert found.start == Way("ddp", "2xcpu")
     assert BATCHNORM in " ".join(" ".join(lines).split())
+    assert " ".join(lines).count("sync_batchnorm keeps") == 1
     cure = next(row for row in found.rows if row.setting == "sync_batchnorm")
     assert cure.gain is not None and cure.gain.median == 0.5 and not cure.taken
 

@@ -163,7 +163,7 @@ def _parser() -> tuple[_Parser, dict[str, _Parser]]:
 
     tune = commands.add_parser("tune", help="try which settings make a job faster here", allow_abbrev=False)
     tune.add_argument("job", help="a Python file with a `job`")
-    tune.add_argument("--strategy", help="try this one only (default: every exact one)")
+    tune.add_argument("--strategy", help="try this one only (default: dp, ddp, and one device)")
     tune.add_argument("--devices", default="auto", help="those that may be used (default: all accelerators or cores)")
     tune.add_argument("--rounds", type=_above_zero(int), default=3, help="turns of each setting (default: 3)")
     tune.add_argument("--seconds", type=_above_zero(float), default=2.0, help="of a turn, at least (default: 2)")

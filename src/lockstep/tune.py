@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import textwrap
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, Literal
 
@@ -35,6 +35,9 @@ _TAKEN = 1.02
 
 _HOPELESS = 0.8
 """What comes out below that share of the best in its first turn isn't timed again."""
+
+_WHOLE_MODELS = ("dp", "ddp")
+"""Strategies whose devices each hold the whole model: which is faster is a question of the machine alone."""
 
 _PATIENCE = 4.0
 """How many times as long as the best's a first update may take."""
@@ -137,7 +140,7 @@ def tune(
 
     Args:
         job: as in ``train``.
-        strategy: try only this one; None tries every exact one.
+        strategy: try only this one; None tries ``dp`` and ``ddp``, and one device.
         devices: those that may be used: ``"auto"`` are all accelerators, or as many slots as there are cores.
         rounds: how many turns each setting gets against the best before it.
         seconds: how long the timed updates of a turn take at least.
@@ -278,6 +281,8 @@ class _Search:
 
     def say(self, row: Row) -> None:
         self.rows.append(row)
+        if len(row.remark) > 40 and any(row.remark == before.remark for before in self.rows[:-1]):
+            row = replace(row, remark="the same")
         for line in lines_of(row):
             self.told(line)
 
@@ -319,7 +324,7 @@ def _placements(strategy: str | None, chosen: tuple[Device, ...], batch_size: in
     if by_default and chosen[0].is_slot:
         count = len(_devices.usable_cores())
     counts = sorted({2**k for k in range(1, count.bit_length()) if 2**k <= count} | {count})
-    names = [name for name, kind in STRATEGIES.items() if kind.exact is True and name != "single"]
+    names = [name for name in STRATEGIES if name in _WHOLE_MODELS]
     ways = [] if strategy not in (None, "single") else [Way("single", _first(chosen, 1))]
     for n in counts:
         if 1 < n <= batch_size:
