@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +19,7 @@ from transformers import (
 )
 
 from lockstep import Job, predict, train
+from lockstep.parallel import DataParallel
 from lockstep.verify import differences, parity
 from zoo import labels, sgd
 
@@ -240,3 +242,20 @@ def test_tied_weights_are_tied_again_in_a_resumed_run_and_in_its_model(way: str,
         inputs, _ = job.collate(sequences())
         expected = whole.model()(**inputs).logits
         assert (model(**inputs).logits - expected).abs().max() < 1e-6, "its norms are in float32"
+
+
+@pytest.mark.parametrize("kind", ["gpt2", "t5"])
+def test_data_parallel_gathers_what_hugging_face_gives_its_cache_of_keys_too(kind: str) -> None:
+    plain = {"gpt2": gpt2, "t5": t5}[kind]().double()
+    net = DataParallel(copy.deepcopy(plain), "2xcpu")
+    ids = torch.randint(1, WORDS, (5, 6))
+    named = {"input_ids": ids} if kind == "gpt2" else {"input_ids": ids, "decoder_input_ids": ids}
+    one, other = plain(**named), net(**named)
+    assert type(other.past_key_values) is type(one.past_key_values)
+    (keys, *_), (others, *_) = next(iter(one.past_key_values)), next(iter(other.past_key_values))
+    torch.testing.assert_close(others, keys, rtol=BOUND, atol=BOUND)
+    torch.testing.assert_close(other.logits, one.logits, rtol=BOUND, atol=BOUND)
+    one.logits.square().sum().backward()
+    other.logits.square().sum().backward()
+    for (name, p), q in zip(plain.named_parameters(), net.parameters(), strict=True):
+        torch.testing.assert_close(q.grad, p.grad, rtol=BOUND, atol=BOUND, msg=name)

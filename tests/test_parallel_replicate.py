@@ -7,7 +7,7 @@ import torch
 from torch import nn
 
 from lockstep.errors import InputError
-from lockstep.parallel import gather, parallel_apply, replicate, scatter
+from lockstep.parallel import DataParallel, gather, parallel_apply, replicate, scatter
 
 
 class Tied(nn.Module):
@@ -193,3 +193,15 @@ def test_compiled_modules_are_refused() -> None:
 
     with pytest.raises(InputError, match=r"torch\.compile"):
         replicate(Compiled(nn.Linear(1, 1)), "2xcpu")
+
+
+def test_modules_compiled_in_place_are_refused_at_any_time() -> None:
+    """Each replica called the original's code, and wrote into the original's buffers."""
+    model = nn.Sequential(nn.Linear(3, 3), nn.BatchNorm1d(3))
+    net = DataParallel(model, "2xcpu")
+    net(torch.randn(4, 3))
+    model[1].compile(backend="eager")
+    with pytest.raises(InputError, match=r"1 was compiled in place, by its compile\(\)"):
+        net(torch.randn(4, 3))
+    with pytest.raises(InputError, match=r"1 was compiled in place, by its compile\(\)"):
+        replicate(model, "2xcpu")

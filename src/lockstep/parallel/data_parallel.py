@@ -11,13 +11,15 @@ With the shares :math:`x = [x_1, \dots, x_n]` of a batch, and replicas of one mo
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import warnings
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, Generic, TypeVar
 
 import torch
 from torch import nn
+from torch.autograd.graph import increment_version
 
 from lockstep import nesting
 from lockstep.devices import Device, Devices, occupied
@@ -119,7 +121,7 @@ class DataParallel(nn.Module, Generic[M]):
                 outputs = [self.module(*shares[0][0], **shares[0][1])]
                 whole = Balanced(outputs, list(devices)) if self.balanced else outputs[0]
             else:
-                outputs = self._outputs(shares, devices)
+                outputs = self._outputs(shares, devices, (inputs, kwargs))
                 if self.balanced:
                     whole = Balanced(outputs, list(devices))
                 else:
@@ -128,15 +130,16 @@ class DataParallel(nn.Module, Generic[M]):
             shapes.note((inputs, kwargs), shares, outputs, whole, devices, self.sizes)
             return whole
 
-    def _outputs(self, shares: Sequence[Arguments], devices: Sequence[Device]) -> list[Any]:
+    def _outputs(self, shares: Sequence[Arguments], devices: Sequence[Device], whole: Arguments) -> list[Any]:
         kind = type(self)
         if kind.replicate is not DataParallel.replicate or kind.parallel_apply is not DataParallel.parallel_apply:
-            replicas = self.replicate(self.module, devices)
-            return self.parallel_apply(replicas, [args for args, _ in shares], [named for _, named in shares])
+            with _changes_told(whole, shares):
+                replicas = self.replicate(self.module, devices)
+                return self.parallel_apply(replicas, [args for args, _ in shares], [named for _, named in shares])
         lease = self._kept.lend(self.module, len(shares))
         run = _on_slots if all(device.is_slot for device in self.devices) else _on_accelerators
         try:
-            return run(lease, shares, devices)
+            return run(lease, shares, devices, whole)
         except BaseException:
             lease.forfeit()
             raise
@@ -216,16 +219,17 @@ def _sizes(shares: Sequence[Arguments], dim: int) -> tuple[int, ...]:
     return tuple(first.shape[dim] for first in firsts if first is not None)
 
 
-def _on_slots(lease: Lease, shares: Sequence[Arguments], devices: Sequence[Device]) -> list[Any]:
+def _on_slots(lease: Lease, shares: Sequence[Arguments], devices: Sequence[Device], whole: Arguments) -> list[Any]:
     """Each replica in a thread of its slot, with a graph of its own that is joined to the caller's."""
     streams = random.Streams()
     shared, leaves = list(lease.shared), [dict(mine) for mine in lease.leaves]
+    own = list(shares)
     calls: list[Callable[[], Any]] = []
     for i, (replica, share) in enumerate(zip(lease.replicas, shares, strict=True)):
         if torch.is_grad_enabled() and any(tensor.requires_grad for tensor in nesting.tensors(share)):
-            share = nesting.each(functools.partial(_of_its_own, shared, leaves[i]), share)
-        calls.append(functools.partial(_compute, replica, share, functools.partial(streams.generator, i)))
-    with borrowed(devices) as team:
+            own[i] = nesting.each(functools.partial(_of_its_own, shared, leaves[i]), share)
+        calls.append(functools.partial(_compute, replica, own[i], functools.partial(streams.generator, i)))
+    with _changes_told(whole, own), borrowed(devices) as team:
         outputs = team.run(calls)
     lease.refuse_written()
     return backward.joined(outputs, devices, shared, leaves, lease)
@@ -242,12 +246,30 @@ def _of_its_own(shared: list[torch.Tensor], leaves: dict[int, torch.Tensor], ten
     return alias
 
 
+@contextlib.contextmanager
+def _changes_told(whole: Arguments, shares: Sequence[Arguments]) -> Iterator[None]:
+    """Tell autograd which of the caller's tensors replicas have changed in place: shares have versions of their own.
+
+    Else what had saved such a tensor for its backward would go on with other values, without a word.
+    """
+    before = [(t, t._version) for share in shares for t in nesting.tensors(share) if not t.is_inference()]
+    try:
+        yield
+    finally:
+        changed = {t.untyped_storage().data_ptr() for t, version in before if t._version != version}
+        if changed:
+            touched = (t for t in nesting.tensors(whole) if not t.is_inference())
+            increment_version([t for t in touched if t.untyped_storage().data_ptr() in changed])
+
+
 def _compute(replica: nn.Module, share: Arguments, source: random.Source | None) -> Any:
     with random.stream(source):
         return replica(*share[0], **share[1])
 
 
-def _on_accelerators(lease: Lease, shares: Sequence[Arguments], devices: Sequence[Device]) -> list[Any]:
+def _on_accelerators(
+    lease: Lease, shares: Sequence[Arguments], devices: Sequence[Device], whole: Arguments
+) -> list[Any]:
     """A thread for each device. Replicas on the same one follow one another: it has one queue of work."""
     replicas: Sequence[nn.Module] = lease.replicas
     outputs: list[Any] = [None] * len(shares)
@@ -262,10 +284,11 @@ def _on_accelerators(lease: Lease, shares: Sequence[Arguments], devices: Sequenc
                     raise
 
     distinct = tuple(dict.fromkeys(devices))
-    if len(distinct) == 1:
-        with occupied(distinct[0]):
-            work(distinct[0])
-    else:
-        with borrowed(distinct, "device") as team:
-            team.run([functools.partial(work, device) for device in distinct])
+    with _changes_told(whole, shares):
+        if len(distinct) == 1:
+            with occupied(distinct[0]):
+                work(distinct[0])
+        else:
+            with borrowed(distinct, "device") as team:
+                team.run([functools.partial(work, device) for device in distinct])
     return outputs

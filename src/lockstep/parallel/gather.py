@@ -6,7 +6,7 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Sequence
+from collections.abc import Iterable, Iterator, Sequence, Set
 from typing import Any
 
 import torch
@@ -23,8 +23,9 @@ def gather(outputs: Sequence[Any], target_device: Device | torch.device | str | 
     Gradients go back to where each output came from.
 
     Args:
-        outputs: nests of one structure: tensors are joined along ``dim``; None stays None; anything else must be the
-            same in all of them, and is given once.
+        outputs: nests of one structure: tensors are joined along ``dim``; None stays None; what can be gone through and
+            has tensors inside (a cache of transformers', say) is made anew, as ``type(output)(parts)``; anything else
+            must be the same in all of them, and is given once.
         target_device: where the whole comes to lie; -1 and ``"cpu"`` are the memory of the CPU.
         dim: the dimension to join along. Tensors of 0 dimensions become a vector, with PyTorch's warning.
 
@@ -50,7 +51,13 @@ def _joined(column: list[Any], place: torch.device, dim: int, outputs: list[Any]
             )
     inside = [nesting.parts(item) for item in column]
     if inside[0] is None:
-        return _agreed(column)
+        through = [_gone_through(item) for item in column]
+        if not any(through) or all(item is first for item in column):
+            return _agreed(column)
+        if len(set(map(len, through))) > 1:
+            found = ", ".join(str(len(parts)) for parts in through)
+            raise InputError(f"{type(first).__name__}s of {found} parts can't be joined: give as many everywhere")
+        return type(first)([_joined(list(part), place, dim, outputs) for part in zip(*through, strict=True)])
     if isinstance(first, dict):  # by key: replicas may have filled them in different orders
         inside = [[item[key] for key in first] for item in column]
     columns = zip(*(part or [] for part in inside), strict=True)
@@ -71,6 +78,14 @@ def _concatenated(column: list[torch.Tensor], place: torch.device, dim: int) -> 
     except (RuntimeError, IndexError) as error:
         shapes = ", ".join(str(tuple(item.shape)) for item in moved)
         raise InputError(f"tensors of shapes {shapes} can't be joined along dimension {dim}") from error
+
+
+def _gone_through(item: Any) -> list[Any]:
+    """The parts of an object that has tensors inside, as PyTorch's gather goes through it; else none."""
+    if not isinstance(item, Iterable) or isinstance(item, (str, bytes, Iterator, Set)):
+        return []
+    parts = list(item)
+    return parts if any(True for _ in nesting.tensors(parts)) else []
 
 
 def _agreed(column: list[Any]) -> Any:

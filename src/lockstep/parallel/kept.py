@@ -28,7 +28,7 @@ from torch import nn
 from lockstep.devices import Device
 from lockstep.errors import InputError
 from lockstep.parallel import attributes, backward
-from lockstep.parallel.replicate import fill, refuse_without_shape, shell, spread
+from lockstep.parallel.replicate import fill, refuse_compiled, refuse_without_shape, shell, spread
 
 _SPARE = 2
 """How many sets are kept for later; more than one is in use only where graphs live together."""
@@ -177,6 +177,7 @@ class _Set:
         alike: dict[int, tuple[str, torch.Tensor]] = {}
         own: dict[int, torch.Tensor] = {}
         for module, path in self.frame.named:
+            refuse_compiled(module, path)
             for kind in (module._parameters, module._buffers):
                 for key, tensor in kind.items():
                     if tensor is None or id(tensor) in alike:

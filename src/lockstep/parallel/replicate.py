@@ -55,10 +55,24 @@ def shell(module: nn.Module, name: str) -> Any:
         raise InputError(f"{called} was compiled by torch.jit, and can't be replicated: give the module it was made of")
     if hasattr(module, "_orig_mod"):
         raise InputError(f"{called} was compiled by torch.compile: replicate the module itself, and compile replicas")
+    refuse_compiled(module, called)
     try:
         return module._replicate_for_data_parallel()  # type: ignore[no-untyped-call]
     except Exception as error:
         raise InputError(f"{called} ({type(module).__name__}) can't be replicated: {error}") from error
+
+
+def refuse_compiled(module: nn.Module, name: str) -> None:
+    """Refuse what ``module.compile()`` was called on.
+
+    Raises:
+        InputError: it was: each replica would call the original's code, and so compute with the original's tensors.
+    """
+    if vars(module).get("_compiled_call_impl") is not None:
+        raise InputError(
+            f"{name or type(module).__name__} was compiled in place, by its compile(), for itself alone: leave that "
+            "out, and compile functions that its forward calls"
+        )
 
 
 def refuse_without_shape(tensor: torch.Tensor | None, name: str) -> None:
