@@ -486,6 +486,37 @@ def test_devices_that_are_not_there_are_refused_at_once() -> None:
         lockstep.map(abs, [1], "xpu:7")
 
 
+@pytest.mark.parametrize("devices", ["1xcpu", "2xcpu"])
+@pytest.mark.parametrize("kind", ["tensor", "array", "list"])
+@pytest.mark.parametrize("batch_size", [None, 3])
+def test_a_generator_may_write_its_next_item_into_the_same_memory(devices, kind, batch_size) -> None:
+    made = {"tensor": torch.zeros(3), "array": np.zeros(3), "list": [0.0] * 3}[kind]
+
+    def items() -> Iterator[object]:
+        for i in range(30):
+            made[:] = [float(i)] * 3 if kind == "list" else i
+            yield made
+
+    def first(item: Any) -> float:
+        return float(item[0])
+
+    call = first if batch_size is None else lambda batch: [first(item) for item in batch]
+    assert list(lockstep.map(call, items(), devices, batch_size=batch_size)) == list(range(30))
+
+
+@pytest.mark.parametrize("batch_size", [None, 3])
+def test_so_it_may_for_a_module(batch_size: int | None) -> None:
+    made = torch.zeros(1, 2) if batch_size is None else torch.zeros(2)
+
+    def items() -> Iterator[torch.Tensor]:
+        for i in range(30):
+            made.fill_(i)
+            yield made
+
+    found = lockstep.map(nn.Flatten(), items(), "2xcpu", batch_size=batch_size)
+    assert [float(row.flatten()[0]) for row in found] == list(range(30))
+
+
 # What stays: nothing
 
 

@@ -215,7 +215,12 @@ class _Search:
         names = {torch.float64: ["fp32"]}.get(self.best.dtype, [] if on_slots else ["fp16"])
         names = [name for name in ["bf16", *names] if name != self.settings.precision]
         self.stage("precision", [(f"precision={name}", self.way.having(precision=name)) for name in names])
-        self.switch("compile", "compile")
+        if not self.settings.compile:
+            compiled = self.way.having(compile=True)
+            ways = [("compile", compiled)]
+            if compiled.strategy == "dp" and strategy is None:  # whose threads can't compile all that processes can
+                ways.append(("compile, ddp", replace(compiled, strategy="ddp")))
+            self.stage("compile", ways)
         return self.confirmed(kept)
 
     @property

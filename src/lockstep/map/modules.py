@@ -19,6 +19,7 @@ from torch.utils.data import default_collate
 from lockstep.data.shares import MAP, mixed
 from lockstep.devices import Device
 from lockstep.errors import InputError, ItemFailed, told
+from lockstep.map.parcel import copied
 from lockstep.nesting import call, described, each, names, parts, rebuilt, tensors, to_device
 from lockstep.parallel.random import stream
 from lockstep.parallel.replicate import replicate
@@ -55,7 +56,7 @@ def mapped(
         busy = [0] * len(devices)
         index = 0
         while True:
-            while min(busy) < 2 and (batch := list(itertools.islice(items, batch_size or 1))):
+            while min(busy) < 2 and (batch := [copied(item) for item in itertools.islice(items, batch_size or 1)]):
                 inputs = batch[0] if batch_size is None else _together(batch, collate, index)
                 number = busy.index(min(busy))
                 run = partial(_outputs, replicas[number], inputs, devices[number], seed, index)

@@ -48,6 +48,51 @@ class Packed(NamedTuple):
     bytes: int
 
 
+_CONSTANT = (int, float, complex, bool, str, bytes, type(None))
+
+
+def kept(value: Any) -> Any:
+    """A value as it is now, to be packed later: a generator may write its next item into the same memory.
+
+    What can't be pickled comes back as it is: packing it will say so.
+    """
+    if _is_constant(value):
+        return value
+    file = io.BytesIO()
+    try:
+        _Pickler(file, whole=True).dump(value)
+    except Exception:
+        return value
+    return _Kept(file.getbuffer())
+
+
+def _is_constant(value: Any) -> bool:
+    return type(value) in _CONSTANT or (type(value) is tuple and all(map(_is_constant, value)))
+
+
+class _Kept:
+    """A pickle that is unpacked as what was pickled."""
+
+    def __init__(self, pickled: memoryview) -> None:
+        self._pickled = pickled
+
+    def __reduce_ex__(self, protocol: Any) -> tuple[Any, ...]:
+        return pickle.loads, (pickle.PickleBuffer(self._pickled),)
+
+
+def copied(value: Any) -> Any:
+    """The same for a value that stays in this process: new tensors and arrays, in new lists, tuples and dicts."""
+    if isinstance(value, torch.Tensor):
+        return value.detach().clone().requires_grad_(value.requires_grad) if type(value) is torch.Tensor else value
+    if type(value).__module__ == "numpy" and hasattr(value, "copy"):
+        return value.copy()
+    if type(value) in (list, tuple):
+        return type(value)(copied(part) for part in value)
+    if type(value) is dict:
+        return {name: copied(part) for name, part in value.items()}
+    return value
+
+
 def pack(value: Any, block: int) -> Packed:
     """Write a value for another process, which ``unpack``s it. A tensor of a graph goes without its graph.
 
@@ -114,11 +159,11 @@ class _Pickler(cloudpickle.Pickler):  # type: ignore[misc]  # it has no types
     """Keeps large buffers apart, and tells the pickler that a tensor is one.
 
     Attributes:
-        pieces: the buffers, in order.
+        pieces: the buffers, in order; none where they are to be in the pickle, the ``whole`` of it.
     """
 
-    def __init__(self, file: io.BytesIO) -> None:
-        super().__init__(file, protocol=5, buffer_callback=self._take)
+    def __init__(self, file: io.BytesIO, *, whole: bool = False) -> None:
+        super().__init__(file, protocol=5, buffer_callback=None if whole else self._take)
         self.pieces: list[memoryview] = []
         self._held: list[Any] = []
 

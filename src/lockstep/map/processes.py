@@ -32,7 +32,7 @@ from lockstep.errors import InputError, ItemFailed, RunError, own_traceback
 from lockstep.launch import records
 from lockstep.launch.records import Record
 from lockstep.launch.workers import Workers
-from lockstep.map.parcel import pack, unpack
+from lockstep.map.parcel import copied, kept, pack, unpack
 from lockstep.map.worker import Call, Reply, Task, failed, serve
 from lockstep.nesting import each
 from lockstep.seeding import kept_states
@@ -113,7 +113,7 @@ def mapped(
 def in_this_one(call: Call, items: Iterator[Any], device: Device) -> Iterator[Any]:
     """The same in the caller's process, whose generators of random numbers stay where they are."""
     index = 0
-    for unit in items if call.batch is None else _batched(items, call.batch):
+    for unit in items if call.batch is None else _batched(items, call.batch, copied):
         try:
             with occupied(device), kept_states():
                 result = call(unit, index, not device.is_slot)
@@ -145,7 +145,7 @@ class _Mapping:
         self._packed = packed
         self._on_output = on_output
         self._batch = call.batch
-        self._units = items if call.batch is None else _batched(items, call.batch)
+        self._units = items if call.batch is None else _batched(items, call.batch, kept)
         self._total = None if total is None else math.ceil(total / (call.batch or 1))
         self._devices = devices
         self._waiting: deque[_Chunk] = deque()
@@ -242,7 +242,7 @@ class _Mapping:
         limit = time.perf_counter() + _SECONDS
         try:
             for unit in itertools.islice(self._units, size):
-                units.append(unit)
+                units.append(kept(unit) if size > 1 and self._batch is None else unit)
                 if time.perf_counter() > limit:
                     break
             else:
@@ -308,6 +308,6 @@ class _Mapping:
         return ItemFailed(f"the process of the map on {device} {how}", index)
 
 
-def _batched(items: Iterator[Any], size: int) -> Iterator[list[Any]]:
-    while batch := list(itertools.islice(items, size)):
+def _batched(items: Iterator[Any], size: int, kept: Callable[[Any], Any]) -> Iterator[list[Any]]:
+    while batch := [kept(item) for item in itertools.islice(items, size)]:
         yield batch
