@@ -63,7 +63,7 @@ def kept(value: Any) -> Any:
         _Pickler(file, whole=True).dump(value)
     except Exception:
         return value
-    return _Kept(file.getbuffer())
+    return _Kept(file.getvalue())
 
 
 def _is_constant(value: Any) -> bool:
@@ -73,7 +73,7 @@ def _is_constant(value: Any) -> bool:
 class _Kept:
     """A pickle that is unpacked as what was pickled."""
 
-    def __init__(self, pickled: memoryview) -> None:
+    def __init__(self, pickled: bytes) -> None:
         self._pickled = pickled
 
     def __reduce_ex__(self, protocol: Any) -> tuple[Any, ...]:
