@@ -14,7 +14,7 @@ LAYERS = [
     {"errors", "allocator"},
     {"nesting", "devices", "events", "seeding"},
     {"job", "means", "world", "breakdown"},
-    {"jobfile", "memory", "loss", "inventory", "launch", "parallel"},
+    {"jobfile", "memory", "loss", "inventory", "launch", "parallel", "pipelining"},
     {
         "ownloop",
         "compiling",
