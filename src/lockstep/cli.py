@@ -19,6 +19,7 @@ from typing import Any, NoReturn
 import lockstep
 from lockstep.allocator import prepare
 from lockstep.errors import InputError, LockstepError, RankFailed, nearest, own_traceback
+from lockstep.pipelining import commands as pipelining
 
 
 class _Parser(argparse.ArgumentParser):
@@ -171,6 +172,9 @@ def _parser() -> tuple[_Parser, dict[str, _Parser]]:
     _add_knobs(tune)
     _add_settings(tune)
     tune.set_defaults(function=_tune)
+
+    schedule = commands.add_parser("schedule", help="a pipeline's schedule as a picture", allow_abbrev=False)
+    pipelining.add_schedule(schedule)
 
     devices = commands.add_parser("devices", help="what is here", allow_abbrev=False)
     devices.set_defaults(function=_devices)
