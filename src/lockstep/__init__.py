@@ -20,6 +20,7 @@ if TYPE_CHECKING:
     from lockstep.job import Job as Job
     from lockstep.launch import launch as launch
     from lockstep.parallelize import parallelize as parallelize
+    from lockstep.pipelining.partition import partition as partition
     from lockstep.predict import predict as predict
     from lockstep.run import Run as Run
     from lockstep.train import evaluate as evaluate
@@ -41,6 +42,7 @@ _HOME = {
     "launch": "lockstep.launch",
     "parallel": "lockstep",
     "parallelize": "lockstep.parallelize",
+    "partition": "lockstep.pipelining.partition",
     "predict": "lockstep.predict",
     "train": "lockstep.train",
     "tune": "lockstep.tune",

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import argparse
+import re
 import shutil
 import textwrap
-from typing import TYPE_CHECKING
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Any
 
 from lockstep.errors import InputError, nearest
 
@@ -90,6 +92,76 @@ def _times(options: argparse.Namespace, which: str, stages: int) -> list[float]:
         chunks = stages // options.stages
         return [times[s % len(times)] / chunks for s in range(stages)]
     raise InputError(f"--{which} {said}: {len(times)} times for {stages} stages; give one, or one for each")
+
+
+def add_partition(parser: argparse.ArgumentParser) -> None:
+    """``lockstep partition``, without the job's knobs and settings."""
+    parser.add_argument("job", help="a Python file with a `job`")
+    parser.add_argument("--devices", default="auto", help="one for each stage: 2, 2xcpu, cuda:0,2 (default: auto)")
+    parser.add_argument(
+        "--microbatches",
+        default="1",
+        metavar="M",
+        help="of each global batch; auto chooses them by simulation (default: 1)",
+    )
+    parser.add_argument(
+        "--schedule",
+        default="auto",
+        metavar="NAME",
+        help="where micro-batches are chosen: for this one (default: auto)",
+    )
+    parser.add_argument("--estimate", action="store_true", help="from operations and bytes, without a run")
+    parser.add_argument("--memory", metavar="SIZES", help="of each device: 8GiB, or 8GiB,4GiB (default: what it has)")
+
+
+def partition(options: argparse.Namespace, knobs: Mapping[str, str], settings: Mapping[str, Any]) -> int:
+    """Find the partition that the options ask for, and print it."""
+    from lockstep.jobfile import JobFile
+    from lockstep.pipelining import partition as found_by
+    from lockstep.pipelining.plan import plan
+    from lockstep.pipelining.schedule import SCHEDULES
+
+    width = shutil.get_terminal_size().columns
+    job = JobFile(options.job, dict(knobs), dict(settings))
+    sizes = [] if options.memory is None else [_bytes(word) for word in options.memory.split(",")]
+    memory = None if not sizes else sizes[0] if len(sizes) == 1 else sizes
+    if options.microbatches == "auto":
+        if options.estimate:
+            raise InputError("--microbatches auto needs measured times: leave --estimate out")
+        names = [*SCHEDULES, "fitted"]
+        if options.schedule not in ("auto", *names):
+            raise InputError(f'--schedule: there is no "{options.schedule}"; {nearest(options.schedule, names)}')
+        only = None if options.schedule == "auto" else [options.schedule]
+        found, choice = plan(job, devices=options.devices, schedules=only, memory=memory)
+        print("\n".join(found.lines(width)))
+        print()
+        print_timeline(choice.best.timeline, width)
+        print("\n".join(textwrap.wrap(choice.why, width)))
+        return 0
+    if not options.microbatches.isdigit():
+        raise InputError(f"--microbatches {options.microbatches}: write a number, or auto")
+    found = found_by.partition(
+        job,
+        devices=options.devices,
+        microbatches=int(options.microbatches),
+        measured=not options.estimate,
+        memory=memory,
+    )
+    print("\n".join(found.lines(width)))
+    return 0
+
+
+_UNITS = {"": 1, "b": 1, "kib": 2**10, "mib": 2**20, "gib": 2**30, "kb": 10**3, "mb": 10**6, "gb": 10**9}
+
+
+def _bytes(word: str) -> int:
+    """``8GiB`` in bytes."""
+    match = re.fullmatch(r"([\d.]+)\s*([a-z]*)", word.strip().lower())
+    try:
+        assert match is not None
+        return int(float(match[1]) * _UNITS[match[2]])
+    except (AssertionError, KeyError, ValueError):
+        raise InputError(f"--memory {word}: write a size: 8GiB, 500MiB") from None
 
 
 def print_timeline(timeline: Timeline, width: int) -> None:

@@ -53,7 +53,8 @@ def stage_of(model: nn.Module, device_map: DeviceMap, stages: int | None = None)
                 f'device map: "{prefix}" is on stage {stage}, but {stages} devices are stages 0 to {stages - 1}: '
                 f"use {stage + 1} devices, or another map"
             )
-    found = {name: stage for name in sorted(known) if (stage := _longest(name, device_map)) is not None}
+    every = {name: _longest(name, device_map) for name in sorted(known)}
+    found = {name: stage for name, stage in every.items() if stage is not None}
     left = [name for name in parameters if name not in found]
     if left:
         raise StrategyError(
