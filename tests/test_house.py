@@ -24,6 +24,7 @@ LAYERS = [
         "build",
         "optimizer",
         "forward",
+        "pipelining",
         "data",
         "dataname",
         "display",

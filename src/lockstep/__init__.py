@@ -21,6 +21,7 @@ if TYPE_CHECKING:
     from lockstep.launch import launch as launch
     from lockstep.map import map as map
     from lockstep.parallelize import parallelize as parallelize
+    from lockstep.pipelining.partition import partition as partition
     from lockstep.predict import predict as predict
     from lockstep.run import Run as Run
     from lockstep.train import evaluate as evaluate
@@ -43,6 +44,7 @@ _HOME = {
     "map": "lockstep.map",
     "parallel": "lockstep",
     "parallelize": "lockstep.parallelize",
+    "partition": "lockstep.pipelining.partition",
     "predict": "lockstep.predict",
     "train": "lockstep.train",
     "tune": "lockstep.tune",

@@ -19,6 +19,7 @@ from typing import Any, NoReturn
 import lockstep
 from lockstep.allocator import prepare
 from lockstep.errors import InputError, LockstepError, RankFailed, nearest, own_traceback
+from lockstep.pipelining import commands as pipelining
 
 
 class _Parser(argparse.ArgumentParser):
@@ -171,6 +172,15 @@ def _parser() -> tuple[_Parser, dict[str, _Parser]]:
     _add_knobs(tune)
     _add_settings(tune)
     tune.set_defaults(function=_tune)
+
+    partition = commands.add_parser("partition", help="which layers go to which device", allow_abbrev=False)
+    pipelining.add_partition(partition)
+    _add_knobs(partition)
+    _add_settings(partition)
+    partition.set_defaults(function=_partition)
+
+    schedule = commands.add_parser("schedule", help="a pipeline's schedule as a picture", allow_abbrev=False)
+    pipelining.add_schedule(schedule)
 
     devices = commands.add_parser("devices", help="what is here", allow_abbrev=False)
     devices.set_defaults(function=_devices)
@@ -330,6 +340,11 @@ def _tune(options: argparse.Namespace) -> int:
         with open(options.json, "w") as file:
             json.dump(found.as_dict(), file, indent=2)
     return 0
+
+
+def _partition(options: argparse.Namespace) -> int:
+    prepare()
+    return pipelining.partition(options, _knobs(options.set), _settings(options))
 
 
 def _devices(options: argparse.Namespace) -> int:

@@ -1,0 +1,238 @@
+"""The choice of schedule and number of micro-batches, by simulation, and why.
+
+More micro-batches wait less, but cutting a batch costs: small operators are slower for each sample. So each stage's
+time is known for two sizes of micro-batch or more, and is taken to be a straight line between them::
+
+    time of a stage for n samples  =  a + b n        a: what each micro-batch costs, however small
+
+Every schedule is simulated with every number of micro-batches; what doesn't fit into the devices' memory is left out.
+"""
+
+from __future__ import annotations
+
+import bisect
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+
+from lockstep.errors import StrategyError
+from lockstep.pipelining.fitted import fitted
+from lockstep.pipelining.schedule import Schedule, gpipe, interleaved, one_f_one_b
+from lockstep.pipelining.simulate import Timeline, simulate
+from lockstep.pipelining.split import size as said
+
+NUMBERS = (1, 2, 3, 4, 6, 8, 12, 16, 24, 32, 48, 64)
+"""The micro-batches that are tried."""
+
+_NEAR = 1.01
+"""What is slower than the fastest by no more than that is as good, and then the one that holds less is taken."""
+
+
+@dataclass(frozen=True)
+class Costs:
+    """What one stage costs.
+
+    Attributes:
+        forward: seconds by the samples of a micro-batch, for two sizes or more (one: in proportion to samples).
+        backward: likewise.
+        kept: bytes that a sample leaves for backward.
+        fixed: bytes that are there always: parameters, gradients, the optimizer's state.
+    """
+
+    forward: Mapping[int, float]
+    backward: Mapping[int, float]
+    kept: float = 0.0
+    fixed: float = 0.0
+
+
+@dataclass(frozen=True)
+class Plan:
+    """A way to lay the model over the devices.
+
+    Attributes:
+        places: for each stage the device that holds it.
+        costs: of each stage.
+    """
+
+    places: tuple[int, ...]
+    costs: tuple[Costs, ...]
+
+    @property
+    def devices(self) -> int:
+        """How many."""
+        return max(self.places) + 1
+
+    def schedules(self, microbatches: int) -> Iterator[tuple[str, Schedule | None]]:
+        """The schedules that this plan can have; None is to be fitted to the times."""
+        if self.places == tuple(range(self.devices)):
+            yield "1f1b", one_f_one_b(self.devices, microbatches)
+            yield "gpipe", gpipe(self.devices, microbatches)
+        elif self.places == tuple(s % self.devices for s in range(len(self.places))):
+            yield "interleaved", interleaved(self.devices, microbatches, len(self.places) // self.devices)
+        yield "fitted", None
+
+
+@dataclass(frozen=True)
+class Candidate:
+    """One schedule with one number of micro-batches, simulated.
+
+    Attributes:
+        plan: which of the plans.
+        schedule: its name.
+        microbatches: of a global batch.
+        order: the schedule itself.
+        timeline: when what would be done.
+        peak: bytes that each device holds at most.
+        cutting: how many times the work of the whole batch its micro-batches take together.
+        fits: whether that is within each device's memory.
+    """
+
+    plan: Plan
+    schedule: str
+    microbatches: int
+    order: Schedule
+    timeline: Timeline
+    peak: tuple[float, ...]
+    cutting: float
+    fits: bool
+
+    @property
+    def seconds(self) -> float:
+        """Of forward and backward of a global batch."""
+        return self.timeline.makespan
+
+    def __str__(self) -> str:
+        several = "s" if self.microbatches > 1 else ""
+        return f"{self.schedule} with {self.microbatches} micro-batch{'e' * bool(several)}{several}"
+
+
+@dataclass(frozen=True)
+class Choice:
+    """The best candidate.
+
+    Attributes:
+        best: what to take.
+        why: a sentence or two.
+        candidates: all of them, the fastest first.
+    """
+
+    best: Candidate
+    why: str
+    candidates: tuple[Candidate, ...]
+
+
+def choose_schedule(
+    batch: int,
+    plans: Sequence[Plan],
+    *,
+    capacity: Sequence[float] | None = None,
+    schedules: Sequence[str] | None = None,
+    microbatches: Sequence[int] = NUMBERS,
+    transfer: float = 0.0,
+) -> Choice:
+    """Simulate every schedule with every number of micro-batches, and take the fastest that fits.
+
+    Args:
+        batch: samples of a global batch.
+        plans: the layouts to choose from: one stage on each device, two, ...
+        capacity: bytes of each device; None doesn't look at memory.
+        schedules: those that may be taken; None is all.
+        microbatches: the numbers that may be taken; those above ``batch`` are not tried.
+        transfer: seconds from device to device.
+
+    Raises:
+        StrategyError: nothing fits (both sizes are said), or there is nothing to choose from.
+    """
+    numbers = [m for m in microbatches if 1 <= m <= batch]
+    found = [
+        candidate
+        for plan in plans
+        for m in numbers
+        for candidate in _candidates(batch, plan, m, capacity, transfer)
+        if schedules is None or candidate.schedule in schedules
+    ]
+    if not found:
+        raise StrategyError(
+            f"schedule: there is nothing to choose from: {len(plans)} plans, schedules {schedules or 'all'}, "
+            f"micro-batches {list(microbatches)} of a batch of {batch}"
+        )
+    fitting = [candidate for candidate in found if candidate.fits]
+    if not fitting:
+        assert capacity is not None
+        raise StrategyError(_too_large(found, capacity))
+    fastest = min(candidate.seconds for candidate in fitting)
+    best = min(
+        (candidate for candidate in fitting if candidate.seconds <= _NEAR * fastest),
+        key=lambda c: (len(c.plan.places), max(c.peak), c.microbatches, c.schedule == "fitted", c.seconds),
+    )
+    ranked = sorted(found, key=lambda c: c.seconds)
+    return Choice(best, _why(batch, best, ranked), tuple(ranked))
+
+
+def at(points: Mapping[int, float], samples: int) -> float:
+    """The time for so many samples, on the straight line through the two nearest sizes; never below zero."""
+    sizes = sorted(points)
+    if samples in points:
+        return points[samples]
+    if len(sizes) == 1:
+        return points[sizes[0]] * samples / sizes[0]
+    right = min(max(bisect.bisect(sizes, samples), 1), len(sizes) - 1)
+    low, high = sizes[right - 1], sizes[right]
+    slope = (points[high] - points[low]) / (high - low)
+    # A line that would fall, by noise, is taken as level.
+    value = points[low] + max(slope, 0.0) * (samples - low)
+    return max(value, 0.0)
+
+
+def _candidates(
+    batch: int, plan: Plan, microbatches: int, capacity: Sequence[float] | None, transfer: float
+) -> Iterator[Candidate]:
+    sizes = [batch // microbatches + (m < batch % microbatches) for m in range(microbatches)]
+    forward = [[at(cost.forward, size) for size in sizes] for cost in plan.costs]
+    backward = [[at(cost.backward, size) for size in sizes] for cost in plan.costs]
+    whole = sum(at(cost.forward, batch) + at(cost.backward, batch) for cost in plan.costs)
+    cutting = sum(map(sum, [*forward, *backward])) / whole if whole else 1.0
+    for name, order in plan.schedules(microbatches):
+        if order is None:
+            order = fitted(plan.places, microbatches, forward, backward, transfer)
+        timeline = simulate(order, forward, backward, transfer)
+        held = timeline.held({stage: cost.kept * sizes[0] for stage, cost in enumerate(plan.costs)})
+        fixed = [0.0] * plan.devices
+        for device, cost in zip(plan.places, plan.costs, strict=True):
+            fixed[device] += cost.fixed
+        peak = tuple(a + b for a, b in zip(held, fixed, strict=True))
+        fits = capacity is None or all(need <= there for need, there in zip(peak, capacity, strict=True))
+        yield Candidate(plan, name, microbatches, order, timeline, peak, cutting, fits)
+
+
+def _why(batch: int, best: Candidate, ranked: Sequence[Candidate]) -> str:
+    whole = best.seconds * best.timeline.speed_up / best.cutting
+    said_of = [
+        f"{best}: {best.seconds * 1e3:.3g} ms of forward and backward for {batch} samples, "
+        f"{whole / best.seconds:.3g} times one device with the whole batch "
+        f"(bubble {100 * best.timeline.bubble:.1f} %, cutting costs {best.cutting:.2f})"
+    ]
+    same = [c for c in ranked if c.schedule == best.schedule and c.plan == best.plan]
+    more = next((c for c in sorted(same, key=lambda c: c.microbatches) if c.microbatches > best.microbatches), None)
+    if more is not None and more.fits and more.timeline.bubble < best.timeline.bubble:
+        said_of.append(
+            f"{more.microbatches} would wait less ({100 * more.timeline.bubble:.1f} %) "
+            f"and cost more by cutting ({more.cutting:.2f}): {more.seconds * 1e3:.3g} ms"
+        )
+    quicker = next((c for c in ranked if not c.fits and c.seconds < best.seconds), None)
+    if quicker is not None:
+        said_of.append(f"{quicker} would take {quicker.seconds * 1e3:.3g} ms, and doesn't fit")
+    return "; ".join(said_of)
+
+
+def _too_large(found: Sequence[Candidate], capacity: Sequence[float]) -> str:
+    """What is wrong with the candidate that comes nearest to fitting."""
+
+    def over(candidate: Candidate) -> float:
+        return max(need / max(there, 1.0) for need, there in zip(candidate.peak, capacity, strict=True))
+
+    nearest = min(found, key=over)
+    device = max(range(len(capacity)), key=lambda d: nearest.peak[d] / max(capacity[d], 1.0))
+    return (
+        f"schedule: nothing fits: {nearest} needs {said(nearest.peak[device])} on device {device}, which has "
+        f"{said(capacity[device])}: use more devices, a smaller batch_size, or activation_checkpointing"
+    )

@@ -1,0 +1,188 @@
+"""What the command has for pipelines: their options, and what is printed. Nothing here imports torch at the top."""
+
+from __future__ import annotations
+
+import argparse
+import re
+import shutil
+import textwrap
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Any
+
+from lockstep.errors import InputError, nearest
+
+if TYPE_CHECKING:
+    from lockstep.pipelining.simulate import Timeline
+
+
+def add_schedule(parser: argparse.ArgumentParser) -> None:
+    """``lockstep schedule``."""
+    parser.add_argument("--stages", type=int, default=4, metavar="N", help="devices, with a stage on each (default: 4)")
+    parser.add_argument("--microbatches", type=int, default=8, metavar="M", help="of a global batch (default: 8)")
+    parser.add_argument(
+        "--schedule",
+        default="1f1b",
+        metavar="NAME",
+        help="gpipe, 1f1b, interleaved (two stages on each device) or fitted (to the times); several with commas "
+        "between (default: 1f1b)",
+    )
+    parser.add_argument(
+        "--forward", default="1", metavar="TIMES", help="of a stage, or of each with commas between (default: 1)"
+    )
+    parser.add_argument(
+        "--backward", default="1", metavar="TIMES", help="of a stage, or of each with commas between (default: 1)"
+    )
+    parser.add_argument(
+        "--transfer", type=float, default=0.0, metavar="TIME", help="from device to device (default: 0)"
+    )
+    parser.add_argument("--words", action="store_true", help="also print the actions: 2F0 is stage 2, forward 0")
+    parser.add_argument("--out", metavar="FILE", help="also draw it: .png, .svg or .pdf (needs matplotlib)")
+    parser.set_defaults(function=_schedule)
+
+
+def _schedule(options: argparse.Namespace) -> int:
+    from lockstep.pipelining.picture import draw
+    from lockstep.pipelining.schedule import printed
+
+    if options.transfer < 0:
+        raise InputError(f"--transfer {options.transfer}: a time is not negative")
+    width = shutil.get_terminal_size().columns
+    timelines = {}
+    for name in options.schedule.split(","):
+        timelines[name] = timeline = _simulated(name, options)
+        title = f"{name}: {options.stages} devices, {options.microbatches} micro-batches"
+        print("\n".join(textwrap.wrap(title, width)))
+        print_timeline(timeline, width)
+        if options.words:
+            print(printed([[span.action for span in spans] for spans in timeline.devices]))
+    if options.out is not None:
+        draw(timelines, options.out)
+    return 0
+
+
+def _simulated(name: str, options: argparse.Namespace) -> Timeline:
+    from lockstep.pipelining.fitted import fitted
+    from lockstep.pipelining.schedule import SCHEDULES, devices_of
+    from lockstep.pipelining.simulate import simulate
+
+    if name == "fitted":
+        forward, backward = (_times(options, which, options.stages) for which in ("forward", "backward"))
+        schedule = fitted(range(options.stages), options.microbatches, forward, backward, options.transfer)
+    elif name in SCHEDULES:
+        schedule = SCHEDULES[name](options.stages, options.microbatches)
+        stages = len(devices_of(schedule))
+        forward, backward = (_times(options, which, stages) for which in ("forward", "backward"))
+    else:
+        raise InputError(f'--schedule: there is no "{name}"; {nearest(name, [*SCHEDULES, "fitted"])}')
+    return simulate(schedule, forward, backward, options.transfer)
+
+
+def _times(options: argparse.Namespace, which: str, stages: int) -> list[float]:
+    """A time for each stage. One that is given for each device is divided over the device's stages."""
+    said: str = getattr(options, which)
+    try:
+        times = [float(word) for word in said.split(",")]
+    except ValueError:
+        raise InputError(f"--{which} {said}: write a number, or one for each stage: 1,2.5,1,1") from None
+    if min(times) <= 0:
+        raise InputError(f"--{which} {said}: a time is above 0")
+    if len(times) == stages and len(times) > 1:
+        return times
+    if len(times) in (1, options.stages):
+        chunks = stages // options.stages
+        return [times[s % len(times)] / chunks for s in range(stages)]
+    raise InputError(f"--{which} {said}: {len(times)} times for {stages} stages; give one, or one for each")
+
+
+def add_partition(parser: argparse.ArgumentParser) -> None:
+    """``lockstep partition``, without the job's knobs and settings."""
+    parser.add_argument("job", help="a Python file with a `job`")
+    parser.add_argument("--devices", default="auto", help="one for each stage: 2, 2xcpu, cuda:0,2 (default: auto)")
+    parser.add_argument(
+        "--microbatches",
+        default="1",
+        metavar="M",
+        help="of each global batch; auto chooses them by simulation (default: 1)",
+    )
+    parser.add_argument(
+        "--schedule",
+        default="auto",
+        metavar="NAME",
+        help="where micro-batches are chosen: for this one (default: auto)",
+    )
+    parser.add_argument("--estimate", action="store_true", help="from operations and bytes, without a run")
+    parser.add_argument("--memory", metavar="SIZES", help="of each device: 8GiB, or 8GiB,4GiB (default: what it has)")
+
+
+def partition(options: argparse.Namespace, knobs: Mapping[str, str], settings: Mapping[str, Any]) -> int:
+    """Find the partition that the options ask for, and print it."""
+    from lockstep.jobfile import JobFile
+    from lockstep.pipelining import partition as found_by
+    from lockstep.pipelining.plan import plan
+    from lockstep.pipelining.schedule import SCHEDULES
+
+    width = shutil.get_terminal_size().columns
+    job = JobFile(options.job, dict(knobs), dict(settings))
+    sizes = [] if options.memory is None else [_bytes(word) for word in options.memory.split(",")]
+    memory = None if not sizes else sizes[0] if len(sizes) == 1 else sizes
+    if options.microbatches == "auto":
+        if options.estimate:
+            raise InputError("--microbatches auto needs measured times: leave --estimate out")
+        names = [*SCHEDULES, "fitted"]
+        if options.schedule not in ("auto", *names):
+            raise InputError(f'--schedule: there is no "{options.schedule}"; {nearest(options.schedule, names)}')
+        only = None if options.schedule == "auto" else [options.schedule]
+        found, choice = plan(job, devices=options.devices, schedules=only, memory=memory)
+        print("\n".join(found.lines(width)))
+        print()
+        print_timeline(choice.best.timeline, width)
+        print("\n".join(textwrap.wrap(choice.why, width)))
+        return 0
+    if not options.microbatches.isdigit():
+        raise InputError(f"--microbatches {options.microbatches}: write a number, or auto")
+    found = found_by.partition(
+        job,
+        devices=options.devices,
+        microbatches=int(options.microbatches),
+        measured=not options.estimate,
+        memory=memory,
+    )
+    print("\n".join(found.lines(width)))
+    return 0
+
+
+_UNITS = {"": 1, "b": 1, "kib": 2**10, "mib": 2**20, "gib": 2**30, "kb": 10**3, "mb": 10**6, "gb": 10**9}
+
+
+def _bytes(word: str) -> int:
+    """``8GiB`` in bytes."""
+    match = re.fullmatch(r"([\d.]+)\s*([a-z]*)", word.strip().lower())
+    try:
+        assert match is not None
+        return int(float(match[1]) * _UNITS[match[2]])
+    except (AssertionError, KeyError, ValueError):
+        raise InputError(f"--memory {word}: write a size: 8GiB, 500MiB") from None
+
+
+def print_timeline(timeline: Timeline, width: int) -> None:
+    """The grid, in colours on a terminal, and below it the bubble."""
+    import sys
+
+    from lockstep.pipelining.picture import IDLE, grid, summary
+
+    lines = grid(timeline, width)
+    if sys.stdout.isatty():
+        from rich.console import Console
+        from rich.text import Text
+
+        console = Console(highlight=False)
+        for line in lines:
+            text = Text(line, no_wrap=True, overflow="crop")
+            text.highlight_regex(r"\d*F\d*─*", "cyan")
+            text.highlight_regex(r"\d*B\d*─*", "dark_orange3")
+            text.highlight_regex(f"{IDLE}+", "bright_black")
+            console.print(text)
+    else:
+        print("\n".join(lines))
+    for line in textwrap.wrap(summary(timeline), width):
+        print(line)

@@ -1,0 +1,171 @@
+"""Pictures of a timeline: a grid of characters for the terminal, a drawing for a file. Simulated or measured alike.
+
+::
+
+    0  F0 F1 F2 F3 ········· B0 F4 B1 F5 B2 ··· B3        a device's actions, as long as they took; it waits in the dots
+"""
+
+from __future__ import annotations
+
+import colorsys
+import statistics
+from collections.abc import Mapping
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from lockstep.errors import InputError
+from lockstep.pipelining.simulate import Span, Timeline
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
+
+IDLE = "·"
+LONG = "─"
+CUT = " … "
+
+
+def grid(timeline: Timeline, width: int = 80) -> list[str]:
+    """A line for each device, at most ``width`` columns wide.
+
+    The scale is one for all: an action of the usual length is as wide as its name. Where the whole is wider than the
+    terminal, its middle, in which the same goes on and on, is left out.
+
+    Args:
+        timeline: what to draw.
+        width: columns of the terminal.
+    """
+    spans = [span for mine in timeline.devices for span in mine]
+    if not spans:
+        return []
+    several = len({span.action.stage for span in spans}) > len(timeline.devices)
+    names = {span.action: str(span.action) if several else str(span.action).lstrip("0123456789") for span in spans}
+    longest = max(map(len, names.values()))
+    head = f"{{:>{len(str(len(timeline.devices) - 1))}}}  "
+    room = max(width - len(head.format(0)), 2 * longest + len(CUT))
+    scale = _scale(timeline, longest + 1)
+    if (wide := round(timeline.makespan * scale)) > room and wide <= 1.15 * room:
+        scale *= room / wide  # a little narrower is better than cut
+    rows = [_row(mine, timeline, scale, names) for mine in timeline.devices]
+    length = max(map(len, rows))
+    if length > room:
+        left = (room - len(CUT) + 1) // 2
+        right = room - len(CUT) - left
+        rows = [_without_half(row[:left], row[length - right :]) for row in rows]
+    return [(head.format(device) + row).rstrip() for device, row in enumerate(rows)]
+
+
+def _scale(timeline: Timeline, cell: int) -> float:
+    """Columns for each unit of time: a short action has room for its name, unless it is much shorter than most."""
+    lengths = sorted(span.end - span.start for mine in timeline.devices for span in mine)
+    usual = statistics.median(lengths)
+    short = lengths[len(lengths) // 4]
+    return cell / max(short, usual / 3) if usual else 1.0
+
+
+def _row(spans: tuple[Span, ...], timeline: Timeline, scale: float, names: Mapping[Any, str]) -> str:
+    """One device's line, all of it."""
+    row = [IDLE] * max(1, round(timeline.makespan * scale))
+    for action, start, end in spans:
+        first = _column((start - timeline.start) * scale)
+        columns = max(1, _column((end - timeline.start) * scale) - first)
+        name = names[action]
+        if len(name) > columns:  # too short for its name: its kind, if that
+            name = action.kind
+        # The last column stays empty, so that neighbours are told apart.
+        body = name + LONG * (columns - 1 - len(name)) + " " if columns > len(name) else name
+        row[first : first + columns] = body
+    return "".join(row)
+
+
+def _column(place: float) -> int:
+    """The nearest column; halves go up, so that equal lengths have equal columns wherever they begin."""
+    return int(place + 0.5 + 1e-6)
+
+
+def _without_half(left: str, right: str) -> str:
+    """The two ends of a line, without what was cut through: half a name would be another one."""
+    if left and left[-1] not in f" {IDLE}{LONG}":
+        kept = left.rstrip("0123456789FB")
+        left = kept + " " * (len(left) - len(kept))
+    if right and right[0] not in f" {IDLE}":
+        kept = right.lstrip("0123456789FB" + LONG)
+        right = " " * (len(right) - len(kept)) + kept
+    return left + CUT + right
+
+
+def summary(timeline: Timeline) -> str:
+    """``bubble 27.3 %, 2.91 times one device; micro-batches held at most: 4 3 2 1``.
+
+    Of a device with two stages, what one of them holds of a micro-batch counts as half of one.
+    """
+    stages = {span.action.stage for spans in timeline.devices for span in spans}
+    parts = dict.fromkeys(stages, len(timeline.devices) / max(len(stages), 1))
+    held = timeline.held(parts)
+    shown = " ".join(f"{peak:.3g}" for peak in held[:8]) + (" ..." if len(held) > 8 else "")
+    return (
+        f"bubble {100 * timeline.bubble:.1f} %, {timeline.speed_up:.3g} times one device; "
+        f"micro-batches held at most: {shown}"
+    )
+
+
+def draw(timelines: Mapping[str, Timeline], path: str | Path, unit: str = "") -> None:
+    """Draw timelines one above the other, on one scale, to a file: the ending says the format (.png, .svg, .pdf).
+
+    Args:
+        timelines: by title: ``{"ideal": ..., "measured": ...}``.
+        path: the file.
+        unit: of the time axis.
+
+    Raises:
+        InputError: matplotlib isn't installed, can't write that format, or the file can't be written.
+    """
+    path = Path(path)
+    try:
+        from matplotlib.backends.backend_agg import FigureCanvasAgg
+        from matplotlib.figure import Figure
+    except ImportError:
+        raise InputError(
+            f"{path}: drawing needs matplotlib: pip install 'torch-lockstep[pictures]', or leave the file out"
+        ) from None
+    rows = sum(len(timeline.devices) for timeline in timelines.values())
+    figure = Figure(figsize=(12, 0.7 + 0.42 * rows + 0.75 * len(timelines)), layout="constrained")
+    canvas = FigureCanvasAgg(figure)
+    supported = figure.canvas.get_supported_filetypes()
+    if (ending := path.suffix.lstrip(".").lower()) not in supported:
+        raise InputError(f'{path}: "{path.suffix}" is no picture that can be drawn: take .png, .svg or .pdf')
+    heights = [len(timeline.devices) + 1 for timeline in timelines.values()]
+    axes = figure.subplots(len(timelines), 1, sharex=True, squeeze=False, gridspec_kw={"height_ratios": heights})
+    longest = max((timeline.makespan for timeline in timelines.values()), default=0.0)
+    for (title, timeline), axis in zip(timelines.items(), axes[:, 0], strict=True):
+        _draw_one(axis, title, timeline, longest)
+    axes[-1, 0].set_xlabel(f"time, {unit}" if unit else "time")
+    try:
+        canvas.print_figure(path, format=ending, dpi=150)
+    except OSError as error:
+        raise InputError(f"{path}: {error.strerror or error}") from error
+
+
+def _draw_one(axis: Axes, title: str, timeline: Timeline, longest: float) -> None:
+    stages = 1 + max((span.action.stage for mine in timeline.devices for span in mine), default=0)
+    axis.set_title(f"{title}: {summary(timeline)}", fontsize=10, loc="left")
+    for device, spans in enumerate(timeline.devices):
+        for action, start, end in spans:
+            begin = start - timeline.start
+            colour = _colour(action.kind, action.stage // len(timeline.devices), stages // len(timeline.devices))
+            axis.barh(device, end - start, left=begin, height=0.86, color=colour, edgecolor="white", linewidth=0.6)
+            if end - start > longest / 110:
+                label = f"{action.microbatch}"
+                middle = begin + (end - start) / 2
+                axis.text(middle, device, label, ha="center", va="center", fontsize=7, color="white")
+    axis.set_yticks(range(len(timeline.devices)), [f"device {d}" for d in range(len(timeline.devices))])
+    axis.set_ylim(len(timeline.devices) - 0.5, -0.5)
+    axis.set_xlim(0, longest)
+    axis.set_facecolor("#eeeeee")
+    for side in ("top", "right", "left"):
+        axis.spines[side].set_visible(False)
+
+
+def _colour(kind: str, chunk: int, chunks: int) -> tuple[float, float, float]:
+    """Forwards blue, backwards orange; a device's later stages darker."""
+    hue, light = (0.58, 0.52) if kind == "F" else (0.07, 0.48)
+    return colorsys.hls_to_rgb(hue, light - 0.22 * (chunk / max(chunks, 1)), 0.62)

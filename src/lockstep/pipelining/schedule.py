@@ -1,0 +1,185 @@
+"""Schedules: which stage computes which micro-batch, in which order, as data.
+
+A schedule is a list of actions for each stage. ``2F0`` is stage 2's forward of micro-batch 0, ``2B0`` its backward. Who
+writes a schedule writes computing only: what moves between the stages follows from it. Whoever runs, simulates, checks
+or draws one reads the same lists.
+
+Each list belongs to a device. Usually that is a stage too; where a device holds several stages (`interleaved`) their
+actions stand mixed in its list, and ``devices_of`` tells who holds which.
+
+Backwards of a stage go in the order of the micro-batches, so gradients are summed in the order in which one device that
+accumulates would sum them.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable
+from typing import Literal, NamedTuple
+
+from lockstep.errors import StrategyError, nearest
+
+
+class Action(NamedTuple):
+    """One turn of a stage.
+
+    Attributes:
+        stage: from 0.
+        kind: ``"F"``, the forward, or ``"B"``, the backward.
+        microbatch: from 0.
+    """
+
+    stage: int
+    kind: Literal["F", "B"]
+    microbatch: int
+
+    def __str__(self) -> str:
+        return f"{self.stage}{self.kind}{self.microbatch}"
+
+    @classmethod
+    def parse(cls, word: str) -> Action:
+        """The action that a word like ``2F0`` says.
+
+        Raises:
+            StrategyError: it isn't one.
+        """
+        match = re.fullmatch(r"(\d+)([FB])(\d+)", word.strip())
+        if match is None:
+            raise StrategyError(f'schedule: "{word}" is no action: write 2F0 for stage 2, forward, micro-batch 0')
+        return cls(int(match[1]), "F" if match[2] == "F" else "B", int(match[3]))
+
+
+Schedule = list[list[Action]]
+"""For each device its actions, in order."""
+
+
+def gpipe(stages: int, microbatches: int) -> Schedule:
+    """Every forward, then every backward; each stage holds all micro-batches in between.
+
+    ::
+
+        stage 0   F0 F1 F2 F3  .  .  .  .  .  . B0 B1 B2 B3
+        stage 1    . F0 F1 F2 F3  .  .  .  . B0 B1 B2 B3  .
+        stage 2    .  . F0 F1 F2 F3  .  . B0 B1 B2 B3  .  .
+        stage 3    .  .  . F0 F1 F2 F3 B0 B1 B2 B3  .  .  .
+
+    Huang et al., GPipe, 2019, https://arxiv.org/abs/1811.06965
+    """
+    _checked(stages, microbatches)
+    every = range(microbatches)
+    return [[*(Action(s, "F", m) for m in every), *(Action(s, "B", m) for m in every)] for s in range(stages)]
+
+
+def one_f_one_b(stages: int, microbatches: int) -> Schedule:
+    """As many forwards as it takes to reach the last stage, then one backward for each forward.
+
+    ::
+
+        stage 0   F0 F1 F2 F3  .  .  . B0 F4 B1 F5 B2  . B3  . B4  . B5
+        stage 1    . F0 F1 F2  .  . B0 F3 B1 F4 B2 F5 B3  . B4  . B5  .
+        stage 2    .  . F0 F1  . B0 F2 B1 F3 B2 F4 B3 F5 B4  . B5  .  .
+        stage 3    .  .  . F0 B0 F1 B1 F2 B2 F3 B3 F4 B4 F5 B5  .  .  .
+
+    As long as GPipe's where all stages take equally long, but stage s holds at most ``stages - s`` micro-batches.
+    Narayanan et al., PipeDream, 2019, https://arxiv.org/abs/1806.03377
+    """
+    _checked(stages, microbatches)
+    every = range(microbatches)
+    return [
+        _alternating(
+            [Action(s, "F", m) for m in every], [Action(s, "B", m) for m in every], min(stages - s - 1, microbatches)
+        )
+        for s in range(stages)
+    ]
+
+
+def interleaved(devices: int, microbatches: int, chunks: int = 2) -> Schedule:
+    """As 1F1B, but each device holds several short stages, so that filling and draining take a part of the time.
+
+    Stage s is on device ``s % devices``. Two devices with two chunks each, so four stages, each half as long::
+
+        device 0   0F0 0F1 2F0 2F1 0F2 2B0 0F3 2B1 2F2 0B0 2F3 0B1  .  2B2  .  2B3  .  0B2  .  0B3
+        device 1    .  1F0 1F1 3F0 3B0 3F1 3B1 1F2 1B0 1F3 1B1 3F2 3B2 3F3 3B3  .  1B2  .  1B3  .
+
+    Micro-batches go through in groups of as many as there are devices. A last group that is smaller is planned as a
+    whole one, and what isn't there left out: planned small, it can make the devices wait for each other for ever.
+    Narayanan et al., 2021, https://arxiv.org/abs/2104.04473
+
+    Args:
+        devices: how many; the schedule has ``devices * chunks`` stages.
+        microbatches: how many.
+        chunks: stages on each device.
+    """
+    _checked(devices, microbatches)
+    if chunks < 1:
+        raise StrategyError(f"schedule: {chunks} chunks on each device; there is at least one")
+    groups = [range(i, i + devices) for i in range(0, microbatches, devices)]
+    schedule: Schedule = []
+    for device in range(devices):
+        mine = [chunk * devices + device for chunk in range(chunks)]
+        forwards = [Action(s, "F", m) for group in groups for s in mine for m in group]
+        backwards = [Action(s, "B", m) for group in groups for s in reversed(mine) for m in group]
+        ahead = 2 * (devices - device - 1) + (chunks - 1) * devices if chunks > 1 else devices - device - 1
+        order = _alternating(forwards, backwards, min(ahead, len(forwards)))
+        schedule.append([action for action in order if action.microbatch < microbatches])
+    return schedule
+
+
+def _alternating(forwards: list[Action], backwards: list[Action], ahead: int) -> list[Action]:
+    """So many forwards ahead, then a forward and a backward in turns while there are forwards, then what is left."""
+    order = forwards[:ahead]
+    for i, backward in enumerate(backwards):
+        order += [*forwards[ahead + i : ahead + i + 1], backward]
+    return order
+
+
+SCHEDULES: dict[str, Callable[[int, int], Schedule]] = {"gpipe": gpipe, "1f1b": one_f_one_b, "interleaved": interleaved}
+"""By the word that a person gives, a function of devices and micro-batches."""
+
+
+def by_name(name: str, devices: int, microbatches: int) -> Schedule:
+    """The schedule of that name.
+
+    Raises:
+        StrategyError: there is none; the nearest is offered.
+    """
+    if name not in SCHEDULES:
+        raise StrategyError(f'schedule: there is no "{name}"; {nearest(name, list(SCHEDULES))}')
+    return SCHEDULES[name](devices, microbatches)
+
+
+def devices_of(schedule: Schedule) -> dict[int, int]:
+    """By stage, the device whose list its actions are in.
+
+    Raises:
+        StrategyError: a stage is in two lists.
+    """
+    found: dict[int, int] = {}
+    for device, order in enumerate(schedule):
+        for action in order:
+            if found.setdefault(action.stage, device) != device:
+                raise StrategyError(
+                    f"schedule: stage {action.stage} is on device {found[action.stage]} and on {device}"
+                )
+    return found
+
+
+def printed(schedule: Schedule) -> str:
+    """A line of words for each device."""
+    return "\n".join(" ".join(map(str, order)) for order in schedule)
+
+
+def parse(text: str) -> Schedule:
+    """The schedule that ``printed`` printed; one action for each word, one device for each line.
+
+    Raises:
+        StrategyError: a word is no action.
+    """
+    return [[Action.parse(word) for word in line.split()] for line in text.strip().splitlines()]
+
+
+def _checked(stages: int, microbatches: int) -> None:
+    if stages < 1:
+        raise StrategyError(f"schedule: {stages} stages; there is at least one")
+    if microbatches < 1:
+        raise StrategyError(f"schedule: {microbatches} micro-batches; there is at least one")

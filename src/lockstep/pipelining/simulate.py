@@ -1,0 +1,202 @@
+"""The reader of schedules: when each action begins and ends, how much waiting that leaves, what is held meanwhile.
+
+The rules are few. A device does its actions in order, one at a time. A forward waits for the forward of the stage
+before it, a backward for the backward of the stage behind it and for its own forward. What goes from device to device
+may take a time, in which both compute on. So::
+
+    a stage's forward of micro-batch m    0F0 -> 1F0 -> 2F0
+    its backward                          0B0 <- 1B0 <- 2B0
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import NamedTuple
+
+from lockstep.errors import StrategyError
+from lockstep.pipelining.schedule import Action, Schedule, devices_of
+
+Times = float | Sequence[float] | Sequence[Sequence[float]]
+"""Seconds (or any unit) of an action: one for all, one for each stage, or for each stage one for each micro-batch."""
+
+
+class Span(NamedTuple):
+    """An action, and when it began and ended."""
+
+    action: Action
+    start: float
+    end: float
+
+
+@dataclass(frozen=True)
+class Timeline:
+    """When what was done, simulated or measured.
+
+    Attributes:
+        devices: for each device its spans, in order.
+    """
+
+    devices: tuple[tuple[Span, ...], ...]
+
+    @property
+    def start(self) -> float:
+        """When the first action began."""
+        return min((spans[0].start for spans in self.devices if spans), default=0.0)
+
+    @property
+    def end(self) -> float:
+        """When the last action ended."""
+        return max((spans[-1].end for spans in self.devices if spans), default=0.0)
+
+    @property
+    def makespan(self) -> float:
+        """From the first action's begin to the last one's end."""
+        return self.end - self.start
+
+    @property
+    def busy(self) -> tuple[float, ...]:
+        """The time that each device computed."""
+        return tuple(sum(span.end - span.start for span in spans) for spans in self.devices)
+
+    @property
+    def bubble(self) -> float:
+        """The share of the devices' time in which they waited, from 0 to 1."""
+        whole = self.makespan * len(self.devices)
+        return 1 - sum(self.busy) / whole if whole else 0.0
+
+    @property
+    def speed_up(self) -> float:
+        """How many times faster than one device that does the same actions one after another."""
+        return sum(self.busy) / self.makespan if self.makespan else 1.0
+
+    def held(self, sizes: Mapping[int, float] | None = None) -> tuple[float, ...]:
+        """What each device holds at most of micro-batches that have had their forward and not yet their backward.
+
+        Args:
+            sizes: by stage, what one micro-batch leaves there (bytes, say); None counts micro-batches of stages.
+        """
+        peaks = []
+        for spans in self.devices:
+            now = peak = 0.0
+            for action, _, _ in spans:
+                size = 1.0 if sizes is None else sizes[action.stage]
+                now += size if action.kind == "F" else -size
+                peak = max(peak, now)
+            peaks.append(peak)
+        return tuple(peaks)
+
+    def held_by_stage(self) -> dict[int, int]:
+        """By stage, how many micro-batches it holds at most."""
+        peaks: dict[int, int] = {}
+        now: dict[int, int] = {}
+        for spans in self.devices:
+            for action, _, _ in spans:
+                now[action.stage] = now.get(action.stage, 0) + (1 if action.kind == "F" else -1)
+                peaks[action.stage] = max(peaks.get(action.stage, 0), now[action.stage])
+        return peaks
+
+
+def simulate(schedule: Schedule, forward: Times = 1.0, backward: Times = 1.0, transfer: float = 0.0) -> Timeline:
+    """When each action would begin and end.
+
+    Args:
+        schedule: for each device its actions.
+        forward: how long a forward takes.
+        backward: how long a backward takes.
+        transfer: how long what a stage gives is on its way to a stage on another device.
+
+    Raises:
+        StrategyError: an action is missing, twice or too early, or the devices would wait for each other for ever.
+    """
+    validate_actions(schedule)
+    place = devices_of(schedule)
+    last = len(place) - 1
+    ended: dict[Action, float] = {}
+    spans: list[list[Span]] = [[] for _ in schedule]
+
+    def ready(action: Action) -> float | None:
+        """When what the action needs is on its device; None while that isn't known."""
+        moment = 0.0
+        for need in needs(action, last):
+            if need not in ended:
+                return None
+            moment = max(moment, ended[need] + (transfer if place[need.stage] != place[action.stage] else 0.0))
+        return moment
+
+    left = sum(map(len, schedule))
+    while left:
+        before = left
+        for device, order in enumerate(schedule):
+            mine = spans[device]
+            while len(mine) < len(order) and (moment := ready(action := order[len(mine)])) is not None:
+                start = max(moment, mine[-1].end if mine else 0.0)
+                ended[action] = start + time_of(action, forward if action.kind == "F" else backward)
+                mine.append(Span(action, start, ended[action]))
+                left -= 1
+        if left == before:
+            raise StrategyError(f"schedule: {_stuck(schedule, spans, ended, last)}")
+    return Timeline(tuple(map(tuple, spans)))
+
+
+def needs(action: Action, last: int) -> list[Action]:
+    """What has to be done before an action, ``last`` being the last stage."""
+    stage, kind, microbatch = action
+    if kind == "F":
+        return [Action(stage - 1, "F", microbatch)] if stage else []
+    behind = [Action(stage + 1, "B", microbatch)] if stage < last else []
+    return [Action(stage, "F", microbatch), *behind]
+
+
+def time_of(action: Action, times: Times) -> float:
+    """How long an action takes."""
+    if isinstance(times, int | float):
+        return times
+    of_stage = times[action.stage]
+    return of_stage if isinstance(of_stage, int | float) else of_stage[action.microbatch]
+
+
+def validate(schedule: Schedule) -> None:
+    """Make sure that a schedule can be run.
+
+    Raises:
+        StrategyError: an action is missing, twice or too early, or the devices would wait for each other for ever.
+    """
+    simulate(schedule)
+
+
+def validate_actions(schedule: Schedule) -> None:
+    """Make sure that each stage has each micro-batch's forward and backward once, and the forward first.
+
+    Raises:
+        StrategyError: it hasn't; the first such action is named.
+    """
+    stages = devices_of(schedule)
+    actions = [action for order in schedule for action in order]
+    if not actions:
+        raise StrategyError("schedule: there is no action in it")
+    if missing := [s for s in range(max(stages)) if s not in stages]:
+        raise StrategyError(f"schedule: there is a stage {max(stages)}, and no stage {missing[0]}")
+    microbatches = 1 + max(action.microbatch for action in actions)
+    seen: set[Action] = set()
+    for action in actions:
+        if action in seen:
+            raise StrategyError(f"schedule: {action} is there twice")
+        if action.kind == "B" and Action(action.stage, "F", action.microbatch) not in seen:
+            raise StrategyError(f"schedule: {action} comes before {action.stage}F{action.microbatch}")
+        seen.add(action)
+    for stage in range(len(stages)):
+        for microbatch in range(microbatches):
+            for action in (Action(stage, "F", microbatch), Action(stage, "B", microbatch)):
+                if action not in seen:
+                    raise StrategyError(f"schedule: {action} is missing")
+
+
+def _stuck(schedule: Schedule, spans: Sequence[Sequence[Span]], ended: Mapping[Action, float], last: int) -> str:
+    waiting = []
+    for device, (order, mine) in enumerate(zip(schedule, spans, strict=True)):
+        if len(mine) < len(order):
+            action = order[len(mine)]
+            need = next(need for need in needs(action, last) if need not in ended)
+            waiting.append(f"device {device} waits with {action} for {need}")
+    return f"the devices wait for each other for ever: {', '.join(waiting)}"

@@ -1,0 +1,81 @@
+"""Stages: which layer is where, read from a device map.
+
+A device map gives prefixes of names a stage; the longest prefix wins::
+
+    {"": 0, "layer3": 1, "layer3.0.norm": 0}
+
+        conv1.weight     -> ""                  -> stage 0
+        layer3.1.weight  -> "layer3"            -> stage 1
+        layer3.0.norm    -> "layer3.0.norm"     -> stage 0
+
+A prefix is the name of a module, of a parameter or of a buffer, or "" for all. A container that holds layers of several
+stages needs none.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+from torch import nn
+
+from lockstep.errors import StrategyError, nearest
+
+DeviceMap = Mapping[str, int]
+"""Prefix of names -> stage, from 0."""
+
+
+def stage_of(model: nn.Module, device_map: DeviceMap, stages: int | None = None) -> dict[str, int]:
+    """The stage of each module, parameter and buffer by name, those that share a tensor under each of their names.
+
+    Modules that no prefix covers (the model itself, containers) are left out.
+
+    Args:
+        model: whose names they are.
+        device_map: see the top of this module.
+        stages: how many there are, where that is known; each must get something.
+
+    Raises:
+        StrategyError: a name doesn't exist (the nearest is offered), a parameter is left out, a stage isn't a whole
+            number from 0, has nothing, or is beyond those there are.
+    """
+    modules = [name for name, _ in model.named_modules(remove_duplicate=False)]
+    parameters = [name for name, _ in model.named_parameters(remove_duplicate=False)]
+    buffers = [name for name, _ in model.named_buffers(remove_duplicate=False)]
+    known = {*modules, *parameters, *buffers}
+    for prefix, stage in device_map.items():
+        if prefix not in known:
+            names = [name for name in (*modules, *parameters) if name]
+            raise StrategyError(f'device map: the model has no "{prefix}": {nearest(prefix, names)}')
+        if not isinstance(stage, int) or isinstance(stage, bool) or stage < 0:
+            raise StrategyError(f'device map: "{prefix}" is on stage {stage!r}: give a whole number, from 0')
+        if stages is not None and stage >= stages:
+            raise StrategyError(
+                f'device map: "{prefix}" is on stage {stage}, but {stages} devices are stages 0 to {stages - 1}: '
+                f"use {stage + 1} devices, or another map"
+            )
+    every = {name: _longest(name, device_map) for name in sorted(known)}
+    found = {name: stage for name, stage in every.items() if stage is not None}
+    left = [name for name in parameters if name not in found]
+    if left:
+        raise StrategyError(
+            f'device map: it leaves out {len(left)} of {len(parameters)} parameters, "{left[0]}" first: '
+            'give it a stage, or give "" one, which is for all the rest'
+        )
+    used = {found[name] for name in (*parameters, *buffers) if name in found}
+    empty = next((stage for stage in range(stages or max(used, default=0) + 1) if stage not in used), None)
+    if empty is not None:
+        raise StrategyError(
+            f"device map: stage {empty} holds no parameter, of {stages or max(used) + 1} stages: "
+            f"use {len(used)} devices, or give it a layer"
+        )
+    return found
+
+
+def _longest(name: str, device_map: DeviceMap) -> int | None:
+    """The stage of the longest prefix of a name; None where none fits."""
+    words = name.split(".") if name else []
+    for length in range(len(words), -1, -1):
+        prefix = ".".join(words[:length])
+        if prefix in device_map:
+            return device_map[prefix]
+    return None

@@ -1,0 +1,352 @@
+"""Which layers go where: blocks found in the order of execution, timed, split, printed."""
+
+from __future__ import annotations
+
+import ast
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from torch.utils.data import TensorDataset
+
+import lockstep
+from lockstep.cli import main
+from lockstep.devices import slots
+from lockstep.errors import StrategyError
+from lockstep.nesting import call
+from lockstep.pipelining.estimate import Look, blocks_of
+from lockstep.pipelining.measure import measured
+from lockstep.pipelining.partition import map_of, state_copies
+from lockstep.pipelining.plan import plan
+from lockstep.pipelining.stages import stage_of
+from lockstep.pipelining.trace import trace
+
+EXAMPLES = Path(__file__).parents[1] / "examples"
+sys.path.insert(0, str(EXAMPLES))
+
+from models.gpt import GPT  # noqa: E402
+from models.resnet50 import ResNet50  # noqa: E402
+from models.unet import UNet  # noqa: E402
+
+
+def look(model: nn.Module, inputs: Any) -> Look:
+    return blocks_of(model, trace(model, inputs))
+
+
+def names(found: Look) -> list[str]:
+    return [block.name for block in found.blocks]
+
+
+class Backwards(nn.Module):
+    """Registered last to first; a list that is never called, an activation for all, layers that stay unused."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.head = nn.Linear(8, 3)
+        self.unused = nn.Linear(2, 2)
+        self.layers = nn.ModuleList(nn.Linear(8, 8) for _ in range(3))
+        self.stem = nn.Linear(4, 8)
+        self.scale = nn.Parameter(torch.ones(8))
+        self.act = nn.ReLU()
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = self.stem(x)
+        for layer in self.layers:
+            x = x + self.act(layer(x))
+        return self.head(x * self.scale)
+
+
+def test_blocks_come_in_the_order_of_execution_whatever_the_containers() -> None:
+    found = look(Backwards(), torch.randn(5, 4))
+    assert names(found) == ["stem", "layers.0", "layers.1", "layers.2", "head"] and found.fake
+    assert found.loose == {"scale": 3, "unused.weight": 4, "unused.bias": 4}, (
+        "where it is used; else with its neighbour"
+    )
+    assert [block.parameters for block in found.blocks] == [160, 288, 288, 288, 108]
+
+
+def test_an_attention_that_does_not_call_its_output_layer_stays_whole() -> None:
+    layer = nn.TransformerEncoderLayer(16, 4, 32, batch_first=True)
+    found = look(nn.Sequential(layer, nn.Linear(16, 2)), torch.randn(2, 6, 16))
+    assert names(found) == ["0.self_attn", "0.norm1", "0.linear1", "0.linear2", "0.norm2", "1"]
+
+
+def test_a_table_of_positions_beside_the_layers_does_not_keep_a_model_whole() -> None:
+    model = GPT(11, 8, 16, 2, 2)
+    found = look(nn.ModuleDict({"inner": model})["inner"], torch.randint(11, (2, 8)))
+    assert len(found.blocks) > 6 and not found.loose.keys() - dict(model.named_parameters()).keys()
+
+
+def test_a_layer_that_is_called_twice_is_one_block_that_says_so() -> None:
+    class Twice(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.a, self.b = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4)), nn.Linear(4, 4)
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return self.a(self.b(self.a(x)))
+
+    found = look(Twice(), torch.randn(2, 4))
+    assert [(block.name, block.calls) for block in found.blocks] == [("a", 2), ("b", 1)]
+
+
+def test_control_flow_on_values_is_run_instead_and_leaves_nothing_behind() -> None:
+    class Asks(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.norm, self.a, self.b = nn.BatchNorm1d(4), nn.Linear(4, 4), nn.Linear(4, 4)
+            self.drop = nn.Dropout()
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            x = self.drop(self.norm(x))
+            return self.a(x) if x.sum() > 1e9 else self.b(x)
+
+    model = Asks()
+    before = {name: tensor.clone() for name, tensor in model.state_dict().items()}
+    inputs = torch.randn(6, 4)
+    state = torch.get_rng_state()
+    found = look(model, inputs)
+    assert names(found) == ["norm", "b"] and not found.fake
+    assert all(torch.equal(tensor, before[name]) for name, tensor in model.state_dict().items())
+    assert torch.equal(state, torch.get_rng_state()) and all(p.grad is None for p in model.parameters())
+    assert not any(m._forward_hooks or m._forward_pre_hooks for m in model.modules())
+
+
+def test_looking_needs_no_memory_for_the_model() -> None:
+    with torch.device("meta"):
+        model = nn.Sequential(nn.Linear(10**5, 10**5), nn.ReLU(), nn.Linear(10**5, 10**5))
+    found = look(model, torch.empty(4, 10**5, device="meta"))
+    assert [block.parameters for block in found.blocks] == [4 * (10**10 + 10**5)] * 2
+
+
+def test_bytes_that_cross_are_counted_with_skips() -> None:
+    found = look(UNet(1, 1, width=4, depth=2), torch.randn(2, 1, 8, 8))
+    cross = {block.name: block.crossing for block in found.blocks}
+    full, half = 2 * 4 * 64 * 4, 2 * 8 * 16 * 4
+    assert cross["bottom.4"] >= full + half, "both skips pass the bottom"
+    assert cross["head"] == 0 and cross["bottom.4"] > cross["up.1.4"]
+
+
+def test_kept_bytes_are_those_that_backward_needs() -> None:
+    model = nn.Sequential(nn.Linear(16, 64), nn.ReLU(), nn.Linear(64, 8))
+    found = look(model, torch.randn(32, 16))
+    first, last = found.blocks
+    assert first.activations == 32 * 16 * 4 + 32 * 64 * 4 and last.activations == 0, "one tensor is not kept twice"
+    for parameter in model[0].parameters():
+        parameter.requires_grad_(False)
+    frozen = look(model, torch.randn(32, 16)).blocks
+    assert frozen[0].backward == 0 and frozen[0].trained == 0 and frozen[1].backward > 0
+
+
+class Sleeps(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor, seconds: float) -> torch.Tensor:
+        ctx.seconds = seconds
+        time.sleep(seconds)
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx: Any, gradient: torch.Tensor) -> Any:
+        time.sleep(2 * ctx.seconds)
+        return gradient, None
+
+
+class Slow(nn.Linear):
+    def __init__(self, seconds: float) -> None:
+        super().__init__(4, 4)
+        self.seconds = seconds
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return Sleeps.apply(super().forward(x), self.seconds)
+
+
+def test_each_block_gets_its_own_time_forward_and_backward() -> None:
+    asleep = [0.01, 0.03, 0.0, 0.02]
+    model = nn.Sequential(*map(Slow, asleep), nn.ReLU(inplace=True))
+    inputs = torch.randn(3, 4)
+    found = look(model, inputs).blocks
+    timed = measured(model, found, lambda: call(model, inputs).sum(), slots(1)[0], seconds=0.0, rounds=3)
+    for block, seconds in zip(timed, asleep, strict=True):
+        assert seconds <= block.forward < seconds + 0.008, block
+        assert 2 * seconds <= block.backward < 2 * seconds + 0.008, block
+    assert all(p.grad is None for p in model.parameters())
+    assert not any(m._forward_hooks or m._forward_pre_hooks for m in model.modules())
+
+
+@pytest.mark.parametrize("stages", [1, 2, 3, 4])
+def test_the_map_puts_every_parameter_where_its_block_is(stages: int) -> None:
+    for model, inputs in [
+        (Backwards(), torch.randn(5, 4)),
+        (UNet(1, 1, width=4, depth=2), torch.randn(2, 1, 8, 8)),
+        (GPT(11, 8, 16, 2, 2), torch.randint(11, (2, 8))),
+        (
+            nn.TransformerEncoder(nn.TransformerEncoderLayer(8, 2, 8), 2, enable_nested_tensor=False),
+            torch.randn(3, 2, 8),
+        ),
+    ]:
+        found = look(model, inputs)
+        bounds = [len(found.blocks) * s // stages for s in range(stages + 1)]
+        made = map_of(model, found, bounds)
+        stage = stage_of(model, made, stages)
+        for place, block in enumerate(found.blocks):
+            expected = next(s for s, end in enumerate(bounds[1:]) if place < end)
+            assert all(
+                stage[f"{block.name}.{key}"] == expected
+                for key, _ in model.get_submodule(block.name).named_parameters()
+            )
+        for name in made:
+            below = {s for key, s in stage.items() if key == name or key.startswith(f"{name}." if name else "")}
+            assert below == {made[name]}, "no container is on one stage, and a layer of it on another"
+
+
+def test_resnet_50_cut_behind_its_second_group_has_the_short_map() -> None:
+    model = ResNet50(10)
+    found = look(model, torch.randn(2, 3, 32, 32))
+    assert len(found.blocks) == 107 and sum(p.numel() for p in ResNet50().parameters()) == 25_557_032
+    cut = next(place for place, block in enumerate(found.blocks) if block.name.startswith("layer3"))
+    made = map_of(model, found, [0, cut, 107])
+    assert made == {"conv1": 0, "bn1": 0, "layer1": 0, "layer2": 0, "layer3": 1, "layer4": 1, "fc": 1}
+
+
+def test_tied_and_shared_layers_are_in_the_map_under_each_of_their_names() -> None:
+    class Tied(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.table, self.middle = nn.Embedding(7, 4), nn.Linear(4, 4)
+            self.again, self.head = self.middle, nn.Linear(4, 7, bias=False)
+            self.head.weight = self.table.weight
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return self.head(self.again(self.middle(self.table(x))))
+
+    model = Tied()
+    found = look(model, torch.randint(7, (3, 2)))
+    assert names(found) == ["table", "middle", "head"]
+    assert map_of(model, found, [0, 1, 3]) == {"table": 0, "middle": 1, "again": 1, "head": 1}
+
+
+def test_what_an_optimizer_keeps_is_asked_of_it(tmp_path: Path) -> None:
+    def job(optimizer: Any) -> lockstep.Job:
+        return small_job().having(optimizer=optimizer)
+
+    assert state_copies(job(lambda params: torch.optim.SGD(params, lr=0.1))) == 0
+    assert state_copies(job(lambda params: torch.optim.SGD(params, lr=0.1, momentum=0.9))) == 1
+    assert state_copies(job(lambda params: torch.optim.AdamW(params))) == 2
+    assert state_copies(job(lambda params: torch.optim.SGD([dict(params)["head.bias"]], lr=0.1))) == 2
+
+
+def small_job() -> lockstep.Job:
+    torch.manual_seed(0)
+    data = TensorDataset(torch.randn(40, 4), torch.randn(40, 3))
+    return lockstep.Job(
+        model=Backwards,
+        loss=nn.MSELoss(),
+        optimizer=lambda params: torch.optim.SGD(params, lr=0.1),
+        train_data=data,
+        batch_size=16,
+    )
+
+
+def test_partition_in_python() -> None:
+    found = lockstep.partition(small_job(), devices="2xcpu", seconds=0.0)
+    assert found.measured and found.samples == 16 and len(found.stages) == 2
+    assert [str(stage.device) for stage in found.stages] == ["cpu:0", "cpu:1"]
+    assert all(stage.forward > 0 and stage.backward > 0 and stage.need > 0 for stage in found.stages)
+    assert 1 < found.speed_up <= 2
+    stage_of(Backwards(), found.device_map, 2)
+    micro = lockstep.partition(small_job(), devices="2xcpu", microbatches=4, measured=False)
+    assert micro.samples == 4 and not micro.measured and micro.stages[0].activations < found.stages[0].activations
+
+
+def test_memory_is_looked_at(monkeypatch) -> None:
+    with pytest.raises(StrategyError, match=r"stage \d \(.*\) needs .*B, and cpu:\d has 100 B"):
+        lockstep.partition(small_job(), devices="2xcpu", measured=False, memory=100)
+    with pytest.raises(StrategyError, match="1 sizes of memory for 2 devices"):
+        lockstep.partition(small_job(), devices="2xcpu", measured=False, memory=[100])
+    with pytest.raises(StrategyError, match="6 stages, but the model has 5 blocks"):
+        lockstep.partition(small_job(), devices="6xcpu", measured=False)
+    wide = lockstep.partition(small_job(), devices="2xcpu", measured=False, memory=[1000, 10**6])
+    assert wide.stages[0].need <= 1000 and len(wide.stages[0].blocks) == 1
+
+
+def test_a_model_that_does_not_fit_is_estimated_and_that_is_said(monkeypatch) -> None:
+    def full(*args: Any, **kwargs: Any) -> Any:
+        raise torch.OutOfMemoryError("out of memory")
+
+    monkeypatch.setattr("lockstep.pipelining.partition._measured", full)
+    found = lockstep.partition(small_job(), devices="2xcpu")
+    assert not found.measured and "doesn't fit on cpu:0: times are estimated" in found.notes[0]
+
+
+def test_the_plan_chooses_schedule_and_microbatches() -> None:
+    found, choice = plan(small_job(), devices="2xcpu", seconds=0.0)
+    assert len(found.stages) == len(choice.best.plan.places) and choice.best.microbatches <= 16
+    assert "times one device with the whole batch" in choice.why and len(choice.candidates) > 10
+    stage_of(Backwards(), found.device_map, len(found.stages))
+    _, only = plan(small_job(), devices="2xcpu", schedules=["gpipe"], microbatches=[4], seconds=0.0)
+    assert str(only.best) == "gpipe with 4 micro-batches"
+
+
+JOB = """
+import lockstep, torch
+from torch import nn
+
+def job(layers: int = 3):
+    return lockstep.Job(
+        model=lambda: nn.Sequential(*(nn.Linear(6, 6) for _ in range(layers))),
+        loss=nn.MSELoss(),
+        optimizer=lambda params: torch.optim.SGD(params, lr=0.1),
+        train_data=torch.utils.data.TensorDataset(torch.randn(32, 6), torch.randn(32, 6)),
+        batch_size=16,
+    )
+"""
+
+
+@pytest.fixture
+def file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> str:
+    monkeypatch.chdir(tmp_path)
+    path = tmp_path / "small.py"
+    path.write_text(JOB)
+    return str(path)
+
+
+@pytest.mark.parametrize("width", [40, 60, 80, 140])
+def test_the_command_prints_a_table_with_bars_and_the_map(width: int, file: str, monkeypatch, capsys) -> None:
+    monkeypatch.setenv("COLUMNS", str(width))
+    assert main(["partition", file, "--devices", "3xcpu", "--estimate", "--set", "layers=6"]) == 0
+    table, _, pasted = capsys.readouterr().out.partition("\n\n")
+    assert all(len(line) <= width for line in table.splitlines()) and table.count("█") >= 12
+    assert "3 stages of 6 blocks; estimated" in table.replace("\n", " ") and "0 to 1, 2 blocks" in table
+    written = ast.literal_eval(pasted.strip().removeprefix("device_map="))
+    assert written == {"0": 0, "1": 0, "2": 1, "3": 1, "4": 2, "5": 2}
+    assert not list(Path(file).parent.glob("runs")), "nothing is made"
+
+
+def test_the_command_chooses_microbatches_and_schedule(file: str, monkeypatch, capsys) -> None:
+    monkeypatch.setenv("COLUMNS", "80")
+    words = ["partition", file, "--devices", "2xcpu", "--microbatches", "auto", "--schedule", "1f1b"]
+    assert main(words) == 0
+    said = capsys.readouterr().out
+    assert "bubble" in said and "1f1b with " in said and "device_map={" in said
+
+
+@pytest.mark.parametrize(
+    ("words", "says"),
+    [
+        (["--microbatches", "some"], "--microbatches some: write a number, or auto"),
+        (["--microbatches", "0"], "partition: 0 micro-batches; there is at least one"),
+        (["--memory", "much"], "--memory much: write a size: 8GiB, 500MiB"),
+        (["--microbatches", "auto", "--estimate"], "--microbatches auto needs measured times"),
+        (["--microbatches", "auto", "--schedule", "2f2b"], '--schedule: there is no "2f2b"'),
+        (["--devices", "4xcpu", "--estimate"], "partition: 4 stages, but the model has 3 blocks"),
+        (["--memory", "1KiB", "--estimate", "--set", "layers=9"], "needs 3.52 KiB, and cpu:"),
+    ],
+)
+def test_wrong_words_get_one_line(words: list[str], says: str, file: str, capsys) -> None:
+    assert main(["partition", file, "--devices", "2xcpu", *words]) == 2
+    lines = capsys.readouterr().err.strip().splitlines()
+    assert len(lines) == 1 and says in lines[0], lines

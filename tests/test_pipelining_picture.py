@@ -1,0 +1,112 @@
+"""`lockstep schedule`: the grid, its bubble, the drawing."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from lockstep.cli import main
+from lockstep.pipelining.picture import draw, grid, summary
+from lockstep.pipelining.schedule import SCHEDULES, Action, by_name
+from lockstep.pipelining.simulate import Span, Timeline, simulate
+
+
+def test_the_grid_of_one_f_one_b_with_its_bubble(monkeypatch, capsys) -> None:
+    monkeypatch.setenv("COLUMNS", "80")
+    assert main(["schedule", "--stages", "4", "--microbatches", "8", "--schedule", "1f1b"]) == 0
+    assert capsys.readouterr().out.splitlines() == [
+        "1f1b: 4 devices, 8 micro-batches",
+        "0  F0 F1 F2 F3 ·········B0 F4 B1 F5 B2 F6 B3 F7 B4 ···B5 ···B6 ···B7",
+        "1  ···F0 F1 F2 ······B0 F3 B1 F4 B2 F5 B3 F6 B4 F7 B5 ···B6 ···B7 ···",
+        "2  ······F0 F1 ···B0 F2 B1 F3 B2 F4 B3 F5 B4 F6 B5 F7 B6 ···B7 ······",
+        "3  ·········F0 B0 F1 B1 F2 B2 F3 B3 F4 B4 F5 B5 F6 B6 F7 B7 ·········",
+        "bubble 27.3 %, 2.91 times one device; micro-batches held at most: 4 3 2 1",
+    ]
+
+
+def test_many_microbatches_are_shortened_in_the_middle(monkeypatch, capsys) -> None:
+    monkeypatch.setenv("COLUMNS", "60")
+    assert main(["schedule", "--stages", "3", "--microbatches", "512", "--schedule", "1f1b"]) == 0
+    assert capsys.readouterr().out.splitlines()[1:4] == [
+        "0  F0── F1── F2── ··········   …   B509 ·····B510 ·····B511",
+        "1  ·····F0── F1── ·····B0──    …   F511 B510 ·····B511 ·····",
+        "2  ··········F0── B0── F1──    …   B510 F511 B511 ··········",
+    ]
+
+
+@pytest.mark.parametrize("width", [60, 80, 140])
+@pytest.mark.parametrize("name", SCHEDULES)
+def test_no_line_is_wider_than_the_terminal_and_no_name_is_cut_in_two(name: str, width: int) -> None:
+    for devices, microbatches in [(2, 2), (4, 8), (4, 64), (12, 300)]:
+        timeline = simulate(by_name(name, devices, microbatches), 1.0, 2.3)
+        names = {str(span.action) for spans in timeline.devices for span in spans}
+        short = {name.lstrip("0123456789") for name in names} | names
+        lines = grid(timeline, width)
+        assert len(lines) == devices and all(len(line) <= width for line in lines)
+        for line in lines:
+            for word in line.replace("·", " ").replace("─", " ").replace("…", " ").split()[1:]:
+                assert word in short | {"F", "B"}, line
+
+
+def test_an_action_is_as_wide_as_it_is_long() -> None:
+    lasted = [("F", 0, 10, 11), ("B", 0, 12, 15), ("F", 1, 15, 16), ("B", 1, 16, 19), ("F", 2, 19, 19.2)]
+    measured = Timeline((tuple(Span(Action(0, kind, m), start, end) for kind, m, start, end in lasted),))
+    assert measured.makespan == pytest.approx(9.2), "a measured time line need not begin at 0"
+    assert grid(measured, 40) == ["0  F0 ···B0────── F1 B1────── F"]
+
+
+def test_stages_of_one_device_are_told_apart(capsys, monkeypatch) -> None:
+    monkeypatch.setenv("COLUMNS", "100")
+    assert main(["schedule", "--stages", "2", "--microbatches", "4", "--schedule", "interleaved", "--words"]) == 0
+    lines = capsys.readouterr().out.splitlines()
+    assert lines[1].startswith("0  0F0 0F1 2F0 2F1 0F2 2B0") and lines[2].startswith("1  ····1F0 1F1 3F0 3B0")
+    assert lines[3] == "bubble 11.1 %, 1.78 times one device; micro-batches held at most: 2.5 1.5"
+    assert lines[4].startswith("0F0 0F1 2F0 2F1 0F2")
+
+
+def test_stage_times_can_be_given(capsys) -> None:
+    words = ["schedule", "--stages", "2", "--microbatches", "2", "--forward", "1,3", "--backward", "2,5"]
+    assert main(words) == 0
+    assert f"bubble {100 - 2200 / 38:.1f} %" in capsys.readouterr().out
+    assert main([*words, "--schedule", "fitted,interleaved", "--transfer", "0.1"]) == 0
+
+
+@pytest.mark.parametrize(
+    ("words", "says"),
+    [
+        (["--schedule", "1f1c"], '--schedule: there is no "1f1c"; did you mean "1f1b"?'),
+        (["--stages", "0"], "schedule: 0 stages; there is at least one"),
+        (["--microbatches", "-3"], "schedule: -3 micro-batches; there is at least one"),
+        (["--forward", "1,2,3"], "--forward 1,2,3: 3 times for 4 stages; give one, or one for each"),
+        (["--backward", "long"], "--backward long: write a number, or one for each stage: 1,2.5,1,1"),
+        (["--backward", "0"], "--backward 0: a time is above 0"),
+        (["--transfer", "-1"], "--transfer -1.0: a time is not negative"),
+    ],
+)
+def test_wrong_words_get_one_line(words: list[str], says: str, capsys) -> None:
+    assert main(["schedule", *words]) == 2
+    assert capsys.readouterr().err.strip() == f"lockstep: {says}"
+
+
+def test_ideal_and_measured_are_drawn_one_above_the_other(tmp_path: Path) -> None:
+    pytest.importorskip("matplotlib")
+    ideal = simulate(by_name("1f1b", 2, 4))
+    measured = simulate(by_name("1f1b", 2, 4), [1.0, 1.1], [1.2, 1.0])
+    draw({"ideal": ideal, "measured": measured}, tmp_path / "both.png", unit="ms")
+    assert (tmp_path / "both.png").read_bytes().startswith(b"\x89PNG") and "bubble 20.0 %" in summary(ideal)
+    assert main(["schedule", "--out", str(tmp_path / "one.svg")]) == 0
+    assert "<svg" in (tmp_path / "one.svg").read_text()
+
+
+def test_a_drawing_that_cannot_be_made_gets_one_line(tmp_path: Path, monkeypatch, capsys) -> None:
+    monkeypatch.setitem(__import__("sys").modules, "matplotlib.figure", None)
+    assert main(["schedule", "--out", str(tmp_path / "a.png")]) == 2
+    assert "drawing needs matplotlib: pip install 'torch-lockstep[pictures]'" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(("name", "says"), [("a.txt", "take .png, .svg or .pdf"), ("no/a.png", "No such file")])
+def test_a_file_that_cannot_be_drawn_to_gets_one_line(name: str, says: str, tmp_path: Path, capsys) -> None:
+    pytest.importorskip("matplotlib")
+    assert main(["schedule", "--out", str(tmp_path / name)]) == 2
+    assert says in capsys.readouterr().err

@@ -1,0 +1,171 @@
+"""Schedules in the shape of their pictures, and their reader."""
+
+from __future__ import annotations
+
+import random
+
+import pytest
+
+from lockstep.errors import StrategyError
+from lockstep.pipelining.fitted import fitted
+from lockstep.pipelining.schedule import (
+    SCHEDULES,
+    Action,
+    by_name,
+    devices_of,
+    gpipe,
+    interleaved,
+    one_f_one_b,
+    parse,
+    printed,
+)
+from lockstep.pipelining.simulate import Timeline, simulate, validate
+
+
+def picture(timeline: Timeline) -> list[str]:
+    """As in the docstrings: an action or a dot for each unit of time."""
+    rows = []
+    several = len({span.action.stage for spans in timeline.devices for span in spans}) > len(timeline.devices)
+    for spans in timeline.devices:
+        row = ["."] * round(timeline.end)
+        for action, start, end in spans:
+            row[round(start) : round(end)] = [str(action)[0 if several else 1 :]] * round(end - start)
+        rows.append(" ".join(row))
+    return rows
+
+
+def test_gpipe_has_every_forward_and_then_every_backward() -> None:
+    assert picture(simulate(gpipe(4, 4))) == [
+        "F0 F1 F2 F3 . . . . . . B0 B1 B2 B3",
+        ". F0 F1 F2 F3 . . . . B0 B1 B2 B3 .",
+        ". . F0 F1 F2 F3 . . B0 B1 B2 B3 . .",
+        ". . . F0 F1 F2 F3 B0 B1 B2 B3 . . .",
+    ]
+
+
+def test_one_f_one_b_goes_ahead_just_far_enough_to_reach_the_last_stage() -> None:
+    assert picture(simulate(one_f_one_b(4, 6))) == [
+        "F0 F1 F2 F3 . . . B0 F4 B1 F5 B2 . B3 . B4 . B5",
+        ". F0 F1 F2 . . B0 F3 B1 F4 B2 F5 B3 . B4 . B5 .",
+        ". . F0 F1 . B0 F2 B1 F3 B2 F4 B3 F5 B4 . B5 . .",
+        ". . . F0 B0 F1 B1 F2 B2 F3 B3 F4 B4 F5 B5 . . .",
+    ]
+
+
+def test_interleaved_passes_twice_over_the_devices() -> None:
+    assert picture(simulate(interleaved(2, 4))) == [
+        "0F0 0F1 2F0 2F1 0F2 2B0 0F3 2B1 2F2 0B0 2F3 0B1 . 2B2 . 2B3 0B2 0B3",
+        ". 1F0 1F1 3F0 3B0 3F1 3B1 1F2 1B0 1F3 1B1 3F2 3B2 3F3 3B3 1B2 1B3 .",
+    ]
+
+
+def test_fewer_microbatches_than_stages_are_a_schedule_too() -> None:
+    assert printed(one_f_one_b(3, 1)) == "0F0 0B0\n1F0 1B0\n2F0 2B0" == printed(gpipe(3, 1))
+
+
+@pytest.mark.parametrize("name", SCHEDULES)
+def test_every_schedule_can_be_run_and_sums_gradients_in_the_order_of_one_device(name: str) -> None:
+    for devices in range(1, 7):
+        for microbatches in range(1, 15):
+            schedule = by_name(name, devices, microbatches)
+            validate(schedule)
+            assert parse(printed(schedule)) == schedule
+            for stage in devices_of(schedule):
+                mine = [a.microbatch for order in schedule for a in order if a.stage == stage and a.kind == "B"]
+                assert mine == sorted(mine) == list(range(microbatches))
+
+
+def test_interleaved_takes_any_number_of_chunks_and_microbatches() -> None:
+    for devices, microbatches, chunks in [(4, 5, 3), (5, 7, 2), (3, 10, 4), (1, 3, 2)]:
+        schedule = interleaved(devices, microbatches, chunks)
+        validate(schedule)
+        assert devices_of(schedule) == {s: s % devices for s in range(devices * chunks)}
+
+
+@pytest.mark.parametrize("microbatches", [1, 2, 4, 8, 32])
+@pytest.mark.parametrize("stages", [2, 3, 4])
+def test_the_bubble_of_equal_stages_is_the_known_one(stages: int, microbatches: int) -> None:
+    known = (stages - 1) / (microbatches + stages - 1)
+    for schedule in (gpipe, one_f_one_b):
+        assert simulate(schedule(stages, microbatches), 1.0, 2.0).bubble == pytest.approx(known)
+    if microbatches % stages == 0:
+        halved = (stages - 1) / (2 * microbatches + stages - 1)
+        assert simulate(interleaved(stages, microbatches), 1.0, 2.0).bubble == pytest.approx(halved)
+
+
+def test_one_f_one_b_holds_as_many_microbatches_as_there_are_stages_behind() -> None:
+    assert simulate(one_f_one_b(4, 16)).held() == (4, 3, 2, 1)
+    assert simulate(gpipe(4, 16)).held() == (16, 16, 16, 16)
+    assert simulate(one_f_one_b(2, 2)).held({0: 10.0, 1: 7.0}) == (20.0, 7.0), "bytes of a micro-batch, by stage"
+    assert simulate(interleaved(2, 8)).held_by_stage() == {0: 4, 1: 3, 2: 2, 3: 1}
+
+
+def test_each_stage_and_microbatch_may_take_its_own_time() -> None:
+    even = simulate(one_f_one_b(2, 2), [1.0, 3.0], [2.0, 5.0])
+    assert [[tuple(span) for span in spans] for spans in even.devices] == [
+        [(Action(0, "F", 0), 0, 1), (Action(0, "F", 1), 1, 2), (Action(0, "B", 0), 9, 11), (Action(0, "B", 1), 17, 19)],
+        [(Action(1, "F", 0), 1, 4), (Action(1, "B", 0), 4, 9), (Action(1, "F", 1), 9, 12), (Action(1, "B", 1), 12, 17)],
+    ]
+    assert even.makespan == 19 and even.busy == (6, 16) and even.bubble == pytest.approx(1 - 22 / 38)
+    smaller_last = simulate(one_f_one_b(2, 2), [[1.0, 0.5], [3.0, 1.5]], [[2.0, 1.0], [5.0, 2.5]])
+    assert smaller_last.makespan == 14
+    assert simulate(one_f_one_b(2, 2), [1.0, 3.0], [2.0, 5.0], transfer=0.5).makespan == 20
+
+
+def test_with_equal_times_the_fitted_schedule_is_one_f_one_b() -> None:
+    for stages in range(1, 5):
+        for microbatches in (1, 2, 3, 8):
+            assert fitted(range(stages), microbatches) == one_f_one_b(stages, microbatches)
+
+
+def test_the_fitted_schedule_gains_where_stages_take_unequally_long() -> None:
+    drawn = random.Random(3)
+    ratios = []
+    for _ in range(40):
+        stages, microbatches = drawn.choice([2, 3, 4]), drawn.choice([4, 8])
+        forward = [drawn.uniform(0.5, 1.5) for _ in range(stages)]
+        backward = [2 * drawn.uniform(0.8, 1.2) * time for time in forward]
+        made = fitted(range(stages), microbatches, forward, backward, 0.2)
+        assert made == fitted(range(stages), microbatches, forward, backward, 0.2), "equal times, equal schedule"
+        assert simulate(made).held()[0] <= stages + 2
+        plain = simulate(one_f_one_b(stages, microbatches), forward, backward, 0.2).makespan
+        ratios.append(simulate(made, forward, backward, 0.2).makespan / plain)
+    assert sum(ratios) / len(ratios) < 0.985 and max(ratios) < 1.02 and min(ratios) < 0.95
+
+
+def test_the_fitted_schedule_takes_any_placement() -> None:
+    schedule = fitted([0, 1, 1, 0], 5, [1.0, 2.0, 1.0, 3.0], 2.0)
+    validate(schedule)
+    assert devices_of(schedule) == {0: 0, 1: 1, 2: 1, 3: 0}
+
+
+def test_an_action_is_printed_and_read_as_a_word() -> None:
+    assert str(Action(2, "F", 0)) == "2F0" and Action.parse("12B7") == Action(12, "B", 7)
+
+
+@pytest.mark.parametrize(
+    ("text", "says"),
+    [
+        ("0F0 0B0\n1F0 1G0", '"1G0" is no action: write 2F0 for stage 2, forward, micro-batch 0'),
+        ("0F0 0B0 0F1\n1F0 1B0 1F1 1B1", "0B1 is missing"),
+        ("0F0 0F0 0B0", "0F0 is there twice"),
+        ("0B0 0F0", "0B0 comes before 0F0"),
+        ("0F0 0B0\n2F0 2B0", "there is a stage 2, and no stage 1"),
+        ("0F0 0B0 1F0\n1B0", "stage 1 is on device 0 and on 1"),
+        (
+            "0F0 0B0 0F1 0B1\n1F1 1B1 1F0 1B0",
+            "wait for each other for ever: device 0 waits with 0B0 for 1B0, device 1 waits with 1F1 for 0F1",
+        ),
+        ("", "there is no action in it"),
+    ],
+)
+def test_a_schedule_that_cannot_be_run_is_refused_with_the_action(text: str, says: str) -> None:
+    with pytest.raises(StrategyError, match=".*".join(says.split("  "))):
+        validate(parse(text))
+
+
+def test_a_schedule_that_does_not_exist_is_answered_with_the_nearest() -> None:
+    with pytest.raises(StrategyError, match=r'there is no "gpip"; did you mean "gpipe"\?'):
+        by_name("gpip", 2, 2)
+    with pytest.raises(StrategyError, match="0 micro-batches; there is at least one"):
+        by_name("1f1b", 2, 0)

@@ -1,0 +1,86 @@
+"""The split is the best one, fits into memory, and prefers cuts through which little goes."""
+
+from __future__ import annotations
+
+import itertools
+import random
+
+import pytest
+
+from lockstep.errors import StrategyError
+from lockstep.pipelining.blocks import Block
+from lockstep.pipelining.split import size, split
+
+
+def blocks(times: list[float], weights: list[int] | None = None, crossing: list[int] | None = None) -> list[Block]:
+    weights, crossing = weights or [0] * len(times), crossing or [0] * len(times)
+    every = zip(times, weights, crossing, strict=True)
+    return [Block(f"b{i}", forward=t, parameters=w, crossing=c) for i, (t, w, c) in enumerate(every)]
+
+
+def by_brute_force(of: list[Block], stages: int, capacity: list[int]) -> float | None:
+    slowest = []
+    for cuts in itertools.combinations(range(1, len(of)), stages - 1):
+        bounds = [0, *cuts, len(of)]
+        runs = [of[i:j] for i, j in itertools.pairwise(bounds)]
+        if all(sum(b.parameters for b in run) <= c for run, c in zip(runs, capacity, strict=True)):
+            slowest.append(max(sum(b.forward for b in run) for run in runs))
+    return min(slowest, default=None)
+
+
+def test_no_other_split_has_a_faster_slowest_stage() -> None:
+    drawn = random.Random(1)
+    refused = 0
+    for _ in range(300):
+        count = drawn.randint(1, 9)
+        stages = drawn.randint(1, min(4, count))
+        of = blocks([drawn.uniform(0.1, 3) for _ in range(count)], [drawn.randint(1, 9) for _ in range(count)])
+        capacity = [drawn.randint(8, 40) for _ in range(stages)]
+        best = by_brute_force(of, stages, capacity)
+
+        def need(stage: int, first: int, last: int, of: list[Block] = of) -> float:
+            return sum(block.parameters for block in of[first:last])
+
+        if best is None:
+            refused += 1
+            with pytest.raises(StrategyError, match="no split fits"):
+                split(of, stages, need=need, capacity=capacity)
+            continue
+        bounds = split(of, stages, need=need, capacity=capacity)
+        runs = list(itertools.pairwise(bounds))
+        assert bounds[0] == 0 and bounds[-1] == count and all(i < j for i, j in runs)
+        assert max(sum(b.forward for b in of[i:j]) for i, j in runs) == pytest.approx(best)
+        assert all(need(s, i, j) <= capacity[s] for s, (i, j) in enumerate(runs))
+    assert 20 < refused < 200
+
+
+def test_of_splits_that_are_as_fast_the_one_through_which_least_goes_is_taken() -> None:
+    even = [1.0] * 6
+    assert split(blocks(even, crossing=[5, 5, 5, 5, 5, 0]), 2) == [0, 3, 6]
+    slower = blocks(even, crossing=[5, 5, 5, 1, 5, 0])
+    assert split(slower, 2) == [0, 3, 6] and split(slower, 2, slack=0.4) == [0, 4, 6]
+    inside = [Block(name, forward=1.0, crossing=7) for name in ("a.x", "a.y", "b.x", "b.y")]
+    assert split(inside, 2, slack=0.6) == [0, 2, 4], "between two modules rather than inside of one"
+
+
+def test_more_stages_than_blocks_are_refused_with_both_numbers() -> None:
+    with pytest.raises(StrategyError, match=r"3 stages, but the model has 2 blocks .*\(b0, b1\): use 2 devices"):
+        split(blocks([1.0, 1.0]), 3)
+
+
+def test_a_device_that_is_too_small_is_named_with_both_sizes() -> None:
+    of = blocks([1.0, 1.0, 1.0], [2**30, 2**30, 5 * 2**30])
+    with pytest.raises(StrategyError) as refused:
+        split(
+            of,
+            2,
+            need=lambda stage, i, j: sum(block.parameters for block in of[i:j]),
+            capacity=[4 * 2**30, 3 * 2**30],
+            devices=["cuda:0", "cuda:1"],
+        )
+    assert "stage 1 (b2 to b2) needs 5 GiB, and cuda:1 has 3 GiB: use more devices" in str(refused.value)
+
+
+def test_sizes_are_said_in_three_places() -> None:
+    said = [size(n) for n in (17, 2048, 1_500_000, 2**30 * 1.5, 2**30 * 1200)]
+    assert said == ["17 B", "2 KiB", "1.43 MiB", "1.5 GiB", "1,200 GiB"]
