@@ -250,7 +250,7 @@ def test_data_parallel_gathers_what_hugging_face_gives_its_cache_of_keys_too(kin
     net = DataParallel(copy.deepcopy(plain), "2xcpu")
     ids = torch.randint(1, WORDS, (5, 6))
     named = {"input_ids": ids} if kind == "gpt2" else {"input_ids": ids, "decoder_input_ids": ids}
-    one, other = plain(**named), net(**named)
+    one, other = plain(**named, use_cache=True), net(**named, use_cache=True)
     assert type(other.past_key_values) is type(one.past_key_values)
     (keys, *_), (others, *_) = next(iter(one.past_key_values)), next(iter(other.past_key_values))
     torch.testing.assert_close(others, keys, rtol=BOUND, atol=BOUND)
