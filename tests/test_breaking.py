@@ -68,9 +68,17 @@ def family(process: subprocess.Popen[str]) -> list[psutil.Process]:
     return psutil.Process(process.pid).children(recursive=True)
 
 
-@pytest.mark.parametrize("strategy", ON)
+STOPPED = [(signal.SIGINT, 130, "stopped by Ctrl-C"), (signal.SIGTERM, 143, "")]
+
+
 @pytest.mark.parametrize(
-    ("how", "code", "says"), [(signal.SIGINT, 130, "stopped by Ctrl-C"), (signal.SIGTERM, 143, "")]
+    ("how", "code", "says", "strategy"),
+    # One of each; all pairs are left to the slow tests.
+    [
+        pytest.param(*stop, way, marks=() if (i + j) % 2 == 0 else pytest.mark.slow)
+        for i, way in enumerate(ON)
+        for j, stop in enumerate(STOPPED)
+    ],
 )
 def test_a_stopped_training_keeps_its_folder_and_leaves_no_process(how, code, says, strategy, folder) -> None:
     process = started(folder, strategy)

@@ -477,8 +477,15 @@ def test_bad_input_gets_one_line_and_exit_code_2_and_makes_nothing(words: str, s
     assert {p for p in folder.rglob("*") if "__pycache__" not in str(p)} == before
 
 
-@pytest.mark.parametrize("words", ["--devices 1", "--strategy ddp --devices 2xcpu"])
-@pytest.mark.parametrize(("how", "code"), [(signal.SIGINT, 130), (signal.SIGTERM, 143)])
+@pytest.mark.parametrize(
+    ("words", "how", "code"),
+    [
+        ("--devices 1", signal.SIGINT, 130),
+        pytest.param("--devices 1", signal.SIGTERM, 143, marks=pytest.mark.slow),
+        pytest.param("--strategy ddp --devices 2xcpu", signal.SIGINT, 130, marks=pytest.mark.slow),
+        ("--strategy ddp --devices 2xcpu", signal.SIGTERM, 143),
+    ],
+)
 def test_a_stopped_prediction_leaves_nothing(how: signal.Signals, code: int, words: str, folder: Path) -> None:
     command = [sys.executable, "-m", "lockstep", "predict", "run", "a_job.py:Slow", "--loader-workers", "0"]
     process = subprocess.Popen([*command, *words.split()], cwd=folder, stderr=subprocess.PIPE, text=True)
