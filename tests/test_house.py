@@ -14,7 +14,7 @@ LAYERS = [
     {"errors", "allocator"},
     {"nesting", "devices", "events", "seeding"},
     {"job", "means", "world", "breakdown"},
-    {"jobfile", "memory", "loss", "inventory", "launch", "parallel", "pipelining"},
+    {"jobfile", "memory", "loss", "inventory", "launch", "parallel"},
     {
         "ownloop",
         "compiling",
@@ -23,6 +23,7 @@ LAYERS = [
         "build",
         "optimizer",
         "forward",
+        "pipelining",
         "data",
         "dataname",
         "display",

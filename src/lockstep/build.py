@@ -46,7 +46,7 @@ def build_model(job: Job, world: World) -> nn.Module:
         _checkpoint(model, job, job.sync_batchnorm and world.size * len(world.devices) > 1)
     if job.channels_last:
         _lay_out(model)
-    if not world.device.is_slot:
+    if not world.device.is_slot and not world.splits_layers:  # else it may be too large for the first device
         model.to(world.device.torch)
     return model
 

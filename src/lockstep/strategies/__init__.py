@@ -10,10 +10,12 @@ from lockstep.errors import StrategyError, nearest
 from lockstep.job import convert
 from lockstep.strategies.ddp import DDP
 from lockstep.strategies.dp import DP
+from lockstep.strategies.mp import MP
+from lockstep.strategies.pp import PP
 from lockstep.strategies.single import Single
 from lockstep.strategies.strategy import Strategy
 
-STRATEGIES: dict[str, type[Strategy]] = {kind.name: kind for kind in (Single, DP, DDP)}
+STRATEGIES: dict[str, type[Strategy]] = {kind.name: kind for kind in (Single, DP, DDP, MP, PP)}
 
 __all__ = ["STRATEGIES", "Strategy", "choose"]
 

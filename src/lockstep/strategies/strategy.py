@@ -43,6 +43,10 @@ class Strategy(ABC):
             StrategyError: this strategy can't keep the numbers of this job.
         """
 
+    def parts(self, job: Job) -> int:
+        """How many micro-batches a global batch is cut in."""
+        return job.accumulate
+
     def refuse(self, model: nn.Module, replicas: int) -> None:
         """Refuse what is known to be wrong on several devices.
 
