@@ -84,9 +84,9 @@ class Flight:
 
     def __enter__(self) -> Flight:
         """Begin, with the turn of the first stage: the model's own code before any layer is in order too."""
-        _here.flight = self
         if self._route:
             self.enter(self._route[0].stage)
+        _here.flight = self
         return self
 
     def __exit__(self, *error: object) -> None:

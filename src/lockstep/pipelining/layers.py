@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import threading
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -38,15 +38,18 @@ class Layers:
     def __init__(self, model: nn.Module, stage_of: Mapping[str, int], devices: Sequence[Device]) -> None:
         self.moves = len({device.torch for device in devices}) > 1
         self._places = places = [device.torch for device in devices]
+        # What holds something of another stage only hands on: its own code runs on whichever stage it comes to.
+        mixed = {
+            around
+            for name, stage in stage_of.items()
+            for around in _around(name)
+            if stage_of.get(around, stage) != stage
+        }
         for name, module in model.named_modules():
-            stage = stage_of.get(name)
-            if stage is None:
-                continue
-            inside = [other for other in stage_of if other.startswith(f"{name}." if name else "")]
-            alone = all(stage_of[other] == stage for other in inside) and _is_covered(module, name, stage_of)
-            place = places[stage] if self.moves else None
-            module.register_forward_pre_hook(_Arriving(stage, place, alone), with_kwargs=True, prepend=True)
-            if alone:
+            if name in stage_of and name not in mixed:
+                stage = stage_of[name]
+                place = places[stage] if self.moves else None
+                module.register_forward_pre_hook(_Arriving(stage, place), with_kwargs=True, prepend=True)
                 module.register_forward_hook(_Leaving())
         if not devices[0].is_slot:
             place_tensors(model, {name: places[stage] for name, stage in stage_of.items()}, places[0])
@@ -56,9 +59,11 @@ class Layers:
         return _Moving(self._places[0]) if self.moves else contextlib.nullcontext()
 
 
-def _is_covered(module: nn.Module, name: str, stage_of: Mapping[str, int]) -> bool:
-    """Whether everything inside has a stage at all."""
-    return all(child in stage_of for child, _ in module.named_modules(prefix=name))
+def _around(name: str) -> Iterator[str]:
+    """The names of the modules that a name lies in: ``""``, ``"a"``, ``"a.b"`` for ``"a.b.c"``."""
+    words = name.split(".") if name else []
+    for length in range(len(words)):
+        yield ".".join(words[:length])
 
 
 @torch.no_grad()
@@ -86,8 +91,12 @@ class _Hook:
     def __deepcopy__(self, memo: dict[int, Any]) -> Callable[..., None]:
         return _nothing
 
-    def __reduce__(self) -> str:
-        return "_nothing"
+    def __reduce__(self) -> tuple[Callable[[], Callable[..., None]], tuple[()]]:
+        return _unhooked, ()
+
+
+def _unhooked() -> Callable[..., None]:
+    return _nothing
 
 
 def _nothing(*args: Any) -> None:
@@ -100,13 +109,11 @@ class _Arriving(_Hook):
     Args:
         stage: where the module is.
         place: where its inputs must be, or None where all stages are on one device.
-        alone: all that is inside of the module is on this stage too.
     """
 
-    def __init__(self, stage: int, place: torch.device | None, alone: bool) -> None:
+    def __init__(self, stage: int, place: torch.device | None) -> None:
         self._stage = stage
         self._place = place
-        self._alone = alone
 
     def __call__(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         flight = current()
@@ -125,7 +132,7 @@ class _Arriving(_Hook):
                 if flight.marks:
                     flight.mark(args)
                     flight.mark(kwargs)
-                if self._alone and flight.outer is None:
+                if flight.outer is None:
                     flight.outer = module
         return None if self._place is None else self._moved(args, kwargs)
 

@@ -71,10 +71,17 @@ class Runner:
         self._said_strayed = False
         self.overlaps = False
 
-    def run(self, forward: Callable[[int], T], backward: Callable[[int, T], R], count: int) -> list[R]:
+    def run(
+        self,
+        begin: Callable[[int], None],
+        forward: Callable[[int], T],
+        backward: Callable[[int, T], R],
+        count: int,
+    ) -> list[R]:
         """Forward and backward of each micro-batch.
 
         Args:
+            begin: called before the forward of a micro-batch that others don't overlap.
             forward: of the micro-batch of that number: model and loss.
             backward: of the same, given what forward gave.
             count: how many there are.
@@ -86,12 +93,12 @@ class Runner:
             Exception: the first that a micro-batch raised, with a note that names it and the stage.
         """
         if not self._slots:
-            return self._queued(forward, backward, count)
+            return self._queued(begin, forward, backward, count)
         team = self._threads(count)
         try:
             self.overlaps = count > 1 and self._settled and self._in_turn is None
             if not self.overlaps:
-                first, *_ = team.run([lambda: self._one_by_one(forward, backward, count), *self._idle(1)])
+                first, *_ = team.run([lambda: self._one_by_one(begin, forward, backward, count), *self._idle(1)])
                 assert first is not None
                 return first
             return self._overlapped(team, forward, backward, count)
@@ -131,9 +138,16 @@ class Runner:
 
     # ---- one after the other ----------------------------------------------------------------------------------------
 
-    def _one_by_one(self, forward: Callable[[int], T], backward: Callable[[int, T], R], count: int) -> list[R]:
+    def _one_by_one(
+        self,
+        begin: Callable[[int], None],
+        forward: Callable[[int], T],
+        backward: Callable[[int, T], R],
+        count: int,
+    ) -> list[R]:
         results = []
         for number in range(count):
+            begin(number)
             watched = None
             flight = Flight(number, self._occupy)
             if not self._settled and number == count - 1 and count > 1:
@@ -217,7 +231,13 @@ class Runner:
 
     # ---- on accelerators --------------------------------------------------------------------------------------------
 
-    def _queued(self, forward: Callable[[int], T], backward: Callable[[int, T], R], count: int) -> list[R]:
+    def _queued(
+        self,
+        begin: Callable[[int], None],
+        forward: Callable[[int], T],
+        backward: Callable[[int, T], R],
+        count: int,
+    ) -> list[R]:
         made: dict[int, T] = {}
         results: list[R] = []
         flights = [Flight(number, self._occupy, marks=False) for number in range(count)]
@@ -225,6 +245,7 @@ class Runner:
             flight = flights[action.microbatch]
             with flight, self._told(flight):
                 if action.kind == "F":
+                    begin(flight.number)
                     made[flight.number] = forward(flight.number)
                 else:
                     flight.kind = "B"

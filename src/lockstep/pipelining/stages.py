@@ -14,7 +14,9 @@ stages needs none.
 
 from __future__ import annotations
 
+import json
 from collections.abc import Mapping
+from pathlib import Path
 
 from torch import nn
 
@@ -72,6 +74,32 @@ def stage_of(model: nn.Module, device_map: DeviceMap, stages: int | None = None)
     return found
 
 
+def read_map(word: str) -> dict[str, int]:
+    """A device map as JSON, ``{"stem": 0, "layer3": 1}``, or from a file that has it.
+
+    Raises:
+        StrategyError: it can't be read.
+    """
+    text = word
+    if not word.lstrip().startswith("{"):
+        try:
+            text = Path(word).read_text()
+        except (OSError, UnicodeDecodeError) as error:
+            raise StrategyError(
+                f'device map: "{word}" can\'t be read ({error}): give a file, or JSON as {_EXAMPLE}'
+            ) from error
+    try:
+        found = json.loads(text)
+    except ValueError as error:
+        raise StrategyError(f"device map: it isn't JSON ({error}): write it as {_EXAMPLE}") from error
+    if not isinstance(found, dict):
+        raise StrategyError(f"device map: it is a {type(found).__name__}: write it as {_EXAMPLE}")
+    return found
+
+
+_EXAMPLE = '{"stem": 0, "layer3": 1}'
+
+
 def _longest(name: str, device_map: DeviceMap) -> int | None:
     """The stage of the longest prefix of a name; None where none fits."""
     words = name.split(".") if name else []
@@ -92,12 +120,15 @@ def even_split(model: nn.Module, stages: int) -> dict[str, int]:
     """
     blocks = set(found_blocks(model))
     pieces = _pieces(model, "", blocks)
-    while len(pieces) < stages and (finer := _pieces(model, "", blocks, cut=[name for name, _ in pieces])) != pieces:
+    cut: list[str] = []
+    while len(pieces) < stages:
+        cut += [name for name, _ in pieces]
+        finer = _pieces(model, "", blocks, cut)
+        if len(finer) == len(pieces) and [name for name, _ in finer] == [name for name, _ in pieces]:
+            break
         pieces = finer
     if len(pieces) < stages:
-        raise StrategyError(
-            f"{stages} devices, but the model has {len(pieces)} layers to put on them: use {len(pieces)} devices"
-        )
+        raise StrategyError(f"{stages} devices, but the model has layers for {len(pieces)} only: use as many devices")
     seen: set[int] = set()
     sizes = [sum(p.numel() for p in _new(tensors, seen)) for _, tensors in pieces]
     total, done, stage = sum(sizes), 0, 0
@@ -133,7 +164,7 @@ def _pieces(
     open_up = not name or (cut is not None and name in cut) or any(child in blocks for child in inside)
     if (name in blocks and not (cut and name in cut)) or not children or not open_up:
         parameters = list(model.parameters())
-        return [(name, parameters)] if parameters else []
+        return [(name, parameters)] if parameters or any(True for _ in model.buffers()) else []
     pieces = [(f"{name}.{own}".lstrip("."), [p]) for own, p in model.named_parameters(recurse=False)]
     for child, module in children:
         pieces += _pieces(module, f"{name}.{child}".lstrip("."), blocks, cut)

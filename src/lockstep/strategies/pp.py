@@ -53,6 +53,7 @@ class PP(Strategy):
     summary: ClassVar[str] = "one process, a stage of layers per device; micro-batches overlap"
     good_for: ClassVar[str] = "models too large for one device, or of few large layers"
     processes: ClassVar[Literal["one", "one per device"]] = "one"
+    splits_layers: ClassVar[bool] = True
 
     device_map: Mapping[str, int] | None = None
     microbatches: int = 4
@@ -90,7 +91,7 @@ class PP(Strategy):
                 f"{self.name}: compile, and layers that take turns: leave it out, or compile layers in the model itself"
             )
         world.splits_layers = True
-        model = build_model(job, world)
+        model = build_model(job, world, place=False)
         stages = len(world.devices)
         found = stage_of(model, self.device_map or even_split(model, stages), stages)
         layers = Layers(model, found, world.devices)
@@ -98,8 +99,8 @@ class PP(Strategy):
 
     def exceptions(self, job: Job, model: nn.Module, replicas: int) -> list[str]:
         """What micro-batches change, and fewer samples than there are micro-batches."""
-        said = super().exceptions(job, model, 1)
         parts = self.parts(job)
+        said = super().exceptions(job.having(accumulate=parts), model, 1)
         if parts > 1 and any(m.training for m in model.modules() if isinstance(m, nn.modules.batchnorm._BatchNorm)):
             said.append(f"BatchNorm normalises each micro-batch by itself, as single with accumulate={parts} does")
         if job.batch_size < parts:
@@ -112,8 +113,6 @@ class PP(Strategy):
 
 class PPStep(Step):
     """One model over several devices, and the one optimizer over its parameters."""
-
-    profiled: ClassVar[Mapping[str, str]] = {"_forward": "forward", "_backward": "backward"}
 
     def __init__(
         self,
@@ -139,6 +138,9 @@ class PPStep(Step):
         streams = Streams()
         parts = [(number, part) for number, part in enumerate(batch.parts) if part.size]
 
+        def begin(i: int) -> None:
+            self.begin_part(parts[i][0])
+
         def forward(i: int) -> tuple[torch.Tensor, Number]:
             number, part = parts[i]
             with self._drawing(number, streams), self._layers.moving():
@@ -150,7 +152,7 @@ class PPStep(Step):
 
         total: Number = 0.0
         count: Number = 0
-        for part_total, part_count in self._runner.run(forward, backward, len(parts)):
+        for part_total, part_count in self._runner.run(begin, forward, backward, len(parts)):
             total = total + part_total
             count = count + part_count
         return total, count
@@ -158,12 +160,17 @@ class PPStep(Step):
     def _drawing(self, number: int, streams: Streams) -> AbstractContextManager[Any]:
         """The random stream of a micro-batch: the one that it has under ``single``."""
         if not self._runner.overlaps:
-            self.begin_part(number)
             return nullcontext()
         if self._stream is None:
             return stream(lambda: streams.generator(number))
         key = (*self._stream, number) if number else self._stream
         return stream(torch.Generator().manual_seed(mixed(*key)))
+
+    def _seed_all(self, key: int) -> None:
+        super()._seed_all(key)
+        for device in self.world.devices[1:]:
+            if device.type == "cuda":
+                torch.cuda.default_generators[device.index].manual_seed(key)
 
     def _weight(self, size: int, count: Number) -> None:
         # Gradients are on several devices, the count is on one.
