@@ -42,6 +42,27 @@ def test_two_replicas_on_one_gpu_end_where_one_does(kind: str, tmp_path) -> None
     assert differences(job, there, here).worst < 1e-10
 
 
+@pytest.mark.parametrize("way", ["mp", "pp"])
+@pytest.mark.parametrize("kind", KINDS)
+def test_two_stages_on_one_gpu_end_where_one_does(kind: str, way: str, tmp_path) -> None:
+    job = ZOO[kind].having(precision="fp64")
+    parts = (4 if way == "pp" else 1) * job.accumulate
+    here = train(job, strategy="single", devices="cuda:0", folder=tmp_path, quiet=True, accumulate=parts)
+    there = train(job, strategy=way, devices=[Device("cuda", 0)] * 2, folder=tmp_path, quiet=True)
+    assert differences(job, there, here).worst < 1e-10
+
+
+@pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two CUDA devices")
+@pytest.mark.parametrize("way", ["mp", "pp"])
+@pytest.mark.parametrize("kind", KINDS)
+def test_stages_on_two_gpus_end_where_one_does(kind: str, way: str, tmp_path) -> None:
+    job = ZOO[kind].having(precision="fp64")
+    parts = (4 if way == "pp" else 1) * job.accumulate
+    here = train(job, strategy="single", devices="cuda:0", folder=tmp_path, quiet=True, accumulate=parts)
+    there = train(job, strategy=way, devices="cuda:0,1", folder=tmp_path, quiet=True)
+    assert differences(job, there, here).worst < 1e-9
+
+
 def test_two_ranks_on_one_gpu_end_where_one_does(tmp_path) -> None:
     # NCCL wants a device for each rank; gloo takes CUDA tensors too.
     job = ZOO["ignored tokens and tied weights"].having(precision="fp64")

@@ -20,6 +20,8 @@ from transformers import (
 
 from lockstep import Job, predict, train
 from lockstep.parallel import DataParallel
+from lockstep.strategies.mp import MP
+from lockstep.strategies.pp import PP
 from lockstep.verify import differences, parity
 from zoo import labels, sgd
 
@@ -183,6 +185,14 @@ def test_a_model_of_hugging_face_ends_where_one_device_does(kind: str, way: str)
     assert found.worst < BOUND, str(found)
     assert any(found.moved.values())
     # GPT-2 computes its own loss in float32 also where the model is in float64.
+    assert max(found.history.values()) < (1e-6 if "gpt2" in kind else BOUND)
+
+
+@pytest.mark.parametrize("way", [MP(), PP(microbatches=3), PP(microbatches=3, schedule="gpipe")], ids=str)
+@pytest.mark.parametrize("kind", JOBS)
+def test_a_model_of_hugging_face_over_stages_ends_where_one_device_does(kind: str, way: PP) -> None:
+    found = parity(JOBS[kind], way, "2xcpu", against_settings={"accumulate": way.parts(JOBS[kind])})
+    assert found.worst < BOUND, str(found)
     assert max(found.history.values()) < (1e-6 if "gpt2" in kind else BOUND)
 
 

@@ -148,7 +148,7 @@ def test_the_line_to_paste_has_the_jobs_own_words(machine: Callable[[Rule], list
     [
         (["tune", "nowhere.py"], "there is no such file"),
         (["tune", "examples/digits.py", "--rounds", "0"], "number above 0"),
-        (["tune", "examples/digits.py", "--strategy", "dpp"], 'did you mean "dp"?'),
+        (["tune", "examples/digits.py", "--strategy", "dddp"], 'did you mean "ddp"?'),
     ],
 )
 def test_bad_words_are_one_line(words: list[str], said: str, capfd: pytest.CaptureFixture[str]) -> None:

@@ -20,8 +20,13 @@ from lockstep.seeding import seeded
 from lockstep.world import World
 
 
-def build_model(job: Job, world: World) -> nn.Module:
+def build_model(job: Job, world: World, *, place: bool = True) -> nn.Module:
     """Build the job's model under its seed, on this process's first device, and make sure that all ranks have the same.
+
+    Args:
+        job: whose model it is.
+        world: the ranks.
+        place: False leaves it on the CPU, where it is built: it may be too large for one device.
 
     Raises:
         JobError: it can't be built, isn't a module, has nothing to train, or differs between two ranks (the first
@@ -46,7 +51,7 @@ def build_model(job: Job, world: World) -> nn.Module:
         _checkpoint(model, job, job.sync_batchnorm and world.size * len(world.devices) > 1)
     if job.channels_last:
         _lay_out(model)
-    if not world.device.is_slot:
+    if place and not world.device.is_slot:
         model.to(world.device.torch)
     return model
 

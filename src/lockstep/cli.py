@@ -188,9 +188,15 @@ def _parser() -> tuple[_Parser, dict[str, _Parser]]:
 
 
 def _add_placement(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--strategy", help="single, dp or ddp (default: single on one device, ddp on several)")
+    parser.add_argument("--strategy", help="single, dp, ddp, mp or pp (default: single on one device, ddp on several)")
     parser.add_argument("--devices", default="auto", help="auto, 4, 2xcpu, cuda, cuda:0,2 (default: auto)")
     parser.add_argument("--backend", help="of the process group (default: nccl on CUDA, gloo elsewhere)")
+    group = parser.add_argument_group("settings of pp, and the map of mp")
+    group.add_argument("--microbatches", metavar="NUMBER", help="that each batch is cut in (default: 4)")
+    group.add_argument("--schedule", metavar="NAME", help="gpipe or 1f1b (default: 1f1b)")
+    group.add_argument(
+        "--map", metavar="FILE_OR_JSON", help='which layer is on which device: \'{"stem": 0, "layer3": 1}\''
+    )
     _add_knobs(parser)
 
 
@@ -248,6 +254,23 @@ def _settings(options: argparse.Namespace) -> dict[str, Any]:
     return {name: value for name, value in given.items() if value is not None}
 
 
+def _strategy(options: argparse.Namespace) -> Any:
+    """The strategy's name, or the strategy itself where settings of its own were given."""
+    given = {"microbatches": options.microbatches, "schedule": options.schedule, "device_map": options.map}
+    settings = {name: value for name, value in given.items() if value is not None}
+    if not settings:
+        return options.strategy
+    if options.strategy is None:
+        option = next(iter(settings)).removeprefix("device_")
+        raise InputError(f"--{option} is a setting of a strategy: name that too (--strategy pp)")
+    from lockstep.pipelining.stages import read_map
+    from lockstep.strategies import named
+
+    if options.map is not None:
+        settings["device_map"] = read_map(options.map)
+    return named(options.strategy, **settings)
+
+
 def _knobs(pairs: list[str]) -> dict[str, str]:
     knobs = {}
     for pair in pairs:
@@ -270,7 +293,7 @@ def _train(options: argparse.Namespace) -> int:
     job = JobFile(options.job, knobs, settings) if options.job is not None else job_of(options.resume, knobs, settings)
     train(
         job,
-        strategy=options.strategy,
+        strategy=_strategy(options),
         devices=options.devices,
         resume=options.resume,
         folder=options.folder,
@@ -287,7 +310,7 @@ def _evaluate(options: argparse.Namespace) -> int:
 
     values = evaluate(
         options.what,
-        strategy=options.strategy,
+        strategy=_strategy(options),
         devices=options.devices,
         backend=options.backend,
         best=options.best,
@@ -310,7 +333,7 @@ def _predict(options: argparse.Namespace) -> int:
         options.run,
         options.data,
         options.out or os.path.join(options.run, f"predictions-{word}"),
-        strategy=options.strategy,
+        strategy=_strategy(options),
         devices=options.devices,
         backend=options.backend,
         best=options.best,

@@ -111,7 +111,8 @@ class _Training:
         self.eval_data = {} if job.eval_data is None else resolve_sets(job.eval_data, world)
         self.step: Step = plan.strategy.build(job, world)
         self.scheduler = _scheduler(job, self.step)
-        self.loader = job_loader(job, world, self.train_data)
+        self.parts = plan.strategy.parts(job)
+        self.loader = job_loader(job.having(accumulate=self.parts), world, self.train_data)
         self.eval_loaders = eval_loaders(job, world, self.eval_data)
         self.epoch = 0  # epochs that are done
         self.position = 0  # batches done of the epoch that is not
@@ -245,7 +246,7 @@ class _Training:
         assert self.first is not None
         self.shapes = self.first.done(self.world, self.devices, size)
         self.first = None
-        line = line_of(self.shapes, self.job.accumulate)
+        line = line_of(self.shapes, self.parts)
         if self.world.is_first and line is not None:
             self.told.line(line)
 
@@ -309,8 +310,8 @@ class _Training:
         on = f"{len(devices)} devices ({_abridged(devices)})" if len(devices) > 1 else _described(world.device)
         via = f", {world.backend}" if world.backend else ""
         self.told.line(f"{plan.name}: {plan.strategy.name} on {on}{via}")
-        shares = share_sizes(job.batch_size, len(devices))
-        parts = f", in {job.accumulate} micro-batches" if job.accumulate > 1 else ""
+        shares = share_sizes(job.batch_size, 1 if world.splits_layers else len(devices))
+        parts = f", in {self.parts} micro-batches" if self.parts > 1 else ""
         split = f" = {_abridged([str(s) for s in shares], ' + ')} over the devices" if len(shares) > 1 else ""
         of = self.loader.batches_of(0)
         epoch = f"{self.loader.samples:,} samples, {of:,} step{'s' if of > 1 else ''} an epoch" if of else "a stream"
@@ -332,7 +333,7 @@ class _Training:
             "epochs": self.epoch,
             "steps": self.world.step,
             "batch_size": self.job.batch_size,
-            "shares": share_sizes(self.job.batch_size, len(self.devices)),
+            "shares": share_sizes(self.job.batch_size, 1 if self.world.splits_layers else len(self.devices)),
             "shapes": self.shapes,
             "train_samples": self.loader.samples,
             "eval_samples": _sum_of_known([loader.samples for loader in self.eval_loaders.values()]),

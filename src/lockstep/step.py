@@ -107,6 +107,7 @@ class Step(ABC):
         self._parameters = [p for p in model.parameters() if p.requires_grad]
         self._on_accelerator = not world.device.is_slot
         self._seed = job.seed
+        self._stream: tuple[int, ...] | None = None
         self._updates = 0
         self._looked = False
         self._draws = self._draws_elsewhere = False
@@ -303,7 +304,18 @@ class Step(ABC):
 
     def seed(self, seed: int) -> None:
         """Begin a random stream of its own for this step and this rank, so that a step can be repeated."""
-        key = mixed(seed, self.world.step, self.world.rank)
+        self._stream = seed, self.world.step, self.world.rank
+        self._seed_all(mixed(*self._stream))
+
+    def begin_part(self, number: int) -> None:
+        """Give micro-batch ``number`` a random stream of its own, so that it draws the same whenever it is computed.
+
+        Where nobody has called ``seed``, in a loop of one's own, it goes on with the stream there is.
+        """
+        if number and self._stream is not None:
+            self._seed_all(mixed(*self._stream, number))
+
+    def _seed_all(self, key: int) -> None:
         seed_all(key)
         if self._on_accelerator and self.world.device.type == "cuda":
             torch.cuda.default_generators[self.world.device.index].manual_seed(key)

@@ -151,7 +151,7 @@ def _tried(world: World, job: Job, plan: _Plan) -> Tried:
     world.tell = lambda told: notes.append(told.text) if isinstance(told, Line) and told.kind == "note" else None
     data = resolve(job.train_data, world, "train_data")
     step = strategy.build(job, world)
-    loader = job_loader(job, world, data)
+    loader = job_loader(job.having(accumulate=strategy.parts(job)), world, data)
     batches = _endless(loader)
     first, size = _timed(step, batches, 1, job.seed)
     rate = size / first

@@ -36,9 +36,6 @@ _TAKEN = 1.02
 _HOPELESS = 0.8
 """What comes out below that share of the best in its first turn isn't timed again."""
 
-_WHOLE_MODELS = ("dp", "ddp")
-"""Strategies whose devices each hold the whole model: which is faster is a question of the machine alone."""
-
 _PATIENCE = 4.0
 """How many times as long as the best's a first update may take."""
 
@@ -329,7 +326,12 @@ def _placements(strategy: str | None, chosen: tuple[Device, ...], batch_size: in
     if by_default and chosen[0].is_slot:
         count = len(_devices.usable_cores())
     counts = sorted({2**k for k in range(1, count.bit_length()) if 2**k <= count} | {count})
-    names = [name for name in STRATEGIES if name in _WHOLE_MODELS]
+    # Those that split layers are for models too large for one device: only where they are asked for.
+    names = [
+        name
+        for name, kind in STRATEGIES.items()
+        if kind.exact is True and name != "single" and (name == strategy or not kind.splits_layers)
+    ]
     ways = [] if strategy not in (None, "single") else [Way("single", _first(chosen, 1))]
     for n in counts:
         if 1 < n <= batch_size:

@@ -47,6 +47,7 @@ class World:
         backend: the process group's backend (``"gloo"``, ``"nccl"``), or None without a group.
         step: the step this process is in, for the heads of error messages; 0 before the first.
         folder: where this run keeps its files, or None.
+        splits_layers: whether the devices hold parts of one model, so that none has a share of a batch.
         tell: sends an event to the process that launched the ranks (does nothing elsewhere).
     """
 
@@ -60,12 +61,18 @@ class World:
     backend: str | None = None
     step: int = 0
     folder: str | None = None
+    splits_layers: bool = False
     tell: Callable[[Any], None] = field(default=lambda event: None, repr=False)
 
     @property
     def device(self) -> Device:
         """The first device of this process (its only one, where each device has a process)."""
         return self.devices[0]
+
+    @property
+    def shares(self) -> int:
+        """Among how many of this process's devices its samples are shared out."""
+        return 1 if self.splits_layers else len(self.devices)
 
     @property
     def is_first(self) -> bool:

@@ -34,7 +34,7 @@ def job_loader(job: Job, world: World, dataset: Any, *, evaluation: bool = False
         dataset,
         world.rank,
         world.size,
-        len(world.devices),
+        world.shares,
         batch_size=(job.eval_batch_size or job.batch_size) if evaluation else job.batch_size,
         accumulate=1 if evaluation else job.accumulate,
         seed=job.seed,

@@ -38,7 +38,7 @@ class Team:
 
     Args:
         devices: where each computes. One device may occur several times, and has a thread each time.
-        role: what the threads are for, in the heads of errors: ``replica 1 on cpu:1``.
+        role: what the threads are for, in the notes of errors: ``replica 1 on cpu:1``; "" adds no note.
 
     Attributes:
         devices: as given.
@@ -102,7 +102,8 @@ class Team:
     def _raise(self, call: _Call) -> None:
         error, call.error = call.error, None
         assert error is not None
-        error.add_note(f"raised by {self.role} {call.culprit} on {self.devices[call.culprit]}")
+        if self.role:
+            error.add_note(f"raised by {self.role} {call.culprit} on {self.devices[call.culprit]}")
         try:
             raise error
         finally:

@@ -14,10 +14,13 @@ stages needs none.
 
 from __future__ import annotations
 
+import json
 from collections.abc import Mapping
+from pathlib import Path
 
 from torch import nn
 
+from lockstep.activations import found_blocks
 from lockstep.errors import StrategyError, nearest
 
 DeviceMap = Mapping[str, int]
@@ -71,6 +74,32 @@ def stage_of(model: nn.Module, device_map: DeviceMap, stages: int | None = None)
     return found
 
 
+def read_map(word: str) -> dict[str, int]:
+    """A device map as JSON, ``{"stem": 0, "layer3": 1}``, or from a file that has it.
+
+    Raises:
+        StrategyError: it can't be read.
+    """
+    text = word
+    if not word.lstrip().startswith("{"):
+        try:
+            text = Path(word).read_text()
+        except (OSError, UnicodeDecodeError) as error:
+            raise StrategyError(
+                f'device map: "{word}" can\'t be read ({error}): give a file, or JSON as {_EXAMPLE}'
+            ) from error
+    try:
+        found = json.loads(text)
+    except ValueError as error:
+        raise StrategyError(f"device map: it isn't JSON ({error}): write it as {_EXAMPLE}") from error
+    if not isinstance(found, dict):
+        raise StrategyError(f"device map: it is a {type(found).__name__}: write it as {_EXAMPLE}")
+    return found
+
+
+_EXAMPLE = '{"stem": 0, "layer3": 1}'
+
+
 def _longest(name: str, device_map: DeviceMap) -> int | None:
     """The stage of the longest prefix of a name; None where none fits."""
     words = name.split(".") if name else []
@@ -79,3 +108,71 @@ def _longest(name: str, device_map: DeviceMap) -> int | None:
         if prefix in device_map:
             return device_map[prefix]
     return None
+
+
+def even_split(model: nn.Module, stages: int) -> dict[str, int]:
+    """A device map that cuts the model in as many runs of layers, in the order in which they were registered.
+
+    Each run has about equally many parameters; those between blocks of a list go by themselves.
+
+    Raises:
+        StrategyError: there are fewer layers than stages.
+    """
+    blocks = set(found_blocks(model))
+    pieces = _pieces(model, "", blocks)
+    cut: list[str] = []
+    while len(pieces) < stages:
+        cut += [name for name, _ in pieces]
+        finer = _pieces(model, "", blocks, cut)
+        if len(finer) == len(pieces) and [name for name, _ in finer] == [name for name, _ in pieces]:
+            break
+        pieces = finer
+    if len(pieces) < stages:
+        raise StrategyError(f"{stages} devices, but the model has layers for {len(pieces)} only: use as many devices")
+    seen: set[int] = set()
+    sizes = [sum(p.numel() for p in _new(tensors, seen)) for _, tensors in pieces]
+    total, done, stage = sum(sizes), 0, 0
+    found: dict[str, int] = {}
+    for i, ((name, _), size) in enumerate(zip(pieces, sizes, strict=True)):
+        left = len(pieces) - i
+        # On to the next stage where more than half of this piece is beyond this one's end, or the rest are needed.
+        if (
+            stage < stages - 1
+            and found
+            and (left <= stages - 1 - stage or (done + size / 2) * stages > total * (stage + 1))
+            and stage in found.values()
+        ):
+            stage += 1
+        found[name] = stage
+        done += size
+    return found
+
+
+def _pieces(
+    model: nn.Module, name: str, blocks: set[str], cut: list[str] | None = None
+) -> list[tuple[str, list[nn.Parameter]]]:
+    """What a model is made of, in order: blocks, layers between them, parameters of its own.
+
+    Args:
+        model: the module of that name.
+        name: within the whole model.
+        blocks: names of modules that stay whole.
+        cut: of modules that don't stay whole any more.
+    """
+    inside = [child for child, _ in model.named_modules(prefix=name)][1:]
+    children = list(model.named_children())
+    open_up = not name or (cut is not None and name in cut) or any(child in blocks for child in inside)
+    if (name in blocks and not (cut and name in cut)) or not children or not open_up:
+        parameters = list(model.parameters())
+        return [(name, parameters)] if parameters or any(True for _ in model.buffers()) else []
+    pieces = [(f"{name}.{own}".lstrip("."), [p]) for own, p in model.named_parameters(recurse=False)]
+    for child, module in children:
+        pieces += _pieces(module, f"{name}.{child}".lstrip("."), blocks, cut)
+    return pieces
+
+
+def _new(parameters: list[nn.Parameter], seen: set[int]) -> list[nn.Parameter]:
+    """Those that were not seen before: tied ones count once."""
+    new = [p for p in parameters if id(p) not in seen]
+    seen.update(id(p) for p in new)
+    return new

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import typing
 from typing import Any
 
 from lockstep.devices import Device
@@ -11,12 +12,14 @@ from lockstep.job import convert
 from lockstep.strategies.ddp import DDP
 from lockstep.strategies.dp import DP
 from lockstep.strategies.hogwild import Hogwild
+from lockstep.strategies.mp import MP
+from lockstep.strategies.pp import PP
 from lockstep.strategies.single import Single
 from lockstep.strategies.strategy import Strategy
 
-STRATEGIES: dict[str, type[Strategy]] = {kind.name: kind for kind in (Single, DP, DDP, Hogwild)}
+STRATEGIES: dict[str, type[Strategy]] = {kind.name: kind for kind in (Single, DP, DDP, MP, PP, Hogwild)}
 
-__all__ = ["STRATEGIES", "Strategy", "choose"]
+__all__ = ["STRATEGIES", "Strategy", "choose", "named"]
 
 
 def choose(wanted: str | Strategy | None, devices: tuple[Device, ...], **settings: Any) -> Strategy:
@@ -33,14 +36,25 @@ def choose(wanted: str | Strategy | None, devices: tuple[Device, ...], **setting
     if wanted is None:
         wanted = "single" if len(devices) == 1 else "ddp"
     if not isinstance(wanted, Strategy):
-        if wanted not in STRATEGIES:
-            raise StrategyError(f'there is no strategy "{wanted}": {nearest(str(wanted), list(STRATEGIES))}')
-        kind = STRATEGIES[wanted]
-        fields = {f.name: f for f in dataclasses.fields(kind)}
-        for name in settings:
-            if name not in fields:
-                raise StrategyError(f'strategy "{wanted}" has no setting "{name}": {nearest(name, list(fields))}')
-        wanted = kind(**{name: convert(value, str, name) for name, value in settings.items()})
+        wanted = named(wanted, **settings)
     if wanted.name == "single" and len(devices) > 1:
         raise StrategyError(f"strategy single uses one device, not {len(devices)}: take ddp or dp, or one device")
     return wanted
+
+
+def named(name: str, **settings: Any) -> Strategy:
+    """The strategy of that name, with these settings: its fields, as values or as words of a command line.
+
+    Raises:
+        StrategyError: there is none (the nearest is offered), or it has no such setting.
+        JobError: a setting is of another type.
+    """
+    if name not in STRATEGIES:
+        raise StrategyError(f'there is no strategy "{name}": {nearest(str(name), list(STRATEGIES))}')
+    kind = STRATEGIES[name]
+    fields = [f.name for f in dataclasses.fields(kind)]
+    for setting in settings:
+        if setting not in fields:
+            raise StrategyError(f'strategy "{name}" has no setting "{setting}": {nearest(setting, fields)}')
+    hints = typing.get_type_hints(kind)
+    return kind(**{setting: convert(value, hints[setting], setting) for setting, value in settings.items()})

@@ -161,6 +161,7 @@ class DDPStep(Step):
             is_last = i == len(batch.parts) - 1
             if not part.size:
                 continue
+            self.begin_part(i)
             part = self.placed(part)
             with nullcontext() if ddp is None or is_last else ddp.no_sync():
                 part_total, part_count = self._forward(ddp, part, sums=is_last)

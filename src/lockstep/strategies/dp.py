@@ -203,6 +203,7 @@ class DPStep(Step):
                     continue
                 if self._exchange is not None:
                     self._exchange.enter(i, j)
+                self._begin_part_on(i, j)
                 part_total, part_count = self.forward_loss(self._replicas[i], part, where)
                 self.backward(part_total, 1 / size)
                 total = total + part_total.detach()
@@ -210,6 +211,17 @@ class DPStep(Step):
                 if self._exchange is not None:
                     self._exchange.leave(i, j)
         return total, count
+
+    def _begin_part_on(self, i: int, number: int) -> None:
+        """As ``begin_part``, for one replica."""
+        if not number or self._stream is None:
+            return
+        key = mixed(*self._stream[:2], i, number)
+        device = self._devices[i]
+        if self._streams:
+            self._streams[i].manual_seed(key)
+        elif device.type == "cuda":
+            torch.cuda.default_generators[device.index].manual_seed(key)
 
     def _add_gradients(self, active: list[int]) -> None:
         """Sum the replicas' gradients into the first one's, each thread a span of the parameters."""

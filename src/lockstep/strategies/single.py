@@ -45,9 +45,10 @@ class SingleStep(Step):
         count: Number = 0
         for p in self._parameters:
             p.grad = None
-        for part in batch.parts:
+        for number, part in enumerate(batch.parts):
             if not part.size:
                 continue
+            self.begin_part(number)
             part = self.placed(part)
             part_total, part_count = self.forward_loss(self.model, part)
             self.backward(part_total, 1 / batch.size)

@@ -25,6 +25,7 @@ class Strategy(ABC):
         name: the one word that a person gives.
         summary: what each device holds, in a few words, for tables.
         processes: one that drives all devices, or one per device.
+        splits_layers: each device holds a part of the model, not of the batch.
         exact: True, or the reason why its numbers are not those of one device.
     """
 
@@ -32,6 +33,7 @@ class Strategy(ABC):
     summary: ClassVar[str]
     good_for: ClassVar[str]
     processes: ClassVar[Literal["one", "one per device"]]
+    splits_layers: ClassVar[bool] = False
     exact: ClassVar[Literal[True] | str] = True
 
     @abstractmethod
@@ -42,6 +44,10 @@ class Strategy(ABC):
             JobError: the model or the optimizer can't be built.
             StrategyError: this strategy can't keep the numbers of this job.
         """
+
+    def parts(self, job: Job) -> int:
+        """How many micro-batches a global batch is cut in."""
+        return job.accumulate
 
     def refuse(self, model: nn.Module, replicas: int) -> None:
         """Refuse what is known to be wrong on several devices.

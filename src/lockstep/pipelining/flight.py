@@ -1,0 +1,164 @@
+"""Flight: one micro-batch on its way through the stages, forward and back.
+
+The model's forward is ordinary Python in this micro-batch's thread. Hooks on the modules tell the flight which stage
+computes next; it gives up its turn on one and waits for its turn on the other::
+
+    forward      stem ─▶ layer1 ─▶ layer2 ─▶ loss              which stage: by the module that is called
+                 0F              1F
+    backward     stem ◀─ layer1 ◀─ layer2 ◀─                   by the node of autograd's graph that runs
+                 0B              1B
+
+Backward needs no cut in the graph. Autograd runs a thread's nodes on CPU strictly in the reverse of the order in which
+they were made, which their numbers tell: so all nodes of one visit come together, and a hook before the last of them
+that anybody uses (what a module gave, what a module of another stage was given) takes its turn for the whole visit.
+"""
+
+from __future__ import annotations
+
+import threading
+from bisect import bisect_right
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import torch
+from torch.nn.utils.rnn import PackedSequence
+
+from lockstep.nesting import parts
+from lockstep.pipelining.routes import Route, Visit
+from lockstep.pipelining.turns import Turns
+
+_here = threading.local()
+
+_number: Callable[[], int] = torch._C._autograd._get_sequence_nr
+"""The number that this thread's next node of the graph will have."""
+
+
+def current() -> Flight | None:
+    """The flight of this thread, or None."""
+    return getattr(_here, "flight", None)
+
+
+class Flight:
+    """One micro-batch on its way.
+
+    Args:
+        number: of the micro-batch.
+        occupy: called with a stage that begins to compute in this thread.
+        route: where it is expected to go; empty where that isn't known yet.
+        turns: what to wait for; None is for one that goes alone.
+        marks: whether backward has to know where it is (on accelerators it runs in threads of PyTorch's).
+
+    Attributes:
+        stage: where it computes, or None before the first.
+        kind: ``"F"`` on its way forward, ``"B"`` on its way back.
+        seen: where it has been.
+        strayed: whether it went where it was not expected.
+        calls: for each module the visits of the forward in which it was called, where somebody wants to know.
+        outer: the module that was called and is on this stage with all that is in it; hooks inside have nothing to do.
+    """
+
+    def __init__(
+        self,
+        number: int,
+        occupy: Callable[[int], None],
+        route: Route = (),
+        turns: Turns | None = None,
+        *,
+        marks: bool = True,
+    ) -> None:
+        self.number = number
+        self.stage: int | None = None
+        self.kind = "F"
+        self.seen: list[Visit] = []
+        self.strayed = False
+        self.calls: dict[torch.nn.Module, set[int]] | None = None
+        self.outer: torch.nn.Module | None = None
+        self.marks = marks
+        self._occupy = occupy
+        self._route = route
+        self._turns = turns
+        self._at = 0  # the next visit of the route
+        self._starts: list[int] = []  # the number of the first node of each visit of the forward
+        self._stages: list[int] = []  # and its stage
+        self._marked: set[int] = set()
+
+    def __enter__(self) -> Flight:
+        """Begin, with the turn of the first stage: the model's own code before any layer is in order too."""
+        if self._route:
+            self.enter(self._route[0].stage)
+        _here.flight = self
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        """Arrived: what was expected of it otherwise will not come."""
+        _here.flight = None
+        self._leave()
+        self._skip_to(len(self._route))
+
+    def turn_back(self) -> None:
+        """The forward and its loss are done: backward is to begin where they ended."""
+        last = self.stage or 0
+        self._leave()
+        self.kind = "B"
+        self.enter(last)
+
+    def enter(self, stage: int) -> None:
+        """Compute on this stage from now on; waits for its turn."""
+        if stage == self.stage:
+            return
+        self._leave()
+        visit = Visit(stage, self.kind)
+        if self._turns is not None:
+            place = next((i for i in range(self._at, len(self._route)) if self._route[i] == visit), None)
+            if place is None:
+                self.strayed = True
+                self._turns.take(stage, None)
+            else:
+                self._skip_to(place)
+                self._at = place + 1
+                self._turns.take(stage, (place, self.number))
+        self.stage = stage
+        self._occupy(stage)
+        self.seen.append(visit)
+        if self.kind == "F":
+            self._starts.append(_number())
+            self._stages.append(stage)
+
+    def _leave(self) -> None:
+        if self.stage is not None and self._turns is not None:
+            self._turns.leave(self.stage)
+        self.stage = None
+
+    def _skip_to(self, place: int) -> None:
+        if self._turns is not None:
+            for i in range(self._at, place):
+                self._turns.skip(self._route[i].stage, [(i, self.number)])
+
+    def mark(self, nest: Any) -> None:
+        """Let the backward of what was made so far take the turn of the stage where it was made."""
+        for tensor in tensors_in(nest):
+            if tensor.requires_grad:
+                # A view that is written to later leaves its own node behind, but not its base's.
+                for one in (tensor, tensor._base) if tensor._is_view() else (tensor,):
+                    if one is not None and (node := one.grad_fn) is not None:
+                        self._mark(node)
+
+    def _mark(self, node: Any) -> None:
+        number = node._sequence_nr()
+        visit = bisect_right(self._starts, number) - 1
+        if visit < 0 or number in self._marked:
+            return
+        self._marked.add(number)
+        stage = self._stages[visit]
+        node.register_prehook(lambda gradients: self.enter(stage))
+
+
+def tensors_in(nest: Any) -> Iterator[torch.Tensor]:
+    """Every tensor of a nest, those of packed sequences too."""
+    if isinstance(nest, torch.Tensor):
+        yield nest
+    elif isinstance(nest, PackedSequence):
+        yield nest.data
+    else:
+        for part in parts(nest) or ():
+            yield from tensors_in(part)

@@ -1,0 +1,129 @@
+"""Routes: which stages a micro-batch visits, forwards and back, and the order of turns that follows from it.
+
+The route is seen, not traced: the first micro-batch goes alone, and notes where it goes::
+
+    straight     0F 1F 2F   2B 1B 0B
+    U-Net        0F 1F 0F   0B 1B 0B        the decoder beside the encoder
+    frozen stem  0F 1F 2F   2B 1B
+
+A straight route, some visits left out perhaps, takes its turns by the schedule. For another one the turns are found by
+letting the micro-batches go through stages that take equally long, each choosing as the schedule would.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Sequence
+from typing import NamedTuple
+
+from lockstep.pipelining.schedule import Schedule
+from lockstep.pipelining.turns import Key
+
+
+class Visit(NamedTuple):
+    """One stay on a stage."""
+
+    stage: int
+    kind: str
+
+    def __str__(self) -> str:
+        return f"{self.stage}{self.kind}"
+
+
+Route = tuple[Visit, ...]
+
+
+def whole(route: Route, stages: int) -> Route:
+    """A straight route with the visits that it leaves out; another one as it is."""
+    forwards = [visit.stage for visit in route if visit.kind == "F"]
+    backs = [visit.stage for visit in route if visit.kind == "B"]
+    if _rises(forwards) and _rises(backs[::-1]):
+        return (*(Visit(s, "F") for s in range(stages)), *(Visit(s, "B") for s in reversed(range(stages))))
+    return route
+
+
+def _rises(numbers: Sequence[int]) -> bool:
+    return all(a < b for a, b in itertools.pairwise(numbers))
+
+
+def merged(route: Route, other: Route) -> Route:
+    """The shortest route that has the visits of both in their orders."""
+    together: list[Visit] = []
+    for kind in ("F", "B"):
+        ours, theirs = ([v for v in r if v.kind == kind] for r in (route, other))
+        best: dict[tuple[int, int], list[Visit]] = {}
+        for i in range(len(ours), -1, -1):
+            for j in range(len(theirs), -1, -1):
+                if i == len(ours) or j == len(theirs):
+                    best[i, j] = [*ours[i:], *theirs[j:]]
+                elif ours[i] == theirs[j]:
+                    best[i, j] = [ours[i], *best[i + 1, j + 1]]
+                else:
+                    a, b = [ours[i], *best[i + 1, j]], [theirs[j], *best[i, j + 1]]
+                    best[i, j] = a if len(a) <= len(b) else b
+        together += best[0, 0]
+    return tuple(together)
+
+
+def orders_of(route: Route, schedule: Schedule, microbatches: int) -> list[list[Key]]:
+    """For each stage the visits in their order, as numbers within the route and of micro-batches.
+
+    Args:
+        route: of every micro-batch; made ``whole``.
+        schedule: for the stages there are, and so many micro-batches.
+        microbatches: how many go.
+    """
+    stages = len(schedule)
+    if len(route) == 2 * stages and route == whole(route, stages):
+        places = {visit: i for i, visit in enumerate(route)}
+        return [[(places[Visit(a.stage, a.kind)], a.microbatch) for a in actions] for actions in schedule]
+    return _tried(route, schedule, microbatches)
+
+
+def _tried(route: Route, schedule: Schedule, microbatches: int) -> list[list[Key]]:
+    """Let micro-batches go through the route; a backward takes two ticks, a forward one.
+
+    A micro-batch starts while no more are under way than the schedule would have, or than it visits stages.
+    """
+    stages = len(schedule)
+    kinds = [action.kind for action in schedule[-1]]
+    forward_first = microbatches > 1 and "B" not in kinds[:microbatches]
+    most = microbatches if forward_first else max(_held(schedule), sum(visit.kind == "F" for visit in route))
+    orders: list[list[Key]] = [[] for _ in range(stages)]
+    at = [0] * microbatches  # the next visit of each
+    free = [0] * stages  # from which tick on
+    ready = [0] * microbatches
+    tick = 0
+    first = started = 0  # those before the first are done
+    while first < microbatches:
+        for stage in range(stages):
+            if free[stage] > tick:
+                continue
+            forwards = forward_first and any(route[a].kind == "F" for a in at[first:])
+            able = [
+                m
+                for m in range(first, min(started + 1, first + most, microbatches))
+                if at[m] < len(route) and ready[m] <= tick and route[at[m]].stage == stage
+                # In the order of micro-batches, as one device would: running statistics, sums.
+                if (m == 0 or at[m - 1] > at[m]) and not (forwards and route[at[m]].kind == "B")
+            ]
+            if not able:
+                continue
+            m = min(able, key=lambda m: (route[at[m]].kind == "F", m))
+            orders[stage].append((at[m], m))
+            free[stage] = ready[m] = tick + (1 if route[at[m]].kind == "F" else 2)
+            at[m] += 1
+            started = max(started, m + 1)
+            while first < microbatches and at[first] == len(route):
+                first += 1
+        tick += 1
+    return orders
+
+
+def _held(schedule: Schedule) -> int:
+    """The most micro-batches that the schedule has under way at once."""
+    held = most = 0
+    for action in schedule[0]:
+        held += 1 if action.kind == "F" else -1
+        most = max(most, held)
+    return most

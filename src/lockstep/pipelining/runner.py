@@ -1,0 +1,260 @@
+"""Runner: lets the micro-batches of one update go through the stages.
+
+On slots of the CPU each micro-batch has a thread, and computes on the cores of the stage whose turn it has::
+
+    thread 0    0F  1F     1B  0B
+    thread 1        0F  1F     1B  0B           at most one on each stage
+    thread 2            0F ...
+
+On accelerators one thread is enough: it only queues work, in the order of the schedule's first stage, and each device
+works off its own queue.
+
+The first update goes one micro-batch after the other. It shows the route, which the lists of turns are made from, and
+what the model remembers from one micro-batch to the next: where that forbids them to overlap, they never do.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import threading
+from collections.abc import Callable, Sequence
+from typing import TypeVar
+
+import torch
+from torch import nn
+
+from lockstep import devices as _devices
+from lockstep.devices import Device
+from lockstep.errors import InputError
+from lockstep.events import Line
+from lockstep.parallel.team import Team
+from lockstep.pipelining.flight import Flight
+from lockstep.pipelining.remembered import Remembered
+from lockstep.pipelining.routes import Route, merged, orders_of, whole
+from lockstep.pipelining.schedule import Schedule
+from lockstep.pipelining.turns import Aborted, Key, Turns
+from lockstep.world import World
+
+T = TypeVar("T")
+R = TypeVar("R")
+
+_LONGEST = 8
+"""A route that has grown to that many visits for each stage is not made longer."""
+
+_cores = threading.local()
+
+
+class Runner:
+    """The micro-batches of a model's updates.
+
+    Args:
+        model: with its hooks (see ``layers``).
+        world: whose devices are the stages, in order.
+        schedule: the lists for a number of stages and of micro-batches.
+
+    Attributes:
+        overlaps: whether micro-batches are under way at the same time, each in its thread.
+    """
+
+    def __init__(self, model: nn.Module, world: World, schedule: Callable[[int, int], Schedule]) -> None:
+        self._model = model
+        self._world = world
+        self._devices = world.devices
+        self._schedule = schedule
+        self._slots = world.device.is_slot
+        self._route: Route = ()
+        self._settled = False
+        self._in_turn: str | None = None
+        self._orders: dict[int, list[list[Key]]] = {}
+        self._team: Team | None = None
+        self._said_strayed = False
+        self.overlaps = False
+
+    def run(
+        self,
+        begin: Callable[[int], None],
+        forward: Callable[[int], T],
+        backward: Callable[[int, T], R],
+        count: int,
+    ) -> list[R]:
+        """Forward and backward of each micro-batch.
+
+        Args:
+            begin: called before the forward of a micro-batch that others don't overlap.
+            forward: of the micro-batch of that number: model and loss.
+            backward: of the same, given what forward gave.
+            count: how many there are.
+
+        Returns:
+            What each backward gave.
+
+        Raises:
+            Exception: the first that a micro-batch raised, with a note that names it and the stage.
+        """
+        if not self._slots:
+            return self._queued(begin, forward, backward, count)
+        team = self._threads(count)
+        try:
+            self.overlaps = count > 1 and self._settled and self._in_turn is None
+            if not self.overlaps:
+                first, *_ = team.run([lambda: self._one_by_one(begin, forward, backward, count), *self._idle(1)])
+                assert first is not None
+                return first
+            return self._overlapped(team, forward, backward, count)
+        finally:
+            if any(device.threads > 1 for device in self._devices):
+                torch.set_num_threads(torch.get_num_threads())  # a thread's limit is also that of all new ones
+
+    def _threads(self, count: int) -> Team:
+        if self._team is None or len(self._team.devices) < count:
+            if self._team is not None:
+                self._team.close()
+            # Bound to no core yet: each goes to those of its stage.
+            self._team = Team([Device("cpu", i) for i in range(count)], role="")
+        return self._team
+
+    def _idle(self, busy: int) -> list[None]:
+        assert self._team is not None
+        return [None] * (len(self._team.devices) - busy)
+
+    def _occupy(self, stage: int) -> None:
+        """This thread computes on the stage's device from now on."""
+        device = self._devices[stage]
+        if not device.is_slot:
+            torch.accelerator.set_device_index(device.index)
+            return
+        now: tuple[int, ...] = getattr(_cores, "now", ())
+        if device.cores == now:
+            return
+        _cores.now = device.cores
+        if max(1, len(now)) != device.threads:
+            _devices.limit_threads(device)
+        if len(device.cores) == 1:
+            _devices.pin(device)
+        elif len(now) == 1 and hasattr(os, "sched_setaffinity"):
+            with contextlib.suppress(OSError):
+                os.sched_setaffinity(0, _devices.usable_cores())
+
+    # ---- one after the other ----------------------------------------------------------------------------------------
+
+    def _one_by_one(
+        self,
+        begin: Callable[[int], None],
+        forward: Callable[[int], T],
+        backward: Callable[[int, T], R],
+        count: int,
+    ) -> list[R]:
+        results = []
+        for number in range(count):
+            begin(number)
+            watched = None
+            flight = Flight(number, self._occupy)
+            if not self._settled and number == count - 1 and count > 1:
+                # Not the first: by now what is set once is there.
+                watched, flight.calls = Remembered(self._model), {}
+            with flight, self._told(flight):
+                made = forward(number)
+                if watched is not None:
+                    watched.after_forward()
+                flight.turn_back()
+                results.append(backward(number, made))
+                del made
+            if number == 0 and not self._route:
+                self._route = whole(tuple(flight.seen), len(self._devices))
+            elif not self._settled:
+                self._learn(flight)
+            if watched is not None:
+                assert flight.calls is not None
+                self._settled = True
+                self._in_turn = watched.why_in_turn(flight.calls)
+                if self._in_turn is not None:
+                    self._say(f"{self._in_turn}: micro-batches follow one another, and nothing overlaps")
+        return results
+
+    @contextlib.contextmanager
+    def _told(self, flight: Flight):  # type: ignore[no-untyped-def]
+        """Errors get a note that says where they came from."""
+        try:
+            yield
+        except Exception as error:
+            if not isinstance(error, Aborted | InputError):
+                stage = flight.stage or 0
+                way = "forward" if flight.kind == "F" else "backward"
+                error.add_note(
+                    f"raised in stage {stage} ({self._devices[stage]}), {way} of micro-batch {flight.number}, "
+                    f"at step {self._world.step}"
+                )
+            raise
+
+    # ---- overlapped -------------------------------------------------------------------------------------------------
+
+    def _overlapped(
+        self, team: Team, forward: Callable[[int], T], backward: Callable[[int, T], R], count: int
+    ) -> list[R]:
+        if count not in self._orders:
+            self._orders[count] = orders_of(self._route, self._schedule(len(self._devices), count), count)
+        turns = Turns(self._orders[count])
+        flights = [Flight(number, self._occupy, self._route, turns) for number in range(count)]
+
+        def go(flight: Flight) -> R:
+            torch.set_autocast_cache_enabled(False)  # a weight's copy would belong to one micro-batch's graph
+            with flight, self._told(flight):
+                made = forward(flight.number)
+                flight.turn_back()
+                return backward(flight.number, made)
+
+        team.on_abort[:] = [turns.abort]
+        found = team.run([*(lambda flight=flight: go(flight) for flight in flights), *self._idle(count)])
+        if any(flight.strayed for flight in flights):
+            for flight in flights:
+                self._learn(flight)
+        return found[:count]  # type: ignore[return-value]  # each has run
+
+    def _learn(self, flight: Flight) -> None:
+        """Make the route such that it has this flight's way in it."""
+        route = whole(merged(self._route, tuple(flight.seen)), len(self._devices))
+        if route == self._route:
+            return
+        if flight.strayed and not self._said_strayed:
+            self._said_strayed = True
+            self._say(
+                f"at step {self._world.step} a micro-batch took another way through the stages than those before; "
+                "where that happens, the order of sums, and so the last bits, may differ from run to run"
+            )
+        if len(route) <= _LONGEST * len(self._devices):
+            self._route = route
+            self._orders.clear()
+
+    def _say(self, note: str) -> None:
+        self._world.tell(Line(note, "note"))
+
+    # ---- on accelerators --------------------------------------------------------------------------------------------
+
+    def _queued(
+        self,
+        begin: Callable[[int], None],
+        forward: Callable[[int], T],
+        backward: Callable[[int, T], R],
+        count: int,
+    ) -> list[R]:
+        made: dict[int, T] = {}
+        results: list[R] = []
+        flights = [Flight(number, self._occupy, marks=False) for number in range(count)]
+        for action in self._schedule(len(self._devices), count)[0]:
+            flight = flights[action.microbatch]
+            with flight, self._told(flight):
+                if action.kind == "F":
+                    begin(flight.number)
+                    made[flight.number] = forward(flight.number)
+                else:
+                    flight.kind = "B"
+                    results.append(backward(flight.number, made.pop(flight.number)))
+        self._occupy(0)
+        return results
+
+
+def refuse_mixed(devices: Sequence[Device]) -> str | None:
+    """Why these can't be the stages of one model, or None."""
+    kinds = sorted({device.type for device in devices})
+    return f"its devices are of different types: {', '.join(kinds)}" if len(kinds) > 1 else None

@@ -1,0 +1,29 @@
+"""``mp``: one process; each device holds some of the layers, and they compute in turn.
+
+It is ``pp`` with one micro-batch: nothing overlaps, but a model may be as large as all devices together, and BatchNorm
+and a loss over pairs see the whole batch.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import ClassVar
+
+from lockstep.errors import StrategyError
+from lockstep.strategies.pp import PP
+
+
+@dataclass(frozen=True)
+class MP(PP):
+    """Stages of layers on the devices of one process, one after the other."""
+
+    name: ClassVar[str] = "mp"
+    summary: ClassVar[str] = "one process, a stage of layers per device, in turn"
+    good_for: ClassVar[str] = "models too large for one device, where a batch can't be cut"
+
+    microbatches: int = 1
+
+    def __post_init__(self) -> None:
+        if self.microbatches != 1:
+            raise StrategyError(f"mp has one micro-batch, not {self.microbatches}: take pp")
+        super().__post_init__()

@@ -1,0 +1,512 @@
+"""``mp`` and ``pp``: every kind of module, split over stages, ends where one device that accumulates would."""
+
+from __future__ import annotations
+
+import dataclasses
+import threading
+import time
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from torch.utils.checkpoint import checkpoint
+
+from lockstep import Job, evaluate, parallelize, predict, train
+from lockstep.errors import LossError, StrategyError
+from lockstep.run import Run
+from lockstep.strategies.mp import MP
+from lockstep.strategies.pp import PP
+from lockstep.verify import differences, same_bits
+
+from zoo import SAMPLES, ZOO, Conv, Counting, Said, _job, drawn, labels, plain_sgd, sgd, wants  # isort: skip
+from zoo import in_place_order, tokens_and_next  # isort: skip
+
+BOUND = 1e-10
+
+
+def stack() -> nn.Module:
+    layers = [nn.Sequential(nn.Linear(6, 6), nn.Tanh()) for _ in range(4)]
+    return nn.Sequential(*layers, nn.Linear(6, 3))
+
+
+class UNet(nn.Module):
+    """Skips over all stages, by functional code; ``relu_`` and ``+=`` write in place."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.down1, self.norm1 = nn.Conv2d(2, 4, 3, padding=1), nn.BatchNorm2d(4)
+        self.down2, self.norm2 = nn.Conv2d(4, 6, 3, padding=1), nn.BatchNorm2d(6)
+        self.middle = nn.Conv2d(6, 6, 3, padding=1)
+        self.up2, self.up1 = nn.Conv2d(12, 4, 3, padding=1), nn.Conv2d(8, 4, 3, padding=1)
+        self.head = nn.Linear(4, 3)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        one = self.norm1(self.down1(x)).relu_()
+        two = torch.relu(self.norm2(self.down2(nn.functional.max_pool2d(one, 2))))
+        y = self.middle(two)
+        y += two
+        y = torch.relu(self.up2(torch.cat([y, two], dim=1)))
+        y = self.up1(torch.cat([nn.functional.interpolate(y, scale_factor=2.0), one], dim=1))
+        return self.head(y.mean(dim=(2, 3)))
+
+
+BACK = {"down1": 0, "norm1": 0, "": 1, "up1": 0, "head": 0}
+"""The decoder beside the encoder: stage 0, then 1, then 0 again."""
+
+
+class TinyGPT(nn.Module):
+    """Tied weights on the first and the last stage; dicts, an int and None cross them; a parameter of its own."""
+
+    def __init__(self, words: int = 11, time: int = 5) -> None:
+        super().__init__()
+        self.embedding = nn.Embedding(words, 8)
+        self.places = nn.Parameter(0.1 * torch.randn(time, 8))
+        self.blocks = nn.ModuleList(Block() for _ in range(4))
+        self.out = nn.Linear(8, words, bias=False)
+        self.out.weight = self.embedding.weight
+
+    def forward(self, tokens: torch.Tensor) -> torch.Tensor:
+        state: dict[str, Any] = {"x": self.embedding(tokens) + self.places[: tokens.shape[1]], "depth": 0, "no": None}
+        for block in self.blocks:
+            state = block(state, scale=0.5)
+        assert state["depth"] == 4
+        return self.out(state["x"]).transpose(1, 2)
+
+
+class Block(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm, self.mix = nn.LayerNorm(8), nn.MultiheadAttention(8, 2, batch_first=True)
+
+    def forward(self, state: dict[str, Any], *, scale: float) -> dict[str, Any]:
+        x = self.norm(state["x"])
+        y, _ = self.mix(x, x, x, need_weights=False)
+        return {"x": state["x"] + scale * y, "depth": state["depth"] + 1, "no": state["no"]}
+
+
+class Choosing(nn.Module):
+    """Which layers run depends on the values; some micro-batches leave a stage out, or go another way."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second, self.third = (nn.Linear(6, 6) for _ in range(3))
+        self.out = nn.Linear(6, 3)
+
+    def forward(self, x: torch.Tensor, wants: torch.Tensor) -> torch.Tensor:
+        x = torch.tanh(self.first(x))
+        for _ in range(1 + int(wants.sum()) % 2):
+            x = torch.tanh(self.second(x))
+        if wants.any():
+            x = self.third(x)
+        return self.out(x)
+
+
+class Twice(nn.Module):
+    """A layer with running statistics, called twice: on one stage, then again after another."""
+
+    def __init__(self, norm: bool) -> None:
+        super().__init__()
+        self.first, self.again, self.other = nn.Linear(6, 6), nn.Linear(6, 6), nn.Linear(6, 6)
+        self.norm = nn.BatchNorm1d(3) if norm else nn.Identity()
+        self.out = nn.Linear(6, 3)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = self.norm(self.again(torch.tanh(self.first(x))).unflatten(1, (3, 2))).flatten(1)
+        x = self.norm(self.again(torch.tanh(self.other(x))).unflatten(1, (3, 2))).flatten(1)
+        return self.out(x)
+
+
+class Speaking(nn.Module):
+    """Gives an object; takes a dict."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.left, self.right = nn.Linear(6, 6), nn.Linear(6, 3)
+
+    def forward(self, *, x: torch.Tensor, more: torch.Tensor) -> Said:
+        return Said(self.right(torch.tanh(self.left(x)) + more[:, None]))
+
+
+def said(outputs: Said, targets: torch.Tensor) -> torch.Tensor:
+    return nn.functional.cross_entropy(outputs.logits, targets)
+
+
+class Stem(nn.Module):
+    """The first stage is frozen, so that backward never comes there."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.stem = nn.Sequential(nn.Linear(6, 8), nn.Tanh(), nn.Linear(8, 8)).requires_grad_(False)
+        self.body, self.out = nn.Linear(8, 8), nn.Linear(8, 3)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.out(torch.tanh(self.body(self.stem(x))))
+
+
+class Viewing(nn.Module):
+    """What a stage gives is a view, which the next one writes to in place."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.flat, self.last = nn.Linear(6, 8), nn.Unflatten(1, (2, 4)), nn.Linear(8, 3)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        y = self.flat(self.first(x))
+        y.mul_(2.0)
+        y[:, 0] += 1.0
+        return self.last(y.flatten(1))
+
+
+class Dropping(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.Sequential(nn.Linear(6, 16), nn.Dropout(0.5), nn.ReLU(), nn.Linear(16, 16), nn.Dropout(0.2))
+        self.out = nn.Linear(16, 3)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.out(self.layers(nn.functional.dropout(x, 0.1, self.training)))
+
+
+class Rerun(Dropping):
+    """Computes its dropout again in backward."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = checkpoint(self.layers[:3], x, use_reentrant=False)
+        return self.out(checkpoint(self.layers[3:], x, use_reentrant=False))
+
+
+def adamw(params: Any) -> torch.optim.Optimizer:
+    return torch.optim.AdamW(params, lr=0.01, weight_decay=0.1)
+
+
+_images = drawn(SAMPLES, 2, 8, 8)
+_tokens, _next = tokens_and_next()
+_choices = (drawn(SAMPLES, 6), wants(1, 2, 9, 20, 28))
+
+KINDS: dict[str, tuple[Job, dict[str, int] | None]] = {
+    "a sequence": (_job(stack, optimizer=sgd), None),
+    "a sequence, clipped": (_job(stack, optimizer=sgd, clip_norm=0.05), None),
+    "a sequence under AdamW": (_job(stack, optimizer=adamw), None),
+    "a U-Net": (_job(UNet, _images), None),
+    "a U-Net whose decoder is beside its encoder": (_job(UNet, _images, optimizer=sgd), BACK),
+    "a tied GPT": (_job(TinyGPT, _tokens, _next, metrics={}), None),
+    "control flow": (_job(Choosing, _choices, order=in_place_order, optimizer=sgd), None),
+    "a layer called twice on one stage": (_job(lambda: Twice(True)), {"first": 0, "": 1}),
+    "a layer called again after another stage": (_job(lambda: Twice(False)), {"other": 1, "": 0}),
+    "running statistics moved twice": (_job(lambda: Twice(True)), {"other": 1, "": 0}),
+    "dict and object": (
+        _job(Speaking, {"x": drawn(SAMPLES, 6), "more": drawn(SAMPLES, seed=5)}, loss=said, metrics={}),
+        {"left": 0, "right": 1},
+    ),
+    "BatchNorm": (_job(Conv, drawn(SAMPLES, 2, 7, 7), optimizer=sgd), None),
+    "a frozen stage": (_job(Stem, optimizer=sgd), {"stem": 0, "": 1}),
+    "views written in place": (_job(Viewing, optimizer=sgd), {"last": 1, "": 0}),
+    "dropout": (_job(Dropping), {"layers.0": 0, "layers.1": 0, "": 1}),
+    "dropout computed again": (_job(Rerun), {"layers.0": 0, "layers.1": 0, "layers.2": 0, "": 1}),
+    "blocks computed again": (_job(TinyGPT, _tokens, _next, metrics={}, activation_checkpointing="blocks"), None),
+}
+MANY = ["a sequence", "a U-Net", "a tied GPT", "control flow", "BatchNorm"]
+"""Kinds that are cut in three stages too."""
+
+_singles: dict[tuple[str, int], Run] = {}
+
+
+def single(kind: str, microbatches: int, tmp_path_factory: pytest.TempPathFactory) -> Run:
+    """One device that accumulates: what it all is held against."""
+    if (kind, microbatches) not in _singles:
+        job = KINDS[kind][0].having(precision="fp64", accumulate=microbatches)
+        folder = tmp_path_factory.mktemp("single")
+        _singles[kind, microbatches] = train(job, strategy="single", devices="1xcpu", folder=folder, quiet=True)
+    return _singles[kind, microbatches]
+
+
+@pytest.mark.parametrize("schedule", ["gpipe", "1f1b"])
+@pytest.mark.parametrize(
+    ("kind", "stages"), [*((kind, 2) for kind in KINDS), *((kind, 3) for kind in MANY), ("a sequence", 4)]
+)
+def test_pp_ends_where_one_device_that_accumulates_does(
+    kind: str, stages: int, schedule: str, tmp_path_factory: pytest.TempPathFactory
+) -> None:
+    job, device_map = KINDS[kind]
+    for microbatches in (2, 3, 8, 11):
+        one = single(kind, microbatches, tmp_path_factory)
+        way = PP(device_map, microbatches, schedule)
+        folder = tmp_path_factory.mktemp("pp")
+        run = train(job.having(precision="fp64"), strategy=way, devices=f"{stages}xcpu", folder=folder, quiet=True)
+        found = differences(job, run, one)
+        assert found.worst < BOUND, f"{microbatches} micro-batches: {found}"
+        assert max(found.history.values()) < BOUND
+        assert any(found.moved.values())
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_mp_ends_where_one_device_does(kind: str, tmp_path_factory: pytest.TempPathFactory) -> None:
+    job, device_map = KINDS[kind]
+    for stages in (2, 3) if kind in MANY else (2,):
+        folder = tmp_path_factory.mktemp("mp")
+        way = MP(device_map)
+        run = train(job.having(precision="fp64"), strategy=way, devices=f"{stages}xcpu", folder=folder, quiet=True)
+        assert differences(job, run, single(kind, 1, tmp_path_factory)).worst < BOUND
+
+
+@pytest.mark.parametrize("way", [MP(), PP(microbatches=3), PP(microbatches=2, schedule="gpipe")], ids=str)
+@pytest.mark.parametrize("kind", ZOO)
+def test_all_kinds_of_the_zoo_end_where_one_device_does(kind: str, way: PP, tmp_path) -> None:
+    job = ZOO[kind].having(precision="fp64", sync_batchnorm=False)
+    run = train(job, strategy=way, devices="2xcpu", folder=tmp_path, quiet=True)
+    parts = way.parts(job)
+    one = train(job, strategy="single", devices="1xcpu", folder=tmp_path, quiet=True, accumulate=parts)
+    found = differences(job, run, one)
+    assert found.worst < BOUND, str(found)
+    assert max(found.history.values()) < BOUND
+
+
+def _often(kind: str, times: int, tmp_path: Any) -> None:
+    job, device_map = KINDS[kind]
+    way = PP(device_map, 8)
+    runs = [train(job, strategy=way, devices="2xcpu", folder=tmp_path, quiet=True).model() for _ in range(times)]
+    assert all(same_bits(runs[0], run) for run in runs[1:])
+
+
+@pytest.mark.parametrize(
+    "kind", ["a U-Net whose decoder is beside its encoder", "a tied GPT", "dropout computed again"]
+)
+def test_equal_runs_give_equal_bits(kind: str, tmp_path) -> None:
+    _often(kind, 4, tmp_path)
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(600)
+@pytest.mark.parametrize("kind", ["a U-Net whose decoder is beside its encoder", "a tied GPT"])
+def test_a_hundred_equal_runs_give_equal_bits_and_none_waits_forever(kind: str, tmp_path) -> None:
+    _often(kind, 100, tmp_path)
+
+
+class Failing(nn.Module):
+    """Its second layer raises at the ninth forward, one of the second update's."""
+
+    calls = 0
+
+    def __init__(self, backward: bool) -> None:
+        super().__init__()
+        self.first, self.second = nn.Linear(6, 6), nn.Linear(6, 3)
+        self.second.register_forward_hook(self.fail)
+        self.backward = backward
+
+    def fail(self, module: nn.Module, args: Any, output: torch.Tensor) -> None:
+        type(self).calls += 1
+        if type(self).calls == 7:
+            if not self.backward:
+                raise ValueError("the seventh")
+            output.register_hook(self.fail_later)
+
+    def fail_later(self, gradient: torch.Tensor) -> None:
+        raise ValueError("the seventh")
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.second(torch.tanh(self.first(x)))
+
+
+@pytest.mark.timeout(30)
+@pytest.mark.parametrize("backward", [False, True])
+def test_a_stage_that_raises_stops_all_at_once_and_is_named(backward: bool, tmp_path, monkeypatch) -> None:
+    monkeypatch.setattr(Failing, "calls", 0)
+    job = _job(lambda: Failing(backward), eval_data=None, metrics={})
+    start = time.monotonic()
+    with pytest.raises(ValueError, match="the seventh") as caught:
+        train(job, strategy=PP({"first": 0, "second": 1}), devices="2xcpu", folder=tmp_path, quiet=True)
+    way = "backward" if backward else "forward"
+    assert caught.value.__notes__ == [f"raised in stage 1 (cpu:1), {way} of micro-batch 2, at step 2"]
+    assert time.monotonic() - start < 20
+
+
+def test_a_run_of_pp_goes_on_under_ddp_and_back(tmp_path) -> None:
+    job = ZOO["momentum"].having(precision="fp64", epochs=3)
+    whole = train(job, strategy="single", devices="1xcpu", folder=tmp_path, quiet=True)
+    run = train(job, strategy="pp", devices="2xcpu", folder=tmp_path, quiet=True, epochs=1)
+    for way, epochs in (("ddp", 2), ("mp", 3)):
+        run = train(job, strategy=way, devices="2xcpu", resume=run.folder, quiet=True, epochs=epochs)
+    assert differences(job, run, whole).worst < BOUND
+
+
+def test_evaluation_and_prediction_are_those_of_one_device(tmp_path) -> None:
+    job = KINDS["a U-Net"][0].having(precision="fp64")
+    run = train(job, strategy="pp", devices="2xcpu", folder=tmp_path, quiet=True)
+    one, two = (evaluate(run, strategy=way, devices=on) for way, on in (("single", "1xcpu"), ("pp", "2xcpu")))
+    assert one == pytest.approx(two, rel=1e-12)
+    rows = [predict(run, strategy=way, devices=on, quiet=True) for way, on in (("single", "1xcpu"), ("mp", "3xcpu"))]
+    torch.testing.assert_close(rows[0], rows[1], rtol=1e-12, atol=1e-12)
+
+
+def test_an_own_loop_over_stages_ends_where_the_plain_one_does() -> None:
+    ends = []
+    for way, devices in ((None, "1xcpu"), (PP(microbatches=3), "2xcpu")):
+        torch.manual_seed(0)
+        model = stack().double()
+        settings = {} if way else {"accumulate": 3}
+        step = parallelize(
+            model, nn.CrossEntropyLoss(), torch.optim.SGD(model.parameters(), lr=0.1), strategy=way, devices=devices,
+            **settings,
+        )  # fmt: skip
+        for size in (8, 8, 5, 2):
+            step(drawn(size, 6, seed=size).double(), labels(size, 3))
+        ends.append(model.state_dict())
+    for name, value in ends[0].items():
+        torch.testing.assert_close(value, ends[1][name], rtol=1e-12, atol=1e-12)
+
+
+def pairs(outputs: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
+    return nn.functional.cross_entropy(outputs @ outputs.T, torch.arange(len(outputs)))
+
+
+@pytest.mark.parametrize(
+    ("way", "stages", "settings", "says"),
+    [
+        (PP(), 2, {"sync_batchnorm": True}, "pp: sync_batchnorm would let no micro-batch go on"),
+        (PP(), 2, {"compile": True}, "pp: compile"),
+        (PP(), 10, {}, "10 devices, but the model has layers for 5 only"),
+        (PP({"0": 0, "2": 1}), 2, {}, "leaves out 6 of 10 parameters"),
+        (PP({"": 0, "body": 1}), 2, {}, 'no "body"'),
+        (PP(), 2, {"loss": pairs}, "not a mean over samples"),
+    ],
+)
+def test_what_can_not_be_is_refused_before_the_first_step(
+    way: PP, stages: int, settings: Any, says: str, tmp_path
+) -> None:
+    job = dataclasses.replace(KINDS["a sequence"][0], **settings)
+    with pytest.raises((StrategyError, LossError), match=says):
+        train(job, strategy=way, devices=f"{stages}xcpu", folder=tmp_path, quiet=True)
+    assert not list(tmp_path.iterdir())
+
+
+def test_settings_of_the_strategy_itself_are_checked() -> None:
+    for make, says in (
+        (lambda: PP(microbatches=0), "0 micro-batches: give a whole number from 1"),
+        (lambda: PP(schedule="1f1"), 'no schedule "1f1": did you mean "1f1b"'),
+        (lambda: MP(microbatches=2), "mp has one micro-batch, not 2: take pp"),
+    ):
+        with pytest.raises(StrategyError, match=says):
+            make()
+
+
+class Telling(nn.Module):
+    """Leaves something on itself for later: the last micro-batch's would be seen by all."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second = nn.Linear(6, 6), nn.Linear(6, 3)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        self.scale = x.abs().mean()
+        return self.second(torch.tanh(self.first(x))) * self.scale
+
+
+@pytest.mark.parametrize(
+    ("kind", "says"),
+    [
+        ("telling", 'forward sets "scale", which another micro-batch would overwrite'),
+        ("running statistics moved twice", 'buffer "norm.running_mean" is written by more than one stage'),
+        ("counting", 'buffer "steps" is written by more than one stage'),
+    ],
+)
+def test_what_a_model_remembers_outside_of_a_stage_keeps_micro_batches_in_turn(
+    kind: str, says: str, tmp_path, capsys
+) -> None:
+    jobs = {**KINDS, "telling": (_job(Telling), None), "counting": (_job(Counting), None)}
+    job, device_map = jobs[kind]
+    run = train(job.having(precision="fp64"), strategy=PP(device_map), devices="2xcpu", folder=tmp_path)
+    assert f"note: {says}" in capsys.readouterr().out
+    one = train(job.having(precision="fp64", accumulate=4), strategy="single", devices="1xcpu", folder=tmp_path)
+    assert differences(job, run, one).worst < BOUND
+
+
+def test_what_changes_for_a_person_is_said_at_the_start(tmp_path, capsys) -> None:
+    train(KINDS["BatchNorm"][0], strategy=PP(microbatches=12), devices="2xcpu", folder=tmp_path)
+    said = capsys.readouterr().out
+    assert "batches of 8, in 12 micro-batches" in said
+    assert "note: BatchNorm normalises each micro-batch by itself, as single with accumulate=12 does" in said
+    assert "note: batches of 8 samples are 8 micro-batches, not 12" in said
+
+
+def test_a_micro_batch_that_takes_another_way_than_expected_is_said(tmp_path, capsys) -> None:
+    class Returning(Choosing):
+        def forward(self, x: torch.Tensor, wants: torch.Tensor) -> torch.Tensor:
+            y = super().forward(x, wants)
+            return y + self.out(self.first(x)) if wants.any() else y
+
+    # The first batch is without wishes, so the route is straight.
+    job = _job(Returning, (drawn(SAMPLES, 6), wants(9, 20, 28)), order=in_place_order)
+    way = PP({"first": 0, "": 1})
+    run = train(job.having(precision="fp64"), strategy=way, devices="2xcpu", folder=tmp_path)
+    assert capsys.readouterr().out.count("took another way through the stages") == 1
+    one = train(job.having(precision="fp64", accumulate=4), strategy="single", devices="1xcpu", folder=tmp_path)
+    assert differences(job, run, one).worst < BOUND
+
+
+def test_each_stage_computes_in_one_thread_at_a_time_and_stages_overlap(tmp_path) -> None:
+    busy: dict[str, int] = {"first": 0, "second": 0}
+    most: list[int] = []
+    lock = threading.Lock()
+
+    class Slow(nn.Linear):
+        def __init__(self, name: str, inner: int) -> None:
+            super().__init__(6, inner)
+            self.name = name
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            with lock:
+                busy[self.name] += 1
+                assert busy[self.name] == 1
+                most.append(sum(busy.values()))
+            time.sleep(0.01)
+            with lock:
+                busy[self.name] -= 1
+            return super().forward(x)
+
+    job = _job(lambda: nn.Sequential(Slow("first", 6), Slow("second", 3)))
+    train(job, strategy=PP({"0": 0, "1": 1}), devices="2xcpu", folder=tmp_path, quiet=True, epochs=1)
+    assert max(most) == 2
+
+
+def test_memory_is_bounded_by_the_schedule(tmp_path) -> None:
+    """Under 1F1B two stages hold two micro-batches, under GPipe all."""
+    held = {"now": 0, "most": 0}
+    lock = threading.Lock()
+
+    class Holding(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx: Any, x: torch.Tensor) -> torch.Tensor:
+            with lock:
+                held["now"] += 1
+                held["most"] = max(held["most"], held["now"])
+            return x.clone()
+
+        @staticmethod
+        def backward(ctx: Any, gradient: torch.Tensor) -> torch.Tensor:
+            with lock:
+                held["now"] -= 1
+            return gradient
+
+    class Held(nn.Linear):
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return Holding.apply(super().forward(x))
+
+    job = _job(lambda: nn.Sequential(Held(6, 6), nn.Tanh(), nn.Linear(6, 3)), eval_data=None, metrics={})
+    for schedule, most in (("1f1b", 2), ("gpipe", 8)):
+        held["most"] = 0
+        way = PP({"0": 0, "": 1}, 8, schedule)
+        train(job, strategy=way, devices="2xcpu", folder=tmp_path, quiet=True)
+        assert (held["now"], held["most"]) == (0, most)
+
+
+def test_a_model_with_stages_can_be_copied_and_pickled() -> None:
+    import copy
+    import pickle
+
+    model = stack()
+    step = parallelize(model, nn.CrossEntropyLoss(), lambda p: plain_sgd(p), strategy="pp", devices="2xcpu")
+    step(drawn(8, 6), labels(8, 3))
+    x = drawn(3, 6)
+    for other in (copy.deepcopy(model), pickle.loads(pickle.dumps(model))):
+        torch.testing.assert_close(other(x), model(x))
