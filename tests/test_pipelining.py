@@ -221,9 +221,15 @@ def single(kind: str, microbatches: int, tmp_path_factory: pytest.TempPathFactor
     return _singles[kind, microbatches]
 
 
-@pytest.mark.parametrize("schedule", ["gpipe", "1f1b"])
+CELLS = [*((kind, 2) for kind in KINDS), *((kind, 3) for kind in MANY), ("a sequence", 4)]
+
+
 @pytest.mark.parametrize(
-    ("kind", "stages"), [*((kind, 2) for kind in KINDS), *((kind, 3) for kind in MANY), ("a sequence", 4)]
+    ("kind", "stages", "schedule"),
+    [
+        *((*cell, "1f1b") for cell in CELLS),
+        *(pytest.param(*cell, "gpipe", marks=() if cell[1] > 2 else pytest.mark.slow) for cell in CELLS),
+    ],
 )
 def test_pp_ends_where_one_device_that_accumulates_does(
     kind: str, stages: int, schedule: str, tmp_path_factory: pytest.TempPathFactory
@@ -250,7 +256,15 @@ def test_mp_ends_where_one_device_does(kind: str, tmp_path_factory: pytest.TempP
         assert differences(job, run, single(kind, 1, tmp_path_factory)).worst < BOUND
 
 
-@pytest.mark.parametrize("way", [MP(), PP(microbatches=3), PP(microbatches=2, schedule="gpipe")], ids=str)
+@pytest.mark.parametrize(
+    "way",
+    [
+        pytest.param(MP(), marks=pytest.mark.slow),
+        PP(microbatches=3),
+        pytest.param(PP(microbatches=2, schedule="gpipe"), marks=pytest.mark.slow),
+    ],
+    ids=str,
+)
 @pytest.mark.parametrize("kind", ZOO)
 def test_all_kinds_of_the_zoo_end_where_one_device_does(kind: str, way: PP, tmp_path) -> None:
     job = ZOO[kind].having(precision="fp64", sync_batchnorm=False)
