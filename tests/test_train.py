@@ -233,8 +233,8 @@ def test_a_backend_that_does_not_fit_the_devices_is_refused() -> None:
 def test_single_on_two_devices_and_a_strategy_that_does_not_exist_are_refused() -> None:
     with pytest.raises(StrategyError, match="single uses one device, not 2"):
         train(classify(), strategy="single", devices="2xcpu")
-    with pytest.raises(StrategyError, match='no strategy "dpp": did you mean "d'):
-        train(classify(), strategy="dpp")
+    with pytest.raises(StrategyError, match='no strategy "dddp": did you mean "ddp"'):
+        train(classify(), strategy="dddp")
 
 
 def test_tensorboard_events_are_written(tmp_path: Path) -> None:
