@@ -109,6 +109,15 @@ def as_job(job: Job | JobFile | Callable[[], Job] | str | Path) -> Job | JobFile
     return made
 
 
+def the_job(job: Job | JobFile) -> Job:
+    """The job itself, loaded where it lies in a file.
+
+    Raises:
+        JobError: as ``JobFile.load``.
+    """
+    return job.load() if isinstance(job, JobFile) else job
+
+
 def with_settings(job: Job | JobFile, settings: Mapping[str, Any]) -> Job | JobFile:
     """The same job with some settings replaced.
 

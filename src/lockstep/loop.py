@@ -27,7 +27,7 @@ from lockstep.evaluation import evaluate_sets
 from lockstep.firststep import FirstStep, line_of
 from lockstep.folder import RunFolder
 from lockstep.job import Job
-from lockstep.jobfile import JobFile
+from lockstep.jobfile import JobFile, the_job
 from lockstep.memory import peak_memory
 from lockstep.profiling import Profiler
 from lockstep.progress import Pace, Teller, held_out
@@ -62,7 +62,7 @@ class Plan:
 
     def load(self) -> Job:
         """The job itself."""
-        return self.job.load() if isinstance(self.job, JobFile) else self.job
+        return the_job(self.job)
 
 
 def train_on(world: World, plan: Plan) -> dict[str, Any]:

@@ -60,11 +60,17 @@ def alone(devices: tuple[Device, ...]) -> Iterator[World]:
     """One process that drives all these devices, for a while."""
     world = World(devices=devices)
     before = _world.enter(world)
-    # The calling thread runs the optimizer for all slots, so it may use all their cores.
-    cores = tuple(sorted({core for device in devices for core in device.cores}))
-    place = Device("cpu", 0, cores) if devices[0].is_slot else devices[0]
     try:
-        with _devices.occupied(place), kept_states():
+        with _devices.occupied(place_of(devices)), kept_states():
             yield world
     finally:
         _world.enter(before)
+
+
+def place_of(devices: tuple[Device, ...]) -> Device:
+    """Where the one process of all these devices is.
+
+    Its own thread runs the optimizer for all slots, so it may use all their cores.
+    """
+    cores = tuple(sorted({core for device in devices for core in device.cores}))
+    return Device("cpu", 0, cores) if devices[0].is_slot else devices[0]

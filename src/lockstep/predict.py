@@ -30,7 +30,7 @@ from lockstep.display import Display
 from lockstep.errors import FolderError, InputError, LockstepError, OutOfMemory, told
 from lockstep.events import Line
 from lockstep.job import Job
-from lockstep.jobfile import JobFile, with_settings
+from lockstep.jobfile import JobFile, the_job, with_settings
 from lockstep.launch import under_torchrun
 from lockstep.linefile import LineWriter, merge
 from lockstep.memory import is_out_of_memory
@@ -186,7 +186,7 @@ class _Prediction:
 
     def __init__(self, world: World, plan: _Plan, folder: Path) -> None:
         self.world, self.plan, self.folder = world, plan, folder
-        job = plan.job.load() if isinstance(plan.job, JobFile) else plan.job
+        job = the_job(plan.job)
         self.name, source = source_of(job, plan.data)
         if isinstance(plan.data, str) and self.name.startswith("eval_data"):
             found = one_of(resolve_sets(source, world), plan.data)

@@ -14,7 +14,7 @@ from lockstep.build import trained_model
 from lockstep.errors import FolderError
 from lockstep.folder import RunFolder
 from lockstep.job import Job
-from lockstep.jobfile import JobFile
+from lockstep.jobfile import JobFile, the_job
 
 
 @dataclass(frozen=True)
@@ -68,7 +68,7 @@ class Run:
             FolderError: the weights aren't there, or the job was not a file and isn't known here.
         """
         job, weights = trained_of(self, best=best)
-        return trained_model(job.load() if isinstance(job, JobFile) else job, weights).eval()
+        return trained_model(the_job(job), weights).eval()
 
 
 def trained_of(

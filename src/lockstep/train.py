@@ -17,7 +17,7 @@ from lockstep.errors import InputError, JobError, StrategyError
 from lockstep.evaluation import evaluate_sets
 from lockstep.folder import RunFolder
 from lockstep.job import Job
-from lockstep.jobfile import JobFile, as_job, with_settings
+from lockstep.jobfile import JobFile, as_job, the_job, with_settings
 from lockstep.launch import launch, under_torchrun
 from lockstep.loop import Plan, train_on
 from lockstep.placement import check_backend, on_devices
@@ -183,7 +183,7 @@ def evaluate(
 
 def evaluate_on(world: World, plan: _Evaluation) -> dict[str, float]:
     """Evaluate on this rank; the same values on every one."""
-    job = plan.job.load() if isinstance(plan.job, JobFile) else plan.job
+    job = the_job(plan.job)
     if job.eval_data is None:
         raise JobError("eval_data: the job has none, so there is nothing to evaluate on")
     step = plan.strategy.build(job, world)

@@ -17,19 +17,19 @@ import torch
 from torch.utils.data import TensorDataset
 
 from lockstep import devices as _devices
-from lockstep.allocator import freed_memory_kept
+from lockstep.allocator import keep_freed_memory
 from lockstep.data import Batch, default_workers, is_stream, job_loader, resolve
 from lockstep.data.fetch import unwrapped
 from lockstep.data.workers import free_cores
 from lockstep.devices import Device
 from lockstep.events import Line
 from lockstep.job import Job
-from lockstep.jobfile import JobFile, with_settings
+from lockstep.jobfile import JobFile, the_job, with_settings
 from lockstep.launch.local import run as run_locally
 from lockstep.memory import peak_memory
-from lockstep.placement import alone
+from lockstep.placement import alone, place_of
 from lockstep.step import Step
-from lockstep.strategies import choose
+from lockstep.strategies import Strategy, choose
 from lockstep.world import World
 
 
@@ -106,8 +106,8 @@ def attempt(job: Job | JobFile, way: Way, *, seconds: float, patience: float | N
     """
     chosen = _devices.parse(way.devices)
     strategy = choose(way.strategy, chosen)
-    plan = _Plan(with_settings(job, way.settings), way.strategy, chosen, seconds, patience)
-    places = (_whole(chosen),) if strategy.processes == "one" else chosen
+    plan = _Plan(with_settings(job, way.settings), strategy, chosen, seconds, patience)
+    places = (place_of(chosen),) if strategy.processes == "one" else chosen
     return run_locally(
         _on_rank,
         places,
@@ -120,33 +120,27 @@ def attempt(job: Job | JobFile, way: Way, *, seconds: float, patience: float | N
     )[0]
 
 
-def _whole(devices: tuple[Device, ...]) -> Device:
-    """The one place of a process that drives all these devices."""
-    cores = tuple(sorted({core for device in devices for core in device.cores}))
-    return Device("cpu", 0, cores) if devices[0].is_slot else devices[0]
-
-
 @dataclass(frozen=True)
 class _Plan:
     job: Job | JobFile
-    strategy: str
+    strategy: Strategy
     devices: tuple[Device, ...]
     seconds: float
     patience: float | None
 
 
 def _on_rank(world: World, plan: _Plan) -> Tried:
-    job = plan.job.load() if isinstance(plan.job, JobFile) else plan.job
+    job = the_job(plan.job)
     if job.keep_memory:
-        freed_memory_kept().__enter__()  # the process ends with the trial
-    if choose(plan.strategy, plan.devices).processes == "one":
+        keep_freed_memory()  # the process ends with the trial
+    if plan.strategy.processes == "one":
         with alone(plan.devices) as mine:
             return _tried(mine, job, plan)
     return _tried(world, job, plan)
 
 
 def _tried(world: World, job: Job, plan: _Plan) -> Tried:
-    strategy = choose(plan.strategy, plan.devices)
+    strategy = plan.strategy
     notes: list[str] = []
     world.tell = lambda told: notes.append(told.text) if isinstance(told, Line) and told.kind == "note" else None
     data = resolve(job.train_data, world, "train_data")

@@ -23,7 +23,7 @@ from lockstep.compare import Timing, in_turns
 from lockstep.devices import Device, Devices
 from lockstep.errors import DeviceError, LockstepError
 from lockstep.job import Job
-from lockstep.jobfile import JobFile, as_job, with_settings
+from lockstep.jobfile import JobFile, as_job, the_job, with_settings
 from lockstep.launch import under_torchrun
 from lockstep.strategies import STRATEGIES, choose
 from lockstep.trial import Tried, Way, attempt
@@ -184,6 +184,7 @@ class _Search:
 
     def __post_init__(self) -> None:
         self.way = self.start
+        self.settings = the_job(self.job)  # for the values that it has itself
 
     def through(self, strategy: str | None, chosen: tuple[Device, ...], *, by_default: bool) -> Tuning:
         """All stages, one after the other."""
@@ -219,11 +220,6 @@ class _Search:
                 ways.append(("compile, ddp", replace(compiled, strategy="ddp")))
             self.stage("compile", ways)
         return self.confirmed(kept)
-
-    @property
-    def settings(self) -> Job:
-        """The job itself, for its settings."""
-        return self.job.load() if isinstance(self.job, JobFile) else self.job
 
     def switch(self, stage: str, name: str) -> None:
         """Try the other value of a setting that is true or false."""

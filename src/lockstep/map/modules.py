@@ -1,7 +1,8 @@
 """A module over devices: a replica and a thread for each, batches in turn to the one that has least to do.
 
-A batch is put together in the caller's thread while the devices compute those before it; at most two are under way
-on each. The replicas are in evaluation mode and without gradients; the module itself is left as it is.
+Of several such it is the one whose last batch was longest ago. A batch is put together in the caller's thread while
+the devices compute those before it; at most two are under way on each. The replicas are in evaluation mode and without
+gradients; the module itself is left as it is.
 """
 
 from __future__ import annotations
@@ -53,16 +54,17 @@ def mapped(
         replica.eval()
     with borrowed(devices) as team:
         under_way: deque[tuple[int, int, int, Pending[Any]]] = deque()  # index of the first, items, device
-        busy = [0] * len(devices)
+        busy, turns = [0] * len(devices), [0] * len(devices)  # batches under way, where the last one ended
         index = 0
         while True:
             while min(busy) < 2 and (batch := [copied(item) for item in itertools.islice(items, batch_size or 1)]):
                 inputs = batch[0] if batch_size is None else _together(batch, collate, index)
-                number = busy.index(min(busy))
+                number = min(range(len(devices)), key=lambda n: (busy[n], turns[n]))
                 run = partial(_outputs, replicas[number], inputs, devices[number], seed, index)
                 under_way.append((index, len(batch), number, team.start(number, run)))
                 busy[number] += 1
                 index += len(batch)
+                turns[number] = index
                 if under_way[0][3].is_done:
                     break
             if not under_way:

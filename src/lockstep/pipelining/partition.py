@@ -23,7 +23,7 @@ from lockstep.data import Part, job_loader, resolve
 from lockstep.devices import Device, Devices
 from lockstep.errors import StrategyError
 from lockstep.job import Job
-from lockstep.jobfile import JobFile, as_job, with_settings
+from lockstep.jobfile import JobFile, as_job, the_job, with_settings
 from lockstep.loss import Totalled
 from lockstep.memory import is_out_of_memory
 from lockstep.nesting import call, to_device
@@ -161,7 +161,7 @@ def partition(
         raise StrategyError(f"partition: {microbatches} micro-batches; there is at least one")
     chosen = _devices.parse(devices)
     given = with_settings(as_job(job), settings)
-    loaded = given.load() if isinstance(given, JobFile) else given
+    loaded = the_job(given)
     loaded = loaded.having(accumulate=loaded.accumulate * microbatches, loader_workers=0)
     with alone(chosen[:1]) as world:
         model = build_model(loaded, world)

@@ -14,7 +14,7 @@ from lockstep.build import build_model
 from lockstep.data import Part
 from lockstep.devices import Devices
 from lockstep.job import Job
-from lockstep.jobfile import JobFile, as_job, with_settings
+from lockstep.jobfile import JobFile, as_job, the_job, with_settings
 from lockstep.nesting import cut
 from lockstep.pipelining.choose import NUMBERS, Choice, Costs, Plan, choose_schedule
 from lockstep.pipelining.partition import Bench, Partition, capacities, divided, first_part
@@ -55,7 +55,7 @@ def plan(
     """
     chosen = _devices.parse(devices)
     given = with_settings(as_job(job), settings)
-    loaded = given.load() if isinstance(given, JobFile) else given
+    loaded = the_job(given)
     loaded = loaded.having(loader_workers=0)
     with alone(chosen[:1]) as world:
         bench = Bench(loaded, build_model(loaded, world), world)
