@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import json
 import threading
 import time
 from typing import Any
@@ -246,6 +247,23 @@ def test_pp_ends_where_one_device_that_accumulates_does(
         assert any(found.moved.values())
 
 
+@pytest.mark.parametrize("schedule", ["interleaved", "fitted"])
+@pytest.mark.parametrize("kind", MANY)
+def test_two_stages_on_each_device_end_where_one_device_does(
+    kind: str, schedule: str, tmp_path_factory: pytest.TempPathFactory
+) -> None:
+    job, _ = KINDS[kind]
+    for microbatches in (3, 8):
+        way = PP(microbatches=microbatches, schedule=schedule, chunks=2)
+        folder = tmp_path_factory.mktemp("pp")
+        run = train(job.having(precision="fp64"), strategy=way, devices="2xcpu", folder=folder, quiet=True)
+        config = json.loads((run.folder / "config.json").read_text())["strategy_settings"]
+        # Where forward doesn't come to every layer at first, they are cut by their parameters.
+        assert 1 + max(config["device_map"].values()) == 4 if kind != "control flow" else config["device_map"] is None
+        found = differences(job, run, single(kind, microbatches, tmp_path_factory))
+        assert found.worst < BOUND, f"{microbatches} micro-batches: {found}"
+
+
 @pytest.mark.parametrize("kind", KINDS)
 def test_mp_ends_where_one_device_does(kind: str, tmp_path_factory: pytest.TempPathFactory) -> None:
     job, device_map = KINDS[kind]
@@ -396,12 +414,78 @@ def test_what_can_not_be_is_refused_before_the_first_step(
 
 def test_settings_of_the_strategy_itself_are_checked() -> None:
     for make, says in (
+        (lambda: PP(chunks=0), "0 stages on each device: give a whole number from 1"),
+        (lambda: PP(chunks=2), "1f1b has one stage on each device, not 2: take interleaved, fitted or auto"),
+        (lambda: PP(split_size=0), "micro-batches of 0 samples: give a number from 1"),
+        (lambda: PP(split_size=5, microbatches=2), "say the same thing: give one of them"),
+        (lambda: MP(microbatches="auto"), "mp has one micro-batch, not auto: take pp"),
         (lambda: PP(microbatches=0), "0 micro-batches: give a whole number from 1"),
         (lambda: PP(schedule="1f1"), 'no schedule "1f1": did you mean "1f1b"'),
         (lambda: MP(microbatches=2), "mp has one micro-batch, not 2: take pp"),
     ):
         with pytest.raises(StrategyError, match=says):
             make()
+
+
+def test_what_is_auto_is_chosen_and_said_and_kept_where_the_run_goes_on(tmp_path, capsys, monkeypatch) -> None:
+    job = KINDS["a sequence"][0].having(precision="fp64")
+    way = PP(microbatches="auto", schedule="auto")
+    run = train(job, strategy=way, devices="2xcpu", folder=tmp_path)
+    said = capsys.readouterr().out
+    assert "stages: " in said and "measured" in said and "times one device with the whole batch" in said
+    chosen = json.loads((run.folder / "config.json").read_text())["strategy_settings"]
+    assert isinstance(chosen["microbatches"], int) and chosen["schedule"] != "auto" and chosen["device_map"]
+
+    def never(*args: Any, **settings: Any) -> None:
+        raise AssertionError("measured again")
+
+    monkeypatch.setattr("lockstep.strategies.pp.planned", never)
+    monkeypatch.setattr("lockstep.strategies.pp.found_for", never)
+    more = train(job, strategy=way, devices="2xcpu", resume=run.folder, epochs=3, quiet=True)
+    assert json.loads((more.folder / "config.json").read_text())["strategy_settings"] == chosen
+
+
+def test_a_given_map_may_have_several_stages_on_each_device(tmp_path) -> None:
+    device_map = {"0": 0, "1": 1, "2": 2, "": 3}
+    for schedule in ("interleaved", "fitted", "auto"):
+        way = PP(device_map, 3, schedule)
+        job = KINDS["a sequence"][0].having(precision="fp64")
+        run = train(job, strategy=way, devices="2xcpu", folder=tmp_path, quiet=True)
+        one = train(job, strategy="single", devices="1xcpu", folder=tmp_path, quiet=True, accumulate=3)
+        assert differences(job, run, one).worst < BOUND
+        kept = json.loads((run.folder / "config.json").read_text())["strategy_settings"]
+        assert kept["device_map"] == device_map
+
+
+def test_the_split_size_says_how_many_samples_a_micro_batch_has(tmp_path) -> None:
+    job = KINDS["a sequence"][0]
+    for size, parts in ((1, job.batch_size), (3, -(-job.batch_size // 3)), (1000, 1)):
+        assert PP(split_size=size).parts(job) == parts
+        assert PP(split_size=size).parts(job.having(accumulate=2)) == 2 * -(-job.batch_size // (2 * size))
+    run = train(job, strategy=PP(split_size=3), devices="2xcpu", folder=tmp_path, quiet=True, precision="fp64")
+    parts = PP(split_size=3).parts(job)
+    one = train(
+        job, strategy="single", folder=tmp_path, quiet=True, precision="fp64", accumulate=parts, devices="1xcpu"
+    )
+    assert differences(job, run, one).worst < BOUND
+
+
+def test_a_device_too_small_for_its_stage_is_refused_with_both_sizes(tmp_path, monkeypatch) -> None:
+    monkeypatch.setattr("lockstep.strategies.pp._memory_of", lambda world: [1000.0, 100.0])
+    for way in (PP(), MP(), PP(schedule="interleaved"), PP(microbatches="auto")):
+        with pytest.raises(StrategyError, match=r"fits: .* needs [\d.]+ .*B.* has (100|1e\+03|1,?000) B"):
+            train(KINDS["a sequence"][0], strategy=way, devices="2xcpu", folder=tmp_path, quiet=True)
+    assert not list(tmp_path.iterdir())
+
+
+def test_an_own_loop_is_told_that_nothing_can_be_chosen_for_it() -> None:
+    for way, says in (
+        (PP(microbatches="auto"), 'microbatches="auto" is for jobs'),
+        (PP(schedule="auto"), 'schedule="auto" is for jobs'),
+        (PP(split_size=4), "split_size is for jobs"),
+    ):
+        with pytest.raises(StrategyError, match=says):
+            parallelize(stack(), nn.CrossEntropyLoss(), plain_sgd, strategy=way, devices="2xcpu")
 
 
 class Telling(nn.Module):

@@ -192,10 +192,19 @@ def _add_placement(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--devices", default="auto", help="auto, 4, 2xcpu, cuda, cuda:0,2 (default: auto)")
     parser.add_argument("--backend", help="of the process group (default: nccl on CUDA, gloo elsewhere)")
     group = parser.add_argument_group("settings of pp, and the map of mp")
-    group.add_argument("--microbatches", metavar="NUMBER", help="that each batch is cut in (default: 4)")
-    group.add_argument("--schedule", metavar="NAME", help="gpipe or 1f1b (default: 1f1b)")
     group.add_argument(
-        "--map", metavar="FILE_OR_JSON", help='which layer is on which device: \'{"stem": 0, "layer3": 1}\''
+        "--microbatches", metavar="NUMBER", help="that each batch is cut in; auto chooses by simulation (default: 4)"
+    )
+    group.add_argument("--split-size", metavar="SAMPLES", help="of a micro-batch, instead of their number")
+    group.add_argument(
+        "--schedule",
+        metavar="NAME",
+        help="gpipe, 1f1b, interleaved (two stages on each device), fitted (to measured times) or auto (default: 1f1b)",
+    )
+    group.add_argument(
+        "--map",
+        metavar="FILE_OR_JSON",
+        help='which layer is on which device: \'{"stem": 0, "layer3": 1}\' (default: found by measuring)',
     )
     _add_knobs(parser)
 
@@ -256,12 +265,17 @@ def _settings(options: argparse.Namespace) -> dict[str, Any]:
 
 def _strategy(options: argparse.Namespace) -> Any:
     """The strategy's name, or the strategy itself where settings of its own were given."""
-    given = {"microbatches": options.microbatches, "schedule": options.schedule, "device_map": options.map}
+    given = {
+        "microbatches": options.microbatches,
+        "split_size": options.split_size,
+        "schedule": options.schedule,
+        "device_map": options.map,
+    }
     settings = {name: value for name, value in given.items() if value is not None}
     if not settings:
         return options.strategy
     if options.strategy is None:
-        option = next(iter(settings)).removeprefix("device_")
+        option = next(iter(settings)).removeprefix("device_").replace("_", "-")
         raise InputError(f"--{option} is a setting of a strategy: name that too (--strategy pp)")
     from lockstep.pipelining.stages import read_map
     from lockstep.strategies import named

@@ -7,6 +7,7 @@
     │   ├── JobError          a field of the job, or a setting
     │   ├── DeviceError       devices that don't exist, or not that many
     │   ├── StrategyError     a strategy, or a combination that can't keep the numbers
+    │   │   └── TooFewLayers  more stages than layers that forward comes to
     │   ├── LossError         a loss that can't be totalled, or can't take the outputs
     │   └── FolderError       a run folder that can't be made, read or written
     └── RunError              the run failed on the way; its folder is kept                 exit code 1
@@ -45,6 +46,10 @@ class DeviceError(InputError):
 
 class StrategyError(InputError):
     """An unknown strategy, or a combination that can't keep the numbers of one device."""
+
+
+class TooFewLayers(StrategyError):
+    """More stages than layers that forward comes to."""
 
 
 class LossError(InputError):

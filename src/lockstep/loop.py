@@ -78,7 +78,9 @@ def train_on(world: World, plan: Plan) -> dict[str, Any]:
         return _Training(world, plan, job, RunFolder(path)).run()
 
 
-def _write_config(folder: RunFolder, plan: Plan, job: Job, world: World, devices: list[str]) -> None:
+def _write_config(
+    folder: RunFolder, plan: Plan, strategy: Strategy, job: Job, world: World, devices: list[str]
+) -> None:
     source = plan.job if isinstance(plan.job, JobFile) else None
     before = folder.read_json(folder.config) if plan.resume else None
     folder.write_json(
@@ -89,8 +91,8 @@ def _write_config(folder: RunFolder, plan: Plan, job: Job, world: World, devices
             "set": dict(source.knobs) if source else {},
             "given": {n: job.settings[n] for n in source.settings if n in job.settings} if source else {},
             "settings": job.settings,
-            "strategy": plan.strategy.name,
-            "strategy_settings": dataclasses.asdict(plan.strategy),
+            "strategy": strategy.name,
+            "strategy_settings": dataclasses.asdict(strategy),
             "devices": devices,
             "world_size": world.size,
             "backend": world.backend,
@@ -109,9 +111,11 @@ class _Training:
         self.folder = folder
         self.train_data = resolve(job.train_data, world, "train_data")
         self.eval_data = {} if job.eval_data is None else resolve_sets(job.eval_data, world)
-        self.step: Step = plan.strategy.build(job, world)
+        self.planning: list[Any] = []
+        self.strategy = self._planned_strategy()
+        self.step: Step = self.strategy.build(job, world)
         self.scheduler = _scheduler(job, self.step)
-        self.parts = plan.strategy.parts(job)
+        self.parts = self.strategy.parts(job)
         self.loader = job_loader(job.having(accumulate=self.parts), world, self.train_data)
         self.eval_loaders = eval_loaders(job, world, self.eval_data)
         self.epoch = 0  # epochs that are done
@@ -127,6 +131,17 @@ class _Training:
         self.shapes: dict[str, Any] = {}
         self.devices = [str(d) for mine in world.gather_objects(world.devices) for d in mine]
 
+    def _planned_strategy(self) -> Strategy:
+        """The strategy with all that it left open; a run that is taken up under it goes on as it went."""
+        before = self.folder.read_json(self.folder.config) if self.plan.resume else {}
+        same = before.get("strategy") == self.plan.strategy.name
+        job = self.job.having(train_data=self.train_data)
+        tell, self.world.tell = self.world.tell, self.planning.append  # it is said after what the training is
+        try:
+            return self.plan.strategy.planned(job, self.world, before["strategy_settings"] if same else None)
+        finally:
+            self.world.tell = tell
+
     # ---- the whole --------------------------------------------------------------------------------------------------
 
     def run(self) -> dict[str, Any]:
@@ -135,7 +150,7 @@ class _Training:
             self._resume()
         # Only now that nothing can be refused any more does the folder change.
         if self.world.is_first:
-            _write_config(self.folder, self.plan, self.job, self.world, self.devices)
+            _write_config(self.folder, self.plan, self.strategy, self.job, self.world, self.devices)
             self.folder.keep_metrics(self.epoch)
         self.told = Teller(self.world, self.job, self.folder, self.plan.tensorboard)
         self._say_what_will_happen()
@@ -320,7 +335,9 @@ class _Training:
             self.told.line(f"going on after epoch {self.epoch}, step {world.step}")
         if is_stream(self.train_data) and job.shuffle:
             self.told.line(NOT_SHUFFLED, kind="note")
-        for exception in plan.strategy.exceptions(job, self.step.model, len(devices)):
+        for told_of in self.planning:
+            world.tell(told_of)
+        for exception in self.strategy.exceptions(job, self.step.model, len(devices)):
             self.told.line(exception, kind="note")
 
     def _summary(self, seconds: float) -> dict[str, Any]:

@@ -140,10 +140,10 @@ def _on_rank(world: World, plan: _Plan) -> Tried:
 
 
 def _tried(world: World, job: Job, plan: _Plan) -> Tried:
-    strategy = plan.strategy
     notes: list[str] = []
     world.tell = lambda told: notes.append(told.text) if isinstance(told, Line) and told.kind == "note" else None
     data = resolve(job.train_data, world, "train_data")
+    strategy = plan.strategy.planned(job.having(train_data=data), world)
     step = strategy.build(job, world)
     loader = job_loader(job.having(accumulate=strategy.parts(job)), world, data)
     batches = _endless(loader)

@@ -30,7 +30,7 @@ from lockstep.nesting import call, to_device
 from lockstep.pipelining.blocks import Block, device_map
 from lockstep.pipelining.estimate import Look, blocks_of
 from lockstep.pipelining.measure import measured as _measured
-from lockstep.pipelining.schedule import one_f_one_b
+from lockstep.pipelining.schedule import Schedule, one_f_one_b
 from lockstep.pipelining.simulate import simulate
 from lockstep.pipelining.split import split
 from lockstep.pipelining.table import lines_of
@@ -160,21 +160,46 @@ def partition(
     if microbatches < 1:
         raise StrategyError(f"partition: {microbatches} micro-batches; there is at least one")
     chosen = _devices.parse(devices)
-    given = with_settings(as_job(job), settings)
-    loaded = the_job(given)
-    loaded = loaded.having(accumulate=loaded.accumulate * microbatches, loader_workers=0)
-    with alone(chosen[:1]) as world:
-        model = build_model(loaded, world)
-        bench = Bench(loaded, model, world)
-        return find(
-            bench,
-            first_part(loaded, world),
-            chosen,
-            microbatches=microbatches,
-            measure=measured,
-            memory=memory,
-            seconds=seconds,
-        )
+    loaded = the_job(with_settings(as_job(job), settings))
+    return found_for(
+        loaded.having(accumulate=loaded.accumulate * microbatches),
+        chosen,
+        one_f_one_b(len(chosen), microbatches),
+        capacities(chosen, memory),
+        measure=measured,
+        seconds=seconds,
+    )
+
+
+def found_for(
+    job: Job,
+    devices: Sequence[Device],
+    schedule: Schedule,
+    capacity: Sequence[float] | None,
+    *,
+    measure: bool = True,
+    seconds: float = 1.0,
+) -> Partition:
+    """As ``partition``, for a job that is loaded.
+
+    Args:
+        job: its first micro-batch is what is looked at.
+        devices: one for each stage.
+        schedule: says how many micro-batches a stage holds.
+        capacity: bytes of each device; None doesn't look at memory.
+        measure: False estimates times.
+        seconds: how long to measure.
+    """
+    job = job.having(loader_workers=0)
+    with alone(tuple(devices[:1])) as world:
+        bench = Bench(job, build_model(job, world), world)
+        part = first_part(job, world)
+        blocks, seen, timed = bench.blocks(part, measure=measure, seconds=seconds)
+        found = divided(bench, blocks, seen, devices, capacity, simulate(schedule).held_by_stage())
+    if measure and not timed:
+        doubt = f"the model with a micro-batch of {part.size} doesn't fit on {bench.device}: times are estimated"
+        found = replace(found, notes=(doubt, *found.notes))
+    return replace(found, samples=part.size, measured=timed)
 
 
 def first_part(job: Job, world: World) -> Part:
@@ -239,36 +264,6 @@ class Bench:
                 if not is_out_of_memory(error):
                     raise
         return list(seen.blocks), seen, False
-
-
-def find(
-    bench: Bench,
-    part: Part,
-    devices: Sequence[Device],
-    *,
-    microbatches: int = 1,
-    measure: bool = True,
-    memory: int | Sequence[int] | None = None,
-    seconds: float = 1.0,
-) -> Partition:
-    """The best partition of a model that is there already.
-
-    Args:
-        bench: the model.
-        part: a micro-batch.
-        devices: one for each stage.
-        microbatches: as in ``partition``; so are the others.
-        measure: as ``measured`` there.
-        memory: bytes of each device, or of all.
-        seconds: how long to measure.
-    """
-    blocks, seen, timed = bench.blocks(part, measure=measure, seconds=seconds)
-    held = simulate(one_f_one_b(len(devices), microbatches)).held_by_stage()
-    found = divided(bench, blocks, seen, devices, capacities(devices, memory), held)
-    if measure and not timed:
-        doubt = f"the model with a micro-batch of {part.size} doesn't fit on {bench.device}: times are estimated"
-        found = replace(found, notes=(doubt, *found.notes))
-    return replace(found, samples=part.size, measured=timed)
 
 
 def divided(

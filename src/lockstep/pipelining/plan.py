@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import functools
-import itertools
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -12,12 +11,15 @@ from typing import Any
 from lockstep import devices as _devices
 from lockstep.build import build_model
 from lockstep.data import Part
-from lockstep.devices import Devices
+from lockstep.devices import Device, Devices
+from lockstep.errors import TooFewLayers
 from lockstep.job import Job
 from lockstep.jobfile import JobFile, as_job, the_job, with_settings
 from lockstep.nesting import cut
+from lockstep.pipelining.blocks import Block
 from lockstep.pipelining.choose import NUMBERS, Choice, Costs, Plan, choose_schedule
-from lockstep.pipelining.partition import Bench, Partition, capacities, divided, first_part
+from lockstep.pipelining.partition import Bench, Partition, Stage, capacities, divided, first_part
+from lockstep.pipelining.stages import DeviceMap, longest
 from lockstep.placement import alone
 
 _CUT = 8
@@ -54,47 +56,97 @@ def plan(
         StrategyError: nothing fits, or there are more stages than blocks.
     """
     chosen = _devices.parse(devices)
-    given = with_settings(as_job(job), settings)
-    loaded = the_job(given)
-    loaded = loaded.having(loader_workers=0)
-    with alone(chosen[:1]) as world:
+    return planned(
+        the_job(with_settings(as_job(job), settings)),
+        chosen,
+        schedules=schedules,
+        microbatches=microbatches,
+        chunks=chunks,
+        capacity=capacities(chosen, memory),
+        seconds=seconds,
+    )
+
+
+def planned(
+    job: Job,
+    devices: Sequence[Device],
+    *,
+    device_map: DeviceMap | None = None,
+    schedules: Sequence[str] | None = None,
+    microbatches: Sequence[int] = NUMBERS,
+    chunks: Sequence[int] = (1, 2),
+    capacity: Sequence[float] | None = None,
+    seconds: float = 1.0,
+) -> tuple[Partition, Choice]:
+    """As ``plan``, for a job that is loaded.
+
+    Args:
+        job: its first batch is what is measured.
+        devices: the stages go over them.
+        device_map: the stage of each layer, where that is given; ``chunks`` then has one number, that goes with it.
+        schedules: as in ``plan``; so are ``microbatches``, ``chunks`` and ``seconds``.
+        microbatches: of each accumulation part.
+        chunks: how many stages a device may have.
+        capacity: bytes of each device; None doesn't look at memory.
+        seconds: how long to measure.
+    """
+    loaded = job.having(loader_workers=0)
+    with alone(tuple(devices[:1])) as world:
         bench = Bench(loaded, build_model(loaded, world), world)
         whole = first_part(loaded, world)
         small = max(1, whole.size // _CUT)
         sizes = sorted({small, whole.size}, reverse=True)
         parts = {size: _smaller(whole, size) for size in sizes}
         taken = {size: bench.blocks(part, measure=True, seconds=seconds) for size, part in parts.items()}
-    capacity = capacities(chosen, memory)
     blocks, seen, measured = taken[small]
+    names = [block.name for block in blocks]
+    # A size with which forward goes another way tells nothing of these blocks.
+    sizes = [size for size in sizes if [block.name for block in taken[size][0]] == names]
     options: list[tuple[Plan, Partition]] = []
     for each in chunks:
-        stages = each * len(chosen)
-        if each > 1 and (stages > len(blocks) or len(chosen) == 1):
+        stages = each * len(devices)
+        if device_map is None and each > 1 and (stages > len(blocks) or len(devices) == 1):
             continue
-        places = [chosen[s % len(chosen)] for s in range(stages)]
-        # What is held is looked at by the simulation, which knows the schedule.
-        found = replace(
-            divided(bench, blocks, seen, places, None, dict.fromkeys(range(stages), 1.0)),
-            samples=small,
-            measured=measured,
-        )
-        ends = [0]
-        for stage in found.stages:
-            ends.append(ends[-1] + len(stage.blocks))
-        runs = [slice(a, b) for a, b in itertools.pairwise(ends)]
+        places = tuple(s % len(devices) for s in range(stages))
+        on = [devices[place] for place in places]
+        if device_map is not None:
+            found = _given(bench, blocks, device_map, on)
+        else:
+            # What is held is looked at by the simulation, which knows the schedule.
+            found = divided(bench, blocks, seen, on, None, dict.fromkeys(range(stages), 1.0))
+        by_name = {size: {block.name: block for block in taken[size][0]} for size in sizes}
         costs = tuple(
             Costs(
-                forward={size: sum(b.forward for b in taken[size][0][run]) for size in sizes},
-                backward={size: sum(b.backward for b in taken[size][0][run]) for size in sizes},
-                kept=sum(b.activations for b in blocks[run]) / small,
-                fixed=sum(map(bench.fixed, blocks[run])),
+                forward={size: sum(by_name[size][b.name].forward for b in stage.blocks) for size in sizes},
+                backward={size: sum(by_name[size][b.name].backward for b in stage.blocks) for size in sizes},
+                kept=stage.activations / small,
+                fixed=sum(map(bench.fixed, stage.blocks)),
             )
-            for run in runs
+            for stage in found.stages
         )
-        options.append((Plan(tuple(s % len(chosen) for s in range(stages)), costs), found))
+        options.append((Plan(places, costs), replace(found, samples=small, measured=measured)))
+    if not options:
+        raise TooFewLayers(
+            f"partition: {min(chunks) * len(devices)} stages, but the model has {len(blocks)} blocks that can be placed"
+        )
     plans = [layout for layout, _ in options]
-    choice = choose_schedule(whole.size, plans, capacity=capacity, schedules=schedules, microbatches=microbatches)
+    # A batch is in no more micro-batches than it has samples, whatever was asked for.
+    numbers = sorted({min(number, whole.size) for number in microbatches})
+    choice = choose_schedule(whole.size, plans, capacity=capacity, schedules=schedules, microbatches=numbers)
     return next(found for layout, found in options if layout is choice.best.plan), choice
+
+
+def _given(bench: Bench, blocks: Sequence[Block], device_map: DeviceMap, devices: Sequence[Device]) -> Partition:
+    """The partition that a device map says; the blocks of a stage need not follow one another."""
+    stages: dict[int, list[Block]] = {stage: [] for stage in range(len(devices))}
+    for block in blocks:
+        stages[longest(block.name, device_map) or 0].append(block)
+    return Partition(
+        dict(device_map),
+        tuple(Stage(devices[s], tuple(mine), sum(map(bench.fixed, mine)), None) for s, mine in stages.items()),
+        0,
+        False,
+    )
 
 
 def _smaller(whole: Part, size: int) -> Part:

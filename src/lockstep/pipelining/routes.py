@@ -13,10 +13,10 @@ letting the micro-batches go through stages that take equally long, each choosin
 from __future__ import annotations
 
 import itertools
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import NamedTuple
 
-from lockstep.pipelining.schedule import Schedule
+from lockstep.pipelining.schedule import Schedule, devices_of
 from lockstep.pipelining.turns import Key
 
 
@@ -66,52 +66,53 @@ def merged(route: Route, other: Route) -> Route:
 
 
 def orders_of(route: Route, schedule: Schedule, microbatches: int) -> list[list[Key]]:
-    """For each stage the visits in their order, as numbers within the route and of micro-batches.
+    """For each device the visits in their order, as numbers within the route and of micro-batches.
 
     Args:
         route: of every micro-batch; made ``whole``.
         schedule: for the stages there are, and so many micro-batches.
         microbatches: how many go.
     """
-    stages = len(schedule)
+    places = devices_of(schedule)
+    stages = len(places)
     if len(route) == 2 * stages and route == whole(route, stages):
-        places = {visit: i for i, visit in enumerate(route)}
-        return [[(places[Visit(a.stage, a.kind)], a.microbatch) for a in actions] for actions in schedule]
-    return _tried(route, schedule, microbatches)
+        at = {visit: i for i, visit in enumerate(route)}
+        return [[(at[Visit(a.stage, a.kind)], a.microbatch) for a in actions] for actions in schedule]
+    return _tried(route, schedule, microbatches, places)
 
 
-def _tried(route: Route, schedule: Schedule, microbatches: int) -> list[list[Key]]:
+def _tried(route: Route, schedule: Schedule, microbatches: int, places: Mapping[int, int]) -> list[list[Key]]:
     """Let micro-batches go through the route; a backward takes two ticks, a forward one.
 
     A micro-batch starts while no more are under way than the schedule would have, or than it visits stages.
     """
-    stages = len(schedule)
+    devices = len(schedule)
     kinds = [action.kind for action in schedule[-1]]
-    forward_first = microbatches > 1 and "B" not in kinds[:microbatches]
+    forward_first = microbatches > 1 and "B" not in kinds[: len(kinds) // 2]
     most = microbatches if forward_first else max(_held(schedule), sum(visit.kind == "F" for visit in route))
-    orders: list[list[Key]] = [[] for _ in range(stages)]
+    orders: list[list[Key]] = [[] for _ in range(devices)]
     at = [0] * microbatches  # the next visit of each
-    free = [0] * stages  # from which tick on
+    free = [0] * devices  # from which tick on
     ready = [0] * microbatches
     tick = 0
     first = started = 0  # those before the first are done
     while first < microbatches:
-        for stage in range(stages):
-            if free[stage] > tick:
+        for device in range(devices):
+            if free[device] > tick:
                 continue
             forwards = forward_first and any(route[a].kind == "F" for a in at[first:])
             able = [
                 m
                 for m in range(first, min(started + 1, first + most, microbatches))
-                if at[m] < len(route) and ready[m] <= tick and route[at[m]].stage == stage
+                if at[m] < len(route) and ready[m] <= tick and places[route[at[m]].stage] == device
                 # In the order of micro-batches, as one device would: running statistics, sums.
                 if (m == 0 or at[m - 1] > at[m]) and not (forwards and route[at[m]].kind == "B")
             ]
             if not able:
                 continue
             m = min(able, key=lambda m: (route[at[m]].kind == "F", m))
-            orders[stage].append((at[m], m))
-            free[stage] = ready[m] = tick + (1 if route[at[m]].kind == "F" else 2)
+            orders[device].append((at[m], m))
+            free[device] = ready[m] = tick + (1 if route[at[m]].kind == "F" else 2)
             at[m] += 1
             started = max(started, m + 1)
             while first < microbatches and at[first] == len(route):
@@ -121,9 +122,10 @@ def _tried(route: Route, schedule: Schedule, microbatches: int) -> list[list[Key
 
 
 def _held(schedule: Schedule) -> int:
-    """The most micro-batches that the schedule has under way at once."""
+    """The most micro-batches that the schedule has under way at once: those that its first stage holds."""
     held = most = 0
     for action in schedule[0]:
-        held += 1 if action.kind == "F" else -1
-        most = max(most, held)
+        if action.stage == 0:
+            held += 1 if action.kind == "F" else -1
+            most = max(most, held)
     return most

@@ -50,17 +50,21 @@ class Runner:
 
     Args:
         model: with its hooks (see ``layers``).
-        world: whose devices are the stages, in order.
-        schedule: the lists for a number of stages and of micro-batches.
+        world: whose devices hold the stages.
+        schedule: the lists for a number of micro-batches.
+        places: for each stage which of the devices holds it.
 
     Attributes:
         overlaps: whether micro-batches are under way at the same time, each in its thread.
     """
 
-    def __init__(self, model: nn.Module, world: World, schedule: Callable[[int, int], Schedule]) -> None:
+    def __init__(
+        self, model: nn.Module, world: World, schedule: Callable[[int], Schedule], places: Sequence[int]
+    ) -> None:
         self._model = model
         self._world = world
-        self._devices = world.devices
+        self._places = tuple(places)
+        self._devices = tuple(world.devices[place] for place in places)  # of each stage
         self._schedule = schedule
         self._slots = world.device.is_slot
         self._route: Route = ()
@@ -193,8 +197,8 @@ class Runner:
         self, team: Team, forward: Callable[[int], T], backward: Callable[[int, T], R], count: int
     ) -> list[R]:
         if count not in self._orders:
-            self._orders[count] = orders_of(self._route, self._schedule(len(self._devices), count), count)
-        turns = Turns(self._orders[count])
+            self._orders[count] = orders_of(self._route, self._schedule(count), count)
+        turns = Turns(self._orders[count], self._places)
         flights = [Flight(number, self._occupy, self._route, turns) for number in range(count)]
 
         def go(flight: Flight) -> R:
@@ -241,7 +245,9 @@ class Runner:
         made: dict[int, T] = {}
         results: list[R] = []
         flights = [Flight(number, self._occupy, marks=False) for number in range(count)]
-        for action in self._schedule(len(self._devices), count)[0]:
+        for action in self._schedule(count)[0]:
+            if action.stage:
+                continue  # a later stage of the first device
             flight = flights[action.microbatch]
             with flight, self._told(flight):
                 if action.kind == "F":

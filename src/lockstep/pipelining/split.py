@@ -15,7 +15,7 @@ import itertools
 import math
 from collections.abc import Callable, Sequence
 
-from lockstep.errors import StrategyError
+from lockstep.errors import StrategyError, TooFewLayers
 from lockstep.pipelining.blocks import Block
 
 Need = Callable[[int, int, int], float]
@@ -42,13 +42,14 @@ def split(
         slack: how much slower than the fastest the slowest stage may be for fewer bytes to cross, as a share.
 
     Raises:
-        StrategyError: there are more stages than blocks, or a device is too small for its stage.
+        TooFewLayers: there are more stages than blocks.
+        StrategyError: a device is too small for its stage.
     """
     if stages < 1:
         raise StrategyError(f"partition: {stages} stages; there is at least one")
     if stages > len(blocks):
         names = ", ".join(block.name or "the model" for block in blocks[:4]) + (", ..." if len(blocks) > 4 else "")
-        raise StrategyError(
+        raise TooFewLayers(
             f"partition: {stages} stages, but the model has {len(blocks)} block{'s' * (len(blocks) != 1)} that can be "
             f"placed ({names}): use {max(len(blocks), 1)} device{'s' * (len(blocks) != 1)}"
         )

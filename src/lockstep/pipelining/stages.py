@@ -56,7 +56,7 @@ def stage_of(model: nn.Module, device_map: DeviceMap, stages: int | None = None)
                 f'device map: "{prefix}" is on stage {stage}, but {stages} devices are stages 0 to {stages - 1}: '
                 f"use {stage + 1} devices, or another map"
             )
-    every = {name: _longest(name, device_map) for name in sorted(known)}
+    every = {name: longest(name, device_map) for name in sorted(known)}
     found = {name: stage for name, stage in every.items() if stage is not None}
     left = [name for name in parameters if name not in found]
     if left:
@@ -100,7 +100,7 @@ def read_map(word: str) -> dict[str, int]:
 _EXAMPLE = '{"stem": 0, "layer3": 1}'
 
 
-def _longest(name: str, device_map: DeviceMap) -> int | None:
+def longest(name: str, device_map: DeviceMap) -> int | None:
     """The stage of the longest prefix of a name; None where none fits."""
     words = name.split(".") if name else []
     for length in range(len(words), -1, -1):

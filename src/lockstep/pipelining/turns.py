@@ -1,8 +1,8 @@
-"""Turns: who computes next on each stage.
+"""Turns: who computes next on each device.
 
-Each stage has a list, made before the micro-batches start, and whoever is at its head goes next, however long it takes
+Each device has a list, made before the micro-batches start, and whoever is at its head goes next, however long it takes
 to come: so sums are made in the same order in every run. What the list doesn't foresee (a forward that takes another
-way than the first one did) gets a turn between those of the list, as soon as the stage is free.
+way than the first one did) gets a turn between those of the list, as soon as the device is free.
 """
 
 from __future__ import annotations
@@ -22,20 +22,22 @@ class Aborted(LockstepError):
 
 
 class Turns:
-    """The lists of all stages, and who waits.
+    """The lists of all devices, and who waits.
 
     Args:
-        orders: for each stage, in which order it is visited.
+        orders: for each device, in which order its stages are visited.
+        places: for each stage the device that holds it.
     """
 
-    def __init__(self, orders: Sequence[Sequence[Key]]) -> None:
+    def __init__(self, orders: Sequence[Sequence[Key]], places: Sequence[int]) -> None:
         self._orders = orders
+        self._places = places
         self._lock = threading.Lock()
         self._heads = [0] * len(orders)
         self._busy: list[Key | bool | None] = [False] * len(orders)
-        self._waiting: dict[tuple[int, Key], threading.Lock] = {}
+        self._waiting: dict[Key, threading.Lock] = {}
         self._others: list[deque[threading.Lock]] = [deque() for _ in orders]
-        self._skipped: set[tuple[int, Key]] = set()
+        self._skipped: set[Key] = set()
         self._aborted = False
 
     def take(self, stage: int, key: Key | None) -> None:
@@ -44,35 +46,37 @@ class Turns:
         Raises:
             Aborted: another micro-batch has failed.
         """
+        device = self._places[stage]
         with self._lock:
             if self._aborted:
                 raise Aborted("stopped, because another micro-batch failed")
-            if self._is_next(stage, key):
-                self._busy[stage] = key
+            if self._is_next(device, key):
+                self._busy[device] = key
                 return
             mine = threading.Lock()
             mine.acquire()
             if key is None:
-                self._others[stage].append(mine)
+                self._others[device].append(mine)
             else:
-                self._waiting[stage, key] = mine
+                self._waiting[key] = mine
         mine.acquire()
         if self._aborted:
             raise Aborted("stopped, because another micro-batch failed")
 
     def leave(self, stage: int) -> None:
         """This visit is over."""
+        device = self._places[stage]
         with self._lock:
-            if self._busy[stage] is not None:
-                self._heads[stage] += 1
-            self._busy[stage] = False
-            self._wake(stage)
+            if self._busy[device] is not None:
+                self._heads[device] += 1
+            self._busy[device] = False
+            self._wake(device)
 
     def skip(self, stage: int, keys: Iterable[Key]) -> None:
         """These visits will not come."""
         with self._lock:
-            self._skipped.update((stage, key) for key in keys)
-            self._wake(stage)
+            self._skipped.update(keys)
+            self._wake(self._places[stage])
 
     def abort(self) -> None:
         """Free all that wait, now and later."""
@@ -84,25 +88,25 @@ class Turns:
             for others in self._others:
                 others.clear()
 
-    def _is_next(self, stage: int, key: Key | None) -> bool:
-        if self._busy[stage] is not False:
+    def _is_next(self, device: int, key: Key | None) -> bool:
+        if self._busy[device] is not False:
             return False
-        return key is None or self._head(stage) == key
+        return key is None or self._head(device) == key
 
-    def _head(self, stage: int) -> Key | None:
-        order = self._orders[stage]
-        while self._heads[stage] < len(order) and (stage, order[self._heads[stage]]) in self._skipped:
-            self._heads[stage] += 1
-        return order[self._heads[stage]] if self._heads[stage] < len(order) else None
+    def _head(self, device: int) -> Key | None:
+        order = self._orders[device]
+        while self._heads[device] < len(order) and order[self._heads[device]] in self._skipped:
+            self._heads[device] += 1
+        return order[self._heads[device]] if self._heads[device] < len(order) else None
 
-    def _wake(self, stage: int) -> None:
-        """Give the free stage to who is next, if it is here."""
-        if self._busy[stage] is not False:
+    def _wake(self, device: int) -> None:
+        """Give the free device to who is next, if it is here."""
+        if self._busy[device] is not False:
             return
-        head = self._head(stage)
-        if head is not None and (mine := self._waiting.pop((stage, head), None)) is not None:
-            self._busy[stage] = head
+        head = self._head(device)
+        if head is not None and (mine := self._waiting.pop(head, None)) is not None:
+            self._busy[device] = head
             mine.release()
-        elif self._others[stage]:
-            self._busy[stage] = None
-            self._others[stage].popleft().release()
+        elif self._others[device]:
+            self._busy[device] = None
+            self._others[device].popleft().release()

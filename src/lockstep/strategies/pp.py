@@ -12,31 +12,40 @@ summed in the order of micro-batches, running statistics move in it, each micro-
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any, ClassVar, Literal
 
 import torch
 from torch import nn
 
 from lockstep.build import build_model
-from lockstep.data import Batch, mixed
-from lockstep.errors import StrategyError, nearest
+from lockstep.data import Batch, is_stream, mixed
+from lockstep.errors import LockstepError, StrategyError, TooFewLayers, nearest, told
+from lockstep.events import Line
 from lockstep.forward import drops
 from lockstep.job import Job
 from lockstep.optimizer import build_optimizer
 from lockstep.parallel import recompute
 from lockstep.parallel.random import Streams, stream
+from lockstep.pipelining.choose import NUMBERS
+from lockstep.pipelining.fitted import fitted
 from lockstep.pipelining.layers import Layers
+from lockstep.pipelining.partition import Partition, capacities, found_for
+from lockstep.pipelining.plan import planned
 from lockstep.pipelining.runner import Runner, refuse_mixed
-from lockstep.pipelining.schedule import Schedule, gpipe, one_f_one_b
+from lockstep.pipelining.schedule import Schedule, gpipe, interleaved, one_f_one_b
 from lockstep.pipelining.stages import even_split, stage_of
 from lockstep.step import Number, Step
 from lockstep.strategies.strategy import DRAWS, Strategy
 from lockstep.world import World
 
-SCHEDULES: dict[str, Callable[[int, int], Schedule]] = {"gpipe": gpipe, "1f1b": one_f_one_b}
+SCHEDULES = ("gpipe", "1f1b", "interleaved", "fitted")
+"""What ``schedule`` may be, beside "auto"."""
+
+_MICROBATCHES = 4
 
 
 @dataclass(frozen=True)
@@ -44,9 +53,14 @@ class PP(Strategy):
     """Stages of layers on the devices of one process, micro-batches overlapped.
 
     Attributes:
-        device_map: prefixes of names and their stages (see ``lockstep.pipelining.stages``); None finds one.
-        microbatches: how many each accumulation part of a global batch is cut in.
-        schedule: ``"1f1b"`` or ``"gpipe"``.
+        device_map: prefixes of names and their stages (see ``lockstep.pipelining.stages``); None finds one, by
+            measuring the layers on the job's first batch.
+        microbatches: how many each accumulation part of a global batch is cut in; "auto" chooses by simulation.
+        schedule: ``"1f1b"``, ``"gpipe"``, ``"interleaved"`` (several stages on each device), ``"fitted"`` (to measured
+            times), or "auto".
+        split_size: samples of a micro-batch at most, instead of ``microbatches``.
+        chunks: stages on each device; None is 2 for ``interleaved``, or as many as ``device_map`` has, else 1.
+        times: seconds of each stage's forward and backward, which ``fitted`` goes by; None takes them as equal.
     """
 
     name: ClassVar[str] = "pp"
@@ -56,20 +70,131 @@ class PP(Strategy):
     splits_layers: ClassVar[bool] = True
 
     device_map: Mapping[str, int] | None = None
-    microbatches: int = 4
+    microbatches: int | Literal["auto"] = _MICROBATCHES
     schedule: str = "1f1b"
+    split_size: int | None = None
+    chunks: int | None = None
+    times: tuple[tuple[float, float], ...] | None = None
 
     def __post_init__(self) -> None:
-        if not isinstance(self.microbatches, int) or isinstance(self.microbatches, bool) or self.microbatches < 1:
-            raise StrategyError(f"{self.name}: {self.microbatches!r} micro-batches: give a whole number from 1")
-        if self.schedule not in SCHEDULES:
+        for what, value in (("micro-batches", self.microbatches), ("stages on each device", self.chunks)):
+            if value in (None, "auto") and (what, value) != ("stages on each device", "auto"):
+                continue
+            if not isinstance(value, int) or isinstance(value, bool) or value < 1:
+                raise StrategyError(f"{self.name}: {value!r} {what}: give a whole number from 1")
+        if self.split_size is not None:
+            if not isinstance(self.split_size, int) or isinstance(self.split_size, bool) or self.split_size < 1:
+                raise StrategyError(f"{self.name}: micro-batches of {self.split_size!r} samples: give a number from 1")
+            if self.microbatches != _MICROBATCHES:
+                raise StrategyError(f"{self.name}: microbatches and split_size say the same thing: give one of them")
+        if self.schedule not in (*SCHEDULES, "auto"):
             raise StrategyError(
-                f'{self.name}: there is no schedule "{self.schedule}": {nearest(self.schedule, list(SCHEDULES))}'
+                f'{self.name}: there is no schedule "{self.schedule}": {nearest(self.schedule, [*SCHEDULES, "auto"])}'
+            )
+        if self.schedule in ("1f1b", "gpipe") and (self.chunks or 1) > 1:
+            raise StrategyError(
+                f"{self.name}: {self.schedule} has one stage on each device, not {self.chunks}: "
+                "take interleaved, fitted or auto"
             )
 
     def parts(self, job: Job) -> int:
         """Micro-batches of a global batch."""
-        return job.accumulate * self.microbatches
+        number = _MICROBATCHES if self.microbatches == "auto" else self.microbatches
+        if self.split_size is not None:
+            number = -(-job.batch_size // (job.accumulate * self.split_size))
+        return job.accumulate * number
+
+    def chunks_on(self, devices: int) -> int:
+        """Stages on each of so many devices."""
+        if self.chunks is not None:
+            return self.chunks
+        if self.device_map and self.schedule not in ("1f1b", "gpipe"):
+            stages = [stage for stage in self.device_map.values() if isinstance(stage, int)]
+            return max(1, -(-(1 + max(stages, default=0)) // devices))
+        return 2 if self.schedule == "interleaved" and devices > 1 else 1
+
+    def planned(self, job: Job, world: World, before: Mapping[str, Any] | None = None) -> PP:
+        """With the layers' stages found, and with what is "auto" chosen, by measuring the job's first batch.
+
+        A run that goes on does so with the stages that it had.
+
+        Raises:
+            StrategyError: there are more stages than layers, or a device is too small for its stage.
+        """
+        way = self._as_before(before, len(world.devices)) if before else self
+        auto = "auto" in (way.microbatches, way.schedule)
+        choosing = auto or (way.schedule == "fitted" and way.times is None)
+        if way.device_map is not None and not choosing:
+            return way
+        if len(world.devices) == 1 and not choosing:
+            return replace(way, device_map={"": 0})
+        if is_stream(job.train_data):
+            if choosing:
+                raise StrategyError(
+                    f"{self.name}: what is auto or fitted is chosen by looking at the first batch, and a stream can't "
+                    "be begun twice: give numbers (lockstep partition finds them)"
+                )
+            return way
+        capacity = _memory_of(world)
+        try:
+            if not choosing and way.chunks_on(len(world.devices)) == 1:
+                held = _order_of(way, len(world.devices))(way.parts(job) // job.accumulate)
+                cut = job.having(accumulate=way.parts(job))
+                found = found_for(cut, world.devices, held, capacity)
+                world.tell(Line(_stages_in_words(found), "note"))
+                return replace(way, device_map=found.device_map)
+            found, choice = planned(
+                job,
+                world.devices,
+                device_map=way.device_map,
+                schedules=None if way.schedule == "auto" else [way.schedule],
+                microbatches=NUMBERS if way.microbatches == "auto" else [way.parts(job) // job.accumulate],
+                chunks=way._chunks_to_try(len(world.devices)),
+                capacity=capacity,
+            )
+        except TooFewLayers:
+            if auto:
+                raise
+            return way  # cut by parameters, those that this forward didn't come to too
+        except LockstepError:
+            raise
+        except Exception as error:
+            if auto:
+                raise
+            world.tell(Line(f"looking at a forward raised {told(error)}: stages by their parameters", "note"))
+            return way
+        best = choice.best
+        world.tell(Line(_stages_in_words(found), "note"))
+        if choosing:
+            world.tell(Line(choice.why, "note"))
+        return replace(
+            way,
+            device_map=found.device_map,
+            microbatches=best.microbatches if way.microbatches == "auto" else way.microbatches,
+            schedule=best.schedule,
+            chunks=len(best.plan.places) // len(world.devices),
+            times=tuple((stage.forward, stage.backward) for stage in found.stages),
+        )
+
+    def _as_before(self, before: Mapping[str, Any], devices: int) -> PP:
+        """What is open here, as it was."""
+        way = self
+        if way.microbatches == "auto":
+            way = replace(way, microbatches=before.get("microbatches", "auto"))
+        if way.schedule == "auto":
+            way = replace(way, schedule=before.get("schedule", "auto"), chunks=before.get("chunks"))
+        device_map = before.get("device_map")
+        if way.device_map is None and device_map is not None:
+            stages = 1 + max(device_map.values())
+            if stages == devices * replace(way, device_map=device_map).chunks_on(devices):
+                times = before.get("times")
+                way = replace(way, device_map=device_map, times=tuple(map(tuple, times)) if times else None)
+        return way
+
+    def _chunks_to_try(self, devices: int) -> tuple[int, ...]:
+        if self.chunks is not None or self.device_map is not None or self.schedule == "interleaved":
+            return (self.chunks_on(devices),)
+        return (1,) if self.schedule in ("1f1b", "gpipe") else (1, 2)
 
     def build(self, job: Job, world: World) -> Step:
         """Build the model, and put each layer on the device of its stage.
@@ -90,12 +215,24 @@ class PP(Strategy):
             raise StrategyError(
                 f"{self.name}: compile, and layers that take turns: leave it out, or compile layers in the model itself"
             )
+        if isinstance(job.train_data, tuple) and not job.train_data:
+            self._refuse_in_own_loop()
         world.splits_layers = True
         model = build_model(job, world, place=False)
-        stages = len(world.devices)
+        stages = len(world.devices) * self.chunks_on(len(world.devices))
         found = stage_of(model, self.device_map or even_split(model, stages), stages)
-        layers = Layers(model, found, world.devices)
-        return PPStep(model, build_optimizer(job, model), job, world, layers, self)
+        places = [stage % len(world.devices) for stage in range(stages)]
+        layers = Layers(model, found, [world.devices[place] for place in places])
+        return PPStep(model, build_optimizer(job, model), job, world, layers, self, places)
+
+    def _refuse_in_own_loop(self) -> None:
+        word = next((word for word in ("microbatches", "schedule") if getattr(self, word) == "auto"), None)
+        if word is not None or self.split_size is not None:
+            given = f'{word}="auto"' if word is not None else "split_size"
+            raise StrategyError(
+                f"{self.name}: {given} is for jobs, whose batches are known before: "
+                "give a number and a name (lockstep partition finds them)"
+            )
 
     def exceptions(self, job: Job, model: nn.Module, replicas: int) -> list[str]:
         """What micro-batches change, and fewer samples than there are micro-batches."""
@@ -111,6 +248,36 @@ class PP(Strategy):
         return said
 
 
+def _order_of(way: PP, devices: int) -> Callable[[int], Schedule]:
+    """The lists of actions for a number of micro-batches."""
+    chunks = way.chunks_on(devices)
+    if way.schedule == "fitted":
+        places = [stage % devices for stage in range(devices * chunks)]
+        times = way.times if way.times is not None and len(way.times) == len(places) else [(1.0, 2.0)] * len(places)
+        forward, backward = zip(*times, strict=True)
+        return lambda microbatches: fitted(places, microbatches, forward, backward)
+    if way.schedule == "interleaved":
+        return partial(interleaved, devices, chunks=chunks)
+    return partial(gpipe if way.schedule == "gpipe" else one_f_one_b, devices)
+
+
+def _memory_of(world: World) -> list[float] | None:
+    """Bytes that a stage may take on each device; slots share what the machine has."""
+    each = capacities(world.devices, None)
+    return [sum(each)] * len(each) if each is not None and world.device.is_slot else each
+
+
+def _stages_in_words(found: Partition) -> str:
+    """``stages: conv1 to layer2.3 (51 %) | layer3.0 to fc (49 %), measured``."""
+    whole = sum(stage.time for stage in found.stages) or 1.0
+    runs = []
+    for stage in found.stages:
+        names = [block.name or "the model" for block in stage.blocks] or ["nothing"]
+        run = names[0] if len(names) == 1 else f"{names[0]} to {names[-1]}"
+        runs.append(f"{run} ({100 * stage.time / whole:.0f} %)")
+    return f"stages: {' | '.join(runs)}, {'measured' if found.measured else 'estimated'}"
+
+
 class PPStep(Step):
     """One model over several devices, and the one optimizer over its parameters."""
 
@@ -122,12 +289,13 @@ class PPStep(Step):
         world: World,
         layers: Layers,
         way: PP,
+        places: Sequence[int],
     ) -> None:
         super().__init__(model, optimizer, job, world)
         self._accumulate = way.parts(job)
         self.cuts_batch = self._accumulate > 1
         self._layers = layers
-        self._runner = Runner(model, world, SCHEDULES[way.schedule])
+        self._runner = Runner(model, world, _order_of(way, len(world.devices)), places)
         if world.device.is_slot:
             recompute.install()
 

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
+from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import ClassVar, Literal
+from typing import Any, ClassVar, Literal
 
 from torch import nn
 
@@ -44,6 +45,16 @@ class Strategy(ABC):
             JobError: the model or the optimizer can't be built.
             StrategyError: this strategy can't keep the numbers of this job.
         """
+
+    def planned(self, job: Job, world: World, before: Mapping[str, Any] | None = None) -> Strategy:
+        """This strategy, with what it leaves open settled for a job on these devices; told in a line.
+
+        Args:
+            job: with its data.
+            world: this process's.
+            before: the settings of this strategy with which a run went that is taken up; None begins one.
+        """
+        return self
 
     def parts(self, job: Job) -> int:
         """How many micro-batches a global batch is cut in."""
