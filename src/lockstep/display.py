@@ -63,7 +63,8 @@ class Display:
         elif isinstance(event, Event) and event.kind == "evaluated":
             self.line(epoch_line(event))
         elif isinstance(event, Profile):
-            for line in lines_of(event, 80 if self._console is None else self._console.width):
+            width = 80 if self._console is None else self._console.width
+            for line in (*lines_of(event, width), *(line for draw in event.drawings for line in draw(width))):
                 self.line(line)
 
     def line(self, text: str, *, note: bool = False) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Literal
 
@@ -78,6 +79,7 @@ class Profile:
         notes: what should be known to read the numbers.
         traces: the names of the files in ``folder``.
         folder: where they are.
+        drawings: what else is shown: functions of the columns that there are, which give lines.
     """
 
     first: int
@@ -87,6 +89,7 @@ class Profile:
     notes: tuple[str, ...]
     traces: tuple[str, ...]
     folder: str
+    drawings: tuple[Callable[[int], list[str]], ...] = ()
 
 
 @dataclass(frozen=True)

@@ -16,7 +16,7 @@ import math
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
-from typing import Any, ClassVar
+from typing import Any
 
 import torch
 from torch import nn
@@ -88,7 +88,7 @@ class Step(ABC):
     together = True
     """Whether the ranks meet in each update."""
 
-    profiled: ClassVar[Mapping[str, str]] = {}
+    profiled: Mapping[str, str] = {}
     """Methods of a strategy's own that a profile names: ``"replica"`` (one runs for each), or how gradients move."""
 
     def __init__(self, model: nn.Module, optimizer: torch.optim.Optimizer, job: Job, world: World) -> None:

@@ -16,6 +16,7 @@ that anybody uses (what a module gave, what a module of another stage was given)
 from __future__ import annotations
 
 import threading
+import time
 from bisect import bisect_right
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -55,6 +56,7 @@ class Flight:
         strayed: whether it went where it was not expected.
         calls: for each module the visits of the forward in which it was called, where somebody wants to know.
         outer: the module that was called and is on this stage with all that is in it; hooks inside have nothing to do.
+        stays: when each visit began and ended, where somebody wants to know: (visit, seconds, seconds).
     """
 
     def __init__(
@@ -74,6 +76,8 @@ class Flight:
         self.calls: dict[torch.nn.Module, set[int]] | None = None
         self.outer: torch.nn.Module | None = None
         self.marks = marks
+        self.stays: list[tuple[Visit, float, float]] | None = None
+        self._since = 0.0
         self._occupy = occupy
         self._route = route
         self._turns = turns
@@ -120,11 +124,15 @@ class Flight:
         self.stage = stage
         self._occupy(stage)
         self.seen.append(visit)
+        if self.stays is not None:
+            self._since = time.perf_counter()
         if self.kind == "F":
             self._starts.append(_number())
             self._stages.append(stage)
 
     def _leave(self) -> None:
+        if self.stage is not None and self.stays is not None:
+            self.stays.append((self.seen[-1], self._since, time.perf_counter()))
         if self.stage is not None and self._turns is not None:
             self._turns.leave(self.stage)
         self.stage = None

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import colorsys
 import statistics
+import textwrap
 from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -52,6 +53,11 @@ def grid(timeline: Timeline, width: int = 80) -> list[str]:
         right = room - len(CUT) - left
         rows = [_without_half(row[:left], row[length - right :]) for row in rows]
     return [(head.format(device) + row).rstrip() for device, row in enumerate(rows)]
+
+
+def lines_of(title: str, timeline: Timeline, width: int = 80) -> list[str]:
+    """The title, the grid, and the bubble below it."""
+    return [*textwrap.wrap(f"{title}:", width), *grid(timeline, width), *textwrap.wrap(summary(timeline), width)]
 
 
 def _scale(timeline: Timeline, cell: int) -> float:

@@ -16,7 +16,7 @@ import itertools
 from collections.abc import Mapping, Sequence
 from typing import NamedTuple
 
-from lockstep.pipelining.schedule import Schedule, devices_of
+from lockstep.pipelining.schedule import Action, Schedule, devices_of
 from lockstep.pipelining.turns import Key
 
 
@@ -31,6 +31,11 @@ class Visit(NamedTuple):
 
 
 Route = tuple[Visit, ...]
+
+
+def action_of(visit: Visit, microbatch: int) -> Action:
+    """What a micro-batch does in a visit."""
+    return Action(visit.stage, "F" if visit.kind == "F" else "B", microbatch)
 
 
 def whole(route: Route, stages: int) -> Route:

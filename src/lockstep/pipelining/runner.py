@@ -31,8 +31,9 @@ from lockstep.events import Line
 from lockstep.parallel.team import Team
 from lockstep.pipelining.flight import Flight
 from lockstep.pipelining.remembered import Remembered
-from lockstep.pipelining.routes import Route, merged, orders_of, whole
+from lockstep.pipelining.routes import Route, action_of, merged, orders_of, whole
 from lockstep.pipelining.schedule import Schedule
+from lockstep.pipelining.simulate import Span, Timeline
 from lockstep.pipelining.turns import Aborted, Key, Turns
 from lockstep.world import World
 
@@ -56,6 +57,8 @@ class Runner:
 
     Attributes:
         overlaps: whether micro-batches are under way at the same time, each in its thread.
+        schedule: as given.
+        timelines: when each stage computed in each update, where that is noted (a list is there), not on accelerators.
     """
 
     def __init__(
@@ -65,7 +68,7 @@ class Runner:
         self._world = world
         self._places = tuple(places)
         self._devices = tuple(world.devices[place] for place in places)  # of each stage
-        self._schedule = schedule
+        self.schedule = schedule
         self._slots = world.device.is_slot
         self._route: Route = ()
         self._settled = False
@@ -74,6 +77,7 @@ class Runner:
         self._team: Team | None = None
         self._said_strayed = False
         self.overlaps = False
+        self.timelines: list[Timeline] | None = None
 
     def run(
         self,
@@ -150,10 +154,13 @@ class Runner:
         count: int,
     ) -> list[R]:
         results = []
+        flights = []
         for number in range(count):
             begin(number)
             watched = None
             flight = Flight(number, self._occupy)
+            flights.append(flight)
+            self._note(flight)
             if not self._settled and number == count - 1 and count > 1:
                 # Not the first: by now what is set once is there.
                 watched, flight.calls = Remembered(self._model), {}
@@ -174,6 +181,7 @@ class Runner:
                 self._in_turn = watched.why_in_turn(flight.calls)
                 if self._in_turn is not None:
                     self._say(f"{self._in_turn}: micro-batches follow one another, and nothing overlaps")
+        self._noted(flights)
         return results
 
     @contextlib.contextmanager
@@ -197,9 +205,11 @@ class Runner:
         self, team: Team, forward: Callable[[int], T], backward: Callable[[int, T], R], count: int
     ) -> list[R]:
         if count not in self._orders:
-            self._orders[count] = orders_of(self._route, self._schedule(count), count)
+            self._orders[count] = orders_of(self._route, self.schedule(count), count)
         turns = Turns(self._orders[count], self._places)
         flights = [Flight(number, self._occupy, self._route, turns) for number in range(count)]
+        for flight in flights:
+            self._note(flight)
 
         def go(flight: Flight) -> R:
             torch.set_autocast_cache_enabled(False)  # a weight's copy would belong to one micro-batch's graph
@@ -213,6 +223,7 @@ class Runner:
         if any(flight.strayed for flight in flights):
             for flight in flights:
                 self._learn(flight)
+        self._noted(flights)
         return found[:count]  # type: ignore[return-value]  # each has run
 
     def _learn(self, flight: Flight) -> None:
@@ -230,6 +241,20 @@ class Runner:
             self._route = route
             self._orders.clear()
 
+    def _note(self, flight: Flight) -> None:
+        if self.timelines is not None:
+            flight.stays = []
+
+    def _noted(self, flights: Sequence[Flight]) -> None:
+        """An update is over: keep when its stages computed."""
+        if self.timelines is None:
+            return
+        spans: list[list[Span]] = [[] for _ in self._world.devices]
+        for flight in flights:
+            for visit, start, end in flight.stays or ():
+                spans[self._places[visit.stage]].append(Span(action_of(visit, flight.number), start, end))
+        self.timelines.append(Timeline(tuple(tuple(sorted(mine, key=lambda span: span.start)) for mine in spans)))
+
     def _say(self, note: str) -> None:
         self._world.tell(Line(note, "note"))
 
@@ -245,7 +270,7 @@ class Runner:
         made: dict[int, T] = {}
         results: list[R] = []
         flights = [Flight(number, self._occupy, marks=False) for number in range(count)]
-        for action in self._schedule(count)[0]:
+        for action in self.schedule(count)[0]:
             if action.stage:
                 continue  # a later stage of the first device
             flight = flights[action.microbatch]

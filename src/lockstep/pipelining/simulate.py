@@ -10,9 +10,10 @@ may take a time, in which both compute on. So::
 
 from __future__ import annotations
 
+import statistics
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import Literal, NamedTuple
 
 from lockstep.errors import StrategyError
 from lockstep.pipelining.schedule import Action, Schedule, devices_of
@@ -69,6 +70,15 @@ class Timeline:
     def speed_up(self) -> float:
         """How many times faster than one device that does the same actions one after another."""
         return sum(self.busy) / self.makespan if self.makespan else 1.0
+
+    def times(self, factor: float) -> Timeline:
+        """The same in another unit of time."""
+        return Timeline(
+            tuple(
+                tuple(Span(action, start * factor, end * factor) for action, start, end in spans)
+                for spans in self.devices
+            )
+        )
 
     def held(self, sizes: Mapping[int, float] | None = None) -> tuple[float, ...]:
         """What each device holds at most of micro-batches that have had their forward and not yet their backward.
@@ -137,6 +147,31 @@ def simulate(schedule: Schedule, forward: Times = 1.0, backward: Times = 1.0, tr
         if left == before:
             raise StrategyError(f"schedule: {_stuck(schedule, spans, ended, last)}")
     return Timeline(tuple(map(tuple, spans)))
+
+
+def ideal(schedule: Schedule, measured: Sequence[Timeline]) -> Timeline:
+    """What a schedule would take if nobody waited but for what it needs, with the stage times that were measured.
+
+    Args:
+        schedule: for each device its actions.
+        measured: timelines of it, of equal updates. Several visits of a stage count as one; an action that is in none
+            (the backward of a frozen stage) takes no time.
+    """
+    taken: dict[Action, list[float]] = {action: [] for order in schedule for action in order}
+    for timeline in measured:
+        together: dict[Action, float] = dict.fromkeys(taken, 0.0)
+        for spans in timeline.devices:
+            for action, start, end in spans:
+                together[action] += end - start
+        for action, seconds in together.items():
+            taken[action].append(seconds)
+    stages = len(devices_of(schedule))
+    microbatches = 1 + max(action.microbatch for action in taken)
+
+    def times(kind: Literal["F", "B"]) -> list[list[float]]:
+        return [[statistics.median(taken[Action(s, kind, m)]) for m in range(microbatches)] for s in range(stages)]
+
+    return simulate(schedule, times("F"), times("B"))
 
 
 def needs(action: Action, last: int) -> list[Action]:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import threading
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -30,7 +30,7 @@ class Clock:
 
     Attributes:
         track: of the thread that runs the loop.
-        whose: what has a track: ``"rank"``, or ``"replica"`` where threads compute.
+        whose: what has a track: ``"rank"``, or ``"replica"`` or ``"device"`` where threads compute.
         overlaps: whether a sum ran inside of a backward.
     """
 
@@ -38,8 +38,9 @@ class Clock:
         world = step.world
         self.track = Track(world.rank, str(world.device))
         self.overlaps = False
-        self.whose = "replica" if "replica" in step.profiled.values() else "rank"
-        devices = world.devices if self.whose == "replica" else ()
+        words = step.profiled.values()
+        self.whose = "replica" if "replica" in words else "device" if "stages" in words else "rank"
+        devices = () if self.whose == "rank" else world.devices
         self._threads = [Track(i, str(device)) for i, device in enumerate(devices)]
         self._on_accelerator = not world.device.is_slot
         self._here = threading.local()
@@ -82,7 +83,8 @@ class Clock:
             own = track.steps[-1]
             own.wall = times.wall
             done = self._stays[i][1] if i in self._stays else first  # without a share it only waits
-            own.add("waiting", "slowest replica", slowest - done)
+            if self.whose == "replica":
+                own.add("waiting", "slowest replica", slowest - done)
             for (kind, phase), seconds in times.spent.items():
                 own.add(kind, phase, seconds)
 
@@ -149,6 +151,15 @@ class Clock:
         place.times.collectives.setdefault((name, parties), []).append((entered, left))
         if place.inner:
             place.inner[-1] += left - entered
+
+    def stages(self, seconds: float, busy: Sequence[float]) -> None:
+        """The devices' stages have computed for so long each, in a time in which this thread waited for them."""
+        place: _Place = self._here.place
+        if place.inner:
+            place.inner[-1] += seconds
+        for track, computed in zip(self._threads, busy, strict=True):
+            track.steps[-1].add("computing", "stages", computed)
+            track.steps[-1].add("waiting", "other stages", max(0.0, seconds - computed))
 
     @contextlib.contextmanager
     def replica(self, number: int) -> Iterator[None]:

@@ -13,6 +13,7 @@ from torch.autograd import Variable
 from torch.nn.parallel import DistributedDataParallel
 
 from lockstep.parallel.exchange import Session
+from lockstep.pipelining.runner import Runner
 from lockstep.profiling.clock import Clock
 from lockstep.step import Step
 from lockstep.world import World, now
@@ -51,7 +52,7 @@ class Methods:
         self._put(step.optimizer, "step", functools.partial(self._in_phase, "computing", "optimizer"))
         for name, words in step.profiled.items():
             moving = functools.partial(self._in_phase, "communicating", words)
-            self._put(step, name, self._of_replica if words == "replica" else moving)
+            self._put(step, name, {"replica": self._of_replica, "stages": self._of_stages}.get(words, moving))
         exchange = getattr(step, "_exchange", None)
         if exchange is not None:
             self._put(exchange, "session", lambda session: lambda: _ClockedSession(session(), self._clock))
@@ -76,6 +77,19 @@ class Methods:
 
     def _of_replica(self, function: Function) -> Function:
         return _within(lambda number, *args, **named: self._clock.replica(number), function)
+
+    def _of_stages(self, function: Function) -> Function:
+        runner: Runner = self._step.runner  # type: ignore[attr-defined]  # a step that has stages has one
+
+        @functools.wraps(function)
+        def timed(*args: Any) -> Any:
+            began = now()
+            result = function(*args)
+            if runner.timelines:
+                self._clock.stages(now() - began, runner.timelines[-1].busy)
+            return result
+
+        return timed
 
     def _in_collective(self, name: str, function: Function) -> Function:
         world: World = self._step.world

@@ -12,6 +12,7 @@ A profile never crosses the end of an epoch, so evaluation and saving are not in
 from __future__ import annotations
 
 import contextlib
+import functools
 import os
 import shutil
 from collections.abc import Iterator
@@ -25,9 +26,13 @@ from lockstep.data import Batch
 from lockstep.errors import SaveError
 from lockstep.events import Line, Profile
 from lockstep.folder import RunFolder
+from lockstep.pipelining.picture import lines_of
+from lockstep.pipelining.simulate import Timeline
 from lockstep.profiling.clock import Clock
 from lockstep.profiling.methods import Methods
+from lockstep.profiling.stages import save, timelines_of
 from lockstep.step import Step
+from lockstep.strategies.pp import PPStep
 from lockstep.world import World
 
 WARM_UP = 2
@@ -54,6 +59,7 @@ class Profiler:
         self._warm_up = WARM_UP if steps is None else max(0, min(WARM_UP, steps - 1))
         self._clock = Clock(step)
         self._methods = Methods(step, self._clock)
+        self._runner = step.runner if isinstance(step, PPStep) else None
         self._trace: profile | None = None
         self._seen = 0
         self._done = False
@@ -112,22 +118,29 @@ class Profiler:
             self._trace = profile(activities=activities, experimental_config=_all_threads(len(self._world.devices)))
             self._trace.start()
         self._methods.replace()
+        if self._runner is not None:
+            self._runner.timelines = []
 
-    def _stop(self) -> None:
+    def _stop(self) -> dict[str, Timeline]:
         self._methods.put_back()
+        timelines = {}
+        if self._runner is not None:
+            timelines, self._runner.timelines = timelines_of(self._runner), None
         self._clock.forget_step()
         if self._trace is not None and not self._done:
             self._trace.stop()
+        return timelines
 
     def _finish(self) -> None:
         """Write this rank's trace; lay the clocks of all ranks side by side, and tell. Every rank calls this."""
-        self._stop()
+        timelines = self._stop()
         self._done = True
         assert self._trace is not None
         world, folder = self._world, self._folder.profile
         try:
             folder.mkdir(parents=True, exist_ok=True)
             self._trace.export_chrome_trace(str(folder / f"rank{world.rank}.json.gz"))
+            said = save(timelines, folder) if timelines else []
         except OSError as error:
             raise SaveError(f"{folder}: the profile could not be written: {error.strerror or error}") from error
         self._trace = None
@@ -143,9 +156,10 @@ class Profiler:
             last=last,
             whose=whose,
             rows=times_of(tracks, one_clock=world.nodes == 1),
-            notes=tuple(self._notes(whose)),
+            notes=(*self._notes(whose), *said),
             traces=tuple(f"rank{rank}.json.gz" for rank in range(world.size)),
             folder=os.path.relpath(folder),
+            drawings=tuple(functools.partial(lines_of, title, one) for title, one in timelines.items()),
         )
         self._folder.write_json(
             folder / "summary.json",
@@ -158,6 +172,7 @@ class Profiler:
                     | {"phases": row.phases}
                     for row in found.rows
                 ],
+                **({"bubbles": {title: one.bubble for title, one in timelines.items()}} if timelines else {}),
                 "notes": found.notes,
             },
         )
@@ -166,6 +181,8 @@ class Profiler:
     def _notes(self, whose: str) -> Iterator[str]:
         if whose == "replica":
             yield "waiting: a replica that is done before the slowest; computing: waiting for Python's lock too"
+        if whose == "device":
+            yield "waiting: for what another device's layers have to give; computing: waiting for Python's lock too"
         if self._clock.overlaps:
             yield "communicating: only what backward did not hide (sums run while it computes)"
         if self._world.nodes > 1:

@@ -86,7 +86,7 @@ class DDP(Strategy):
 class DDPStep(Step):
     """One rank's replica."""
 
-    profiled: ClassVar[Mapping[str, str]] = {"_summed": "reduce", "_summed_flat": "reduce"}
+    profiled: Mapping[str, str] = {"_summed": "reduce", "_summed_flat": "reduce"}
 
     def __init__(
         self,

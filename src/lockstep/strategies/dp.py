@@ -72,7 +72,7 @@ class DP(Strategy):
 class DPStep(Step):
     """All replicas, their threads, and the one optimizer over the first replica's parameters."""
 
-    profiled: ClassVar[Mapping[str, str]] = {
+    profiled: Mapping[str, str] = {
         "_refresh": "refresh replicas",
         "_scatter": "scatter",
         "_on_replica": "replica",

@@ -279,7 +279,11 @@ def _stages_in_words(found: Partition) -> str:
 
 
 class PPStep(Step):
-    """One model over several devices, and the one optimizer over its parameters."""
+    """One model over several devices, and the one optimizer over its parameters.
+
+    Attributes:
+        runner: of its micro-batches.
+    """
 
     def __init__(
         self,
@@ -295,9 +299,10 @@ class PPStep(Step):
         self._accumulate = way.parts(job)
         self.cuts_batch = self._accumulate > 1
         self._layers = layers
-        self._runner = Runner(model, world, _order_of(way, len(world.devices)), places)
+        self.runner = Runner(model, world, _order_of(way, len(world.devices)), places)
         if world.device.is_slot:
             recompute.install()
+            self.profiled = {"_stages": "stages"}  # on accelerators the calling thread itself goes through them
 
     def gradients(self, batch: Batch) -> tuple[Number, Number]:
         """Gradients of total / size, summed over the micro-batches by autograd itself."""
@@ -320,14 +325,18 @@ class PPStep(Step):
 
         total: Number = 0.0
         count: Number = 0
-        for part_total, part_count in self._runner.run(begin, forward, backward, len(parts)):
+        for part_total, part_count in self._stages(begin, forward, backward, len(parts)):
             total = total + part_total
             count = count + part_count
         return total, count
 
+    def _stages(self, *go: Any) -> Any:
+        """All stages' turns."""
+        return self.runner.run(*go)
+
     def _drawing(self, number: int, streams: Streams) -> AbstractContextManager[Any]:
         """The random stream of a micro-batch: the one that it has under ``single``."""
-        if not self._runner.overlaps:
+        if not self.runner.overlaps:
             return nullcontext()
         if self._stream is None:
             return stream(lambda: streams.generator(number))
