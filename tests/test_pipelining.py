@@ -371,6 +371,54 @@ def test_evaluation_and_prediction_are_those_of_one_device(tmp_path) -> None:
     torch.testing.assert_close(rows[0], rows[1], rtol=1e-12, atol=1e-12)
 
 
+@pytest.mark.parametrize(
+    "kind",
+    ["a U-Net whose decoder is beside its encoder", "a tied GPT", "BatchNorm", "dict and object", "BatchNorm"],
+)
+def test_an_overlapped_evaluation_is_that_of_one_device(kind: str, tmp_path) -> None:
+    job, device_map = KINDS[kind]
+    job = job.having(precision="fp64", eval_batch_size=7)
+    run = train(job, strategy="single", devices="1xcpu", folder=tmp_path, quiet=True, epochs=1)
+    way = PP(device_map, 3)
+    one = evaluate(run, strategy="single", devices="1xcpu")
+    assert evaluate(run, strategy=way, devices="2xcpu") == pytest.approx(one, rel=1e-10)
+    rows = [predict(run, strategy=s, devices=on, quiet=True) for s, on in (("single", "1xcpu"), (way, "2xcpu"))]
+    ours, theirs = (row if isinstance(row, torch.Tensor) else row.logits for row in rows)
+    torch.testing.assert_close(ours, theirs, rtol=1e-10, atol=1e-10)
+
+
+def test_stages_overlap_in_evaluation() -> None:
+    meeting = threading.Barrier(2)
+    alone = True
+
+    class Meets(nn.Linear):
+        """Waits for the other stage, in the micro-batch whose number is its own."""
+
+        def __init__(self, number: int) -> None:
+            super().__init__(6, 6)
+            self.number = number
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            if not alone and round(float(x.detach().abs().max())) == self.number:
+                meeting.wait(20)
+            return x + 0.0 * super().forward(x)
+
+    # stage 0   F0 F1
+    # stage 1      F0 F1        F1 of the first meets F0 of the second
+    model = nn.Sequential(Meets(1), Meets(0))
+    way = PP({"0": 0, "1": 1}, 2)
+    step = parallelize(model, nn.MSELoss(), plain_sgd, strategy=way, devices="2xcpu")
+
+    def forward(number: int) -> torch.Tensor:
+        with torch.no_grad():
+            return model(torch.full((2, 6), float(number)))
+
+    first = step.runner.evaluate(forward, 2)  # goes in turn
+    alone = False
+    for one, other in zip(first, step.runner.evaluate(forward, 2), strict=True):
+        assert torch.equal(one, other)
+
+
 def test_an_own_loop_over_stages_ends_where_the_plain_one_does() -> None:
     ends = []
     for way, devices in ((None, "1xcpu"), (PP(microbatches=3), "2xcpu")):

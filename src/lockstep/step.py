@@ -88,6 +88,9 @@ class Step(ABC):
     together = True
     """Whether the ranks meet in each update."""
 
+    evaluation_parts = 1
+    """Micro-batches of an evaluation batch: more where they overlap on the devices."""
+
     profiled: Mapping[str, str] = {}
     """Methods of a strategy's own that a profile names: ``"replica"`` (one runs for each), or how gradients move."""
 

@@ -32,7 +32,7 @@ from lockstep.parallel.team import Team
 from lockstep.pipelining.flight import Flight
 from lockstep.pipelining.remembered import Remembered
 from lockstep.pipelining.routes import Route, action_of, merged, orders_of, whole
-from lockstep.pipelining.schedule import Schedule
+from lockstep.pipelining.schedule import Schedule, by_stage
 from lockstep.pipelining.simulate import Span, Timeline
 from lockstep.pipelining.turns import Aborted, Key, Turns
 from lockstep.world import World
@@ -74,6 +74,9 @@ class Runner:
         self._settled = False
         self._in_turn: str | None = None
         self._orders: dict[int, list[list[Key]]] = {}
+        self._forward_route: Route = ()  # of evaluation
+        self._forward_orders: dict[int, list[list[Key]]] = {}
+        self._forward_in_turn: str | None = None
         self._team: Team | None = None
         self._said_strayed = False
         self.overlaps = False
@@ -225,6 +228,52 @@ class Runner:
                 self._learn(flight)
         self._noted(flights)
         return found[:count]  # type: ignore[return-value]  # each has run
+
+    # ---- forward only -----------------------------------------------------------------------------------------------
+
+    def evaluate(self, forward: Callable[[int], T], count: int) -> list[T]:
+        """Forward of each micro-batch, without gradients; what each gave.
+
+        The first ones go one after the other, as in the first update. Whoever goes another way than they did gets
+        turns between those of the others: no sums depend on their order.
+        """
+        if not self._slots or count == 1:
+            return [forward(number) for number in range(count)]
+        team = self._threads(count)
+        if not self._forward_route or self._forward_in_turn is not None:
+            self.overlaps = False
+            first, *_ = team.run([lambda: self._forward_one_by_one(forward, count), *self._idle(1)])
+            assert first is not None
+            return first
+        self.overlaps = True
+        if count not in self._forward_orders:
+            schedule = by_stage(self._places, count)
+            self._forward_orders[count] = orders_of(self._forward_route, schedule, count)
+        turns = Turns(self._forward_orders[count], self._places)
+        flights = [Flight(number, self._occupy, self._forward_route, turns, marks=False) for number in range(count)]
+
+        def go(flight: Flight) -> T:
+            torch.set_autocast_cache_enabled(False)
+            with flight, self._told(flight):
+                return forward(flight.number)
+
+        team.on_abort[:] = [turns.abort]
+        found = team.run([*(lambda flight=flight: go(flight) for flight in flights), *self._idle(count)])
+        return found[:count]  # type: ignore[return-value]  # each has run
+
+    def _forward_one_by_one(self, forward: Callable[[int], T], count: int) -> list[T]:
+        results = []
+        for number in range(count):
+            flight = Flight(number, self._occupy, marks=False)
+            watched = Remembered(self._model) if not self._forward_route and number == count - 1 else None
+            flight.calls = None if watched is None else {}
+            with flight, self._told(flight):
+                results.append(forward(number))
+            if watched is not None and flight.calls is not None:
+                watched.after_forward()
+                self._forward_in_turn = watched.why_in_turn(flight.calls)
+                self._forward_route = tuple(flight.seen)
+        return results
 
     def _learn(self, flight: Flight) -> None:
         """Make the route such that it has this flight's way in it."""

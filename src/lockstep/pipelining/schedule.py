@@ -14,7 +14,7 @@ accumulates would sum them.
 from __future__ import annotations
 
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Literal, NamedTuple
 
 from lockstep.errors import StrategyError, nearest
@@ -123,6 +123,24 @@ def interleaved(devices: int, microbatches: int, chunks: int = 2) -> Schedule:
         order = _alternating(forwards, backwards, min(ahead, len(forwards)))
         schedule.append([action for action in order if action.microbatch < microbatches])
     return schedule
+
+
+def by_stage(places: Sequence[int], microbatches: int) -> Schedule:
+    """Every forward, then every backward, for stages on any devices: what forwards alone are taken from.
+
+    Args:
+        places: for each stage the device that holds it.
+        microbatches: how many.
+    """
+    every = range(microbatches)
+    stages = range(len(places))
+    return [
+        [
+            *(Action(s, "F", m) for s in stages if places[s] == device for m in every),
+            *(Action(s, "B", m) for s in reversed(stages) if places[s] == device for m in every),
+        ]
+        for device in range(max(places) + 1)
+    ]
 
 
 def _alternating(forwards: list[Action], backwards: list[Action], ahead: int) -> list[Action]:

@@ -32,7 +32,7 @@ from lockstep.profiling.clock import Clock
 from lockstep.profiling.methods import Methods
 from lockstep.profiling.stages import save, timelines_of
 from lockstep.step import Step
-from lockstep.strategies.pp import PPStep
+from lockstep.strategies.staged import StagedStep
 from lockstep.world import World
 
 WARM_UP = 2
@@ -59,7 +59,7 @@ class Profiler:
         self._warm_up = WARM_UP if steps is None else max(0, min(WARM_UP, steps - 1))
         self._clock = Clock(step)
         self._methods = Methods(step, self._clock)
-        self._runner = step.runner if isinstance(step, PPStep) else None
+        self._runner = step.runner if isinstance(step, StagedStep) else None
         self._trace: profile | None = None
         self._seen = 0
         self._done = False

@@ -12,24 +12,20 @@ summed in the order of micro-batches, running statistics move in it, each micro-
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any, ClassVar, Literal
 
-import torch
 from torch import nn
 
 from lockstep.build import build_model
-from lockstep.data import Batch, is_stream, mixed
+from lockstep.data import is_stream
 from lockstep.errors import LockstepError, StrategyError, TooFewLayers, nearest, told
 from lockstep.events import Line
 from lockstep.forward import drops
 from lockstep.job import Job
 from lockstep.optimizer import build_optimizer
-from lockstep.parallel import recompute
-from lockstep.parallel.random import Streams, stream
 from lockstep.pipelining.choose import NUMBERS
 from lockstep.pipelining.fitted import fitted
 from lockstep.pipelining.layers import Layers
@@ -38,7 +34,8 @@ from lockstep.pipelining.plan import planned
 from lockstep.pipelining.runner import Runner, refuse_mixed
 from lockstep.pipelining.schedule import Schedule, gpipe, interleaved, one_f_one_b
 from lockstep.pipelining.stages import even_split, stage_of
-from lockstep.step import Number, Step
+from lockstep.step import Step
+from lockstep.strategies.staged import StagedStep
 from lockstep.strategies.strategy import DRAWS, Strategy
 from lockstep.world import World
 
@@ -223,7 +220,10 @@ class PP(Strategy):
         found = stage_of(model, self.device_map or even_split(model, stages), stages)
         places = [stage % len(world.devices) for stage in range(stages)]
         layers = Layers(model, found, [world.devices[place] for place in places])
-        return PPStep(model, build_optimizer(job, model), job, world, layers, self, places)
+        runner = Runner(model, world, _order_of(self, len(world.devices)), places)
+        return StagedStep(
+            model, build_optimizer(job, model), job, world, layers, runner, self.parts(job) // job.accumulate
+        )
 
     def _refuse_in_own_loop(self) -> None:
         word = next((word for word in ("microbatches", "schedule") if getattr(self, word) == "auto"), None)
@@ -276,85 +276,3 @@ def _stages_in_words(found: Partition) -> str:
         run = names[0] if len(names) == 1 else f"{names[0]} to {names[-1]}"
         runs.append(f"{run} ({100 * stage.time / whole:.0f} %)")
     return f"stages: {' | '.join(runs)}, {'measured' if found.measured else 'estimated'}"
-
-
-class PPStep(Step):
-    """One model over several devices, and the one optimizer over its parameters.
-
-    Attributes:
-        runner: of its micro-batches.
-    """
-
-    def __init__(
-        self,
-        model: nn.Module,
-        optimizer: torch.optim.Optimizer,
-        job: Job,
-        world: World,
-        layers: Layers,
-        way: PP,
-        places: Sequence[int],
-    ) -> None:
-        super().__init__(model, optimizer, job, world)
-        self._accumulate = way.parts(job)
-        self.cuts_batch = self._accumulate > 1
-        self._layers = layers
-        self.runner = Runner(model, world, _order_of(way, len(world.devices)), places)
-        if world.device.is_slot:
-            recompute.install()
-            self.profiled = {"_stages": "stages"}  # on accelerators the calling thread itself goes through them
-
-    def gradients(self, batch: Batch) -> tuple[Number, Number]:
-        """Gradients of total / size, summed over the micro-batches by autograd itself."""
-        for p in self._parameters:
-            p.grad = None
-        streams = Streams()
-        parts = [(number, part) for number, part in enumerate(batch.parts) if part.size]
-
-        def begin(i: int) -> None:
-            self.begin_part(parts[i][0])
-
-        def forward(i: int) -> tuple[torch.Tensor, Number]:
-            number, part = parts[i]
-            with self._drawing(number, streams), self._layers.moving():
-                return self.forward_loss(self.model, self.placed(part))
-
-        def backward(i: int, made: tuple[torch.Tensor, Number]) -> tuple[torch.Tensor, Number]:
-            self.backward(made[0], 1 / batch.size)
-            return made[0].detach(), made[1]
-
-        total: Number = 0.0
-        count: Number = 0
-        for part_total, part_count in self._stages(begin, forward, backward, len(parts)):
-            total = total + part_total
-            count = count + part_count
-        return total, count
-
-    def _stages(self, *go: Any) -> Any:
-        """All stages' turns."""
-        return self.runner.run(*go)
-
-    def _drawing(self, number: int, streams: Streams) -> AbstractContextManager[Any]:
-        """The random stream of a micro-batch: the one that it has under ``single``."""
-        if not self.runner.overlaps:
-            return nullcontext()
-        if self._stream is None:
-            return stream(lambda: streams.generator(number))
-        key = (*self._stream, number) if number else self._stream
-        return stream(torch.Generator().manual_seed(mixed(*key)))
-
-    def _seed_all(self, key: int) -> None:
-        super()._seed_all(key)
-        for device in self.world.devices[1:]:
-            if device.type == "cuda":
-                torch.cuda.default_generators[device.index].manual_seed(key)
-
-    def _weight(self, size: int, count: Number) -> None:
-        # Gradients are on several devices, the count is on one.
-        super()._weight(size, float(count) if self._layers.moves and isinstance(count, torch.Tensor) else count)
-
-    @contextmanager
-    def evaluating(self) -> Iterator[None]:
-        """As every step's; what meets on different devices is moved."""
-        with super().evaluating(), self._layers.moving():
-            yield

@@ -1,0 +1,135 @@
+"""The step of ``pp`` and ``mp``: one model with layers on several devices, and micro-batches that go through it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from typing import Any, TypeVar
+
+import torch
+from torch import nn
+
+from lockstep.data import Batch, Part, mixed
+from lockstep.job import Job
+from lockstep.nesting import call
+from lockstep.parallel import recompute
+from lockstep.parallel.random import Streams, stream
+from lockstep.pipelining.layers import Layers
+from lockstep.pipelining.runner import Runner
+from lockstep.step import Number, Step
+from lockstep.world import World
+
+T = TypeVar("T")
+
+
+class StagedStep(Step):
+    """One model over several devices, and the one optimizer over its parameters.
+
+    Attributes:
+        runner: of its micro-batches.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        optimizer: torch.optim.Optimizer,
+        job: Job,
+        world: World,
+        layers: Layers,
+        runner: Runner,
+        microbatches: int,
+    ) -> None:
+        super().__init__(model, optimizer, job, world)
+        self._accumulate = job.accumulate * microbatches
+        self.cuts_batch = self._accumulate > 1
+        self._layers = layers
+        self.runner = runner
+        norms = [m for m in model.modules() if isinstance(m, nn.modules.batchnorm._BatchNorm)]
+        if all(m.track_running_stats for m in norms):  # else they would normalise each micro-batch
+            self.evaluation_parts = microbatches
+        if world.device.is_slot:
+            recompute.install()
+            self.profiled = {"_stages": "stages"}  # on accelerators the calling thread itself goes through them
+
+    def gradients(self, batch: Batch) -> tuple[Number, Number]:
+        """Gradients of total / size, summed over the micro-batches by autograd itself."""
+        for p in self._parameters:
+            p.grad = None
+        streams = Streams()
+        parts = [(number, part) for number, part in enumerate(batch.parts) if part.size]
+
+        def begin(i: int) -> None:
+            self.begin_part(parts[i][0])
+
+        def forward(i: int) -> tuple[torch.Tensor, Number]:
+            number, part = parts[i]
+            with self._drawing(number, streams), self._layers.moving():
+                return self.forward_loss(self.model, self.placed(part))
+
+        def backward(i: int, made: tuple[torch.Tensor, Number]) -> tuple[torch.Tensor, Number]:
+            self.backward(made[0], 1 / batch.size)
+            return made[0].detach(), made[1]
+
+        total: Number = 0.0
+        count: Number = 0
+        for part_total, part_count in self._stages(begin, forward, backward, len(parts)):
+            total = total + part_total
+            count = count + part_count
+        return total, count
+
+    def _stages(self, *go: Any) -> Any:
+        """All stages' turns."""
+        return self.runner.run(*go)
+
+    def _drawing(self, number: int, streams: Streams) -> AbstractContextManager[Any]:
+        """The random stream of a micro-batch: the one that it has under ``single``."""
+        if not self.runner.overlaps:
+            return nullcontext()
+        if self._stream is None:
+            return stream(lambda: streams.generator(number))
+        key = (*self._stream, number) if number else self._stream
+        return stream(torch.Generator().manual_seed(mixed(*key)))
+
+    def _seed_all(self, key: int) -> None:
+        super()._seed_all(key)
+        for device in self.world.devices[1:]:
+            if device.type == "cuda":
+                torch.cuda.default_generators[device.index].manual_seed(key)
+
+    def _weight(self, size: int, count: Number) -> None:
+        # Gradients are on several devices, the count is on one.
+        super()._weight(size, float(count) if self._layers.moves and isinstance(count, torch.Tensor) else count)
+
+    def results(self, batch: Batch) -> list[tuple[Any, Any, Number, Number]]:
+        """Those of each micro-batch, overlapped."""
+        parts = [self.placed(part) for part in batch.parts if part.size]
+        found = self._overlapped(parts, lambda part: self.judged(self.model, part))
+        return [
+            (outputs, part.targets, total, count) for part, (outputs, total, count) in zip(parts, found, strict=True)
+        ]
+
+    def predictions(self, batch: Batch) -> list[tuple[int, Any]]:
+        """Those of each micro-batch, overlapped."""
+
+        def outputs(part: Part) -> Any:
+            with self._precision.autocast():
+                return call(self.model, part.inputs)
+
+        parts = [self.placed(part) for part in batch.parts if part.size]
+        return [(part.size, made) for part, made in zip(parts, self._overlapped(parts, outputs), strict=True)]
+
+    def _overlapped(self, parts: list[Part], function: Callable[[Part], T]) -> list[T]:
+        streams = Streams()
+
+        def forward(number: int) -> T:
+            drawing = stream(lambda: streams.generator(number)) if self.runner.overlaps else nullcontext()
+            with torch.no_grad(), drawing:
+                return function(parts[number])
+
+        return self.runner.evaluate(forward, len(parts))
+
+    @contextmanager
+    def evaluating(self) -> Iterator[None]:
+        """As every step's; what meets on different devices is moved."""
+        with super().evaluating(), self._layers.moving():
+            yield
