@@ -11,12 +11,13 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
-from benchmarks import level, models
+from benchmarks import level, models, partitioning
 from benchmarks.checkpointing import CHECKPOINTING
 from benchmarks.experiment import EXPERIMENT, GPU_EXPERIMENT
 from benchmarks.mapping import mapping
 from benchmarks.parallel import PARALLEL
 from benchmarks.parallel_loss import GPU_PARALLEL_LOSS, PARALLEL_LOSS
+from benchmarks.pipelining import PIPELINING
 from benchmarks.sparse import sparse
 from benchmarks.timing import HERE, Benchmark, Ratio, by_python, by_torchrun, rate, run, torchrun
 from lockstep.devices import Device, accelerators, slots, usable_cores
@@ -146,6 +147,7 @@ BENCHMARKS = {
         (Ratio("two processes", "one process", 1.8), Ratio("two processes", "multiprocessing.Pool.imap", 1 / 1.05)),
         unit="items per second",
     ),
+    **PIPELINING,
 }
 
 
@@ -159,7 +161,7 @@ def main(names: list[str]) -> int:
         if len(accelerators()) > 1:
             level.run(accelerators())
         return 0
-    known = [*BENCHMARKS, "level"]
+    known = [*BENCHMARKS, "level", "partitioning"]
     unknown = [name for name in names if name not in known]
     if unknown:
         print(f"there is no benchmark {unknown[0]}: there are {', '.join(known)}, gpu", file=sys.stderr)
@@ -167,6 +169,8 @@ def main(names: list[str]) -> int:
     for name in names or known:
         if name == "level":
             level.run(slots(2))
+        elif name == "partitioning":
+            partitioning.run()
         else:
             run(name, BENCHMARKS[name])
     return 0

@@ -15,8 +15,11 @@ import lockstep
 from benchmarks.models import many_small_layers, resnet50, sgd, small_data, small_mlp
 from benchmarks.timing import Benchmark, Ratio, rate
 from examples.models.mobilenetv2 import MobileNetV2
-from lockstep.data import Loader
+from lockstep.data import Batch, Loader, Part
+from lockstep.devices import Device
 from lockstep.parallel import DataParallel
+from lockstep.strategies.mp import MP
+from lockstep.world import World
 
 BATCH = 256
 
@@ -128,6 +131,39 @@ def beside_pytorch(net: nn.Module, inputs: torch.Tensor, steps: int) -> Mapping[
     }
 
 
+def two_stages(batch: int = 128, steps: int = 10) -> Mapping[str, Callable[[], float]]:
+    """ResNet-50 whole, and as two stages of ``mp`` that share the card: forward and backward."""
+    inputs, targets = torch.randn(batch, 3, 224, 224, device="cuda"), torch.randint(1000, (batch,), device="cuda")
+    job = lockstep.Job(
+        model=resnet50, loss=nn.CrossEntropyLoss(), optimizer=sgd, train_data=[(inputs, targets)], batch_size=batch
+    )
+    world = World(devices=(Device("cuda", 0), Device("cuda", 0)))
+    halves = {"": 0, **{str(place): 1 for place in range(11, 23)}}
+    step = MP(halves).build(job, world)
+    part = Part(inputs, targets, batch, batch)
+    plain, loss_of = resnet50().cuda(), nn.CrossEntropyLoss()
+
+    def by_hand() -> None:
+        plain.zero_grad()
+        loss_of(plain(inputs), targets).backward()
+
+    def rate(once: Callable[[], Any]) -> Callable[[], float]:
+        def rated() -> float:
+            torch.cuda.synchronize()
+            start = time.perf_counter()
+            for _ in range(steps):
+                once()
+            torch.cuda.synchronize()
+            return steps * batch / (time.perf_counter() - start)
+
+        return rated
+
+    return {
+        "plain": rate(by_hand),
+        "mp, two stages": rate(lambda: step.gradients(Batch([part], batch, 0, 0, None))),
+    }
+
+
 BESIDE = (
     Ratio("DataParallel", "torch.nn.DataParallel", 1 / 0.7),  # a time ratio of 0.7
     Ratio("the module itself", "DataParallel"),
@@ -147,5 +183,6 @@ GPU = {
         ),
         rounds=3,
     ),
+    "gpu-mp": Benchmark(two_stages, (Ratio("mp, two stages", "plain", 1 / 1.05),)),
     "gpu-small": Benchmark(small, (Ratio("single", "plain loop"),), rounds=3),
 }
