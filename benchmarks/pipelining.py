@@ -69,7 +69,7 @@ class Bound:
 
 
 def stack() -> Mapping[str, Callable[[], float]]:
-    job = models.stack_job().having(epochs=4)
+    job = models.stack_job()
     bound = Bound(job, PP(HALVES, 16))
     return {
         "one core": rate(job, "single", one_core()),
@@ -122,7 +122,7 @@ def unet_job() -> lockstep.Job:
         optimizer=models.sgd,
         train_data=data,
         batch_size=32,
-        epochs=4,
+        epochs=3,
         shuffle=False,
     )
 
@@ -284,9 +284,10 @@ PIPELINING = {
             Ratio("mp", "one core"),
             Ratio("pp, 16 micro-batches", "torch.distributed.pipelining", 1.05),
         ),
+        rounds=3,
     ),
     **{
-        f"pipelining-{name}": Benchmark(found(JOBS[name]()), _bounded(0.95 if name == "resnet50" else 0.92))
+        f"pipelining-{name}": Benchmark(found(JOBS[name]()), _bounded(0.95 if name == "resnet50" else 0.92), rounds=3)
         for name in ("resnet50", "unet", "gpt2", "char_lm")
     },
     "pipelining-memory": Benchmark(
