@@ -12,10 +12,10 @@ demo: $(READY)
 	$(BIN)/lockstep train examples/digits.py --strategy ddp --devices 2
 
 test: lint types
-	$(BIN)/python -m pytest -m "not slow"
+	$(BIN)/python -m pytest -n 2 --dist worksteal -m "not slow"
 
 test-all: lint types
-	$(BIN)/python -m pytest --timeout 600
+	$(BIN)/python -m pytest -n 2 --dist worksteal --timeout 600
 
 lint: $(READY)
 	$(BIN)/ruff check .
