@@ -14,6 +14,7 @@ import torch
 from torch import nn
 
 from lockstep.devices import Device
+from lockstep.errors import StrategyError
 from lockstep.parallel import recompute
 from lockstep.pipelining import moving
 from lockstep.pipelining.flight import current
@@ -30,6 +31,9 @@ class Layers:
 
     Attributes:
         moves: whether stages are on accelerators that differ.
+
+    Raises:
+        StrategyError: a compiled module is on several stages, or a scripted one on any.
     """
 
     def __init__(self, model: nn.Module, stage_of: Mapping[str, int], devices: Sequence[Device]) -> None:
@@ -42,8 +46,9 @@ class Layers:
             for around in _around(name)
             if stage_of.get(around, stage) != stage
         }
+        stage_of = {**stage_of, **_wholes(model, stage_of)}
         for name, module in model.named_modules():
-            if name in stage_of and name not in mixed:
+            if name in stage_of and name not in mixed and not any(map(_is_compiled, _modules_around(model, name))):
                 stage = stage_of[name]
                 place = places[stage] if self.moves else None
                 module.register_forward_pre_hook(_Arriving(stage, place), with_kwargs=True, prepend=True)
@@ -65,6 +70,37 @@ def _around(name: str) -> Iterator[str]:
     words = name.split(".") if name else []
     for length in range(len(words)):
         yield ".".join(words[:length])
+
+
+def _modules_around(model: nn.Module, name: str) -> Iterator[nn.Module]:
+    return (model.get_submodule(around) for around in _around(name))
+
+
+def _is_compiled(module: nn.Module) -> bool:
+    """Whether it is what ``torch.compile(module)`` gave: it has the module inside, which runs without its hooks."""
+    return type(module).__name__ == "OptimizedModule" and hasattr(module, "_orig_mod")
+
+
+def _wholes(model: nn.Module, stage_of: Mapping[str, int]) -> dict[str, int]:
+    """The stage of each compiled module, by that of what is in it."""
+    found: dict[str, int] = {}
+    for name, module in model.named_modules():
+        if isinstance(module, torch.jit.ScriptModule):
+            raise StrategyError(
+                f'"{name}" is scripted (torch.jit), so it can\'t be told when it is called: give the module as it was '
+                "before, or take single"
+            )
+        if _is_compiled(module):
+            stages = sorted({stage for inner, stage in stage_of.items() if inner.startswith(f"{name}.".lstrip("."))})
+            if len(stages) > 1:
+                which = f'"{name}"' if name else "the model"
+                raise StrategyError(
+                    f"{which} is compiled in one, and its layers are on stages {', '.join(map(str, stages))}: "
+                    "give it one stage, or compile its layers each by itself"
+                )
+            if stages:
+                found[name] = stages[0]
+    return found
 
 
 @torch.no_grad()

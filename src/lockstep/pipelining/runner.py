@@ -154,9 +154,8 @@ class Runner:
                 # Not the first: by now what is set once is there.
                 watched, flight.calls = Remembered(self._model), {}
             with flight, self._told(flight):
-                made = forward(number)
-                if watched is not None:
-                    watched.after_forward()
+                with contextlib.nullcontext() if watched is None else watched.watching():
+                    made = forward(number)
                 flight.turn_back()
                 results.append(backward(number, made))
                 del made
