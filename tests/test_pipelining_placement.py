@@ -1,70 +1,477 @@
-"""Stages on accelerators, where there are none: fake devices see a tensor that was left on the wrong one."""
+"""Stages on accelerators, where there are none: pretended cards see a tensor that was left on the wrong one.
+
+Each model is trained over cards, forward, backward and update, and must end where one device that accumulates does.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Any
 
 import pytest
 import torch
 from torch import nn
-from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.utils._pytree import tree_map
+from torch.utils.checkpoint import checkpoint
 
-from lockstep.devices import Device
-from lockstep.nesting import call, tensors
-from lockstep.pipelining.layers import Layers
+from lockstep import Job
+from lockstep.devices import slots
+from lockstep.nesting import each
+from lockstep.pipelining import moving
 from lockstep.pipelining.stages import even_split, stage_of
+from lockstep.step import Step
+from lockstep.strategies import pp as _pp
+from lockstep.strategies.mp import MP
+from lockstep.strategies.pp import PP, SCHEDULES
+from lockstep.strategies.single import Single
+from lockstep.world import World
 
-from test_pipelining import Speaking, Twice, stack  # isort: skip
+from cards import Cards, cards, on_cards, plain  # isort: skip
+from test_pipelining import KINDS, MANY, SAMPLES  # isort: skip
+from zoo import _job, drawn, labels, sgd, tokens_and_next, wants  # isort: skip
 
-CARDS = (Device("cuda", 0), Device("cuda", 1))
-
-
-def _place(model: nn.Module, found: dict[str, int]) -> None:
-    """A fake parameter can't be given other data, so it is replaced."""
-    made: dict[int, nn.Parameter] = {}
-    for name, module in model.named_modules():
-        for own, p in module._parameters.items():
-            if p is not None:
-                device = CARDS[found[f"{name}.{own}".lstrip(".")]].torch
-                module._parameters[own] = made.setdefault(id(p), nn.Parameter(p.to(device)))
+BOUND = 1e-10
+SIZES = (8, 6)
 
 
-def _outputs(make: Callable[[], nn.Module], device_map: dict[str, int] | None, inputs: Any) -> tuple[nn.Module, Any]:
-    with FakeTensorMode(), torch.no_grad():
-        model = make()
-        found = stage_of(model, device_map or even_split(model, 2), 2)
-        _place(model, found)
-        layers = Layers(model, found, CARDS)
-        with layers.moving():
-            return model, call(model, inputs())
+def batch(job: Job, start: int, size: int) -> tuple[Any, Any]:
+    """Some samples of the job's data, collated."""
+    rows = [job.train_data[i % SAMPLES] for i in range(start, start + size)]
+    return torch.utils.data.default_collate(rows)
+
+
+def updated(step: Step, job: Job) -> dict[str, torch.Tensor]:
+    """The state after some updates, the last one after a smaller batch."""
+    start = 0
+    for size in SIZES:
+        step.seed(7)
+        inputs, targets = each(lambda t: t.double() if t.is_floating_point() else t, batch(job, start, size))
+        result = step(inputs, targets)
+        assert result.loss == result.loss
+        start += size
+    return {name: plain(value) for name, value in step.state_dict()["model"].items() if isinstance(value, torch.Tensor)}
+
+
+def over_cards(job: Job, way: PP, count: int, monkeypatch: pytest.MonkeyPatch) -> Step:
+    """The job's step over so many cards."""
+    build = _pp.build_model
+    monkeypatch.setattr(_pp, "build_model", lambda *args, **settings: on_cards(build(*args, **settings)))
+    monkeypatch.setattr(torch.accelerator, "set_device_index", lambda index: None)
+    return way.build(job, World(devices=cards(count)))
+
+
+def compare(job: Job, way: PP, count: int, monkeypatch: pytest.MonkeyPatch) -> Step:
+    job = job.having(precision="fp64")
+    with Cards():
+        step = over_cards(job, way, count, monkeypatch)
+        found = updated(step, job)
+    one = Single().build(job.having(accumulate=way.parts(job)), World(devices=slots(1)))
+    expected = updated(one, job)
+    assert found.keys() == expected.keys()
+    for name, value in expected.items():
+        torch.testing.assert_close(found[name], value, rtol=BOUND, atol=BOUND, msg=lambda m, name=name: f"{name}: {m}")
+    stages = stage_of(step.model, way.device_map or even_split(step.model, count), count)
+    for name, p in step.model.named_parameters():
+        place = torch.device("meta", stages[name])
+        assert p.device == place, name
+        assert p.grad is None or p.grad.device == place, name
+    for name, b in step.model.named_buffers():
+        assert b.device == torch.device("meta", stages.get(name, 0)), name
+    return step
+
+
+OFTEN = ("a sequence, clipped", "a U-Net", "a tied GPT", "BatchNorm", "a frozen stage", "blocks computed again")
+OWN_DRAWS = ("dropout", "dropout computed again")
+"""Each card has a generator of its own, so these can't be compared."""
 
 
 @pytest.mark.parametrize(
-    ("make", "device_map", "inputs"),
-    [
-        (stack, None, lambda: torch.randn(4, 6)),
-        (lambda: Twice(False), {"other": 1, "": 0}, lambda: torch.randn(4, 6)),
-        (Speaking, {"left": 0, "right": 1}, lambda: {"x": torch.randn(4, 6), "more": torch.randn(4)}),
-    ],
+    "kind",
+    [pytest.param(k, marks=() if k in OFTEN else pytest.mark.slow) for k in KINDS if k not in OWN_DRAWS],
 )
-def test_inputs_and_activations_follow_the_layers(make: Any, device_map: Any, inputs: Any) -> None:
-    model, outputs = _outputs(make, device_map, inputs)
-    assert {p.device.index for p in model.parameters()} == {0, 1}
-    assert all(t.device.type == "cuda" for t in tensors(outputs))
+def test_over_two_cards_each_kind_ends_where_one_device_does(kind: str, monkeypatch) -> None:
+    job, device_map = KINDS[kind]
+    compare(job, PP(device_map, 3), 2, monkeypatch)
 
 
-def test_an_operand_written_in_place_stays_where_it_is() -> None:
-    class Writing(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.first, self.second = nn.Linear(6, 6), nn.Linear(6, 6)
+@pytest.mark.slow
+@pytest.mark.parametrize("count", [3, 4])
+@pytest.mark.parametrize("kind", MANY)
+def test_over_more_cards_too(kind: str, count: int, monkeypatch) -> None:
+    for schedule in SCHEDULES:
+        with monkeypatch.context() as patch:
+            compare(KINDS[kind][0], PP(None, 3, schedule), count, patch)
 
-        def forward(self, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-            one = self.first(x)
-            two = self.second(one)
-            one += two
-            return one, two + one
 
-    _, (one, two) = _outputs(Writing, {"first": 0, "second": 1}, lambda: torch.randn(4, 6))
-    assert (one.device.index, two.device.index) == (0, 1)
+class Thrice(nn.Module):
+    """One weight, used on both cards and in the container."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second, self.third = (nn.Linear(6, 6, bias=False) for _ in range(3))
+        self.second.weight = self.third.weight = self.first.weight
+        self.out = nn.Linear(6, 3)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = self.third(torch.tanh(self.second(torch.tanh(self.first(x)))))
+        return self.out(x + nn.functional.linear(x, self.first.weight))
+
+
+class Board(nn.Module):
+    """A buffer that each stage writes, and the container reads and writes."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second = Writing(6, 6), Writing(6, 6)
+        self.register_buffer("mean", torch.zeros(6))
+        self.first.board = self.second.board = self.mean
+        self.out = nn.Linear(6, 3)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = self.second(torch.tanh(self.first(x)))
+        self.mean.mul_(0.5).add_(x.detach().mean(0))
+        self.mean.data = self.mean.data + x.detach().mean(0)
+        self.mean[1:] = x.detach()[0, 1:]
+        return self.out(x + self.mean)
+
+
+class Writing(nn.Linear):
+    """Writes to a buffer that others have too."""
+
+    def __init__(self, *sizes: int) -> None:
+        super().__init__(*sizes)
+        self.register_buffer("board", torch.zeros(6))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        y = super().forward(x) + self.board
+        self.board += y.detach().mean(0)
+        return y
+
+
+class Functional(nn.Module):
+    """The container calls functions with what it holds itself, running statistics too, after the last card's layers."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second = nn.Linear(6, 6), nn.Linear(6, 6)
+        self.register_buffer("mean", torch.zeros(6))
+        self.register_buffer("var", torch.ones(6))
+        self.scale, self.weight = nn.Parameter(torch.rand(6)), nn.Parameter(torch.randn(3, 6))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        y = self.second(torch.tanh(self.first(x)))
+        y = nn.functional.batch_norm(y, self.mean, self.var, self.scale, None, self.training)
+        y = torch.addcmul(y, self.first(x), y, out=None) if self.training else y
+        return nn.functional.linear(y, self.weight)
+
+
+class Packed(nn.Module):
+    """Packed sequences go through LSTMs on both cards, hidden states with them."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.words = nn.Embedding(11, 6)
+        self.one, self.two = nn.LSTM(6, 6, batch_first=True), nn.LSTM(6, 6, batch_first=True)
+        self.out = nn.Linear(12, 3)
+
+    def forward(self, tokens: torch.Tensor) -> torch.Tensor:
+        lengths = (tokens > 3).sum(1).clamp(min=1).cpu()
+        packed = nn.utils.rnn.pack_padded_sequence(self.words(tokens), lengths, batch_first=True, enforce_sorted=False)
+        packed, state = self.one(packed)
+        packed, (hidden, _) = self.two(packed, state)
+        padded, _ = nn.utils.rnn.pad_packed_sequence(packed, batch_first=True)
+        return self.out(torch.cat([hidden[-1], padded.mean(1)], dim=1))
+
+
+class Masked(nn.Module):
+    """Masks and positions made in forward, on the CPU and where the inputs are; None and ints passed on."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.words, self.places = nn.Embedding(11, 8), nn.Embedding(5, 8)
+        self.blocks = nn.ModuleList(MaskedBlock() for _ in range(4))
+        self.out = nn.Linear(8, 11)
+
+    def forward(self, tokens: torch.Tensor) -> torch.Tensor:
+        time = tokens.shape[1]
+        x = self.words(tokens) + self.places(torch.arange(time))
+        causal = torch.ones(time, time, dtype=torch.bool, device=tokens.device).triu(1)
+        for i, block in enumerate(self.blocks):
+            mask = causal if i % 2 else causal.cpu()
+            x, state = block(x, mask=mask, padding=(tokens == 0) & (tokens != tokens[:, :1]), state=(None, i))
+            assert state == (None, i)
+        return self.out(x).transpose(1, 2)
+
+
+class MaskedBlock(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.attention, self.norm = nn.MultiheadAttention(8, 2, batch_first=True), nn.LayerNorm(8)
+
+    def forward(self, x: torch.Tensor, *, mask: Any, padding: Any, state: Any) -> Any:
+        x = self.norm(x)
+        y, _ = self.attention(x, x, x, attn_mask=mask, key_padding_mask=padding, need_weights=False)
+        bias = torch.linspace(0, 1, 8)  # on the CPU, in float32
+        return (x + y).masked_fill(padding[..., None].cpu(), 0.5) * bias, state
+
+
+class Rerunning(nn.Module):
+    """A checkpoint around layers of both cards, with a skip in it."""
+
+    def __init__(self, reentrant: bool) -> None:
+        super().__init__()
+        self.stem, self.body, self.out = nn.Linear(6, 6), Skipping(), nn.Linear(6, 3)
+        self.reentrant = reentrant
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.out(checkpoint(self.body, torch.tanh(self.stem(x)), use_reentrant=self.reentrant))
+
+
+class Skipping(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.left, self.right, self.both = nn.Linear(6, 6), nn.Linear(6, 6), nn.Linear(12, 6)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        left = torch.tanh(self.left(x))
+        right = torch.tanh(self.right(left))
+        return self.both(torch.cat([left, right], dim=1)) + left
+
+
+class Penalised(nn.Module):
+    """Asks for a gradient within forward, through both cards."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second = nn.Linear(6, 6), nn.Linear(6, 3)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        with torch.enable_grad():
+            x = x.detach().requires_grad_()
+            y = self.second(torch.tanh(self.first(x)))
+            (slope,) = torch.autograd.grad(y.square().sum(), x, create_graph=self.training)
+        return y + slope[:, :3]
+
+
+class Product(torch.autograd.Function):
+    """Of tensors of two cards, written out."""
+
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+        ctx.save_for_backward(x, y)
+        return x * y
+
+    @staticmethod
+    def backward(ctx: Any, gradient: torch.Tensor) -> Any:
+        x, y = ctx.saved_tensors
+        return gradient * y, gradient * x
+
+
+class Multiplying(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second, self.out = nn.Linear(6, 6), nn.Linear(6, 6), nn.Linear(6, 3)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = self.first(x)
+        return self.out(Product.apply(x, self.second(x)))
+
+
+class Direct(nn.Module):
+    """Calls the layers' ``forward`` itself, past all hooks."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second, self.out = nn.Linear(6, 6), nn.BatchNorm1d(6), nn.Linear(6, 3)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.out.forward(self.second.forward(torch.tanh(self.first.forward(x))))
+
+
+class Views(nn.Module):
+    """Writes through views, into what lies on the other card, and with ``out=``."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second, self.out = nn.Linear(6, 6), nn.Linear(6, 6), nn.Linear(6, 3)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        one = self.first(x)
+        two = self.second(one)
+        one = one.clone()
+        one[:, 1:3] += two[:, 1:3]
+        one.view_as(two).mul_(2.0)
+        one[two > 0] = 0.25
+        one.index_add_(1, torch.tensor([0, 2]), two[:, :2])
+        with torch.no_grad():
+            room = torch.empty_like(one)
+            torch.add(two, one, out=room)
+            one.data = two.data * 0.5 + one.data
+        return self.out(one + room.to(one.dtype) + two)
+
+
+class Apart(nn.Module):
+    """Where it ends depends on the values; gives outputs that lie on both cards."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second = nn.Linear(6, 3), nn.Linear(3, 3)
+
+    def forward(self, x: torch.Tensor, wants: torch.Tensor) -> Any:
+        left = self.first(x)
+        return {"left": left, "right": self.second(left) if wants.any() else left}
+
+
+def of_both(outputs: Any, targets: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    kept = targets > 0
+    both = nn.functional.cross_entropy(outputs["left"] + outputs["right"], targets, reduction="none")
+    return both[kept].sum(), kept.sum()
+
+
+class Caching(nn.Module):
+    """Keeps an object of its own, which no hook looks into, on its way over the cards."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second, self.out = Adding(), Adding(), nn.Linear(6, 3)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        kept = Kept()
+        x = self.second(self.first(x, kept), kept)
+        return self.out(x + torch.stack(kept.past).mean(0))
+
+
+class Kept:
+    def __init__(self) -> None:
+        self.past: list[torch.Tensor] = []
+
+
+class Adding(nn.Linear):
+    def __init__(self) -> None:
+        super().__init__(6, 6)
+
+    def forward(self, x: torch.Tensor, kept: Kept) -> torch.Tensor:  # type: ignore[override]
+        x = torch.tanh(super().forward(x))
+        kept.past.append(x)
+        return x + torch.stack(kept.past).sum(0) + kept.past[0]
+
+
+def hooked() -> nn.Module:
+    """Hooks of a person's own on modules and parameters."""
+    model = nn.Sequential(nn.Linear(6, 6), nn.Tanh(), nn.Linear(6, 6), nn.Linear(6, 3))
+    scale = torch.full((6,), 2.0)
+    model[2].register_forward_pre_hook(lambda module, args: (args[0] * scale,))
+    model[2].register_forward_hook(lambda module, args, output: output + args[0])
+    model[0].weight.register_hook(lambda gradient: gradient * 3)
+    model[3].register_full_backward_hook(lambda module, ins, outs: (ins[0] * 2,))
+    return model
+
+
+_words, _following = tokens_and_next()
+PLACED: dict[str, tuple[Job, dict[str, int] | None]] = {
+    "a weight on both cards": (_job(Thrice, optimizer=sgd), {"second": 1, "out": 1, "": 0}),
+    "a buffer that all write": (_job(Board), {"second": 1, "": 0}),
+    "functions of the container": (_job(Functional), {"second": 1, "": 0}),
+    "packed sequences": (_job(Packed, _words, labels(SAMPLES, 3)), {"words": 0, "one": 0, "": 1}),
+    "masks and positions": (_job(Masked, _words, _following, metrics={}), None),
+    "a checkpoint around both cards": (_job(lambda: Rerunning(False)), {"stem": 0, "body.left": 0, "": 1}),
+    "a reentrant checkpoint": (_job(lambda: Rerunning(True)), {"stem": 0, "body.left": 0, "": 1}),
+    "a gradient within forward": (_job(Penalised), {"first": 0, "second": 1}),
+    "layers called past their hooks": (_job(Direct), {"first": 0, "second": 1, "out": 0}),
+    "writes over cards": (_job(Views), {"first": 0, "": 1}),
+    "outputs on both cards": (
+        _job(Apart, (drawn(SAMPLES, 6), wants(1, 9)), loss=of_both, metrics={}),
+        {"first": 0, "second": 1},
+    ),
+    "an object of its own": (_job(Caching), {"first": 0, "": 1}),
+    "hooks": (_job(hooked), {"0": 0, "": 1}),
+}
+"""Kinds whose difficulty is where tensors are."""
+
+
+@pytest.mark.parametrize("kind", PLACED)
+def test_what_meets_between_layers_is_moved(kind: str, monkeypatch) -> None:
+    job, device_map = PLACED[kind]
+    compare(job, PP(device_map, 3), 2, monkeypatch)
+
+
+class Dropping(nn.Module):
+    """Dropout of a checkpoint that lies on the other card than its input does; the mask is seen in the gradient."""
+
+    def __init__(self, reentrant: bool) -> None:
+        super().__init__()
+        self.first, self.second = nn.Linear(64, 64, bias=False), Dropped()
+        self.reentrant = reentrant
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return checkpoint(self.second, self.first(x), use_reentrant=self.reentrant)
+
+
+class Dropped(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.scale = nn.Parameter(torch.ones(64))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return nn.functional.dropout(x * self.scale, 0.5)
+
+
+@pytest.mark.parametrize("reentrant", [True, False])
+def test_a_checkpoint_draws_again_what_its_card_drew(reentrant: bool, monkeypatch) -> None:
+    outputs: list[torch.Tensor] = []
+
+    def total(found: torch.Tensor, targets: torch.Tensor) -> tuple[torch.Tensor, int]:
+        outputs.append(plain(found))
+        return found.sum(), len(targets)
+
+    job = _job(lambda: Dropping(reentrant), loss=total, precision="fp64")
+    with Cards() as here:
+        monkeypatch.setattr(torch, "meta", here, raising=False)
+        step = over_cards(job, MP({"first": 0, "second": 1}), 2, monkeypatch)
+        step(drawn(8, 64).double(), labels(8, 3))
+        assert here.states[1] is not here.states.get(0)
+        # At a scale of 1 its gradient is the sum of the outputs over the batch.
+        torch.testing.assert_close(plain(step.model.second.scale.grad), outputs[0].sum(0) / 8)
+
+
+def test_a_model_over_cards_can_be_called_outside_of_a_step(monkeypatch) -> None:
+    job, device_map = PLACED["a weight on both cards"]
+    job = job.having(precision="fp64")
+    x = drawn(5, 6).double()
+    with Cards():
+        step = over_cards(job, PP(device_map, 2), 2, monkeypatch)
+        found = step.model(x)
+        assert found.device == torch.device("meta", 1)
+        found.sum().backward()
+        with pytest.raises(RuntimeError, match="shapes"):
+            step.model(x[:, :2])
+        assert moving.current() is None
+    one = Single().build(job, World(devices=slots(1))).model
+    torch.testing.assert_close(plain(found), one(x))
+    one(x).sum().backward()
+    torch.testing.assert_close(plain(step.model.first.weight.grad), one.first.weight.grad)
+
+
+def test_evaluation_and_saved_state_over_cards_are_those_of_one_device(monkeypatch) -> None:
+    job, device_map = KINDS["a tied GPT"]
+    job = job.having(precision="fp64", optimizer=sgd)
+    inputs, targets = batch(job, 0, 8)
+    one = Single().build(job, World(devices=slots(1)))
+    with Cards():
+        step = over_cards(job, PP(device_map, 3), 2, monkeypatch)
+        step(inputs, targets)
+        saved = step.state_dict()
+        step(inputs, targets)
+        step.load_state_dict(saved)
+        assert all(p.device == step.optimizer.state[p]["momentum_buffer"].device for p in step.model.parameters())
+        outputs, total, count = (plain(value) for value in step.evaluate(inputs, targets))
+    one.load_state_dict(tree_map(lambda t: plain(t) if isinstance(t, torch.Tensor) else t, saved))
+    for found, expected in zip((outputs, total, count), one.evaluate(inputs, targets), strict=True):
+        torch.testing.assert_close(found, expected)
+
+
+def test_a_function_of_ones_own_that_cards_meet_in_is_named(monkeypatch) -> None:
+    """Its backward is its own; autograd runs it where nothing can be moved."""
+    job = _job(Multiplying)
+    with Cards(), pytest.raises(RuntimeError, match="same device") as caught:
+        over_cards(job, PP({"first": 0, "": 1}, 2), 2, monkeypatch)(*batch(job, 0, 4))
+    assert "backward of micro-batch 0" in caught.value.__notes__[0]

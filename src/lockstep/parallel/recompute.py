@@ -5,24 +5,36 @@
 modes. So dropout inside a checkpoint would get another mask the second time, silently, and gradients would be wrong.
 
 ``install`` wraps the two functions of PyTorch through which its checkpoints go. Outside of a stream they do what they
-did. (torch 2.11 to 2.13; to be deleted when a checkpoint can be told of a generator.)
+did, unless somebody else has to see to what a recomputation runs in, as stages on several accelerators do. (torch 2.11
+to 2.13; to be deleted when a checkpoint can be told of a generator.)
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import contextlib
+from collections.abc import Callable, Iterator
 from typing import Any
 
+import torch
 import torch.utils.checkpoint as _checkpoint
 
 from lockstep.parallel import random
 
+Later = Callable[[], Callable[[], contextlib.AbstractContextManager[Any]] | None]
+
 _installed = False
+_asked: list[Later] = []
 
 
-def install() -> None:
-    """Make PyTorch's checkpoints replay the calling thread's stream, once for this process."""
+def install(later: Later | None = None) -> None:
+    """Make PyTorch's checkpoints replay the calling thread's stream, once for this process.
+
+    Args:
+        later: asked when a checkpoint begins; gives what it is to be computed again in, or None.
+    """
     global _installed
+    if later is not None and later not in _asked:
+        _asked.append(later)
     if _installed:
         return
     _installed = True
@@ -42,22 +54,37 @@ def install() -> None:
 
 def _replaying(function: Callable[..., Any], *, is_first: bool) -> Callable[..., Any]:
     """The function, which draws in each later run what it draws now."""
-    generator = random.current()
-    if generator is None:
+    around = [again for ask in _asked if (again := ask()) is not None]
+    if (generator := random.current()) is not None:
+        around.append(_stream_again(generator))
+    if not around:
         return function
-    start = generator.get_state()
     waiting = [True] if is_first else []
 
     def run(*args: Any, **kwargs: Any) -> Any:
         if waiting:
             waiting.clear()
             return function(*args, **kwargs)
+        with contextlib.ExitStack() as stack:
+            for again in around:
+                stack.enter_context(again())
+            return function(*args, **kwargs)
+
+    return run
+
+
+def _stream_again(generator: torch.Generator) -> Callable[[], contextlib.AbstractContextManager[Any]]:
+    """The thread's stream as it is now."""
+    start = generator.get_state()
+
+    @contextlib.contextmanager
+    def again() -> Iterator[None]:
         now = generator.get_state()
         generator.set_state(start)
         try:
             with random.stream(generator):
-                return function(*args, **kwargs)
+                yield
         finally:
             generator.set_state(now)
 
-    return run
+    return again

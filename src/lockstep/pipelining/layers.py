@@ -1,26 +1,24 @@
 """Layers: a model's modules, told by hooks which stage they are on; on accelerators they are there, and inputs follow.
 
 On slots of the CPU nothing moves: a hook only tells the flight of this thread whose turn it needs. On accelerators
-parameters are moved once; a hook moves what a module is given, and a mode what meets between modules (``cat`` of a skip
-connection), to the stage that computes.
+parameters are moved once; a hook moves what a module is given, and a mode (see ``moving``) what meets between modules.
 """
 
 from __future__ import annotations
 
 import contextlib
-import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
 from torch import nn
-from torch.overrides import TorchFunctionMode
 
 from lockstep.devices import Device
-from lockstep.nesting import each
-from lockstep.pipelining.flight import current, tensors_in
-
-_here = threading.local()
+from lockstep.errors import StrategyError
+from lockstep.parallel import recompute
+from lockstep.pipelining import moving
+from lockstep.pipelining.flight import current
+from lockstep.pipelining.moving import Moving
 
 
 class Layers:
@@ -33,6 +31,9 @@ class Layers:
 
     Attributes:
         moves: whether stages are on accelerators that differ.
+
+    Raises:
+        StrategyError: a compiled module is on several stages, or a scripted one on any.
     """
 
     def __init__(self, model: nn.Module, stage_of: Mapping[str, int], devices: Sequence[Device]) -> None:
@@ -45,18 +46,23 @@ class Layers:
             for around in _around(name)
             if stage_of.get(around, stage) != stage
         }
+        stage_of = {**stage_of, **_wholes(model, stage_of)}
         for name, module in model.named_modules():
-            if name in stage_of and name not in mixed:
+            if name in stage_of and name not in mixed and not any(map(_is_compiled, _modules_around(model, name))):
                 stage = stage_of[name]
                 place = places[stage] if self.moves else None
                 module.register_forward_pre_hook(_Arriving(stage, place), with_kwargs=True, prepend=True)
                 module.register_forward_hook(_Leaving())
+        if self.moves:
+            recompute.install(moving.later)
+            model.register_forward_pre_hook(_Entering(places), prepend=True)
+            model.register_forward_hook(_Exiting(), always_call=True)
         if not devices[0].is_slot:
             place_tensors(model, {name: places[stage] for name, stage in stage_of.items()}, places[0])
 
     def moving(self) -> contextlib.AbstractContextManager[Any]:
         """What a forward and its loss run in."""
-        return _Moving(self._places[0]) if self.moves else contextlib.nullcontext()
+        return Moving(self._places) if self.moves else contextlib.nullcontext()
 
 
 def _around(name: str) -> Iterator[str]:
@@ -64,6 +70,37 @@ def _around(name: str) -> Iterator[str]:
     words = name.split(".") if name else []
     for length in range(len(words)):
         yield ".".join(words[:length])
+
+
+def _modules_around(model: nn.Module, name: str) -> Iterator[nn.Module]:
+    return (model.get_submodule(around) for around in _around(name))
+
+
+def _is_compiled(module: nn.Module) -> bool:
+    """Whether it is what ``torch.compile(module)`` gave: it has the module inside, which runs without its hooks."""
+    return type(module).__name__ == "OptimizedModule" and hasattr(module, "_orig_mod")
+
+
+def _wholes(model: nn.Module, stage_of: Mapping[str, int]) -> dict[str, int]:
+    """The stage of each compiled module, by that of what is in it."""
+    found: dict[str, int] = {}
+    for name, module in model.named_modules():
+        if isinstance(module, torch.jit.ScriptModule):
+            raise StrategyError(
+                f'"{name}" is scripted (torch.jit), so it can\'t be told when it is called: give the module as it was '
+                "before, or take single"
+            )
+        if _is_compiled(module):
+            stages = sorted({stage for inner, stage in stage_of.items() if inner.startswith(f"{name}.".lstrip("."))})
+            if len(stages) > 1:
+                which = f'"{name}"' if name else "the model"
+                raise StrategyError(
+                    f"{which} is compiled in one, and its layers are on stages {', '.join(map(str, stages))}: "
+                    "give it one stage, or compile its layers each by itself"
+                )
+            if stages:
+                found[name] = stages[0]
+    return found
 
 
 @torch.no_grad()
@@ -74,15 +111,13 @@ def place_tensors(model: nn.Module, places: Mapping[str, torch.device], rest: to
             p.data = p.data.to(places[name])
             if p.grad is not None:
                 p.grad = None
-    done: dict[int, torch.Tensor] = {}
-    for module_name, module in model.named_modules():
+    homes = {id(b): places.get(name, rest) for name, b in model.named_buffers()}
+    moved: dict[int, torch.Tensor] = {}
+    for module in model.modules():
         for own, buffer in module._buffers.items():
-            if buffer is None:
-                continue
-            place = places.get(f"{module_name}.{own}".lstrip("."), rest)
-            if buffer.device != place:
-                done.setdefault(id(buffer), buffer.to(place))
-                module._buffers[own] = done[id(buffer)]
+            if buffer is not None and buffer.device != homes[id(buffer)]:
+                moved.setdefault(id(buffer), buffer.to(homes[id(buffer)]))
+                module._buffers[own] = moved[id(buffer)]
 
 
 class _Hook:
@@ -137,14 +172,11 @@ class _Arriving(_Hook):
         return None if self._place is None else self._moved(args, kwargs)
 
     def _moved(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
-        place = self._place
-        assert place is not None
-        mode: _Moving | None = getattr(_here, "mode", None)
-        if mode is None:  # called outside of a step
-            mode = _Moving(place)
-        mode.place = place
-        move = mode.moved
-        return tuple(_each(move, arg) for arg in args), {name: _each(move, value) for name, value in kwargs.items()}
+        assert self._place is not None
+        # (There is none where a layer is called by itself.)
+        mode = moving.current() or Moving([self._place])
+        mode.place = self._place
+        return tuple(map(mode.nest_moved, args)), {name: mode.nest_moved(value) for name, value in kwargs.items()}
 
 
 class _Leaving(_Hook):
@@ -158,84 +190,21 @@ class _Leaving(_Hook):
                 flight.mark(output)
 
 
-def _each(move: Callable[[torch.Tensor], torch.Tensor], nest: Any) -> Any:
-    # (The stubs of packed sequences know of dtypes only.)
-    return each(move, nest, on_packed=lambda packed: packed.to(move(packed.data).device))  # type: ignore[arg-type]
+class _Entering(_Hook):
+    """Before the forward of a whole model that is called outside of a step: what meets in it is moved too."""
+
+    def __init__(self, places: list[torch.device]) -> None:
+        self._places = places
+
+    def __call__(self, module: nn.Module, args: tuple[Any, ...]) -> None:
+        if moving.current() is None:
+            Moving(self._places, owner=module).__enter__()
 
 
-class _Moving(TorchFunctionMode):
-    """Operands that meet on different devices are moved to the stage that computes; in place, to the first of them."""
+class _Exiting(_Hook):
+    """After it, however it ended."""
 
-    def __init__(self, place: torch.device) -> None:
-        super().__init__()
-        self.place = place
-        self._copies: dict[tuple[int, torch.device], tuple[torch.Tensor, int, torch.Tensor]] = {}
-
-    def __enter__(self) -> _Moving:
-        self._before = getattr(_here, "mode", None)
-        _here.mode = self
-        super().__enter__()  # type: ignore[no-untyped-call]
-        return self
-
-    def __exit__(self, *error: object) -> None:
-        super().__exit__(*error)  # type: ignore[no-untyped-call]
-        _here.mode = self._before
-        self._copies.clear()
-
-    def moved(self, tensor: torch.Tensor) -> torch.Tensor:
-        """The tensor on the stage that computes; masks and positions, which every layer is given, are copied once."""
-        place = self.place
-        if tensor.device == place or (tensor.is_cpu and not tensor.dim()):
-            return tensor
-        with torch._C.DisableTorchFunction():
-            if tensor.requires_grad:
-                return tensor.to(place, non_blocking=True)
-            key = (id(tensor), place)
-            kept = self._copies.get(key)
-            if kept is None or kept[0] is not tensor or kept[1] != tensor._version:
-                kept = tensor, tensor._version, tensor.to(place, non_blocking=True)
-                self._copies[key] = kept
-            return kept[2]
-
-    def __torch_function__(
-        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Mapping[str, Any] | None = None
-    ) -> Any:
-        kwargs = kwargs or {}
-        if func not in _LEFT:
-            found = [t for nest in (*args, *kwargs.values()) for t in _operands(nest)]
-            if len(found) > 1:
-                place = found[0].device
-                if any(t.device != place and (t.dim() or not t.is_cpu) for t in found[1:]):
-                    args, kwargs = self._together(func, found[0], args, kwargs)
-        return func(*args, **kwargs)
-
-    def _together(
-        self, func: Any, first: torch.Tensor, args: tuple[Any, ...], kwargs: Mapping[str, Any]
-    ) -> tuple[tuple[Any, ...], dict[str, Any]]:
-        name = getattr(func, "__name__", "")
-        writes = (name.endswith("_") and not name.endswith("__")) or name in _WRITING or "out" in kwargs
-        stage, self.place = self.place, first.device if writes else self.place
-        try:
-            return (
-                tuple(each(self.moved, arg, on_packed=_same) for arg in args),
-                {key: each(self.moved, value, on_packed=_same) for key, value in kwargs.items()},
-            )
-        finally:
-            self.place = stage
-
-
-_WRITING = {"__setitem__", "__iadd__", "__isub__", "__imul__", "__itruediv__", "__ipow__", "__iand__", "__ior__"}
-_LEFT = {torch.Tensor.to, torch.Tensor.copy_, torch.Tensor.type_as, torch.Tensor.to_dense}
-"""Functions that may have operands on two devices."""
-
-
-def _same(packed: Any) -> Any:
-    return packed
-
-
-def _operands(nest: Any) -> list[torch.Tensor]:
-    if isinstance(nest, torch.Tensor):
-        return [nest]
-    if isinstance(nest, (list, tuple)):
-        return [t for part in nest for t in tensors_in(part)] if len(nest) < 64 else list(tensors_in(nest))
-    return []
+    def __call__(self, module: nn.Module, args: tuple[Any, ...], output: Any) -> None:
+        mode = moving.current()
+        if mode is not None and mode.owner is module:
+            mode.__exit__(None, None, None)

@@ -168,9 +168,8 @@ class Runner:
                 # Not the first: by now what is set once is there.
                 watched, flight.calls = Remembered(self._model), {}
             with flight, self._told(flight):
-                made = forward(number)
-                if watched is not None:
-                    watched.after_forward()
+                with contextlib.nullcontext() if watched is None else watched.watching():
+                    made = forward(number)
                 flight.turn_back()
                 results.append(backward(number, made))
                 del made
@@ -267,10 +266,9 @@ class Runner:
             flight = Flight(number, self._occupy, marks=False)
             watched = Remembered(self._model) if not self._forward_route and number == count - 1 else None
             flight.calls = None if watched is None else {}
-            with flight, self._told(flight):
+            with flight, self._told(flight), contextlib.nullcontext() if watched is None else watched.watching():
                 results.append(forward(number))
             if watched is not None and flight.calls is not None:
-                watched.after_forward()
                 self._forward_in_turn = watched.why_in_turn(flight.calls)
                 self._forward_route = tuple(flight.seen)
         return results

@@ -66,9 +66,9 @@ class StagedStep(Step):
             with self._drawing(number, streams), self._layers.moving():
                 return self.forward_loss(self.model, self.placed(part))
 
-        def backward(i: int, made: tuple[torch.Tensor, Number]) -> tuple[torch.Tensor, Number]:
+        def backward(i: int, made: tuple[torch.Tensor, Number]) -> tuple[Number, Number]:
             self.backward(made[0], 1 / batch.size)
-            return made[0].detach(), made[1]
+            return self._at_home(made[0].detach()), self._at_home(made[1])
 
         total: Number = 0.0
         count: Number = 0
@@ -76,6 +76,12 @@ class StagedStep(Step):
             total = total + part_total
             count = count + part_count
         return total, count
+
+    def _at_home(self, value: Number) -> Number:
+        """A total or a count on the first device: the targets, and so a count of them, are not where the loss is."""
+        if not isinstance(value, torch.Tensor) or not self._layers.moves:
+            return value
+        return value.to(self.world.device.torch, non_blocking=True)
 
     def _stages(self, *go: Any) -> Any:
         """All stages' turns."""

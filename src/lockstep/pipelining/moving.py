@@ -1,0 +1,209 @@
+"""Moving: operands that meet on different accelerators are brought to the stage that computes.
+
+A model's hooks move what a layer is given (see ``layers``). What meets between layers (``cat`` of a skip connection, a
+tied weight, a mask made on the CPU) is seen by a mode, which PyTorch asks at each of its functions::
+
+    left  = self.encoder(x)          on card 0
+    right = self.decoder(left)       the decoder's hook brings its input to card 1
+    torch.cat([left, right])         the mode brings ``left`` to card 1, where the last layer computed
+
+A function that writes computes where the tensor is that it writes to.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import threading
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import nn
+from torch.overrides import TorchFunctionMode
+
+from lockstep.nesting import each
+from lockstep.pipelining.flight import tensors_in
+
+_here = threading.local()
+
+
+def current() -> Moving | None:
+    """The mode that this thread is in, or None."""
+    mode: Moving | None = getattr(_here, "mode", None)
+    return mode
+
+
+class Moving(TorchFunctionMode):
+    """What a forward and its loss run in.
+
+    Args:
+        places: the devices of all stages.
+        place: where to begin; None is on the first.
+        owner: the model whose hooks enter and leave it, if they do.
+
+    Attributes:
+        place: that of the stage that computes.
+    """
+
+    def __init__(
+        self, places: Sequence[torch.device], place: torch.device | None = None, owner: nn.Module | None = None
+    ) -> None:
+        super().__init__()
+        self.owner = owner
+        self.place = places[0] if place is None else place
+        self._places = places
+        self._copies: dict[tuple[int, torch.device], tuple[torch.Tensor, int, torch.Tensor]] = {}
+
+    def __enter__(self) -> Moving:
+        self._before = current()
+        _here.mode = self
+        super().__enter__()  # type: ignore[no-untyped-call]
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        super().__exit__(*error)  # type: ignore[no-untyped-call]
+        _here.mode = self._before
+        self._copies.clear()
+
+    def moved(self, tensor: torch.Tensor) -> torch.Tensor:
+        """The tensor on the stage that computes; masks and positions, which every layer is given, are copied once."""
+        place = self.place
+        if tensor.device == place or (tensor.is_cpu and not tensor.dim()):
+            return tensor
+        with torch._C.DisableTorchFunction():
+            if tensor.requires_grad or tensor.is_inference():
+                return tensor.to(place, non_blocking=True)
+            key = (id(tensor), place)
+            kept = self._copies.get(key)
+            if kept is None or kept[0] is not tensor or kept[1] != tensor._version:
+                kept = tensor, tensor._version, tensor.to(place, non_blocking=True)
+                self._copies[key] = kept
+            return kept[2]
+
+    def nest_moved(self, nest: Any) -> Any:
+        """What a layer is given, on the stage that computes."""
+        # (The stubs of packed sequences know of dtypes only.)
+        return each(self.moved, nest, on_packed=lambda packed: packed.to(self.moved(packed.data).device))  # type: ignore[arg-type]
+
+    def __torch_function__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Mapping[str, Any] | None = None
+    ) -> Any:
+        kwargs = kwargs or {}
+        if func not in _LEFT:
+            found = [t for nest in (*args, *kwargs.values()) for t in _operands(nest)]
+            if len(found) > 1:
+                place = found[0].device
+                if any(t.device != place and (t.dim() or not t.is_cpu) for t in found[1:]):
+                    args, kwargs = self._together(func, args, kwargs)
+        return func(*args, **kwargs)
+
+    def _together(
+        self, func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]
+    ) -> tuple[tuple[Any, ...], Mapping[str, Any]]:
+        written = _written(func, args, kwargs)
+        stage, self.place = self.place, self.place if written is None else written.device
+        try:
+            moved = tuple(each(self.moved, arg, on_packed=_same) for arg in args)
+            if func in _SECOND_ON_CPU and isinstance(args[1], torch.Tensor):
+                moved = (moved[0], args[1], *moved[2:])
+            return moved, {key: each(self.moved, value, on_packed=_same) for key, value in kwargs.items()}
+        finally:
+            self.place = stage
+
+
+def later() -> Callable[[], contextlib.AbstractContextManager[Any]] | None:
+    """What a checkpoint that begins now has to be computed again in: its mode, and each card's random numbers.
+
+    Autograd computes it again in a thread of its own, and PyTorch keeps the generators of those cards only on which the
+    checkpoint's arguments are.
+    """
+    mode = current()
+    if mode is None:
+        return None
+    places, place = mode._places, mode.place
+    states = _states(places)
+
+    @contextlib.contextmanager
+    def again() -> Iterator[None]:
+        with _one_at_a_time:
+            now = _states(places)
+            _set_states(states)
+            try:
+                with Moving(places, place):
+                    yield
+            finally:
+                _set_states(now)
+
+    return again
+
+
+_one_at_a_time = threading.RLock()
+
+_States = list[tuple[Any, torch.device, torch.Tensor]]
+
+
+def _states(places: Sequence[torch.device]) -> _States:
+    """Of the accelerators' generators."""
+    states: _States = []
+    for place in dict.fromkeys(places):
+        module: Any = getattr(torch, place.type, None)
+        if hasattr(module, "get_rng_state"):
+            states.append((module, place, module.get_rng_state(place)))
+    return states
+
+
+def _set_states(states: _States) -> None:
+    for module, place, state in states:
+        module.set_rng_state(state, place)
+
+
+def _written(func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> torch.Tensor | None:
+    """The tensor that a function writes to, where all else has to come to."""
+    if (out := kwargs.get("out")) is not None:
+        return next(tensors_in(out), None)
+    second = args[1] if len(args) > 1 else None
+    written: Any = None
+    if func in _WRITES_STATISTICS:
+        written = kwargs.get("running_mean", second)
+    elif func in _WRITES_WEIGHT:
+        if kwargs.get("max_norm", args[3] if len(args) > 3 else None) is not None:
+            written = kwargs.get("weight", second)
+    else:
+        name = getattr(func, "__name__", "")
+        if (name.endswith("_") and not name.endswith("__")) or name in _WRITING:
+            written = next((t for arg in args for t in _operands(arg)), None)
+    return written if isinstance(written, torch.Tensor) else None
+
+
+_WRITING = {
+    *(f"__i{name}__" for name in ("add", "sub", "mul", "truediv", "div", "floordiv", "mod", "pow")),
+    *(f"__i{name}__" for name in ("and", "or", "xor", "lshift", "rshift", "matmul")),
+    *("__setitem__", "__set__"),
+}
+_WRITES_STATISTICS = {F.batch_norm, F.instance_norm, torch.batch_norm, torch.instance_norm}
+_WRITES_WEIGHT = {F.embedding, F.embedding_bag}
+"""With ``max_norm``."""
+_SECOND_ON_CPU = {
+    *(torch.lstm, torch.gru, torch.rnn_tanh, torch.rnn_relu),
+    *(torch._pack_padded_sequence, torch._pad_packed_sequence, torch.tensor_split, torch.Tensor.tensor_split),
+}
+"""Functions whose second argument, if it is a tensor, holds lengths or places, which PyTorch wants on the CPU."""
+_LEFT = {
+    *(torch.Tensor.to, torch.Tensor.copy_, torch.Tensor.type_as, torch.Tensor.to_dense),
+    *(torch.Tensor.view_as, torch.Tensor.expand_as, torch.Tensor.reshape_as, torch.Tensor.is_set_to),
+    *(torch.autograd.grad, torch.autograd.backward, torch.Tensor.backward),
+}
+"""Functions that may have operands on two devices."""
+
+
+def _same(packed: Any) -> Any:
+    return packed
+
+
+def _operands(nest: Any) -> list[torch.Tensor]:
+    if isinstance(nest, torch.Tensor):
+        return [nest]
+    if isinstance(nest, (list, tuple)):
+        return [t for part in nest for t in tensors_in(part)] if len(nest) < 64 else list(tensors_in(nest))
+    return []
