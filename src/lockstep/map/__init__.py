@@ -74,7 +74,8 @@ def map(
 
     *A function* runs in a process per device; with one device, in this one. It may be a lambda or local, and comes with
     what it refers to. Items are handed out several at a time where they are quick. Tensors and arrays in items and
-    results, in any nesting, go through shared memory, as copies, without their graph, on the CPU.
+    results, in any nesting, go through shared memory, as copies, without their graph, on the CPU. The function computes
+    in the modes (``no_grad``, ``inference_mode``, ``autocast``) in which the first result is asked for.
 
     *A module* runs in a thread per device, as a replica in evaluation mode, without gradients. An item is called as the
     inputs of a Job are (a tuple as ``module(*item)``, a dict as ``module(**item)``); outputs come back on the CPU.

@@ -33,7 +33,7 @@ from lockstep.launch import records
 from lockstep.launch.records import Record
 from lockstep.launch.workers import Workers
 from lockstep.map.parcel import copied, kept, pack, unpack
-from lockstep.map.worker import Call, Reply, Task, failed, serve
+from lockstep.map.worker import Call, Modes, Reply, Task, failed, serve
 from lockstep.nesting import each
 from lockstep.seeding import kept_states
 
@@ -159,7 +159,12 @@ class _Mapping:
 
     def run(self) -> Iterator[Any]:
         self._workers = workers = Workers(
-            serve, (self._packed,), self._devices, self._hear, self._on_output, blocks=len(self._free[0])
+            serve,
+            (self._packed, Modes.here(self._devices)),
+            self._devices,
+            self._hear,
+            self._on_output,
+            blocks=len(self._free[0]),
         )
         try:
             while True:

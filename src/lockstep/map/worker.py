@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+import contextlib
 import pickle
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple
 
 import torch
 
 from lockstep.data.shares import MAP, mixed
+from lockstep.devices import Device
 from lockstep.errors import InputError, ItemFailed
 from lockstep.launch.records import RankTraceback, Record
 from lockstep.launch.station import Station
@@ -49,6 +51,39 @@ class Reply(NamedTuple):
     failure: Record | None
 
 
+class Modes(NamedTuple):
+    """PyTorch's modes of the thread that asks for results; an item is computed in the same ones in a worker.
+
+    Attributes:
+        grad: whether gradients are followed.
+        inference: whether that is inference mode.
+        autocast: for each type of device whether it is on, and to what.
+    """
+
+    grad: bool
+    inference: bool
+    autocast: tuple[tuple[str, bool, torch.dtype], ...]
+
+    @classmethod
+    def here(cls, devices: tuple[Device, ...]) -> Modes:
+        """Those of the calling thread."""
+        kinds = sorted({"cpu"} | {device.type for device in devices})
+        autocast = tuple((kind, torch.is_autocast_enabled(kind), torch.get_autocast_dtype(kind)) for kind in kinds)
+        return cls(torch.is_grad_enabled(), torch.is_inference_mode_enabled(), autocast)
+
+    @contextlib.contextmanager
+    def entered(self) -> Iterator[None]:
+        """Compute in them for a while."""
+        with contextlib.ExitStack() as stack:
+            if self.inference:
+                stack.enter_context(torch.inference_mode())
+            stack.enter_context(torch.set_grad_enabled(self.grad))
+            for kind, enabled, dtype in self.autocast:
+                if enabled:
+                    stack.enter_context(torch.autocast(kind, dtype))
+            yield
+
+
 class Call:
     """The function of a map, as it is called for an item, here or in a worker.
 
@@ -84,14 +119,14 @@ class Call:
         return result
 
 
-def serve(station: Station, call: bytes) -> None:
+def serve(station: Station, call: bytes, modes: Modes) -> None:
     """Work on chunks until there are no more."""
     fn: Call = pickle.loads(call)
     while head := station.next():
-        station.tell(_reply(station, fn, pickle.loads(head)))
+        station.tell(_reply(station, fn, modes, pickle.loads(head)))
 
 
-def _reply(station: Station, fn: Call, task: Task) -> Reply:
+def _reply(station: Station, fn: Call, modes: Modes, task: Task) -> Reply:
     station.item = task.first
     block = station.blocks[task.slot]
     results: list[Any] = []
@@ -100,9 +135,10 @@ def _reply(station: Station, fn: Call, task: Task) -> Reply:
     try:
         units = unpack(task.packed, block)
         units.reverse()
-        while units:
-            results.append(fn(units.pop(), station.item, not station.device.is_slot))
-            station.item += fn.batch or 1
+        with modes.entered():
+            while units:
+                results.append(fn(units.pop(), station.item, not station.device.is_slot))
+                station.item += fn.batch or 1
     except BaseException as error:
         failure = _record(error, station)
     seconds = time.perf_counter() - began
