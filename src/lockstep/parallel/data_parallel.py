@@ -27,10 +27,10 @@ from lockstep.errors import InputError
 from lockstep.parallel import backward, random, recompute, shapes, targets
 from lockstep.parallel.apply import parallel_apply
 from lockstep.parallel.balanced import Balanced
-from lockstep.parallel.gather import gather
+from lockstep.parallel.gather import gathered
 from lockstep.parallel.kept import Kept, Lease
 from lockstep.parallel.replicate import replicate
-from lockstep.parallel.scatter import scatter_kwargs
+from lockstep.parallel.scatter import is_plain, scatter_kwargs
 from lockstep.parallel.team import borrowed
 
 M = TypeVar("M", bound=nn.Module)
@@ -105,7 +105,7 @@ class DataParallel(nn.Module, Generic[M]):
         self.balanced = balanced
         self.sizes: tuple[int, ...] = ()
         self._kept = Kept(self.devices)
-        self._warned = False
+        self._warned = self._said = False
         recompute.install()
         if len(self.devices) == 1:
             module.to(self.devices[0].torch)
@@ -160,7 +160,9 @@ class DataParallel(nn.Module, Generic[M]):
 
     def gather(self, outputs: Sequence[Any], output_device: torch.device) -> Any:
         """Put the outputs together. To be overridden where they are to be put together in another way."""
-        return gather(outputs, output_device, dim=self.dim)
+        scalars = self.dim == 0 and any(tensor.dim() == 0 for tensor in nesting.tensors(outputs))
+        warn, self._said = scalars and not self._said, self._said or scalars
+        return gathered(outputs, output_device, self.dim, warn=warn)
 
     def _warn_of_means(self, outputs: Sequence[Any]) -> None:
         if self._warned or len(set(self.sizes)) < 2 or len(outputs) < 2:
@@ -215,7 +217,7 @@ def data_parallel(
 
 def _sizes(shares: Sequence[Arguments], dim: int) -> tuple[int, ...]:
     """What each share has along ``dim``, by its first tensor that is cut."""
-    firsts = [next((t for t in nesting.tensors(share) if t.dim()), None) for share in shares]
+    firsts = [next((t for t in nesting.tensors(share) if t.dim() and is_plain(t)), None) for share in shares]
     return tuple(first.shape[dim] for first in firsts if first is not None)
 
 
