@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-from lockstep.data.shares import MAP, mixed
+from lockstep.data.shares import MAP, absorbed
 from lockstep.devices import Device
 from lockstep.errors import InputError, ItemFailed
 from lockstep.launch.records import RankTraceback, Record
@@ -94,7 +94,9 @@ class Call:
     """
 
     def __init__(self, fn: Callable[..., Any], batch: int | None, seed: int | None) -> None:
-        self.fn, self.batch, self.seed = fn, batch, seed
+        self.fn, self.batch = fn, batch
+        # What is the same for all items is mixed once: it is a part of what small items cost.
+        self.stream = None if seed is None else absorbed(absorbed(0, seed), MAP)
 
     def __call__(self, unit: Any, index: int, on_accelerator: bool = False) -> Any:
         """The result of an item, or the list of those of a batch.
@@ -102,8 +104,8 @@ class Call:
         Raises:
             InputError: it gave not one result for each item of a batch.
         """
-        if self.seed is not None:
-            key = mixed(self.seed, MAP, index)
+        if self.stream is not None:
+            key = absorbed(self.stream, index) >> 1  # mixed(seed, MAP, index)
             if on_accelerator:
                 torch.manual_seed(key)
             seed_all(key)
