@@ -243,6 +243,25 @@ def test_what_is_drawn_belongs_to_the_item_whatever_the_devices() -> None:
 
 
 @pytest.mark.parametrize("devices", ["1xcpu", "2xcpu"])
+def test_without_a_seed_no_two_items_draw_the_same(devices: str) -> None:
+    def draw(item: int) -> tuple[float, float, float]:
+        time.sleep(0.002)
+        return torch.rand((), dtype=torch.float64).item(), random.random(), float(np.random.rand())
+
+    found = [one for _ in range(2) for one in lockstep.map(draw, range(20), devices, seed=None)]
+    for drawn in zip(*found, strict=True):
+        assert len(set(drawn)) == 40
+
+
+def test_without_a_seed_one_device_goes_on_with_the_generators_as_they_are() -> None:
+    torch.manual_seed(4)
+    expected = [torch.rand(()).item() for _ in range(4)]
+    torch.manual_seed(4)
+    found = list(lockstep.map(lambda item: torch.rand(()).item(), range(3), "1xcpu", seed=None))
+    assert [*found, torch.rand(()).item()] == expected
+
+
+@pytest.mark.parametrize("devices", ["1xcpu", "2xcpu"])
 def test_a_function_computes_in_the_modes_of_who_asks(devices: str) -> None:
     weight = torch.ones(3, 3, requires_grad=True)
 

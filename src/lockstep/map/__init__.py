@@ -94,7 +94,7 @@ def map(
         reduce: ``reduce(reduce(first, second), third)`` and so on is returned instead of an iterator: in the order of
             the items, here, so that it is the same each time. A pair is such a function and the value to start with.
         collate: puts a module's items together; None is PyTorch's default.
-        seed: None leaves the generators alone, which saves a function 7 us an item.
+        seed: None leaves the generators alone, which saves a function 7 us an item; processes begin theirs by chance.
         progress: show a bar where this is a terminal.
 
     Raises:

@@ -17,6 +17,7 @@ a chunk costs a fraction of a millisecond.
 
 from __future__ import annotations
 
+import contextlib
 import itertools
 import math
 import pickle
@@ -111,11 +112,11 @@ def mapped(
 
 
 def in_this_one(call: Call, items: Iterator[Any], device: Device) -> Iterator[Any]:
-    """The same in the caller's process, whose generators of random numbers stay where they are."""
+    """The same in the caller's process, whose generators of random numbers stay where they are, if there is a seed."""
     index = 0
     for unit in items if call.batch is None else _batched(items, call.batch, copied):
         try:
-            with occupied(device), kept_states():
+            with occupied(device), contextlib.nullcontext() if call.stream is None else kept_states():
                 result = call(unit, index, not device.is_slot)
         except Exception as error:
             trace = own_traceback(error)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import os
 import pickle
 import time
 from collections.abc import Callable, Iterator
@@ -124,6 +125,10 @@ class Call:
 def serve(station: Station, call: bytes, modes: Modes) -> None:
     """Work on chunks until there are no more."""
     fn: Call = pickle.loads(call)
+    if fn.stream is None:  # else forks of one process would all draw the same
+        key = int.from_bytes(os.urandom(8), "little") >> 1
+        torch.manual_seed(key)
+        seed_all(key)
     while head := station.next():
         station.tell(_reply(station, fn, modes, pickle.loads(head)))
 
