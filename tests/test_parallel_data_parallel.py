@@ -752,12 +752,27 @@ def test_scalars_become_a_vector_and_unequal_shares_are_warned_of_once() -> None
     assert not any("mean()" in str(warning.message) for warning in again)
 
 
+def test_samples_in_another_dimension_than_the_joined_one_are_said_once() -> None:
+    net = DataParallel(nn.GRU(4, 5, batch_first=True), "2xcpu")
+    x = torch.randn(6, 2, 4)
+    with pytest.warns(UserWarning, match=r"gave tensors \(1, 3, 5\), .* in dimension 1, .*: transpose them") as caught:
+        net(x)
+    assert caught[0].filename == __file__
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        net(x)
+        for function in (lambda x: x, lambda x: x[:, 0], lambda x: x.sum((0, 1))[None], lambda x: [x, {"a": x.mT}]):
+            DataParallel(Applied(function), "2xcpu")(x)
+        DataParallel(nn.GRU(4, 5), "2xcpu", dim=1)(x)
+
+
 def test_that_scalars_became_a_vector_is_said_once() -> None:
     net = DataParallel(Applied(lambda x: (x.mean(), {"sum": x.sum()})), "2xcpu")
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         for _ in range(3):
             net(torch.randn(4, 1))
+    assert caught[0].filename == __file__
     assert [str(warning.message)[:40] for warning in caught] == ["Was asked to gather along dimension 0, b"]
 
 
@@ -994,6 +1009,8 @@ def test_bad_input_gets_one_clear_error_each() -> None:
         DataParallel(lambda x: x, "2xcpu")  # type: ignore[type-var]
     with pytest.raises(DeviceError, match="doesn't exist"):
         DataParallel(Net(), [97, 98])
+    with pytest.raises(DeviceError, match="empty list"):
+        DataParallel(Net(), [])
     with pytest.raises(InputError, match=r'on device cpu \(device_ids\[0\]\) but "[a-z.]+" is on meta'):
         DataParallel(Net().to("meta"), "2xcpu")(torch.randn(4, 6))
     with pytest.raises(InputError, match="but one of them is on meta"):

@@ -29,7 +29,7 @@ from typing import Any
 import cloudpickle
 
 from lockstep.devices import Device, occupied
-from lockstep.errors import InputError, ItemFailed, RunError, own_traceback
+from lockstep.errors import InputError, ItemFailed, RunError, own_traceback, told
 from lockstep.launch import records
 from lockstep.launch.records import Record
 from lockstep.launch.workers import Workers
@@ -106,8 +106,8 @@ def mapped(
         packed = cloudpickle.dumps(call)
     except Exception as error:
         raise InputError(
-            f"the function can't be sent to a process: {str(error).splitlines()[0]}: make what it holds inside of it"
-        ) from error
+            f"the function can't be sent to a process: {told(error)}: make what it holds inside of it"
+        ) from None
     return _Mapping(call, packed, items, devices, total, on_output).run()
 
 
@@ -229,6 +229,8 @@ class _Mapping:
         try:
             packed = pack(units, block)
         except Exception:
+            packed = None
+        if packed is None:  # outside of the handler: how pickling went wrong inside tells a person nothing
             units = self._sendable(units, block)
             packed = pack(units, block)
         if not units:
@@ -267,12 +269,10 @@ class _Mapping:
                 try:
                     pack(item, block)
                 except Exception as error:
-                    said = (str(error).strip() or type(error).__name__).splitlines()[0]
                     self._ending = InputError(
-                        f"item {first + j} (a {type(item).__qualname__}) can't be sent to a process: {said}: "
+                        f"item {first + j} (a {type(item).__qualname__}) can't be sent to a process: {told(error)}: "
                         "send what it is made of, and make it in the function"
                     )
-                    self._ending.__cause__ = error
                     return units[:i]
         raise RunError("items that can be sent one by one can't be sent together")
 

@@ -116,7 +116,7 @@ class Call:
                 result = list(result)
             except TypeError:
                 what = type(result).__name__
-                raise InputError(f"with batch_size the function should give a list, not a {what}") from None
+                raise InputError(f"with batch_size the function should give a list, and gave: {what}") from None
             if len(result) != len(unit):
                 raise InputError(f"with batch_size the function gave {len(result)} results for {len(unit)} items")
         return result

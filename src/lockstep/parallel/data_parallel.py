@@ -37,6 +37,9 @@ M = TypeVar("M", bound=nn.Module)
 
 Arguments = tuple[tuple[Any, ...], dict[str, Any]]
 
+_CALL = 5
+"""Up the stack from a method that forward calls to the line that called the DataParallel."""
+
 
 class DataParallel(nn.Module, Generic[M]):
     """``module``, computed by a replica on each device, each with a share of the batch.
@@ -105,7 +108,7 @@ class DataParallel(nn.Module, Generic[M]):
         self.balanced = balanced
         self.sizes: tuple[int, ...] = ()
         self._kept = Kept(self.devices)
-        self._warned = self._said = False
+        self._warned = self._said = self._compared = False
         recompute.install()
         if len(self.devices) == 1:
             module.to(self.devices[0].torch)
@@ -126,6 +129,7 @@ class DataParallel(nn.Module, Generic[M]):
                     whole = Balanced(outputs, list(devices))
                 else:
                     self._warn_of_means(outputs)
+                    self._warn_of_other_dimensions(outputs)
                     whole = self.gather(outputs, self.output_device)
             shapes.note((inputs, kwargs), shares, outputs, whole, devices, self.sizes)
             return whole
@@ -161,8 +165,8 @@ class DataParallel(nn.Module, Generic[M]):
     def gather(self, outputs: Sequence[Any], output_device: torch.device) -> Any:
         """Put the outputs together. To be overridden where they are to be put together in another way."""
         scalars = self.dim == 0 and any(tensor.dim() == 0 for tensor in nesting.tensors(outputs))
-        warn, self._said = scalars and not self._said, self._said or scalars
-        return gathered(outputs, output_device, self.dim, warn=warn)
+        is_new, self._said = scalars and not self._said, self._said or scalars
+        return gathered(outputs, output_device, self.dim, says=_CALL + 1 if is_new else 0)
 
     def _warn_of_means(self, outputs: Sequence[Any]) -> None:
         if self._warned or len(set(self.sizes)) < 2 or len(outputs) < 2:
@@ -173,8 +177,28 @@ class DataParallel(nn.Module, Generic[M]):
                 f"each replica gave a scalar, of shares of {', '.join(map(str, self.sizes))}: if they are means, their "
                 "mean() is not that of the batch. Write (losses * losses.new_tensor(net.sizes)).sum() / sum(net.sizes) "
                 "with this DataParallel as net, or return a value for each sample",
-                stacklevel=2,
+                stacklevel=_CALL,
             )
+
+    def _warn_of_other_dimensions(self, outputs: Sequence[Any]) -> None:
+        """Say once where the samples seem to lie in another dimension than the one that is joined."""
+        if self._compared or self.dim != 0 or len(self.sizes) != len(outputs):
+            return
+        self._compared = True
+        for column in zip(*map(nesting.tensors, outputs), strict=False):
+            shapes = [tuple(tensor.shape) for tensor in column if is_plain(tensor)]
+            if len(shapes) < len(column) or any(
+                size in shape[:1] for shape, size in zip(shapes, self.sizes, strict=True)
+            ):
+                continue
+            for dim in range(1, min(map(len, shapes))):
+                if all(shape[dim] == size for shape, size in zip(shapes, self.sizes, strict=True)):
+                    warnings.warn(
+                        f"replicas gave tensors {shapes[0]}, whose samples seem to lie in dimension {dim}, and they "
+                        "are joined along dimension 0: transpose them in forward, or override gather",
+                        stacklevel=_CALL,
+                    )
+                    return
 
 
 def data_parallel(

@@ -34,21 +34,21 @@ def gather(outputs: Sequence[Any], target_device: Device | torch.device | str | 
 
     Source: https://docs.pytorch.org/docs/stable/generated/torch.nn.DataParallel.html
     """
-    return gathered(outputs, target_device, dim, warn=True)
+    return gathered(outputs, target_device, dim, says=3)
 
 
 def gathered(
-    outputs: Sequence[Any], target_device: Device | torch.device | str | int, dim: int = 0, *, warn: bool
+    outputs: Sequence[Any], target_device: Device | torch.device | str | int, dim: int = 0, *, says: int
 ) -> Any:
-    """The same; ``warn`` says whether of scalars, too."""
+    """The same; ``says`` is how far up the stack the line lies that is warned of scalars, 0 for no warning."""
     if not outputs:
         raise InputError("no outputs to gather: there must be one for each device that was used")
     whole = _joined(list(outputs), targets.one(target_device), dim, list(outputs))
-    if warn and dim == 0 and len(outputs) and any(tensor.dim() == 0 for tensor in nesting.tensors(outputs[0])):
+    if says and dim == 0 and any(tensor.dim() == 0 for tensor in nesting.tensors(outputs[0])):
         warnings.warn(
             "Was asked to gather along dimension 0, but all input tensors were scalars; "
             "will instead unsqueeze and return a vector.",
-            stacklevel=3,
+            stacklevel=says,
         )
     return whole
 
