@@ -1070,6 +1070,27 @@ def test_shares_that_were_padded_to_lengths_of_their_own_are_told_of_total_lengt
     same(net(x, lengths, 7), plain(x, lengths, 7))
 
 
+@pytest.mark.filterwarnings("ignore")  # PyTorch's own, of compiling
+@pytest.mark.parametrize("devices", ["1xcpu", "2xcpu"])
+def test_a_compiled_function_may_call_it_with_the_same_numbers(devices: str) -> None:
+    plain, net = pair(Net(), devices)
+    x = torch.randn(7, 6)
+    given = [x.clone().requires_grad_() for _ in range(3)]
+
+    def step(net: nn.Module, x: torch.Tensor) -> torch.Tensor:
+        return net(x.sin()).square().sum()
+
+    step(plain, given[0]).backward()
+    for compiled, mine in (
+        (torch.compile(lambda x: step(net, x), backend="eager"), given[1]),
+        (lambda x: torch.compile(net, backend="eager")(x.sin()).square().sum(), given[2]),
+    ):
+        net.zero_grad()
+        compiled(mine).backward()
+        same([mine.grad, *gradients(net.module)], [given[0].grad, *gradients(plain)])
+    torch._dynamo.reset()
+
+
 def test_what_cannot_be_replicated_is_named_at_any_time() -> None:
     class Single(nn.Linear):
         def _replicate_for_data_parallel(self) -> Any:

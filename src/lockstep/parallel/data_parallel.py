@@ -24,7 +24,7 @@ from torch.autograd.graph import increment_version
 from lockstep import nesting
 from lockstep.devices import Device, Devices, occupied
 from lockstep.errors import InputError
-from lockstep.parallel import backward, random, recompute, shapes, targets
+from lockstep.parallel import backward, random, recompute, shapes, targets, uncompiled
 from lockstep.parallel.apply import parallel_apply
 from lockstep.parallel.balanced import Balanced
 from lockstep.parallel.gather import gathered
@@ -37,7 +37,7 @@ M = TypeVar("M", bound=nn.Module)
 
 Arguments = tuple[tuple[Any, ...], dict[str, Any]]
 
-_CALL = 5
+_CALL = 6
 """Up the stack from a method that forward calls to the line that called the DataParallel."""
 
 
@@ -115,6 +115,15 @@ class DataParallel(nn.Module, Generic[M]):
 
     def forward(self, *inputs: Any, **kwargs: Any) -> Any:
         """What ``module`` gives for the whole batch."""
+        if len(self.devices) == 1:
+            return self._forward(inputs, kwargs)
+        before = uncompiled.stop()
+        try:
+            return self._forward(inputs, kwargs)
+        finally:
+            uncompiled.go_on(before)
+
+    def _forward(self, inputs: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         with torch.autograd.profiler.record_function("DataParallel.forward"):
             args, named = self.scatter(inputs, kwargs, self.devices)
             shares = list(zip(args, named, strict=True)) or [((), {})]  # without arguments: once
