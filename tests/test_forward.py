@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import random
+from collections.abc import Callable
+from typing import Any
 
 import pytest
 import torch
 from torch import nn
 
+from lockstep.build import digest
 from lockstep.forward import Seen, look
 from zoo import drawn
 
@@ -65,6 +68,14 @@ class Writing(Layer):
         return super().forward(x)
 
 
+class WritingUnseen(Layer):
+    """By a way that PyTorch's count of versions doesn't show."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        self.weight.data[0, 0] *= -1
+        return super().forward(x)
+
+
 class Noisy(Layer):
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         return super().forward(x + torch.randn_like(x))
@@ -89,6 +100,7 @@ CASES = [
     (Counting, Seen()),
     (Masked, Seen()),
     (Writing, Seen(writes="bias")),
+    (WritingUnseen, Seen(writes="weight")),
     (Noisy, Seen(draws=True)),
     (NoisyElsewhere, Seen(draws=True, draws_elsewhere=True)),
     (Uncopyable, Seen()),
@@ -122,3 +134,38 @@ def test_looking_leaves_model_and_generators_as_they_were(model) -> None:
 def test_a_model_that_mixes_samples_of_a_sequence_first_batch_is_not_blamed() -> None:
     gru = nn.GRU(6, 3, batch_first=True)
     assert look(gru, drawn(5, 4, 6), 5) == Seen()
+
+
+WRITES: list[Callable[[torch.Tensor], Any]] = [
+    lambda t: t.view(-1)[-1:].add_(1),
+    lambda t: t.neg_(),
+    lambda t: t.copy_(t.flip(0)),
+    lambda t: t.copy_(t.flip(1)),
+    lambda t: t.copy_(t.roll(1, 0)),
+    lambda t: t[:2].neg_(),
+    lambda t: t.mul_(3),
+]
+
+
+@pytest.mark.parametrize("size", [(2, 2), (7, 3), (1009, 40), (64, 1024)])
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16, torch.int64, torch.complex64], ids=str)
+def test_a_digest_tells_whatever_was_written(dtype: torch.dtype, size: tuple[int, int]) -> None:
+    generator = torch.Generator().manual_seed(5)
+    tensor = (100 * torch.randn(size, generator=generator)).to(dtype)
+    for write in WRITES:
+        written = tensor.clone()
+        assert digest(written) == digest(tensor) == digest(tensor.t().contiguous().t())
+        write(written.data)
+        assert digest(written) != digest(tensor)
+
+
+def test_a_digest_is_the_same_for_any_number_of_threads() -> None:
+    tensor = torch.randn(300_000)
+    before = torch.get_num_threads()
+    found = []
+    for threads in (1, 2, 3):
+        torch.set_num_threads(threads)
+        found.append(digest(tensor))
+    torch.set_num_threads(before)
+    assert found[0] == found[1] == found[2]
+    assert digest(torch.zeros(0)) is None and digest(torch.ones(2, 2).to_sparse()) is None

@@ -246,6 +246,19 @@ def test_that_it_is_not_exact_is_declared_and_said_before_training(tmp_path: Pat
     assert out.index(notes[-1]) < out.index("epoch   1")
 
 
+def test_a_stream_at_whose_batches_ranks_wait_for_one_another_is_noted(tmp_path: Path, capsys: Any) -> None:
+    def stream() -> Any:
+        yield from TensorDataset(torch.arange(29), torch.ones(29, 2, dtype=torch.float64))
+
+    job = rows_job(train_data=lambda: stream(), shuffle=False)
+    run = train(job, strategy="hogwild", devices="2xcpu", folder=tmp_path)
+    notes = [line for line in capsys.readouterr().out.splitlines() if line.startswith("note: train_data is a stream")]
+    assert len(notes) == 1 and "ranks compare what they have read before each step: there they wait" in notes[0]
+    one = train(job, strategy="single", devices="1xcpu", folder=tmp_path)
+    assert (weights(run)["rows.weight"] - weights(one)["rows.weight"]).abs().max() < 1e-12
+    assert "ranks compare" not in capsys.readouterr().out
+
+
 def test_the_command_takes_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: Any) -> None:
     monkeypatch.chdir(tmp_path)
     assert main(["train", str(DIGITS), "--strategy", "hogwild", "--devices", "2xcpu", "--epochs", "1"]) == 0
@@ -262,6 +275,8 @@ def test_the_command_takes_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, c
             "2xcpu",
             "each rank its part of the learning rate, and NoRate has none",
         ),
+        ({"optimizer": lambda params: torch.optim.Rprop(params)}, "2xcpu", "and Rprop only begins at it, so that each"),
+        ({"optimizer": lambda params: torch.optim.Adafactor(params)}, "2xcpu", "and Adafactor takes 1 / sqrt"),
     ],
 )
 def test_what_it_cannot_do_is_refused(settings: dict[str, Any], devices: str, says: str, tmp_path: Path) -> None:

@@ -242,6 +242,56 @@ def test_what_is_drawn_belongs_to_the_item_whatever_the_devices() -> None:
 # Batches and folding
 
 
+@pytest.mark.parametrize("devices", ["1xcpu", "2xcpu"])
+def test_without_a_seed_no_two_items_draw_the_same(devices: str) -> None:
+    def draw(item: int) -> tuple[float, float, float]:
+        time.sleep(0.002)
+        return torch.rand((), dtype=torch.float64).item(), random.random(), float(np.random.rand())
+
+    found = [one for _ in range(2) for one in lockstep.map(draw, range(20), devices, seed=None)]
+    for drawn in zip(*found, strict=True):
+        assert len(set(drawn)) == 40
+
+
+def test_without_a_seed_one_device_goes_on_with_the_generators_as_they_are() -> None:
+    torch.manual_seed(4)
+    expected = [torch.rand(()).item() for _ in range(4)]
+    torch.manual_seed(4)
+    found = list(lockstep.map(lambda item: torch.rand(()).item(), range(3), "1xcpu", seed=None))
+    assert [*found, torch.rand(()).item()] == expected
+
+
+@pytest.mark.parametrize("devices", ["1xcpu", "2xcpu"])
+def test_a_function_computes_in_the_modes_of_who_asks(devices: str) -> None:
+    weight = torch.ones(3, 3, requires_grad=True)
+
+    def modes(item: torch.Tensor) -> tuple[bool, bool, torch.dtype]:
+        made = item @ weight
+        return made.requires_grad, made.is_inference(), made.dtype
+
+    items = [torch.ones(2, 3) for _ in range(3)]
+    results = lockstep.map(modes, items, devices)
+    with torch.no_grad():
+        assert list(results) == [(False, False, torch.float32)] * 3
+    with torch.inference_mode():
+        assert list(lockstep.map(modes, items, devices)) == [(False, True, torch.float32)] * 3
+        sums = list(lockstep.map(torch.sum, items, devices))
+    assert torch.equal(torch.stack(sums), torch.full((3,), 6.0))
+    with torch.autocast("cpu", torch.bfloat16):
+        assert list(lockstep.map(modes, items, devices)) == [(True, False, torch.bfloat16)] * 3
+    assert list(lockstep.map(modes, items, devices)) == [(True, False, torch.float32)] * 3
+
+
+@pytest.mark.parametrize("mode", [torch.no_grad, torch.inference_mode, torch.enable_grad])
+def test_a_module_computes_without_gradients_whatever_the_mode(mode: Any) -> None:
+    model = nn.Linear(3, 2)
+    items = torch.randn(4, 3)
+    with mode():
+        found = list(lockstep.map(model, items, "2xcpu"))
+    assert torch.equal(torch.stack(found), torch.stack([model(x) for x in items]))
+    assert not any(one.requires_grad for one in found)
+
+
 def test_a_function_of_lists_gets_lists() -> None:
     found = list(lockstep.map(lambda items: [(i, len(items)) for i in items], range(10), "2xcpu", batch_size=4))
     assert found == [(i, 4 if i < 8 else 2) for i in range(10)]

@@ -17,6 +17,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import nn
+from torch.autograd import forward_ad
 from torch.utils.checkpoint import checkpoint
 
 from lockstep import devices
@@ -751,6 +752,30 @@ def test_scalars_become_a_vector_and_unequal_shares_are_warned_of_once() -> None
     assert not any("mean()" in str(warning.message) for warning in again)
 
 
+def test_samples_in_another_dimension_than_the_joined_one_are_said_once() -> None:
+    net = DataParallel(nn.GRU(4, 5, batch_first=True), "2xcpu")
+    x = torch.randn(6, 2, 4)
+    with pytest.warns(UserWarning, match=r"gave tensors \(1, 3, 5\), .* in dimension 1, .*: transpose them") as caught:
+        net(x)
+    assert caught[0].filename == __file__
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        net(x)
+        for function in (lambda x: x, lambda x: x[:, 0], lambda x: x.sum((0, 1))[None], lambda x: [x, {"a": x.mT}]):
+            DataParallel(Applied(function), "2xcpu")(x)
+        DataParallel(nn.GRU(4, 5), "2xcpu", dim=1)(x)
+
+
+def test_that_scalars_became_a_vector_is_said_once() -> None:
+    net = DataParallel(Applied(lambda x: (x.mean(), {"sum": x.sum()})), "2xcpu")
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        for _ in range(3):
+            net(torch.randn(4, 1))
+    assert caught[0].filename == __file__
+    assert [str(warning.message)[:40] for warning in caught] == ["Was asked to gather along dimension 0, b"]
+
+
 def test_balanced_outputs_stay_where_they_are_and_train() -> None:
     plain, net = pair(Net(), balanced=True)
     x = torch.randn(7, 6)
@@ -984,12 +1009,86 @@ def test_bad_input_gets_one_clear_error_each() -> None:
         DataParallel(lambda x: x, "2xcpu")  # type: ignore[type-var]
     with pytest.raises(DeviceError, match="doesn't exist"):
         DataParallel(Net(), [97, 98])
+    with pytest.raises(DeviceError, match="empty list"):
+        DataParallel(Net(), [])
     with pytest.raises(InputError, match=r'on device cpu \(device_ids\[0\]\) but "[a-z.]+" is on meta'):
         DataParallel(Net().to("meta"), "2xcpu")(torch.randn(4, 6))
     with pytest.raises(InputError, match="but one of them is on meta"):
         data_parallel(Net().to("meta"), torch.randn(4, 6), "2xcpu")
     with pytest.raises(InputError, match=r"LazyLinear.*can't be replicated"):
         DataParallel(nn.LazyLinear(2), "2xcpu")(torch.randn(4, 6))
+
+
+@pytest.mark.filterwarnings("ignore")  # PyTorch's own, of what is in beta or going
+def test_sparse_and_nested_inputs_are_refused_by_several_devices_and_given_on_by_one() -> None:
+    several, one = (DataParallel(Applied(lambda x: 2 * x), devices) for devices in ("2xcpu", "1xcpu"))
+    with pytest.raises(InputError, match=r"layout sparse_coo \(shape \(4, 4\)\) can't be cut: give its to_dense"):
+        several(torch.eye(4).to_sparse())
+    same(one(torch.eye(4).to_sparse()).to_dense(), 2 * torch.eye(4))
+    for layout in (torch.strided, torch.jagged):
+        nested = torch.nested.nested_tensor([torch.randn(3, 4), torch.randn(2, 4)], layout=layout)
+        with pytest.raises(InputError, match="a nested tensor can't be cut: give its to_padded_tensor"):
+            several(nested)
+        same(one(nested).to_padded_tensor(0.0), 2 * nested.to_padded_tensor(0.0))
+
+
+@pytest.mark.filterwarnings("ignore")  # PyTorch's own, of what is in beta or going
+def test_transforms_that_do_not_follow_threads_are_refused_by_several_devices_and_work_on_one() -> None:
+    module, x = nn.Linear(3, 2), torch.randn(4, 3)
+    several, one = (DataParallel(module, devices) for devices in ("2xcpu", "1xcpu"))
+
+    def directional(net: Any) -> torch.Tensor:
+        with forward_ad.dual_level():
+            return forward_ad.unpack_dual(net(forward_ad.make_dual(x, x))).tangent
+
+    ways: list[Callable[[Any], Any]] = [
+        lambda net: torch.func.vmap(net)(x.expand(5, 4, 3)),
+        lambda net: torch.func.grad(lambda y: net(y).sum())(x),
+        lambda net: torch.func.jvp(net, (x,), (x,))[1],
+        directional,
+    ]
+    for way in ways:
+        with pytest.raises(InputError, match=r"don't follow a batch to the threads of replicas: .*net.module"):
+            way(several)
+        same(way(one), way(module))
+    with pytest.raises(InputError, match=r"torch.jit.trace and torch.export don't follow"):
+        torch.jit.trace(several, x)
+    weights = {f"module.{name}": 2 * p.detach() for name, p in module.named_parameters()}
+    same(torch.func.functional_call(several, weights, (x,)), 2 * module(x))
+
+
+def test_shares_that_were_padded_to_lengths_of_their_own_are_told_of_total_length() -> None:
+    class Recurrent(nn.GRU):
+        def forward(self, x: torch.Tensor, lengths: torch.Tensor, total: int | None) -> torch.Tensor:  # type: ignore[override]
+            packed = nn.utils.rnn.pack_padded_sequence(x, lengths, batch_first=True, enforce_sorted=False)
+            return nn.utils.rnn.pad_packed_sequence(super().forward(packed)[0], True, total_length=total)[0]
+
+    plain, net = pair(Recurrent(4, 5, batch_first=True))
+    x, lengths = torch.randn(4, 7, 4), torch.tensor([7, 6, 5, 4])
+    with pytest.raises(InputError, match=r"\(2, 7, 5\), \(2, 5, 5\).*differ in dimension 1.*total_length"):
+        net(x, lengths, None)
+    same(net(x, lengths, 7), plain(x, lengths, 7))
+
+
+@pytest.mark.filterwarnings("ignore")  # PyTorch's own, of compiling
+@pytest.mark.parametrize("devices", ["1xcpu", "2xcpu"])
+def test_a_compiled_function_may_call_it_with_the_same_numbers(devices: str) -> None:
+    plain, net = pair(Net(), devices)
+    x = torch.randn(7, 6)
+    given = [x.clone().requires_grad_() for _ in range(3)]
+
+    def step(net: nn.Module, x: torch.Tensor) -> torch.Tensor:
+        return net(x.sin()).square().sum()
+
+    step(plain, given[0]).backward()
+    for compiled, mine in (
+        (torch.compile(lambda x: step(net, x), backend="eager"), given[1]),
+        (lambda x: torch.compile(net, backend="eager")(x.sin()).square().sum(), given[2]),
+    ):
+        net.zero_grad()
+        compiled(mine).backward()
+        same([mine.grad, *gradients(net.module)], [given[0].grad, *gradients(plain)])
+    torch._dynamo.reset()
 
 
 def test_what_cannot_be_replicated_is_named_at_any_time() -> None:

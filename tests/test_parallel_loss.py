@@ -176,6 +176,28 @@ def test_hidden_states_without_time_are_a_classifiers() -> None:
     torch.testing.assert_close(found, expected, rtol=1e-12, atol=1e-12)
 
 
+@pytest.mark.parametrize("time", [None, 1, 4])
+def test_targets_and_states_without_time_beside_hidden_states_without_it_and_with(time: int | None) -> None:
+    """Rows of (batch, width) are the criterion's as they are, and nothing takes a width for a time."""
+
+    def nearest(logits: torch.Tensor, targets: dict[str, torch.Tensor]) -> tuple[torch.Tensor, int]:
+        soft = F.cross_entropy(logits, targets["soft"], reduction="sum")
+        return soft + (logits[:, :4] - targets["state"]).square().sum(), len(logits)
+
+    generator = nn.Linear(WIDTH, WORDS)
+    hidden = torch.randn(5, WIDTH) if time is None else torch.randn(5, time, WIDTH)
+    targets = {"soft": torch.rand(5, WORDS), "state": torch.rand(5, 4)}
+    loss_of = ParallelLoss(generator, nearest, "2xcpu")
+    if time is not None:
+        with pytest.raises(InputError, match=r"targets \(5, \d+\) beside outputs of 5 samples and \d time steps"):
+            loss_of(hidden, targets)
+        return
+    total, count = nearest(generator(hidden), targets)
+    expected = torch.autograd.grad(total / count, list(generator.parameters()))
+    found = torch.autograd.grad(loss_of(hidden, targets).loss, list(generator.parameters()))
+    torch.testing.assert_close(found, expected, rtol=1e-12, atol=1e-12)
+
+
 def test_targets_may_be_a_nest_of_tensors() -> None:
     def weighted(logits: torch.Tensor, targets: dict[str, torch.Tensor]) -> tuple[torch.Tensor, torch.Tensor]:
         each = F.cross_entropy(logits, targets["words"], reduction="none")

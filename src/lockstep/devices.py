@@ -171,7 +171,7 @@ def _first(count: int, here: tuple[Device, ...]) -> tuple[Device, ...]:
 def _of_type(kind: str, indices: str | None, here: tuple[Device, ...]) -> tuple[Device, ...]:
     known = sorted({"cpu", "cuda", "mps", "xpu"} | {d.type for d in here})
     if kind not in known:
-        raise DeviceError(f'there is no device type "{kind}": {nearest(kind, known)}')
+        raise DeviceError(f'there is no device type "{kind}": {nearest("cuda" if kind == "gpu" else kind, known)}')
     if kind == "cpu":
         raise DeviceError(f'slots have no fixed numbers ("cpu:{indices}"): write 2xcpu for two slots')
     mine = tuple(d for d in here if d.type == kind)

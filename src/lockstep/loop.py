@@ -19,7 +19,7 @@ import torch
 
 from lockstep.allocator import freed_memory_kept
 from lockstep.checkpoint import load_state, save_state, save_weights
-from lockstep.data import NOT_SHUFFLED, eval_loaders, is_stream, job_loader, resolve, resolve_sets, share_sizes
+from lockstep.data import eval_loaders, is_stream, job_loader, resolve, resolve_sets, share_sizes, stream_notes
 from lockstep.devices import Device
 from lockstep.display import duration, words_of
 from lockstep.errors import JobError, told
@@ -333,8 +333,9 @@ class _Training:
         self.told.line(f"batches of {job.batch_size:,}{split}{parts}; {epoch}{held_out(self.eval_loaders)}")
         if self.plan.resume:
             self.told.line(f"going on after epoch {self.epoch}, step {world.step}")
-        if is_stream(self.train_data) and job.shuffle:
-            self.told.line(NOT_SHUFFLED, kind="note")
+        if is_stream(self.train_data):
+            for note in stream_notes(job.shuffle, meets=world.size > 1 and not self.step.together):
+                self.told.line(note, kind="note")
         for told_of in self.planning:
             world.tell(told_of)
         for exception in self.strategy.exceptions(job, self.step.model, len(devices)):

@@ -20,11 +20,10 @@ from lockstep.data.ofjob import eval_loaders, job_loader
 from lockstep.data.order import permutation
 from lockstep.data.shares import Batch, Part, mixed, share_sizes
 from lockstep.data.source import is_stream, resolve, resolve_sets
-from lockstep.data.stream import NOT_SHUFFLED, StreamLoader
+from lockstep.data.stream import StreamLoader, stream_notes
 from lockstep.data.workers import default_workers
 
 __all__ = [
-    "NOT_SHUFFLED",
     "AnyLoader",
     "Batch",
     "Fetcher",
@@ -43,4 +42,5 @@ __all__ = [
     "resolve",
     "resolve_sets",
     "share_sizes",
+    "stream_notes",
 ]

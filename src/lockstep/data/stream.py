@@ -34,10 +34,24 @@ from lockstep.seeding import kept_states, seed_all
 Read = tuple[int, int, int, list[Pair]]
 """Of a global batch: its place in the stream, its samples, a number made of some, and each share that isn't empty."""
 
-NOT_SHUFFLED = (
-    "train_data is a stream, which can't be shuffled: it comes in its own order, the same on every rank "
-    "(shuffle=False says so too)"
-)
+
+def stream_notes(shuffle: bool, meets: bool) -> Iterator[str]:
+    """What a person has to know who trains on a stream, a line each.
+
+    Args:
+        shuffle: whether the order is to be drawn.
+        meets: whether the ranks would not wait for one another otherwise.
+    """
+    if shuffle:
+        yield (
+            "train_data is a stream, which can't be shuffled: it comes in its own order, the same on every rank "
+            "(shuffle=False says so too)"
+        )
+    if meets:
+        yield (
+            "train_data is a stream, of which the ranks compare what they have read before each step: there they wait "
+            "for one another, as they would not with a dataset that has __getitem__ and __len__"
+        )
 
 
 class StreamLoader:

@@ -74,7 +74,8 @@ def map(
 
     *A function* runs in a process per device; with one device, in this one. It may be a lambda or local, and comes with
     what it refers to. Items are handed out several at a time where they are quick. Tensors and arrays in items and
-    results, in any nesting, go through shared memory, as copies, without their graph, on the CPU.
+    results, in any nesting, go through shared memory, as copies, without their graph, on the CPU. The function computes
+    in the modes (``no_grad``, ``inference_mode``, ``autocast``) in which the first result is asked for.
 
     *A module* runs in a thread per device, as a replica in evaluation mode, without gradients. An item is called as the
     inputs of a Job are (a tuple as ``module(*item)``, a dict as ``module(**item)``); outputs come back on the CPU.
@@ -93,7 +94,7 @@ def map(
         reduce: ``reduce(reduce(first, second), third)`` and so on is returned instead of an iterator: in the order of
             the items, here, so that it is the same each time. A pair is such a function and the value to start with.
         collate: puts a module's items together; None is PyTorch's default.
-        seed: None leaves the generators alone, which saves a function 7 us an item.
+        seed: None leaves the generators alone, which saves a function 7 us an item; processes begin theirs by chance.
         progress: show a bar where this is a terminal.
 
     Raises:

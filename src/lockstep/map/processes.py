@@ -17,6 +17,7 @@ a chunk costs a fraction of a millisecond.
 
 from __future__ import annotations
 
+import contextlib
 import itertools
 import math
 import pickle
@@ -28,12 +29,12 @@ from typing import Any
 import cloudpickle
 
 from lockstep.devices import Device, occupied
-from lockstep.errors import InputError, ItemFailed, RunError, own_traceback
+from lockstep.errors import InputError, ItemFailed, RunError, own_traceback, told
 from lockstep.launch import records
 from lockstep.launch.records import Record
 from lockstep.launch.workers import Workers
 from lockstep.map.parcel import copied, kept, pack, unpack
-from lockstep.map.worker import Call, Reply, Task, failed, serve
+from lockstep.map.worker import Call, Modes, Reply, Task, failed, serve
 from lockstep.nesting import each
 from lockstep.seeding import kept_states
 
@@ -105,17 +106,17 @@ def mapped(
         packed = cloudpickle.dumps(call)
     except Exception as error:
         raise InputError(
-            f"the function can't be sent to a process: {str(error).splitlines()[0]}: make what it holds inside of it"
-        ) from error
+            f"the function can't be sent to a process: {told(error)}: make what it holds inside of it"
+        ) from None
     return _Mapping(call, packed, items, devices, total, on_output).run()
 
 
 def in_this_one(call: Call, items: Iterator[Any], device: Device) -> Iterator[Any]:
-    """The same in the caller's process, whose generators of random numbers stay where they are."""
+    """The same in the caller's process, whose generators of random numbers stay where they are, if there is a seed."""
     index = 0
     for unit in items if call.batch is None else _batched(items, call.batch, copied):
         try:
-            with occupied(device), kept_states():
+            with occupied(device), contextlib.nullcontext() if call.stream is None else kept_states():
                 result = call(unit, index, not device.is_slot)
         except Exception as error:
             trace = own_traceback(error)
@@ -159,7 +160,12 @@ class _Mapping:
 
     def run(self) -> Iterator[Any]:
         self._workers = workers = Workers(
-            serve, (self._packed,), self._devices, self._hear, self._on_output, blocks=len(self._free[0])
+            serve,
+            (self._packed, Modes.here(self._devices)),
+            self._devices,
+            self._hear,
+            self._on_output,
+            blocks=len(self._free[0]),
         )
         try:
             while True:
@@ -223,6 +229,8 @@ class _Mapping:
         try:
             packed = pack(units, block)
         except Exception:
+            packed = None
+        if packed is None:  # outside of the handler: how pickling went wrong inside tells a person nothing
             units = self._sendable(units, block)
             packed = pack(units, block)
         if not units:
@@ -261,12 +269,10 @@ class _Mapping:
                 try:
                     pack(item, block)
                 except Exception as error:
-                    said = (str(error).strip() or type(error).__name__).splitlines()[0]
                     self._ending = InputError(
-                        f"item {first + j} (a {type(item).__qualname__}) can't be sent to a process: {said}: "
+                        f"item {first + j} (a {type(item).__qualname__}) can't be sent to a process: {told(error)}: "
                         "send what it is made of, and make it in the function"
                     )
-                    self._ending.__cause__ = error
                     return units[:i]
         raise RunError("items that can be sent one by one can't be sent together")
 

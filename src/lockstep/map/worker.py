@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+import contextlib
+import os
 import pickle
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple
 
 import torch
 
-from lockstep.data.shares import MAP, mixed
+from lockstep.data.shares import MAP, absorbed
+from lockstep.devices import Device
 from lockstep.errors import InputError, ItemFailed
 from lockstep.launch.records import RankTraceback, Record
 from lockstep.launch.station import Station
@@ -49,6 +52,39 @@ class Reply(NamedTuple):
     failure: Record | None
 
 
+class Modes(NamedTuple):
+    """PyTorch's modes of the thread that asks for results; an item is computed in the same ones in a worker.
+
+    Attributes:
+        grad: whether gradients are followed.
+        inference: whether that is inference mode.
+        autocast: for each type of device whether it is on, and to what.
+    """
+
+    grad: bool
+    inference: bool
+    autocast: tuple[tuple[str, bool, torch.dtype], ...]
+
+    @classmethod
+    def here(cls, devices: tuple[Device, ...]) -> Modes:
+        """Those of the calling thread."""
+        kinds = sorted({"cpu"} | {device.type for device in devices})
+        autocast = tuple((kind, torch.is_autocast_enabled(kind), torch.get_autocast_dtype(kind)) for kind in kinds)
+        return cls(torch.is_grad_enabled(), torch.is_inference_mode_enabled(), autocast)
+
+    @contextlib.contextmanager
+    def entered(self) -> Iterator[None]:
+        """Compute in them for a while."""
+        with contextlib.ExitStack() as stack:
+            if self.inference:
+                stack.enter_context(torch.inference_mode())
+            stack.enter_context(torch.set_grad_enabled(self.grad))
+            for kind, enabled, dtype in self.autocast:
+                if enabled:
+                    stack.enter_context(torch.autocast(kind, dtype))
+            yield
+
+
 class Call:
     """The function of a map, as it is called for an item, here or in a worker.
 
@@ -59,7 +95,9 @@ class Call:
     """
 
     def __init__(self, fn: Callable[..., Any], batch: int | None, seed: int | None) -> None:
-        self.fn, self.batch, self.seed = fn, batch, seed
+        self.fn, self.batch = fn, batch
+        # What is the same for all items is mixed once: it is a part of what small items cost.
+        self.stream = None if seed is None else absorbed(absorbed(0, seed), MAP)
 
     def __call__(self, unit: Any, index: int, on_accelerator: bool = False) -> Any:
         """The result of an item, or the list of those of a batch.
@@ -67,8 +105,8 @@ class Call:
         Raises:
             InputError: it gave not one result for each item of a batch.
         """
-        if self.seed is not None:
-            key = mixed(self.seed, MAP, index)
+        if self.stream is not None:
+            key = absorbed(self.stream, index) >> 1  # mixed(seed, MAP, index)
             if on_accelerator:
                 torch.manual_seed(key)
             seed_all(key)
@@ -78,20 +116,24 @@ class Call:
                 result = list(result)
             except TypeError:
                 what = type(result).__name__
-                raise InputError(f"with batch_size the function should give a list, not a {what}") from None
+                raise InputError(f"with batch_size the function should give a list, and gave: {what}") from None
             if len(result) != len(unit):
                 raise InputError(f"with batch_size the function gave {len(result)} results for {len(unit)} items")
         return result
 
 
-def serve(station: Station, call: bytes) -> None:
+def serve(station: Station, call: bytes, modes: Modes) -> None:
     """Work on chunks until there are no more."""
     fn: Call = pickle.loads(call)
+    if fn.stream is None:  # else forks of one process would all draw the same
+        key = int.from_bytes(os.urandom(8), "little") >> 1
+        torch.manual_seed(key)
+        seed_all(key)
     while head := station.next():
-        station.tell(_reply(station, fn, pickle.loads(head)))
+        station.tell(_reply(station, fn, modes, pickle.loads(head)))
 
 
-def _reply(station: Station, fn: Call, task: Task) -> Reply:
+def _reply(station: Station, fn: Call, modes: Modes, task: Task) -> Reply:
     station.item = task.first
     block = station.blocks[task.slot]
     results: list[Any] = []
@@ -100,9 +142,10 @@ def _reply(station: Station, fn: Call, task: Task) -> Reply:
     try:
         units = unpack(task.packed, block)
         units.reverse()
-        while units:
-            results.append(fn(units.pop(), station.item, not station.device.is_slot))
-            station.item += fn.batch or 1
+        with modes.entered():
+            while units:
+                results.append(fn(units.pop(), station.item, not station.device.is_slot))
+                station.item += fn.batch or 1
     except BaseException as error:
         failure = _record(error, station)
     seconds = time.perf_counter() - began

@@ -26,6 +26,7 @@ from lockstep.errors import InputError
 from lockstep.means import Count
 from lockstep.parallel.criterion import Criterion
 from lockstep.parallel.inplace import adding
+from lockstep.parallel.parametrized import uncached
 
 
 @dataclass
@@ -70,7 +71,7 @@ class Share:
         sums = self._sums()
         total: Tensor | None = None
         count: Count = 0
-        with adding(weights) if weights else contextlib.nullcontext(), torch.enable_grad():
+        with uncached(), adding(weights) if weights else contextlib.nullcontext(), torch.enable_grad():
             for outputs, targets, place in self._chunks():
                 leaves = nesting.each(lambda t: t.detach().requires_grad_(t.requires_grad), outputs)
                 found, items = self._summed(leaves, targets)

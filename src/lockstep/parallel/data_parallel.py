@@ -24,18 +24,21 @@ from torch.autograd.graph import increment_version
 from lockstep import nesting
 from lockstep.devices import Device, Devices, occupied
 from lockstep.errors import InputError
-from lockstep.parallel import backward, random, recompute, shapes, targets
+from lockstep.parallel import backward, random, recompute, shapes, targets, uncompiled
 from lockstep.parallel.apply import parallel_apply
 from lockstep.parallel.balanced import Balanced
-from lockstep.parallel.gather import gather
+from lockstep.parallel.gather import gathered
 from lockstep.parallel.kept import Kept, Lease
 from lockstep.parallel.replicate import replicate
-from lockstep.parallel.scatter import scatter_kwargs
+from lockstep.parallel.scatter import is_plain, scatter_kwargs
 from lockstep.parallel.team import borrowed
 
 M = TypeVar("M", bound=nn.Module)
 
 Arguments = tuple[tuple[Any, ...], dict[str, Any]]
+
+_CALL = 6
+"""Up the stack from a method that forward calls to the line that called the DataParallel."""
 
 
 class DataParallel(nn.Module, Generic[M]):
@@ -105,13 +108,22 @@ class DataParallel(nn.Module, Generic[M]):
         self.balanced = balanced
         self.sizes: tuple[int, ...] = ()
         self._kept = Kept(self.devices)
-        self._warned = False
+        self._warned = self._said = self._compared = False
         recompute.install()
         if len(self.devices) == 1:
             module.to(self.devices[0].torch)
 
     def forward(self, *inputs: Any, **kwargs: Any) -> Any:
         """What ``module`` gives for the whole batch."""
+        if len(self.devices) == 1:
+            return self._forward(inputs, kwargs)
+        before = uncompiled.stop()
+        try:
+            return self._forward(inputs, kwargs)
+        finally:
+            uncompiled.go_on(before)
+
+    def _forward(self, inputs: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         with torch.autograd.profiler.record_function("DataParallel.forward"):
             args, named = self.scatter(inputs, kwargs, self.devices)
             shares = list(zip(args, named, strict=True)) or [((), {})]  # without arguments: once
@@ -126,6 +138,7 @@ class DataParallel(nn.Module, Generic[M]):
                     whole = Balanced(outputs, list(devices))
                 else:
                     self._warn_of_means(outputs)
+                    self._warn_of_other_dimensions(outputs)
                     whole = self.gather(outputs, self.output_device)
             shapes.note((inputs, kwargs), shares, outputs, whole, devices, self.sizes)
             return whole
@@ -160,7 +173,9 @@ class DataParallel(nn.Module, Generic[M]):
 
     def gather(self, outputs: Sequence[Any], output_device: torch.device) -> Any:
         """Put the outputs together. To be overridden where they are to be put together in another way."""
-        return gather(outputs, output_device, dim=self.dim)
+        scalars = self.dim == 0 and any(tensor.dim() == 0 for tensor in nesting.tensors(outputs))
+        is_new, self._said = scalars and not self._said, self._said or scalars
+        return gathered(outputs, output_device, self.dim, says=_CALL + 1 if is_new else 0)
 
     def _warn_of_means(self, outputs: Sequence[Any]) -> None:
         if self._warned or len(set(self.sizes)) < 2 or len(outputs) < 2:
@@ -171,8 +186,28 @@ class DataParallel(nn.Module, Generic[M]):
                 f"each replica gave a scalar, of shares of {', '.join(map(str, self.sizes))}: if they are means, their "
                 "mean() is not that of the batch. Write (losses * losses.new_tensor(net.sizes)).sum() / sum(net.sizes) "
                 "with this DataParallel as net, or return a value for each sample",
-                stacklevel=2,
+                stacklevel=_CALL,
             )
+
+    def _warn_of_other_dimensions(self, outputs: Sequence[Any]) -> None:
+        """Say once where the samples seem to lie in another dimension than the one that is joined."""
+        if self._compared or self.dim != 0 or len(self.sizes) != len(outputs):
+            return
+        self._compared = True
+        for column in zip(*map(nesting.tensors, outputs), strict=False):
+            shapes = [tuple(tensor.shape) for tensor in column if is_plain(tensor)]
+            if len(shapes) < len(column) or any(
+                size in shape[:1] for shape, size in zip(shapes, self.sizes, strict=True)
+            ):
+                continue
+            for dim in range(1, min(map(len, shapes))):
+                if all(shape[dim] == size for shape, size in zip(shapes, self.sizes, strict=True)):
+                    warnings.warn(
+                        f"replicas gave tensors {shapes[0]}, whose samples seem to lie in dimension {dim}, and they "
+                        "are joined along dimension 0: transpose them in forward, or override gather",
+                        stacklevel=_CALL,
+                    )
+                    return
 
 
 def data_parallel(
@@ -215,7 +250,7 @@ def data_parallel(
 
 def _sizes(shares: Sequence[Arguments], dim: int) -> tuple[int, ...]:
     """What each share has along ``dim``, by its first tensor that is cut."""
-    firsts = [next((t for t in nesting.tensors(share) if t.dim()), None) for share in shares]
+    firsts = [next((t for t in nesting.tensors(share) if t.dim() and is_plain(t)), None) for share in shares]
     return tuple(first.shape[dim] for first in firsts if first is not None)
 
 

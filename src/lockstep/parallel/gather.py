@@ -34,9 +34,23 @@ def gather(outputs: Sequence[Any], target_device: Device | torch.device | str | 
 
     Source: https://docs.pytorch.org/docs/stable/generated/torch.nn.DataParallel.html
     """
+    return gathered(outputs, target_device, dim, says=3)
+
+
+def gathered(
+    outputs: Sequence[Any], target_device: Device | torch.device | str | int, dim: int = 0, *, says: int
+) -> Any:
+    """The same; ``says`` is how far up the stack the line lies that is warned of scalars, 0 for no warning."""
     if not outputs:
         raise InputError("no outputs to gather: there must be one for each device that was used")
-    return _joined(list(outputs), targets.one(target_device), dim, list(outputs))
+    whole = _joined(list(outputs), targets.one(target_device), dim, list(outputs))
+    if says and dim == 0 and any(tensor.dim() == 0 for tensor in nesting.tensors(outputs[0])):
+        warnings.warn(
+            "Was asked to gather along dimension 0, but all input tensors were scalars; "
+            "will instead unsqueeze and return a vector.",
+            stacklevel=says,
+        )
+    return whole
 
 
 def _joined(column: list[Any], place: torch.device, dim: int, outputs: list[Any]) -> Any:
@@ -67,17 +81,28 @@ def _joined(column: list[Any], place: torch.device, dim: int, outputs: list[Any]
 def _concatenated(column: list[torch.Tensor], place: torch.device, dim: int) -> torch.Tensor:
     moved = [targets.move(item, place) for item in column]
     if dim == 0 and all(item.dim() == 0 for item in moved):
-        warnings.warn(
-            "Was asked to gather along dimension 0, but all input tensors were scalars; "
-            "will instead unsqueeze and return a vector.",
-            stacklevel=2,
-        )
         return torch.stack(moved)
     try:
         return torch.cat(moved, dim)
     except (RuntimeError, IndexError) as error:
-        shapes = ", ".join(str(tuple(item.shape)) for item in moved)
-        raise InputError(f"tensors of shapes {shapes} can't be joined along dimension {dim}") from error
+        raise InputError(_why_apart(moved, dim)) from error
+
+
+def _why_apart(tensors: list[torch.Tensor], dim: int) -> str:
+    """Why these tensors can't be joined along ``dim``, and what to do."""
+    if any(tensor.is_nested for tensor in tensors):
+        return "nested tensors can't be joined: return padded ones"
+    said = f"tensors of shapes {', '.join(str(tuple(t.shape)) for t in tensors)} can't be joined along dimension {dim}"
+    dims = tensors[0].dim()
+    if any(tensor.dim() != dims for tensor in tensors) or not -dims <= dim < dims:
+        return said
+    other = [d for d in range(dims) if d != dim % dims and len({tensor.shape[d] for tensor in tensors}) > 1]
+    if not other:
+        return said
+    return (
+        f"{said}: they also differ in dimension {other[0]}; where each replica pads its share, let it pad to one "
+        "length (give total_length to pad_packed_sequence)"
+    )
 
 
 def _gone_through(item: Any) -> list[Any]:

@@ -31,7 +31,7 @@ from lockstep.parallel import targets as _targets
 from lockstep.parallel.balanced import Balanced
 from lockstep.parallel.chunks import Share
 from lockstep.parallel.criterion import Criterion
-from lockstep.parallel.scatter import scatter
+from lockstep.parallel.scatter import refuse_uncuttable, scatter
 from lockstep.parallel.total import total_of
 
 TOKENS = 256
@@ -134,6 +134,7 @@ class ParallelLoss:
         if self.generator is not None:
             _refuse_batch_norm(self.generator)
         if not isinstance(hidden, Balanced):
+            refuse_uncuttable(hidden)
             sizes = _even(nesting.batch_size_of(hidden), len(self.devices))
             hidden = Balanced(list(scatter(hidden, self.devices, sizes=sizes)), list(self.devices))
         sizes = [nesting.batch_size_of(part) for part in hidden]

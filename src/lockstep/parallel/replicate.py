@@ -15,6 +15,7 @@ from torch import nn
 from lockstep.devices import Devices
 from lockstep.errors import InputError
 from lockstep.parallel import attributes, targets
+from lockstep.parallel.parametrized import cache_apart
 
 M = TypeVar("M", bound=nn.Module)
 
@@ -57,9 +58,11 @@ def shell(module: nn.Module, name: str) -> Any:
         raise InputError(f"{called} was compiled by torch.compile: replicate the module itself, and compile replicas")
     refuse_compiled(module, called)
     try:
-        return module._replicate_for_data_parallel()  # type: ignore[no-untyped-call]
+        made = module._replicate_for_data_parallel()  # type: ignore[no-untyped-call]
     except Exception as error:
         raise InputError(f"{called} ({type(module).__name__}) can't be replicated: {error}") from error
+    cache_apart(made)
+    return made
 
 
 def refuse_compiled(module: nn.Module, name: str) -> None:

@@ -10,6 +10,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
+from torch.autograd import forward_ad
 
 from lockstep import nesting
 from lockstep.devices import Device, Devices
@@ -42,7 +43,8 @@ def scatter(inputs: Any, target_gpus: Devices, dim: int = 0, *, sizes: Sequence[
         A tuple of tensors for a single tensor, else a list of nests of the same types: one for each device used.
 
     Raises:
-        InputError: tensors whose sizes along ``dim`` differ, an empty batch, or ``sizes`` that don't add up.
+        InputError: tensors whose sizes along ``dim`` differ, an empty batch, ``sizes`` that don't add up; sparse or
+            nested tensors, or a call inside a transform of ``torch.func``, for several devices.
 
     Source: https://docs.pytorch.org/docs/stable/generated/torch.nn.DataParallel.html
     """
@@ -74,8 +76,52 @@ def scatter_kwargs(
     return tuple(args for args, _ in both), tuple(named for _, named in both)
 
 
+def refuse_uncuttable(inputs: Any) -> None:
+    """Refuse tensors that have no rows in memory.
+
+    Raises:
+        InputError: one is sparse or nested.
+    """
+    for tensor in nesting.tensors(inputs):
+        if tensor.is_nested:
+            raise InputError(
+                "a nested tensor can't be cut: give its to_padded_tensor(0.0) and the lengths, and nest inside of the "
+                "module"
+            )
+        if not is_plain(tensor):
+            raise InputError(
+                f"a tensor of layout {str(tensor.layout).removeprefix('torch.')} (shape {tuple(tensor.shape)}) can't "
+                "be cut: give its to_dense(), or, if all replicas share it, keep it in the module as a buffer"
+            )
+
+
+def _refuse_transforms() -> None:
+    """Refuse what follows a computation in the caller's thread only.
+
+    Raises:
+        InputError: one of these is active.
+    """
+    if torch._C._are_functorch_transforms_active() or forward_ad._current_level >= 0:
+        what, done = "torch.func's transforms (grad, vmap, ...) and forward-mode derivatives", "transform"
+    elif torch._C._get_tracing_state() is not None or torch.compiler.is_exporting():
+        what, done = "torch.jit.trace and torch.export", "give them"
+    else:
+        return
+    raise InputError(f"{what} don't follow a batch to the threads of replicas: {done} the module itself (net.module)")
+
+
+def is_plain(tensor: torch.Tensor) -> bool:
+    """Whether it has rows in memory."""
+    return tensor.layout is torch.strided and not tensor.is_nested
+
+
 def _shares(inputs: Any, places: tuple[Device, ...], dim: int, sizes: Sequence[int] | None) -> list[Any]:
+    if len(places) > 1:
+        refuse_uncuttable(inputs)
+        _refuse_transforms()
     total = _batch_size(inputs, dim)
+    if len(places) == 1 and sizes is None:  # as it is: nothing is cut
+        return [nesting.each(lambda tensor: targets.move(tensor, places[0].torch), inputs)]
     if total is None:
         return _cut(inputs, [device.torch for device in places], dim, [])
     if sizes is None:
@@ -93,7 +139,7 @@ def _batch_size(inputs: Any, dim: int) -> int | None:
     """The size along ``dim`` that all tensors have, or None where there is nothing to cut."""
     first: torch.Tensor | None = None
     for tensor in nesting.tensors(inputs):
-        if tensor.dim() == 0:
+        if tensor.dim() == 0 or not is_plain(tensor):
             continue
         if not -tensor.dim() <= dim < tensor.dim():
             raise InputError(f"a tensor of shape {tuple(tensor.shape)} has no dimension {dim} to cut")

@@ -18,7 +18,7 @@ def many(wanted: Devices) -> tuple[Device, ...]:
         DeviceError: they don't exist, or the words aren't understood.
     """
     if isinstance(wanted, (list, tuple)):
-        if all(isinstance(item, Device) for item in wanted):
+        if wanted and all(isinstance(item, Device) for item in wanted):
             return tuple(wanted)
         return _devices.parse([_indexed(item) for item in wanted])
     return _devices.parse(_indexed(wanted) if isinstance(wanted, torch.device) else wanted)

@@ -83,7 +83,10 @@ class Hogwild(Strategy):
         model = build_model(job, world)
         self.refuse(model, world.size)
         shared = SharedWeights(model, world) if world.size > 1 else None
-        return HogwildStep(model, build_optimizer(job, model), job, world, shared)
+        optimizer = build_optimizer(job, model)
+        if world.size > 1:
+            _refuse_unscaled(optimizer)
+        return HogwildStep(model, optimizer, job, world, shared)
 
     def exceptions(self, job: Job, model: nn.Module, replicas: int) -> list[str]:
         """As any strategy's, and what else follows the share."""
@@ -93,6 +96,24 @@ class Hogwild(Strategy):
         if replicas > 1 and job.lr_scheduler is not None and job.lr_scheduler_every == "step":
             said.append("a scheduler that looks at the loss of a step (ReduceLROnPlateau) sees each rank's share")
         return said
+
+
+def _refuse_unscaled(optimizer: torch.optim.Optimizer) -> None:
+    """Refuse an optimizer whose steps a smaller learning rate doesn't make smaller.
+
+    Raises:
+        StrategyError: it is one of PyTorch's that do so.
+    """
+    why = {
+        torch.optim.Rprop: "only begins at it",
+        torch.optim.Adafactor: "takes 1 / sqrt(step) where that is smaller",
+    }
+    for kind, reason in why.items():
+        if isinstance(optimizer, kind):
+            raise StrategyError(
+                f"hogwild gives each rank its part of the learning rate, and {kind.__name__} {reason}, so that each "
+                "rank would make a whole step: take another optimizer, or ddp"
+            )
 
 
 class HogwildStep(Step):

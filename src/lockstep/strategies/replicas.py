@@ -9,6 +9,7 @@ from torch import nn
 
 from lockstep.devices import Device
 from lockstep.errors import JobError, StrategyError
+from lockstep.parallel.parametrized import cache_apart
 
 
 def replica_of(model: nn.Module, device: Device) -> nn.Module:
@@ -23,6 +24,8 @@ def replica_of(model: nn.Module, device: Device) -> nn.Module:
         raise JobError(
             f"model: it can't be copied for {device}: {type(error).__name__}: {error}; ddp builds it afresh"
         ) from error
+    for module in made.modules():
+        cache_apart(module)
     mine = {id(p) for p in memo.values()}
     if any(id(p) not in mine for p in made.parameters()):
         raise StrategyError(

@@ -1,0 +1,68 @@
+"""Parametrized: tensors that PyTorch computes as they are read, of which each replica caches its own.
+
+Inside ``torch.nn.utils.parametrize.cached()`` such a tensor is kept under the identity of the module that it was
+registered on, which all its copies go by: every replica would compute with the first one's, and send gradients through
+that one's graph. So a replica is of a class of its own, that keeps them by replica.
+
+(torch 2.11 to 2.13; to be deleted when PyTorch's key is the module that is read.)
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import threading
+import types
+from collections.abc import Iterator
+from typing import Any
+
+from torch import Tensor, nn
+from torch.nn.utils import parametrize
+
+_here = threading.local()
+
+
+def cache_apart(copied: nn.Module) -> None:
+    """Let a copy of a module cache parametrized tensors for itself; any other module stays as it is."""
+    if "parametrizations" not in copied._modules:
+        return
+    names = tuple(copied.parametrizations)  # type: ignore[arg-type]
+    kind = type(copied)
+    if vars(kind).get("_cached_apart") == names:
+        return  # the copy of a copy
+    made = vars(kind).get("_apart")
+    if made is None or vars(made)["_cached_apart"] != names:
+        reads = {name: property(functools.partial(_read, name), functools.partial(_write, name)) for name in names}
+        body = {**reads, "_cached_apart": names, "__module__": kind.__module__}
+        made = types.new_class(kind.__name__, (kind,), exec_body=lambda namespace: namespace.update(body))
+        kind._apart = made  # type: ignore[attr-defined]  # PyTorch made that class for this one module
+    object.__setattr__(copied, "__class__", made)
+
+
+@contextlib.contextmanager
+def uncached() -> Iterator[None]:
+    """Meanwhile this thread's replicas cache nothing: each chunk of a batch goes backward through its own graph."""
+    before, _here.off = getattr(_here, "off", False), True
+    try:
+        yield
+    finally:
+        _here.off = before
+
+
+def _read(name: str, replica: Any) -> Tensor:
+    compute = replica.parametrizations[name]
+    if not parametrize._cache_enabled or getattr(_here, "off", False):
+        return compute()  # type: ignore[no-any-return]
+    # The replica lies there too, so that nobody else comes to have its id; what it was made of, since on accelerators
+    # that is copied anew for each forward.
+    cache: Any = parametrize._cache
+    sources = list(compute.parameters())
+    _, of, found = cache.get(("replica", id(replica), name), (None, (), None))
+    if found is None or len(of) != len(sources) or any(a is not b for a, b in zip(of, sources, strict=True)):
+        found = compute()
+        cache["replica", id(replica), name] = replica, sources, found
+    return found  # type: ignore[no-any-return]
+
+
+def _write(name: str, replica: Any, value: Tensor) -> None:
+    replica.parametrizations[name].right_inverse(value)
