@@ -117,7 +117,7 @@ class _Training:
         self.scheduler = _scheduler(job, self.step)
         self.parts = self.strategy.parts(job)
         self.loader = job_loader(job.having(accumulate=self.parts), world, self.train_data)
-        self.eval_loaders = eval_loaders(job, world, self.eval_data, self.step.evaluation_parts)
+        self.eval_loaders = eval_loaders(job, world, self.eval_data)
         self.epoch = 0  # epochs that are done
         self.position = 0  # batches done of the epoch that is not
         self.partial: tuple[Any, Any] = (0.0, 0.0)

@@ -204,9 +204,7 @@ class _Prediction:
         self.step: Step = plan.strategy.build(self.job, world)
         self.rows = len(dataset)
         self.batch_size = job.eval_batch_size or job.batch_size
-        self.loader = job_loader(
-            self.job, world, dataset, evaluation=True, parts=self.step.evaluation_parts, name=self.name
-        )
+        self.loader = job_loader(self.job, world, dataset, evaluation=True, name=self.name)
         self.form: Any = None
         self.layout: Layout | None = None
         self.writer: RowWriter | LineWriter | None = None

@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import math
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
 
@@ -87,9 +87,6 @@ class Step(ABC):
     """How many copies of the model there are over all ranks, each with a share of its own."""
     together = True
     """Whether the ranks meet in each update."""
-
-    evaluation_parts = 1
-    """Micro-batches of an evaluation batch: more where they overlap on the devices."""
 
     profiled: Mapping[str, str] = {}
     """Methods of a strategy's own that a profile names: ``"replica"`` (one runs for each), or how gradients move."""
@@ -359,6 +356,11 @@ class Step(ABC):
             return []
         outputs, total, count = self.outputs(part)
         return [(outputs, self.placed(part).targets, total, count)]
+
+    def results_over(self, batches: Iterable[Batch]) -> Iterator[list[tuple[Any, Any, Number, Number]]]:
+        """``results`` of one batch after the other, within ``evaluating()``."""
+        for batch in batches:
+            yield self.results(batch)
 
     def predictions(self, batch: Batch) -> list[tuple[int, Any]]:
         """Samples and outputs of each of this process's shares of a batch that isn't empty, within ``evaluating()``.

@@ -189,7 +189,7 @@ def evaluate_on(world: World, plan: _Evaluation) -> dict[str, float]:
     step = plan.strategy.build(job, world)
     if plan.weights is not None:
         take_weights(step.model, plan.weights)
-    loaders = eval_loaders(job, world, resolve_sets(job.eval_data, world), step.evaluation_parts)
+    loaders = eval_loaders(job, world, resolve_sets(job.eval_data, world))
     values = evaluate_sets(step, loaders, job.metrics, world)
     for loader in loaders.values():
         loader.close()

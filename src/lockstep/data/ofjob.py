@@ -9,27 +9,22 @@ from lockstep.job import Job
 from lockstep.world import World
 
 
-def eval_loaders(job: Job, world: World, sets: dict[str, Any], parts: int = 1) -> dict[str, AnyLoader]:
-    """A loader for each evaluation set, by its name, of batches in so many parts."""
+def eval_loaders(job: Job, world: World, sets: dict[str, Any]) -> dict[str, AnyLoader]:
+    """A loader for each evaluation set, by its name."""
     return {
-        name: job_loader(
-            job, world, dataset, evaluation=True, parts=parts, name=f'eval_data["{name}"]' if name else None
-        )
+        name: job_loader(job, world, dataset, evaluation=True, name=f'eval_data["{name}"]' if name else None)
         for name, dataset in sets.items()
     }
 
 
-def job_loader(
-    job: Job, world: World, dataset: Any, *, evaluation: bool = False, parts: int = 1, name: str | None = None
-) -> AnyLoader:
+def job_loader(job: Job, world: World, dataset: Any, *, evaluation: bool = False, name: str | None = None) -> AnyLoader:
     """The loader of this rank's shares of a dataset, with the settings of a job.
 
     Args:
         job: whose settings they are.
         world: this rank's place.
         dataset: as ``resolve`` gives it.
-        evaluation: in the dataset's order, in batches of ``eval_batch_size``.
-        parts: that an evaluation batch is cut in.
+        evaluation: in the dataset's order, in batches of ``eval_batch_size``, whole.
         name: what the dataset is called in messages.
     """
     several = len(world.devices) > 1
@@ -41,7 +36,7 @@ def job_loader(
         world.size,
         world.shares,
         batch_size=(job.eval_batch_size or job.batch_size) if evaluation else job.batch_size,
-        accumulate=parts if evaluation else job.accumulate,
+        accumulate=1 if evaluation else job.accumulate,
         seed=job.seed,
         shuffle=job.shuffle and not evaluation,
         order=None if evaluation else job.order,

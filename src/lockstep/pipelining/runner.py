@@ -231,7 +231,7 @@ class Runner:
     # ---- forward only -----------------------------------------------------------------------------------------------
 
     def evaluate(self, forward: Callable[[int], T], count: int) -> list[T]:
-        """Forward of each micro-batch, without gradients; what each gave.
+        """Forward of several batches, without gradients; what each gave.
 
         The first ones go one after the other, as in the first update. Whoever goes another way than they did gets
         turns between those of the others: no sums depend on their order.
@@ -239,12 +239,11 @@ class Runner:
         if not self._slots or count == 1:
             return [forward(number) for number in range(count)]
         team = self._threads(count)
-        if not self._forward_route or self._forward_in_turn is not None:
-            self.overlaps = False
+        self.overlaps = bool(self._forward_route) and self._forward_in_turn is None
+        if not self.overlaps:
             first, *_ = team.run([lambda: self._forward_one_by_one(forward, count), *self._idle(1)])
             assert first is not None
             return first
-        self.overlaps = True
         if count not in self._forward_orders:
             schedule = by_stage(self._places, count)
             self._forward_orders[count] = orders_of(self._forward_route, schedule, count)

@@ -2,24 +2,22 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+import itertools
+from collections.abc import Iterable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from typing import Any, TypeVar
+from typing import Any
 
 import torch
 from torch import nn
 
-from lockstep.data import Batch, Part, mixed
+from lockstep.data import Batch, mixed
 from lockstep.job import Job
-from lockstep.nesting import call
 from lockstep.parallel import recompute
 from lockstep.parallel.random import Streams, stream
 from lockstep.pipelining.layers import Layers
 from lockstep.pipelining.runner import Runner
 from lockstep.step import Number, Step
 from lockstep.world import World
-
-T = TypeVar("T")
 
 
 class StagedStep(Step):
@@ -44,9 +42,8 @@ class StagedStep(Step):
         self.cuts_batch = self._accumulate > 1
         self._layers = layers
         self.runner = runner
-        norms = [m for m in model.modules() if isinstance(m, nn.modules.batchnorm._BatchNorm)]
-        if all(m.track_running_stats for m in norms):  # else they would normalise each micro-batch
-            self.evaluation_parts = microbatches
+        # So many evaluation batches are under way at once.
+        self._together = 1 if len(world.devices) == 1 else 2 * len(world.devices)
         if world.device.is_slot:
             recompute.install()
             self.profiled = {"_stages": "stages"}  # on accelerators the calling thread itself goes through them
@@ -106,33 +103,18 @@ class StagedStep(Step):
         # Gradients are on several devices, the count is on one.
         super()._weight(size, float(count) if self._layers.moves and isinstance(count, torch.Tensor) else count)
 
-    def results(self, batch: Batch) -> list[tuple[Any, Any, Number, Number]]:
-        """Those of each micro-batch, overlapped."""
-        parts = [self.placed(part) for part in batch.parts if part.size]
-        found = self._overlapped(parts, lambda part: self.judged(self.model, part))
-        return [
-            (outputs, part.targets, total, count) for part, (outputs, total, count) in zip(parts, found, strict=True)
-        ]
-
-    def predictions(self, batch: Batch) -> list[tuple[int, Any]]:
-        """Those of each micro-batch, overlapped."""
-
-        def outputs(part: Part) -> Any:
-            with self._precision.autocast():
-                return call(self.model, part.inputs)
-
-        parts = [self.placed(part) for part in batch.parts if part.size]
-        return [(part.size, made) for part, made in zip(parts, self._overlapped(parts, outputs), strict=True)]
-
-    def _overlapped(self, parts: list[Part], function: Callable[[Part], T]) -> list[T]:
+    def results_over(self, batches: Iterable[Batch]) -> Iterator[list[tuple[Any, Any, Number, Number]]]:
+        """Those of each batch. Whole batches overlap on the devices: cut, they might give other numbers."""
         streams = Streams()
+        rest = iter(batches)
+        while together := list(itertools.islice(rest, self._together)):
 
-        def forward(number: int) -> T:
-            drawing = stream(lambda: streams.generator(number)) if self.runner.overlaps else nullcontext()
-            with torch.no_grad(), drawing:
-                return function(parts[number])
+            def forward(number: int, together: list[Batch] = together) -> list[tuple[Any, Any, Number, Number]]:
+                drawing = stream(lambda: streams.generator(number)) if self.runner.overlaps else nullcontext()
+                with torch.no_grad(), drawing:
+                    return self.results(together[number])
 
-        return self.runner.evaluate(forward, len(parts))
+            yield from self.runner.evaluate(forward, len(together))
 
     @contextmanager
     def evaluating(self) -> Iterator[None]:
