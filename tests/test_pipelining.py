@@ -315,44 +315,6 @@ def test_a_hundred_equal_runs_give_equal_bits_and_none_waits_forever(kind: str, 
     _often(kind, 100, tmp_path)
 
 
-class Failing(nn.Module):
-    """Its second layer raises at the ninth forward, one of the second update's."""
-
-    calls = 0
-
-    def __init__(self, backward: bool) -> None:
-        super().__init__()
-        self.first, self.second = nn.Linear(6, 6), nn.Linear(6, 3)
-        self.second.register_forward_hook(self.fail)
-        self.backward = backward
-
-    def fail(self, module: nn.Module, args: Any, output: torch.Tensor) -> None:
-        type(self).calls += 1
-        if type(self).calls == 7:
-            if not self.backward:
-                raise ValueError("the seventh")
-            output.register_hook(self.fail_later)
-
-    def fail_later(self, gradient: torch.Tensor) -> None:
-        raise ValueError("the seventh")
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return self.second(torch.tanh(self.first(x)))
-
-
-@pytest.mark.timeout(30)
-@pytest.mark.parametrize("backward", [False, True])
-def test_a_stage_that_raises_stops_all_at_once_and_is_named(backward: bool, tmp_path, monkeypatch) -> None:
-    monkeypatch.setattr(Failing, "calls", 0)
-    job = _job(lambda: Failing(backward), eval_data=None, metrics={})
-    start = time.monotonic()
-    with pytest.raises(ValueError, match="the seventh") as caught:
-        train(job, strategy=PP({"first": 0, "second": 1}), devices="2xcpu", folder=tmp_path, quiet=True)
-    way = "backward" if backward else "forward"
-    assert caught.value.__notes__ == [f"raised in stage 1 (cpu:1), {way} of micro-batch 2, at step 2"]
-    assert time.monotonic() - start < 20
-
-
 def test_a_run_of_pp_goes_on_under_ddp_and_back(tmp_path) -> None:
     job = ZOO["momentum"].having(precision="fp64", epochs=3)
     whole = train(job, strategy="single", devices="1xcpu", folder=tmp_path, quiet=True)
