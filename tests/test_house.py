@@ -34,6 +34,7 @@ LAYERS = [
         "arrayfile",
         "outputs",
         "stopwatch",
+        "report",
     },
     {"step", "run", "linefile", "map"},
     {"strategies", "evaluation", "firststep", "profiling", "progress"},

@@ -63,10 +63,10 @@ def _is_close(found: Comparison, best: Row, row: Row) -> bool:
 
 
 def _why(found: Comparison, best: Row) -> str:
-    strategies = [row for row in found.measured if row.role == "strategy"]
+    strategies = [row for row in found.measured if row.role == "strategy" and row.is_exact]
     if best.role != "strategy":
         if not strategies:
-            return "there is no strategy to take in its place"
+            return "no strategy here has the numbers of one device"
         ahead = max(strategies, key=lambda row: row.timing.median)
         ratio = found.ratio(ahead, best.name)
         assert ratio is not None

@@ -65,6 +65,22 @@ def compare(options: argparse.Namespace, knobs: Mapping[str, str], settings: Map
     return 0 if found.measured else 1
 
 
+def report(folder: str) -> int:
+    """Write the page of a run, or once more that of a comparison."""
+    import os
+
+    if os.path.isfile(os.path.join(folder, "compare.json")):
+        from lockstep.compare.pages import write_page as of_comparison
+        from lockstep.compare.record import read
+
+        print(of_comparison(read(folder)))
+    else:
+        from lockstep.report.ofrun import write_page as of_run
+
+        print(of_run(folder))
+    return 0
+
+
 def _names(words: str | None) -> list[str] | None:
     return None if words is None else [word.strip() for word in words.split(",") if word.strip()]
 

@@ -13,6 +13,7 @@
 from __future__ import annotations
 
 import json
+import os
 import shlex
 import shutil
 from collections.abc import Callable, Mapping, Sequence
@@ -20,10 +21,11 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from lockstep.compare.pages import write_page
 from lockstep.compare.result import Comparison, plain
 from lockstep.compare.table import csv_of, lines_of
 from lockstep.devices import Devices
-from lockstep.errors import FolderError
+from lockstep.errors import FolderError, InputError
 from lockstep.folder import RunFolder
 from lockstep.job import Job
 from lockstep.jobfile import JobFile
@@ -133,5 +135,14 @@ def tell(found: Comparison, say: Callable[[str], None]) -> None:
     say("")
     for line in lines_of(found, shutil.get_terminal_size().columns):
         say(line)
-    if found.folder:
-        write(found)
+    if not found.folder:
+        return
+    write(found)
+    say("")
+    try:
+        say(f"report: {os.path.relpath(write_page(found))}")
+    except FolderError:
+        raise
+    except InputError as error:
+        say(f"no report.html: {error}")
+    say(f"all that was found: {os.path.relpath(found.folder)}/compare.json and compare.csv")

@@ -38,7 +38,7 @@ def speed_columns(found: Comparison) -> list[Column]:
 
     columns = [
         Column("samples/s", lambda row: rate(row.timing.median), 10),
-        Column("lowest, highest", lambda row: ", ".join(rate(r) for r in row.timing.spread), 17),
+        Column("lowest, highest", lambda row: ", ".join(rate(r) for r in row.timing.spread), 16),
         Column("x slot" if found.on_slots else "x one", lambda row: ratio(found.speed_up(row)), 7),
     ]
     if found.on_slots:
@@ -46,7 +46,7 @@ def speed_columns(found: Comparison) -> list[Column]:
     return [
         *columns,
         Column("effic.", lambda row: percent(found.efficiency(row)) if len(row.devices) > 1 else "", 7),
-        Column("memory", memory, 12),
+        Column("memory", memory, 13),
     ]
 
 

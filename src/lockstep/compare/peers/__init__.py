@@ -10,6 +10,7 @@ import contextlib
 import importlib.util
 import json
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -23,7 +24,7 @@ import torch
 from lockstep.compare.entries import Entry
 from lockstep.errors import InputError, RunError, nearest
 from lockstep.job import Job
-from lockstep.jobfile import JobFile, with_settings
+from lockstep.jobfile import JobFile, the_job, with_settings
 from lockstep.trial import Tried
 from lockstep.world import now
 
@@ -57,9 +58,10 @@ def attempt_peer(job: Job | JobFile, entry: Entry, *, seconds: float) -> Tried:
         InputError: the job can't be sent to other processes.
         RunError: it failed.
     """
+    source = with_settings(job, entry.way.settings)
+    _refuse(the_job(source))
     with tempfile.TemporaryDirectory(prefix="lockstep-") as folder:
         plan, out = Path(folder, "plan"), Path(folder, "found.json")
-        source = with_settings(job, entry.way.settings)
         try:
             plan.write_bytes(cloudpickle.dumps((entry.way.strategy, source, entry.devices, seconds)))
         except Exception as error:
@@ -83,6 +85,16 @@ def attempt_peer(job: Job | JobFile, entry: Entry, *, seconds: float) -> Tried:
     )
 
 
+def _refuse(job: Job) -> None:
+    """What the loop by hand hasn't got."""
+    usual = {"accumulate": 1, "sync_batchnorm": False, "compile": False, "activation_checkpointing": None}
+    for name, value in usual.items():
+        if getattr(job, name) != value:
+            raise InputError(f"{name}: the loop by hand hasn't got it")
+    if job.precision not in (None, "fp32", "bf16"):
+        raise InputError(f"precision: the loop by hand hasn't got {job.precision}")
+
+
 def _run(command: list[str], entry: Entry) -> None:
     first = entry.devices[0]
     environment = {**os.environ, "PYTHONWARNINGS": "ignore", "OMP_NUM_THREADS": str(first.threads)}
@@ -104,5 +116,5 @@ def _run(command: list[str], entry: Entry) -> None:
     # A rank that leaves gloo's group a moment after the other may abort there; by then all is done and written.
     out = Path(command[-1])
     if not out.is_file():
-        said = [line for line in errors.splitlines() if "Error" in line and "ChildFailedError" not in line]
-        raise RunError(f"{entry.name}: {said[0].strip() if said else f'it ended with {process.returncode}'}")
+        said = re.search(r"^(?:\[rank\d+\]: )?([\w.]*(?:Error|Exception)\b.*)$", errors, re.MULTILINE)
+        raise RunError(f"{entry.name}: {said[1] if said else f'it ended with {process.returncode}'}")

@@ -64,7 +64,6 @@ def main() -> None:
     device: Device = devices[rank]
     _devices.limit_threads(device)
     job = the_job(source)
-    _refuse(job)
     where = torch.device("cuda", int(os.environ["LOCAL_RANK"])) if device.type == "cuda" else torch.device("cpu")
     if device.type == "cuda":
         torch.cuda.set_device(where)
@@ -84,16 +83,6 @@ def main() -> None:
     if rank == 0:
         out.write_text(json.dumps({"rate": rate * len(devices), "first": first, "started": started, "peaks": peaks}))
     parts.end()
-
-
-def _refuse(job: Job) -> None:
-    """What the loop by hand hasn't got."""
-    usual = {"accumulate": 1, "sync_batchnorm": False, "compile": False, "activation_checkpointing": None}
-    for name, value in usual.items():
-        if getattr(job, name) != value:
-            raise InputError(f"{name}: the loop by hand hasn't got it")
-    if job.precision not in (None, "fp32", "bf16"):
-        raise InputError(f"precision: the loop by hand hasn't got {job.precision}")
 
 
 def model_of(job: Job, where: torch.device) -> nn.Module:
