@@ -192,7 +192,7 @@ def _parser() -> tuple[_Parser, dict[str, _Parser]]:
 
     report = commands.add_parser("report", help="a page of a run, or of a comparison", allow_abbrev=False)
     report.add_argument("folder", help="the folder of a run, or of a comparison")
-    report.set_defaults(function=_report)
+    report.set_defaults(function=lambda options: comparing.report(options.folder))
 
     devices = commands.add_parser("devices", help="what is here", allow_abbrev=False)
     devices.set_defaults(function=_devices)
@@ -370,10 +370,6 @@ def _tune(options: argparse.Namespace) -> int:
 def _compare(options: argparse.Namespace) -> int:
     _warm_up(options, surely=True)
     return comparing.compare(options, _knobs(options.set), _settings(options))
-
-
-def _report(options: argparse.Namespace) -> int:
-    return comparing.report(options.folder)
 
 
 def _partition(options: argparse.Namespace) -> int:

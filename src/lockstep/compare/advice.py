@@ -18,9 +18,10 @@ def best_of(found: Comparison) -> Row | None:
 
 
 def _is_as_fast(found: Comparison, fastest: Row, row: Row) -> bool:
+    """Whether ``row`` isn't clearly behind: by its median, or since it was ahead in some rounds."""
     ahead = found.ratio(fastest, row.name)
     assert ahead is not None
-    return ahead.median < _SAME or ahead.spread[0] <= 1.0
+    return ahead.median < _SAME or sum(rate > 1.0 for rate in ahead.rates) < 0.75 * len(ahead.rates)
 
 
 def _trouble(row: Row) -> tuple[bool, int]:
@@ -40,7 +41,7 @@ def sentence(found: Comparison) -> str:
     rest = [row for row in found.measured if row.name != best.name]
     # Of the rows that it is held against only those that come close are worth a word.
     exact = [row for row in rest if row.is_exact and row.role == "strategy"]
-    alike = [row.name for row in exact if _is_close(found, best, row)]
+    alike = [row.name for row in exact if _is_as_fast(found, best, row)]
     after = [row for row in exact if row.name not in alike]
     if alike:
         said.append(f"{_listed(alike)} {'is' if len(alike) == 1 else 'are'} as fast")
@@ -54,12 +55,6 @@ def sentence(found: Comparison) -> str:
         if not row.is_exact and ahead is not None and ahead.median > _SAME:
             said.append(f"{row.name} is {ahead.median:.2f} times as fast, but not with the numbers of one device")
     return "; ".join(said) + "."
-
-
-def _is_close(found: Comparison, best: Row, row: Row) -> bool:
-    ratio = found.ratio(row, best.name)
-    assert ratio is not None
-    return ratio.median > 1 / _SAME or ratio.spread[0] <= 1.0 <= ratio.spread[1]
 
 
 def _why(found: Comparison, best: Row) -> str:

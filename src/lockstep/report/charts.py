@@ -199,17 +199,24 @@ class Lines:
         axes = plain_axes(figure)
         dashes = ("-", (0, (6, 3)), (0, (2, 2)), (0, (8, 3, 2, 3)))
         for i, (name, points) in enumerate(self.series.items()):
-            # The first lines are the widest, so that they show beneath the others.
+            # Where there are several the first are the widest, so that they show beneath the others.
             axes.plot(
-                [x for x, _ in points], [y for _, y in points], color=COLOURS[i % len(COLOURS)], label=words(name),
-                linewidth=max(1.4, 4.2 - 0.7 * i), linestyle=dashes[i % len(dashes)], marker="o", markersize=3.5,
-            )  # fmt: skip
+                [x for x, _ in points],
+                [y for _, y in points],
+                color=COLOURS[i % len(COLOURS)],
+                label=words(name),
+                linewidth=1.8 if len(self.series) < 3 else max(1.4, 4.2 - 0.7 * i),
+                linestyle=dashes[i % len(dashes)],
+                marker="o",
+                markersize=3.5,
+            )
         axes.grid(axis="y", color=GRID, linewidth=0.8)
         axes.set_xlabel(words(self.x), fontsize=9, color=FAINT)
         axes.set_ylabel(words(self.y), fontsize=9, color=FAINT)
         if all(float(x).is_integer() for points in self.series.values() for x, _ in points):
             axes.locator_params(axis="x", integer=True)
-        figure.legend(loc="outside upper left", ncols=columns, frameon=False, fontsize=8.5)
+        if len(self.series) > 1:
+            figure.legend(loc="outside upper left", ncols=columns, frameon=False, fontsize=8.5)
         return figure
 
 
