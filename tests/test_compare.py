@@ -142,6 +142,7 @@ def test_the_table_fits_80_columns(machine: Callable[..., Any]) -> None:
         "",
         "Take ddp: 1.85 times one slot of 2 cores, 1.09 times all 4 cores without a",
         "strategy, with the numbers of one device; pp comes next, at 0.89 of its rate.",
+        '  lockstep.train(job, strategy="ddp", devices="2xcpu")',
     ]
 
 
@@ -149,8 +150,8 @@ def test_the_table_fits_80_columns(machine: Callable[..., Any]) -> None:
 def test_no_line_is_wider_than_the_terminal(width: int, machine: Callable[..., Any]) -> None:
     machine(steady)
     found = compared(strategies=["dp", PP(microbatches=8)], sweep={"batch_size": [8, 4], "seed": [1000, 2000]})
-    lines = lines_of(found, width)
-    assert max(map(len, lines)) <= width
+    *lines, paste = lines_of(found, width)
+    assert max(map(len, lines)) <= width and paste.startswith("  lockstep.train(job, strategy=")
     assert sum("pp microbatches=8 batch_size=4 seed=2000" in line for line in lines) >= 2
 
 
@@ -442,3 +443,14 @@ def test_under_torchrun_it_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setenv(name, "1")
     with pytest.raises(InputError, match="start it without torchrun"):
         compared()
+
+
+def test_the_line_to_paste_has_the_strategys_own_settings() -> None:
+    way = Way("pp", "2xcpu", {"batch_size": 4}, {"microbatches": 8, "device_map": {"stem": 0, "": 1}})
+    assert way.line(JobFile("a.py", {"lr": "0.1"}, {"epochs": 3})) == (
+        "lockstep train a.py --set lr=0.1 --strategy pp --devices 2xcpu --microbatches 8 "
+        """--map '{"stem": 0, "": 1}' --epochs 3 --batch-size 4"""
+    )
+    assert way.having().line(job()) == (
+        'lockstep.train(job, strategy=PP(microbatches=8, device_map={"stem": 0, "": 1}), devices="2xcpu", batch_size=4)'
+    )

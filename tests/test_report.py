@@ -65,8 +65,17 @@ def planted(folder: Path, **settings: Any) -> Comparison:
             **more,
         }
         devices = tuple(f"cpu:{i}" for i in range(count))
-        return Row(name=name, strategy=strategy, settings={}, devices=devices, where=f"{count} slots of 1 core",
-                   words="", one="single, 1 core", cores="single, 2 cores", **values)  # fmt: skip
+        return Row(
+            name=name,
+            strategy=strategy,
+            settings={},
+            devices=devices,
+            where=f"{count} slots of 1 core",
+            line=f"lockstep train jobs/mine.py --strategy {strategy}",
+            one="single, 1 core",
+            cores="single, 2 cores",
+            **values,
+        )
 
     rows = (
         row("single, 1 core", "single", 1000.0, 1, role="one device", agreement=None),
@@ -116,7 +125,13 @@ def test_the_report_is_one_file_that_refers_to_nothing_else(tmp_path: Path) -> N
     assert page.refers and all(where.startswith("data:") for where in page.refers)
     assert not re.search(r"https?://|@import|url\(", text)
     assert "script" not in page.tags
-    for said in ("Take ddp: 1.90 times one slot", "not GPUs", "lockstep compare jobs/mine.py", "out of memory"):
+    for said in (
+        "Take ddp: 1.90 times one slot",
+        "not GPUs",
+        "lockstep compare jobs/mine.py",
+        "out of memory",
+        "--strategy ddp",
+    ):
         assert said in page.words
     assert "BatchNorm is over the share" in page.words and "Not known of pp microbatches=4" in page.words
 

@@ -8,8 +8,10 @@
 
 from __future__ import annotations
 
+import json
+import shlex
 import time
-from collections.abc import Callable, Generator, Iterator, Sequence
+from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, TypeVar
@@ -32,7 +34,7 @@ from lockstep.launch.local import run as run_locally
 from lockstep.memory import peak_memory
 from lockstep.placement import alone, place_of
 from lockstep.step import Step
-from lockstep.strategies import Strategy, choose
+from lockstep.strategies import STRATEGIES, Strategy, choose
 from lockstep.world import World, now
 
 T = TypeVar("T")
@@ -64,7 +66,10 @@ class Way:
         said = [f"--strategy {self.strategy} --devices {self.device_words}"]
         for name, value in {**self.options, **self.settings}.items():
             option = f"--{name.replace('_', '-')}"
-            said.append(option if value is True else f"{option} {str(value).lower()}")
+            if name == "device_map":
+                said.append(f"--map {shlex.quote(json.dumps(dict(value)))}")
+            else:
+                said.append(option if value is True else f"{option} {str(value).lower()}")
         return " ".join(said)
 
     @property
@@ -75,8 +80,22 @@ class Way:
     @property
     def arguments(self) -> str:
         """``strategy="dp", devices="2xcpu", channels_last=True``: what to say to ``train`` in Python."""
-        said = {"strategy": self.strategy, "devices": self.devices, **self.settings}
-        return ", ".join(f"{name}={value!r}".replace("'", '"') for name, value in said.items())
+        strategy = f'"{self.strategy}"'
+        if self.options:
+            kind = STRATEGIES[self.strategy].__name__
+            strategy = f"{kind}({_arguments(self.options)})"
+        return f"strategy={strategy}, {_arguments({'devices': self.devices, **self.settings})}"
+
+    def line(self, job: Job | JobFile) -> str:
+        """What to paste, to train a job so."""
+        if not isinstance(job, JobFile):
+            return f"lockstep.train(job, {self.arguments})"
+        knobs = "".join(f" --set {name}={value}" for name, value in job.knobs.items())
+        return f"lockstep train {job.path}{knobs} {replace(self, settings={**job.settings, **self.settings}).words}"
+
+
+def _arguments(values: Mapping[str, Any]) -> str:
+    return ", ".join(f"{name}={value!r}".replace("'", '"') for name, value in values.items())
 
 
 @dataclass(frozen=True)

@@ -294,19 +294,11 @@ class _Search:
             if name != "start":
                 what = "that keep the numbers" if name == "kept" else "of both kinds"
                 self.told(f"\nall settings {what}: {_ratio(gains[name])} times as fast as it is")
-                self.told(f"  {self.line(way)}")
+                self.told(f"  {way.line(self.job)}")
         if len(ways) == 1:
             self.told("\nnothing that was tried is faster than the job as it is")
         self.told("\nnothing was changed: the line is yours to paste")
         return Tuning(self.start, kept, self.way, gain_kept, gain_changed, tuple(self.rows))
-
-    def line(self, way: Way) -> str:
-        """What to paste."""
-        if not isinstance(self.job, JobFile):
-            return f"lockstep.train(job, {way.arguments})"
-        knobs = "".join(f" --set {name}={value}" for name, value in self.job.knobs.items())
-        given = Way("", "", dict(self.job.settings)).having(**way.settings).settings
-        return f"lockstep train {self.job.path}{knobs} {Way(way.strategy, way.devices, given).words}"
 
 
 def _placements(strategy: str | None, chosen: tuple[Device, ...], batch_size: int, by_default: bool) -> list[Way]:

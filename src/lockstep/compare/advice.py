@@ -61,7 +61,8 @@ def _why(found: Comparison, best: Row) -> str:
     strategies = [row for row in found.measured if row.role == "strategy" and row.is_exact]
     if best.role != "strategy":
         if not strategies:
-            return "no strategy here has the numbers of one device"
+            asked = any(row.role == "strategy" for row in found.rows)
+            return f"no strategy {'has the numbers of one device here' if asked else 'was measured'}"
         ahead = max(strategies, key=lambda row: row.timing.median)
         ratio = found.ratio(ahead, best.name)
         assert ratio is not None

@@ -201,7 +201,7 @@ class _Turns:
             settings={**way.options, **way.settings},
             devices=tuple(map(str, entry.devices)),
             where=devices_of(entry),
-            words=way.words if isinstance(way.devices, str) and entry.role != "peer" else "",
+            line=way.line(self.source) if isinstance(way.devices, str) and entry.role != "peer" else "",
             one=entry.one,
             cores=entry.cores,
             history=self.histories.get(entry.name, ()),

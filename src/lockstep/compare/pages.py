@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from pathlib import Path
 
-from lockstep.compare.advice import all_cores, sentence
+from lockstep.compare.advice import all_cores, best_of, sentence
 from lockstep.compare.result import Comparison, Row
 from lockstep.compare.table import moved, outcome_columns, speed_columns
 from lockstep.firststep import written
@@ -38,6 +38,7 @@ def page_of(found: Comparison) -> Page:
             "The devices are slots: cores of one machine, which share its memory and its caches. They are not GPUs: "
             "what gains here may gain more or less there."
         )
+    best = best_of(found)
     return Page(
         title=f"{Path(found.job).name}: strategies side by side",
         verdict=sentence(found),
@@ -45,6 +46,7 @@ def page_of(found: Comparison) -> Page:
         sections=[section for section in _sections(found) if section.parts or section.text],
         facts=[(name, str(value)) for name, value in found.machine.items()],
         command=found.command,
+        advice="" if best is None else best.line,
     )
 
 

@@ -12,6 +12,7 @@ from lockstep.compare.entries import Role
 from lockstep.events import TimesOf
 from lockstep.glance import Glance, Seen
 from lockstep.stopwatch import Timing, Timings
+from lockstep.strategies import STRATEGIES
 
 
 @dataclass(frozen=True)
@@ -25,7 +26,7 @@ class Row:
         settings: of the job and of the strategy, that this row has and others may not.
         devices: their names.
         where: the same in words: ``2 slots of 1 core``.
-        words: what to say to ``lockstep train`` to have it; "" where there are no such words.
+        line: what trains the job so; "" where there is no such line.
         one: the row that is its one device.
         cores: the row that is all cores of the machine, where slots are the devices.
         rates: samples per second, round by round; empty where it failed.
@@ -45,7 +46,7 @@ class Row:
     settings: dict[str, Any]
     devices: tuple[str, ...]
     where: str
-    words: str
+    line: str
     one: str
     cores: str | None
     rates: tuple[float, ...] = ()
@@ -66,7 +67,9 @@ class Row:
     @property
     def is_exact(self) -> bool:
         """Whether its numbers are those of one device, as far as that is known."""
-        return self.agreement is None or self.agreement.equal is not False
+        if self.agreement is None or self.agreement.equal is None:
+            return self.role == "peer" or STRATEGIES[self.strategy].exact is True
+        return self.agreement.equal
 
     @property
     def shares(self) -> dict[str, float]:

@@ -8,7 +8,7 @@ import textwrap
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
-from lockstep.compare.advice import all_cores, sentence
+from lockstep.compare.advice import all_cores, best_of, sentence
 from lockstep.compare.result import Comparison, Row
 
 _NARROW = 22
@@ -143,7 +143,9 @@ def lines_of(found: Comparison, width: int = 80) -> list[str]:
     outcome = outcome_columns(found)
     if outcome:
         lines += ["", *_table([row for row in measured if row.history], outcome, width)]
-    return [*lines, "", *_wrapped(sentence(found), width)]
+    lines += ["", *_wrapped(sentence(found), width)]
+    best = best_of(found)
+    return [*lines, f"  {best.line}"] if best is not None and best.line else lines
 
 
 def _table(rows: Sequence[Row], columns: Sequence[Column], width: int, *, reasons: bool = False) -> list[str]:

@@ -36,7 +36,7 @@ def new_figure(width: float, height: float, what: str) -> Figure:
         from matplotlib.figure import Figure
     except ImportError:
         raise InputError(
-            f"{what}: drawing needs matplotlib: pip install 'torch-lockstep[report]', or leave it out"
+            f"{what}: drawing needs matplotlib: pip install 'torch-lockstep[pictures]', or leave it out"
         ) from None
     figure = Figure(figsize=(width, height), layout="constrained")
     FigureCanvasAgg(figure)

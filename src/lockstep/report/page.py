@@ -82,6 +82,7 @@ class Page:
         sections: in order.
         facts: of the machine and the versions.
         command: what repeats it; "" where there is none.
+        advice: the command that the verdict comes to; "" where there is none.
     """
 
     title: str
@@ -90,6 +91,7 @@ class Page:
     sections: Sequence[Section] = ()
     facts: Sequence[tuple[str, str]] = ()
     command: str = ""
+    advice: str = ""
 
 
 @dataclass
@@ -117,8 +119,9 @@ def write(page: Page, folder: Path) -> Path:
     """
     try:
         import jinja2
-    except ImportError:
-        raise InputError("a report needs jinja2: pip install 'torch-lockstep[report]'") from None
+        import matplotlib.figure  # noqa: F401 — so that nothing is half written
+    except ImportError as error:
+        raise InputError(f"a report needs {error.name}: pip install 'torch-lockstep[report]'") from None
     here = importlib.resources.files("lockstep.report")
     environment = jinja2.Environment(autoescape=True, undefined=jinja2.StrictUndefined, trim_blocks=True)
     template = environment.from_string((here / "page.html").read_text())
