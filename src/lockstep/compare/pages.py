@@ -7,12 +7,12 @@ from pathlib import Path
 
 from lockstep.compare.advice import all_cores, best_of, sentence
 from lockstep.compare.result import Comparison, Row
-from lockstep.compare.table import moved, outcome_columns, speed_columns
+from lockstep.compare.table import exceptions_of, moved, outcome_columns, speed_columns
 from lockstep.firststep import written
 from lockstep.report.charts import Bars, Lines, Stacks
 from lockstep.report.page import Figure, Page, Section, Table, write
 
-_IDS = 8
+_IDS = 4
 """Sample ids that are shown of a device."""
 
 
@@ -123,8 +123,10 @@ def _time(found: Comparison) -> Section:
     text = []
     if others := [row.name for row in found.measured if not row.shares and row.role != "peer"]:
         text.append(f"Not known of {', '.join(others)}: one clock can't tell of stages that take turns.")
-    if any(row.glance is not None and row.glance.overlaps for row in known):
-        text.append("Communicating is only what backward did not hide: sums run while it computes.")
+    if hidden := [row.name for row in known if row.glance is not None and row.glance.overlaps]:
+        text.append(
+            f"Communicating, of {', '.join(hidden)}: what backward did not hide, since sums run while it computes."
+        )
     caption = "Of one global batch, a mean over ranks (or replicas) and a few steps; shorter is faster."
     chart = Stacks("ms", [row.name for row in known], parts)
     return Section("Where the time goes", [Figure("time", "A step, in milliseconds", chart, caption)], text)
@@ -156,23 +158,25 @@ def _losses(found: Comparison) -> Iterator[Section]:
 
 
 def _numbers(found: Comparison) -> Section:
-    rows = []
+    rows: list[list[str]] = []
+    reasons: list[str] = []
     for row in found.rows:
         agreement = row.agreement
         if agreement is None or row.role != "strategy":
             continue
         said = {True: "equal", False: "differs", None: "not known"}[agreement.equal]
         difference = "" if agreement.difference is None else f"{agreement.difference:.1e}"
-        inside = agreement.precision or "the job's own format"
-        rows.append([row.name, said, difference, inside, "; ".join([*row.exceptions, agreement.reason]).strip("; ")])
+        rows.append([row.name, said, difference, agreement.precision or "the job's own"])
+        reasons += [f"{row.name}: {agreement.reason}"] if agreement.reason else []
     if not rows:
         return Section("The same numbers?")
     caption = (
         "The largest difference of any parameter after three steps, one of them on a smaller batch, as a part of how "
         "far it went. In fp64 rounding is near 1e-15, and a fault shows as 1e-3."
     )
-    head = ["", "against one device", "difference", "computed in", "what is known of it"]
-    return Section("The same numbers?", [Table("parity", "Each against one device", head, rows, caption)])
+    head = ["", "numbers", "difference", "format"]
+    reasons += exceptions_of(found)
+    return Section("The same numbers?", [Table("parity", "Each against one device", head, rows, caption)], reasons)
 
 
 def _seen(found: Comparison) -> Table:

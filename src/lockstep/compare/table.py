@@ -137,15 +137,20 @@ def lines_of(found: Comparison, width: int = 80) -> list[str]:
     if measured:
         lines += ["", *_table(measured, time_columns(found), width)]
         lines += _wrapped("moved: what a device gives to the others in a step, where that is known", width)
-    for exception in dict.fromkeys(line for row in measured for line in row.exceptions):
-        names = ", ".join(row.name for row in measured if exception in row.exceptions)
-        lines += _wrapped(f"{names}: {exception}", width)
+    for line in exceptions_of(found):
+        lines += _wrapped(line, width)
     outcome = outcome_columns(found)
     if outcome:
         lines += ["", *_table([row for row in measured if row.history], outcome, width)]
     lines += ["", *_wrapped(sentence(found), width)]
     best = best_of(found)
     return [*lines, f"  {best.line}"] if best is not None and best.line else lines
+
+
+def exceptions_of(found: Comparison) -> list[str]:
+    """Where numbers are not those of one device, as the strategies say themselves: a line for each, with the rows."""
+    every = dict.fromkeys(line for row in found.measured for line in row.exceptions)
+    return [f"{', '.join(row.name for row in found.measured if line in row.exceptions)}: {line}" for line in every]
 
 
 def _table(rows: Sequence[Row], columns: Sequence[Column], width: int, *, reasons: bool = False) -> list[str]:
