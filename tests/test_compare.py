@@ -224,6 +224,26 @@ def test_of_equally_fast_ones_the_simplest_is_taken(machine: Callable[..., Any])
     assert said.startswith("Take dp: 1.80 times one slot") and said.endswith("; ddp is as fast.")
 
 
+def test_a_strategy_that_gains_nothing_clear_is_not_taken(machine: Callable[..., Any]) -> None:
+    machine(lambda way, turn: {"single": 100.0, "ddp": (0.0, 103.0, 99.0, 101.0)[turn % 4]}[way.strategy])
+    assert sentence(compared(strategies=["ddp"])) == (
+        "Take single, 2 cores: no strategy is clearly faster here, ddp is at 1.01 of its rate."
+    )
+    assert sentence(compared(strategies=["single"])) == "Take single, 2 cores: no strategy was measured."
+
+
+def test_the_command_ends_with_1_where_nothing_could_be_measured(machine: Callable[..., Any], tmp_path: Path) -> None:
+    def nothing(way: Way, turn: int) -> float:
+        raise OutOfMemory("out of memory")
+
+    machine(nothing)
+    words = ["compare", "examples/digits.py", "--devices", "2xcpu", "--folder", str(tmp_path)]
+    assert cli.main(words) == 1
+    (folder,) = tmp_path.iterdir()
+    assert all(row.reason == "out of memory" for row in record.read(folder).rows)
+    assert cli.main(["report", str(folder)]) == 0
+
+
 def test_where_one_device_is_not_enough_the_sentence_says_so(machine: Callable[..., Any]) -> None:
     def rule(way: Way, turn: int) -> float:
         if way.strategy == "single":

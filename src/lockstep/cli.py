@@ -176,6 +176,7 @@ def _parser() -> tuple[_Parser, dict[str, _Parser]]:
     tune.set_defaults(function=_tune)
 
     compare = commands.add_parser("compare", help="strategies side by side, measured", allow_abbrev=False)
+    compare.epilog = "with --epochs each is also trained for so many, for its losses and metrics"
     comparing.add_compare(compare)
     _add_knobs(compare)
     _add_settings(compare)

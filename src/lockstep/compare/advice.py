@@ -43,7 +43,7 @@ def sentence(found: Comparison) -> str:
     exact = [row for row in rest if row.is_exact and row.role == "strategy"]
     alike = [row.name for row in exact if _is_as_fast(found, best, row)]
     after = [row for row in exact if row.name not in alike]
-    if alike:
+    if alike and best.role == "strategy":
         said.append(f"{_listed(alike)} {'is' if len(alike) == 1 else 'are'} as fast")
     elif after and best.role == "strategy":
         next_one = max(after, key=lambda row: row.timing.median)
@@ -66,7 +66,8 @@ def _why(found: Comparison, best: Row) -> str:
         ahead = max(strategies, key=lambda row: row.timing.median)
         ratio = found.ratio(ahead, best.name)
         assert ratio is not None
-        return f"the strategies gain nothing here, {ahead.name} is at {ratio.median:.2f} of its rate"
+        said = "no strategy is clearly faster" if _is_as_fast(found, best, ahead) else "the strategies gain nothing"
+        return f"{said} here, {ahead.name} is at {ratio.median:.2f} of its rate"
     why = []
     speed_up, cores = found.speed_up(best), found.against_cores(best)
     if speed_up is not None:
