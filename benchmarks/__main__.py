@@ -13,6 +13,7 @@ from typing import Any
 
 from benchmarks import level, models, partitioning
 from benchmarks.checkpointing import CHECKPOINTING
+from benchmarks.comparing import COMPARING
 from benchmarks.experiment import EXPERIMENT, GPU_EXPERIMENT
 from benchmarks.mapping import mapping
 from benchmarks.parallel import PARALLEL
@@ -135,6 +136,7 @@ BENCHMARKS = {
     ),
     **EXPERIMENT,
     **CHECKPOINTING,
+    **COMPARING,
     **PARALLEL,
     **PARALLEL_LOSS,
     "sparse": Benchmark(

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import os
-import platform
 import statistics
 import subprocess
 import sys
@@ -14,11 +13,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import torch
-
 import lockstep
-from lockstep.compare import Timing, Timings, in_turns
-from lockstep.devices import usable_cores
+from lockstep.inventory import machine
+from lockstep.stopwatch import Timing, Timings, in_turns
 from lockstep.strategies import Strategy
 
 HERE = Path(__file__).parent
@@ -123,23 +120,6 @@ def torchrun(script: str, ranks: int, environment: Mapping[str, str]) -> subproc
     if out.returncode and not out.stdout.strip() and "SIGABRT" not in out.stderr:
         raise RuntimeError(out.stderr[-2000:])
     return out
-
-
-def machine() -> dict[str, Any]:
-    """What the numbers were taken on."""
-    model = "unknown"
-    if Path("/proc/cpuinfo").exists():
-        lines = Path("/proc/cpuinfo").read_text().splitlines()
-        model = next((line.split(":")[1].strip() for line in lines if line.startswith("model name")), model)
-    described = {
-        "processor": model,
-        "cores": len(usable_cores()),
-        "python": platform.python_version(),
-        "torch": torch.__version__,
-    }
-    if torch.cuda.is_available():
-        described["gpu"] = torch.cuda.get_device_name()
-    return described
 
 
 def run(name: str, benchmark: Benchmark, rounds: int | None = None) -> None:

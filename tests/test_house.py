@@ -12,7 +12,7 @@ from lockstep.strategies import STRATEGIES
 
 SRC = Path(lockstep.__file__).parent
 LAYERS = [
-    {"errors", "allocator"},
+    {"errors", "allocator", "options"},
     {"nesting", "devices", "events", "seeding"},
     {"job", "means", "world", "breakdown"},
     {"jobfile", "memory", "loss", "inventory", "launch", "parallel"},
@@ -33,14 +33,15 @@ LAYERS = [
         "checkpoint",
         "arrayfile",
         "outputs",
-        "compare",
+        "stopwatch",
+        "report",
     },
     {"step", "run", "linefile", "map"},
     {"strategies", "evaluation", "firststep", "profiling", "progress"},
     {"parallelize", "loop"},
     {"train"},
-    {"predict", "trial"},
-    {"verify", "tune"},
+    {"predict", "glance", "trial"},
+    {"verify", "tune", "compare"},
     {"cli"},
     {"__main__"},
 ]

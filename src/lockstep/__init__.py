@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from lockstep import parallel as parallel
+    from lockstep.compare.measure import compare as compare
     from lockstep.data import batches as batches
     from lockstep.devices import Device as Device
     from lockstep.errors import LockstepError as LockstepError
@@ -39,6 +40,7 @@ _HOME = {
     "Run": "lockstep.run",
     "World": "lockstep.world",
     "batches": "lockstep.data",
+    "compare": "lockstep.compare.measure",
     "evaluate": "lockstep.train",
     "launch": "lockstep.launch",
     "map": "lockstep.map",

@@ -12,13 +12,15 @@ import re
 import signal
 import sys
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from types import FrameType
 from typing import Any, NoReturn
 
 import lockstep
 from lockstep.allocator import prepare
+from lockstep.compare import commands as comparing
 from lockstep.errors import InputError, LockstepError, RankFailed, nearest, own_traceback
+from lockstep.options import above_zero
 from lockstep.pipelining import commands as pipelining
 
 
@@ -166,12 +168,19 @@ def _parser() -> tuple[_Parser, dict[str, _Parser]]:
     tune.add_argument("job", help="a Python file with a `job`")
     tune.add_argument("--strategy", help="try this one only (default: dp, ddp, and one device)")
     tune.add_argument("--devices", default="auto", help="those that may be used (default: all accelerators or cores)")
-    tune.add_argument("--rounds", type=_above_zero(int), default=3, help="turns of each setting (default: 3)")
-    tune.add_argument("--seconds", type=_above_zero(float), default=2.0, help="of a turn, at least (default: 2)")
+    tune.add_argument("--rounds", type=above_zero(int), default=3, help="turns of each setting (default: 3)")
+    tune.add_argument("--seconds", type=above_zero(float), default=2.0, help="of a turn, at least (default: 2)")
     tune.add_argument("--json", metavar="FILE", help="also write what was found to this file")
     _add_knobs(tune)
     _add_settings(tune)
     tune.set_defaults(function=_tune)
+
+    compare = commands.add_parser("compare", help="strategies side by side, measured", allow_abbrev=False)
+    compare.epilog = "with --epochs each is also trained for so many, for its losses and metrics"
+    comparing.add_compare(compare)
+    _add_knobs(compare)
+    _add_settings(compare)
+    compare.set_defaults(function=_compare)
 
     partition = commands.add_parser("partition", help="which layers go to which device", allow_abbrev=False)
     pipelining.add_partition(partition)
@@ -181,6 +190,10 @@ def _parser() -> tuple[_Parser, dict[str, _Parser]]:
 
     schedule = commands.add_parser("schedule", help="a pipeline's schedule as a picture", allow_abbrev=False)
     pipelining.add_schedule(schedule)
+
+    report = commands.add_parser("report", help="a page of a run, or of a comparison", allow_abbrev=False)
+    report.add_argument("folder", help="the folder of a run, or of a comparison")
+    report.set_defaults(function=lambda options: comparing.report(options.folder))
 
     devices = commands.add_parser("devices", help="what is here", allow_abbrev=False)
     devices.set_defaults(function=_devices)
@@ -213,16 +226,6 @@ def _add_knobs(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--set", action="append", default=[], metavar="KEY=VALUE", help="a knob of the job; may be repeated"
     )
-
-
-def _above_zero(kind: Callable[[str], float]) -> Callable[[str], float]:
-    def number(word: str) -> float:
-        if (value := kind(word)) <= 0:
-            raise ValueError
-        return value
-
-    number.__name__ = "number above 0"  # what the parser calls it
-    return number
 
 
 _SETTINGS = {
@@ -379,6 +382,11 @@ def _tune(options: argparse.Namespace) -> int:
     return 0
 
 
+def _compare(options: argparse.Namespace) -> int:
+    _warm_up(options, surely=True)
+    return comparing.compare(options, _knobs(options.set), _settings(options))
+
+
 def _partition(options: argparse.Namespace) -> int:
     prepare()
     return pipelining.partition(options, _knobs(options.set), _settings(options))
@@ -391,11 +399,10 @@ def _devices(options: argparse.Namespace) -> int:
     return 0
 
 
-def _warm_up(options: argparse.Namespace) -> None:
+def _warm_up(options: argparse.Namespace, *, surely: bool = False) -> None:
     """Before this process imports torch: huge pages, and start the server of ranks, where some may be needed."""
     prepare()
-    several = options.strategy in ("ddp", None) and options.devices not in ("1", "1xcpu", "cpu")
-    if several and options.devices != "auto":
+    if surely or (options.strategy in ("ddp", None) and options.devices not in ("auto", "1", "1xcpu", "cpu")):
         from lockstep.launch.server import start
 
         start()

@@ -114,11 +114,11 @@ def line_of(shapes: dict[str, Any], micro_batches: int) -> str | None:
     """``inputs 30 x 8, outputs 30 x 2; each device: 15 x 8 -> 15 x 2``; None where there is no tensor to tell of."""
     if not shapes["inputs"] or not shapes["outputs"]:
         return None
-    said = f"inputs {_written(shapes['inputs'])}, outputs {_written(shapes['outputs'])}"
+    said = f"inputs {written(shapes['inputs'])}, outputs {written(shapes['outputs'])}"
     groups: dict[str, list[str]] = {}
     for one in shapes["devices"]:
         if one["inputs"] and one["outputs"]:
-            groups.setdefault(f"{_written(one['inputs'])} -> {_written(one['outputs'])}", []).append(one["device"])
+            groups.setdefault(f"{written(one['inputs'])} -> {written(one['outputs'])}", []).append(one["device"])
     several = len(shapes["devices"]) > 1
     if not several and micro_batches == 1:
         return said
@@ -131,7 +131,8 @@ def line_of(shapes: dict[str, Any], micro_batches: int) -> str | None:
     return "; ".join([said, *(shown if len(shown) <= 4 else [*shown[:3], "..."])])
 
 
-def _written(shapes: Shapes) -> str:
+def written(shapes: Shapes) -> str:
+    """``30 x 8``, ``(tokens 30 x 12, mask 30 x 12)``."""
     words = [
         f"{name} {_dimensions(shape)}" if not _is_number(name) else _dimensions(shape) for name, shape in shapes.items()
     ]

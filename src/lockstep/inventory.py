@@ -1,11 +1,14 @@
-"""``lockstep devices``: a table of what this machine has."""
+"""What this machine has: the table of ``lockstep devices``, and the lines under every number that was taken on it."""
 
 from __future__ import annotations
 
 import os
+import platform
+from typing import Any
 
 import torch
 
+import lockstep
 from lockstep.devices import Device, accelerators, usable_cores
 
 
@@ -77,3 +80,23 @@ def _ranges(numbers: tuple[int, ...]) -> str:
         else:
             parts.append([n])
     return ",".join("-".join(str(n) for n in part) for part in parts)
+
+
+def machine() -> dict[str, Any]:
+    """What numbers were taken on, for a file that keeps them: processor, cores, memory, accelerators, versions."""
+    here = accelerators()
+    found: dict[str, Any] = {
+        "processor": _processor(),
+        "cores": len(usable_cores()),
+        "memory": _gib(_host_memory()),
+    }
+    if here:
+        names = [torch.cuda.get_device_name(d.index) if d.type == "cuda" else d.type for d in here]
+        found["accelerators"] = ", ".join(names)
+    return {
+        **found,
+        "system": f"{platform.system()} {platform.release()}",
+        "python": platform.python_version(),
+        "torch": torch.__version__,
+        "lockstep": lockstep.__version__,
+    }

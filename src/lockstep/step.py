@@ -298,6 +298,10 @@ class Step(ABC):
                 f"({self.world.device}): try a smaller learning rate, or clip_norm, and look at that batch"
             )
 
+    def moved(self) -> int | None:
+        """Bytes that a device gives to the others in an update; None where that isn't known."""
+        return None
+
     def over_ranks(self, total: Number, count: Number) -> tuple[Number, Number]:
         """The sums over all ranks of what this one's results of an epoch came to."""
         return total, count

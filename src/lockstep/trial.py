@@ -3,34 +3,41 @@
 ::
 
     first update | 2 updates | 4 | 8 | ...     until a chunk takes long enough: that one's rate counts
-     (compiles)    (warm up)
+     (compiles)    (warm up)               | a few more, looked at, where that is wanted (see ``glance``)
 """
 
 from __future__ import annotations
 
+import json
+import shlex
 import time
-from collections.abc import Generator, Iterator
+from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any
+from pathlib import Path
+from typing import Any, TypeVar
 
 import torch
 from torch.utils.data import TensorDataset
 
 from lockstep import devices as _devices
 from lockstep.allocator import keep_freed_memory
+from lockstep.checkpoint import save_weights
 from lockstep.data import Batch, default_workers, is_stream, job_loader, resolve
 from lockstep.data.fetch import unwrapped
 from lockstep.data.workers import free_cores
 from lockstep.devices import Device
 from lockstep.events import Line
+from lockstep.glance import Glance, Onlooker
 from lockstep.job import Job
 from lockstep.jobfile import JobFile, the_job, with_settings
 from lockstep.launch.local import run as run_locally
 from lockstep.memory import peak_memory
 from lockstep.placement import alone, place_of
 from lockstep.step import Step
-from lockstep.strategies import Strategy, choose
-from lockstep.world import World
+from lockstep.strategies import STRATEGIES, Strategy, choose
+from lockstep.world import World, now
+
+T = TypeVar("T")
 
 
 @dataclass(frozen=True)
@@ -39,13 +46,15 @@ class Way:
 
     Attributes:
         strategy: by name.
-        devices: as a person writes them.
+        devices: as a person writes them, or the devices themselves (one slot of several has no word).
         settings: fields of the job that are replaced.
+        options: settings of the strategy's own.
     """
 
     strategy: str
-    devices: str
+    devices: str | tuple[Device, ...]
     settings: dict[str, Any] = field(default_factory=dict)
+    options: dict[str, Any] = field(default_factory=dict)
 
     def having(self, **settings: Any) -> Way:
         """The same with some settings changed."""
@@ -54,17 +63,39 @@ class Way:
     @property
     def words(self) -> str:
         """``--strategy dp --devices 2xcpu --channels-last``: what to say to the command."""
-        said = [f"--strategy {self.strategy} --devices {self.devices}"]
-        for name, value in self.settings.items():
+        said = [f"--strategy {self.strategy} --devices {self.device_words}"]
+        for name, value in {**self.options, **self.settings}.items():
             option = f"--{name.replace('_', '-')}"
-            said.append(option if value is True else f"{option} {str(value).lower()}")
+            if name == "device_map":
+                said.append(f"--map {shlex.quote(json.dumps(dict(value)))}")
+            else:
+                said.append(option if value is True else f"{option} {str(value).lower()}")
         return " ".join(said)
+
+    @property
+    def device_words(self) -> str:
+        """The devices as a person writes them, as far as there is a word."""
+        return self.devices if isinstance(self.devices, str) else ",".join(map(str, self.devices))
 
     @property
     def arguments(self) -> str:
         """``strategy="dp", devices="2xcpu", channels_last=True``: what to say to ``train`` in Python."""
-        said = {"strategy": self.strategy, "devices": self.devices, **self.settings}
-        return ", ".join(f"{name}={value!r}".replace("'", '"') for name, value in said.items())
+        strategy = f'"{self.strategy}"'
+        if self.options:
+            kind = STRATEGIES[self.strategy].__name__
+            strategy = f"{kind}({_arguments(self.options)})"
+        return f"strategy={strategy}, {_arguments({'devices': self.devices, **self.settings})}"
+
+    def line(self, job: Job | JobFile) -> str:
+        """What to paste, to train a job so."""
+        if not isinstance(job, JobFile):
+            return f"lockstep.train(job, {self.arguments})"
+        knobs = "".join(f" --set {name}={value}" for name, value in job.knobs.items())
+        return f"lockstep train {job.path}{knobs} {replace(self, settings={**job.settings, **self.settings}).words}"
+
+
+def _arguments(values: Mapping[str, Any]) -> str:
+    return ", ".join(f"{name}={value!r}".replace("'", '"') for name, value in values.items())
 
 
 @dataclass(frozen=True)
@@ -80,6 +111,9 @@ class Tried:
         dtype: the format of the parameters.
         workers: loader workers of each rank; None where they would only slow it down (a dataset of tensors).
         exceptions: where the numbers are not those of one device.
+        peaks: the bytes of each process, or of each accelerator.
+        started: seconds from asking for the trial until the first update was done.
+        glance: what was seen of some updates, where that was asked for.
     """
 
     rate: float
@@ -90,9 +124,14 @@ class Tried:
     dtype: torch.dtype
     workers: int | None
     exceptions: tuple[str, ...]
+    peaks: tuple[int, ...] = ()
+    started: float = 0.0
+    glance: Glance | None = None
 
 
-def attempt(job: Job | JobFile, way: Way, *, seconds: float, patience: float | None = None) -> Tried:
+def attempt(
+    job: Job | JobFile, way: Way, *, seconds: float, patience: float | None = None, looks: bool = False
+) -> Tried:
     """Try a way to train, in processes that end with the trial.
 
     Args:
@@ -100,24 +139,52 @@ def attempt(job: Job | JobFile, way: Way, *, seconds: float, patience: float | N
         way: the strategy, the devices and the settings.
         seconds: how long the timed updates take at least.
         patience: where the first update alone takes longer than that, its rate is the trial's.
+        looks: after the timed updates, look at some more: what each device sees, and where its time goes.
 
     Raises:
         LockstepError: this way is refused, or fails.
     """
+    return _in_fresh_processes(_tried, job, way, seconds=seconds, patience=patience, looks=looks)
+
+
+def weights_after(job: Job | JobFile, way: Way, file: Path, *, updates: int, before: Path | None = None) -> float:
+    """Make some updates in processes that end with them, and keep the weights, under one-device names.
+
+    The updates are the last of the first epoch, on a smaller batch as a rule, and the first ones of the second.
+
+    Args:
+        job: what to train.
+        way: the strategy, the devices and the settings.
+        file: for the weights afterwards.
+        updates: how many.
+        before: a file for those at the start.
+
+    Returns:
+        How far SGD's parameters may have gone for a gradient of 1: the sum of the learning rates.
+
+    Raises:
+        LockstepError: this way is refused, or fails.
+    """
+    return _in_fresh_processes(_kept, job, way, updates=updates, file=file, before=before)
+
+
+def _in_fresh_processes(function: Callable[[World, Job, _Plan], T], job: Job | JobFile, way: Way, **settings: Any) -> T:
+    """Call it on every rank that the way wants; gives rank 0's result."""
     chosen = _devices.parse(way.devices)
-    strategy = choose(way.strategy, chosen)
-    plan = _Plan(with_settings(job, way.settings), strategy, chosen, seconds, patience)
+    strategy = choose(way.strategy, chosen, **way.options)
+    plan = _Plan(with_settings(job, way.settings), strategy, chosen, asked=now(), **settings)
     places = (place_of(chosen),) if strategy.processes == "one" else chosen
-    return run_locally(
+    found: T = run_locally(
         _on_rank,
         places,
-        (plan,),
+        (function, plan),
         backend=None,
         folder=None,
         on_event=None,
         on_output=lambda text, stream: None,
         timeout=1800.0,
     )[0]
+    return found
 
 
 @dataclass(frozen=True)
@@ -125,18 +192,23 @@ class _Plan:
     job: Job | JobFile
     strategy: Strategy
     devices: tuple[Device, ...]
-    seconds: float
-    patience: float | None
+    asked: float
+    seconds: float = 0.0
+    patience: float | None = None
+    looks: bool = False
+    updates: int = 0
+    file: Path | None = None
+    before: Path | None = None
 
 
-def _on_rank(world: World, plan: _Plan) -> Tried:
+def _on_rank(world: World, function: Callable[[World, Job, _Plan], T], plan: _Plan) -> T:
     job = the_job(plan.job)
     if job.keep_memory:
         keep_freed_memory()  # the process ends with the trial
     if plan.strategy.processes == "one":
         with alone(plan.devices) as mine:
-            return _tried(mine, job, plan)
-    return _tried(world, job, plan)
+            return function(mine, job, plan)
+    return function(world, job, plan)
 
 
 def _tried(world: World, job: Job, plan: _Plan) -> Tried:
@@ -147,8 +219,9 @@ def _tried(world: World, job: Job, plan: _Plan) -> Tried:
     step = strategy.build(job, world)
     loader = job_loader(job.having(accumulate=strategy.parts(job)), world, data)
     batches = _endless(loader)
-    first, size = _timed(step, batches, 1, job.seed)
-    rate = size / first
+    onlooker = Onlooker(step) if plan.looks else None
+    first, size = _timed(step, batches if onlooker is None else onlooker.first(batches), 1, job.seed)
+    rate, started = size / first, now() - plan.asked
     count = 1
     if plan.patience is None or first < plan.patience:
         elapsed = 0.0
@@ -157,19 +230,55 @@ def _tried(world: World, job: Job, plan: _Plan) -> Tried:
             elapsed, size = _timed(step, batches, count, job.seed)
         rate = size / elapsed
     step.check()
+    glance = None if onlooker is None else onlooker.seen(batches, job.seed)
     batches.close()
     loader.close()
+    peaks = tuple(byte for mine in world.gather_objects(peak_memory(world)) for byte in mine)
     parameters = list(step.model.parameters())
     return Tried(
         rate=rate,
         first=first,
-        peak=sum(byte for mine in world.gather_objects(peak_memory(world)) for byte in mine),
+        peak=sum(peaks),
         fused=any(group.get("fused") for group in step.optimizer.param_groups),
         convolves=any(p.dim() == 4 for p in parameters),
         dtype=parameters[0].dtype if parameters else torch.float32,
         workers=_workers(job, world, data),
         exceptions=(*strategy.exceptions(job, step.model, step.replicas), *notes),
+        peaks=peaks,
+        started=started,
+        glance=glance,
     )
+
+
+def _kept(world: World, job: Job, plan: _Plan) -> float:
+    data = resolve(job.train_data, world, "train_data")
+    step = plan.strategy.build(job, world)
+    loader = job_loader(job.having(accumulate=plan.strategy.parts(job)), world, data)
+    start = step.state_dict()["model"]  # on every rank: buffers are shared for it
+    if plan.before is not None and world.is_first:
+        save_weights(plan.before, start)
+    batches = _endless(loader, -1)
+    reach = 0.0
+    for _ in range(plan.updates):
+        batch = next(batches)
+        step.seed(job.seed)
+        step.update(batch)
+        reach += float(step.optimizer.param_groups[0].get("lr", 0.0))
+    step.check()
+    batches.close()
+    loader.close()
+    weights = step.state_dict()["model"]
+    if world.is_first:
+        assert plan.file is not None
+        save_weights(plan.file, weights)
+    return reach
+
+
+def first_of(chosen: Sequence[Device], count: int) -> str:
+    """How a person writes the first so many of these devices."""
+    if chosen[0].is_slot:
+        return f"{count}xcpu"
+    return f"{chosen[0].type}:{','.join(str(d.index) for d in chosen[:count])}"
 
 
 def _workers(job: Job, world: World, data: Any) -> int | None:
@@ -180,8 +289,11 @@ def _workers(job: Job, world: World, data: Any) -> int | None:
     return default_workers(len(free_cores()), world.local_size, data)
 
 
-def _endless(loader: Any) -> Generator[Batch]:
-    epoch = 0
+def _endless(loader: Any, start: int = 0) -> Generator[Batch]:
+    """Epoch after epoch, the first from batch ``start`` on; -1 is its last one, where a stream's is not known."""
+    of = loader.batches_of(0)
+    yield from loader.epoch(0, start if start >= 0 else max(0, (of or 1) - 1))
+    epoch = 1
     while True:
         yield from loader.epoch(epoch, 0)
         epoch += 1

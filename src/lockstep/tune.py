@@ -19,14 +19,14 @@ from typing import Any, Literal
 import torch
 
 from lockstep import devices as _devices
-from lockstep.compare import Timing, in_turns
 from lockstep.devices import Device, Devices
 from lockstep.errors import DeviceError, LockstepError
 from lockstep.job import Job
 from lockstep.jobfile import JobFile, as_job, the_job, with_settings
 from lockstep.launch import under_torchrun
+from lockstep.stopwatch import Timing, in_turns
 from lockstep.strategies import STRATEGIES, choose
-from lockstep.trial import Tried, Way, attempt
+from lockstep.trial import Tried, Way, attempt, first_of
 
 Effect = Literal["numbers kept", "rounding changed"]
 
@@ -160,14 +160,7 @@ def tune(
 def _words(devices: Devices, chosen: tuple[Device, ...]) -> str:
     if isinstance(devices, str | int) and devices != "auto":
         return str(devices)
-    return _first(chosen, len(chosen))
-
-
-def _first(chosen: Sequence[Device], count: int) -> str:
-    """How a person writes the first so many of these devices."""
-    if chosen[0].is_slot:
-        return f"{count}xcpu"
-    return f"{chosen[0].type}:{','.join(str(d.index) for d in chosen[:count])}"
+    return first_of(chosen, len(chosen))
 
 
 @dataclass
@@ -301,19 +294,11 @@ class _Search:
             if name != "start":
                 what = "that keep the numbers" if name == "kept" else "of both kinds"
                 self.told(f"\nall settings {what}: {_ratio(gains[name])} times as fast as it is")
-                self.told(f"  {self.line(way)}")
+                self.told(f"  {way.line(self.job)}")
         if len(ways) == 1:
             self.told("\nnothing that was tried is faster than the job as it is")
         self.told("\nnothing was changed: the line is yours to paste")
         return Tuning(self.start, kept, self.way, gain_kept, gain_changed, tuple(self.rows))
-
-    def line(self, way: Way) -> str:
-        """What to paste."""
-        if not isinstance(self.job, JobFile):
-            return f"lockstep.train(job, {way.arguments})"
-        knobs = "".join(f" --set {name}={value}" for name, value in self.job.knobs.items())
-        given = Way("", "", dict(self.job.settings)).having(**way.settings).settings
-        return f"lockstep train {self.job.path}{knobs} {Way(way.strategy, way.devices, given).words}"
 
 
 def _placements(strategy: str | None, chosen: tuple[Device, ...], batch_size: int, by_default: bool) -> list[Way]:
@@ -328,10 +313,10 @@ def _placements(strategy: str | None, chosen: tuple[Device, ...], batch_size: in
         for name, kind in STRATEGIES.items()
         if kind.exact is True and name != "single" and (name == strategy or not kind.splits_layers)
     ]
-    ways = [] if strategy not in (None, "single") else [Way("single", _first(chosen, 1))]
+    ways = [] if strategy not in (None, "single") else [Way("single", first_of(chosen, 1))]
     for n in counts:
         if 1 < n <= batch_size:
-            words = f"{n}xcpu" if chosen[0].is_slot else _first(chosen, n)
+            words = f"{n}xcpu" if chosen[0].is_slot else first_of(chosen, n)
             ways += [Way(name, words) for name in names if strategy in (None, name)]
     return ways
 

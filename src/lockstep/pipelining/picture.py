@@ -7,18 +7,15 @@
 
 from __future__ import annotations
 
-import colorsys
 import statistics
 import textwrap
 from collections.abc import Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
-from lockstep.errors import InputError
 from lockstep.pipelining.simulate import Span, Timeline
-
-if TYPE_CHECKING:
-    from matplotlib.axes import Axes
+from lockstep.report.canvas import save
+from lockstep.report.timelines import Timelines
 
 IDLE = "·"
 LONG = "─"
@@ -125,53 +122,5 @@ def draw(timelines: Mapping[str, Timeline], path: str | Path, unit: str = "") ->
     Raises:
         InputError: matplotlib isn't installed, can't write that format, or the file can't be written.
     """
-    path = Path(path)
-    try:
-        from matplotlib.backends.backend_agg import FigureCanvasAgg
-        from matplotlib.figure import Figure
-    except ImportError:
-        raise InputError(
-            f"{path}: drawing needs matplotlib: pip install 'torch-lockstep[pictures]', or leave the file out"
-        ) from None
-    rows = sum(len(timeline.devices) for timeline in timelines.values())
-    figure = Figure(figsize=(12, 0.7 + 0.42 * rows + 0.75 * len(timelines)), layout="constrained")
-    canvas = FigureCanvasAgg(figure)
-    supported = figure.canvas.get_supported_filetypes()
-    if (ending := path.suffix.lstrip(".").lower()) not in supported:
-        raise InputError(f'{path}: "{path.suffix}" is no picture that can be drawn: take .png, .svg or .pdf')
-    heights = [len(timeline.devices) + 1 for timeline in timelines.values()]
-    axes = figure.subplots(len(timelines), 1, sharex=True, squeeze=False, gridspec_kw={"height_ratios": heights})
-    longest = max((timeline.makespan for timeline in timelines.values()), default=0.0)
-    for (title, timeline), axis in zip(timelines.items(), axes[:, 0], strict=True):
-        _draw_one(axis, title, timeline, longest)
-    axes[-1, 0].set_xlabel(f"time, {unit}" if unit else "time")
-    try:
-        canvas.print_figure(path, format=ending, dpi=150)
-    except OSError as error:
-        raise InputError(f"{path}: {error.strerror or error}") from error
-
-
-def _draw_one(axis: Axes, title: str, timeline: Timeline, longest: float) -> None:
-    stages = 1 + max((span.action.stage for mine in timeline.devices for span in mine), default=0)
-    axis.set_title(f"{title}: {summary(timeline)}", fontsize=10, loc="left")
-    for device, spans in enumerate(timeline.devices):
-        for action, start, end in spans:
-            begin = start - timeline.start
-            colour = _colour(action.kind, action.stage // len(timeline.devices), stages // len(timeline.devices))
-            axis.barh(device, end - start, left=begin, height=0.86, color=colour, edgecolor="white", linewidth=0.6)
-            if end - start > longest / 110:
-                label = f"{action.microbatch}"
-                middle = begin + (end - start) / 2
-                axis.text(middle, device, label, ha="center", va="center", fontsize=7, color="white")
-    axis.set_yticks(range(len(timeline.devices)), [f"device {d}" for d in range(len(timeline.devices))])
-    axis.set_ylim(len(timeline.devices) - 0.5, -0.5)
-    axis.set_xlim(0, longest)
-    axis.set_facecolor("#eeeeee")
-    for side in ("top", "right", "left"):
-        axis.spines[side].set_visible(False)
-
-
-def _colour(kind: str, chunk: int, chunks: int) -> tuple[float, float, float]:
-    """Forwards blue, backwards orange; a device's later stages darker."""
-    hue, light = (0.58, 0.52) if kind == "F" else (0.07, 0.48)
-    return colorsys.hls_to_rgb(hue, light - 0.22 * (chunk / max(chunks, 1)), 0.62)
+    titled = {f"{title}: {summary(timeline)}": timeline for title, timeline in timelines.items()}
+    save(Timelines(titled, unit).draw(12.0), Path(path))

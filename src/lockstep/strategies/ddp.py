@@ -114,7 +114,7 @@ class DDPStep(Step):
         """Whether the gradients are worth summing while backward runs, or of a kind that has to be."""
         if gives_sparse_gradients(self.model):
             return True
-        return sum(p.numel() * p.element_size() for p in self._parameters) > _SMALL_GRADIENTS
+        return _bytes(self._parameters) > _SMALL_GRADIENTS
 
     def _overlapping(self, all_have_samples: bool) -> DistributedDataParallel | None:
         """PyTorch's DistributedDataParallel over the model, where this step is summed while backward runs.
@@ -180,6 +180,10 @@ class DDPStep(Step):
             self._buffers.look()
         return total, count
 
+    def moved(self) -> int:
+        """Its gradients, to be summed. How often they are sent for that is the backend's affair."""
+        return _bytes(self._parameters) if self.world.size > 1 else 0
+
     def _refuse_gaps(self, here: list[bool]) -> None:
         if self._exchange is not None:
             raise InputError(
@@ -243,6 +247,10 @@ class DDPStep(Step):
                 f'parameter "{drifted}" has come to differ between ranks: does the model write it in forward? '
                 "only the optimizer may, under ddp"
             )
+
+
+def _bytes(parameters: list[nn.Parameter]) -> int:
+    return sum(p.numel() * p.element_size() for p in parameters)
 
 
 class _WithLoss(nn.Module):

@@ -111,6 +111,16 @@ class DPStep(Step):
         recompute.install()
         self._begin_streams(job.seed)
 
+    def moved(self) -> int:
+        """A replica's gradients; on accelerators the first one gives its parameters to every other."""
+        if self.replicas == 1:
+            return 0
+        gradients = sum(p.numel() * p.element_size() for p in self._parameters)
+        if self._shared:
+            return gradients
+        parameters = sum(p.numel() * p.element_size() for p in self.model.parameters())
+        return max(gradients, (self.replicas - 1) * parameters)
+
     def seed(self, seed: int) -> None:
         """Begin a random stream for this step on every replica."""
         super().seed(seed)

@@ -39,6 +39,10 @@ class SingleStep(Step):
         super().__init__(model, optimizer, job, world)
         self.cuts_batch = job.accumulate > 1
 
+    def moved(self) -> int:
+        """There is nobody to give anything to."""
+        return 0
+
     def gradients(self, batch: Batch) -> tuple[Number, Number]:
         """Gradients of total / size, summed over the micro-batches by autograd itself."""
         total: Number = 0.0

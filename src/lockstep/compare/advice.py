@@ -1,0 +1,97 @@
+"""The sentence at the end of a comparison: which to take, and why."""
+
+from __future__ import annotations
+
+from lockstep.compare.result import Comparison, Row
+
+_SAME = 1.02
+"""A ratio up to which two are as fast as one another, whatever their spread."""
+
+
+def best_of(found: Comparison) -> Row | None:
+    """The row to take: the fastest with the numbers of one device; of equally fast ones the simplest."""
+    candidates = [row for row in found.measured if row.role != "peer" and row.is_exact]
+    if not candidates:
+        return None
+    fastest = max(candidates, key=lambda row: row.timing.median)
+    return min([row for row in candidates if _is_as_fast(found, fastest, row)], key=_trouble)
+
+
+def _is_as_fast(found: Comparison, fastest: Row, row: Row) -> bool:
+    """Whether ``row`` isn't clearly behind: by its median, or since it was ahead in some rounds."""
+    ahead = found.ratio(fastest, row.name)
+    assert ahead is not None
+    return ahead.median < _SAME or sum(rate > 1.0 for rate in ahead.rates) < 0.75 * len(ahead.rates)
+
+
+def _trouble(row: Row) -> tuple[bool, int]:
+    """``single`` is less trouble than any strategy; of these, what takes least memory."""
+    return row.role == "strategy", sum(row.peaks)
+
+
+def sentence(found: Comparison) -> str:
+    """``Take ddp: 1.87 times one slot, 1.14 times all 2 cores, with the numbers of one device; ...``."""
+    best = best_of(found)
+    if best is None:
+        others = [row for row in found.measured if row.role != "peer"]
+        if not others:
+            return "Nothing here can train this job: each row says why."
+        return f"Take none of them for the numbers of one device: {_listed([r.name for r in others])} differ from it."
+    said = [f"Take {best.name}: {_why(found, best)}"]
+    rest = [row for row in found.measured if row.name != best.name]
+    # Of the rows that it is held against only those that come close are worth a word.
+    exact = [row for row in rest if row.is_exact and row.role == "strategy"]
+    alike = [row.name for row in exact if _is_as_fast(found, best, row)]
+    after = [row for row in exact if row.name not in alike]
+    if alike and best.role == "strategy":
+        said.append(f"{_listed(alike)} {'is' if len(alike) == 1 else 'are'} as fast")
+    elif after and best.role == "strategy":
+        next_one = max(after, key=lambda row: row.timing.median)
+        behind = found.ratio(next_one, best.name)
+        assert behind is not None
+        said.append(f"{next_one.name} comes next, at {behind.median:.2f} of its rate")
+    for row in rest:
+        ahead = found.ratio(row, best.name)
+        if not row.is_exact and ahead is not None and ahead.median > _SAME:
+            said.append(f"{row.name} is {ahead.median:.2f} times as fast, but not with the numbers of one device")
+    return "; ".join(said) + "."
+
+
+def _why(found: Comparison, best: Row) -> str:
+    strategies = [row for row in found.measured if row.role == "strategy" and row.is_exact]
+    if best.role != "strategy":
+        if not strategies:
+            asked = any(row.role == "strategy" for row in found.rows)
+            return f"no strategy {'has the numbers of one device here' if asked else 'was measured'}"
+        ahead = max(strategies, key=lambda row: row.timing.median)
+        ratio = found.ratio(ahead, best.name)
+        assert ratio is not None
+        said = "no strategy is clearly faster" if _is_as_fast(found, best, ahead) else "the strategies gain nothing"
+        return f"{said} here, {ahead.name} is at {ratio.median:.2f} of its rate"
+    why = []
+    speed_up, cores = found.speed_up(best), found.against_cores(best)
+    if speed_up is not None:
+        why.append(f"{speed_up.median:.2f} times {one_device(found, best)}")
+    elif (reason := found[best.one].reason) and best.one != best.name:
+        why.append(f"one device can't train it ({reason})")
+    if cores is not None and best.cores != best.one:
+        why.append(f"{cores.median:.2f} times {all_cores(found)} without a strategy")
+    if best.agreement is not None and best.agreement.equal:
+        why.append("with the numbers of one device")
+    return ", ".join(why) if why else "it is the only one that can train this job"
+
+
+def one_device(found: Comparison, row: Row) -> str:
+    """``one slot of 1 core``, ``one device``: what a speed-up is over."""
+    if not found.on_slots:
+        return "one device"
+    return found[row.one].where.replace("1 slot", "one slot")
+
+
+def all_cores(found: Comparison) -> str:
+    """``all 2 cores``."""
+    return f"all {found.machine['cores']} cores"
+
+
+def _listed(names: list[str]) -> str:
+    return names[0] if len(names) == 1 else f"{', '.join(names[:-1])} and {names[-1]}"

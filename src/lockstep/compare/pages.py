@@ -1,0 +1,195 @@
+"""The report of a comparison, as a page."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+
+from lockstep.compare.advice import all_cores, best_of, sentence
+from lockstep.compare.result import Comparison, Row
+from lockstep.compare.table import exceptions_of, moved, outcome_columns, speed_columns
+from lockstep.firststep import written
+from lockstep.report.charts import Bars, Lines, Stacks
+from lockstep.report.page import Figure, Page, Section, Table, write
+
+_IDS = 4
+"""Sample ids that are shown of a device."""
+
+
+def write_page(found: Comparison) -> Path:
+    """Write the report of a comparison into its folder.
+
+    Raises:
+        InputError: what a report needs isn't installed.
+        FolderError: it can't be written.
+    """
+    return write(page_of(found), Path(found.folder))
+
+
+def page_of(found: Comparison) -> Page:
+    """All that was found, in the order in which a person asks."""
+    notes = [
+        f"Batches of {found.batch_size:,} samples; each way in fresh processes, {found.rounds} "
+        f"turn{'s' if found.rounds > 1 else ''} of {found.seconds:g} s or more in alternation; "
+        "bars show the median turn, and the lines on them the lowest and the highest."
+    ]
+    if found.on_slots:
+        notes.append(
+            "The devices are slots: cores of one machine, which share its memory and its caches. They are not GPUs: "
+            "what gains here may gain more or less there."
+        )
+    best = best_of(found)
+    return Page(
+        title=f"{Path(found.job).name}: strategies side by side",
+        verdict=sentence(found),
+        notes=notes,
+        sections=[section for section in _sections(found) if section.parts or section.text],
+        facts=[(name, str(value)) for name, value in found.machine.items()],
+        command=found.command,
+        advice="" if best is None else best.line,
+    )
+
+
+def _sections(found: Comparison) -> Iterator[Section]:
+    rows = found.measured
+    if rows:
+        yield Section("How fast", [_speed(found), _overview(found)])
+    failed = [[row.name, row.reason] for row in found.rows if not row.rates]
+    if failed:
+        yield Section("What could not be measured", [Table("failed", "And why", ["", "reason"], failed)])
+    if rows:
+        yield Section("Memory", [_memory(found)])
+        yield _time(found)
+        yield from _losses(found)
+    yield _numbers(found)
+    if rows:
+        yield Section("What each device sees of a batch", [_seen(found)])
+
+
+def _speed(found: Comparison) -> Figure:
+    rows = found.measured
+    notes = []
+    for row in rows:
+        speed_up = found.speed_up(row)
+        notes.append("" if speed_up is None or row.name == row.one else f"{speed_up.median:.2f} x")
+    chart = Bars(
+        "samples per second",
+        [row.name for row in rows],
+        [row.timing.median for row in rows],
+        [row.timing.spread for row in rows],
+        [row.strategy if row.role != "peer" else "peer" for row in rows],
+        notes,
+    )
+    over = "one slot" if found.on_slots else "one device"
+    return Figure("speed", "Samples per second", chart, f"Longer is faster; x: times {over}.")
+
+
+def _overview(found: Comparison) -> Table:
+    columns = speed_columns(found)
+    heads = {"x slot": "times one slot", "x one": "times one device", "effic.": "efficiency"}
+    heads["x cores"] = f"times {all_cores(found)}"
+    rows = []
+    for row in found.measured:
+        cells = [column.cell(row) for column in columns]
+        rows.append([row.name, *cells, f"{row.started:.1f} s", moved(row), row.where])
+    head = ["", *(heads.get(column.head, column.head) for column in columns), "start", "moved", "devices"]
+    caption = (
+        "Efficiency: the speed-up over one device, for each device. Memory: the largest, of a process or an "
+        "accelerator. Start: until the first step is done. Moved: what a device gives to the others in a step, where "
+        "that is known."
+    )
+    return Table("overview", "All of it", head, rows, caption)
+
+
+def _memory(found: Comparison) -> Figure:
+    names, values, kinds = [], [], []
+    for row in found.measured:
+        for i, peak in enumerate(row.peaks):
+            several = len(row.peaks) > 1
+            names.append(f"{row.name} {row.devices[i]}" if several else row.name)
+            values.append(peak / 2**20)
+            kinds.append(row.strategy if row.role != "peer" else "peer")
+    what = "process; one that drives several slots has one bar" if found.on_slots else "device"
+    return Figure("memory", "Memory at most", Bars("MiB", names, values, kinds=kinds), f"Of each {what}.")
+
+
+def _time(found: Comparison) -> Section:
+    known = [row for row in found.measured if row.shares]
+    if not known:
+        return Section("Where the time goes")
+    kinds = list(known[0].shares)
+    steps = {row.name: _step(row) for row in known}
+    parts = {kind: [1e3 * steps[row.name] * row.shares[kind] for row in known] for kind in kinds}
+    text = []
+    if others := [row.name for row in found.measured if not row.shares and row.role != "peer"]:
+        text.append(f"Not known of {', '.join(others)}: one clock can't tell of stages that take turns.")
+    if hidden := [row.name for row in known if row.glance is not None and row.glance.overlaps]:
+        text.append(
+            f"Communicating, of {', '.join(hidden)}: what backward did not hide, since sums run while it computes."
+        )
+    caption = "Of one global batch, a mean over ranks (or replicas) and a few steps; shorter is faster."
+    chart = Stacks("ms", [row.name for row in known], parts)
+    return Section("Where the time goes", [Figure("time", "A step, in milliseconds", chart, caption)], text)
+
+
+def _step(row: Row) -> float:
+    times = () if row.glance is None else row.glance.times
+    return sum(one.step for one in times) / len(times)
+
+
+def _losses(found: Comparison) -> Iterator[Section]:
+    trained = [row for row in found.measured if row.history]
+    if not trained:
+        return
+    figures = []
+    for name, title in (("train_loss", "Training loss"), ("eval_loss", "Evaluation loss")):
+        series = {
+            row.name: [(float(one["epoch"]), float(one[name])) for one in row.history if one.get(name) is not None]
+            for row in trained
+        }
+        if any(series.values()):
+            chart = Lines("epoch", title.lower(), {key: points for key, points in series.items() if points})
+            caption = "Laid over one another: with the numbers of one device all are one line."
+            figures.append(Figure(name.replace("_", "-"), title, chart, caption))
+    columns = outcome_columns(found)
+    rows = [[row.name, str(len(row.history)), *(column.cell(row) for column in columns)] for row in trained]
+    reached = Table("reached", "Reached", ["", "epochs", *(column.head for column in columns)], rows)
+    yield Section("What was learned", [*figures, reached])
+
+
+def _numbers(found: Comparison) -> Section:
+    rows: list[list[str]] = []
+    reasons: list[str] = []
+    for row in found.rows:
+        agreement = row.agreement
+        if agreement is None or row.role != "strategy":
+            continue
+        said = {True: "equal", False: "differs", None: "not known"}[agreement.equal]
+        difference = "" if agreement.difference is None else f"{agreement.difference:.1e}"
+        rows.append([row.name, said, difference, agreement.precision or "the job's own"])
+        reasons += [f"{row.name}: {agreement.reason}"] if agreement.reason else []
+    if not rows:
+        return Section("The same numbers?")
+    caption = (
+        "The largest difference of any parameter after three steps, one of them on a smaller batch, as a part of how "
+        "far it went. In fp64 rounding is near 1e-15, and a fault shows as 1e-3."
+    )
+    head = ["", "numbers", "difference", "format"]
+    reasons += exceptions_of(found)
+    return Section("The same numbers?", [Table("parity", "Each against one device", head, rows, caption)], reasons)
+
+
+def _seen(found: Comparison) -> Table:
+    rows = []
+    for row in found.measured:
+        for one in () if row.glance is None else row.glance.devices:
+            ids = one.samples
+            shown = "" if ids is None else ", ".join(map(str, ids[:_IDS])) + (", ..." if len(ids) > _IDS else "")
+            count = "" if ids is None else f"{len(ids):,}"
+            rows.append([row.name, one.device, count, written(one.inputs), written(one.outputs), shown])
+    head = ["", "device", "samples", "inputs", "outputs", "sample ids"]
+    caption = (
+        "Of the first global batch; inputs and outputs of one micro-batch, as the model has them. All together are the "
+        "same samples in each row."
+    )
+    return Table("devices", "Sizes, and which samples", head, rows, caption)

@@ -1,0 +1,190 @@
+"""What a comparison found, and what follows from it: speed-ups, efficiency, who is exact."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass
+from typing import Any
+
+from lockstep.compare.agreement import Agreement
+from lockstep.compare.entries import Role
+from lockstep.events import TimesOf
+from lockstep.glance import Glance, Seen
+from lockstep.stopwatch import Timing, Timings
+from lockstep.strategies import STRATEGIES
+
+
+@dataclass(frozen=True)
+class Row:
+    """One way to train, measured.
+
+    Attributes:
+        name: what it is called.
+        role: what it is there for.
+        strategy: by name.
+        settings: of the job and of the strategy, that this row has and others may not.
+        devices: their names.
+        where: the same in words: ``2 slots of 1 core``.
+        line: what trains the job so; "" where there is no such line.
+        one: the row that is its one device.
+        cores: the row that is all cores of the machine, where slots are the devices.
+        rates: samples per second, round by round; empty where it failed.
+        reason: why it failed.
+        started: seconds from asking until the first update was done; the median of all rounds.
+        peaks: bytes that each process, or each accelerator, held at most.
+        exceptions: where its numbers are not those of one device, as it says itself.
+        agreement: whether they are.
+        glance: what each device sees, where the time goes, what moves.
+        history: with ``epochs``, a record for each.
+        run: with ``epochs``, the run's folder.
+    """
+
+    name: str
+    role: Role
+    strategy: str
+    settings: dict[str, Any]
+    devices: tuple[str, ...]
+    where: str
+    line: str
+    one: str
+    cores: str | None
+    rates: tuple[float, ...] = ()
+    reason: str = ""
+    started: float = math.nan
+    peaks: tuple[int, ...] = ()
+    exceptions: tuple[str, ...] = ()
+    agreement: Agreement | None = None
+    glance: Glance | None = None
+    history: tuple[dict[str, Any], ...] = ()
+    run: str = ""
+
+    @property
+    def timing(self) -> Timing:
+        """Its rates."""
+        return Timing(self.rates)
+
+    @property
+    def is_exact(self) -> bool:
+        """Whether its numbers are those of one device, as far as that is known."""
+        if self.agreement is None or self.agreement.equal is None:
+            return self.role == "peer" or STRATEGIES[self.strategy].exact is True
+        return self.agreement.equal
+
+    @property
+    def shares(self) -> dict[str, float]:
+        """The parts of a step (computing, ...), of all ranks or replicas together; empty where that isn't known."""
+        times = () if self.glance is None else self.glance.times
+        whole = sum(one.step for one in times)
+        return {kind: sum(one.kinds[kind] for one in times) / whole for kind in times[0].kinds} if whole else {}
+
+
+@dataclass(frozen=True)
+class Comparison:
+    """All rows, and what they were measured with.
+
+    Attributes:
+        job: what was trained.
+        command: what repeats the comparison.
+        batch_size: samples of the global batch (of the job; a sweep may have others).
+        rounds: how many turns each row had.
+        seconds: how long a turn's timed updates took at least.
+        machine: what it was measured on, and the versions.
+        on_slots: whether slots are the devices.
+        rows: in the order of measuring.
+        folder: where the report is.
+    """
+
+    job: str
+    command: str
+    batch_size: int
+    rounds: int
+    seconds: float
+    machine: dict[str, Any]
+    on_slots: bool
+    rows: tuple[Row, ...]
+    folder: str = ""
+
+    def __getitem__(self, name: str) -> Row:
+        """The row of that name."""
+        return next(row for row in self.rows if row.name == name)
+
+    @property
+    def measured(self) -> tuple[Row, ...]:
+        """The rows that didn't fail."""
+        return tuple(row for row in self.rows if row.rates)
+
+    def ratio(self, row: Row, to: str | None) -> Timing | None:
+        """How many times as fast as ``to`` the row is, from each round; None where either failed."""
+        if to is None or not row.rates or not self[to].rates:
+            return None
+        return Timings({one.name: one.timing for one in self.measured}).ratio(row.name, to)
+
+    def speed_up(self, row: Row) -> Timing | None:
+        """Against one of its devices."""
+        return self.ratio(row, row.one)
+
+    def against_cores(self, row: Row) -> Timing | None:
+        """Against all cores of the machine, where slots are the devices."""
+        return self.ratio(row, row.cores)
+
+    def efficiency(self, row: Row) -> float | None:
+        """The speed-up over one device, for each device; 1 is all that there is to gain."""
+        speed_up = self.speed_up(row)
+        return None if speed_up is None else speed_up.median / len(row.devices)
+
+    def as_dict(self) -> dict[str, Any]:
+        """Plain values, for a file; ``Comparison.of`` reads them."""
+        rows = []
+        for row in self.rows:
+            speed_up, cores = self.speed_up(row), self.against_cores(row)
+            rows.append(
+                {
+                    **asdict(row),
+                    "samples_per_second": row.timing.median if row.rates else None,
+                    "speed_up": None if speed_up is None else speed_up.median,
+                    "against_all_cores": None if cores is None else cores.median,
+                    "efficiency": self.efficiency(row),
+                }
+            )
+        return {**asdict(self), "rows": rows}
+
+    @classmethod
+    def of(cls, values: Mapping[str, Any]) -> Comparison:
+        """What ``as_dict`` gave."""
+        return cls(**{**values, "rows": tuple(_row(row) for row in values["rows"])})
+
+
+_FOLLOWS = ("samples_per_second", "speed_up", "against_all_cores", "efficiency")
+
+
+def _row(values: Mapping[str, Any]) -> Row:
+    kept: dict[str, Any] = {
+        name: tuple(v) if isinstance(v, list) else v for name, v in values.items() if name not in _FOLLOWS
+    }
+    agreement, glance = kept["agreement"], kept["glance"]
+    kept["started"] = math.nan if kept["started"] is None else kept["started"]
+    kept["agreement"] = None if agreement is None else Agreement(**agreement)
+    if glance is not None:
+        seen = [
+            {**one, "samples": None if one["samples"] is None else tuple(one["samples"])} for one in glance["devices"]
+        ]
+        kept["glance"] = Glance(
+            **{
+                **glance,
+                "devices": tuple(Seen(**one) for one in seen),
+                "times": tuple(TimesOf(**one) for one in glance["times"]),
+            }
+        )
+    return Row(**kept)
+
+
+def plain(value: Any) -> Any:
+    """The same without the numbers that JSON hasn't got: None in their place."""
+    if isinstance(value, float) and not math.isfinite(value):
+        return None
+    if isinstance(value, dict):
+        return {key: plain(one) for key, one in value.items()}
+    if isinstance(value, list | tuple):
+        return [plain(one) for one in value]
+    return value

@@ -1,0 +1,128 @@
+"""A glance at a few updates of a trial: what each device sees and holds of a batch, and where its time goes.
+
+The first update is listened to (sizes, sample ids); some later ones are clocked as a profile clocks them, without a
+trace. The timed updates lie between, and have nothing of either.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+
+from lockstep.breakdown import times_of
+from lockstep.data import Batch, Part
+from lockstep.events import TimesOf
+from lockstep.firststep import FirstStep
+from lockstep.profiling.clock import Clock
+from lockstep.profiling.methods import Methods
+from lockstep.step import Step
+
+CLOCKED = 6
+"""Updates that are clocked."""
+
+
+@dataclass(frozen=True)
+class Seen:
+    """What a device sees of the first global batch.
+
+    Attributes:
+        device: its name.
+        samples: the indices in the dataset of its share, in order; None where they aren't known (a stream).
+        inputs: the shape of each tensor, of the first micro-batch, by the way to it.
+        outputs: likewise.
+    """
+
+    device: str
+    samples: tuple[int, ...] | None
+    inputs: dict[str, Any]
+    outputs: dict[str, Any]
+
+
+@dataclass(frozen=True)
+class Glance:
+    """What was seen of some updates.
+
+    Attributes:
+        devices: what each sees; those without a sample are left out. Where devices hold layers there is one entry,
+            named after all of them: each micro-batch goes through them all.
+        inputs: the shape of each tensor of the global batch.
+        outputs: likewise.
+        times: the mean update of each rank or replica; empty where that isn't known.
+        overlaps: whether gradients were summed while backward ran, so that only the rest of it counts as communicating.
+        moved: bytes that a device gives to the others in an update; None where that isn't known.
+    """
+
+    devices: tuple[Seen, ...]
+    inputs: dict[str, Any]
+    outputs: dict[str, Any]
+    times: tuple[TimesOf, ...]
+    overlaps: bool
+    moved: int | None
+
+
+class Onlooker:
+    """Looks at the updates of a step on this rank; each rank has one.
+
+    Args:
+        step: before its first update.
+    """
+
+    def __init__(self, step: Step) -> None:
+        self._step = step
+        self._first = FirstStep(step, {})
+        self._samples: list[tuple[int, ...] | None] = []
+        self._size = 0
+
+    def first(self, batches: Iterator[Batch]) -> Iterator[Batch]:
+        """The same batches; takes note of whose samples they are."""
+        for batch in batches:
+            shares = [batch.parts] if batch.shares is None else batch.shares
+            self._samples = [_ids(share) for share in shares if any(part.size for part in share)]
+            self._size = batch.size
+            yield batch
+
+    def seen(self, batches: Iterator[Batch], seed: int) -> Glance:
+        """Clock some more updates, and tell. Every rank calls this."""
+        step, world = self._step, self._step.world
+        names = [str(d) for mine in world.gather_objects(world.devices) for d in mine]
+        shapes = self._first.done(world, names, self._size)
+        samples = [one for theirs in world.gather_objects(self._samples) for one in theirs]
+        if world.splits_layers:
+            names = [" -> ".join(names)]
+        devices = tuple(
+            Seen(name, ids, inside["inputs"], inside["outputs"])
+            for name, ids, inside in zip(names, samples, shapes["devices"], strict=False)
+        )
+        clock = self._clocked(batches, seed)
+        tracks = [track for mine in world.gather_objects(clock.replicas) for track in mine]
+        # One clock for several stages would tell of none of them.
+        known = not world.splits_layers or len(tracks) == len(world.devices)
+        times = times_of(tracks, one_clock=world.nodes == 1) if known else ()
+        return Glance(devices, shapes["inputs"], shapes["outputs"], times, clock.overlaps, step.moved())
+
+    def _clocked(self, batches: Iterator[Batch], seed: int) -> Clock:
+        step = self._step
+        clock = Clock(step)
+        methods = Methods(step, clock)
+        methods.replace()
+        try:
+            for _ in range(CLOCKED):
+                clock.begin_step()
+                with clock.phase("loading", "load"):
+                    batch = next(batches)
+                clock.name_step(step.world.step + 1)
+                step.seed(seed)
+                step.update(batch)
+                clock.end_step()
+        finally:
+            methods.put_back()
+            clock.forget_step()
+        return clock
+
+
+def _ids(share: list[Part]) -> tuple[int, ...] | None:
+    parts = [part for part in share if part.size]
+    if any(part.samples is None for part in parts):
+        return None
+    return tuple(i for part in parts if part.samples is not None for i in part.samples.tolist())

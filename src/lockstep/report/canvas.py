@@ -1,0 +1,80 @@
+"""The canvas: figures of matplotlib, without its global state, and the files that they are written to."""
+
+from __future__ import annotations
+
+import io
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from lockstep.errors import InputError
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
+    from matplotlib.figure import Figure
+
+INK, FAINT, GRID = "#222222", "#666666", "#dddddd"
+
+COLOURS = ("#0072b2", "#d55e00", "#009e73", "#cc79a7", "#e69f00", "#56b4e9", "#8c564b", "#7f7f7f")
+"""Told apart by the colour-blind too (Okabe and Ito, 2008), as far as there are eight of them."""
+
+DPI = 160
+
+
+def new_figure(width: float, height: float, what: str) -> Figure:
+    """An empty figure, in inches.
+
+    Args:
+        width: in inches.
+        height: in inches.
+        what: is to be drawn, for the message.
+
+    Raises:
+        InputError: matplotlib isn't installed.
+    """
+    try:
+        from matplotlib.backends.backend_agg import FigureCanvasAgg
+        from matplotlib.figure import Figure
+    except ImportError:
+        raise InputError(
+            f"{what}: drawing needs matplotlib: pip install 'torch-lockstep[pictures]', or leave it out"
+        ) from None
+    figure = Figure(figsize=(width, height), layout="constrained")
+    FigureCanvasAgg(figure)
+    return figure
+
+
+def plain_axes(figure: Figure, **named: Any) -> Axes:
+    """Axes without a frame, and with faint lines across."""
+    axes: Axes = figure.add_subplot(**named)
+    for side in ("top", "right", "left", "bottom"):
+        axes.spines[side].set_visible(False)
+    axes.tick_params(length=0, labelsize=9, labelcolor=INK)
+    axes.set_axisbelow(True)
+    return axes
+
+
+def words(text: str) -> str:
+    """Text as it is: a dollar is no formula."""
+    return text.replace("$", r"\$")
+
+
+def png(figure: Figure) -> bytes:
+    """The figure as a PNG."""
+    out = io.BytesIO()
+    figure.savefig(out, format="png", dpi=DPI)
+    return out.getvalue()
+
+
+def save(figure: Figure, path: Path) -> None:
+    """Write the figure to a file, whose ending says the format.
+
+    Raises:
+        InputError: the format isn't known, or the file can't be written.
+    """
+    supported = figure.canvas.get_supported_filetypes()
+    if (ending := path.suffix.lstrip(".").lower()) not in supported:
+        raise InputError(f'{path}: "{path.suffix}" is no picture that can be drawn: take .png, .svg or .pdf')
+    try:
+        figure.savefig(path, format=ending, dpi=DPI)
+    except OSError as error:
+        raise InputError(f"{path}: {error.strerror or error}") from error

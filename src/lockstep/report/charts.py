@@ -1,0 +1,245 @@
+"""Charts as data: what is shown, its numbers as a table, a text in its place, and its drawing at any width.
+
+Bars lie, with their names to the left: names are long, and a telephone is narrow.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Protocol
+
+from lockstep.report.canvas import COLOURS, FAINT, GRID, INK, new_figure, plain_axes, words
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
+    from matplotlib.figure import Figure
+
+_NARROW = 5.0
+"""Inches below which a drawing is for a telephone."""
+
+Cell = str | float | int | None
+
+
+@dataclass(frozen=True)
+class Numbers:
+    """What a chart shows, as a table: a head, and rows."""
+
+    head: tuple[str, ...]
+    rows: tuple[tuple[Cell, ...], ...]
+
+
+class Chart(Protocol):
+    """What a page can show."""
+
+    def numbers(self) -> Numbers:
+        """All that is drawn."""
+
+    def told(self) -> str:
+        """The same in a sentence or two, for who doesn't see it."""
+
+    def draw(self, width: float) -> Figure:
+        """Draw it, so many inches wide.
+
+        Raises:
+            InputError: matplotlib isn't installed.
+        """
+
+
+@dataclass(frozen=True)
+class Bars:
+    """A bar for each name, with its spread.
+
+    Attributes:
+        unit: of the values: ``samples per second``.
+        names: of the bars, from the top.
+        values: how long they are.
+        spreads: from where to where a value goes; None where it has none.
+        kinds: by which they are coloured; None colours all alike.
+        notes: a few words behind each bar, beside its value.
+    """
+
+    unit: str
+    names: Sequence[str]
+    values: Sequence[float]
+    spreads: Sequence[tuple[float, float]] | None = None
+    kinds: Sequence[str] | None = None
+    notes: Sequence[str] | None = None
+
+    def numbers(self) -> Numbers:
+        """Name, value, lowest, highest, note."""
+        columns: list[Sequence[Cell]] = [self.names, self.values]
+        head = ["", self.unit]
+        if self.spreads is not None:
+            columns += [[low for low, _ in self.spreads], [high for _, high in self.spreads]]
+            head += ["lowest", "highest"]
+        if self.notes is not None:
+            columns.append(self.notes)
+            head.append("note")
+        return Numbers(tuple(head), tuple(zip(*columns, strict=True)))
+
+    def told(self) -> str:
+        """``Bars of samples per second: single 4,000; ddp 7,400.``"""
+        shown = "; ".join(f"{name} {short(value)}" for name, value in zip(self.names, self.values, strict=True))
+        return f"Bars, {self.unit}: {shown}."
+
+    def draw(self, width: float) -> Figure:
+        """Lying bars."""
+        figure = new_figure(width, 0.75 + 0.34 * len(self.names), self.unit)
+        axes = plain_axes(figure)
+        kinds = list(dict.fromkeys(self.kinds or ()))
+        colours = [COLOURS[kinds.index(k) % len(COLOURS)] for k in self.kinds] if self.kinds else COLOURS[0]
+        places = range(len(self.names))
+        errors = None
+        if self.spreads is not None:
+            pairs = zip(self.values, self.spreads, strict=True)
+            errors = list(zip(*((max(0.0, v - low), max(0.0, high - v)) for v, (low, high) in pairs), strict=True))
+        axes.barh(places, self.values, height=0.68, color=colours)
+        if errors:
+            axes.errorbar(self.values, places, xerr=errors, fmt="none", ecolor=INK, elinewidth=1.2, capsize=3)
+        longest = max([*self.values, *(high for _, high in self.spreads or ())], default=0.0)
+        for i, value in enumerate(self.values):
+            end = max(value, self.spreads[i][1]) if self.spreads is not None else value
+            note = f"  {self.notes[i]}" if self.notes is not None and self.notes[i] else ""
+            axes.annotate(
+                words(f"{short(value)}{note}"), (end, i), (5, 0), textcoords="offset points", va="center", fontsize=8.5
+            )
+        room = 1.3 if width >= _NARROW else 1.75
+        _finish(axes, self.names, self.unit, longest * (room if self.notes is not None else room - 0.12), width)
+        return figure
+
+
+@dataclass(frozen=True)
+class Stacks:
+    """A bar for each name, made of parts.
+
+    Attributes:
+        unit: of the values.
+        names: of the bars, from the top.
+        parts: by name, its length in each bar.
+    """
+
+    unit: str
+    names: Sequence[str]
+    parts: Mapping[str, Sequence[float]]
+
+    def numbers(self) -> Numbers:
+        """Name, then each part."""
+        return Numbers(
+            ("", *(f"{name}, {self.unit}" for name in self.parts)),
+            tuple(zip(self.names, *self.parts.values(), strict=True)),
+        )
+
+    def told(self) -> str:
+        """Each bar with its parts."""
+        bars = []
+        for i, name in enumerate(self.names):
+            inside = ", ".join(f"{part} {short(values[i])}" for part, values in self.parts.items())
+            bars.append(f"{name}: {inside}")
+        return f"Bars made of parts, {self.unit}. {'; '.join(bars)}."
+
+    def draw(self, width: float) -> Figure:
+        """Lying bars, their parts in a row."""
+        rows = 1 if width >= _NARROW else 2
+        figure = new_figure(width, 0.95 + 0.24 * rows + 0.34 * len(self.names), self.unit)
+        axes = plain_axes(figure)
+        begins = [0.0] * len(self.names)
+        for colour, (part, values) in zip(COLOURS, self.parts.items(), strict=False):
+            lengths = [max(0.0, value) for value in values]
+            axes.barh(
+                range(len(self.names)), lengths, left=begins, height=0.68, color=colour, label=words(part),
+                edgecolor="white", linewidth=0.5,
+            )  # fmt: skip
+            begins = [begin + length for begin, length in zip(begins, lengths, strict=True)]
+        for i, end in enumerate(begins):
+            axes.annotate(short(end), (end, i), (5, 0), textcoords="offset points", va="center", fontsize=8.5)
+        _finish(axes, self.names, self.unit, max(begins, default=0.0) * 1.14, width)
+        columns = len(self.parts) if rows == 1 else math.ceil(len(self.parts) / rows)
+        figure.legend(loc="outside upper left", ncols=columns, frameon=False, fontsize=8.5, handlelength=1.1)
+        return figure
+
+
+@dataclass(frozen=True)
+class Lines:
+    """Lines over one axis.
+
+    Attributes:
+        x: what the axis is: ``epoch``.
+        y: what is shown: ``loss``.
+        series: by name, the points (x, y).
+    """
+
+    x: str
+    y: str
+    series: Mapping[str, Sequence[tuple[float, float]]]
+
+    def numbers(self) -> Numbers:
+        """A row for each x, a column for each line."""
+        every = sorted({x for points in self.series.values() for x, _ in points})
+        by_x = {name: dict(points) for name, points in self.series.items()}
+        rows = tuple((x, *(by_x[name].get(x) for name in self.series)) for x in every)
+        return Numbers((self.x, *self.series), rows)
+
+    def told(self) -> str:
+        """Where each line begins and ends."""
+        ends = [
+            f"{name} from {short(points[0][1])} to {short(points[-1][1])}"
+            for name, points in self.series.items()
+            if points
+        ]
+        return f"Lines of {self.y} over {self.x}: {'; '.join(ends)}."
+
+    def draw(self, width: float) -> Figure:
+        """Lines with marks; those that lie on one another show through by their dashes."""
+        narrow = width < _NARROW
+        columns = 2 if narrow else 4
+        legend = 0.2 * math.ceil(len(self.series) / columns)
+        figure = new_figure(width, (2.6 if narrow else 3.2) + legend, self.y)
+        axes = plain_axes(figure)
+        dashes = ("-", (0, (6, 3)), (0, (2, 2)), (0, (8, 3, 2, 3)))
+        for i, (name, points) in enumerate(self.series.items()):
+            # Where there are several the first are the widest, so that they show beneath the others.
+            axes.plot(
+                [x for x, _ in points],
+                [y for _, y in points],
+                color=COLOURS[i % len(COLOURS)],
+                label=words(name),
+                linewidth=1.8 if len(self.series) < 3 else max(1.4, 4.2 - 0.7 * i),
+                linestyle=dashes[i % len(dashes)],
+                marker="o",
+                markersize=3.5,
+            )
+        axes.grid(axis="y", color=GRID, linewidth=0.8)
+        axes.set_xlabel(words(self.x), fontsize=9, color=FAINT)
+        axes.set_ylabel(words(self.y), fontsize=9, color=FAINT)
+        if all(float(x).is_integer() for points in self.series.values() for x, _ in points):
+            axes.locator_params(axis="x", integer=True)
+        if len(self.series) > 1:
+            figure.legend(loc="outside upper left", ncols=columns, frameon=False, fontsize=8.5)
+        return figure
+
+
+def _finish(axes: Axes, names: Sequence[str], unit: str, end: float, width: float) -> None:
+    axes.set_yticks(range(len(names)), [words(_folded(name, 16 if width < _NARROW else 34)) for name in names])
+    axes.set_ylim(len(names) - 0.4, -0.6)
+    axes.set_xlim(0, end or 1.0)
+    axes.grid(axis="x", color=GRID, linewidth=0.8)
+    axes.set_xlabel(words(unit), fontsize=9, color=FAINT)
+    if width < _NARROW:
+        axes.locator_params(axis="x", nbins=4)
+
+
+def _folded(name: str, length: int) -> str:
+    """A long name in two lines."""
+    if len(name) <= length or " " not in name:
+        return name
+    middle = min((i for i, letter in enumerate(name) if letter == " "), key=lambda i: abs(i - len(name) // 2))
+    return f"{name[:middle]}\n{name[middle + 1 :]}"
+
+
+def short(value: float) -> str:
+    """``12,340``, ``1.23``: four digits."""
+    if not math.isfinite(value):
+        return str(value)
+    return f"{value:,.0f}" if abs(value) >= 1000 else f"{value:.3g}"

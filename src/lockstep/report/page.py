@@ -1,0 +1,195 @@
+"""A page: sections of text, figures and tables, as one HTML file that needs no other, and no network.
+
+::
+
+    folder/
+      report.html           pictures inside of it; each figure also as a table, and as CSV to take away
+      figures/NAME.png      the same pictures
+      figures/NAME.csv      the same tables
+"""
+
+from __future__ import annotations
+
+import base64
+import csv
+import importlib.resources
+import io
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from lockstep.errors import FolderError, InputError
+from lockstep.report.canvas import png
+from lockstep.report.charts import Cell, Chart, Numbers, short
+
+WIDE, SLIM = 8.6, 3.8
+"""Inches of a drawing for a desk, and for a telephone."""
+
+
+@dataclass(frozen=True)
+class Figure:
+    """A chart on a page.
+
+    Attributes:
+        name: of its files.
+        title: in a few words.
+        chart: what it shows.
+        caption: what should be known to read it.
+    """
+
+    name: str
+    title: str
+    chart: Chart
+    caption: str = ""
+
+
+@dataclass(frozen=True)
+class Table:
+    """A table on a page.
+
+    Attributes:
+        name: of its file.
+        title: in a few words.
+        head: of the columns.
+        rows: of words, as they are shown.
+        caption: what should be known to read it.
+    """
+
+    name: str
+    title: str
+    head: Sequence[str]
+    rows: Sequence[Sequence[str]]
+    caption: str = ""
+
+
+@dataclass(frozen=True)
+class Section:
+    """A part of a page."""
+
+    title: str
+    parts: Sequence[Figure | Table] = ()
+    text: Sequence[str] = ()
+
+
+@dataclass(frozen=True)
+class Page:
+    """All of it.
+
+    Attributes:
+        title: of the page.
+        verdict: what came out, in a sentence.
+        notes: what has to be known to believe it.
+        sections: in order.
+        facts: of the machine and the versions.
+        command: what repeats it; "" where there is none.
+        advice: the command that the verdict comes to; "" where there is none.
+    """
+
+    title: str
+    verdict: str
+    notes: Sequence[str] = ()
+    sections: Sequence[Section] = ()
+    facts: Sequence[tuple[str, str]] = ()
+    command: str = ""
+    advice: str = ""
+
+
+@dataclass
+class _Shown:
+    """A part of a section, as the template has it."""
+
+    kind: str
+    title: str
+    caption: str
+    head: Sequence[str]
+    rows: Sequence[Sequence[str]]
+    csv: str
+    name: str
+    wordy: frozenset[int]
+    told: str = ""
+    pictures: dict[str, str] = field(default_factory=dict)
+
+
+def write(page: Page, folder: Path) -> Path:
+    """Write the page into a folder; gives the path of the HTML file.
+
+    Raises:
+        InputError: matplotlib or jinja2 isn't installed.
+        FolderError: the files can't be written.
+    """
+    try:
+        import jinja2
+        import matplotlib.figure  # noqa: F401 — so that nothing is half written
+    except ImportError as error:
+        raise InputError(f"a report needs {error.name}: pip install 'torch-lockstep[report]'") from None
+    here = importlib.resources.files("lockstep.report")
+    environment = jinja2.Environment(autoescape=True, undefined=jinja2.StrictUndefined, trim_blocks=True)
+    template = environment.from_string((here / "page.html").read_text())
+    figures = folder / "figures"
+    try:
+        figures.mkdir(parents=True, exist_ok=True)
+        sections = [(one, [_shown(part, figures) for part in one.parts]) for one in page.sections]
+        out = folder / "report.html"
+        out.write_text(template.render(page=page, sections=sections, css=(here / "page.css").read_text()))
+    except OSError as error:
+        raise FolderError(f"{folder}: the report can't be written: {error.strerror or error}") from error
+    return out
+
+
+def _shown(part: Figure | Table, folder: Path) -> _Shown:
+    """A part with its files written."""
+    if isinstance(part, Table):
+        text = _csv(part.head, part.rows)
+        shown = _Shown(
+            "table",
+            part.title,
+            part.caption,
+            part.head,
+            part.rows,
+            _data("text/csv", text),
+            part.name,
+            _wordy(part.rows),
+        )
+    else:
+        numbers: Numbers = part.chart.numbers()
+        text = _csv(numbers.head, numbers.rows)
+        wide = png(part.chart.draw(WIDE))
+        (folder / f"{part.name}.png").write_bytes(wide)
+        shown = _Shown(
+            "figure",
+            part.title,
+            part.caption,
+            numbers.head,
+            [[_word(cell) for cell in row] for row in numbers.rows],
+            _data("text/csv", text),
+            part.name,
+            frozenset(),
+            part.chart.told(),
+            {"wide": _data("image/png", wide), "slim": _data("image/png", png(part.chart.draw(SLIM)))},
+        )
+    (folder / f"{part.name}.csv").write_text(text)
+    return shown
+
+
+def _wordy(rows: Sequence[Sequence[str]]) -> frozenset[int]:
+    """The columns, counted from 1, whose cells are sentences rather than numbers."""
+    return frozenset(i for i, column in enumerate(zip(*rows, strict=True), 1) if max(map(len, column)) > 30)
+
+
+def _word(cell: Cell) -> str:
+    if cell is None:
+        return ""
+    return cell if isinstance(cell, str) else short(float(cell))
+
+
+def _csv(head: Sequence[str], rows: Sequence[Sequence[Cell]]) -> str:
+    out = io.StringIO()
+    writer = csv.writer(out, lineterminator="\n")
+    writer.writerow(["name" if i == 0 and not name else name for i, name in enumerate(head)])
+    writer.writerows(rows)
+    return out.getvalue()
+
+
+def _data(kind: str, content: str | bytes) -> str:
+    raw = content.encode() if isinstance(content, str) else content
+    return f"data:{kind};base64,{base64.b64encode(raw).decode()}"

@@ -1,0 +1,476 @@
+"""Comparing strategies: what is measured against what, the table, the sentence; and a real one."""
+
+from __future__ import annotations
+
+import csv
+import importlib
+import io
+import json
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from torch.utils.data import TensorDataset
+
+import lockstep
+from lockstep import cli
+from lockstep.compare import record
+from lockstep.compare.advice import best_of, sentence
+from lockstep.compare.agreement import Agreement, Agreements, difference_of
+from lockstep.compare.entries import line_up
+from lockstep.compare.peers import attempt_peer
+from lockstep.compare.result import Comparison
+from lockstep.compare.table import csv_of, lines_of
+from lockstep.devices import slots
+from lockstep.errors import InputError, OutOfMemory, StrategyError
+from lockstep.events import TimesOf
+from lockstep.glance import Glance, Seen
+from lockstep.jobfile import JobFile
+from lockstep.strategies.pp import PP
+from lockstep.trial import Tried, Way, attempt
+from zoo import drawn, labels
+
+measure = importlib.import_module("lockstep.compare.measure")
+EQUAL = Agreement(True, 3e-16, "fp64")
+
+
+def job(**settings: Any) -> lockstep.Job:
+    defaults: dict[str, Any] = {
+        "model": lambda: nn.Sequential(nn.Linear(6, 16), nn.Tanh(), nn.Linear(16, 3)),
+        "batch_size": 8,
+    }
+    return lockstep.Job(
+        loss=nn.CrossEntropyLoss(),
+        optimizer=lambda params: torch.optim.SGD(params, lr=0.1),
+        train_data=TensorDataset(drawn(29, 6), labels(29, 3)),
+        **{**defaults, **settings},
+    )
+
+
+# ---- planted times --------------------------------------------------------------------------------------------------
+
+KINDS = ("computing", "communicating", "waiting", "loading", "other")
+Rule = Callable[[Way, int], float]
+
+
+def glance(way: Way) -> Glance:
+    kinds = dict(zip(KINDS, (0.007, 0.002, 0.0005, 0.0001, 0.0004), strict=True))
+    two = way.strategy in ("dp", "ddp")
+    times = (
+        () if way.strategy in ("mp", "pp") else tuple(TimesOf(i, f"cpu:{i}", 0.01, kinds, {}) for i in range(1 + two))
+    )
+    seen = tuple(Seen(f"cpu:{i}", (4 * i, 4 * i + 1), {"": [4, 6]}, {"": [4, 3]}) for i in range(1 + two))
+    return Glance(seen, {"": [8, 6]}, {"": [8, 3]}, times, False, 605_224 if two else None)
+
+
+@pytest.fixture
+def machine(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[..., list[tuple[Way, bool]]]]:
+    """A machine of four cores whose speed is a rule of the way and the round; it gives what was tried, in order."""
+    tried: list[tuple[Way, bool]] = []
+
+    def obey(rule: Rule, agreement: Callable[[str], Agreement] = lambda strategy: EQUAL) -> list[tuple[Way, bool]]:
+        turns: dict[str, int] = {}
+
+        def attempted(job: Any, way: Way, *, seconds: float, looks: bool = False) -> Tried:
+            tried.append((way, looks))
+            turn = turns[str(way)] = turns.get(str(way), -1) + 1
+            rate = rule(way, turn)
+            peaks = (410_000_000, 402_000_000) if way.strategy == "ddp" else (433_000_000,)
+            said = ("BatchNorm normalises over the share",) if way.strategy == "dp" else ()
+            return Tried(rate, 0.1, sum(peaks), True, True, torch.float32, None, said, peaks, 1.5, glance(way))
+
+        class Planted:
+            def __init__(self, job: Any, folder: Any) -> None: ...
+
+            def of(self, entry: Any) -> Agreement:
+                return agreement(entry.way.strategy)
+
+        monkeypatch.setattr(measure, "attempt", attempted)
+        monkeypatch.setattr(measure, "Agreements", Planted)
+        monkeypatch.setattr("lockstep.devices.usable_cores", lambda: (0, 1, 2, 3))
+        facts = {"processor": "Planted", "cores": 4, "memory": "8.0 GiB", "torch": "2.13.0"}
+        monkeypatch.setattr(measure, "machine", lambda: facts)
+        return tried
+
+    yield obey
+
+
+SPEEDS = {"single": 4000.0, "dp": 5200.0, "ddp": 7400.0, "mp": 3900.0, "pp": 6600.0}
+
+
+def steady(way: Way, turn: int) -> float:
+    """Two cores of a slot give what is planted, four cores 1.7 times that; a little spread."""
+    rate = SPEEDS[way.strategy] * (1.7 if way == Way("single", "1xcpu") else 1.0)
+    return rate * (1.0, 1.0, 0.98, 1.01)[turn % 4]
+
+
+def compared(**settings: Any) -> Comparison:
+    defaults: dict[str, Any] = {"devices": "2xcpu", "rounds": 3, "seconds": 2.0, "folder": None, "told": None}
+    return lockstep.compare(job(), **{**defaults, **settings})
+
+
+def test_the_table_fits_80_columns(machine: Callable[..., Any]) -> None:
+    machine(steady)
+    assert lines_of(compared(), 80) == [
+        "job: batches of 8 samples, on 2 slots of 2 cores",
+        "each in fresh processes, 3 turns of 2 s or more, one after the other; the median",
+        "of them",
+        "",
+        "                    samples/s lowest, highest x slot x cores effic.       memory",
+        "single, 2 cores         4,000    3,920, 4,040   1.00    0.59             413 MiB",
+        "single, 4 cores         6,800    6,664, 6,868   1.70    1.00             413 MiB",
+        "dp                      5,200    5,096, 5,252   1.30    0.76   65 %      413 MiB",
+        "ddp                     7,400    7,252, 7,474   1.85    1.09   92 %  2 x 391 MiB",
+        "mp                      3,900    3,822, 3,939   0.97    0.57   49 %      413 MiB",
+        "pp                      6,600    6,468, 6,666   1.65    0.97   82 %      413 MiB",
+        "x slot: times one slot; x cores: times all 4 cores without a strategy; memory:",
+        "of a process. Slots are cores of one machine, not GPUs: what gains here may gain",
+        "more or less there",
+        "",
+        "                     comp. comm. wait load other     moved  start         parity",
+        "single, 2 cores       70 %  20 %  5 %  1 %   4 %            1.5 s",
+        "single, 4 cores       70 %  20 %  5 %  1 %   4 %            1.5 s",
+        "dp                    70 %  20 %  5 %  1 %   4 %   591 KiB  1.5 s    equal 3e-16",
+        "ddp                   70 %  20 %  5 %  1 %   4 %   591 KiB  1.5 s    equal 3e-16",
+        "mp                                                          1.5 s    equal 3e-16",
+        "pp                                                          1.5 s    equal 3e-16",
+        "moved: what a device gives to the others in a step, where that is known",
+        "dp: BatchNorm normalises over the share",
+        "",
+        "Take ddp: 1.85 times one slot of 2 cores, 1.09 times all 4 cores without a",
+        "strategy, with the numbers of one device; pp comes next, at 0.89 of its rate.",
+        '  lockstep.train(job, strategy="ddp", devices="2xcpu")',
+    ]
+
+
+@pytest.mark.parametrize("width", [40, 60, 80, 100, 200])
+def test_no_line_is_wider_than_the_terminal(width: int, machine: Callable[..., Any]) -> None:
+    machine(steady)
+    found = compared(strategies=["dp", PP(microbatches=8)], sweep={"batch_size": [8, 4], "seed": [1000, 2000]})
+    *lines, paste = lines_of(found, width)
+    assert max(map(len, lines)) <= width and paste.startswith("  lockstep.train(job, strategy=")
+    assert sum("pp microbatches=8 batch_size=4 seed=2000" in line for line in lines) >= 2
+
+
+def test_each_has_its_turn_after_a_look_at_all(machine: Callable[..., Any]) -> None:
+    tried = machine(steady)
+    compared(strategies=["ddp", "pp"], rounds=2)
+    slot, cores, ddp, pp = (
+        Way("single", slots(2)[:1]),
+        Way("single", "1xcpu"),
+        Way("ddp", "2xcpu"),
+        Way("pp", "2xcpu"),
+    )
+    assert [way for way, looks in tried if looks] == [slot, cores, ddp, pp]
+    assert [way for way, looks in tried if not looks] == [slot, cores, ddp, pp] * 2
+    assert [looks for _, looks in tried] == [True] * 4 + [False] * 8
+
+
+def test_ratios_are_taken_within_a_round(machine: Callable[..., Any]) -> None:
+    # The machine gets twice as fast from round to round: a ratio of medians over all rounds would not see 1.5.
+    machine(lambda way, turn: 2.0**turn * (150.0 if way.strategy == "ddp" else 100.0))
+    found = compared(strategies=["ddp"], rounds=4)
+    speed_up = found.speed_up(found["ddp"])
+    assert speed_up is not None and speed_up.spread == (1.5, 1.5)
+    assert found.efficiency(found["ddp"]) == 0.75
+
+
+def test_what_fails_is_a_row_with_its_reason(machine: Callable[..., Any]) -> None:
+    def rule(way: Way, turn: int) -> float:
+        if way.strategy == "dp":
+            raise StrategyError("dp: a function holds on to the model\nand more")
+        if way.strategy == "ddp" and turn == 2:  # in its second timed turn
+            raise OutOfMemory("rank 1: out of memory")
+        return steady(way, turn)
+
+    tried = machine(rule)
+    found = compared()
+    assert {row.name: row.reason for row in found.rows if not row.rates} == {
+        "dp": "dp: a function holds on to the model",
+        "ddp": "rank 1: out of memory",
+    }
+    assert [way.strategy for way, _ in tried].count("ddp") == 3  # a look, a turn, the one that failed
+    assert "    rank 1: out of memory" in lines_of(found, 80)
+    assert sentence(found).startswith("Take single, 4 cores: the strategies gain nothing here")
+
+
+def test_the_fastest_with_one_devices_numbers_is_the_one_to_take(machine: Callable[..., Any]) -> None:
+    def wrong(strategy: str) -> Agreement:
+        return Agreement(False, 0.2, "fp64") if strategy == "ddp" else EQUAL
+
+    machine(lambda way, turn: steady(way, turn) * (1.5 if way.strategy == "pp" else 1.0), wrong)
+    found = compared(strategies=["dp", "ddp", "pp"])
+    best = best_of(found)
+    assert best is not None and best.name == "pp"
+    assert sentence(found) == (
+        "Take pp: 2.48 times one slot of 2 cores, 1.46 times all 4 cores without a strategy, with the numbers of one "
+        "device; dp comes next, at 0.53 of its rate."
+    )
+    machine(steady, wrong)
+    assert "; ddp is 1.09 times as fast, but not with the numbers of one device." in sentence(
+        compared(strategies=["dp", "ddp", "pp"])
+    )
+
+
+def test_of_equally_fast_ones_the_simplest_is_taken(machine: Callable[..., Any]) -> None:
+    def close(way: Way, turn: int) -> float:
+        return {"single": 100.0, "dp": 180.0, "ddp": 180.0 * (1.05, 1.05, 0.99, 1.05)[turn]}[way.strategy]
+
+    machine(close)
+    said = sentence(compared(strategies=["dp", "ddp"]))
+    assert said.startswith("Take dp: 1.80 times one slot") and said.endswith("; ddp is as fast.")
+
+
+def test_a_strategy_that_gains_nothing_clear_is_not_taken(machine: Callable[..., Any]) -> None:
+    machine(lambda way, turn: {"single": 100.0, "ddp": (0.0, 103.0, 99.0, 101.0)[turn % 4]}[way.strategy])
+    assert sentence(compared(strategies=["ddp"])) == (
+        "Take single, 2 cores: no strategy is clearly faster here, ddp is at 1.01 of its rate."
+    )
+    assert sentence(compared(strategies=["single"])) == "Take single, 2 cores: no strategy was measured."
+
+
+def test_the_command_ends_with_1_where_nothing_could_be_measured(machine: Callable[..., Any], tmp_path: Path) -> None:
+    def nothing(way: Way, turn: int) -> float:
+        raise OutOfMemory("out of memory")
+
+    machine(nothing)
+    words = ["compare", "examples/digits.py", "--devices", "2xcpu", "--folder", str(tmp_path)]
+    assert cli.main(words) == 1
+    (folder,) = tmp_path.iterdir()
+    assert all(row.reason == "out of memory" for row in record.read(folder).rows)
+    assert cli.main(["report", str(folder)]) == 0
+
+
+def test_where_one_device_is_not_enough_the_sentence_says_so(machine: Callable[..., Any]) -> None:
+    def rule(way: Way, turn: int) -> float:
+        if way.strategy == "single":
+            raise OutOfMemory("out of memory on cpu:0")
+        return steady(way, turn)
+
+    machine(rule)
+    assert sentence(compared(strategies=["mp"])) == (
+        "Take mp: one device can't train it (out of memory on cpu:0), with the numbers of one device."
+    )
+
+    def nothing(way: Way, turn: int) -> float:
+        raise OutOfMemory("out of memory")
+
+    machine(nothing)
+    assert sentence(compared()) == "Nothing here can train this job: each row says why."
+
+
+# ---- what is measured against what ----------------------------------------------------------------------------------
+
+
+def test_a_sweep_is_held_against_one_device_with_the_same_batch(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("lockstep.devices.usable_cores", lambda: (0, 1, 2, 3))
+    entries = line_up(["single", "mp", "pp"], "2xcpu", {"microbatches": ["2", "4"], "batch_size": ["8", "16"]})
+    by_name = {entry.name: entry for entry in entries}
+    assert list(by_name) == [
+        "single, 2 cores batch_size=8",
+        "single, 4 cores batch_size=8",
+        "single, 2 cores batch_size=16",
+        "single, 4 cores batch_size=16",
+        "mp batch_size=8",
+        "pp microbatches=2 batch_size=8",
+        "pp microbatches=4 batch_size=8",
+        "mp batch_size=16",
+        "pp microbatches=2 batch_size=16",
+        "pp microbatches=4 batch_size=16",
+    ]
+    one = by_name["pp microbatches=4 batch_size=16"]
+    assert one.way == Way("pp", "2xcpu", {"batch_size": 16}, {"microbatches": 4})
+    assert (one.one, one.cores) == ("single, 2 cores batch_size=16", "single, 4 cores batch_size=16")
+
+
+def test_a_sweep_over_devices_has_a_slot_of_each_size(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("lockstep.devices.usable_cores", lambda: (0, 1, 2, 3))
+    by_name = {entry.name: entry for entry in line_up(["ddp"], "auto", {"devices": ["2", "4"]})}
+    assert list(by_name) == ["single, 2 cores", "single, 4 cores", "single, 1 core", "ddp devices=2", "ddp devices=4"]
+    assert by_name["ddp devices=4"].one == "single, 1 core" and by_name["ddp devices=2"].one == "single, 2 cores"
+    assert by_name["single, 1 core"].devices == slots(4)[:1]
+    assert len(line_up(["ddp"], "auto", {})[-1].devices) == 4, "without an accelerator: a slot for each core"
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        (["nowhere.py"], "there is no such file"),
+        (["examples/digits.py", "--strategies", "dppp"], 'there is no strategy "dppp": did you mean'),
+        (["examples/digits.py", "--sweep", "microbatches"], "write it as --sweep microbatches=1,2,4"),
+        (["examples/digits.py", "--sweep", "microbatch=1,2"], 'did you mean "microbatches"?'),
+        (["examples/digits.py", "--strategies", "ddp", "--sweep", "microbatches=2"], "none of ddp has a setting"),
+        (["examples/digits.py", "--sweep", "microbatches=none"], "microbatches: 'none' is not a whole number"),
+        (["examples/digits.py", "--rounds", "0"], "number above 0"),
+        (["examples/digits.py", "--with", "torchh"], 'there is no peer "torchh": did you mean "torch"?'),
+        (["examples/digits.py", "--json", "no/where.json"], "--json no/where.json: No such file"),
+    ],
+)
+def test_bad_words_are_one_line(words: list[str], said: str, capfd: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    assert cli.main(["compare", *words, "--folder", str(tmp_path / "runs")]) == 2
+    error = capfd.readouterr().err.strip()
+    assert said in error and "\n" not in error
+    assert not (tmp_path / "runs").exists()
+
+
+# ---- what is kept ---------------------------------------------------------------------------------------------------
+
+
+def test_what_is_kept_can_be_read_again(machine: Callable[..., Any], tmp_path: Path) -> None:
+    machine(steady)
+    found = compared(folder=tmp_path)
+    folder = Path(found.folder)
+    assert folder.parent == tmp_path and folder.name.startswith("job-compare-")
+    again = record.read(folder)
+    assert again == found
+    rows = list(csv.DictReader(io.StringIO((folder / "compare.csv").read_text())))
+    assert [row["name"] for row in rows] == [row.name for row in found.rows]
+    ddp = next(row for row in rows if row["name"] == "ddp")
+    assert float(ddp["speed_up"]) == pytest.approx(1.85) and ddp["moved_bytes"] == "605224" and ddp["parity"] == "equal"
+    assert json.loads((folder / "compare.json").read_text())["rows"][3]["speed_up"] == pytest.approx(1.85)
+
+
+def test_the_command_that_repeats_it_is_what_was_said(machine: Callable[..., Any], tmp_path: Path, capsys) -> None:
+    machine(steady)
+    words = ["compare", "examples/digits.py", "--set", "width=4", "--strategies", "dp,pp", "--devices", "2xcpu"]
+    words += ["--sweep", "microbatches=2,4", "--rounds", "1", "--seconds", "0.5", "--no-parity", "--batch-size", "32"]
+    out = tmp_path / "found.json", tmp_path / "found.csv"
+    files = ["--folder", str(tmp_path), "--json", str(out[0]), "--csv", str(out[1])]
+    assert cli.main([*words, *files]) == 0
+    found = json.loads(out[0].read_text())
+    assert found["command"] == "lockstep " + " ".join(words)
+    assert [row["name"] for row in found["rows"]][2:] == ["dp", "pp microbatches=2", "pp microbatches=4"]
+    assert out[1].read_text() == csv_of(record.read(found["folder"]))
+    assert compared(strategies=["ddp"], epochs=None).command == (
+        "lockstep.compare(job, strategies=['ddp'], devices='2xcpu', rounds=3, seconds=2.0)"
+    )
+
+
+def test_a_comparison_that_is_stopped_leaves_nothing(machine: Callable[..., Any], tmp_path: Path) -> None:
+    def stopped(way: Way, turn: int) -> float:
+        raise KeyboardInterrupt
+
+    machine(stopped)
+    with pytest.raises(KeyboardInterrupt):
+        compared(folder=tmp_path)
+    assert not list(tmp_path.iterdir())
+
+
+# ---- really measured ------------------------------------------------------------------------------------------------
+
+
+def test_a_glance_sees_what_each_device_has_of_a_batch() -> None:
+    tried = attempt(job(), Way("ddp", "2xcpu"), seconds=0.01, looks=True)
+    seen = tried.glance
+    assert seen is not None and len(tried.peaks) == 2 and tried.started > 0
+    assert seen.inputs == {"": [8, 6]} and [one.inputs for one in seen.devices] == [{"": [4, 6]}] * 2
+    assert [one.outputs for one in seen.devices] == [{"": [4, 3]}] * 2
+    ids = [i for one in seen.devices for i in one.samples or ()]
+    assert ids == next(lockstep.batches(job().train_data, batch_size=8, rank=0, world_size=1).epoch(0)).samples.tolist()
+    assert seen.moved == 4 * (6 * 16 + 16 + 16 * 3 + 3)
+    assert len(seen.times) == 2
+    for one in seen.times:
+        assert sum(one.kinds.values()) == pytest.approx(one.step) and one.kinds["computing"] > 0
+
+
+@pytest.mark.parametrize("strategy", ["dp", "pp"])
+def test_a_glance_at_one_process(strategy: str) -> None:
+    tried = attempt(job(), Way(strategy, "2xcpu"), seconds=0.01, looks=True)
+    assert tried.glance is not None and len(tried.peaks) == 1
+    if strategy == "dp":
+        assert [one.samples is not None and len(one.samples) for one in tried.glance.devices] == [4, 4]
+        assert len(tried.glance.times) == 2
+    else:
+        (only,) = tried.glance.devices
+        assert only.device == "cpu:0 -> cpu:1" and only.inputs == {"": [2, 6]} and only.samples is not None
+        assert len(only.samples) == 8
+
+
+def test_the_numbers_of_one_device_are_found_equal(tmp_path: Path) -> None:
+    agreements = Agreements(job(), tmp_path)
+    for entry in line_up(["ddp", "pp"], "2xcpu", {})[2:]:
+        found = agreements.of(entry)
+        assert found.equal and found.precision == "fp64" and found.difference is not None and found.difference < 1e-12
+
+
+def test_other_numbers_are_found_to_differ(tmp_path: Path) -> None:
+    normed = job(model=lambda: nn.Sequential(nn.Linear(6, 16), nn.BatchNorm1d(16), nn.Linear(16, 3)))
+    entry = line_up(["ddp"], "2xcpu", {})[-1]
+    found = Agreements(normed, tmp_path).of(entry)
+    assert found.equal is False and found.difference is not None and found.difference > 1e-3
+    assert str(found).startswith("differs")
+
+
+def test_the_difference_is_a_part_of_how_far_a_parameter_went() -> None:
+    start = {"w": torch.zeros(3), "still": torch.ones(2), "name": b"no tensor"}
+    theirs = {"w": torch.tensor([2.0, 0.0, 1.0]), "still": torch.ones(2)}
+    mine = {"w": torch.tensor([2.0, 0.02, 1.0]), "still": torch.ones(2)}
+    assert difference_of(start, mine, theirs, 0.3) == pytest.approx(0.01)
+    mine["w"] = mine["w"] * float("nan")
+    assert difference_of(start, mine, theirs, 0.3) == float("inf")
+
+
+def test_plain_ddp_by_hand_is_a_row(tmp_path: Path) -> None:
+    entry = next(e for e in line_up(["ddp"], "2xcpu", {}, ["torch"]) if e.role == "peer")
+    assert entry.name == "torch by hand"
+    tried = attempt_peer(job(), entry, seconds=0.05)
+    assert tried.rate > 0 and len(tried.peaks) == 2 and tried.started > 0
+    with pytest.raises(lockstep.LockstepError, match="accumulate: the loop by hand hasn't got it"):
+        attempt_peer(job(accumulate=2), entry, seconds=0.05)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("peer", ["fabric", "accelerate"])
+def test_other_peers_are_rows_where_they_are_installed(peer: str) -> None:
+    try:
+        entry = next(e for e in line_up(["ddp"], "2xcpu", {}, [peer]) if e.role == "peer")
+        importlib.import_module({"fabric": "lightning.fabric"}.get(peer, peer))
+    except ImportError:
+        pytest.skip(f"{peer} isn't installed")
+    assert attempt_peer(job(), entry, seconds=0.05).rate > 0
+
+
+def test_a_comparison_as_a_person_runs_it(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    file = tmp_path / "small.py"
+    file.write_text("import test_compare\n\njob = test_compare.job()\n")
+    words = ["--strategies", "ddp", "--devices", "2xcpu", "--rounds", "1", "--seconds", "0.05"]
+    assert cli.main(["compare", str(file), *words, "--folder", str(tmp_path / "runs")]) == 0
+    out = capfd.readouterr().out
+    assert "single, 1 core" in out and "ddp" in out and "Take " in out
+    (folder,) = (tmp_path / "runs").iterdir()
+    found = record.read(folder)
+    assert all(row.rates and row.peaks and row.started > 0 for row in found.rows)
+    assert found["ddp"].agreement is not None and found["ddp"].agreement.equal
+
+
+@pytest.mark.slow
+def test_every_strategy_is_measured_and_trained(tmp_path: Path) -> None:
+    assert isinstance(JobFile("examples/digits.py").load(), lockstep.Job)
+    found = lockstep.compare(
+        JobFile("examples/digits.py"), devices="2xcpu", rounds=1, seconds=0.05, folder=tmp_path, epochs=1, told=None
+    )
+    assert [row.name for row in found.measured][2:] == ["dp", "ddp", "mp", "pp"]
+    assert all(row.agreement is not None and row.agreement.equal for row in found.rows if row.role == "strategy")
+    losses = [row.history[-1]["eval_loss"] for row in found.rows if row.history]
+    assert len(losses) == 5 and max(losses) - min(losses) < 1e-3
+
+
+def test_under_torchrun_it_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT"):
+        monkeypatch.setenv(name, "1")
+    with pytest.raises(InputError, match="start it without torchrun"):
+        compared()
+
+
+def test_the_line_to_paste_has_the_strategys_own_settings() -> None:
+    way = Way("pp", "2xcpu", {"batch_size": 4}, {"microbatches": 8, "device_map": {"stem": 0, "": 1}})
+    assert way.line(JobFile("a.py", {"lr": "0.1"}, {"epochs": 3})) == (
+        "lockstep train a.py --set lr=0.1 --strategy pp --devices 2xcpu --microbatches 8 "
+        """--map '{"stem": 0, "": 1}' --epochs 3 --batch-size 4"""
+    )
+    assert way.having().line(job()) == (
+        'lockstep.train(job, strategy=PP(microbatches=8, device_map={"stem": 0, "": 1}), devices="2xcpu", batch_size=4)'
+    )
