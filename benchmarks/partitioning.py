@@ -17,12 +17,12 @@ from typing import Any
 import lockstep
 from benchmarks.pipelining import JOBS
 from benchmarks.timing import HERE, machine
-from lockstep.compare import in_turns
 from lockstep.data import Batch, job_loader
 from lockstep.devices import slots
 from lockstep.pipelining.blocks import Block
 from lockstep.pipelining.plan import planned
 from lockstep.placement import alone
+from lockstep.stopwatch import in_turns
 from lockstep.strategies.pp import PP
 
 MICROBATCHES = 8

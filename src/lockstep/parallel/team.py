@@ -12,6 +12,7 @@ that sets it, so a thread here sets its own once, is kept on the cores of its sl
 
 from __future__ import annotations
 
+import atexit
 import contextlib
 import os
 import threading
@@ -204,6 +205,7 @@ class _Worker:
         if error is not None:
             raise error
         self.ident = thread.ident
+        _threads[thread] = self.tasks
         self._finalizer = weakref.finalize(self, self.tasks.put, None)
 
     @property
@@ -214,6 +216,20 @@ class _Worker:
     def close(self) -> None:
         self._closed = True
         self._finalizer()
+
+
+_threads: weakref.WeakKeyDictionary[threading.Thread, SimpleQueue[Any]] = weakref.WeakKeyDictionary()
+"""All threads of all teams, and what wakes them."""
+
+
+@atexit.register
+def _end_all() -> None:
+    """Let idle threads end while Python still runs: one that wakes up later, in PyTorch's C++, may end the process."""
+    threads = list(_threads.items())
+    for _, tasks in threads:
+        tasks.put(None)
+    for thread, _ in threads:
+        thread.join(timeout=1.0)
 
 
 def _work(device: Device, tasks: SimpleQueue[Any], ready: SimpleQueue[BaseException | None]) -> None:
