@@ -18,9 +18,10 @@ from torch.utils.data import TensorDataset
 import lockstep
 from lockstep import cli
 from lockstep.compare import record
-from lockstep.compare.advice import best_of, sentence
+from lockstep.compare.advice import best_of, sentence, unsteady
 from lockstep.compare.agreement import Agreement, Agreements, difference_of
 from lockstep.compare.entries import line_up
+from lockstep.compare.pages import page_of
 from lockstep.compare.peers import attempt_peer
 from lockstep.compare.result import Comparison
 from lockstep.compare.table import csv_of, lines_of
@@ -138,6 +139,9 @@ def test_the_table_fits_80_columns(machine: Callable[..., Any]) -> None:
         "mp                                                          1.5 s    equal 3e-16",
         "pp                                                          1.5 s    equal 3e-16",
         "moved: what a device gives to the others in a step, where that is known",
+        "",
+        "what a device is given at once, and gives:",
+        "  single, 2 cores, single, 4 cores, dp, ddp, mp, pp: 4 x 6 -> 4 x 3",
         "dp: BatchNorm normalises over the share",
         "",
         "Take ddp: 1.85 times one slot of 2 cores, 1.09 times all 4 cores without a",
@@ -222,6 +226,16 @@ def test_of_equally_fast_ones_the_simplest_is_taken(machine: Callable[..., Any])
     machine(close)
     said = sentence(compared(strategies=["dp", "ddp"]))
     assert said.startswith("Take dp: 1.80 times one slot") and said.endswith("; ddp is as fast.")
+
+
+def test_turns_that_differ_much_are_said_to(machine: Callable[..., Any]) -> None:
+    machine(steady)
+    assert unsteady(compared()) == ""
+    machine(lambda way, turn: steady(way, turn) * (0.7 if way.strategy == "dp" and turn == 2 else 1.0))
+    found = compared()
+    assert unsteady(found).startswith("The turns of dp differ by 3")
+    assert any(line.startswith("The turns of dp differ") for line in lines_of(found, 80))
+    assert unsteady(found) in page_of(found).notes
 
 
 def test_a_strategy_that_gains_nothing_clear_is_not_taken(machine: Callable[..., Any]) -> None:
@@ -411,6 +425,11 @@ def test_the_difference_is_a_part_of_how_far_a_parameter_went() -> None:
     assert difference_of(start, mine, theirs, 0.3) == pytest.approx(0.01)
     mine["w"] = mine["w"] * float("nan")
     assert difference_of(start, mine, theirs, 0.3) == float("inf")
+    assert [str(one) for one in (Agreement(True, 0.0), Agreement(False, None), Agreement(None, None))] == [
+        "equal 0",
+        "differs",
+        "not known",
+    ]
 
 
 def test_plain_ddp_by_hand_is_a_row(tmp_path: Path) -> None:

@@ -7,6 +7,9 @@ from lockstep.compare.result import Comparison, Row
 _SAME = 1.02
 """A ratio up to which two are as fast as one another, whatever their spread."""
 
+_STEADY = 0.2
+"""From the lowest to the highest turn, as a part of the median: what an idle machine stays within."""
+
 
 def best_of(found: Comparison) -> Row | None:
     """The row to take: the fastest with the numbers of one device; of equally fast ones the simplest."""
@@ -15,6 +18,18 @@ def best_of(found: Comparison) -> Row | None:
         return None
     fastest = max(candidates, key=lambda row: row.timing.median)
     return min([row for row in candidates if _is_as_fast(found, fastest, row)], key=_trouble)
+
+
+def unsteady(found: Comparison) -> str:
+    """A warning where turns of the same way differ so much that something else must have been computing; else ""."""
+    spans = {row.name: (row.timing.spread[1] - row.timing.spread[0]) / row.timing.median for row in found.measured}
+    widest = max(spans, key=lambda name: spans[name], default=None)
+    if widest is None or spans[widest] <= _STEADY:
+        return ""
+    return (
+        f"The turns of {widest} differ by {100 * spans[widest]:.0f} %: was something else computing on this machine? "
+        "Measure again when nothing is, before believing small differences."
+    )
 
 
 def _is_as_fast(found: Comparison, fastest: Row, row: Row) -> bool:

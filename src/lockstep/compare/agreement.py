@@ -46,9 +46,10 @@ class Agreement:
     reason: str = ""
 
     def __str__(self) -> str:
-        if self.difference is None:
+        if self.equal is None:
             return "not known"
-        return f"{'equal' if self.equal else 'differs'} {self.difference:.0e}".replace("0e+00", "0")
+        word = "equal" if self.equal else "differs"
+        return word if self.difference is None else f"{word} {self.difference:.0e}".replace(" 0e+00", " 0")
 
 
 class Agreements:

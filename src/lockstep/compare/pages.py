@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from pathlib import Path
 
-from lockstep.compare.advice import all_cores, best_of, sentence
+from lockstep.compare.advice import all_cores, best_of, sentence, unsteady
 from lockstep.compare.result import Comparison, Row
 from lockstep.compare.table import exceptions_of, moved, outcome_columns, speed_columns
 from lockstep.firststep import written
@@ -38,6 +38,8 @@ def page_of(found: Comparison) -> Page:
             "The devices are slots: cores of one machine, which share its memory and its caches. They are not GPUs: "
             "what gains here may gain more or less there."
         )
+    if warning := unsteady(found):
+        notes.append(warning)
     best = best_of(found)
     return Page(
         title=f"{Path(found.job).name}: strategies side by side",

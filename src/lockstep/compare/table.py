@@ -8,8 +8,9 @@ import textwrap
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
-from lockstep.compare.advice import all_cores, best_of, sentence
+from lockstep.compare.advice import all_cores, best_of, sentence, unsteady
 from lockstep.compare.result import Comparison, Row
+from lockstep.firststep import written
 
 _NARROW = 22
 """Columns that names get beside the numbers, where the terminal is no wider."""
@@ -137,14 +138,30 @@ def lines_of(found: Comparison, width: int = 80) -> list[str]:
     if measured:
         lines += ["", *_table(measured, time_columns(found), width)]
         lines += _wrapped("moved: what a device gives to the others in a step, where that is known", width)
+    if sizes := sizes_of(found):
+        lines += ["", *_wrapped("what a device is given at once, and gives:", width)]
+        lines += [one for line in sizes for one in _wrapped(line, width, "  ")]
     for line in exceptions_of(found):
         lines += _wrapped(line, width)
     outcome = outcome_columns(found)
     if outcome:
         lines += ["", *_table([row for row in measured if row.history], outcome, width)]
+    if warning := unsteady(found):
+        lines += ["", *_wrapped(warning, width)]
     lines += ["", *_wrapped(sentence(found), width)]
     best = best_of(found)
     return [*lines, f"  {best.line}"] if best is not None and best.line else lines
+
+
+def sizes_of(found: Comparison) -> list[str]:
+    """``dp, ddp: 32 x 8 -> 32 x 10``: what a device is given at once, and what it makes of it; a line for each size."""
+    groups: dict[str, list[str]] = {}
+    for row in found.measured:
+        seen = () if row.glance is None else row.glance.devices
+        every = dict.fromkeys(f"{written(one.inputs)} -> {written(one.outputs)}" for one in seen if one.inputs)
+        if every:
+            groups.setdefault(" and ".join(every), []).append(row.name)
+    return [f"{', '.join(names)}: {sizes}" for sizes, names in groups.items()]
 
 
 def exceptions_of(found: Comparison) -> list[str]:
