@@ -20,6 +20,7 @@ import lockstep
 from lockstep.allocator import prepare
 from lockstep.errors import InputError, LockstepError, RankFailed, nearest, own_traceback
 from lockstep.pipelining import commands as pipelining
+from lockstep.verify import commands as verifying
 
 
 class _Parser(argparse.ArgumentParser):
@@ -42,7 +43,7 @@ class _Parser(argparse.ArgumentParser):
 
 
 def main(words: Sequence[str] | None = None) -> int:
-    """Run the command with these words; gives the exit code: 0, 1 failed, 2 bad input, 130 Ctrl-C, 143 SIGTERM."""
+    """Run the command with these words; gives the exit code (see docs/architecture.md)."""
     before = signal.signal(signal.SIGTERM, _terminated)
     try:
         return _ended(_run(list(sys.argv[1:] if words is None else words)))
@@ -181,6 +182,12 @@ def _parser() -> tuple[_Parser, dict[str, _Parser]]:
 
     schedule = commands.add_parser("schedule", help="a pipeline's schedule as a picture", allow_abbrev=False)
     pipelining.add_schedule(schedule)
+
+    verify = commands.add_parser("verify", help="the same numbers as one device, or why not", allow_abbrev=False)
+    verifying.add_verify(verify)
+    _add_placement(verify)
+    _add_settings(verify)
+    verify.set_defaults(function=_verify)
 
     devices = commands.add_parser("devices", help="what is here", allow_abbrev=False)
     devices.set_defaults(function=_devices)
@@ -368,6 +375,11 @@ def _tune(options: argparse.Namespace) -> int:
 def _partition(options: argparse.Namespace) -> int:
     prepare()
     return pipelining.partition(options, _knobs(options.set), _settings(options))
+
+
+def _verify(options: argparse.Namespace) -> int:
+    _warm_up(options)
+    return verifying.verify(options, _strategy(options), _knobs(options.set), _settings(options))
 
 
 def _devices(options: argparse.Namespace) -> int:
