@@ -10,11 +10,13 @@ from typing import Any
 
 from lockstep import devices as _devices
 from lockstep.devices import Devices
-from lockstep.errors import DeviceError, LockstepError
+from lockstep.errors import DeviceError, InputError, LockstepError
 from lockstep.job import Job
 from lockstep.jobfile import JobFile, as_job, the_job, with_settings
 from lockstep.launch import under_torchrun
+from lockstep.placement import place_of
 from lockstep.strategies import Strategy, choose
+from lockstep.strategies.single import Single
 from lockstep.verify.cause import Cause
 from lockstep.verify.causes import Diagnosis
 from lockstep.verify.comparison import COARSE, EXACT, Bounds, Update
@@ -56,7 +58,7 @@ def verify(
 
     Raises:
         InputError: something asked for can't be done, or ``single`` can't train the job.
-        RankFailed: a rank failed in the job's own code.
+        Exception: what the job's own code raises under ``single``.
     """
     if under_torchrun():
         raise DeviceError("verify starts processes of its own on one machine: start it without torchrun")
@@ -81,10 +83,12 @@ def verify(
     )
     try:
         found = compared(experiment)
-    except LockstepError as error:
+    except Exception as error:
         cause = Cause.of_refusal(error)
         if cause is None:
             raise
+        if not isinstance(error, InputError):  # of the job's own code, or a rank: is it the strategy's doing?
+            compared(dataclasses.replace(experiment, strategy=Single(), devices=(place_of(chosen),)))
         return dataclasses.replace(said, refused=str(error), causes=(cause,), seconds=time.perf_counter() - began)
     parts = way.parts(loaded.having(**ground.settings))
     noise = Noise(experiment, parts, exact=ground.exact)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
-from lockstep.errors import LockstepError, LossError, NonFiniteLoss
+from lockstep.errors import InputError, LossError, told
 from lockstep.verify.comparison import Update
 
 
@@ -24,13 +24,11 @@ class Cause:
     mend: str
 
     @classmethod
-    def of_refusal(cls, error: LockstepError) -> Cause | None:
-        """What a refusal, or a failure, under the strategy alone says of the job; None where it is no such thing."""
+    def of_refusal(cls, error: Exception) -> Cause | None:
+        """What a refusal, or a failure, under the strategy alone says of the job; None where it says nothing of it."""
         said = str(error)
         if isinstance(error, LossError):
             return cls.loss(said)
-        if isinstance(error, NonFiniteLoss):
-            return cls.failed(said)
         for words, cause in (
             ("builds differently", "unseeded model"),
             ("has other values on rank 0", "unseeded model"),
@@ -44,7 +42,7 @@ class Cause:
             if words in said:
                 what, _, mend = said.partition(": ") if cause == "drift" else said.rpartition(": ")
                 return cls(cause, what, mend)
-        return None
+        return None if isinstance(error, InputError) else cls.failed(error)
 
     # ---- the model --------------------------------------------------------------------------------------------------
 
@@ -264,9 +262,11 @@ class Cause:
         return cls("announced", f"not traced to one layer; said before training: {note}", "as the line says")
 
     @classmethod
-    def failed(cls, said: str) -> Cause:
+    def failed(cls, error: Exception) -> Cause:
         """The strategy failed where one device didn't."""
-        return cls("failed", said, "as the line says")
+        return cls(
+            "failed", f"under the strategy it fails: {told(error)}", "a share of a batch has to be enough for it"
+        )
 
     @classmethod
     def unknown(cls) -> Cause:

@@ -61,6 +61,8 @@ class Diagnosis:
         strange = bool(self.found.start or (self.first is not None and self.first.rows.others))
         causes = self._seen() or (self._of_the_job_alone() if strange else [])
         causes = causes or self._taken_out() or ([] if strange else self._of_the_job_alone())
+        if not causes and self.found.drifted:
+            return [Cause.drift(self.found.drifted[0])]
         causes = causes or self._of_the_cut() or self._of_the_strategy()
         if not causes and self.found.notes:
             causes = [Cause.announced(note) for note in self.found.notes]
@@ -186,8 +188,6 @@ class Diagnosis:
             return [Cause.sampler(first)]
         if first is not None and (ratio := self._one_ratio(first)) is not None:
             return [Cause.scaled(ratio, len(self.experiment.devices))]
-        if found.drifted:
-            return [Cause.drift(found.drifted[0])]
         if first is not None and not any(
             kind in ("gradients", "loss") for kind, _, _ in self.noise.bounds.beyond(first)
         ):

@@ -142,16 +142,17 @@ class Bounds:
 
     def of(self, kind: str, name: str) -> float:
         """The bound for a difference of a kind, such as ``gradients``, in any update."""
-        own, typical = self._measured(kind, name)
-        return max(self.least, _TIMES_NOISE * own, _TIMES_NOISE * typical)
+        own = max((value for n, value in self._noise(kind) if n == name), default=0.0)
+        return max(self.least, _TIMES_NOISE * own, _TIMES_NOISE * self.typical(kind))
 
-    def _measured(self, kind: str, name: str) -> tuple[float, float]:
-        """The largest noise of this number in any update, and the median of its kind."""
-        if self.noise is None:
-            return 0.0, 0.0
-        every = [(n, value) for u in self.noise.updates for which, n, value in u.numbers() if which == kind]
-        finite = [value for _, value in every if math.isfinite(value)]
-        return max((v for n, v in every if n == name), default=0.0), statistics.median(finite) if finite else 0.0
+    def typical(self, kind: str) -> float:
+        """The median noise of a kind."""
+        return statistics.median([value for _, value in self._noise(kind)] or [0.0])
+
+    def _noise(self, kind: str) -> list[tuple[str, float]]:
+        """Of every update: names and noise."""
+        updates = () if self.noise is None else self.noise.updates
+        return [(name, value) for update in updates for which, name, value in update.numbers() if which == kind]
 
     def of_evaluation(self, name: str) -> float:
         """The bound for a value of the evaluation."""
@@ -160,7 +161,7 @@ class Bounds:
         a, b = self.noise.evaluation.get(name, (0.0, 0.0))
         # A sample whose two best outputs are as good as equal may fall to either side.
         doubt = 0.0 if self.least < COARSE or name == "loss" or name.endswith("/loss") else 0.02
-        return max(self.least, _TIMES_NOISE * max(relative(a, b), *self._measured("loss", "")), doubt)
+        return max(self.least, _TIMES_NOISE * max(relative(a, b), *(v for _, v in self._noise("loss"))), doubt)
 
     def beyond(self, update: Update) -> list[tuple[str, str, float]]:
         """The differences of an update that are more than rounding."""

@@ -13,6 +13,9 @@ from lockstep.verify.sides import Experiment, compared
 _CERTAIN = 1e-5
 """A difference in float64 that no rounding makes, so that none is measured."""
 
+_TOO_MUCH = 1e-3
+"""What is no rounding in float32 either: a job that can't be repeated."""
+
 
 class Noise:
     """The bounds for a job, measured when they are first needed.
@@ -50,6 +53,8 @@ class Noise:
             shuffled=True,
         )
         try:
-            self.bounds = Bounds(self.bounds.least, compared(mixed))
+            bounds = Bounds(self.bounds.least, compared(mixed))
         except LockstepError:  # of a job that can't be repeated, of which more is found later
             return
+        if all(bounds.typical(kind) < _TOO_MUCH for kind in ("loss", "gradients", "parameters")):
+            self.bounds = bounds
