@@ -43,7 +43,7 @@ class _Parser(argparse.ArgumentParser):
 
 
 def main(words: Sequence[str] | None = None) -> int:
-    """Run the command with these words; gives the exit code (see docs/architecture.md)."""
+    """Run the command with these words; gives the exit code (the table is in docs/verify.md)."""
     before = signal.signal(signal.SIGTERM, _terminated)
     try:
         return _ended(_run(list(sys.argv[1:] if words is None else words)))
@@ -198,12 +198,7 @@ def _add_placement(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--strategy", help="single, dp, ddp, mp or pp (default: single on one device, ddp on several)")
     parser.add_argument("--devices", default="auto", help="auto, 4, 2xcpu, cuda, cuda:0,2 (default: auto)")
     parser.add_argument("--backend", help="of the process group (default: nccl on CUDA, gloo elsewhere)")
-    group = parser.add_argument_group("settings of pp, and the map of mp")
-    group.add_argument("--microbatches", metavar="NUMBER", help="that each batch is cut in (default: 4)")
-    group.add_argument("--schedule", metavar="NAME", help="gpipe or 1f1b (default: 1f1b)")
-    group.add_argument(
-        "--map", metavar="FILE_OR_JSON", help='which layer is on which device: \'{"stem": 0, "layer3": 1}\''
-    )
+    pipelining.add_settings(parser)
     _add_knobs(parser)
 
 

@@ -18,7 +18,7 @@ from lockstep.placement import place_of
 from lockstep.strategies import Strategy, choose
 from lockstep.strategies.single import Single
 from lockstep.verify.cause import Cause
-from lockstep.verify.causes import Diagnosis
+from lockstep.verify.causes import Diagnosis, layer_bound, layer_of
 from lockstep.verify.comparison import COARSE, EXACT, Bounds, Update
 from lockstep.verify.noise import Noise
 from lockstep.verify.preflight import preflight
@@ -105,8 +105,11 @@ def verify(
         return dataclasses.replace(said, equal=True, seconds=time.perf_counter() - began)
     shares = 1 if way.splits_layers else len(chosen)
     first = bounds.first_apart(found)
-    causes = Diagnosis(experiment, found, noise, parts, shares).causes()
-    layer = None if first is None or first.rows else _first_layer(experiment, bounds, first)
+    diagnosis = Diagnosis(experiment, found, noise, parts, shares)
+    causes = diagnosis.causes()
+    layer = diagnosis.layer
+    if layer is None and first is not None and not first.rows:
+        layer = _first_layer(experiment, bounds, first)
     beyond = bounds.beyond(first) if first is not None else []
     return dataclasses.replace(
         said,
@@ -120,14 +123,9 @@ def verify(
 
 
 def _first_layer(experiment: Experiment, bounds: Bounds, first: Update) -> tuple[str, str] | None:
-    """Name and class of the first layer that differs; where only backward does, the one in which it begins to."""
-    again = dataclasses.replace(experiment, updates=first.number, watched=True, bound=10 * max(bounds.least, 1e-9))
+    """Name and class of the first layer that differs, by one more run as far as the first update that differs."""
+    again = dataclasses.replace(experiment, updates=first.number, watched=True, bound=layer_bound(bounds))
     try:
-        watched = compared(again)
+        return layer_of(compared(again), bounds, first)
     except LockstepError:
         return None
-    if watched.layer is not None:
-        return watched.layer
-    apart = {name.rpartition(".")[0] for kind, name, _ in bounds.beyond(first) if kind == "gradients"}
-    last = next((name for name in reversed(watched.called) if name in apart), None)
-    return None if last is None else (last, "in backward")

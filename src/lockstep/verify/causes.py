@@ -21,7 +21,7 @@ from lockstep.errors import LockstepError, LossError, NonFiniteLoss, RankFailed,
 from lockstep.placement import place_of
 from lockstep.strategies.single import Single
 from lockstep.verify.cause import Cause
-from lockstep.verify.comparison import Comparison, Update
+from lockstep.verify.comparison import Bounds, Comparison, Update
 from lockstep.verify.noise import Noise
 from lockstep.verify.rates import moves_of
 from lockstep.verify.sides import Experiment, compared
@@ -52,6 +52,8 @@ class Diagnosis:
         self.still: frozenset[Thing] = frozenset()
         self.settings = dict(self.experiment.settings)
         self.synchronises = True
+        # Name and class of the first layer that differs, where an experiment has shown it.
+        self.layer: tuple[str, str] | None = None
 
     def causes(self) -> list[Cause]:
         """All that were found, the likeliest first; one that says so where none was."""
@@ -156,13 +158,17 @@ class Diagnosis:
     def _of_the_cut(self) -> list[Cause]:
         if self.shares == 1:
             return []
-        cut = dataclasses.replace(self._single(), cut=self.parts * self.shares, watched=True, bound=self._layer_bound())
+        cut = dataclasses.replace(
+            self._single(), cut=self.parts * self.shares, watched=True, bound=layer_bound(self.noise.bounds)
+        )
         tried = self._try(dataclasses.replace(cut, still=self.still))
         if isinstance(tried, LossError):
             return [Cause.loss(str(tried))]
         if not isinstance(tried, Comparison) or self.noise.hold(tried):
             return []
         first = self.noise.bounds.first_apart(tried)
+        if not self.still:
+            self.layer = layer_of(tried, self.noise.bounds, first)
         if tried.layer is not None:
             if self.found.apart_attributes:
                 return [Cause.state(self.found.apart_attributes)]
@@ -172,9 +178,6 @@ class Diagnosis:
         if first is not None and first.losses_apart > self.noise.bounds.of("loss", ""):
             return [Cause.loss("its parts, weighted by their counts, don't add up to the whole")]
         return [Cause.own_backward(tried.functions, first)]
-
-    def _layer_bound(self) -> float:
-        return 10 * max(self.noise.bounds.least, 1e-9)
 
     # ---- a strategy that does something else ------------------------------------------------------------------------
 
@@ -225,3 +228,17 @@ class Diagnosis:
             return error
         except RuntimeError as error:  # an operator that isn't deterministic
             return error
+
+
+def layer_bound(bounds: Bounds) -> float:
+    """Up to where what a layer gave for a sample is the same."""
+    return 10 * max(bounds.least, 1e-9)
+
+
+def layer_of(watched: Comparison, bounds: Bounds, first: Update | None) -> tuple[str, str] | None:
+    """Name and class of the first layer that differs; where only backward does, the one in which it begins to."""
+    if watched.layer is not None or first is None:
+        return watched.layer
+    apart = {name.rpartition(".")[0] for kind, name, _ in bounds.beyond(first) if kind == "gradients"}
+    last = next((name for name in reversed(watched.called) if name in apart), None)
+    return None if last is None else (last, "in backward")

@@ -65,6 +65,11 @@ class Update:
         pairs = zip(self.rates, self.reference_rates, strict=True)
         return max((relative(a, b) for a, b in pairs), default=0.0)
 
+    @property
+    def apart(self) -> bool:
+        """Whether it may be the first that differs."""
+        return any(value > EXACT for _, _, value in self.numbers())
+
     def numbers(self) -> Iterator[tuple[str, str, float]]:
         """Every difference: its kind, its name, and how large it is."""
         yield "loss", "", self.losses_apart
@@ -161,7 +166,7 @@ class Bounds:
         a, b = self.noise.evaluation.get(name, (0.0, 0.0))
         # A sample whose two best outputs are as good as equal may fall to either side.
         doubt = 0.0 if self.least < COARSE or name == "loss" or name.endswith("/loss") else 0.02
-        return max(self.least, _TIMES_NOISE * max(relative(a, b), *(v for _, v in self._noise("loss"))), doubt)
+        return max(self.least, _TIMES_NOISE * max([relative(a, b), *(v for _, v in self._noise("loss"))]), doubt)
 
     def beyond(self, update: Update) -> list[tuple[str, str, float]]:
         """The differences of an update that are more than rounding."""

@@ -98,16 +98,23 @@ def differences(job: Job, a: Run, b: Run) -> Differences:
     parameters, moved = {}, {}
     for name, p in start.named_parameters():
         da, db = (real(end[name]) - real(p.detach()) for end in ends)
-        parameters[name] = change_apart(da, db, reach)
-        moved[name] = largest(db) > 0
+        change = largest(db)
+        parameters[name] = change_apart(largest(da - db), change, reach)
+        moved[name] = change > 0
     buffers = {name: buffer_apart(ends[0][name], ends[1][name]) for name, _ in start.named_buffers() if name in ends[0]}
     return Differences(parameters, buffers, _histories(a, b), moved)
 
 
-def change_apart(da: torch.Tensor, db: torch.Tensor, reach: float) -> float:
-    """The measure itself, of one parameter: ``da`` and ``db`` are its changes, ``reach`` is learning rate x steps."""
-    scale = max(largest(db), reach)
-    return largest(da - db) / scale if scale else largest(da - db)
+def change_apart(apart: float, change: float, reach: float) -> float:
+    """The measure itself, of one parameter.
+
+    Args:
+        apart: max|d_a - d_b|.
+        change: max|d_b|.
+        reach: learning rate x steps.
+    """
+    scale = max(change, reach)
+    return apart / scale if scale else apart
 
 
 def buffer_apart(a: torch.Tensor, b: torch.Tensor) -> float:
@@ -128,7 +135,7 @@ def largest(tensor: torch.Tensor) -> float:
     """The largest absolute value; infinite where one is NaN."""
     if not tensor.numel():
         return 0.0
-    value = float(tensor.abs().max())
+    value = float(torch.linalg.vector_norm(tensor, math.inf))
     return math.inf if math.isnan(value) else value
 
 

@@ -57,7 +57,7 @@ def preflight(job: Job, strategy: Strategy, devices: tuple[Device, ...], *, whol
         ground.settings["compile"] = False
         ground.notes.append("without compile, which only changes rounding")
     shares = 1 if strategy.splits_layers else len(devices)
-    fewest = min(job.batch_size, max(2 * shares * strategy.parts(job) + 2, 8))
+    fewest = min(job.batch_size, max(2 * shares * strategy.parts(job) + 1, 4))
     seconds, precision = _tried(job.having(**ground.settings, batch_size=fewest), devices)
     ground.settings["precision"] = precision
     if job.precision not in (None, precision):

@@ -63,7 +63,6 @@ class Side:
         self.scheduler = scheduler_of(job, self.step)
         self.loader = job_loader(job.having(accumulate=strategy.parts(job)), world, data)
         self.watch = Watch(self.step.models()) if watched else None
-        self.start = {name: p.detach().clone() for name, p in self.step.model.named_parameters()}
         self.gradients: dict[str, torch.Tensor] = {}
         self.rates: tuple[float, ...] = ()
         self.rows: list[int] = []
@@ -134,9 +133,9 @@ class Side:
         return {name: value for name, value in now.items() if value != self._attributes.get(name)}
 
     def _clipped(self) -> None:
-        self.gradients = {
-            name: p.grad.detach().clone() for name, p in self.step.model.named_parameters() if p.grad is not None
-        }
+        grads = {name: p.grad for name, p in self.step.model.named_parameters() if p.grad is not None}
+        changes = self.job.clip_norm is not None or type(self.step).clip is not Step.clip
+        self.gradients = {name: g.detach().clone() if changes else g.detach() for name, g in grads.items()}
         self._clip()
 
     def _saw(self, where: str, part: Part, outputs: Any) -> None:

@@ -33,7 +33,7 @@ from lockstep.placement import on_devices
 from lockstep.step import Result
 from lockstep.strategies import Strategy
 from lockstep.strategies.single import Single
-from lockstep.verify.comparison import Comparison, Update
+from lockstep.verify.comparison import EXACT, Comparison, Update
 from lockstep.verify.harness import buffer_apart, change_apart, largest, real
 from lockstep.verify.layers import first_apart, together
 from lockstep.verify.rows import Rows, rows_apart
@@ -146,6 +146,8 @@ class _Run:
     def run(self) -> Comparison | None:
         ours, theirs, world = self.ours, self.theirs, self.world
         start = self._start_apart()
+        if theirs is not None:
+            self.start = {name: p.detach().clone() for name, p in theirs.step.model.named_parameters()}
         drew = False
         updated_on: dict[str, tuple[int, ...]] = {}
         own_buffers: tuple[str, ...] = ()
@@ -222,8 +224,7 @@ class _Run:
         return tuple(
             name
             for name, tensor in its.items()
-            if isinstance(tensor, torch.Tensor)
-            and (name not in mine or mine[name].shape != tensor.shape or digest(mine[name]) != digest(tensor))
+            if isinstance(tensor, torch.Tensor) and (name not in mine or _differ(mine[name], tensor))
         )
 
     # ---- after an update --------------------------------------------------------------------------------------------
@@ -232,13 +233,15 @@ class _Run:
         ours, theirs = self.ours, self.theirs
         assert theirs is not None
         self.reach += max(theirs.rates, default=0.0)
-        gradients, ratios = _gradients_apart(ours, theirs) if ours.step.together else ({}, {})
+        looks = not any(update.apart for update in self.updates)
+        gradients, ratios = _gradients_apart(ours, theirs, looks) if ours.step.together else ({}, {})
         parameters = {}
         values = dict(ours.step.model.named_parameters())
         for name, p in theirs.step.model.named_parameters():
             if p.requires_grad and name in values:
-                da, db = real(values[name]) - real(ours.start[name]), real(p) - real(theirs.start[name])
-                parameters[name] = change_apart(da, db, self.reach)
+                its_value = real(p)
+                change = largest(its_value - real(self.start[name]))
+                parameters[name] = change_apart(largest(real(values[name]) - its_value), change, self.reach)
         buffers = {}
         others = dict(ours.step.model.named_buffers())
         for name, b in theirs.step.model.named_buffers():
@@ -314,12 +317,22 @@ class _Run:
         return {name: (value, its[name]) for name, value in mine.items() if name in its}
 
 
-def _gradients_apart(ours: Side, theirs: Side) -> tuple[dict[str, float], dict[str, float]]:
-    """By name, how far the gradients lie apart, and how many times one is the other, where it is a multiple."""
+def _differ(one: torch.Tensor, other: torch.Tensor) -> bool:
+    if one.shape != other.shape:
+        return True
+    return not torch.equal(one.cpu(), other.cpu()) and digest(one) != digest(other)  # NaN isn't equal to itself
+
+
+def _gradients_apart(ours: Side, theirs: Side, looks: bool) -> tuple[dict[str, float], dict[str, float]]:
+    """By name, how far the gradients lie apart, and how many times one is the other, where it is a multiple.
+
+    The latter is for the first update that differs, and found where it ``looks``.
+    """
     its = {name: real(grad) for name, grad in theirs.gradients.items()}
     mine = {name: real(grad) for name, grad in ours.gradients.items()}
+    sizes = {name: largest(grad) for name, grad in its.items()}
     # What is zero but for rounding (a bias before a batch norm) is held against the others.
-    small = 1e-3 * max(map(largest, its.values()), default=0.0)
+    small = 1e-3 * max(sizes.values(), default=0.0)
     found, ratios = {}, {}
     for name in {**its, **mine}:
         if name not in its or name not in mine:
@@ -327,11 +340,16 @@ def _gradients_apart(ours: Side, theirs: Side) -> tuple[dict[str, float], dict[s
             assert present is not None
             found[name] = float("inf") if largest(present) else 0.0
             continue
-        size = max(largest(its[name]), small)
-        found[name] = largest(mine[name] - its[name]) / size if size else largest(mine[name])
-        square = float((its[name] ** 2).sum())
-        if square and largest(its[name]) > small:
-            ratio = float((mine[name] * its[name]).sum()) / square
+        size = max(sizes[name], small)
+        apart = largest(mine[name] - its[name])
+        found[name] = apart / size if size else apart
+        if not looks or not sizes[name] > small:
+            continue
+        if found[name] <= EXACT:
+            ratios[name] = 1.0
+        else:
+            flat = its[name].reshape(-1)
+            ratio = float(mine[name].reshape(-1) @ flat) / float(flat @ flat)
             if largest(mine[name] - ratio * its[name]) <= 1e-6 * size * max(1.0, abs(ratio)):
                 ratios[name] = ratio
     return found, ratios
