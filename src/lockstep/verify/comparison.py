@@ -147,8 +147,14 @@ class Bounds:
 
     def of(self, kind: str, name: str) -> float:
         """The bound for a difference of a kind, such as ``gradients``, in any update."""
-        own = max((value for n, value in self._noise(kind) if n == name), default=0.0)
-        return max(self.least, _TIMES_NOISE * own, _TIMES_NOISE * self.typical(kind))
+        noise = self._noise(kind)
+        own = max((value for n, value in noise if n == name), default=0.0)
+        bound = max(self.least, _TIMES_NOISE * own, _TIMES_NOISE * self.typical(kind))
+        if kind == "parameters":
+            # Adam makes of a gradient near its epsilon what it likes, of any parameter, in any run.
+            worst = max((value for _, value in noise), default=0.0)
+            bound = max(bound, (_TIMES_NOISE if worst < COARSE else 3.0) * worst)
+        return bound
 
     def typical(self, kind: str) -> float:
         """The median noise of a kind."""
