@@ -153,13 +153,28 @@ def test_a_model_without_float64_is_held_against_measured_noise() -> None:
     assert found.worst < 1e-4
 
 
-def test_a_model_without_float64_that_parts_is_found_too() -> None:
-    class Norms(Casting):
-        def __init__(self) -> None:
-            super().__init__()
-            self.net = nn.Sequential(nn.Linear(6, 8), nn.BatchNorm1d(8), nn.Linear(8, 3))
+class CastingNorms(Casting):
+    def __init__(self) -> None:
+        super().__init__()
+        self.net = nn.Sequential(nn.Linear(6, 8), nn.BatchNorm1d(8), nn.ReLU(), nn.Linear(8, 3))
 
-    found = verified(dataclasses.replace(MLP, model=Norms), "dp")
+
+@pytest.mark.parametrize("precision", ["float64", "float32"])
+def test_what_adam_makes_of_a_gradient_that_is_rounding_is_no_difference(precision: str) -> None:
+    """A bias before a batch norm has the gradient zero, but for rounding, and Adam steps by the rate all the same."""
+
+    def adamw(params: Any) -> torch.optim.Optimizer:
+        return torch.optim.AdamW(params, lr=1e-2, eps=1e-12)
+
+    model = CastingNorms if precision == "float32" else lambda: CastingNorms().net
+    job = dataclasses.replace(MLP, model=model, optimizer=adamw, sync_batchnorm=True)
+    found = verified(job, "dp")
+    assert found.precision == precision
+    assert found, found
+
+
+def test_a_model_without_float64_that_parts_is_found_too() -> None:
+    found = verified(dataclasses.replace(MLP, model=CastingNorms), "dp")
     assert names(found) == {"batchnorm"}
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import statistics
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 
 from lockstep.verify.rows import Rows
@@ -129,7 +129,18 @@ class Comparison:
     @property
     def worst(self) -> float:
         """The largest difference of all."""
-        values = [value for update in self.updates for _, _, value in update.numbers()]
+        return self._worst(("loss", "learning rate", "gradients", "parameters", "buffers"))
+
+    @property
+    def computed(self) -> float:
+        """The largest difference of what is computed: losses, gradients and the evaluation.
+
+        An optimizer may make much of a small difference.
+        """
+        return self._worst(("loss", "gradients"))
+
+    def _worst(self, kinds: Sequence[str]) -> float:
+        values = [value for update in self.updates for kind, _, value in update.numbers() if kind in kinds]
         return max([*values, *(relative(a, b) for a, b in self.evaluation.values())], default=0.0)
 
 

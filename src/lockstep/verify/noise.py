@@ -11,7 +11,7 @@ from lockstep.verify.comparison import COARSE, EXACT, Bounds, Comparison
 from lockstep.verify.sides import Experiment, compared
 
 _CERTAIN = 1e-5
-"""A difference in float64 that no rounding makes, so that none is measured."""
+"""A difference in float64 of losses or gradients that no rounding makes, so that none is measured."""
 
 _TOO_MUCH = 1e-3
 """What is no rounding in float32 either: a job that can't be repeated."""
@@ -37,7 +37,7 @@ class Noise:
         """Whether nothing in it is more than rounding."""
         if self.bounds.hold(comparison):
             return True
-        if self.bounds.noise is not None or (self._exact and comparison.worst > _CERTAIN):
+        if self.bounds.noise is not None or (self._exact and comparison.computed > _CERTAIN):
             return False
         self._measure(comparison)
         return self.bounds.hold(comparison)
