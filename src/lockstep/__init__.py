@@ -28,6 +28,7 @@ if TYPE_CHECKING:
     from lockstep.train import evaluate as evaluate
     from lockstep.train import train as train
     from lockstep.tune import tune as tune
+    from lockstep.verify import verify as verify
     from lockstep.world import World as World
 
 __version__ = "0.1.0"
@@ -50,6 +51,7 @@ _HOME = {
     "predict": "lockstep.predict",
     "train": "lockstep.train",
     "tune": "lockstep.tune",
+    "verify": "lockstep.verify",
 }
 
 __all__ = [*sorted(_HOME), "__version__"]

@@ -22,6 +22,7 @@ from lockstep.compare import commands as comparing
 from lockstep.errors import InputError, LockstepError, RankFailed, nearest, own_traceback
 from lockstep.options import above_zero
 from lockstep.pipelining import commands as pipelining
+from lockstep.verify import commands as verifying
 
 
 class _Parser(argparse.ArgumentParser):
@@ -44,7 +45,7 @@ class _Parser(argparse.ArgumentParser):
 
 
 def main(words: Sequence[str] | None = None) -> int:
-    """Run the command with these words; gives the exit code: 0, 1 failed, 2 bad input, 130 Ctrl-C, 143 SIGTERM."""
+    """Run the command with these words; gives the exit code (the table is in docs/verify.md)."""
     before = signal.signal(signal.SIGTERM, _terminated)
     try:
         return _ended(_run(list(sys.argv[1:] if words is None else words)))
@@ -195,6 +196,12 @@ def _parser() -> tuple[_Parser, dict[str, _Parser]]:
     report.add_argument("folder", help="the folder of a run, or of a comparison")
     report.set_defaults(function=lambda options: comparing.report(options.folder))
 
+    verify = commands.add_parser("verify", help="the same numbers as one device, or why not", allow_abbrev=False)
+    verifying.add_verify(verify)
+    _add_placement(verify)
+    _add_settings(verify)
+    verify.set_defaults(function=_verify)
+
     devices = commands.add_parser("devices", help="what is here", allow_abbrev=False)
     devices.set_defaults(function=_devices)
     return parser, dict(commands.choices)
@@ -204,21 +211,7 @@ def _add_placement(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--strategy", help="single, dp, ddp, mp or pp (default: single on one device, ddp on several)")
     parser.add_argument("--devices", default="auto", help="auto, 4, 2xcpu, cuda, cuda:0,2 (default: auto)")
     parser.add_argument("--backend", help="of the process group (default: nccl on CUDA, gloo elsewhere)")
-    group = parser.add_argument_group("settings of pp, and the map of mp")
-    group.add_argument(
-        "--microbatches", metavar="NUMBER", help="that each batch is cut in; auto chooses by simulation (default: 4)"
-    )
-    group.add_argument("--split-size", metavar="SAMPLES", help="of a micro-batch, instead of their number")
-    group.add_argument(
-        "--schedule",
-        metavar="NAME",
-        help="gpipe, 1f1b, interleaved (two stages on each device), fitted (to measured times) or auto (default: 1f1b)",
-    )
-    group.add_argument(
-        "--map",
-        metavar="FILE_OR_JSON",
-        help='which layer is on which device: \'{"stem": 0, "layer3": 1}\' (default: found by measuring)',
-    )
+    pipelining.add_settings(parser)
     _add_knobs(parser)
 
 
@@ -390,6 +383,11 @@ def _compare(options: argparse.Namespace) -> int:
 def _partition(options: argparse.Namespace) -> int:
     prepare()
     return pipelining.partition(options, _knobs(options.set), _settings(options))
+
+
+def _verify(options: argparse.Namespace) -> int:
+    _warm_up(options)
+    return verifying.verify(options, _strategy(options), _knobs(options.set), _settings(options))
 
 
 def _devices(options: argparse.Namespace) -> int:

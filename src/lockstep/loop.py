@@ -114,7 +114,7 @@ class _Training:
         self.planning: list[Any] = []
         self.strategy = self._planned_strategy()
         self.step: Step = self.strategy.build(job, world)
-        self.scheduler = _scheduler(job, self.step)
+        self.scheduler = scheduler_of(job, self.step)
         self.parts = self.strategy.parts(job)
         self.loader = job_loader(job.having(accumulate=self.parts), world, self.train_data)
         self.eval_loaders = eval_loaders(job, world, self.eval_data)
@@ -212,7 +212,7 @@ class _Training:
         if finished:
             self.epoch, self.position = number, 0
             if self.scheduler is not None and self.job.lr_scheduler_every == "epoch":
-                _move_on(self.scheduler, self.record.get("eval_loss", self.record["train_loss"]))
+                move_on(self.scheduler, self.record.get("eval_loss", self.record["train_loss"]))
         self._save(number)
 
     def _train_epoch(self) -> tuple[int, float, bool]:
@@ -240,7 +240,7 @@ class _Training:
             samples += batch.size
             self.position += 1
             if by_step is not None:
-                _move_on(by_step, result)
+                move_on(by_step, result)
             pace.show(self.epoch + 1, samples, earlier[0] + total, earlier[1] + count)
             if job.steps is not None and world.step >= job.steps:
                 of = self.loader.batches_of(self.epoch)
@@ -374,7 +374,12 @@ def _sum_of_known(counts: list[int | None]) -> int | None:
     return sum(known) if len(known) == len(counts) else None
 
 
-def _scheduler(job: Job, step: Step) -> Any:
+def scheduler_of(job: Job, step: Step) -> Any:
+    """The job's scheduler over the step's optimizer, or None.
+
+    Raises:
+        JobError: making it raised.
+    """
     if job.lr_scheduler is None:
         return None
     try:
@@ -383,7 +388,8 @@ def _scheduler(job: Job, step: Step) -> Any:
         raise JobError(f"lr_scheduler: making it raised {told(error)}") from error
 
 
-def _move_on(scheduler: Any, loss: float | Result) -> None:
+def move_on(scheduler: Any, loss: float | Result) -> None:
+    """Move a scheduler on by one; one that looks at a loss is shown this one."""
     if isinstance(scheduler, torch.optim.lr_scheduler.ReduceLROnPlateau):
         scheduler.step(loss.loss if isinstance(loss, Result) else loss)
     else:

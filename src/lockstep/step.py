@@ -394,7 +394,7 @@ class Step(ABC):
             return part
         device = self.world.device.torch
         inputs = to_device(part.inputs, device, self._dtype, channels_last=self._channels_last)
-        return Part(inputs, to_device(part.targets, device, self._dtype), part.size, part.of)
+        return Part(inputs, to_device(part.targets, device, self._dtype), part.size, part.of, part.samples)
 
     def share_buffers(self) -> None:  # noqa: B027 — a strategy with one replica has nothing to share
         """Give every replica the first one's buffers (running statistics), before an evaluation or a save."""

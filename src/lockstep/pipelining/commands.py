@@ -15,6 +15,25 @@ if TYPE_CHECKING:
     from lockstep.pipelining.simulate import Timeline
 
 
+def add_settings(parser: argparse.ArgumentParser) -> None:
+    """The settings of the strategies that pipeline, for every command that takes a strategy."""
+    group = parser.add_argument_group("settings of pp, and the map of mp")
+    group.add_argument(
+        "--microbatches", metavar="NUMBER", help="that each batch is cut in; auto chooses by simulation (default: 4)"
+    )
+    group.add_argument("--split-size", metavar="SAMPLES", help="of a micro-batch, instead of their number")
+    group.add_argument(
+        "--schedule",
+        metavar="NAME",
+        help="gpipe, 1f1b, interleaved (two stages on each device), fitted (to measured times) or auto (default: 1f1b)",
+    )
+    group.add_argument(
+        "--map",
+        metavar="FILE_OR_JSON",
+        help='which layer is on which device: \'{"stem": 0, "layer3": 1}\' (default: found by measuring)',
+    )
+
+
 def add_schedule(parser: argparse.ArgumentParser) -> None:
     """``lockstep schedule``."""
     parser.add_argument("--stages", type=int, default=4, metavar="N", help="devices, with a stage on each (default: 4)")

@@ -198,7 +198,7 @@ class DPStep(Step):
         if self._dtype is None and not self._channels_last and device.is_slot:
             return part
         inputs = to_device(part.inputs, device.torch, self._dtype, channels_last=self._channels_last)
-        return Part(inputs, to_device(part.targets, device.torch, self._dtype), part.size, part.of)
+        return Part(inputs, to_device(part.targets, device.torch, self._dtype), part.size, part.of, part.samples)
 
     def _on_replica(self, i: int, parts: list[Part], size: int) -> tuple[Number, Number]:
         """Forward, loss and backward of one replica's shares; in its thread."""

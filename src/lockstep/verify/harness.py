@@ -97,25 +97,45 @@ def differences(job: Job, a: Run, b: Run) -> Differences:
     reach = b.history[0]["lr"] * b.summary["steps"]
     parameters, moved = {}, {}
     for name, p in start.named_parameters():
-        da, db = (_real(end[name]) - _real(p.detach()) for end in ends)
-        parameters[name] = _largest(da - db) / max(_largest(db), reach)
-        moved[name] = _largest(db) > 0
-    buffers = {
-        name: _largest(_real(ends[0][name]) - _real(ends[1][name])) / max(_largest(_real(ends[1][name])), 1.0)
-        for name, _ in start.named_buffers()
-        if name in ends[0]
-    }
+        da, db = (real(end[name]) - real(p.detach()) for end in ends)
+        change = largest(db)
+        parameters[name] = change_apart(largest(da - db), change, reach)
+        moved[name] = change > 0
+    buffers = {name: buffer_apart(ends[0][name], ends[1][name]) for name, _ in start.named_buffers() if name in ends[0]}
     return Differences(parameters, buffers, _histories(a, b), moved)
 
 
-def _real(tensor: torch.Tensor) -> torch.Tensor:
-    return torch.view_as_real(tensor) if tensor.is_complex() else tensor.double()
+def change_apart(apart: float, change: float, reach: float) -> float:
+    """The measure itself, of one parameter.
+
+    Args:
+        apart: max|d_a - d_b|.
+        change: max|d_b|.
+        reach: learning rate x steps.
+    """
+    scale = max(change, reach)
+    return apart / scale if scale else apart
 
 
-def _largest(tensor: torch.Tensor) -> float:
+def buffer_apart(a: torch.Tensor, b: torch.Tensor) -> float:
+    """How far two values of a buffer lie apart: max|a - b| over max(max|b|, 1)."""
+    if a.shape != b.shape:
+        return math.inf
+    return largest(real(a) - real(b)) / max(largest(real(b)), 1.0)
+
+
+def real(tensor: torch.Tensor) -> torch.Tensor:
+    """The tensor in float64 on the CPU, where it can be compared; a complex one as pairs."""
+    tensor = tensor.detach().cpu()
+    tensor = tensor.to_dense() if tensor.layout != torch.strided else tensor
+    return torch.view_as_real(tensor).double() if tensor.is_complex() else tensor.double()
+
+
+def largest(tensor: torch.Tensor) -> float:
+    """The largest absolute value; infinite where one is NaN."""
     if not tensor.numel():
         return 0.0
-    value = float(tensor.abs().max())
+    value = float(torch.linalg.vector_norm(tensor, math.inf))
     return math.inf if math.isnan(value) else value
 
 

@@ -1,0 +1,141 @@
+"""The answer: preflight, both sides, the bounds, and the causes where they part."""
+
+from __future__ import annotations
+
+import dataclasses
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from lockstep import devices as _devices
+from lockstep.data import resolve
+from lockstep.devices import Device, Devices
+from lockstep.errors import DeviceError, InputError, LockstepError
+from lockstep.job import Job
+from lockstep.jobfile import JobFile, as_job, the_job, with_settings
+from lockstep.launch import under_torchrun
+from lockstep.placement import alone, place_of
+from lockstep.strategies import Strategy, choose
+from lockstep.strategies.single import Single
+from lockstep.verify.cause import Cause
+from lockstep.verify.causes import Diagnosis, layer_bound, layer_of
+from lockstep.verify.comparison import COARSE, EXACT, Bounds, Update
+from lockstep.verify.noise import Noise
+from lockstep.verify.preflight import preflight
+from lockstep.verify.sides import Experiment, compared
+from lockstep.verify.verification import Verification
+
+
+def verify(
+    job: Job | JobFile | Callable[[], Job] | str | Path,
+    *,
+    strategy: str | Strategy | None = None,
+    devices: Devices = "auto",
+    whole: bool = False,
+    **settings: Any,
+) -> Verification:
+    """Hold a strategy against one device: the same numbers, or where they part, and why.
+
+    ::
+
+        def test_ddp_trains_my_model_as_one_device_does():
+            found = lockstep.verify(job, strategy="ddp", devices=2)
+            assert found, found
+
+    Both sides begin with the same weights and go through the same batches: the first two, the smaller last one of the
+    epoch, two of the second epoch, and an evaluation of a few batches of each set. They compute in float64 where the
+    model can; else rounding is measured, by two runs of ``single`` whose sums are taken in other orders.
+
+    Args:
+        job: as in ``train``.
+        strategy: as in ``train``; one of your own is a ``Strategy``.
+        devices: as in ``train``.
+        whole: take the job's own batch size, however long its batches take.
+        settings: fields of the job to replace.
+
+    Returns:
+        What was found; it is true where the two are equal, and printing it gives the table.
+
+    Raises:
+        InputError: something asked for can't be done, or ``single`` can't train the job.
+        Exception: what the job's own code raises under ``single``.
+    """
+    if under_torchrun():
+        raise DeviceError("verify starts processes of its own on one machine: start it without torchrun")
+    began = time.perf_counter()
+    source = with_settings(as_job(job), settings)
+    chosen = _devices.parse(devices)
+    loaded = the_job(source)
+    way = _planned(choose(strategy, chosen), loaded, chosen)
+    ground = preflight(loaded, way, chosen, whole=whole)
+    experiment = Experiment(source, way, chosen, dict(ground.settings))
+    name = source.name if isinstance(source, JobFile) else "job"
+    size = loaded.having(**ground.settings).batch_size
+    said = Verification(
+        equal=False,
+        job=name,
+        strategy=way.name,
+        devices=len(chosen),
+        precision="float64" if ground.exact else "float32",
+        bound=EXACT if ground.exact else COARSE,
+        batch_size=size,
+        notes=ground.notes,
+    )
+    try:
+        found = compared(experiment)
+    except Exception as error:
+        cause = Cause.of_refusal(error)
+        if cause is None:
+            raise
+        if not isinstance(error, InputError):  # of the job's own code, or a rank: is it the strategy's doing?
+            compared(dataclasses.replace(experiment, strategy=Single(), devices=(place_of(chosen),)))
+        return dataclasses.replace(said, refused=str(error), causes=(cause,), seconds=time.perf_counter() - began)
+    parts = way.parts(loaded.having(**ground.settings))
+    noise = Noise(experiment, parts, exact=ground.exact)
+    equal = noise.hold(found)
+    bounds = noise.bounds
+    said = dataclasses.replace(
+        said,
+        bound=bounds.least,
+        noise=bounds.noise.worst if bounds.noise is not None else None,
+        comparison=found,
+        notes=(*ground.notes, *found.notes),
+    )
+    if equal:
+        return dataclasses.replace(said, equal=True, seconds=time.perf_counter() - began)
+    shares = 1 if way.splits_layers else len(chosen)
+    first = bounds.first_apart(found)
+    diagnosis = Diagnosis(experiment, found, noise, parts, shares)
+    causes = diagnosis.causes()
+    layer = diagnosis.layer
+    if layer is None and first is not None and not first.rows:
+        layer = _first_layer(experiment, bounds, first)
+    beyond = bounds.beyond(first) if first is not None else []
+    return dataclasses.replace(
+        said,
+        first=first,
+        beyond=tuple(sorted(beyond, key=lambda one: -one[2])),
+        evaluation_apart=tuple(bounds.evaluation_apart(found)),
+        layer=layer,
+        causes=tuple(causes),
+        seconds=time.perf_counter() - began,
+    )
+
+
+def _planned(way: Strategy, job: Job, devices: tuple[Device, ...]) -> Strategy:
+    """The strategy with what it leaves open settled, as a training would, so that all experiments have the same."""
+    if way.processes != "one":
+        return way
+    with alone(devices) as world:
+        world.tell = lambda told: None
+        return way.planned(job.having(train_data=resolve(job.train_data, world, "train_data")), world)
+
+
+def _first_layer(experiment: Experiment, bounds: Bounds, first: Update) -> tuple[str, str] | None:
+    """Name and class of the first layer that differs, by one more run as far as the first update that differs."""
+    again = dataclasses.replace(experiment, updates=first.number, watched=True, bound=layer_bound(bounds))
+    try:
+        return layer_of(compared(again), bounds, first)
+    except LockstepError:
+        return None

@@ -1,0 +1,244 @@
+"""Causes: why two sides part, found by experiments, each of which takes one thing out of the question.
+
+::
+
+    the start differs, other samples, other learning rates          seen as it is
+    single against single also parts                                the job can't be repeated: operators? numbers? data?
+    equal once dropout, or batch norm, is taken out                 that is it
+    single, its batches cut as for the devices, parts from single   the model or its loss: a buffer, state, samples that
+                                                                    act on one another, a backward of its own
+    it doesn't                                                      the strategy: sums, buffers, ranks that drift
+
+Each experiment goes no further than the update that parts, which is the first one mostly.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from dataclasses import dataclass
+
+from lockstep.errors import LockstepError, LossError, NonFiniteLoss, RankFailed, StrategyError
+from lockstep.placement import place_of
+from lockstep.strategies.single import Single
+from lockstep.verify.cause import Cause
+from lockstep.verify.comparison import Bounds, Comparison, Update
+from lockstep.verify.noise import Noise
+from lockstep.verify.rates import moves_of
+from lockstep.verify.sides import Experiment, compared
+from lockstep.verify.still import Thing
+
+
+@dataclass
+class Diagnosis:
+    """The search for why two sides part.
+
+    Args:
+        experiment: the one that did.
+        found: what it found.
+        noise: up to where a difference is rounding.
+        parts: micro-batches of a global batch.
+        shares: replicas that each of these is cut for.
+    """
+
+    experiment: Experiment
+    found: Comparison
+    noise: Noise
+    parts: int
+    shares: int
+
+    def __post_init__(self) -> None:
+        self.first: Update | None = self.noise.bounds.first_apart(self.found)
+        # Held still in what follows: what is known to part the sides, and would hide other causes.
+        self.still: frozenset[Thing] = frozenset()
+        self.settings = dict(self.experiment.settings)
+        self.synchronises = True
+        # Name and class of the first layer that differs, where an experiment has shown it.
+        self.layer: tuple[str, str] | None = None
+
+    def causes(self) -> list[Cause]:
+        """All that were found, the likeliest first; one that says so where none was."""
+        exact = self.experiment.strategy.exact
+        if exact is not True:
+            return [Cause.declared(exact)]
+        strange = bool(self.found.start or (self.first is not None and self.first.rows.others))
+        causes = self._seen() or (self._of_the_job_alone() if strange else [])
+        causes = causes or self._taken_out() or ([] if strange else self._of_the_job_alone())
+        if not causes and self.found.drifted:
+            return [Cause.drift(self.found.drifted[0])]
+        causes = causes or self._of_the_cut() or self._of_the_strategy()
+        if not causes and self.found.notes:
+            causes = [Cause.announced(note) for note in self.found.notes]
+        return causes or [Cause.unknown()]
+
+    # ---- what shows as it is ----------------------------------------------------------------------------------------
+
+    def _seen(self) -> list[Cause]:
+        first = self.first
+        if first is None:
+            return []
+        if first.rows and not first.rows.others:
+            return [Cause.sampler(first)]
+        if first.rates_apart > self.noise.bounds.least:
+            moves = first.number - 1 if self._by_step() else first.epoch - 1
+            return [Cause.scheduler(first, moves_of(self.experiment, first.rates, most=16 * max(moves, 1)), moves)]
+        return []
+
+    def _by_step(self) -> bool:
+        from lockstep.jobfile import the_job, with_settings
+
+        return the_job(with_settings(self.experiment.job, self.settings)).lr_scheduler_every == "step"
+
+    # ---- can the job be repeated at all? ----------------------------------------------------------------------------
+
+    def _of_the_job_alone(self) -> list[Cause]:
+        twice = self._try(self._single())
+        if not isinstance(twice, Comparison):
+            return []
+        if twice.start:
+            return [Cause.unseeded_start(twice.start[0])]
+        if any(update.rows for update in twice.updates):
+            return [Cause.unseeded_data()]
+        if self.noise.hold(twice):
+            return [Cause.other_start(self.found.start[0])] if self.found.start else []
+        strict = self._try(dataclasses.replace(self._single(), deterministic=True))
+        if isinstance(strict, Comparison):
+            return [Cause.operators()] if self.noise.hold(strict) else [Cause.unseeded_model()]
+        said = str(strict)
+        if "deterministic implementation" in said:
+            return [Cause.operators(said.split(" does not have")[0].split()[-1])]
+        return [Cause.operators("torch.empty")] if isinstance(strict, NonFiniteLoss) else [Cause.unseeded_model()]
+
+    # ---- dropout and batch norm, taken out --------------------------------------------------------------------------
+
+    def _taken_out(self) -> list[Cause]:
+        present: list[Thing] = []
+        if self.found.drew:
+            present.append("draws")
+        if self.found.normalises and self.shares > 1 and not self._is_on("sync_batchnorm"):
+            present.append("norms")
+        if not present:
+            return []
+        without_all = self._without(frozenset(present))
+        if without_all is None or not self.noise.hold(without_all):
+            self.still = frozenset(present)
+            return []
+        needed = []
+        for thing in present:
+            rest = frozenset(present) - {thing}
+            kept = self._without(rest) if rest else self.found
+            if kept is None or not self.noise.hold(kept):
+                needed.append(thing)
+        return [self._named(thing, without_all.worst) for thing in needed or present]
+
+    def _named(self, thing: Thing, left: float) -> Cause:
+        if thing == "norms":
+            return Cause.batchnorm(left, self.synchronises)
+        return Cause.dropout(left) if self.found.drops else Cause.drawing(left)
+
+    def _is_on(self, setting: str) -> bool:
+        from lockstep.jobfile import the_job, with_settings
+
+        return bool(getattr(the_job(with_settings(self.experiment.job, self.settings)), setting))
+
+    def _without(self, things: frozenset[Thing]) -> Comparison | None:
+        settings = dict(self.settings)
+        if "draws" in things:
+            settings["activation_checkpointing"] = None  # which computes again where nothing is held still
+        if "norms" in things and self.synchronises:
+            together = {**settings, "sync_batchnorm": True}
+            tried = self._try(dataclasses.replace(self._again(), settings=together, still=things - {"norms"}))
+            if isinstance(tried, Comparison):
+                return tried
+            self.synchronises = False  # the strategy doesn't take it
+        tried = self._try(dataclasses.replace(self._again(), settings=settings, still=things))
+        return tried if isinstance(tried, Comparison) else None
+
+    # ---- a model whose numbers depend on how a batch is cut ---------------------------------------------------------
+
+    def _of_the_cut(self) -> list[Cause]:
+        if self.shares == 1:
+            return []
+        cut = dataclasses.replace(
+            self._single(), cut=self.parts * self.shares, watched=True, bound=layer_bound(self.noise.bounds)
+        )
+        tried = self._try(dataclasses.replace(cut, still=self.still))
+        if isinstance(tried, LossError):
+            return [Cause.loss(str(tried))]
+        if not isinstance(tried, Comparison) or self.noise.hold(tried):
+            return []
+        first = self.noise.bounds.first_apart(tried)
+        if not self.still:
+            self.layer = layer_of(tried, self.noise.bounds, first)
+        if tried.layer is not None:
+            if self.found.apart_attributes:
+                return [Cause.state(self.found.apart_attributes)]
+            if self.found.own_buffers:
+                return [Cause.buffer(self.found.own_buffers, self.found.updated_on)]
+            return [Cause.mixing(*tried.layer)]
+        if first is not None and first.losses_apart > self.noise.bounds.of("loss", ""):
+            return [Cause.loss("its parts, weighted by their counts, don't add up to the whole")]
+        return [Cause.own_backward(tried.functions, first)]
+
+    # ---- a strategy that does something else ------------------------------------------------------------------------
+
+    def _of_the_strategy(self) -> list[Cause]:
+        found, first = self.found, self.first
+        if found.updated_on or found.own_buffers:
+            return [Cause.buffer(found.own_buffers, found.updated_on)]
+        if found.apart_attributes:
+            return [Cause.state(found.apart_attributes)]
+        if first is not None and first.rows:
+            return [Cause.sampler(first)]
+        if first is not None and (ratio := self._one_ratio(first)) is not None:
+            return [Cause.scaled(ratio, len(self.experiment.devices))]
+        if first is not None and not any(
+            kind in ("gradients", "loss") for kind, _, _ in self.noise.bounds.beyond(first)
+        ):
+            return [Cause.update(first.number)]
+        return []
+
+    def _one_ratio(self, first: Update) -> float | None:
+        """How many times one device's gradient the strategy's is, where that is the same for all parameters."""
+        ratios = list(first.ratios.values())
+        if any(k == "gradients" and n not in first.ratios for k, n, _ in self.noise.bounds.beyond(first)):
+            return None
+        if not ratios or max(ratios) - min(ratios) > 1e-6 * max(map(abs, ratios)) or abs(ratios[0] - 1) < 1e-6:
+            return None
+        return sum(ratios) / len(ratios)
+
+    # ---- experiments ------------------------------------------------------------------------------------------------
+
+    def _again(self) -> Experiment:
+        """The same, no further than it parts."""
+        updates = self.first.number if self.first is not None else None
+        return dataclasses.replace(self.experiment, settings=self.settings, updates=updates)
+
+    def _single(self) -> Experiment:
+        """One device against one device."""
+        settings = {**self.settings, "accumulate": self.parts}
+        place = (place_of(self.experiment.devices),)
+        return dataclasses.replace(self._again(), strategy=Single(), devices=place, settings=settings)
+
+    def _try(self, experiment: Experiment) -> Comparison | Exception:
+        try:
+            return compared(experiment)
+        except RankFailed as error:
+            return error
+        except (LockstepError, StrategyError) as error:
+            return error
+        except RuntimeError as error:  # an operator that isn't deterministic
+            return error
+
+
+def layer_bound(bounds: Bounds) -> float:
+    """Up to where what a layer gave for a sample is the same."""
+    return 10 * max(bounds.least, 1e-9)
+
+
+def layer_of(watched: Comparison, bounds: Bounds, first: Update | None) -> tuple[str, str] | None:
+    """Name and class of the first layer that differs; where only backward does, the one in which it begins to."""
+    if watched.layer is not None or first is None:
+        return watched.layer
+    apart = {name.rpartition(".")[0] for kind, name, _ in bounds.beyond(first) if kind == "gradients"}
+    last = next((name for name in reversed(watched.called) if name in apart), None)
+    return None if last is None else (last, "in backward")

@@ -1,0 +1,204 @@
+"""Comparison: how far the two sides lie apart after each update, and the bounds within which that is rounding."""
+
+from __future__ import annotations
+
+import math
+import statistics
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+
+from lockstep.verify.rows import Rows
+
+EXACT = 1e-10
+"""Where numbers are in float64: rounding is near 1e-15, a wrong weight of one sample shows as 1e-3."""
+
+COARSE = 1e-6
+"""In float32, where nothing wider was measured."""
+
+_TIMES_NOISE = 30.0
+"""How many times the measured noise still counts as noise: one draw of it against another."""
+
+
+@dataclass(frozen=True)
+class Update:
+    """One update on both sides.
+
+    Attributes:
+        number: from 1.
+        epoch: from 1.
+        batch: its number in the epoch, from 1.
+        samples: of the global batch.
+        loss: of the strategy.
+        reference: the loss of one device.
+        gradients: by name, before clipping: max|a - b| over the larger of max|b| and a thousandth of the largest of
+            all.
+        ratios: by name, how many times one device's gradient the strategy's is, where it is a multiple of it.
+        parameters: by name, as ``parity`` measures them.
+        buffers: by name likewise.
+        rates: learning rates of the strategy, group by group.
+        reference_rates: of one device.
+        rows: how the samples differ.
+    """
+
+    number: int
+    epoch: int
+    batch: int
+    samples: int
+    loss: float
+    reference: float
+    gradients: dict[str, float]
+    ratios: dict[str, float]
+    parameters: dict[str, float]
+    buffers: dict[str, float]
+    rates: tuple[float, ...]
+    reference_rates: tuple[float, ...]
+    rows: Rows = field(default_factory=Rows)
+
+    @property
+    def losses_apart(self) -> float:
+        """The relative difference of the losses."""
+        return relative(self.loss, self.reference)
+
+    @property
+    def rates_apart(self) -> float:
+        """The largest relative difference of a learning rate."""
+        pairs = zip(self.rates, self.reference_rates, strict=True)
+        return max((relative(a, b) for a, b in pairs), default=0.0)
+
+    @property
+    def apart(self) -> bool:
+        """Whether it may be the first that differs."""
+        return any(value > EXACT for _, _, value in self.numbers())
+
+    def numbers(self) -> Iterator[tuple[str, str, float]]:
+        """Every difference: its kind, its name, and how large it is."""
+        yield "loss", "", self.losses_apart
+        yield "learning rate", "", self.rates_apart
+        for kind in ("gradients", "parameters", "buffers"):
+            for name, value in getattr(self, kind).items():
+                yield kind, name, value
+
+
+def relative(a: float, b: float) -> float:
+    """|a - b| / |b|; infinite where one of them is no number."""
+    if a == b or (math.isnan(a) and math.isnan(b)):
+        return 0.0
+    return abs(a - b) / max(abs(b), 1e-6) if math.isfinite(a - b) else math.inf
+
+
+@dataclass(frozen=True)
+class Comparison:
+    """Both sides over the course.
+
+    Attributes:
+        start: names of parameters and buffers that differed before the first update.
+        updates: in order.
+        evaluation: by name, the strategy's value and one device's.
+        drifted: parameters whose values came to differ between the ranks.
+        updated_on: buffers, other than running statistics, that the first update changed on some replicas only: which.
+        own_buffers: buffers that are other ones on each replica after the first update.
+        attributes: plain attributes of modules that training changed: ``"body.calls"``.
+        apart_attributes: those of them that ended otherwise on some replica than on one device.
+        drew: whether the model drew random numbers in the first update of one device.
+        drops: whether it has dropout layers.
+        normalises: whether it has batch norms over what a forward sees.
+        layer: name and class of the first module that gave other numbers in the last update, where that was watched.
+        called: the modules with parameters of their own in the order of their first call, where that was watched.
+        functions: autograd functions that are not PyTorch's own, in the graph of the first update.
+        notes: what was said before training, and while it ran.
+        seconds: that both sides' updates and evaluations took by themselves.
+    """
+
+    start: tuple[str, ...] = ()
+    updates: tuple[Update, ...] = ()
+    evaluation: dict[str, tuple[float, float]] = field(default_factory=dict)
+    drifted: tuple[str, ...] = ()
+    updated_on: dict[str, tuple[int, ...]] = field(default_factory=dict)
+    own_buffers: tuple[str, ...] = ()
+    attributes: tuple[str, ...] = ()
+    apart_attributes: tuple[str, ...] = ()
+    drew: bool = False
+    drops: bool = False
+    normalises: bool = False
+    layer: tuple[str, str] | None = None
+    called: tuple[str, ...] = ()
+    functions: tuple[str, ...] = ()
+    notes: tuple[str, ...] = ()
+    seconds: float = 0.0
+
+    @property
+    def worst(self) -> float:
+        """The largest difference of all."""
+        return self._worst(("loss", "learning rate", "gradients", "parameters", "buffers"))
+
+    @property
+    def computed(self) -> float:
+        """The largest difference of what is computed: losses, gradients and the evaluation.
+
+        An optimizer may make much of a small difference.
+        """
+        return self._worst(("loss", "gradients"))
+
+    def _worst(self, kinds: Sequence[str]) -> float:
+        values = [value for update in self.updates for kind, _, value in update.numbers() if kind in kinds]
+        return max([*values, *(relative(a, b) for a, b in self.evaluation.values())], default=0.0)
+
+
+@dataclass(frozen=True)
+class Bounds:
+    """Up to where a difference is rounding.
+
+    Args:
+        least: for any number.
+        noise: two runs of one device whose sums were taken in other orders.
+    """
+
+    least: float
+    noise: Comparison | None = None
+
+    def of(self, kind: str, name: str) -> float:
+        """The bound for a difference of a kind, such as ``gradients``, in any update."""
+        noise = self._noise(kind)
+        own = max((value for n, value in noise if n == name), default=0.0)
+        bound = max(self.least, _TIMES_NOISE * own, _TIMES_NOISE * self.typical(kind))
+        if kind == "parameters":
+            # Adam makes of a gradient near its epsilon what it likes, of any parameter, in any run.
+            worst = max((value for _, value in noise), default=0.0)
+            bound = max(bound, (_TIMES_NOISE if worst < COARSE else 3.0) * worst)
+        return bound
+
+    def typical(self, kind: str) -> float:
+        """The median noise of a kind."""
+        return statistics.median([value for _, value in self._noise(kind)] or [0.0])
+
+    def _noise(self, kind: str) -> list[tuple[str, float]]:
+        """Of every update: names and noise."""
+        updates = () if self.noise is None else self.noise.updates
+        return [(name, value) for update in updates for which, name, value in update.numbers() if which == kind]
+
+    def of_evaluation(self, name: str) -> float:
+        """The bound for a value of the evaluation."""
+        if self.noise is None:
+            return self.least
+        a, b = self.noise.evaluation.get(name, (0.0, 0.0))
+        # A sample whose two best outputs are as good as equal may fall to either side.
+        doubt = 0.0 if self.least < COARSE or name == "loss" or name.endswith("/loss") else 0.02
+        return max(self.least, _TIMES_NOISE * max([relative(a, b), *(v for _, v in self._noise("loss"))]), doubt)
+
+    def beyond(self, update: Update) -> list[tuple[str, str, float]]:
+        """The differences of an update that are more than rounding."""
+        return [(kind, name, value) for kind, name, value in update.numbers() if value > self.of(kind, name)]
+
+    def first_apart(self, comparison: Comparison) -> Update | None:
+        """The first update that differs by more than rounding, or in its samples."""
+        return next((u for u in comparison.updates if u.rows or self.beyond(u)), None)
+
+    def evaluation_apart(self, comparison: Comparison) -> list[str]:
+        """The values of the evaluation that differ by more than rounding."""
+        return [n for n, (a, b) in comparison.evaluation.items() if relative(a, b) > self.of_evaluation(n)]
+
+    def hold(self, comparison: Comparison) -> bool:
+        """Whether nothing differs by more than rounding."""
+        if comparison.start or comparison.drifted or self.evaluation_apart(comparison):
+            return False
+        return self.first_apart(comparison) is None

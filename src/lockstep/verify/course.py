@@ -1,0 +1,91 @@
+"""The course: which batches of a job both sides go through.
+
+::
+
+    epoch 0   | 0 | 1 | ............... | last, smaller |      where the job has a smaller last batch
+    epoch 1   | 0 | 1 |                                        the first of them comes after the smaller one
+    then an evaluation: of each set the batches 0, 1 and the last
+
+They come from the job's own loader in its own order; what lies between is skipped, not fetched. A stream, which can't
+be skipped through, is taken to end after two and a half batches.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+
+from lockstep.data import AnyLoader, Batch, is_stream
+
+EPOCHS = 2
+
+
+def places_of(loader: AnyLoader, epoch: int) -> list[int]:
+    """The numbers of the batches of the course in an epoch."""
+    batches = loader.batches_of(epoch)
+    if batches is None:  # a stream that ends early: all of it, but no more than is wanted
+        return [0, 1, 2] if epoch == 0 else [0, 1]
+    wanted = {0, 1} if epoch or not _ends_smaller(loader) else {0, 1, batches - 1}
+    return sorted(place for place in wanted if place < batches)
+
+
+def _ends_smaller(loader: AnyLoader) -> bool:
+    samples, batches = loader.samples, loader.batches_of(0)
+    assert samples is not None and batches is not None
+    return -(-samples // batches) * batches != samples or batches == 1
+
+
+class Excerpt:
+    """Some batches of a loader, as a loader.
+
+    Args:
+        loader: of one side.
+        evaluation: batches 0, 1 and the last; else those of the course.
+    """
+
+    def __init__(self, loader: AnyLoader, *, evaluation: bool = False) -> None:
+        self._loader = loader
+        self._evaluation = evaluation
+
+    def epoch(self, epoch: int) -> Iterator[Batch]:
+        """Those of an epoch."""
+        for first, count in _runs(self._places(epoch)):
+            batches = self._loader.epoch(epoch, first)
+            yield from itertools.islice(batches, count)
+
+    def _places(self, epoch: int) -> list[int]:
+        if not self._evaluation:
+            return places_of(self._loader, epoch)
+        batches = self._loader.batches_of(0)
+        return [0, 1, 2] if batches is None else sorted({0, min(1, batches - 1), batches - 1})
+
+
+def _runs(places: list[int]) -> Iterator[tuple[int, int]]:
+    """Neighbours together: the first of them, and how many."""
+    for _, run in itertools.groupby(enumerate(places), key=lambda pair: pair[1] - pair[0]):
+        together = [place for _, place in run]
+        yield together[0], len(together)
+
+
+def begun(dataset: Any, batch_size: int) -> Any:
+    """A dataset as it is; of a stream the first two and a half batches."""
+    return Begun(dataset, 2 * batch_size + (batch_size + 1) // 2) if is_stream(dataset) else dataset
+
+
+class Begun(torch.utils.data.IterableDataset[Any]):
+    """The first ``samples`` of a stream."""
+
+    def __init__(self, stream: Any, samples: int) -> None:
+        self._stream, self._samples = stream, samples
+        self.draws_random = getattr(stream, "draws_random", True)
+
+    def set_epoch(self, epoch: int) -> None:
+        """Told to the stream, where it wants to know."""
+        if callable(getattr(self._stream, "set_epoch", None)):
+            self._stream.set_epoch(epoch)
+
+    def __iter__(self) -> Iterator[Any]:
+        return itertools.islice(iter(self._stream), self._samples)

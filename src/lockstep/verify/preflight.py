@@ -1,0 +1,111 @@
+"""Preflight: two small updates of ``single``, to see whether the model computes in float64, and how long it takes."""
+
+from __future__ import annotations
+
+import time
+from dataclasses import dataclass, field
+from typing import Any
+
+from lockstep.devices import Device
+from lockstep.errors import LockstepError
+from lockstep.job import Job
+from lockstep.placement import alone, place_of
+from lockstep.strategies import Strategy
+from lockstep.strategies.single import Single
+from lockstep.verify.side import Side
+
+_LONGEST = 0.5
+"""Seconds that an update of one device may take, where nobody asked for whole batches."""
+
+
+@dataclass(frozen=True)
+class Ground:
+    """What both sides are run with.
+
+    Attributes:
+        settings: fields of the job to replace.
+        exact: whether it is float64.
+        notes: what of the job is replaced, and why.
+    """
+
+    settings: dict[str, Any]
+    exact: bool
+    notes: tuple[str, ...] = ()
+
+
+@dataclass
+class _Ground:
+    settings: dict[str, Any] = field(default_factory=dict)
+    notes: list[str] = field(default_factory=list)
+
+
+def preflight(job: Job, strategy: Strategy, devices: tuple[Device, ...], *, whole: bool) -> Ground:
+    """Find what to verify a job with.
+
+    Args:
+        job: as the person has it.
+        strategy: the one in question.
+        devices: its devices.
+        whole: never cut batches to fewer samples.
+
+    Raises:
+        LockstepError: ``single`` can't train the job.
+        Exception: what the job's own code raises under ``single``.
+    """
+    ground = _Ground({"loader_workers": 0})
+    if job.compile:
+        ground.settings["compile"] = False
+        ground.notes.append("without compile, which only changes rounding")
+    shares = 1 if strategy.splits_layers else len(devices)
+    fewest = min(job.batch_size, max(2 * shares * strategy.parts(job) + 1, 4))
+    seconds, precision = _tried(job.having(**ground.settings, batch_size=fewest), devices)
+    ground.settings["precision"] = precision
+    if job.precision not in (None, precision):
+        ground.notes.append(f"in {precision} in the place of {job.precision}")
+    if precision != "fp64":
+        ground.notes.append("the model can't compute in float64, so rounding is measured: single twice, sums mixed")
+    if not whole and seconds * job.batch_size > _LONGEST * fewest:
+        size = _uneven(job, max(fewest, int(_LONGEST * fewest / seconds)))
+        if size < job.batch_size:
+            ground.settings |= {"batch_size": size, "eval_batch_size": min(size, job.eval_batch_size or job.batch_size)}
+            ground.notes.append(
+                f"batches of {size} samples instead of {job.batch_size}, to save time (--whole takes them whole)"
+            )
+    return Ground(ground.settings, precision == "fp64", tuple(ground.notes))
+
+
+def _tried(job: Job, devices: tuple[Device, ...]) -> tuple[float, str | None]:
+    """Seconds of an update, and the precision: fp64 where the model and the device can do it."""
+    own = None if job.precision is None else "fp32"
+    if devices[0].type != "mps":
+        try:
+            return _seconds(job.having(precision="fp64"), devices), "fp64"
+        except LockstepError:
+            _seconds(job.having(precision=own), devices)  # raises the same, where float64 was not to blame
+        except Exception:  # a cast of its own, an operator that has no float64
+            pass
+    return _seconds(job.having(precision=own), devices), own
+
+
+def _seconds(job: Job, devices: tuple[Device, ...]) -> float:
+    """Of the fastest of the first few updates, of which the first one prepares much."""
+    taken: list[float] = []
+    with alone((place_of(devices),)) as world:
+        side = Side(job, world, Single())
+        for batch, _ in side.batches():
+            began = time.perf_counter()
+            side.update(batch)
+            taken.append((time.perf_counter() - began) * job.batch_size / batch.size)
+            if len(taken) > 1 and taken[-1] > _LONGEST / 10:
+                break
+        side.loader.close()
+    return min(taken)
+
+
+def _uneven(job: Job, size: int) -> int:
+    """About this batch size, such that an epoch still ends with a smaller batch, where its length is known."""
+    try:
+        samples = len(job.train_data)
+    except Exception:
+        return size
+    return next((s for s in range(size, max(1, size - 8), -1) if samples % s), size)

@@ -1,0 +1,213 @@
+"""One side: a job in training under one strategy on this rank, an update at a time, with all that is looked at."""
+
+from __future__ import annotations
+
+import pickle
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+from torch import nn
+
+from lockstep.build import digest
+from lockstep.data import Batch, Part, eval_loaders, job_loader, resolve, resolve_sets
+from lockstep.evaluation import evaluate_sets
+from lockstep.job import Job
+from lockstep.loop import move_on, scheduler_of
+from lockstep.nesting import each, tensors
+from lockstep.seeding import same, states
+from lockstep.step import Result, Step
+from lockstep.strategies import Strategy
+from lockstep.verify.course import EPOCHS, Excerpt, begun
+from lockstep.verify.layers import Watch
+from lockstep.verify.rows import row_numbers
+from lockstep.verify.still import Thing, hold_still
+from lockstep.world import World
+
+
+class Side:
+    """A job under one strategy.
+
+    Args:
+        job: as the strategy is told of it; the batches are cut as the strategy wants them.
+        world: this rank's place.
+        strategy: which builds the step.
+        still: what is taken out of the model.
+        watched: whether every layer is looked at.
+        shuffled: mix the rows of each micro-batch, so that sums are taken in another order.
+
+    Attributes:
+        rows: numbers of the samples that the last update's forwards were given, in order, as far as they are seen.
+        gradients: by name, of the last update, as they were before clipping; on every rank.
+        rates: learning rates that the last update was made with.
+        drew: whether the last update moved a random generator.
+        changed: buffers that the last update changed, for each replica of this process.
+    """
+
+    def __init__(
+        self,
+        job: Job,
+        world: World,
+        strategy: Strategy,
+        *,
+        still: frozenset[Thing] = frozenset(),
+        watched: bool = False,
+        shuffled: bool = False,
+    ) -> None:
+        self.job, self.world = job, world
+        self.shuffled = shuffled
+        data = begun(resolve(job.train_data, world, "train_data"), job.batch_size)
+        self.step: Step = strategy.build(job, world)
+        for model in self.step.models():
+            hold_still(model, still)
+        self.scheduler = scheduler_of(job, self.step)
+        self.loader = job_loader(job.having(accumulate=strategy.parts(job)), world, data)
+        self.watch = Watch(self.step.models()) if watched else None
+        self.gradients: dict[str, torch.Tensor] = {}
+        self.rates: tuple[float, ...] = ()
+        self.rows: list[int] = []
+        self.drew = False
+        self.changed: list[set[str]] = []
+        self.functions: set[str] = set()
+        self._attributes = plain_attributes(self.step.model)
+        self._totals = [0.0, 0.0]
+        self._clip = self.step.clip
+        self.step.clip = self._clipped  # type: ignore[method-assign]
+        self.step.on_forward = self._saw
+
+    def batches(self) -> Iterator[tuple[Batch, bool]]:
+        """The batches of the course, and whether each is the last one of its epoch here."""
+        for epoch in range(EPOCHS):
+            held: Batch | None = None
+            for batch in Excerpt(self.loader).epoch(epoch):
+                if held is not None:
+                    yield held, False
+                held = batch
+            if held is not None:
+                yield held, True
+
+    def update(self, batch: Batch) -> Result:
+        """One update, as the training loop makes it."""
+        self.rows, self.gradients = [], {}
+        if self.watch is not None:
+            self.watch.begin()
+        self.rates = tuple(float(group.get("lr", 0.0)) for group in self.step.optimizer.param_groups)
+        before = [{name: digest(b) for name, b in buffers_by_name(model).items()} for model in self.step.models()]
+        self.step.seed(self.job.seed)
+        generators = states()
+        result = self.step.update(shuffled(batch) if self.shuffled else batch)
+        self.drew = not same(generators, states())
+        self.changed = [
+            {name for name, b in buffers_by_name(model).items() if digest(b) != values.get(name)}
+            for model, values in zip(self.step.models(), before, strict=True)
+        ]
+        total, count = self.step.over_ranks(result.total, result.count)
+        result = Result(float(total), float(count), result.size)
+        self._totals[0] += float(total)
+        self._totals[1] += float(count)
+        if self.scheduler is not None and self.job.lr_scheduler_every == "step":
+            move_on(self.scheduler, result)
+        return result
+
+    def end_epoch(self) -> None:
+        """What the loop does between epochs."""
+        total, count = self._totals
+        self._totals = [0.0, 0.0]
+        if self.scheduler is not None and self.job.lr_scheduler_every == "epoch":
+            move_on(self.scheduler, total / count if count else 0.0)
+
+    def evaluate(self) -> dict[str, float]:
+        """The loss and the metrics over some batches of each evaluation set."""
+        if self.job.eval_data is None:
+            return {}
+        size = self.job.eval_batch_size or self.job.batch_size
+        sets = {name: begun(data, size) for name, data in resolve_sets(self.job.eval_data, self.world).items()}
+        loaders: Any = {
+            name: Excerpt(loader, evaluation=True) for name, loader in eval_loaders(self.job, self.world, sets).items()
+        }
+        return evaluate_sets(self.step, loaders, self.job.metrics, self.world)
+
+    def changed_attributes(self) -> dict[str, Any]:
+        """Plain attributes of modules that are other ones than at the start, with a print of their values."""
+        now = plain_attributes(self.step.model)
+        return {name: value for name, value in now.items() if value != self._attributes.get(name)}
+
+    def _clipped(self) -> None:
+        grads = {name: p.grad for name, p in self.step.model.named_parameters() if p.grad is not None}
+        changes = self.job.clip_norm is not None or type(self.step).clip is not Step.clip
+        self.gradients = {name: g.detach().clone() if changes else g.detach() for name, g in grads.items()}
+        self._clip()
+
+    def _saw(self, where: str, part: Part, outputs: Any) -> None:
+        """A forward; replicas on threads have theirs at the same time."""
+        del where
+        numbers = row_numbers(part.inputs, part.targets, part.size)
+        if numbers is not None:
+            self.rows.extend(numbers.tolist())
+        if self.watch is not None:
+            self.watch.forwarded(part)
+        if not self.functions:
+            self.functions.update(own_functions(outputs))
+
+
+def buffers_by_name(model: nn.Module) -> dict[str, torch.Tensor]:
+    """Buffers, but for the running statistics of normalisation layers."""
+    norms = {id(b) for m in model.modules() if isinstance(m, nn.modules.batchnorm._NormBase) for b in m.buffers()}
+    return {name: b for name, b in model.named_buffers() if id(b) not in norms}
+
+
+def shuffled(batch: Batch) -> Batch:
+    """The batch with the rows of each micro-batch in another order; parts whose tensors have no rows stay."""
+    parts = []
+    for number, part in enumerate(batch.parts):
+        order = torch.randperm(part.size, generator=torch.Generator().manual_seed(number + 1)) if part.size else None
+
+        def mixed(tensor: torch.Tensor, order: torch.Tensor | None = order, size: int = part.size) -> torch.Tensor:
+            if order is None or not tensor.dim() or tensor.shape[0] != size:
+                return tensor
+            return tensor[order.to(tensor.device)]
+
+        def listed(items: list[Any], order: torch.Tensor | None = order, size: int = part.size) -> list[Any] | None:
+            return [items[i] for i in order.tolist()] if order is not None and len(items) == size else None
+
+        given = each(mixed, (part.inputs, part.targets), on_list=listed, on_packed=lambda packed: packed)
+        parts.append(Part(given[0], given[1], part.size, part.of))
+    return Batch(parts, batch.size, batch.index, batch.epoch, batch.samples)
+
+
+def plain_attributes(model: nn.Module) -> dict[str, bytes]:
+    """A print of every attribute of a module that is neither parameter, buffer nor module: ``{"body.calls": ...}``.
+
+    What can't be pickled is left out.
+    """
+    found = {}
+    for name, module in model.named_modules():
+        for key, value in vars(module).items():
+            if key in _OF_EVERY_MODULE or isinstance(value, nn.Module) or callable(value):
+                continue
+            try:
+                found[f"{name}.{key}" if name else key] = pickle.dumps(value)
+            except Exception:
+                continue
+    return found
+
+
+_OF_EVERY_MODULE = {*vars(nn.Module()), "_compiled_call_impl", "forward"}
+
+
+def own_functions(outputs: Any) -> set[str]:
+    """The autograd functions in the graph of some outputs that are written in Python: their names."""
+    todo = [t.grad_fn for t in tensors(outputs) if t.grad_fn is not None]
+    seen: set[Any] = set(todo)
+    found: set[str] = set()
+    while todo:
+        node = todo.pop()
+        if isinstance(node, torch.autograd.function.BackwardCFunction):
+            kind: Any = getattr(node, "_forward_cls", type(node))
+            if not kind.__module__.startswith(("torch.", "lockstep.")):
+                found.add(kind.__name__)
+        for following, _ in node.next_functions:
+            if following is not None and following not in seen:
+                seen.add(following)
+                todo.append(following)
+    return found

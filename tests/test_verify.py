@@ -1,0 +1,695 @@
+"""``verify``: each cause planted and named, no false alarm, and what a person reads."""
+
+from __future__ import annotations
+
+import dataclasses
+import importlib
+import json
+import os
+from pathlib import Path
+from typing import Any, ClassVar
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+
+import lockstep
+from lockstep import Job, cli
+from lockstep.data import Batch, Part
+from lockstep.errors import InputError
+from lockstep.nesting import each
+from lockstep.step import Number, Result, Step
+from lockstep.strategies.ddp import DDP, DDPStep
+from lockstep.strategies.dp import DP, DPStep
+from lockstep.strategies.pp import PP
+from lockstep.strategies.strategy import Strategy
+from lockstep.verify import Verification
+
+from zoo import LENGTHS, SAMPLES, ZOO, Conv, drawn, labels, mlp, plain_sgd, sgd  # isort: skip
+
+MLP = ZOO["mlp"]
+DEVICES = "2xcpu"
+
+
+def verified(job: Any, strategy: Any, **settings: Any) -> Verification:
+    devices = "1xcpu" if strategy == "single" else DEVICES
+    return lockstep.verify(job, strategy=strategy, devices=devices, whole=True, **settings)
+
+
+def names(found: Verification) -> set[str]:
+    assert not found, "it was to be found unequal"
+    return {cause.name for cause in found.causes}
+
+
+# ---- equal, and nothing else said -----------------------------------------------------------------------------------
+
+
+class Recurrent(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.words, self.gru, self.out = nn.Embedding(11, 6), nn.GRU(6, 8), nn.Linear(8, 3)
+
+    def forward(self, tokens: torch.Tensor) -> torch.Tensor:
+        return self.out(self.gru(self.words(tokens).transpose(0, 1))[0][-1])
+
+
+class Dropping(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.Sequential(nn.Linear(6, 32), nn.Dropout(0.5), nn.ReLU(), nn.Linear(32, 3))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.layers(nn.functional.dropout(x, 0.1, self.training))
+
+
+ORDINARY: dict[str, tuple[Job, Any]] = {
+    "momentum under dp": (ZOO["momentum"], "dp"),
+    "adamw with groups by name": (ZOO["adamw with groups by name"], "ddp"),
+    "batch norm with sync_batchnorm": (ZOO["convolutions with sync_batchnorm"], "ddp"),
+    "batch norm with sync_batchnorm under dp": (ZOO["convolutions with sync_batchnorm"], "dp"),
+    "batch norm under pp": (ZOO["convolutions with sync_batchnorm"].having(sync_batchnorm=False), PP(microbatches=2)),
+    "dropout under mp": (dataclasses.replace(MLP, model=Dropping), "mp"),
+    "tied weights and ignored tokens": (ZOO["ignored tokens and tied weights"], "ddp"),
+    "a GRU": (
+        dataclasses.replace(
+            MLP,
+            model=Recurrent,
+            train_data=torch.utils.data.TensorDataset(torch.arange(SAMPLES * 5).view(-1, 5) % 11, labels(SAMPLES, 3)),
+            eval_data=None,
+        ),
+        "dp",
+    ),
+    "a layer unused on one rank": (ZOO["a layer unused on one rank"], "ddp"),
+    "clipping with accumulation": (ZOO["clipping with accumulation"], "dp"),
+    "a schedule by step": (ZOO["a schedule by step"], "dp"),
+    "a stream that draws": (ZOO["a stream that draws"], "ddp"),
+    "lengths that vary, padded": (ZOO["lengths that vary, padded by collate, in groups"], "dp"),
+    "a buffer that counts": (ZOO["a buffer that counts and extra state"], "dp"),
+    "a batch that leaves a rank empty": (ZOO["a last batch that leaves a rank empty"], "ddp"),
+    "sparse gradients": (ZOO["sparse gradients, and an empty rank"], "dp"),
+    "complex parameters": (ZOO["complex parameters"], "dp"),
+}
+
+
+@pytest.mark.parametrize("kind", ORDINARY)
+def test_an_ordinary_model_gets_no_false_alarm(kind: str) -> None:
+    job, strategy = ORDINARY[kind]
+    found = verified(job, strategy)
+    assert found, found
+    assert found.worst < 1e-10
+    assert found.precision == "float64"
+    assert found.causes == ()
+
+
+def test_a_small_gpt_of_hugging_face_gets_no_false_alarm() -> None:
+    """Its loss is computed in float32 whatever the model is in, which only measured noise tells from a fault."""
+    transformers = pytest.importorskip("transformers")
+    config = transformers.GPT2Config(
+        vocab_size=40, n_positions=8, n_embd=16, n_layer=2, n_head=2, resid_pdrop=0.0, embd_pdrop=0.0, attn_pdrop=0.0
+    )
+    tokens = torch.randint(40, (13, 8), generator=torch.Generator().manual_seed(0))
+    job = Job(
+        model=lambda: transformers.GPT2LMHeadModel(config),
+        loss=lambda said, y: (said.loss * len(y), len(y)),
+        optimizer=lambda params: torch.optim.AdamW(params, lr=1e-3),
+        train_data=[({"input_ids": t, "labels": t}, t) for t in tokens],
+        batch_size=4,
+    )
+    found = verified(job, "dp")
+    assert found, found
+
+
+def test_the_course_has_the_smaller_last_batch_and_two_of_the_second_epoch() -> None:
+    found = verified(MLP, "dp")
+    assert found.comparison is not None
+    assert [(u.epoch, u.batch, u.samples) for u in found.comparison.updates] == [
+        (1, 1, 8),
+        (1, 2, 8),
+        (1, 4, 5),
+        (2, 1, 8),
+        (2, 2, 8),
+    ]
+    assert found.comparison.evaluation.keys() == {"loss", "accuracy"}
+
+
+class Casting(nn.Module):
+    """Computes in float32, whatever its inputs and parameters are."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.net = mlp()
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        if self.net[0].weight.dtype != torch.float32:
+            raise RuntimeError("expected scalar type Float but found Double")
+        return self.net(x)
+
+
+def test_a_model_without_float64_is_held_against_measured_noise() -> None:
+    found = verified(dataclasses.replace(MLP, model=Casting), "ddp")
+    assert found, found
+    assert found.precision == "float32"
+    assert found.worst < 1e-4
+
+
+class CastingNorms(Casting):
+    def __init__(self) -> None:
+        super().__init__()
+        self.net = nn.Sequential(nn.Linear(6, 8), nn.BatchNorm1d(8), nn.ReLU(), nn.Linear(8, 3))
+
+
+@pytest.mark.parametrize("precision", ["float64", "float32"])
+def test_what_adam_makes_of_a_gradient_that_is_rounding_is_no_difference(precision: str) -> None:
+    """A bias before a batch norm has the gradient zero, but for rounding, and Adam steps by the rate all the same."""
+
+    def adamw(params: Any) -> torch.optim.Optimizer:
+        return torch.optim.AdamW(params, lr=1e-2, eps=1e-12)
+
+    model = CastingNorms if precision == "float32" else lambda: CastingNorms().net
+    job = dataclasses.replace(MLP, model=model, optimizer=adamw, sync_batchnorm=True)
+    found = verified(job, "dp")
+    assert found.precision == precision
+    assert found, found
+
+
+def test_a_model_without_float64_that_parts_is_found_too() -> None:
+    found = verified(dataclasses.replace(MLP, model=CastingNorms), "dp")
+    assert names(found) == {"batchnorm"}
+
+
+# ---- the model ------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("way", ["dp", "ddp"])
+def test_batch_norm_per_replica_is_named_with_its_layer_and_its_setting(way: str) -> None:
+    job = ZOO["convolutions with sync_batchnorm"].having(sync_batchnorm=False)
+    found = verified(job, way)
+    assert names(found) == {"batchnorm"}
+    assert found.layer == ("body.1", "BatchNorm2d")
+    assert found.first is not None and found.first.number == 1
+    assert "sync_batchnorm" in found.causes[0].mend
+
+
+@pytest.mark.parametrize("way", ["dp", "ddp"])
+def test_dropout_is_named(way: str) -> None:
+    found = verified(dataclasses.replace(MLP, model=Dropping), way)
+    assert names(found) == {"dropout"}
+
+
+def test_two_causes_at_once_are_both_named() -> None:
+    job = dataclasses.replace(
+        ZOO["convolutions with sync_batchnorm"], model=lambda: nn.Sequential(Conv(), nn.Dropout())
+    )
+    assert names(verified(job, "dp", sync_batchnorm=False)) == {"batchnorm", "dropout"}
+
+
+class Noisy(nn.Linear):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return super().forward(x + 0.01 * torch.randn_like(x))
+
+
+def test_a_model_that_draws_in_forward_is_named() -> None:
+    assert names(verified(dataclasses.replace(MLP, model=lambda: Noisy(6, 3)), "ddp")) == {"drawing"}
+
+
+class Remembering(nn.Linear):
+    """A running mean of what it has seen, in a plain attribute."""
+
+    def __init__(self) -> None:
+        super().__init__(6, 3)
+        self.seen = [0.0]
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        if self.training:
+            self.seen[0] = 0.9 * self.seen[0] + 0.1 * float(x.mean())
+        return super().forward(x - self.seen[0])
+
+
+@pytest.mark.parametrize("way", ["dp", "ddp"])
+def test_state_outside_of_the_state_dict_is_named_with_its_attribute(way: str) -> None:
+    found = verified(dataclasses.replace(MLP, model=Remembering), way)
+    assert names(found) == {"state"}
+    assert '"seen"' in found.causes[0].words
+
+
+class OnFirstRank(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.net = mlp()
+        self.register_buffer("scale", torch.ones(()))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        if self.training and (not dist.is_initialized() or dist.get_rank() == 0):
+            self.scale += 0.1
+        return self.net(x) * self.scale
+
+
+def test_a_buffer_that_only_one_rank_updates_is_named() -> None:
+    found = verified(dataclasses.replace(MLP, model=OnFirstRank), "ddp")
+    assert names(found) == {"buffer of one rank"}
+    assert '"scale" is updated on replica 0 only' in found.causes[0].words
+
+
+class Averaging(nn.Linear):
+    def __init__(self) -> None:
+        super().__init__(6, 3)
+        self.register_buffer("seen", torch.zeros(6))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        self.seen.mul_(0.9).add_(x.mean(dim=0).detach(), alpha=0.1)
+        return super().forward(x - self.seen)
+
+
+@pytest.mark.parametrize("way", ["dp", "ddp"])
+def test_a_buffer_that_depends_on_the_share_is_named(way: str) -> None:
+    found = verified(dataclasses.replace(MLP, model=Averaging), way)
+    assert names(found) == {"buffer"}
+    assert '"seen"' in found.causes[0].words
+
+
+class Centred(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.centre, self.last = nn.Linear(6, 8), Centre(), nn.Linear(8, 3)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.last(self.centre(self.first(x)))
+
+
+class Centre(nn.Module):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x - x.mean(dim=0)
+
+
+def test_samples_that_act_on_one_another_are_named_with_the_layer() -> None:
+    found = verified(dataclasses.replace(MLP, model=Centred), "dp")
+    assert names(found) == {"mixing"}
+    assert found.layer == ("centre", "Centre")
+
+
+class MeanGradient(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor) -> torch.Tensor:
+        return x.view_as(x)
+
+    @staticmethod
+    def backward(ctx: Any, grad: torch.Tensor) -> torch.Tensor:
+        return grad / len(grad)
+
+
+class Dividing(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.last = nn.Linear(6, 8), nn.Linear(8, 3)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.last(MeanGradient.apply(self.first(x)))
+
+
+@pytest.mark.parametrize("way", ["dp", "ddp"])
+def test_an_autograd_function_that_divides_by_the_batch_is_named(way: str) -> None:
+    found = verified(dataclasses.replace(MLP, model=Dividing), way)
+    assert names(found) == {"autograd function"}
+    assert '"MeanGradient"' in found.causes[0].words and "2 times" in found.causes[0].words
+    assert found.layer == ("first", "in backward")
+
+
+class Unseeded(nn.Linear):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        own = torch.Generator()
+        own.seed()
+        return super().forward(x + 0.1 * torch.randn(x.shape, generator=own, dtype=x.dtype))
+
+
+@pytest.mark.parametrize("way", ["single", "dp", "ddp"])
+def test_a_model_that_draws_unseeded_numbers_is_named(way: str) -> None:
+    assert names(verified(dataclasses.replace(MLP, model=lambda: Unseeded(6, 3)), way)) == {"unseeded model"}
+
+
+def born_anew() -> nn.Module:
+    model, own = mlp(), torch.Generator()
+    own.seed()
+    with torch.no_grad():
+        model[0].weight.normal_(generator=own)
+    return model
+
+
+@pytest.mark.parametrize("way", ["dp", "ddp"])
+def test_a_model_whose_first_weights_are_unseeded_is_named(way: str) -> None:
+    assert names(verified(dataclasses.replace(MLP, model=born_anew), way)) == {"unseeded model"}
+
+
+class Hasty(torch.autograd.Function):
+    """As an extension's own kernel does: fast and other each time, unless deterministic algorithms are wanted."""
+
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor) -> torch.Tensor:
+        if torch.are_deterministic_algorithms_enabled():
+            raise RuntimeError(
+                "hasty_sum does not have a deterministic implementation, but you set "
+                "'torch.use_deterministic_algorithms(True)'"
+            )
+        return x * (1 + 1e-3 * os.urandom(1)[0] / 255)
+
+    @staticmethod
+    def backward(ctx: Any, grad: torch.Tensor) -> torch.Tensor:
+        return grad
+
+
+class Hurried(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.net = mlp()
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return Hasty.apply(self.net(x))
+
+
+def test_operators_that_are_not_deterministic_are_named() -> None:
+    found = verified(dataclasses.replace(MLP, model=Hurried), "dp")
+    assert names(found) == {"operators"}
+    assert "hasty_sum" in found.causes[0].words
+
+
+class Unwritten(nn.Module):
+    """Reads memory that nobody has written, which is filled where deterministic algorithms are wanted."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.net = mlp()
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        scratch = torch.empty(len(x), 3, dtype=x.dtype)
+        if not torch.are_deterministic_algorithms_enabled():
+            scratch.zero_()[:, 0] = os.urandom(1)[0] / 255  # what memory holds, made sure of
+        return self.net(x) + scratch
+
+
+def test_memory_that_nobody_wrote_is_named() -> None:
+    found = verified(dataclasses.replace(MLP, model=Unwritten), "dp")
+    assert names(found) == {"operators"}
+    assert "torch.empty" in found.causes[0].words
+
+
+class LaterWriting(nn.Linear):
+    calls = 0
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        self.calls += 1
+        if self.calls > 4:
+            with torch.no_grad():
+                self.bias.data.copy_(x.mean(dim=0)[:3])
+        return super().forward(x)
+
+
+def test_parameters_that_the_model_writes_are_named() -> None:
+    assert names(verified(dataclasses.replace(MLP, model=lambda: LaterWriting(6, 3)), "ddp")) <= {"drift", "state"}
+
+
+# ---- the loss and the data ------------------------------------------------------------------------------------------
+
+
+def pairs(outputs: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
+    return nn.functional.cross_entropy(outputs @ outputs.T, torch.arange(len(outputs)))
+
+
+@pytest.mark.parametrize("way", ["dp", "ddp", "pp"])
+def test_a_loss_over_pairs_is_named_where_the_strategy_refuses_it(way: str) -> None:
+    found = verified(MLP.having(loss=pairs), way)
+    assert names(found) == {"loss"}
+    assert found.refused is not None and "total, count" in found.causes[0].mend
+
+
+def one_item(outputs: torch.Tensor, targets: torch.Tensor) -> tuple[torch.Tensor, int]:
+    """Says that a batch of any size is one item."""
+    return nn.functional.cross_entropy(outputs, targets), 1
+
+
+def test_a_loss_whose_count_is_wrong_is_named_at_the_first_uneven_batch() -> None:
+    found = verified(MLP.having(loss=one_item), "dp")
+    assert names(found) == {"loss"}
+    assert found.first is not None and found.first.samples == 5
+
+
+class Fickle(torch.utils.data.Dataset[Any]):
+    def __init__(self) -> None:
+        self.inputs, self.targets = drawn(SAMPLES, 6), labels(SAMPLES, 3)
+        self.own = torch.Generator()
+        self.own.seed()
+
+    def __len__(self) -> int:
+        return SAMPLES
+
+    def __getitem__(self, i: int) -> Any:
+        return self.inputs[i] + torch.randn(6, generator=self.own), self.targets[i]
+
+
+def fickle() -> Fickle:
+    return Fickle()
+
+
+@pytest.mark.parametrize("way", ["single", "dp", "ddp"])
+def test_a_dataset_that_draws_unseeded_numbers_is_named(way: str) -> None:
+    assert names(verified(dataclasses.replace(MLP, train_data=fickle), way)) == {"unseeded data"}
+
+
+def test_an_augmentation_that_is_seeded_is_no_cause() -> None:
+    class Augmented(Fickle):
+        def __getitem__(self, i: int) -> Any:
+            return self.inputs[i] + torch.randn(6), self.targets[i]
+
+    assert verified(dataclasses.replace(MLP, train_data=Augmented), "dp")
+
+
+# ---- strategies with a fault ----------------------------------------------------------------------------------------
+
+
+class RepeatingStep(DPStep):
+    """Pads every share to the largest with its own first samples, as some samplers do."""
+
+    def _scatter(self, batch: Batch) -> list[list[Part]]:
+        shares = super()._scatter(batch)
+        for i in range(len(batch.parts)):
+            most = max(share[i].size for share in shares)
+            for share in shares:
+                part, missing = share[i], most - share[i].size
+                if missing and part.size:
+                    inputs, targets = each(lambda t, n=missing: torch.cat([t, t[:n]]), (part.inputs, part.targets))
+                    share[i] = Part(inputs, targets, most, part.of)
+        return shares
+
+
+class RepeatingRank(DDPStep):
+    """The same in processes: every rank takes as many as the first."""
+
+    def update(self, batch: Batch) -> Result:
+        most = -(-batch.size // self.world.size)
+        part = batch.parts[0]
+        if part.size < most:
+            inputs, targets = each(lambda t: torch.cat([t, t[: most - part.size]]), (part.inputs, part.targets))
+            batch = dataclasses.replace(batch, parts=[Part(inputs, targets, most, part.of, part.samples)])
+        return super().update(batch)
+
+
+class SummingStep(DPStep):
+    def gradients(self, batch: Batch) -> tuple[Number, Number]:
+        found = super().gradients(batch)
+        for p in self._parameters:
+            if p.grad is not None:
+                p.grad.mul_(self.replicas)
+        return found
+
+
+class SteppingStep(DDPStep):
+    """Every rank moves the scheduler, as where each of them believes it is alone."""
+
+    pace: Any = None
+
+    def update(self, batch: Batch) -> Result:
+        result = super().update(batch)
+        for _ in range(self.world.size - 1):
+            self.pace.step()
+        return result
+
+
+class LosingStep(DPStep):
+    """Counts only what the first device computed."""
+
+    def _add_gradients(self, active: list[int]) -> None:
+        del active
+
+
+class ClippingStep(DPStep):
+    def clip(self) -> None:
+        for p in self._parameters:
+            if p.grad is not None:
+                p.grad.clamp_(-0.01, 0.01)
+
+
+@dataclasses.dataclass(frozen=True)
+class Faulty(Strategy):
+    """A strategy of Lockstep whose steps are of another class."""
+
+    of: Strategy = dataclasses.field(default_factory=DP)
+    step: type[Step] = DPStep
+    paces: bool = False
+
+    name: ClassVar[str] = "faulty"
+    summary: ClassVar[str] = "has a fault"
+    good_for: ClassVar[str] = "tests"
+    processes: ClassVar[Any] = "one"
+
+    def build(self, job: Job, world: Any) -> Step:
+        step = self.of.build(job, world)
+        step.__class__ = self.step
+        if self.paces:
+            step.pace = job.lr_scheduler(step.optimizer)
+        return step
+
+
+@dataclasses.dataclass(frozen=True)
+class FaultyRanks(Faulty):
+    of: Strategy = dataclasses.field(default_factory=DDP)
+    processes: ClassVar[Any] = "one per device"
+
+
+@pytest.mark.parametrize("way", [Faulty(step=RepeatingStep), FaultyRanks(step=RepeatingRank)], ids=["dp", "ddp"])
+def test_a_sampler_that_repeats_is_named_with_the_samples(way: Strategy) -> None:
+    found = verified(MLP, way)
+    assert names(found) == {"sampler"}
+    assert found.first is not None and found.first.number == 3, "the last batch, whose shares are uneven"
+    assert len(found.first.rows.repeated) == 1
+    assert f"repeats sample {found.first.rows.repeated[0]} of batch 4" in found.causes[0].words
+
+
+def test_a_scheduler_that_steps_once_for_each_rank_is_named() -> None:
+    found = verified(ZOO["a schedule by step"], FaultyRanks(step=SteppingStep, paces=True))
+    assert names(found) == {"scheduler"}
+    assert "steps 2 times for each one" in found.causes[0].words
+
+
+def test_a_gradient_that_is_summed_instead_of_averaged_is_named() -> None:
+    found = verified(MLP, Faulty(step=SummingStep))
+    assert names(found) == {"summed gradient"}
+    assert "2 times one device's" in found.causes[0].words
+
+
+def test_a_summed_gradient_shows_under_adam_too() -> None:
+    job = dataclasses.replace(MLP, optimizer=lambda params: torch.optim.Adam(params, lr=1e-3))
+    assert names(verified(job, Faulty(step=SummingStep))) == {"summed gradient"}
+
+
+def test_a_strategy_that_loses_gradients_is_said_to_part_from_one_device() -> None:
+    found = verified(MLP, Faulty(step=LosingStep))
+    assert names(found) == {"unknown"}
+    assert found.layer == ("2", "in backward")
+
+
+def test_clipping_of_its_own_is_named() -> None:
+    assert names(verified(dataclasses.replace(MLP, optimizer=sgd), Faulty(step=ClippingStep))) == {"update"}
+
+
+def test_a_strategy_that_says_itself_that_it_is_not_exact_is_taken_at_its_word() -> None:
+    found = verified(MLP, "hogwild")
+    assert names(found) == {"declared"}
+    assert "hogwild is not exact" in found.causes[0].words
+
+
+def test_padding_that_follows_the_share_is_named_as_said_before() -> None:
+    class Pooling(nn.Module):
+        """A mean over time, padding included."""
+
+        def __init__(self) -> None:
+            super().__init__()
+            self.words, self.out = nn.Embedding(11, 8), nn.Linear(8, 3)
+
+        def forward(self, tokens: torch.Tensor) -> torch.Tensor:
+            return self.out(self.words(tokens).mean(dim=1))
+
+    def padded(samples: list[Any]) -> Any:
+        return nn.utils.rnn.pad_sequence([s[0] for s in samples], batch_first=True), torch.stack(
+            [s[1] for s in samples]
+        )
+
+    data = [(torch.arange(int(n)) % 11, y) for n, y in zip(LENGTHS, labels(25, 3), strict=True)]
+    job = dataclasses.replace(MLP, model=Pooling, train_data=data, eval_data=None, collate=padded)
+    found = verified(job, "dp")
+    assert not found
+    assert "collate" in str(found)
+
+
+# ---- what a person reads --------------------------------------------------------------------------------------------
+
+
+def test_the_table_says_where_and_why(capsys: pytest.CaptureFixture[str]) -> None:
+    job = ZOO["convolutions with sync_batchnorm"].having(sync_batchnorm=False)
+    said = str(verified(job, "dp"))
+    assert "dp on 2 devices against single, in float64" in said
+    assert "not equal from update 1 on (epoch 1, batch 1)" in said
+    assert 'first layer that differs: "body.1" (BatchNorm2d)' in said
+    assert "mends it: sync_batchnorm=True (--sync-batchnorm)" in said
+    assert '"body.0.weight"' in said
+
+
+FILE = """
+import lockstep, torch
+from torch import nn
+
+def job(norm: bool = False):
+    made = torch.Generator().manual_seed(0)
+    data = torch.utils.data.TensorDataset(
+        torch.randn(16, 6, generator=made), torch.randint(3, (16,), generator=made))
+    return lockstep.Job(
+        model=lambda: nn.Sequential(nn.Linear(6, 8), nn.BatchNorm1d(8) if norm else nn.Tanh(), nn.Linear(8, 3)),
+        loss=nn.CrossEntropyLoss(),
+        optimizer=lambda params: torch.optim.SGD(params, lr=0.1),
+        train_data=data,
+        eval_data=data,
+        batch_size=6,
+    )
+"""
+
+
+@pytest.fixture
+def file(tmp_path: Path) -> str:
+    path = tmp_path / "small.py"
+    path.write_text(FILE)
+    return str(path)
+
+
+def test_the_command_ends_with_0_or_3_and_writes_json(file: str, tmp_path: Path, capsys: Any) -> None:
+    words = ["verify", file, "--strategy", "dp", "--devices", DEVICES]
+    assert cli.main(words) == 0
+    assert "equal: nothing differs" in capsys.readouterr().out
+    out = tmp_path / "found.json"
+    assert cli.main([*words, "--set", "norm=true", "--json", str(out)]) == 3
+    assert "cause (batchnorm)" in capsys.readouterr().out
+    found = json.loads(out.read_text())
+    assert found["equal"] is False
+    assert found["causes"][0]["name"] == "batchnorm"
+    assert found["comparison"]["updates"][0]["gradients"]["0.weight"] > 1e-3
+    assert cli.main([*words, "--set", "norm=true", "--sync-batchnorm", "--json", "-"]) == 0
+    assert json.loads(capsys.readouterr().out)["equal"] is True
+
+
+def test_what_single_can_not_train_either_is_bad_input(file: str) -> None:
+    with pytest.raises(InputError, match="reduction='none'"):
+        verified(MLP.having(loss=nn.CrossEntropyLoss(reduction="none")), "dp")
+    assert cli.main(["verify", file, "--strategy", "hogwld"]) == 2
+
+
+def test_large_batches_are_cut_so_that_the_last_one_stays_smaller(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(importlib.import_module("lockstep.verify.preflight"), "_LONGEST", 1e-9)
+    job = dataclasses.replace(MLP, batch_size=20, optimizer=plain_sgd)
+    found = lockstep.verify(job, strategy="dp", devices=DEVICES)
+    assert found, found
+    assert found.batch_size == 5
+    assert any("instead of 20" in note for note in found.notes)
+
+
+def test_generators_and_settings_of_torch_are_left_as_they_were() -> None:
+    before = torch.get_rng_state()
+    verified(dataclasses.replace(MLP, model=Hurried), "dp")
+    assert torch.equal(before, torch.get_rng_state())
+    assert not torch.are_deterministic_algorithms_enabled()
