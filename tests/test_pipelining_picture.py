@@ -8,8 +8,9 @@ import pytest
 
 from lockstep.cli import main
 from lockstep.pipelining.picture import draw, grid, summary
-from lockstep.pipelining.schedule import SCHEDULES, Action, by_name
-from lockstep.pipelining.simulate import Span, Timeline, simulate
+from lockstep.pipelining.schedule import SCHEDULES, by_name
+from lockstep.pipelining.simulate import simulate
+from lockstep.timeline import Action, Span, Timeline
 
 
 def test_the_grid_of_one_f_one_b_with_its_bubble(monkeypatch, capsys) -> None:

@@ -8,18 +8,9 @@ import pytest
 
 from lockstep.errors import StrategyError
 from lockstep.pipelining.fitted import fitted
-from lockstep.pipelining.schedule import (
-    SCHEDULES,
-    Action,
-    by_name,
-    devices_of,
-    gpipe,
-    interleaved,
-    one_f_one_b,
-    parse,
-    printed,
-)
-from lockstep.pipelining.simulate import Timeline, simulate, validate
+from lockstep.pipelining.schedule import SCHEDULES, by_name, devices_of, gpipe, interleaved, one_f_one_b, parse, printed
+from lockstep.pipelining.simulate import simulate, validate
+from lockstep.timeline import Action, Timeline
 
 
 def picture(timeline: Timeline) -> list[str]:

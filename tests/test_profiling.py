@@ -20,11 +20,12 @@ import lockstep
 from lockstep import Job, train
 from lockstep.breakdown import KINDS, StepTimes, Track, lines_of, times_of
 from lockstep.events import Profile, TimesOf
-from lockstep.pipelining.schedule import Action, one_f_one_b
+from lockstep.pipelining.schedule import one_f_one_b
 from lockstep.step import Step
 from lockstep.strategies.ddp import DDP
 from lockstep.strategies.dp import DP
 from lockstep.strategies.pp import PP
+from lockstep.timeline import Action, Timeline
 from zoo import Conv, drawn, labels, mlp, sgd
 
 NAP = 0.05
@@ -352,13 +353,14 @@ def test_the_stages_of_a_pipeline_are_shown_as_they_went_beside_what_would_be_id
     assert "measured:" in said and "ideal, with the same stage times:" in said and said.count("bubble") == 2
     folder = run.folder / "profile"
     kept = json.loads((folder / "timeline.json").read_text())
-    for timelines in (kept["measured"], kept["ideal, with the same stage times"]):
-        order = [[Action.parse(span["action"]) for span in device] for device in timelines]
-        assert order == one_f_one_b(2, 4)
-        assert all(a["end"] <= b["start"] for device in timelines for a, b in itertools.pairwise(device))
+    for kept_of in kept["timelines"].values():
+        timeline = Timeline.of(kept_of)
+        assert [[span.action for span in device] for device in timeline.devices] == one_f_one_b(2, 4)
+        assert all(a.end <= b.start + 1e-9 for device in timeline.devices for a, b in itertools.pairwise(device))
         # A stage's forward begins when the one before it is done.
-        ends = {span["action"]: span["end"] for device in timelines for span in device}
-        assert all(span["start"] >= ends[f"0F{m}"] for m, span in enumerate(timelines[1][::2]))
+        ends = {span.action: span.end for device in timeline.devices for span in device}
+        for m, span in enumerate(timeline.devices[1][::2]):
+            assert span.start >= ends[Action(0, "F", m)] - 1e-9
     assert (folder / "timeline.png").stat().st_size > 5000
     summary = json.loads((folder / "summary.json").read_text())
     assert summary["bubbles"]["ideal, with the same stage times"] <= summary["bubbles"]["measured"] + 1e-9

@@ -7,7 +7,7 @@ trace. The timed updates lie between, and have nothing of either.
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 from lockstep.breakdown import times_of
@@ -16,6 +16,7 @@ from lockstep.events import TimesOf
 from lockstep.firststep import FirstStep
 from lockstep.profiling.clock import Clock
 from lockstep.profiling.methods import Methods
+from lockstep.profiling.stages import timelines_of
 from lockstep.step import Step
 
 CLOCKED = 6
@@ -51,6 +52,7 @@ class Glance:
         times: the mean update of each rank or replica; empty where that isn't known.
         overlaps: whether gradients were summed while backward ran, so that only the rest of it counts as communicating.
         moved: bytes that a device gives to the others in an update; None where that isn't known.
+        timelines: by title, when the stages of each device computed (``Timeline.plain``); empty where there are none.
     """
 
     devices: tuple[Seen, ...]
@@ -59,6 +61,7 @@ class Glance:
     times: tuple[TimesOf, ...]
     overlaps: bool
     moved: int | None
+    timelines: dict[str, Any] = field(default_factory=dict)
 
 
 class Onlooker:
@@ -94,14 +97,14 @@ class Onlooker:
             Seen(name, ids, inside["inputs"], inside["outputs"])
             for name, ids, inside in zip(names, samples, shapes["devices"], strict=False)
         )
-        clock = self._clocked(batches, seed)
+        clock, timelines = self._clocked(batches, seed)
         tracks = [track for mine in world.gather_objects(clock.replicas) for track in mine]
         # One clock for several stages would tell of none of them.
         known = not world.splits_layers or len(tracks) == len(world.devices)
         times = times_of(tracks, one_clock=world.nodes == 1) if known else ()
-        return Glance(devices, shapes["inputs"], shapes["outputs"], times, clock.overlaps, step.moved())
+        return Glance(devices, shapes["inputs"], shapes["outputs"], times, clock.overlaps, step.moved(), timelines)
 
-    def _clocked(self, batches: Iterator[Batch], seed: int) -> Clock:
+    def _clocked(self, batches: Iterator[Batch], seed: int) -> tuple[Clock, dict[str, Any]]:
         step = self._step
         clock = Clock(step)
         methods = Methods(step, clock)
@@ -115,10 +118,12 @@ class Onlooker:
                 step.seed(seed)
                 step.update(batch)
                 clock.end_step()
+            runner = methods.runner
+            timelines = {} if runner is None else timelines_of(runner)
         finally:
             methods.put_back()
             clock.forget_step()
-        return clock
+        return clock, {title: one.plain() for title, one in timelines.items()}
 
 
 def _ids(share: list[Part]) -> tuple[int, ...] | None:

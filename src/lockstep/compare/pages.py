@@ -11,6 +11,8 @@ from lockstep.compare.table import exceptions_of, moved, outcome_columns, speed_
 from lockstep.firststep import written
 from lockstep.report.charts import Bars, Lines, Stacks
 from lockstep.report.page import Figure, Page, Section, Table, write
+from lockstep.report.timelines import TURNS, Timelines
+from lockstep.timeline import Timeline
 
 _IDS = 4
 """Sample ids that are shown of a device."""
@@ -62,6 +64,7 @@ def _sections(found: Comparison) -> Iterator[Section]:
     if rows:
         yield Section("Memory", [_memory(found)])
         yield _time(found)
+        yield Section("Who computes when", list(_turns(found)))
         yield from _losses(found)
     yield _numbers(found)
     if rows:
@@ -132,6 +135,15 @@ def _time(found: Comparison) -> Section:
     caption = "Of one global batch, a mean over ranks (or replicas) and a few steps; shorter is faster."
     chart = Stacks("ms", [row.name for row in known], parts)
     return Section("Where the time goes", [Figure("time", "A step, in milliseconds", chart, caption)], text)
+
+
+def _turns(found: Comparison) -> Iterator[Figure]:
+    for row in found.measured:
+        kept = {} if row.glance is None else row.glance.timelines
+        if kept:
+            chart = Timelines({title: Timeline.of(one).times(1e3) for title, one in kept.items()}, "ms")
+            name = "turns-" + "".join(letter if letter.isalnum() else "-" for letter in row.name)
+            yield Figure(name, f"{row.name}: the stages' turns in one step, in milliseconds", chart, TURNS)
 
 
 def _step(row: Row) -> float:

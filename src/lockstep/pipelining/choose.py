@@ -17,8 +17,9 @@ from dataclasses import dataclass
 from lockstep.errors import StrategyError
 from lockstep.pipelining.fitted import fitted
 from lockstep.pipelining.schedule import Schedule, gpipe, interleaved, one_f_one_b
-from lockstep.pipelining.simulate import Timeline, simulate
+from lockstep.pipelining.simulate import simulate
 from lockstep.pipelining.split import size as said
+from lockstep.timeline import Timeline
 
 NUMBERS = (1, 2, 3, 4, 6, 8, 12, 16, 24, 32, 48, 64)
 """The micro-batches that are tried."""

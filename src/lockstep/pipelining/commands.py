@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 from lockstep.errors import InputError, nearest
 
 if TYPE_CHECKING:
-    from lockstep.pipelining.simulate import Timeline
+    from lockstep.timeline import Timeline
 
 
 def add_settings(parser: argparse.ArgumentParser) -> None:

@@ -13,9 +13,9 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from lockstep.pipelining.simulate import Span, Timeline
 from lockstep.report.canvas import save
 from lockstep.report.timelines import Timelines
+from lockstep.timeline import Span, Timeline
 
 IDLE = "·"
 LONG = "─"

@@ -16,8 +16,9 @@ import itertools
 from collections.abc import Mapping, Sequence
 from typing import NamedTuple
 
-from lockstep.pipelining.schedule import Action, Schedule, devices_of
+from lockstep.pipelining.schedule import Schedule, devices_of
 from lockstep.pipelining.turns import Key
+from lockstep.timeline import Action
 
 
 class Visit(NamedTuple):

@@ -33,8 +33,8 @@ from lockstep.pipelining.flight import Flight
 from lockstep.pipelining.remembered import Remembered
 from lockstep.pipelining.routes import Route, action_of, merged, orders_of, whole
 from lockstep.pipelining.schedule import Schedule, by_stage
-from lockstep.pipelining.simulate import Span, Timeline
 from lockstep.pipelining.turns import Aborted, Key, Turns
+from lockstep.timeline import Span, Timeline
 from lockstep.world import World
 
 T = TypeVar("T")

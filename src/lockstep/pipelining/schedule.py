@@ -13,41 +13,10 @@ accumulates would sum them.
 
 from __future__ import annotations
 
-import re
 from collections.abc import Callable, Sequence
-from typing import Literal, NamedTuple
 
 from lockstep.errors import StrategyError, nearest
-
-
-class Action(NamedTuple):
-    """One turn of a stage.
-
-    Attributes:
-        stage: from 0.
-        kind: ``"F"``, the forward, or ``"B"``, the backward.
-        microbatch: from 0.
-    """
-
-    stage: int
-    kind: Literal["F", "B"]
-    microbatch: int
-
-    def __str__(self) -> str:
-        return f"{self.stage}{self.kind}{self.microbatch}"
-
-    @classmethod
-    def parse(cls, word: str) -> Action:
-        """The action that a word like ``2F0`` says.
-
-        Raises:
-            StrategyError: it isn't one.
-        """
-        match = re.fullmatch(r"(\d+)([FB])(\d+)", word.strip())
-        if match is None:
-            raise StrategyError(f'schedule: "{word}" is no action: write 2F0 for stage 2, forward, micro-batch 0')
-        return cls(int(match[1]), "F" if match[2] == "F" else "B", int(match[3]))
-
+from lockstep.timeline import Action
 
 Schedule = list[list[Action]]
 """For each device its actions, in order."""

@@ -30,12 +30,16 @@ class Methods:
     Args:
         step: with the strategy's own methods in ``profiled``.
         clock: what they look at.
+
+    Attributes:
+        runner: of a step whose layers take turns, which notes them meanwhile; None elsewhere.
     """
 
     def __init__(self, step: Step, clock: Clock) -> None:
         self._step = step
         self._clock = clock
         self._undo: list[Callable[[], None]] = []
+        self.runner: Runner | None = getattr(step, "runner", None)
         self._sums = False  # whether the next backward sums over the ranks
 
     def replace(self) -> None:
@@ -54,11 +58,15 @@ class Methods:
             moving = functools.partial(self._in_phase, "communicating", words)
             self._put(step, name, {"replica": self._of_replica, "stages": self._of_stages}.get(words, moving))
         exchange = getattr(step, "_exchange", None)
+        if self.runner is not None:
+            self.runner.timelines = []
         if exchange is not None:
             self._put(exchange, "session", lambda session: lambda: _ClockedSession(session(), self._clock))
 
     def put_back(self) -> None:
         """They are as they were."""
+        if self.runner is not None:
+            self.runner.timelines = None
         while self._undo:
             self._undo.pop()()
 
@@ -79,14 +87,12 @@ class Methods:
         return _within(lambda number, *args, **named: self._clock.replica(number), function)
 
     def _of_stages(self, function: Function) -> Function:
-        runner: Runner = self._step.runner  # type: ignore[attr-defined]  # a step that has stages has one
-
         @functools.wraps(function)
         def timed(*args: Any) -> Any:
             began = now()
             result = function(*args)
-            if runner.timelines:
-                self._clock.stages(now() - began, runner.timelines[-1].busy)
+            if self.runner is not None and self.runner.timelines:
+                self._clock.stages(now() - began, self.runner.timelines[-1].busy)
             return result
 
         return timed

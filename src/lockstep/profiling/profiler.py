@@ -27,12 +27,11 @@ from lockstep.errors import SaveError
 from lockstep.events import Line, Profile
 from lockstep.folder import RunFolder
 from lockstep.pipelining.picture import lines_of
-from lockstep.pipelining.simulate import Timeline
 from lockstep.profiling.clock import Clock
 from lockstep.profiling.methods import Methods
 from lockstep.profiling.stages import save, timelines_of
 from lockstep.step import Step
-from lockstep.strategies.staged import StagedStep
+from lockstep.timeline import Timeline
 from lockstep.world import World
 
 WARM_UP = 2
@@ -59,7 +58,6 @@ class Profiler:
         self._warm_up = WARM_UP if steps is None else max(0, min(WARM_UP, steps - 1))
         self._clock = Clock(step)
         self._methods = Methods(step, self._clock)
-        self._runner = step.runner if isinstance(step, StagedStep) else None
         self._trace: profile | None = None
         self._seen = 0
         self._done = False
@@ -118,14 +116,11 @@ class Profiler:
             self._trace = profile(activities=activities, experimental_config=_all_threads(len(self._world.devices)))
             self._trace.start()
         self._methods.replace()
-        if self._runner is not None:
-            self._runner.timelines = []
 
     def _stop(self) -> dict[str, Timeline]:
+        runner = self._methods.runner
+        timelines = {} if runner is None else timelines_of(runner)
         self._methods.put_back()
-        timelines = {}
-        if self._runner is not None:
-            timelines, self._runner.timelines = timelines_of(self._runner), None
         self._clock.forget_step()
         if self._trace is not None and not self._done:
             self._trace.stop()

@@ -16,7 +16,8 @@ from pathlib import Path
 
 from lockstep.pipelining.picture import draw
 from lockstep.pipelining.runner import Runner
-from lockstep.pipelining.simulate import Timeline, ideal
+from lockstep.pipelining.simulate import ideal
+from lockstep.timeline import Timeline
 
 
 def timelines_of(runner: Runner) -> dict[str, Timeline]:
@@ -40,14 +41,8 @@ def save(timelines: Mapping[str, Timeline], folder: Path) -> list[str]:
     Raises:
         OSError: they can't be written.
     """
-    told = {
-        title: [
-            [{"action": str(action), "start": start - one.start, "end": end - one.start} for action, start, end in mine]
-            for mine in one.devices
-        ]
-        for title, one in timelines.items()
-    }
-    (folder / "timeline.json").write_text(json.dumps({"unit": "seconds", **told}, indent=1))
+    told = {title: one.plain() for title, one in timelines.items()}
+    (folder / "timeline.json").write_text(json.dumps({"unit": "seconds", "timelines": told}))
     if find_spec("matplotlib") is None:
         return ["timeline.png needs matplotlib: pip install 'torch-lockstep[pictures]'"]
     in_ms = {title: one.times(1e3) for title, one in timelines.items()}

@@ -10,6 +10,8 @@ from typing import Any
 from lockstep.folder import RunFolder
 from lockstep.report.charts import Bars, Lines, Stacks, short
 from lockstep.report.page import Figure, Page, Section, Table, write
+from lockstep.report.timelines import TURNS, Timelines
+from lockstep.timeline import Timeline
 
 _NOT_CURVES = {"epoch", "step", "lr", "seconds", "samples_per_second", "train_loss", "eval_loss"}
 
@@ -71,6 +73,7 @@ def _sections(
     profile = kept.profile / "summary.json"
     if profile.is_file():
         yield _time(kept.read_json(profile))
+        yield Section("Who computes when", list(_turns(kept)))
     if summary.get("peak_memory_bytes"):
         peaks = summary["peak_memory_bytes"]
         devices = summary["devices"]
@@ -106,13 +109,21 @@ def _points(history: Sequence[Mapping[str, Any]], name: str) -> list[tuple[float
 
 
 def _time(profile: Mapping[str, Any]) -> Section:
-    whose = "replica" if "replicas" in profile else "rank"
+    whose = next(whose for whose in ("replica", "device", "rank") if f"{whose}s" in profile)
     rows = profile[f"{whose}s"]
-    names = [f"{whose} {row[whose]} {row['device']}" for row in rows]
+    names = [row["device"] if whose == "device" else f"{whose} {row[whose]} {row['device']}" for row in rows]
     parts = {kind: [1e3 * row["seconds"][kind] for row in rows] for kind in rows[0]["seconds"]}
     steps = f"Steps {profile['first_step']} to {profile['last_step']}, a mean."
     figure = Figure("time", "A step, in milliseconds", Stacks("ms", names, parts), steps)
     return Section("Where the time goes", [figure], profile["notes"])
+
+
+def _turns(kept: RunFolder) -> Iterator[Figure]:
+    path = kept.profile / "timeline.json"
+    if path.is_file():
+        timelines = kept.read_json(path)["timelines"]
+        chart = Timelines({title: Timeline.of(one).times(1e3) for title, one in timelines.items()}, "ms")
+        yield Figure("turns", "The stages' turns in one step, in milliseconds", chart, TURNS)
 
 
 def _sizes(shapes: Mapping[str, Sequence[Any]]) -> str:

@@ -14,7 +14,14 @@ if TYPE_CHECKING:
     from matplotlib.axes import Axes
     from matplotlib.figure import Figure
 
-    from lockstep.pipelining.simulate import Timeline
+    from lockstep.timeline import Timeline
+
+
+TURNS = (
+    "Each number is a micro-batch: blue forward, orange backward, grey waiting. Ideally a stage would wait for nothing "
+    "but what another gives; the bubble is the share of the devices' time that is waited."
+)
+"""What should be known to read one of a pipeline."""
 
 
 @dataclass(frozen=True)

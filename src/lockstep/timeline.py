@@ -1,0 +1,136 @@
+"""A timeline: when each device did what, simulated or measured. Pipelines make them, reports draw them."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Literal, NamedTuple
+
+from lockstep.errors import StrategyError
+
+
+class Action(NamedTuple):
+    """One turn of a stage.
+
+    Attributes:
+        stage: from 0.
+        kind: ``"F"``, the forward, or ``"B"``, the backward.
+        microbatch: from 0.
+    """
+
+    stage: int
+    kind: Literal["F", "B"]
+    microbatch: int
+
+    def __str__(self) -> str:
+        return f"{self.stage}{self.kind}{self.microbatch}"
+
+    @classmethod
+    def parse(cls, word: str) -> Action:
+        """The action that a word like ``2F0`` says.
+
+        Raises:
+            StrategyError: it isn't one.
+        """
+        match = re.fullmatch(r"(\d+)([FB])(\d+)", word.strip())
+        if match is None:
+            raise StrategyError(f'schedule: "{word}" is no action: write 2F0 for stage 2, forward, micro-batch 0')
+        return cls(int(match[1]), "F" if match[2] == "F" else "B", int(match[3]))
+
+
+class Span(NamedTuple):
+    """An action, and when it began and ended."""
+
+    action: Action
+    start: float
+    end: float
+
+
+@dataclass(frozen=True)
+class Timeline:
+    """When what was done, simulated or measured.
+
+    Attributes:
+        devices: for each device its spans, in order.
+    """
+
+    devices: tuple[tuple[Span, ...], ...]
+
+    @property
+    def start(self) -> float:
+        """When the first action began."""
+        return min((spans[0].start for spans in self.devices if spans), default=0.0)
+
+    @property
+    def end(self) -> float:
+        """When the last action ended."""
+        return max((spans[-1].end for spans in self.devices if spans), default=0.0)
+
+    @property
+    def makespan(self) -> float:
+        """From the first action's begin to the last one's end."""
+        return self.end - self.start
+
+    @property
+    def busy(self) -> tuple[float, ...]:
+        """The time that each device computed."""
+        return tuple(sum(span.end - span.start for span in spans) for spans in self.devices)
+
+    @property
+    def bubble(self) -> float:
+        """The share of the devices' time in which they waited, from 0 to 1."""
+        whole = self.makespan * len(self.devices)
+        return 1 - sum(self.busy) / whole if whole else 0.0
+
+    @property
+    def speed_up(self) -> float:
+        """How many times faster than one device that does the same actions one after another."""
+        return sum(self.busy) / self.makespan if self.makespan else 1.0
+
+    def plain(self) -> list[list[list[Any]]]:
+        """For each device a list of (action's word, start, end), from the first action on: what a file can hold."""
+        return [
+            [[str(action), start - self.start, end - self.start] for action, start, end in spans]
+            for spans in self.devices
+        ]
+
+    @classmethod
+    def of(cls, kept: Sequence[Sequence[Sequence[Any]]]) -> Timeline:
+        """What ``plain`` gave."""
+        return cls(tuple(tuple(Span(Action.parse(word), a, b) for word, a, b in spans) for spans in kept))
+
+    def times(self, factor: float) -> Timeline:
+        """The same in another unit of time."""
+        return Timeline(
+            tuple(
+                tuple(Span(action, start * factor, end * factor) for action, start, end in spans)
+                for spans in self.devices
+            )
+        )
+
+    def held(self, sizes: Mapping[int, float] | None = None) -> tuple[float, ...]:
+        """What each device holds at most of micro-batches that have had their forward and not yet their backward.
+
+        Args:
+            sizes: by stage, what one micro-batch leaves there (bytes, say); None counts micro-batches of stages.
+        """
+        peaks = []
+        for spans in self.devices:
+            now = peak = 0.0
+            for action, _, _ in spans:
+                size = 1.0 if sizes is None else sizes[action.stage]
+                now += size if action.kind == "F" else -size
+                peak = max(peak, now)
+            peaks.append(peak)
+        return tuple(peaks)
+
+    def held_by_stage(self) -> dict[int, int]:
+        """By stage, how many micro-batches it holds at most."""
+        peaks: dict[int, int] = {}
+        now: dict[int, int] = {}
+        for spans in self.devices:
+            for action, _, _ in spans:
+                now[action.stage] = now.get(action.stage, 0) + (1 if action.kind == "F" else -1)
+                peaks[action.stage] = max(peaks.get(action.stage, 0), now[action.stage])
+        return peaks
