@@ -349,6 +349,20 @@ def test_an_overlapped_evaluation_is_that_of_one_device(kind: str, tmp_path) -> 
     torch.testing.assert_close(ours, theirs, rtol=1e-10, atol=1e-10)
 
 
+@pytest.mark.timeout(60)
+@pytest.mark.parametrize("device_map", [{"0": 1, "": 0}, {"0": 0, "1": 1, "2": 0, "": 1}])
+@pytest.mark.parametrize("schedule", ["1f1b", "gpipe", "fitted"])
+def test_a_way_as_long_as_the_straight_one_is_not_taken_for_it(
+    device_map: dict[str, int], schedule: str, tmp_path
+) -> None:
+    """A model that began on stage 1 waited forever; one that came to each of two stages twice failed in evaluation."""
+    job = _job(stack, precision="fp64", eval_batch_size=7)
+    one = train(job.having(accumulate=3), strategy="single", devices="1xcpu", folder=tmp_path, quiet=True)
+    run = train(job, strategy=PP(device_map, 3, schedule), devices="2xcpu", folder=tmp_path, quiet=True)
+    found = differences(job, run, one)
+    assert found.worst < BOUND and max(found.history.values()) < BOUND
+
+
 def test_stages_overlap_in_evaluation() -> None:
     meeting = threading.Barrier(2)
     alone = True

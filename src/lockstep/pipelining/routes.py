@@ -43,9 +43,11 @@ def whole(route: Route, stages: int) -> Route:
     """A straight route with the visits that it leaves out; another one as it is."""
     forwards = [visit.stage for visit in route if visit.kind == "F"]
     backs = [visit.stage for visit in route if visit.kind == "B"]
-    if _rises(forwards) and _rises(backs[::-1]):
-        return (*(Visit(s, "F") for s in range(stages)), *(Visit(s, "B") for s in reversed(range(stages))))
-    return route
+    return _straight(stages) if _rises(forwards) and _rises(backs[::-1]) else route
+
+
+def _straight(stages: int) -> Route:
+    return (*(Visit(s, "F") for s in range(stages)), *(Visit(s, "B") for s in reversed(range(stages))))
 
 
 def _rises(numbers: Sequence[int]) -> bool:
@@ -81,7 +83,7 @@ def orders_of(route: Route, schedule: Schedule, microbatches: int) -> list[list[
     """
     places = devices_of(schedule)
     stages = len(places)
-    if len(route) == 2 * stages and route == whole(route, stages):
+    if route == _straight(stages):  # another one may be as long: 1F 0F 0B 1B
         at = {visit: i for i, visit in enumerate(route)}
         return [[(at[Visit(a.stage, a.kind)], a.microbatch) for a in actions] for actions in schedule]
     return _tried(route, schedule, microbatches, places)
