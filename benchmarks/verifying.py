@@ -2,8 +2,8 @@
 
     python -m benchmarks.verifying [EXAMPLE ...] [--strategy ddp]
 
-For each example: seconds of the command as a person starts it, start-up included; seconds of the updates and
-evaluations of both sides alone, without looking at anything; and their ratio, of `verify` called in this process.
+For each example: seconds of the command as a person starts it, start-up included; of `verify` in this process; of the
+updates and evaluations of both sides alone, without looking at anything; and the ratio of the last two.
 """
 
 from __future__ import annotations

@@ -20,7 +20,7 @@ from lockstep.strategies import Strategy, choose
 from lockstep.strategies.single import Single
 from lockstep.verify.cause import Cause
 from lockstep.verify.causes import Diagnosis, layer_bound, layer_of
-from lockstep.verify.comparison import COARSE, EXACT, Bounds, Update
+from lockstep.verify.comparison import COARSE, EXACT, Bounds, Comparison, Update
 from lockstep.verify.noise import Noise
 from lockstep.verify.preflight import preflight
 from lockstep.verify.sides import Experiment, compared
@@ -70,6 +70,7 @@ def verify(
     way = _planned(choose(strategy, chosen), loaded, chosen)
     ground = preflight(loaded, way, chosen, whole=whole)
     experiment = Experiment(source, way, chosen, dict(ground.settings))
+    least = EXACT if ground.exact else COARSE
     name = source.name if isinstance(source, JobFile) else "job"
     size = loaded.having(**ground.settings).batch_size
     said = Verification(
@@ -78,12 +79,13 @@ def verify(
         strategy=way.name,
         devices=len(chosen),
         precision="float64" if ground.exact else "float32",
-        bound=EXACT if ground.exact else COARSE,
+        bound=least,
         batch_size=size,
         notes=ground.notes,
     )
     try:
-        found = compared(experiment)
+        # Where they part it is in the first update mostly.
+        found = compared(dataclasses.replace(experiment, watched=1, bound=layer_bound(Bounds(least))))
     except Exception as error:
         cause = Cause.of_refusal(error)
         if cause is None:
@@ -110,7 +112,8 @@ def verify(
     causes = diagnosis.causes()
     layer = diagnosis.layer
     if layer is None and first is not None and not first.rows:
-        layer = _first_layer(experiment, bounds, first)
+        watched = found if first.number == 1 else _watched(experiment, bounds, first)
+        layer = layer_of(watched, bounds, first)
     beyond = bounds.beyond(first) if first is not None else []
     return dataclasses.replace(
         said,
@@ -132,10 +135,10 @@ def _planned(way: Strategy, job: Job, devices: tuple[Device, ...]) -> Strategy:
         return way.planned(job.having(train_data=resolve(job.train_data, world, "train_data")), world)
 
 
-def _first_layer(experiment: Experiment, bounds: Bounds, first: Update) -> tuple[str, str] | None:
-    """Name and class of the first layer that differs, by one more run as far as the first update that differs."""
-    again = dataclasses.replace(experiment, updates=first.number, watched=True, bound=layer_bound(bounds))
+def _watched(experiment: Experiment, bounds: Bounds, first: Update) -> Comparison:
+    """One more run, as far as the first update that differs, in which every layer is looked at."""
+    again = dataclasses.replace(experiment, updates=first.number, watched=first.number, bound=layer_bound(bounds))
     try:
-        return layer_of(compared(again), bounds, first)
+        return compared(again)
     except LockstepError:
-        return None
+        return Comparison()

@@ -158,10 +158,9 @@ class Diagnosis:
     def _of_the_cut(self) -> list[Cause]:
         if self.shares == 1:
             return []
-        cut = dataclasses.replace(
-            self._single(), cut=self.parts * self.shares, watched=True, bound=layer_bound(self.noise.bounds)
-        )
-        tried = self._try(dataclasses.replace(cut, still=self.still))
+        number = 1 if self.first is None else self.first.number
+        cut = dataclasses.replace(self._single(), cut=self.parts * self.shares, still=self.still)
+        tried = self._try(dataclasses.replace(cut, watched=number, bound=layer_bound(self.noise.bounds)))
         if isinstance(tried, LossError):
             return [Cause.loss(str(tried))]
         if not isinstance(tried, Comparison) or self.noise.hold(tried):

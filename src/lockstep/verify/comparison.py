@@ -102,7 +102,7 @@ class Comparison:
         drew: whether the model drew random numbers in the first update of one device.
         drops: whether it has dropout layers.
         normalises: whether it has batch norms over what a forward sees.
-        layer: name and class of the first module that gave other numbers in the last update, where that was watched.
+        layer: name and class of the first module that gave other numbers in the update that was watched.
         called: the modules with parameters of their own in the order of their first call, where that was watched.
         functions: autograd functions that are not PyTorch's own, in the graph of the first update.
         notes: what was said before training, and while it ran.

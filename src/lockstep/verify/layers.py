@@ -33,21 +33,28 @@ class Watch:
         models: the replicas of this process; each may run in a thread of its own, or in several.
 
     Attributes:
-        told: what was seen in the last update.
+        told: what was seen.
     """
 
     def __init__(self, models: list[nn.Module]) -> None:
         self.told: Told = {}
         self._mine = threading.local()
         self._lock = threading.Lock()
-        for model in models:
-            model.register_forward_pre_hook(self._begins, with_kwargs=True)
-            for name, module in model.named_modules():
-                module.register_forward_hook(functools.partial(self._saw, name))
+        self._models = models
+        self._hooks: list[Any] = []
 
     def begin(self) -> None:
-        """Forget the update before."""
-        self.told = {}
+        """Look at the next update."""
+        for model in self._models:
+            self._hooks.append(model.register_forward_pre_hook(self._begins, with_kwargs=True))
+            for name, module in model.named_modules():
+                self._hooks.append(module.register_forward_hook(functools.partial(self._saw, name)))
+
+    def end(self) -> None:
+        """The update is done."""
+        for hook in self._hooks:
+            hook.remove()
+        self._hooks = []
 
     def _begins(self, module: nn.Module, args: Any, kwargs: Any) -> None:
         try:
@@ -66,6 +73,8 @@ class Watch:
 
     def forwarded(self, part: Part) -> None:
         """A part has gone through the model, in this thread."""
+        if not self._hooks:
+            return
         seen = self._mine.seen
         self._mine.seen = None  # what a checkpoint computes again in backward isn't looked at
         keys = part.samples if part.samples is not None else row_numbers(part.inputs, part.targets, part.size)

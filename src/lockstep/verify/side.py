@@ -33,7 +33,7 @@ class Side:
         world: this rank's place.
         strategy: which builds the step.
         still: what is taken out of the model.
-        watched: whether every layer is looked at.
+        watched: the number of the update in which every layer is looked at.
         shuffled: mix the rows of each micro-batch, so that sums are taken in another order.
 
     Attributes:
@@ -51,7 +51,7 @@ class Side:
         strategy: Strategy,
         *,
         still: frozenset[Thing] = frozenset(),
-        watched: bool = False,
+        watched: int = 0,
         shuffled: bool = False,
     ) -> None:
         self.job, self.world = job, world
@@ -63,6 +63,8 @@ class Side:
         self.scheduler = scheduler_of(job, self.step)
         self.loader = job_loader(job.having(accumulate=strategy.parts(job)), world, data)
         self.watch = Watch(self.step.models()) if watched else None
+        self._watched = watched
+        self._number = 0
         self.gradients: dict[str, torch.Tensor] = {}
         self.rates: tuple[float, ...] = ()
         self.rows: list[int] = []
@@ -89,14 +91,18 @@ class Side:
     def update(self, batch: Batch) -> Result:
         """One update, as the training loop makes it."""
         self.rows, self.gradients = [], {}
-        if self.watch is not None:
-            self.watch.begin()
+        self._number += 1
+        watch = self.watch if self._number == self._watched else None
+        if watch is not None:
+            watch.begin()
         self.rates = tuple(float(group.get("lr", 0.0)) for group in self.step.optimizer.param_groups)
         before = [{name: digest(b) for name, b in buffers_by_name(model).items()} for model in self.step.models()]
         self.step.seed(self.job.seed)
         generators = states()
         result = self.step.update(shuffled(batch) if self.shuffled else batch)
         self.drew = not same(generators, states())
+        if watch is not None:
+            watch.end()
         self.changed = [
             {name for name, b in buffers_by_name(model).items() if digest(b) != values.get(name)}
             for model, values in zip(self.step.models(), before, strict=True)

@@ -12,6 +12,7 @@ numbers for each parameter.
 from __future__ import annotations
 
 import contextlib
+import os
 import time
 from collections.abc import Iterator
 from dataclasses import dataclass, field
@@ -20,7 +21,9 @@ from typing import Any
 import torch
 from torch import nn
 
+from lockstep import devices as _devices
 from lockstep import world as _world
+from lockstep.allocator import freed_memory_kept
 from lockstep.build import digest
 from lockstep.data import Batch
 from lockstep.devices import Device
@@ -29,7 +32,7 @@ from lockstep.events import Line
 from lockstep.forward import drops
 from lockstep.job import Job
 from lockstep.jobfile import JobFile, the_job, with_settings
-from lockstep.placement import on_devices
+from lockstep.placement import on_devices, place_of
 from lockstep.step import Result
 from lockstep.strategies import Strategy
 from lockstep.strategies.single import Single
@@ -56,7 +59,7 @@ class Experiment:
         still: what is taken out of the model on both sides.
         shuffled: the side in question mixes the rows of each micro-batch.
         deterministic: operators that aren't deterministic raise.
-        watched: look at every layer; the first that gave other numbers within ``bound`` is told.
+        watched: the update in which every layer is looked at; the first that gave other numbers is told.
         bound: for that.
     """
 
@@ -69,7 +72,7 @@ class Experiment:
     still: frozenset[Thing] = frozenset()
     shuffled: bool = False
     deterministic: bool = False
-    watched: bool = False
+    watched: int = 0
     bound: float = 0.0
 
 
@@ -91,7 +94,8 @@ def _on_rank(world: World, experiment: Experiment) -> Comparison | None:
     job = the_job(with_settings(experiment.job, experiment.settings))
     parts = experiment.strategy.parts(job)
     cut = parts if experiment.cut is None else experiment.cut
-    with _deterministic(experiment.deterministic):
+    # Each update of a large model would have its memory cleared by the kernel again.
+    with _deterministic(experiment.deterministic), freed_memory_kept():
         theirs = None
         if world.is_first:
             alone = World(devices=world.devices[:1])
@@ -121,6 +125,22 @@ def _in(world: World) -> Iterator[None]:
         yield
     finally:
         _world.enter(before)
+
+
+@contextlib.contextmanager
+def _on_all_cores(devices: tuple[Device, ...]) -> Iterator[None]:
+    """The cores of all slots for rank 0, while the other ranks wait for it."""
+    place = place_of(devices)
+    if not place.is_slot or not hasattr(os, "sched_getaffinity"):
+        yield
+        return
+    before = os.sched_getaffinity(0)
+    _devices.pin(place)
+    try:
+        with _devices.occupied(place):
+            yield
+    finally:
+        os.sched_setaffinity(0, before)
 
 
 @contextlib.contextmanager
@@ -156,7 +176,7 @@ class _Run:
             reference = None
             began = time.perf_counter()
             if theirs is not None:
-                with _in(theirs.world):
+                with _in(theirs.world), _on_all_cores(self.experiment.devices):
                     its_batch, _ = next(batches)
                     reference = its_batch, theirs.update(its_batch)
             result = ours.update(batch)
@@ -310,7 +330,7 @@ class _Run:
         its: dict[str, float] = {}
         began = time.perf_counter()
         if self.theirs is not None:
-            with _in(self.theirs.world):
+            with _in(self.theirs.world), _on_all_cores(self.experiment.devices):
                 its = self.theirs.evaluate()
         mine = self.ours.evaluate()
         self.seconds += time.perf_counter() - began
