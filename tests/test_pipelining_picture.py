@@ -77,6 +77,12 @@ def test_stage_times_can_be_given(capsys) -> None:
     ("words", "says"),
     [
         (["--schedule", "1f1c"], '--schedule: there is no "1f1c"; did you mean "1f1b"?'),
+        (["--forward", "nan"], "--forward nan: a time is a finite number"),
+        (["--transfer", "inf"], "--transfer inf: a time is a finite number"),
+        (
+            ["--stages", "1000000", "--microbatches", "1000"],
+            "schedule: 1000000 stages x 1000 micro-batches are too many to simulate: at most 200,000 together",
+        ),
         (["--stages", "0"], "schedule: 0 stages; there is at least one"),
         (["--microbatches", "-3"], "schedule: -3 micro-batches; there is at least one"),
         (["--forward", "1,2,3"], "--forward 1,2,3: 3 times for 4 stages; give one, or one for each"),

@@ -67,7 +67,8 @@ def main(words: Sequence[str] | None = None) -> int:
         # The person's own code, run in this process: its traceback is what helps.
         _say(own_traceback(error).rstrip())
         first = str(error).splitlines()[0] if str(error) else ""
-        _say(f"lockstep: the run failed: {type(error).__name__}: {first}")
+        where = "".join(f" ({n})" for n in getattr(error, "__notes__", []) if n.startswith("raised in stage"))
+        _say(f"lockstep: the run failed: {type(error).__name__}: {first}{where}")
         return _ended(1)
     finally:
         signal.signal(signal.SIGTERM, before)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import math
 import re
 import shutil
 import textwrap
@@ -63,8 +64,15 @@ def _schedule(options: argparse.Namespace) -> int:
     from lockstep.pipelining.picture import draw
     from lockstep.pipelining.schedule import printed
 
+    if not math.isfinite(options.transfer):
+        raise InputError(f"--transfer {options.transfer}: a time is a finite number")
     if options.transfer < 0:
         raise InputError(f"--transfer {options.transfer}: a time is not negative")
+    if options.stages * options.microbatches > _MOST:
+        raise InputError(
+            f"schedule: {options.stages} stages x {options.microbatches} micro-batches are too many to simulate: "
+            f"at most {_MOST:,} together"
+        )
     width = shutil.get_terminal_size().columns
     timelines = {}
     for name in options.schedule.split(","):
@@ -77,6 +85,10 @@ def _schedule(options: argparse.Namespace) -> int:
     if options.out is not None:
         draw(timelines, options.out)
     return 0
+
+
+_MOST = 200_000
+"""Stages times micro-batches that ``lockstep schedule`` takes: seconds, not minutes."""
 
 
 def _simulated(name: str, options: argparse.Namespace) -> Timeline:
@@ -103,6 +115,8 @@ def _times(options: argparse.Namespace, which: str, stages: int) -> list[float]:
         times = [float(word) for word in said.split(",")]
     except ValueError:
         raise InputError(f"--{which} {said}: write a number, or one for each stage: 1,2.5,1,1") from None
+    if not all(map(math.isfinite, times)):
+        raise InputError(f"--{which} {said}: a time is a finite number")
     if min(times) <= 0:
         raise InputError(f"--{which} {said}: a time is above 0")
     if len(times) == stages and len(times) > 1:
