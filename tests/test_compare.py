@@ -432,6 +432,7 @@ def test_the_difference_is_a_part_of_how_far_a_parameter_went() -> None:
     ]
 
 
+@pytest.mark.slow
 def test_plain_ddp_by_hand_is_a_row(tmp_path: Path) -> None:
     entry = next(e for e in line_up(["ddp"], "2xcpu", {}, ["torch"]) if e.role == "peer")
     assert entry.name == "torch by hand"

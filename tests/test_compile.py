@@ -21,7 +21,14 @@ WAYS = [("single", "1xcpu"), ("dp", "2xcpu"), (DDP(reduce="flat"), "2xcpu"), (DD
 
 
 @pytest.mark.parametrize(("way", "devices"), WAYS)
-@pytest.mark.parametrize("kind", ["momentum", "ignored tokens and tied weights", "accumulation"])
+@pytest.mark.parametrize(
+    "kind",
+    [
+        pytest.param("momentum", marks=pytest.mark.slow),
+        "ignored tokens and tied weights",
+        pytest.param("accumulation", marks=pytest.mark.slow),
+    ],
+)
 def test_compiled_models_give_the_numbers_of_one_device(kind: str, way, devices) -> None:
     found = parity(ZOO[kind].having(compile="aot_eager"), way, devices, against_settings={"compile": False})
     assert found.worst < 1e-10

@@ -9,6 +9,8 @@ import sys
 from pathlib import Path
 from typing import Any
 
+import pytest
+
 FILE = Path(__file__).parents[1] / "examples" / "notebook.ipynb"
 PACKAGE = str(Path(__file__).parents[1] / "src")
 
@@ -42,6 +44,7 @@ def test_the_notebook_is_of_format_4_and_keeps_no_outputs() -> None:
         assert all(line.endswith("\n") for line in cell["source"][:-1])
 
 
+@pytest.mark.slow
 def test_the_notebook_runs_from_its_first_cell_to_its_last(tmp_path: Path) -> None:
     environment = {**os.environ, "PYTHONPATH": PACKAGE, "CUDA_VISIBLE_DEVICES": ""}
     command = [sys.executable, "-c", KERNEL, str(FILE)]

@@ -56,6 +56,7 @@ def test_images_that_are_not_there_get_one_line(knob: str, says: str, tmp_path: 
     assert says in capsys.readouterr().err
 
 
+@pytest.mark.slow
 def test_the_u_net_takes_most_of_the_noise_away(tmp_path: Path) -> None:
     run = lockstep.train(
         JobFile(UNET, {"width": 8}), strategy="single", devices="1xcpu", epochs=2, folder=tmp_path, quiet=True

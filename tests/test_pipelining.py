@@ -236,7 +236,7 @@ def test_pp_ends_where_one_device_that_accumulates_does(
     kind: str, stages: int, schedule: str, tmp_path_factory: pytest.TempPathFactory
 ) -> None:
     job, device_map = KINDS[kind]
-    for microbatches in (2, 3, 8, 11):
+    for microbatches in (3, 8):  # the others: test_pipelining_matrix.py
         one = single(kind, microbatches, tmp_path_factory)
         way = PP(device_map, microbatches, schedule)
         folder = tmp_path_factory.mktemp("pp")

@@ -69,7 +69,7 @@ def test_more_stages_on_each_device_are_taken_where_they_gain() -> None:
 
 
 def test_the_choice_is_never_slower_than_any_that_fits() -> None:
-    for times in itertools.product([0.5, 1.0, 2.0], repeat=3):
+    for times in itertools.product([0.5, 2.0], repeat=3):
         plan = Plan((0, 1, 2), tuple(stage(0.3, time) for time in times))
         choice = choose_schedule(24, [plan], capacity=[16.0] * 3)
         fastest = min(c.seconds for c in choice.candidates if c.fits)

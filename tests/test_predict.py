@@ -499,6 +499,7 @@ def test_a_stopped_prediction_leaves_nothing(how: signal.Signals, code: int, wor
     assert not list((folder / "run").glob(".*")) and not list((folder / "run").glob("predictions*"))
 
 
+@pytest.mark.slow
 def test_under_torchrun_the_ranks_write_one_file(folder: Path) -> None:
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2", "-m", "lockstep"]
     surroundings = {**os.environ, "PYTHONWARNINGS": "ignore"}

@@ -267,7 +267,10 @@ job = lockstep.Job(
 """
 
 
-@pytest.mark.parametrize("start", ["-m lockstep", "-m torch.distributed.run --nproc-per-node 2 -m lockstep"])
+@pytest.mark.parametrize(
+    "start",
+    ["-m lockstep", pytest.param("-m torch.distributed.run --nproc-per-node 2 -m lockstep", marks=pytest.mark.slow)],
+)
 def test_the_table_is_printed_and_nothing_but_it(start: str, tmp_path: Path) -> None:
     (tmp_path / "job.py").write_text(JOB)
     words = [sys.executable, *start.split(), "train", "job.py", "--profile"]

@@ -169,7 +169,7 @@ def drawn_by_rank() -> TensorDataset:
     return TensorDataset(drawn(24, 6, seed=lockstep.world.current().rank), labels(24, 3))
 
 
-@pytest.mark.parametrize("field", ["train_data", "eval_data"])
+@pytest.mark.parametrize("field", ["train_data", pytest.param("eval_data", marks=pytest.mark.slow)])
 @pytest.mark.parametrize(
     ("data", "said"),
     [

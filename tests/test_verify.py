@@ -191,7 +191,7 @@ def test_batch_norm_per_replica_is_named_with_its_layer_and_its_setting(way: str
     assert "sync_batchnorm" in found.causes[0].mend
 
 
-@pytest.mark.parametrize("way", ["dp", "ddp"])
+@pytest.mark.parametrize("way", ["dp", pytest.param("ddp", marks=pytest.mark.slow)])
 def test_dropout_is_named(way: str) -> None:
     found = verified(dataclasses.replace(MLP, model=Dropping), way)
     assert names(found) == {"dropout"}
@@ -226,7 +226,7 @@ class Remembering(nn.Linear):
         return super().forward(x - self.seen[0])
 
 
-@pytest.mark.parametrize("way", ["dp", "ddp"])
+@pytest.mark.parametrize("way", ["dp", pytest.param("ddp", marks=pytest.mark.slow)])
 def test_state_outside_of_the_state_dict_is_named_with_its_attribute(way: str) -> None:
     found = verified(dataclasses.replace(MLP, model=Remembering), way)
     assert names(found) == {"state"}
@@ -261,7 +261,7 @@ class Averaging(nn.Linear):
         return super().forward(x - self.seen)
 
 
-@pytest.mark.parametrize("way", ["dp", "ddp"])
+@pytest.mark.parametrize("way", ["dp", pytest.param("ddp", marks=pytest.mark.slow)])
 def test_a_buffer_that_depends_on_the_share_is_named(way: str) -> None:
     found = verified(dataclasses.replace(MLP, model=Averaging), way)
     assert names(found) == {"buffer"}
@@ -322,7 +322,7 @@ class Unseeded(nn.Linear):
         return super().forward(x + 0.1 * torch.randn(x.shape, generator=own, dtype=x.dtype))
 
 
-@pytest.mark.parametrize("way", ["single", "dp", "ddp"])
+@pytest.mark.parametrize("way", ["single", "dp", pytest.param("ddp", marks=pytest.mark.slow)])
 def test_a_model_that_draws_unseeded_numbers_is_named(way: str) -> None:
     assert names(verified(dataclasses.replace(MLP, model=lambda: Unseeded(6, 3)), way)) == {"unseeded model"}
 
@@ -335,7 +335,7 @@ def born_anew() -> nn.Module:
     return model
 
 
-@pytest.mark.parametrize("way", ["dp", "ddp"])
+@pytest.mark.parametrize("way", ["dp", pytest.param("ddp", marks=pytest.mark.slow)])
 def test_a_model_whose_first_weights_are_unseeded_is_named(way: str) -> None:
     assert names(verified(dataclasses.replace(MLP, model=born_anew), way)) == {"unseeded model"}
 
@@ -449,7 +449,7 @@ def fickle() -> Fickle:
     return Fickle()
 
 
-@pytest.mark.parametrize("way", ["single", "dp", "ddp"])
+@pytest.mark.parametrize("way", ["single", "dp", pytest.param("ddp", marks=pytest.mark.slow)])
 def test_a_dataset_that_draws_unseeded_numbers_is_named(way: str) -> None:
     assert names(verified(dataclasses.replace(MLP, train_data=fickle), way)) == {"unseeded data"}
 
