@@ -56,7 +56,8 @@ class Side:
     ) -> None:
         self.job, self.world = job, world
         self.shuffled = shuffled
-        data = begun(resolve(job.train_data, world, "train_data"), job.batch_size)
+        self.data = resolve(job.train_data, world, "train_data")
+        data = begun(self.data, job.batch_size)
         self.step: Step = strategy.build(job, world)
         for model in self.step.models():
             hold_still(model, still)

@@ -25,7 +25,7 @@ from lockstep import devices as _devices
 from lockstep import world as _world
 from lockstep.allocator import freed_memory_kept
 from lockstep.build import digest
-from lockstep.data import Batch
+from lockstep.data import Batch, is_stream
 from lockstep.devices import Device
 from lockstep.display import Display
 from lockstep.events import Line
@@ -96,17 +96,6 @@ def _on_rank(world: World, experiment: Experiment) -> Comparison | None:
     cut = parts if experiment.cut is None else experiment.cut
     # Each update of a large model would have its memory cleared by the kernel again.
     with _deterministic(experiment.deterministic), freed_memory_kept():
-        theirs = None
-        if world.is_first:
-            alone = World(devices=world.devices[:1])
-            with _in(alone):
-                theirs = Side(
-                    job.having(accumulate=parts),
-                    alone,
-                    Single(),
-                    still=experiment.still,
-                    watched=experiment.watched,
-                )
         ours = Side(
             job.having(accumulate=cut) if experiment.cut is not None else job,
             world,
@@ -115,6 +104,19 @@ def _on_rank(world: World, experiment: Experiment) -> Comparison | None:
             watched=experiment.watched,
             shuffled=experiment.shuffled,
         )
+        theirs = None
+        if world.is_first:
+            alone = World(devices=world.devices[:1])
+            with _in(alone):
+                # Made once: it may be large. (A stream may be one that can't be gone through by two at a time.)
+                data = job.train_data if is_stream(ours.data) else ours.data
+                theirs = Side(
+                    job.having(accumulate=parts, train_data=data),
+                    alone,
+                    Single(),
+                    still=experiment.still,
+                    watched=experiment.watched,
+                )
         return _Run(experiment, world, ours, theirs, notes).run()
 
 
