@@ -209,7 +209,9 @@ def _parser() -> tuple[_Parser, dict[str, _Parser]]:
 
 
 def _add_placement(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--strategy", help="single, dp, ddp, mp or pp (default: single on one device, ddp on several)")
+    parser.add_argument(
+        "--strategy", help="single, dp, ddp, mp, pp or hogwild (default: single on one device, ddp on several)"
+    )
     parser.add_argument("--devices", default="auto", help="auto, 4, 2xcpu, cuda, cuda:0,2 (default: auto)")
     parser.add_argument("--backend", help="of the process group (default: nccl on CUDA, gloo elsewhere)")
     pipelining.add_settings(parser)

@@ -126,7 +126,7 @@ def line_of(shapes: dict[str, Any], micro_batches: int) -> str | None:
         return f"{said}; summary.json has them for each device"
     of = " in a micro-batch" if micro_batches > 1 else ""
     if len(groups) == 1:
-        return f"{said}; {'each device' if several else 'the device'}{of}: {next(iter(groups))}"
+        return f"{said}; {f'each device{of}' if several else 'each micro-batch'}: {next(iter(groups))}"
     shown = [f"{_listed(devices)}{of}: {words}" for words, devices in groups.items()]
     return "; ".join([said, *(shown if len(shown) <= 4 else [*shown[:3], "..."])])
 

@@ -194,7 +194,7 @@ class Totalled:
         if probed.proven:  # it gave (total, count)
             self.proven = True
             return
-        advice = "return (total, count) from it, or use single without accumulate"
+        advice = "return (total, count) from it, or use single (or mp) without accumulate"
         for name, tree in (("outputs", originals), ("targets", targets)):
             if name == "outputs" and not any(True for _ in tensors(tree)):
                 raise LossError(f"{self._name} can't be probed: outputs have no tensor to cut: {advice}")

@@ -222,6 +222,8 @@ def _why(batch: int, best: Candidate, ranked: Sequence[Candidate]) -> str:
     quicker = next((c for c in ranked if not c.fits and c.seconds < best.seconds), None)
     if quicker is not None:
         said_of.append(f"{quicker} would take {quicker.seconds * 1e3:.3g} ms, and doesn't fit")
+    if whole < best.seconds and best.plan.devices > 1:
+        said_of.append("cutting costs more here than overlapping gains: one device, or larger batches, would be faster")
     return "; ".join(said_of)
 
 

@@ -128,7 +128,10 @@ def even_split(model: nn.Module, stages: int) -> dict[str, int]:
             break
         pieces = finer
     if len(pieces) < stages:
-        raise StrategyError(f"{stages} devices, but the model has layers for {len(pieces)} only: use as many devices")
+        raise StrategyError(
+            f"{stages} devices, but the model has layers for {len(pieces)} only: use fewer devices"
+            + (", or fewer stages on each" if len(pieces) > 1 else "")
+        )
     seen: set[int] = set()
     sizes = [sum(p.numel() for p in _new(tensors, seen)) for _, tensors in pieces]
     total, done, stage = sum(sizes), 0, 0

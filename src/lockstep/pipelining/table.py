@@ -51,6 +51,7 @@ def lines_of(found: Partition, width: int) -> list[str]:
     pasted = f"device_map={{{items}}}"
     return [
         *lines,
+        *textwrap.wrap("below, for MP and PP; --map takes what is in braces, or a file of it", width),
         "",
         *textwrap.wrap(pasted, width, subsequent_indent="    ", break_long_words=False, break_on_hyphens=False),
     ]

@@ -55,6 +55,14 @@ def named(name: str, **settings: Any) -> Strategy:
     fields = [f.name for f in dataclasses.fields(kind)]
     for setting in settings:
         if setting not in fields:
-            raise StrategyError(f'strategy "{name}" has no setting "{setting}": {nearest(setting, fields)}')
+            raise StrategyError(f'strategy "{name}" has no setting "{setting}": {_who_has(setting, fields)}')
     hints = typing.get_type_hints(kind)
     return kind(**{setting: convert(value, hints[setting], setting) for setting, value in settings.items()})
+
+
+def _who_has(setting: str, fields: list[str]) -> str:
+    """Which strategies have a setting that this one hasn't; the nearest of its own where none has."""
+    others = [name for name, kind in STRATEGIES.items() if setting in {f.name for f in dataclasses.fields(kind)}]
+    if others or not fields:
+        return f"{' and '.join(others) or 'none'} {'have' if len(others) > 1 else 'has'} it"
+    return nearest(setting, fields)

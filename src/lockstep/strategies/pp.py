@@ -275,4 +275,4 @@ def _stages_in_words(found: Partition) -> str:
         names = [block.name or "the model" for block in stage.blocks] or ["nothing"]
         run = names[0] if len(names) == 1 else f"{names[0]} to {names[-1]}"
         runs.append(f"{run} ({100 * stage.time / whole:.0f} %)")
-    return f"stages: {' | '.join(runs)}, {'measured' if found.measured else 'estimated'}"
+    return f"stages: {' | '.join(runs)} of the time, {'measured' if found.measured else 'estimated'}"
