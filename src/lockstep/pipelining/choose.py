@@ -51,11 +51,13 @@ class Plan:
 
     Attributes:
         places: for each stage the device that holds it.
-        costs: of each stage.
+        costs: of each stage, while other devices compute too.
+        alone: seconds of one device for the whole batch; None is the sum of the stages' costs.
     """
 
     places: tuple[int, ...]
     costs: tuple[Costs, ...]
+    alone: float | None = None
 
     @property
     def devices(self) -> int:
@@ -83,7 +85,7 @@ class Candidate:
         order: the schedule itself.
         timeline: when what would be done.
         peak: bytes that each device holds at most.
-        cutting: how many times the work of the whole batch its micro-batches take together.
+        cutting: how many times the work of the whole batch its micro-batches take together, while they overlap.
         fits: whether that is within each device's memory.
     """
 
@@ -191,6 +193,12 @@ def _candidates(
     forward = [[at(cost.forward, size) for size in sizes] for cost in plan.costs]
     backward = [[at(cost.backward, size) for size in sizes] for cost in plan.costs]
     whole = sum(at(cost.forward, batch) + at(cost.backward, batch) for cost in plan.costs)
+    if plan.alone is not None:
+        if microbatches == 1:  # nothing overlaps, so nobody disturbs
+            forward, backward = (
+                [[one * plan.alone / whole for one in stage] for stage in w] for w in (forward, backward)
+            )
+        whole = plan.alone
     cutting = sum(map(sum, [*forward, *backward])) / whole if whole else 1.0
     for name, order in plan.schedules(microbatches):
         if order is None:
@@ -210,14 +218,14 @@ def _why(batch: int, best: Candidate, ranked: Sequence[Candidate]) -> str:
     said_of = [
         f"{best}: {best.seconds * 1e3:.3g} ms of forward and backward for {batch} samples, "
         f"{whole / best.seconds:.3g} times one device with the whole batch "
-        f"(bubble {100 * best.timeline.bubble:.1f} %, cutting costs {best.cutting:.2f})"
+        f"(bubble {100 * best.timeline.bubble:.1f} %, cutting and overlapping cost {best.cutting:.2f})"
     ]
     same = [c for c in ranked if c.schedule == best.schedule and c.plan == best.plan]
     more = next((c for c in sorted(same, key=lambda c: c.microbatches) if c.microbatches > best.microbatches), None)
     if more is not None and more.fits and more.timeline.bubble < best.timeline.bubble:
         said_of.append(
             f"{more.microbatches} would wait less ({100 * more.timeline.bubble:.1f} %) "
-            f"and cost more by cutting ({more.cutting:.2f}): {more.seconds * 1e3:.3g} ms"
+            f"and cost more ({more.cutting:.2f}): {more.seconds * 1e3:.3g} ms"
         )
     quicker = next((c for c in ranked if not c.fits and c.seconds < best.seconds), None)
     if quicker is not None:

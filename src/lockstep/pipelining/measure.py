@@ -20,6 +20,7 @@ from torch import nn
 
 from lockstep.devices import Device, occupied
 from lockstep.nesting import tensors
+from lockstep.parallel.team import borrowed
 from lockstep.pipelining.blocks import Block, watched
 from lockstep.pipelining.trace import as_before
 
@@ -58,6 +59,37 @@ def measured(
         )
         for place, block in enumerate(blocks)
     ]
+
+
+def contention(
+    model: nn.Module, total: Callable[[], torch.Tensor], devices: Sequence[Device], *, seconds: float = 0.3
+) -> float:
+    """How many times longer forward and backward take on a slot while another slot computes them too; 1 or more.
+
+    Threads of one process share Python's interpreter lock, which small operators wait for, and the machine's memory.
+
+    Args:
+        model: is left as it is.
+        total: one forward and the loss, a scalar.
+        devices: slots; the first two are used.
+        seconds: how long each of the two turns goes on.
+    """
+
+    def rounds() -> float:
+        began = time.perf_counter()
+        count = 0
+        while count < 2 or time.perf_counter() < began + seconds:
+            loss = total()
+            if loss.requires_grad:
+                torch.autograd.backward(loss)
+            count += 1
+        return (time.perf_counter() - began) / count
+
+    with as_before(model), borrowed(devices[:2]) as team:
+        team.run([rounds, None])  # warms up
+        (alone, _), together = team.run([rounds, None]), team.run([rounds, rounds])
+    assert alone is not None
+    return max(1.0, statistics.mean(taken for taken in together if taken is not None) / alone)
 
 
 class _Clock:

@@ -29,6 +29,7 @@ from lockstep.memory import is_out_of_memory
 from lockstep.nesting import call, to_device
 from lockstep.pipelining.blocks import Block, device_map
 from lockstep.pipelining.estimate import Look, blocks_of
+from lockstep.pipelining.measure import contention as _contention
 from lockstep.pipelining.measure import measured as _measured
 from lockstep.pipelining.schedule import Schedule, one_f_one_b
 from lockstep.pipelining.simulate import simulate
@@ -252,18 +253,32 @@ class Bench:
 
         seen = blocks_of(self.model, trace(self.model, part.inputs, forward, self.device.type))
 
-        def total() -> torch.Tensor:
-            with self._precision.autocast():
-                return self._loss(call(self.model, part.inputs), part.targets, part.size)[0]
-
         if measure:
             try:
-                blocks = _measured(self.model, seen.blocks, total, self.device, seconds=seconds)
+                blocks = _measured(self.model, seen.blocks, self._total(part), self.device, seconds=seconds)
                 return blocks, seen, True
             except (torch.OutOfMemoryError, MemoryError, RuntimeError) as error:
                 if not is_out_of_memory(error):
                     raise
         return list(seen.blocks), seen, False
+
+    def contention(self, part: Part, devices: Sequence[Device]) -> float:
+        """How many times longer a part takes while another of these devices computes; 1 on accelerators."""
+        if len(devices) < 2 or not self.device.is_slot:
+            return 1.0
+        try:
+            return _contention(self.model, self._total(self.placed(part)), devices)
+        except Exception:  # what can't be called by two threads at once says so in training
+            return 1.0
+
+    def _total(self, part: Part) -> Callable[[], torch.Tensor]:
+        """One forward and its loss."""
+
+        def total() -> torch.Tensor:
+            with self._precision.autocast():
+                return self._loss(call(self.model, part.inputs), part.targets, part.size)[0]
+
+        return total
 
 
 def divided(

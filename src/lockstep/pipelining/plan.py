@@ -98,6 +98,7 @@ def planned(
         sizes = sorted({small, whole.size}, reverse=True)
         parts = {size: _smaller(whole, size) for size in sizes}
         taken = {size: bench.blocks(part, measure=True, seconds=seconds) for size, part in parts.items()}
+        slower = {size: bench.contention(part, devices) for size, part in parts.items()}
     blocks, seen, measured = taken[small]
     names = [block.name for block in blocks]
     # A size with which forward goes another way tells nothing of these blocks.
@@ -117,14 +118,20 @@ def planned(
         by_name = {size: {block.name: block for block in taken[size][0]} for size in sizes}
         costs = tuple(
             Costs(
-                forward={size: sum(by_name[size][b.name].forward for b in stage.blocks) for size in sizes},
-                backward={size: sum(by_name[size][b.name].backward for b in stage.blocks) for size in sizes},
+                forward={
+                    size: slower[size] * sum(by_name[size][b.name].forward for b in stage.blocks) for size in sizes
+                },
+                backward={
+                    size: slower[size] * sum(by_name[size][b.name].backward for b in stage.blocks) for size in sizes
+                },
                 kept=stage.activations / small,
                 fixed=sum(map(bench.fixed, stage.blocks)),
             )
             for stage in found.stages
         )
-        options.append((Plan(places, costs), replace(found, samples=small, measured=measured)))
+        # One device that trains the whole batch is disturbed by nobody.
+        by_itself = sum(block.time for block in taken[whole.size][0])
+        options.append((Plan(places, costs, by_itself), replace(found, samples=small, measured=measured)))
     if not options:
         raise TooFewLayers(
             f"partition: {min(chunks) * len(devices)} stages, but the model has {len(blocks)} blocks that can be placed"
