@@ -5,7 +5,7 @@ python examples/translation_transformer.py [--parallel]
 A loop of your own. Source, target and output layer share one embedding; the loss has label smoothing, the learning rate
 a warm-up. With ``--parallel`` the trunk runs on two slots, its outputs stay there, and ``ParallelLoss`` works through
 them there, four time steps at a time, with the same numbers. A tenth of the numbers from 100 to 999,999 is held out;
-after the 1,000 updates (about two minutes of one core) 2,000 of 2,000 of those were named right to the last word.
+after the 1,600 updates (about four minutes of one core) at least 99 of 100 of those are named right to the last word.
 """
 
 import argparse
@@ -79,7 +79,7 @@ def train(
     parallel: bool = False,
     *,
     devices: str = "2xcpu",
-    updates: int = 1000,
+    updates: int = 1600,
     batch_size: int = 128,
     width: int = 96,
     layers: int = 2,
@@ -124,7 +124,7 @@ def train(
 if __name__ == "__main__":
     options = argparse.ArgumentParser()
     options.add_argument("--parallel", action="store_true", help="the trunk and the loss on two devices")
-    options.add_argument("--updates", type=int, default=1000)
+    options.add_argument("--updates", type=int, default=1600)
     given = options.parse_args()
     model, _ = train(given.parallel, updates=given.updates)
     held_out = numbers(2000, True, random.Random(1))

@@ -39,7 +39,7 @@ def test_where_cutting_costs_few_are_better_and_that_is_said() -> None:
     choice = choose_schedule(32, [dear])
     seconds = {c.microbatches: c.seconds for c in choice.candidates if c.schedule == "1f1b"}
     assert choice.best.microbatches == min(seconds, key=lambda m: seconds[m]) == 4
-    assert "6 would wait less" in choice.why and "cost more by cutting" in choice.why
+    assert "6 would wait less" in choice.why and "and cost more (" in choice.why
 
 
 def test_what_does_not_fit_is_not_taken() -> None:
@@ -80,3 +80,13 @@ def test_numbers_above_the_batch_are_not_tried() -> None:
     assert {c.microbatches for c in choose_schedule(3, [TWO]).candidates} == {1, 2, 3}
     with pytest.raises(StrategyError, match="nothing to choose from"):
         choose_schedule(3, [TWO], microbatches=[4])
+
+
+def test_what_computing_at_once_costs_is_in_the_time_but_not_in_that_of_one_device() -> None:
+    """Stages that take twice as long while they overlap: nothing is gained, and one micro-batch is as fast as alone."""
+    plan = Plan((0, 1), tuple(Costs({1: 2.0, 8: 16.0}, {1: 2.0, 8: 16.0}) for _ in range(2)), alone=32.0)
+    choice = choose_schedule(8, [plan])
+    by_number = {c.microbatches: c for c in choice.candidates if c.schedule == "1f1b"}
+    assert by_number[1].seconds == pytest.approx(32.0) and by_number[1].cutting == pytest.approx(1.0)
+    assert by_number[8].cutting == pytest.approx(2.0)
+    assert by_number[8].seconds > 32.0 and choice.best.microbatches == 1
