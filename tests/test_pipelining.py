@@ -229,7 +229,7 @@ CELLS = [*((kind, 2) for kind in KINDS), *((kind, 3) for kind in MANY), ("a sequ
     ("kind", "stages", "schedule"),
     [
         *((*cell, "1f1b") for cell in CELLS),
-        *(pytest.param(*cell, "gpipe", marks=() if cell[1] > 2 else pytest.mark.slow) for cell in CELLS),
+        *(pytest.param(*cell, "gpipe", marks=() if cell[1] > 3 else pytest.mark.slow) for cell in CELLS),
     ],
 )
 def test_pp_ends_where_one_device_that_accumulates_does(
@@ -248,7 +248,7 @@ def test_pp_ends_where_one_device_that_accumulates_does(
 
 
 @pytest.mark.parametrize("schedule", ["interleaved", "fitted"])
-@pytest.mark.parametrize("kind", MANY)
+@pytest.mark.parametrize("kind", [pytest.param(k, marks=pytest.mark.slow if i % 3 else ()) for i, k in enumerate(MANY)])
 def test_two_stages_on_each_device_end_where_one_device_does(
     kind: str, schedule: str, tmp_path_factory: pytest.TempPathFactory
 ) -> None:
@@ -264,7 +264,9 @@ def test_two_stages_on_each_device_end_where_one_device_does(
         assert found.worst < BOUND, f"{microbatches} micro-batches: {found}"
 
 
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize(
+    "kind", [pytest.param(k, marks=pytest.mark.slow if i % 2 else ()) for i, k in enumerate(KINDS)]
+)
 def test_mp_ends_where_one_device_does(kind: str, tmp_path_factory: pytest.TempPathFactory) -> None:
     job, device_map = KINDS[kind]
     for stages in (2, 3) if kind in MANY else (2,):
@@ -283,7 +285,7 @@ def test_mp_ends_where_one_device_does(kind: str, tmp_path_factory: pytest.TempP
     ],
     ids=str,
 )
-@pytest.mark.parametrize("kind", ZOO)
+@pytest.mark.parametrize("kind", [pytest.param(k, marks=pytest.mark.slow if i % 2 else ()) for i, k in enumerate(ZOO)])
 def test_all_kinds_of_the_zoo_end_where_one_device_does(kind: str, way: PP, tmp_path) -> None:
     job = ZOO[kind].having(precision="fp64", sync_batchnorm=False)
     run = train(job, strategy=way, devices="2xcpu", folder=tmp_path, quiet=True)

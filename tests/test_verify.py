@@ -92,7 +92,9 @@ ORDINARY: dict[str, tuple[Job, Any]] = {
 }
 
 
-@pytest.mark.parametrize("kind", ORDINARY)
+@pytest.mark.parametrize(
+    "kind", [pytest.param(k, marks=pytest.mark.slow if i % 3 else ()) for i, k in enumerate(ORDINARY)]
+)
 def test_an_ordinary_model_gets_no_false_alarm(kind: str) -> None:
     job, strategy = ORDINARY[kind]
     found = verified(job, strategy)
