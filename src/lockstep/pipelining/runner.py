@@ -16,6 +16,7 @@ what the model remembers from one micro-batch to the next: where that forbids th
 from __future__ import annotations
 
 import contextlib
+import functools
 import os
 import threading
 from collections.abc import Callable, Sequence
@@ -105,29 +106,37 @@ class Runner:
         """
         if not self._slots:
             return self._queued(begin, forward, backward, count)
-        team = self._threads(count)
-        try:
-            self.overlaps = count > 1 and self._settled and self._in_turn is None
-            if not self.overlaps:
-                first, *_ = team.run([lambda: self._one_by_one(begin, forward, backward, count), *self._idle(1)])
-                assert first is not None
-                return first
-            return self._overlapped(team, forward, backward, count)
-        finally:
-            if any(device.threads > 1 for device in self._devices):
-                torch.set_num_threads(torch.get_num_threads())  # a thread's limit is also that of all new ones
+        self.overlaps = count > 1 and self._settled and self._in_turn is None
+        if not self.overlaps:
+            return self._in_threads([lambda: self._one_by_one(begin, forward, backward, count)], count)[0]
+        return self._overlapped(forward, backward, count)
 
-    def _threads(self, count: int) -> Team:
+    def _in_threads(
+        self, functions: Sequence[Callable[[], T]], count: int, on_abort: Sequence[Callable[[], None]] = ()
+    ) -> list[T]:
+        """Call these at the same time, in the first of ``count`` threads; ``on_abort`` frees those that wait."""
         if self._team is None or len(self._team.devices) < count:
             if self._team is not None:
                 self._team.close()
             # Bound to no core yet: each goes to those of its stage.
             self._team = Team([Device("cpu", i) for i in range(count)], role="")
-        return self._team
+        self._team.on_abort[:] = on_abort
+        try:
+            found = self._team.run([*functions, *[None] * (len(self._team.devices) - len(functions))])
+            return found[: len(functions)]  # type: ignore[return-value]  # each has run
+        finally:
+            if any(device.threads > 1 for device in self._devices):
+                torch.set_num_threads(torch.get_num_threads())  # a thread's limit is also that of all new ones
 
-    def _idle(self, busy: int) -> list[None]:
-        assert self._team is not None
-        return [None] * (len(self._team.devices) - busy)
+    def _all_at_once(self, flights: Sequence[Flight], turns: Turns, fly: Callable[[Flight], T]) -> list[T]:
+        """Each flight in a thread of its own; they wait for their turns."""
+
+        def go(flight: Flight) -> T:
+            torch.set_autocast_cache_enabled(False)  # a weight's copy would belong to one micro-batch's graph
+            with flight, self._told(flight):
+                return fly(flight)
+
+        return self._in_threads([functools.partial(go, flight) for flight in flights], len(flights), [turns.abort])
 
     def _occupy(self, stage: int) -> None:
         """This thread computes on the stage's device from now on."""
@@ -203,9 +212,7 @@ class Runner:
 
     # ---- overlapped -------------------------------------------------------------------------------------------------
 
-    def _overlapped(
-        self, team: Team, forward: Callable[[int], T], backward: Callable[[int, T], R], count: int
-    ) -> list[R]:
+    def _overlapped(self, forward: Callable[[int], T], backward: Callable[[int, T], R], count: int) -> list[R]:
         if count not in self._orders:
             self._orders[count] = orders_of(self._route, self.schedule(count), count)
         turns = Turns(self._orders[count], self._places)
@@ -213,20 +220,17 @@ class Runner:
         for flight in flights:
             self._note(flight)
 
-        def go(flight: Flight) -> R:
-            torch.set_autocast_cache_enabled(False)  # a weight's copy would belong to one micro-batch's graph
-            with flight, self._told(flight):
-                made = forward(flight.number)
-                flight.turn_back()
-                return backward(flight.number, made)
+        def there_and_back(flight: Flight) -> R:
+            made = forward(flight.number)
+            flight.turn_back()
+            return backward(flight.number, made)
 
-        team.on_abort[:] = [turns.abort]
-        found = team.run([*(lambda flight=flight: go(flight) for flight in flights), *self._idle(count)])
+        found = self._all_at_once(flights, turns, there_and_back)
         if any(flight.strayed for flight in flights):
             for flight in flights:
                 self._learn(flight)
         self._noted(flights)
-        return found[:count]  # type: ignore[return-value]  # each has run
+        return found
 
     # ---- forward only -----------------------------------------------------------------------------------------------
 
@@ -238,26 +242,16 @@ class Runner:
         """
         if not self._slots or count == 1:
             return [forward(number) for number in range(count)]
-        team = self._threads(count)
         self.overlaps = bool(self._forward_route) and self._forward_in_turn is None
         if not self.overlaps:
-            first, *_ = team.run([lambda: self._forward_one_by_one(forward, count), *self._idle(1)])
-            assert first is not None
-            return first
+            return self._in_threads([lambda: self._forward_one_by_one(forward, count)], count)[0]
         if count not in self._forward_orders:
             schedule = by_stage(self._places, count)
             self._forward_orders[count] = orders_of(self._forward_route, schedule, count)
         turns = Turns(self._forward_orders[count], self._places)
         flights = [Flight(number, self._occupy, self._forward_route, turns, marks=False) for number in range(count)]
 
-        def go(flight: Flight) -> T:
-            torch.set_autocast_cache_enabled(False)
-            with flight, self._told(flight):
-                return forward(flight.number)
-
-        team.on_abort[:] = [turns.abort]
-        found = team.run([*(lambda flight=flight: go(flight) for flight in flights), *self._idle(count)])
-        return found[:count]  # type: ignore[return-value]  # each has run
+        return self._all_at_once(flights, turns, lambda flight: forward(flight.number))
 
     def _forward_one_by_one(self, forward: Callable[[int], T], count: int) -> list[T]:
         results = []
