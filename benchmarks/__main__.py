@@ -21,6 +21,7 @@ from benchmarks.parallel_loss import GPU_PARALLEL_LOSS, PARALLEL_LOSS
 from benchmarks.pipelining import PIPELINING
 from benchmarks.sparse import sparse
 from benchmarks.timing import HERE, Benchmark, Ratio, by_python, by_torchrun, rate, run, torchrun
+from lockstep.allocator import prepare
 from lockstep.devices import Device, accelerators, slots, usable_cores
 
 
@@ -155,6 +156,7 @@ BENCHMARKS = {
 
 def main(names: list[str]) -> int:
     """Run the benchmarks of these names."""
+    prepare()  # as the command does: what trains in this process has what ranks have
     if names == ["gpu"]:
         from benchmarks.gpu import GPU
 

@@ -64,6 +64,7 @@ class Bound:
             schedules=[way.schedule],
             microbatches=[way.parts(self._job)],
             chunks=[way.chunks_on(2)],
+            rehearsed=False,
         )
         return self._last * choice.best.timeline.speed_up
 

@@ -25,6 +25,7 @@ def test_times_lie_on_a_line_between_the_sizes_that_were_measured() -> None:
     assert at({16: 4.0}, 4) == 1.0, "one size is taken to be in proportion"
     assert at({8: 3.0, 32: 2.0}, 16) == 3.0, "a line that falls is noise"
     assert at({8: 1.0, 16: 2.0, 32: 10.0}, 24) == 6.0
+    assert at({8: 4.0, 16: 12.0}, 4) == 2.0, "a sample of a smaller micro-batch than any measured isn't cheaper"
 
 
 def test_where_cutting_costs_nothing_more_microbatches_are_better() -> None:
@@ -90,3 +91,22 @@ def test_what_computing_at_once_costs_is_in_the_time_but_not_in_that_of_one_devi
     assert by_number[1].seconds == pytest.approx(32.0) and by_number[1].cutting == pytest.approx(1.0)
     assert by_number[8].cutting == pytest.approx(2.0)
     assert by_number[8].seconds > 32.0 and choice.best.microbatches == 1
+
+
+def test_a_turn_that_costs_makes_many_microbatches_worse() -> None:
+    without = choose_schedule(32, [TWO], microbatches=[1, 2, 4, 8, 16, 32])
+    dear = choose_schedule(32, [Plan(TWO.places, TWO.costs, turn=2.0)], microbatches=[1, 2, 4, 8, 16, 32])
+    assert dear.best.microbatches < without.best.microbatches
+    by_number = [
+        {c.microbatches: c.seconds for c in choice.candidates if c.schedule == "gpipe"} for choice in (without, dear)
+    ]
+    assert by_number[1][1] == by_number[0][1], "one micro-batch has nobody to take turns with"
+    assert by_number[1][8] == pytest.approx(by_number[0][8] + 2 * 9 * 2.0), "8 turns, and one to fill, each way"
+
+
+@pytest.mark.parametrize("factor", [0.8, 1.0, 1.3])
+def test_what_a_rehearsal_took_is_what_is_expected_then(factor: float) -> None:
+    best = choose_schedule(32, [TWO], microbatches=[8]).best
+    again = choose_schedule(32, [best.corrected(TWO, factor * best.seconds)], microbatches=[8], schedules=["1f1b"]).best
+    # Filling has turns of its own.
+    assert again.seconds == pytest.approx(factor * best.seconds, rel=0.05)

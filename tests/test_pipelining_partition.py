@@ -177,6 +177,21 @@ def test_each_block_gets_its_own_time_forward_and_backward() -> None:
     assert not any(m._forward_hooks or m._forward_pre_hooks for m in model.modules())
 
 
+@pytest.mark.parametrize("adds", [False, True])
+def test_gradients_are_added_to_where_a_micro_batch_is_one_of_several(adds: bool) -> None:
+    model = nn.Linear(3, 1, bias=False).double()
+    inputs = torch.ones(2, 3, dtype=torch.float64)
+    seen: list[float] = []
+
+    def total() -> torch.Tensor:
+        seen.append(0.0 if model.weight.grad is None else float(model.weight.grad[0, 0]))
+        return call(model, inputs).sum()
+
+    measured(model, look(model, inputs).blocks, total, slots(1)[0], adds=adds, seconds=0.0, rounds=2)
+    assert seen == ([0.0, 2.0, 4.0] if adds else [0.0, 0.0, 0.0])
+    assert model.weight.grad is None
+
+
 @pytest.mark.parametrize("stages", [1, 2, 3, 4])
 def test_the_map_puts_every_parameter_where_its_block_is(stages: int) -> None:
     for model, inputs in [

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import bisect
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from lockstep.errors import StrategyError
 from lockstep.pipelining.fitted import fitted
@@ -44,6 +44,13 @@ class Costs:
     kept: float = 0.0
     fixed: float = 0.0
 
+    def times(self, factor: float) -> Costs:
+        """The same with other times."""
+        forward, backward = (
+            {size: factor * seconds for size, seconds in points.items()} for points in (self.forward, self.backward)
+        )
+        return replace(self, forward=forward, backward=backward)
+
 
 @dataclass(frozen=True)
 class Plan:
@@ -53,11 +60,13 @@ class Plan:
         places: for each stage the device that holds it.
         costs: of each stage, while other devices compute too.
         alone: seconds of one device for the whole batch; None is the sum of the stages' costs.
+        turn: seconds that each turn of a stage takes beyond its costs, where micro-batches overlap.
     """
 
     places: tuple[int, ...]
     costs: tuple[Costs, ...]
     alone: float | None = None
+    turn: float = 0.0
 
     @property
     def devices(self) -> int:
@@ -102,6 +111,15 @@ class Candidate:
     def seconds(self) -> float:
         """Of forward and backward of a global batch."""
         return self.timeline.makespan
+
+    def corrected(self, plan: Plan, taken: float) -> Plan:
+        """A plan with costs such that this candidate would take so many seconds, as it was found to.
+
+        What it takes more is the turns'; where it takes less, stages disturb each other less than was thought.
+        """
+        if taken >= self.seconds:
+            return replace(plan, turn=(taken - self.seconds) / max(map(len, self.order)))
+        return replace(plan, costs=tuple(cost.times(taken / self.seconds) for cost in plan.costs))
 
     def __str__(self) -> str:
         several = "s" if self.microbatches > 1 else ""
@@ -172,7 +190,10 @@ def choose_schedule(
 
 
 def at(points: Mapping[int, float], samples: int) -> float:
-    """The time for so many samples, on the straight line through the two nearest sizes; never below zero."""
+    """The time for so many samples, on the straight line through the two nearest sizes.
+
+    Below the smallest size it is at least in proportion to samples: a sample of a small micro-batch is never cheaper.
+    """
     sizes = sorted(points)
     if samples in points:
         return points[samples]
@@ -183,15 +204,16 @@ def at(points: Mapping[int, float], samples: int) -> float:
     slope = (points[high] - points[low]) / (high - low)
     # A line that would fall, by noise, is taken as level.
     value = points[low] + max(slope, 0.0) * (samples - low)
-    return max(value, 0.0)
+    return max(value, points[sizes[0]] * samples / sizes[0]) if samples < sizes[0] else value
 
 
 def _candidates(
     batch: int, plan: Plan, microbatches: int, capacity: Sequence[float] | None, transfer: float
 ) -> Iterator[Candidate]:
     sizes = [batch // microbatches + (m < batch % microbatches) for m in range(microbatches)]
-    forward = [[at(cost.forward, size) for size in sizes] for cost in plan.costs]
-    backward = [[at(cost.backward, size) for size in sizes] for cost in plan.costs]
+    turn = plan.turn if microbatches > 1 else 0.0
+    forward = [[at(cost.forward, size) + turn for size in sizes] for cost in plan.costs]
+    backward = [[at(cost.backward, size) + turn for size in sizes] for cost in plan.costs]
     whole = sum(at(cost.forward, batch) + at(cost.backward, batch) for cost in plan.costs)
     if plan.alone is not None:
         if microbatches == 1:  # nothing overlaps, so nobody disturbs

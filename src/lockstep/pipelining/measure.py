@@ -31,6 +31,7 @@ def measured(
     total: Callable[[], torch.Tensor],
     device: Device,
     *,
+    adds: bool = False,
     seconds: float = 1.0,
     rounds: int = 3,
 ) -> list[Block]:
@@ -41,15 +42,21 @@ def measured(
         blocks: as a look at the forward found them.
         total: one forward and the loss, a scalar.
         device: where it runs.
+        adds: whether backward adds to gradients that are there, as it does for every micro-batch but a batch's first.
         seconds: how long to go on, after one round that doesn't count.
         rounds: how many rounds there are at least.
     """
     clock = _Clock(len(blocks), device)
     with as_before(model), occupied(device):
+        for parameter in model.parameters():
+            parameter.grad = None
         _round(model, blocks, total, clock)
         clock.rounds.clear()
         end = time.perf_counter() + seconds
         while len(clock.rounds) < rounds or (time.perf_counter() < end and len(clock.rounds) < 50):
+            if not adds:
+                for parameter in model.parameters():
+                    parameter.grad = None
             _round(model, blocks, total, clock)
     return [
         replace(
@@ -129,8 +136,6 @@ def _round(model: nn.Module, blocks: Sequence[Block], total: Callable[[], torch.
             if tensor.requires_grad:
                 tensor.register_hook(lambda gradient: clock.mark(place, "B"))  # type: ignore[no-untyped-call]
 
-    for parameter in model.parameters():
-        parameter.grad = None
     with watched(model, [block.name for block in blocks], clock.mark, ended):
         clock.begin()
         loss = total()

@@ -240,10 +240,13 @@ class Bench:
         inputs = to_device(part.inputs, device, dtype, channels_last=self._job.channels_last)
         return Part(inputs, to_device(part.targets, device, dtype), part.size, part.of)
 
-    def blocks(self, part: Part, *, measure: bool, seconds: float) -> tuple[list[Block], Look, bool]:
+    def blocks(
+        self, part: Part, *, measure: bool, seconds: float, adds: bool = False
+    ) -> tuple[list[Block], Look, bool]:
         """The blocks with their costs for a part, what was seen of the forward, and whether times are measured.
 
-        Where the model and the part don't fit on the device, they are estimated.
+        Whether backward ``adds`` to gradients says whether the part is one of several of a batch. Where the model and
+        the part don't fit on the device, they are estimated.
         """
         part = self.placed(part)
 
@@ -255,7 +258,7 @@ class Bench:
 
         if measure:
             try:
-                blocks = _measured(self.model, seen.blocks, self._total(part), self.device, seconds=seconds)
+                blocks = _measured(self.model, seen.blocks, self.total(part), self.device, adds=adds, seconds=seconds)
                 return blocks, seen, True
             except (torch.OutOfMemoryError, MemoryError, RuntimeError) as error:
                 if not is_out_of_memory(error):
@@ -267,12 +270,12 @@ class Bench:
         if len(devices) < 2 or not self.device.is_slot:
             return 1.0
         try:
-            return _contention(self.model, self._total(self.placed(part)), devices)
+            return _contention(self.model, self.total(self.placed(part)), devices)
         except Exception:  # what can't be called by two threads at once says so in training
             return 1.0
 
-    def _total(self, part: Part) -> Callable[[], torch.Tensor]:
-        """One forward and its loss."""
+    def total(self, part: Part) -> Callable[[], torch.Tensor]:
+        """One forward of a part and its loss."""
 
         def total() -> torch.Tensor:
             with self._precision.autocast():

@@ -1,8 +1,9 @@
-"""The whole plan of a pipeline for a job: measured at two sizes of micro-batch, split, simulated, chosen."""
+"""The whole plan of a pipeline for a job: measured at three sizes of micro-batch, split, simulated, chosen."""
 
 from __future__ import annotations
 
 import functools
+import itertools
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -17,13 +18,15 @@ from lockstep.job import Job
 from lockstep.jobfile import JobFile, as_job, the_job, with_settings
 from lockstep.nesting import cut
 from lockstep.pipelining.blocks import Block
-from lockstep.pipelining.choose import NUMBERS, Choice, Costs, Plan, choose_schedule
+from lockstep.pipelining.choose import NUMBERS, Candidate, Choice, Costs, Plan, choose_schedule
 from lockstep.pipelining.partition import Bench, Partition, Stage, capacities, divided, first_part
+from lockstep.pipelining.rehearse import seconds_taken
 from lockstep.pipelining.stages import DeviceMap, longest
 from lockstep.placement import alone
 
-_CUT = 8
-"""The second size is the batch cut in as many: near to what will be chosen, and far from the whole."""
+_CUTS = (8, 32)
+"""Beside the whole batch it is measured cut in as many: near to what will be chosen (so the blocks are divided by these
+times), and in the smallest that may be."""
 
 
 def plan(
@@ -46,7 +49,7 @@ def plan(
         microbatches: the numbers that may be taken.
         chunks: how many stages a device may have.
         memory: bytes of each device.
-        seconds: how long to measure, for each of the two sizes.
+        seconds: how long to measure, for each of three sizes.
         settings: fields of the job that are replaced.
 
     Returns:
@@ -77,6 +80,7 @@ def planned(
     chunks: Sequence[int] = (1, 2),
     capacity: Sequence[float] | None = None,
     seconds: float = 1.0,
+    rehearsed: bool = True,
 ) -> tuple[Partition, Choice]:
     """As ``plan``, for a job that is loaded.
 
@@ -89,15 +93,19 @@ def planned(
         chunks: how many stages a device may have.
         capacity: bytes of each device; None doesn't look at memory.
         seconds: how long to measure.
+        rehearsed: whether to run what is chosen first for a moment, to choose with what turns cost.
     """
     loaded = job.having(loader_workers=0)
     with alone(tuple(devices[:1])) as world:
         bench = Bench(loaded, build_model(loaded, world), world)
         whole = first_part(loaded, world)
-        small = max(1, whole.size // _CUT)
-        sizes = sorted({small, whole.size}, reverse=True)
+        small = max(1, whole.size // _CUTS[0])
+        sizes = sorted({whole.size, *(max(1, whole.size // cut) for cut in _CUTS)}, reverse=True)
         parts = {size: _smaller(whole, size) for size in sizes}
-        taken = {size: bench.blocks(part, measure=True, seconds=seconds) for size, part in parts.items()}
+        taken = {
+            size: bench.blocks(part, measure=True, seconds=seconds, adds=size < whole.size)
+            for size, part in parts.items()
+        }
         slower = {size: bench.contention(part, devices) for size, part in parts.items()}
     blocks, seen, measured = taken[small]
     names = [block.name for block in blocks]
@@ -136,11 +144,32 @@ def planned(
         raise TooFewLayers(
             f"partition: {min(chunks) * len(devices)} stages, but the model has {len(blocks)} blocks that can be placed"
         )
-    plans = [layout for layout, _ in options]
     # A batch is in no more micro-batches than it has samples, whatever was asked for.
     numbers = sorted({min(number, whole.size) for number in microbatches})
-    choice = choose_schedule(whole.size, plans, capacity=capacity, schedules=schedules, microbatches=numbers)
+    choose = functools.partial(
+        choose_schedule, whole.size, capacity=capacity, schedules=schedules, microbatches=numbers
+    )
+    choice = choose([layout for layout, _ in options])
+    if rehearsed and bench.device.is_slot and choice.best.plan.devices > 1 and choice.best.microbatches > 1:
+        found = next(found for layout, found in options if layout is choice.best.plan)
+        taken_by_best = _rehearsed(bench, whole, found, choice.best, devices, seconds)
+        options = [(choice.best.corrected(layout, taken_by_best), found) for layout, found in options]
+        choice = choose([layout for layout, _ in options])
     return next(found for layout, found in options if layout is choice.best.plan), choice
+
+
+def _rehearsed(
+    bench: Bench, whole: Part, found: Partition, best: Candidate, devices: Sequence[Device], seconds: float
+) -> float:
+    """The seconds that the best candidate takes; as simulated where that fails: the first update will say why."""
+    bounds = [whole.size * number // best.microbatches for number in range(best.microbatches + 1)]
+    parts = [_smaller(whole, end - start, start) for start, end in itertools.pairwise(bounds)]
+    try:
+        totals = [bench.total(bench.placed(part)) for part in parts]
+        taken = seconds_taken(bench.model, totals, found.device_map, best, devices, seconds=seconds)
+    except Exception:
+        taken = None
+    return best.seconds if taken is None else taken
 
 
 def _given(bench: Bench, blocks: Sequence[Block], device_map: DeviceMap, devices: Sequence[Device]) -> Partition:
@@ -156,7 +185,7 @@ def _given(bench: Bench, blocks: Sequence[Block], device_map: DeviceMap, devices
     )
 
 
-def _smaller(whole: Part, size: int) -> Part:
-    """The first so many samples of a part."""
-    taken = functools.partial(cut, start=0, size=size, whole=whole.size)
+def _smaller(whole: Part, size: int, start: int = 0) -> Part:
+    """So many samples of a part."""
+    taken = functools.partial(cut, start=start, size=size, whole=whole.size)
     return whole if size == whole.size else Part(taken(whole.inputs), taken(whole.targets), size, whole.of)

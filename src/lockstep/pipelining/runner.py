@@ -156,6 +156,16 @@ class Runner:
             with contextlib.suppress(OSError):
                 os.sched_setaffinity(0, _devices.usable_cores())
 
+    def _beckon(self, thread: int, place: int) -> None:
+        """Let a thread that sleeps wake up on the core where it will compute.
+
+        Where it was pinned before another may compute, which would keep it from going where it is waited for.
+        """
+        device = self._world.devices[place]
+        if len(device.cores) == 1 and hasattr(os, "sched_setaffinity"):
+            with contextlib.suppress(OSError):
+                os.sched_setaffinity(thread, device.cores)
+
     # ---- one after the other ----------------------------------------------------------------------------------------
 
     def _one_by_one(
@@ -215,7 +225,7 @@ class Runner:
     def _overlapped(self, forward: Callable[[int], T], backward: Callable[[int, T], R], count: int) -> list[R]:
         if count not in self._orders:
             self._orders[count] = orders_of(self._route, self.schedule(count), count)
-        turns = Turns(self._orders[count], self._places)
+        turns = Turns(self._orders[count], self._places, self._beckon)
         flights = [Flight(number, self._occupy, self._route, turns) for number in range(count)]
         for flight in flights:
             self._note(flight)
@@ -248,7 +258,7 @@ class Runner:
         if count not in self._forward_orders:
             schedule = by_stage(self._places, count)
             self._forward_orders[count] = orders_of(self._forward_route, schedule, count)
-        turns = Turns(self._forward_orders[count], self._places)
+        turns = Turns(self._forward_orders[count], self._places, self._beckon)
         flights = [Flight(number, self._occupy, self._forward_route, turns, marks=False) for number in range(count)]
 
         return self._all_at_once(flights, turns, lambda flight: forward(flight.number))

@@ -9,7 +9,8 @@ from __future__ import annotations
 
 import threading
 from collections import deque
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
+from typing import NamedTuple
 
 from lockstep.errors import LockstepError
 
@@ -21,22 +22,36 @@ class Aborted(LockstepError):
     """Another micro-batch has failed; raised in those that wait for their turns."""
 
 
+class _Waiting(NamedTuple):
+    """Who waits: a lock to be released, and the number that the system has for the thread."""
+
+    lock: threading.Lock
+    thread: int
+
+
 class Turns:
     """The lists of all devices, and who waits.
 
     Args:
         orders: for each device, in which order its stages are visited.
         places: for each stage the device that holds it.
+        beckon: called with the system's number of a thread that waits, and the device on which it goes on now.
     """
 
-    def __init__(self, orders: Sequence[Sequence[Key]], places: Sequence[int]) -> None:
+    def __init__(
+        self,
+        orders: Sequence[Sequence[Key]],
+        places: Sequence[int],
+        beckon: Callable[[int, int], None] = lambda thread, device: None,
+    ) -> None:
         self._orders = orders
         self._places = places
+        self._beckon = beckon
         self._lock = threading.Lock()
         self._heads = [0] * len(orders)
         self._busy: list[Key | bool | None] = [False] * len(orders)
-        self._waiting: dict[Key, threading.Lock] = {}
-        self._others: list[deque[threading.Lock]] = [deque() for _ in orders]
+        self._waiting: dict[Key, _Waiting] = {}
+        self._others: list[deque[_Waiting]] = [deque() for _ in orders]
         self._skipped: set[Key] = set()
         self._aborted = False
 
@@ -53,13 +68,13 @@ class Turns:
             if self._is_next(device, key):
                 self._busy[device] = key
                 return
-            mine = threading.Lock()
-            mine.acquire()
+            mine = _Waiting(threading.Lock(), threading.get_native_id())
+            mine.lock.acquire()
             if key is None:
                 self._others[device].append(mine)
             else:
                 self._waiting[key] = mine
-        mine.acquire()
+        mine.lock.acquire()
         if self._aborted:
             raise Aborted("stopped, because another micro-batch failed")
 
@@ -82,8 +97,8 @@ class Turns:
         """Free all that wait, now and later."""
         with self._lock:
             self._aborted = True
-            for mine in (*self._waiting.values(), *(lock for others in self._others for lock in others)):
-                mine.release()
+            for mine in (*self._waiting.values(), *(one for others in self._others for one in others)):
+                mine.lock.release()
             self._waiting.clear()
             for others in self._others:
                 others.clear()
@@ -106,7 +121,10 @@ class Turns:
         head = self._head(device)
         if head is not None and (mine := self._waiting.pop(head, None)) is not None:
             self._busy[device] = head
-            mine.release()
         elif self._others[device]:
             self._busy[device] = None
-            self._others[device].popleft().release()
+            mine = self._others[device].popleft()
+        else:
+            return
+        self._beckon(mine.thread, device)
+        mine.lock.release()

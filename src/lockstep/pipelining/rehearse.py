@@ -1,0 +1,72 @@
+"""A few updates with the found stages: what they really take, to choose by.
+
+What blocks take one after the other says nothing of turns: a thread is woken, its caches are another micro-batch's, the
+interpreter is busy with the other stage. Each is small, and there are two turns of each stage for each micro-batch::
+
+    taken     |0F0 ·|0F1 ·|  ..  |0B0 ·|             a turn's cost: what is between both ends,
+    simulated |0F0|0F1| .. |0B0|                     by the turns of a device
+"""
+
+from __future__ import annotations
+
+import statistics
+import time
+from collections.abc import Callable, Mapping, Sequence
+
+import torch
+from torch import nn
+
+from lockstep.devices import Device
+from lockstep.parallel.random import stream
+from lockstep.pipelining.choose import Candidate
+from lockstep.pipelining.layers import Layers
+from lockstep.pipelining.runner import Runner
+from lockstep.pipelining.stages import stage_of
+from lockstep.placement import alone
+
+
+def seconds_taken(
+    model: nn.Module,
+    totals: Sequence[Callable[[], torch.Tensor]],
+    device_map: Mapping[str, int],
+    candidate: Candidate,
+    devices: Sequence[Device],
+    *,
+    seconds: float = 1.0,
+) -> float | None:
+    """Seconds of forward and backward of a batch; None where its micro-batches can't overlap.
+
+    Args:
+        model: gets hooks, and its gradients and buffers change: it is of no use afterwards.
+        totals: for each micro-batch its forward and loss, a scalar.
+        device_map: the stage of each layer.
+        candidate: the schedule, and where its stages are.
+        devices: slots.
+        seconds: how long to go on, after those that show the route.
+    """
+    places = candidate.plan.places
+    found = stage_of(model, device_map, len(places))
+    Layers(model, found, [devices[place] for place in places])
+    with alone(tuple(devices)) as world:
+        runner = Runner(model, world, lambda count: candidate.order, places)
+
+        def forward(number: int) -> torch.Tensor:
+            with stream(torch.Generator()):  # as a step does: each micro-batch draws for itself
+                return totals[number]()
+
+        def update() -> float:
+            for parameter in model.parameters():
+                parameter.grad = None
+            began = time.perf_counter()
+            runner.run(lambda number: None, forward, lambda number, loss: torch.autograd.backward(loss), len(totals))
+            return time.perf_counter() - began
+
+        update()
+        update()
+        if not runner.overlaps:
+            return None
+        taken: list[float] = []
+        end = time.perf_counter() + seconds
+        while len(taken) < 3 or time.perf_counter() < end:
+            taken.append(update())
+    return statistics.median(taken)
