@@ -280,7 +280,8 @@ def test_partition_in_python() -> None:
     assert 1 < found.speed_up <= 2
     stage_of(Backwards(), found.device_map, 2)
     micro = lockstep.partition(small_job(), devices="2xcpu", microbatches=4, measured=False)
-    assert micro.samples == 4 and not micro.measured and micro.stages[0].activations < found.stages[0].activations
+    assert micro.samples == 4 and not micro.measured
+    assert sum(stage.activations for stage in micro.stages) < sum(stage.activations for stage in found.stages)
 
 
 def test_memory_is_looked_at(monkeypatch) -> None:
