@@ -259,17 +259,26 @@ class Runner:
 
     # ---- forward only -----------------------------------------------------------------------------------------------
 
-    def evaluate(self, forward: Callable[[int], T], count: int) -> list[T]:
+    def evaluate(self, begin: Callable[[int], None], forward: Callable[[int], T], count: int) -> list[T]:
         """Forward of several batches, without gradients; what each gave.
 
         The first ones go one after the other, as in the first update. Whoever goes another way than they did gets
         turns between those of the others: no sums depend on their order.
+
+        Args:
+            begin: called before the forward of a batch that others don't overlap.
+            forward: of the batch of that number.
+            count: how many there are.
         """
+        self.overlaps = self._slots and count > 1 and bool(self._forward_route) and self._forward_in_turn is None
         if not self._slots or count == 1:
-            return [forward(number) for number in range(count)]
-        self.overlaps = bool(self._forward_route) and self._forward_in_turn is None
+            found = []
+            for number in range(count):
+                begin(number)
+                found.append(forward(number))
+            return found
         if not self.overlaps:
-            return self._in_threads([lambda: self._forward_one_by_one(forward, count)], count)[0]
+            return self._in_threads([lambda: self._forward_one_by_one(begin, forward, count)], count)[0]
         if count not in self._forward_orders:
             schedule = by_stage(self._places, count)
             self._forward_orders[count] = orders_of(self._forward_route, schedule, count)
@@ -278,9 +287,10 @@ class Runner:
 
         return self._all_at_once(flights, turns, lambda flight: forward(flight.number))
 
-    def _forward_one_by_one(self, forward: Callable[[int], T], count: int) -> list[T]:
+    def _forward_one_by_one(self, begin: Callable[[int], None], forward: Callable[[int], T], count: int) -> list[T]:
         results = []
         for number in range(count):
+            begin(number)
             flight = Flight(number, self._occupy, marks=False)
             watched = Remembered(self._model) if not self._forward_route and number == count - 1 else None
             flight.calls = None if watched is None else {}
