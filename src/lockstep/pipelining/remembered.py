@@ -11,6 +11,7 @@ which costs next to nothing: has anything changed that did not while a micro-bat
 from __future__ import annotations
 
 import contextlib
+import itertools
 import operator
 from collections.abc import Iterable, Iterator, Mapping
 from typing import Any, NamedTuple
@@ -153,7 +154,8 @@ class Begun:
         self._modules = dict(names)
         self._written = written
         self._holders = [held for module in names for held in (vars(module), module._buffers)]
-        self._before: list[dict[str, Any]] = []
+        self._objects: list[Any] = []  # all that the holders hold
+        self._before: list[dict[str, Any]] = []  # under which names
         self._containers: list[tuple[str, Any]] = []
         self._contents: list[list[Any]] = []
         self._tensors: list[tuple[str, torch.Tensor]] = []
@@ -161,19 +163,23 @@ class Begun:
 
     def look(self) -> None:
         """Before an update."""
-        now = [dict(held) for held in self._holders]
-        if not self._before or not all(map(_identical, now, self._before)):
+        objects = self._held()
+        if not self._before or not _identical(objects, self._objects):
             self._look_inside()
-        self._before = now
+        self._objects = objects
         self._contents = [list(_values(one)) for _, one in self._containers]
-        self._writes = [_writes(tensor) for _, tensor in self._tensors]
+        self._writes = [tensor._version for _, tensor in self._tensors]
+
+    def _held(self) -> list[Any]:
+        return list(itertools.chain.from_iterable(map(dict.values, self._holders)))
 
     def _look_inside(self) -> None:
         """Find the lists, dicts and tensors that modules hold; between updates they are seldom other ones."""
+        self._before = [dict(held) for held in self._holders]
         self._containers, self._tensors = [], []
         for module, name in self._modules.items():
             for _, own, tensor in _tensors_of(module):
-                if (module, own) not in self._written:
+                if (module, own) not in self._written and not tensor.is_inference():
                     self._tensors.append((_joined(name, own), tensor))
             for own, value in vars(module).items():
                 if _is_plain(own) and isinstance(value, dict | list | set):
@@ -185,15 +191,16 @@ class Begun:
 
     def changed(self) -> str | None:
         """After it: the name of what has changed, or None."""
-        for i, (held, before) in enumerate(zip(self._holders, self._before, strict=True)):
-            if not _identical(held, before) and (own := self._changed_in(i, held, before)) is not None:
-                return own
+        if not _identical(self._held(), self._objects):
+            for i, (held, before) in enumerate(zip(self._holders, self._before, strict=True)):
+                if (name := self._changed_in(i, held, before)) is not None:
+                    return name
         for (name, container), contents in zip(self._containers, self._contents, strict=True):
             now = list(_values(container))
             if len(now) != len(contents) or not all(map(_alike, now, contents)):
                 return name
         pairs = zip(self._tensors, self._writes, strict=True)
-        return next((name for (name, tensor), writes in pairs if _writes(tensor) != writes), None)
+        return next((name for (name, tensor), writes in pairs if tensor._version != writes), None)
 
     def _changed_in(self, number: int, held: Mapping[str, Any], before: Mapping[str, Any]) -> str | None:
         module, name = list(self._modules.items())[number // 2]
@@ -250,9 +257,9 @@ def _values(container: Any) -> Iterable[Any]:
     return container.values() if isinstance(container, dict) else container
 
 
-def _identical(one: Mapping[str, Any], other: Mapping[str, Any]) -> bool:
-    """Whether two dicts hold the same objects in the same order."""
-    return len(one) == len(other) and all(map(operator.is_, one.values(), other.values()))
+def _identical(one: list[Any], other: list[Any]) -> bool:
+    """Whether two lists hold the same objects."""
+    return len(one) == len(other) and all(map(operator.is_, one, other))
 
 
 def _storage(tensor: torch.Tensor | None) -> int:

@@ -217,7 +217,7 @@ class PP(Strategy):
             raise StrategyError(
                 f"{self.name}: compile, and layers that take turns: leave it out, or compile layers in the model itself"
             )
-        if isinstance(job.train_data, tuple) and not job.train_data:
+        if isinstance(job.train_data, tuple) and not job.train_data:  # ``parallelize`` knows of none
             self._refuse_in_own_loop()
         world.splits_layers = True
         model = build_model(job, world, place=False)
