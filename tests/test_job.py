@@ -10,8 +10,7 @@ import pytest
 import torch
 from torch import nn
 
-from lockstep import Job, launch
-from lockstep.cli import _SETTINGS
+from lockstep import Job, launch, options
 from lockstep.errors import JobError
 from lockstep.job import SETTINGS
 from lockstep.jobfile import JobFile, loaded
@@ -58,12 +57,12 @@ def test_an_unknown_setting_offers_the_nearest() -> None:
 
 
 def test_the_command_line_has_every_plain_setting_of_a_job() -> None:
-    assert {name.replace("-", "_") for name in _SETTINGS} == set(SETTINGS)
+    assert {name.replace("-", "_") for name in options.SETTINGS} == set(SETTINGS)
 
 
 def test_the_help_says_every_default() -> None:
     for f in dataclasses.fields(Job):
-        what = _SETTINGS.get(f.name.replace("_", "-"))
+        what = options.SETTINGS.get(f.name.replace("_", "-"))
         if what is None or f.name == "batch_size" or "(default: " not in what:
             assert what is None or f.name in ("batch_size", "steps")
             continue

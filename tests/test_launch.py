@@ -11,7 +11,8 @@ import tempfile
 import textwrap
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager
 from pathlib import Path
 
 import psutil
@@ -200,6 +201,21 @@ def test_ranks_see_the_surroundings_of_each_launch(tmp_path: Path, monkeypatch: 
             assert not [name for name in found[4] if not name.startswith("__")]
     monkeypatch.delenv("LOCKSTEP_TEST")
     assert launch(look, "2xcpu")[1][0] is None
+
+
+@pytest.mark.parametrize(
+    "mode", [torch.no_grad, torch.inference_mode, lambda: torch.autocast("cpu", torch.bfloat16), torch.enable_grad]
+)
+def test_ranks_compute_in_the_modes_of_the_caller(mode: Callable[[], AbstractContextManager[object]]) -> None:
+    def modes(world):
+        x = torch.ones(2, 2, requires_grad=True)
+        return torch.is_grad_enabled(), torch.is_inference_mode_enabled(), (x @ x).dtype, (x + 1).requires_grad
+
+    with mode():
+        here = modes(None)
+        assert launch(modes, "1xcpu") == [here]
+        assert launch(modes, "2xcpu") == [here, here]
+    assert launch(modes, "2xcpu") == [modes(None)] * 2
 
 
 def test_a_large_result_comes_back() -> None:

@@ -18,6 +18,7 @@ from lockstep.strategies.single import Single
 from lockstep.strategies.strategy import Strategy
 from lockstep.verify import differences, parity, same_bits
 
+from planted import Averaging, Noisy, SelfWriting  # isort: skip
 from zoo import ZOO, Gappy, drawn, labels, mlp, plain_sgd, sgd  # isort: skip
 
 BOUND = 1e-10
@@ -185,37 +186,10 @@ def test_what_replicas_can_not_keep_is_refused(model, ways, says, tmp_path) -> N
         assert not list((tmp_path / way).iterdir())
 
 
-class SelfWriting(nn.Linear):
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        with torch.no_grad():
-            self.bias.data.copy_(x.mean(dim=0)[:3])
-        return super().forward(x)
-
-
-class LaterWriting(SelfWriting):
-    """What the look before the first step can't see."""
-
-    calls = 0
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        self.calls += 1
-        return super().forward(x) if self.calls > 2 else nn.Linear.forward(self, x)
-
-
 def test_ranks_whose_parameters_come_to_differ_are_stopped(tmp_path) -> None:
-    job = dataclasses.replace(ZOO["mlp"], model=lambda: LaterWriting(6, 3))
+    job = dataclasses.replace(ZOO["mlp"], model=lambda: SelfWriting(after=2))
     with pytest.raises(RunError, match='parameter "bias" has come to differ between ranks'):
         train(job, strategy="ddp", devices="2xcpu", folder=tmp_path, quiet=True)
-
-
-class Averaging(nn.Linear):
-    def __init__(self) -> None:
-        super().__init__(6, 3)
-        self.register_buffer("seen", torch.zeros(6))
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        self.seen.mul_(0.9).add_(x.mean(dim=0).detach(), alpha=0.1)
-        return super().forward(x - self.seen)
 
 
 @pytest.mark.parametrize("way", ["dp", "ddp"])
@@ -264,19 +238,14 @@ def test_a_batch_norm_that_one_replica_skips_is_said_instead_of_waited_for(tmp_p
 
 @pytest.mark.parametrize("way", ["dp", "ddp"])
 def test_a_parameter_that_forward_writes_is_refused(way: str, tmp_path) -> None:
-    job = dataclasses.replace(ZOO["mlp"], model=lambda: SelfWriting(6, 3))
+    job = dataclasses.replace(ZOO["mlp"], model=SelfWriting)
     with pytest.raises(StrategyError, match='writes its parameter "bias" in forward'):
         train(job, strategy=way, devices="2xcpu", folder=tmp_path, quiet=True)
 
 
-class Noisy(nn.Linear):
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return super().forward(x + 0.01 * torch.randn_like(x))
-
-
 @pytest.mark.parametrize("way", ["dp", "ddp"])
 def test_a_model_that_draws_in_forward_is_said(way: str, tmp_path, capsys) -> None:
-    job = dataclasses.replace(ZOO["mlp"], model=lambda: Noisy(6, 3))
+    job = dataclasses.replace(ZOO["mlp"], model=Noisy)
     train(job, strategy=way, devices="2xcpu", folder=tmp_path)
     assert capsys.readouterr().out.count("note: the model draws random numbers in forward") == 1
 

@@ -351,6 +351,50 @@ def test_an_overlapped_evaluation_is_that_of_one_device(kind: str, tmp_path) -> 
     torch.testing.assert_close(ours, theirs, rtol=1e-10, atol=1e-10)
 
 
+def test_prediction_overlaps_and_draws_what_one_device_draws(tmp_path) -> None:
+    """Each batch has a random stream of its own, under any strategy, for models that draw in evaluation too."""
+    busy, most = [0], [0]
+    lock = threading.Lock()
+
+    class Drawing(nn.Linear):
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            with lock:
+                busy[0] += 1
+                most[0] = max(most[0], busy[0])
+            time.sleep(0.005)
+            x = nn.functional.dropout(super().forward(x), 0.5, training=True) + torch.rand(len(x), 1)
+            with lock:
+                busy[0] -= 1
+            return x
+
+    job = _job(lambda: nn.Sequential(Drawing(6, 6), Drawing(6, 3)), precision="fp64", eval_batch_size=3)
+    run = train(job, strategy="single", devices="1xcpu", folder=tmp_path, quiet=True, steps=1)
+    one = predict(run, strategy="single", devices="1xcpu", quiet=True)
+    assert most == [1]
+    two = predict(run, strategy=PP({"0": 0, "1": 1}), devices="2xcpu", quiet=True)
+    assert most == [2]
+    torch.testing.assert_close(one, two, rtol=1e-12, atol=1e-12)
+    torch.testing.assert_close(one, predict(run, strategy="mp", devices="2xcpu", quiet=True), rtol=1e-12, atol=1e-12)
+
+
+def test_what_fails_in_an_overlapped_prediction_is_named_and_leaves_nothing(tmp_path) -> None:
+    class Failing(nn.Linear):
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            if not self.training and (x == rows[25]).all(1).any():
+                raise ValueError("not this one")
+            return super().forward(x)
+
+    rows = drawn(SAMPLES, 6).double()
+    job = _job(lambda: nn.Sequential(Failing(6, 6), nn.Linear(6, 3)), rows, eval_data=None, metrics={})
+    job = job.having(precision="fp64", eval_batch_size=3, steps=1)
+    run = train(job, strategy="single", devices="1xcpu", folder=tmp_path / "runs", quiet=True)
+    out = tmp_path / "found.npy"
+    with pytest.raises(ValueError, match="not this one") as caught:
+        predict(run, "train", out, strategy=PP({"0": 0, "1": 1}), devices="2xcpu", quiet=True)
+    assert "raised in stage 0 (cpu:0), forward of micro-batch 0" in caught.value.__notes__[0]
+    assert [path.name for path in tmp_path.iterdir()] == ["runs"]
+
+
 @pytest.mark.timeout(60)
 @pytest.mark.parametrize("device_map", [{"0": 1, "": 0}, {"0": 0, "1": 1, "2": 0, "": 1}])
 @pytest.mark.parametrize("schedule", ["1f1b", "gpipe", "fitted"])
@@ -391,10 +435,12 @@ def test_stages_overlap_in_evaluation() -> None:
         with torch.no_grad():
             return model(torch.full((2, 6), float(number)))
 
-    first = step.runner.evaluate(forward, 2)  # goes in turn
+    begun: list[int] = []
+    first = step.runner.evaluate(begun.append, forward, 2)  # goes in turn
     alone = False
-    for one, other in zip(first, step.runner.evaluate(forward, 2), strict=True):
+    for one, other in zip(first, step.runner.evaluate(begun.append, forward, 2), strict=True):
         assert torch.equal(one, other)
+    assert begun == [0, 1]
 
 
 def test_an_own_loop_over_stages_ends_where_the_plain_one_does() -> None:
@@ -443,7 +489,10 @@ def test_settings_of_the_strategy_itself_are_checked() -> None:
         (lambda: PP(chunks=0), "0 stages on each device: give a whole number from 1"),
         (lambda: PP(chunks=2), "1f1b has one stage on each device, not 2: take interleaved, fitted or auto"),
         (lambda: PP(split_size=0), "micro-batches of 0 samples: give a number from 1"),
-        (lambda: PP(split_size=5, microbatches=2), "say the same thing: give one of them"),
+        (lambda: PP(split_size=5, microbatches=2), "microbatches=2 and split_size=5 say the same thing: give one of"),
+        (lambda: PP(split_size=5, microbatches=4), "microbatches=4 and split_size=5 say the same thing"),
+        (lambda: PP(split_size=5, microbatches="auto"), "microbatches=auto and split_size=5 say the same thing"),
+        (lambda: MP(split_size=5), "mp has one micro-batch, not those of 5 samples: take pp"),
         (lambda: MP(microbatches="auto"), "mp has one micro-batch, not auto: take pp"),
         (lambda: PP(microbatches=0), "0 micro-batches: give a whole number from 1"),
         (lambda: PP(schedule="1f1"), 'no schedule "1f1": did you mean "1f1b"'),

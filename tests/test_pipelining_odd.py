@@ -17,13 +17,14 @@ from torch import nn
 from torch.nn.utils import parametrizations
 from torch.utils.checkpoint import checkpoint
 
-from lockstep import Job, train
+from lockstep import Job, parallelize, train
 from lockstep.errors import StrategyError
+from lockstep.pipelining.remembered import Begun
 from lockstep.strategies.mp import MP
 from lockstep.strategies.pp import PP
 from lockstep.verify import differences
 
-from zoo import SAMPLES, _job, labels, sgd, tokens_and_next  # isort: skip
+from zoo import SAMPLES, _job, drawn, labels, sgd, tokens_and_next  # isort: skip
 
 BOUND = 1e-10
 ODD: dict[str, tuple[Job, dict[str, int] | None, str | None]] = {}
@@ -76,6 +77,26 @@ class Cache(Two):
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         x = self.a(x)
         if self.training:
+            x, self.past = x if self.past is None else x + self.past, x.detach().mean(0)
+        return self.out(self.b(x))
+
+
+@odd("a cache that begins in the second update", SPLIT, 'forward sets "past"')
+class LaterCache(Two):
+    """In the last of its three micro-batches, so that none of the others is wrong."""
+
+    past: torch.Tensor | None = None
+    calls = 0
+
+    def __init__(self) -> None:
+        super().__init__()
+        LaterCache.calls = 0
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        if self.training:
+            LaterCache.calls += 1
+        x = self.a(x)
+        if self.training and LaterCache.calls >= 6:
             x, self.past = x if self.past is None else x + self.past, x.detach().mean(0)
         return self.out(self.b(x))
 
@@ -468,6 +489,7 @@ class Noisy(Two):
 
 OFTEN = {
     *("a cache between calls", "a buffer that the model reads on another stage", "a buffer that backward needs"),
+    "a cache that begins in the second update",
     *("a layer called with other weights", "weights that are written in forward", "a tensor that is no buffer"),
     *("checkpoints in a checkpoint", "a gradient within forward", "a layer whose error is caught"),
     *("packed sequences and hidden states", "random numbers outside of layers", "hooks of a person's own"),
@@ -498,6 +520,91 @@ def test_so_does_every_other_way(kind: str, tmp_path) -> None:
     device_map = ODD[kind][1]
     for way in (MP(device_map), PP(device_map, 8), PP(device_map, 3, "gpipe"), PP(device_map, 11)):
         compare(kind, way, 2, tmp_path)
+
+
+class Opening(Two):
+    """Keeps things now and then: in the updates that are named."""
+
+    layer = Averaging
+    updates = 0
+    at: tuple[int, ...] = ()
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.log: list[float] = []
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        y = self.out(self.b(self.a(x)))
+        if Opening.updates in Opening.at:
+            self.log.append(float(y.detach().sum()))
+        return y
+
+
+def followed(
+    model: nn.Module, device_map: dict[str, int], updates: int, before: Callable[[int], Any]
+) -> tuple[list[int], list[str]]:
+    """The updates in which micro-batches overlapped, from 1, and what was said; ``before`` is told of each."""
+    step = parallelize(model, nn.CrossEntropyLoss(), sgd, strategy=PP(device_map, 3), devices="2xcpu")
+    said: list[str] = []
+    step.world.tell = lambda line: said.append(line.text)
+    overlapped = []
+    for update in range(1, updates + 1):
+        before(update)
+        step(drawn(8, 6), labels(8, 3))
+        overlapped += [update] if step.runner.overlaps else []
+    return overlapped, said
+
+
+def test_an_update_after_one_that_began_to_keep_something_is_watched(monkeypatch) -> None:
+    monkeypatch.setattr(Opening, "at", (3, 6, 9))
+    monkeypatch.setattr(Opening, "updates", 0)
+    overlapped, said = followed(Opening(), SPLIT, 12, lambda update: setattr(Opening, "updates", update))
+    assert overlapped == [2, 3, 5, 6, 8, 9]
+    (line,) = said
+    assert line == (
+        '"log" is now and then changed in forward: micro-batches follow one another, and nothing overlaps; '
+        "they overlapped at step 3, 6, 9, whose numbers may not be those of one device"
+    )
+
+
+def test_layers_that_thaw_may_go_on_to_overlap() -> None:
+    """Their statistics begin to move, each in one stage: that is in order."""
+    model = nn.Sequential(nn.Linear(6, 6), nn.BatchNorm1d(6), nn.Linear(6, 6), nn.BatchNorm1d(6), nn.Linear(6, 3))
+    model[1].eval()
+    model[3].eval()
+    thaw = {3: model[1].train, 6: model[3].train}
+    overlapped, said = followed(model, {"0": 0, "1": 0, "": 1}, 8, lambda update: thaw.get(update, int)())
+    assert overlapped == [2, 3, 5, 6, 8]
+    assert not said
+
+
+@pytest.mark.parametrize(
+    ("change", "name"),
+    [
+        (lambda model: None, None),
+        (lambda model: setattr(model.b, "seen", torch.ones(1)), "b.seen"),
+        (lambda model: setattr(model, "size", 3), None),
+        (lambda model: setattr(model, "size", 4), "size"),
+        (lambda model: model.kept.append(1), "kept"),
+        (lambda model: model.kept[0].add_(1), "kept"),
+        (lambda model: model.a.weight.data.add_(1), None),
+        (lambda model: model.a.mean.add_(1), "a.mean"),
+        (lambda model: setattr(model.a, "mean", torch.zeros(6)), "a.mean"),
+        (lambda model: model.a.steps.add_(1), None),
+        (lambda model: model.train(False), None),
+        (lambda model: model.b.register_forward_hook(print), None),
+    ],
+)
+def test_what_begins_to_change_is_seen_from_outside(change: Callable[[Any], Any], name: str | None) -> None:
+    model = Averages()
+    model.a.weight = model.a.linear.weight
+    model.size, model.kept = 3, [torch.zeros(1)]
+    begun = Begun({module: name for name, module in model.named_modules()}, {(model.a, "steps")})
+    for _ in range(2):
+        begun.look()
+        assert begun.changed() is None
+    change(model)
+    assert begun.changed() == name
 
 
 class Compiled(Two):

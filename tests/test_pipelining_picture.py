@@ -109,11 +109,22 @@ def test_ideal_and_measured_are_drawn_one_above_the_other(tmp_path: Path) -> Non
 def test_a_drawing_that_cannot_be_made_gets_one_line(tmp_path: Path, monkeypatch, capsys) -> None:
     monkeypatch.setitem(__import__("sys").modules, "matplotlib.figure", None)
     assert main(["schedule", "--out", str(tmp_path / "a.png")]) == 2
-    assert "drawing needs matplotlib: pip install 'torch-lockstep[pictures]'" in capsys.readouterr().err
+    said = capsys.readouterr()
+    assert "drawing needs matplotlib: pip install 'torch-lockstep[pictures]'" in said.err and not said.out
 
 
-@pytest.mark.parametrize(("name", "says"), [("a.txt", "take .png, .svg or .pdf"), ("no/a.png", "No such file")])
-def test_a_file_that_cannot_be_drawn_to_gets_one_line(name: str, says: str, tmp_path: Path, capsys) -> None:
+@pytest.mark.parametrize(
+    ("name", "says"),
+    [
+        ("a.txt", '".txt" is no picture that can be drawn: take .png, .svg or .pdf'),
+        ("a", "a name without an ending says no format: take .png, .svg or .pdf"),
+        ("no/a.png", "there is no folder"),
+    ],
+)
+def test_a_file_that_cannot_be_drawn_to_is_refused_before_anything_is_shown(
+    name: str, says: str, tmp_path: Path, capsys
+) -> None:
     pytest.importorskip("matplotlib")
     assert main(["schedule", "--out", str(tmp_path / name)]) == 2
-    assert says in capsys.readouterr().err
+    said = capsys.readouterr()
+    assert says in said.err and len(said.err.splitlines()) == 1 and not said.out

@@ -15,6 +15,7 @@ from torch.utils.checkpoint import checkpoint
 
 from lockstep import Job
 from lockstep.devices import slots
+from lockstep.errors import StrategyError
 from lockstep.nesting import each
 from lockstep.pipelining import moving
 from lockstep.pipelining.stages import even_split, stage_of
@@ -266,14 +267,47 @@ class Product(torch.autograd.Function):
         return gradient * y, gradient * x
 
 
+product = Product.apply
+
+
+class Scaling(torch.autograd.Function):
+    """Writes to its first operand, in the newer form, with a default."""
+
+    @staticmethod
+    def forward(x: torch.Tensor, y: torch.Tensor, scale: float = 2.0) -> torch.Tensor:
+        return x.mul_(scale * y)
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: Any, output: Any) -> None:
+        ctx.mark_dirty(inputs[0])
+        ctx.factor = inputs[2] * inputs[1].detach()
+
+    @staticmethod
+    def backward(ctx: Any, gradient: torch.Tensor) -> Any:
+        return gradient * ctx.factor, None, None
+
+
 class Multiplying(nn.Module):
+    """Autograd functions of one's own between layers of both cards."""
+
     def __init__(self) -> None:
         super().__init__()
         self.first, self.second, self.out = nn.Linear(6, 6), nn.Linear(6, 6), nn.Linear(6, 3)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         x = self.first(x)
-        return self.out(Product.apply(x, self.second(x)))
+        y = self.second(x)
+        y = Scaling.apply(y.clone(), x.detach())
+        return self.out(Product.apply(x, y) + product(y, x))
+
+
+class WritingAcross(Multiplying):
+    """Writes to what lies on the other card."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = self.first(x).clone()
+        Scaling.apply(x, self.second(x).detach())
+        return self.out(x)
 
 
 class Direct(nn.Module):
@@ -382,6 +416,7 @@ PLACED: dict[str, tuple[Job, dict[str, int] | None]] = {
         _job(Apart, (drawn(SAMPLES, 6), wants(1, 9)), loss=of_both, metrics={}),
         {"first": 0, "second": 1},
     ),
+    "autograd functions of one's own": (_job(Multiplying), {"first": 0, "": 1}),
     "an object of its own": (_job(Caching), {"first": 0, "": 1}),
     "hooks": (_job(hooked), {"0": 0, "": 1}),
 }
@@ -469,9 +504,8 @@ def test_evaluation_and_saved_state_over_cards_are_those_of_one_device(monkeypat
         torch.testing.assert_close(found, expected)
 
 
-def test_a_function_of_ones_own_that_cards_meet_in_is_named(monkeypatch) -> None:
-    """Its backward is its own; autograd runs it where nothing can be moved."""
-    job = _job(Multiplying)
-    with Cards(), pytest.raises(RuntimeError, match="same device") as caught:
+def test_an_autograd_function_that_writes_over_cards_is_refused(monkeypatch) -> None:
+    """What it writes to would be a copy, and nobody can tell before."""
+    job = _job(WritingAcross)
+    with Cards(), pytest.raises(StrategyError, match="Scaling writes to a tensor of another stage's device"):
         over_cards(job, PP({"first": 0, "": 1}, 2), 2, monkeypatch)(*batch(job, 0, 4))
-    assert "backward of micro-batch 0" in caught.value.__notes__[0]

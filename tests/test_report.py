@@ -28,6 +28,7 @@ from lockstep.errors import FolderError
 from lockstep.events import TimesOf
 from lockstep.glance import Glance, Seen
 from lockstep.report.charts import Bars, Lines, Stacks
+from lockstep.report.ofrun import command
 from lockstep.report.page import SLIM, WIDE
 from zoo import ZOO, drawn, labels, mlp, plain_sgd
 
@@ -258,6 +259,17 @@ def test_the_command_of_a_run_trains_it_again(tmp_path: Path, monkeypatch: pytes
         f"lockstep train {file} --strategy pp --devices 2xcpu --microbatches 2 --schedule 1f1b --set size=7 --epochs 1"
     )
     assert said in Read((folder / "report.html").read_text()).words
+
+
+def test_the_command_of_a_run_has_micro_batches_by_number_or_by_size() -> None:
+    base = {"file": "job.py", "devices": ["cpu:0", "cpu:1"], "strategy": "pp", "set": {}, "given": {}}
+    for own, words in (
+        ({"microbatches": None, "split_size": 3}, " --split-size 3"),
+        ({"microbatches": 4, "split_size": None}, " --microbatches 4"),
+        ({"microbatches": None, "split_size": None}, ""),
+    ):
+        said = command({**base, "strategy_settings": {**own, "schedule": "1f1b"}})
+        assert said == f"lockstep train job.py --strategy pp --devices 2xcpu{words} --schedule 1f1b"
 
 
 def job(size: int) -> lockstep.Job:

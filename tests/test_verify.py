@@ -18,14 +18,16 @@ import lockstep
 from lockstep import Job, cli
 from lockstep.data import Batch, Part
 from lockstep.errors import InputError
+from lockstep.loss import Number
 from lockstep.nesting import each
-from lockstep.step import Number, Result, Step
+from lockstep.step import Result, Step
 from lockstep.strategies.ddp import DDP, DDPStep
 from lockstep.strategies.dp import DP, DPStep
 from lockstep.strategies.pp import PP
 from lockstep.strategies.strategy import Strategy
 from lockstep.verify import Verification
 
+from planted import Averaging, Noisy, SelfWriting  # isort: skip
 from zoo import LENGTHS, SAMPLES, ZOO, Conv, drawn, labels, mlp, plain_sgd, sgd  # isort: skip
 
 MLP = ZOO["mlp"]
@@ -206,13 +208,8 @@ def test_two_causes_at_once_are_both_named() -> None:
     assert names(verified(job, "dp", sync_batchnorm=False)) == {"batchnorm", "dropout"}
 
 
-class Noisy(nn.Linear):
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return super().forward(x + 0.01 * torch.randn_like(x))
-
-
 def test_a_model_that_draws_in_forward_is_named() -> None:
-    assert names(verified(dataclasses.replace(MLP, model=lambda: Noisy(6, 3)), "ddp")) == {"drawing"}
+    assert names(verified(dataclasses.replace(MLP, model=Noisy), "ddp")) == {"drawing"}
 
 
 class Remembering(nn.Linear):
@@ -251,16 +248,6 @@ def test_a_buffer_that_only_one_rank_updates_is_named() -> None:
     found = verified(dataclasses.replace(MLP, model=OnFirstRank), "ddp")
     assert names(found) == {"buffer of one rank"}
     assert '"scale" is updated on replica 0 only' in found.causes[0].words
-
-
-class Averaging(nn.Linear):
-    def __init__(self) -> None:
-        super().__init__(6, 3)
-        self.register_buffer("seen", torch.zeros(6))
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        self.seen.mul_(0.9).add_(x.mean(dim=0).detach(), alpha=0.1)
-        return super().forward(x - self.seen)
 
 
 @pytest.mark.parametrize("way", ["dp", pytest.param("ddp", marks=pytest.mark.slow)])
@@ -394,19 +381,8 @@ def test_memory_that_nobody_wrote_is_named() -> None:
     assert "torch.empty" in found.causes[0].words
 
 
-class LaterWriting(nn.Linear):
-    calls = 0
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        self.calls += 1
-        if self.calls > 4:
-            with torch.no_grad():
-                self.bias.data.copy_(x.mean(dim=0)[:3])
-        return super().forward(x)
-
-
 def test_parameters_that_the_model_writes_are_named() -> None:
-    assert names(verified(dataclasses.replace(MLP, model=lambda: LaterWriting(6, 3)), "ddp")) <= {"drift", "state"}
+    assert names(verified(dataclasses.replace(MLP, model=lambda: SelfWriting(after=4)), "ddp")) <= {"drift", "state"}
 
 
 # ---- the loss and the data ------------------------------------------------------------------------------------------

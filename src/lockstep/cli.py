@@ -20,7 +20,7 @@ import lockstep
 from lockstep.allocator import prepare
 from lockstep.compare import commands as comparing
 from lockstep.errors import InputError, LockstepError, RankFailed, nearest, own_traceback
-from lockstep.options import above_zero
+from lockstep.options import above_zero, add_knobs, add_settings, knobs_in, settings_in
 from lockstep.pipelining import commands as pipelining
 from lockstep.verify import commands as verifying
 
@@ -136,14 +136,14 @@ def _parser() -> tuple[_Parser, dict[str, _Parser]]:
     train.add_argument("--folder", default="runs", help="where the run's folder is made (default: runs)")
     train.add_argument("--tensorboard", action="store_true", help="also write events for TensorBoard")
     train.add_argument("--profile", action="store_true", help="show where the time of a few steps goes; write traces")
-    _add_settings(train)
+    add_settings(train)
     train.set_defaults(function=_train)
 
     evaluate = commands.add_parser("evaluate", help="evaluate a run, or an untrained job", allow_abbrev=False)
     evaluate.add_argument("what", help="the folder of a run, or a job file")
     _add_placement(evaluate)
     evaluate.add_argument("--best", action="store_true", help="the weights of the lowest evaluation loss")
-    _add_settings(evaluate)
+    add_settings(evaluate)
     evaluate.set_defaults(function=_evaluate)
 
     predict = commands.add_parser("predict", help="a run's outputs for each sample of a dataset", allow_abbrev=False)
@@ -163,7 +163,7 @@ def _parser() -> tuple[_Parser, dict[str, _Parser]]:
     predict.add_argument("--overwrite", action="store_true", help="replace the file where it is there already")
     _add_placement(predict)
     predict.add_argument("--best", action="store_true", help="the weights of the lowest evaluation loss")
-    _add_settings(predict)
+    add_settings(predict)
     predict.set_defaults(function=_predict)
 
     tune = commands.add_parser("tune", help="try which settings make a job faster here", allow_abbrev=False)
@@ -173,21 +173,21 @@ def _parser() -> tuple[_Parser, dict[str, _Parser]]:
     tune.add_argument("--rounds", type=above_zero(int), default=3, help="turns of each setting (default: 3)")
     tune.add_argument("--seconds", type=above_zero(float), default=2.0, help="of a turn, at least (default: 2)")
     tune.add_argument("--json", metavar="FILE", help="also write what was found to this file")
-    _add_knobs(tune)
-    _add_settings(tune)
+    add_knobs(tune)
+    add_settings(tune)
     tune.set_defaults(function=_tune)
 
     compare = commands.add_parser("compare", help="strategies side by side, measured", allow_abbrev=False)
     compare.epilog = "with --epochs each is also trained for so many, for its losses and metrics"
     comparing.add_compare(compare)
-    _add_knobs(compare)
-    _add_settings(compare)
+    add_knobs(compare)
+    add_settings(compare)
     compare.set_defaults(function=_compare)
 
     partition = commands.add_parser("partition", help="which layers go to which device", allow_abbrev=False)
     pipelining.add_partition(partition)
-    _add_knobs(partition)
-    _add_settings(partition)
+    add_knobs(partition)
+    add_settings(partition)
     partition.set_defaults(function=_partition)
 
     schedule = commands.add_parser("schedule", help="a pipeline's schedule as a picture", allow_abbrev=False)
@@ -200,7 +200,7 @@ def _parser() -> tuple[_Parser, dict[str, _Parser]]:
     verify = commands.add_parser("verify", help="the same numbers as one device, or why not", allow_abbrev=False)
     verifying.add_verify(verify)
     _add_placement(verify)
-    _add_settings(verify)
+    add_settings(verify)
     verify.set_defaults(function=_verify)
 
     devices = commands.add_parser("devices", help="what is here", allow_abbrev=False)
@@ -215,51 +215,7 @@ def _add_placement(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--devices", default="auto", help="auto, 4, 2xcpu, cuda, cuda:0,2 (default: auto)")
     parser.add_argument("--backend", help="of the process group (default: nccl on CUDA, gloo elsewhere)")
     pipelining.add_settings(parser)
-    _add_knobs(parser)
-
-
-def _add_knobs(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument(
-        "--set", action="append", default=[], metavar="KEY=VALUE", help="a knob of the job; may be repeated"
-    )
-
-
-_SETTINGS = {
-    "batch-size": "samples of the global batch",
-    "epochs": "passes through the data (default: 1, where steps isn't given)",
-    "steps": "stop after that many updates",
-    "lr-scheduler-every": "epoch or step: when the scheduler moves on (default: epoch)",
-    "seed": "of weights, order, augmentation, dropout (default: 0)",
-    "shuffle": "a new order for each epoch (default: true)",
-    "accumulate": "micro-batches of each global batch (default: 1)",
-    "clip-norm": "largest norm of all gradients together (default: none)",
-    "sync-batchnorm": "BatchNorm over all replicas (default: false)",
-    "channels-last": "images in that memory layout (default: false)",
-    "precision": "fp64, fp32, bf16, fp16, or none: as the model was built (default: none)",
-    "compile": "by torch.compile; a word is its backend (default: false)",
-    "activation-checkpointing": "auto, or names of blocks with commas between (default: none)",
-    "fused": "fused optimizer (default: where right)",
-    "keep-memory": "of a step for the next one, on CPU slots (default: false)",
-    "eval-batch-size": "samples of an evaluation batch (default: batch-size)",
-    "loader-workers": "processes that fetch, for each rank (default: by the cores and the dataset)",
-}
-"""The settings of a Job, as options. A test holds this list against Job's own."""
-
-_SWITCHES = {"shuffle", "sync-batchnorm", "channels-last", "fused", "keep-memory", "compile"}
-
-
-def _add_settings(parser: argparse.ArgumentParser) -> None:
-    group = parser.add_argument_group("settings of the job (these win over the file)")
-    for name, what in _SETTINGS.items():
-        if name in _SWITCHES:
-            group.add_argument(f"--{name}", nargs="?", const="true", metavar="BOOL", help=what)
-        else:
-            group.add_argument(f"--{name}", metavar="VALUE", help=what)
-
-
-def _settings(options: argparse.Namespace) -> dict[str, Any]:
-    given = {name.replace("-", "_"): getattr(options, name.replace("-", "_")) for name in _SETTINGS}
-    return {name: value for name, value in given.items() if value is not None}
+    add_knobs(parser)
 
 
 def _strategy(options: argparse.Namespace) -> Any:
@@ -284,16 +240,6 @@ def _strategy(options: argparse.Namespace) -> Any:
     return named(options.strategy, **settings)
 
 
-def _knobs(pairs: list[str]) -> dict[str, str]:
-    knobs = {}
-    for pair in pairs:
-        key, equals, value = pair.partition("=")
-        if not equals or not key:
-            raise InputError(f"--set {pair}: write it as --set key=value")
-        knobs[key] = value
-    return knobs
-
-
 def _train(options: argparse.Namespace) -> int:
     if options.job is None and options.resume is None:
         raise InputError("train: name a job file (a Python file with a `job`), or --resume a run")
@@ -302,7 +248,7 @@ def _train(options: argparse.Namespace) -> int:
     from lockstep.run import job_of
     from lockstep.train import train
 
-    knobs, settings = _knobs(options.set), _settings(options)
+    knobs, settings = knobs_in(options.set), settings_in(options)
     job = JobFile(options.job, knobs, settings) if options.job is not None else job_of(options.resume, knobs, settings)
     train(
         job,
@@ -327,8 +273,8 @@ def _evaluate(options: argparse.Namespace) -> int:
         devices=options.devices,
         backend=options.backend,
         best=options.best,
-        knobs=_knobs(options.set),
-        **_settings(options),
+        knobs=knobs_in(options.set),
+        **settings_in(options),
     )
     if os.environ.get("RANK", "0") != "0":
         return 0
@@ -351,8 +297,8 @@ def _predict(options: argparse.Namespace) -> int:
         backend=options.backend,
         best=options.best,
         overwrite=options.overwrite,
-        knobs=_knobs(options.set),
-        **_settings(options),
+        knobs=knobs_in(options.set),
+        **settings_in(options),
     )
     return 0
 
@@ -365,7 +311,7 @@ def _tune(options: argparse.Namespace) -> int:
     from lockstep.tune import tune
 
     found = tune(
-        JobFile(options.job, _knobs(options.set), _settings(options)),
+        JobFile(options.job, knobs_in(options.set), settings_in(options)),
         strategy=options.strategy,
         devices=options.devices,
         rounds=options.rounds,
@@ -380,17 +326,17 @@ def _tune(options: argparse.Namespace) -> int:
 
 def _compare(options: argparse.Namespace) -> int:
     _warm_up(options, surely=True)
-    return comparing.compare(options, _knobs(options.set), _settings(options))
+    return comparing.compare(options, knobs_in(options.set), settings_in(options))
 
 
 def _partition(options: argparse.Namespace) -> int:
     prepare()
-    return pipelining.partition(options, _knobs(options.set), _settings(options))
+    return pipelining.partition(options, knobs_in(options.set), settings_in(options))
 
 
 def _verify(options: argparse.Namespace) -> int:
     _warm_up(options)
-    return verifying.verify(options, _strategy(options), _knobs(options.set), _settings(options))
+    return verifying.verify(options, _strategy(options), knobs_in(options.set), settings_in(options))
 
 
 def _devices(options: argparse.Namespace) -> int:

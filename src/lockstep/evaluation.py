@@ -49,7 +49,7 @@ def evaluate(step: Step, loader: AnyLoader, metrics: Mapping[str, Any], world: W
     objects = {name: _fresh(metric, step) for name, metric in metrics.items() if _is_torchmetric(metric)}
     sums = [[0.0, 0.0] for _ in range(1 + len(functions))]
     with step.evaluating():
-        for results in step.results_over(loader.epoch(0)):
+        for _, results in step.over(loader.epoch(0), step.results):
             for outputs, targets, total, count in results:
                 _add(sums[0], total, count)
                 for place, (name, function) in zip(sums[1:], functions.items(), strict=True):

@@ -22,16 +22,18 @@ from lockstep.checkpoint import load_state, save_state, save_weights
 from lockstep.data import eval_loaders, is_stream, job_loader, resolve, resolve_sets, share_sizes, stream_notes
 from lockstep.devices import Device
 from lockstep.display import duration, words_of
-from lockstep.errors import JobError, told
+from lockstep.errors import JobError
 from lockstep.evaluation import evaluate_sets
 from lockstep.firststep import FirstStep, line_of
 from lockstep.folder import RunFolder
 from lockstep.job import Job
 from lockstep.jobfile import JobFile, the_job
+from lockstep.loss import Number
 from lockstep.memory import peak_memory
 from lockstep.profiling import Profiler
 from lockstep.progress import Pace, Teller, held_out
-from lockstep.step import Number, Result, Step
+from lockstep.scheduler import move_on, scheduler_of
+from lockstep.step import Step
 from lockstep.strategies import Strategy
 from lockstep.world import World
 
@@ -372,28 +374,6 @@ class _Training:
 def _sum_of_known(counts: list[int | None]) -> int | None:
     known = [count for count in counts if count is not None]
     return sum(known) if len(known) == len(counts) else None
-
-
-def scheduler_of(job: Job, step: Step) -> Any:
-    """The job's scheduler over the step's optimizer, or None.
-
-    Raises:
-        JobError: making it raised.
-    """
-    if job.lr_scheduler is None:
-        return None
-    try:
-        return job.lr_scheduler(step.optimizer)
-    except Exception as error:
-        raise JobError(f"lr_scheduler: making it raised {told(error)}") from error
-
-
-def move_on(scheduler: Any, loss: float | Result) -> None:
-    """Move a scheduler on by one; one that looks at a loss is shown this one."""
-    if isinstance(scheduler, torch.optim.lr_scheduler.ReduceLROnPlateau):
-        scheduler.step(loss.loss if isinstance(loss, Result) else loss)
-    else:
-        scheduler.step()
 
 
 def _described(device: Device) -> str:

@@ -29,6 +29,9 @@ from lockstep.means import HALF, Count, Misshapen, SummedMean
 from lockstep.memory import is_out_of_memory
 from lockstep.nesting import cut, each, tensors
 
+Number = float | Tensor
+"""A total, or a count."""
+
 
 def totalled(loss: Callable[..., Any]) -> Totalled:
     """``Totalled.of(loss)``."""

@@ -213,8 +213,9 @@ class _Prediction:
         self._say_what_depends_on_the_share()
         try:
             with self.step.evaluating():
-                for batch in self.loader.epoch(0):
-                    self._one_batch(batch)
+                # (Under the seed, for models that draw random numbers in evaluation too.)
+                for batch, shares in self.step.over(self.loader.epoch(0), self._outputs, self.job.seed):
+                    self._write_batch(batch, shares)
             if self.writer is not None:
                 self.writer.close()
         finally:
@@ -231,10 +232,7 @@ class _Prediction:
         # Under torchrun the others would begin to take the folder away.
         return self.world.broadcast_object(made)
 
-    def _one_batch(self, batch: Batch) -> None:
-        self.world.step = batch.index + 1
-        self.step.seed(self.job.seed)  # for models that draw random numbers in evaluation too
-        shares = self._outputs(batch)
+    def _write_batch(self, batch: Batch, shares: list[tuple[int, Any]]) -> None:
         if self.writer is None:
             self._begin(shares)
         samples = batch.samples if batch.shares is not None else batch.parts[0].samples

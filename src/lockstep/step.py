@@ -14,8 +14,7 @@ from __future__ import annotations
 
 import math
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterable, Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
@@ -24,19 +23,16 @@ from torch import nn
 from lockstep.compiling import compile_models, not_compilable
 from lockstep.data import Batch, Part, mixed
 from lockstep.errors import InputError, LossError, NonFiniteLoss, OutOfMemory, RunError, StrategyError
+from lockstep.evaluator import Evaluator
 from lockstep.events import Line
 from lockstep.forward import drops, look, refuse_written_buffers
 from lockstep.job import Job
-from lockstep.loss import Totalled
+from lockstep.loss import Number
 from lockstep.memory import is_out_of_memory
-from lockstep.nesting import batch_size_of, call, to_device
+from lockstep.nesting import call
 from lockstep.optimizer import clip_gradients, load_named_optimizer_state, named_optimizer_state
 from lockstep.ownloop import batch_of, own_stream
-from lockstep.precision import Precision
-from lockstep.seeding import seed_all
 from lockstep.world import World
-
-Number = float | torch.Tensor
 
 
 class Result:
@@ -65,7 +61,7 @@ class Result:
         return f"Result(loss={self.loss:.6g}, count={float(self.count):g}, size={self.size})"
 
 
-class Step(ABC):
+class Step(Evaluator, ABC):
     """One model in training under one strategy.
 
     ``step(inputs, targets)`` is one update; its arguments are this process's share of the global batch (all of it where
@@ -80,9 +76,6 @@ class Step(ABC):
 
     on_forward: Callable[[str, Part, Any], None] | None = None
 
-    cuts_batch = True
-    """Whether a loss sees less than the global batch, so that it must be additive over samples."""
-
     replicas = 1
     """How many copies of the model there are over all ranks, each with a share of its own."""
     together = True
@@ -92,22 +85,15 @@ class Step(ABC):
     """Methods of a strategy's own that a profile names: ``"replica"`` (one runs for each), or how gradients move."""
 
     def __init__(self, model: nn.Module, optimizer: torch.optim.Optimizer, job: Job, world: World) -> None:
-        self.model = model
+        super().__init__(model, job, world)
         self.optimizer = optimizer
-        self.world = world
-        self.loss = Totalled.of(job.loss)
         self._accumulate = job.accumulate
         self._clip_norm = job.clip_norm
-        self._channels_last = job.channels_last
-        self._precision = Precision(job.precision, world.device.type)
-        self._dtype = self._precision.whole
         self._scaler = self._precision.scaler
         self._compile = job.compile
         self._names = [name for name, p in model.named_parameters() if p.requires_grad]
         self._parameters = [p for p in model.parameters() if p.requires_grad]
-        self._on_accelerator = not world.device.is_slot
         self._seed = job.seed
-        self._stream: tuple[int, ...] | None = None
         self._updates = 0
         self._looked = False
         self._draws = self._draws_elsewhere = False
@@ -255,7 +241,9 @@ class Step(ABC):
         if not self._on_accelerator:
             self._finite(total, where)
         if not total.requires_grad and self._parameters and not (isinstance(count, int) and count == 0):
-            raise LossError("the loss doesn't depend on any parameter: is the model's output detached?")
+            raise LossError(
+                "the loss doesn't depend on any parameter: is the model's output detached, or this inside of no_grad?"
+            )
         return total, count
 
     def backward(self, total: torch.Tensor, factor: float) -> None:
@@ -306,11 +294,6 @@ class Step(ABC):
         """The sums over all ranks of what this one's results of an epoch came to."""
         return total, count
 
-    def seed(self, seed: int) -> None:
-        """Begin a random stream of its own for this step and this rank, so that a step can be repeated."""
-        self._stream = seed, self.world.step, self.world.rank
-        self._seed_all(mixed(*self._stream))
-
     def begin_part(self, number: int) -> None:
         """Give micro-batch ``number`` a random stream of its own, so that it draws the same whenever it is computed.
 
@@ -318,86 +301,6 @@ class Step(ABC):
         """
         if number and self._stream is not None:
             self._seed_all(mixed(*self._stream, number))
-
-    def _seed_all(self, key: int) -> None:
-        seed_all(key)
-        if self._on_accelerator and self.world.device.type == "cuda":
-            torch.cuda.default_generators[self.world.device.index].manual_seed(key)
-
-    # ---- evaluation -------------------------------------------------------------------------------------------------
-
-    @contextmanager
-    def evaluating(self) -> Iterator[None]:
-        """The model in evaluation mode, without gradients; each module's own mode comes back afterwards."""
-        modes = [(module, module.training) for model in self.models() for module in model.modules()]
-        self.share_buffers()
-        for model in self.models():
-            model.eval()
-        try:
-            with torch.no_grad():
-                yield
-        finally:
-            for module, mode in modes:
-                module.training = mode
-
-    def models(self) -> list[nn.Module]:
-        """The replicas of this process."""
-        return [self.model]
-
-    def evaluate(self, inputs: Any, targets: Any) -> tuple[Any, Number, Number]:
-        """Outputs, total and count of this process's share, without an update.
-
-        Raises:
-            InputError: the loss or the model can't take them.
-        """
-        with self.evaluating():
-            return self.outputs(Part(inputs, targets, batch_size_of(inputs), batch_size_of(inputs)))
-
-    def results(self, batch: Batch) -> list[tuple[Any, Any, Number, Number]]:
-        """Outputs, targets, total and count of each of this process's shares of an evaluation batch, not empty ones."""
-        part = batch.parts[0]
-        if not part.size:
-            return []
-        outputs, total, count = self.outputs(part)
-        return [(outputs, self.placed(part).targets, total, count)]
-
-    def results_over(self, batches: Iterable[Batch]) -> Iterator[list[tuple[Any, Any, Number, Number]]]:
-        """``results`` of one batch after the other, within ``evaluating()``."""
-        for batch in batches:
-            yield self.results(batch)
-
-    def predictions(self, batch: Batch) -> list[tuple[int, Any]]:
-        """Samples and outputs of each of this process's shares of a batch that isn't empty, within ``evaluating()``.
-
-        The loss isn't called.
-        """
-        part = batch.parts[0]
-        with self._precision.autocast():
-            return [(part.size, call(self.model, self.placed(part).inputs))] if part.size else []
-
-    def outputs(self, part: Part) -> tuple[Any, Number, Number]:
-        """As ``evaluate``, within ``evaluating()``."""
-        return self.judged(self.model, self.placed(part))
-
-    def judged(self, model: nn.Module, part: Part) -> tuple[Any, Number, Number]:
-        """What ``model`` makes of a part that is on its device: outputs, total and count."""
-        with self._precision.autocast():
-            outputs = call(model, part.inputs)
-            total, count = self.loss(outputs, part.targets, part.size)
-        if self.cuts_batch:
-            self.loss.check(outputs, part.targets, part.size)
-        return outputs, total, count
-
-    def placed(self, part: Part) -> Part:
-        """The part on this process's device, in the job's number format and layout."""
-        if self._dtype is None and not self._channels_last and not self._on_accelerator:
-            return part
-        device = self.world.device.torch
-        inputs = to_device(part.inputs, device, self._dtype, channels_last=self._channels_last)
-        return Part(inputs, to_device(part.targets, device, self._dtype), part.size, part.of, part.samples)
-
-    def share_buffers(self) -> None:  # noqa: B027 — a strategy with one replica has nothing to share
-        """Give every replica the first one's buffers (running statistics), before an evaluation or a save."""
 
     # ---- state, under one-device names ------------------------------------------------------------------------------
 

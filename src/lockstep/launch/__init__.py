@@ -9,9 +9,9 @@ second time: functions travel by value, so a script needs no main guard, and a n
 And each rank that fails writes a record with the moment of its failure, so the rank that failed first is the one that
 is named, rather than one of those that failed for want of it.
 
-In reading order: `local` (one launch, from here), `call` (what the ranks are given), `server` and `fork` (the two ends
-of the process that forks them), `rank` (what a rank does), `frames` (what it sends back), `supervise` (watching them),
-`records` (who failed first), `output` (what they print). `torchrun` is the other way to become a rank.
+In reading order: `local` (one launch, from here), `call` and `modes` (what the ranks are given), `server` and `fork`
+(the two ends of the process that forks them), `rank` (what a rank does), `frames` (what it sends back), `supervise`
+(watching them), `records` (who failed first), `output` (what they print). `torchrun` is the other way to become a rank.
 `workers` and `station` are the two ends of processes that take tasks instead, and are no ranks.
 
 This module and `lockstep.launch.server` import nothing heavy, so that a command can start the forking process first and
@@ -50,7 +50,8 @@ def launch(
     """Call ``fn(world, *args)`` on every rank and give the results in rank order.
 
     One device: the call is made in this process. Several: each gets a process of its own on this machine. Under
-    torchrun this process is one of the ranks, with one device, and each of them returns the same list.
+    torchrun this process is one of the ranks, with one device, and each of them returns the same list. Wherever it is,
+    it is made in the caller's modes (``no_grad``, ``inference_mode``, ``autocast``).
 
     Args:
         fn: any function, lambdas and those of a notebook included; what it refers to goes with it.

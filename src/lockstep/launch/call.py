@@ -24,6 +24,7 @@ import torch
 
 from lockstep.devices import Device, usable_cores
 from lockstep.errors import InputError
+from lockstep.launch.modes import Modes
 
 _LOOPBACK = "lo" if sys.platform == "linux" else "lo0"
 
@@ -47,6 +48,7 @@ class Setup:
         backend: of the process group, or None for the device's own.
         folder: where the run keeps its files, or None.
         timeout: seconds after which a collective gives up.
+        modes: the caller's, or None for workers, which are told them for each map.
         environment, path, arguments, directory, cores: the caller's environment variables, ``sys.path``, ``sys.argv``,
             working directory and affinity.
         switches: the caller's settings of torch that change numbers.
@@ -57,6 +59,7 @@ class Setup:
     backend: str | None
     folder: str | None
     timeout: float
+    modes: Modes | None = None
     environment: dict[str, str] = field(
         # Local ranks talk over the loopback interface, and listen nowhere else.
         default_factory=lambda: {

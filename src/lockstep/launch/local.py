@@ -14,6 +14,7 @@ from typing import Any, TypeVar
 from lockstep.devices import Device
 from lockstep.errors import FolderError, RunError
 from lockstep.launch import call, output, server
+from lockstep.launch.modes import Modes
 from lockstep.launch.supervise import Rank, Supervisor
 
 T = TypeVar("T")
@@ -37,7 +38,8 @@ def run(
     with contextlib.ExitStack() as stack:
         scratch = _scratch(folder)
         stack.callback(shutil.rmtree, scratch, ignore_errors=True)
-        setup = call.Setup(devices, os.path.join(scratch, "rendezvous"), backend, folder, timeout)
+        meeting = os.path.join(scratch, "rendezvous")
+        setup = call.Setup(devices, meeting, backend, folder, timeout, Modes.here(devices))
         file = stack.enter_context(call.write(setup, fn, args))
         logs = os.path.join(folder or scratch, "ranks")
         ranks = [_rank(number, device, logs, stack) for number, device in enumerate(devices)]

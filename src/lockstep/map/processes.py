@@ -31,10 +31,11 @@ import cloudpickle
 from lockstep.devices import Device, occupied
 from lockstep.errors import InputError, ItemFailed, RunError, own_traceback, told
 from lockstep.launch import records
+from lockstep.launch.modes import Modes
 from lockstep.launch.records import Record
 from lockstep.launch.workers import Workers
 from lockstep.map.parcel import copied, kept, pack, unpack
-from lockstep.map.worker import Call, Modes, Reply, Task, failed, serve
+from lockstep.map.worker import Call, Reply, Task, failed, serve
 from lockstep.nesting import each
 from lockstep.seeding import kept_states
 

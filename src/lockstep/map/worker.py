@@ -2,18 +2,17 @@
 
 from __future__ import annotations
 
-import contextlib
 import os
 import pickle
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import torch
 
 from lockstep.data.shares import MAP, absorbed
-from lockstep.devices import Device
 from lockstep.errors import InputError, ItemFailed
+from lockstep.launch.modes import Modes
 from lockstep.launch.records import RankTraceback, Record
 from lockstep.launch.station import Station
 from lockstep.map.parcel import Packed, pack, unpack
@@ -50,39 +49,6 @@ class Reply(NamedTuple):
     seconds: float
     packed: Packed
     failure: Record | None
-
-
-class Modes(NamedTuple):
-    """PyTorch's modes of the thread that asks for results; an item is computed in the same ones in a worker.
-
-    Attributes:
-        grad: whether gradients are followed.
-        inference: whether that is inference mode.
-        autocast: for each type of device whether it is on, and to what.
-    """
-
-    grad: bool
-    inference: bool
-    autocast: tuple[tuple[str, bool, torch.dtype], ...]
-
-    @classmethod
-    def here(cls, devices: tuple[Device, ...]) -> Modes:
-        """Those of the calling thread."""
-        kinds = sorted({"cpu"} | {device.type for device in devices})
-        autocast = tuple((kind, torch.is_autocast_enabled(kind), torch.get_autocast_dtype(kind)) for kind in kinds)
-        return cls(torch.is_grad_enabled(), torch.is_inference_mode_enabled(), autocast)
-
-    @contextlib.contextmanager
-    def entered(self) -> Iterator[None]:
-        """Compute in them for a while."""
-        with contextlib.ExitStack() as stack:
-            if self.inference:
-                stack.enter_context(torch.inference_mode())
-            stack.enter_context(torch.set_grad_enabled(self.grad))
-            for kind, enabled, dtype in self.autocast:
-                if enabled:
-                    stack.enter_context(torch.autocast(kind, dtype))
-            yield
 
 
 class Call:

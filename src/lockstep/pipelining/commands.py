@@ -8,6 +8,7 @@ import re
 import shutil
 import textwrap
 from collections.abc import Mapping
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from lockstep.errors import InputError, nearest
@@ -73,10 +74,13 @@ def _schedule(options: argparse.Namespace) -> int:
             f"schedule: {options.stages} stages x {options.microbatches} micro-batches are too many to simulate: "
             f"at most {_MOST:,} together"
         )
+    if options.out is not None:
+        from lockstep.report.canvas import check_file
+
+        check_file(Path(options.out), "--out")
     width = shutil.get_terminal_size().columns
-    timelines = {}
-    for name in options.schedule.split(","):
-        timelines[name] = timeline = _simulated(name, options)
+    timelines = {name: _simulated(name, options) for name in options.schedule.split(",")}
+    for name, timeline in timelines.items():
         title = f"{name}: {options.stages} devices, {options.microbatches} micro-batches"
         print("\n".join(textwrap.wrap(title, width)))
         print_timeline(timeline, width)

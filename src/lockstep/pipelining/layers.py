@@ -55,6 +55,7 @@ class Layers:
                 module.register_forward_hook(_Leaving())
         if self.moves:
             recompute.install(moving.later)
+            moving.install()
             model.register_forward_pre_hook(_Entering(places), prepend=True)
             model.register_forward_hook(_Exiting(), always_call=True)
         if not devices[0].is_slot:

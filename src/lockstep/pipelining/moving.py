@@ -8,6 +8,9 @@ tied weight, a mask made on the CPU) is seen by a mode, which PyTorch asks at ea
     torch.cat([left, right])         the mode brings ``left`` to card 1, where the last layer computed
 
 A function that writes computes where the tensor is that it writes to.
+
+PyTorch doesn't ask it of an autograd function that a person has written, whose backward gets gradients where its
+forward gave outputs; so the operands of one are brought together before it (``install``).
 """
 
 from __future__ import annotations
@@ -18,10 +21,12 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
+import torch.autograd.function as _function
 import torch.nn.functional as F
 from torch import nn
 from torch.overrides import TorchFunctionMode
 
+from lockstep.errors import StrategyError
 from lockstep.nesting import each
 from lockstep.pipelining.flight import tensors_in
 
@@ -90,13 +95,27 @@ class Moving(TorchFunctionMode):
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Mapping[str, Any] | None = None
     ) -> Any:
         kwargs = kwargs or {}
-        if func not in _LEFT:
-            found = [t for nest in (*args, *kwargs.values()) for t in _operands(nest)]
-            if len(found) > 1:
-                place = found[0].device
-                if any(t.device != place and (t.dim() or not t.is_cpu) for t in found[1:]):
-                    args, kwargs = self._together(func, args, kwargs)
+        if func not in _LEFT and _meet((*args, *kwargs.values())):
+            args, kwargs = self._together(func, args, kwargs)
         return func(*args, **kwargs)
+
+    def applied(self, function: Callable[..., Any], name: str, args: tuple[Any, ...]) -> Any:
+        """What an autograd function of a person's own gives; ``function`` applies it.
+
+        Raises:
+            StrategyError: it writes to an operand that had to be moved, so that this would stay as it was.
+        """
+        if not _meet(args):
+            return function(*args)
+        moved = tuple(self.moved(arg) if isinstance(arg, torch.Tensor) else arg for arg in args)
+        copies = [(b, _version(b)) for a, b in zip(args, moved, strict=True) if a is not b]
+        found = function(*moved)
+        if any(_version(copy) != version for copy, version in copies):
+            raise StrategyError(
+                f"{name} writes to a tensor of another stage's device: give it a clone(), or put what is around it on "
+                "one stage"
+            )
+        return found
 
     def _together(
         self, func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]
@@ -110,6 +129,29 @@ class Moving(TorchFunctionMode):
             return moved, {key: each(self.moved, value, on_packed=_same) for key, value in kwargs.items()}
         finally:
             self.place = stage
+
+
+_installed = False
+
+
+def install() -> None:
+    """Have autograd functions ask the mode of their thread, if there is one; once for this process.
+
+    It takes the place of the method of PyTorch's base class that ``Function.apply`` ends in, so that an ``apply`` which
+    somebody has kept under a name of his own comes here too. (torch 2.11 to 2.13.)
+    """
+    global _installed
+    if _installed:
+        return
+    _installed = True
+    base: Any = _function._SingleLevelFunction
+
+    def apply(cls: Any, *args: Any, **kwargs: Any) -> Any:
+        mode = current()
+        plain = super(base, cls).apply
+        return plain(*args, **kwargs) if mode is None or kwargs else mode.applied(plain, cls.__name__, args)
+
+    base.apply = classmethod(apply)
 
 
 def later() -> Callable[[], contextlib.AbstractContextManager[Any]] | None:
@@ -195,6 +237,16 @@ _LEFT = {
     *(torch.autograd.grad, torch.autograd.backward, torch.Tensor.backward),
 }
 """Functions that may have operands on two devices."""
+
+
+def _meet(nests: tuple[Any, ...]) -> bool:
+    """Whether operands are on several devices; a number on the CPU may be anywhere."""
+    found = [t for nest in nests for t in _operands(nest)]
+    return len(found) > 1 and any(t.device != found[0].device and (t.dim() or not t.is_cpu) for t in found[1:])
+
+
+def _version(tensor: torch.Tensor) -> int:
+    return 0 if tensor.is_inference() else tensor._version
 
 
 def _same(packed: Any) -> Any:

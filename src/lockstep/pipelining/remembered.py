@@ -3,16 +3,22 @@
 Micro-batches that overlap can't leave it in the order in which one device would, unless all of it is left and used in
 one visit of one stage (running statistics of a batch norm, say). So one micro-batch is watched: what has changed after
 its forward, in which visits that was used, and whether layers were called with weights other than their own.
+
+A model may begin with that later. So each update whose micro-batches do overlap is looked at from outside (`Begun`),
+which costs next to nothing: has anything changed that did not while a micro-batch was watched?
 """
 
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator, Mapping
+import itertools
+import operator
+from collections.abc import Iterable, Iterator, Mapping
 from typing import Any, NamedTuple
 
 import torch
 from torch import nn
+from torch.multiprocessing.reductions import StorageWeakRef
 from torch.overrides import TorchFunctionMode
 
 from lockstep.build import digest
@@ -114,8 +120,13 @@ class Remembered:
             return "forward draws from Python's or numpy's random, whose order would be left to chance"
         return None
 
+    def begun(self) -> Begun:
+        """What looks at later updates; the tensors that this forward wrote to may be written to in those too."""
+        pairs = zip(self._held, self._forward, strict=True)
+        return Begun(self._names, {(h.module, h.name) for h, (between, _) in pairs if between != h.value})
+
     def _full(self, module: nn.Module, name: str) -> str:
-        return f"{self._names[module]}.{name}".lstrip(".")
+        return _joined(self._names[module], name)
 
     def _visits(self, module: nn.Module, calls: Mapping[nn.Module, set[int]]) -> set[int]:
         """Those of the module, or of the nearest one around it that was called."""
@@ -128,6 +139,80 @@ class Remembered:
         return set()
 
 
+class Begun:
+    """What a model has begun to change in updates that are not watched.
+
+    Not seen: what lies deeper than in a list or dict that a module holds, what isn't in PyTorch's count of writes, and
+    what is drawn from Python's or numpy's random.
+
+    Args:
+        names: of the model's modules.
+        written: modules and names of the tensors that may be written to; buffers among them may be replaced.
+    """
+
+    def __init__(self, names: Mapping[nn.Module, str], written: set[tuple[nn.Module, str]]) -> None:
+        self._modules = dict(names)
+        self._written = written
+        self._holders = [held for module in names for held in (vars(module), module._buffers)]
+        self._objects: list[Any] = []  # all that the holders hold
+        self._before: list[dict[str, Any]] = []  # under which names
+        self._containers: list[tuple[str, Any]] = []
+        self._contents: list[list[Any]] = []
+        self._tensors: list[tuple[str, torch.Tensor]] = []
+        self._writes: list[int] = []
+
+    def look(self) -> None:
+        """Before an update."""
+        objects = self._held()
+        if not self._before or not _identical(objects, self._objects):
+            self._look_inside()
+        self._objects = objects
+        self._contents = [list(_values(one)) for _, one in self._containers]
+        self._writes = [tensor._version for _, tensor in self._tensors]
+
+    def _held(self) -> list[Any]:
+        return list(itertools.chain.from_iterable(map(dict.values, self._holders)))
+
+    def _look_inside(self) -> None:
+        """Find the lists, dicts and tensors that modules hold; between updates they are seldom other ones."""
+        self._before = [dict(held) for held in self._holders]
+        self._containers, self._tensors = [], []
+        for module, name in self._modules.items():
+            for _, own, tensor in _tensors_of(module):
+                if (module, own) not in self._written and not tensor.is_inference():
+                    self._tensors.append((_joined(name, own), tensor))
+            for own, value in vars(module).items():
+                if _is_plain(own) and isinstance(value, dict | list | set):
+                    self._containers.append((_joined(name, own), value))
+
+    def expects(self, name: str) -> bool:
+        """Whether that may change: a tensor that the forward which was watched wrote to."""
+        return any(name == _joined(self._modules[module], own) for module, own in self._written)
+
+    def changed(self) -> str | None:
+        """After it: the name of what has changed, or None."""
+        if not _identical(self._held(), self._objects):
+            for i, (held, before) in enumerate(zip(self._holders, self._before, strict=True)):
+                if (name := self._changed_in(i, held, before)) is not None:
+                    return name
+        for (name, container), contents in zip(self._containers, self._contents, strict=True):
+            now = list(_values(container))
+            if len(now) != len(contents) or not all(map(_alike, now, contents)):
+                return name
+        pairs = zip(self._tensors, self._writes, strict=True)
+        return next((name for (name, tensor), writes in pairs if tensor._version != writes), None)
+
+    def _changed_in(self, number: int, held: Mapping[str, Any], before: Mapping[str, Any]) -> str | None:
+        module, name = list(self._modules.items())[number // 2]
+        may = {own for one, own in self._written if one is module} if held is module._buffers else _OWN
+        for own, value in held.items():
+            if own in may or not _is_plain(own):
+                continue
+            if not _alike(_contents(before.get(own, _MISSING)), _contents(value)):
+                return _joined(name, own)
+        return None
+
+
 class _Uses(TorchFunctionMode):
     """In which visits of the forward the tensors of each storage were given to a function, and which backward needs.
 
@@ -138,6 +223,7 @@ class _Uses(TorchFunctionMode):
     def __init__(self) -> None:
         super().__init__()
         self._of: dict[int, set[int]] = {}
+        self._seen: dict[int, StorageWeakRef] = {}  # so that no later storage is taken for one that is gone
         self.saved: set[int] = set()
 
     def of(self, storage: int) -> set[int]:
@@ -157,16 +243,39 @@ class _Uses(TorchFunctionMode):
         if flight is not None:
             for nest in (*args, *kwargs.values()):
                 for tensor in tensors_in(nest):
-                    self._of.setdefault(_storage(tensor), set()).add(len(flight.seen))
+                    if (storage := _storage(tensor)) not in self._seen and storage:
+                        self._seen[storage] = _weak(tensor)
+                    self._of.setdefault(storage, set()).add(len(flight.seen))
         return func(*args, **kwargs)
 
 
+def _joined(module: str, name: str) -> str:
+    return f"{module}.{name}".lstrip(".")
+
+
+def _values(container: Any) -> Iterable[Any]:
+    return container.values() if isinstance(container, dict) else container
+
+
+def _identical(one: list[Any], other: list[Any]) -> bool:
+    """Whether two lists hold the same objects."""
+    return len(one) == len(other) and all(map(operator.is_, one, other))
+
+
 def _storage(tensor: torch.Tensor | None) -> int:
-    """What tells the memory of a tensor from that of others; 0 where it has none of its own."""
+    """What tells the storage of a tensor from all that there are; 0 where it has none of its own.
+
+    (Not the address of its memory, which temporary tensors hand on to one another.)
+    """
     if tensor is None or tensor.layout != torch.strided:
         return 0
     with torch._C.DisableTorchFunction():
-        return tensor.untyped_storage().data_ptr()
+        return int(tensor.untyped_storage()._cdata)
+
+
+def _weak(tensor: torch.Tensor) -> StorageWeakRef:
+    with torch._C.DisableTorchFunction():
+        return StorageWeakRef(tensor.untyped_storage())  # type: ignore[no-untyped-call]
 
 
 def _value(kind: str, tensor: torch.Tensor | None) -> object:
@@ -204,11 +313,12 @@ _MISSING = object()
 
 
 def _attributes(module: nn.Module) -> dict[str, Any]:
-    return {
-        key: _contents(value)
-        for key, value in vars(module).items()
-        if key not in _OWN and not key.endswith("_hooks") and "_hooks_" not in key
-    }
+    return {key: _contents(value) for key, value in vars(module).items() if _is_plain(key)}
+
+
+def _is_plain(attribute: str) -> bool:
+    """Whether it isn't one of PyTorch's own."""
+    return attribute not in _OWN and not attribute.endswith("_hooks") and "_hooks_" not in attribute
 
 
 def _contents(value: Any) -> Any:

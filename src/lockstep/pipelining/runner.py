@@ -31,7 +31,7 @@ from lockstep.errors import InputError
 from lockstep.events import Line
 from lockstep.parallel.team import Team
 from lockstep.pipelining.flight import Flight
-from lockstep.pipelining.remembered import Remembered
+from lockstep.pipelining.remembered import Begun, Remembered
 from lockstep.pipelining.routes import Route, action_of, merged, orders_of, whole
 from lockstep.pipelining.schedule import Schedule, by_stage
 from lockstep.pipelining.turns import Aborted, Key, Turns
@@ -74,6 +74,8 @@ class Runner:
         self._route: Route = ()
         self._settled = False
         self._in_turn: str | None = None
+        self._begun: Begun | None = None
+        self._doubtful: dict[int, str] = {}  # what began to change in which update, while micro-batches overlapped
         self._orders: dict[int, list[list[Key]]] = {}
         self._forward_route: Route = ()  # of evaluation
         self._forward_orders: dict[int, list[list[Key]]] = {}
@@ -198,10 +200,13 @@ class Runner:
                 self._learn(flight)
             if watched is not None:
                 assert flight.calls is not None
-                self._settled = True
+                self._settled, self._begun = True, watched.begun()
                 self._in_turn = watched.why_in_turn(flight.calls)
                 if self._in_turn is not None:
-                    self._say(f"{self._in_turn}: micro-batches follow one another, and nothing overlaps")
+                    self._say_in_turn()
+                else:  # what is in order as it overlaps
+                    expects = self._begun.expects
+                    self._doubtful = {at: name for at, name in self._doubtful.items() if not expects(name)}
         self._noted(flights)
         return results
 
@@ -235,26 +240,55 @@ class Runner:
             flight.turn_back()
             return backward(flight.number, made)
 
+        assert self._begun is not None
+        self._begun.look()
         found = self._all_at_once(flights, turns, there_and_back)
+        self._heed(self._begun.changed())
         if any(flight.strayed for flight in flights):
             for flight in flights:
                 self._learn(flight)
         self._noted(flights)
         return found
 
+    def _heed(self, changed: str | None) -> None:
+        """What an update has begun to change: the next one is watched, and after the third time none overlaps."""
+        if changed is None:
+            return
+        self._settled = False
+        self._doubtful[self._world.step] = changed
+        if len(self._doubtful) == 3:
+            self._settled, self._in_turn = True, f'"{changed}" is now and then changed in forward'
+            self._say_in_turn()
+
+    def _say_in_turn(self) -> None:
+        doubt = ""
+        if self._doubtful:
+            steps = ", ".join(map(str, self._doubtful))
+            doubt = f"; they overlapped at step {steps}, whose numbers may not be those of one device"
+        self._say(f"{self._in_turn}: micro-batches follow one another, and nothing overlaps{doubt}")
+
     # ---- forward only -----------------------------------------------------------------------------------------------
 
-    def evaluate(self, forward: Callable[[int], T], count: int) -> list[T]:
+    def evaluate(self, begin: Callable[[int], None], forward: Callable[[int], T], count: int) -> list[T]:
         """Forward of several batches, without gradients; what each gave.
 
         The first ones go one after the other, as in the first update. Whoever goes another way than they did gets
         turns between those of the others: no sums depend on their order.
+
+        Args:
+            begin: called before the forward of a batch that others don't overlap.
+            forward: of the batch of that number.
+            count: how many there are.
         """
+        self.overlaps = self._slots and count > 1 and bool(self._forward_route) and self._forward_in_turn is None
         if not self._slots or count == 1:
-            return [forward(number) for number in range(count)]
-        self.overlaps = bool(self._forward_route) and self._forward_in_turn is None
+            found = []
+            for number in range(count):
+                begin(number)
+                found.append(forward(number))
+            return found
         if not self.overlaps:
-            return self._in_threads([lambda: self._forward_one_by_one(forward, count)], count)[0]
+            return self._in_threads([lambda: self._forward_one_by_one(begin, forward, count)], count)[0]
         if count not in self._forward_orders:
             schedule = by_stage(self._places, count)
             self._forward_orders[count] = orders_of(self._forward_route, schedule, count)
@@ -263,9 +297,10 @@ class Runner:
 
         return self._all_at_once(flights, turns, lambda flight: forward(flight.number))
 
-    def _forward_one_by_one(self, forward: Callable[[int], T], count: int) -> list[T]:
+    def _forward_one_by_one(self, begin: Callable[[int], None], forward: Callable[[int], T], count: int) -> list[T]:
         results = []
         for number in range(count):
+            begin(number)
             flight = Flight(number, self._occupy, marks=False)
             watched = Remembered(self._model) if not self._forward_route and number == count - 1 else None
             flight.calls = None if watched is None else {}

@@ -85,8 +85,9 @@ def read_map(word: str) -> dict[str, int]:
         try:
             text = Path(word).read_text()
         except (OSError, UnicodeDecodeError) as error:
+            why = (error.strerror or type(error).__name__) if isinstance(error, OSError) else "it isn't text"
             raise StrategyError(
-                f'device map: "{word}" can\'t be read ({error}): give a file, or JSON as {_EXAMPLE}'
+                f'device map: "{word}" can\'t be read ({why}): give a file, or JSON as {_EXAMPLE}'
             ) from error
     try:
         found = json.loads(text)

@@ -65,16 +65,38 @@ def png(figure: Figure) -> bytes:
     return out.getvalue()
 
 
+def check_file(path: Path, what: str) -> None:
+    """Refuse a file that can't be drawn to, before what is to be drawn is there.
+
+    Args:
+        path: the file; its ending says the format.
+        what: is to be drawn, for the message.
+
+    Raises:
+        InputError: matplotlib isn't installed, the format isn't known, or there is no such folder.
+    """
+    _format_of(path, new_figure(1.0, 1.0, what))
+    if not path.absolute().parent.is_dir():
+        raise InputError(f"{path}: there is no folder {path.parent}")
+
+
 def save(figure: Figure, path: Path) -> None:
     """Write the figure to a file, whose ending says the format.
 
     Raises:
         InputError: the format isn't known, or the file can't be written.
     """
-    supported = figure.canvas.get_supported_filetypes()
-    if (ending := path.suffix.lstrip(".").lower()) not in supported:
-        raise InputError(f'{path}: "{path.suffix}" is no picture that can be drawn: take .png, .svg or .pdf')
     try:
-        figure.savefig(path, format=ending, dpi=DPI)
+        figure.savefig(path, format=_format_of(path, figure), dpi=DPI)
     except OSError as error:
         raise InputError(f"{path}: {error.strerror or error}") from error
+
+
+def _format_of(path: Path, figure: Figure) -> str:
+    ending = path.suffix.lstrip(".").lower()
+    if ending not in figure.canvas.get_supported_filetypes():
+        what = (
+            f'"{path.suffix}" is no picture that can be drawn' if ending else "a name without an ending says no format"
+        )
+        raise InputError(f"{path}: {what}: take .png, .svg or .pdf")
+    return ending

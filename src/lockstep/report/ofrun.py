@@ -144,7 +144,9 @@ def command(config: Mapping[str, Any]) -> str:
     said = f"{len(devices)}xcpu" if kind == "cpu" else f"{kind}:{','.join(d.partition(':')[2] for d in devices)}"
     words = ["lockstep", "train", config["file"], "--strategy", config["strategy"], "--devices", said]
     own = config["strategy_settings"]
-    words += [word for name in ("microbatches", "schedule") if name in own for word in (f"--{name}", str(own[name]))]
+    for name in ("microbatches", "split_size", "schedule"):
+        if own.get(name) is not None:
+            words += [f"--{name.replace('_', '-')}", str(own[name])]
     words += [word for name, value in config["set"].items() for word in ("--set", f"{name}={value}")]
     for name, value in config["given"].items():
         words += [f"--{name.replace('_', '-')}", str(value).lower()]

@@ -27,10 +27,11 @@ from lockstep.build import buffers_of, build_model, differing_tensors
 from lockstep.data import Batch, Part
 from lockstep.errors import InputError, RunError, StrategyError
 from lockstep.job import Job
+from lockstep.loss import Number
 from lockstep.optimizer import build_optimizer, gives_sparse_gradients
 from lockstep.parallel.batchnorm import synchronise
 from lockstep.parallel.exchange import RankExchange
-from lockstep.step import Number, Step
+from lockstep.step import Step
 from lockstep.strategies.buffers import FollowedBuffers, take_first
 from lockstep.strategies.flat import FlatGradients
 from lockstep.strategies.strategy import Strategy
@@ -68,11 +69,7 @@ class DDP(Strategy):
 
     def build(self, job: Job, world: World) -> Step:
         """Build the same model on every rank."""
-        if world.size == 1 and len(world.devices) > 1:
-            raise StrategyError(
-                f"ddp wants a process for each of the {len(world.devices)} devices, and this is one process: "
-                "start it with lockstep.launch(...) or torchrun, or use dp"
-            )
+        self.refuse_one_process(world)
         model = build_model(job, world)
         self.refuse(model, world.size)
         exchange = None

@@ -28,6 +28,7 @@ from lockstep.devices import Device
 from lockstep.errors import StrategyError
 from lockstep.forward import drops
 from lockstep.job import Job
+from lockstep.loss import Number
 from lockstep.nesting import call, cut, to_device
 from lockstep.optimizer import build_optimizer
 from lockstep.parallel import gather, recompute
@@ -35,7 +36,7 @@ from lockstep.parallel.batchnorm import synchronise
 from lockstep.parallel.exchange import ThreadExchange
 from lockstep.parallel.random import stream
 from lockstep.parallel.team import Team
-from lockstep.step import Number, Step
+from lockstep.step import Step
 from lockstep.strategies.replicas import refuse_what_replicas_would_share, replica_of
 from lockstep.strategies.strategy import Strategy
 from lockstep.world import World

@@ -16,7 +16,7 @@ from collections.abc import Collection
 import torch
 from torch import nn
 
-from lockstep.step import Number
+from lockstep.loss import Number
 from lockstep.world import World
 
 

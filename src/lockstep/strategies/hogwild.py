@@ -38,8 +38,9 @@ from lockstep.build import buffers_of, build_model
 from lockstep.data import Batch
 from lockstep.errors import StrategyError
 from lockstep.job import Job
+from lockstep.loss import Number
 from lockstep.optimizer import build_optimizer
-from lockstep.step import Number, Result, Step
+from lockstep.step import Result, Step
 from lockstep.strategies.buffers import take_first
 from lockstep.strategies.sharing import SharedWeights
 from lockstep.strategies.strategy import Strategy
@@ -65,11 +66,7 @@ class Hogwild(Strategy):
         Raises:
             StrategyError: the weights can't be shared, or a setting would make the ranks wait for one another.
         """
-        if world.size == 1 and len(world.devices) > 1:
-            raise StrategyError(
-                f"hogwild wants a process for each of the {len(world.devices)} devices, and this is one process: "
-                "start it with lockstep.launch(...) or torchrun, or use dp"
-            )
+        self.refuse_one_process(world)
         if not world.device.is_slot:
             raise StrategyError(
                 f"hogwild shares weights in the memory of the CPU, and this is {world.device}: take ddp, or 2xcpu"

@@ -24,6 +24,7 @@ class MP(PP):
     microbatches: int = 1
 
     def __post_init__(self) -> None:
-        if self.microbatches != 1:
-            raise StrategyError(f"mp has one micro-batch, not {self.microbatches}: take pp")
+        if self.microbatches != 1 or self.split_size is not None:
+            wanted = self.microbatches if self.split_size is None else f"those of {self.split_size!r} samples"
+            raise StrategyError(f"mp has one micro-batch, not {wanted}: take pp")
         super().__post_init__()

@@ -52,7 +52,8 @@ class PP(Strategy):
     Attributes:
         device_map: prefixes of names and their stages (see ``lockstep.pipelining.stages``); None finds one, by
             measuring the layers on the job's first batch.
-        microbatches: how many each accumulation part of a global batch is cut in; "auto" chooses by simulation.
+        microbatches: how many each accumulation part of a global batch is cut in; "auto" chooses by simulation; None is
+            what ``split_size`` makes, or 4.
         schedule: ``"1f1b"``, ``"gpipe"``, ``"interleaved"`` (several stages on each device), ``"fitted"`` (to measured
             times), or "auto".
         split_size: samples of a micro-batch at most, instead of ``microbatches``.
@@ -67,7 +68,8 @@ class PP(Strategy):
     splits_layers: ClassVar[bool] = True
 
     device_map: Mapping[str, int] | None = None
-    microbatches: int | Literal["auto"] = _MICROBATCHES
+    # (None has no word: "none" would not be understood as four.)
+    microbatches: int | Literal["auto"] = None  # type: ignore[assignment]
     schedule: str = "1f1b"
     split_size: int | None = None
     chunks: int | None = None
@@ -82,8 +84,11 @@ class PP(Strategy):
         if self.split_size is not None:
             if not isinstance(self.split_size, int) or isinstance(self.split_size, bool) or self.split_size < 1:
                 raise StrategyError(f"{self.name}: micro-batches of {self.split_size!r} samples: give a number from 1")
-            if self.microbatches != _MICROBATCHES:
-                raise StrategyError(f"{self.name}: microbatches and split_size say the same thing: give one of them")
+            if self.microbatches is not None:
+                raise StrategyError(
+                    f"{self.name}: microbatches={self.microbatches} and split_size={self.split_size} "
+                    "say the same thing: give one of them"
+                )
         if self.schedule not in (*SCHEDULES, "auto"):
             raise StrategyError(
                 f'{self.name}: there is no schedule "{self.schedule}": {nearest(self.schedule, [*SCHEDULES, "auto"])}'
@@ -96,7 +101,7 @@ class PP(Strategy):
 
     def parts(self, job: Job) -> int:
         """Micro-batches of a global batch."""
-        number = _MICROBATCHES if self.microbatches == "auto" else self.microbatches
+        number = self.microbatches if isinstance(self.microbatches, int) else _MICROBATCHES
         if self.split_size is not None:
             number = -(-job.batch_size // (job.accumulate * self.split_size))
         return job.accumulate * number
@@ -177,7 +182,7 @@ class PP(Strategy):
         """What is open here, as it was."""
         way = self
         if way.microbatches == "auto":
-            way = replace(way, microbatches=before.get("microbatches", "auto"))
+            way = replace(way, microbatches=before.get("microbatches", "auto"), split_size=before.get("split_size"))
         if way.schedule == "auto":
             way = replace(way, schedule=before.get("schedule", "auto"), chunks=before.get("chunks"))
         device_map = before.get("device_map")
@@ -212,7 +217,7 @@ class PP(Strategy):
             raise StrategyError(
                 f"{self.name}: compile, and layers that take turns: leave it out, or compile layers in the model itself"
             )
-        if isinstance(job.train_data, tuple) and not job.train_data:
+        if isinstance(job.train_data, tuple) and not job.train_data:  # ``parallelize`` knows of none
             self._refuse_in_own_loop()
         world.splits_layers = True
         model = build_model(job, world, place=False)

@@ -3,21 +3,24 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch import nn
 
 from lockstep.data import Batch, mixed
 from lockstep.job import Job
+from lockstep.loss import Number
 from lockstep.parallel import recompute
 from lockstep.parallel.random import Streams, stream
 from lockstep.pipelining.layers import Layers
 from lockstep.pipelining.runner import Runner
-from lockstep.step import Number, Step
+from lockstep.step import Step
 from lockstep.world import World
+
+T = TypeVar("T")
 
 
 class StagedStep(Step):
@@ -91,7 +94,7 @@ class StagedStep(Step):
         if self._stream is None:
             return stream(lambda: streams.generator(number))
         key = (*self._stream, number) if number else self._stream
-        return stream(torch.Generator().manual_seed(mixed(*key)))
+        return stream(_seeded(mixed(*key)))
 
     def _seed_all(self, key: int) -> None:
         super()._seed_all(key)
@@ -103,21 +106,38 @@ class StagedStep(Step):
         # Gradients are on several devices, the count is on one.
         super()._weight(size, float(count) if self._layers.moves and isinstance(count, torch.Tensor) else count)
 
-    def results_over(self, batches: Iterable[Batch]) -> Iterator[list[tuple[Any, Any, Number, Number]]]:
-        """Those of each batch. Whole batches overlap on the devices: cut, they might give other numbers."""
+    def over(
+        self, batches: Iterable[Batch], compute: Callable[[Batch], T], seed: int | None = None
+    ) -> Iterator[tuple[Batch, T]]:
+        """As any step's. Whole batches overlap on the devices: cut, they might give other numbers."""
         streams = Streams()
         rest = iter(batches)
         while together := list(itertools.islice(rest, self._together)):
 
-            def forward(number: int, together: list[Batch] = together) -> list[tuple[Any, Any, Number, Number]]:
-                drawing = stream(lambda: streams.generator(number)) if self.runner.overlaps else nullcontext()
-                with torch.no_grad(), drawing:
-                    return self.results(together[number])
+            def begin(number: int, together: list[Batch] = together) -> None:
+                if seed is not None:
+                    self._begin_batch(together[number], seed)
 
-            yield from self.runner.evaluate(forward, len(together))
+            def forward(number: int, together: list[Batch] = together) -> T:
+                batch = together[number]
+                with torch.no_grad(), self._drawing_of(batch, streams, seed):
+                    return compute(batch)
+
+            yield from zip(together, self.runner.evaluate(begin, forward, len(together)), strict=True)
+
+    def _drawing_of(self, batch: Batch, streams: Streams, seed: int | None) -> AbstractContextManager[Any]:
+        """The random stream of a batch that isn't trained on; under a seed the one that any step gives it."""
+        if not self.runner.overlaps:
+            return nullcontext()
+        key = None if seed is None else mixed(seed, batch.index + 1, self.world.rank)
+        return stream(lambda: streams.generator(batch.index) if key is None else _seeded(key))
 
     @contextmanager
     def evaluating(self) -> Iterator[None]:
         """As every step's; what meets on different devices is moved."""
         with super().evaluating(), self._layers.moving():
             yield
+
+
+def _seeded(key: int) -> torch.Generator:
+    return torch.Generator().manual_seed(key)

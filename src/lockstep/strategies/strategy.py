@@ -75,6 +75,18 @@ class Strategy(ABC):
                     "use single, or normalise in a parametrization"
                 )
 
+    def refuse_one_process(self, world: World) -> None:
+        """Refuse several devices in one process, where each is to have its own.
+
+        Raises:
+            StrategyError: with how to start them.
+        """
+        if world.size == 1 and len(world.devices) > 1:
+            raise StrategyError(
+                f"{self.name} wants a process for each of the {len(world.devices)} devices, and this is one process: "
+                "start it with lockstep.launch(...) or torchrun, or use dp"
+            )
+
     def exceptions(self, job: Job, model: nn.Module, replicas: int) -> list[str]:
         """Where the numbers will not be those of one device, a line each, with what would keep them."""
         said: list[str] = [] if self.exact is True else [self.exact]

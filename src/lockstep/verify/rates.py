@@ -7,8 +7,8 @@ import warnings
 from lockstep.build import build_model
 from lockstep.errors import LockstepError
 from lockstep.jobfile import the_job, with_settings
-from lockstep.loop import scheduler_of
 from lockstep.optimizer import build_optimizer
+from lockstep.scheduler import scheduler_of
 from lockstep.strategies.single import SingleStep
 from lockstep.verify.sides import Experiment
 from lockstep.world import World

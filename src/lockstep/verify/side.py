@@ -13,8 +13,8 @@ from lockstep.build import digest
 from lockstep.data import Batch, Part, eval_loaders, job_loader, resolve, resolve_sets
 from lockstep.evaluation import evaluate_sets
 from lockstep.job import Job
-from lockstep.loop import move_on, scheduler_of
 from lockstep.nesting import each, tensors
+from lockstep.scheduler import move_on, scheduler_of
 from lockstep.seeding import same, states
 from lockstep.step import Result, Step
 from lockstep.strategies import Strategy

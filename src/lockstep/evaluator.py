@@ -1,0 +1,148 @@
+"""Evaluator: a model under a strategy, asked for outputs and losses without an update. Every step is one.
+
+What strategies have of their own here: where a share is computed (``results``, ``predictions``), and whether several
+batches may be under way at once (``over``).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
+from typing import Any, TypeVar
+
+import torch
+from torch import nn
+
+from lockstep.data import Batch, Part, mixed
+from lockstep.job import Job
+from lockstep.loss import Number, Totalled
+from lockstep.nesting import batch_size_of, call, to_device
+from lockstep.precision import Precision
+from lockstep.seeding import seed_all
+from lockstep.world import World
+
+T = TypeVar("T")
+
+
+class Evaluator:
+    """One model on this process's devices.
+
+    Attributes:
+        model: the model under its one-device names.
+        world: this process's place among the ranks.
+        loss: gives total and count.
+    """
+
+    cuts_batch = True
+    """Whether a loss sees less than the global batch, so that it must be additive over samples."""
+
+    def __init__(self, model: nn.Module, job: Job, world: World) -> None:
+        self.model = model
+        self.world = world
+        self.loss = Totalled.of(job.loss)
+        self._channels_last = job.channels_last
+        self._precision = Precision(job.precision, world.device.type)
+        self._dtype = self._precision.whole
+        self._on_accelerator = not world.device.is_slot
+        self._stream: tuple[int, ...] | None = None
+
+    def models(self) -> list[nn.Module]:
+        """The replicas of this process."""
+        return [self.model]
+
+    def share_buffers(self) -> None:
+        """Give every replica the first one's buffers (running statistics), before an evaluation or a save."""
+
+    @contextmanager
+    def evaluating(self) -> Iterator[None]:
+        """The model in evaluation mode, without gradients; each module's own mode comes back afterwards."""
+        modes = [(module, module.training) for model in self.models() for module in model.modules()]
+        self.share_buffers()
+        for model in self.models():
+            model.eval()
+        try:
+            with torch.no_grad():
+                yield
+        finally:
+            for module, mode in modes:
+                module.training = mode
+
+    def evaluate(self, inputs: Any, targets: Any) -> tuple[Any, Number, Number]:
+        """Outputs, total and count of this process's share, without an update.
+
+        Raises:
+            InputError: the loss or the model can't take them.
+        """
+        with self.evaluating():
+            return self.outputs(Part(inputs, targets, batch_size_of(inputs), batch_size_of(inputs)))
+
+    # ---- within ``evaluating()`` ------------------------------------------------------------------------------------
+
+    def over(
+        self, batches: Iterable[Batch], compute: Callable[[Batch], T], seed: int | None = None
+    ) -> Iterator[tuple[Batch, T]]:
+        """Each batch, in order, with what ``compute`` makes of it; several may be under way at once.
+
+        Args:
+            batches: of the loader.
+            compute: ``results`` or ``predictions``, or what calls one of them.
+            seed: gives each batch a random stream of its own; None goes on with the stream there is.
+        """
+        for batch in batches:
+            if seed is not None:
+                self._begin_batch(batch, seed)
+            yield batch, compute(batch)
+
+    def _begin_batch(self, batch: Batch, seed: int) -> None:
+        self.world.step = batch.index + 1
+        self.seed(seed)
+
+    def results(self, batch: Batch) -> list[tuple[Any, Any, Number, Number]]:
+        """Outputs, targets, total and count of each of this process's shares of an evaluation batch, not empty ones."""
+        part = batch.parts[0]
+        if not part.size:
+            return []
+        outputs, total, count = self.outputs(part)
+        return [(outputs, self.placed(part).targets, total, count)]
+
+    def predictions(self, batch: Batch) -> list[tuple[int, Any]]:
+        """Samples and outputs of each of this process's shares of a batch that isn't empty.
+
+        The loss isn't called.
+        """
+        part = batch.parts[0]
+        with self._precision.autocast():
+            return [(part.size, call(self.model, self.placed(part).inputs))] if part.size else []
+
+    def outputs(self, part: Part) -> tuple[Any, Number, Number]:
+        """As ``evaluate``."""
+        return self.judged(self.model, self.placed(part))
+
+    def judged(self, model: nn.Module, part: Part) -> tuple[Any, Number, Number]:
+        """What ``model`` makes of a part that is on its device: outputs, total and count."""
+        with self._precision.autocast():
+            outputs = call(model, part.inputs)
+            total, count = self.loss(outputs, part.targets, part.size)
+        if self.cuts_batch:
+            self.loss.check(outputs, part.targets, part.size)
+        return outputs, total, count
+
+    def placed(self, part: Part) -> Part:
+        """The part on this process's device, in the job's number format and layout."""
+        if self._dtype is None and not self._channels_last and not self._on_accelerator:
+            return part
+        device = self.world.device.torch
+        inputs = to_device(part.inputs, device, self._dtype, channels_last=self._channels_last)
+        return Part(inputs, to_device(part.targets, device, self._dtype), part.size, part.of, part.samples)
+
+    # ---- random numbers ---------------------------------------------------------------------------------------------
+
+    def seed(self, seed: int) -> None:
+        """Begin a random stream of its own for this step and this rank, so that a step can be repeated."""
+        self._stream = seed, self.world.step, self.world.rank
+        self._seed_all(mixed(*self._stream))
+
+    def _seed_all(self, key: int) -> None:
+        seed_all(key)
+        if self._on_accelerator and self.world.device.type == "cuda":
+            torch.cuda.default_generators[self.world.device.index].manual_seed(key)

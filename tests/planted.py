@@ -1,0 +1,48 @@
+"""Models that do in forward what a share of a batch can't keep: planted for those who are to see it."""
+
+from __future__ import annotations
+
+import torch
+from torch import nn
+
+
+class Averaging(nn.Linear):
+    """Its buffer follows what a replica sees, and acts in training."""
+
+    def __init__(self) -> None:
+        super().__init__(6, 3)
+        self.register_buffer("seen", torch.zeros(6))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        self.seen.mul_(0.9).add_(x.mean(dim=0).detach(), alpha=0.1)
+        return super().forward(x - self.seen)
+
+
+class Noisy(nn.Linear):
+    """Draws in forward, in no layer that is known for it."""
+
+    def __init__(self) -> None:
+        super().__init__(6, 3)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return super().forward(x + 0.01 * torch.randn_like(x))
+
+
+class SelfWriting(nn.Linear):
+    """Writes its bias, from some call on.
+
+    Args:
+        after: so many calls; with some, the look before the first step can't see it.
+    """
+
+    def __init__(self, after: int = 0) -> None:
+        super().__init__(6, 3)
+        self.after = after
+        self.calls = 0
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        self.calls += 1
+        if self.calls > self.after:
+            with torch.no_grad():
+                self.bias.data.copy_(x.mean(dim=0)[:3])
+        return super().forward(x)
