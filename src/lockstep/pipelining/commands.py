@@ -10,7 +10,7 @@ import textwrap
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
-from lockstep.errors import InputError, nearest
+from lockstep.errors import InputError, counted, nearest
 
 if TYPE_CHECKING:
     from lockstep.timeline import Timeline
@@ -61,7 +61,7 @@ def add_schedule(parser: argparse.ArgumentParser) -> None:
 
 
 def _schedule(options: argparse.Namespace) -> int:
-    from lockstep.pipelining.picture import draw
+    from lockstep.pipelining.picture import draw, key
     from lockstep.pipelining.schedule import printed
 
     if not math.isfinite(options.transfer):
@@ -77,11 +77,12 @@ def _schedule(options: argparse.Namespace) -> int:
     timelines = {}
     for name in options.schedule.split(","):
         timelines[name] = timeline = _simulated(name, options)
-        title = f"{name}: {options.stages} devices, {options.microbatches} micro-batches"
+        title = f"{name}: {counted(options.stages, 'device')}, {counted(options.microbatches, 'micro-batch', 'es')}"
         print("\n".join(textwrap.wrap(title, width)))
         print_timeline(timeline, width)
         if options.words:
             print(printed([[span.action for span in spans] for spans in timeline.devices]))
+    print("\n".join(key(width)))
     if options.out is not None:
         draw(timelines, options.out)
     return 0
@@ -151,6 +152,7 @@ def partition(options: argparse.Namespace, knobs: Mapping[str, str], settings: M
     """Find the partition that the options ask for, and print it."""
     from lockstep.jobfile import JobFile
     from lockstep.pipelining import partition as found_by
+    from lockstep.pipelining.picture import key
     from lockstep.pipelining.plan import plan
     from lockstep.pipelining.schedule import SCHEDULES
 
@@ -169,6 +171,8 @@ def partition(options: argparse.Namespace, knobs: Mapping[str, str], settings: M
         print("\n".join(found.lines(width)))
         print()
         print_timeline(choice.best.timeline, width)
+        print("\n".join(key(width)))
+        print()
         print("\n".join(textwrap.wrap(choice.why, width)))
         return 0
     if not options.microbatches.isdigit():
