@@ -187,9 +187,9 @@ _OPINIONS = ("Take ", "The turns of ")
 def difference(shown: list[str], was_printed: list[str], *, shape: bool = False) -> str:
     """Where what was printed isn't what is shown; "" where it is.
 
-    Words and whole numbers must be the same; other numbers to half a hundredth, or to one in a hundred (another
-    processor adds in another order, and the training goes on from there). Times, rates and dates are left out, and with
-    ``shape`` all numbers, bars, empty lines and what is concluded from numbers. A line "..." stands for any lines.
+    Words and whole numbers must be the same; other numbers to one in fifty: another processor adds in another order, and
+    the training goes on from there. Times, rates and dates are left out, and with ``shape`` all numbers, bars, empty
+    lines and what is concluded from numbers. A line "..." stands for any lines.
     """
     wanted, got = (_prepared(lines, shape) for lines in (shown, was_printed))
     parts: list[list[str]] = [[]]
@@ -246,7 +246,7 @@ def _near(a: str, b: str) -> bool:
     if a.isdigit() and b.isdigit():
         return a == b
     x, y = (float(word.replace(",", "")) for word in (a, b))
-    return abs(x - y) <= max(0.005, 0.01 * abs(x))
+    return abs(x - y) <= max(5e-4, 0.02 * abs(x))
 
 
 # ---- written anew ---------------------------------------------------------------------------------------------------
