@@ -188,10 +188,12 @@ def difference(shown: list[str], was_printed: list[str], *, shape: bool = False)
     """Where what was printed isn't what is shown; "" where it is.
 
     Words and whole numbers must be the same; other numbers to one in fifty: another processor adds in another order, and
-    the training goes on from there. Times, rates and dates are left out, and with ``shape`` all numbers, bars, empty
-    lines and what is concluded from numbers. A line "..." stands for any lines.
+    the training goes on from there. Times, rates and dates are left out, and with ``shape`` all numbers, bars, where lines
+    end, and what is concluded from numbers. A line "..." stands for any lines.
     """
     wanted, got = (_prepared(lines, shape) for lines in (shown, was_printed))
+    if shape:  # word by word: where a line ends follows from how long its numbers are
+        wanted, got = ([word for line in lines for word in line.split(" ")] for lines in (wanted, got))
     parts: list[list[str]] = [[]]
     for line in wanted:
         if line == "...":
@@ -202,11 +204,11 @@ def difference(shown: list[str], was_printed: list[str], *, shape: bool = False)
     for i, part in enumerate(parts):
         last = len(got) - len(part)
         starts = [place] if i == 0 else [last] if i == len(parts) - 1 and part else range(place, last + 1)
-        every = [_first_apart(part, got[start : start + len(part)], shape) if start >= place else 0 for start in starts]
+        every = [_first_apart(part, got[start : start + len(part)]) if start >= place else 0 for start in starts]
         if None not in every:
             apart = max((one for one in every if one is not None), default=0)
-            line = part[apart] if apart < len(part) else "(nothing)"
-            return f'"{line}" was not printed; what was:\n' + "\n".join(was_printed)
+            said = " ".join(part[max(0, apart - 5) : apart + 1]) if shape else part[apart]
+            return f'"{said}" was not printed; what was:\n' + "\n".join(was_printed)
         place = starts[every.index(None)] + len(part)
     if len(parts) == 1 and place != len(got):
         return "more was printed than is shown:\n" + "\n".join(was_printed)
@@ -221,25 +223,24 @@ def _prepared(lines: list[str], shape: bool) -> list[str]:
             continue
         for varying, word in _VARIES:
             line = varying.sub(word, line)
-        found.append(re.sub(r"[\s█▏▎▍▌▋▊▉─]+" if shape else r"\s+", " ", line).strip())
+        line = re.sub(r"[\s█▏▎▍▌▋▊▉─]+" if shape else r"\s+", " ", line).strip()
+        if shape:
+            # "391 MiB" and "1.2 GiB", "1 core" and "2 cores": units follow the machine too.
+            line = re.sub(r"\b[KMG]iB\b", "B", re.sub(r"\bcores\b", "core", _NUMBER.sub("#", line)))
+        found.append(line)
     return found
 
 
-def _first_apart(wanted: list[str], got: list[str], shape: bool) -> int | None:
+def _first_apart(wanted: list[str], got: list[str]) -> int | None:
     for i, line in enumerate(wanted):
-        if i >= len(got) or not _alike(line, got[i], shape):
+        if i >= len(got) or not _alike(line, got[i]):
             return i
     return None
 
 
-def _alike(a: str, b: str, shape: bool) -> bool:
-    words = [_NUMBER.sub("#", line) for line in (a, b)]
-    if shape:
-        # "2 x 391 MiB" and "1.2 GiB", "1 core" and "2 cores": units follow the machine too.
-        words = [re.sub(r"\b[KMG]iB\b", "B", re.sub(r"\bcores\b", "core", word)) for word in words]
-        return words[0] == words[1]
+def _alike(a: str, b: str) -> bool:
     numbers = zip(_NUMBER.findall(a), _NUMBER.findall(b), strict=False)
-    return words[0] == words[1] and all(_near(x, y) for x, y in numbers)
+    return _NUMBER.sub("#", a) == _NUMBER.sub("#", b) and all(_near(x, y) for x, y in numbers)
 
 
 def _near(a: str, b: str) -> bool:
