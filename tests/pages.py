@@ -179,7 +179,7 @@ _VARIES = (
     (re.compile(r"\d{8}-\d{6}(-\d+)?"), "#"),  # the time in a folder's name
     (re.compile(r"\bof [\d.]+ [MG]iB"), "of # B"),  # what a device has
 )
-_NUMBER = re.compile(r"\d[\d,]*(?:\.\d+)?(?:e[-+]?\d+)?")
+_NUMBER = re.compile(r"\d+(?:,\d{3})*(?:\.\d+)?(?:e[-+]?\d+)?")
 _OPINIONS = ("Take ", "The turns of ")
 """How a comparison's paragraphs begin that follow from its numbers."""
 
@@ -187,9 +187,9 @@ _OPINIONS = ("Take ", "The turns of ")
 def difference(shown: list[str], was_printed: list[str], *, shape: bool = False) -> str:
     """Where what was printed isn't what is shown; "" where it is.
 
-    Words and whole numbers must be the same; other numbers to one in fifty: another processor adds in another order, and
-    the training goes on from there. Times, rates and dates are left out, and with ``shape`` all numbers, bars, where lines
-    end, and what is concluded from numbers. A line "..." stands for any lines.
+    Words and whole numbers must be the same; other numbers to one in fifty: another processor adds in another order,
+    and the training goes on from there. Times, rates and dates are left out, and with ``shape`` all numbers, bars,
+    where lines end, and what is concluded from numbers. A line "..." stands for any lines.
     """
     wanted, got = (_prepared(lines, shape) for lines in (shown, was_printed))
     if shape:  # word by word: where a line ends follows from how long its numbers are

@@ -75,4 +75,5 @@ def test_a_shape_is_held_to_its_words_and_rows() -> None:
     assert difference(["ddp 1.8 2 x 391 MiB"], ["ddp 1.2 1.1 GiB"], shape=True)
     assert difference(["dp 1", "ddp 2"], ["dp 1"], shape=True)
     assert difference(["...", "dp 1", "ddp 2", "..."], ["a", "dp 1", "mp 3", "b"], shape=True)
+    assert not difference(["1,450, 1,700"], ["26.3, 12"], shape=True)
     assert not difference(["...", "3 turns of 2 s", "each", "..."], ["a", "2 turns", "of 0.1 s each", "b"], shape=True)
