@@ -6,7 +6,7 @@ VENV := .venv
 BIN := $(VENV)/bin
 READY := $(VENV)/.ready
 
-.PHONY: demo test test-all lint types bench bench-gpu clean
+.PHONY: demo test test-all lint types tour pictures bench bench-gpu clean
 
 demo: $(READY)
 	$(BIN)/lockstep train examples/digits.py --strategy ddp --devices 2
@@ -23,6 +23,14 @@ lint: $(READY)
 
 types: $(READY)
 	$(BIN)/mypy
+
+# What the blocks of docs/tour.md print, written into it anew: some minutes.
+tour: $(READY)
+	$(BIN)/python tests/pages.py docs/tour.md
+
+# The README's comparisons, measured anew, with their charts: about an hour; leave the machine alone.
+pictures: $(READY)
+	$(BIN)/python tests/pages.py --pictures README.md
 
 # Fabric and Accelerate are there only to be measured against.
 bench: $(READY)

@@ -1,10 +1,11 @@
 """ResNet-50 over two devices: stem and first two groups of blocks on one, the rest on the other.
 
-lockstep train examples/resnet50_split.py --set generated=true --steps 20
-lockstep partition examples/resnet50_split.py --set generated=true --devices 2     the split that measuring finds
+lockstep train examples/resnet50_split.py --steps 20
+lockstep partition examples/resnet50_split.py --devices 2     the split that measuring finds
+lockstep compare examples/resnet50_split.py --strategies single,mp,pp --sweep microbatches=1,2,4,8 --devices 2
 
 `--set data=FILE.pt` takes a file that torch.save wrote: a dict of "images", bytes (count, 3, h, w), and "labels"
-(count,). `generated=true` takes noise in their place, for timing.
+(count,). Without one there is noise in their place, for timing; `generated=false` refuses that.
 """
 
 from pathlib import Path
@@ -36,7 +37,7 @@ def images_of(data: str) -> TensorDataset:
         JobError: there is none, or it has other things in it.
     """
     if not data:
-        raise JobError("data: say a file of images, --set data=FILE.pt, or time it with generated=true")
+        raise JobError("data: say a file of images, --set data=FILE.pt; without generated=false noise is taken")
     if not Path(data).is_file():
         raise JobError(f"data: there is no file {data}")
     held = torch.load(data, weights_only=True)
@@ -65,7 +66,7 @@ def accuracy(outputs: torch.Tensor, targets: torch.Tensor) -> tuple[torch.Tensor
 
 def job(
     data: str = "",
-    generated: bool = False,
+    generated: bool = True,
     samples: int = 1024,
     image_size: int = 112,
     classes: int = 10,
@@ -75,18 +76,19 @@ def job(
 
     Args:
         data: a file of images and labels.
-        generated: take noise instead.
+        generated: take noise where no file is given.
         samples: of the noise.
         image_size: of the noise, height and width.
         classes: of the labels.
         lr: the learning rate.
     """
+    noisy = generated and not data
     return lockstep.Job(
         model=lambda: Classifier(classes),
         loss=nn.CrossEntropyLoss(),
         optimizer=lambda params: torch.optim.SGD(params, lr=lr, momentum=0.9, weight_decay=1e-4),
-        train_data=(lambda: noise(samples, image_size, classes)) if generated else (lambda: images_of(data)),
+        train_data=(lambda: noise(samples, image_size, classes)) if noisy else (lambda: images_of(data)),
         batch_size=32,
         metrics={"accuracy": accuracy},
-        on_event=[say_generated] if generated else [],
+        on_event=[say_generated] if noisy else [],
     )

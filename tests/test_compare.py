@@ -24,6 +24,7 @@ from lockstep.compare.entries import line_up
 from lockstep.compare.pages import page_of
 from lockstep.compare.peers import attempt_peer
 from lockstep.compare.result import Comparison
+from lockstep.compare.sweeps import sweeps_of
 from lockstep.compare.table import csv_of, lines_of
 from lockstep.devices import slots
 from lockstep.errors import InputError, OutOfMemory, StrategyError
@@ -307,6 +308,31 @@ def test_a_sweep_over_devices_has_a_slot_of_each_size(monkeypatch: pytest.Monkey
     assert by_name["ddp devices=4"].one == "single, 1 core" and by_name["ddp devices=2"].one == "single, 2 cores"
     assert by_name["single, 1 core"].devices == slots(4)[:1]
     assert len(line_up(["ddp"], "auto", {})[-1].devices) == 4, "without an accelerator: a slot for each core"
+
+
+def test_a_sweep_is_a_line_for_each_strategy_that_has_the_setting(machine: Callable[..., Any]) -> None:
+    def rule(way: Way, turn: int) -> float:
+        cut = way.options.get("microbatches", 1)
+        return steady(way, turn) * (1.0 if way.strategy != "pp" else {1: 0.6, 2: 0.8, 4: 1.0}[cut])
+
+    machine(rule)
+    (sweep,) = sweeps_of(compared(strategies=["single", "mp", "pp"], sweep={"microbatches": ["4", "1", "2"]}))
+    assert (sweep.axis, list(sweep.lines), list(sweep.levels)) == ("micro-batches", ["pp"], ["single, 4 cores", "mp"])
+    assert [(value, round(ratio.median, 2)) for value, ratio in sweep.lines["pp"]] == [(1, 0.99), (2, 1.32), (4, 1.65)]
+    assert round(sweep.levels["mp"].median, 3) == 0.975
+
+
+def test_a_sweep_of_the_job_has_a_line_for_each_row_against_one_device(machine: Callable[..., Any]) -> None:
+    machine(steady)
+    found = compared(strategies=["ddp"], sweep={"batch_size": ["4", "8"], "seed": ["1"]})
+    (sweep,) = sweeps_of(found)
+    assert sweep.key == "batch_size" and list(sweep.lines) == ["single, 4 cores seed=1", "ddp seed=1"]
+    assert not sweep.levels and [value for value, _ in sweep.lines["ddp seed=1"]] == [4, 8]
+    (sweep,) = sweeps_of(compared(strategies=["ddp"], devices="auto", sweep={"devices": ["2", "4"]}))
+    assert sweep.key == "devices" and [value for value, _ in sweep.lines["ddp"]] == [2, 4]
+    (sweep,) = sweeps_of(compared(strategies=["mp", "pp"], sweep={"split_size": ["4", "2"]}))
+    assert sweep.axis == "samples of a micro-batch, at most" and [value for value, _ in sweep.lines["pp"]] == [2, 4]
+    assert not list(sweeps_of(compared()))
 
 
 @pytest.mark.parametrize(

@@ -33,7 +33,7 @@ def test_stem_and_first_two_groups_are_on_one_device_and_the_rest_on_the_other()
 
 def test_the_split_resnet_trains_under_single(tmp_path: Path, monkeypatch, capsys) -> None:
     monkeypatch.chdir(tmp_path)
-    knobs = [word for knob in ("generated=true", "samples=12", "image_size=32") for word in ("--set", knob)]
+    knobs = [word for knob in ("samples=12", "image_size=32") for word in ("--set", knob)]
     words = ["train", RESNET, "--strategy", "single", "--devices", "1xcpu", "--batch-size", "6", "--steps", "2", *knobs]
     assert main(words) == 0
     assert "generated noise in the place of images" in capsys.readouterr().out
@@ -48,7 +48,10 @@ def test_images_come_from_a_file_of_tensors(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize(
     ("knob", "says"),
-    [("data=", "data: say a file of images, --set data=FILE.pt"), ("data=nowhere.pt", "there is no file nowhere.pt")],
+    [
+        ("generated=false", "data: say a file of images, --set data=FILE.pt"),
+        ("data=nowhere.pt", "there is no file nowhere.pt"),
+    ],
 )
 def test_images_that_are_not_there_get_one_line(knob: str, says: str, tmp_path: Path, monkeypatch, capsys) -> None:
     monkeypatch.chdir(tmp_path)

@@ -507,7 +507,7 @@ def test_what_is_auto_is_chosen_and_said_and_kept_where_the_run_goes_on(tmp_path
     way = PP(microbatches="auto", schedule="auto")
     run = train(job, strategy=way, devices="2xcpu", folder=tmp_path)
     said = capsys.readouterr().out
-    assert "stages: " in said and "measured" in said and "times one device with the whole batch" in said
+    assert "stages: " in said and "measured" in said and "times as fast as one device with the whole batch" in said
     chosen = json.loads((run.folder / "config.json").read_text())["strategy_settings"]
     assert isinstance(chosen["microbatches"], int) and chosen["schedule"] != "auto" and chosen["device_map"]
 

@@ -32,7 +32,7 @@ def test_where_cutting_costs_nothing_more_microbatches_are_better() -> None:
     choice = choose_schedule(32, [TWO], microbatches=[1, 2, 4, 8])
     assert str(choice.best) == "1f1b with 8 micro-batches" and choice.best.cutting == 1
     assert choice.best.seconds == pytest.approx(96 * 9 / 8), "filling and draining take one micro-batch's time more"
-    assert "1.78 times one device with the whole batch" in choice.why
+    assert "1.78 times as fast as one device with the whole batch" in choice.why
 
 
 def test_where_cutting_costs_few_are_better_and_that_is_said() -> None:

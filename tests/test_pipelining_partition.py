@@ -307,7 +307,7 @@ def test_a_model_that_does_not_fit_is_estimated_and_that_is_said(monkeypatch) ->
 def test_the_plan_chooses_schedule_and_microbatches() -> None:
     found, choice = plan(small_job(), devices="2xcpu", seconds=0.0)
     assert len(found.stages) == len(choice.best.plan.places) and choice.best.microbatches <= 16
-    assert "times one device with the whole batch" in choice.why and len(choice.candidates) > 10
+    assert "times as fast as one device with the whole batch" in choice.why and len(choice.candidates) > 10
     stage_of(Backwards(), found.device_map, len(found.stages))
     _, only = plan(small_job(), devices="2xcpu", schedules=["gpipe"], microbatches=[4], seconds=0.0)
     assert str(only.best) == "gpipe with 4 micro-batches"

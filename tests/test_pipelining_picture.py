@@ -7,9 +7,10 @@ from pathlib import Path
 import pytest
 
 from lockstep.cli import main
-from lockstep.pipelining.picture import draw, grid, summary
+from lockstep.pipelining.picture import draw, grid, key, summary
 from lockstep.pipelining.schedule import SCHEDULES, by_name
 from lockstep.pipelining.simulate import simulate
+from lockstep.report.timelines import Timelines
 from lockstep.timeline import Action, Span, Timeline
 
 
@@ -22,8 +23,15 @@ def test_the_grid_of_one_f_one_b_with_its_bubble(monkeypatch, capsys) -> None:
         "1  ···F0 F1 F2 ······B0 F3 B1 F4 B2 F5 B3 F6 B4 F7 B5 ···B6 ···B7 ···",
         "2  ······F0 F1 ···B0 F2 B1 F3 B2 F4 B3 F5 B4 F6 B5 F7 B6 ···B7 ······",
         "3  ·········F0 B0 F1 B1 F2 B2 F3 B3 F4 B4 F5 B5 F6 B6 F7 B7 ·········",
-        "bubble 27.3 %, 2.91 times one device; micro-batches held at most: 4 3 2 1",
+        "bubble 27.3 %, speed-up 2.91; micro-batches held at most: 4 3 2 1",
+        *key(80),
     ]
+    assert " ".join(key(80)).startswith("F0 is the forward of micro-batch 0, B0 its backward")
+
+
+def test_one_of_something_is_said_as_one(capsys) -> None:
+    assert main(["schedule", "--stages", "1", "--microbatches", "1"]) == 0
+    assert capsys.readouterr().out.startswith("1f1b: 1 device, 1 micro-batch\n0  F0 B0")
 
 
 def test_many_microbatches_are_shortened_in_the_middle(monkeypatch, capsys) -> None:
@@ -62,7 +70,7 @@ def test_stages_of_one_device_are_told_apart(capsys, monkeypatch) -> None:
     assert main(["schedule", "--stages", "2", "--microbatches", "4", "--schedule", "interleaved", "--words"]) == 0
     lines = capsys.readouterr().out.splitlines()
     assert lines[1].startswith("0  0F0 0F1 2F0 2F1 0F2 2B0") and lines[2].startswith("1  ····1F0 1F1 3F0 3B0")
-    assert lines[3] == "bubble 11.1 %, 1.78 times one device; micro-batches held at most: 2.5 1.5"
+    assert lines[3] == "bubble 11.1 %, speed-up 1.78; micro-batches held at most: 2.5 1.5"
     assert lines[4].startswith("0F0 0F1 2F0 2F1 0F2")
 
 
@@ -104,6 +112,18 @@ def test_ideal_and_measured_are_drawn_one_above_the_other(tmp_path: Path) -> Non
     assert (tmp_path / "both.png").read_bytes().startswith(b"\x89PNG") and "bubble 20.0 %" in summary(ideal)
     assert main(["schedule", "--out", str(tmp_path / "one.svg")]) == 0
     assert "<svg" in (tmp_path / "one.svg").read_text()
+
+
+@pytest.mark.parametrize(("name", "colours"), [("1f1b", 3), ("interleaved", 5)])
+def test_a_drawing_has_a_legend_inside_of_its_canvas(name: str, colours: int) -> None:
+    pytest.importorskip("matplotlib")
+    for width in (3.8, 12.0):
+        figure = Timelines({name: simulate(by_name(name, 2, 4))}, "ms").draw(width)
+        figure.canvas.draw()
+        (legend,) = figure.legends
+        assert len(legend.get_texts()) == colours and "a number is a micro-batch" in legend.get_texts()[-1].get_text()
+        box = legend.get_window_extent()
+        assert box.x0 >= 0 and box.x1 <= figure.bbox.x1 and box.y0 >= 0
 
 
 def test_a_drawing_that_cannot_be_made_gets_one_line(tmp_path: Path, monkeypatch, capsys) -> None:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import re
 import sys
 from pathlib import Path
 from typing import Any
@@ -15,10 +14,11 @@ from torch.utils.data import TensorDataset
 
 import lockstep
 from lockstep import Job
+from pages import ROOT, blocks
 from zoo import drawn, labels, mlp
 
-PAGE = Path(__file__).parents[1] / "docs" / "recipes.md"
-BLOCKS = re.findall(r"^```python\n(.*?)^```$", PAGE.read_text(), flags=re.DOTALL | re.MULTILINE)
+PAGE = ROOT / "docs" / "recipes.md"
+BLOCKS = [block.text for block in blocks(PAGE) if block.language == "python"]
 ON = {"single": "1xcpu", "ddp": "2xcpu"}
 
 SERVICE = """

@@ -161,6 +161,21 @@ def test_every_figure_is_a_picture_a_text_a_table_and_a_file(tmp_path: Path) -> 
     assert base64.b64decode(links[0].partition(",")[2]).decode() == (figures / "speed.csv").read_text()
 
 
+def test_a_sweep_is_drawn_with_its_spreads_and_what_it_is_held_against(tmp_path: Path) -> None:
+    found = planted(tmp_path)
+    rows = []
+    for count, speed in ((1, 900.0), (2, 1300.0), (8, 1600.0)):
+        rates = (speed, speed * 1.02, speed * 0.97)
+        rows.append(replace(found["pp microbatches=4"], name=f"pp microbatches={count}", rates=rates))
+        rows[-1] = replace(rows[-1], settings={"microbatches": count})
+    page = Read(write_page(replace(found, rows=(*found.rows[:2], found["ddp"], *rows))).read_text())
+    assert any("Lines of times one slot over micro-batches: pp from 0.9 to 1.6; " in alt for alt in page.pictures)
+    assert "Speed-up over one slot, by micro-batches" in page.words
+    table = list(csv.reader((tmp_path / "figures" / "sweep-microbatches.csv").read_text().splitlines()))
+    assert table[0] == ["micro-batches", "pp", "pp, lowest", "pp, highest", "single, 2 cores", "ddp"]
+    assert [float(cell) for cell in table[2]] == pytest.approx([2, 1.3, 1.3, 1.3, 1.7, 1.9])
+
+
 def test_nothing_that_a_person_named_becomes_part_of_the_page(tmp_path: Path) -> None:
     evil = '<script>alert("1")</script>'
     found = planted(tmp_path, job=f"{evil}.py", command=f"lockstep compare {evil}", machine={"cores": 2, "name": evil})
@@ -186,6 +201,14 @@ def test_charts_have_nothing_outside_of_their_canvas(width: float) -> None:
         ),
         Stacks("ms", names, {kind: [1.0, 2.0] for kind in KINDS}),
         Lines("epoch", "loss", {name: [(1.0, 2.0), (2.0, 1.0)] for name in names}),
+        Lines(
+            "micro-batches",
+            "times one slot",
+            {names[0]: [(1.0, 0.9), (64.0, 1.5)]},
+            {names[0]: [(0.8, 0.9), (1.4, 1.6)]},
+            {names[1]: 1.2},
+            doubling=True,
+        ),
     ):
         figure = chart.draw(width)
         figure.canvas.draw()

@@ -24,7 +24,7 @@ from dataclasses import dataclass
 
 import torch
 
-from lockstep.errors import DeviceError, nearest
+from lockstep.errors import DeviceError, counted, nearest
 
 
 @dataclass(frozen=True)
@@ -157,12 +157,13 @@ def _first(count: int, here: tuple[Device, ...]) -> tuple[Device, ...]:
     _positive(count)
     if here:
         if count > len(here):
-            raise DeviceError(f"{count} devices, but there are {len(here)} ({here[0].type}): ask for {len(here)}")
+            are = "is" if len(here) == 1 else "are"
+            raise DeviceError(f"{count} devices, but there {are} {len(here)} ({here[0].type}): ask for {len(here)}")
         return here[:count]
     cores = len(usable_cores())
     if count > cores:
         raise DeviceError(
-            f"{count} devices, but this machine has {cores} cores and no accelerator: "
+            f"{count} devices, but this machine has {counted(cores, 'core')} and no accelerator: "
             f"use {cores}, or {count}xcpu to let slots share cores"
         )
     return slots(count)
@@ -176,7 +177,7 @@ def _of_type(kind: str, indices: str | None, here: tuple[Device, ...]) -> tuple[
         raise DeviceError(f'slots have no fixed numbers ("cpu:{indices}"): write 2xcpu for two slots')
     mine = tuple(d for d in here if d.type == kind)
     if not mine:
-        others = f"{len(here)} {here[0].type}" if here else f"{len(usable_cores())} cores and no accelerator"
+        others = f"{len(here)} {here[0].type}" if here else f"{counted(len(usable_cores()), 'core')} and no accelerator"
         raise DeviceError(f"no {kind} device here, only {others}: use auto")
     if indices is None:
         return mine

@@ -124,6 +124,11 @@ def nearest(name: str, names: list[str]) -> str:
     return f'did you mean "{near[0]}"?' if near else f"there are: {', '.join(names)}"
 
 
+def counted(number: int, what: str, ending: str = "s") -> str:
+    """``1 device``, ``2,000 samples``, ``3 micro-batches``: a number of things, of which there may be one."""
+    return f"{number:,} {what}{'' if number == 1 else ending}"
+
+
 def own_traceback(error: BaseException) -> str:
     """An exception's traceback as text, from the person's own code on where that is in it.
 

@@ -10,6 +10,7 @@ import torch
 
 import lockstep
 from lockstep.devices import Device, accelerators, usable_cores
+from lockstep.errors import counted
 
 
 def table() -> str:
@@ -19,10 +20,10 @@ def table() -> str:
     for device in here:
         lines.append("  ".join([f"{device!s:8}", *_facts(device)]))
     cores = usable_cores()
+    many = "numbers" if len(cores) > 1 else "number"
     slots = f"up to {len(cores)} slots" if len(cores) > 1 else "1 slot"
-    lines.append(
-        f"{'cpu':8}  {_processor()}  {_gib(_host_memory())}  {len(cores)} cores (numbers {_ranges(cores)}), {slots}"
-    )
+    mine = f"{counted(len(cores), 'core')} ({many} {_ranges(cores)})"
+    lines.append(f"{'cpu':8}  {_processor()}  {_gib(_host_memory())}  {mine}, {slots}")
     if not here:
         lines.append("no accelerator: --devices 2 means two slots of this CPU")
     links = _links(here)

@@ -105,7 +105,7 @@ def one_device(found: Comparison, row: Row) -> str:
 
 def all_cores(found: Comparison) -> str:
     """``all 2 cores``."""
-    return f"all {found.machine['cores']} cores"
+    return "all cores" if found.machine["cores"] == 1 else f"all {found.machine['cores']} cores"
 
 
 def _listed(names: list[str]) -> str:

@@ -7,6 +7,7 @@ from pathlib import Path
 
 from lockstep.compare.advice import all_cores, best_of, sentence, unsteady
 from lockstep.compare.result import Comparison, Row
+from lockstep.compare.sweeps import sweeps_of
 from lockstep.compare.table import exceptions_of, moved, outcome_columns, speed_columns
 from lockstep.firststep import written
 from lockstep.report.charts import Bars, Lines, Stacks
@@ -57,7 +58,7 @@ def page_of(found: Comparison) -> Page:
 def _sections(found: Comparison) -> Iterator[Section]:
     rows = found.measured
     if rows:
-        yield Section("How fast", [_speed(found), _overview(found)])
+        yield Section("How fast", [_speed(found), *_sweeps(found), _overview(found)])
     failed = [[row.name, row.reason] for row in found.rows if not row.rates]
     if failed:
         yield Section("What could not be measured", [Table("failed", "And why", ["", "reason"], failed)])
@@ -87,6 +88,25 @@ def _speed(found: Comparison) -> Figure:
     )
     over = "one slot" if found.on_slots else "one device"
     return Figure("speed", "Samples per second", chart, f"Longer is faster; x: times {over}.")
+
+
+def _sweeps(found: Comparison) -> Iterator[Figure]:
+    over = "one slot" if found.on_slots else "one device"
+    for sweep in sweeps_of(found):
+        lines = {name: [(value, ratio.median) for value, ratio in points] for name, points in sweep.lines.items()}
+        spreads = {name: [ratio.spread for _, ratio in points] for name, points in sweep.lines.items()}
+        levels = {name: ratio.median for name, ratio in sweep.levels.items()}
+        chart = Lines(sweep.axis, f"times {over}", lines, spreads, levels, doubling=_doubles(lines))
+        caption = "Each at the median of its turns, from the lowest to the highest; higher is faster."
+        if levels:
+            caption += " Lines that are level all the way are of rows without that setting."
+        yield Figure(f"sweep-{sweep.key}", f"Speed-up over {over}, by {sweep.axis}", chart, caption)
+
+
+def _doubles(lines: dict[str, list[tuple[float, float]]]) -> bool:
+    """Whether values were chosen by factors rather than by steps."""
+    values = sorted({x for points in lines.values() for x, _ in points})
+    return values[0] > 0 and values[-1] >= 4 * values[0]
 
 
 def _overview(found: Comparison) -> Table:

@@ -10,6 +10,7 @@ from dataclasses import dataclass
 
 from lockstep.compare.advice import all_cores, best_of, sentence, unsteady
 from lockstep.compare.result import Comparison, Row
+from lockstep.errors import counted
 from lockstep.firststep import written
 
 _NARROW = 22
@@ -122,7 +123,7 @@ def lines_of(found: Comparison, width: int = 80) -> list[str]:
     """All that is printed at the end."""
     first = next(row for row in found.rows if row.name == row.one)
     devices = max((row.where for row in found.rows if row.role == "strategy"), default=first.where, key=len)
-    lines = _wrapped(f"{found.job}: batches of {found.batch_size:,} samples, on {devices}", width)
+    lines = _wrapped(f"{found.job}: batches of {counted(found.batch_size, 'sample')}, on {devices}", width)
     turns = (
         f"{found.rounds} turns of {found.seconds:g} s or more" if found.rounds > 1 else f"a turn of {found.seconds:g} s"
     )

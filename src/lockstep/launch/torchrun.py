@@ -21,7 +21,7 @@ from torch.distributed.rendezvous import register_rendezvous_handler, rendezvous
 from lockstep import devices as _devices
 from lockstep import world as _world
 from lockstep.devices import Device
-from lockstep.errors import DeviceError
+from lockstep.errors import DeviceError, counted
 from lockstep.launch import records
 
 T = TypeVar("T")
@@ -54,7 +54,7 @@ def device_of_this_rank(chosen: tuple[Device, ...]) -> Device:
         return _devices.slots(here.local_size)[here.local_rank]
     if here.local_size > len(chosen):
         raise DeviceError(
-            f"torchrun started {here.local_size} processes here, but there are {len(chosen)} devices: "
+            f"torchrun started {here.local_size} processes for {counted(len(chosen), 'device')} here: "
             f"use --nproc-per-node {len(chosen)}"
         )
     return chosen[here.local_rank]

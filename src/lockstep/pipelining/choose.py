@@ -14,7 +14,7 @@ import bisect
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 
-from lockstep.errors import StrategyError
+from lockstep.errors import StrategyError, counted
 from lockstep.pipelining.fitted import fitted
 from lockstep.pipelining.schedule import Schedule, gpipe, interleaved, one_f_one_b
 from lockstep.pipelining.simulate import simulate
@@ -238,8 +238,8 @@ def _candidates(
 def _why(batch: int, best: Candidate, ranked: Sequence[Candidate]) -> str:
     whole = best.seconds * best.timeline.speed_up / best.cutting
     said_of = [
-        f"{best}: {best.seconds * 1e3:.3g} ms of forward and backward for {batch} samples, "
-        f"{whole / best.seconds:.3g} times one device with the whole batch "
+        f"{best}: {best.seconds * 1e3:.3g} ms of forward and backward for {counted(batch, 'sample')}, "
+        f"{whole / best.seconds:.3g} times as fast as one device with the whole batch "
         f"(bubble {100 * best.timeline.bubble:.1f} %, cutting and overlapping cost {best.cutting:.2f})"
     ]
     same = [c for c in ranked if c.schedule == best.schedule and c.plan == best.plan]

@@ -11,7 +11,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from lockstep.errors import InputError, nearest
+from lockstep.errors import InputError, counted, nearest
 
 if TYPE_CHECKING:
     from lockstep.timeline import Timeline
@@ -62,7 +62,7 @@ def add_schedule(parser: argparse.ArgumentParser) -> None:
 
 
 def _schedule(options: argparse.Namespace) -> int:
-    from lockstep.pipelining.picture import draw
+    from lockstep.pipelining.picture import draw, key
     from lockstep.pipelining.schedule import printed
 
     if not math.isfinite(options.transfer):
@@ -81,11 +81,12 @@ def _schedule(options: argparse.Namespace) -> int:
     width = shutil.get_terminal_size().columns
     timelines = {name: _simulated(name, options) for name in options.schedule.split(",")}
     for name, timeline in timelines.items():
-        title = f"{name}: {options.stages} devices, {options.microbatches} micro-batches"
+        title = f"{name}: {counted(options.stages, 'device')}, {counted(options.microbatches, 'micro-batch', 'es')}"
         print("\n".join(textwrap.wrap(title, width)))
         print_timeline(timeline, width)
         if options.words:
             print(printed([[span.action for span in spans] for spans in timeline.devices]))
+    print("\n".join(key(width)))
     if options.out is not None:
         draw(timelines, options.out)
     return 0
@@ -155,6 +156,7 @@ def partition(options: argparse.Namespace, knobs: Mapping[str, str], settings: M
     """Find the partition that the options ask for, and print it."""
     from lockstep.jobfile import JobFile
     from lockstep.pipelining import partition as found_by
+    from lockstep.pipelining.picture import key
     from lockstep.pipelining.plan import plan
     from lockstep.pipelining.schedule import SCHEDULES
 
@@ -173,6 +175,8 @@ def partition(options: argparse.Namespace, knobs: Mapping[str, str], settings: M
         print("\n".join(found.lines(width)))
         print()
         print_timeline(choice.best.timeline, width)
+        print("\n".join(key(width)))
+        print()
         print("\n".join(textwrap.wrap(choice.why, width)))
         return 0
     if not options.microbatches.isdigit():

@@ -21,6 +21,13 @@ IDLE = "·"
 LONG = "─"
 CUT = " … "
 
+KEY = (
+    f"F0 is the forward of micro-batch 0, B0 its backward (2F0: on stage 2), {IDLE * 3} a device that waits. "
+    "Bubble: the share of the devices' time that is waited; speed-up: over one device that does the same alone; "
+    "held: forward is done and backward is not, for each device"
+)
+"""What should be known to read a grid and the line below it."""
+
 
 def grid(timeline: Timeline, width: int = 80) -> list[str]:
     """A line for each device, at most ``width`` columns wide.
@@ -97,7 +104,7 @@ def _without_half(left: str, right: str) -> str:
 
 
 def summary(timeline: Timeline) -> str:
-    """``bubble 27.3 %, 2.91 times one device; micro-batches held at most: 4 3 2 1``.
+    """``bubble 27.3 %, speed-up 2.91; micro-batches held at most: 4 3 2 1``; ``KEY`` explains it.
 
     Of a device with two stages, what one of them holds of a micro-batch counts as half of one.
     """
@@ -106,9 +113,13 @@ def summary(timeline: Timeline) -> str:
     held = timeline.held(parts)
     shown = " ".join(f"{peak:.3g}" for peak in held[:8]) + (" ..." if len(held) > 8 else "")
     return (
-        f"bubble {100 * timeline.bubble:.1f} %, {timeline.speed_up:.3g} times one device; "
-        f"micro-batches held at most: {shown}"
+        f"bubble {100 * timeline.bubble:.1f} %, speed-up {timeline.speed_up:.3g}; micro-batches held at most: {shown}"
     )
+
+
+def key(width: int = 80) -> list[str]:
+    """What should be known to read a grid and the line below it, once for several."""
+    return textwrap.wrap(KEY, width, break_on_hyphens=False)
 
 
 def draw(timelines: Mapping[str, Timeline], path: str | Path, unit: str = "") -> None:

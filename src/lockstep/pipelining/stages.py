@@ -21,7 +21,7 @@ from pathlib import Path
 from torch import nn
 
 from lockstep.activations import found_blocks
-from lockstep.errors import StrategyError, nearest
+from lockstep.errors import StrategyError, counted, nearest
 
 DeviceMap = Mapping[str, int]
 """Prefix of names -> stage, from 0."""
@@ -53,7 +53,7 @@ def stage_of(model: nn.Module, device_map: DeviceMap, stages: int | None = None)
             raise StrategyError(f'device map: "{prefix}" is on stage {stage!r}: give a whole number, from 0')
         if stages is not None and stage >= stages:
             raise StrategyError(
-                f'device map: "{prefix}" is on stage {stage}, but {stages} devices are stages 0 to {stages - 1}: '
+                f'device map: "{prefix}" is on stage {stage}, but {_on(stages)}: '
                 f"use {stage + 1} devices, or another map"
             )
     every = {name: longest(name, device_map) for name in sorted(known)}
@@ -69,9 +69,13 @@ def stage_of(model: nn.Module, device_map: DeviceMap, stages: int | None = None)
     if empty is not None:
         raise StrategyError(
             f"device map: stage {empty} holds no parameter, of {stages or max(used) + 1} stages: "
-            f"use {len(used)} devices, or give it a layer"
+            f"use {counted(len(used), 'device')}, or give it a layer"
         )
     return found
+
+
+def _on(stages: int) -> str:
+    return "1 device is stage 0 alone" if stages == 1 else f"{stages} devices are stages 0 to {stages - 1}"
 
 
 def read_map(word: str) -> dict[str, int]:
@@ -130,7 +134,7 @@ def even_split(model: nn.Module, stages: int) -> dict[str, int]:
         pieces = finer
     if len(pieces) < stages:
         raise StrategyError(
-            f"{stages} devices, but the model has layers for {len(pieces)} only: use fewer devices"
+            f"{counted(stages, 'device')}, but the model has layers for {len(pieces)} only: use fewer devices"
             + (", or fewer stages on each" if len(pieces) > 1 else "")
         )
     seen: set[int] = set()

@@ -6,6 +6,7 @@ import json
 import textwrap
 from typing import TYPE_CHECKING
 
+from lockstep.errors import counted
 from lockstep.pipelining.split import size
 
 if TYPE_CHECKING:
@@ -16,7 +17,8 @@ def lines_of(found: Partition, width: int) -> list[str]:
     """A title, a row and a bar for each stage, and the map, at most ``width`` columns wide."""
     many = len(found.blocks)
     how = f"measured on {found.stages[0].device}" if found.measured else "estimated, not measured"
-    title = f"{len(found.stages)} stages of {many} blocks; {how}, a micro-batch of {found.samples} samples"
+    what = f"{counted(len(found.stages), 'stage')} of {counted(many, 'block')}"
+    title = f"{what}; {how}, a micro-batch of {counted(found.samples, 'sample')}"
     lines = textwrap.wrap(title, width)
     slowest = max(stage.time for stage in found.stages) or 1.0
     names = [str(stage.device) for stage in found.stages]

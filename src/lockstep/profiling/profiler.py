@@ -26,7 +26,7 @@ from lockstep.data import Batch
 from lockstep.errors import SaveError
 from lockstep.events import Line, Profile
 from lockstep.folder import RunFolder
-from lockstep.pipelining.picture import lines_of
+from lockstep.pipelining.picture import key, lines_of
 from lockstep.profiling.clock import Clock
 from lockstep.profiling.methods import Methods
 from lockstep.profiling.stages import save, timelines_of
@@ -154,7 +154,10 @@ class Profiler:
             notes=(*self._notes(whose), *said),
             traces=tuple(f"rank{rank}.json.gz" for rank in range(world.size)),
             folder=os.path.relpath(folder),
-            drawings=tuple(functools.partial(lines_of, title, one) for title, one in timelines.items()),
+            drawings=(
+                *(functools.partial(lines_of, title, one) for title, one in timelines.items()),
+                *((key,) if timelines else ()),
+            ),
         )
         self._folder.write_json(
             folder / "summary.json",

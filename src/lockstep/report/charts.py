@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Protocol
 
 from lockstep.report.canvas import COLOURS, FAINT, GRID, INK, new_figure, plain_axes, words
@@ -168,18 +168,34 @@ class Lines:
         x: what the axis is: ``epoch``.
         y: what is shown: ``loss``.
         series: by name, the points (x, y).
+        spreads: by name, from where to where the y of each point goes; those that have any.
+        levels: by name, a y that is the same everywhere: what the lines are held against.
+        doubling: the axis is one of values that were chosen (1, 2, 4, 8), each as far from the next; they are marked.
     """
 
     x: str
     y: str
     series: Mapping[str, Sequence[tuple[float, float]]]
+    spreads: Mapping[str, Sequence[tuple[float, float]]] = field(default_factory=dict)
+    levels: Mapping[str, float] = field(default_factory=dict)
+    doubling: bool = False
 
     def numbers(self) -> Numbers:
-        """A row for each x, a column for each line."""
-        every = sorted({x for points in self.series.values() for x, _ in points})
-        by_x = {name: dict(points) for name, points in self.series.items()}
-        rows = tuple((x, *(by_x[name].get(x) for name in self.series)) for x in every)
-        return Numbers((self.x, *self.series), rows)
+        """A row for each x, a column for each line, and its lowest and highest where it has them."""
+        columns: dict[str, dict[float, float]] = {}
+        for name, points in self.series.items():
+            columns[name] = dict(points)
+            if name in self.spreads:
+                ends = [(x, low, high) for (x, _), (low, high) in zip(points, self.spreads[name], strict=True)]
+                columns[f"{name}, lowest"] = {x: low for x, low, _ in ends}
+                columns[f"{name}, highest"] = {x: high for x, _, high in ends}
+        columns |= {name: dict.fromkeys(self._places, level) for name, level in self.levels.items()}
+        rows = tuple((x, *(column.get(x) for column in columns.values())) for x in self._places)
+        return Numbers((self.x, *columns), rows)
+
+    @property
+    def _places(self) -> list[float]:
+        return sorted({x for points in self.series.values() for x, _ in points})
 
     def told(self) -> str:
         """Where each line begins and ends."""
@@ -188,13 +204,15 @@ class Lines:
             for name, points in self.series.items()
             if points
         ]
+        ends += [f"{name} at {short(level)}" for name, level in self.levels.items()]
         return f"Lines of {self.y} over {self.x}: {'; '.join(ends)}."
 
     def draw(self, width: float) -> Figure:
         """Lines with marks; those that lie on one another show through by their dashes."""
         narrow = width < _NARROW
         columns = 2 if narrow else 4
-        legend = 0.2 * math.ceil(len(self.series) / columns)
+        names = len(self.series) + len(self.levels)
+        legend = 0.2 * math.ceil(names / columns)
         figure = new_figure(width, (2.6 if narrow else 3.2) + legend, self.y)
         axes = plain_axes(figure)
         dashes = ("-", (0, (6, 3)), (0, (2, 2)), (0, (8, 3, 2, 3)))
@@ -210,12 +228,30 @@ class Lines:
                 marker="o",
                 markersize=3.5,
             )
+            if name in self.spreads:
+                pairs = list(zip(points, self.spreads[name], strict=True))
+                ends = [
+                    [max(0.0, y - low) for (_, y), (low, _) in pairs],
+                    [max(0.0, h - y) for (_, y), (_, h) in pairs],
+                ]
+                axes.errorbar(
+                    [x for x, _ in points], [y for _, y in points], yerr=ends, fmt="none", ecolor=INK, elinewidth=1.2,
+                    capsize=3, zorder=3,
+                )  # fmt: skip
+        for i, (name, level) in enumerate(self.levels.items()):
+            colour = COLOURS[(len(self.series) + i) % len(COLOURS)]
+            axes.axhline(level, color=colour, label=words(name), linewidth=1.4, linestyle=dashes[1 + i % 3])
         axes.grid(axis="y", color=GRID, linewidth=0.8)
         axes.set_xlabel(words(self.x), fontsize=9, color=FAINT)
         axes.set_ylabel(words(self.y), fontsize=9, color=FAINT)
-        if all(float(x).is_integer() for points in self.series.values() for x, _ in points):
+        if self.doubling:
+            axes.set_xscale("log", base=2)
+            axes.set_xticks(self._places, [short(x) for x in self._places])
+            axes.minorticks_off()
+            axes.set_ylim(bottom=0)
+        elif all(float(x).is_integer() for x in self._places):
             axes.locator_params(axis="x", integer=True)
-        if len(self.series) > 1:
+        if names > 1:
             figure.legend(loc="outside upper left", ncols=columns, frameon=False, fontsize=8.5)
         return figure
 

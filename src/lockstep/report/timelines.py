@@ -7,6 +7,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
+from lockstep.errors import counted
 from lockstep.report.canvas import new_figure
 from lockstep.report.charts import Numbers
 
@@ -22,6 +23,8 @@ TURNS = (
     "but what another gives; the bubble is the share of the devices' time that is waited."
 )
 """What should be known to read one of a pipeline."""
+
+_WAITING = "#eeeeee"
 
 
 @dataclass(frozen=True)
@@ -49,7 +52,7 @@ class Timelines:
     def told(self) -> str:
         """How long each takes, on how many devices."""
         ends = [
-            f"{title}: {len(timeline.devices)} devices, {timeline.makespan:.4g} {self.unit}".strip()
+            f"{title}: {counted(len(timeline.devices), 'device')}, {timeline.makespan:.4g} {self.unit}".strip()
             for title, timeline in self.timelines.items()
         ]
         return f"What each device of a pipeline does over time. {'; '.join(ends)}."
@@ -58,23 +61,39 @@ class Timelines:
         """A row for each device; forwards blue, backwards orange, with the number of the micro-batch."""
         timelines = self.timelines
         rows = sum(len(timeline.devices) for timeline in timelines.values())
-        figure = new_figure(width, 0.7 + 0.42 * rows + 0.75 * len(timelines), "a timeline")
+        figure = new_figure(width, 1.0 + 0.42 * rows + 0.75 * len(timelines), "a timeline")
         heights = [len(timeline.devices) + 1 for timeline in timelines.values()]
         axes = figure.subplots(len(timelines), 1, sharex=True, squeeze=False, gridspec_kw={"height_ratios": heights})
         longest = max((timeline.makespan for timeline in timelines.values()), default=0.0)
         for (title, timeline), axis in zip(timelines.items(), axes[:, 0], strict=True):
             _draw_one(axis, title, timeline, longest)
         axes[-1, 0].set_xlabel(f"time, {self.unit}" if self.unit else "time")
+        self._explain(figure, narrow=width < 5.0)
         return figure
+
+    def _explain(self, figure: Figure, *, narrow: bool) -> None:
+        """A legend: what each colour is, and that a number is a micro-batch."""
+        from matplotlib.patches import Patch
+
+        chunks = max(map(_chunks, self.timelines.values()), default=1)
+        which = [""] if chunks == 1 else [f", stage {chunk + 1} of a device" for chunk in range(chunks)]
+        handles = [
+            Patch(color=_colour(kind, chunk, chunks), label=f"{word}{which[chunk]}")
+            for chunk in range(chunks)
+            for kind, word in (("F", "forward"), ("B", "backward"))
+        ]
+        handles.append(Patch(color=_WAITING, label="waiting; a number is a micro-batch"))
+        columns = (2 if chunks == 1 else 1) if narrow else 3
+        figure.legend(handles=handles, loc="outside lower left", ncols=columns, frameon=False, fontsize=8.5)
 
 
 def _draw_one(axis: Axes, title: str, timeline: Timeline, longest: float) -> None:
-    stages = 1 + max((span.action.stage for mine in timeline.devices for span in mine), default=0)
+    chunks = _chunks(timeline)
     axis.set_title(title, fontsize=10, loc="left", wrap=True)
     for device, spans in enumerate(timeline.devices):
         for action, start, end in spans:
             begin = start - timeline.start
-            colour = _colour(action.kind, action.stage // len(timeline.devices), stages // len(timeline.devices))
+            colour = _colour(action.kind, action.stage // len(timeline.devices), chunks)
             axis.barh(device, end - start, left=begin, height=0.86, color=colour, edgecolor="white", linewidth=0.6)
             if end - start > longest / 110:
                 label = f"{action.microbatch}"
@@ -83,9 +102,15 @@ def _draw_one(axis: Axes, title: str, timeline: Timeline, longest: float) -> Non
     axis.set_yticks(range(len(timeline.devices)), [f"device {d}" for d in range(len(timeline.devices))])
     axis.set_ylim(len(timeline.devices) - 0.5, -0.5)
     axis.set_xlim(0, longest)
-    axis.set_facecolor("#eeeeee")
+    axis.set_facecolor(_WAITING)
     for side in ("top", "right", "left"):
         axis.spines[side].set_visible(False)
+
+
+def _chunks(timeline: Timeline) -> int:
+    """Stages on each device."""
+    stages = 1 + max((span.action.stage for mine in timeline.devices for span in mine), default=0)
+    return max(1, stages // max(1, len(timeline.devices)))
 
 
 def _colour(kind: str, chunk: int, chunks: int) -> tuple[float, float, float]:
