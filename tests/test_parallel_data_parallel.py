@@ -423,6 +423,17 @@ def test_forwards_and_backwards_from_several_threads_do_not_meet() -> None:
     torch.testing.assert_close(gradients(net.module), gradients(plain), rtol=1e-10, atol=1e-10)
 
 
+def test_the_shares_of_another_threads_forward_are_not_taken_for_ones_own(recwarn: pytest.WarningsRecorder) -> None:
+    class Meddled(nn.Module):
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            nets[0].sizes = (3, 3)  # as a forward of six samples in another thread would
+            return x
+
+    nets = [DataParallel(Meddled(), "2xcpu")]
+    assert nets[0](torch.randn(4, 3)).shape == (4, 3)
+    assert not recwarn.list, "no share of (2, 3) seems to lie in dimension 1"
+
+
 # Modes, hooks and state
 
 

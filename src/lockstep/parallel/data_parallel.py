@@ -127,7 +127,7 @@ class DataParallel(nn.Module, Generic[M]):
         with torch.autograd.profiler.record_function("DataParallel.forward"):
             args, named = self.scatter(inputs, kwargs, self.devices)
             shares = list(zip(args, named, strict=True)) or [((), {})]  # without arguments: once
-            self.sizes = _sizes(shares, self.dim)
+            self.sizes = sizes = _sizes(shares, self.dim)  # another thread's forward may write its own there
             devices = self.devices[: len(shares)]
             if len(self.devices) == 1:
                 outputs = [self.module(*shares[0][0], **shares[0][1])]
@@ -137,10 +137,10 @@ class DataParallel(nn.Module, Generic[M]):
                 if self.balanced:
                     whole = Balanced(outputs, list(devices))
                 else:
-                    self._warn_of_means(outputs)
-                    self._warn_of_other_dimensions(outputs)
+                    self._warn_of_means(outputs, sizes)
+                    self._warn_of_other_dimensions(outputs, sizes)
                     whole = self.gather(outputs, self.output_device)
-            shapes.note((inputs, kwargs), shares, outputs, whole, devices, self.sizes)
+            shapes.note((inputs, kwargs), shares, outputs, whole, devices, sizes)
             return whole
 
     def _outputs(self, shares: Sequence[Arguments], devices: Sequence[Device], whole: Arguments) -> list[Any]:
@@ -177,31 +177,31 @@ class DataParallel(nn.Module, Generic[M]):
         is_new, self._said = scalars and not self._said, self._said or scalars
         return gathered(outputs, output_device, self.dim, says=_CALL + 1 if is_new else 0)
 
-    def _warn_of_means(self, outputs: Sequence[Any]) -> None:
-        if self._warned or len(set(self.sizes)) < 2 or len(outputs) < 2:
+    def _warn_of_means(self, outputs: Sequence[Any], sizes: Sequence[int]) -> None:
+        if self._warned or len(set(sizes)) < 2 or len(outputs) < 2:
             return
         if any(tensor.dim() == 0 for tensor in nesting.tensors(outputs[0])):
             self._warned = True
             warnings.warn(
-                f"each replica gave a scalar, of shares of {', '.join(map(str, self.sizes))}: if they are means, their "
+                f"each replica gave a scalar, of shares of {', '.join(map(str, sizes))}: if they are means, their "
                 "mean() is not that of the batch. Write (losses * losses.new_tensor(net.sizes)).sum() / sum(net.sizes) "
                 "with this DataParallel as net, or return a value for each sample",
                 stacklevel=_CALL,
             )
 
-    def _warn_of_other_dimensions(self, outputs: Sequence[Any]) -> None:
+    def _warn_of_other_dimensions(self, outputs: Sequence[Any], sizes: Sequence[int]) -> None:
         """Say once where the samples seem to lie in another dimension than the one that is joined."""
-        if self._compared or self.dim != 0 or len(self.sizes) != len(outputs):
+        if self._compared or self.dim != 0 or len(sizes) != len(outputs):
             return
         self._compared = True
         for column in zip(*map(nesting.tensors, outputs), strict=False):
             shapes = [tuple(tensor.shape) for tensor in column if is_plain(tensor)]
             if len(shapes) < len(column) or any(
-                size in shape[:1] for shape, size in zip(shapes, self.sizes, strict=True)
+                size in shape[:1] for shape, size in zip(shapes, sizes, strict=True)
             ):
                 continue
             for dim in range(1, min(map(len, shapes))):
-                if all(shape[dim] == size for shape, size in zip(shapes, self.sizes, strict=True)):
+                if all(shape[dim] == size for shape, size in zip(shapes, sizes, strict=True)):
                     warnings.warn(
                         f"replicas gave tensors {shapes[0]}, whose samples seem to lie in dimension {dim}, and they "
                         "are joined along dimension 0: transpose them in forward, or override gather",
