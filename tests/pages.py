@@ -260,6 +260,7 @@ def rewrite(page: Path, *, pictures: bool) -> None:
         page: the page.
         pictures: those blocks that have pictures, or all the others.
     """
+    (ROOT / "docs" / "pictures").mkdir(exist_ok=True)
     moved = 0  # by how much longer the page has become so far
     os.environ["COLUMNS"] = "80"
     for piece in pieces(page, ("console",) if pictures else ("python", "console")):

@@ -196,9 +196,7 @@ class DataParallel(nn.Module, Generic[M]):
         self._compared = True
         for column in zip(*map(nesting.tensors, outputs), strict=False):
             shapes = [tuple(tensor.shape) for tensor in column if is_plain(tensor)]
-            if len(shapes) < len(column) or any(
-                size in shape[:1] for shape, size in zip(shapes, sizes, strict=True)
-            ):
+            if len(shapes) < len(column) or any(size in shape[:1] for shape, size in zip(shapes, sizes, strict=True)):
                 continue
             for dim in range(1, min(map(len, shapes))):
                 if all(shape[dim] == size for shape, size in zip(shapes, sizes, strict=True)):
