@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import random
 import sys
 import time
 from pathlib import Path
@@ -282,6 +283,27 @@ def test_partition_in_python() -> None:
     micro = lockstep.partition(small_job(), devices="2xcpu", microbatches=4, measured=False)
     assert micro.samples == 4 and not micro.measured
     assert sum(stage.activations for stage in micro.stages) < sum(stage.activations for stage in found.stages)
+
+
+def test_what_is_chosen_is_rehearsed_on_a_copy_of_the_model() -> None:
+    """A job may give the same model every time: what trains it then finds no hook, gradient or statistic of a trial."""
+    net = nn.Sequential(nn.Linear(4, 8), nn.BatchNorm1d(8), nn.Linear(8, 3))
+    before = {name: value.clone() for name, value in net.state_dict().items()}
+    job = small_job().having(model=lambda: net)
+    drawn = torch.get_rng_state(), random.getstate()
+    _, choice = plan(job, devices="2xcpu", microbatches=[4], chunks=(1,), seconds=0.0)
+    assert choice.best.microbatches == 4
+    assert all(value.equal(before[name]) for name, value in net.state_dict().items())
+    assert all(p.grad is None for p in net.parameters())
+    assert not any(m._forward_hooks or m._forward_pre_hooks for m in net.modules())
+    assert torch.get_rng_state().equal(drawn[0]) and random.getstate() == drawn[1]
+
+
+def test_micro_batches_that_the_model_can_not_take_are_not_chosen() -> None:
+    """One sample alone has nothing that BatchNorm could normalise over."""
+    job = small_job().having(model=lambda: nn.Sequential(nn.Linear(4, 8), nn.BatchNorm1d(8), nn.Linear(8, 3)))
+    _, choice = plan(job, devices="2xcpu", seconds=0.0)
+    assert {candidate.microbatches for candidate in choice.candidates} == {1, 2, 3, 4, 6, 8}, "of 16 samples"
 
 
 def test_memory_is_looked_at(monkeypatch) -> None:

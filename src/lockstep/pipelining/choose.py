@@ -14,6 +14,7 @@ import bisect
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 
+from lockstep.data import share_sizes
 from lockstep.errors import StrategyError, counted
 from lockstep.pipelining.fitted import fitted
 from lockstep.pipelining.schedule import Schedule, gpipe, interleaved, one_f_one_b
@@ -210,7 +211,7 @@ def at(points: Mapping[int, float], samples: int) -> float:
 def _candidates(
     batch: int, plan: Plan, microbatches: int, capacity: Sequence[float] | None, transfer: float
 ) -> Iterator[Candidate]:
-    sizes = [batch // microbatches + (m < batch % microbatches) for m in range(microbatches)]
+    sizes = share_sizes(batch, microbatches)
     turn = plan.turn if microbatches > 1 else 0.0
     forward = [[at(cost.forward, size) + turn for size in sizes] for cost in plan.costs]
     backward = [[at(cost.backward, size) + turn for size in sizes] for cost in plan.costs]

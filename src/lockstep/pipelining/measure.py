@@ -48,15 +48,13 @@ def measured(
     """
     clock = _Clock(len(blocks), device)
     with as_before(model), occupied(device):
-        for parameter in model.parameters():
-            parameter.grad = None
+        model.zero_grad()
         _round(model, blocks, total, clock)
         clock.rounds.clear()
         end = time.perf_counter() + seconds
         while len(clock.rounds) < rounds or (time.perf_counter() < end and len(clock.rounds) < 50):
             if not adds:
-                for parameter in model.parameters():
-                    parameter.grad = None
+                model.zero_grad()
             _round(model, blocks, total, clock)
     return [
         replace(

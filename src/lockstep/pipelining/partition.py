@@ -8,6 +8,7 @@
 
 from __future__ import annotations
 
+import copy
 import os
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -229,6 +230,12 @@ class Bench:
         self._job = job
         self._loss = Totalled.of(job.loss)
         self._precision = Precision(job.precision, world.device.type)
+
+    def copied(self) -> Bench:
+        """The same with a copy of the model, for what changes one: a job may give the same model every time."""
+        found = copy.copy(self)
+        found.model = copy.deepcopy(self.model)
+        return found
 
     def fixed(self, block: Block) -> float:
         """Bytes that a block takes besides activations: parameters, their gradients, the optimizer's state."""

@@ -11,7 +11,7 @@ from typing import Any
 
 from lockstep import devices as _devices
 from lockstep.build import build_model
-from lockstep.data import Part
+from lockstep.data import Part, share_sizes
 from lockstep.devices import Device, Devices
 from lockstep.errors import TooFewLayers
 from lockstep.job import Job
@@ -19,6 +19,7 @@ from lockstep.jobfile import JobFile, as_job, the_job, with_settings
 from lockstep.nesting import cut
 from lockstep.pipelining.blocks import Block
 from lockstep.pipelining.choose import NUMBERS, Candidate, Choice, Costs, Plan, choose_schedule
+from lockstep.pipelining.estimate import Look
 from lockstep.pipelining.partition import Bench, Partition, Stage, capacities, divided, first_part
 from lockstep.pipelining.rehearse import seconds_taken
 from lockstep.pipelining.stages import DeviceMap, longest
@@ -99,14 +100,20 @@ def planned(
     with alone(tuple(devices[:1])) as world:
         bench = Bench(loaded, build_model(loaded, world), world)
         whole = first_part(loaded, world)
-        small = max(1, whole.size // _CUTS[0])
-        sizes = sorted({whole.size, *(max(1, whole.size // cut) for cut in _CUTS)}, reverse=True)
-        parts = {size: _smaller(whole, size) for size in sizes}
-        taken = {
-            size: bench.blocks(part, measure=True, seconds=seconds, adds=size < whole.size)
-            for size, part in parts.items()
-        }
-        slower = {size: bench.contention(part, devices) for size, part in parts.items()}
+        wanted = sorted({whole.size, *(max(1, whole.size // cut) for cut in _CUTS)}, reverse=True)
+        parts = {size: _smaller(whole, size) for size in wanted}
+        taken: dict[int, tuple[list[Block], Look, bool]] = {}
+        for size, part in parts.items():
+            try:
+                taken[size] = bench.blocks(part, measure=True, seconds=seconds, adds=size < whole.size)
+            except Exception:
+                if size == whole.size:
+                    raise
+                break  # a model that can't take so few samples: BatchNorm has nothing to normalise over in one
+        slower = {size: bench.contention(parts[size], devices) for size in taken}
+    sizes = list(taken)
+    too_small = next((size for size in wanted if size not in taken), 0)
+    small = next((size for size in sizes if size == max(1, whole.size // _CUTS[0])), sizes[-1])
     blocks, seen, measured = taken[small]
     names = [block.name for block in blocks]
     # A size with which forward goes another way tells nothing of these blocks.
@@ -146,27 +153,33 @@ def planned(
         )
     # A batch is in no more micro-batches than it has samples, whatever was asked for.
     numbers = sorted({min(number, whole.size) for number in microbatches})
+    # (Where none is left they were asked for, and the first update says what is wrong with them.)
+    numbers = [number for number in numbers if whole.size // number > too_small] or numbers
     choose = functools.partial(
         choose_schedule, whole.size, capacity=capacity, schedules=schedules, microbatches=numbers
     )
     choice = choose([layout for layout, _ in options])
     if rehearsed and bench.device.is_slot and choice.best.plan.devices > 1 and choice.best.microbatches > 1:
-        found = next(found for layout, found in options if layout is choice.best.plan)
-        taken_by_best = _rehearsed(bench, whole, found, choice.best, devices, seconds)
+        taken_by_best = _rehearsed(bench, whole, _found(options, choice), choice.best, devices, seconds)
         options = [(choice.best.corrected(layout, taken_by_best), found) for layout, found in options]
         choice = choose([layout for layout, _ in options])
-    return next(found for layout, found in options if layout is choice.best.plan), choice
+    return _found(options, choice), choice
+
+
+def _found(options: Sequence[tuple[Plan, Partition]], choice: Choice) -> Partition:
+    """The partition that goes with a choice."""
+    return next(found for layout, found in options if layout is choice.best.plan)
 
 
 def _rehearsed(
     bench: Bench, whole: Part, found: Partition, best: Candidate, devices: Sequence[Device], seconds: float
 ) -> float:
     """The seconds that the best candidate takes; as simulated where that fails: the first update will say why."""
-    bounds = [whole.size * number // best.microbatches for number in range(best.microbatches + 1)]
-    parts = [_smaller(whole, end - start, start) for start, end in itertools.pairwise(bounds)]
+    sizes = share_sizes(whole.size, best.microbatches)
+    starts = itertools.accumulate(sizes, initial=0)
     try:
-        totals = [bench.total(bench.placed(part)) for part in parts]
-        taken = seconds_taken(bench.model, totals, found.device_map, best, devices, seconds=seconds)
+        parts = [bench.placed(_smaller(whole, size, start)) for size, start in zip(sizes, starts, strict=False)]
+        taken = seconds_taken(bench.copied(), parts, found.device_map, best, devices, seconds=seconds)
     except Exception:
         taken = None
     return best.seconds if taken is None else taken

@@ -11,23 +11,25 @@ from __future__ import annotations
 
 import statistics
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 
 import torch
-from torch import nn
 
+from lockstep.data import Part
 from lockstep.devices import Device
 from lockstep.parallel.random import stream
 from lockstep.pipelining.choose import Candidate
 from lockstep.pipelining.layers import Layers
+from lockstep.pipelining.partition import Bench
 from lockstep.pipelining.runner import Runner
 from lockstep.pipelining.stages import stage_of
 from lockstep.placement import alone
+from lockstep.seeding import kept_states
 
 
 def seconds_taken(
-    model: nn.Module,
-    totals: Sequence[Callable[[], torch.Tensor]],
+    bench: Bench,
+    parts: Sequence[Part],
     device_map: Mapping[str, int],
     candidate: Candidate,
     devices: Sequence[Device],
@@ -37,28 +39,28 @@ def seconds_taken(
     """Seconds of forward and backward of a batch; None where its micro-batches can't overlap.
 
     Args:
-        model: gets hooks, and its gradients and buffers change: it is of no use afterwards.
-        totals: for each micro-batch its forward and loss, a scalar.
+        bench: whose model gets hooks, and other gradients and buffers: it is of no use afterwards.
+        parts: the micro-batches, placed.
         device_map: the stage of each layer.
         candidate: the schedule, and where its stages are.
         devices: slots.
         seconds: how long to go on, after those that show the route.
     """
     places = candidate.plan.places
+    model = bench.model
     found = stage_of(model, device_map, len(places))
     Layers(model, found, [devices[place] for place in places])
-    with alone(tuple(devices)) as world:
+    with alone(tuple(devices)) as world, kept_states():
         runner = Runner(model, world, lambda count: candidate.order, places)
 
         def forward(number: int) -> torch.Tensor:
             with stream(torch.Generator()):  # as a step does: each micro-batch draws for itself
-                return totals[number]()
+                return bench.total(parts[number])()
 
         def update() -> float:
-            for parameter in model.parameters():
-                parameter.grad = None
+            model.zero_grad()
             began = time.perf_counter()
-            runner.run(lambda number: None, forward, lambda number, loss: torch.autograd.backward(loss), len(totals))
+            runner.run(lambda number: None, forward, lambda number, loss: torch.autograd.backward(loss), len(parts))
             return time.perf_counter() - began
 
         update()
