@@ -123,8 +123,7 @@ class Candidate:
         return replace(plan, costs=tuple(cost.times(taken / self.seconds) for cost in plan.costs))
 
     def __str__(self) -> str:
-        several = "s" if self.microbatches > 1 else ""
-        return f"{self.schedule} with {self.microbatches} micro-batch{'e' * bool(several)}{several}"
+        return f"{self.schedule} with {counted(self.microbatches, 'micro-batch', 'es')}"
 
 
 @dataclass(frozen=True)
