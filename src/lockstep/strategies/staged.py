@@ -11,10 +11,12 @@ import torch
 from torch import nn
 
 from lockstep.data import Batch, mixed
+from lockstep.events import Line
 from lockstep.job import Job
 from lockstep.loss import Number
 from lockstep.parallel import recompute
 from lockstep.parallel.random import Streams, stream
+from lockstep.pipelining.drawing import Drawing
 from lockstep.pipelining.layers import Layers
 from lockstep.pipelining.runner import Runner
 from lockstep.step import Step
@@ -45,6 +47,7 @@ class StagedStep(Step):
         self.cuts_batch = self._accumulate > 1
         self._layers = layers
         self.runner = runner
+        self._random = Drawing(model)
         # So many evaluation batches are under way at once.
         self._together = 1 if len(world.devices) == 1 else 2 * len(world.devices)
         if world.device.is_slot:
@@ -53,6 +56,22 @@ class StagedStep(Step):
 
     def gradients(self, batch: Batch) -> tuple[Number, Number]:
         """Gradients of total / size, summed over the micro-batches by autograd itself."""
+        if self._random.expected:
+            return self._summed(batch)
+        self._random.look()
+        found = self._summed(batch)
+        if not self.runner.overlaps or not self._random.began():
+            return found
+        if not self._random.wrote():
+            return self._summed(batch)
+        where = f"at step {self.world.step}"
+        note = (
+            f"{where} the model began to draw random numbers and to write buffers: its numbers may be other ones there"
+        )
+        self.world.tell(Line(note, "note"))
+        return found
+
+    def _summed(self, batch: Batch) -> tuple[Number, Number]:
         for p in self._parameters:
             p.grad = None
         streams = Streams()
@@ -60,6 +79,7 @@ class StagedStep(Step):
 
         def begin(i: int) -> None:
             self.begin_part(parts[i][0])
+            self._random.look()
 
         def forward(i: int) -> tuple[torch.Tensor, Number]:
             number, part = parts[i]
@@ -68,6 +88,8 @@ class StagedStep(Step):
 
         def backward(i: int, made: tuple[torch.Tensor, Number]) -> tuple[Number, Number]:
             self.backward(made[0], 1 / batch.size)
+            if not self.runner.overlaps:
+                self._random.learn()
             return self._at_home(made[0].detach()), self._at_home(made[1])
 
         total: Number = 0.0
@@ -88,8 +110,8 @@ class StagedStep(Step):
         return self.runner.run(*go)
 
     def _drawing(self, number: int, streams: Streams) -> AbstractContextManager[Any]:
-        """The random stream of a micro-batch: the one that it has under ``single``."""
-        if not self.runner.overlaps:
+        """The random stream of a micro-batch, if it needs one: the one that it has under ``single``."""
+        if not self.runner.overlaps or not self._random.expected:
             return nullcontext()
         if self._stream is None:
             return stream(lambda: streams.generator(number))
