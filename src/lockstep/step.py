@@ -137,15 +137,7 @@ class Step(Evaluator, ABC):
             self._compile_models()
         try:
             total, count = self.gradients(batch)
-            if self._scaler is not None:
-                self._scaler.unscale_(self.optimizer)
-            self._weight(batch.size, count)
-            self.clip()
-            if self._scaler is None:
-                self.optimizer.step()
-            else:  # a step whose gradients overflowed is left out, on every rank, and the scale halved
-                self._scaler.step(self.optimizer)
-                self._scaler.update()
+            self._move_parameters(batch.size, count)
         except (torch.OutOfMemoryError, MemoryError, RuntimeError) as error:
             if not is_out_of_memory(error):
                 if self._compile and (why := not_compilable(error)) is not None:
@@ -199,6 +191,18 @@ class Step(Evaluator, ABC):
 
         A gradient that no device computed is None. Gives the total and the count of the global batch.
         """
+
+    def _move_parameters(self, size: int, count: Number) -> None:
+        """With gradients of total / size, where the loss counted so many items."""
+        if self._scaler is not None:
+            self._scaler.unscale_(self.optimizer)
+        self._weight(size, count)
+        self.clip()
+        if self._scaler is None:
+            self.optimizer.step()
+        else:  # a step whose gradients overflowed is left out, on every rank, and the scale halved
+            self._scaler.step(self.optimizer)
+            self._scaler.update()
 
     def _weight(self, size: int, count: Number) -> None:
         """Make the gradients of total / size those of total / count."""

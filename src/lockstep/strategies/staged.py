@@ -24,6 +24,9 @@ from lockstep.world import World
 
 T = TypeVar("T")
 
+_FEW = 2**23
+"""So many parameters are updated sooner by one thread than by several that have to be woken."""
+
 
 class StagedStep(Step):
     """One model over several devices, and the one optimizer over its parameters.
@@ -48,6 +51,7 @@ class StagedStep(Step):
         self._layers = layers
         self.runner = runner
         self._random = Drawing(model)
+        self._size = sum(p.numel() for p in self._parameters)
         # So many evaluation batches are under way at once.
         self._together = 1 if len(world.devices) == 1 else 2 * len(world.devices)
         if world.device.is_slot:
@@ -123,6 +127,27 @@ class StagedStep(Step):
         for device in self.world.devices[1:]:
             if device.type == "cuda":
                 torch.cuda.default_generators[device.index].manual_seed(key)
+
+    def _move_parameters(self, size: int, count: Number) -> None:
+        with self._few_threads():
+            super()._move_parameters(size, count)
+
+    @contextmanager
+    def _few_threads(self) -> Iterator[None]:
+        """One thread for few parameters.
+
+        The system wakes a second one behind the first, where it waited for 6 to 12 ms until it was moved to the core
+        that the last stage had left (Linux 6.18): as long as one thread takes for some million parameters.
+        """
+        threads = torch.get_num_threads()
+        if not self.world.device.is_slot or threads == 1 or self._size > _FEW:
+            yield
+            return
+        torch.set_num_threads(1)
+        try:
+            yield
+        finally:
+            torch.set_num_threads(threads)
 
     def _weight(self, size: int, count: Number) -> None:
         # Gradients are on several devices, the count is on one.
