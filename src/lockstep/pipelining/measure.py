@@ -66,8 +66,11 @@ def measured(
     ]
 
 
+_TURNS = 3
+
+
 def contention(
-    model: nn.Module, total: Callable[[], torch.Tensor], devices: Sequence[Device], *, seconds: float = 0.3
+    model: nn.Module, total: Callable[[], torch.Tensor], devices: Sequence[Device], *, seconds: float = 0.6
 ) -> float:
     """How many times longer forward and backward take on a slot while another slot computes them too; 1 or more.
 
@@ -77,13 +80,13 @@ def contention(
         model: is left as it is.
         total: one forward and the loss, a scalar.
         devices: slots; the first two are used.
-        seconds: how long each of the two turns goes on.
+        seconds: how long it goes on alone, and as long together.
     """
 
     def rounds() -> float:
         began = time.perf_counter()
         count = 0
-        while count < 2 or time.perf_counter() < began + seconds:
+        while count < 1 or time.perf_counter() < began + seconds / _TURNS:
             loss = total()
             if loss.requires_grad:
                 torch.autograd.backward(loss)
@@ -92,9 +95,12 @@ def contention(
 
     with as_before(model), borrowed(devices[:2]) as team:
         team.run([rounds, None])  # warms up
-        (alone, _), together = team.run([rounds, None]), team.run([rounds, rounds])
-    assert alone is not None
-    return max(1.0, statistics.mean(taken for taken in together if taken is not None) / alone)
+        ratios = []
+        for _ in range(_TURNS):  # in turns, because a machine that does something else meanwhile spoils one of them
+            (alone, _), together = team.run([rounds, None]), team.run([rounds, rounds])
+            assert alone is not None
+            ratios.append(statistics.mean(taken for taken in together if taken is not None) / alone)
+    return max(1.0, statistics.median(ratios))
 
 
 class _Clock:
