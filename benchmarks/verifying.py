@@ -2,8 +2,9 @@
 
     python -m benchmarks.verifying [EXAMPLE ...] [--strategy ddp]
 
-For each example: seconds of the command as a person starts it, start-up included; of `verify` in this process; of the
-updates and evaluations of both sides alone, without looking at anything; and the ratio of the last two.
+For each example: seconds of the command as a person starts it, start-up included; of `verify` in this process; of starting
+both sides alone (processes, models, data); of their updates and evaluations alone, without looking at anything; and how
+many times these `verify` takes beyond the start.
 """
 
 from __future__ import annotations
@@ -68,10 +69,13 @@ def _seconds(world: World, plain: Plain) -> float:
     return taken
 
 
-def _plain(job: JobFile, strategy: Strategy, devices: tuple[Device, ...], found: Verification) -> float:
+def _plain(job: JobFile, strategy: Strategy, devices: tuple[Device, ...], found: Verification) -> tuple[float, float]:
+    """Seconds of the updates and evaluations of one side, and of all that is around them."""
     settings = {"precision": "fp64" if found.precision == "float64" else None, "batch_size": found.batch_size}
     settings |= {"eval_batch_size": found.batch_size, "loader_workers": 0}
-    return on_devices(_seconds, Plain(job, strategy, settings), devices, None, None, Display(quiet=True))
+    began = time.perf_counter()
+    own = on_devices(_seconds, Plain(job, strategy, settings), devices, None, None, Display(quiet=True))
+    return own, time.perf_counter() - began - own
 
 
 def main() -> None:
@@ -82,7 +86,7 @@ def main() -> None:
     options = parser.parse_args()
     devices = parse("2xcpu")
     way = choose(options.strategy, devices)
-    print("example               command   verify   updates  ratio   found")
+    print("example               command   verify    start   updates  ratio   found")
     for name in options.examples or EXAMPLES:
         path = str(HERE.parent / "examples" / f"{name}.py")
         words = [sys.executable, "-m", "lockstep", "verify", path, "--strategy", options.strategy, "--devices", "2xcpu"]
@@ -92,10 +96,12 @@ def main() -> None:
         command = time.perf_counter() - began
         job = JobFile(path, EXAMPLES[name])
         found = lockstep.verify(job, strategy=way, devices="2xcpu")
-        own = _plain(job, choose("single", devices[:1]), parse("1xcpu"), found) + _plain(job, way, devices, found)
+        sides = _plain(job, choose("single", devices[:1]), parse("1xcpu"), found), _plain(job, way, devices, found)
+        own, start = map(sum, zip(*sides, strict=True))
         causes = ", ".join(cause.name for cause in found.causes) or "equal"
         print(
-            f"{name:<20}{command:8.1f} {found.seconds:8.1f} {own:8.1f}  {found.seconds / own:6.2f}  {causes}",
+            f"{name:<20}{command:9.1f} {found.seconds:8.1f} {start:8.1f} {own:9.1f} {(found.seconds - start) / own:6.2f}"
+            f"   {causes}",
             flush=True,
         )
 

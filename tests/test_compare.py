@@ -7,6 +7,7 @@ import importlib
 import io
 import json
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -18,12 +19,12 @@ from torch.utils.data import TensorDataset
 import lockstep
 from lockstep import cli
 from lockstep.compare import record
-from lockstep.compare.advice import best_of, sentence, unsteady
+from lockstep.compare.advice import best_of, clearing, sentence, unsteady
 from lockstep.compare.agreement import Agreement, Agreements, difference_of
 from lockstep.compare.entries import line_up
 from lockstep.compare.pages import page_of
 from lockstep.compare.peers import attempt_peer
-from lockstep.compare.result import Comparison
+from lockstep.compare.result import Comparison, plain
 from lockstep.compare.sweeps import sweeps_of
 from lockstep.compare.table import csv_of, lines_of
 from lockstep.devices import slots
@@ -237,6 +238,19 @@ def test_turns_that_differ_much_are_said_to(machine: Callable[..., Any]) -> None
     assert unsteady(found).startswith("The turns of dp differ by 3")
     assert any(line.startswith("The turns of dp differ") for line in lines_of(found, 80))
     assert unsteady(found) in page_of(found).notes
+
+
+def test_one_core_that_clears_memory_all_the_time_is_said_to(machine: Callable[..., Any]) -> None:
+    machine(steady)
+    found = compared()
+    assert clearing(found) == ""
+    rows = tuple(replace(row, system=0.45 if row.role == "one device" else 0.9) for row in found.rows)
+    slow = replace(found, rows=rows)
+    assert clearing(slow).startswith("single, 2 cores spends 45 % of its time in the system")
+    assert any("keep_memory=True" in line for line in lines_of(slow, 80))
+    assert clearing(slow) in page_of(slow).notes
+    assert clearing(replace(slow, keeps_memory=True)) == ""
+    assert clearing(Comparison.of(json.loads(json.dumps(plain(slow.as_dict()))))) == clearing(slow)
 
 
 def test_a_strategy_that_gains_nothing_clear_is_not_taken(machine: Callable[..., Any]) -> None:

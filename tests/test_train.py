@@ -212,6 +212,18 @@ def test_a_refused_resume_changes_nothing_in_the_folder(tmp_path: Path) -> None:
     assert {path.name: path.read_bytes() for path in run.folder.iterdir() if path.is_file()} == before
 
 
+def test_a_schedule_at_its_end_is_said_by_a_resume(tmp_path: Path, capsys) -> None:
+    def cosine(optimizer: torch.optim.Optimizer) -> torch.optim.lr_scheduler.LRScheduler:
+        return torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, T_max=7)
+
+    job = classify(epochs=1, lr_scheduler=cosine, lr_scheduler_every="step")
+    run = train(job, folder=tmp_path)
+    assert "learning rate is 0" not in capsys.readouterr().out
+    train(job, resume=run.folder, epochs=2)
+    said = " ".join(capsys.readouterr().out.split())
+    assert "note: the learning rate is 0: the scheduler goes on as it was saved, at its end" in said
+
+
 def test_weights_of_another_model_are_refused_by_name(tmp_path: Path) -> None:
     run = train(classify(epochs=1), folder=tmp_path, quiet=True)
     other = lockstep.Run(run.folder, run.summary, classify(model=lambda: nn.Sequential(nn.Linear(6, 3))))

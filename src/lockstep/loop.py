@@ -335,6 +335,8 @@ class _Training:
         self.told.line(f"batches of {job.batch_size:,}{split}{parts}; {epoch}{held_out(self.eval_loaders)}")
         if self.plan.resume:
             self.told.line(f"going on after epoch {self.epoch}, step {world.step}")
+            if self.scheduler is not None and not any(group["lr"] for group in self.step.optimizer.param_groups):
+                self.told.line("the learning rate is 0: the scheduler goes on as it was saved, at its end", kind="note")
         if is_stream(self.train_data):
             for note in stream_notes(job.shuffle, meets=world.size > 1 and not self.step.together):
                 self.told.line(note, kind="note")

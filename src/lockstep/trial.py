@@ -9,6 +9,7 @@
 from __future__ import annotations
 
 import json
+import os
 import shlex
 import time
 from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
@@ -114,6 +115,7 @@ class Tried:
         peaks: the bytes of each process, or of each accelerator.
         started: seconds from asking for the trial until the first update was done.
         glance: what was seen of some updates, where that was asked for.
+        system: the part of this process's processor time that the system took, while updates were timed.
     """
 
     rate: float
@@ -127,6 +129,7 @@ class Tried:
     peaks: tuple[int, ...] = ()
     started: float = 0.0
     glance: Glance | None = None
+    system: float = 0.0
 
 
 def attempt(
@@ -222,6 +225,7 @@ def _tried(world: World, job: Job, plan: _Plan) -> Tried:
     onlooker = Onlooker(step) if plan.looks else None
     first, size = _timed(step, batches if onlooker is None else onlooker.first(batches), 1, job.seed)
     rate, started = size / first, now() - plan.asked
+    before = os.times()
     count = 1
     if plan.patience is None or first < plan.patience:
         elapsed = 0.0
@@ -229,6 +233,7 @@ def _tried(world: World, job: Job, plan: _Plan) -> Tried:
             count *= 2
             elapsed, size = _timed(step, batches, count, job.seed)
         rate = size / elapsed
+    after = os.times()
     step.check()
     glance = None if onlooker is None else onlooker.seen(batches, job.seed)
     batches.close()
@@ -247,7 +252,13 @@ def _tried(world: World, job: Job, plan: _Plan) -> Tried:
         peaks=peaks,
         started=started,
         glance=glance,
+        system=_system(before, after),
     )
+
+
+def _system(before: os.times_result, after: os.times_result) -> float:
+    system, user = after.system - before.system, after.user - before.user
+    return system / (system + user) if system + user else 0.0
 
 
 def _kept(world: World, job: Job, plan: _Plan) -> float:

@@ -11,6 +11,10 @@ _STEADY = 0.2
 """From the lowest to the highest turn, as a part of the median: what an idle machine stays within."""
 
 
+_SYSTEM = 0.2
+"""A part of one core's time that the system doesn't take where a job computes; each step's new memory may."""
+
+
 def best_of(found: Comparison) -> Row | None:
     """The row to take: the fastest with the numbers of one device; of equally fast ones the simplest."""
     candidates = [row for row in found.measured if row.role != "peer" and row.is_exact]
@@ -30,6 +34,23 @@ def unsteady(found: Comparison) -> str:
         f"The turns of {widest} differ by {100 * spans[widest]:.0f} %: was something else computing on this machine? "
         "Measure again when nothing is, before believing small differences."
     )
+
+
+def clearing(found: Comparison) -> str:
+    """A hint where one slot spends much of its time in the system, on new memory as a rule; else ""."""
+    slow = [row for row in found.measured if row.role == "one device" and row.system > _SYSTEM]
+    if not slow or not found.on_slots or found.keeps_memory:
+        return ""
+    worst = max(slow, key=lambda row: row.system)
+    return (
+        f"{worst.name} spends {100 * worst.system:.0f} % of its time in the system, which clears the memory that a step "
+        "frees before the next one has it again: keep_memory=True keeps it, and lockstep tune measures what that gains."
+    )
+
+
+def cautions(found: Comparison) -> list[str]:
+    """What to think of before believing the numbers."""
+    return [said for said in (unsteady(found), clearing(found)) if said]
 
 
 def _is_as_fast(found: Comparison, fastest: Row, row: Row) -> bool:

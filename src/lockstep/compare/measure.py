@@ -107,6 +107,7 @@ def compare(
         on_slots=all(entry.devices[0].is_slot for entry in entries),
         rows=tuple(turns.row(entry) for entry in entries),
         folder="" if kept is None else str(kept),
+        keeps_memory=loaded.keep_memory,
     )
     record.tell(found, say)
     return found
@@ -219,4 +220,5 @@ class _Turns:
             peaks=tuple(max(column) for column in zip(*(one.peaks for one in tried), strict=True)),
             exceptions=(*look.exceptions, *([self.stopped[entry.name]] if entry.name in self.stopped else [])),
             glance=look.glance,
+            system=statistics.median(one.system for one in tried),
         )

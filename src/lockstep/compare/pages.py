@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from pathlib import Path
 
-from lockstep.compare.advice import all_cores, best_of, sentence, unsteady
+from lockstep.compare.advice import all_cores, best_of, cautions, sentence
 from lockstep.compare.result import Comparison, Row
 from lockstep.compare.sweeps import sweeps_of
 from lockstep.compare.table import exceptions_of, moved, outcome_columns, speed_columns
@@ -41,8 +41,7 @@ def page_of(found: Comparison) -> Page:
             "The devices are slots: cores of one machine, which share its memory and its caches. They are not GPUs: "
             "what gains here may gain more or less there."
         )
-    if warning := unsteady(found):
-        notes.append(warning)
+    notes += cautions(found)
     best = best_of(found)
     return Page(
         title=f"{Path(found.job).name}: strategies side by side",

@@ -38,6 +38,7 @@ class Row:
         glance: what each device sees, where the time goes, what moves.
         history: with ``epochs``, a record for each.
         run: with ``epochs``, the run's folder.
+        system: the part of the (first) process's processor time that the system took; the median of all rounds.
     """
 
     name: str
@@ -58,6 +59,7 @@ class Row:
     glance: Glance | None = None
     history: tuple[dict[str, Any], ...] = ()
     run: str = ""
+    system: float = 0.0
 
     @property
     def timing(self) -> Timing:
@@ -93,6 +95,7 @@ class Comparison:
         on_slots: whether slots are the devices.
         rows: in the order of measuring.
         folder: where the report is.
+        keeps_memory: whether the job asks for ``keep_memory``.
     """
 
     job: str
@@ -104,6 +107,7 @@ class Comparison:
     on_slots: bool
     rows: tuple[Row, ...]
     folder: str = ""
+    keeps_memory: bool = False
 
     def __getitem__(self, name: str) -> Row:
         """The row of that name."""

@@ -8,7 +8,7 @@ import textwrap
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
-from lockstep.compare.advice import all_cores, best_of, sentence, unsteady
+from lockstep.compare.advice import all_cores, best_of, cautions, sentence
 from lockstep.compare.result import Comparison, Row
 from lockstep.errors import counted
 from lockstep.firststep import written
@@ -147,7 +147,7 @@ def lines_of(found: Comparison, width: int = 80) -> list[str]:
     outcome = outcome_columns(found)
     if outcome:
         lines += ["", *_table([row for row in measured if row.history], outcome, width)]
-    if warning := unsteady(found):
+    for warning in cautions(found):
         lines += ["", *_wrapped(warning, width)]
     lines += ["", *_wrapped(sentence(found), width)]
     best = best_of(found)
