@@ -11,13 +11,14 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
-from benchmarks import level, models, partitioning
+from benchmarks import level, models
 from benchmarks.checkpointing import CHECKPOINTING
 from benchmarks.comparing import COMPARING
 from benchmarks.experiment import EXPERIMENT, GPU_EXPERIMENT
 from benchmarks.mapping import mapping
 from benchmarks.parallel import PARALLEL
 from benchmarks.parallel_loss import GPU_PARALLEL_LOSS, PARALLEL_LOSS
+from benchmarks.partitioning import PARTITIONING
 from benchmarks.pipelining import PIPELINING
 from benchmarks.sparse import sparse
 from benchmarks.timing import HERE, Benchmark, Ratio, by_python, by_torchrun, rate, run, torchrun
@@ -165,7 +166,7 @@ def main(names: list[str]) -> int:
         if len(accelerators()) > 1:
             level.run(accelerators())
         return 0
-    known = [*BENCHMARKS, "level", "partitioning"]
+    known = [*BENCHMARKS, "level", *PARTITIONING]
     unknown = [name for name in names if name not in known]
     if unknown:
         print(f"there is no benchmark {unknown[0]}: there are {', '.join(known)}, gpu", file=sys.stderr)
@@ -173,8 +174,8 @@ def main(names: list[str]) -> int:
     for name in names or known:
         if name == "level":
             level.run(slots(2))
-        elif name == "partitioning":
-            partitioning.run()
+        elif name in PARTITIONING:
+            PARTITIONING[name]()
         else:
             run(name, BENCHMARKS[name])
     return 0

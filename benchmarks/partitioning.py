@@ -1,7 +1,7 @@
 """Two questions of a pipeline's plan: is the found split the best one, and does the simulation tell the step time?
 
-`split`: every two-way split whose slowest stage is expected to be within a quarter of the best one's is timed once; the
-three fastest are then timed against the found one, in turns. `prediction`: each job, with several numbers of
+`splits`: every two-way split whose slowest stage is expected to be within a quarter of the best one's is timed once;
+the three fastest are then timed against the found one, in turns. `predictions`: each job, with several numbers of
 micro-batches and two schedules: forward and backward of a global batch, as simulated from stage times on one core, and
 as measured.
 """
@@ -80,7 +80,7 @@ def split(name: str) -> dict[str, Any]:
         f"cut before {blocks[place].name}": _rate(timed(job, PP(cut_at(blocks, place), MICROBATCHES))) for place in best
     }
     ways["found"] = _rate(timed(job, PP(partition.device_map, MICROBATCHES)))
-    timings = in_turns(ways, rounds=5, told=lambda line: print(f"   {line}", flush=True))
+    timings = in_turns(ways, rounds=3, told=lambda line: print(f"   {line}", flush=True))
     ratios = {other: timings.ratio("found", other) for other in ways if other != "found"}
     least = min(ratios.values(), key=lambda ratio: ratio.median)
     print(f"   {name}: found (before {blocks[mine].name}) : the best of {len(near)} others   {least}   goal 0.97")
@@ -124,13 +124,29 @@ def prediction(name: str) -> list[dict[str, Any]]:
     return cells
 
 
-def run() -> None:
-    """Both, for all jobs."""
-    print("== partitioning", flush=True)
+def predictions() -> None:
+    """Simulated and measured, for all jobs."""
+    print("== partitioning-predictions", flush=True)
     keep_freed_memory()  # a virtual machine may have to ask its host for each page that was free for a while
     cells = [cell for name in JOBS for cell in prediction(name)]
     error = statistics.median(abs(cell["error"]) for cell in cells)
     print(f"   median error of {len(cells)} cells: {100 * error:.1f} %   goal 5 %", flush=True)
-    splits = [split(name) for name in ("stack", "resnet50", "gpt2")]
-    kept = {"benchmark": "partitioning", "machine": machine(), "median_error": error, "cells": cells, "splits": splits}
-    (HERE / "results" / "partitioning.json").write_text(json.dumps(kept, indent=2) + "\n")
+    _keep("partitioning-predictions", {"median_error": error, "cells": cells})
+
+
+def splits() -> None:
+    """Found and best, for three jobs."""
+    print("== partitioning-splits", flush=True)
+    keep_freed_memory()
+    found = []
+    for name in ("gpt2", "resnet50", "stack"):
+        found.append(split(name))
+        _keep("partitioning-splits", {"splits": found})
+
+
+def _keep(name: str, found: dict[str, Any]) -> None:
+    text = json.dumps({"benchmark": name, "machine": machine(), **found}, indent=2)
+    (HERE / "results" / f"{name}.json").write_text(text + "\n")
+
+
+PARTITIONING = {"partitioning-predictions": predictions, "partitioning-splits": splits}

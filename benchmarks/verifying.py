@@ -2,9 +2,9 @@
 
     python -m benchmarks.verifying [EXAMPLE ...] [--strategy ddp]
 
-For each example: seconds of the command as a person starts it, start-up included; of `verify` in this process; of starting
-both sides alone (processes, models, data); of their updates and evaluations alone, without looking at anything; and how
-many times these `verify` takes beyond the start.
+For each example: seconds of the command as a person starts it, start-up included; of `verify` in this process; of
+starting both sides alone (processes, models, data); of their updates and evaluations alone, without looking at
+anything; and how many times these `verify` takes beyond the start.
 """
 
 from __future__ import annotations
@@ -99,10 +99,9 @@ def main() -> None:
         sides = _plain(job, choose("single", devices[:1]), parse("1xcpu"), found), _plain(job, way, devices, found)
         own, start = map(sum, zip(*sides, strict=True))
         causes = ", ".join(cause.name for cause in found.causes) or "equal"
+        times = (found.seconds - start) / own
         print(
-            f"{name:<20}{command:9.1f} {found.seconds:8.1f} {start:8.1f} {own:9.1f} {(found.seconds - start) / own:6.2f}"
-            f"   {causes}",
-            flush=True,
+            f"{name:<20}{command:9.1f} {found.seconds:8.1f} {start:8.1f} {own:9.1f} {times:6.2f}   {causes}", flush=True
         )
 
 

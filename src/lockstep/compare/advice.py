@@ -43,8 +43,8 @@ def clearing(found: Comparison) -> str:
         return ""
     worst = max(slow, key=lambda row: row.system)
     return (
-        f"{worst.name} spends {100 * worst.system:.0f} % of its time in the system, which clears the memory that a step "
-        "frees before the next one has it again: keep_memory=True keeps it, and lockstep tune measures what that gains."
+        f"{worst.name} spends {100 * worst.system:.0f} % of its time in the system, which clears what a step "
+        "frees before the next one has it: keep_memory=True keeps it, and lockstep tune measures what that gains."
     )
 
 
