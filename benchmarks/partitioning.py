@@ -11,16 +11,17 @@ from __future__ import annotations
 import json
 import statistics
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import Any
 
 import lockstep
 from benchmarks.pipelining import JOBS
 from benchmarks.timing import HERE, machine
 from lockstep.allocator import keep_freed_memory
+from lockstep.build import build_model
 from lockstep.data import Batch, job_loader
 from lockstep.devices import slots
-from lockstep.pipelining.blocks import Block
+from lockstep.pipelining.partition import Bench, first_part, map_of
 from lockstep.pipelining.plan import planned
 from lockstep.placement import alone
 from lockstep.stopwatch import in_turns
@@ -59,9 +60,12 @@ def ready(name: str) -> lockstep.Job:
     return job.having(train_data=data() if callable(data) else data, loader_workers=0)
 
 
-def cut_at(blocks: Sequence[Block], place: int) -> dict[str, int]:
-    """The device map that cuts before the block at this place; what is in none goes with the first stage."""
-    return {"": 0, **{block.name: int(i >= place) for i, block in enumerate(blocks)}}
+def maps_of(job: lockstep.Job) -> Callable[[int], dict[str, int]]:
+    """The device map that cuts before a block, by its number; what has no parameters is on its neighbours' stage."""
+    with alone(slots(2)[:1]) as world:
+        bench = Bench(job, build_model(job, world), world)
+        blocks, seen, _ = bench.blocks(first_part(job, world), measure=False, seconds=0.0)
+    return lambda place: map_of(bench.model, seen, (0, place, len(blocks)))
 
 
 def split(name: str) -> dict[str, Any]:
@@ -69,15 +73,16 @@ def split(name: str) -> dict[str, Any]:
     job = ready(name)
     partition, _ = planned(job, slots(2), chunks=(1,), schedules=["1f1b"], microbatches=[MICROBATCHES], seconds=3.0)
     blocks = partition.blocks
+    map_at = maps_of(job)
     mine = len(partition.stages[0].blocks)
     whole = sum(block.time for block in blocks)
     before = [sum(block.time for block in blocks[:place]) for place in range(len(blocks) + 1)]
     slowest = {place: max(before[place], whole - before[place]) for place in range(1, len(blocks))}
     near = [place for place, seconds in slowest.items() if seconds <= 1.25 * min(slowest.values()) and place != mine]
-    once = {place: timed(job, PP(cut_at(blocks, place), MICROBATCHES))() for place in near}
+    once = {place: timed(job, PP(map_at(place), MICROBATCHES))() for place in near}
     best = sorted(once, key=once.__getitem__)[:3]
     ways: dict[str, Callable[[], float]] = {
-        f"cut before {blocks[place].name}": _rate(timed(job, PP(cut_at(blocks, place), MICROBATCHES))) for place in best
+        f"cut before {blocks[place].name}": _rate(timed(job, PP(map_at(place), MICROBATCHES))) for place in best
     }
     ways["found"] = _rate(timed(job, PP(partition.device_map, MICROBATCHES)))
     timings = in_turns(ways, rounds=3, told=lambda line: print(f"   {line}", flush=True))
