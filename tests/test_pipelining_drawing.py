@@ -71,6 +71,14 @@ class Counting(Beginning):
         return super().noise(x)
 
 
+class Noting(Beginning):
+    """It remembers something first in the update in which it draws first."""
+
+    def noise(self, x: torch.Tensor) -> torch.Tensor:
+        self.has_drawn = True
+        return super().noise(x)
+
+
 def _job(model: type[nn.Module]) -> Job:
     """Four updates; in the third the last two of three micro-batches hold a sample that draws."""
     inputs = drawn(24, 6)
@@ -116,8 +124,9 @@ def test_a_model_with_checkpoints_keeps_its_streams(tmp_path) -> None:
     assert all(streamed[3 * 2 :])
 
 
-def test_draws_that_begin_with_a_write_to_a_buffer_are_said(tmp_path, capsys) -> None:
-    train(_job(Counting), strategy=PP(SPLIT, 3), devices="2xcpu", folder=tmp_path)
+@pytest.mark.parametrize("model", [Counting, Noting])
+def test_draws_that_begin_with_a_write_to_the_model_are_said(model: type[nn.Module], tmp_path, capsys) -> None:
+    train(_job(model), strategy=PP(SPLIT, 3), devices="2xcpu", folder=tmp_path)
     assert "at step 3 the model began to draw random numbers and to write buffers" in " ".join(
         capsys.readouterr().out.split()
     )

@@ -10,7 +10,6 @@ _SAME = 1.02
 _STEADY = 0.2
 """From the lowest to the highest turn, as a part of the median: what an idle machine stays within."""
 
-
 _SYSTEM = 0.2
 """A part of one core's time that the system doesn't take where a job computes; each step's new memory may."""
 

@@ -19,7 +19,6 @@ from lockstep.data import Part
 from lockstep.devices import Device
 from lockstep.parallel.random import stream
 from lockstep.pipelining.choose import Candidate
-from lockstep.pipelining.drawing import Drawing
 from lockstep.pipelining.layers import Layers
 from lockstep.pipelining.partition import Bench
 from lockstep.pipelining.runner import Runner
@@ -54,22 +53,15 @@ def seconds_taken(
     with alone(tuple(devices)) as world, kept_states():
         runner = Runner(model, world, lambda count: candidate.order, places)
 
-        random = Drawing(model)
-
         def forward(number: int) -> torch.Tensor:
             # As a step does: each micro-batch draws for itself, if it does.
-            with stream(torch.Generator() if runner.overlaps and random.expected else None):
+            with stream(torch.Generator() if runner.overlaps and runner.draws else None):
                 return bench.total(parts[number])()
-
-        def backward(number: int, loss: torch.Tensor) -> None:
-            torch.autograd.backward(loss)
-            if not runner.overlaps:
-                random.learn()
 
         def update() -> float:
             model.zero_grad()
             began = time.perf_counter()
-            runner.run(lambda number: random.look(), forward, backward, len(parts))
+            runner.run(lambda number: None, forward, lambda number, loss: torch.autograd.backward(loss), len(parts))
             return time.perf_counter() - began
 
         update()

@@ -185,6 +185,11 @@ class Begun:
                 if _is_plain(own) and isinstance(value, dict | list | set):
                     self._containers.append((_joined(name, own), value))
 
+    @property
+    def writes(self) -> bool:
+        """Whether each update writes something: then none can be computed again."""
+        return bool(self._written)
+
     def expects(self, name: str) -> bool:
         """Whether that may change: a tensor that the forward which was watched wrote to."""
         return any(name == _joined(self._modules[module], own) for module, own in self._written)

@@ -30,6 +30,7 @@ from lockstep.devices import Device
 from lockstep.errors import InputError
 from lockstep.events import Line
 from lockstep.parallel.team import Team
+from lockstep.pipelining.drawing import Drawing
 from lockstep.pipelining.flight import Flight
 from lockstep.pipelining.remembered import Begun, Remembered
 from lockstep.pipelining.routes import Route, action_of, merged, orders_of, whole
@@ -58,6 +59,7 @@ class Runner:
 
     Attributes:
         overlaps: whether micro-batches are under way at the same time, each in its thread.
+        spoiled: whether the last update is to be computed again: the model began to draw in it, without streams.
         schedule: as given.
         timelines: when each stage computed in each update, where that is noted (a list is there), not on accelerators.
     """
@@ -82,8 +84,15 @@ class Runner:
         self._forward_in_turn: str | None = None
         self._team: Team | None = None
         self._said_strayed = False
+        self._drawing = Drawing()
+        self.spoiled = False
         self.overlaps = False
         self.timelines: list[Timeline] | None = None
+
+    @property
+    def draws(self) -> bool:
+        """Whether micro-batches that overlap need random streams of their own."""
+        return self._drawing.expected or (self._begun is not None and self._begun.writes)
 
     def run(
         self,
@@ -181,6 +190,7 @@ class Runner:
         flights = []
         for number in range(count):
             begin(number)
+            self._drawing.look()
             watched = None
             flight = Flight(number, self._occupy)
             flights.append(flight)
@@ -194,6 +204,7 @@ class Runner:
                 flight.turn_back()
                 results.append(backward(number, made))
                 del made
+            self._drawing.learn()
             if number == 0 and not self._route:
                 self._route = whole(tuple(flight.seen), len(self._devices))
             elif not self._settled:
@@ -241,9 +252,19 @@ class Runner:
             return backward(flight.number, made)
 
         assert self._begun is not None
+        streamed = self.draws
         self._begun.look()
+        self._drawing.look()
         found = self._all_at_once(flights, turns, there_and_back)
-        self._heed(self._begun.changed())
+        changed = self._begun.changed()
+        self._heed(changed)
+        self.spoiled = not streamed and self._drawing.began()
+        if self.spoiled and changed is not None:
+            self.spoiled = False
+            self._say(
+                f"at step {self._world.step} the model began to draw random numbers and to write buffers or "
+                "attributes: its numbers may be other ones there"
+            )
         if any(flight.strayed for flight in flights):
             for flight in flights:
                 self._learn(flight)

@@ -11,12 +11,11 @@ import torch
 from torch import nn
 
 from lockstep.data import Batch, mixed
-from lockstep.events import Line
+from lockstep.devices import Device, occupied
 from lockstep.job import Job
 from lockstep.loss import Number
 from lockstep.parallel import recompute
 from lockstep.parallel.random import Streams, stream
-from lockstep.pipelining.drawing import Drawing
 from lockstep.pipelining.layers import Layers
 from lockstep.pipelining.runner import Runner
 from lockstep.step import Step
@@ -25,7 +24,7 @@ from lockstep.world import World
 T = TypeVar("T")
 
 _FEW = 2**23
-"""So many parameters are updated sooner by one thread than by several that have to be woken."""
+"""Up to so many parameters one thread is taken to update sooner than several that have to be woken: an estimate."""
 
 
 class StagedStep(Step):
@@ -50,8 +49,7 @@ class StagedStep(Step):
         self.cuts_batch = self._accumulate > 1
         self._layers = layers
         self.runner = runner
-        self._random = Drawing(model)
-        self._size = sum(p.numel() for p in self._parameters)
+        self._is_small = world.device.is_slot and sum(p.numel() for p in self._parameters) <= _FEW
         # So many evaluation batches are under way at once.
         self._together = 1 if len(world.devices) == 1 else 2 * len(world.devices)
         if world.device.is_slot:
@@ -60,20 +58,8 @@ class StagedStep(Step):
 
     def gradients(self, batch: Batch) -> tuple[Number, Number]:
         """Gradients of total / size, summed over the micro-batches by autograd itself."""
-        if self._random.expected:
-            return self._summed(batch)
-        self._random.look()
         found = self._summed(batch)
-        if not self.runner.overlaps or not self._random.began():
-            return found
-        if not self._random.wrote():
-            return self._summed(batch)
-        where = f"at step {self.world.step}"
-        note = (
-            f"{where} the model began to draw random numbers and to write buffers: its numbers may be other ones there"
-        )
-        self.world.tell(Line(note, "note"))
-        return found
+        return self._summed(batch) if self.runner.spoiled else found
 
     def _summed(self, batch: Batch) -> tuple[Number, Number]:
         for p in self._parameters:
@@ -83,7 +69,6 @@ class StagedStep(Step):
 
         def begin(i: int) -> None:
             self.begin_part(parts[i][0])
-            self._random.look()
 
         def forward(i: int) -> tuple[torch.Tensor, Number]:
             number, part = parts[i]
@@ -92,8 +77,6 @@ class StagedStep(Step):
 
         def backward(i: int, made: tuple[torch.Tensor, Number]) -> tuple[Number, Number]:
             self.backward(made[0], 1 / batch.size)
-            if not self.runner.overlaps:
-                self._random.learn()
             return self._at_home(made[0].detach()), self._at_home(made[1])
 
         total: Number = 0.0
@@ -115,7 +98,7 @@ class StagedStep(Step):
 
     def _drawing(self, number: int, streams: Streams) -> AbstractContextManager[Any]:
         """The random stream of a micro-batch, if it needs one: the one that it has under ``single``."""
-        if not self.runner.overlaps or not self._random.expected:
+        if not self.runner.overlaps or not self.runner.draws:
             return nullcontext()
         if self._stream is None:
             return stream(lambda: streams.generator(number))
@@ -129,25 +112,10 @@ class StagedStep(Step):
                 torch.cuda.default_generators[device.index].manual_seed(key)
 
     def _move_parameters(self, size: int, count: Number) -> None:
-        with self._few_threads():
+        # The system wakes a second thread behind the first, where it waited for 6 to 12 ms until it was moved to the
+        # core that the last stage had left (Linux 6.18): as long as one thread takes for some million parameters.
+        with occupied(Device("cpu", 0)) if self._is_small else nullcontext():
             super()._move_parameters(size, count)
-
-    @contextmanager
-    def _few_threads(self) -> Iterator[None]:
-        """One thread for few parameters.
-
-        The system wakes a second one behind the first, where it waited for 6 to 12 ms until it was moved to the core
-        that the last stage had left (Linux 6.18): as long as one thread takes for some million parameters.
-        """
-        threads = torch.get_num_threads()
-        if not self.world.device.is_slot or threads == 1 or self._size > _FEW:
-            yield
-            return
-        torch.set_num_threads(1)
-        try:
-            yield
-        finally:
-            torch.set_num_threads(threads)
 
     def _weight(self, size: int, count: Number) -> None:
         # Gradients are on several devices, the count is on one.
