@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch import nn
 
-from lockstep.build import digest
+from lockstep.digest import digest
 from lockstep.forward import Seen, look
 from zoo import drawn
 

@@ -13,7 +13,7 @@ from lockstep.strategies import STRATEGIES
 SRC = Path(lockstep.__file__).parent
 LAYERS = [
     {"errors", "allocator", "options"},
-    {"nesting", "devices", "events", "seeding", "timeline"},
+    {"nesting", "devices", "digest", "events", "seeding", "timeline"},
     {"job", "means", "world", "breakdown"},
     {"jobfile", "memory", "loss", "inventory", "launch", "parallel"},
     {

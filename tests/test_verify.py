@@ -26,6 +26,8 @@ from lockstep.strategies.dp import DP, DPStep
 from lockstep.strategies.pp import PP
 from lockstep.strategies.strategy import Strategy
 from lockstep.verify import Verification
+from lockstep.verify.cause import Cause
+from lockstep.verify.causes import Diagnosis
 
 from planted import Averaging, Noisy, SelfWriting  # isort: skip
 from zoo import LENGTHS, SAMPLES, ZOO, Conv, drawn, labels, mlp, plain_sgd, sgd  # isort: skip
@@ -359,6 +361,21 @@ def test_operators_that_are_not_deterministic_are_named() -> None:
     found = verified(dataclasses.replace(MLP, model=Hurried), "dp")
     assert names(found) == {"operators"}
     assert "hasty_sum" in found.causes[0].words
+
+
+def test_draws_that_come_out_nearly_alike_once_are_not_taken_for_rounding(monkeypatch: pytest.MonkeyPatch) -> None:
+    truly, alone = os.urandom, Diagnosis._of_the_job_alone
+    first = [bytes([100 + i % 2]) for i in range(4)]  # one device against itself: 4e-6 apart, then as ever
+
+    def nearly_alike(diagnosis: Diagnosis) -> list[Cause]:
+        monkeypatch.setattr(os, "urandom", lambda size: first.pop() if first else truly(size))
+        try:
+            return alone(diagnosis)
+        finally:
+            monkeypatch.setattr(os, "urandom", truly)
+
+    monkeypatch.setattr(Diagnosis, "_of_the_job_alone", nearly_alike)
+    assert names(verified(dataclasses.replace(MLP, model=Hurried), "dp")) == {"operators"}
 
 
 class Unwritten(nn.Module):

@@ -12,6 +12,7 @@ from torch import nn
 from lockstep.activations import checkpoint_blocks
 from lockstep.checkpoint import take_weights
 from lockstep.data import batches, resolve
+from lockstep.digest import digest
 from lockstep.errors import JobError, LockstepError, told
 from lockstep.job import Job
 from lockstep.nesting import call, is_lazy, to_device
@@ -184,32 +185,3 @@ def buffers_of(model: nn.Module) -> list[tuple[nn.Module, str]]:
 def _all_tensors(model: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
     yield from model.named_parameters()
     yield from model.named_buffers()
-
-
-_PLACES = 1009
-"""A prime, so that neither rows nor columns of a matrix come to lie in one place of a digest."""
-
-_ROWS = 32
-"""Of so many places, added at once: they stay in a core's cache, and are too few for PyTorch to wake threads."""
-
-_BITS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int32}
-
-
-def digest(tensor: torch.Tensor | None) -> tuple[int, int] | None:
-    """Two sums that tell different values apart: plain, and weighted by place.
-
-    It is the bits that are added, as whole numbers: the sums are the same for any number of threads, nothing is not
-    finite, and no copy as large as the tensor is made.
-    """
-    if tensor is None or tensor.is_meta or tensor.layout is not torch.strided or not tensor.numel():
-        return None
-    flat = torch.view_as_real(tensor.detach().resolve_conj()) if tensor.is_complex() else tensor.detach()
-    bits = flat.contiguous().view(-1).view(_BITS[flat.element_size()])
-    sums = torch.zeros(_PLACES, dtype=torch.int64, device=bits.device)
-    blocks = bits.numel() // (_ROWS * _PLACES)
-    for block in bits[: blocks * _ROWS * _PLACES].view(blocks, _ROWS, _PLACES).unbind():
-        sums += block.sum(0)
-    for row in torch.split(bits[blocks * _ROWS * _PLACES :], _PLACES):
-        sums[: len(row)] += row
-    places = torch.arange(1, _PLACES + 1, device=bits.device)
-    return int(sums.sum()), int((sums * places).sum())

@@ -23,7 +23,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from lockstep.build import digest
+from lockstep.digest import digest
 from lockstep.errors import StrategyError
 from lockstep.nesting import call, cut, each, tensors
 from lockstep.seeding import kept_states, same, states
@@ -78,15 +78,20 @@ class Seen:
             )
 
 
+_FEWEST = 4
+"""Samples that are looked at, at least."""
+
+
 def look(model: nn.Module, inputs: Any, samples: int) -> Seen:
     """See what ``model`` does with ``inputs`` of so many samples; it is left as it is, and so are all generators.
 
     A model that can't be copied, or can't take a part of its inputs, shows less.
     """
     seen = Seen()
-    if samples < 4:  # too few to cut: as many again, and again, that differ
-        times = -(-4 // samples)
-        inputs, samples = each(functools.partial(_multiplied, samples, times), inputs), samples * times
+    if samples < _FEWEST:  # too few to cut: as many again, and again, that differ
+        times = -(-_FEWEST // samples)
+        inputs = each(functools.partial(_multiplied, samples, times), inputs)
+        inputs, samples = cut(inputs, 0, _FEWEST, samples * times), _FEWEST
     devices = {t.device for t in tensors(inputs) if t.device.type not in ("cpu", "meta")}
     kind = next((d.type for d in devices), "cuda")
     with torch.no_grad(), kept_states(), torch.random.fork_rng([d.index or 0 for d in devices], device_type=kind):

@@ -72,6 +72,7 @@ class Step(Evaluator, ABC):
         optimizer: the one optimizer of this process.
         world: this process's place among the ranks.
         on_forward: told of each forward of an update: which replica, its part, its outputs (see ``firststep``).
+        looked: whether it is known what the model does in forward; else the first update looks, in some more forwards.
     """
 
     on_forward: Callable[[str, Part, Any], None] | None = None
@@ -95,7 +96,7 @@ class Step(Evaluator, ABC):
         self._parameters = [p for p in model.parameters() if p.requires_grad]
         self._seed = job.seed
         self._updates = 0
-        self._looked = False
+        self.looked = False
         self._draws = self._draws_elsewhere = False
         self._sick: torch.Tensor | None = None
         self._factors: dict[tuple[float, torch.dtype, torch.device], torch.Tensor] = {}
@@ -130,7 +131,7 @@ class Step(Evaluator, ABC):
         """
         self.world.step += 1
         self._updates += 1
-        if not self._looked:
+        if not self.looked:
             self._look(batch)
             if self._compile and (first := self.first_share(batch)).size:
                 refuse_written_buffers(self.model, first.inputs)
@@ -158,7 +159,7 @@ class Step(Evaluator, ABC):
         Raises:
             StrategyError: it writes its parameters.
         """
-        self._looked = True
+        self.looked = True
         if self.replicas == 1 or not self.world.is_first:
             return
         part = self.first_share(batch)

@@ -27,6 +27,7 @@ from lockstep.data.ahead import copied_ahead
 from lockstep.data.fetch import Collate, Pair, together
 from lockstep.data.shares import COLLATE, EVALUATION, ORDER, TRAINING, Batch, Part, absorbed, checked_cutting, cuts
 from lockstep.data.workers import Workers, default_workers, free_cores
+from lockstep.digest import digest
 from lockstep.errors import JobError, RunError, SampleError, told
 from lockstep.nesting import parts
 from lockstep.seeding import kept_states, seed_all
@@ -324,9 +325,8 @@ def number_of(nest: Any) -> int:
             state = absorbed(state, number_of(part))
         return state
     if isinstance(nest, Tensor):
-        if nest.layout != torch.strided or nest.is_meta or not nest.numel():
-            return 0
-        return int(nest.detach().reshape(-1).contiguous().view(torch.uint8).sum(dtype=torch.int64))
+        sums = digest(nest)
+        return 0 if sums is None else absorbed(*sums)
     if isinstance(nest, int | float | str | bytes):
         return zlib.crc32(repr(nest).encode())
     return zlib.crc32(nest.tobytes()) if hasattr(nest, "tobytes") else 0

@@ -21,7 +21,7 @@ from torch import nn
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.overrides import TorchFunctionMode
 
-from lockstep.build import digest
+from lockstep.digest import digest
 from lockstep.pipelining.flight import current, tensors_in
 from lockstep.seeding import other_states
 

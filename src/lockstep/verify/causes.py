@@ -91,14 +91,17 @@ class Diagnosis:
     # ---- can the job be repeated at all? ----------------------------------------------------------------------------
 
     def _of_the_job_alone(self) -> list[Cause]:
-        twice = self._try(self._single())
+        again = self._single()
+        if again.updates == 1:
+            again = dataclasses.replace(again, updates=2)  # one draw of few values may come out alike
+        twice = self._try(again)
         if not isinstance(twice, Comparison):
             return []
         if twice.start:
             return [Cause.unseeded_start(twice.start[0])]
         if any(update.rows for update in twice.updates):
             return [Cause.unseeded_data()]
-        if self.noise.hold(twice):
+        if self.noise.repeats(twice):
             return [Cause.other_start(self.found.start[0])] if self.found.start else []
         strict = self._try(dataclasses.replace(self._single(), deterministic=True))
         if isinstance(strict, Comparison):
@@ -210,7 +213,8 @@ class Diagnosis:
     def _again(self) -> Experiment:
         """The same, no further than it parts."""
         updates = self.first.number if self.first is not None else None
-        return dataclasses.replace(self.experiment, settings=self.settings, updates=updates)
+        seen = not self.found.drew
+        return dataclasses.replace(self.experiment, settings=self.settings, updates=updates, looked=seen)
 
     def _single(self) -> Experiment:
         """One device against one device."""

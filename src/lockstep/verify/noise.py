@@ -42,6 +42,14 @@ class Noise:
         self._measure(comparison)
         return self.bounds.hold(comparison)
 
+    def repeats(self, twice: Comparison) -> bool:
+        """Whether one device against itself, the same in all, gave the same but for sums in any order.
+
+        What it draws may be as small as another order of sums would make it once: where that part is more than rounding
+        in any format, nothing is measured, which would take the draws for noise.
+        """
+        return self.bounds.hold(twice) or (twice.computed <= COARSE and self.hold(twice))
+
     def _measure(self, comparison: Comparison) -> None:
         mixed = dataclasses.replace(
             self._experiment,

@@ -9,8 +9,8 @@ from typing import Any
 import torch
 from torch import nn
 
-from lockstep.build import digest
 from lockstep.data import Batch, Part, eval_loaders, job_loader, resolve, resolve_sets
+from lockstep.digest import digest
 from lockstep.evaluation import evaluate_sets
 from lockstep.job import Job
 from lockstep.nesting import each, tensors

@@ -24,9 +24,9 @@ from torch import nn
 from lockstep import devices as _devices
 from lockstep import world as _world
 from lockstep.allocator import freed_memory_kept
-from lockstep.build import digest
 from lockstep.data import Batch, is_stream
 from lockstep.devices import Device
+from lockstep.digest import digest
 from lockstep.display import Display
 from lockstep.events import Line
 from lockstep.forward import drops
@@ -61,6 +61,7 @@ class Experiment:
         deterministic: operators that aren't deterministic raise.
         watched: the update in which every layer is looked at; the first that gave other numbers is told.
         bound: for that.
+        looked: the first update needn't see what the model does in forward: an earlier one has, and it draws nothing.
     """
 
     job: Job | JobFile
@@ -74,6 +75,7 @@ class Experiment:
     deterministic: bool = False
     watched: int = 0
     bound: float = 0.0
+    looked: bool = False
 
 
 def compared(experiment: Experiment) -> Comparison:
@@ -104,6 +106,7 @@ def _on_rank(world: World, experiment: Experiment) -> Comparison | None:
             watched=experiment.watched,
             shuffled=experiment.shuffled,
         )
+        ours.step.looked = experiment.looked
         theirs = None
         if world.is_first:
             alone = World(devices=world.devices[:1])
@@ -190,7 +193,8 @@ class _Run:
                 drew = theirs is not None and theirs.drew
                 updated_on, own_buffers = self._buffers_over_replicas()
             if reference is not None:
-                self._compare(number, *reference, result, rows)
+                with _on_all_cores(self.experiment.devices):
+                    self._compare(number, *reference, result, rows)
             if not ours.step.together:
                 world.barrier()
             if is_last:
