@@ -2,30 +2,29 @@
 
     python -m benchmarks.verifying [EXAMPLE ...] [--strategy ddp]
 
-For each example: seconds of the command as a person starts it, start-up included; of `verify` in this process; of
-starting both sides alone (processes, models, data); of their updates and evaluations alone, without looking at
-anything; and how many times these `verify` takes beyond the start.
+For each example: seconds of the command as a person starts it, start-up included; of both sides alone in a process that
+is as new (Python, torch, the ranks' processes, models, data), without looking at anything, apart from their updates and
+evaluations; of these updates and evaluations; and how many times the latter the command takes beyond that start.
 """
 
 from __future__ import annotations
 
 import argparse
+import json
 import subprocess
 import sys
 import time
 from dataclasses import dataclass, field
 from typing import Any
 
-import lockstep
 from benchmarks.timing import HERE
 from lockstep.data import eval_loaders, job_loader, resolve, resolve_sets
-from lockstep.devices import Device, parse
+from lockstep.devices import parse
 from lockstep.display import Display
 from lockstep.evaluation import evaluate_sets
 from lockstep.jobfile import JobFile
 from lockstep.placement import on_devices
 from lockstep.strategies import Strategy, choose
-from lockstep.verify import Verification
 from lockstep.verify.course import EPOCHS, Excerpt
 from lockstep.world import World
 
@@ -69,13 +68,28 @@ def _seconds(world: World, plain: Plain) -> float:
     return taken
 
 
-def _plain(job: JobFile, strategy: Strategy, devices: tuple[Device, ...], found: Verification) -> tuple[float, float]:
-    """Seconds of the updates and evaluations of one side, and of all that is around them."""
-    settings = {"precision": "fp64" if found.precision == "float64" else None, "batch_size": found.batch_size}
-    settings |= {"eval_batch_size": found.batch_size, "loader_workers": 0}
-    began = time.perf_counter()
-    own = on_devices(_seconds, Plain(job, strategy, settings), devices, None, None, Display(quiet=True))
-    return own, time.perf_counter() - began - own
+def plain(name: str, strategy: str, settings: dict[str, Any]) -> None:
+    """Print the seconds of the updates and evaluations of both sides, the one after the other."""
+    devices = parse("2xcpu")
+    job = JobFile(str(HERE.parent / "examples" / f"{name}.py"), EXAMPLES[name])
+    own = 0.0
+    for side in ("single", strategy):
+        places = devices[:1] if side == "single" else devices
+        given = Plain(job, choose(side, places), settings)
+        own += on_devices(_seconds, given, places, None, None, Display(quiet=True))
+    print(own)
+
+
+_ALONE = """
+import sys, json
+from lockstep.allocator import prepare
+from lockstep.launch.server import start
+prepare()
+start()
+from benchmarks.verifying import plain
+plain(sys.argv[1], sys.argv[2], json.loads(sys.argv[3]))
+"""
+"""As the command begins: the server of ranks starts beside this process's own import of torch."""
 
 
 def main() -> None:
@@ -84,25 +98,24 @@ def main() -> None:
     parser.add_argument("examples", nargs="*")
     parser.add_argument("--strategy", default="ddp")
     options = parser.parse_args()
-    devices = parse("2xcpu")
-    way = choose(options.strategy, devices)
-    print("example               command   verify    start   updates  ratio   found")
+    print("example               command    start   updates  ratio   found")
     for name in options.examples or EXAMPLES:
         path = str(HERE.parent / "examples" / f"{name}.py")
         words = [sys.executable, "-m", "lockstep", "verify", path, "--strategy", options.strategy, "--devices", "2xcpu"]
         words += [word for key, value in EXAMPLES[name].items() for word in ("--set", f"{key}={value}")]
         began = time.perf_counter()
-        subprocess.run(words, check=False, capture_output=True)
+        said = subprocess.run([*words, "--json", "-"], check=False, capture_output=True, text=True)
         command = time.perf_counter() - began
-        job = JobFile(path, EXAMPLES[name])
-        found = lockstep.verify(job, strategy=way, devices="2xcpu")
-        sides = _plain(job, choose("single", devices[:1]), parse("1xcpu"), found), _plain(job, way, devices, found)
-        own, start = map(sum, zip(*sides, strict=True))
-        causes = ", ".join(cause.name for cause in found.causes) or "equal"
-        times = (found.seconds - start) / own
-        print(
-            f"{name:<20}{command:9.1f} {found.seconds:8.1f} {start:8.1f} {own:9.1f} {times:6.2f}   {causes}", flush=True
-        )
+        found = json.loads(said.stdout)
+        settings = {"precision": "fp64" if found["precision"] == "float64" else None, "loader_workers": 0}
+        settings |= {"batch_size": found["batch_size"], "eval_batch_size": found["batch_size"]}
+        began = time.perf_counter()
+        alone = [sys.executable, "-c", _ALONE, name, options.strategy, json.dumps(settings)]
+        done = subprocess.run(alone, check=True, capture_output=True, text=True, cwd=HERE.parent)
+        own = float(done.stdout.split()[-1])
+        start = time.perf_counter() - began - own
+        causes = ", ".join(cause["name"] for cause in found["causes"]) or "equal"
+        print(f"{name:<20}{command:9.1f} {start:8.1f} {own:9.1f} {(command - start) / own:6.2f}   {causes}", flush=True)
 
 
 if __name__ == "__main__":
