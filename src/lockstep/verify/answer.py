@@ -137,7 +137,8 @@ def _planned(way: Strategy, job: Job, devices: tuple[Device, ...]) -> Strategy:
 
 def _watched(experiment: Experiment, bounds: Bounds, first: Update) -> Comparison:
     """One more run, as far as the first update that differs, in which every layer is looked at."""
-    again = dataclasses.replace(experiment, updates=first.number, watched=first.number, bound=layer_bound(bounds))
+    number, bound = first.number, layer_bound(bounds)
+    again = dataclasses.replace(experiment, updates=number, watched=number, bound=bound, looked=True)
     try:
         return compared(again)
     except LockstepError:

@@ -213,8 +213,7 @@ class Diagnosis:
     def _again(self) -> Experiment:
         """The same, no further than it parts."""
         updates = self.first.number if self.first is not None else None
-        seen = not self.found.drew
-        return dataclasses.replace(self.experiment, settings=self.settings, updates=updates, looked=seen)
+        return dataclasses.replace(self.experiment, settings=self.settings, updates=updates, looked=True)
 
     def _single(self) -> Experiment:
         """One device against one device."""

@@ -61,7 +61,7 @@ class Experiment:
         deterministic: operators that aren't deterministic raise.
         watched: the update in which every layer is looked at; the first that gave other numbers is told.
         bound: for that.
-        looked: the first update needn't see what the model does in forward: an earlier one has, and it draws nothing.
+        looked: the first update needn't see what the model does in forward, and refuse it: an earlier one has.
     """
 
     job: Job | JobFile
