@@ -469,7 +469,13 @@ def pairs(outputs: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
     [
         (PP(), 2, {"sync_batchnorm": True}, "pp: sync_batchnorm would let no micro-batch go on"),
         (PP(), 2, {"compile": True}, "pp: compile"),
-        (PP(), 10, {}, "10 devices, but the model has layers for 5 only"),
+        (PP(), 10, {}, "10 devices, but the model has layers for 5 only: use fewer devices"),
+        (
+            PP(schedule="interleaved"),
+            3,
+            {},
+            "6 stages, 2 on each device, but the model has layers for 5 only: use fewer",
+        ),
         (PP({"0": 0, "2": 1}), 2, {}, "leaves out 6 of 10 parameters"),
         (PP({"": 0, "body": 1}), 2, {}, 'no "body"'),
         (PP(), 2, {"loss": pairs}, "not a mean over samples"),

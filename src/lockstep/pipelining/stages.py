@@ -115,8 +115,10 @@ def longest(name: str, device_map: DeviceMap) -> int | None:
     return None
 
 
-def even_split(model: nn.Module, stages: int) -> dict[str, int]:
+def even_split(model: nn.Module, stages: int, each: int = 1) -> dict[str, int]:
     """A device map that cuts the model in as many runs of layers, in the order in which they were registered.
+
+    A device has ``each`` of them.
 
     Each run has about equally many parameters; those between blocks of a list go by themselves.
 
@@ -133,9 +135,10 @@ def even_split(model: nn.Module, stages: int) -> dict[str, int]:
             break
         pieces = finer
     if len(pieces) < stages:
+        many = f"{stages} stages, {each} on each device" if each > 1 else counted(stages, "device")
         raise StrategyError(
-            f"{counted(stages, 'device')}, but the model has layers for {len(pieces)} only: use fewer devices"
-            + (", or fewer stages on each" if len(pieces) > 1 else "")
+            f"{many}, but the model has layers for {len(pieces)} only: use fewer devices"
+            + (", or fewer stages on each" if each > 1 else "")
         )
     seen: set[int] = set()
     sizes = [sum(p.numel() for p in _new(tensors, seen)) for _, tensors in pieces]

@@ -221,8 +221,9 @@ class PP(Strategy):
             self._refuse_in_own_loop()
         world.splits_layers = True
         model = build_model(job, world, place=False)
-        stages = len(world.devices) * self.chunks_on(len(world.devices))
-        found = stage_of(model, self.device_map or even_split(model, stages), stages)
+        each = self.chunks_on(len(world.devices))
+        stages = len(world.devices) * each
+        found = stage_of(model, self.device_map or even_split(model, stages, each), stages)
         places = [stage % len(world.devices) for stage in range(stages)]
         layers = Layers(model, found, [world.devices[place] for place in places])
         runner = Runner(model, world, _order_of(self, len(world.devices)), places)
