@@ -63,7 +63,7 @@ def _seconds(world: World, plain: Plain) -> float:
         sets = eval_loaders(job, world, resolve_sets(job.eval_data, world))
         excerpts: Any = {name: Excerpt(loader, evaluation=True) for name, loader in sets.items()}
         began = time.perf_counter()
-        evaluate_sets(step, excerpts, job.metrics, world)
+        evaluate_sets(step, excerpts, job.metrics, world, job.seed)
         taken += time.perf_counter() - began
     return taken
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import random
 from typing import Any
 
 import pytest
@@ -11,6 +12,7 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 from torch.utils.data import TensorDataset
 
+import lockstep
 from lockstep import Job, train
 from lockstep.parallel.random import source
 from lockstep.strategies.pp import PP
@@ -130,3 +132,67 @@ def test_draws_that_begin_with_a_write_to_the_model_are_said(model: type[nn.Modu
     assert "at step 3 the model began to draw random numbers and to write buffers" in " ".join(
         capsys.readouterr().out.split()
     )
+
+
+class Shaken(torch.autograd.Function):
+    """Gradients with noise."""
+
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor) -> torch.Tensor:
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx: Any, grad: torch.Tensor) -> torch.Tensor:
+        return grad * (1 + 0.1 * torch.randn_like(grad))
+
+
+class ShakenAlways(Model):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return Shaken.apply(super().forward(Shaken.apply(self.a(x))))
+
+
+class ShakenAndDropped(ShakenAlways):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return super().forward(F.dropout(x, 0.1, self.training))
+
+
+class ShakenLater(Model):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return Shaken.apply(super().forward(Shaken.apply(x))) if bool(x.max() > 50) else super().forward(x)
+
+    def noise(self, x: torch.Tensor) -> torch.Tensor:
+        return Shaken.apply(x)
+
+
+class Elsewhere(Model):
+    """Draws from Python's generator, once that begins."""
+
+    def noise(self, x: torch.Tensor) -> torch.Tensor:
+        return x * random.random()
+
+
+@pytest.mark.parametrize("model", [ShakenAlways, ShakenAndDropped, ShakenLater, Elsewhere])
+def test_what_no_stream_gives_is_drawn_in_turn(model: type[nn.Module], tmp_path, capsys) -> None:
+    assert _worst(model, tmp_path) < 1e-10
+    assert "in an order that would be left to chance" in " ".join(capsys.readouterr().out.split())
+
+
+class Sampling(Model):
+    """Draws in evaluation, as an ensemble by dropout does."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.b(F.dropout(torch.tanh(self.a(F.dropout(x, 0.3))), 0.3))
+
+
+@pytest.mark.parametrize("way", ["mp", PP(SPLIT, 3)], ids=str)
+def test_what_a_model_draws_in_evaluation_is_what_one_device_draws(way: Any, tmp_path) -> None:
+    job = _job(Sampling).having(eval_data=TensorDataset(drawn(17, 6, seed=9), labels(17, 3)), eval_batch_size=4)
+    parts = 1 if way == "mp" else 3
+    one = train(job, strategy="single", devices="1xcpu", folder=tmp_path, quiet=True, accumulate=parts)
+    run = train(job, strategy=way, devices="2xcpu", folder=tmp_path, quiet=True)
+    for ours, its in zip(run.history, one.history, strict=True):
+        assert ours["eval_loss"] == pytest.approx(its["eval_loss"], rel=1e-12)
+    assert one.history[0]["eval_loss"] != one.history[1]["eval_loss"]
+    again = [lockstep.evaluate(run, strategy=s, devices=d) for s, d in (("single", "1xcpu"), (way, "2xcpu"))]
+    assert again[0] == pytest.approx(again[1], rel=1e-12)
+    assert again[0]["loss"] == pytest.approx(one.history[-1]["eval_loss"], rel=1e-12)

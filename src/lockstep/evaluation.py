@@ -10,12 +10,13 @@ import torch
 
 from lockstep.data import AnyLoader
 from lockstep.errors import JobError
+from lockstep.seeding import kept_states
 from lockstep.step import Step
 from lockstep.world import World
 
 
 def evaluate_sets(
-    step: Step, loaders: Mapping[str, AnyLoader], metrics: Mapping[str, Any], world: World
+    step: Step, loaders: Mapping[str, AnyLoader], metrics: Mapping[str, Any], world: World, seed: int
 ) -> dict[str, float]:
     """The loss and each metric of each set, as ``"clean/loss"``, after the first one's loss as ``"loss"``.
 
@@ -25,15 +26,16 @@ def evaluate_sets(
             their own names.
         metrics: as in ``evaluate``.
         world: who evaluates.
+        seed: for models that draw random numbers in evaluation too: the same for a batch in each evaluation.
     """
     if "" in loaders:
-        return evaluate(step, loaders[""], metrics, world)
-    found = {name: evaluate(step, loader, metrics, world) for name, loader in loaders.items()}
+        return evaluate(step, loaders[""], metrics, world, seed)
+    found = {name: evaluate(step, loader, metrics, world, seed) for name, loader in loaders.items()}
     values = {f"{name}/{metric}": value for name, values in found.items() for metric, value in values.items()}
     return {"loss": next(iter(values.values())), **values}
 
 
-def evaluate(step: Step, loader: AnyLoader, metrics: Mapping[str, Any], world: World) -> dict[str, float]:
+def evaluate(step: Step, loader: AnyLoader, metrics: Mapping[str, Any], world: World, seed: int) -> dict[str, float]:
     """The mean loss (``"loss"``) and each metric over all samples of the loader; the same values on every rank.
 
     Args:
@@ -41,6 +43,8 @@ def evaluate(step: Step, loader: AnyLoader, metrics: Mapping[str, Any], world: W
         loader: this rank's shares of the evaluation set.
         metrics: by name, functions ``(outputs, targets) -> (total, count)``, or torchmetrics ``Metric`` objects, which
             are updated on each rank and merged on all.
+        world: who evaluates.
+        seed: gives each batch a random stream of its own.
 
     Raises:
         JobError: a metric gives something else.
@@ -48,8 +52,8 @@ def evaluate(step: Step, loader: AnyLoader, metrics: Mapping[str, Any], world: W
     functions = {name: metric for name, metric in metrics.items() if not _is_torchmetric(metric)}
     objects = {name: _fresh(metric, step) for name, metric in metrics.items() if _is_torchmetric(metric)}
     sums = [[0.0, 0.0] for _ in range(1 + len(functions))]
-    with step.evaluating():
-        for _, results in step.over(loader.epoch(0), step.results):
+    with step.evaluating(), kept_states():
+        for _, results in step.over(loader.epoch(0), step.results, seed):
             for outputs, targets, total, count in results:
                 _add(sums[0], total, count)
                 for place, (name, function) in zip(sums[1:], functions.items(), strict=True):

@@ -57,6 +57,7 @@ class Evaluator:
     def evaluating(self) -> Iterator[None]:
         """The model in evaluation mode, without gradients; each module's own mode comes back afterwards."""
         modes = [(module, module.training) for model in self.models() for module in model.modules()]
+        stream = self._stream
         self.share_buffers()
         for model in self.models():
             model.eval()
@@ -64,6 +65,7 @@ class Evaluator:
             with torch.no_grad():
                 yield
         finally:
+            self._stream = stream
             for module, mode in modes:
                 module.training = mode
 
@@ -94,8 +96,7 @@ class Evaluator:
             yield batch, compute(batch)
 
     def _begin_batch(self, batch: Batch, seed: int) -> None:
-        self.world.step = batch.index + 1
-        self.seed(seed)
+        self.seed(seed, batch.index + 1)
 
     def results(self, batch: Batch) -> list[tuple[Any, Any, Number, Number]]:
         """Outputs, targets, total and count of each of this process's shares of an evaluation batch, not empty ones."""
@@ -137,9 +138,9 @@ class Evaluator:
 
     # ---- random numbers ---------------------------------------------------------------------------------------------
 
-    def seed(self, seed: int) -> None:
-        """Begin a random stream of its own for this step and this rank, so that a step can be repeated."""
-        self._stream = seed, self.world.step, self.world.rank
+    def seed(self, seed: int, number: int | None = None) -> None:
+        """Begin a random stream of its own for this step (or that number) and rank, so that it can be repeated."""
+        self._stream = seed, self.world.step if number is None else number, self.world.rank
         self._seed_all(mixed(*self._stream))
 
     def _seed_all(self, key: int) -> None:

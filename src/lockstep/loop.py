@@ -207,7 +207,7 @@ class _Training:
         self.record = {"train_loss": loss}
         self.told.event("epoch", number, self.world.step, self.record)
         if self.eval_loaders:
-            values = evaluate_sets(self.step, self.eval_loaders, self.job.metrics, self.world)
+            values = evaluate_sets(self.step, self.eval_loaders, self.job.metrics, self.world, self.job.seed)
             self.record |= {"eval_loss": values.pop("loss"), **values}
         self.record |= {"lr": lr, "seconds": seconds, "samples_per_second": samples / seconds if seconds else 0.0}
         self._stop_if_told(self.told.event("evaluated", number, self.world.step, self.record))

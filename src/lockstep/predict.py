@@ -248,6 +248,7 @@ class _Prediction:
         Raises:
             InputError: in the first batch, what the model raises: it can't take these data.
         """
+        self.step.world.step = batch.index + 1  # where it is, for what fails
         try:
             return self.step.predictions(batch)
         except InputError as error:

@@ -59,7 +59,7 @@ class Runner:
 
     Attributes:
         overlaps: whether micro-batches are under way at the same time, each in its thread.
-        spoiled: whether the last update is to be computed again: the model began to draw in it, without streams.
+        spoiled: whether the last update is to be computed again: the model began to draw in it as no stream gave it.
         schedule: as given.
         timelines: when each stage computed in each update, where that is noted (a list is there), not on accelerators.
     """
@@ -100,6 +100,8 @@ class Runner:
         forward: Callable[[int], T],
         backward: Callable[[int, T], R],
         count: int,
+        *,
+        seeded: bool = False,
     ) -> list[R]:
         """Forward and backward of each micro-batch.
 
@@ -108,6 +110,7 @@ class Runner:
             forward: of the micro-batch of that number: model and loss.
             backward: of the same, given what forward gave.
             count: how many there are.
+            seeded: random streams have seeds of their own, which they don't draw from PyTorch's generator.
 
         Returns:
             What each backward gave.
@@ -115,12 +118,13 @@ class Runner:
         Raises:
             Exception: the first that a micro-batch raised, with a note that names it and the stage.
         """
+        self.spoiled = False
         if not self._slots:
             return self._queued(begin, forward, backward, count)
         self.overlaps = count > 1 and self._settled and self._in_turn is None
         if not self.overlaps:
             return self._in_threads([lambda: self._one_by_one(begin, forward, backward, count)], count)[0]
-        return self._overlapped(forward, backward, count)
+        return self._overlapped(forward, backward, count, seeded)
 
     def _in_threads(
         self, functions: Sequence[Callable[[], T]], count: int, on_abort: Sequence[Callable[[], None]] = ()
@@ -201,6 +205,7 @@ class Runner:
             with flight, self._told(flight):
                 with contextlib.nullcontext() if watched is None else watched.watching():
                     made = forward(number)
+                self._drawing.turn_back()
                 flight.turn_back()
                 results.append(backward(number, made))
                 del made
@@ -212,7 +217,7 @@ class Runner:
             if watched is not None:
                 assert flight.calls is not None
                 self._settled, self._begun = True, watched.begun()
-                self._in_turn = watched.why_in_turn(flight.calls)
+                self._in_turn = watched.why_in_turn(flight.calls) or self._drawing.why_in_turn()
                 if self._in_turn is not None:
                     self._say_in_turn()
                 else:  # what is in order as it overlaps
@@ -238,7 +243,9 @@ class Runner:
 
     # ---- overlapped -------------------------------------------------------------------------------------------------
 
-    def _overlapped(self, forward: Callable[[int], T], backward: Callable[[int, T], R], count: int) -> list[R]:
+    def _overlapped(
+        self, forward: Callable[[int], T], backward: Callable[[int, T], R], count: int, seeded: bool
+    ) -> list[R]:
         if count not in self._orders:
             self._orders[count] = orders_of(self._route, self.schedule(count), count)
         turns = Turns(self._orders[count], self._places, self._beckon)
@@ -258,13 +265,17 @@ class Runner:
         found = self._all_at_once(flights, turns, there_and_back)
         changed = self._begun.changed()
         self._heed(changed)
-        self.spoiled = not streamed and self._drawing.began()
-        if self.spoiled and changed is not None:
+        why = self._drawing.strayed(streamed=streamed and seeded)
+        self.spoiled = why is not None or (not streamed and self._drawing.began())
+        if self.spoiled and (changed is not None or self._begun.writes):
             self.spoiled = False
             self._say(
                 f"at step {self._world.step} the model began to draw random numbers and to write buffers or "
                 "attributes: its numbers may be other ones there"
             )
+        if why is not None:
+            self._settled, self._in_turn = True, why
+            self._say_in_turn()
         if any(flight.strayed for flight in flights):
             for flight in flights:
                 self._learn(flight)

@@ -110,7 +110,7 @@ class DPStep(Step):
         self._spans = _even_spans(self._parameters, len(world.devices))
         self._recomputes = job.activation_checkpointing is not None
         recompute.install()
-        self._begin_streams(job.seed)
+        self._begin_streams(job.seed, world.step)
 
     def moved(self) -> int:
         """A replica's gradients; on accelerators the first one gives its parameters to every other."""
@@ -122,17 +122,17 @@ class DPStep(Step):
         parameters = sum(p.numel() * p.element_size() for p in self.model.parameters())
         return max(gradients, (self.replicas - 1) * parameters)
 
-    def seed(self, seed: int) -> None:
-        """Begin a random stream for this step on every replica."""
-        super().seed(seed)
-        self._begin_streams(seed)
+    def seed(self, seed: int, number: int | None = None) -> None:
+        """Begin a random stream for this step (or that number) on every replica."""
+        super().seed(seed, number)
+        self._begin_streams(seed, self.world.step if number is None else number)
 
-    def _begin_streams(self, seed: int) -> None:
+    def _begin_streams(self, seed: int, number: int) -> None:
         for i, generator in enumerate(self._streams):
-            generator.manual_seed(mixed(seed, self.world.step, i))
+            generator.manual_seed(mixed(seed, number, i))
         for i, device in enumerate(self._devices):
             if device.type == "cuda":
-                torch.cuda.default_generators[device.index].manual_seed(mixed(seed, self.world.step, i))
+                torch.cuda.default_generators[device.index].manual_seed(mixed(seed, number, i))
 
     def gradients(self, batch: Batch) -> tuple[Number, Number]:
         """Gradients of total / size, summed over micro-batches and replicas."""

@@ -59,7 +59,9 @@ class StagedStep(Step):
     def gradients(self, batch: Batch) -> tuple[Number, Number]:
         """Gradients of total / size, summed over the micro-batches by autograd itself."""
         found = self._summed(batch)
-        return self._summed(batch) if self.runner.spoiled else found
+        while self.runner.spoiled:  # with streams now, and if that won't do, in turn
+            found = self._summed(batch)
+        return found
 
     def _summed(self, batch: Batch) -> tuple[Number, Number]:
         for p in self._parameters:
@@ -81,7 +83,8 @@ class StagedStep(Step):
 
         total: Number = 0.0
         count: Number = 0
-        for part_total, part_count in self._stages(begin, forward, backward, len(parts)):
+        seeded = self._stream is not None
+        for part_total, part_count in self._stages(begin, forward, backward, len(parts), seeded=seeded):
             total = total + part_total
             count = count + part_count
         return total, count
@@ -92,9 +95,9 @@ class StagedStep(Step):
             return value
         return value.to(self.world.device.torch, non_blocking=True)
 
-    def _stages(self, *go: Any) -> Any:
+    def _stages(self, *go: Any, seeded: bool) -> Any:
         """All stages' turns."""
-        return self.runner.run(*go)
+        return self.runner.run(*go, seeded=seeded)
 
     def _drawing(self, number: int, streams: Streams) -> AbstractContextManager[Any]:
         """The random stream of a micro-batch, if it needs one: the one that it has under ``single``."""

@@ -132,7 +132,7 @@ class Side:
         loaders: Any = {
             name: Excerpt(loader, evaluation=True) for name, loader in eval_loaders(self.job, self.world, sets).items()
         }
-        return evaluate_sets(self.step, loaders, self.job.metrics, self.world)
+        return evaluate_sets(self.step, loaders, self.job.metrics, self.world, self.job.seed)
 
     def changed_attributes(self) -> dict[str, Any]:
         """Plain attributes of modules that are other ones than at the start, with a print of their values."""
