@@ -91,6 +91,13 @@ class Uncopyable(Centred):
         raise TypeError("holds a lock")
 
 
+class Seeding(nn.Module):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        with torch.random.fork_rng([]):
+            torch.manual_seed(3)
+            return x * torch.rand(6).to(x)
+
+
 CASES = [
     (Layer, Seen()),
     (Centred, Seen(mixes=True)),
@@ -103,6 +110,7 @@ CASES = [
     (WritingUnseen, Seen(writes="weight")),
     (Noisy, Seen(draws=True)),
     (NoisyElsewhere, Seen(draws=True, draws_elsewhere=True)),
+    (Seeding, Seen(seeds=True)),
     (Uncopyable, Seen()),
     (lambda: nn.Sequential(nn.BatchNorm1d(6), nn.Dropout(), nn.Linear(6, 3)), Seen()),
     (lambda: nn.TransformerEncoderLayer(6, 2, batch_first=True), Seen()),

@@ -177,6 +177,23 @@ def test_what_no_stream_gives_is_drawn_in_turn(model: type[nn.Module], tmp_path,
     assert "in an order that would be left to chance" in " ".join(capsys.readouterr().out.split())
 
 
+class Masked(Model):
+    """The same masks each time, from a seed of its own."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for seed in (5, 6):
+            with torch.random.fork_rng([]):
+                torch.manual_seed(seed)
+                x = x * torch.rand(6).to(x)
+            x = self.a(F.dropout(x, 0.1, self.training))
+        return self.b(x)
+
+
+def test_a_model_that_seeds_in_forward_is_computed_in_turn(tmp_path, capsys) -> None:
+    assert _worst(Masked, tmp_path) < 1e-10
+    assert "forward seeds PyTorch's generator" in " ".join(capsys.readouterr().out.split())
+
+
 class Sampling(Model):
     """Draws in evaluation, as an ensemble by dropout does."""
 

@@ -26,7 +26,7 @@ from torch import nn
 from lockstep.digest import digest
 from lockstep.errors import StrategyError
 from lockstep.nesting import call, cut, each, tensors
-from lockstep.seeding import kept_states, same, states
+from lockstep.seeding import kept_states, noted_seeding, same, states
 
 
 @dataclass
@@ -40,6 +40,7 @@ class Seen:
         follows: names of the buffers that depend on the share.
         draws: whether layers other than dropout draw random numbers.
         draws_elsewhere: whether they come from Python's or numpy's generator.
+        seeds: whether it seeds PyTorch's generator.
     """
 
     writes: str | None = None
@@ -48,6 +49,7 @@ class Seen:
     follows: tuple[str, ...] = ()
     draws: bool = False
     draws_elsewhere: bool = False
+    seeds: bool = False
 
     def notes(self, *, with_dropout: bool) -> Iterator[str]:
         """What the person has to know of it, a line each.
@@ -63,6 +65,11 @@ class Seen:
         elif self.draws and not with_dropout:
             yield (
                 "the model draws random numbers in forward, others than one device would; they are the same in each run"
+            )
+        if self.seeds:
+            yield (
+                "the model seeds PyTorch's generator in forward, which is not what replicas of dp draw from: "
+                "give what draws a torch.Generator of its own, or take ddp"
             )
         for name in self.follows:
             yield f'buffer "{name}" depends on the share: all replicas follow the first, one device would not'
@@ -156,7 +163,9 @@ def _see(model: nn.Module, inputs: Any, samples: int, seen: Seen) -> None:
         return [t.clone() for t in tensors(outputs) if t.is_floating_point() and t.dim() and t.shape[0] == size]
 
     before = states()
-    whole = run(0, samples)
+    with noted_seeding() as seeds:
+        whole = run(0, samples)
+    seen.seeds = bool(seeds)
     after = states()
     seen.draws = not same(before, after)
     seen.draws_elsewhere = not same((after[0], *before[1:]), after)

@@ -42,6 +42,23 @@ def kept_states() -> Iterator[None]:
             sys.modules["numpy"].random.set_state(before[2])
 
 
+@contextmanager
+def noted_seeding() -> Iterator[list[int]]:
+    """The seeds that ``torch.manual_seed`` is given meanwhile, by whatever thread."""
+    seeds: list[int] = []
+    kept = torch.manual_seed
+
+    def noting(seed: Any) -> torch.Generator:
+        seeds.append(seed)
+        return kept(seed)
+
+    torch.manual_seed = torch.random.manual_seed = noting
+    try:
+        yield seeds
+    finally:
+        torch.manual_seed = torch.random.manual_seed = kept
+
+
 States = tuple[torch.Tensor, Any, Any]
 
 

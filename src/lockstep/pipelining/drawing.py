@@ -12,10 +12,13 @@ one after the other.
 
 from __future__ import annotations
 
+import contextlib
+from collections.abc import Iterator
+
 import torch
 
 from lockstep.parallel import recompute
-from lockstep.seeding import other_states, same_others, set_other_states
+from lockstep.seeding import noted_seeding, other_states, same_others, set_other_states
 
 _CHANCE = "in an order that would be left to chance"
 
@@ -35,7 +38,7 @@ class Drawing:
 
     def __init__(self) -> None:
         self._has_drawn: bool | None = None
-        self._in_backward = False
+        self._in_backward = self._seeds = False
         self.look()
         recompute.install(_checkpointed)
 
@@ -50,8 +53,12 @@ class Drawing:
         self._others = other_states()
         self._checkpoints = _checkpoints
 
-    def turn_back(self) -> None:
-        """Its forward was computed, by one thread alone."""
+    @contextlib.contextmanager
+    def forward(self) -> Iterator[None]:
+        """What a forward, by one thread alone, runs in."""
+        with noted_seeding() as seeds:
+            yield
+        self._seeds |= bool(seeds)
         self._turned = torch.get_rng_state()
 
     def learn(self) -> None:
@@ -69,6 +76,8 @@ class Drawing:
 
     def why_in_turn(self) -> str | None:
         """After what one thread computed alone: why micro-batches can't overlap, or None."""
+        if self._seeds:
+            return "forward seeds PyTorch's generator, which is one for all micro-batches"
         return f"backward draws random numbers, {_CHANCE}" if self._in_backward else None
 
     def strayed(self, *, streamed: bool) -> str | None:

@@ -203,9 +203,8 @@ class Runner:
                 # Not the first: by now what is set once is there.
                 watched, flight.calls = Remembered(self._model), {}
             with flight, self._told(flight):
-                with contextlib.nullcontext() if watched is None else watched.watching():
+                with self._drawing.forward(), contextlib.nullcontext() if watched is None else watched.watching():
                     made = forward(number)
-                self._drawing.turn_back()
                 flight.turn_back()
                 results.append(backward(number, made))
                 del made
