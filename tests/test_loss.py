@@ -494,3 +494,23 @@ def test_tensors_of_a_loss_follow_the_outputs() -> None:
         total, count = totalled(loss)(logits(N, C).to("meta"), classes(N).to("meta"), N)
         assert total.device.type == "meta"
         assert count.device.type == "meta" if isinstance(count, Tensor) else count == N
+
+
+@pytest.mark.parametrize("ignored", [-100, 7])
+def test_a_value_that_the_loss_ignores_is_seen_when_it_comes(ignored: int) -> None:
+    """Long after the first batches, and neither before nor in each later one is the loss computed once more."""
+    calls: list[int] = []
+
+    def plain(outputs: Tensor, targets: Tensor) -> Tensor:
+        calls.append(len(targets))
+        return F.cross_entropy(outputs, targets, ignore_index=ignored)
+
+    loss, outputs = Totalled.of(plain), torch.randn(8, 8)
+    targets = torch.tensor([0, 6, 3, 2, 5, 1, 4, 3])
+    for _ in range(5):
+        loss.check(outputs, targets, 8)
+    assert len(calls) == 5  # once, in whole and in two times two parts
+    masked = targets.clone()
+    masked[2] = ignored
+    with pytest.raises(LossError, match="not a mean over samples"):
+        loss.check(outputs, masked, 8)

@@ -11,7 +11,8 @@ of their classes. A loss becomes that in one of three ways:
   ``reduction="sum"`` is the total, and the count is what PyTorch's mean divides by (see ``lockstep.means``).
 - A loss that returns ``(total, count)`` is taken at its word.
 - Any other scalar is taken as a mean over samples, and *probed*: the loss of the whole must equal the weighted loss of
-  two unequal parts of the same outputs.
+  two unequal parts of the same outputs. That is done again in the updates 1, 2, 4, 8, ... and where targets have a
+  smaller or larger whole number than any before: so a value that the loss ignores, such as -100, is seen when it comes.
 """
 
 from __future__ import annotations
@@ -73,6 +74,7 @@ class Totalled:
         self._copies: dict[Any, Any] = {}
         self._called = False
         self._valid = False
+        self._ends: tuple[int, int] | None = None
         self.proven = self._mean is not None
 
     @classmethod
@@ -124,14 +126,15 @@ class Totalled:
             outputs: of one share.
             targets: of one share.
             samples: how many these are; of a single one two are made, the second with halved outputs.
-            again: also where an earlier batch has shown it; a rare mask may not have been in that one.
+            again: also where an earlier batch has shown it; a rare mask may not have been in that one. (Where targets
+                have new values at either end, on the CPU, it is done again anyway.)
 
         Outputs are detached, random numbers go on as if nothing had happened, and a module's state is left alone.
 
         Raises:
             LossError: it isn't additive, or can't be probed.
         """
-        if self._mean is not None or self._valid or (self.proven and not again):
+        if self._mean is not None or self._valid or not (self._widened(targets) or again or not self.proven):
             return
         if samples == 1:
             outputs = each(lambda t: torch.cat([t, t / 2 if t.is_floating_point() else t]) if t.dim() else t, outputs)
@@ -142,6 +145,18 @@ class Totalled:
         indices = [d.index or 0 for d in devices]
         with torch.no_grad(), torch.random.fork_rng(indices, enabled=True, device_type=kind):
             self._probe(each(Tensor.detach, outputs), targets, outputs, samples)
+
+    def _widened(self, targets: Any) -> bool:
+        """Whether the targets' whole numbers reach below or above all that came before."""
+        ends = [int(end) for t in tensors(targets) if _is_whole(t) for end in t.aminmax()]
+        if not ends:
+            return False
+        least, most = min(ends), max(ends)
+        if self._ends is not None and self._ends[0] <= least and most <= self._ends[1]:
+            return False
+        before = self._ends or (least, most)
+        self._ends = min(least, before[0]), max(most, before[1])
+        return True
 
     # ---- any other loss ---------------------------------------------------------------------------------------------
 
@@ -241,6 +256,10 @@ class Totalled:
 
     def _cannot_take(self, outputs: Any, targets: Any) -> str:
         return f"{self._name} can't take outputs {_told(outputs)} and targets {_told(targets)}"
+
+
+def _is_whole(tensor: Tensor) -> bool:
+    return tensor.device.type == "cpu" and tensor.dtype in (torch.int64, torch.int32) and bool(tensor.numel())
 
 
 def _restored(loss: Callable[..., Any], proven: bool) -> Totalled:
