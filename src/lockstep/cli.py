@@ -132,12 +132,16 @@ def _parser() -> tuple[_Parser, dict[str, _Parser]]:
     train = commands.add_parser("train", help="train a job", allow_abbrev=False)
     train.add_argument("job", nargs="?", help="a Python file with a `job`; left out with --resume, the run's own")
     _add_placement(train)
-    train.add_argument("--resume", metavar="RUN", help="go on with the run in this folder, under any strategy")
+    train.add_argument(
+        "--resume",
+        metavar="RUN",
+        help="go on with the run in this folder: with its own strategy and devices, or any others",
+    )
     train.add_argument("--folder", default="runs", help="where the run's folder is made (default: runs)")
     train.add_argument("--tensorboard", action="store_true", help="also write events for TensorBoard")
     train.add_argument("--profile", action="store_true", help="show where the time of a few steps goes; write traces")
     add_settings(train)
-    train.set_defaults(function=_train)
+    train.set_defaults(function=_train, devices=None)  # auto, or those of the run that is resumed
 
     evaluate = commands.add_parser("evaluate", help="evaluate a run, or an untrained job", allow_abbrev=False)
     evaluate.add_argument("what", help="the folder of a run, or a job file")
@@ -349,7 +353,7 @@ def _devices(options: argparse.Namespace) -> int:
 def _warm_up(options: argparse.Namespace, *, surely: bool = False) -> None:
     """Before this process imports torch: huge pages, and start the server of ranks, where some may be needed."""
     prepare()
-    if surely or (options.strategy in ("ddp", None) and options.devices not in ("auto", "1", "1xcpu", "cpu")):
+    if surely or (options.strategy in ("ddp", None) and options.devices not in (None, "auto", "1", "1xcpu", "cpu")):
         from lockstep.launch.server import start
 
         start()

@@ -32,6 +32,7 @@ from lockstep.loss import Number
 from lockstep.memory import peak_memory
 from lockstep.profiling import Profiler
 from lockstep.progress import Pace, Teller, held_out
+from lockstep.resuming import moved
 from lockstep.scheduler import move_on, scheduler_of
 from lockstep.step import Step
 from lockstep.strategies import Strategy
@@ -135,7 +136,7 @@ class _Training:
 
     def _planned_strategy(self) -> Strategy:
         """The strategy with all that it left open; a run that is taken up under it goes on as it went."""
-        before = self.folder.read_json(self.folder.config) if self.plan.resume else {}
+        self.before = before = self.folder.read_json(self.folder.config) if self.plan.resume else {}
         same = before.get("strategy") == self.plan.strategy.name
         job = self.job.having(train_data=self.train_data)
         tell, self.world.tell = self.world.tell, self.planning.append  # it is said after what the training is
@@ -336,6 +337,8 @@ class _Training:
         if self.plan.resume:
             self.told.line(f"going on after epoch {self.epoch}, step {world.step}")
             if self.scheduler is not None and not any(group["lr"] for group in self.step.optimizer.param_groups):
+            if told_of := moved(self.before, plan.strategy.name, devices):
+                self.told.line(told_of, kind="note")
                 self.told.line("the learning rate is 0: the scheduler goes on as it was saved, at its end", kind="note")
         if is_stream(self.train_data):
             for note in stream_notes(job.shuffle, meets=world.size > 1 and not self.step.together):
