@@ -329,16 +329,17 @@ class _Training:
         via = f", {world.backend}" if world.backend else ""
         self.told.line(f"{plan.name}: {plan.strategy.name} on {on}{via}")
         shares = share_sizes(job.batch_size, 1 if world.splits_layers else len(devices))
-        parts = f", in {self.parts} micro-batches" if self.parts > 1 else ""
+        cut = min(self.parts, job.batch_size)  # no micro-batch is empty
+        parts = f", in {cut} micro-batches" if cut > 1 else ""
         split = f" = {_abridged([str(s) for s in shares], ' + ')} over the devices" if len(shares) > 1 else ""
         of = self.loader.batches_of(0)
         epoch = f"{self.loader.samples:,} samples, {of:,} step{'s' if of > 1 else ''} an epoch" if of else "a stream"
         self.told.line(f"batches of {job.batch_size:,}{split}{parts}; {epoch}{held_out(self.eval_loaders)}")
         if self.plan.resume:
             self.told.line(f"going on after epoch {self.epoch}, step {world.step}")
-            if self.scheduler is not None and not any(group["lr"] for group in self.step.optimizer.param_groups):
             if told_of := moved(self.before, plan.strategy.name, devices):
                 self.told.line(told_of, kind="note")
+            if self.scheduler is not None and not any(group["lr"] for group in self.step.optimizer.param_groups):
                 self.told.line("the learning rate is 0: the scheduler goes on as it was saved, at its end", kind="note")
         if is_stream(self.train_data):
             for note in stream_notes(job.shuffle, meets=world.size > 1 and not self.step.together):
