@@ -47,8 +47,9 @@ class _Parser(argparse.ArgumentParser):
 def main(words: Sequence[str] | None = None) -> int:
     """Run the command with these words; gives the exit code (the table is in docs/verify.md)."""
     before = signal.signal(signal.SIGTERM, _terminated)
+    words = list(sys.argv[1:] if words is None else words)
     try:
-        return _ended(_run(list(sys.argv[1:] if words is None else words)))
+        return _ended(_run(words))
     except LockstepError as error:
         if isinstance(error, RankFailed) and error.traceback:
             _say(error.traceback.rstrip())
@@ -58,7 +59,7 @@ def main(words: Sequence[str] | None = None) -> int:
         _say(f"lockstep: {error}")
         return _ended(error.exit_code)
     except KeyboardInterrupt:
-        _say("lockstep: stopped by Ctrl-C; what was saved is kept")
+        _say(f"lockstep: stopped by Ctrl-C; {_KEPT.get(words[0] if words else '', 'nothing was kept')}")
         return 130
     except Exception as error:
         if _is_for_want_of_another(error):
@@ -72,6 +73,10 @@ def main(words: Sequence[str] | None = None) -> int:
         return _ended(1)
     finally:
         signal.signal(signal.SIGTERM, before)
+
+
+_KEPT = {"train": "what was saved is kept"}
+"""What a command leaves that was stopped; the others keep nothing before they are done."""
 
 
 def _say(text: str) -> None:
