@@ -93,7 +93,7 @@ def said(capfd: pytest.CaptureFixture) -> list[str]:
         ("train a_job.py --set model=random --devices 2xcpu", '"one.weight" has other values on rank 0'),
         ("train a_job.py --set loss=mse --devices 2xcpu", r"can't take outputs \(4, 3\) and targets \(4,\)"),
         ("train a_job.py --microbatches 2", "--microbatches is a setting of a strategy: name that too"),
-        ("train a_job.py --strategy ddp --microbatches 2", 'strategy "ddp" has no setting "microbatches"'),
+        ("train a_job.py --strategy ddp --microbatches 2", 'strategy "ddp" has no setting "microbatches": pp has it$'),
         ("train a_job.py --strategy pp --microbatches x", "microbatches: 'x' is not a whole number"),
         ("train a_job.py --strategy pp --microbatches none", "microbatches: 'none' is not a whole number"),
         ("train a_job.py --strategy pp --microbatches 4 --split-size 20", "microbatches=4 and split_size=20 say"),
@@ -141,6 +141,23 @@ def test_a_run_from_the_command_line_is_resumed_and_evaluated(job: Path, capfd) 
     assert "a_job: ddp on 2 devices (cpu:0, cpu:1), gloo" in out
     assert main(["train", "--resume", folder, "--strategy", "dp", "--devices", "2xcpu", "--epochs", "3"]) == 0
     assert "going on after epoch 2, step 6" in capfd.readouterr().out
+
+
+def test_more_micro_batches_than_samples_are_counted_right_at_once(job: Path, capfd) -> None:
+    words = ["train", "a_job.py", "--strategy", "pp", "--devices", "1", "--microbatches", "100", "--epochs", "1"]
+    assert main(words) == 0
+    assert "batches of 8, in 8 micro-batches;" in capfd.readouterr().out
+
+
+@pytest.mark.parametrize("command", ["verify", "compare", "tune", "train"])
+def test_ctrl_c_says_what_that_command_keeps(command: str, job: Path, capfd, monkeypatch) -> None:
+    def stopped(options: object) -> int:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(f"lockstep.cli._{command}", stopped)
+    assert main([command, "a_job.py"]) == 130
+    kept = "what was saved is kept" if command == "train" else "nothing was kept"
+    assert said(capfd) == [f"lockstep: stopped by Ctrl-C; {kept}"]
 
 
 def test_torchrun_starts_the_same_job(job: Path) -> None:

@@ -261,6 +261,40 @@ def test_a_strategy_that_gains_nothing_clear_is_not_taken(machine: Callable[...,
     assert sentence(compared(strategies=["single"])) == "Take single, 2 cores: no strategy was measured."
 
 
+def test_strategies_that_could_not_be_measured_are_not_said_to_have_other_numbers(machine: Callable[..., Any]) -> None:
+    def only_single(way: Way, turn: int) -> float:
+        if way.strategy in ("mp", "pp"):
+            raise StrategyError("2 devices, but the model has layers for 1 only")
+        return steady(way, turn)
+
+    machine(only_single, lambda strategy: Agreement(False, 0.3, "fp64"))
+    assert sentence(compared(strategies=["mp", "pp"])) == (
+        "Take single, 4 cores: mp and pp could not be measured (each row says why)."
+    )
+    said = sentence(compared(strategies=["dp", "pp"]))
+    assert said == "Take single, 4 cores: pp could not be measured (each row says why), and dp differs from one device."
+
+
+def test_a_map_that_fits_the_model_nowhere_is_refused_before_the_turns(machine: Callable[..., Any], tmp_path) -> None:
+    def unknown(way: Way, turn: int) -> float:
+        if "device_map" in way.options:
+            raise StrategyError('device map: the model has no "conf": did you mean "conv"')
+        return steady(way, turn)
+
+    tried = machine(unknown)
+    with pytest.raises(StrategyError, match='the model has no "conf"'):
+        compared(device_map={"conf": 0, "": 1}, folder=tmp_path)
+    assert all(looks for _, looks in tried) and not list(tmp_path.iterdir())
+
+
+def test_the_head_names_every_batch_of_a_sweep(machine: Callable[..., Any]) -> None:
+    machine(steady)
+    found = compared(strategies=["dp"], sweep={"batch_size": ["32", "64"]})
+    assert lines_of(found, 80)[0].startswith("job: batches of 32 or 64 samples, on 2 slots")
+    assert page_of(found).notes[0].startswith("Batches of 32 or 64 samples; ")
+    assert lines_of(compared(strategies=["dp"]), 80)[0].startswith("job: batches of 8 samples, on")
+
+
 def test_the_command_ends_with_1_where_nothing_could_be_measured(machine: Callable[..., Any], tmp_path: Path) -> None:
     def nothing(way: Way, turn: int) -> float:
         raise OutOfMemory("out of memory")

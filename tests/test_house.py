@@ -38,7 +38,7 @@ LAYERS = [
     },
     {"evaluator", "step", "run", "linefile", "map"},
     {"strategies", "evaluation", "firststep", "profiling", "progress", "scheduler"},
-    {"parallelize", "loop"},
+    {"parallelize", "loop", "resuming"},
     {"train"},
     {"predict", "glance", "trial"},
     {"verify", "tune", "compare"},

@@ -27,9 +27,12 @@ from lockstep.compare.result import Comparison, Row
 from lockstep.errors import FolderError
 from lockstep.events import TimesOf
 from lockstep.glance import Glance, Seen
+from lockstep.pipelining.schedule import by_name
+from lockstep.pipelining.simulate import simulate
 from lockstep.report.charts import Bars, Lines, Stacks
 from lockstep.report.ofrun import command
 from lockstep.report.page import SLIM, WIDE
+from lockstep.report.timelines import turns_of
 from zoo import ZOO, drawn, labels, mlp, plain_sgd
 
 pytest.importorskip("jinja2")
@@ -207,7 +210,7 @@ def test_charts_have_nothing_outside_of_their_canvas(width: float) -> None:
             {names[0]: [(1.0, 0.9), (64.0, 1.5)]},
             {names[0]: [(0.8, 0.9), (1.4, 1.6)]},
             {names[1]: 1.2},
-            doubling=True,
+            chosen="doubling",
         ),
     ):
         figure = chart.draw(width)
@@ -217,6 +220,20 @@ def test_charts_have_nothing_outside_of_their_canvas(width: float) -> None:
             for text in (*axes.texts, *axes.get_yticklabels()):
                 box = text.get_window_extent()
                 assert box.x0 >= whole.x0 - 1 and box.x1 <= whole.x1 + 1, f"{text.get_text()} sticks out"
+
+
+def test_values_that_were_chosen_are_marked_on_their_axis() -> None:
+    for values, chosen in (((32, 48, 64), "even"), ((1, 2, 8), "doubling")):
+        chart = Lines("samples", "times one slot", {"dp": [(x, 1.0) for x in values]}, chosen=chosen)
+        (axes,) = chart.draw(WIDE).axes
+        assert [label.get_text() for label in axes.get_xticklabels()] == [str(x) for x in values]
+
+
+def test_the_bubbles_of_a_pipelines_turns_stand_below_them() -> None:
+    turns = {"measured": simulate(by_name("gpipe", 2, 2)), "ideal": simulate(by_name("1f1b", 2, 4))}
+    chart, caption = turns_of({title: one.plain() for title, one in turns.items()})
+    assert caption.endswith("of the devices' time that is waited: measured: 33.3 %; ideal: 20.0 %.")
+    assert list(chart.timelines) == list(turns)
 
 
 def test_without_the_extra_the_tables_are_there_and_the_report_says_what_to_install(

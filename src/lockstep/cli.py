@@ -47,8 +47,9 @@ class _Parser(argparse.ArgumentParser):
 def main(words: Sequence[str] | None = None) -> int:
     """Run the command with these words; gives the exit code (the table is in docs/verify.md)."""
     before = signal.signal(signal.SIGTERM, _terminated)
+    words = list(sys.argv[1:] if words is None else words)
     try:
-        return _ended(_run(list(sys.argv[1:] if words is None else words)))
+        return _ended(_run(words))
     except LockstepError as error:
         if isinstance(error, RankFailed) and error.traceback:
             _say(error.traceback.rstrip())
@@ -58,7 +59,7 @@ def main(words: Sequence[str] | None = None) -> int:
         _say(f"lockstep: {error}")
         return _ended(error.exit_code)
     except KeyboardInterrupt:
-        _say("lockstep: stopped by Ctrl-C; what was saved is kept")
+        _say(f"lockstep: stopped by Ctrl-C; {_KEPT.get(words[0] if words else '', 'nothing was kept')}")
         return 130
     except Exception as error:
         if _is_for_want_of_another(error):
@@ -72,6 +73,10 @@ def main(words: Sequence[str] | None = None) -> int:
         return _ended(1)
     finally:
         signal.signal(signal.SIGTERM, before)
+
+
+_KEPT = {"train": "what was saved is kept"}
+"""What a command leaves that was stopped; the others keep nothing before they are done."""
 
 
 def _say(text: str) -> None:
@@ -132,12 +137,16 @@ def _parser() -> tuple[_Parser, dict[str, _Parser]]:
     train = commands.add_parser("train", help="train a job", allow_abbrev=False)
     train.add_argument("job", nargs="?", help="a Python file with a `job`; left out with --resume, the run's own")
     _add_placement(train)
-    train.add_argument("--resume", metavar="RUN", help="go on with the run in this folder, under any strategy")
+    train.add_argument(
+        "--resume",
+        metavar="RUN",
+        help="go on with the run in this folder: with its own strategy and devices, or any others",
+    )
     train.add_argument("--folder", default="runs", help="where the run's folder is made (default: runs)")
     train.add_argument("--tensorboard", action="store_true", help="also write events for TensorBoard")
     train.add_argument("--profile", action="store_true", help="show where the time of a few steps goes; write traces")
     add_settings(train)
-    train.set_defaults(function=_train)
+    train.set_defaults(function=_train, devices=None)  # auto, or those of the run that is resumed
 
     evaluate = commands.add_parser("evaluate", help="evaluate a run, or an untrained job", allow_abbrev=False)
     evaluate.add_argument("what", help="the folder of a run, or a job file")
@@ -349,7 +358,7 @@ def _devices(options: argparse.Namespace) -> int:
 def _warm_up(options: argparse.Namespace, *, surely: bool = False) -> None:
     """Before this process imports torch: huge pages, and start the server of ranks, where some may be needed."""
     prepare()
-    if surely or (options.strategy in ("ddp", None) and options.devices not in ("auto", "1", "1xcpu", "cpu")):
+    if surely or (options.strategy in ("ddp", None) and options.devices not in (None, "auto", "1", "1xcpu", "cpu")):
         from lockstep.launch.server import start
 
         start()

@@ -32,6 +32,7 @@ from lockstep.loss import Number
 from lockstep.memory import peak_memory
 from lockstep.profiling import Profiler
 from lockstep.progress import Pace, Teller, held_out
+from lockstep.resuming import moved
 from lockstep.scheduler import move_on, scheduler_of
 from lockstep.step import Step
 from lockstep.strategies import Strategy
@@ -135,7 +136,7 @@ class _Training:
 
     def _planned_strategy(self) -> Strategy:
         """The strategy with all that it left open; a run that is taken up under it goes on as it went."""
-        before = self.folder.read_json(self.folder.config) if self.plan.resume else {}
+        self.before = before = self.folder.read_json(self.folder.config) if self.plan.resume else {}
         same = before.get("strategy") == self.plan.strategy.name
         job = self.job.having(train_data=self.train_data)
         tell, self.world.tell = self.world.tell, self.planning.append  # it is said after what the training is
@@ -328,13 +329,16 @@ class _Training:
         via = f", {world.backend}" if world.backend else ""
         self.told.line(f"{plan.name}: {plan.strategy.name} on {on}{via}")
         shares = share_sizes(job.batch_size, 1 if world.splits_layers else len(devices))
-        parts = f", in {self.parts} micro-batches" if self.parts > 1 else ""
+        cut = min(self.parts, job.batch_size)  # no micro-batch is empty
+        parts = f", in {cut} micro-batches" if cut > 1 else ""
         split = f" = {_abridged([str(s) for s in shares], ' + ')} over the devices" if len(shares) > 1 else ""
         of = self.loader.batches_of(0)
         epoch = f"{self.loader.samples:,} samples, {of:,} step{'s' if of > 1 else ''} an epoch" if of else "a stream"
         self.told.line(f"batches of {job.batch_size:,}{split}{parts}; {epoch}{held_out(self.eval_loaders)}")
         if self.plan.resume:
             self.told.line(f"going on after epoch {self.epoch}, step {world.step}")
+            if told_of := moved(self.before, plan.strategy.name, devices):
+                self.told.line(told_of, kind="note")
             if self.scheduler is not None and not any(group["lr"] for group in self.step.optimizer.param_groups):
                 self.told.line("the learning rate is 0: the scheduler goes on as it was saved, at its end", kind="note")
         if is_stream(self.train_data):

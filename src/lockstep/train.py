@@ -21,6 +21,7 @@ from lockstep.jobfile import JobFile, as_job, the_job, with_settings
 from lockstep.launch import launch, under_torchrun
 from lockstep.loop import Plan, train_on
 from lockstep.placement import check_backend, on_devices
+from lockstep.resuming import as_it_went
 from lockstep.run import Run, trained_of
 from lockstep.strategies import Strategy, choose
 from lockstep.world import World
@@ -32,7 +33,7 @@ def train(
     job: Job | JobFile | Callable[[], Job] | str | Path,
     *,
     strategy: str | Strategy | None = None,
-    devices: Devices = "auto",
+    devices: Devices = None,
     resume: str | Path | None = None,
     folder: str | Path = "runs",
     backend: str | None = None,
@@ -46,8 +47,9 @@ def train(
     Args:
         job: a Job, a function that returns one, or the path of a job file.
         strategy: by name; None takes ``single`` on one device and ``ddp`` on several.
-        devices: as in ``lockstep.devices``: ``"auto"``, 4, ``"2xcpu"``, ``"cuda:0,2"``.
-        resume: the folder of a run to go on with, under any strategy and number of devices.
+        devices: as in ``lockstep.devices``: ``"auto"``, 4, ``"2xcpu"``, ``"cuda:0,2"``; None is ``"auto"``.
+        resume: the folder of a run to go on with, under any strategy and number of devices. Where these are None it
+            goes on under its own strategy, with that one's settings, and on its devices as far as they are here.
         folder: where the run's folder is made.
         backend: of the process group, instead of the devices' own.
         tensorboard: also write events for TensorBoard.
@@ -62,6 +64,8 @@ def train(
     """
     job = with_settings(as_job(job), settings)
     with Display(quiet=quiet) as display:
+        if resume is not None:
+            strategy, devices = as_it_went(resume, strategy, devices, own_devices=not under_torchrun())
         chosen = _devices.parse(devices)
         check_backend(backend, chosen)
         if under_torchrun():

@@ -96,7 +96,11 @@ def _why(found: Comparison, best: Row) -> str:
     strategies = [row for row in found.measured if row.role == "strategy" and row.is_exact]
     if best.role != "strategy":
         if not strategies:
-            asked = any(row.role == "strategy" for row in found.rows)
+            asked = [row for row in found.rows if row.role == "strategy"]
+            if failed := [row.name for row in asked if not row.rates]:
+                others = [row.name for row in asked if row.rates]
+                unlike = f", and {_listed(others)} {_differ(others)} from one device" if others else ""
+                return f"{_listed(failed)} could not be measured (each row says why){unlike}"
             return f"no strategy {'has the numbers of one device here' if asked else 'was measured'}"
         ahead = max(strategies, key=lambda row: row.timing.median)
         ratio = found.ratio(ahead, best.name)
@@ -114,6 +118,10 @@ def _why(found: Comparison, best: Row) -> str:
     if best.agreement is not None and best.agreement.equal:
         why.append("with the numbers of one device")
     return ", ".join(why) if why else "it is the only one that can train this job"
+
+
+def _differ(names: list[str]) -> str:
+    return "differs" if len(names) == 1 else "differ"
 
 
 def one_device(found: Comparison, row: Row) -> str:

@@ -149,9 +149,7 @@ def _products(values: Sweep) -> list[dict[str, Any]]:
 
 def _takes(strategy: str, key: str) -> bool:
     """Whether a strategy has that setting, and a choice in it: ``mp`` is ``pp`` with one micro-batch."""
-    if strategy == "mp" and key in ("microbatches", "split_size", "schedule"):
-        return False
-    return key in {f.name for f in dataclasses.fields(STRATEGIES[strategy])}
+    return key in STRATEGIES[strategy].choices()
 
 
 def _checked(sweep: Sweep, strategies: Sequence[str]) -> dict[str, list[Any]]:

@@ -20,7 +20,7 @@ from lockstep.compare.entries import Entry, Sweep, devices_of, line_up
 from lockstep.compare.peers import attempt_peer, check_peers
 from lockstep.compare.result import Comparison, Row
 from lockstep.devices import Devices
-from lockstep.errors import DeviceError, LockstepError
+from lockstep.errors import DeviceError, LockstepError, StrategyError
 from lockstep.inventory import machine
 from lockstep.job import Job
 from lockstep.jobfile import JobFile, as_job, the_job, with_settings
@@ -90,6 +90,7 @@ def compare(
     try:
         with tempfile.TemporaryDirectory(prefix="lockstep-") as scratch:
             turns.look(Agreements(source, Path(scratch)) if parity else None)
+        turns.refuse_map()
         turns.time()
         if "epochs" in settings and settings["epochs"] is not None:
             turns.train(None if kept is None else kept / "runs")
@@ -143,6 +144,16 @@ class _Turns:
                 self.agreements[entry.name] = agreement = agreements.of(entry)
                 said = f", {agreement}"
             self.say(f"{entry.name}: works, started in {tried.started:.1f} s{said}")
+
+    def refuse_map(self) -> None:
+        """Refuse a device map that nobody can take, before an hour is spent on the others.
+
+        Raises:
+            StrategyError: what is wrong with it.
+        """
+        reasons = [self.reasons.get(entry.name, "") for entry in self.entries if "device_map" in entry.way.options]
+        if reasons and all(reason.startswith("device map: ") for reason in reasons):
+            raise StrategyError(reasons[0])
 
     def time(self) -> None:
         """The rounds."""

@@ -4,16 +4,16 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Literal
 
 from lockstep.compare.advice import all_cores, best_of, cautions, sentence
 from lockstep.compare.result import Comparison, Row
 from lockstep.compare.sweeps import sweeps_of
-from lockstep.compare.table import exceptions_of, moved, outcome_columns, speed_columns
+from lockstep.compare.table import batches_of, exceptions_of, moved, outcome_columns, speed_columns
 from lockstep.firststep import written
 from lockstep.report.charts import Bars, Lines, Stacks
 from lockstep.report.page import Figure, Page, Section, Table, write
-from lockstep.report.timelines import TURNS, Timelines
-from lockstep.timeline import Timeline
+from lockstep.report.timelines import turns_of
 
 _IDS = 4
 """Sample ids that are shown of a device."""
@@ -32,7 +32,7 @@ def write_page(found: Comparison) -> Path:
 def page_of(found: Comparison) -> Page:
     """All that was found, in the order in which a person asks."""
     notes = [
-        f"Batches of {found.batch_size:,} samples; each way in fresh processes, {found.rounds} "
+        f"Batches of {batches_of(found)}; each way in fresh processes, {found.rounds} "
         f"turn{'s' if found.rounds > 1 else ''} of {found.seconds:g} s or more in alternation; "
         "bars show the median turn, and the lines on them the lowest and the highest."
     ]
@@ -95,11 +95,18 @@ def _sweeps(found: Comparison) -> Iterator[Figure]:
         lines = {name: [(value, ratio.median) for value, ratio in points] for name, points in sweep.lines.items()}
         spreads = {name: [ratio.spread for _, ratio in points] for name, points in sweep.lines.items()}
         levels = {name: ratio.median for name, ratio in sweep.levels.items()}
-        chart = Lines(sweep.axis, f"times {over}", lines, spreads, levels, doubling=_doubles(lines))
+        chart = Lines(sweep.axis, f"times {over}", lines, spreads, levels, chosen=_scale(lines))
         caption = "Each at the median of its turns, from the lowest to the highest; higher is faster."
         if levels:
             caption += " Lines that are level all the way are of rows without that setting."
         yield Figure(f"sweep-{sweep.key}", f"Speed-up over {over}, by {sweep.axis}", chart, caption)
+
+
+def _scale(lines: dict[str, list[tuple[float, float]]]) -> Literal["", "doubling", "even"]:
+    """How the axis of a sweep is marked: at the values that were tried, where there is room for them."""
+    if _doubles(lines):
+        return "doubling"
+    return "even" if len({x for points in lines.values() for x, _ in points}) <= 12 else ""
 
 
 def _doubles(lines: dict[str, list[tuple[float, float]]]) -> bool:
@@ -160,9 +167,9 @@ def _turns(found: Comparison) -> Iterator[Figure]:
     for row in found.measured:
         kept = {} if row.glance is None else row.glance.timelines
         if kept:
-            chart = Timelines({title: Timeline.of(one).times(1e3) for title, one in kept.items()}, "ms")
+            chart, caption = turns_of(kept)
             name = "turns-" + "".join(letter if letter.isalnum() else "-" for letter in row.name)
-            yield Figure(name, f"{row.name}: the stages' turns in one step, in milliseconds", chart, TURNS)
+            yield Figure(name, f"{row.name}: the stages' turns in one step, in milliseconds", chart, caption)
 
 
 def _step(row: Row) -> float:

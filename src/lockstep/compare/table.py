@@ -123,7 +123,7 @@ def lines_of(found: Comparison, width: int = 80) -> list[str]:
     """All that is printed at the end."""
     first = next(row for row in found.rows if row.name == row.one)
     devices = max((row.where for row in found.rows if row.role == "strategy"), default=first.where, key=len)
-    lines = _wrapped(f"{found.job}: batches of {counted(found.batch_size, 'sample')}, on {devices}", width)
+    lines = _wrapped(f"{found.job}: batches of {batches_of(found)}, on {devices}", width)
     turns = (
         f"{found.rounds} turns of {found.seconds:g} s or more" if found.rounds > 1 else f"a turn of {found.seconds:g} s"
     )
@@ -152,6 +152,13 @@ def lines_of(found: Comparison, width: int = 80) -> list[str]:
     lines += ["", *_wrapped(sentence(found), width)]
     best = best_of(found)
     return [*lines, f"  {best.line}"] if best is not None and best.line else lines
+
+
+def batches_of(found: Comparison) -> str:
+    """``64 samples``; ``32 or 64 samples`` where a sweep has several."""
+    sizes = list(dict.fromkeys(row.settings.get("batch_size", found.batch_size) for row in found.rows))
+    *others, last = [f"{size:,}" for size in sizes]
+    return f"{', '.join(others)} or {last} samples" if others else counted(sizes[0], "sample")
 
 
 def sizes_of(found: Comparison) -> list[str]:

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import statistics
 import textwrap
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -117,9 +117,18 @@ def summary(timeline: Timeline) -> str:
     )
 
 
-def key(width: int = 80) -> list[str]:
-    """What should be known to read a grid and the line below it, once for several."""
-    return textwrap.wrap(KEY, width, break_on_hyphens=False)
+def key(width: int = 80, shown: Iterable[Timeline] = ()) -> list[str]:
+    """What should be known to read a grid and the line below it, once for several.
+
+    Args:
+        width: columns of the terminal.
+        shown: those that were drawn: what stands in their grids at this width is explained too.
+    """
+    signs = {sign for timeline in shown for row in grid(timeline, width) for sign in row}
+    more = [f"F0{LONG * 2} an action that goes on"] if LONG in signs else []
+    more += [f"{CUT.strip()} the middle, left out"] if CUT.strip() in signs else []
+    said = KEY.replace(" a device that waits.", f" a device that waits, {', '.join(more)}.") if more else KEY
+    return textwrap.wrap(said, width, break_on_hyphens=False)
 
 
 def draw(timelines: Mapping[str, Timeline], path: str | Path, unit: str = "") -> None:

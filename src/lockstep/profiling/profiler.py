@@ -156,7 +156,7 @@ class Profiler:
             folder=os.path.relpath(folder),
             drawings=(
                 *(functools.partial(lines_of, title, one) for title, one in timelines.items()),
-                *((key,) if timelines else ()),
+                *((functools.partial(key, shown=tuple(timelines.values())),) if timelines else ()),
             ),
         )
         self._folder.write_json(

@@ -8,7 +8,7 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING, Literal, Protocol
 
 from lockstep.report.canvas import COLOURS, FAINT, GRID, INK, new_figure, plain_axes, words
 
@@ -170,7 +170,8 @@ class Lines:
         series: by name, the points (x, y).
         spreads: by name, from where to where the y of each point goes; those that have any.
         levels: by name, a y that is the same everywhere: what the lines are held against.
-        doubling: the axis is one of values that were chosen (1, 2, 4, 8), each as far from the next; they are marked.
+        chosen: the axis is one of values that were chosen, and they are marked: "doubling" where they are factors apart
+            (1, 2, 4, 8), each then as far from the next; "even" where they are steps apart (32, 48, 64).
     """
 
     x: str
@@ -178,7 +179,7 @@ class Lines:
     series: Mapping[str, Sequence[tuple[float, float]]]
     spreads: Mapping[str, Sequence[tuple[float, float]]] = field(default_factory=dict)
     levels: Mapping[str, float] = field(default_factory=dict)
-    doubling: bool = False
+    chosen: Literal["", "doubling", "even"] = ""
 
     def numbers(self) -> Numbers:
         """A row for each x, a column for each line, and its lowest and highest where it has them."""
@@ -244,8 +245,9 @@ class Lines:
         axes.grid(axis="y", color=GRID, linewidth=0.8)
         axes.set_xlabel(words(self.x), fontsize=9, color=FAINT)
         axes.set_ylabel(words(self.y), fontsize=9, color=FAINT)
-        if self.doubling:
-            axes.set_xscale("log", base=2)
+        if self.chosen:
+            if self.chosen == "doubling":
+                axes.set_xscale("log", base=2)
             axes.set_xticks(self._places, [short(x) for x in self._places])
             axes.minorticks_off()
             axes.set_ylim(bottom=0)

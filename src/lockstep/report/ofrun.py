@@ -10,8 +10,7 @@ from typing import Any
 from lockstep.folder import RunFolder
 from lockstep.report.charts import Bars, Lines, Stacks, short
 from lockstep.report.page import Figure, Page, Section, Table, write
-from lockstep.report.timelines import TURNS, Timelines
-from lockstep.timeline import Timeline
+from lockstep.report.timelines import turns_of
 
 _NOT_CURVES = {"epoch", "step", "lr", "seconds", "samples_per_second", "train_loss", "eval_loss"}
 
@@ -121,9 +120,8 @@ def _time(profile: Mapping[str, Any]) -> Section:
 def _turns(kept: RunFolder) -> Iterator[Figure]:
     path = kept.profile / "timeline.json"
     if path.is_file():
-        timelines = kept.read_json(path)["timelines"]
-        chart = Timelines({title: Timeline.of(one).times(1e3) for title, one in timelines.items()}, "ms")
-        yield Figure("turns", "The stages' turns in one step, in milliseconds", chart, TURNS)
+        chart, caption = turns_of(kept.read_json(path)["timelines"])
+        yield Figure("turns", "The stages' turns in one step, in milliseconds", chart, caption)
 
 
 def _sizes(shapes: Mapping[str, Sequence[Any]]) -> str:

@@ -5,24 +5,17 @@ from __future__ import annotations
 import colorsys
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from lockstep.errors import counted
 from lockstep.report.canvas import new_figure
 from lockstep.report.charts import Numbers
+from lockstep.timeline import Timeline
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
     from matplotlib.figure import Figure
 
-    from lockstep.timeline import Timeline
-
-
-TURNS = (
-    "Each number is a micro-batch: blue forward, orange backward, grey waiting. Ideally a stage would wait for nothing "
-    "but what another gives; the bubble is the share of the devices' time that is waited."
-)
-"""What should be known to read one of a pipeline."""
 
 _WAITING = "#eeeeee"
 
@@ -85,6 +78,21 @@ class Timelines:
         handles.append(Patch(color=_WAITING, label="waiting; a number is a micro-batch"))
         columns = (2 if chunks == 1 else 1) if narrow else 3
         figure.legend(handles=handles, loc="outside lower left", ncols=columns, frameon=False, fontsize=8.5)
+
+
+def turns_of(kept: Mapping[str, Any]) -> tuple[Timelines, str]:
+    """A pipeline's turns as a chart in milliseconds, and below it what should be known to read it, with the bubbles.
+
+    Args:
+        kept: by title, what ``Timeline.plain`` gave, in seconds.
+    """
+    timelines = {title: Timeline.of(one).times(1e3) for title, one in kept.items()}
+    bubbles = "; ".join(f"{title}: {100 * one.bubble:.1f} %" for title, one in timelines.items())
+    caption = (
+        "Each number is a micro-batch: blue forward, orange backward, grey waiting. Ideally a stage would wait for "
+        f"nothing but what another gives. The bubble, the share of the devices' time that is waited: {bubbles}."
+    )
+    return Timelines(timelines, "ms"), caption
 
 
 def _draw_one(axis: Axes, title: str, timeline: Timeline, longest: float) -> None:

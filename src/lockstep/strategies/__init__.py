@@ -62,7 +62,7 @@ def named(name: str, **settings: Any) -> Strategy:
 
 def _who_has(setting: str, fields: list[str]) -> str:
     """Which strategies have a setting that this one hasn't; the nearest of its own where none has."""
-    others = [name for name, kind in STRATEGIES.items() if setting in {f.name for f in dataclasses.fields(kind)}]
+    others = [name for name, kind in STRATEGIES.items() if setting in kind.choices()]
     if others or not fields:
         return f"{' and '.join(others) or 'none'} {'have' if len(others) > 1 else 'has'} it"
     return nearest(setting, fields)

@@ -23,6 +23,11 @@ class MP(PP):
 
     microbatches: int = 1
 
+    @classmethod
+    def choices(cls) -> set[str]:
+        """Without those that say how a batch is cut."""
+        return super().choices() - {"microbatches", "split_size", "schedule"}
+
     def __post_init__(self) -> None:
         if self.microbatches != 1 or self.split_size is not None:
             wanted = self.microbatches if self.split_size is None else f"those of {self.split_size!r} samples"

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from typing import Any, ClassVar, Literal
 
 from torch import nn
@@ -36,6 +36,11 @@ class Strategy(ABC):
     processes: ClassVar[Literal["one", "one per device"]]
     splits_layers: ClassVar[bool] = False
     exact: ClassVar[Literal[True] | str] = True
+
+    @classmethod
+    def choices(cls) -> set[str]:
+        """The names of its settings that can have other values than the usual one."""
+        return {field.name for field in fields(cls)}
 
     @abstractmethod
     def build(self, job: Job, world: World) -> Step:

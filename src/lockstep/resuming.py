@@ -1,0 +1,82 @@
+"""What a run that is taken up goes on with, where a person doesn't say: its own strategy, its settings, its devices."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from lockstep import devices as _devices
+from lockstep.devices import Device, Devices
+from lockstep.errors import counted
+from lockstep.folder import RunFolder
+from lockstep.strategies import STRATEGIES, Strategy, named
+
+_FOR_DEVICES = ("device_map", "times")
+"""Settings that are for one number of devices; ``Strategy.planned`` takes them up where they fit."""
+
+
+def as_it_went(
+    run: str | Path, strategy: str | Strategy | None, devices: Devices, *, own_devices: bool = True
+) -> tuple[str | Strategy | None, Devices]:
+    """The strategy and the devices to go on with: those that a person gave, the run's own where none were.
+
+    Args:
+        run: its folder.
+        strategy: as given; the name of the run's own means that with its settings.
+        devices: as given; None leaves them open.
+        own_devices: False where this process was given its devices already (torchrun).
+
+    Raises:
+        FolderError: there is no such run.
+    """
+    folder = RunFolder.existing(run)
+    config = folder.read_json(folder.config)
+    before, names = config["strategy"], config["devices"]
+    wanted = strategy.name if isinstance(strategy, Strategy) else strategy or before
+    if devices is None and own_devices and (wanted == before or (wanted != "single" and len(names) > 1)):
+        devices = _still_here(names)
+    if before not in STRATEGIES or isinstance(strategy, Strategy) or wanted != before:
+        return strategy, devices
+    kind = STRATEGIES[before]
+    if strategy is None and (
+        (before == "single" and devices is not None and len(_devices.parse(devices)) > 1)
+        or (not own_devices and kind.processes == "one")
+    ):
+        return None, devices
+    return _with_settings_of(kind, config["strategy_settings"]), devices
+
+
+def _with_settings_of(kind: type[Strategy], kept: Mapping[str, Any]) -> Strategy:
+    usual = {field.name: field.default for field in dataclasses.fields(kind) if field.name not in _FOR_DEVICES}
+    return named(kind.name, **{n: v for n, v in kept.items() if n in usual and v != usual[n]})
+
+
+def _still_here(names: Sequence[str]) -> tuple[Device, ...]:
+    """The devices of those names; where they aren't here, as many others as there are."""
+    if all(name.startswith("cpu:") for name in names):
+        return _devices.slots(len(names))
+    here = _devices.accelerators()
+    same = tuple(device for device in here if str(device) in names)
+    alike = tuple(device for device in here if names[0].startswith(f"{device.type}:"))
+    if len(same) == len(names):
+        return same
+    return (alike or _devices.parse("auto"))[: len(names)]
+
+
+def moved(before: Mapping[str, Any], strategy: str, devices: Sequence[str]) -> str:
+    """``was pp on 2 slots, goes on as single on 1 slot``; "" where it goes on as it went.
+
+    Args:
+        before: the run's ``config.json``.
+        strategy: that it goes on under.
+        devices: their names.
+    """
+    if (before["strategy"], len(before["devices"])) == (strategy, len(devices)):
+        return ""
+    return f"was {before['strategy']} on {_counted(before['devices'])}, goes on as {strategy} on {_counted(devices)}"
+
+
+def _counted(devices: Sequence[str]) -> str:
+    return counted(len(devices), "slot" if all(name.startswith("cpu:") for name in devices) else "device")
