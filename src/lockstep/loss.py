@@ -279,7 +279,7 @@ def _tolerance(values: list[Tensor]) -> float:
 def _name_of(loss: Any) -> str:
     named = loss.func if isinstance(loss, functools.partial) else loss
     name = getattr(named, "__name__", type(named).__name__)
-    return "loss" if name == "<lambda>" else f"loss {name}"
+    return "loss" if name in ("<lambda>", "loss") else f"loss {name}"
 
 
 def _told(value: Any) -> str:

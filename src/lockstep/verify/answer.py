@@ -41,7 +41,7 @@ def verify(
 
         def test_ddp_trains_my_model_as_one_device_does():
             found = lockstep.verify(job, strategy="ddp", devices=2)
-            assert found, found
+            assert found, str(found)
 
     Both sides begin with the same weights and go through the same batches: the first two, the smaller last one of the
     epoch, two of the second epoch, and an evaluation of a few batches of each set. They compute in float64 where the
