@@ -55,6 +55,7 @@ class Flight:
         seen: where it has been.
         strayed: whether it went where it was not expected.
         calls: for each module the visits of the forward in which it was called, where somebody wants to know.
+        crossed: called where it leaves a stage for another one, or turns back, if somebody wants to look then.
         outer: the module that was called and is on this stage with all that is in it; hooks inside have nothing to do.
         stays: when each visit began and ended, where somebody wants to know: (visit, seconds, seconds).
     """
@@ -74,6 +75,7 @@ class Flight:
         self.seen: list[Visit] = []
         self.strayed = False
         self.calls: dict[torch.nn.Module, set[int]] | None = None
+        self.crossed: Callable[[], None] | None = None
         self.outer: torch.nn.Module | None = None
         self.marks = marks
         self.stays: list[tuple[Visit, float, float]] | None = None
@@ -131,6 +133,8 @@ class Flight:
             self._stages.append(stage)
 
     def _leave(self) -> None:
+        if self.stage is not None and self.crossed is not None:
+            self.crossed()
         if self.stage is not None and self.stays is not None:
             self.stays.append((self.seen[-1], self._since, time.perf_counter()))
         if self.stage is not None and self._turns is not None:
