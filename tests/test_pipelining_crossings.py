@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable
 from typing import Any
 
@@ -10,6 +11,7 @@ import torch
 from torch import nn
 
 from lockstep import Job, parallelize, train
+from lockstep.errors import StrategyError
 from lockstep.strategies.pp import PP
 from lockstep.verify import differences
 
@@ -201,3 +203,30 @@ def test_what_a_layer_sets_within_its_own_call_keeps_nobody_waiting(tmp_path, ca
     for _ in range(2):
         step(drawn(8, 6), labels(8, 3))
     assert step.runner.overlaps
+
+
+class CaughtLater(Two):
+    """From the third update on a hook catches the activations of whoever comes by."""
+
+    updates = 0
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        if self.updates < 3:
+            return super().forward(x)
+        caught: list[torch.Tensor] = []
+        hook = self.a.register_forward_hook(lambda module, args, output: caught.append(output))
+        x = self.b(self.a(x))
+        time.sleep(0.1)
+        hook.remove()
+        return self.out(x + sum(caught))
+
+
+@pytest.mark.parametrize("schedule", ["gpipe", "1f1b"])
+def test_a_backward_that_comes_to_another_micro_batch_fails_and_does_not_wait(schedule: str) -> None:
+    model = CaughtLater()
+    step = parallelize(model, nn.CrossEntropyLoss(), sgd, strategy=PP(SPLIT, 3, schedule), devices="2xcpu")
+    for CaughtLater.updates in (1, 2):
+        step(drawn(9, 6), labels(9, 3))
+    CaughtLater.updates = 3
+    with pytest.raises(StrategyError, match=r"stage 0, backward of micro-batch 0: it came to what micro-batch . has"):
+        step(drawn(9, 6), labels(9, 3))

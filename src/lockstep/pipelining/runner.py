@@ -250,7 +250,7 @@ class Runner:
     def _overlapped(self, forward: Callable[[int], T], backward: Callable[[int, T], R], count: int) -> list[R]:
         if count not in self._orders:
             self._orders[count] = orders_of(self._route, self.schedule(count), count)
-        turns = Turns(self._orders[count], self._places, self._beckon)
+        turns = Turns(self._orders[count], self._places, self._beckon, count)
         flights = [Flight(number, self._occupy, self._route, turns) for number in range(count)]
         for flight in flights:
             self._note(flight)
@@ -322,7 +322,7 @@ class Runner:
         if count not in self._forward_orders:
             schedule = by_stage(self._places, count)
             self._forward_orders[count] = orders_of(self._forward_route, schedule, count)
-        turns = Turns(self._forward_orders[count], self._places, self._beckon)
+        turns = Turns(self._forward_orders[count], self._places, self._beckon, count)
         flights = [Flight(number, self._occupy, self._forward_route, turns, marks=False) for number in range(count)]
 
         return self._all_at_once(flights, turns, lambda flight: forward(flight.number))
