@@ -11,8 +11,11 @@ import pytest
 from torch import nn
 
 from lockstep.devices import slots, usable_cores
+from lockstep.errors import StrategyError
+from lockstep.pipelining.flight import Flight
+from lockstep.pipelining.routes import Visit
 from lockstep.pipelining.runner import Runner
-from lockstep.pipelining.turns import Turns
+from lockstep.pipelining.turns import Aborted, Turns
 from lockstep.placement import alone
 
 
@@ -59,3 +62,28 @@ def test_a_thread_wakes_up_on_the_core_of_its_stage() -> None:
     wake.set()
     thread.join(timeout=10)
     assert cores == [set(slots(2)[1].cores)]
+
+
+def test_where_all_wait_one_fails_and_says_where() -> None:
+    """Stage 1 is kept for a micro-batch that doesn't come."""
+    turns = Turns([[(0, 0), (0, 1)], [(1, 2), (1, 0), (1, 1)]], (0, 1), flights=2)
+    route = Visit(0, "F"), Visit(1, "F")
+    errors: list[BaseException] = []
+
+    def goes(flight: Flight) -> None:
+        try:
+            with flight:
+                flight.enter(1)
+        except (StrategyError, Aborted) as error:
+            errors.append(error)
+            turns.abort()
+
+    threads = [threading.Thread(target=goes, args=[Flight(n, lambda stage: None, route, turns)]) for n in range(2)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(timeout=20)
+    assert not any(thread.is_alive() for thread in threads)
+    first, second = errors
+    assert isinstance(first, StrategyError) and isinstance(second, Aborted)
+    assert str(first).startswith("stage 1, forward of micro-batch 0: it waits for its turn, and all others that are")

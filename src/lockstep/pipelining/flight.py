@@ -24,11 +24,17 @@ from typing import Any
 import torch
 from torch.nn.utils.rnn import PackedSequence
 
+from lockstep.errors import StrategyError
 from lockstep.nesting import parts
 from lockstep.pipelining.routes import Route, Visit
-from lockstep.pipelining.turns import Turns
+from lockstep.pipelining.turns import Key, Stuck, Turns
 
 _here = threading.local()
+
+_MET = (
+    "micro-batches that overlap have got hold of one another's tensors, by way of a hook, an attribute or a global "
+    "that forward changed while another was under way: keep them in forward's own variables, or take mp"
+)
 
 _number: Callable[[], int] = torch._C._autograd._get_sequence_nr
 """The number that this thread's next node of the graph will have."""
@@ -55,6 +61,7 @@ class Flight:
         seen: where it has been.
         strayed: whether it went where it was not expected.
         calls: for each module the visits of the forward in which it was called, where somebody wants to know.
+        crossed: called where it leaves a stage for another one, or turns back, if somebody wants to look then.
         outer: the module that was called and is on this stage with all that is in it; hooks inside have nothing to do.
         stays: when each visit began and ended, where somebody wants to know: (visit, seconds, seconds).
     """
@@ -74,6 +81,7 @@ class Flight:
         self.seen: list[Visit] = []
         self.strayed = False
         self.calls: dict[torch.nn.Module, set[int]] | None = None
+        self.crossed: Callable[[], None] | None = None
         self.outer: torch.nn.Module | None = None
         self.marks = marks
         self.stays: list[tuple[Visit, float, float]] | None = None
@@ -98,6 +106,8 @@ class Flight:
         _here.flight = None
         self._leave()
         self._skip_to(len(self._route))
+        if self._turns is not None and error[0] is None:  # where one fails, that is what all are freed with
+            self._turns.arrive()
 
     def turn_back(self) -> None:
         """The forward and its loss are done: backward is to begin where they ended."""
@@ -116,11 +126,11 @@ class Flight:
             place = next((i for i in range(self._at, len(self._route)) if self._route[i] == visit), None)
             if place is None:
                 self.strayed = True
-                self._turns.take(stage, None)
+                self._take(stage, None)
             else:
                 self._skip_to(place)
                 self._at = place + 1
-                self._turns.take(stage, (place, self.number))
+                self._take(stage, (place, self.number))
         self.stage = stage
         self._occupy(stage)
         self.seen.append(visit)
@@ -130,7 +140,34 @@ class Flight:
             self._starts.append(_number())
             self._stages.append(stage)
 
+    def _take(self, stage: int, key: Key | None) -> None:
+        assert self._turns is not None
+        try:
+            self._turns.take(stage, key)
+        except Stuck as error:
+            way = "forward" if self.kind == "F" else "backward"
+            raise StrategyError(
+                f"stage {stage}, {way} of micro-batch {self.number}: it waits for its turn, and all others that are "
+                f"under way wait for theirs, so none would ever come: {_MET}"
+            ) from error
+
+    def _come_back(self, stage: int) -> None:
+        """Backward has come to what was made on this stage.
+
+        Raises:
+            StrategyError: it is that of another micro-batch, which has turns of its own.
+        """
+        here = current()
+        if here is not None and here is not self and self._turns is not None:
+            raise StrategyError(
+                f"stage {stage}, backward of micro-batch {here.number}: it came to what micro-batch {self.number} has "
+                f"computed: {_MET}"
+            )
+        self.enter(stage)
+
     def _leave(self) -> None:
+        if self.stage is not None and self.crossed is not None:
+            self.crossed()
         if self.stage is not None and self.stays is not None:
             self.stays.append((self.seen[-1], self._since, time.perf_counter()))
         if self.stage is not None and self._turns is not None:
@@ -158,7 +195,7 @@ class Flight:
             return
         self._marked.add(number)
         stage = self._stages[visit]
-        node.register_prehook(lambda gradients: self.enter(stage))
+        node.register_prehook(lambda gradients: self._come_back(stage))
 
 
 def tensors_in(nest: Any) -> Iterator[torch.Tensor]:

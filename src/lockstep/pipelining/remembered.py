@@ -2,7 +2,8 @@
 
 Micro-batches that overlap can't leave it in the order in which one device would, unless all of it is left and used in
 one visit of one stage (running statistics of a batch norm, say). So one micro-batch is watched: what has changed after
-its forward, in which visits that was used, and whether layers were called with weights other than their own.
+its forward, in which visits that was used, whether layers were called with weights other than their own, and what was
+set only for a while (`crossings`).
 
 A model may begin with that later. So each update whose micro-batches do overlap is looked at from outside (`Begun`),
 which costs next to nothing: has anything changed that did not while a micro-batch was watched?
@@ -13,7 +14,7 @@ from __future__ import annotations
 import contextlib
 import itertools
 import operator
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from typing import Any, NamedTuple
 
 import torch
@@ -22,10 +23,11 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from torch.overrides import TorchFunctionMode
 
 from lockstep.digest import digest
+from lockstep.pipelining.contents import MISSING, OWN, alike, attributes, contents, is_plain, joined, values
+from lockstep.pipelining.crossings import Crossings
+from lockstep.pipelining.deep import prints
 from lockstep.pipelining.flight import current, tensors_in
-from lockstep.seeding import other_states
-
-_OWN = {"_parameters", "_buffers", "_modules", "training"}
+from lockstep.seeding import other_states, same_others
 
 _LARGE = 1 << 22
 """Elements of a weight from which on writing to it is seen by PyTorch's count of writes alone."""
@@ -61,11 +63,13 @@ class Remembered:
             for module in self._names
             for kind, name, tensor in _tensors_of(module)
         ]
-        self._attributes = {module: _attributes(module) for module in self._names}
+        self._attributes = {module: attributes(module) for module in self._names}
+        self._prints = prints(self._names)
         self._weights = {module: dict(module._parameters) for module in self._names}
         self._drawn = other_states()
         self._forward: list[tuple[object, int]] = []
-        self._uses = _Uses()
+        self._uses = _Uses({id(h.tensor): self._full(h.module, h.name) for h in self._held if h.kind == "parameter"})
+        self._crossings = Crossings(model)
         self._swapped: str | None = None
 
     @contextlib.contextmanager
@@ -73,6 +77,7 @@ class Remembered:
         """What the forward of that micro-batch runs in."""
         compiled = {inner for module in self._names if _is_compiled(module) for inner in module.modules()}
         hooks = [m.register_forward_pre_hook(self._look) for m in self._names if m not in compiled]
+        self._crossings.begin(hook.id for hook in hooks)
         try:
             with contextlib.ExitStack() as stack:
                 if not compiled:  # a compiler would take our mode and hooks into what it makes
@@ -83,6 +88,10 @@ class Remembered:
             for hook in hooks:
                 hook.remove()
         self._forward = [(_value(held.kind, held.now()), _writes(held.tensor)) for held in self._held]
+
+    def crossed(self) -> None:
+        """The micro-batch goes from one stage to another."""
+        self._crossings.look()
 
     def _look(self, module: nn.Module, args: Any) -> None:
         """See whether a module is called with other weights, as ``torch.func.functional_call`` does."""
@@ -110,13 +119,21 @@ class Remembered:
             if writes != held.writes and held.storage in self._uses.saved:
                 return f"{what} is written in forward, and backward needs it as it was"
         for module, before in self._attributes.items():
-            after = _attributes(module)
-            changed = next((key for key in after if not _alike(before.get(key, _MISSING), after[key])), None)
+            after = attributes(module)
+            changed = next((key for key in after if not alike(before.get(key, MISSING), after[key])), None)
             if changed is not None:
                 return f'forward sets "{self._full(module, changed)}", which another micro-batch would overwrite'
+        deeper = prints(self._names)
+        for (module, key), was in self._prints.items():
+            if deeper.get((module, key)) != was:
+                return f'forward changes what "{self._full(module, key)}" holds, which is one for all micro-batches'
         if self._swapped is not None:
             return f'"{self._swapped}" is called with weights that others don\'t have'
-        if not _same_drawn(self._drawn, other_states()):
+        if self._uses.switched is not None:
+            return f'forward switches "{self._uses.switched}.requires_grad", which holds for other micro-batches too'
+        if (why := self._crossings.why()) is not None:
+            return why
+        if not same_others(self._drawn, other_states()):
             return "forward draws from Python's or numpy's random, whose order would be left to chance"
         return None
 
@@ -126,7 +143,7 @@ class Remembered:
         return Begun(self._names, {(h.module, h.name) for h, (between, _) in pairs if between != h.value})
 
     def _full(self, module: nn.Module, name: str) -> str:
-        return _joined(self._names[module], name)
+        return joined(self._names[module], name)
 
     def _visits(self, module: nn.Module, calls: Mapping[nn.Module, set[int]]) -> set[int]:
         """Those of the module, or of the nearest one around it that was called."""
@@ -142,8 +159,7 @@ class Remembered:
 class Begun:
     """What a model has begun to change in updates that are not watched.
 
-    Not seen: what lies deeper than in a list or dict that a module holds, what isn't in PyTorch's count of writes, and
-    what is drawn from Python's or numpy's random.
+    Not seen: what lies deeper than in a list or dict that a module holds, and what isn't in PyTorch's count of writes.
 
     Args:
         names: of the model's modules.
@@ -167,7 +183,7 @@ class Begun:
         if not self._before or not _identical(objects, self._objects):
             self._look_inside()
         self._objects = objects
-        self._contents = [list(_values(one)) for _, one in self._containers]
+        self._contents = [list(values(one)) for _, one in self._containers]
         self._writes = [tensor._version for _, tensor in self._tensors]
 
     def _held(self) -> list[Any]:
@@ -180,10 +196,10 @@ class Begun:
         for module, name in self._modules.items():
             for _, own, tensor in _tensors_of(module):
                 if (module, own) not in self._written and not tensor.is_inference():
-                    self._tensors.append((_joined(name, own), tensor))
+                    self._tensors.append((joined(name, own), tensor))
             for own, value in vars(module).items():
-                if _is_plain(own) and isinstance(value, dict | list | set):
-                    self._containers.append((_joined(name, own), value))
+                if is_plain(own) and isinstance(value, dict | list | set):
+                    self._containers.append((joined(name, own), value))
 
     @property
     def writes(self) -> bool:
@@ -192,41 +208,47 @@ class Begun:
 
     def expects(self, name: str) -> bool:
         """Whether that may change: a tensor that the forward which was watched wrote to."""
-        return any(name == _joined(self._modules[module], own) for module, own in self._written)
+        return any(name == joined(self._modules[module], own) for module, own in self._written)
 
     def changed(self) -> str | None:
         """After it: the name of what has changed, or None."""
         if not _identical(self._held(), self._objects):
-            for i, (held, before) in enumerate(zip(self._holders, self._before, strict=True)):
-                if (name := self._changed_in(i, held, before)) is not None:
+            for i, (held, were) in enumerate(zip(self._holders, self._before, strict=True)):
+                if (name := self._changed_in(i, held, were)) is not None:
                     return name
-        for (name, container), contents in zip(self._containers, self._contents, strict=True):
-            now = list(_values(container))
-            if len(now) != len(contents) or not all(map(_alike, now, contents)):
+        for (name, container), before in zip(self._containers, self._contents, strict=True):
+            now = list(values(container))
+            if len(now) != len(before) or not all(map(alike, now, before)):
                 return name
         pairs = zip(self._tensors, self._writes, strict=True)
         return next((name for (name, tensor), writes in pairs if tensor._version != writes), None)
 
     def _changed_in(self, number: int, held: Mapping[str, Any], before: Mapping[str, Any]) -> str | None:
         module, name = list(self._modules.items())[number // 2]
-        may = {own for one, own in self._written if one is module} if held is module._buffers else _OWN
+        may = {own for one, own in self._written if one is module} if held is module._buffers else OWN
         for own, value in held.items():
-            if own in may or not _is_plain(own):
+            if own in may or not is_plain(own):
                 continue
-            if not _alike(_contents(before.get(own, _MISSING)), _contents(value)):
-                return _joined(name, own)
+            if not alike(contents(before.get(own, MISSING)), contents(value)):
+                return joined(name, own)
         return None
 
 
 class _Uses(TorchFunctionMode):
     """In which visits of the forward the tensors of each storage were given to a function, and which backward needs.
 
+    Args:
+        parameters: their names by their ids.
+
     Attributes:
         saved: the storages that were kept for backward.
+        switched: the name of a parameter that was told whether it takes gradients, be it what it was told before.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, parameters: Mapping[int, str]) -> None:
         super().__init__()
+        self._parameters = parameters
+        self.switched: str | None = None
         self._of: dict[int, set[int]] = {}
         self._seen: dict[int, StorageWeakRef] = {}  # so that no later storage is taken for one that is gone
         self.saved: set[int] = set()
@@ -244,6 +266,8 @@ class _Uses(TorchFunctionMode):
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Mapping[str, Any] | None = None
     ) -> Any:
         kwargs = kwargs or {}
+        if func in _SWITCHES and self.switched is None:
+            self.switched = self._parameters.get(id(args[0]))
         flight = current()
         if flight is not None:
             for nest in (*args, *kwargs.values()):
@@ -254,12 +278,7 @@ class _Uses(TorchFunctionMode):
         return func(*args, **kwargs)
 
 
-def _joined(module: str, name: str) -> str:
-    return f"{module}.{name}".lstrip(".")
-
-
-def _values(container: Any) -> Iterable[Any]:
-    return container.values() if isinstance(container, dict) else container
+_SWITCHES = (torch.Tensor.requires_grad_, torch.Tensor.requires_grad.__set__)  # type: ignore[attr-defined]
 
 
 def _identical(one: list[Any], other: list[Any]) -> bool:
@@ -303,8 +322,8 @@ def _tensors_of(module: nn.Module) -> Iterator[tuple[str, str, torch.Tensor]]:
     """Kind and name of each tensor that a module holds itself; for those of a list, or a dict, its name."""
     yield from (("buffer", name, b) for name, b in module._buffers.items() if b is not None)
     yield from (("parameter", name, p) for name, p in module._parameters.items() if p is not None)
-    for name, contents in _attributes(module).items():
-        for tensor in contents if isinstance(contents, list) else [contents]:
+    for name, value in attributes(module).items():
+        for tensor in value if isinstance(value, list) else [value]:
             if isinstance(tensor, torch.Tensor):
                 yield "tensor", name, tensor
 
@@ -312,40 +331,3 @@ def _tensors_of(module: nn.Module) -> Iterator[tuple[str, str, torch.Tensor]]:
 def _is_compiled(module: nn.Module) -> bool:
     """Whether a hook would have it compiled again."""
     return getattr(module, "_compiled_call_impl", None) is not None or hasattr(module, "_orig_mod")
-
-
-_MISSING = object()
-
-
-def _attributes(module: nn.Module) -> dict[str, Any]:
-    return {key: _contents(value) for key, value in vars(module).items() if _is_plain(key)}
-
-
-def _is_plain(attribute: str) -> bool:
-    """Whether it isn't one of PyTorch's own."""
-    return attribute not in _OWN and not attribute.endswith("_hooks") and "_hooks_" not in attribute
-
-
-def _contents(value: Any) -> Any:
-    if isinstance(value, dict):
-        return [value, *value.values()]
-    if isinstance(value, list | set):
-        return [value, *value]
-    return value
-
-
-def _alike(one: Any, other: Any) -> bool:
-    if isinstance(one, list) and isinstance(other, list):
-        return len(one) == len(other) and all(map(_alike, one[1:], other[1:]))
-    if one is other:
-        return True
-    plain = (int, float, bool, str, torch.Size, torch.dtype, torch.device)
-    return isinstance(one, plain) and isinstance(other, plain) and one == other
-
-
-def _same_drawn(one: tuple[Any, Any], other: tuple[Any, Any]) -> bool:
-    if one[0] != other[0]:
-        return False
-    if one[1] is None or other[1] is None:
-        return True
-    return bool((one[1][1] == other[1][1]).all()) and tuple(one[1][2:]) == tuple(other[1][2:])

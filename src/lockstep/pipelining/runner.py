@@ -30,6 +30,7 @@ from lockstep.devices import Device
 from lockstep.errors import InputError
 from lockstep.events import Line
 from lockstep.parallel.team import Team
+from lockstep.pipelining.crossings import Crossings
 from lockstep.pipelining.drawing import Drawing
 from lockstep.pipelining.flight import Flight
 from lockstep.pipelining.remembered import Begun, Remembered
@@ -192,16 +193,22 @@ class Runner:
     ) -> list[R]:
         results = []
         flights = []
+        passing: str | None = None  # what a micro-batch before the last has set and put back
         for number in range(count):
             begin(number)
             self._drawing.look()
-            watched = None
+            watched = crossings = None
             flight = Flight(number, self._occupy)
             flights.append(flight)
             self._note(flight)
-            if not self._settled and number == count - 1 and count > 1:
-                # Not the first: by now what is set once is there.
-                watched, flight.calls = Remembered(self._model), {}
+            if not self._settled and number > 0:  # not the first: by now what is set once is there
+                if number == count - 1:
+                    watched, flight.calls = Remembered(self._model), {}
+                    flight.crossed = watched.crossed
+                elif passing is None:
+                    crossings = Crossings(self._model)
+                    crossings.begin()
+                    flight.crossed = crossings.look
             with flight, self._told(flight):
                 with self._drawing.forward(), contextlib.nullcontext() if watched is None else watched.watching():
                     made = forward(number)
@@ -209,6 +216,8 @@ class Runner:
                 results.append(backward(number, made))
                 del made
             self._drawing.learn()
+            if crossings is not None:
+                passing = crossings.why(standing=False)
             if number == 0 and not self._route:
                 self._route = whole(tuple(flight.seen), len(self._devices))
             elif not self._settled:
@@ -216,7 +225,7 @@ class Runner:
             if watched is not None:
                 assert flight.calls is not None
                 self._settled, self._begun = True, watched.begun()
-                self._in_turn = watched.why_in_turn(flight.calls) or self._drawing.why_in_turn()
+                self._in_turn = watched.why_in_turn(flight.calls) or passing or self._drawing.why_in_turn()
                 if self._in_turn is not None:
                     self._say_in_turn()
                 else:  # what is in order as it overlaps
@@ -247,7 +256,7 @@ class Runner:
     ) -> list[R]:
         if count not in self._orders:
             self._orders[count] = orders_of(self._route, self.schedule(count), count)
-        turns = Turns(self._orders[count], self._places, self._beckon)
+        turns = Turns(self._orders[count], self._places, self._beckon, count)
         flights = [Flight(number, self._occupy, self._route, turns) for number in range(count)]
         for flight in flights:
             self._note(flight)
@@ -323,7 +332,7 @@ class Runner:
         if count not in self._forward_orders:
             schedule = by_stage(self._places, count)
             self._forward_orders[count] = orders_of(self._forward_route, schedule, count)
-        turns = Turns(self._forward_orders[count], self._places, self._beckon)
+        turns = Turns(self._forward_orders[count], self._places, self._beckon, count)
         flights = [Flight(number, self._occupy, self._forward_route, turns, marks=False) for number in range(count)]
 
         return self._all_at_once(flights, turns, lambda flight: forward(flight.number))
@@ -334,7 +343,8 @@ class Runner:
             begin(number)
             flight = Flight(number, self._occupy, marks=False)
             watched = Remembered(self._model) if not self._forward_route and number == count - 1 else None
-            flight.calls = None if watched is None else {}
+            if watched is not None:
+                flight.calls, flight.crossed = {}, watched.crossed
             with flight, self._told(flight), contextlib.nullcontext() if watched is None else watched.watching():
                 results.append(forward(number))
             if watched is not None and flight.calls is not None:

@@ -10,7 +10,7 @@ from __future__ import annotations
 import threading
 from collections import deque
 from collections.abc import Callable, Iterable, Sequence
-from typing import NamedTuple
+from dataclasses import dataclass
 
 from lockstep.errors import LockstepError
 
@@ -22,11 +22,17 @@ class Aborted(LockstepError):
     """Another micro-batch has failed; raised in those that wait for their turns."""
 
 
-class _Waiting(NamedTuple):
-    """Who waits: a lock to be released, and the number that the system has for the thread."""
+class Stuck(LockstepError):
+    """All micro-batches that are under way wait for their turns, so none will ever come; raised in one of them."""
+
+
+@dataclass(eq=False)
+class _Waiting:
+    """Who waits: a lock to be released, the number that the system has for the thread, and whether it is stuck."""
 
     lock: threading.Lock
     thread: int
+    stuck: bool = False
 
 
 class Turns:
@@ -36,6 +42,7 @@ class Turns:
         orders: for each device, in which order its stages are visited.
         places: for each stage the device that holds it.
         beckon: called with the system's number of a thread that waits, and the device on which it goes on now.
+        flights: how many micro-batches there are, each in a thread; None is not to look whether all of them wait.
     """
 
     def __init__(
@@ -43,10 +50,12 @@ class Turns:
         orders: Sequence[Sequence[Key]],
         places: Sequence[int],
         beckon: Callable[[int, int], None] = lambda thread, device: None,
+        flights: int | None = None,
     ) -> None:
         self._orders = orders
         self._places = places
         self._beckon = beckon
+        self._under_way = flights
         self._lock = threading.Lock()
         self._heads = [0] * len(orders)
         self._busy: list[Key | bool | None] = [False] * len(orders)
@@ -60,6 +69,7 @@ class Turns:
 
         Raises:
             Aborted: another micro-batch has failed.
+            Stuck: all of them wait.
         """
         device = self._places[stage]
         with self._lock:
@@ -73,8 +83,13 @@ class Turns:
             if key is None:
                 self._others[device].append(mine)
             else:
+                if (other := self._waiting.get(key)) is not None:  # it came by what that one had computed
+                    self._others[device].append(other)
                 self._waiting[key] = mine
+            self._look()
         mine.lock.acquire()
+        if mine.stuck:
+            raise Stuck("all micro-batches wait")
         if self._aborted:
             raise Aborted("stopped, because another micro-batch failed")
 
@@ -86,12 +101,20 @@ class Turns:
                 self._heads[device] += 1
             self._busy[device] = False
             self._wake(device)
+            self._look()
 
     def skip(self, stage: int, keys: Iterable[Key]) -> None:
         """These visits will not come."""
         with self._lock:
             self._skipped.update(keys)
             self._wake(self._places[stage])
+
+    def arrive(self) -> None:
+        """A micro-batch is through."""
+        with self._lock:
+            if self._under_way is not None:
+                self._under_way -= 1
+                self._look()
 
     def abort(self) -> None:
         """Free all that wait, now and later."""
@@ -102,6 +125,16 @@ class Turns:
             self._waiting.clear()
             for others in self._others:
                 others.clear()
+
+    def _look(self) -> None:
+        """Free one of those that wait, if nobody is left who could: it fails, and that frees the others."""
+        waiting = sum(map(len, (self._waiting, *self._others)))
+        if self._aborted or not waiting or waiting != self._under_way:
+            return
+        key = min(self._waiting, default=None)
+        one = self._waiting.pop(key) if key is not None else next(filter(None, self._others)).popleft()
+        one.stuck = True
+        one.lock.release()
 
     def _is_next(self, device: int, key: Key | None) -> bool:
         if self._busy[device] is not False:

@@ -1,0 +1,244 @@
+"""What forward sets and puts back, under ``pp``: where another micro-batch would see it in between, none overlaps."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from lockstep import Job, parallelize, train
+from lockstep.errors import StrategyError
+from lockstep.strategies.pp import PP
+from lockstep.verify import differences
+
+from zoo import _job, drawn, labels, sgd  # isort: skip
+
+BOUND = 1e-10
+SPLIT = {"a": 0, "": 1}
+
+
+class Layer(nn.Module):
+    on = True
+    of: torch.Tensor | None = None
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(6, 6)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        y = torch.tanh(self.linear(x)) * (1 if self.on else -0.5)
+        return y if self.of is None else y * self.of
+
+
+class Two(nn.Module):
+    """Two layers, on two stages, and a head."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.a, self.b, self.out = Layer(), Layer(), nn.Linear(6, 3)
+        self.drop = nn.Dropout(0.3)
+        self.kept: dict[str, torch.Tensor] = {}
+
+    def layers(self, x: torch.Tensor) -> torch.Tensor:
+        return self.b(self.drop(self.a(x)))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.out(self.layers(x))
+
+
+class Reference(Two):
+    """A pass with the adapters off, then the real one."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        self.a.on = self.b.on = False
+        with torch.no_grad():
+            before = self.layers(x)
+        self.a.on = self.b.on = True
+        return self.out(self.layers(x) - before)
+
+
+class Told(Two):
+    """The layers are told what they are conditioned on, for this call."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        self.a.of = self.b.of = 1 + x.detach().mean(1, keepdim=True)
+        y = self.layers(x)
+        self.a.of = self.b.of = None
+        return self.out(y)
+
+
+class Keeping(Two):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        self.kept["a"] = x = self.a(x)
+        x = self.b(x) + self.kept["a"]
+        self.kept.clear()
+        return self.out(x)
+
+
+class Evaluated(Two):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        training = self.training
+        self.drop.eval()
+        with torch.no_grad():
+            before = self.layers(x)
+        self.drop.train(training)
+        return self.out(self.layers(x) + before)
+
+
+class Fixed(Two):
+    """As in a GAN: the critic is fixed for one of two terms."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        self.b.requires_grad_(False)
+        made = self.layers(x)
+        self.b.requires_grad_(True)
+        return self.out(made + self.b(x))
+
+
+class Thawing(Two):
+    """What a layer takes depends on the values."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        self.a.linear.weight.requires_grad = not (self.training and bool(x.max() > 1.7))
+        return super().forward(x)
+
+
+class Swapped(Two):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        weight = self.b.linear.weight
+        own = weight.data
+        with torch.no_grad():
+            weight.data = 0.5 * own
+            before = self.layers(x)
+            weight.data = own
+        return self.out(self.layers(x) + before)
+
+
+class Exchanged(Two):
+    """Another module in the place of a layer."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        own, self.drop = self.drop, nn.Identity()
+        y = self.layers(x)
+        self.drop = own
+        return self.out(y)
+
+
+class Caught(Two):
+    """An activation that a hook catches, which is taken away again."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        caught: list[torch.Tensor] = []
+        hook = self.a.register_forward_hook(lambda module, args, output: caught.append(output))
+        x = self.layers(x)
+        hook.remove()
+        return self.out(x + sum(caught))
+
+
+class Within(Layer):
+    """It sets and puts back only what is its own, within its own call."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        self.of = 1 + x.detach().mean(1, keepdim=True)
+        self.linear.eval()
+        y = super().forward(x)
+        self.linear.train(self.training)
+        self.of = None
+        return y
+
+
+class Harmless(Two):
+    def __init__(self) -> None:
+        super().__init__()
+        self.a, self.b = Within(), Within()
+
+
+IN_TURN = {
+    Reference: 'forward sets "a.on" and puts it back',
+    Told: 'forward sets "a.of" and puts it back',
+    Keeping: 'forward sets "kept" and puts it back',
+    Evaluated: 'forward sets "drop.training" and puts it back',
+    Fixed: 'forward switches "b.linear.weight.requires_grad"',
+    Thawing: 'forward switches "a.linear.weight.requires_grad"',
+    Swapped: 'forward sets "b.linear.weight.data" and puts it back',
+    Exchanged: 'forward sets "drop" and puts it back',
+    Caught: 'forward adds or removes hooks of "a"',
+}
+
+
+def job_of(model: Callable[[], nn.Module]) -> Job:
+    return _job(model).having(precision="fp64", optimizer=sgd)
+
+
+def hold(job: Job, way: PP, tmp_path: Any) -> None:
+    """The numbers are those of one device."""
+    run = train(job, strategy=way, devices="2xcpu", folder=tmp_path)
+    one = train(job, strategy="single", devices="1xcpu", folder=tmp_path, quiet=True, accumulate=way.parts(job))
+    found = differences(job, run, one)
+    assert found.worst < BOUND, str(found)
+    assert max(found.history.values()) < BOUND
+
+
+@pytest.mark.parametrize("model", IN_TURN)
+def test_what_another_micro_batch_would_see_in_between_keeps_it_waiting(model: type[Two], tmp_path, capsys) -> None:
+    hold(job_of(model), PP(SPLIT, 3), tmp_path)
+    assert f"note: {IN_TURN[model]}" in capsys.readouterr().out
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("model", IN_TURN)
+def test_so_it_does_under_every_schedule(model: type[Two], tmp_path) -> None:
+    for way in (PP(SPLIT, 5, "gpipe"), PP(SPLIT, 8), PP({"a": 1, "": 0}, 4)):
+        hold(job_of(model), way, tmp_path)
+
+
+def test_what_a_layer_sets_within_its_own_call_keeps_nobody_waiting(tmp_path, capsys) -> None:
+    hold(job_of(Harmless), PP(SPLIT, 3), tmp_path)
+    assert "follow one another" not in capsys.readouterr().out
+    step = parallelize(Harmless(), nn.CrossEntropyLoss(), sgd, strategy=PP(SPLIT, 3), devices="2xcpu")
+    for _ in range(2):
+        step(drawn(8, 6), labels(8, 3))
+    assert step.runner.overlaps
+
+
+class CaughtLater(Two):
+    """From the third update on a hook catches the activations of whoever comes by."""
+
+    updates = 0
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        if self.updates < 3:
+            return super().forward(x)
+        caught: list[torch.Tensor] = []
+        hook = self.a.register_forward_hook(lambda module, args, output: caught.append(output))
+        x = self.b(self.a(x))
+        time.sleep(0.1)
+        hook.remove()
+        return self.out(x + sum(caught))
+
+
+def come_later(schedule: str) -> None:
+    """What a process of its own does: a thread whose backward failed may end it, in PyTorch's C++, as it exits."""
+    step = parallelize(CaughtLater(), nn.CrossEntropyLoss(), sgd, strategy=PP(SPLIT, 3, schedule), devices="2xcpu")
+    for CaughtLater.updates in (1, 2, 3):
+        try:
+            step(drawn(9, 6), labels(9, 3))
+        except StrategyError as error:
+            print(CaughtLater.updates, error, flush=True)
+            os._exit(0)
+
+
+@pytest.mark.parametrize("schedule", ["gpipe", "1f1b"])
+def test_a_backward_that_comes_to_another_micro_batch_fails_and_does_not_wait(schedule: str) -> None:
+    code = f"import test_pipelining_crossings as here; here.come_later({schedule!r})"
+    words = [sys.executable, "-c", code]
+    done = subprocess.run(words, cwd=Path(__file__).parent, capture_output=True, text=True, timeout=60, check=True)
+    assert done.stdout.startswith("3 stage 0, backward of micro-batch 0: it came to what micro-batch "), done.stderr
