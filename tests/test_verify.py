@@ -210,6 +210,59 @@ def test_two_causes_at_once_are_both_named() -> None:
     assert names(verified(job, "dp", sync_batchnorm=False)) == {"batchnorm", "dropout"}
 
 
+class Attending(nn.Module):
+    """Its keys have a bias, which adds the same to all of a row's scores: the gradient is zero but for rounding."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.widen, self.out = nn.Linear(1, 8), nn.Linear(8, 3)
+        self.attention = nn.MultiheadAttention(8, 2, dropout=0.1, batch_first=True)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = self.widen(x.unsqueeze(-1))
+        return self.out(self.attention(x, x, x, need_weights=False)[0].mean(dim=1))
+
+
+def adamw(params: Any) -> torch.optim.Optimizer:
+    return torch.optim.AdamW(params, lr=1e-3, eps=1e-11)
+
+
+@pytest.mark.parametrize("way", ["dp", pytest.param("ddp", marks=pytest.mark.slow)])
+def test_dropout_is_named_where_adam_magnifies_the_rounding_of_a_gradient_that_is_zero(way: str) -> None:
+    found = verified(dataclasses.replace(MLP, model=Attending, optimizer=adamw), way)
+    assert names(found) == {"dropout"}
+
+
+def in_float32(outputs: torch.Tensor, targets: torch.Tensor) -> tuple[torch.Tensor, int]:
+    return nn.functional.cross_entropy(outputs.float(), targets, reduction="sum"), len(targets)
+
+
+def test_dropout_is_named_where_the_loss_alone_is_in_float32() -> None:
+    job = dataclasses.replace(MLP, model=Dropping, loss=in_float32, optimizer=adamw)
+    assert names(verified(job, "dp")) == {"dropout"}
+
+
+class Normalised(nn.Sequential):
+    """A bias before a batch norm, and dropout after it."""
+
+    def __init__(self) -> None:
+        super().__init__(nn.Linear(6, 8), nn.BatchNorm1d(8), nn.ReLU(), nn.Dropout(0.2), nn.Linear(8, 3))
+
+
+@pytest.mark.parametrize(
+    ("way", "together", "wanted"),
+    [
+        ("dp", True, {"dropout"}),
+        pytest.param("ddp", True, {"dropout"}, marks=pytest.mark.slow),
+        ("dp", False, {"dropout", "batchnorm"}),
+        pytest.param("ddp", False, {"dropout", "batchnorm"}, marks=pytest.mark.slow),
+    ],
+)
+def test_dropout_and_batch_norm_are_told_apart_under_adam(way: str, together: bool, wanted: set[str]) -> None:
+    job = dataclasses.replace(MLP, model=Normalised, optimizer=adamw, sync_batchnorm=together)
+    assert names(verified(job, way)) == wanted
+
+
 def test_a_model_that_draws_in_forward_is_named() -> None:
     assert names(verified(dataclasses.replace(MLP, model=Noisy), "ddp")) == {"drawing"}
 

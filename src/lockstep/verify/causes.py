@@ -47,7 +47,8 @@ class Diagnosis:
     shares: int
 
     def __post_init__(self) -> None:
-        self.first: Update | None = self.noise.bounds.first_apart(self.found)
+        self.bounds: Bounds = self.noise.bounds(self.found)
+        self.first: Update | None = self.bounds.first_apart(self.found)
         # Held still in what follows: what is known to part the sides, and would hide other causes.
         self.still: frozenset[Thing] = frozenset()
         self.settings = dict(self.experiment.settings)
@@ -78,7 +79,7 @@ class Diagnosis:
             return []
         if first.rows and not first.rows.others:
             return [Cause.sampler(first)]
-        if first.rates_apart > self.noise.bounds.least:
+        if first.rates_apart > self.bounds.least:
             moves = first.number - 1 if self._by_step() else first.epoch - 1
             return [Cause.scheduler(first, moves_of(self.experiment, first.rates, most=16 * max(moves, 1)), moves)]
         return []
@@ -162,22 +163,26 @@ class Diagnosis:
         if self.shares == 1:
             return []
         number = 1 if self.first is None else self.first.number
-        cut = dataclasses.replace(self._single(), cut=self.parts * self.shares, still=self.still)
-        tried = self._try(dataclasses.replace(cut, watched=number, bound=layer_bound(self.noise.bounds)))
+        still = self.still
+        if self.found.normalises and self._is_on("sync_batchnorm"):
+            still |= {"norms"}  # which see the whole batch on the devices, as they don't here
+        cut = dataclasses.replace(self._single(), cut=self.parts * self.shares, still=still)
+        tried = self._try(dataclasses.replace(cut, watched=number, bound=layer_bound(self.bounds)))
         if isinstance(tried, LossError):
             return [Cause.loss(str(tried))]
         if not isinstance(tried, Comparison) or self.noise.hold(tried):
             return []
-        first = self.noise.bounds.first_apart(tried)
+        bounds = self.noise.bounds(tried)
+        first = bounds.first_apart(tried)
         if not self.still:
-            self.layer = layer_of(tried, self.noise.bounds, first)
+            self.layer = layer_of(tried, bounds, first)
         if tried.layer is not None:
             if self.found.apart_attributes:
                 return [Cause.state(self.found.apart_attributes)]
             if self.found.own_buffers:
                 return [Cause.buffer(self.found.own_buffers, self.found.updated_on)]
             return [Cause.mixing(*tried.layer)]
-        if first is not None and first.losses_apart > self.noise.bounds.of("loss", ""):
+        if first is not None and first.losses_apart > bounds.of("loss", ""):
             return [Cause.loss("its parts, weighted by their counts, don't add up to the whole")]
         return [Cause.own_backward(tried.functions, first)]
 
@@ -193,16 +198,14 @@ class Diagnosis:
             return [Cause.sampler(first)]
         if first is not None and (ratio := self._one_ratio(first)) is not None:
             return [Cause.scaled(ratio, len(self.experiment.devices))]
-        if first is not None and not any(
-            kind in ("gradients", "loss") for kind, _, _ in self.noise.bounds.beyond(first)
-        ):
+        if first is not None and not any(kind in ("gradients", "loss") for kind, _, _ in self.bounds.beyond(first)):
             return [Cause.update(first.number)]
         return []
 
     def _one_ratio(self, first: Update) -> float | None:
         """How many times one device's gradient the strategy's is, where that is the same for all parameters."""
         ratios = list(first.ratios.values())
-        if any(k == "gradients" and n not in first.ratios for k, n, _ in self.noise.bounds.beyond(first)):
+        if any(k == "gradients" and n not in first.ratios for k, n, _ in self.bounds.beyond(first)):
             return None
         if not ratios or max(ratios) - min(ratios) > 1e-6 * max(map(abs, ratios)) or abs(ratios[0] - 1) < 1e-6:
             return None

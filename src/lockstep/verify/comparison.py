@@ -8,6 +8,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 
 from lockstep.verify.rows import Rows
+from lockstep.verify.still import Thing
 
 EXACT = 1e-10
 """Where numbers are in float64: rounding is near 1e-15, a wrong weight of one sample shows as 1e-3."""
@@ -106,6 +107,7 @@ class Comparison:
         called: the modules with parameters of their own in the order of their first call, where that was watched.
         functions: autograd functions that are not PyTorch's own, in the graph of the first update.
         notes: what was said before training, and while it ran.
+        still: what was taken out of the model on both sides.
         seconds: that both sides' updates and evaluations took by themselves.
     """
 
@@ -124,6 +126,7 @@ class Comparison:
     called: tuple[str, ...] = ()
     functions: tuple[str, ...] = ()
     notes: tuple[str, ...] = ()
+    still: tuple[Thing, ...] = ()
     seconds: float = 0.0
 
     @property

@@ -238,6 +238,7 @@ class _Run:
             called=_order_of(theirs),
             functions=tuple(sorted(theirs.functions | ours.functions)),
             notes=tuple(dict.fromkeys([*said, *self.notes])),
+            still=tuple(sorted(self.experiment.still)),
             seconds=self.seconds,
         )
 
