@@ -9,6 +9,7 @@ import os
 from pathlib import Path
 from typing import Any, ClassVar
 
+import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
@@ -453,6 +454,37 @@ def test_memory_that_nobody_wrote_is_named() -> None:
 
 def test_parameters_that_the_model_writes_are_named() -> None:
     assert names(verified(dataclasses.replace(MLP, model=lambda: SelfWriting(after=4)), "ddp")) <= {"drift", "state"}
+
+
+class Clamping(nn.Linear):
+    """Keeps its weights small, in forward."""
+
+    def __init__(self) -> None:
+        super().__init__(6, 3)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        self.weight.data.clamp_(-0.1, 0.1)
+        return super().forward(x)
+
+
+@pytest.mark.parametrize("way", ["dp", "ddp"])
+def test_weights_that_the_model_clamps_in_forward_are_refused_as_in_training(way: str) -> None:
+    found = verified(dataclasses.replace(MLP, model=Clamping), way)
+    assert names(found) == {"state"}
+    assert found.refused is not None and 'writes its parameter "weight"' in found.refused
+
+
+class NoisyElsewhere(nn.Linear):
+    def __init__(self) -> None:
+        super().__init__(6, 3)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return super().forward(x + 0.01 * float(np.random.standard_normal()))
+
+
+def test_what_training_says_of_the_model_before_its_first_step_is_said() -> None:
+    found = verified(dataclasses.replace(MLP, model=NoisyElsewhere), "ddp")
+    assert any("numpy's random" in note for note in found.notes), found.notes
 
 
 # ---- the loss and the data ------------------------------------------------------------------------------------------
