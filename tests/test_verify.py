@@ -474,6 +474,41 @@ def test_weights_that_the_model_clamps_in_forward_are_refused_as_in_training(way
     assert found.refused is not None and 'writes its parameter "weight"' in found.refused
 
 
+class Taught(nn.Module):
+    """A frozen copy follows what it sees, once training goes on; the loss doesn't follow it.
+
+    Args:
+        ranks: where it does; None is everywhere.
+    """
+
+    def __init__(self, ranks: set[int] | None = None) -> None:
+        super().__init__()
+        self.student, self.teacher = nn.Linear(6, 3), nn.Linear(6, 3).requires_grad_(False)
+        self.ranks, self.updates = ranks, 0
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        here = dist.get_rank() if dist.is_initialized() else 0
+        self.updates += self.training and torch.is_grad_enabled()
+        if self.updates > 1 and (self.ranks is None or here in self.ranks):
+            self.teacher.weight.data.lerp_(x.mean(dim=0).expand(3, -1), 0.1)
+        return self.student(x)
+
+
+@pytest.mark.parametrize(("way", "wanted"), [("dp", "state"), ("ddp", "drift")])
+def test_a_frozen_parameter_that_follows_the_batch_is_named(way: str, wanted: str) -> None:
+    found = verified(dataclasses.replace(MLP, model=Taught), way)
+    assert names(found) == {wanted}
+    assert '"teacher.weight"' in found.causes[0].words
+    assert found.first is not None and found.first.number == 2
+    assert any(name == "teacher.weight" for _, name, _ in found.beyond)
+
+
+def test_ranks_that_part_are_not_said_to_part_in_evaluation() -> None:
+    found = verified(dataclasses.replace(MLP, model=lambda: Taught(ranks={1})), "ddp")
+    assert names(found) == {"drift"}
+    assert 'not equal between the ranks: "teacher.weight" has come to differ' in str(found)
+
+
 class NoisyElsewhere(nn.Linear):
     def __init__(self) -> None:
         super().__init__(6, 3)

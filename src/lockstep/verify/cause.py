@@ -101,6 +101,16 @@ class Cause:
         )
 
     @classmethod
+    def written(cls, name: str) -> Cause:
+        """A parameter without a gradient, which the model writes."""
+        return cls(
+            "state",
+            f'parameter "{name}" has no gradient and changes all the same: the model writes it, from what a share shows',
+            "let it depend on the parameters only, and be written after the optimizer's step; mp or single keep it as it "
+            "is",
+        )
+
+    @classmethod
     def buffer(cls, own: Sequence[str], updated_on: Mapping[str, Sequence[int]]) -> Cause:
         """A buffer that is other on each replica."""
         if updated_on:

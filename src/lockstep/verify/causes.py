@@ -176,6 +176,10 @@ class Diagnosis:
         first = bounds.first_apart(tried)
         if not self.still:
             self.layer = layer_of(tried, bounds, first)
+        if first is not None:
+            apart = [name for kind, name, _ in bounds.beyond(first) if kind == "parameters"]
+            if written := [name for name in apart if name not in first.gradients]:
+                return [Cause.written(written[0])]
         if tried.layer is not None:
             if self.found.apart_attributes:
                 return [Cause.state(self.found.apart_attributes)]

@@ -265,7 +265,7 @@ class _Run:
         parameters = {}
         values = dict(ours.step.model.named_parameters())
         for name, p in theirs.step.model.named_parameters():
-            if p.requires_grad and name in values:
+            if name in values:  # frozen ones too: a teacher may follow what it sees
                 its_value = real(p)
                 change = largest(its_value - real(self.start[name]))
                 parameters[name] = change_apart(largest(real(values[name]) - its_value), change, self.reach)
