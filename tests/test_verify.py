@@ -268,6 +268,32 @@ def test_a_model_that_draws_in_forward_is_named() -> None:
     assert names(verified(dataclasses.replace(MLP, model=Noisy), "ddp")) == {"drawing"}
 
 
+class NoisyGradient(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor) -> torch.Tensor:
+        return x.view_as(x)
+
+    @staticmethod
+    def backward(ctx: Any, grad: torch.Tensor) -> torch.Tensor:
+        return grad + 0.01 * torch.randn_like(grad)
+
+
+class NoisyBackward(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.net = mlp()
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return NoisyGradient.apply(self.net(x))
+
+
+@pytest.mark.parametrize("way", ["dp", pytest.param("ddp", marks=pytest.mark.slow)])
+def test_a_model_that_draws_in_backward_is_named(way: str) -> None:
+    found = verified(dataclasses.replace(MLP, model=NoisyBackward), way)
+    assert names(found) == {"drawing"}
+    assert "in backward" in found.causes[0].words
+
+
 class Remembering(nn.Linear):
     """A running mean of what it has seen, in a plain attribute."""
 

@@ -132,12 +132,15 @@ class Diagnosis:
             kept = self._without(rest) if rest else self.found
             if kept is None or not self.noise.hold(kept):
                 needed.append(thing)
-        return [self._named(thing, without_all.worst) for thing in needed or present]
+        return [cause for thing in needed or present for cause in self._named(thing, without_all.worst)]
 
-    def _named(self, thing: Thing, left: float) -> Cause:
+    def _named(self, thing: Thing, left: float) -> list[Cause]:
         if thing == "norms":
-            return Cause.batchnorm(left, self.synchronises)
-        return Cause.dropout(left) if self.found.drops else Cause.drawing(left)
+            return [Cause.batchnorm(left, self.synchronises)]
+        causes = [Cause.dropout(left)] if self.found.drops else []
+        if self.found.drew_in_backward:
+            causes.append(Cause.drawing(left, "backward"))
+        return causes or [Cause.drawing(left)]
 
     def _is_on(self, setting: str) -> bool:
         from lockstep.jobfile import the_job, with_settings

@@ -101,6 +101,7 @@ class Comparison:
         attributes: plain attributes of modules that training changed: ``"body.calls"``.
         apart_attributes: those of them that ended otherwise on some replica than on one device.
         drew: whether the model drew random numbers in the first update of one device.
+        drew_in_backward: whether its backward did.
         drops: whether it has dropout layers.
         normalises: whether it has batch norms over what a forward sees.
         layer: name and class of the first module that gave other numbers in the update that was watched.
@@ -120,6 +121,7 @@ class Comparison:
     attributes: tuple[str, ...] = ()
     apart_attributes: tuple[str, ...] = ()
     drew: bool = False
+    drew_in_backward: bool = False
     drops: bool = False
     normalises: bool = False
     layer: tuple[str, str] | None = None

@@ -228,6 +228,7 @@ class _Run:
             attributes=tuple({**its, **changed}),
             apart_attributes=tuple(apart),
             drew=drew,
+            drew_in_backward=theirs.drew_in_backward,
             drops=any(map(drops, theirs.step.model.modules())),
             normalises=any(
                 m.training or not m.track_running_stats
