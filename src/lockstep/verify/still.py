@@ -74,7 +74,7 @@ _NUMBERS = {
 _CHOICES = {torch.bernoulli, torch.Tensor.bernoulli, torch.Tensor.bernoulli_}
 
 
-class _StillBelow(TorchDispatchMode):
+class _StillBelow(TorchDispatchMode):  # type: ignore[no-untyped-call]
     """The same for a backward, which PyTorch (2.13) runs outside of the modes for its functions."""
 
     def __torch_dispatch__(
