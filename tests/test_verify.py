@@ -9,6 +9,7 @@ import os
 from pathlib import Path
 from typing import Any, ClassVar
 
+import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
@@ -210,8 +211,87 @@ def test_two_causes_at_once_are_both_named() -> None:
     assert names(verified(job, "dp", sync_batchnorm=False)) == {"batchnorm", "dropout"}
 
 
+class Attending(nn.Module):
+    """Its keys have a bias, which adds the same to all of a row's scores: the gradient is zero but for rounding."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.widen, self.out = nn.Linear(1, 8), nn.Linear(8, 3)
+        self.attention = nn.MultiheadAttention(8, 2, dropout=0.1, batch_first=True)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = self.widen(x.unsqueeze(-1))
+        return self.out(self.attention(x, x, x, need_weights=False)[0].mean(dim=1))
+
+
+def adamw(params: Any) -> torch.optim.Optimizer:
+    return torch.optim.AdamW(params, lr=1e-3, eps=1e-11)
+
+
+@pytest.mark.parametrize("way", ["dp", pytest.param("ddp", marks=pytest.mark.slow)])
+def test_dropout_is_named_where_adam_magnifies_the_rounding_of_a_gradient_that_is_zero(way: str) -> None:
+    found = verified(dataclasses.replace(MLP, model=Attending, optimizer=adamw), way)
+    assert names(found) == {"dropout"}
+
+
+def in_float32(outputs: torch.Tensor, targets: torch.Tensor) -> tuple[torch.Tensor, int]:
+    return nn.functional.cross_entropy(outputs.float(), targets, reduction="sum"), len(targets)
+
+
+def test_dropout_is_named_where_the_loss_alone_is_in_float32() -> None:
+    job = dataclasses.replace(MLP, model=Dropping, loss=in_float32, optimizer=adamw)
+    assert names(verified(job, "dp")) == {"dropout"}
+
+
+class Normalised(nn.Sequential):
+    """A bias before a batch norm, and dropout after it."""
+
+    def __init__(self) -> None:
+        super().__init__(nn.Linear(6, 8), nn.BatchNorm1d(8), nn.ReLU(), nn.Dropout(0.2), nn.Linear(8, 3))
+
+
+@pytest.mark.parametrize(
+    ("way", "together", "wanted"),
+    [
+        ("dp", True, {"dropout"}),
+        pytest.param("ddp", True, {"dropout"}, marks=pytest.mark.slow),
+        ("dp", False, {"dropout", "batchnorm"}),
+        pytest.param("ddp", False, {"dropout", "batchnorm"}, marks=pytest.mark.slow),
+    ],
+)
+def test_dropout_and_batch_norm_are_told_apart_under_adam(way: str, together: bool, wanted: set[str]) -> None:
+    job = dataclasses.replace(MLP, model=Normalised, optimizer=adamw, sync_batchnorm=together)
+    assert names(verified(job, way)) == wanted
+
+
 def test_a_model_that_draws_in_forward_is_named() -> None:
     assert names(verified(dataclasses.replace(MLP, model=Noisy), "ddp")) == {"drawing"}
+
+
+class NoisyGradient(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor) -> torch.Tensor:
+        return x.view_as(x)
+
+    @staticmethod
+    def backward(ctx: Any, grad: torch.Tensor) -> torch.Tensor:
+        return grad + 0.01 * torch.randn_like(grad)
+
+
+class NoisyBackward(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.net = mlp()
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return NoisyGradient.apply(self.net(x))
+
+
+@pytest.mark.parametrize("way", ["dp", pytest.param("ddp", marks=pytest.mark.slow)])
+def test_a_model_that_draws_in_backward_is_named(way: str) -> None:
+    found = verified(dataclasses.replace(MLP, model=NoisyBackward), way)
+    assert names(found) == {"drawing"}
+    assert "in backward" in found.causes[0].words
 
 
 class Remembering(nn.Linear):
@@ -400,6 +480,72 @@ def test_memory_that_nobody_wrote_is_named() -> None:
 
 def test_parameters_that_the_model_writes_are_named() -> None:
     assert names(verified(dataclasses.replace(MLP, model=lambda: SelfWriting(after=4)), "ddp")) <= {"drift", "state"}
+
+
+class Clamping(nn.Linear):
+    """Keeps its weights small, in forward."""
+
+    def __init__(self) -> None:
+        super().__init__(6, 3)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        self.weight.data.clamp_(-0.1, 0.1)
+        return super().forward(x)
+
+
+@pytest.mark.parametrize("way", ["dp", "ddp"])
+def test_weights_that_the_model_clamps_in_forward_are_refused_as_in_training(way: str) -> None:
+    found = verified(dataclasses.replace(MLP, model=Clamping), way)
+    assert names(found) == {"state"}
+    assert found.refused is not None and 'writes its parameter "weight"' in found.refused
+
+
+class Taught(nn.Module):
+    """A frozen copy follows what it sees, once training goes on; the loss doesn't follow it.
+
+    Args:
+        ranks: where it does; None is everywhere.
+    """
+
+    def __init__(self, ranks: set[int] | None = None) -> None:
+        super().__init__()
+        self.student, self.teacher = nn.Linear(6, 3), nn.Linear(6, 3).requires_grad_(False)
+        self.ranks, self.updates = ranks, 0
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        here = dist.get_rank() if dist.is_initialized() else 0
+        self.updates += self.training and torch.is_grad_enabled()
+        if self.updates > 1 and (self.ranks is None or here in self.ranks):
+            self.teacher.weight.data.lerp_(x.mean(dim=0).expand(3, -1), 0.1)
+        return self.student(x)
+
+
+@pytest.mark.parametrize(("way", "wanted"), [("dp", "state"), ("ddp", "drift")])
+def test_a_frozen_parameter_that_follows_the_batch_is_named(way: str, wanted: str) -> None:
+    found = verified(dataclasses.replace(MLP, model=Taught), way)
+    assert names(found) == {wanted}
+    assert '"teacher.weight"' in found.causes[0].words
+    assert found.first is not None and found.first.number == 2
+    assert any(name == "teacher.weight" for _, name, _ in found.beyond)
+
+
+def test_ranks_that_part_are_not_said_to_part_in_evaluation() -> None:
+    found = verified(dataclasses.replace(MLP, model=lambda: Taught(ranks={1})), "ddp")
+    assert names(found) == {"drift"}
+    assert 'not equal between the ranks: "teacher.weight" has come to differ' in str(found)
+
+
+class NoisyElsewhere(nn.Linear):
+    def __init__(self) -> None:
+        super().__init__(6, 3)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return super().forward(x + 0.01 * float(np.random.standard_normal()))
+
+
+def test_what_training_says_of_the_model_before_its_first_step_is_said() -> None:
+    found = verified(dataclasses.replace(MLP, model=NoisyElsewhere), "ddp")
+    assert any("numpy's random" in note for note in found.notes), found.notes
 
 
 # ---- the loss and the data ------------------------------------------------------------------------------------------

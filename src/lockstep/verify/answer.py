@@ -96,7 +96,7 @@ def verify(
     parts = way.parts(loaded.having(**ground.settings))
     noise = Noise(experiment, parts, exact=ground.exact)
     equal = noise.hold(found)
-    bounds = noise.bounds
+    bounds = noise.bounds(found)
     said = dataclasses.replace(
         said,
         bound=bounds.least,

@@ -71,11 +71,11 @@ class Cause:
         )
 
     @classmethod
-    def drawing(cls, left: float) -> Cause:
+    def drawing(cls, left: float, where: str = "forward") -> Cause:
         """The model draws from PyTorch's generator."""
         return cls(
             "drawing",
-            f"the model draws random numbers in forward, others than one device would; without them the two agree "
+            f"the model draws random numbers in {where}, others than one device would; without them the two agree "
             f"({left:.0e})",
             "nothing where any draw will do; mp draws those of one device, or let the dataset draw, by sample",
         )
@@ -98,6 +98,15 @@ class Cause:
             f'the model keeps state outside of its state dict: "{attributes[0]}" changes in training, and each replica '
             "has its own",
             "make it a buffer (register_buffer) that doesn't depend on the share; mp or single keep it as it is",
+        )
+
+    @classmethod
+    def written(cls, name: str) -> Cause:
+        """A parameter without a gradient, which the model writes."""
+        return cls(
+            "state",
+            f'parameter "{name}" has no gradient and changes all the same: the model writes it, by what a share shows',
+            "let it depend on the parameters only, or take mp or single, whose forward sees the whole batch",
         )
 
     @classmethod

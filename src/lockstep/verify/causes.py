@@ -47,7 +47,8 @@ class Diagnosis:
     shares: int
 
     def __post_init__(self) -> None:
-        self.first: Update | None = self.noise.bounds.first_apart(self.found)
+        self.bounds: Bounds = self.noise.bounds(self.found)
+        self.first: Update | None = self.bounds.first_apart(self.found)
         # Held still in what follows: what is known to part the sides, and would hide other causes.
         self.still: frozenset[Thing] = frozenset()
         self.settings = dict(self.experiment.settings)
@@ -78,7 +79,7 @@ class Diagnosis:
             return []
         if first.rows and not first.rows.others:
             return [Cause.sampler(first)]
-        if first.rates_apart > self.noise.bounds.least:
+        if first.rates_apart > self.bounds.least:
             moves = first.number - 1 if self._by_step() else first.epoch - 1
             return [Cause.scheduler(first, moves_of(self.experiment, first.rates, most=16 * max(moves, 1)), moves)]
         return []
@@ -131,12 +132,15 @@ class Diagnosis:
             kept = self._without(rest) if rest else self.found
             if kept is None or not self.noise.hold(kept):
                 needed.append(thing)
-        return [self._named(thing, without_all.worst) for thing in needed or present]
+        return [cause for thing in needed or present for cause in self._named(thing, without_all.worst)]
 
-    def _named(self, thing: Thing, left: float) -> Cause:
+    def _named(self, thing: Thing, left: float) -> list[Cause]:
         if thing == "norms":
-            return Cause.batchnorm(left, self.synchronises)
-        return Cause.dropout(left) if self.found.drops else Cause.drawing(left)
+            return [Cause.batchnorm(left, self.synchronises)]
+        causes = [Cause.dropout(left)] if self.found.drops else []
+        if self.found.drew_in_backward:
+            causes.append(Cause.drawing(left, "backward"))
+        return causes or [Cause.drawing(left)]
 
     def _is_on(self, setting: str) -> bool:
         from lockstep.jobfile import the_job, with_settings
@@ -162,22 +166,30 @@ class Diagnosis:
         if self.shares == 1:
             return []
         number = 1 if self.first is None else self.first.number
-        cut = dataclasses.replace(self._single(), cut=self.parts * self.shares, still=self.still)
-        tried = self._try(dataclasses.replace(cut, watched=number, bound=layer_bound(self.noise.bounds)))
+        still = self.still
+        if self.found.normalises and self._is_on("sync_batchnorm"):
+            still |= {"norms"}  # which see the whole batch on the devices, as they don't here
+        cut = dataclasses.replace(self._single(), cut=self.parts * self.shares, still=still)
+        tried = self._try(dataclasses.replace(cut, watched=number, bound=layer_bound(self.bounds)))
         if isinstance(tried, LossError):
             return [Cause.loss(str(tried))]
         if not isinstance(tried, Comparison) or self.noise.hold(tried):
             return []
-        first = self.noise.bounds.first_apart(tried)
+        bounds = self.noise.bounds(tried)
+        first = bounds.first_apart(tried)
         if not self.still:
-            self.layer = layer_of(tried, self.noise.bounds, first)
+            self.layer = layer_of(tried, bounds, first)
+        if first is not None:
+            apart = [name for kind, name, _ in bounds.beyond(first) if kind == "parameters"]
+            if written := [name for name in apart if name not in first.gradients]:
+                return [Cause.written(written[0])]
         if tried.layer is not None:
             if self.found.apart_attributes:
                 return [Cause.state(self.found.apart_attributes)]
             if self.found.own_buffers:
                 return [Cause.buffer(self.found.own_buffers, self.found.updated_on)]
             return [Cause.mixing(*tried.layer)]
-        if first is not None and first.losses_apart > self.noise.bounds.of("loss", ""):
+        if first is not None and first.losses_apart > bounds.of("loss", ""):
             return [Cause.loss("its parts, weighted by their counts, don't add up to the whole")]
         return [Cause.own_backward(tried.functions, first)]
 
@@ -193,16 +205,14 @@ class Diagnosis:
             return [Cause.sampler(first)]
         if first is not None and (ratio := self._one_ratio(first)) is not None:
             return [Cause.scaled(ratio, len(self.experiment.devices))]
-        if first is not None and not any(
-            kind in ("gradients", "loss") for kind, _, _ in self.noise.bounds.beyond(first)
-        ):
+        if first is not None and not any(kind in ("gradients", "loss") for kind, _, _ in self.bounds.beyond(first)):
             return [Cause.update(first.number)]
         return []
 
     def _one_ratio(self, first: Update) -> float | None:
         """How many times one device's gradient the strategy's is, where that is the same for all parameters."""
         ratios = list(first.ratios.values())
-        if any(k == "gradients" and n not in first.ratios for k, n, _ in self.noise.bounds.beyond(first)):
+        if any(k == "gradients" and n not in first.ratios for k, n, _ in self.bounds.beyond(first)):
             return None
         if not ratios or max(ratios) - min(ratios) > 1e-6 * max(map(abs, ratios)) or abs(ratios[0] - 1) < 1e-6:
             return None

@@ -8,6 +8,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 
 from lockstep.verify.rows import Rows
+from lockstep.verify.still import Thing
 
 EXACT = 1e-10
 """Where numbers are in float64: rounding is near 1e-15, a wrong weight of one sample shows as 1e-3."""
@@ -100,12 +101,14 @@ class Comparison:
         attributes: plain attributes of modules that training changed: ``"body.calls"``.
         apart_attributes: those of them that ended otherwise on some replica than on one device.
         drew: whether the model drew random numbers in the first update of one device.
+        drew_in_backward: whether its backward did.
         drops: whether it has dropout layers.
         normalises: whether it has batch norms over what a forward sees.
         layer: name and class of the first module that gave other numbers in the update that was watched.
         called: the modules with parameters of their own in the order of their first call, where that was watched.
         functions: autograd functions that are not PyTorch's own, in the graph of the first update.
         notes: what was said before training, and while it ran.
+        still: what was taken out of the model on both sides.
         seconds: that both sides' updates and evaluations took by themselves.
     """
 
@@ -118,12 +121,14 @@ class Comparison:
     attributes: tuple[str, ...] = ()
     apart_attributes: tuple[str, ...] = ()
     drew: bool = False
+    drew_in_backward: bool = False
     drops: bool = False
     normalises: bool = False
     layer: tuple[str, str] | None = None
     called: tuple[str, ...] = ()
     functions: tuple[str, ...] = ()
     notes: tuple[str, ...] = ()
+    still: tuple[Thing, ...] = ()
     seconds: float = 0.0
 
     @property

@@ -56,7 +56,13 @@ class Watch:
             hook.remove()
         self._hooks = []
 
+    def __deepcopy__(self, memo: Any) -> Watch:
+        """That of a copy of the model, on which the strategy tries something, sees nothing."""
+        return Watch([])
+
     def _begins(self, module: nn.Module, args: Any, kwargs: Any) -> None:
+        if not self._hooks:
+            return
         try:
             self._mine.rows = batch_size_of((args, kwargs))
         except InputError:

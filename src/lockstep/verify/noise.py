@@ -9,6 +9,7 @@ from lockstep.placement import place_of
 from lockstep.strategies.single import Single
 from lockstep.verify.comparison import COARSE, EXACT, Bounds, Comparison
 from lockstep.verify.sides import Experiment, compared
+from lockstep.verify.still import Thing
 
 _CERTAIN = 1e-5
 """A difference in float64 of losses or gradients that no rounding makes, so that none is measured."""
@@ -16,12 +17,19 @@ _CERTAIN = 1e-5
 _TOO_MUCH = 1e-3
 """What is no rounding in float32 either: a job that can't be repeated."""
 
+_FEWEST = 5
+"""Updates that are measured at least: a loss in float32 comes out the same to the bit by chance, once."""
+
 
 class Noise:
     """The bounds for a job, measured when they are first needed.
 
     What takes float64 and gives 1e-10 or less needs no measuring. What gives more may be a model that computes in
     float32 inside, or an Adam on a gradient that is zero but for rounding.
+
+    It is measured with the same things taken out of the model as in the comparison that is judged: a bias before a
+    batch norm has the gradient zero only while that normalises. Of what draws, the draws are always out, since they
+    would fall on other samples once these are mixed.
 
     Args:
         experiment: the one that is to be judged.
@@ -31,16 +39,22 @@ class Noise:
 
     def __init__(self, experiment: Experiment, parts: int, *, exact: bool) -> None:
         self._experiment, self._parts, self._exact = experiment, parts, exact
-        self.bounds = Bounds(EXACT if exact else COARSE)
+        self._least = Bounds(EXACT if exact else COARSE)
+        self._measured: dict[frozenset[Thing], Bounds] = {}
+
+    def bounds(self, comparison: Comparison) -> Bounds:
+        """Those of a comparison, as far as they have been measured."""
+        return self._measured.get(_out_of(comparison), self._least)
 
     def hold(self, comparison: Comparison) -> bool:
         """Whether nothing in it is more than rounding."""
-        if self.bounds.hold(comparison):
+        if self.bounds(comparison).hold(comparison):
             return True
-        if self.bounds.noise is not None or (self._exact and comparison.computed > _CERTAIN):
+        things = _out_of(comparison)
+        if things in self._measured or (self._exact and comparison.computed > _CERTAIN):
             return False
-        self._measure(comparison)
-        return self.bounds.hold(comparison)
+        self._measured[things] = self._measure(comparison, things)
+        return self._measured[things].hold(comparison)
 
     def repeats(self, twice: Comparison) -> bool:
         """Whether one device against itself, the same in all, gave the same but for sums in any order.
@@ -48,21 +62,26 @@ class Noise:
         What it draws may be as small as another order of sums would make it once: where that part is more than rounding
         in any format, nothing is measured, which would take the draws for noise.
         """
-        return self.bounds.hold(twice) or (twice.computed <= COARSE and self.hold(twice))
+        return self.bounds(twice).hold(twice) or (twice.computed <= COARSE and self.hold(twice))
 
-    def _measure(self, comparison: Comparison) -> None:
+    def _measure(self, comparison: Comparison, things: frozenset[Thing]) -> Bounds:
         mixed = dataclasses.replace(
             self._experiment,
             strategy=Single(),
             devices=(place_of(self._experiment.devices),),
             settings={**self._experiment.settings, "accumulate": self._parts, "activation_checkpointing": None},
-            updates=None if comparison.evaluation else len(comparison.updates),
-            still=frozenset({"draws"}) if comparison.drew else frozenset(),
+            updates=None if comparison.evaluation else max(_FEWEST, len(comparison.updates)),
+            still=things,
             shuffled=True,
         )
         try:
-            bounds = Bounds(self.bounds.least, compared(mixed))
+            bounds = Bounds(self._least.least, compared(mixed))
         except LockstepError:  # of a job that can't be repeated, of which more is found later
-            return
-        if all(bounds.typical(kind) < _TOO_MUCH for kind in ("loss", "gradients", "parameters")):
-            self.bounds = bounds
+            return self._least
+        fits = all(bounds.typical(kind) < _TOO_MUCH for kind in ("loss", "gradients", "parameters"))
+        return bounds if fits else self._least
+
+
+def _out_of(comparison: Comparison) -> frozenset[Thing]:
+    """What has to be out of the model where its noise is measured."""
+    return frozenset((*comparison.still, "draws")) if comparison.drew else frozenset(comparison.still)

@@ -21,7 +21,7 @@ from lockstep.strategies import Strategy
 from lockstep.verify.course import EPOCHS, Excerpt, begun
 from lockstep.verify.layers import Watch
 from lockstep.verify.rows import row_numbers
-from lockstep.verify.still import Thing, hold_still
+from lockstep.verify.still import Thing, hold_still, still_backward
 from lockstep.world import World
 
 
@@ -41,6 +41,7 @@ class Side:
         gradients: by name, of the last update, as they were before clipping; on every rank.
         rates: learning rates that the last update was made with.
         drew: whether the last update moved a random generator.
+        drew_in_backward: whether the backward of some update did. (What other threads draw meanwhile counts too.)
         changed: buffers that the last update changed, for each replica of this process.
     """
 
@@ -69,7 +70,7 @@ class Side:
         self.gradients: dict[str, torch.Tensor] = {}
         self.rates: tuple[float, ...] = ()
         self.rows: list[int] = []
-        self.drew = False
+        self.drew = self.drew_in_backward = False
         self.changed: list[set[str]] = []
         self.functions: set[str] = set()
         self._attributes = plain_attributes(self.step.model)
@@ -77,6 +78,8 @@ class Side:
         self._clip = self.step.clip
         self.step.clip = self._clipped  # type: ignore[method-assign]
         self.step.on_forward = self._saw
+        self._backward = still_backward(self.step.backward, still)
+        self.step.backward = self._went_back  # type: ignore[method-assign]
 
     def batches(self) -> Iterator[tuple[Batch, bool]]:
         """The batches of the course, and whether each is the last one of its epoch here."""
@@ -144,6 +147,14 @@ class Side:
         changes = self.job.clip_norm is not None or type(self.step).clip is not Step.clip
         self.gradients = {name: g.detach().clone() if changes else g.detach() for name, g in grads.items()}
         self._clip()
+
+    def _went_back(self, total: torch.Tensor, factor: float) -> None:
+        if self._number > 1:
+            self._backward(total, factor)
+            return
+        generators = states()
+        self._backward(total, factor)
+        self.drew_in_backward |= not same(generators, states())
 
     def _saw(self, where: str, part: Part, outputs: Any) -> None:
         """A forward; replicas on threads have theirs at the same time."""

@@ -228,6 +228,7 @@ class _Run:
             attributes=tuple({**its, **changed}),
             apart_attributes=tuple(apart),
             drew=drew,
+            drew_in_backward=theirs.drew_in_backward,
             drops=any(map(drops, theirs.step.model.modules())),
             normalises=any(
                 m.training or not m.track_running_stats
@@ -238,6 +239,7 @@ class _Run:
             called=_order_of(theirs),
             functions=tuple(sorted(theirs.functions | ours.functions)),
             notes=tuple(dict.fromkeys([*said, *self.notes])),
+            still=tuple(sorted(self.experiment.still)),
             seconds=self.seconds,
         )
 
@@ -264,7 +266,7 @@ class _Run:
         parameters = {}
         values = dict(ours.step.model.named_parameters())
         for name, p in theirs.step.model.named_parameters():
-            if p.requires_grad and name in values:
+            if name in values:  # frozen ones too: a teacher may follow what it sees
                 its_value = real(p)
                 change = largest(its_value - real(self.start[name]))
                 parameters[name] = change_apart(largest(real(values[name]) - its_value), change, self.reach)

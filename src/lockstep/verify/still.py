@@ -13,6 +13,7 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 from torch.overrides import TorchFunctionMode
+from torch.utils._python_dispatch import TorchDispatchMode
 
 Thing = Literal["draws", "norms"]
 
@@ -27,12 +28,17 @@ def hold_still(model: nn.Module, things: frozenset[Thing]) -> None:
         for module in model.modules():
             if isinstance(getattr(module, "dropout", None), float):  # attention, recurrent layers
                 module.dropout = 0.0  # type: ignore[assignment]
-        model.forward = functools.partial(_without_draws, model.forward)
+        model.forward = functools.partial(_within, _Still, model.forward)
 
 
-def _without_draws(forward: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-    with _Still():
-        return forward(*args, **kwargs)
+def still_backward(backward: Callable[..., Any], things: frozenset[Thing]) -> Callable[..., Any]:
+    """A step's backward in which nothing is drawn, where draws are among the things."""
+    return functools.partial(_within, _StillBelow, backward) if "draws" in things else backward
+
+
+def _within(mode: Callable[[], Any], function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    with mode():
+        return function(*args, **kwargs)
 
 
 class _Still(TorchFunctionMode):
@@ -66,3 +72,24 @@ _NUMBERS = {
     *(torch.Tensor.normal_, torch.Tensor.uniform_),
 }
 _CHOICES = {torch.bernoulli, torch.Tensor.bernoulli, torch.Tensor.bernoulli_}
+
+
+class _StillBelow(TorchDispatchMode):  # type: ignore[no-untyped-call]
+    """The same for a backward, which PyTorch (2.13) runs outside of the modes for its functions."""
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Mapping[str, Any] | None = None
+    ) -> Any:
+        made = func(*args, **(kwargs or {}))
+        name = func.overloadpacket.__name__
+        if name in _NUMBERS_BELOW:
+            made.zero_()
+        elif name in _CHOICES_BELOW:
+            made.fill_(1)
+        elif name == "native_dropout":  # of a checkpoint's second forward
+            return args[0].clone(), made[1].fill_(True)
+        return made
+
+
+_NUMBERS_BELOW = {"rand", "randn", "rand_like", "randn_like", "normal", "normal_", "uniform_"}
+_CHOICES_BELOW = {"bernoulli", "bernoulli_"}

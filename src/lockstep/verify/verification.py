@@ -92,8 +92,10 @@ class Verification:
             return _wrapped(f"not equal: {self.strategy} refuses this job: ", self.refused, width)
         if self.comparison is not None and self.comparison.start:
             return [f'not equal from the start: "{self.comparison.start[0]}" has other values']
+        if self.first is None and self.comparison is not None and self.comparison.drifted:
+            return [f'not equal between the ranks: "{self.comparison.drifted[0]}" has come to differ']
         if self.first is None:
-            return [f"not equal in evaluation only: {', '.join(self.evaluation_apart) or 'parameters of the ranks'}"]
+            return [f"not equal in evaluation only: {', '.join(self.evaluation_apart)}"]
         said = [f"not equal from update {self.first.number} on (epoch {self.first.epoch}, batch {self.first.batch})"]
         if self.layer is not None:
             what = "backward begins to differ in" if self.layer[1] == "in backward" else "first layer that differs:"
