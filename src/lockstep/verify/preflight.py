@@ -18,6 +18,10 @@ _LONGEST = 0.5
 """Seconds that an update of one device may take, where nobody asked for whole batches."""
 
 
+_DOUBT = 4.0
+"""How many times that an update of a few samples lets expect, where one of the whole batch is timed instead."""
+
+
 @dataclass(frozen=True)
 class Ground:
     """What both sides are run with.
@@ -64,7 +68,10 @@ def preflight(job: Job, strategy: Strategy, devices: tuple[Device, ...], *, whol
         ground.notes.append(f"in {precision} in the place of {job.precision}")
     if precision != "fp64":
         ground.notes.append("the model can't compute in float64, so rounding is measured: single twice, sums mixed")
-    if not whole and seconds * job.batch_size > _LONGEST * fewest:
+    estimate = seconds * job.batch_size / fewest
+    if not whole and _LONGEST < estimate <= _DOUBT * _LONGEST:  # much of it may be of an update, not of its samples
+        estimate = _seconds(job.having(**ground.settings), devices)
+    if not whole and estimate > _LONGEST:
         size = _uneven(job, max(fewest, int(_LONGEST * fewest / seconds)))
         if size < job.batch_size:
             ground.settings |= {"batch_size": size, "eval_batch_size": min(size, job.eval_batch_size or job.batch_size)}
