@@ -101,7 +101,6 @@ class Runner:
         forward: Callable[[int], T],
         backward: Callable[[int, T], R],
         count: int,
-        *,
         seeded: bool = False,
     ) -> list[R]:
         """Forward and backward of each micro-batch.

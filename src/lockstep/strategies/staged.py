@@ -84,7 +84,7 @@ class StagedStep(Step):
         total: Number = 0.0
         count: Number = 0
         seeded = self._stream is not None
-        for part_total, part_count in self._stages(begin, forward, backward, len(parts), seeded=seeded):
+        for part_total, part_count in self._stages(begin, forward, backward, len(parts), seeded):
             total = total + part_total
             count = count + part_count
         return total, count
@@ -95,9 +95,9 @@ class StagedStep(Step):
             return value
         return value.to(self.world.device.torch, non_blocking=True)
 
-    def _stages(self, *go: Any, seeded: bool) -> Any:
+    def _stages(self, *go: Any) -> Any:
         """All stages' turns."""
-        return self.runner.run(*go, seeded=seeded)
+        return self.runner.run(*go)
 
     def _drawing(self, number: int, streams: Streams) -> AbstractContextManager[Any]:
         """The random stream of a micro-batch, if it needs one: the one that it has under ``single``."""
