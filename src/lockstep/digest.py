@@ -23,11 +23,14 @@ def digest(tensor: torch.Tensor | None) -> tuple[int, int] | None:
         return None
     flat = torch.view_as_real(tensor.detach().resolve_conj()) if tensor.is_complex() else tensor.detach()
     bits = flat.contiguous().view(-1).view(_BITS[flat.element_size()])
-    sums = torch.zeros(_PLACES, dtype=torch.int64, device=bits.device)
-    blocks = bits.numel() // (_ROWS * _PLACES)
-    for block in bits[: blocks * _ROWS * _PLACES].view(blocks, _ROWS, _PLACES).unbind():
-        sums += block.sum(0)
-    for row in torch.split(bits[blocks * _ROWS * _PLACES :], _PLACES):
-        sums[: len(row)] += row
-    places = torch.arange(1, _PLACES + 1, device=bits.device)
+    rows = bits.numel() // _PLACES
+    last = bits[rows * _PLACES :]
+    if not rows:  # most are as small as that: samples, counters, running statistics
+        sums = last.long()
+    else:
+        sums = torch.zeros(_PLACES, dtype=torch.int64, device=bits.device)
+        for block in torch.split(bits[: rows * _PLACES].view(rows, _PLACES), _ROWS):
+            sums += block.sum(0)
+        sums[: len(last)] += last
+    places = torch.arange(1, len(sums) + 1, device=bits.device)
     return int(sums.sum()), int((sums * places).sum())
