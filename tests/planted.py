@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 from torch import nn
 
@@ -46,3 +48,15 @@ class SelfWriting(nn.Linear):
             with torch.no_grad():
                 self.bias.data.copy_(x.mean(dim=0)[:3])
         return super().forward(x)
+
+
+class NoisyGradient(torch.autograd.Function):
+    """Draws in backward, where no function mode of the thread sees it."""
+
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor) -> torch.Tensor:
+        return x.view_as(x)
+
+    @staticmethod
+    def backward(ctx: Any, grad: torch.Tensor) -> torch.Tensor:
+        return grad + 0.01 * torch.randn_like(grad)

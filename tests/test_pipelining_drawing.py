@@ -18,6 +18,7 @@ from lockstep.parallel.random import source
 from lockstep.strategies.pp import PP
 from lockstep.verify import differences
 
+from planted import NoisyGradient  # isort: skip
 from zoo import drawn, labels, sgd  # isort: skip
 
 SPLIT = {"a": 0, "": 1}
@@ -134,21 +135,9 @@ def test_draws_that_begin_with_a_write_to_the_model_are_said(model: type[nn.Modu
     )
 
 
-class Shaken(torch.autograd.Function):
-    """Gradients with noise."""
-
-    @staticmethod
-    def forward(ctx: Any, x: torch.Tensor) -> torch.Tensor:
-        return x.clone()
-
-    @staticmethod
-    def backward(ctx: Any, grad: torch.Tensor) -> torch.Tensor:
-        return grad * (1 + 0.1 * torch.randn_like(grad))
-
-
 class ShakenAlways(Model):
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return Shaken.apply(super().forward(Shaken.apply(self.a(x))))
+        return NoisyGradient.apply(super().forward(NoisyGradient.apply(self.a(x))))
 
 
 class ShakenAndDropped(ShakenAlways):
@@ -158,10 +147,12 @@ class ShakenAndDropped(ShakenAlways):
 
 class ShakenLater(Model):
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return Shaken.apply(super().forward(Shaken.apply(x))) if bool(x.max() > 50) else super().forward(x)
+        return (
+            NoisyGradient.apply(super().forward(NoisyGradient.apply(x))) if bool(x.max() > 50) else super().forward(x)
+        )
 
     def noise(self, x: torch.Tensor) -> torch.Tensor:
-        return Shaken.apply(x)
+        return NoisyGradient.apply(x)
 
 
 class Elsewhere(Model):

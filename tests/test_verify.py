@@ -30,7 +30,7 @@ from lockstep.verify import Verification
 from lockstep.verify.cause import Cause
 from lockstep.verify.causes import Diagnosis
 
-from planted import Averaging, Noisy, SelfWriting  # isort: skip
+from planted import Averaging, Noisy, NoisyGradient, SelfWriting  # isort: skip
 from zoo import LENGTHS, SAMPLES, ZOO, Conv, drawn, labels, mlp, plain_sgd, sgd  # isort: skip
 
 MLP = ZOO["mlp"]
@@ -266,16 +266,6 @@ def test_dropout_and_batch_norm_are_told_apart_under_adam(way: str, together: bo
 
 def test_a_model_that_draws_in_forward_is_named() -> None:
     assert names(verified(dataclasses.replace(MLP, model=Noisy), "ddp")) == {"drawing"}
-
-
-class NoisyGradient(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, x: torch.Tensor) -> torch.Tensor:
-        return x.view_as(x)
-
-    @staticmethod
-    def backward(ctx: Any, grad: torch.Tensor) -> torch.Tensor:
-        return grad + 0.01 * torch.randn_like(grad)
 
 
 class NoisyBackward(nn.Module):
