@@ -198,6 +198,20 @@ def test_a_buffer_that_depends_on_the_share_is_said(way: str, tmp_path, capsys) 
     assert 'note: buffer "seen" depends on the share' in capsys.readouterr().out
 
 
+class Reseeding(nn.Linear):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        with torch.random.fork_rng([]):
+            torch.manual_seed(3)
+            return super().forward(x * torch.rand(6).to(x))
+
+
+@pytest.mark.parametrize(("way", "is_said"), [("dp", True), ("ddp", False)])
+def test_a_seed_that_forward_sets_is_said_where_it_is_not_drawn_from(way: str, is_said: bool, tmp_path, capsys) -> None:
+    job = dataclasses.replace(ZOO["mlp"], model=lambda: Reseeding(6, 3))
+    train(job, strategy=way, devices="2xcpu", folder=tmp_path)
+    assert ("note: the model seeds PyTorch's generator" in capsys.readouterr().out) == is_said
+
+
 def test_a_loss_over_pairs_is_refused_where_every_share_is_one_sample(tmp_path) -> None:
     def pairs(outputs: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
         return nn.functional.cross_entropy(outputs @ outputs.T, torch.arange(len(outputs)))

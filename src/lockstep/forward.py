@@ -66,11 +66,6 @@ class Seen:
             yield (
                 "the model draws random numbers in forward, others than one device would; they are the same in each run"
             )
-        if self.seeds:
-            yield (
-                "the model seeds PyTorch's generator in forward, which is not what replicas of dp draw from: "
-                "give what draws a torch.Generator of its own, or take ddp"
-            )
         for name in self.follows:
             yield f'buffer "{name}" depends on the share: all replicas follow the first, one device would not'
         if self.remembers:

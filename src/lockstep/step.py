@@ -25,7 +25,7 @@ from lockstep.data import Batch, Part, mixed
 from lockstep.errors import InputError, LossError, NonFiniteLoss, OutOfMemory, RunError, StrategyError
 from lockstep.evaluator import Evaluator
 from lockstep.events import Line
-from lockstep.forward import drops, look, refuse_written_buffers
+from lockstep.forward import Seen, drops, look, refuse_written_buffers
 from lockstep.job import Job
 from lockstep.loss import Number
 from lockstep.memory import is_out_of_memory
@@ -97,7 +97,7 @@ class Step(Evaluator, ABC):
         self._seed = job.seed
         self._updates = 0
         self.looked = False
-        self._draws = self._draws_elsewhere = False
+        self._seen = Seen()
         self._sick: torch.Tensor | None = None
         self._factors: dict[tuple[float, torch.dtype, torch.device], torch.Tensor] = {}
 
@@ -163,12 +163,11 @@ class Step(Evaluator, ABC):
         if self.replicas == 1 or not self.world.is_first:
             return
         part = self.first_share(batch)
-        seen = look(self.model, part.inputs, part.size)
+        self._seen = seen = look(self.model, part.inputs, part.size)
         if seen.writes is not None:
             raise StrategyError(
                 f'the model writes its parameter "{seen.writes}" in forward, each replica otherwise: take single'
             )
-        self._draws, self._draws_elsewhere = seen.draws, seen.draws_elsewhere
         for note in seen.notes(with_dropout=any(map(drops, self.model.modules()))):
             self.world.tell(Line(note, "note"))
 
