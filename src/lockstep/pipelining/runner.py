@@ -10,7 +10,7 @@ On accelerators one thread is enough: it only queues work, in the order of the s
 works off its own queue.
 
 The first update goes one micro-batch after the other. It shows the route, which the lists of turns are made from, and
-what the model remembers from one micro-batch to the next: where that forbids them to overlap, they never do.
+whether micro-batches may overlap at all (`habits`).
 """
 
 from __future__ import annotations
@@ -28,13 +28,11 @@ from torch import nn
 from lockstep import devices as _devices
 from lockstep.devices import Device
 from lockstep.errors import InputError
-from lockstep.events import Line
 from lockstep.parallel.team import Team
-from lockstep.pipelining.crossings import Crossings
-from lockstep.pipelining.drawing import Drawing
 from lockstep.pipelining.flight import Flight
-from lockstep.pipelining.remembered import Begun, Remembered
-from lockstep.pipelining.routes import Route, action_of, merged, orders_of, whole
+from lockstep.pipelining.habits import Habits
+from lockstep.pipelining.remembered import Remembered
+from lockstep.pipelining.routes import Route, action_of, orders_of
 from lockstep.pipelining.schedule import Schedule, by_stage
 from lockstep.pipelining.turns import Aborted, Key, Turns
 from lockstep.timeline import Span, Timeline
@@ -42,9 +40,6 @@ from lockstep.world import World
 
 T = TypeVar("T")
 R = TypeVar("R")
-
-_LONGEST = 8
-"""A route that has grown to that many visits for each stage is not made longer."""
 
 _cores = threading.local()
 
@@ -74,18 +69,13 @@ class Runner:
         self._devices = tuple(world.devices[place] for place in places)  # of each stage
         self.schedule = schedule
         self._slots = world.device.is_slot
-        self._route: Route = ()
-        self._settled = False
-        self._in_turn: str | None = None
-        self._begun: Begun | None = None
-        self._doubtful: dict[int, str] = {}  # what began to change in which update, while micro-batches overlapped
+        self._habits = Habits(model, world, len(places))
         self._orders: dict[int, list[list[Key]]] = {}
+        self._ordered: Route = ()  # the route that these are for
         self._forward_route: Route = ()  # of evaluation
         self._forward_orders: dict[int, list[list[Key]]] = {}
         self._forward_in_turn: str | None = None
         self._team: Team | None = None
-        self._said_strayed = False
-        self._drawing = Drawing()
         self.spoiled = False
         self.overlaps = False
         self.timelines: list[Timeline] | None = None
@@ -93,7 +83,7 @@ class Runner:
     @property
     def draws(self) -> bool:
         """Whether micro-batches that overlap need random streams of their own."""
-        return self._drawing.expected or (self._begun is not None and self._begun.writes)
+        return self._habits.draws
 
     def run(
         self,
@@ -121,7 +111,7 @@ class Runner:
         self.spoiled = False
         if not self._slots:
             return self._queued(begin, forward, backward, count)
-        self.overlaps = count > 1 and self._settled and self._in_turn is None
+        self.overlaps = count > 1 and self._habits.let_overlap
         if not self.overlaps:
             return self._in_threads([lambda: self._one_by_one(begin, forward, backward, count)], count)[0]
         return self._overlapped(forward, backward, count, seeded)
@@ -192,44 +182,17 @@ class Runner:
     ) -> list[R]:
         results = []
         flights = []
-        passing: str | None = None  # what a micro-batch before the last has set and put back
         for number in range(count):
             begin(number)
-            self._drawing.look()
-            watched = crossings = None
             flight = Flight(number, self._occupy)
             flights.append(flight)
             self._note(flight)
-            if not self._settled and number > 0:  # not the first: by now what is set once is there
-                if number == count - 1:
-                    watched, flight.calls = Remembered(self._model), {}
-                    flight.crossed = watched.crossed
-                elif passing is None:
-                    crossings = Crossings(self._model)
-                    crossings.begin()
-                    flight.crossed = crossings.look
-            with flight, self._told(flight):
-                with self._drawing.forward(), contextlib.nullcontext() if watched is None else watched.watching():
+            with self._habits.alone(flight, count) as in_forward, flight, self._told(flight):
+                with in_forward:
                     made = forward(number)
                 flight.turn_back()
                 results.append(backward(number, made))
                 del made
-            self._drawing.learn()
-            if crossings is not None:
-                passing = crossings.why(standing=False)
-            if number == 0 and not self._route:
-                self._route = whole(tuple(flight.seen), len(self._devices))
-            elif not self._settled:
-                self._learn(flight)
-            if watched is not None:
-                assert flight.calls is not None
-                self._settled, self._begun = True, watched.begun()
-                self._in_turn = watched.why_in_turn(flight.calls) or passing or self._drawing.why_in_turn()
-                if self._in_turn is not None:
-                    self._say_in_turn()
-                else:  # what is in order as it overlaps
-                    expects = self._begun.expects
-                    self._doubtful = {at: name for at, name in self._doubtful.items() if not expects(name)}
         self._noted(flights)
         return results
 
@@ -253,10 +216,14 @@ class Runner:
     def _overlapped(
         self, forward: Callable[[int], T], backward: Callable[[int, T], R], count: int, seeded: bool
     ) -> list[R]:
+        route = self._habits.route
+        if route != self._ordered:
+            self._orders.clear()
+            self._ordered = route
         if count not in self._orders:
-            self._orders[count] = orders_of(self._route, self.schedule(count), count)
+            self._orders[count] = orders_of(route, self.schedule(count), count)
         turns = Turns(self._orders[count], self._places, self._beckon, count)
-        flights = [Flight(number, self._occupy, self._route, turns) for number in range(count)]
+        flights = [Flight(number, self._occupy, route, turns) for number in range(count)]
         for flight in flights:
             self._note(flight)
 
@@ -265,46 +232,11 @@ class Runner:
             flight.turn_back()
             return backward(flight.number, made)
 
-        assert self._begun is not None
-        streamed = self.draws
-        self._begun.look()
-        self._drawing.look()
+        self._habits.look()
         found = self._all_at_once(flights, turns, there_and_back)
-        changed = self._begun.changed()
-        self._heed(changed)
-        why = self._drawing.strayed(streamed=streamed and seeded)
-        self.spoiled = why is not None or (not streamed and self._drawing.began())
-        if self.spoiled and (changed is not None or self._begun.writes):
-            self.spoiled = False
-            self._say(
-                f"at step {self._world.step} the model began to draw random numbers and to write buffers or "
-                "attributes: its numbers may be other ones there"
-            )
-        if why is not None:
-            self._settled, self._in_turn = True, why
-            self._say_in_turn()
-        if any(flight.strayed for flight in flights):
-            for flight in flights:
-                self._learn(flight)
+        self.spoiled = self._habits.spoiled(flights, seeded=seeded)
         self._noted(flights)
         return found
-
-    def _heed(self, changed: str | None) -> None:
-        """What an update has begun to change: the next one is watched, and after the third time none overlaps."""
-        if changed is None:
-            return
-        self._settled = False
-        self._doubtful[self._world.step] = changed
-        if len(self._doubtful) == 3:
-            self._settled, self._in_turn = True, f'"{changed}" is now and then changed in forward'
-            self._say_in_turn()
-
-    def _say_in_turn(self) -> None:
-        doubt = ""
-        if self._doubtful:
-            steps = ", ".join(map(str, self._doubtful))
-            doubt = f"; they overlapped at step {steps}, whose numbers may not be those of one device"
-        self._say(f"{self._in_turn}: micro-batches follow one another, and nothing overlaps{doubt}")
 
     # ---- forward only -----------------------------------------------------------------------------------------------
 
@@ -351,21 +283,6 @@ class Runner:
                 self._forward_route = tuple(flight.seen)
         return results
 
-    def _learn(self, flight: Flight) -> None:
-        """Make the route such that it has this flight's way in it."""
-        route = whole(merged(self._route, tuple(flight.seen)), len(self._devices))
-        if route == self._route:
-            return
-        if flight.strayed and not self._said_strayed:
-            self._said_strayed = True
-            self._say(
-                f"at step {self._world.step} a micro-batch took another way through the stages than those before; "
-                "where that happens, the order of sums, and so the last bits, may differ from run to run"
-            )
-        if len(route) <= _LONGEST * len(self._devices):
-            self._route = route
-            self._orders.clear()
-
     def _note(self, flight: Flight) -> None:
         if self.timelines is not None:
             flight.stays = []
@@ -379,9 +296,6 @@ class Runner:
             for visit, start, end in flight.stays or ():
                 spans[self._places[visit.stage]].append(Span(action_of(visit, flight.number), start, end))
         self.timelines.append(Timeline(tuple(tuple(sorted(mine, key=lambda span: span.start)) for mine in spans)))
-
-    def _say(self, note: str) -> None:
-        self._world.tell(Line(note, "note"))
 
     # ---- on accelerators --------------------------------------------------------------------------------------------
 
