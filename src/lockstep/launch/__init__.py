@@ -12,7 +12,8 @@ is named, rather than one of those that failed for want of it.
 In reading order: `local` (one launch, from here), `call` and `modes` (what the ranks are given), `server` and `fork`
 (the two ends of the process that forks them), `rank` (what a rank does), `frames` (what it sends back), `supervise`
 (watching them), `records` (who failed first), `output` (what they print). `torchrun` is the other way to become a rank.
-`workers` and `station` are the two ends of processes that take tasks instead, and are no ranks.
+`standing` keeps ranks for one call after another. `workers` and `station` are the two ends of processes that take tasks
+instead, and are no ranks.
 
 This module and `lockstep.launch.server` import nothing heavy, so that a command can start the forking process first and
 import torch beside it.
@@ -69,11 +70,8 @@ def launch(
         LockstepError: a rank raised one of Lockstep's own: it comes out as itself.
     """
     from lockstep import devices as _devices
-    from lockstep import world as _world
 
-    outer = _world.current()
-    if outer is not None and outer.size > 1:
-        raise InputError(f"this is rank {outer.rank} of {outer.size} already: call launch before the ranks start, once")
+    not_within_a_rank()
     if folder is not None:
         folder = os.path.abspath(folder)
     args = tuple(args)
@@ -93,6 +91,19 @@ def launch(
     return local.run(
         fn, chosen, args, backend=backend, folder=folder, on_event=on_event, on_output=on_output, timeout=timeout
     )
+
+
+def not_within_a_rank() -> None:
+    """Refuse to start ranks in a rank.
+
+    Raises:
+        InputError: this process is one of several already.
+    """
+    from lockstep import world as _world
+
+    outer = _world.current()
+    if outer is not None and outer.size > 1:
+        raise InputError(f"this is rank {outer.rank} of {outer.size} already: call launch before the ranks start, once")
 
 
 def here(devices: Devices = "auto") -> World | None:

@@ -98,7 +98,7 @@ def write(setup: Setup, fn: Callable[..., Any], args: tuple[Any, ...]) -> IO[byt
     Raises:
         InputError: the function or an argument can't be pickled; it says which.
     """
-    body = _pickled(fn, args)
+    body = pickled(fn, args)
     file = tempfile.TemporaryFile()  # noqa: SIM115
     size = len(setup.devices)
     file.write(size.to_bytes(8, sys.byteorder) + bytes(8 * size) + pickle.dumps(setup))
@@ -124,7 +124,12 @@ class Call:
         return fn, args, setup
 
 
-def _pickled(fn: Callable[..., Any], args: tuple[Any, ...]) -> bytes:
+def pickled(fn: Callable[..., Any], args: tuple[Any, ...]) -> bytes:
+    """A function and its arguments, by value.
+
+    Raises:
+        InputError: one of them can't be pickled; it says which.
+    """
     import cloudpickle
 
     try:

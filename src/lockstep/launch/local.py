@@ -8,7 +8,7 @@ import os
 import pickle
 import shutil
 import tempfile
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any, TypeVar
 
 from lockstep.devices import Device
@@ -35,9 +35,38 @@ def run(
     timeout: float,
 ) -> list[T]:
     """Call ``fn(world, *args)`` in one local process per device; see `lockstep.launch.launch`."""
+    with scratch_folder(folder) as scratch:
+        ranks = started(
+            fn,
+            devices,
+            args,
+            scratch=scratch,
+            backend=backend,
+            folder=folder,
+            on_event=on_event,
+            on_output=on_output,
+            timeout=timeout,
+        )
+        with ranks as supervisor:
+            supervisor.watch()
+        return [_result(rank) for rank in supervisor.ranks]
+
+
+@contextlib.contextmanager
+def started(
+    fn: Callable[..., Any],
+    devices: tuple[Device, ...],
+    args: tuple[Any, ...],
+    *,
+    scratch: str,
+    backend: str | None = None,
+    folder: str | None = None,
+    on_event: Callable[[int, Any], None] | None = None,
+    on_output: Callable[[str, str], None] | None = None,
+    timeout: float = 1800.0,
+) -> Iterator[Supervisor]:
+    """Ranks that have been asked for, to be watched; none of them runs afterwards."""
     with contextlib.ExitStack() as stack:
-        scratch = _scratch(folder)
-        stack.callback(shutil.rmtree, scratch, ignore_errors=True)
         meeting = os.path.join(scratch, "rendezvous")
         setup = call.Setup(devices, meeting, backend, folder, timeout, Modes.here(devices))
         file = stack.enter_context(call.write(setup, fn, args))
@@ -51,21 +80,25 @@ def run(
         try:
             for rank in ranks:
                 rank.start(connection, file.fileno())
-            supervisor.watch()
+            yield supervisor
         finally:
             supervisor.stop()
-        return [_result(rank) for rank in ranks]
 
 
-def _scratch(folder: str | None) -> str:
-    """A folder of this launch's own, inside the run's where that can be named in a ``file://`` address."""
+@contextlib.contextmanager
+def scratch_folder(folder: str | None = None) -> Iterator[str]:
+    """A folder of a launch's own, inside the run's where that can be named in a ``file://`` address."""
     inside = folder if folder is not None and not set("#?;") & set(folder) else None
     try:
         if folder is not None:
             os.makedirs(folder, exist_ok=True)
-        return tempfile.mkdtemp(prefix=".launch-", dir=inside)
+        scratch = tempfile.mkdtemp(prefix=".launch-", dir=inside)
     except OSError as error:
         raise FolderError(f"the folder of the run can't be written: {error}") from error
+    try:
+        yield scratch
+    finally:
+        shutil.rmtree(scratch, ignore_errors=True)
 
 
 def _rank(number: int, device: Device, logs: str, stack: contextlib.ExitStack) -> Rank:

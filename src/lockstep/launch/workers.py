@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import contextlib
 import os
-import shutil
 import tempfile
 from collections.abc import Callable
 from typing import Any
@@ -56,8 +55,7 @@ class Workers:
         with contextlib.ExitStack() as stack:
             setup = call.Setup(devices, None, None, None, 0.0)
             file = stack.enter_context(call.write(setup, fn, args))
-            scratch = local._scratch(None)
-            stack.callback(shutil.rmtree, scratch, ignore_errors=True)
+            scratch = stack.enter_context(local.scratch_folder())
             self.blocks = [[_block(stack) for _ in range(blocks)] for _ in devices]
             tasks = [_tasks(stack) for _ in devices]
             self._tasks = [ends[1] for ends in tasks]

@@ -23,7 +23,7 @@ from lockstep.verify.causes import Diagnosis, layer_bound, layer_of
 from lockstep.verify.comparison import COARSE, EXACT, Bounds, Comparison, Update
 from lockstep.verify.noise import Noise
 from lockstep.verify.preflight import preflight
-from lockstep.verify.sides import Experiment, compared
+from lockstep.verify.sides import Experiment, Laboratory
 from lockstep.verify.verification import Verification
 
 
@@ -73,7 +73,7 @@ def verify(
     least = EXACT if ground.exact else COARSE
     name = source.name if isinstance(source, JobFile) else "job"
     size = loaded.having(**ground.settings).batch_size
-    said = Verification(
+    unsaid = Verification(
         equal=False,
         job=name,
         strategy=way.name,
@@ -83,18 +83,28 @@ def verify(
         batch_size=size,
         notes=ground.notes,
     )
+    parts = way.parts(loaded.having(**ground.settings))
+    with Laboratory(chosen) as laboratory:
+        said = _answer(unsaid, experiment, laboratory, parts, exact=ground.exact)
+    return dataclasses.replace(said, seconds=time.perf_counter() - began)
+
+
+def _answer(
+    said: Verification, experiment: Experiment, laboratory: Laboratory, parts: int, *, exact: bool
+) -> Verification:
+    """What is found, beyond what is said already."""
+    chosen, way, least = experiment.devices, experiment.strategy, said.bound
     try:
         # Where they part it is in the first update mostly.
-        found = compared(dataclasses.replace(experiment, watched=1, bound=layer_bound(Bounds(least))))
+        found = laboratory.compared(dataclasses.replace(experiment, watched=1, bound=layer_bound(Bounds(least))))
     except Exception as error:
         cause = Cause.of_refusal(error)
         if cause is None:
             raise
         if not isinstance(error, InputError):  # of the job's own code, or a rank: is it the strategy's doing?
-            compared(dataclasses.replace(experiment, strategy=Single(), devices=(place_of(chosen),)))
-        return dataclasses.replace(said, refused=str(error), causes=(cause,), seconds=time.perf_counter() - began)
-    parts = way.parts(loaded.having(**ground.settings))
-    noise = Noise(experiment, parts, exact=ground.exact)
+            laboratory.compared(dataclasses.replace(experiment, strategy=Single(), devices=(place_of(chosen),)))
+        return dataclasses.replace(said, refused=str(error), causes=(cause,))
+    noise = Noise(laboratory, experiment, parts, exact=exact)
     equal = noise.hold(found)
     bounds = noise.bounds(found)
     said = dataclasses.replace(
@@ -102,17 +112,17 @@ def verify(
         bound=bounds.least,
         noise=bounds.noise.worst if bounds.noise is not None else None,
         comparison=found,
-        notes=(*ground.notes, *found.notes),
+        notes=(*said.notes, *found.notes),
     )
     if equal:
-        return dataclasses.replace(said, equal=True, seconds=time.perf_counter() - began)
+        return dataclasses.replace(said, equal=True)
     shares = 1 if way.splits_layers else len(chosen)
     first = bounds.first_apart(found)
-    diagnosis = Diagnosis(experiment, found, noise, parts, shares)
+    diagnosis = Diagnosis(laboratory, experiment, found, noise, parts, shares)
     causes = diagnosis.causes()
     layer = diagnosis.layer
     if layer is None and first is not None and not first.rows:
-        watched = found if first.number == 1 else _watched(experiment, bounds, first)
+        watched = found if first.number == 1 else _watched(laboratory, experiment, bounds, first)
         layer = layer_of(watched, bounds, first)
     beyond = bounds.beyond(first) if first is not None else []
     return dataclasses.replace(
@@ -122,7 +132,6 @@ def verify(
         evaluation_apart=tuple(bounds.evaluation_apart(found)),
         layer=layer,
         causes=tuple(causes),
-        seconds=time.perf_counter() - began,
     )
 
 
@@ -135,11 +144,11 @@ def _planned(way: Strategy, job: Job, devices: tuple[Device, ...]) -> Strategy:
         return way.planned(job.having(train_data=resolve(job.train_data, world, "train_data")), world)
 
 
-def _watched(experiment: Experiment, bounds: Bounds, first: Update) -> Comparison:
+def _watched(laboratory: Laboratory, experiment: Experiment, bounds: Bounds, first: Update) -> Comparison:
     """One more run, as far as the first update that differs, in which every layer is looked at."""
     number, bound = first.number, layer_bound(bounds)
     again = dataclasses.replace(experiment, updates=number, watched=number, bound=bound, looked=True)
     try:
-        return compared(again)
+        return laboratory.compared(again)
     except LockstepError:
         return Comparison()

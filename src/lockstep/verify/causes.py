@@ -24,7 +24,7 @@ from lockstep.verify.cause import Cause
 from lockstep.verify.comparison import Bounds, Comparison, Update
 from lockstep.verify.noise import Noise
 from lockstep.verify.rates import moves_of
-from lockstep.verify.sides import Experiment, compared
+from lockstep.verify.sides import Experiment, Laboratory
 from lockstep.verify.still import Thing
 
 
@@ -33,6 +33,7 @@ class Diagnosis:
     """The search for why two sides part.
 
     Args:
+        laboratory: where experiments are made.
         experiment: the one that did.
         found: what it found.
         noise: up to where a difference is rounding.
@@ -40,6 +41,7 @@ class Diagnosis:
         shares: replicas that each of these is cut for.
     """
 
+    laboratory: Laboratory
     experiment: Experiment
     found: Comparison
     noise: Noise
@@ -233,7 +235,7 @@ class Diagnosis:
 
     def _try(self, experiment: Experiment) -> Comparison | Exception:
         try:
-            return compared(experiment)
+            return self.laboratory.compared(experiment)
         except RankFailed as error:
             return error
         except (LockstepError, StrategyError) as error:

@@ -8,7 +8,7 @@ from lockstep.errors import LockstepError
 from lockstep.placement import place_of
 from lockstep.strategies.single import Single
 from lockstep.verify.comparison import COARSE, EXACT, Bounds, Comparison
-from lockstep.verify.sides import Experiment, compared
+from lockstep.verify.sides import Experiment, Laboratory
 from lockstep.verify.still import Thing
 
 _CERTAIN = 1e-5
@@ -32,12 +32,14 @@ class Noise:
     would fall on other samples once these are mixed.
 
     Args:
+        laboratory: where it is measured.
         experiment: the one that is to be judged.
         parts: micro-batches of a global batch on one device.
         exact: whether both sides compute in float64.
     """
 
-    def __init__(self, experiment: Experiment, parts: int, *, exact: bool) -> None:
+    def __init__(self, laboratory: Laboratory, experiment: Experiment, parts: int, *, exact: bool) -> None:
+        self._laboratory = laboratory
         self._experiment, self._parts, self._exact = experiment, parts, exact
         self._least = Bounds(EXACT if exact else COARSE)
         self._measured: dict[frozenset[Thing], Bounds] = {}
@@ -75,7 +77,7 @@ class Noise:
             shuffled=True,
         )
         try:
-            bounds = Bounds(self._least.least, compared(mixed))
+            bounds = Bounds(self._least.least, self._laboratory.compared(mixed))
         except LockstepError:  # of a job that can't be repeated, of which more is found later
             return self._least
         fits = all(bounds.typical(kind) < _TOO_MUCH for kind in ("loss", "gradients", "parameters"))

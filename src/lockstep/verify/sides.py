@@ -27,12 +27,12 @@ from lockstep.allocator import freed_memory_kept
 from lockstep.data import Batch, is_stream
 from lockstep.devices import Device
 from lockstep.digest import digest
-from lockstep.display import Display
 from lockstep.events import Line
 from lockstep.forward import drops
 from lockstep.job import Job
 from lockstep.jobfile import JobFile, the_job, with_settings
-from lockstep.placement import on_devices, place_of
+from lockstep.launch.standing import StandingRanks
+from lockstep.placement import alone, place_of
 from lockstep.step import Result
 from lockstep.strategies import Strategy
 from lockstep.strategies.single import Single
@@ -78,16 +78,37 @@ class Experiment:
     looked: bool = False
 
 
-def compared(experiment: Experiment) -> Comparison:
-    """Run an experiment; in processes of its own where the strategy wants several.
+class Laboratory:
+    """Where experiments run: in this process, or, where the strategy wants several, on ranks that stay for the next.
 
-    Raises:
-        LockstepError: the strategy refuses the job, or a rank fails.
-        Exception: what the job's own code raises in this process.
+    Args:
+        devices: those of the ranks.
     """
-    found = on_devices(_on_rank, experiment, experiment.devices, None, None, Display(quiet=True))
-    assert found is not None
-    return found
+
+    def __init__(self, devices: tuple[Device, ...]) -> None:
+        self._ranks = StandingRanks(devices)
+
+    def __enter__(self) -> Laboratory:
+        return self
+
+    def __exit__(self, *of_an_error: object) -> None:
+        self._ranks.close()
+
+    def compared(self, experiment: Experiment) -> Comparison:
+        """Run an experiment.
+
+        Raises:
+            LockstepError: the strategy refuses the job, or a rank fails.
+            Exception: what the job's own code raises in this process.
+        """
+        if experiment.strategy.processes == "one" or len(experiment.devices) == 1:
+            with alone(experiment.devices) as world:
+                found = _on_rank(world, experiment)
+        else:
+            assert experiment.devices == self._ranks.devices
+            found = self._ranks.call(_on_rank, experiment)
+        assert found is not None
+        return found
 
 
 def _on_rank(world: World, experiment: Experiment) -> Comparison | None:
