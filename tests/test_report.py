@@ -6,6 +6,7 @@ import base64
 import csv
 import json
 import re
+import shlex
 import shutil
 import subprocess
 import sys
@@ -295,10 +296,13 @@ def test_the_command_of_a_run_trains_it_again(tmp_path: Path, monkeypatch: pytes
     assert cli.main(["train", str(file), *words]) == 0
     (folder,) = (tmp_path / "runs").iterdir()
     assert cli.main(["report", str(folder)]) == 0
+    found = json.dumps(json.loads((folder / "config.json").read_text())["strategy_settings"]["device_map"])
     said = (
-        f"lockstep train {file} --strategy pp --devices 2xcpu --microbatches 2 --schedule 1f1b --set size=7 --epochs 1"
+        f"lockstep train {file} --strategy pp --devices 2xcpu --microbatches 2 --schedule 1f1b "
+        f"--map '{found}' --set size=7 --epochs 1"
     )
     assert said in Read((folder / "report.html").read_text()).words
+    assert cli.main([*shlex.split(said)[1:], "--folder", str(tmp_path / "again")]) == 0
 
 
 def test_the_command_of_a_run_has_micro_batches_by_number_or_by_size() -> None:

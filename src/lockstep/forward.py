@@ -14,6 +14,7 @@ Dropout and normalisation layers, of which all that is known, are in eval mode m
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import functools
 from collections.abc import Iterator
@@ -26,7 +27,7 @@ from torch import nn
 from lockstep.digest import digest
 from lockstep.errors import StrategyError
 from lockstep.nesting import call, cut, each, tensors
-from lockstep.seeding import kept_states, noted_seeding, same, states
+from lockstep.seeding import kept_states, noted_seeding, same, same_others, states
 
 
 @dataclass
@@ -94,9 +95,7 @@ def look(model: nn.Module, inputs: Any, samples: int) -> Seen:
         times = -(-_FEWEST // samples)
         inputs = each(functools.partial(_multiplied, samples, times), inputs)
         inputs, samples = cut(inputs, 0, _FEWEST, samples * times), _FEWEST
-    devices = {t.device for t in tensors(inputs) if t.device.type not in ("cpu", "meta")}
-    kind = next((d.type for d in devices), "cuda")
-    with torch.no_grad(), kept_states(), torch.random.fork_rng([d.index or 0 for d in devices], device_type=kind):
+    with torch.no_grad(), _kept_on(accelerators_of(inputs)):
         try:
             copied = copy.deepcopy(model)
             for module in copied.modules():
@@ -121,9 +120,7 @@ def refuse_written_buffers(model: nn.Module, inputs: Any) -> None:
     before = {name: digest(b) for name, b in model.named_buffers() if id(b) not in norms}
     if not before:
         return
-    devices = {t.device for t in tensors(inputs) if t.device.type not in ("cpu", "meta")}
-    kind = next((d.type for d in devices), "cuda")
-    with torch.no_grad(), kept_states(), torch.random.fork_rng([d.index or 0 for d in devices], device_type=kind):
+    with torch.no_grad(), _kept_on(accelerators_of(inputs)):
         try:
             copied = copy.deepcopy(model)
             buffers = dict(copied.named_buffers())  # one that is replaced, not written, does no harm
@@ -136,6 +133,19 @@ def refuse_written_buffers(model: nn.Module, inputs: Any) -> None:
                 f'compile: the model writes its buffer "{name}" in forward, and PyTorch\'s compiled backward may read '
                 "it too late, for wrong gradients: leave compile out, or give the module a new tensor instead"
             )
+
+
+def accelerators_of(inputs: Any) -> tuple[torch.device, ...]:
+    """Those on which some of the tensors are."""
+    return tuple({t.device: None for t in tensors(inputs) if t.device.type not in ("cpu", "meta")})
+
+
+@contextlib.contextmanager
+def _kept_on(accelerators: tuple[torch.device, ...]) -> Iterator[None]:
+    """All generators stand afterwards where they do now."""
+    kind = next((device.type for device in accelerators), "cuda")
+    with kept_states(), torch.random.fork_rng([device.index or 0 for device in accelerators], device_type=kind):
+        yield
 
 
 def drops(module: nn.Module) -> bool:
@@ -157,13 +167,14 @@ def _see(model: nn.Module, inputs: Any, samples: int, seen: Seen) -> None:
         outputs = call(model, cut(inputs, start, size, samples) if size < samples else inputs)
         return [t.clone() for t in tensors(outputs) if t.is_floating_point() and t.dim() and t.shape[0] == size]
 
-    before = states()
+    accelerators = accelerators_of(inputs)
+    before = states(accelerators)
     with noted_seeding() as seeds:
         whole = run(0, samples)
     seen.seeds = bool(seeds)
-    after = states()
+    after = states(accelerators)
     seen.draws = not same(before, after)
-    seen.draws_elsewhere = not same((after[0], *before[1:]), after)
+    seen.draws_elsewhere = not same_others(before.others, after.others)
     seen.writes = next((name for name, p in model.named_parameters() if digest(p) != parameters[name]), None)
     if seen.draws or seen.writes is not None:
         return

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import random
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
@@ -36,10 +36,8 @@ def kept_states() -> Iterator[None]:
     try:
         yield
     finally:
-        torch.set_rng_state(before[0])
-        random.setstate(before[1])
-        if before[2] is not None:
-            sys.modules["numpy"].random.set_state(before[2])
+        torch.set_rng_state(before.torch)
+        set_other_states(before.others)
 
 
 @contextmanager
@@ -59,13 +57,29 @@ def noted_seeding() -> Iterator[list[int]]:
         torch.manual_seed = torch.random.manual_seed = kept
 
 
-States = tuple[torch.Tensor, Any, Any]
+class States(NamedTuple):
+    """Where generators of random numbers stand.
+
+    Attributes:
+        torch: PyTorch's on the CPU.
+        others: those of ``random``, and of numpy where it is loaded.
+        accelerators: PyTorch's on the devices that were asked for.
+    """
+
+    torch: torch.Tensor
+    others: tuple[Any, Any]
+    accelerators: tuple[torch.Tensor, ...] = ()
 
 
-def states() -> States:
-    """The states of torch's CPU generator, of ``random``, and of numpy where it is loaded."""
-    numpy = sys.modules.get("numpy")
-    return torch.get_rng_state(), random.getstate(), None if numpy is None else numpy.random.get_state()
+def states(accelerators: Iterable[torch.device] = ()) -> States:
+    """Where the three stand, and those of accelerators."""
+    return States(torch.get_rng_state(), other_states(), tuple(map(_state_on, accelerators)))
+
+
+def _state_on(device: torch.device) -> torch.Tensor:
+    module: Any = torch.get_device_module(device)
+    state: torch.Tensor = module.get_rng_state() if device.type == "mps" else module.get_rng_state(device)
+    return state
 
 
 def other_states() -> tuple[Any, Any]:
@@ -83,7 +97,8 @@ def set_other_states(wanted: tuple[Any, Any]) -> None:
 
 def same(a: States, b: States) -> bool:
     """Whether nothing was drawn between the two."""
-    return torch.equal(a[0], b[0]) and same_others(a[1:], b[1:])
+    of_torch = zip((a.torch, *a.accelerators), (b.torch, *b.accelerators), strict=True)
+    return all(torch.equal(one, other) for one, other in of_torch) and same_others(a.others, b.others)
 
 
 def same_others(a: tuple[Any, Any], b: tuple[Any, Any]) -> bool:

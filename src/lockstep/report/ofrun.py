@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import shlex
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
@@ -145,6 +146,8 @@ def command(config: Mapping[str, Any]) -> str:
     for name in ("microbatches", "split_size", "schedule"):
         if own.get(name) is not None:
             words += [f"--{name.replace('_', '-')}", str(own[name])]
+    if own.get("device_map") is not None:  # the one that was found too
+        words += ["--map", json.dumps(own["device_map"])]
     words += [word for name, value in config["set"].items() for word in ("--set", f"{name}={value}")]
     for name, value in config["given"].items():
         words += [f"--{name.replace('_', '-')}", str(value).lower()]

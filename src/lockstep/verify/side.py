@@ -57,6 +57,7 @@ class Side:
     ) -> None:
         self.job, self.world = job, world
         self.shuffled = shuffled
+        self._accelerators = tuple({device.torch: None for device in world.devices if not device.is_slot})
         self.data = resolve(job.train_data, world, "train_data")
         data = begun(self.data, job.batch_size)
         self.step: Step = strategy.build(job, world)
@@ -102,9 +103,9 @@ class Side:
         self.rates = tuple(float(group.get("lr", 0.0)) for group in self.step.optimizer.param_groups)
         before = [{name: digest(b) for name, b in buffers_by_name(model).items()} for model in self.step.models()]
         self.step.seed(self.job.seed)
-        generators = states()
+        generators = states(self._accelerators)
         result = self.step.update(shuffled(batch) if self.shuffled else batch)
-        self.drew = not same(generators, states())
+        self.drew = not same(generators, states(self._accelerators))
         if watch is not None:
             watch.end()
         self.changed = [
@@ -152,9 +153,9 @@ class Side:
         if self._number > 1:
             self._backward(total, factor)
             return
-        generators = states()
+        generators = states(self._accelerators)
         self._backward(total, factor)
-        self.drew_in_backward |= not same(generators, states())
+        self.drew_in_backward |= not same(generators, states(self._accelerators))
 
     def _saw(self, where: str, part: Part, outputs: Any) -> None:
         """A forward; replicas on threads have theirs at the same time."""
