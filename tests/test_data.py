@@ -20,8 +20,9 @@ import torch
 from torch.utils.data import Dataset, Subset, TensorDataset
 
 from lockstep import world as world_module
-from lockstep.data import Batch, Loader, Part, batches, default_workers, mixed, permutation, resolve, share_sizes
+from lockstep.data import Batch, Loader, Part, batches, default_workers, mixed, permutation, resolve
 from lockstep.errors import JobError, SampleError
+from lockstep.nesting import share_sizes
 from lockstep.world import World
 
 

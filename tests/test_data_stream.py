@@ -15,8 +15,9 @@ from torch.utils.data import DataLoader, IterableDataset, TensorDataset
 
 import lockstep
 from lockstep import Job, train
-from lockstep.data import StreamLoader, batches, resolve, resolve_sets, share_sizes
+from lockstep.data import StreamLoader, batches, resolve, resolve_sets
 from lockstep.errors import JobError, LockstepError, RunError, SampleError
+from lockstep.nesting import share_sizes
 from lockstep.seeding import seeded
 from lockstep.verify import differences
 from lockstep.world import World

@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Any
 
 from lockstep.arrayfile import not_written
-from lockstep.data import share_sizes
+from lockstep.nesting import share_sizes
 
 
 class LineWriter:

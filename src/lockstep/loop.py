@@ -19,7 +19,7 @@ import torch
 
 from lockstep.allocator import freed_memory_kept
 from lockstep.checkpoint import load_state, save_state, save_weights
-from lockstep.data import eval_loaders, is_stream, job_loader, resolve, resolve_sets, share_sizes, stream_notes
+from lockstep.data import eval_loaders, is_stream, job_loader, resolve, resolve_sets, stream_notes
 from lockstep.devices import Device
 from lockstep.display import duration, words_of
 from lockstep.errors import JobError
@@ -30,6 +30,7 @@ from lockstep.job import Job
 from lockstep.jobfile import JobFile, the_job
 from lockstep.loss import Number
 from lockstep.memory import peak_memory
+from lockstep.nesting import share_sizes
 from lockstep.profiling import Profiler
 from lockstep.progress import Pace, Teller, held_out
 from lockstep.resuming import moved

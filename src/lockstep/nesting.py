@@ -194,6 +194,12 @@ def batch_size_of(tree: Any) -> int:
     raise InputError("the inputs have no tensor with a batch dimension, so they have no size")
 
 
+def share_sizes(total: int, parts: int) -> list[int]:
+    """Cut ``total`` items in ``parts`` as evenly as can be, larger first: 10 in 4 is 3, 3, 2, 2."""
+    size, larger = divmod(total, parts)
+    return [size + 1] * larger + [size] * (parts - larger)
+
+
 def cut(tree: Any, start: int, size: int, whole: int) -> Any:
     """Samples ``start`` to ``start + size`` of every tensor whose first dimension is ``whole``; others are shared.
 

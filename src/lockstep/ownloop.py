@@ -8,9 +8,9 @@ from typing import Any
 
 import torch
 
-from lockstep.data import Batch, Part, mixed, share_sizes
+from lockstep.data import Batch, Part, mixed
 from lockstep.errors import InputError
-from lockstep.nesting import batch_size_of, cut, tensors
+from lockstep.nesting import batch_size_of, cut, share_sizes, tensors
 from lockstep.world import World
 
 

@@ -18,7 +18,7 @@ from lockstep.data.fetch import Fetcher
 from lockstep.data.loader import AnyLoader, Loader, SharedLoader, batches, loader_of
 from lockstep.data.ofjob import eval_loaders, job_loader
 from lockstep.data.order import permutation
-from lockstep.data.shares import Batch, Part, mixed, share_sizes
+from lockstep.data.shares import Batch, Part, mixed
 from lockstep.data.source import is_stream, resolve, resolve_sets
 from lockstep.data.stream import StreamLoader, stream_notes
 from lockstep.data.workers import default_workers
@@ -41,6 +41,5 @@ __all__ = [
     "permutation",
     "resolve",
     "resolve_sets",
-    "share_sizes",
     "stream_notes",
 ]

@@ -18,6 +18,7 @@ from typing import Any, Protocol
 from torch import Tensor
 
 from lockstep.errors import JobError
+from lockstep.nesting import share_sizes
 
 _MASK = (1 << 64) - 1
 
@@ -49,12 +50,6 @@ def mixed(*numbers: int) -> int:
     for number in numbers:
         state = absorbed(state, number)
     return state >> 1
-
-
-def share_sizes(total: int, parts: int) -> list[int]:
-    """Cut ``total`` items in ``parts`` as evenly as can be, larger first: 10 in 4 is 3, 3, 2, 2."""
-    size, larger = divmod(total, parts)
-    return [size + 1] * larger + [size] * (parts - larger)
 
 
 @dataclass(slots=True, eq=False)

@@ -135,7 +135,7 @@ class ParallelLoss:
             _refuse_batch_norm(self.generator)
         if not isinstance(hidden, Balanced):
             refuse_uncuttable(hidden)
-            sizes = _even(nesting.batch_size_of(hidden), len(self.devices))
+            sizes = nesting.share_sizes(nesting.batch_size_of(hidden), len(self.devices))
             hidden = Balanced(list(scatter(hidden, self.devices, sizes=sizes)), list(self.devices))
         sizes = [nesting.batch_size_of(part) for part in hidden]
         if not any(sizes):
@@ -175,11 +175,6 @@ class ParallelLoss:
                 "(batch, time, width), or leave chunk_size out"
             )
         return None
-
-
-def _even(total: int, count: int) -> list[int]:
-    """Sizes that differ by one at most, so that no device waits long for another."""
-    return [total // count + (i < total % count) for i in range(count)]
 
 
 def _check_targets(wanted: Any, batch: int, time: int | None) -> None:

@@ -14,8 +14,8 @@ import bisect
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 
-from lockstep.data import share_sizes
 from lockstep.errors import StrategyError, counted
+from lockstep.nesting import share_sizes
 from lockstep.pipelining.fitted import fitted
 from lockstep.pipelining.schedule import Schedule, gpipe, interleaved, one_f_one_b
 from lockstep.pipelining.simulate import simulate

@@ -11,12 +11,12 @@ from typing import Any
 
 from lockstep import devices as _devices
 from lockstep.build import build_model
-from lockstep.data import Part, share_sizes
+from lockstep.data import Part
 from lockstep.devices import Device, Devices
 from lockstep.errors import TooFewLayers
 from lockstep.job import Job
 from lockstep.jobfile import JobFile, as_job, the_job, with_settings
-from lockstep.nesting import cut
+from lockstep.nesting import cut, share_sizes
 from lockstep.pipelining.blocks import Block
 from lockstep.pipelining.choose import NUMBERS, Candidate, Choice, Costs, Plan, choose_schedule
 from lockstep.pipelining.estimate import Look

@@ -23,14 +23,14 @@ import torch
 from torch import nn
 
 from lockstep.build import buffers_of, build_model
-from lockstep.data import Batch, Part, mixed, share_sizes
+from lockstep.data import Batch, Part, mixed
 from lockstep.devices import Device
 from lockstep.errors import StrategyError
 from lockstep.events import Line
 from lockstep.forward import drops
 from lockstep.job import Job
 from lockstep.loss import Number
-from lockstep.nesting import call, cut, to_device
+from lockstep.nesting import call, cut, share_sizes, to_device
 from lockstep.optimizer import build_optimizer
 from lockstep.parallel import gather, recompute
 from lockstep.parallel.batchnorm import synchronise
