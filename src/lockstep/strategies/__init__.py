@@ -19,7 +19,7 @@ from lockstep.strategies.strategy import Strategy
 
 STRATEGIES: dict[str, type[Strategy]] = {kind.name: kind for kind in (Single, DP, DDP, MP, PP, Hogwild)}
 
-__all__ = ["STRATEGIES", "Strategy", "choose", "named"]
+__all__ = ["DDP", "DP", "MP", "PP", "STRATEGIES", "Hogwild", "Single", "Strategy", "choose", "named"]
 
 
 def choose(wanted: str | Strategy | None, devices: tuple[Device, ...], **settings: Any) -> Strategy:
