@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import random
+import threading
 from collections.abc import Callable
 from typing import Any
+from unittest.mock import ANY
 
 import pytest
 import torch
@@ -111,7 +113,7 @@ CASES = [
     (Noisy, Seen(draws=True)),
     (NoisyElsewhere, Seen(draws=True, draws_elsewhere=True)),
     (Seeding, Seen(seeds=True)),
-    (Uncopyable, Seen()),
+    (Uncopyable, Seen(uncopied=ANY)),
     (lambda: nn.Sequential(nn.BatchNorm1d(6), nn.Dropout(), nn.Linear(6, 3)), Seen()),
     (lambda: nn.TransformerEncoderLayer(6, 2, batch_first=True), Seen()),
 ]
@@ -177,3 +179,13 @@ def test_a_digest_is_the_same_for_any_number_of_threads() -> None:
     torch.set_num_threads(before)
     assert found[0] == found[1] == found[2]
     assert digest(torch.zeros(0)) is None and digest(torch.ones(2, 2).to_sparse()) is None
+
+
+def test_a_model_that_cannot_be_copied_is_said_to_be_unseen() -> None:
+    model = Layer()
+    model.lock = threading.Lock()
+    (note,) = look(model, drawn(8, 6), 8).notes(with_dropout=False)
+    assert note.startswith(
+        "what the model's forward does wasn't looked at, since it can't be copied "
+        "(TypeError: cannot pickle '_thread.lock' object): lockstep verify"
+    )

@@ -25,7 +25,7 @@ import torch
 from torch import nn
 
 from lockstep.digest import digest
-from lockstep.errors import StrategyError
+from lockstep.errors import StrategyError, told
 from lockstep.nesting import call, cut, each, tensors
 from lockstep.seeding import kept_states, noted_seeding, same, same_others, states
 
@@ -42,6 +42,7 @@ class Seen:
         draws: whether layers other than dropout draw random numbers.
         draws_elsewhere: whether they come from Python's or numpy's generator.
         seeds: whether it seeds PyTorch's generator.
+        uncopied: why nothing was seen: the model can't be copied.
     """
 
     writes: str | None = None
@@ -51,6 +52,7 @@ class Seen:
     draws: bool = False
     draws_elsewhere: bool = False
     seeds: bool = False
+    uncopied: str | None = None
 
     def notes(self, *, with_dropout: bool) -> Iterator[str]:
         """What the person has to know of it, a line each.
@@ -58,6 +60,11 @@ class Seen:
         Args:
             with_dropout: whether the model has dropout layers, of which it is known that they draw.
         """
+        if self.uncopied is not None:
+            yield (
+                f"what the model's forward does wasn't looked at, since it can't be copied ({self.uncopied}): "
+                "lockstep verify shows whether the numbers are those of one device"
+            )
         if self.draws_elsewhere:
             yield (
                 "the model draws from Python's or numpy's random in forward, others than one device would, "
@@ -88,7 +95,7 @@ _FEWEST = 4
 def look(model: nn.Module, inputs: Any, samples: int) -> Seen:
     """See what ``model`` does with ``inputs`` of so many samples; it is left as it is, and so are all generators.
 
-    A model that can't be copied, or can't take a part of its inputs, shows less.
+    A model that can't take a part of its inputs shows less.
     """
     seen = Seen()
     if samples < _FEWEST:  # too few to cut: as many again, and again, that differ
@@ -98,6 +105,9 @@ def look(model: nn.Module, inputs: Any, samples: int) -> Seen:
     with torch.no_grad(), _kept_on(accelerators_of(inputs)):
         try:
             copied = copy.deepcopy(model)
+        except Exception as error:
+            return Seen(uncopied=told(error))
+        try:
             for module in copied.modules():
                 if drops(module) or isinstance(module, nn.modules.batchnorm._NormBase):
                     module.training = False
