@@ -6,6 +6,8 @@ import dataclasses
 import importlib
 import json
 import os
+import random
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any, ClassVar
 
@@ -268,6 +270,57 @@ def test_a_model_that_draws_in_forward_is_named() -> None:
     assert names(verified(dataclasses.replace(MLP, model=Noisy), "ddp")) == {"drawing"}
 
 
+class Choosing(nn.Module):
+    """A mixture whose parts are drawn: by a function of PyTorch's that draws within."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.gate, self.out = nn.Linear(6, 8), nn.Linear(8, 3)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.out(nn.functional.gumbel_softmax(self.gate(x)))
+
+
+class Drawn(nn.Linear):
+    """Its noise comes from one of many functions."""
+
+    def __init__(self, draw: Callable[[torch.Tensor], torch.Tensor]) -> None:
+        super().__init__(6, 3)
+        self.draw = draw
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return super().forward(x + 0.01 * self.draw(x).to(x))
+
+
+DRAWS: dict[str, Callable[[], nn.Module]] = {
+    "gumbel": Choosing,
+    "rrelu": lambda: nn.Sequential(nn.Linear(6, 8), nn.RReLU(), nn.Linear(8, 3)),
+    "exponential": lambda: Drawn(lambda x: torch.distributions.Exponential(torch.ones(6)).sample((len(x),))),
+    "gamma": lambda: Drawn(lambda x: torch.distributions.Gamma(torch.ones(6), torch.ones(6)).sample((len(x),))),
+    "beta": lambda: Drawn(lambda x: torch.distributions.Beta(torch.ones(6), torch.ones(6)).sample((len(x),))),
+    "uniform": lambda: Drawn(lambda x: torch.empty_like(x).uniform_(1, 3).log()),
+    "normal": lambda: Drawn(
+        lambda x: torch.normal(x, 0.5) + torch.normal(2.0, 3.0, x.shape) + torch.normal(1.0, x.abs())
+    ),
+    "a path that is left out": lambda: Drawn(lambda x: x * (torch.rand(len(x), 1) + 0.9).floor()),
+    "integers": lambda: Drawn(lambda x: torch.randint(2, 5, x.shape)),
+    "poisson": lambda: Drawn(lambda x: torch.poisson(torch.ones(x.shape))),
+    "categories": lambda: Drawn(lambda x: torch.multinomial(torch.ones(len(x), 9), 6)),
+    "signs": lambda: Drawn(lambda x: torch.empty_like(x).random_(0, 2)),
+    "numpy": lambda: Drawn(lambda x: torch.as_tensor(np.random.randn(*x.shape))),
+    "random": lambda: Drawn(lambda x: torch.full_like(x, random.random())),
+}
+
+
+@pytest.mark.parametrize(
+    "kind", [pytest.param(k, marks=pytest.mark.slow if i % 4 else ()) for i, k in enumerate(DRAWS)]
+)
+def test_whatever_a_model_draws_with_is_named(kind: str) -> None:
+    found = verified(dataclasses.replace(MLP, model=DRAWS[kind]), "dp")
+    assert names(found) == {"drawing"}, found
+    assert ("Python's or numpy's" in found.causes[0].words) == (kind in ("numpy", "random"))
+
+
 class NoisyBackward(nn.Module):
     def __init__(self) -> None:
         super().__init__()
@@ -327,6 +380,28 @@ def test_a_buffer_that_depends_on_the_share_is_named(way: str) -> None:
     found = verified(dataclasses.replace(MLP, model=Averaging), way)
     assert names(found) == {"buffer"}
     assert '"seen"' in found.causes[0].words
+
+
+@pytest.mark.parametrize("way", ["dp", pytest.param("ddp", marks=pytest.mark.slow)])
+def test_running_statistics_of_instance_norm_are_named(way: str) -> None:
+    def model() -> nn.Module:
+        norm = nn.InstanceNorm1d(2, affine=True, track_running_stats=True)
+        return nn.Sequential(nn.Unflatten(1, (2, 3)), norm, nn.Flatten(), nn.Linear(6, 3))
+
+    found = verified(dataclasses.replace(MLP, model=model), way)
+    assert names(found) == {"buffer"}, found
+    assert '"1.running_mean"' in found.causes[0].words
+
+
+def test_a_hook_on_a_parameter_that_is_not_linear_is_named() -> None:
+    def model() -> nn.Module:
+        made = mlp()
+        made[2].weight.register_hook(lambda grad: grad / (grad.norm() + 1e-9))
+        return made
+
+    found = verified(dataclasses.replace(MLP, model=model), "ddp")
+    assert names(found) == {"hook"}, found
+    assert 'on parameter "2.weight"' in found.causes[0].words
 
 
 class Centred(nn.Module):
@@ -817,6 +892,15 @@ def test_large_batches_are_cut_so_that_the_last_one_stays_smaller(monkeypatch: p
     assert found, found
     assert found.batch_size == 5
     assert any("instead of 20" in note for note in found.notes)
+
+
+@pytest.mark.parametrize("way", ["dp", pytest.param("ddp", marks=pytest.mark.slow)])
+def test_no_batch_of_one_sample_is_made_where_the_job_has_none(way: str) -> None:
+    """Five samples at a time, as verify tries first, would leave one, of which no batch norm can take the mean."""
+    data = torch.utils.data.TensorDataset(drawn(41, 6), labels(41, 3))
+    model = lambda: nn.Sequential(nn.Linear(6, 8), nn.BatchNorm1d(8), nn.ReLU(), nn.Linear(8, 3))  # noqa: E731
+    found = verified(dataclasses.replace(MLP, model=model, train_data=data, batch_size=9, sync_batchnorm=True), way)
+    assert found, found
 
 
 def test_generators_and_settings_of_torch_are_left_as_they_were() -> None:

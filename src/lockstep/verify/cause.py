@@ -81,6 +81,17 @@ class Cause:
         )
 
     @classmethod
+    def drawing_on(cls, elsewhere: bool) -> Cause:
+        """It draws, also where PyTorch's operators that draw are held still."""
+        whence = "from Python's or numpy's random" if elsewhere else "in an operator that isn't PyTorch's own"
+        return cls(
+            "drawing",
+            f"the model draws random numbers {whence}, others than one device would; they can't be taken out here, so "
+            "that nothing else is seen",
+            "draw from torch in forward, or let the dataset draw, by sample",
+        )
+
+    @classmethod
     def mixing(cls, layer: str, kind: str) -> Cause:
         """Samples act on one another."""
         return cls(
@@ -139,6 +150,18 @@ class Cause:
             "autograd function",
             f"{which} depends on the number of samples that it sees: it divides by it, say{seen}",
             "leave the mean over samples to the loss, and let backward treat each sample by itself",
+        )
+
+    @classmethod
+    def hook(cls, names: Sequence[str]) -> Cause:
+        """A hook on a gradient that isn't linear."""
+        which = f'parameter "{names[0]}"' if len(names) == 1 else f"parameters {_quoted(names[:3])}"
+        more = f" and {len(names) - 3} more" if len(names) > 3 else ""
+        return cls(
+            "hook",
+            f"a hook on {which}{more} makes of the gradient of each share what it would not make of the whole: it "
+            "clips or normalises it, say",
+            "clip_norm instead, which is done to the whole gradient; mp gives hooks that of the whole batch",
         )
 
     @classmethod

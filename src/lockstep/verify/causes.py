@@ -16,6 +16,7 @@ from __future__ import annotations
 
 import dataclasses
 from dataclasses import dataclass
+from typing import Literal
 
 from lockstep.errors import LockstepError, LossError, NonFiniteLoss, RankFailed, StrategyError
 from lockstep.placement import place_of
@@ -55,6 +56,8 @@ class Diagnosis:
         self.still: frozenset[Thing] = frozenset()
         self.settings = dict(self.experiment.settings)
         self.synchronises = True
+        # What was still drawn where all draws were to be taken out: from where.
+        self.draws_on: Literal["", "elsewhere", "an operator"] = ""
         # Name and class of the first layer that differs, where an experiment has shown it.
         self.layer: tuple[str, str] | None = None
 
@@ -66,6 +69,8 @@ class Diagnosis:
         strange = bool(self.found.start or (self.first is not None and self.first.rows.others))
         causes = self._seen() or (self._of_the_job_alone() if strange else [])
         causes = causes or self._taken_out() or ([] if strange else self._of_the_job_alone())
+        if not causes and self.draws_on:
+            return [Cause.drawing_on(self.draws_on == "elsewhere")]
         if not causes and self.found.drifted:
             return [Cause.drift(self.found.drifted[0])]
         causes = causes or self._of_the_cut() or self._of_the_strategy()
@@ -125,7 +130,10 @@ class Diagnosis:
         if not present:
             return []
         without_all = self._without(frozenset(present))
-        if without_all is None or not self.noise.hold(without_all):
+        if "draws" in present and without_all is not None and without_all.drew:
+            # Where the two agree all the same, their draws came in the same order by chance.
+            self.draws_on = "elsewhere" if without_all.drew_elsewhere else "an operator"
+        if self.draws_on or without_all is None or not self.noise.hold(without_all):
             self.still = frozenset(present)
             return []
         needed = []
@@ -193,6 +201,11 @@ class Diagnosis:
             return [Cause.mixing(*tried.layer)]
         if first is not None and first.losses_apart > bounds.of("loss", ""):
             return [Cause.loss("its parts, weighted by their counts, don't add up to the whole")]
+        beyond = self.bounds.beyond(self.first) if self.first is not None else []
+        if beyond and all(kind == "buffers" for kind, _, _ in beyond):
+            return [Cause.buffer([beyond[0][1]], {})]
+        if tried.hooked and not tried.functions:
+            return [Cause.hook(tried.hooked)]
         return [Cause.own_backward(tried.functions, first)]
 
     # ---- a strategy that does something else ------------------------------------------------------------------------

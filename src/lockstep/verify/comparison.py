@@ -101,12 +101,14 @@ class Comparison:
         attributes: plain attributes of modules that training changed: ``"body.calls"``.
         apart_attributes: those of them that ended otherwise on some replica than on one device.
         drew: whether the model drew random numbers in the first update of one device.
+        drew_elsewhere: whether from Python's or numpy's generator.
         drew_in_backward: whether its backward did.
         drops: whether it has dropout layers.
         normalises: whether it has batch norms over what a forward sees.
         layer: name and class of the first module that gave other numbers in the update that was watched.
         called: the modules with parameters of their own in the order of their first call, where that was watched.
         functions: autograd functions that are not PyTorch's own, in the graph of the first update.
+        hooked: parameters with hooks on their gradients.
         notes: what was said before training, and while it ran.
         still: what was taken out of the model on both sides.
         seconds: that both sides' updates and evaluations took by themselves.
@@ -121,12 +123,14 @@ class Comparison:
     attributes: tuple[str, ...] = ()
     apart_attributes: tuple[str, ...] = ()
     drew: bool = False
+    drew_elsewhere: bool = False
     drew_in_backward: bool = False
     drops: bool = False
     normalises: bool = False
     layer: tuple[str, str] | None = None
     called: tuple[str, ...] = ()
     functions: tuple[str, ...] = ()
+    hooked: tuple[str, ...] = ()
     notes: tuple[str, ...] = ()
     still: tuple[Thing, ...] = ()
     seconds: float = 0.0

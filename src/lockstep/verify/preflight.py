@@ -72,7 +72,7 @@ def preflight(job: Job, strategy: Strategy, devices: tuple[Device, ...], *, whol
     if not whole and _LONGEST < estimate <= _DOUBT * _LONGEST:  # much of it may be of an update, not of its samples
         estimate = _seconds(job.having(**ground.settings), devices)
     if not whole and estimate > _LONGEST:
-        size = _uneven(job, max(fewest, int(_LONGEST * fewest / seconds)))
+        size = _uneven(job, max(fewest, int(_LONGEST * fewest / seconds)), 2 * shares * strategy.parts(job))
         if size < job.batch_size:
             ground.settings |= {"batch_size": size, "eval_batch_size": min(size, job.eval_batch_size or job.batch_size)}
             ground.notes.append(
@@ -100,6 +100,8 @@ def _seconds(job: Job, devices: tuple[Device, ...]) -> float:
     with alone((place_of(devices),)) as world:
         side = Side(job, world, Single())
         for batch, _ in side.batches():
+            if taken and batch.size < job.batch_size:
+                continue  # one sample, perhaps, where the job's own batches leave more
             began = time.perf_counter()
             side.update(batch)
             taken.append((time.perf_counter() - began) * job.batch_size / batch.size)
@@ -109,10 +111,17 @@ def _seconds(job: Job, devices: tuple[Device, ...]) -> float:
     return min(taken)
 
 
-def _uneven(job: Job, size: int) -> int:
-    """About this batch size, such that an epoch still ends with a smaller batch, where its length is known."""
+def _uneven(job: Job, size: int, fewest: int) -> int:
+    """About this batch size, such that an epoch still ends with a smaller batch, where its length is known.
+
+    Args:
+        job: with the data.
+        size: at most.
+        fewest: samples that the smaller batch should have, so that there are some for each share.
+    """
     try:
         samples = len(job.train_data)
     except Exception:
         return size
-    return next((s for s in range(size, max(1, size - 8), -1) if samples % s), size)
+    left = {s: samples % s for s in range(size, max(1, size - 8), -1)}
+    return next((s for least in (fewest, 1) for s, some in left.items() if some >= least), size)

@@ -15,7 +15,7 @@ from lockstep.evaluation import evaluate_sets
 from lockstep.job import Job
 from lockstep.nesting import each, tensors
 from lockstep.scheduler import move_on, scheduler_of
-from lockstep.seeding import same, states
+from lockstep.seeding import same, same_others, states
 from lockstep.step import Result, Step
 from lockstep.strategies import Strategy
 from lockstep.verify.course import EPOCHS, Excerpt, begun
@@ -40,7 +40,7 @@ class Side:
         rows: numbers of the samples that the last update's forwards were given, in order, as far as they are seen.
         gradients: by name, of the last update, as they were before clipping; on every rank.
         rates: learning rates that the last update was made with.
-        drew: whether the last update moved a random generator.
+        drew, drew_elsewhere: whether the last update moved a random generator; whether Python's or numpy's.
         drew_in_backward: whether the backward of some update did. (What other threads draw meanwhile counts too.)
         changed: buffers that the last update changed, for each replica of this process.
     """
@@ -71,7 +71,7 @@ class Side:
         self.gradients: dict[str, torch.Tensor] = {}
         self.rates: tuple[float, ...] = ()
         self.rows: list[int] = []
-        self.drew = self.drew_in_backward = False
+        self.drew = self.drew_elsewhere = self.drew_in_backward = False
         self.changed: list[set[str]] = []
         self.functions: set[str] = set()
         self._attributes = plain_attributes(self.step.model)
@@ -105,7 +105,8 @@ class Side:
         self.step.seed(self.job.seed)
         generators = states(self._accelerators)
         result = self.step.update(shuffled(batch) if self.shuffled else batch)
-        self.drew = not same(generators, states(self._accelerators))
+        now = states(self._accelerators)
+        self.drew, self.drew_elsewhere = not same(generators, now), not same_others(generators.others, now.others)
         if watch is not None:
             watch.end()
         self.changed = [

@@ -194,7 +194,7 @@ class _Run:
         start = self._start_apart()
         if theirs is not None:
             self.start = {name: p.detach().clone() for name, p in theirs.step.model.named_parameters()}
-        drew = False
+        drew = drew_elsewhere = False
         updated_on: dict[str, tuple[int, ...]] = {}
         own_buffers: tuple[str, ...] = ()
         batches = theirs.batches() if theirs is not None else iter(())
@@ -211,7 +211,8 @@ class _Run:
                 world.barrier()  # nobody writes while rank 0 looks
             rows = [row for mine in world.gather_objects(ours.rows) for row in mine]
             if number == 1:
-                drew = theirs is not None and theirs.drew
+                if theirs is not None:
+                    drew, drew_elsewhere = theirs.drew, theirs.drew_elsewhere
                 updated_on, own_buffers = self._buffers_over_replicas()
             if reference is not None:
                 with _on_all_cores(self.experiment.devices):
@@ -249,6 +250,7 @@ class _Run:
             attributes=tuple({**its, **changed}),
             apart_attributes=tuple(apart),
             drew=drew,
+            drew_elsewhere=drew_elsewhere,
             drew_in_backward=theirs.drew_in_backward,
             drops=any(map(drops, theirs.step.model.modules())),
             normalises=any(
@@ -259,6 +261,7 @@ class _Run:
             layer=layer,
             called=_order_of(theirs),
             functions=tuple(sorted(theirs.functions | ours.functions)),
+            hooked=tuple(name for name, p in theirs.step.model.named_parameters() if p._backward_hooks),
             notes=tuple(dict.fromkeys([*said, *self.notes])),
             still=tuple(sorted(self.experiment.still)),
             seconds=self.seconds,

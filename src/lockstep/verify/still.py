@@ -5,8 +5,9 @@ Both sides get the same. Where they are then equal, what was taken out is the ca
 
 from __future__ import annotations
 
+import contextlib
 import functools
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Literal
 
 import torch
@@ -28,21 +29,24 @@ def hold_still(model: nn.Module, things: frozenset[Thing]) -> None:
         for module in model.modules():
             if isinstance(getattr(module, "dropout", None), float):  # attention, recurrent layers
                 module.dropout = 0.0  # type: ignore[assignment]
-        model.forward = functools.partial(_within, _Still, model.forward)
+        model.forward = functools.partial(_within, (_Still, _StillBelow), model.forward)
 
 
 def still_backward(backward: Callable[..., Any], things: frozenset[Thing]) -> Callable[..., Any]:
     """A step's backward in which nothing is drawn, where draws are among the things."""
-    return functools.partial(_within, _StillBelow, backward) if "draws" in things else backward
+    # PyTorch (2.13) runs it outside of the modes for its functions.
+    return functools.partial(_within, (_StillBelow,), backward) if "draws" in things else backward
 
 
-def _within(mode: Callable[[], Any], function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-    with mode():
+def _within(modes: Sequence[Callable[[], Any]], function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    with contextlib.ExitStack() as stack:
+        for mode in modes:
+            stack.enter_context(mode())
         return function(*args, **kwargs)
 
 
 class _Still(TorchFunctionMode):
-    """In this thread dropout passes on what it gets, and what is drawn is 0 (a choice between 0 and 1: 1)."""
+    """In this thread dropout passes on what it gets."""
 
     def __torch_function__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Mapping[str, Any] | None = None
@@ -54,42 +58,90 @@ class _Still(TorchFunctionMode):
             if len(args) > 4:
                 args = (*args[:4], 0.0, *args[5:])
             kwargs.pop("dropout_p", None)
-            return func(*args, **kwargs)
-        made = func(*args, **kwargs)
-        if func in _NUMBERS:
-            made.detach().zero_()
-        elif func in _CHOICES:
-            made.detach().fill_(1)
-        return made
+        return func(*args, **kwargs)
 
 
 _DROPOUT = {
     *(F.dropout, F.dropout1d, F.dropout2d, F.dropout3d, F.alpha_dropout, F.feature_alpha_dropout),
     *(torch.dropout, torch.dropout_, torch.alpha_dropout, torch.feature_dropout, torch.feature_alpha_dropout),
 }
-_NUMBERS = {
-    *(torch.rand, torch.randn, torch.rand_like, torch.randn_like, torch.normal),
-    *(torch.Tensor.normal_, torch.Tensor.uniform_),
-}
-_CHOICES = {torch.bernoulli, torch.Tensor.bernoulli, torch.Tensor.bernoulli_}
 
 
 class _StillBelow(TorchDispatchMode):  # type: ignore[no-untyped-call]
-    """The same for a backward, which PyTorch (2.13) runs outside of the modes for its functions."""
+    """What PyTorch's operators draw from its own generators, wherever they are called, is the same for every sample.
+
+    The generators stand afterwards where they did, so that what is drawn in another way still shows.
+    """
 
     def __torch_dispatch__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Mapping[str, Any] | None = None
     ) -> Any:
-        made = func(*args, **(kwargs or {}))
+        kwargs = dict(kwargs or {})
         name = func.overloadpacket.__name__
-        if name in _NUMBERS_BELOW:
-            made.zero_()
-        elif name in _CHOICES_BELOW:
-            made.fill_(1)
-        elif name == "native_dropout":  # of a checkpoint's second forward
+        if name == "rrelu_with_noise":
+            inputs, noise, lower, upper, *_ = args
+            return inputs * noise.copy_(torch.where(inputs > 0, 1.0, (lower + upper) / 2))
+        if name not in _DRAWN:
+            return func(*args, **kwargs)
+        state = torch.get_rng_state()
+        made = func(*args, **kwargs)
+        torch.set_rng_state(state)
+        if name == "native_dropout":
             return args[0].clone(), made[1].fill_(True)
-        return made
+        return _DRAWN[name](made, *args)
 
 
-_NUMBERS_BELOW = {"rand", "randn", "rand_like", "randn_like", "normal", "normal_", "uniform_"}
-_CHOICES_BELOW = {"bernoulli", "bernoulli_"}
+def _filled(value: float) -> Callable[..., torch.Tensor]:
+    return lambda made, *args: made.fill_(value)
+
+
+def _lowest(made: torch.Tensor, *args: Any) -> torch.Tensor:
+    """``randint`` and its like: the lowest that may come, which is given where there are two bounds."""
+    bounds = [arg for arg in args if isinstance(arg, int)]
+    return made.fill_(bounds[0] if len(bounds) > 1 else 0)
+
+
+def _counted(made: torch.Tensor, *args: Any) -> torch.Tensor:
+    return made.copy_(torch.arange(len(made), dtype=made.dtype))
+
+
+def _first(made: torch.Tensor, weights: torch.Tensor, count: int, *args: Any) -> torch.Tensor:
+    """The likeliest categories; where they may come again, the likeliest each time."""
+    again = bool(args and args[0]) or count > weights.shape[-1]
+    return made.copy_(weights.topk(1 if again else count).indices)
+
+
+def _mean(made: Any, expected: torch.Tensor, *args: Any) -> torch.Tensor:
+    return expected.round() if made.dtype == torch.int64 else expected.clone()
+
+
+def _between(made: torch.Tensor, *args: Any) -> torch.Tensor:
+    """``uniform_``: the middle of its bounds."""
+    bounds = (*args[1:3], *(0.0, 1.0)[len(args[1:3]) :])
+    return made.fill_(sum(bounds) / 2)
+
+
+def _centre(made: torch.Tensor, mean: Any, *args: Any) -> torch.Tensor:
+    return made.copy_(torch.as_tensor(mean))
+
+
+def _centred(made: torch.Tensor, itself: torch.Tensor, mean: float = 0.0, *args: Any) -> torch.Tensor:
+    return made.fill_(mean)
+
+
+# What is drawn is neither at an end of its range nor unlikely: a mask made of it keeps most, as the real one does.
+_DRAWN: dict[str, Callable[..., Any]] = {
+    **dict.fromkeys(("rand", "rand_like"), _filled(0.5)),
+    **dict.fromkeys(("randn", "randn_like", "cauchy_"), _filled(0)),
+    **dict.fromkeys(("bernoulli", "bernoulli_", "exponential_", "geometric_", "log_normal_"), _filled(1)),
+    **dict.fromkeys(("randint", "randint_like", "random_"), _lowest),
+    "uniform_": _between,
+    "normal": _centre,
+    "normal_": _centred,
+    "randperm": _counted,
+    "multinomial": _first,
+    **dict.fromkeys(("poisson", "_standard_gamma"), _mean),
+    "_sample_dirichlet": lambda made, weights, *args: weights / weights.sum(-1, keepdim=True),
+    "binomial": lambda made, counts, chances, *args: counts * chances,
+    "native_dropout": _filled(1),  # of a checkpoint's second forward
+}
