@@ -451,6 +451,55 @@ def test_an_autograd_function_that_divides_by_the_batch_is_named(way: str) -> No
     assert found.layer == ("first", "in backward")
 
 
+class InEvaluation(nn.Linear):
+    """Is another model in evaluation."""
+
+    def __init__(self, other: Callable[[torch.Tensor], torch.Tensor]) -> None:
+        super().__init__(6, 3)
+        self.other = other
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return super().forward(x if self.training else self.other(x))
+
+
+@pytest.mark.parametrize("way", ["dp", pytest.param("ddp", marks=pytest.mark.slow)])
+@pytest.mark.parametrize(
+    ("other", "wanted"),
+    [(lambda x: x - x.mean(dim=0), "mixing"), (lambda x: x + torch.randn_like(x), "drawing")],
+    ids=["mixing", "drawing"],
+)
+def test_what_parts_in_evaluation_alone_is_named(other: Any, wanted: str, way: str) -> None:
+    found = verified(dataclasses.replace(MLP, model=lambda: InEvaluation(other)), way)
+    assert names(found) == {wanted}, found
+    assert "in evaluation" in found.causes[0].words or "of the evaluation" in found.causes[0].words
+    assert found.first is None
+
+
+def test_a_metric_that_is_no_sum_is_named() -> None:
+    def largest(outputs: torch.Tensor, targets: torch.Tensor) -> tuple[torch.Tensor, int]:
+        return outputs.max(), 1
+
+    found = verified(MLP.having(metrics={"largest": largest}), "dp")
+    assert names(found) == {"metric"}, found
+    assert '"largest"' in found.causes[0].words
+
+
+class Jittering(torch.optim.SGD):
+    """Adds noise of each rank's own to the weights."""
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:
+        super().step()
+        for group in self.param_groups:
+            for p in group["params"]:
+                p.add_(torch.randn_like(p), alpha=1e-3)
+
+
+def test_an_optimizer_that_draws_otherwise_on_each_rank_is_named() -> None:
+    found = verified(dataclasses.replace(MLP, optimizer=lambda params: Jittering(params, lr=0.1)), "ddp")
+    assert names(found) == {"drift"}, found
+
+
 class Unseeded(nn.Linear):
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         own = torch.Generator()

@@ -83,7 +83,11 @@ class Cause:
     @classmethod
     def drawing_on(cls, elsewhere: bool) -> Cause:
         """It draws, also where PyTorch's operators that draw are held still."""
-        whence = "from Python's or numpy's random" if elsewhere else "in an operator that isn't PyTorch's own"
+        whence = (
+            "from Python's or numpy's random"
+            if elsewhere
+            else "in an operator that isn't PyTorch's own, or its optimizer does"
+        )
         return cls(
             "drawing",
             f"the model draws random numbers {whence}, others than one device would; they can't be taken out here, so "
@@ -99,6 +103,26 @@ class Cause:
             f"samples of a batch act on one another in {named(layer, kind)}: single parts from itself too when its "
             "batches are cut",
             "mp or single, which see the whole batch; or a layer that looks at one sample at a time",
+        )
+
+    @classmethod
+    def cut_in_evaluation(cls, loss: str) -> Cause:
+        """Training agrees, and the loss of an evaluation doesn't."""
+        return cls(
+            "mixing",
+            f'"{loss}" of the evaluation depends on how its batches are cut, and training doesn\'t: in eval mode '
+            "samples of a batch act on one another, or the loss is no mean over samples there",
+            "let eval mode look at one sample at a time, or evaluate under mp or single",
+        )
+
+    @classmethod
+    def metric(cls, names: Sequence[str]) -> Cause:
+        """The evaluation's loss agrees, and metrics don't."""
+        return cls(
+            "metric",
+            f"{_quoted(names)} of the evaluation depends on how its batches are cut, and the loss doesn't: it is no "
+            "sum over items",
+            "return (total, count), each summed over items, or give torchmetrics' own, which keep what they need",
         )
 
     @classmethod
@@ -178,9 +202,9 @@ class Cause:
         """A forward that can't be repeated."""
         return cls(
             "unseeded model",
-            "the model draws unseeded numbers: single parts from itself on the same samples, with deterministic "
-            "operators too",
-            "draw from torch's global generator in forward (or from a generator that is seeded there)",
+            "single parts from itself on the same samples, with deterministic operators too: the model, or the "
+            "optimizer, draws unseeded numbers, or counts in a class or a module, which both sides share here",
+            "draw from torch's global generator (or from one that is seeded in forward); count in a buffer",
         )
 
     @classmethod
@@ -262,7 +286,8 @@ class Cause:
         """Ranks that have come apart."""
         return cls(
             "drift",
-            f'parameter "{name}" has come to differ between ranks: something but the optimizer writes it',
+            f'parameter "{name}" has come to differ between ranks: something but the optimizer writes it, or the '
+            "optimizer draws otherwise on each rank",
             "let only the optimizer write parameters, and sum every gradient over the ranks",
         )
 

@@ -69,10 +69,12 @@ class Diagnosis:
         strange = bool(self.found.start or (self.first is not None and self.first.rows.others))
         causes = self._seen() or (self._of_the_job_alone() if strange else [])
         causes = causes or self._taken_out() or ([] if strange else self._of_the_job_alone())
-        if not causes and self.draws_on:
-            return [Cause.drawing_on(self.draws_on == "elsewhere")]
         if not causes and self.found.drifted:
             return [Cause.drift(self.found.drifted[0])]
+        if not causes and self.draws_on:
+            return [Cause.drawing_on(self.draws_on == "elsewhere")]
+        if not causes and self.first is None:
+            return self._of_the_evaluation()
         causes = causes or self._of_the_cut() or self._of_the_strategy()
         if not causes and self.found.notes:
             causes = [Cause.announced(note) for note in self.found.notes]
@@ -207,6 +209,18 @@ class Diagnosis:
         if tried.hooked and not tried.functions:
             return [Cause.hook(tried.hooked)]
         return [Cause.own_backward(tried.functions, first)]
+
+    # ---- training agrees, and evaluation doesn't --------------------------------------------------------------------
+
+    def _of_the_evaluation(self) -> list[Cause]:
+        apart = self.bounds.evaluation_apart(self.found)
+        losses = [name for name in apart if name.rpartition("/")[2] == "loss"]
+        if apart and not losses:
+            return [Cause.metric(apart)]
+        drawing = self._without(frozenset({"draws"}))
+        if drawing is not None and self.noise.hold(drawing):
+            return [Cause.drawing(drawing.worst, "evaluation")]
+        return [Cause.cut_in_evaluation(losses[0])] if losses else [Cause.unknown()]
 
     # ---- a strategy that does something else ------------------------------------------------------------------------
 
