@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import functools
 import random
 import sys
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from typing import Any, NamedTuple
 
@@ -73,13 +74,28 @@ class States(NamedTuple):
 
 def states(accelerators: Iterable[torch.device] = ()) -> States:
     """Where the three stand, and those of accelerators."""
-    return States(torch.get_rng_state(), other_states(), tuple(map(_state_on, accelerators)))
+    return States(torch.get_rng_state(), other_states(), tuple(_generator_on(device)[0]() for device in accelerators))
 
 
-def _state_on(device: torch.device) -> torch.Tensor:
+@contextmanager
+def kept_state_on(device: torch.device) -> Iterator[None]:
+    """Give PyTorch's generator of one device back the state it has now."""
+    get, put = _generator_on(device)
+    state = get()
+    try:
+        yield
+    finally:
+        put(state)
+
+
+def _generator_on(device: torch.device) -> tuple[Callable[[], torch.Tensor], Callable[[torch.Tensor], None]]:
+    """How PyTorch's generator of a device is asked where it stands, and put there."""
+    if device.type == "cpu":
+        return torch.get_rng_state, torch.set_rng_state
     module: Any = torch.get_device_module(device)
-    state: torch.Tensor = module.get_rng_state() if device.type == "mps" else module.get_rng_state(device)
-    return state
+    if device.type == "mps":
+        return module.get_rng_state, module.set_rng_state
+    return functools.partial(module.get_rng_state, device), lambda state: module.set_rng_state(state, device)
 
 
 def other_states() -> tuple[Any, Any]:

@@ -16,6 +16,8 @@ from torch import nn
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from lockstep.seeding import kept_state_on
+
 Thing = Literal["draws", "norms"]
 
 
@@ -77,18 +79,13 @@ class _StillBelow(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Mapping[str, Any] | None = None
     ) -> Any:
         kwargs = dict(kwargs or {})
-        name = func.overloadpacket.__name__
-        if name == "rrelu_with_noise":
-            inputs, noise, lower, upper, *_ = args
-            return inputs * noise.copy_(torch.where(inputs > 0, 1.0, (lower + upper) / 2))
-        if name not in _DRAWN:
+        instead = _DRAWN.get(func.overloadpacket.__name__)
+        if instead is None:
             return func(*args, **kwargs)
-        state = torch.get_rng_state()
-        made = func(*args, **kwargs)
-        torch.set_rng_state(state)
-        if name == "native_dropout":
-            return args[0].clone(), made[1].fill_(True)
-        return _DRAWN[name](made, *args)
+        given = next((arg.device for arg in args if isinstance(arg, torch.Tensor)), None)
+        with kept_state_on(kwargs.get("device") or given or torch.device("cpu")):
+            made = func(*args, **kwargs)
+        return instead(made, *args)
 
 
 def _filled(value: float) -> Callable[..., torch.Tensor]:
@@ -129,6 +126,13 @@ def _centred(made: torch.Tensor, itself: torch.Tensor, mean: float = 0.0, *args:
     return made.fill_(mean)
 
 
+def _sloped(
+    made: torch.Tensor, inputs: torch.Tensor, noise: torch.Tensor, lower: float, upper: float, *args: Any
+) -> Any:
+    """``rrelu_with_noise``, whose backward takes the slopes from ``noise``."""
+    return inputs * noise.copy_(torch.where(inputs > 0, 1.0, (lower + upper) / 2))
+
+
 # What is drawn is neither at an end of its range nor unlikely: a mask made of it keeps most, as the real one does.
 _DRAWN: dict[str, Callable[..., Any]] = {
     **dict.fromkeys(("rand", "rand_like"), _filled(0.5)),
@@ -143,5 +147,6 @@ _DRAWN: dict[str, Callable[..., Any]] = {
     **dict.fromkeys(("poisson", "_standard_gamma"), _mean),
     "_sample_dirichlet": lambda made, weights, *args: weights / weights.sum(-1, keepdim=True),
     "binomial": lambda made, counts, chances, *args: counts * chances,
-    "native_dropout": _filled(1),  # of a checkpoint's second forward
+    "rrelu_with_noise": _sloped,
+    "native_dropout": lambda made, inputs, *args: (inputs.clone(), made[1].fill_(True)),
 }
