@@ -369,6 +369,6 @@ def test_the_stages_of_a_pipeline_are_shown_as_they_went_beside_what_would_be_id
     assert summary["bubbles"]["ideal, with the same stage times"] <= summary["bubbles"]["measured"] + 1e-9
     first, second = summary["devices"]
     assert second["shares"]["computing"] > first["shares"]["computing"]
-    assert first["shares"]["waiting"] > 0.4 > second["shares"]["waiting"]
+    assert first["shares"]["waiting"] > max(0.4, second["shares"]["waiting"])
     for row in summary["devices"]:
         assert sum(row["shares"].values()) == pytest.approx(1.0)
