@@ -36,7 +36,7 @@ class _Returned:
 
 
 class StandingRanks:
-    """A process per device, started at the first call.
+    """A process per device, started by ``start`` or at the first call.
 
     Args:
         devices: one per rank, two at least.
@@ -55,10 +55,8 @@ class StandingRanks:
         Raises:
             Exception: as `lockstep.launch.launch`.
         """
-        not_within_a_rank()
         body = call.pickled(fn, args)
-        if self._supervisor is None:
-            self._start()
+        self.start()
         supervisor = self._supervisor
         assert supervisor is not None
         with open(self._file, "wb") as file:
@@ -81,7 +79,15 @@ class StandingRanks:
             self._returned.clear()
             self._stack.close()
 
-    def _start(self) -> None:
+    def start(self) -> None:
+        """Start them, unless they run: they get ready while the caller goes on.
+
+        Raises:
+            InputError: this process is a rank itself.
+        """
+        not_within_a_rank()
+        if self._supervisor is not None:
+            return
         with contextlib.ExitStack() as stack:
             scratch = stack.enter_context(local.scratch_folder())
             self._file = os.path.join(scratch, "call")

@@ -68,12 +68,26 @@ def verify(
     chosen = _devices.parse(devices)
     loaded = the_job(source)
     way = _planned(choose(strategy, chosen), loaded, chosen)
+    with Laboratory(way, chosen) as laboratory:
+        said = _answer(source, loaded, way, chosen, laboratory, whole=whole)
+    return dataclasses.replace(said, seconds=time.perf_counter() - began)
+
+
+def _answer(
+    source: Job | JobFile,
+    loaded: Job,
+    way: Strategy,
+    chosen: tuple[Device, ...],
+    laboratory: Laboratory,
+    *,
+    whole: bool,
+) -> Verification:
     ground = preflight(loaded, way, chosen, whole=whole)
     experiment = Experiment(source, way, chosen, dict(ground.settings))
     least = EXACT if ground.exact else COARSE
     name = source.name if isinstance(source, JobFile) else "job"
     size = loaded.having(**ground.settings).batch_size
-    unsaid = Verification(
+    said = Verification(
         equal=False,
         job=name,
         strategy=way.name,
@@ -84,16 +98,6 @@ def verify(
         notes=ground.notes,
     )
     parts = way.parts(loaded.having(**ground.settings))
-    with Laboratory(chosen) as laboratory:
-        said = _answer(unsaid, experiment, laboratory, parts, exact=ground.exact)
-    return dataclasses.replace(said, seconds=time.perf_counter() - began)
-
-
-def _answer(
-    said: Verification, experiment: Experiment, laboratory: Laboratory, parts: int, *, exact: bool
-) -> Verification:
-    """What is found, beyond what is said already."""
-    chosen, way, least = experiment.devices, experiment.strategy, said.bound
     try:
         # Where they part it is in the first update mostly.
         found = laboratory.compared(dataclasses.replace(experiment, watched=1, bound=layer_bound(Bounds(least))))
@@ -104,7 +108,7 @@ def _answer(
         if not isinstance(error, InputError):  # of the job's own code, or a rank: is it the strategy's doing?
             laboratory.compared(dataclasses.replace(experiment, strategy=Single(), devices=(place_of(chosen),)))
         return dataclasses.replace(said, refused=str(error), causes=(cause,))
-    noise = Noise(laboratory, experiment, parts, exact=exact)
+    noise = Noise(laboratory, experiment, parts, exact=ground.exact)
     equal = noise.hold(found)
     bounds = noise.bounds(found)
     said = dataclasses.replace(

@@ -24,7 +24,7 @@ from torch import nn
 from lockstep import devices as _devices
 from lockstep import world as _world
 from lockstep.allocator import freed_memory_kept
-from lockstep.data import Batch, is_stream
+from lockstep.data import Batch, is_stream, resolve
 from lockstep.devices import Device
 from lockstep.digest import digest
 from lockstep.events import Line
@@ -82,13 +82,17 @@ class Laboratory:
     """Where experiments run: in this process, or, where the strategy wants several, on ranks that stay for the next.
 
     Args:
-        devices: those of the ranks.
+        strategy: of the experiments, where they aren't of one device.
+        devices: those of the ranks, which start as soon as it is entered.
     """
 
-    def __init__(self, devices: tuple[Device, ...]) -> None:
+    def __init__(self, strategy: Strategy, devices: tuple[Device, ...]) -> None:
         self._ranks = StandingRanks(devices)
+        self._wanted = strategy.processes != "one" and len(devices) > 1
 
     def __enter__(self) -> Laboratory:
+        if self._wanted:
+            self._ranks.start()
         return self
 
     def __exit__(self, *of_an_error: object) -> None:
@@ -111,10 +115,33 @@ class Laboratory:
         return found
 
 
+_data: tuple[Any, Any] | None = None
+"""Of the last experiment on these ranks: what it was made from, and the training data."""
+
+_OURS = ("sync_batchnorm", "activation_checkpointing")
+"""Settings that experiments change, and that no data depend on."""
+
+
+def _with_data_of_before(world: World, job: Job, experiment: Experiment) -> Job:
+    """The job with the data that an experiment before this one has made on these ranks: they may take long to make.
+
+    A stream is made anew; and so is all in the person's own process, where data that can't be made twice are looked
+    for. (A job that isn't a file comes with its data each time.)
+    """
+    global _data
+    if world.size == 1 or not isinstance(experiment.job, JobFile):
+        return job
+    settings = {name: value for name, value in experiment.settings.items() if name not in _OURS}
+    if _data is None or _data[0] != (experiment.job, settings):
+        _data = (experiment.job, settings), resolve(job.train_data, world, "train_data")
+    return job if is_stream(_data[1]) else job.having(train_data=_data[1])
+
+
 def _on_rank(world: World, experiment: Experiment) -> Comparison | None:
     notes: list[str] = []
     world.tell = lambda told: notes.append(told.text) if isinstance(told, Line) and told.kind == "note" else None
     job = the_job(with_settings(experiment.job, experiment.settings))
+    job = _with_data_of_before(world, job, experiment)
     parts = experiment.strategy.parts(job)
     cut = parts if experiment.cut is None else experiment.cut
     # Each update of a large model would have its memory cleared by the kernel again.
