@@ -21,6 +21,7 @@ import lockstep
 from lockstep import Job, cli
 from lockstep.data import Batch, Part
 from lockstep.errors import InputError
+from lockstep.jobfile import JobFile
 from lockstep.loss import Number
 from lockstep.nesting import each
 from lockstep.step import Result, Step
@@ -911,6 +912,20 @@ def file(tmp_path: Path) -> str:
     path = tmp_path / "small.py"
     path.write_text(FILE)
     return str(path)
+
+
+def test_ranks_make_their_data_once_for_all_experiments(tmp_path: Path) -> None:
+    """One experiment looks for the cause: both sides with batch norms over the whole batch."""
+    path, made = tmp_path / "small.py", tmp_path / "made"
+    counted = (
+        "import os\ndef counted(data):\n"
+        f"    with open({str(made)!r}, 'a') as file:\n        print(os.getpid(), file=file)\n    return data\n"
+    )
+    path.write_text(counted + FILE.replace("train_data=data", "train_data=lambda: counted(data)"))
+    found = lockstep.verify(JobFile(str(path), {"norm": "true"}), strategy="ddp", devices=DEVICES)
+    assert names(found) == {"batchnorm"}
+    of_ranks = [pid for pid in made.read_text().split() if int(pid) != os.getpid()]
+    assert len(of_ranks) == 2 == len(set(of_ranks))
 
 
 def test_the_command_ends_with_0_or_3_and_writes_json(file: str, tmp_path: Path, capsys: Any) -> None:

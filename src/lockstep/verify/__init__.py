@@ -5,7 +5,9 @@
     course.py        which batches: two of the first epoch, its smaller last one, two of the second; an evaluation
     preflight.py     in which number format, and how large a batch may be
     side.py          one side, an update at a time, with all that is looked at
+    experiment.py    what is held against what
     sides.py         both at once, compared after each update
+    laboratory.py    where experiments run, in processes that stay for the next
     rows.py          which samples each of them was given
     layers.py        the first layer that gave other numbers
     comparison.py    what was found, and up to where it is rounding

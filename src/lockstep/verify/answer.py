@@ -21,9 +21,10 @@ from lockstep.strategies.single import Single
 from lockstep.verify.cause import Cause
 from lockstep.verify.causes import Diagnosis, layer_bound, layer_of
 from lockstep.verify.comparison import COARSE, EXACT, Bounds, Comparison, Update
+from lockstep.verify.experiment import Experiment
+from lockstep.verify.laboratory import Laboratory
 from lockstep.verify.noise import Noise
 from lockstep.verify.preflight import preflight
-from lockstep.verify.sides import Experiment, Laboratory
 from lockstep.verify.verification import Verification
 
 

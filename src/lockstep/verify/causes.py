@@ -23,9 +23,10 @@ from lockstep.placement import place_of
 from lockstep.strategies.single import Single
 from lockstep.verify.cause import Cause
 from lockstep.verify.comparison import Bounds, Comparison, Update
+from lockstep.verify.experiment import Experiment
+from lockstep.verify.laboratory import Laboratory
 from lockstep.verify.noise import Noise
 from lockstep.verify.rates import moves_of
-from lockstep.verify.sides import Experiment, Laboratory
 from lockstep.verify.still import Thing
 
 

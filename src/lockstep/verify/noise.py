@@ -8,7 +8,8 @@ from lockstep.errors import LockstepError
 from lockstep.placement import place_of
 from lockstep.strategies.single import Single
 from lockstep.verify.comparison import COARSE, EXACT, Bounds, Comparison
-from lockstep.verify.sides import Experiment, Laboratory
+from lockstep.verify.experiment import Experiment
+from lockstep.verify.laboratory import Laboratory
 from lockstep.verify.still import Thing
 
 _CERTAIN = 1e-5

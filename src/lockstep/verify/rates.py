@@ -10,7 +10,7 @@ from lockstep.jobfile import the_job, with_settings
 from lockstep.optimizer import build_optimizer
 from lockstep.scheduler import scheduler_of
 from lockstep.strategies.single import SingleStep
-from lockstep.verify.sides import Experiment
+from lockstep.verify.experiment import Experiment
 from lockstep.world import World
 
 

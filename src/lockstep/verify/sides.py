@@ -15,8 +15,6 @@ import contextlib
 import os
 import time
 from collections.abc import Iterator
-from dataclasses import dataclass, field
-from typing import Any
 
 import torch
 from torch import nn
@@ -24,124 +22,37 @@ from torch import nn
 from lockstep import devices as _devices
 from lockstep import world as _world
 from lockstep.allocator import freed_memory_kept
-from lockstep.data import Batch, is_stream, resolve
+from lockstep.data import Batch, is_stream
 from lockstep.devices import Device
 from lockstep.digest import digest
 from lockstep.events import Line
 from lockstep.forward import drops
 from lockstep.job import Job
-from lockstep.jobfile import JobFile, the_job, with_settings
-from lockstep.launch.standing import StandingRanks
-from lockstep.placement import alone, place_of
+from lockstep.placement import place_of
 from lockstep.step import Result
-from lockstep.strategies import Strategy
 from lockstep.strategies.single import Single
 from lockstep.verify.comparison import EXACT, Comparison, Update
+from lockstep.verify.experiment import Experiment
 from lockstep.verify.harness import buffer_apart, change_apart, largest, real
 from lockstep.verify.layers import first_apart, together
 from lockstep.verify.rows import Rows, rows_apart
 from lockstep.verify.side import Side, buffers_by_name
-from lockstep.verify.still import Thing
 from lockstep.world import World
 
 
-@dataclass(frozen=True)
-class Experiment:
-    """What is held against what.
-
-    Attributes:
-        job: whose course both sides go through.
-        strategy: the side in question.
-        devices: its devices.
-        settings: fields of the job to replace on both sides.
-        cut: micro-batches on the side in question, where they are to be others than on the other.
-        updates: how many; None goes to the end, and evaluates.
-        still: what is taken out of the model on both sides.
-        shuffled: the side in question mixes the rows of each micro-batch.
-        deterministic: operators that aren't deterministic raise.
-        watched: the update in which every layer is looked at; the first that gave other numbers is told.
-        bound: for that.
-        looked: the first update needn't see what the model does in forward, and refuse it: an earlier one has.
-    """
-
-    job: Job | JobFile
-    strategy: Strategy
-    devices: tuple[Device, ...]
-    settings: dict[str, Any] = field(default_factory=dict)
-    cut: int | None = None
-    updates: int | None = None
-    still: frozenset[Thing] = frozenset()
-    shuffled: bool = False
-    deterministic: bool = False
-    watched: int = 0
-    bound: float = 0.0
-    looked: bool = False
-
-
-class Laboratory:
-    """Where experiments run: in this process, or, where the strategy wants several, on ranks that stay for the next.
+def both_sides(world: World, experiment: Experiment, job: Job) -> Comparison | None:
+    """An experiment, on this rank.
 
     Args:
-        strategy: of the experiments, where they aren't of one device.
-        devices: those of the ranks, which start as soon as it is entered.
+        world: this rank's place.
+        experiment: what is held against what.
+        job: its job, with its settings.
+
+    Returns:
+        What was found; None on other ranks than the first.
     """
-
-    def __init__(self, strategy: Strategy, devices: tuple[Device, ...]) -> None:
-        self._ranks = StandingRanks(devices)
-        self._wanted = strategy.processes != "one" and len(devices) > 1
-
-    def __enter__(self) -> Laboratory:
-        if self._wanted:
-            self._ranks.start()
-        return self
-
-    def __exit__(self, *of_an_error: object) -> None:
-        self._ranks.close()
-
-    def compared(self, experiment: Experiment) -> Comparison:
-        """Run an experiment.
-
-        Raises:
-            LockstepError: the strategy refuses the job, or a rank fails.
-            Exception: what the job's own code raises in this process.
-        """
-        if experiment.strategy.processes == "one" or len(experiment.devices) == 1:
-            with alone(experiment.devices) as world:
-                found = _on_rank(world, experiment)
-        else:
-            assert experiment.devices == self._ranks.devices
-            found = self._ranks.call(_on_rank, experiment)
-        assert found is not None
-        return found
-
-
-_data: tuple[Any, Any] | None = None
-"""Of the last experiment on these ranks: what it was made from, and the training data."""
-
-_OURS = ("sync_batchnorm", "activation_checkpointing")
-"""Settings that experiments change, and that no data depend on."""
-
-
-def _with_data_of_before(world: World, job: Job, experiment: Experiment) -> Job:
-    """The job with the data that an experiment before this one has made on these ranks: they may take long to make.
-
-    A stream is made anew; and so is all in the person's own process, where data that can't be made twice are looked
-    for. (A job that isn't a file comes with its data each time.)
-    """
-    global _data
-    if world.size == 1 or not isinstance(experiment.job, JobFile):
-        return job
-    settings = {name: value for name, value in experiment.settings.items() if name not in _OURS}
-    if _data is None or _data[0] != (experiment.job, settings):
-        _data = (experiment.job, settings), resolve(job.train_data, world, "train_data")
-    return job if is_stream(_data[1]) else job.having(train_data=_data[1])
-
-
-def _on_rank(world: World, experiment: Experiment) -> Comparison | None:
     notes: list[str] = []
     world.tell = lambda told: notes.append(told.text) if isinstance(told, Line) and told.kind == "note" else None
-    job = the_job(with_settings(experiment.job, experiment.settings))
-    job = _with_data_of_before(world, job, experiment)
     parts = experiment.strategy.parts(job)
     cut = parts if experiment.cut is None else experiment.cut
     # Each update of a large model would have its memory cleared by the kernel again.
@@ -157,13 +68,13 @@ def _on_rank(world: World, experiment: Experiment) -> Comparison | None:
         ours.step.looked = experiment.looked
         theirs = None
         if world.is_first:
-            alone = World(devices=world.devices[:1])
-            with _in(alone):
+            first = World(devices=world.devices[:1])
+            with _in(first):
                 # Made once: it may be large. (A stream may be one that can't be gone through by two at a time.)
                 data = job.train_data if is_stream(ours.data) else ours.data
                 theirs = Side(
                     job.having(accumulate=parts, train_data=data),
-                    alone,
+                    first,
                     Single(),
                     still=experiment.still,
                     watched=experiment.watched,
