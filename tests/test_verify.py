@@ -308,7 +308,7 @@ DRAWS: dict[str, Callable[[], nn.Module]] = {
     "poisson": lambda: Drawn(lambda x: torch.poisson(torch.ones(x.shape))),
     "categories": lambda: Drawn(lambda x: torch.multinomial(torch.ones(len(x), 9), 6)),
     "signs": lambda: Drawn(lambda x: torch.empty_like(x).random_(0, 2)),
-    "numpy": lambda: Drawn(lambda x: torch.as_tensor(np.random.randn(*x.shape))),
+    "numpy": lambda: Drawn(lambda x: torch.full_like(x, np.random.rand())),
     "random": lambda: Drawn(lambda x: torch.full_like(x, random.random())),
 }
 
