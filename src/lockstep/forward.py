@@ -14,7 +14,6 @@ Dropout and normalisation layers, of which all that is known, are in eval mode m
 
 from __future__ import annotations
 
-import contextlib
 import copy
 import functools
 from collections.abc import Iterator
@@ -102,7 +101,7 @@ def look(model: nn.Module, inputs: Any, samples: int) -> Seen:
         times = -(-_FEWEST // samples)
         inputs = each(functools.partial(_multiplied, samples, times), inputs)
         inputs, samples = cut(inputs, 0, _FEWEST, samples * times), _FEWEST
-    with torch.no_grad(), _kept_on(accelerators_of(inputs)):
+    with torch.no_grad(), kept_states(accelerators_of(inputs)):
         try:
             copied = copy.deepcopy(model)
         except Exception as error:
@@ -130,7 +129,7 @@ def refuse_written_buffers(model: nn.Module, inputs: Any) -> None:
     before = {name: digest(b) for name, b in model.named_buffers() if id(b) not in norms}
     if not before:
         return
-    with torch.no_grad(), _kept_on(accelerators_of(inputs)):
+    with torch.no_grad(), kept_states(accelerators_of(inputs)):
         try:
             copied = copy.deepcopy(model)
             buffers = dict(copied.named_buffers())  # one that is replaced, not written, does no harm
@@ -148,14 +147,6 @@ def refuse_written_buffers(model: nn.Module, inputs: Any) -> None:
 def accelerators_of(inputs: Any) -> tuple[torch.device, ...]:
     """Those on which some of the tensors are."""
     return tuple({t.device: None for t in tensors(inputs) if t.device.type not in ("cpu", "meta")})
-
-
-@contextlib.contextmanager
-def _kept_on(accelerators: tuple[torch.device, ...]) -> Iterator[None]:
-    """All generators stand afterwards where they do now."""
-    kind = next((device.type for device in accelerators), "cuda")
-    with kept_states(), torch.random.fork_rng([device.index or 0 for device in accelerators], device_type=kind):
-        yield
 
 
 def drops(module: nn.Module) -> bool:

@@ -39,7 +39,7 @@ def on_devices(
     display: Display,
 ) -> T:
     """Call ``function(world, argument)`` on every rank that the strategy wants; gives rank 0's result."""
-    if not under_torchrun() and (argument.strategy.processes == "one" or len(devices) == 1):
+    if not under_torchrun() and needs_one_process(argument.strategy, devices):
         with alone(devices) as world:
             world.folder = folder
             world.tell = display.tell
@@ -53,6 +53,11 @@ def on_devices(
         on_event=lambda rank, event: display.tell(event),
         on_output=display.output,
     )[0]
+
+
+def needs_one_process(strategy: Any, devices: tuple[Device, ...]) -> bool:
+    """Whether the calling process alone drives these devices under a strategy (a ``Strategy``, which lies above)."""
+    return strategy.processes == "one" or len(devices) == 1
 
 
 @contextlib.contextmanager

@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 import random
 import sys
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any, NamedTuple
 
@@ -31,14 +31,16 @@ def seed_all(key: int) -> None:
 
 
 @contextmanager
-def kept_states() -> Iterator[None]:
-    """Give the three generators back the states they have now."""
-    before = states()
+def kept_states(accelerators: Sequence[torch.device] = ()) -> Iterator[None]:
+    """Give the three generators, and those of accelerators, back the states they have now."""
+    before = states(accelerators)
     try:
         yield
     finally:
         torch.set_rng_state(before.torch)
         set_other_states(before.others)
+        for device, state in zip(accelerators, before.accelerators, strict=True):
+            _generator_on(device)[1](state)
 
 
 @contextmanager
@@ -72,7 +74,7 @@ class States(NamedTuple):
     accelerators: tuple[torch.Tensor, ...] = ()
 
 
-def states(accelerators: Iterable[torch.device] = ()) -> States:
+def states(accelerators: Sequence[torch.device] = ()) -> States:
     """Where the three stand, and those of accelerators."""
     return States(torch.get_rng_state(), other_states(), tuple(_generator_on(device)[0]() for device in accelerators))
 

@@ -2,8 +2,8 @@
 
 ::
 
-    caller    the call into a file, its name into a pipe ──> ... hears the ranks, as in any launch ──> the result
-    rank 0    reads the name ──> all ranks call ──> tells its result ──> reads the next name
+    caller    the call into a file, a byte into a pipe ──> ... hears the ranks, as in any launch ──> the result
+    rank 0    reads the byte ──> all ranks read the file, and call ──> tells its result ──> waits for the next byte
 
 A failure ends them all and comes out as that of a launch does; the next call starts others.
 """
@@ -45,12 +45,12 @@ class StandingRanks:
     def __init__(self, devices: tuple[Device, ...]) -> None:
         self.devices = devices
         self._supervisor: Supervisor | None = None
-        self._returned: list[_Returned] = []
+        self._returned: list[bytes] = []
 
     def call(self, fn: Callable[..., Any], *args: Any) -> Any:
         """Call ``fn(world, *args)`` on every rank and give rank 0's result. Events and output are not passed on.
 
-        Random generators are left as each process's first call found them, and what torch's modes were.
+        Each call finds the random generators where the first one did, in the modes that the caller started them in.
 
         Raises:
             Exception: as `lockstep.launch.launch`.
@@ -61,11 +61,11 @@ class StandingRanks:
         assert supervisor is not None
         with open(self._file, "wb") as file:
             file.write(body)
-        os.write(self._names, b"\n")
+        os.write(self._bell, b"\n")
         while not self._returned and supervisor.failed_at is None and not supervisor.lost:
             supervisor.turn(None)
         if self._returned:
-            return pickle.loads(self._returned.pop().result)
+            return pickle.loads(self._returned.pop())
         try:
             supervisor.watch()
         finally:
@@ -94,8 +94,8 @@ class StandingRanks:
             calls = os.path.join(scratch, "calls")
             os.mkfifo(calls)
             # For reading too, so that it opens at once; when it closes here, rank 0 reads the end.
-            self._names = os.open(calls, os.O_RDWR)
-            stack.callback(os.close, self._names)
+            self._bell = os.open(calls, os.O_RDWR)
+            stack.callback(os.close, self._bell)
             self._supervisor = stack.enter_context(
                 local.started(
                     _serve,
@@ -110,13 +110,13 @@ class StandingRanks:
 
     def _hear(self, rank: int, event: Any) -> None:
         if isinstance(event, _Returned):
-            self._returned.append(event)
+            self._returned.append(event.result)
 
 
 def _serve(world: World, calls: str, path: str) -> None:
     """What each of them does: call after call, as rank 0 hears of them."""
-    with open(calls, "rb", buffering=0) if world.is_first else contextlib.nullcontext() as names:
-        while world.broadcast_object(bool(names and names.read(1))):
+    with open(calls, "rb", buffering=0) if world.is_first else contextlib.nullcontext() as bell:
+        while world.broadcast_object(bool(bell and bell.read(1))):
             with open(path, "rb") as file:
                 fn, args = pickle.load(file)
             tell = world.tell

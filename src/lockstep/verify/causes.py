@@ -16,7 +16,6 @@ from __future__ import annotations
 
 import dataclasses
 from dataclasses import dataclass
-from typing import Literal
 
 from lockstep.errors import LockstepError, LossError, NonFiniteLoss, RankFailed, StrategyError
 from lockstep.placement import place_of
@@ -57,8 +56,8 @@ class Diagnosis:
         self.still: frozenset[Thing] = frozenset()
         self.settings = dict(self.experiment.settings)
         self.synchronises = True
-        # What was still drawn where all draws were to be taken out: from where.
-        self.draws_on: Literal["", "elsewhere", "an operator"] = ""
+        # That something is drawn still where all draws were to be taken out.
+        self.draws_on: Cause | None = None
         # Name and class of the first layer that differs, where an experiment has shown it.
         self.layer: tuple[str, str] | None = None
 
@@ -73,7 +72,7 @@ class Diagnosis:
         if not causes and self.found.drifted:
             return [Cause.drift(self.found.drifted[0])]
         if not causes and self.draws_on:
-            return [Cause.drawing_on(self.draws_on == "elsewhere")]
+            return [self.draws_on]
         if not causes and self.first is None:
             return self._of_the_evaluation()
         causes = causes or self._of_the_cut() or self._of_the_strategy()
@@ -135,7 +134,7 @@ class Diagnosis:
         without_all = self._without(frozenset(present))
         if "draws" in present and without_all is not None and without_all.drew:
             # Where the two agree all the same, their draws came in the same order by chance.
-            self.draws_on = "elsewhere" if without_all.drew_elsewhere else "an operator"
+            self.draws_on = Cause.drawing_on(without_all.drew_elsewhere)
         if self.draws_on or without_all is None or not self.noise.hold(without_all):
             self.still = frozenset(present)
             return []

@@ -12,7 +12,7 @@ from lockstep.devices import Device
 from lockstep.job import Job
 from lockstep.jobfile import JobFile, the_job, with_settings
 from lockstep.launch.standing import StandingRanks
-from lockstep.placement import alone
+from lockstep.placement import alone, needs_one_process
 from lockstep.strategies import Strategy
 from lockstep.verify.comparison import Comparison
 from lockstep.verify.experiment import Experiment
@@ -30,7 +30,7 @@ class Laboratory:
 
     def __init__(self, strategy: Strategy, devices: tuple[Device, ...]) -> None:
         self._ranks = StandingRanks(devices)
-        self._wanted = strategy.processes != "one" and len(devices) > 1
+        self._wanted = not needs_one_process(strategy, devices)
 
     def __enter__(self) -> Laboratory:
         if self._wanted:
@@ -47,7 +47,7 @@ class Laboratory:
             LockstepError: the strategy refuses the job, or a rank fails.
             Exception: what the job's own code raises in this process.
         """
-        if experiment.strategy.processes == "one" or len(experiment.devices) == 1:
+        if needs_one_process(experiment.strategy, experiment.devices):
             with alone(experiment.devices) as world:
                 found = _on_rank(world, experiment)
         else:

@@ -108,10 +108,6 @@ def _first(made: torch.Tensor, weights: torch.Tensor, count: int, *args: Any) ->
     return made.copy_(weights.topk(1 if again else count).indices)
 
 
-def _mean(made: Any, expected: torch.Tensor, *args: Any) -> torch.Tensor:
-    return expected.round() if made.dtype == torch.int64 else expected.clone()
-
-
 def _between(made: torch.Tensor, *args: Any) -> torch.Tensor:
     """``uniform_``: the middle of its bounds."""
     bounds = (*args[1:3], *(0.0, 1.0)[len(args[1:3]) :])
@@ -144,7 +140,7 @@ _DRAWN: dict[str, Callable[..., Any]] = {
     "normal_": _centred,
     "randperm": _counted,
     "multinomial": _first,
-    **dict.fromkeys(("poisson", "_standard_gamma"), _mean),
+    **dict.fromkeys(("poisson", "_standard_gamma"), lambda made, mean, *args: mean.clone()),
     "_sample_dirichlet": lambda made, weights, *args: weights / weights.sum(-1, keepdim=True),
     "binomial": lambda made, counts, chances, *args: counts * chances,
     "rrelu_with_noise": _sloped,
