@@ -1,16 +1,18 @@
 """What `lockstep verify` costs: its whole time against the plain updates of both sides that it can't do without.
 
-    python -m benchmarks.verifying [EXAMPLE ...] [--strategy ddp]
+    python -m benchmarks.verifying [EXAMPLE ...] [--strategy ddp] [--rounds 3]
 
 For each example: seconds of the command as a person starts it, start-up included; of both sides alone in a process that
 is as new (Python, torch, the ranks' processes, models, data), without looking at anything, apart from their updates and
-evaluations; of these updates and evaluations; and how many times the latter the command takes beyond that start.
+evaluations; of these updates and evaluations; and how many times the latter the command takes beyond that start. The
+two take turns, and medians count: where the updates take little, the ratio is the noise of two starts.
 """
 
 from __future__ import annotations
 
 import argparse
 import json
+import statistics
 import subprocess
 import sys
 import time
@@ -81,27 +83,31 @@ def plain(name: str, strategy: str, settings: dict[str, Any]) -> None:
 
 
 _ALONE = """
-import sys, json
+import gc, sys, json
 from lockstep.allocator import prepare
 from lockstep.launch.server import start
 prepare()
 start()
 from benchmarks.verifying import plain
 plain(sys.argv[1], sys.argv[2], json.loads(sys.argv[3]))
+gc.freeze()
 """
-"""As the command begins: the server of ranks starts beside this process's own import of torch."""
+"""As the command begins and ends: the server of ranks starts beside this process's own import of torch."""
 
 
-def main() -> None:
-    """Print a line for each example."""
-    parser = argparse.ArgumentParser()
-    parser.add_argument("examples", nargs="*")
-    parser.add_argument("--strategy", default="ddp")
-    options = parser.parse_args()
-    print("example               command    start   updates  ratio   found")
-    for name in options.examples or EXAMPLES:
+@dataclass(frozen=True)
+class _Cost:
+    """Of one round, in seconds; and what was found."""
+
+    command: float
+    start: float
+    updates: float
+    found: str
+
+    @classmethod
+    def measured(cls, name: str, strategy: str) -> _Cost:
         path = str(HERE.parent / "examples" / f"{name}.py")
-        words = [sys.executable, "-m", "lockstep", "verify", path, "--strategy", options.strategy, "--devices", "2xcpu"]
+        words = [sys.executable, "-m", "lockstep", "verify", path, "--strategy", strategy, "--devices", "2xcpu"]
         words += [word for key, value in EXAMPLES[name].items() for word in ("--set", f"{key}={value}")]
         began = time.perf_counter()
         said = subprocess.run([*words, "--json", "-"], check=False, capture_output=True, text=True)
@@ -110,12 +116,32 @@ def main() -> None:
         settings = {"precision": "fp64" if found["precision"] == "float64" else None, "loader_workers": 0}
         settings |= {"batch_size": found["batch_size"], "eval_batch_size": found["batch_size"]}
         began = time.perf_counter()
-        alone = [sys.executable, "-c", _ALONE, name, options.strategy, json.dumps(settings)]
+        alone = [sys.executable, "-c", _ALONE, name, strategy, json.dumps(settings)]
         done = subprocess.run(alone, check=True, capture_output=True, text=True, cwd=HERE.parent)
         own = float(done.stdout.split()[-1])
-        start = time.perf_counter() - began - own
         causes = ", ".join(cause["name"] for cause in found["causes"]) or "equal"
-        print(f"{name:<20}{command:9.1f} {start:8.1f} {own:9.1f} {(command - start) / own:6.2f}   {causes}", flush=True)
+        return cls(command, time.perf_counter() - began - own, own, causes)
+
+
+def main() -> None:
+    """Print a line for each example: medians of its rounds, and the shortest and the longest of the commands."""
+    parser = argparse.ArgumentParser()
+    parser.add_argument("examples", nargs="*")
+    parser.add_argument("--strategy", default="ddp")
+    parser.add_argument("--rounds", type=int, default=3)
+    options = parser.parse_args()
+    print("example               command         of all    start   updates  ratio   found")
+    for name in options.examples or EXAMPLES:
+        rounds = [_Cost.measured(name, options.strategy) for _ in range(options.rounds)]
+        commands = [cost.command for cost in rounds]
+        command, start, updates = (
+            statistics.median(values)
+            for values in (commands, [cost.start for cost in rounds], [cost.updates for cost in rounds])
+        )
+        ends = f"{min(commands):.1f} to {max(commands):.1f}"
+        found = " / ".join(dict.fromkeys(cost.found for cost in rounds))
+        ratio = (command - start) / updates
+        print(f"{name:<20}{command:9.1f}{ends:>15} {start:8.1f} {updates:9.1f} {ratio:6.2f}   {found}", flush=True)
 
 
 if __name__ == "__main__":

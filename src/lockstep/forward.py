@@ -125,8 +125,7 @@ def refuse_written_buffers(model: nn.Module, inputs: Any) -> None:
     Raises:
         StrategyError: it writes one. (That of a model that can't be copied isn't seen.)
     """
-    norms = {id(b) for m in model.modules() if isinstance(m, nn.modules.batchnorm._NormBase) for b in m.buffers()}
-    before = {name: digest(b) for name, b in model.named_buffers() if id(b) not in norms}
+    before = {name: digest(b) for name, b in acting_buffers(model).items()}
     if not before:
         return
     with torch.no_grad(), kept_states(accelerators_of(inputs)):
@@ -147,6 +146,12 @@ def refuse_written_buffers(model: nn.Module, inputs: Any) -> None:
 def accelerators_of(inputs: Any) -> tuple[torch.device, ...]:
     """Those on which some of the tensors are."""
     return tuple({t.device: None for t in tensors(inputs) if t.device.type not in ("cpu", "meta")})
+
+
+def acting_buffers(model: nn.Module) -> dict[str, torch.Tensor]:
+    """Buffers by name, but for the running statistics of normalisation layers, which don't act in training."""
+    norms = {id(b) for m in model.modules() if isinstance(m, nn.modules.batchnorm._NormBase) for b in m.buffers()}
+    return {name: b for name, b in model.named_buffers() if id(b) not in norms}
 
 
 def drops(module: nn.Module) -> bool:
@@ -180,15 +185,18 @@ def _see(model: nn.Module, inputs: Any, samples: int, seen: Seen) -> None:
     if seen.draws or seen.writes is not None:
         return
     of_whole = {name: digest(b) for name, b in model.named_buffers()}
-    seen.remembers = _differ(whole, run(0, samples))
-    head = run(0, first)
-    norms = {id(b) for m in model.modules() if isinstance(m, nn.modules.batchnorm._NormBase) for b in m.buffers()}
-    seen.follows = tuple(
-        name for name, b in model.named_buffers() if id(b) not in norms and digest(b) != of_whole.get(name)
-    )
-    if not seen.remembers and not seen.follows:
-        tail = run(first, samples - first)
-        seen.mixes = _differ(whole, [torch.cat(pair) for pair in zip(head, tail, strict=True)])
+    in_parts: list[torch.Tensor] | None = None
+    try:
+        head = run(0, first)
+        seen.follows = tuple(name for name, b in acting_buffers(model).items() if digest(b) != of_whole.get(name))
+        if not seen.follows:
+            tail = run(first, samples - first)
+            in_parts = [torch.cat(pair) for pair in zip(head, tail, strict=True)]
+    except Exception:  # it can't take a part
+        pass
+    if in_parts is None or _differ(whole, in_parts):
+        seen.remembers = _differ(whole, run(0, samples))
+        seen.mixes = in_parts is not None and not seen.remembers
 
 
 def _multiplied(samples: int, times: int, tensor: torch.Tensor) -> torch.Tensor:

@@ -42,6 +42,7 @@ class Watch:
         self._lock = threading.Lock()
         self._models = models
         self._hooks: list[Any] = []
+        self._weights = _Weights()
 
     def begin(self) -> None:
         """Look at the next update."""
@@ -73,7 +74,7 @@ class Watch:
         seen: list[tuple[str, str, torch.Tensor]] | None = getattr(self._mine, "seen", None)
         if seen is None or not self._mine.rows:
             return
-        numbers = [n for t in tensors(outputs) if (n := _of_samples(t, self._mine.rows)) is not None]
+        numbers = [n for t in tensors(outputs) if (n := _of_samples(t, self._mine.rows, self._weights)) is not None]
         if numbers:
             seen.append((name, type(module).__name__, torch.cat(numbers, dim=1)))
 
@@ -95,7 +96,7 @@ class Watch:
                 of.update(zip(samples, map(tuple, numbers.tolist()), strict=True))
 
 
-def _of_samples(tensor: torch.Tensor, rows: int) -> torch.Tensor | None:
+def _of_samples(tensor: torch.Tensor, rows: int, weights: _Weights) -> torch.Tensor | None:
     """Three numbers for each sample: (rows, 3), or None where it can't be told what belongs to which."""
     if not tensor.is_floating_point() or tensor.layout != torch.strided or not tensor.dim():
         return None
@@ -105,8 +106,20 @@ def _of_samples(tensor: torch.Tensor, rows: int) -> torch.Tensor | None:
     if tensor.shape[0] % rows:
         return None
     flat = tensor.reshape(rows, -1).cpu().double()
-    weights = torch.arange(1, flat.shape[1] + 1, dtype=torch.float64).remainder_(1009.0) / 1009.0
-    return torch.stack([flat.sum(dim=1), flat @ weights, flat.abs().sum(dim=1)], dim=1)
+    return torch.stack([flat.sum(dim=1), flat @ weights(flat.shape[1]), flat.abs().sum(dim=1)], dim=1)
+
+
+class _Weights:
+    """Of each place in a sample's part, as many as are asked for; they are made once, since that takes long."""
+
+    def __init__(self) -> None:
+        self._longest = torch.empty(0, dtype=torch.float64)
+
+    def __call__(self, places: int) -> torch.Tensor:
+        longest = self._longest  # another thread may put its own there meanwhile
+        if len(longest) < places:
+            longest = self._longest = torch.arange(1, places + 1, dtype=torch.float64).remainder_(1009.0) / 1009.0
+        return longest[:places]
 
 
 def together(every: list[Told]) -> Told:

@@ -109,7 +109,7 @@ def _seconds(job: Job, devices: tuple[Device, ...]) -> float:
             began = time.perf_counter()
             side.update(batch)
             taken.append((time.perf_counter() - began) * job.batch_size / batch.size)
-            if taken[-1] > 2 * _LONGEST or (len(taken) > 1 and taken[-1] > _LONGEST / 10) or len(taken) == _MOST:
+            if taken[-1] > 1.5 * _LONGEST or (len(taken) > 1 and taken[-1] > _LONGEST / 10) or len(taken) == _MOST:
                 break
         side.loader.close()
     return min(taken)

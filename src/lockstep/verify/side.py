@@ -12,6 +12,7 @@ from torch import nn
 from lockstep.data import Batch, Part, eval_loaders, job_loader, resolve, resolve_sets
 from lockstep.digest import digest
 from lockstep.evaluation import evaluate_sets
+from lockstep.forward import acting_buffers
 from lockstep.job import Job
 from lockstep.nesting import each, tensors
 from lockstep.scheduler import move_on, scheduler_of
@@ -101,7 +102,7 @@ class Side:
         if watch is not None:
             watch.begin()
         self.rates = tuple(float(group.get("lr", 0.0)) for group in self.step.optimizer.param_groups)
-        before = [{name: digest(b) for name, b in buffers_by_name(model).items()} for model in self.step.models()]
+        before = [{name: digest(b) for name, b in acting_buffers(model).items()} for model in self.step.models()]
         self.step.seed(self.job.seed)
         generators = states(self._accelerators)
         result = self.step.update(shuffled(batch) if self.shuffled else batch)
@@ -110,7 +111,7 @@ class Side:
         if watch is not None:
             watch.end()
         self.changed = [
-            {name for name, b in buffers_by_name(model).items() if digest(b) != values.get(name)}
+            {name for name, b in acting_buffers(model).items() if digest(b) != values.get(name)}
             for model, values in zip(self.step.models(), before, strict=True)
         ]
         total, count = self.step.over_ranks(result.total, result.count)
@@ -168,12 +169,6 @@ class Side:
             self.watch.forwarded(part)
         if not self.functions:
             self.functions.update(own_functions(outputs))
-
-
-def buffers_by_name(model: nn.Module) -> dict[str, torch.Tensor]:
-    """Buffers, but for the running statistics of normalisation layers."""
-    norms = {id(b) for m in model.modules() if isinstance(m, nn.modules.batchnorm._NormBase) for b in m.buffers()}
-    return {name: b for name, b in model.named_buffers() if id(b) not in norms}
 
 
 def shuffled(batch: Batch) -> Batch:

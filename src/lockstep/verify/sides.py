@@ -26,7 +26,7 @@ from lockstep.data import Batch, is_stream
 from lockstep.devices import Device
 from lockstep.digest import digest
 from lockstep.events import Line
-from lockstep.forward import drops
+from lockstep.forward import acting_buffers, drops
 from lockstep.job import Job
 from lockstep.placement import place_of
 from lockstep.step import Result
@@ -36,7 +36,7 @@ from lockstep.verify.experiment import Experiment
 from lockstep.verify.harness import buffer_apart, change_apart, largest, real
 from lockstep.verify.layers import first_apart, together
 from lockstep.verify.rows import Rows, rows_apart
-from lockstep.verify.side import Side, buffers_by_name
+from lockstep.verify.side import Side
 from lockstep.world import World
 
 
@@ -268,7 +268,7 @@ class _Run:
         """After the first update: buffers that only some replicas changed, and those that are other ones on each."""
         models = self.ours.step.models()
         mine = [
-            (changed, {name: digest(b) for name, b in buffers_by_name(model).items()})
+            (changed, {name: digest(b) for name, b in acting_buffers(model).items()})
             for changed, model in zip(self.ours.changed, models, strict=True)
         ]
         every = [one for theirs in self.world.gather_objects(mine) for one in theirs]
