@@ -52,6 +52,14 @@ class WarmingUncut(Warming):
         return super().forward(x.view(self.size, 6))
 
 
+class WarmingBeside(Warming):
+    """Beside its outputs it gives as many numbers as it is first given samples, which parts can't be told of."""
+
+    def forward(self, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        self.size = vars(self).get("size", len(x))
+        return super().forward(x), torch.ones(self.size)
+
+
 class Following(Layer):
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         self.kept.mul_(0.9).add_(x.detach().mean(dim=0))
@@ -116,6 +124,7 @@ CASES = [
     (Normalised, Seen(mixes=True)),
     (Warming, Seen(remembers=True)),
     (WarmingUncut, Seen(remembers=True)),
+    (WarmingBeside, Seen(remembers=True)),
     (Following, Seen(follows=("kept",))),
     (Counting, Seen()),
     (Masked, Seen()),
