@@ -130,6 +130,48 @@ def test_a_small_gpt_of_hugging_face_gets_no_false_alarm() -> None:
     assert found, found
 
 
+class Packing(nn.Module):
+    """Takes its sequences padded, and packs them inside."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.lstm, self.out = nn.LSTM(2, 5, batch_first=True), nn.Linear(5, 3)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        lengths = (x[:, 0] > 0) + 2
+        steps = x.view(len(x), 3, 2)
+        packed = nn.utils.rnn.pack_padded_sequence(steps, lengths, batch_first=True, enforce_sorted=False)
+        return self.out(nn.utils.rnn.pad_packed_sequence(self.lstm(packed)[0], batch_first=True)[0].sum(dim=1))
+
+
+class Annealed(nn.Module):
+    """A loss that counts its calls, of which there is one in each update."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("calls", torch.zeros(()))
+
+    def forward(self, outputs: torch.Tensor, targets: torch.Tensor) -> tuple[torch.Tensor, int]:
+        self.calls += 1
+        penalty = outputs.square().sum() * self.calls.clamp(max=20) / 20
+        return nn.functional.cross_entropy(outputs, targets, reduction="sum") + penalty, len(targets)
+
+
+EASILY_MISJUDGED = {
+    "sequences packed inside": {"model": Packing},
+    "a loss that counts its calls": {"loss": Annealed(), "metrics": {}, "eval_data": None},
+    "weights of classes": {"loss": nn.CrossEntropyLoss(weight=torch.tensor([1.0, 2.0, 3.0]))},
+}
+
+
+@pytest.mark.parametrize("kind", EASILY_MISJUDGED)
+def test_what_is_easily_misjudged_gets_no_false_alarm(kind: str) -> None:
+    found = verified(dataclasses.replace(MLP, **EASILY_MISJUDGED[kind]), "ddp")
+    assert found, found
+    assert found.precision == "float64"
+    assert found.worst < 1e-10
+
+
 def test_the_course_has_the_smaller_last_batch_and_two_of_the_second_epoch() -> None:
     found = verified(MLP, "dp")
     assert found.comparison is not None
@@ -205,6 +247,12 @@ def test_batch_norm_per_replica_is_named_with_its_layer_and_its_setting(way: str
 def test_dropout_is_named(way: str) -> None:
     found = verified(dataclasses.replace(MLP, model=Dropping), way)
     assert names(found) == {"dropout"}
+
+
+@pytest.mark.parametrize("way", ["ddp", "dp"])
+def test_streams_of_micro_batches_are_not_taken_for_draws(way: str) -> None:
+    job = ZOO["convolutions with sync_batchnorm"].having(sync_batchnorm=False, accumulate=2)
+    assert names(verified(job, way)) == {"batchnorm"}
 
 
 def test_two_causes_at_once_are_both_named() -> None:
@@ -381,6 +429,22 @@ def test_a_buffer_that_depends_on_the_share_is_named(way: str) -> None:
     found = verified(dataclasses.replace(MLP, model=Averaging), way)
     assert names(found) == {"buffer"}
     assert '"seen"' in found.causes[0].words
+
+
+class CountingSamples(nn.Linear):
+    def __init__(self) -> None:
+        super().__init__(6, 3)
+        self.register_buffer("samples", torch.zeros(()))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        self.samples += len(x) * self.training
+        return super().forward(x)
+
+
+def test_a_buffer_that_alone_parts_is_named() -> None:
+    found = verified(dataclasses.replace(MLP, model=CountingSamples, batch_size=4), "ddp")
+    assert names(found) == {"buffer"}
+    assert '"samples"' in found.causes[0].words
 
 
 @pytest.mark.parametrize("way", ["dp", pytest.param("ddp", marks=pytest.mark.slow)])

@@ -185,18 +185,13 @@ def _see(model: nn.Module, inputs: Any, samples: int, seen: Seen) -> None:
     if seen.draws or seen.writes is not None:
         return
     of_whole = {name: digest(b) for name, b in model.named_buffers()}
-    parted: bool | None = None
-    try:
-        head = run(0, first)
-        seen.follows = tuple(name for name, b in acting_buffers(model).items() if digest(b) != of_whole.get(name))
-        if not seen.follows:
-            tail = run(first, samples - first)
-            parted = _differ(whole, [torch.cat(pair) for pair in zip(head, tail, strict=True)])
-    except Exception:  # it can't take a part, or gives other outputs then
-        pass
-    if parted is not False:
-        seen.remembers = _differ(whole, run(0, samples))
-        seen.mixes = parted is True and not seen.remembers
+    # At once, and always: parts in between may bring a memory back to where it was.
+    seen.remembers = _differ(whole, run(0, samples))
+    head = run(0, first)
+    seen.follows = tuple(name for name, b in acting_buffers(model).items() if digest(b) != of_whole.get(name))
+    if not seen.remembers and not seen.follows:
+        tail = run(first, samples - first)
+        seen.mixes = _differ(whole, [torch.cat(pair) for pair in zip(head, tail, strict=True)])
 
 
 def _multiplied(samples: int, times: int, tensor: torch.Tensor) -> torch.Tensor:

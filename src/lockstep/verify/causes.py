@@ -234,7 +234,10 @@ class Diagnosis:
             return [Cause.sampler(first)]
         if first is not None and (ratio := self._one_ratio(first)) is not None:
             return [Cause.scaled(ratio, len(self.experiment.devices))]
-        if first is not None and not any(kind in ("gradients", "loss") for kind, _, _ in self.bounds.beyond(first)):
+        beyond = () if first is None else tuple(self.bounds.beyond(first))
+        if beyond and all(kind == "buffers" for kind, _, _ in beyond):
+            return [Cause.buffer([name for _, name, _ in beyond], {})]
+        if first is not None and not any(kind in ("gradients", "loss") for kind, _, _ in beyond):
             return [Cause.update(first.number)]
         return []
 

@@ -74,7 +74,11 @@ class Watch:
         seen: list[tuple[str, str, torch.Tensor]] | None = getattr(self._mine, "seen", None)
         if seen is None or not self._mine.rows:
             return
-        numbers = [n for t in tensors(outputs) if (n := _of_samples(t, self._mine.rows, self._weights)) is not None]
+        try:
+            given = list(tensors(outputs))
+        except InputError:  # a PackedSequence: what unpacks it is seen
+            return
+        numbers = [n for t in given if (n := _of_samples(t, self._mine.rows, self._weights)) is not None]
         if numbers:
             seen.append((name, type(module).__name__, torch.cat(numbers, dim=1)))
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import pickle
 from collections.abc import Iterator
 from typing import Any
@@ -56,6 +57,7 @@ class Side:
         watched: int = 0,
         shuffled: bool = False,
     ) -> None:
+        job = job.having(loss=_own_loss(job))
         self.job, self.world = job, world
         self.shuffled = shuffled
         self._accelerators = tuple({device.torch: None for device in world.devices if not device.is_slot})
@@ -80,6 +82,8 @@ class Side:
         self._clip = self.step.clip
         self.step.clip = self._clipped  # type: ignore[method-assign]
         self.step.on_forward = self._saw
+        self._begin_part = self.step.begin_part
+        self.step.begin_part = self._begins_part  # type: ignore[method-assign]
         self._backward = still_backward(self.step.backward, still)
         self.step.backward = self._went_back  # type: ignore[method-assign]
 
@@ -104,10 +108,10 @@ class Side:
         self.rates = tuple(float(group.get("lr", 0.0)) for group in self.step.optimizer.param_groups)
         before = [{name: digest(b) for name, b in acting_buffers(model).items()} for model in self.step.models()]
         self.step.seed(self.job.seed)
-        generators = states(self._accelerators)
+        self.drew = self.drew_elsewhere = False
+        self._generators = states(self._accelerators)
         result = self.step.update(shuffled(batch) if self.shuffled else batch)
-        now = states(self._accelerators)
-        self.drew, self.drew_elsewhere = not same(generators, now), not same_others(generators.others, now.others)
+        self._see_draws()
         if watch is not None:
             watch.end()
         self.changed = [
@@ -151,6 +155,17 @@ class Side:
         self.gradients = {name: g.detach().clone() if changes else g.detach() for name, g in grads.items()}
         self._clip()
 
+    def _begins_part(self, number: int) -> None:
+        """A micro-batch of a process with one replica begins, with a random stream of its own."""
+        self._see_draws()
+        self._begin_part(number)
+        self._generators = states(self._accelerators)
+
+    def _see_draws(self) -> None:
+        now = states(self._accelerators)
+        self.drew |= not same(self._generators, now)
+        self.drew_elsewhere |= not same_others(self._generators.others, now.others)
+
     def _went_back(self, total: torch.Tensor, factor: float) -> None:
         if self._number > 1:
             self._backward(total, factor)
@@ -169,6 +184,17 @@ class Side:
             self.watch.forwarded(part)
         if not self.functions:
             self.functions.update(own_functions(outputs))
+
+
+def _own_loss(job: Job) -> Any:
+    """A loss that is a module, for this side alone: it may count its calls; in float64 where the side computes so."""
+    if not isinstance(job.loss, nn.Module):
+        return job.loss
+    try:
+        own = copy.deepcopy(job.loss)
+    except Exception:
+        return job.loss
+    return own.double() if job.precision == "fp64" else own
 
 
 def shuffled(batch: Batch) -> Batch:
