@@ -1022,6 +1022,52 @@ def test_large_batches_are_cut_so_that_the_last_one_stays_smaller(monkeypatch: p
     assert any("instead of 20" in note for note in found.notes)
 
 
+@pytest.mark.parametrize(
+    ("once", "each", "most"),
+    [
+        (0.3, 1e-5, 1000),  # all of it is of the update: the whole batch takes no longer
+        (0.01, 0.002, 245),
+        (0.1, 0.1, 5),
+        (0.7, 1e-5, 5),  # even the fewest take too long
+        (0.0, 1e-4, 1000),
+    ],
+)
+def test_batches_are_as_large_as_their_time_allows(
+    once: float, each: float, most: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    preflight = importlib.import_module("lockstep.verify.preflight")
+    asked: list[float] = []
+
+    def seconds(job: Job, devices: Any) -> float:
+        asked.append(once + each * job.batch_size)
+        return asked[-1]
+
+    monkeypatch.setattr(preflight, "_seconds", seconds)
+    job = dataclasses.replace(MLP, batch_size=1000)
+    found = preflight._most(job, (), 5, seconds(job.having(batch_size=5), ()))
+    assert found == pytest.approx(most, abs=1)
+    assert max(asked) <= 2.0  # seconds that are spent on trying
+
+
+class FindingNothing(nn.Module):
+    """A loss over the samples of one class, which a small share has none of."""
+
+    def forward(self, outputs: torch.Tensor, targets: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        return outputs[targets == 2].square().sum(), (targets == 2).sum()
+
+
+def test_what_fails_in_smaller_batches_is_judged_in_whole_ones(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(importlib.import_module("lockstep.verify.preflight"), "_LONGEST", 1e-9)
+    where = torch.arange(40) % 20 == 3  # one of twenty, so most batches of five have none
+    data = torch.utils.data.TensorDataset(drawn(40, 6), torch.where(where, 2, 0))
+    job = dataclasses.replace(
+        MLP, loss=FindingNothing(), train_data=data, eval_data=None, metrics={}, batch_size=40, optimizer=plain_sgd
+    )
+    found = lockstep.verify(job, strategy="ddp", devices=DEVICES)
+    assert found, found
+    assert found.batch_size == 40
+
+
 @pytest.mark.parametrize("way", ["dp", pytest.param("ddp", marks=pytest.mark.slow)])
 def test_no_batch_of_one_sample_is_made_where_the_job_has_none(way: str) -> None:
     """Five samples at a time, as verify tries first, would leave one, of which no batch norm can take the mean."""

@@ -106,6 +106,8 @@ def _answer(
         cause = Cause.of_refusal(error)
         if cause is None:
             raise
+        if cause.name == "failed" and "batch_size" in ground.settings:  # a share may be too small for it
+            return _answer(source, loaded, way, chosen, laboratory, whole=True)
         if not isinstance(error, InputError):  # of the job's own code, or a rank: is it the strategy's doing?
             laboratory.compared(dataclasses.replace(experiment, strategy=Single(), devices=(place_of(chosen),)))
         return dataclasses.replace(said, refused=str(error), causes=(cause,))

@@ -18,8 +18,8 @@ _LONGEST = 0.5
 """Seconds that an update of one device may take, where nobody asked for whole batches."""
 
 
-_DOUBT = 4.0
-"""How many times that an update of a few samples lets expect, where one of the whole batch is timed instead."""
+_DOUBT = 1.5
+"""How many times the longest the fewest samples may take, where more of them are timed all the same."""
 
 
 _MOST = 3
@@ -66,23 +66,53 @@ def preflight(job: Job, strategy: Strategy, devices: tuple[Device, ...], *, whol
         ground.notes.append("without compile, which only changes rounding")
     shares = 1 if strategy.splits_layers else len(devices)
     fewest = min(job.batch_size, max(2 * shares * strategy.parts(job) + 1, 4))
-    seconds, precision = _tried(job.having(**ground.settings, batch_size=fewest), devices)
+    try:
+        seconds, precision = _tried(job.having(**ground.settings, batch_size=fewest), devices)
+    except Exception:  # so few may be too few for it
+        if fewest == job.batch_size:
+            raise
+        whole, fewest = True, job.batch_size
+        seconds, precision = _tried(job.having(**ground.settings), devices)
     ground.settings["precision"] = precision
     if job.precision not in (None, precision):
         ground.notes.append(f"in {precision} in the place of {job.precision}")
     if precision != "fp64":
         ground.notes.append("the model can't compute in float64, so rounding is measured: single twice, sums mixed")
-    estimate = seconds * job.batch_size / fewest
-    if not whole and _LONGEST < estimate <= _DOUBT * _LONGEST:  # much of it may be of an update, not of its samples
-        estimate = _seconds(job.having(**ground.settings), devices)
-    if not whole and estimate > _LONGEST:
-        size = _uneven(job, max(fewest, int(_LONGEST * fewest / seconds)), 2 * shares * strategy.parts(job))
+    most = job.batch_size if whole else _most(job.having(**ground.settings), devices, fewest, seconds)
+    if most < job.batch_size:
+        size = _uneven(job, max(fewest, most), 2 * shares * strategy.parts(job))
         if size < job.batch_size:
             ground.settings |= {"batch_size": size, "eval_batch_size": min(size, job.eval_batch_size or job.batch_size)}
             ground.notes.append(
                 f"batches of {size} samples instead of {job.batch_size}, to save time (--whole takes them whole)"
             )
     return Ground(ground.settings, precision == "fp64", tuple(ground.notes))
+
+
+def _most(job: Job, devices: tuple[Device, ...], size: int, seconds: float) -> int:
+    """About how many samples an update can take within the longest time; all, where the whole batch does.
+
+    Much of what a few samples take may be of an update, not of them: so more of them are timed, until that is long.
+
+    Args:
+        job: with the settings of both sides.
+        devices: of the strategy.
+        size: of a batch that was timed.
+        seconds: that it took.
+    """
+    each = seconds / size
+    while size < job.batch_size and seconds <= _DOUBT * _LONGEST:
+        if seconds + each * (job.batch_size - size) <= _LONGEST:
+            return job.batch_size
+        near = seconds + each * (job.batch_size - size) <= 4 * _LONGEST
+        more = job.batch_size if near else min(job.batch_size, (4 if seconds <= _LONGEST / 2 else 2) * size)
+        longer = _seconds(job.having(batch_size=more), devices)
+        each = max(0.0, longer - seconds) / (more - size)
+        if longer > _LONGEST and more > size:
+            room = (_LONGEST - seconds) / each if each else 0.0
+            return max(1, int(size + room)) if room > 0 else size
+        size, seconds = more, longer
+    return size
 
 
 def _tried(job: Job, devices: tuple[Device, ...]) -> tuple[float, str | None]:
@@ -109,7 +139,7 @@ def _seconds(job: Job, devices: tuple[Device, ...]) -> float:
             began = time.perf_counter()
             side.update(batch)
             taken.append((time.perf_counter() - began) * job.batch_size / batch.size)
-            if taken[-1] > 1.5 * _LONGEST or (len(taken) > 1 and taken[-1] > _LONGEST / 10) or len(taken) == _MOST:
+            if taken[-1] > _DOUBT * _LONGEST or (len(taken) > 1 and taken[-1] > _LONGEST / 10) or len(taken) == _MOST:
                 break
         side.loader.close()
     return min(taken)
