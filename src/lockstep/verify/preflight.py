@@ -22,6 +22,10 @@ _DOUBT = 1.5
 """How many times the longest the fewest samples may take, where more of them are timed all the same."""
 
 
+_NEAR = 4.0
+"""How many times the longest a whole batch may be expected to take, where it is timed at once."""
+
+
 _MOST = 3
 """Updates of a few samples that are timed, of which the fastest counts."""
 
@@ -102,15 +106,16 @@ def _most(job: Job, devices: tuple[Device, ...], size: int, seconds: float) -> i
     """
     each = seconds / size
     while size < job.batch_size and seconds <= _DOUBT * _LONGEST:
-        if seconds + each * (job.batch_size - size) <= _LONGEST:
+        whole = seconds + each * (job.batch_size - size)
+        if whole <= _LONGEST:
             return job.batch_size
-        near = seconds + each * (job.batch_size - size) <= 4 * _LONGEST
-        more = job.batch_size if near else min(job.batch_size, (4 if seconds <= _LONGEST / 2 else 2) * size)
+        times = 4 if seconds <= _LONGEST / 2 else 2
+        more = job.batch_size if whole <= _NEAR * _LONGEST else min(job.batch_size, times * size)
         longer = _seconds(job.having(batch_size=more), devices)
         each = max(0.0, longer - seconds) / (more - size)
-        if longer > _LONGEST and more > size:
-            room = (_LONGEST - seconds) / each if each else 0.0
-            return max(1, int(size + room)) if room > 0 else size
+        if longer > _LONGEST:
+            room = _LONGEST - seconds
+            return int(size + room / each) if room > 0 else size
         size, seconds = more, longer
     return size
 
