@@ -66,9 +66,10 @@ def weights(run: Run) -> dict[str, torch.Tensor]:
 
 
 def test_digits_are_learned_as_well_as_on_one_device(tmp_path: Path) -> None:
+    """After half as many epochs the accuracy of one and the same run differs by four points, after these by one."""
     core = Device("cpu", 0, usable_cores()[:1])
-    one = train(DIGITS, strategy="single", devices=core, epochs=4, folder=tmp_path, quiet=True)
-    run = train(DIGITS, strategy="hogwild", devices="2xcpu", epochs=4, folder=tmp_path, quiet=True)
+    one = train(DIGITS, strategy="single", devices=core, epochs=8, folder=tmp_path, quiet=True)
+    run = train(DIGITS, strategy="hogwild", devices="2xcpu", epochs=8, folder=tmp_path, quiet=True)
     assert run.metrics["accuracy"] > one.metrics["accuracy"] - MARGIN
     assert run.history[-1]["train_loss"] < 2 * one.history[-1]["train_loss"] + 0.05
 
