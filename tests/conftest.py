@@ -1,13 +1,51 @@
-"""What all tests need: the zoo can be imported, by ranks too."""
+"""What all tests need: the zoo can be imported, by ranks too; what stands still says where."""
 
 from __future__ import annotations
 
+import contextlib
 import signal
 import sys
+import threading
 from pathlib import Path
+from typing import Any
+
+import psutil
+import pytest
 
 sys.path.insert(0, str(Path(__file__).parent))
 
 # A suite that a shell runs in the background ignores Ctrl-C, and all that it starts would too.
 if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
     signal.signal(signal.SIGINT, signal.default_int_handler)
+
+
+_BEFORE = 5.0
+"""Seconds before a test is given up, in which what it has started is asked where it stands."""
+
+_timers: list[threading.Timer] = []
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_timeout_set_timer(item: pytest.Item, settings: Any) -> None:
+    timer = threading.Timer(max(1.0, settings.timeout - _BEFORE), _abort_all)
+    timer.daemon = True
+    timer.start()
+    _timers.append(timer)
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_timeout_cancel_timer(item: pytest.Item) -> None:
+    while _timers:
+        _timers.pop().cancel()
+
+
+def _abort_all() -> None:
+    """Ranks and their loader workers have `faulthandler` on: each prints its threads' stacks, to where the test hears.
+
+    Not the process that forks the ranks, which has to report their end.
+    """
+    here = psutil.Process()
+    for process in reversed(here.children(recursive=True)):  # the youngest first: loader workers before their rank
+        with contextlib.suppress(psutil.Error):
+            if process.ppid() != here.pid or not process.children():
+                process.send_signal(signal.SIGABRT)
