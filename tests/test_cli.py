@@ -160,6 +160,34 @@ def test_ctrl_c_says_what_that_command_keeps(command: str, job: Path, capfd, mon
     assert said(capfd) == [f"lockstep: stopped by Ctrl-C; {kept}"]
 
 
+PRESSED = """
+import os, signal
+try:
+    for _ in range({times}):
+        os.kill(os.getpid(), signal.SIGINT)
+except KeyboardInterrupt:
+    {then}
+"""
+SWALLOWED, REPLACED, PASSED_ON = "pass", "raise ImportError('numpy failed to import')", "raise"
+
+
+@pytest.mark.parametrize(
+    ("name", "then"),
+    [("torch/__init__.py", SWALLOWED), ("torch/__init__.py", REPLACED), ("job.py", REPLACED), ("job.py", PASSED_ON)],
+)
+@pytest.mark.parametrize("times", [1, 3])
+def test_ctrl_c_while_modules_are_imported_is_one_line(name: str, then: str, times: int, tmp_path: Path) -> None:
+    """They swallow it, and make other exceptions of it; a person may press it more than once."""
+    for path in ("torch/__init__.py", "job.py")[name == "job.py" :]:
+        (tmp_path / path).parent.mkdir(exist_ok=True)
+        (tmp_path / path).write_text(PRESSED.format(times=times, then=then) if path == name else "")
+    where = ["--devices", "1"] if name == "job.py" else ["--strategy", "ddp", "--devices", "2xcpu"]
+    words = [sys.executable, "-m", "lockstep", "train", "job.py", *where]
+    found = subprocess.run(words, cwd=tmp_path, capture_output=True, text=True, check=False)
+    assert (found.stdout, found.stderr) == ("", "lockstep: stopped by Ctrl-C; what was saved is kept\n")
+    assert found.returncode == 130
+
+
 def test_torchrun_starts_the_same_job(job: Path) -> None:
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2", "-m", "lockstep"]
     surroundings = {**os.environ, "PYTHONWARNINGS": "ignore"}

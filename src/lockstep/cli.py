@@ -7,6 +7,7 @@ needed their server starts to import torch while this process does.
 from __future__ import annotations
 
 import argparse
+import math
 import os
 import re
 import signal
@@ -20,6 +21,7 @@ import lockstep
 from lockstep.allocator import prepare
 from lockstep.compare import commands as comparing
 from lockstep.errors import InputError, LockstepError, RankFailed, nearest, own_traceback
+from lockstep.launch import server
 from lockstep.options import above_zero, add_knobs, add_settings, knobs_in, settings_in
 from lockstep.pipelining import commands as pipelining
 from lockstep.verify import commands as verifying
@@ -48,9 +50,12 @@ def main(words: Sequence[str] | None = None) -> int:
     """Run the command with these words; gives the exit code (the table is in docs/verify.md)."""
     before = signal.signal(signal.SIGTERM, _terminated)
     words = list(sys.argv[1:] if words is None else words)
+    interrupt = _Interrupt(words)
     try:
         return _ended(_run(words))
     except LockstepError as error:
+        if interrupt.just_now():
+            return _interrupted(words)
         if isinstance(error, RankFailed) and error.traceback:
             _say(error.traceback.rstrip())
         if isinstance(error, InputError) and _is_one_of_many():
@@ -59,9 +64,10 @@ def main(words: Sequence[str] | None = None) -> int:
         _say(f"lockstep: {error}")
         return _ended(error.exit_code)
     except KeyboardInterrupt:
-        _say(f"lockstep: stopped by Ctrl-C; {_KEPT.get(words[0] if words else '', 'nothing was kept')}")
-        return 130
+        return _interrupted(words)
     except Exception as error:
+        if interrupt.just_now():
+            return _interrupted(words)
         if _is_for_want_of_another(error):
             _say(f"lockstep: rank {os.environ['RANK']} stopped because another rank did")
             return _ended(1)
@@ -72,7 +78,47 @@ def main(words: Sequence[str] | None = None) -> int:
         _say(f"lockstep: the run failed: {type(error).__name__}: {first}{where}")
         return _ended(1)
     finally:
+        interrupt.over()
         signal.signal(signal.SIGTERM, before)
+
+
+class _Interrupt:
+    """Ctrl-C while a command runs: pressed twice in a row it is one, since ending takes a moment.
+
+    Modules that are being imported make other exceptions of it (NumPy an `ImportError`), so its time is kept; and torch
+    swallows it when it looks for NumPy, but then nothing was begun, and the process may end where it stands.
+    """
+
+    _ONE = 2.0
+    """Seconds that belong to one Ctrl-C."""
+
+    def __init__(self, words: list[str]) -> None:
+        self._words = words
+        self._pressed = -math.inf
+        self._before = signal.getsignal(signal.SIGINT)
+        if self._before is signal.default_int_handler:  # elsewhere somebody has decided otherwise: nohup, say
+            signal.signal(signal.SIGINT, self._press)
+
+    def _press(self, number: int, frame: FrameType | None) -> None:
+        if not self.just_now():
+            self._pressed = time.monotonic()
+            if getattr(getattr(sys.modules.get("torch"), "__spec__", None), "_initializing", False):
+                server.stop()
+                os._exit(_interrupted(self._words))
+            raise KeyboardInterrupt
+
+    def just_now(self) -> bool:
+        """Whether what is raised now may be for its sake."""
+        return time.monotonic() - self._pressed < self._ONE
+
+    def over(self) -> None:
+        if self._before is signal.default_int_handler:
+            signal.signal(signal.SIGINT, self._before)
+
+
+def _interrupted(words: list[str]) -> int:
+    _say(f"lockstep: stopped by Ctrl-C; {_KEPT.get(words[0] if words else '', 'nothing was kept')}")
+    return 130
 
 
 _KEPT = {"train": "what was saved is kept"}
@@ -359,9 +405,7 @@ def _warm_up(options: argparse.Namespace, *, surely: bool = False) -> None:
     """Before this process imports torch: huge pages, and start the server of ranks, where some may be needed."""
     prepare()
     if surely or (options.strategy in ("ddp", None) and options.devices not in (None, "auto", "1", "1xcpu", "cpu")):
-        from lockstep.launch.server import start
-
-        start()
+        server.start()
 
 
 if __name__ == "__main__":
