@@ -679,6 +679,30 @@ def test_weights_that_the_model_clamps_in_forward_are_refused_as_in_training(way
     assert found.refused is not None and 'writes its parameter "weight"' in found.refused
 
 
+class OneOfItsKind(nn.Linear):
+    def __init__(self) -> None:
+        super().__init__(6, 3)
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> nn.Module:
+        raise TypeError("there can be one only")
+
+
+def test_a_strategy_that_does_not_take_what_one_device_takes_is_unequal() -> None:
+    found = verified(dataclasses.replace(MLP, model=OneOfItsKind), "dp")
+    assert names(found) == {"refused"} and not found
+    assert found.refused is not None and "there can be one only" in found.refused
+
+
+@pytest.mark.parametrize("way", ["dp", "ddp"])
+def test_what_one_device_does_not_take_either_is_no_answer(way: str) -> None:
+    with pytest.raises(InputError, match="mean over nothing"):
+        verified(MLP.having(loss=refusing), way)
+
+
+def refusing(outputs: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
+    raise InputError("mean over nothing: give it something")
+
+
 class Taught(nn.Module):
     """A frozen copy follows what it sees, once training goes on; the loss doesn't follow it.
 

@@ -108,7 +108,7 @@ def _answer(
             raise
         if cause.name == "failed" and "batch_size" in ground.settings:  # a share may be too small for it
             return _answer(source, loaded, way, chosen, laboratory, whole=True)
-        if not isinstance(error, InputError):  # of the job's own code, or a rank: is it the strategy's doing?
+        if cause.name in ("failed", "refused"):  # is it the strategy's doing? Else one device says it too
             laboratory.compared(dataclasses.replace(experiment, strategy=Single(), devices=(place_of(chosen),)))
         return dataclasses.replace(said, refused=str(error), causes=(cause,))
     noise = Noise(laboratory, experiment, parts, exact=ground.exact)

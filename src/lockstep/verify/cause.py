@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
-from lockstep.errors import InputError, LossError, told
+from lockstep.errors import DeviceError, FolderError, InputError, LossError, told
 from lockstep.verify.comparison import Update
 
 
@@ -25,7 +25,7 @@ class Cause:
 
     @classmethod
     def of_refusal(cls, error: Exception) -> Cause | None:
-        """What a refusal, or a failure, under the strategy alone says of the job; None where it says nothing of it."""
+        """What a refusal, or a failure, under the strategy alone says of the job; None where it isn't of the job."""
         said = str(error)
         if isinstance(error, LossError):
             return cls.loss(said)
@@ -42,7 +42,9 @@ class Cause:
             if words in said:
                 what, _, mend = said.partition(": ") if cause == "drift" else said.rpartition(": ")
                 return cls(cause, what, mend)
-        return None if isinstance(error, InputError) else cls.failed(error)
+        if isinstance(error, (DeviceError, FolderError)):
+            return None
+        return cls.refused(said) if isinstance(error, InputError) else cls.failed(error)
 
     # ---- the model --------------------------------------------------------------------------------------------------
 
@@ -324,6 +326,12 @@ class Cause:
         return cls(
             "failed", f"under the strategy it fails: {told(error)}", "a share of a batch has to be enough for it"
         )
+
+    @classmethod
+    def refused(cls, said: str) -> Cause:
+        """The strategy doesn't take the job, where one device does."""
+        cut = max(said.rfind(": "), said.rfind("; "))
+        return cls("refused", said, "another strategy") if cut < 0 else cls("refused", said[:cut], said[cut + 2 :])
 
     @classmethod
     def unknown(cls) -> Cause:
