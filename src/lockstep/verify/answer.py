@@ -11,7 +11,7 @@ from typing import Any
 from lockstep import devices as _devices
 from lockstep.data import resolve
 from lockstep.devices import Device, Devices
-from lockstep.errors import DeviceError, InputError, LockstepError
+from lockstep.errors import DeviceError, LockstepError
 from lockstep.job import Job
 from lockstep.jobfile import JobFile, as_job, the_job, with_settings
 from lockstep.launch import under_torchrun
