@@ -17,7 +17,7 @@ from lockstep.data import Batch, Part, mixed
 from lockstep.job import Job
 from lockstep.loss import Number, Totalled
 from lockstep.nesting import batch_size_of, call, to_device
-from lockstep.precision import Precision
+from lockstep.precision import Precision, converted_loss
 from lockstep.seeding import seed_all
 from lockstep.world import World
 
@@ -39,7 +39,7 @@ class Evaluator:
     def __init__(self, model: nn.Module, job: Job, world: World) -> None:
         self.model = model
         self.world = world
-        self.loss = Totalled.of(job.loss)
+        self.loss = Totalled.of(converted_loss(job.loss, job.precision))
         self._channels_last = job.channels_last
         self._precision = Precision(job.precision, world.device.type)
         self._dtype = self._precision.whole

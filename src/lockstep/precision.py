@@ -2,8 +2,8 @@
 
 ====  =============================================================================================================
 None  as the model was built
-fp64  parameters and inputs in float64
-fp32  parameters and inputs in float32
+fp64  parameters and inputs in float64, and what a loss that is a module keeps (the weights of classes)
+fp32  the same in float32
 bf16  parameters in float32; operators that gain by it in bfloat16 (PyTorch's autocast), the loss in float32
 fp16  the same with float16, and a scaled loss: gradients that float16 could not hold are carried through it. The scale
       is the same on all ranks, since each of them decides by the sum of all gradients
@@ -13,8 +13,9 @@ fp16  the same with float16, and a scaled loss: gradients that float16 could not
 from __future__ import annotations
 
 import contextlib
+import copy
 import warnings
-from typing import Literal
+from typing import Any, Literal
 
 import torch
 from torch import nn
@@ -87,3 +88,12 @@ def convert_model(model: nn.Module, name: PrecisionName | None) -> None:
         model.double()
     elif name is not None:
         model.float()
+
+
+def converted_loss(loss: Any, name: PrecisionName | None) -> Any:
+    """The loss for outputs in that format: a copy where it is a module that keeps floating tensors in another."""
+    whole = _WHOLE.get(name or "")
+    if whole is None or not isinstance(loss, nn.Module):
+        return loss
+    kept = [t.dtype for t in (*loss.parameters(), *loss.buffers()) if t.is_floating_point()]
+    return copy.deepcopy(loss).to(whole) if any(dtype is not whole for dtype in kept) else loss

@@ -38,7 +38,7 @@ from lockstep.pipelining.split import split
 from lockstep.pipelining.table import lines_of
 from lockstep.pipelining.trace import trace
 from lockstep.placement import alone
-from lockstep.precision import Precision
+from lockstep.precision import Precision, converted_loss
 from lockstep.world import World
 
 SLACK = 0.01
@@ -228,7 +228,7 @@ class Bench:
         self.device = world.device
         self.state_copies = state_copies(job)
         self._job = job
-        self._loss = Totalled.of(job.loss)
+        self._loss = Totalled.of(converted_loss(job.loss, job.precision))
         self._precision = Precision(job.precision, world.device.type)
 
     def copied(self) -> Bench:

@@ -187,14 +187,11 @@ class Side:
 
 
 def _own_loss(job: Job) -> Any:
-    """A loss that is a module, for this side alone: it may count its calls; in float64 where the side computes so."""
-    if not isinstance(job.loss, nn.Module):
-        return job.loss
+    """A loss that is a module, for this side alone: it may count its calls."""
     try:
-        own = copy.deepcopy(job.loss)
+        return copy.deepcopy(job.loss) if isinstance(job.loss, nn.Module) else job.loss
     except Exception:
         return job.loss
-    return own.double() if job.precision == "fp64" else own
 
 
 def shuffled(batch: Batch) -> Batch:
