@@ -16,6 +16,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.utils.data import TensorDataset
 
 import lockstep
 from lockstep import Job, cli
@@ -183,6 +184,16 @@ def test_the_course_has_the_smaller_last_batch_and_two_of_the_second_epoch() -> 
         (2, 2, 8),
     ]
     assert found.comparison.evaluation.keys() == {"loss", "accuracy"}
+
+
+@pytest.mark.parametrize(
+    ("samples", "wanted"), [(18, [8, 8, 2, 8, 8]), (16, [8, 8, 8, 8]), (9, [8, 1, 8, 1]), (5, [5, 5])]
+)
+def test_the_smaller_last_batch_is_there_whatever_the_number_of_batches(samples: int, wanted: list[int]) -> None:
+    data = TensorDataset(drawn(samples, 6), labels(samples, 3))
+    found = verified(MLP.having(train_data=data), "dp")
+    assert found, found
+    assert found.comparison is not None and [u.samples for u in found.comparison.updates] == wanted
 
 
 class Casting(nn.Module):
@@ -458,10 +469,18 @@ def test_running_statistics_of_instance_norm_are_named(way: str) -> None:
     assert '"1.running_mean"' in found.causes[0].words
 
 
-def test_a_hook_on_a_parameter_that_is_not_linear_is_named() -> None:
+@pytest.mark.parametrize("kind", ["before", "after it was accumulated"])
+def test_a_hook_on_a_parameter_that_is_not_linear_is_named(kind: str) -> None:
+    def shorten(parameter: torch.Tensor) -> None:
+        assert parameter.grad is not None
+        parameter.grad /= parameter.grad.norm() + 1e-9
+
     def model() -> nn.Module:
         made = mlp()
-        made[2].weight.register_hook(lambda grad: grad / (grad.norm() + 1e-9))
+        if kind == "before":
+            made[2].weight.register_hook(lambda grad: grad / (grad.norm() + 1e-9))
+        else:
+            made[2].weight.register_post_accumulate_grad_hook(shorten)
         return made
 
     found = verified(dataclasses.replace(MLP, model=model), "ddp")
@@ -763,6 +782,29 @@ def test_a_loss_over_pairs_is_named_where_the_strategy_refuses_it(way: str) -> N
     found = verified(MLP.having(loss=pairs), way)
     assert names(found) == {"loss"}
     assert found.refused is not None and "total, count" in found.causes[0].mend
+
+
+class Squeezing(nn.Linear):
+    """The outputs of one sample have no row for it."""
+
+    def __init__(self) -> None:
+        super().__init__(6, 1)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return super().forward(x).squeeze()
+
+
+def test_outputs_of_a_share_in_another_shape_are_no_fault_of_the_loss() -> None:
+    data = TensorDataset(drawn(18, 6), drawn(18))  # the last batch has a sample for each of two
+    found = verified(MLP.having(model=Squeezing, train_data=data, eval_data=None, metrics={}, loss=nn.MSELoss()), "ddp")
+    assert names(found) == {"refused"}
+    assert "squeeze" in found.causes[0].mend
+
+
+def test_a_loss_that_is_not_a_mean_is_called_so_once() -> None:
+    found = verified(MLP.having(loss=lambda outputs, targets: outputs.square().mean().sqrt()), "ddp")
+    assert names(found) == {"loss"}
+    assert found.causes[0].words.count("not a mean over samples") == 1
 
 
 def one_item(outputs: torch.Tensor, targets: torch.Tensor) -> tuple[torch.Tensor, int]:

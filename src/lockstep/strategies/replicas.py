@@ -7,6 +7,7 @@ from typing import Any
 
 from torch import nn
 
+from lockstep.build import hooked_parameters
 from lockstep.devices import Device
 from lockstep.errors import JobError, StrategyError
 from lockstep.parallel.parametrized import cache_apart
@@ -43,9 +44,8 @@ def refuse_what_replicas_would_share(model: nn.Module) -> None:
         StrategyError: a hook on a parameter, or a function in a module that has closed over the model.
     """
     advice = "; take ddp, which builds the model afresh for each device"
-    for name, p in model.named_parameters():
-        if p._backward_hooks or getattr(p, "_post_accumulate_grad_hooks", None):
-            raise StrategyError(f'dp: parameter "{name}" has a hook, which its replicas would not have{advice}')
+    for name in hooked_parameters(model):
+        raise StrategyError(f'dp: parameter "{name}" has a hook, which its replicas would not have{advice}')
     own = {id(thing) for thing in (*model.modules(), *model.parameters(), *model.buffers())}
     for name, module in model.named_modules():
         hooks = (*module._forward_hooks.values(), *module._forward_pre_hooks.values())

@@ -9,6 +9,7 @@ from typing import Any, ClassVar, Literal
 
 from torch import nn
 
+from lockstep.build import hooked_parameters
 from lockstep.errors import StrategyError
 from lockstep.forward import drops
 from lockstep.job import Job
@@ -108,7 +109,7 @@ class Strategy(ABC):
             instances = [m for m in model.modules() if isinstance(m, nn.modules.instancenorm._InstanceNorm)]
             if any(m.track_running_stats for m in instances):
                 said.append("InstanceNorm's running statistics are those of the first replica's shares")
-        if parts > 1 and any(p._backward_hooks for p in model.parameters()):
+        if parts > 1 and hooked_parameters(model):
             said.append("hooks on parameters see the gradient of a share, before it is summed and weighted")
         if replicas > 1 and job.collate is not None:
             said.append(

@@ -106,9 +106,10 @@ def _answer(
         cause = Cause.of_refusal(error)
         if cause is None:
             raise
-        if cause.name == "failed" and "batch_size" in ground.settings:  # a share may be too small for it
-            return _answer(source, loaded, way, chosen, laboratory, whole=True)
-        if cause.name in ("failed", "refused"):  # is it the strategy's doing? Else one device says it too
+        if cause.name in ("failed", "refused"):
+            if "batch_size" in ground.settings:  # a share may be too small for it
+                return _answer(source, loaded, way, chosen, laboratory, whole=True)
+            # Is it the strategy's doing? Else one device says it too.
             laboratory.compared(dataclasses.replace(experiment, strategy=Single(), devices=(place_of(chosen),)))
         return dataclasses.replace(said, refused=str(error), causes=(cause,))
     noise = Noise(laboratory, experiment, parts, exact=ground.exact)

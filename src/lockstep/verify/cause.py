@@ -28,7 +28,7 @@ class Cause:
         """What a refusal, or a failure, under the strategy alone says of the job; None where it isn't of the job."""
         said = str(error)
         if isinstance(error, LossError):
-            return cls.loss(said)
+            return cls.shape(said) if "can't take outputs" in said else cls.loss(said)
         for words, cause in (
             ("builds differently", "unseeded model"),
             ("has other values on rank 0", "unseeded model"),
@@ -222,11 +222,21 @@ class Cause:
 
     @classmethod
     def loss(cls, said: str) -> Cause:
-        """A loss that is no mean over samples."""
+        """A loss that is no mean over samples, as it was said, or for this reason."""
+        known = "not a mean over samples"
         return cls(
             "loss",
-            f"the loss is not a mean over samples: {said}",
+            said.partition(": ")[0] if known in said.partition(": ")[0] else f"the loss is {known}: {said}",
             "return (total, count) from it, each summed over samples; mp and single give it the whole batch",
+        )
+
+    @classmethod
+    def shape(cls, said: str) -> Cause:
+        """Outputs of a share that have not the shape of the whole batch's."""
+        return cls(
+            "refused",
+            f"of a share of a batch the model gives what the loss doesn't take: {said}",
+            "outputs with a row for each sample, also where there is only one: squeeze(1), say, for squeeze()",
         )
 
     @classmethod

@@ -23,19 +23,15 @@ from lockstep.data import AnyLoader, Batch, is_stream
 EPOCHS = 2
 
 
-def places_of(loader: AnyLoader, epoch: int) -> list[int]:
+def places_of(loader: AnyLoader, batch_size: int, epoch: int) -> list[int]:
     """The numbers of the batches of the course in an epoch."""
     batches = loader.batches_of(epoch)
     if batches is None:  # a stream that ends early: all of it, but no more than is wanted
         return [0, 1, 2] if epoch == 0 else [0, 1]
-    wanted = {0, 1} if epoch or not _ends_smaller(loader) else {0, 1, batches - 1}
+    assert loader.samples is not None
+    ends_smaller = epoch == 0 and loader.samples % batch_size > 0
+    wanted = {0, 1, batches - 1} if ends_smaller else {0, 1}
     return sorted(place for place in wanted if place < batches)
-
-
-def _ends_smaller(loader: AnyLoader) -> bool:
-    samples, batches = loader.samples, loader.batches_of(0)
-    assert samples is not None and batches is not None
-    return -(-samples // batches) * batches != samples or batches == 1
 
 
 class Excerpt:
@@ -43,12 +39,12 @@ class Excerpt:
 
     Args:
         loader: of one side.
-        evaluation: batches 0, 1 and the last; else those of the course.
+        batch_size: of training, whose course it is; None is an evaluation, of which it is batches 0, 1 and the last.
     """
 
-    def __init__(self, loader: AnyLoader, *, evaluation: bool = False) -> None:
+    def __init__(self, loader: AnyLoader, batch_size: int | None) -> None:
         self._loader = loader
-        self._evaluation = evaluation
+        self._batch_size = batch_size
 
     def epoch(self, epoch: int) -> Iterator[Batch]:
         """Those of an epoch."""
@@ -57,8 +53,8 @@ class Excerpt:
             yield from itertools.islice(batches, count)
 
     def _places(self, epoch: int) -> list[int]:
-        if not self._evaluation:
-            return places_of(self._loader, epoch)
+        if self._batch_size is not None:
+            return places_of(self._loader, self._batch_size, epoch)
         batches = self._loader.batches_of(0)
         return [0, 1, 2] if batches is None else sorted({0, min(1, batches - 1), batches - 1})
 

@@ -91,7 +91,7 @@ class Side:
         """The batches of the course, and whether each is the last one of its epoch here."""
         for epoch in range(EPOCHS):
             held: Batch | None = None
-            for batch in Excerpt(self.loader).epoch(epoch):
+            for batch in Excerpt(self.loader, self.job.batch_size).epoch(epoch):
                 if held is not None:
                     yield held, False
                 held = batch
@@ -140,7 +140,7 @@ class Side:
         size = self.job.eval_batch_size or self.job.batch_size
         sets = {name: begun(data, size) for name, data in resolve_sets(self.job.eval_data, self.world).items()}
         loaders: Any = {
-            name: Excerpt(loader, evaluation=True) for name, loader in eval_loaders(self.job, self.world, sets).items()
+            name: Excerpt(loader, None) for name, loader in eval_loaders(self.job, self.world, sets).items()
         }
         return evaluate_sets(self.step, loaders, self.job.metrics, self.world, self.job.seed)
 

@@ -22,6 +22,7 @@ from torch import nn
 from lockstep import devices as _devices
 from lockstep import world as _world
 from lockstep.allocator import freed_memory_kept
+from lockstep.build import hooked_parameters
 from lockstep.data import Batch, is_stream
 from lockstep.devices import Device
 from lockstep.digest import digest
@@ -199,7 +200,7 @@ class _Run:
             layer=layer,
             called=_order_of(theirs),
             functions=tuple(sorted(theirs.functions | ours.functions)),
-            hooked=tuple(name for name, p in theirs.step.model.named_parameters() if p._backward_hooks),
+            hooked=tuple(hooked_parameters(theirs.step.model)),
             notes=tuple(dict.fromkeys([*said, *self.notes])),
             still=tuple(sorted(self.experiment.still)),
             seconds=self.seconds,
