@@ -161,7 +161,9 @@ def test_ctrl_c_says_what_that_command_keeps(command: str, job: Path, capfd, mon
 
 
 PRESSED = """
-import os, signal
+import os, signal, sys, time
+if sys.argv[0] == "-c":  # the process that forks the ranks, which hears no key
+    time.sleep(60)
 try:
     for _ in range({times}):
         os.kill(os.getpid(), signal.SIGINT)

@@ -390,7 +390,18 @@ def test_a_sweep_of_the_job_has_a_line_for_each_row_against_one_device(machine: 
         (["examples/digits.py", "--strategies", "dppp"], 'there is no strategy "dppp": did you mean'),
         (["examples/digits.py", "--sweep", "microbatches"], "write it as --sweep microbatches=1,2,4"),
         (["examples/digits.py", "--sweep", "microbatch=1,2"], 'did you mean "microbatches"?'),
-        (["examples/digits.py", "--strategies", "ddp", "--sweep", "microbatches=2"], "none of ddp has a setting"),
+        (
+            ["examples/digits.py", "--strategies", "ddp", "--sweep", "microbatches=2"],
+            "microbatches is a setting of pp, which is",
+        ),
+        (
+            ["examples/digits.py", "--sweep", "lr=1,2"],
+            '"lr" is no setting of a job or of single, dp, ddp, mp, pp (and a knob',
+        ),
+        (
+            ["examples/digits.py", "--strategies", "single dpp"],
+            'there is no strategy "dpp": did you mean "pp" or "dp"?',
+        ),
         (["examples/digits.py", "--sweep", "microbatches=none"], "microbatches: 'none' is not a whole number"),
         (["examples/digits.py", "--rounds", "0"], "number above 0"),
         (["examples/digits.py", "--with", "torchh"], 'there is no peer "torchh": did you mean "torch"?'),

@@ -323,7 +323,9 @@ def job(size: int) -> lockstep.Job:
 
 def test_what_is_no_run_is_one_line(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert cli.main(["report", str(tmp_path)]) == 2
-    assert "no run is kept there" in capsys.readouterr().err
+    assert "no run is kept there (it has no config.json)" in capsys.readouterr().err
+    assert cli.main(["report", str(tmp_path / "nowhere")]) == 2
+    assert "nowhere: no run is kept there (there is no such folder)" in capsys.readouterr().err
 
 
 # ---- in a browser ---------------------------------------------------------------------------------------------------

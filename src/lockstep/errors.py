@@ -117,11 +117,15 @@ class SaveError(RunError):
 
 
 def nearest(name: str, names: list[str]) -> str:
-    """``did you mean "x"?`` for a name that isn't among ``names``, or the whole list where none is near."""
+    """``did you mean "x"?`` for a name that isn't among ``names`` (or two of them, equally near), or the whole list."""
     import difflib
 
-    near = difflib.get_close_matches(name, names, n=1)
-    return f'did you mean "{near[0]}"?' if near else f"there are: {', '.join(names)}"
+    near = difflib.get_close_matches(name, names, n=2)
+    if not near:
+        return f"there are: {', '.join(names)}"
+    far = [difflib.SequenceMatcher(None, one, name).ratio() for one in near]
+    nearest_of = [f'"{one}"' for one, its in zip(near, far, strict=True) if its == far[0]]
+    return f"did you mean {' or '.join(nearest_of)}?"
 
 
 def counted(number: int, what: str, ending: str = "s") -> str:

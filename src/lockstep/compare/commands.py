@@ -82,7 +82,7 @@ def report(folder: str) -> int:
 
 
 def _names(words: str | None) -> list[str] | None:
-    return None if words is None else [word.strip() for word in words.split(",") if word.strip()]
+    return None if words is None else words.replace(",", " ").split()
 
 
 def _swept(word: str) -> tuple[str, list[str]]:

@@ -162,7 +162,12 @@ def _checked(sweep: Sweep, strategies: Sequence[str]) -> dict[str, list[Any]]:
                 f.name for name in strategies for f in dataclasses.fields(STRATEGIES[name]) if _takes(name, f.name)
             }
             every = sorted(known | set(SETTINGS) | {"devices"})
-            raise InputError(f'sweep: none of {", ".join(strategies)} has a setting "{key}"; {nearest(key, every)}')
+            if others := [name for name in STRATEGIES if _takes(name, key)]:
+                raise InputError(f"sweep: {key} is a setting of {' and '.join(others)}, which is not compared here")
+            raise InputError(
+                f'sweep: "{key}" is no setting of a job or of {", ".join(strategies)} (and a knob of the job is the '
+                f"same for all, by --set); {nearest(key, every)}"
+            )
         if not values:
             raise InputError(f"sweep: {key} has no values; write {key}=1,2,4")
         if key in SETTINGS:
