@@ -25,13 +25,14 @@ from lockstep.compare import record
 from lockstep.compare.agreement import Agreement
 from lockstep.compare.pages import write_page
 from lockstep.compare.result import Comparison, Row
-from lockstep.errors import FolderError
+from lockstep.errors import FolderError, SampleError
 from lockstep.events import TimesOf
 from lockstep.glance import Glance, Seen
 from lockstep.pipelining.schedule import by_name
 from lockstep.pipelining.simulate import simulate
 from lockstep.report.charts import Bars, Lines, Stacks
 from lockstep.report.ofrun import command
+from lockstep.report.ofrun import write_page as page_of_run
 from lockstep.report.page import SLIM, WIDE
 from lockstep.report.timelines import turns_of
 from zoo import ZOO, drawn, labels, mlp, plain_sgd
@@ -286,6 +287,32 @@ def test_the_page_of_a_run_that_was_stopped(run: lockstep.Run) -> None:
     assert "The training was stopped before its end." in Read((run.folder / "report.html").read_text()).words
     (run.folder / "metrics.jsonl").unlink()
     assert cli.main(["report", str(run.folder)]) == 0
+
+
+class Breaking(TensorDataset):
+    """Its samples are lost after some epochs, until somebody repairs it."""
+
+    taken, broken = 0, True
+
+    def __getitem__(self, i: int) -> Any:
+        Breaking.taken += 1
+        if Breaking.broken and Breaking.taken > 40:
+            raise OSError("<i>the disk</i> is gone")
+        return super().__getitem__(i)
+
+
+def test_the_page_of_a_run_that_failed_says_why_until_it_goes_on(tmp_path: Path) -> None:
+    data = Breaking(drawn(12, 6), labels(12, 3))
+    broken = job(4).having(train_data=data, epochs=5)
+    with pytest.raises(SampleError):
+        lockstep.train(broken, devices=1, folder=tmp_path, quiet=True)
+    (folder,) = tmp_path.iterdir()
+    page = Read(page_of_run(folder).read_text())
+    assert "The training failed: " in page.words and "<i>the disk</i> is gone" in page.words
+    assert "stopped before its end" not in page.words
+    Breaking.broken = False
+    lockstep.train(broken, resume=folder, quiet=True)
+    assert "The training failed" not in Read(page_of_run(folder).read_text()).words
 
 
 def test_the_command_of_a_run_trains_it_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -98,6 +98,11 @@ class RunFolder:
         return self.path / "summary.json"
 
     @property
+    def failure(self) -> Path:
+        """Why the run failed, if it did since it last began."""
+        return self.path / "failure.json"
+
+    @property
     def profile(self) -> Path:
         """The traces of a profile, and what they add up to."""
         return self.path / "profile"

@@ -156,6 +156,7 @@ class _Training:
         if self.world.is_first:
             _write_config(self.folder, self.plan, self.strategy, self.job, self.world, self.devices)
             self.folder.keep_metrics(self.epoch)
+            self.folder.failure.unlink(missing_ok=True)
         self.told = Teller(self.world, self.job, self.folder, self.plan.tensorboard)
         self._say_what_will_happen()
         self.told.event("started", self.epoch, self.world.step, {})

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
@@ -13,7 +14,7 @@ from lockstep.checkpoint import take_weights
 from lockstep.data import eval_loaders, resolve_sets
 from lockstep.devices import Device, Devices
 from lockstep.display import Display
-from lockstep.errors import InputError, JobError, StrategyError
+from lockstep.errors import FolderError, InputError, JobError, LockstepError, StrategyError, told
 from lockstep.evaluation import evaluate_sets
 from lockstep.folder import RunFolder
 from lockstep.job import Job
@@ -87,11 +88,18 @@ def train(
 
 
 def _left_behind(run: RunFolder, error: BaseException, display: Display, *, resumed: bool) -> None:
-    """Take away the folder of a run that was refused, or was stopped before it had anything; else say where it is."""
+    """Take away the folder of a run that was refused, or was stopped before it had anything; else say where it is.
+
+    What failed is written there, for its report.
+    """
     stopped = not isinstance(error, Exception)
     if not resumed and not run.state.is_file() and (isinstance(error, InputError) or stopped):
         run.remove()
     elif not isinstance(error, InputError):
+        if not stopped:
+            with contextlib.suppress(FolderError):  # a full disk, say: that is said already
+                said = str(error).partition("\n")[0] if isinstance(error, LockstepError) else told(error)
+                run.write_json(run.failure, {"error": said})
         go_on = f"; go on with --resume {run.path}" if run.state.is_file() else ""
         display.line(f"run: {run.path}{go_on}")
 

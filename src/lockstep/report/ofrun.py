@@ -43,11 +43,18 @@ def page_of(kept: RunFolder) -> Page:
     return Page(
         title=f"{config['job']}: {config['strategy']} on {where}",
         verdict=_verdict(summary, history),
-        notes=[] if summary else ["The training was stopped before its end."],
+        notes=_ends(kept, summary),
         sections=[one for one in _sections(kept, config, summary, history) if one.parts],
         facts=facts,
         command=command(config),
     )
+
+
+def _ends(kept: RunFolder, summary: Mapping[str, Any]) -> list[str]:
+    """How the training ended, unless it went to its end."""
+    if kept.failure.is_file():
+        return [f"The training failed: {kept.read_json(kept.failure)['error']}"]
+    return [] if summary else ["The training was stopped before its end."]
 
 
 def _verdict(summary: Mapping[str, Any], history: Sequence[Mapping[str, Any]]) -> str:
