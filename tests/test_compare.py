@@ -19,7 +19,7 @@ from torch.utils.data import TensorDataset
 import lockstep
 from lockstep import cli
 from lockstep.compare import record
-from lockstep.compare.advice import best_of, clearing, sentence, unsteady
+from lockstep.compare.advice import best_of, clearing, clocked_apart, sentence, unsteady
 from lockstep.compare.agreement import Agreement, Agreements, difference_of
 from lockstep.compare.entries import line_up
 from lockstep.compare.pages import page_of
@@ -59,11 +59,11 @@ KINDS = ("computing", "communicating", "waiting", "loading", "other")
 Rule = Callable[[Way, int], float]
 
 
-def glance(way: Way) -> Glance:
-    kinds = dict(zip(KINDS, (0.007, 0.002, 0.0005, 0.0001, 0.0004), strict=True))
+def glance(way: Way, step: float) -> Glance:
+    kinds = {kind: part * step for kind, part in zip(KINDS, (0.7, 0.2, 0.05, 0.01, 0.04), strict=True)}
     two = way.strategy in ("dp", "ddp")
     times = (
-        () if way.strategy in ("mp", "pp") else tuple(TimesOf(i, f"cpu:{i}", 0.01, kinds, {}) for i in range(1 + two))
+        () if way.strategy in ("mp", "pp") else tuple(TimesOf(i, f"cpu:{i}", step, kinds, {}) for i in range(1 + two))
     )
     seen = tuple(Seen(f"cpu:{i}", (4 * i, 4 * i + 1), {"": [4, 6]}, {"": [4, 3]}) for i in range(1 + two))
     return Glance(seen, {"": [8, 6]}, {"": [8, 3]}, times, False, 605_224 if two else None)
@@ -83,7 +83,8 @@ def machine(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[..., list[tupl
             rate = rule(way, turn)
             peaks = (410_000_000, 402_000_000) if way.strategy == "ddp" else (433_000_000,)
             said = ("BatchNorm normalises over the share",) if way.strategy == "dp" else ()
-            return Tried(rate, 0.1, sum(peaks), True, True, torch.float32, None, said, peaks, 1.5, glance(way))
+            seen = glance(way, way.settings.get("batch_size", 8) / rate)
+            return Tried(rate, 0.1, sum(peaks), True, True, torch.float32, None, said, peaks, 1.5, seen)
 
         class Planted:
             def __init__(self, job: Any, folder: Any) -> None: ...
@@ -238,6 +239,51 @@ def test_turns_that_differ_much_are_said_to(machine: Callable[..., Any]) -> None
     assert unsteady(found).startswith("The turns of dp differ by 3")
     assert any(line.startswith("The turns of dp differ") for line in lines_of(found, 80))
     assert unsteady(found) in page_of(found).notes
+    assert "any ratio to" not in unsteady(found), "nothing is held against dp"
+
+
+def test_turns_of_what_others_are_held_against_are_said_to_make_ratios_doubtful(machine: Callable[..., Any]) -> None:
+    whole = Way("single", "1xcpu")
+    machine(lambda way, turn: steady(way, turn) * (0.2 if way == whole and turn == 2 else 1.0 - 0.1 * (turn % 4)))
+    said = unsteady(compared(strategies=["ddp"]))
+    assert said.startswith("The turns of single, 4 cores differ by 1")
+    assert ", those of " in said and said.endswith("or any ratio to single, 2 cores and single, 4 cores.")
+
+
+def test_updates_that_were_clocked_apart_and_took_longer_are_said_to(machine: Callable[..., Any]) -> None:
+    machine(steady)
+    found = compared()
+    assert clocked_apart(found) == ""
+    slow = tuple(replace(one, step=3 * one.step) for one in glance(Way("ddp", "2xcpu"), 8 / SPEEDS["ddp"]).times)
+    rows = tuple(
+        replace(row, glance=replace(row.glance, times=slow)) if row.glance is not None and row.name == "ddp" else row
+        for row in found.rows
+    )
+    said = clocked_apart(replace(found, rows=rows))
+    assert "ddp (3.0 times)" in said and "single" not in said
+    assert said in page_of(replace(found, rows=rows)).notes
+
+
+def test_what_was_chosen_is_said_apart_from_what_is_of_the_numbers(machine: Callable[..., Any]) -> None:
+    machine(steady)
+    found = compared(strategies=["pp"])
+    plan = "stages: a (50 %) | b (50 %) of the time, measured"
+    rows = tuple(replace(row, plans=(plan,)) if row.name == "pp" else row for row in found.rows)
+    planned = replace(found, rows=rows)
+    assert f"pp: {plan}" in lines_of(planned, 80)
+    (section,) = (one for one in page_of(planned).sections if f"pp: {plan}" in one.text)
+    assert section.title == "Who computes when"
+
+
+def test_the_numbers_of_one_device_that_cuts_its_batches_too_are_said_to_be_those(machine: Callable[..., Any]) -> None:
+    def faster(way: Way, turn: int) -> float:
+        return steady(way, turn) * (2.0 if way.strategy == "pp" else 1.0)
+
+    machine(faster, lambda strategy: Agreement(True, 3e-16, "fp64", micro_batches=4 if strategy == "pp" else 1))
+    assert "with the numbers of one device in 4 micro-batches" in sentence(compared(strategies=["pp"]))
+    found = compared(strategies=["pp", "dp"])
+    (table,) = (one for one in page_of(found).sections if one.title == "The same numbers?")
+    assert [row[-1] for row in table.parts[0].rows] == ["single in 4 micro-batches", "single"]
 
 
 def test_one_core_that_clears_memory_all_the_time_is_said_to(machine: Callable[..., Any]) -> None:
@@ -254,7 +300,7 @@ def test_one_core_that_clears_memory_all_the_time_is_said_to(machine: Callable[.
 
 
 def test_a_strategy_that_gains_nothing_clear_is_not_taken(machine: Callable[..., Any]) -> None:
-    machine(lambda way, turn: {"single": 100.0, "ddp": (0.0, 103.0, 99.0, 101.0)[turn % 4]}[way.strategy])
+    machine(lambda way, turn: {"single": 100.0, "ddp": (1.0, 103.0, 99.0, 101.0)[turn % 4]}[way.strategy])
     assert sentence(compared(strategies=["ddp"])) == (
         "Take single, 2 cores: no strategy is clearly faster here, ddp is at 1.01 of its rate."
     )

@@ -50,7 +50,8 @@ class Display:
         if self._quiet:
             return
         if isinstance(event, Line):
-            self.line(f"note: {event.text}" if event.kind == "note" else event.text, note=event.kind == "note")
+            plain = event.kind == "plain"
+            self.line(event.text if plain else f"note: {event.text}", note=not plain)
         elif isinstance(event, Memory):
             self._memory |= event.sizes
         elif isinstance(event, Progress):

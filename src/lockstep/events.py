@@ -28,10 +28,15 @@ class Event:
 
 @dataclass(frozen=True)
 class Line:
-    """A line for the person to read."""
+    """A line for the person to read.
+
+    Attributes:
+        text: the line.
+        kind: a note is of the numbers, or of what to look at; a plan, of what was chosen for this training.
+    """
 
     text: str
-    kind: Literal["plain", "note"] = "plain"
+    kind: Literal["plain", "note", "plan"] = "plain"
 
 
 @dataclass(frozen=True)

@@ -116,6 +116,7 @@ class Tried:
         started: seconds from asking for the trial until the first update was done.
         glance: what was seen of some updates, where that was asked for.
         system: the part of this process's processor time that the system took, while updates were timed.
+        plans: what was chosen for it: the stages of a pipeline, say.
     """
 
     rate: float
@@ -130,6 +131,7 @@ class Tried:
     started: float = 0.0
     glance: Glance | None = None
     system: float = 0.0
+    plans: tuple[str, ...] = ()
 
 
 def attempt(
@@ -215,8 +217,8 @@ def _on_rank(world: World, function: Callable[[World, Job, _Plan], T], plan: _Pl
 
 
 def _tried(world: World, job: Job, plan: _Plan) -> Tried:
-    notes: list[str] = []
-    world.tell = lambda told: notes.append(told.text) if isinstance(told, Line) and told.kind == "note" else None
+    said: dict[str, list[str]] = {"plain": [], "note": [], "plan": []}
+    world.tell = lambda told: said[told.kind].append(told.text) if isinstance(told, Line) else None
     data = resolve(job.train_data, world, "train_data")
     strategy = plan.strategy.planned(job.having(train_data=data), world)
     step = strategy.build(job, world)
@@ -248,11 +250,12 @@ def _tried(world: World, job: Job, plan: _Plan) -> Tried:
         convolves=any(p.dim() == 4 for p in parameters),
         dtype=parameters[0].dtype if parameters else torch.float32,
         workers=_workers(job, world, data),
-        exceptions=(*strategy.exceptions(job, step.model, step.replicas), *notes),
+        exceptions=(*strategy.exceptions(job, step.model, step.replicas), *said["note"]),
         peaks=peaks,
         started=started,
         glance=glance,
         system=_system(before, after),
+        plans=tuple(said["plan"]),
     )
 
 

@@ -10,6 +10,9 @@ _SAME = 1.02
 _STEADY = 0.2
 """From the lowest to the highest turn, as a part of the median: what an idle machine stays within."""
 
+_ALIKE = 1.5
+"""How many times as long updates may take that are clocked apart, and still be like those of the turns."""
+
 _SYSTEM = 0.2
 """A part of one core's time that the system doesn't take where a job computes; each step's new memory may."""
 
@@ -26,12 +29,28 @@ def best_of(found: Comparison) -> Row | None:
 def unsteady(found: Comparison) -> str:
     """A warning where turns of the same way differ so much that something else must have been computing; else ""."""
     spans = {row.name: (row.timing.spread[1] - row.timing.spread[0]) / row.timing.median for row in found.measured}
-    widest = max(spans, key=lambda name: spans[name], default=None)
-    if widest is None or spans[widest] <= _STEADY:
+    wide = sorted((name for name in spans if spans[name] > _STEADY), key=lambda name: -spans[name])
+    if not wide:
+        return ""
+    shown = [f"those of {name} by {100 * spans[name]:.0f} %" for name in wide[1:3]] + ["others too"] * (len(wide) > 3)
+    said = (
+        f"{', '.join([f'The turns of {wide[0]} differ by {100 * spans[wide[0]]:.0f} %', *shown])}: was something else "
+        "computing on this machine? Measure again when nothing is, before believing small differences"
+    )
+    if held := [row.name for row in found.measured if row.name in wide and row.role in ("one device", "all cores")]:
+        said += f", or any ratio to {_listed(held)}"
+    return f"{said}."
+
+
+def clocked_apart(found: Comparison) -> str:
+    """A warning where the updates that were clocked took much longer, or less, than those of the turns; else ""."""
+    ratios = {row.name: row.clocked * row.timing.median / found.samples_of(row) for row in found.measured if row.shares}
+    off = [f"{name} ({ratio:.1f} times)" for name, ratio in ratios.items() if not 1 / _ALIKE < ratio < _ALIKE]
+    if not off:
         return ""
     return (
-        f"The turns of {widest} differ by {100 * spans[widest]:.0f} %: was something else computing on this machine? "
-        "Measure again when nothing is, before believing small differences."
+        f"Where the time goes was seen in a few updates apart, which took longer or less long than those of the turns, "
+        f"of {_listed(off)}: how it divides may be otherwise in those."
     )
 
 
@@ -49,7 +68,7 @@ def clearing(found: Comparison) -> str:
 
 def cautions(found: Comparison) -> list[str]:
     """What to think of before believing the numbers."""
-    return [said for said in (unsteady(found), clearing(found)) if said]
+    return [said for said in (unsteady(found), clocked_apart(found), clearing(found)) if said]
 
 
 def _is_as_fast(found: Comparison, fastest: Row, row: Row) -> bool:
@@ -116,7 +135,8 @@ def _why(found: Comparison, best: Row) -> str:
     if cores is not None and best.cores != best.one:
         why.append(f"{cores.median:.2f} times {all_cores(found)} without a strategy")
     if best.agreement is not None and best.agreement.equal:
-        why.append("with the numbers of one device")
+        cut = best.agreement.micro_batches
+        why.append("with the numbers of one device" + (f" in {cut} micro-batches" if cut > 1 else ""))
     return ", ".join(why) if why else "it is the only one that can train this job"
 
 

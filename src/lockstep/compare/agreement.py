@@ -38,12 +38,14 @@ class Agreement:
         difference: the largest of any parameter, as a part of how far it went.
         precision: what both sides computed in: ``fp64``, or "" for the job's own format.
         reason: why it can't be told.
+        micro_batches: in how many one device was given each batch too, where the strategy cuts it for itself.
     """
 
     equal: bool | None
     difference: float | None = None
     precision: str = ""
     reason: str = ""
+    micro_batches: int = 1
 
     def __str__(self) -> str:
         if self.equal is None:
@@ -78,7 +80,9 @@ class Agreements:
     def _held(self, entry: Entry, precision: str) -> Agreement:
         settings: dict[str, Any] = {"precision": precision, "compile": False} if precision else {}
         way = replace(entry.way, settings={**entry.way.settings, **settings})
-        reference = self._reference(entry, way)
+        job = the_job(with_settings(self._job, way.settings))
+        parts = choose(way.strategy, entry.devices, **way.options).parts(job)
+        reference = self._reference(entry, way, parts)
         if isinstance(reference, str):
             return Agreement(None, precision=precision, reason=f"single: {reference}")
         before, end, reach = reference
@@ -90,12 +94,11 @@ class Agreements:
             return Agreement(None, precision=precision, reason=str(error).splitlines()[0])
         finally:
             mine.unlink(missing_ok=True)
-        return Agreement(difference <= _EQUAL[precision], difference, precision)
+        cut = parts if parts != job.accumulate else 1
+        return Agreement(difference <= _EQUAL[precision], difference, precision, micro_batches=cut)
 
-    def _reference(self, entry: Entry, way: Way) -> tuple[Path, Path, float] | str:
+    def _reference(self, entry: Entry, way: Way, parts: int) -> tuple[Path, Path, float] | str:
         """The weights of ``single`` before and after, and the sum of its learning rates; or why it has none."""
-        job = the_job(with_settings(self._job, way.settings))
-        parts = choose(way.strategy, entry.devices, **way.options).parts(job)
         alone = Way("single", entry.devices[:1], {**way.settings, "accumulate": parts})
         key = (alone.devices, *sorted((name, str(value)) for name, value in alone.settings.items()))
         if key not in self._references:

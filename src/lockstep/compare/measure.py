@@ -230,6 +230,7 @@ class _Turns:
             started=statistics.median(one.started for one in tried),
             peaks=tuple(max(column) for column in zip(*(one.peaks for one in tried), strict=True)),
             exceptions=(*look.exceptions, *([self.stopped[entry.name]] if entry.name in self.stopped else [])),
+            plans=look.plans,
             glance=look.glance,
             system=statistics.median(one.system for one in tried),
         )

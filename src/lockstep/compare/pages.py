@@ -7,9 +7,9 @@ from pathlib import Path
 from typing import Literal
 
 from lockstep.compare.advice import all_cores, best_of, cautions, sentence
-from lockstep.compare.result import Comparison, Row
+from lockstep.compare.result import Comparison
 from lockstep.compare.sweeps import sweeps_of
-from lockstep.compare.table import batches_of, exceptions_of, moved, outcome_columns, speed_columns
+from lockstep.compare.table import batches_of, exceptions_of, moved, outcome_columns, plans_of, speed_columns
 from lockstep.firststep import written
 from lockstep.report.charts import Bars, Lines, Stacks
 from lockstep.report.page import Figure, Page, Section, Table, write
@@ -64,7 +64,7 @@ def _sections(found: Comparison) -> Iterator[Section]:
     if rows:
         yield Section("Memory", [_memory(found)])
         yield _time(found)
-        yield Section("Who computes when", list(_turns(found)))
+        yield Section("Who computes when", list(_turns(found)), plans_of(found))
         yield from _losses(found)
     yield _numbers(found)
     if rows:
@@ -149,7 +149,7 @@ def _time(found: Comparison) -> Section:
     if not known:
         return Section("Where the time goes")
     kinds = list(known[0].shares)
-    steps = {row.name: _step(row) for row in known}
+    steps = {row.name: found.samples_of(row) / row.timing.median for row in known}
     parts = {kind: [1e3 * steps[row.name] * row.shares[kind] for row in known] for kind in kinds}
     text = []
     if others := [row.name for row in found.measured if not row.shares and row.role != "peer"]:
@@ -158,7 +158,10 @@ def _time(found: Comparison) -> Section:
         text.append(
             f"Communicating, of {', '.join(hidden)}: what backward did not hide, since sums run while it computes."
         )
-    caption = "Of one global batch, a mean over ranks (or replicas) and a few steps; shorter is faster."
+    caption = (
+        "Of one global batch, at the rate of the median turn; how it divides is the mean over ranks (or replicas) of a "
+        "few steps that were clocked apart. Shorter is faster."
+    )
     chart = Stacks("ms", [row.name for row in known], parts)
     return Section("Where the time goes", [Figure("time", "A step, in milliseconds", chart, caption)], text)
 
@@ -170,11 +173,6 @@ def _turns(found: Comparison) -> Iterator[Figure]:
             chart, caption = turns_of(kept)
             name = "turns-" + "".join(letter if letter.isalnum() else "-" for letter in row.name)
             yield Figure(name, f"{row.name}: the stages' turns in one step, in milliseconds", chart, caption)
-
-
-def _step(row: Row) -> float:
-    times = () if row.glance is None else row.glance.times
-    return sum(one.step for one in times) / len(times)
 
 
 def _losses(found: Comparison) -> Iterator[Section]:
@@ -206,7 +204,8 @@ def _numbers(found: Comparison) -> Section:
             continue
         said = {True: "equal", False: "differs", None: "not known"}[agreement.equal]
         difference = "" if agreement.difference is None else f"{agreement.difference:.1e}"
-        rows.append([row.name, said, difference, agreement.precision or "the job's own"])
+        against = f"single in {agreement.micro_batches} micro-batches" if agreement.micro_batches > 1 else "single"
+        rows.append([row.name, said, difference, agreement.precision or "the job's own", against])
         reasons += [f"{row.name}: {agreement.reason}"] if agreement.reason else []
     if not rows:
         return Section("The same numbers?")
@@ -214,7 +213,7 @@ def _numbers(found: Comparison) -> Section:
         "The largest difference of any parameter after three steps, one of them on a smaller batch, as a part of how "
         "far it went. In fp64 rounding is near 1e-15, and a fault shows as 1e-3."
     )
-    head = ["", "numbers", "difference", "format"]
+    head = ["", "numbers", "difference", "format", "held against"]
     reasons += exceptions_of(found)
     return Section("The same numbers?", [Table("parity", "Each against one device", head, rows, caption)], reasons)
 

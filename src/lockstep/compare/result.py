@@ -34,6 +34,7 @@ class Row:
         started: seconds from asking until the first update was done; the median of all rounds.
         peaks: bytes that each process, or each accelerator, held at most.
         exceptions: where its numbers are not those of one device, as it says itself.
+        plans: what was chosen for it: the stages of a pipeline, say.
         agreement: whether they are.
         glance: what each device sees, where the time goes, what moves.
         history: with ``epochs``, a record for each.
@@ -55,6 +56,7 @@ class Row:
     started: float = math.nan
     peaks: tuple[int, ...] = ()
     exceptions: tuple[str, ...] = ()
+    plans: tuple[str, ...] = ()
     agreement: Agreement | None = None
     glance: Glance | None = None
     history: tuple[dict[str, Any], ...] = ()
@@ -79,6 +81,12 @@ class Row:
         times = () if self.glance is None else self.glance.times
         whole = sum(one.step for one in times)
         return {kind: sum(one.kinds[kind] for one in times) / whole for kind in times[0].kinds} if whole else {}
+
+    @property
+    def clocked(self) -> float:
+        """Seconds of the updates of which ``shares`` are parts, a mean."""
+        times = () if self.glance is None else self.glance.times
+        return sum(one.step for one in times) / len(times)
 
 
 @dataclass(frozen=True)
@@ -117,6 +125,10 @@ class Comparison:
     def measured(self) -> tuple[Row, ...]:
         """The rows that didn't fail."""
         return tuple(row for row in self.rows if row.rates)
+
+    def samples_of(self, row: Row) -> int:
+        """Samples of the global batches of a row."""
+        return int(row.settings.get("batch_size", self.batch_size))
 
     def ratio(self, row: Row, to: str | None) -> Timing | None:
         """How many times as fast as ``to`` the row is, from each round; None where either failed."""

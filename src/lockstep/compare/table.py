@@ -5,7 +5,7 @@ from __future__ import annotations
 import csv
 import io
 import textwrap
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
 from lockstep.compare.advice import all_cores, best_of, cautions, sentence
@@ -142,7 +142,7 @@ def lines_of(found: Comparison, width: int = 80) -> list[str]:
     if sizes := sizes_of(found):
         lines += ["", *_wrapped("what a device is given at once, and gives:", width)]
         lines += [one for line in sizes for one in _wrapped(line, width, "  ")]
-    for line in exceptions_of(found):
+    for line in (*plans_of(found), *exceptions_of(found)):
         lines += _wrapped(line, width)
     outcome = outcome_columns(found)
     if outcome:
@@ -174,8 +174,17 @@ def sizes_of(found: Comparison) -> list[str]:
 
 def exceptions_of(found: Comparison) -> list[str]:
     """Where numbers are not those of one device, as the strategies say themselves: a line for each, with the rows."""
-    every = dict.fromkeys(line for row in found.measured for line in row.exceptions)
-    return [f"{', '.join(row.name for row in found.measured if line in row.exceptions)}: {line}" for line in every]
+    return _with_names({row.name: row.exceptions for row in found.measured})
+
+
+def plans_of(found: Comparison) -> list[str]:
+    """What was chosen for a row: a line for each, with the rows."""
+    return _with_names({row.name: row.plans for row in found.measured})
+
+
+def _with_names(said: Mapping[str, Sequence[str]]) -> list[str]:
+    every = dict.fromkeys(line for lines in said.values() for line in lines)
+    return [f"{', '.join(name for name, lines in said.items() if line in lines)}: {line}" for line in every]
 
 
 def _table(rows: Sequence[Row], columns: Sequence[Column], width: int, *, reasons: bool = False) -> list[str]:

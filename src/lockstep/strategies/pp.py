@@ -143,7 +143,7 @@ class PP(Strategy):
                 held = _order_of(way, len(world.devices))(way.parts(job) // job.accumulate)
                 cut = job.having(accumulate=way.parts(job))
                 found = found_for(cut, world.devices, held, capacity)
-                world.tell(Line(_stages_in_words(found), "note"))
+                world.tell(Line(_stages_in_words(found), "plan"))
                 return replace(way, device_map=found.device_map)
             found, choice = planned(
                 job,
@@ -163,12 +163,12 @@ class PP(Strategy):
         except Exception as error:
             if auto:
                 raise
-            world.tell(Line(f"looking at a forward raised {told(error)}: stages by their parameters", "note"))
+            world.tell(Line(f"looking at a forward raised {told(error)}: stages by their parameters", "plan"))
             return way
         best = choice.best
-        world.tell(Line(_stages_in_words(found), "note"))
+        world.tell(Line(_stages_in_words(found), "plan"))
         if choosing:
-            world.tell(Line(choice.why, "note"))
+            world.tell(Line(choice.why, "plan"))
         return replace(
             way,
             device_map=found.device_map,
