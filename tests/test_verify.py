@@ -1073,6 +1073,16 @@ def test_the_command_ends_with_0_or_3_and_writes_json(file: str, tmp_path: Path,
     assert json.loads(capsys.readouterr().out)["equal"] is True
 
 
+def test_where_no_device_was_named_there_are_several(file: str, capsys: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.accelerator, "is_available", lambda: False)
+    monkeypatch.setattr("lockstep.devices.usable_cores", lambda: (0, 0))
+    assert cli.main(["verify", file, "--strategy", "dp"]) == 0
+    assert "dp on 2 devices against single" in capsys.readouterr().out
+    monkeypatch.setattr("lockstep.devices.usable_cores", lambda: (0,))
+    assert cli.main(["verify", file]) == 2
+    assert "name a strategy to hold against one device" in capsys.readouterr().err
+
+
 def test_what_single_can_not_train_either_is_bad_input(file: str) -> None:
     with pytest.raises(InputError, match="reduction='none'"):
         verified(MLP.having(loss=nn.CrossEntropyLoss(reduction="none")), "dp")

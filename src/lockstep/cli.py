@@ -390,7 +390,7 @@ def _partition(options: argparse.Namespace) -> int:
 
 
 def _verify(options: argparse.Namespace) -> int:
-    _warm_up(options)
+    _warm_up(options, surely=options.devices == "auto" and options.strategy in ("ddp", None))
     return verifying.verify(options, _strategy(options), knobs_in(options.set), settings_in(options))
 
 

@@ -108,6 +108,14 @@ def parse(wanted: Devices = "auto") -> tuple[Device, ...]:
     return _from_words(str(wanted).strip())
 
 
+def parse_several(wanted: Devices = "auto") -> tuple[Device, ...]:
+    """As ``parse``, but ``auto`` without an accelerator is a slot for each core: of one slot nothing can be shared."""
+    chosen = parse(wanted)
+    if wanted in ("auto", None) and len(chosen) == 1 and chosen[0].is_slot:
+        return slots(len(usable_cores()))
+    return chosen
+
+
 def _from_list(wanted: Sequence[Device | torch.device | str | int]) -> tuple[Device, ...]:
     if not wanted:
         raise DeviceError("an empty list of devices: name at least one")

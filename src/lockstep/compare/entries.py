@@ -78,12 +78,12 @@ def line_up(
     sets = [(count, settings) for count in counts for settings in _products(of_job)]
     references = {}
     for i, (count, settings) in enumerate(sets):
-        references[i] = one, cores = _references(_parsed(count), settings)
+        references[i] = one, cores = _references(_devices.parse_several(count), settings)
         add(one)
         if cores is not None:
             add(cores)
     for i, (count, settings) in enumerate(sets):
-        chosen = _parsed(count)
+        chosen = _devices.parse_several(count)
         one, cores = references[i]
         said = {"devices": count} if "devices" in sweep else {}
         whole = None if cores is None else cores.name
@@ -109,14 +109,6 @@ def _as_way(item: str | Strategy) -> tuple[str, dict[str, Any]]:
     fields = dataclasses.fields(chosen)
     values = {f.name: (getattr(chosen, f.name), f.default) for f in fields}
     return chosen.name, {name: value for name, (value, usual) in values.items() if value != usual}
-
-
-def _parsed(wanted: Devices) -> tuple[Device, ...]:
-    """The devices; ``auto`` without an accelerator is a slot for each core: one slot leaves nothing to compare."""
-    chosen = _devices.parse(wanted)
-    if wanted in ("auto", None) and len(chosen) == 1 and chosen[0].is_slot:
-        return _devices.slots(len(_devices.usable_cores()))
-    return chosen
 
 
 def _references(chosen: tuple[Device, ...], settings: dict[str, Any]) -> tuple[Entry, Entry | None]:

@@ -11,7 +11,7 @@ from typing import Any
 from lockstep import devices as _devices
 from lockstep.data import resolve
 from lockstep.devices import Device, Devices
-from lockstep.errors import DeviceError, LockstepError
+from lockstep.errors import DeviceError, InputError, LockstepError
 from lockstep.job import Job
 from lockstep.jobfile import JobFile, as_job, the_job, with_settings
 from lockstep.launch import under_torchrun
@@ -51,7 +51,7 @@ def verify(
     Args:
         job: as in ``train``.
         strategy: as in ``train``; one of your own is a ``Strategy``.
-        devices: as in ``train``.
+        devices: as in ``train``, but ``auto`` without an accelerator is a slot for each core.
         whole: take the job's own batch size, however long its batches take.
         settings: fields of the job to replace.
 
@@ -66,7 +66,11 @@ def verify(
         raise DeviceError("verify starts processes of its own on one machine: start it without torchrun")
     began = time.perf_counter()
     source = with_settings(as_job(job), settings)
-    chosen = _devices.parse(devices)
+    chosen = _devices.parse(devices) if strategy in ("single", Single()) else _devices.parse_several(devices)
+    if strategy is None and len(chosen) == 1:
+        raise InputError(
+            "verify: name a strategy to hold against one device, and its devices (--strategy ddp --devices 2)"
+        )
     loaded = the_job(source)
     way = _planned(choose(strategy, chosen), loaded, chosen)
     with Laboratory(way, chosen) as laboratory:

@@ -19,7 +19,7 @@ _LONGEST = 0.5
 
 
 _DOUBT = 1.5
-"""How many times the longest the fewest samples may take, where more of them are timed all the same."""
+"""How many times the longest an update of a few samples may take, where another is timed: the first prepares much."""
 
 
 _NEAR = 4.0
@@ -105,7 +105,7 @@ def _most(job: Job, devices: tuple[Device, ...], size: int, seconds: float) -> i
         seconds: that it took.
     """
     each = seconds / size
-    while size < job.batch_size and seconds <= _DOUBT * _LONGEST:
+    while size < job.batch_size and seconds <= _LONGEST:
         whole = seconds + each * (job.batch_size - size)
         if whole <= _LONGEST:
             return job.batch_size
@@ -114,8 +114,7 @@ def _most(job: Job, devices: tuple[Device, ...], size: int, seconds: float) -> i
         longer = _seconds(job.having(batch_size=more), devices)
         each = max(0.0, longer - seconds) / (more - size)
         if longer > _LONGEST:
-            room = _LONGEST - seconds
-            return int(size + room / each) if room > 0 else size
+            return int(size + (_LONGEST - seconds) / each)
         size, seconds = more, longer
     return size
 
