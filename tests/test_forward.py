@@ -131,8 +131,24 @@ class Seeding(nn.Module):
             return x * torch.rand(6).to(x)
 
 
+class Scoring(Layer):
+    """Each sample against each: (batch, batch)."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return super().forward(x) @ super().forward(x).T
+
+
+class Squares(Layer):
+    """A square for each sample, as large as the batches here: (batch, 4, 2)."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return super().forward(x)[:, :2].unsqueeze(1).expand(-1, 4, -1)
+
+
 CASES = [
     (Layer, Seen()),
+    (Scoring, Seen(mixes=True)),
+    (Squares, Seen()),
     (Centred, Seen(mixes=True)),
     (Normalised, Seen(mixes=True)),
     (Warming, Seen(remembers=True)),

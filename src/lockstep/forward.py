@@ -191,7 +191,12 @@ def _see(model: nn.Module, inputs: Any, samples: int, seen: Seen) -> None:
     seen.follows = tuple(name for name, b in acting_buffers(model).items() if digest(b) != of_whole.get(name))
     if not seen.remembers and not seen.follows:
         tail = run(first, samples - first)
-        seen.mixes = _differ(whole, [torch.cat(pair) for pair in zip(head, tail, strict=True)])
+        across = any(
+            (n, of) == (samples, first)
+            for a, b in zip(whole, head, strict=True)
+            for n, of in zip(a.shape[1:], b.shape[1:], strict=False)
+        )  # a column for each sample, as scores of each against each have
+        seen.mixes = across or _differ(whole, [torch.cat(pair) for pair in zip(head, tail, strict=True)])
 
 
 def _multiplied(samples: int, times: int, tensor: torch.Tensor) -> torch.Tensor:
