@@ -55,7 +55,7 @@ def _seconds(world: World, plain: Plain) -> float:
     loader = job_loader(job.having(accumulate=plain.strategy.parts(job)), world, resolve(job.train_data, world))
     taken = 0.0
     for epoch in range(EPOCHS):
-        for batch in Excerpt(loader).epoch(epoch):
+        for batch in Excerpt(loader, job.batch_size).epoch(epoch):
             world.barrier()
             began = time.perf_counter()
             step.seed(job.seed)
@@ -63,7 +63,7 @@ def _seconds(world: World, plain: Plain) -> float:
             taken += time.perf_counter() - began
     if job.eval_data is not None:
         sets = eval_loaders(job, world, resolve_sets(job.eval_data, world))
-        excerpts: Any = {name: Excerpt(loader, evaluation=True) for name, loader in sets.items()}
+        excerpts: Any = {name: Excerpt(loader, None) for name, loader in sets.items()}
         began = time.perf_counter()
         evaluate_sets(step, excerpts, job.metrics, world, job.seed)
         taken += time.perf_counter() - began
