@@ -260,7 +260,7 @@ def test_updates_that_were_clocked_apart_and_took_longer_are_said_to(machine: Ca
         for row in found.rows
     )
     said = clocked_apart(replace(found, rows=rows))
-    assert "ddp (3.0 times)" in said and "single" not in said
+    assert "turns: ddp 3.0 times as long." in said
     assert said in page_of(replace(found, rows=rows)).notes
 
 

@@ -41,7 +41,7 @@ LAYERS = [
     {"parallelize", "loop", "resuming"},
     {"train"},
     {"predict", "glance", "trial"},
-    {"verify", "tune", "compare"},
+    {"verify", "tune", "compare", "interrupt"},
     {"cli"},
     {"__main__"},
 ]

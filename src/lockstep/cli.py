@@ -7,7 +7,6 @@ needed their server starts to import torch while this process does.
 from __future__ import annotations
 
 import argparse
-import math
 import os
 import re
 import signal
@@ -21,6 +20,7 @@ import lockstep
 from lockstep.allocator import prepare
 from lockstep.compare import commands as comparing
 from lockstep.errors import InputError, LockstepError, RankFailed, nearest, own_traceback
+from lockstep.interrupt import Interrupt
 from lockstep.launch import server
 from lockstep.options import above_zero, add_knobs, add_settings, knobs_in, settings_in
 from lockstep.pipelining import commands as pipelining
@@ -50,12 +50,14 @@ def main(words: Sequence[str] | None = None) -> int:
     """Run the command with these words; gives the exit code (the table is in docs/verify.md)."""
     before = signal.signal(signal.SIGTERM, _terminated)
     words = list(sys.argv[1:] if words is None else words)
-    interrupt = _Interrupt(words)
+    # The other commands keep nothing before they are done.
+    kept = "what was saved is kept" if words[:1] == ["train"] else "nothing was kept"
+    interrupt = Interrupt(f"lockstep: stopped by Ctrl-C; {kept}")
     try:
         return _ended(_run(words))
     except LockstepError as error:
         if interrupt.just_now():
-            return _interrupted(words)
+            return interrupt.said()
         if isinstance(error, RankFailed) and error.traceback:
             _say(error.traceback.rstrip())
         if isinstance(error, InputError) and _is_one_of_many():
@@ -64,10 +66,10 @@ def main(words: Sequence[str] | None = None) -> int:
         _say(f"lockstep: {error}")
         return _ended(error.exit_code)
     except KeyboardInterrupt:
-        return _interrupted(words)
+        return interrupt.said()
     except Exception as error:
         if interrupt.just_now():
-            return _interrupted(words)
+            return interrupt.said()
         if _is_for_want_of_another(error):
             _say(f"lockstep: rank {os.environ['RANK']} stopped because another rank did")
             return _ended(1)
@@ -80,49 +82,6 @@ def main(words: Sequence[str] | None = None) -> int:
     finally:
         interrupt.over()
         signal.signal(signal.SIGTERM, before)
-
-
-class _Interrupt:
-    """Ctrl-C while a command runs: pressed twice in a row it is one, since ending takes a moment.
-
-    Modules that are being imported make other exceptions of it (NumPy an `ImportError`), so its time is kept; and torch
-    swallows it when it looks for NumPy, but then nothing was begun, and the process may end where it stands.
-    """
-
-    _ONE = 2.0
-    """Seconds that belong to one Ctrl-C."""
-
-    def __init__(self, words: list[str]) -> None:
-        self._words = words
-        self._pressed = -math.inf
-        self._before = signal.getsignal(signal.SIGINT)
-        if self._before is signal.default_int_handler:  # elsewhere somebody has decided otherwise: nohup, say
-            signal.signal(signal.SIGINT, self._press)
-
-    def _press(self, number: int, frame: FrameType | None) -> None:
-        if not self.just_now():
-            self._pressed = time.monotonic()
-            if getattr(getattr(sys.modules.get("torch"), "__spec__", None), "_initializing", False):
-                server.stop()
-                os._exit(_interrupted(self._words))
-            raise KeyboardInterrupt
-
-    def just_now(self) -> bool:
-        """Whether what is raised now may be for its sake."""
-        return time.monotonic() - self._pressed < self._ONE
-
-    def over(self) -> None:
-        if self._before is signal.default_int_handler:
-            signal.signal(signal.SIGINT, self._before)
-
-
-def _interrupted(words: list[str]) -> int:
-    _say(f"lockstep: stopped by Ctrl-C; {_KEPT.get(words[0] if words else '', 'nothing was kept')}")
-    return 130
-
-
-_KEPT = {"train": "what was saved is kept"}
-"""What a command leaves that was stopped; the others keep nothing before they are done."""
 
 
 def _say(text: str) -> None:

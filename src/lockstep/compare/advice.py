@@ -45,12 +45,12 @@ def unsteady(found: Comparison) -> str:
 def clocked_apart(found: Comparison) -> str:
     """A warning where the updates that were clocked took much longer, or less, than those of the turns; else ""."""
     ratios = {row.name: row.clocked * row.timing.median / found.samples_of(row) for row in found.measured if row.shares}
-    off = [f"{name} ({ratio:.1f} times)" for name, ratio in ratios.items() if not 1 / _ALIKE < ratio < _ALIKE]
+    off = [f"{name} {ratio:.1f} times as long" for name, ratio in ratios.items() if not 1 / _ALIKE < ratio < _ALIKE]
     if not off:
         return ""
     return (
-        f"Where the time goes was seen in a few updates apart, which took longer or less long than those of the turns, "
-        f"of {_listed(off)}: how it divides may be otherwise in those."
+        f"The few updates that were clocked for where the time goes took another time than those of the turns: "
+        f"{', '.join(off)}. How a step divides may be another there too."
     )
 
 
