@@ -6,6 +6,7 @@ import csv
 import importlib
 import io
 import json
+import sys
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
@@ -429,6 +430,16 @@ def test_a_sweep_of_the_job_has_a_line_for_each_row_against_one_device(machine: 
     assert not list(sweeps_of(compared()))
 
 
+@pytest.mark.skipif(sys.platform != "linux", reason="taskset is Linux's")
+def test_what_trains_on_one_slot_of_several_has_a_line_too(machine: Callable[..., Any], tmp_path: Path) -> None:
+    file = tmp_path / "job.py"
+    file.write_text("import test_compare\njob = test_compare.job\n")
+    machine(steady)
+    found = lockstep.compare(file, strategies=["ddp"], devices="2xcpu", rounds=1, folder=None, told=None)
+    assert found["single, 2 cores"].line == f"taskset -c 0,1 lockstep train {file} --strategy single --devices 1xcpu"
+    assert found["single, 4 cores"].line == f"lockstep train {file} --strategy single --devices 1xcpu"
+
+
 @pytest.mark.parametrize(
     ("words", "said"),
     [
@@ -450,6 +461,8 @@ def test_a_sweep_of_the_job_has_a_line_for_each_row_against_one_device(machine: 
         ),
         (["examples/digits.py", "--sweep", "microbatches=none"], "microbatches: 'none' is not a whole number"),
         (["examples/digits.py", "--rounds", "0"], "number above 0"),
+        (["examples/digits.py", "--seconds", "inf"], "number above 0"),
+        (["examples/digits.py", "--seconds", "nan"], "number above 0"),
         (["examples/digits.py", "--with", "torchh"], 'there is no peer "torchh": did you mean "torch"?'),
         (["examples/digits.py", "--json", "no/where.json"], "--json no/where.json: No such file"),
     ],

@@ -496,7 +496,17 @@ def test_tensors_of_a_loss_follow_the_outputs() -> None:
         assert count.device.type == "meta" if isinstance(count, Tensor) else count == N
 
 
-@pytest.mark.parametrize("ignored", [-100, 7])
+def test_a_loss_that_is_not_finite_for_one_sample_is_no_mean() -> None:
+    """Each cut of five samples has a part of one, whose targets have no variance to divide by."""
+
+    def normalised(outputs: Tensor, targets: Tensor) -> Tensor:
+        return (outputs - targets).square().mean() / (targets - targets.mean()).square().mean()
+
+    with pytest.raises(LossError, match="not a mean over samples"):
+        Totalled.of(normalised).check(torch.randn(5), torch.randn(5), 5)
+
+
+@pytest.mark.parametrize("ignored", [-100, 7, 3])
 def test_a_value_that_the_loss_ignores_is_seen_when_it_comes(ignored: int) -> None:
     """Long after the first batches, and neither before nor in each later one is the loss computed once more."""
     calls: list[int] = []
@@ -506,7 +516,7 @@ def test_a_value_that_the_loss_ignores_is_seen_when_it_comes(ignored: int) -> No
         return F.cross_entropy(outputs, targets, ignore_index=ignored)
 
     loss, outputs = Totalled.of(plain), torch.randn(8, 8)
-    targets = torch.tensor([0, 6, 3, 2, 5, 1, 4, 3])
+    targets = torch.tensor([0, 6, 5, 2, 5, 1, 4, 5])
     for _ in range(5):
         loss.check(outputs, targets, 8)
     assert len(calls) == 5  # once, in whole and in two times two parts

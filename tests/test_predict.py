@@ -448,7 +448,7 @@ def test_the_command_writes_in_the_folder_of_the_run_and_says_where(words: str, 
     [
         ("predict", "the following arguments are required: run"),
         ("predict nowhere", "nowhere: no run is kept there"),
-        ("predict stopped", "no such weights, the run was stopped: it had not finished an epoch"),
+        ("predict stopped", "no such weights, the run did not reach its end: it finished no epoch"),
         ("predict blind", "eval_data: the job has none; predict on train"),
         ("predict blind train --best", "no best weights, since the run had no evaluation set"),
         ("predict run evl", 'there are no "evl"; did you mean "eval"'),

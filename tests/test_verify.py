@@ -508,6 +508,51 @@ def test_samples_that_act_on_one_another_are_named_with_the_layer() -> None:
     assert found.layer == ("centre", "Centre")
 
 
+class Recurrent(Centred):
+    """PyTorch's recurrent layers keep a list of their weights, which is no state."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first = nn.GRU(6, 8, batch_first=True)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.last(self.centre(self.first(x.unsqueeze(1))[0][:, -1]))
+
+
+class Recording(Centred):
+    """Keeps what it saw last, for somebody to look at."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        self.saw = super().forward(x).detach()
+        return super().forward(x)
+
+
+@pytest.mark.parametrize("model", [Recurrent, Recording])
+def test_what_is_kept_and_acts_on_nothing_is_not_blamed(model: type[Centred]) -> None:
+    found = verified(dataclasses.replace(MLP, model=model), "dp")
+    assert names(found) == {"mixing"}, found
+    assert "Centre" in found.causes[0].words
+
+
+class MadeLate(nn.Module):
+    """A layer of it is made in its first forward, after the optimizer."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first: nn.Module | None = None
+        self.last = nn.Linear(8, 3)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        if self.first is None:
+            self.first = nn.Linear(6, 8).to(x)
+        return self.last(self.first(x))
+
+
+def test_a_parameter_that_is_made_in_forward_is_said_to_be_never_trained() -> None:
+    found = verified(dataclasses.replace(MLP, model=MadeLate), "ddp")
+    assert any('"first.weight" was made after the optimizer' in note for note in found.notes), found
+
+
 class MeanGradient(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: torch.Tensor) -> torch.Tensor:
@@ -1087,6 +1132,7 @@ def test_what_single_can_not_train_either_is_bad_input(file: str) -> None:
     with pytest.raises(InputError, match="reduction='none'"):
         verified(MLP.having(loss=nn.CrossEntropyLoss(reduction="none")), "dp")
     assert cli.main(["verify", file, "--strategy", "hogwld"]) == 2
+    assert cli.main(["verify", file, "--strategy", "dp", "--devices", DEVICES, "--json", "no/where.json"]) == 2
 
 
 def test_large_batches_are_cut_so_that_the_last_one_stays_smaller(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -22,7 +22,7 @@ from lockstep.compare import commands as comparing
 from lockstep.errors import InputError, LockstepError, RankFailed, nearest, own_traceback
 from lockstep.interrupt import Interrupt
 from lockstep.launch import server
-from lockstep.options import above_zero, add_knobs, add_settings, knobs_in, settings_in
+from lockstep.options import above_zero, add_knobs, add_settings, check_writable, knobs_in, settings_in
 from lockstep.pipelining import commands as pipelining
 from lockstep.verify import commands as verifying
 
@@ -318,6 +318,8 @@ def _predict(options: argparse.Namespace) -> int:
 
 
 def _tune(options: argparse.Namespace) -> int:
+    if options.json is not None:
+        check_writable("--json", options.json)
     _warm_up(options)
     import json
 

@@ -12,13 +12,15 @@ of their classes. A loss becomes that in one of three ways:
 - A loss that returns ``(total, count)`` is taken at its word.
 - Any other scalar is taken as a mean over samples, and *probed*: the loss of the whole must equal the weighted loss of
   two unequal parts of the same outputs. That is done again in the updates 1, 2, 4, 8, ... and where targets have a
-  smaller or larger whole number than any before: so a value that the loss ignores, such as -100, is seen when it comes.
+  whole number that none before had (of many, a smaller or larger one than any before): so a value that the loss
+  ignores, such as -100, is seen when it comes.
 """
 
 from __future__ import annotations
 
 import copy
 import functools
+import math
 from collections.abc import Callable
 from typing import Any
 
@@ -32,6 +34,9 @@ from lockstep.nesting import cut, each, tensors
 
 Number = float | Tensor
 """A total, or a count."""
+
+_FEW = 1024
+"""Whole numbers that targets may range over, where each of them is looked for."""
 
 
 def totalled(loss: Callable[..., Any]) -> Totalled:
@@ -75,6 +80,7 @@ class Totalled:
         self._called = False
         self._valid = False
         self._ends: tuple[int, int] | None = None
+        self._values: set[int] = set()
         self.proven = self._mean is not None
 
     @classmethod
@@ -127,7 +133,7 @@ class Totalled:
             targets: of one share.
             samples: how many these are; of a single one two are made, the second with halved outputs.
             again: also where an earlier batch has shown it; a rare mask may not have been in that one. (Where targets
-                have new values at either end, on the CPU, it is done again anyway.)
+                have new values, on the CPU, it is done again anyway.)
 
         Outputs are detached, random numbers go on as if nothing had happened, and a module's state is left alone.
 
@@ -147,16 +153,20 @@ class Totalled:
             self._probe(each(Tensor.detach, outputs), targets, outputs, samples)
 
     def _widened(self, targets: Any) -> bool:
-        """Whether the targets' whole numbers reach below or above all that came before."""
-        ends = [int(end) for t in tensors(targets) if _is_whole(t) for end in t.aminmax()]
+        """Whether the targets have whole numbers that none before had; of many, outside of all that came before."""
+        whole = [t for t in tensors(targets) if _is_whole(t)]
+        ends = [int(end) for t in whole for end in t.aminmax()]
         if not ends:
             return False
-        least, most = min(ends), max(ends)
-        if self._ends is not None and self._ends[0] <= least and most <= self._ends[1]:
-            return False
-        before = self._ends or (least, most)
-        self._ends = min(least, before[0]), max(most, before[1])
-        return True
+        before = self._ends or (min(ends), max(ends))
+        reached = min(*ends, before[0]), max(*ends, before[1])
+        widened = reached != self._ends
+        self._ends = reached
+        if reached[1] - reached[0] < _FEW:
+            known = len(self._values)
+            self._values.update(*(set(t.flatten().tolist()) for t in whole))
+            widened = widened or len(self._values) > known
+        return widened
 
     # ---- any other loss ---------------------------------------------------------------------------------------------
 
@@ -241,10 +251,13 @@ class Totalled:
                 parts.append((total.item(), size))
             together = sum(t for t, _ in parts) / samples
             scale = max(abs(value), sum(abs(t) for t, _ in parts) / samples)
-            if abs(together - value) <= tolerance * scale:
+            # (A part that isn't finite, of a whole that is: the variance of one sample, say.)
+            if math.isfinite(scale) and abs(together - value) <= tolerance * scale:
                 continue
             added = sum(t / size for t, size in parts)
-            if abs(added - value) <= tolerance * max(abs(value), sum(abs(t / size) for t, size in parts)):
+            if math.isfinite(scale) and abs(added - value) <= tolerance * max(
+                abs(value), sum(abs(t / size) for t, size in parts)
+            ):
                 raise LossError(
                     f"{self._name} is not a mean over samples but a sum, its value depends on the batch size "
                     f"(whole {value:.6g}, its parts add up to it): use reduction='mean', or return (total, count)"

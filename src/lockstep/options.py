@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import argparse
+import math
 from collections.abc import Callable
 from typing import Any
 
-from lockstep.errors import InputError
+from lockstep.errors import FolderError, InputError
 
 SETTINGS = {
     "batch-size": "samples of the global batch",
@@ -33,15 +34,28 @@ _SWITCHES = {"shuffle", "sync-batchnorm", "channels-last", "fused", "keep-memory
 
 
 def above_zero(kind: Callable[[str], float]) -> Callable[[str], float]:
-    """The type of an option that is a number above 0."""
+    """The type of an option that is a finite number above 0."""
 
     def number(word: str) -> float:
-        if (value := kind(word)) <= 0:
+        if not 0 < (value := kind(word)) < math.inf:
             raise ValueError
         return value
 
     number.__name__ = "number above 0"  # what the parser calls it
     return number
+
+
+def check_writable(option: str, file: str) -> None:
+    """Find out now, not after the work, that a file can't be written.
+
+    Raises:
+        FolderError: it can't.
+    """
+    try:
+        with open(file, "a"):
+            pass
+    except OSError as error:
+        raise FolderError(f"{option} {file}: {error.strerror}") from error
 
 
 def add_knobs(parser: argparse.ArgumentParser) -> None:

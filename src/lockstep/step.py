@@ -73,6 +73,7 @@ class Step(Evaluator, ABC):
         world: this process's place among the ranks.
         on_forward: told of each forward of an update: which replica, its part, its outputs (see ``firststep``).
         looked: whether it is known what the model does in forward; else the first update looks, in some more forwards.
+        seen: what it saw.
     """
 
     on_forward: Callable[[str, Part, Any], None] | None = None
@@ -97,7 +98,7 @@ class Step(Evaluator, ABC):
         self._seed = job.seed
         self._updates = 0
         self.looked = False
-        self._seen = Seen()
+        self.seen = Seen()
         self._sick: torch.Tensor | None = None
         self._factors: dict[tuple[float, torch.dtype, torch.device], torch.Tensor] = {}
 
@@ -163,7 +164,7 @@ class Step(Evaluator, ABC):
         if self.replicas == 1 or not self.world.is_first:
             return
         part = self.first_share(batch)
-        self._seen = seen = look(self.model, part.inputs, part.size)
+        self.seen = seen = look(self.model, part.inputs, part.size)
         if seen.writes is not None:
             raise StrategyError(
                 f'the model writes its parameter "{seen.writes}" in forward, each replica otherwise: take single'

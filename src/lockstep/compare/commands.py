@@ -6,8 +6,8 @@ import argparse
 from collections.abc import Mapping
 from typing import Any
 
-from lockstep.errors import FolderError, InputError
-from lockstep.options import above_zero
+from lockstep.errors import InputError
+from lockstep.options import above_zero, check_writable
 
 
 def add_compare(parser: argparse.ArgumentParser) -> None:
@@ -43,7 +43,7 @@ def compare(options: argparse.Namespace, knobs: Mapping[str, str], settings: Map
     files = {"--json": options.json, "--csv": options.csv}
     for option, file in files.items():
         if file is not None:
-            _try(option, file)
+            check_writable(option, file)
     found = measured(
         JobFile(options.job, dict(knobs), {k: v for k, v in settings.items() if k != "epochs"}),
         strategies=_names(options.strategies),
@@ -90,12 +90,3 @@ def _swept(word: str) -> tuple[str, list[str]]:
     if not equals or not key or not values:
         raise InputError(f"--sweep {word}: write it as --sweep microbatches=1,2,4")
     return key.replace("-", "_"), [value.strip() for value in values.split(",") if value.strip()]
-
-
-def _try(option: str, file: str) -> None:
-    """Find out now, not after the measuring, that a file can't be written."""
-    try:
-        with open(file, "a"):
-            pass
-    except OSError as error:
-        raise FolderError(f"{option} {file}: {error.strerror}") from error

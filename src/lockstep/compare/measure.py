@@ -8,6 +8,7 @@ with epochs       A B C       each trained, for its losses and metrics
 from __future__ import annotations
 
 import statistics
+import sys
 import tempfile
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -136,7 +137,7 @@ class _Turns:
         for entry in self.entries:
             tried = self._attempt(entry, seconds=_LOOK, looks=True)
             if tried is None:
-                self.say(f"{entry.name}: can't be used here")
+                self.say(f"{entry.name}: failed: {self.reasons[entry.name]}")
                 continue
             self.looks[entry.name] = tried
             said = ""
@@ -203,6 +204,18 @@ class _Turns:
                 last = run.history[-1]
                 self.say(f"{entry.name}: trained, loss {last.get('eval_loss', last['train_loss']):.4g}")
 
+    def _line(self, entry: Entry) -> str:
+        """What trains the job so; "" where there is no such line."""
+        if entry.role == "peer":
+            return ""
+        if isinstance(entry.way.devices, str):
+            return entry.way.line(self.source)
+        if not isinstance(self.source, JobFile) or sys.platform != "linux" or len(entry.devices) > 1:
+            return ""
+        # One slot of several: as many cores for the whole process.
+        cores = ",".join(map(str, entry.devices[0].cores))
+        return f"taskset -c {cores} {replace(entry.way, devices='1xcpu').line(self.source)}"
+
     def row(self, entry: Entry) -> Row:
         """All that was found of an entry."""
         way = entry.way
@@ -213,7 +226,7 @@ class _Turns:
             settings={**way.options, **way.settings},
             devices=tuple(map(str, entry.devices)),
             where=devices_of(entry),
-            line=way.line(self.source) if isinstance(way.devices, str) and entry.role != "peer" else "",
+            line=self._line(entry),
             one=entry.one,
             cores=entry.cores,
             history=self.histories.get(entry.name, ()),

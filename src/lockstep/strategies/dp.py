@@ -152,13 +152,13 @@ class DPStep(Step):
 
     def _look(self, batch: Batch) -> None:
         super()._look(batch)
-        if self._seen.seeds:
+        if self.seen.seeds:
             note = (
                 "the model seeds PyTorch's generator in forward, which is not what replicas of dp draw from: "
                 "give what draws a torch.Generator of its own, or take ddp"
             )
             self.world.tell(Line(note, "note"))
-        if self._recomputes and self._seen.draws_elsewhere:
+        if self._recomputes and self.seen.draws_elsewhere:
             raise StrategyError(
                 "dp: activation_checkpointing, and the model draws from Python's or numpy's random in forward, which "
                 "all threads share, so a block can't draw the same again: draw from torch, or take ddp"
@@ -171,7 +171,7 @@ class DPStep(Step):
             StrategyError: the model draws random numbers, and what compiled code draws can't be told apart by thread.
         """
         if self._compile and self._shared:
-            if self.replicas > 1 and (self._seen.draws or any(map(drops, self.model.modules()))):
+            if self.replicas > 1 and (self.seen.draws or any(map(drops, self.model.modules()))):
                 raise StrategyError(
                     "dp: compile, and the model draws random numbers (dropout): compiled code takes them from one "
                     "generator for all threads, in an order left to chance; take ddp, or leave compile or dropout out"

@@ -186,8 +186,8 @@ class Cause:
         return cls(
             "hook",
             f"a hook on {which}{more} makes of the gradient of each share what it would not make of the whole: it "
-            "clips or normalises it, say",
-            "clip_norm instead, which is done to the whole gradient; mp gives hooks that of the whole batch",
+            "clips it, normalises it or adds to it, say",
+            "clip_norm, or weight_decay, which see the whole gradient; mp gives hooks that of the whole batch",
         )
 
     @classmethod
@@ -334,7 +334,9 @@ class Cause:
     def failed(cls, error: Exception) -> Cause:
         """The strategy failed where one device didn't."""
         return cls(
-            "failed", f"under the strategy it fails: {told(error)}", "a share of a batch has to be enough for it"
+            "failed",
+            f"under the strategy it fails: {told(error)}",
+            "a forward that takes any share of a batch",
         )
 
     @classmethod

@@ -196,7 +196,7 @@ class Diagnosis:
             if written := [name for name in apart if name not in first.gradients]:
                 return [Cause.written(written[0])]
         if tried.layer is not None:
-            if self.found.apart_attributes:
+            if self.found.apart_attributes and not self.found.mixes:  # else it may be a record that acts on nothing
                 return [Cause.state(self.found.apart_attributes)]
             if self.found.own_buffers:
                 return [Cause.buffer(self.found.own_buffers, self.found.updated_on)]
@@ -226,14 +226,14 @@ class Diagnosis:
 
     def _of_the_strategy(self) -> list[Cause]:
         found, first = self.found, self.first
-        if found.updated_on or found.own_buffers:
-            return [Cause.buffer(found.own_buffers, found.updated_on)]
-        if found.apart_attributes:
-            return [Cause.state(found.apart_attributes)]
         if first is not None and first.rows:
             return [Cause.sampler(first)]
         if first is not None and (ratio := self._one_ratio(first)) is not None:
             return [Cause.scaled(ratio, len(self.experiment.devices))]
+        if found.updated_on or found.own_buffers:
+            return [Cause.buffer(found.own_buffers, found.updated_on)]
+        if found.apart_attributes:
+            return [Cause.state(found.apart_attributes)]
         beyond = () if first is None else tuple(self.bounds.beyond(first))
         if beyond and all(kind == "buffers" for kind, _, _ in beyond):
             return [Cause.buffer([name for _, name, _ in beyond], {})]

@@ -9,6 +9,8 @@ import shutil
 from collections.abc import Mapping
 from typing import Any
 
+from lockstep.options import check_writable
+
 
 def add_verify(parser: argparse.ArgumentParser) -> None:
     """``lockstep verify``, without placement, the job's knobs and settings."""
@@ -22,6 +24,8 @@ def verify(options: argparse.Namespace, strategy: Any, knobs: Mapping[str, str],
     from lockstep.jobfile import JobFile
     from lockstep.verify import verify as verified
 
+    if options.json not in (None, "-"):
+        check_writable("--json", options.json)
     job = JobFile(options.job, dict(knobs), dict(settings))
     found = verified(job, strategy=strategy, devices=options.devices, whole=options.whole)
     if options.json != "-":

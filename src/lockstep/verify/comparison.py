@@ -105,6 +105,7 @@ class Comparison:
         drew_in_backward: whether its backward did.
         drops: whether it has dropout layers.
         normalises: whether it has batch norms over what a forward sees.
+        mixes: whether the look before training saw samples act on one another, and nothing that the model remembers.
         layer: name and class of the first module that gave other numbers in the update that was watched.
         called: the modules with parameters of their own in the order of their first call, where that was watched.
         functions: autograd functions that are not PyTorch's own, in the graph of the first update.
@@ -127,6 +128,7 @@ class Comparison:
     drew_in_backward: bool = False
     drops: bool = False
     normalises: bool = False
+    mixes: bool = False
     layer: tuple[str, str] | None = None
     called: tuple[str, ...] = ()
     functions: tuple[str, ...] = ()

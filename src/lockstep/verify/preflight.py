@@ -70,13 +70,16 @@ def preflight(job: Job, strategy: Strategy, devices: tuple[Device, ...], *, whol
         ground.notes.append("without compile, which only changes rounding")
     shares = 1 if strategy.splits_layers else len(devices)
     fewest = min(job.batch_size, max(2 * shares * strategy.parts(job) + 1, 4))
+    tried = None
     try:
-        seconds, precision = _tried(job.having(**ground.settings, batch_size=fewest), devices)
+        tried = _tried(job.having(**ground.settings, batch_size=fewest), devices)
     except Exception:  # so few may be too few for it
         if fewest == job.batch_size:
             raise
+    if tried is None:  # what the whole batch raises is said alone
         whole, fewest = True, job.batch_size
-        seconds, precision = _tried(job.having(**ground.settings), devices)
+        tried = _tried(job.having(**ground.settings), devices)
+    seconds, precision = tried
     ground.settings["precision"] = precision
     if job.precision not in (None, precision):
         ground.notes.append(f"in {precision} in the place of {job.precision}")

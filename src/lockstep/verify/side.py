@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import io
 import pickle
 from collections.abc import Iterator
 from typing import Any
@@ -216,18 +217,29 @@ def shuffled(batch: Batch) -> Batch:
 def plain_attributes(model: nn.Module) -> dict[str, bytes]:
     """A print of every attribute of a module that is neither parameter, buffer nor module: ``{"body.calls": ...}``.
 
-    What can't be pickled is left out.
+    What can't be pickled is left out, and so are the model's own tensors in what it holds (an RNN lists its weights).
     """
+    own = {id(t): name for name, t in (*model.named_parameters(), *model.named_buffers())}
     found = {}
     for name, module in model.named_modules():
         for key, value in vars(module).items():
             if key in _OF_EVERY_MODULE or isinstance(value, nn.Module) or callable(value):
                 continue
             try:
-                found[f"{name}.{key}" if name else key] = pickle.dumps(value)
+                found[f"{name}.{key}" if name else key] = _print_of(value, own)
             except Exception:
                 continue
     return found
+
+
+def _print_of(value: Any, own: dict[int, str]) -> bytes:
+    class Pickler(pickle.Pickler):
+        def persistent_id(self, held: Any) -> str | None:
+            return own.get(id(held)) if isinstance(held, torch.Tensor) else None
+
+    written = io.BytesIO()
+    Pickler(written).dump(value)
+    return written.getvalue()
 
 
 _OF_EVERY_MODULE = {*vars(nn.Module()), "_compiled_call_impl", "forward"}

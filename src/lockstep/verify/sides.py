@@ -197,6 +197,7 @@ class _Run:
                 for m in theirs.step.model.modules()
                 if isinstance(m, nn.modules.batchnorm._BatchNorm)
             ),
+            mixes=ours.step.seen.mixes,
             layer=layer,
             called=_order_of(theirs),
             functions=tuple(sorted(theirs.functions | ours.functions)),
@@ -229,7 +230,9 @@ class _Run:
         parameters = {}
         values = dict(ours.step.model.named_parameters())
         for name, p in theirs.step.model.named_parameters():
-            if name in values:  # frozen ones too: a teacher may follow what it sees
+            if name not in self.start:
+                self.notes.append(f'parameter "{name}" was made after the optimizer, which never trains it')
+            elif name in values:  # frozen ones too: a teacher may follow what it sees
                 its_value = real(p)
                 change = largest(its_value - real(self.start[name]))
                 parameters[name] = change_apart(largest(real(values[name]) - its_value), change, self.reach)
