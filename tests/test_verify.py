@@ -534,6 +534,17 @@ def test_what_is_kept_and_acts_on_nothing_is_not_blamed(model: type[Centred]) ->
     assert "Centre" in found.causes[0].words
 
 
+def mixed_up(samples: list[Any]) -> Any:
+    inputs, targets = torch.stack([x for x, _ in samples]), torch.tensor([int(y) for _, y in samples])
+    return 0.7 * inputs + 0.3 * inputs.flip(0), targets
+
+
+@pytest.mark.parametrize(("model", "wanted"), [(mlp, "collate"), (Centred, "mixing")])
+def test_a_collate_that_mixes_samples_is_told_from_a_model_that_does(model: Any, wanted: str) -> None:
+    found = verified(dataclasses.replace(MLP, model=model, collate=mixed_up), "ddp")
+    assert names(found) == {wanted}, found
+
+
 class MadeLate(nn.Module):
     """A layer of it is made in its first forward, after the optimizer."""
 

@@ -108,6 +108,17 @@ class Cause:
         )
 
     @classmethod
+    def collate(cls, layer: str, kind: str) -> Cause:
+        """The job's own collate sees a share."""
+        return cls(
+            "collate",
+            "collate makes other rows of a share than of the whole batch (it pads to the longest, or mixes samples), "
+            f"and {named(layer, kind)} gives other numbers for them",
+            "a collate that makes the same of a sample in any batch (one length for all, say), or a model that masks "
+            "what was padded; mp and single give it the whole batch",
+        )
+
+    @classmethod
     def cut_in_evaluation(cls, loss: str) -> Cause:
         """Training agrees, and the loss of an evaluation doesn't."""
         return cls(

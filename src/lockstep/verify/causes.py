@@ -200,6 +200,8 @@ class Diagnosis:
                 return [Cause.state(self.found.apart_attributes)]
             if self.found.own_buffers:
                 return [Cause.buffer(self.found.own_buffers, self.found.updated_on)]
+            if self.found.collated and not self.found.mixes:
+                return [Cause.collate(*tried.layer)]
             return [Cause.mixing(*tried.layer)]
         if first is not None and first.losses_apart > bounds.of("loss", ""):
             return [Cause.loss("its parts, weighted by their counts, don't add up to the whole")]

@@ -106,6 +106,7 @@ class Comparison:
         drops: whether it has dropout layers.
         normalises: whether it has batch norms over what a forward sees.
         mixes: whether the look before training saw samples act on one another, and nothing that the model remembers.
+        collated: whether collate made other rows of the shares than of the whole batch.
         layer: name and class of the first module that gave other numbers in the update that was watched.
         called: the modules with parameters of their own in the order of their first call, where that was watched.
         functions: autograd functions that are not PyTorch's own, in the graph of the first update.
@@ -129,6 +130,7 @@ class Comparison:
     drops: bool = False
     normalises: bool = False
     mixes: bool = False
+    collated: bool = False
     layer: tuple[str, str] | None = None
     called: tuple[str, ...] = ()
     functions: tuple[str, ...] = ()

@@ -126,6 +126,7 @@ class _Run:
         self.experiment, self.world, self.ours, self.theirs, self.notes = experiment, world, ours, theirs, notes
         self.updates: list[Update] = []
         self.reach = 0.0
+        self.collated = False
         self.seconds = 0.0
 
     def run(self) -> Comparison | None:
@@ -198,6 +199,7 @@ class _Run:
                 if isinstance(m, nn.modules.batchnorm._BatchNorm)
             ),
             mixes=ours.step.seen.mixes,
+            collated=self.collated,
             layer=layer,
             called=_order_of(theirs),
             functions=tuple(sorted(theirs.functions | ours.functions)),
@@ -262,11 +264,15 @@ class _Run:
     def _rows_apart(self, rows: list[int], batch: Batch) -> Rows:
         assert self.theirs is not None
         alike = isinstance(self.experiment.strategy, Single) and self.experiment.cut is None
-        if not self.theirs.rows or (self.theirs.job.collate is not None and not alike):
-            return Rows()  # what is padded with others is another row
+        if not self.theirs.rows:
+            return Rows()
         known = [part.samples.tolist() for part in batch.parts if part.size and part.samples is not None]
         samples = [sample for part in known for sample in part]
-        return rows_apart(rows, self.theirs.rows, samples if len(samples) == len(self.theirs.rows) else None)
+        apart = rows_apart(rows, self.theirs.rows, samples if len(samples) == len(self.theirs.rows) else None)
+        if self.theirs.job.collate is not None and not alike:  # what is padded with others is another row
+            self.collated = self.collated or bool(apart)
+            return Rows()
+        return apart
 
     def _buffers_over_replicas(self) -> tuple[dict[str, tuple[int, ...]], tuple[str, ...]]:
         """After the first update: buffers that only some replicas changed, and those that are other ones on each."""
