@@ -1139,6 +1139,15 @@ def test_where_no_device_was_named_there_are_several(file: str, capsys: Any, mon
     assert "name a strategy to hold against one device" in capsys.readouterr().err
 
 
+@pytest.mark.parametrize("width", [60, 80, 100])
+def test_no_line_of_the_answer_is_wider_than_the_terminal(width: int) -> None:
+    for found in (verified(MLP, "dp"), verified(dataclasses.replace(MLP, model=Centred), "dp")):
+        lines = found.lines(width)
+        assert max(map(len, lines)) <= width, lines
+        (head,) = (line for line in lines if "gradients  " in line or line.endswith("buffers"))
+        assert ("loss of single" in head) == (width >= 80)
+
+
 def test_what_single_can_not_train_either_is_bad_input(file: str) -> None:
     with pytest.raises(InputError, match="reduction='none'"):
         verified(MLP.having(loss=nn.CrossEntropyLoss(reduction="none")), "dp")

@@ -69,18 +69,20 @@ class Verification:
 
     def lines(self, width: int = 100) -> list[str]:
         """The table, and what it means."""
-        said = [
+        said = _wrapped(
+            "",
             f"{self.job}: {self.strategy} on {self.devices} device{'s' if self.devices > 1 else ''} against single, "
-            f"in {self.precision}, batches of {self.batch_size}"
-        ]
+            f"in {self.precision}, batches of {self.batch_size}",
+            width,
+        )
         for note in self.notes:
             said += _wrapped("note: ", note, width)
         if self.comparison is not None:
-            said += ["", *_table(self.comparison), *_evaluation(self.comparison)]
+            said += ["", *_table(self.comparison, width), *_evaluation(self.comparison, width)]
         said.append("")
         if self.equal:
             noise = "" if self.noise is None else f"; two runs of one device differ by {self.noise:.1e}"
-            return [*said, f"equal: nothing differs by more than {self.worst:.1e}{noise}"]
+            return [*said, *_wrapped("equal: ", f"nothing differs by more than {self.worst:.1e}{noise}", width)]
         said += self._where(width)
         for cause in self.causes:
             said += _wrapped(f"cause ({cause.name}): ", cause.words, width)
@@ -113,7 +115,11 @@ class Verification:
         return {**asdict(self), "worst": self.worst}
 
 
-def _table(comparison: Comparison) -> list[str]:
+_INESSENTIAL = {"epoch", "batch", "loss of single"}
+"""Columns that a narrow terminal has no room for."""
+
+
+def _table(comparison: Comparison, width: int) -> list[str]:
     rows: list[tuple[str, ...]] = [
         ("update", "epoch", "batch", "samples", "loss of single", "loss", "gradients", "parameters", "buffers")
     ]
@@ -129,13 +135,23 @@ def _table(comparison: Comparison) -> list[str]:
                 *(_size(_largest(getattr(update, kind))) for kind in ("gradients", "parameters", "buffers")),
             )
         )
+    lines = _aligned(rows, "  ")
+    if len(lines[0]) > width:
+        lines = _aligned(rows, " ")
+    if len(lines[0]) > width:
+        kept = [i for i, head in enumerate(rows[0]) if head not in _INESSENTIAL]
+        lines = _aligned([tuple(row[i] for i in kept) for row in rows], "  ")
+    return lines
+
+
+def _aligned(rows: list[tuple[str, ...]], between: str) -> list[str]:
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
-    return ["  ".join(cell.rjust(width) for cell, width in zip(row, widths, strict=True)) for row in rows]
+    return [between.join(cell.rjust(width) for cell, width in zip(row, widths, strict=True)) for row in rows]
 
 
-def _evaluation(comparison: Comparison) -> list[str]:
+def _evaluation(comparison: Comparison, width: int) -> list[str]:
     words = [f"{name} {its:.6g} ({_size(relative(a, its))})" for name, (a, its) in comparison.evaluation.items()]
-    return [f"evaluation: {'  '.join(words)}"] if words else []
+    return _wrapped("evaluation: ", "  ".join(words), width) if words else []
 
 
 def _largest(values: dict[str, float]) -> float | None:
