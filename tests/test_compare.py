@@ -186,6 +186,16 @@ def test_ratios_are_taken_within_a_round(machine: Callable[..., Any]) -> None:
     assert found.efficiency(found["ddp"]) == 0.75
 
 
+def test_where_nothing_could_be_measured_there_is_no_empty_table(machine: Callable[..., Any]) -> None:
+    def broken(way: Way, turn: int) -> float:
+        raise OutOfMemory("out of memory")
+
+    machine(broken)
+    lines = lines_of(compared(strategies=["ddp"]), 80)
+    assert lines.count("    out of memory") == 3 and lines[-1].startswith("Nothing here can train this job")
+    assert not any("samples/s" in line or "x slot" in line for line in lines)
+
+
 def test_what_fails_is_a_row_with_its_reason(machine: Callable[..., Any]) -> None:
     def rule(way: Way, turn: int) -> float:
         if way.strategy == "dp":

@@ -63,7 +63,8 @@ class RunFolder:
         """
         folder = cls(path)
         if not folder.config.is_file():
-            why = "it has no config.json" if folder.path.is_dir() else "there is no such folder"
+            here = "it has no config.json" if folder.path.is_dir() else "it is a file"
+            why = here if folder.path.exists() else "there is no such folder"
             raise FolderError(f"{path}: no run is kept there ({why})")
         return folder
 

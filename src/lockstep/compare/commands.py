@@ -88,5 +88,5 @@ def _names(words: str | None) -> list[str] | None:
 def _swept(word: str) -> tuple[str, list[str]]:
     key, equals, values = word.partition("=")
     if not equals or not key or not values:
-        raise InputError(f"--sweep {word}: write it as --sweep microbatches=1,2,4")
+        raise InputError(f"--sweep {word}: write it as --sweep {key or 'microbatches'}=1,2,4")
     return key.replace("-", "_"), [value.strip() for value in values.split(",") if value.strip()]

@@ -129,13 +129,13 @@ def lines_of(found: Comparison, width: int = 80) -> list[str]:
     )
     lines += _wrapped(f"each in fresh processes, {turns}, one after the other; the median of them", width)
     lines += ["", *_table(found.rows, speed_columns(found), width, reasons=True)]
-    if found.on_slots:
+    if found.on_slots and found.measured:
         lines += _wrapped(
             f"x slot: times one slot; x cores: times {all_cores(found)} without a strategy; memory: of a process. "
             "Slots are cores of one machine, not GPUs: what gains here may gain more or less there",
             width,
         )
-    measured = [row for row in found.rows if row.rates]
+    measured = found.measured
     if measured:
         lines += ["", *_table(measured, time_columns(found), width)]
         lines += _wrapped("moved: what a device gives to the others in a step, where that is known", width)
@@ -195,7 +195,9 @@ def _table(rows: Sequence[Row], columns: Sequence[Column], width: int, *, reason
         beside = max(4, min(_NARROW, width - taken))
     if beside + taken > width or beside < 4:
         return _list(rows, columns, width, reasons=reasons)
-    lines = [" " * beside + "".join(f"{column.head:>{column.width}}" for column in columns)]
+    lines = []
+    if any(row.rates for row in rows):
+        lines.append(" " * beside + "".join(f"{column.head:>{column.width}}" for column in columns))
     for row in rows:
         head = f"{row.name:<{beside}}"
         if len(row.name) >= beside:
