@@ -164,7 +164,7 @@ class Totalled:
         self._ends = reached
         if reached[1] - reached[0] < _FEW:
             known = len(self._values)
-            self._values.update(*(set(t.flatten().tolist()) for t in whole))
+            self._values.update(*map(_values_of, whole))
             widened = widened or len(self._values) > known
         return widened
 
@@ -273,6 +273,12 @@ class Totalled:
 
 def _is_whole(tensor: Tensor) -> bool:
     return tensor.device.type == "cpu" and tensor.dtype in (torch.int64, torch.int32) and bool(tensor.numel())
+
+
+def _values_of(tensor: Tensor) -> list[int]:
+    """The whole numbers in it, which lie near one another, each once: by counting, since a mask has millions."""
+    least = int(tensor.min())
+    return [least + i for i in torch.bincount(tensor.flatten() - least).nonzero().flatten().tolist()]
 
 
 def _restored(loss: Callable[..., Any], proven: bool) -> Totalled:

@@ -156,7 +156,7 @@ def lines_of(found: Comparison, width: int = 80) -> list[str]:
 
 def batches_of(found: Comparison) -> str:
     """``64 samples``; ``32 or 64 samples`` where a sweep has several."""
-    sizes = list(dict.fromkeys(row.settings.get("batch_size", found.batch_size) for row in found.rows))
+    sizes = list(dict.fromkeys(map(found.samples_of, found.rows)))
     *others, last = [f"{size:,}" for size in sizes]
     return f"{', '.join(others)} or {last} samples" if others else counted(sizes[0], "sample")
 

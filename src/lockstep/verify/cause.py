@@ -234,10 +234,10 @@ class Cause:
     @classmethod
     def loss(cls, said: str) -> Cause:
         """A loss that is no mean over samples, as it was said, or for this reason."""
-        known = "not a mean over samples"
+        known, what = "not a mean over samples", said.partition(": ")[0]
         return cls(
             "loss",
-            said.partition(": ")[0] if known in said.partition(": ")[0] else f"the loss is {known}: {said}",
+            what if known in what else f"the loss is {known}: {said}",
             "return (total, count) from it, each summed over samples; mp and single give it the whole batch",
         )
 
