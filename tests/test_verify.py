@@ -1153,6 +1153,8 @@ def test_what_single_can_not_train_either_is_bad_input(file: str) -> None:
         verified(MLP.having(loss=nn.CrossEntropyLoss(reduction="none")), "dp")
     assert cli.main(["verify", file, "--strategy", "hogwld"]) == 2
     assert cli.main(["verify", file, "--strategy", "dp", "--devices", DEVICES, "--json", "no/where.json"]) == 2
+    assert cli.main(["verify", file, "--strategy", "hogwld", "--json", f"{file}.json"]) == 2
+    assert not Path(f"{file}.json").exists()
 
 
 def test_large_batches_are_cut_so_that_the_last_one_stays_smaller(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import math
+import os
 from collections.abc import Callable
 from typing import Any
 
@@ -46,14 +47,17 @@ def above_zero(kind: Callable[[str], float]) -> Callable[[str], float]:
 
 
 def check_writable(option: str, file: str) -> None:
-    """Find out now, not after the work, that a file can't be written.
+    """Find out now, not after the work, that a file can't be written; nothing is left of the try.
 
     Raises:
         FolderError: it can't.
     """
+    is_new = not os.path.exists(file)
     try:
         with open(file, "a"):
             pass
+        if is_new:
+            os.remove(file)
     except OSError as error:
         raise FolderError(f"{option} {file}: {error.strerror}") from error
 
