@@ -241,14 +241,14 @@ def test_samples_may_be_inputs_alone(kind: str, times: int, at_once: bool, tmp_p
     found = predict(run, Bare(kind, at_once), **on("dp 2"), loader_workers=0)
     assert (found - times * predict(run)).abs().max() < 1e-12
     part = predict(run, Subset(Bare(kind, at_once), [3, -1, 7]), **on("ddp 2"), loader_workers=1)
-    assert torch.equal(part, found[[3, -1, 7]])
+    assert (part - found[[3, -1, 7]]).abs().max() < 1e-12, "in batches of other sizes, which round otherwise"
 
 
 def test_tensors_are_data_with_and_without_targets(tmp_path: Path) -> None:
     run = trained(tmp_path, Takes)
     x = drawn(ROWS, 6)
     assert torch.equal(predict(run, TensorDataset(x)), predict(run))
-    assert torch.equal(predict(run, lambda: TensorDataset(x, x, x), **on("ddp 3")), 6 * predict(run))
+    assert (predict(run, lambda: TensorDataset(x, x, x), **on("ddp 3")) - 6 * predict(run)).abs().max() < 1e-12
     assert torch.equal(predict(run, x), predict(run)), "a tensor has rows, so it is a dataset"
 
 
