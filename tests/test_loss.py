@@ -20,6 +20,7 @@ from torch import Tensor, nn
 
 from lockstep.errors import LossError
 from lockstep.loss import Totalled, totalled
+from lockstep.loss_check import LossCheck, Piece
 
 N, C = 13, 5
 
@@ -160,7 +161,7 @@ def test_pytorchs_means_are_total_over_count_for_any_cut(name: str) -> None:
     mean = loss(outputs, targets)
     (wanted,) = torch.autograd.grad(mean, outputs)
     summed = totalled(loss)
-    assert summed.proven
+    assert summed.is_known
     for _ in range(6):
         ends = sorted({0, N, *torch.randint(1, N, (3,)).tolist()})
         pieces = [summed(outputs[a:b], targets[a:b], b - a) for a, b in itertools.pairwise(ends)]
@@ -173,9 +174,10 @@ def test_pytorchs_means_are_total_over_count_for_any_cut(name: str) -> None:
 
 @silent
 @pytest.mark.parametrize("name", CASES)
-def test_the_probe_accepts_what_is_additive_and_known(name: str) -> None:
+def test_what_is_known_to_be_additive_is_accepted_as_a_function_too(name: str) -> None:
     make, make_outputs, make_targets = CASES[name]
-    totalled(make()).check(make_outputs(), make_targets(), N)
+    summed, outputs, targets = totalled(make()), make_outputs(), make_targets()
+    check(lambda o, t: summed(o, t, len(o)), outputs, targets, N)
 
 
 @pytest.mark.parametrize("name", ["mse", "ce probabilities", "kl batchmean", "multi margin", "ce bytes", "bce logits"])
@@ -257,17 +259,24 @@ def test_nested_outputs_are_told_by_their_shapes() -> None:
 # ---- a person's own losses ------------------------------------------------------------------------------------------
 
 
+def check(
+    loss: Any, outputs: Any, targets: Any, samples: int, checks: LossCheck | None = None, **options: Any
+) -> LossCheck:
+    """As a step does in an update."""
+    checks = checks or LossCheck(totalled(loss), cuts=True)
+    summed = checks._loss
+    checks(outputs, targets, Piece(*summed(outputs, targets, samples), samples), **options)
+    return checks
+
+
 def squared(outputs: Tensor, targets: Tensor) -> Tensor:
     return ((outputs - targets) ** 2).mean()
 
 
-def test_a_mean_over_samples_passes_the_probe_and_is_weighted_by_them() -> None:
-    summed = totalled(squared)
-    assert not summed.proven
+def test_a_mean_over_samples_passes_the_check_and_is_weighted_by_them() -> None:
     outputs, targets = logits(N, C), logits(N, C)
-    summed.check(outputs, targets, N)
-    assert summed.proven
-    total, count = summed(outputs, targets, N)
+    check(squared, outputs, targets, N)
+    total, count = totalled(squared)(outputs, targets, N)
     assert count == N and abs(float(total) / N - float(squared(outputs, targets))) < 1e-14
 
 
@@ -286,36 +295,31 @@ def contrastive(outputs: Tensor, targets: Tensor) -> Tensor:
     ],
 )
 def test_what_is_no_mean_over_samples_is_refused_with_both_numbers(loss: Any) -> None:
-    summed = totalled(loss)
-    outputs, targets = logits(N, C), torch.rand(N, C).softmax(1)
     with pytest.raises(
         LossError, match=r"not a mean over samples \(whole [\d.e-]+, from two parts .*return \(total, count"
     ):
-        summed.check(outputs, targets, N)
-    assert not summed.proven
+        check(loss, logits(N, C), torch.rand(N, C).softmax(1), N)
 
 
 @pytest.mark.parametrize("loss", [nn.MSELoss(reduction="sum"), functools.partial(F.mse_loss, reduction="sum")])
 def test_a_sum_is_refused_with_a_clear_word(loss: Any) -> None:
     with pytest.raises(LossError, match="a sum, its value depends on the batch size"):
-        totalled(loss).check(logits(N, C), logits(N, C), N)
+        check(loss, logits(N, C), logits(N, C), N)
 
 
 @pytest.mark.parametrize("samples", [2, 3, 4, 5, 8])
 def test_the_probe_works_on_the_smallest_batches(samples: int) -> None:
-    totalled(squared).check(logits(samples, C), logits(samples, C), samples)
+    check(squared, logits(samples, C), logits(samples, C), samples)
     with pytest.raises(LossError):
-        totalled(contrastive).check(logits(samples, C), logits(samples, C), samples)
+        check(contrastive, logits(samples, C), logits(samples, C), samples)
 
 
 def test_of_a_single_sample_two_are_made() -> None:
     with pytest.raises(LossError, match="not a mean over samples"):
-        totalled(contrastive).check(logits(1, C), logits(1, C), 1)
+        check(contrastive, logits(1, C), logits(1, C), 1)
     with pytest.raises(LossError, match="a sum, its value depends on the batch size"):
-        totalled(nn.MSELoss(reduction="sum")).check(logits(1, C), logits(1, C), 1)
-    summed = totalled(squared)
-    summed.check(logits(1, C), logits(1, C), 1)
-    assert summed.proven
+        check(nn.MSELoss(reduction="sum"), logits(1, C), logits(1, C), 1)
+    check(squared, logits(1, C), logits(1, C), 1)
 
 
 @pytest.mark.parametrize(("dtype", "close"), [(torch.float32, True), (torch.bfloat16, True), (torch.float64, False)])
@@ -323,13 +327,12 @@ def test_the_tolerance_is_that_of_the_number_format(dtype: torch.dtype, close: b
     def almost(outputs: Tensor, targets: Tensor) -> Tensor:
         return squared(outputs, targets) * (1 + 1e-6 / len(outputs))
 
-    summed = totalled(almost)
     outputs, targets = logits(N, C).to(dtype), logits(N, C).to(dtype)
     if close:
-        summed.check(outputs, targets, N)
+        check(almost, outputs, targets, N)
     else:
         with pytest.raises(LossError):
-            summed.check(outputs, targets, N)
+            check(almost, outputs, targets, N)
 
 
 @dataclass
@@ -347,17 +350,17 @@ def test_any_nesting_of_outputs_and_targets_is_cut() -> None:
         return squared(outputs.first, targets["y"][0]) + squared(pair.mean, pair.scale) + (targets["k"] == "a")
 
     outputs = Outputs(logits(N, C), {"pair": Pair(logits(N, 2), logits(N, 2)), "note": None})
-    totalled(loss).check(outputs, {"y": [logits(N, C)], "k": "a"}, N)
+    check(loss, outputs, {"y": [logits(N, C)], "k": "a"}, N)
 
 
-def test_an_output_without_rows_for_samples_cant_be_probed() -> None:
+def test_an_output_without_rows_for_samples_that_the_loss_reads_cant_be_checked() -> None:
     def loss(outputs: Any, targets: Tensor) -> Tensor:
         return squared(outputs[0], targets) + outputs[1]  # a balance over the whole batch, say
 
     with pytest.raises(
-        LossError, match=r"can't be probed: outputs have a tensor \(\) that isn't one row for each of 13"
+        LossError, match=r'can\'t be checked: it reads outputs "1" \(\), which isn\'t one row for each of 13'
     ):
-        totalled(loss).check((logits(N, C), torch.tensor(0.3)), logits(N, C), N)
+        check(loss, (logits(N, C), torch.tensor(0.3)), logits(N, C), N)
 
 
 def test_a_loss_that_cant_take_a_part_is_refused() -> None:
@@ -365,7 +368,7 @@ def test_a_loss_that_cant_take_a_part_is_refused() -> None:
         return squared(outputs.view(N, C), targets)
 
     with pytest.raises(LossError, match=r"can't take \d+ of 13 samples"):
-        totalled(loss).check(logits(N, C), logits(N, C), N)
+        check(loss, logits(N, C), logits(N, C), N)
 
 
 def test_the_probe_leaves_gradients_random_numbers_and_state_alone() -> None:
@@ -382,27 +385,23 @@ def test_the_probe_leaves_gradients_random_numbers_and_state_alone() -> None:
     loss = Counting()
     outputs = logits(N, C).requires_grad_()
     state = torch.get_rng_state()
-    totalled(loss).check(outputs, torch.ones(N, C), N)
+    LossCheck(totalled(loss), cuts=True)(outputs, torch.ones(N, C), Piece(squared(outputs, 1.0) * N, N, N))
     assert torch.equal(state, torch.get_rng_state())
     assert float(loss.calls) == 0 and outputs.grad is None
 
 
-def test_a_batch_whose_loss_is_not_finite_proves_nothing() -> None:
-    summed = totalled(squared)
-    summed.check(torch.full((4, 2), float("nan")), torch.ones(4, 2), 4)
-    assert not summed.proven
+def test_a_batch_whose_loss_is_not_finite_is_left_to_the_step() -> None:
+    check(squared, torch.full((4, 2), float("nan")), torch.ones(4, 2), 4)
 
 
 def test_total_and_count_are_taken_as_they_are() -> None:
     def loss(outputs: Tensor, targets: Tensor) -> tuple[Tensor, Tensor]:
-        return contrastive(outputs, targets), (targets > 0).sum()
+        return outputs.square().sum(), (targets > 0).sum()
 
-    summed = totalled(loss)
     outputs, targets = logits(N, C), logits(N)
-    summed.check(outputs, targets, N)
-    assert summed.proven
-    total, count = summed(outputs, targets, N)
-    assert float(total) == float(contrastive(outputs, targets)) and int(count) == int((targets > 0).sum())
+    check(loss, outputs, targets, N)
+    total, count = totalled(loss)(outputs, targets, N)
+    assert float(total) == float(outputs.square().sum()) and int(count) == int((targets > 0).sum())
 
 
 @pytest.mark.parametrize(
@@ -448,19 +447,17 @@ def test_a_subclass_is_not_taken_for_its_base() -> None:
         def forward(self, input: Tensor, target: Tensor) -> Tensor:
             return 2 * super().forward(input, target)
 
-    assert not totalled(Doubled()).proven
+    assert not totalled(Doubled()).is_known
     hooked = nn.MSELoss()
     hooked.register_forward_hook(lambda module, args, value: value * 2)
-    assert not totalled(hooked).proven
+    assert not totalled(hooked).is_known
 
 
 @pytest.mark.parametrize("loss", [nn.CrossEntropyLoss(), lambda o, t: F.cross_entropy(o, t)])
 def test_copies_and_pickles_give_the_same(loss: Any) -> None:
     summed = totalled(loss)
     outputs, targets = logits(N, C), classes(N)
-    summed.check(outputs, targets, N)
     for other in (copy.deepcopy(summed), pickle.loads(cloudpickle.dumps(summed)), Totalled.of(summed)):
-        assert other.proven
         assert float(other(outputs, targets, N)[0]) == float(summed(outputs, targets, N)[0])
 
 
@@ -494,33 +491,3 @@ def test_tensors_of_a_loss_follow_the_outputs() -> None:
         total, count = totalled(loss)(logits(N, C).to("meta"), classes(N).to("meta"), N)
         assert total.device.type == "meta"
         assert count.device.type == "meta" if isinstance(count, Tensor) else count == N
-
-
-def test_a_loss_that_is_not_finite_for_one_sample_is_no_mean() -> None:
-    """Each cut of five samples has a part of one, whose targets have no variance to divide by."""
-
-    def normalised(outputs: Tensor, targets: Tensor) -> Tensor:
-        return (outputs - targets).square().mean() / (targets - targets.mean()).square().mean()
-
-    with pytest.raises(LossError, match="not a mean over samples"):
-        Totalled.of(normalised).check(torch.randn(5), torch.randn(5), 5)
-
-
-@pytest.mark.parametrize("ignored", [-100, 7, 3])
-def test_a_value_that_the_loss_ignores_is_seen_when_it_comes(ignored: int) -> None:
-    """Long after the first batches, and neither before nor in each later one is the loss computed once more."""
-    calls: list[int] = []
-
-    def plain(outputs: Tensor, targets: Tensor) -> Tensor:
-        calls.append(len(targets))
-        return F.cross_entropy(outputs, targets, ignore_index=ignored)
-
-    loss, outputs = Totalled.of(plain), torch.randn(8, 8)
-    targets = torch.tensor([0, 6, 5, 2, 5, 1, 4, 5])
-    for _ in range(5):
-        loss.check(outputs, targets, 8)
-    assert len(calls) == 5  # once, in whole and in two times two parts
-    masked = targets.clone()
-    masked[2] = ignored
-    with pytest.raises(LossError, match="not a mean over samples"):
-        loss.check(outputs, masked, 8)

@@ -868,10 +868,10 @@ def one_item(outputs: torch.Tensor, targets: torch.Tensor) -> tuple[torch.Tensor
     return nn.functional.cross_entropy(outputs, targets), 1
 
 
-def test_a_loss_whose_count_is_wrong_is_named_at_the_first_uneven_batch() -> None:
+def test_a_loss_whose_count_is_wrong_is_named_before_the_first_uneven_batch() -> None:
     found = verified(MLP.having(loss=one_item), "dp")
     assert names(found) == {"loss"}
-    assert found.first is not None and found.first.samples == 5
+    assert found.refused is not None and "one_item: the total is not a sum over samples" in found.refused
 
 
 class Fickle(torch.utils.data.Dataset[Any]):

@@ -133,6 +133,12 @@ def counted(number: int, what: str, ending: str = "s") -> str:
     return f"{number:,} {what}{'' if number == 1 else ending}"
 
 
+def first_line(error: BaseException) -> str:
+    """The first line of what an exception says, or else its type."""
+    lines = str(error).strip().splitlines()
+    return lines[0] if lines else type(error).__name__
+
+
 def own_traceback(error: BaseException) -> str:
     """An exception's traceback as text, from the person's own code on where that is in it.
 

@@ -6,6 +6,7 @@ batches may be under way at once (``over``).
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from typing import Any, TypeVar
@@ -16,6 +17,7 @@ from torch import nn
 from lockstep.data import Batch, Part, mixed
 from lockstep.job import Job
 from lockstep.loss import Number, Totalled
+from lockstep.loss_check import LossCheck, Piece
 from lockstep.nesting import batch_size_of, call, to_device
 from lockstep.precision import Precision, converted_loss
 from lockstep.seeding import seed_all
@@ -45,6 +47,12 @@ class Evaluator:
         self._dtype = self._precision.whole
         self._on_accelerator = not world.device.is_slot
         self._stream: tuple[int, ...] | None = None
+        self._judged = 0
+
+    @functools.cached_property
+    def loss_check(self) -> LossCheck:
+        """Holds the loss to being additive, as far as batches are cut."""
+        return LossCheck(self.loss, cuts=self.cuts_batch)
 
     def models(self) -> list[nn.Module]:
         """The replicas of this process."""
@@ -124,8 +132,9 @@ class Evaluator:
         with self._precision.autocast():
             outputs = call(model, part.inputs)
             total, count = self.loss(outputs, part.targets, part.size)
-        if self.cuts_batch:
-            self.loss.check(outputs, part.targets, part.size)
+        self._judged += 1
+        if self.cuts_batch and self.loss_check.wants(self._judged):
+            self.loss_check(outputs, part.targets, Piece(total, count, part.size))
         return outputs, total, count
 
     def placed(self, part: Part) -> Part:

@@ -9,11 +9,10 @@ from collections.abc import Mapping
 from typing import Any
 
 import torch
-from torch.nn.utils.rnn import PackedSequence
 
 from lockstep.data import Part
 from lockstep.evaluation import tried
-from lockstep.nesting import each, names, parts
+from lockstep.nesting import each, named_tensors
 from lockstep.step import Step
 from lockstep.world import World
 
@@ -84,16 +83,10 @@ class FirstStep:
         }
 
 
-def shapes_of(nest: Any, way: str = "") -> Shapes:
+def shapes_of(nest: Any) -> Shapes:
     """The shapes of all tensors in a nest."""
-    if isinstance(nest, torch.Tensor):
-        return {way: list(nest.shape)}
-    if isinstance(nest, PackedSequence):
-        nest = {"data": nest.data}
-    found: Shapes = {}
-    for name, part in zip(names(nest), inside, strict=True) if (inside := parts(nest)) else ():
-        found |= shapes_of(part, f"{way}.{name}" if way else name)
-    return found
+    unpacked = each(lambda t: t, nest, on_packed=lambda packed: {"data": packed.data})
+    return {way: list(tensor.shape) for way, tensor in named_tensors(unpacked)}
 
 
 def _together(every: list[Shapes], sizes: list[int], size: int) -> Shapes:

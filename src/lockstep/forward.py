@@ -4,6 +4,7 @@ It is seen before the first step, on a copy of the model and the first replica's
 the whole share and through two parts of it, each time from the same buffers:
 
 - outputs of the whole that are not those of its parts say that samples act on one another (a statistic over the batch),
+- outputs without a row for each sample (a loss of the model's own) may be sums over samples, means, or neither,
 - the same inputs giving other outputs the second time, that the model remembers something outside of its buffers,
 - buffers that end otherwise after a part than after the whole, that they depend on the share,
 - parameters that have changed, that the model writes them itself,
@@ -17,15 +18,15 @@ from __future__ import annotations
 import copy
 import functools
 from collections.abc import Iterator
-from dataclasses import dataclass
-from typing import Any
+from dataclasses import dataclass, field
+from typing import Any, Literal
 
 import torch
 from torch import nn
 
 from lockstep.digest import digest
 from lockstep.errors import StrategyError, told
-from lockstep.nesting import call, cut, each, tensors
+from lockstep.nesting import call, cut, each, named_tensors, tensors
 from lockstep.seeding import kept_states, noted_seeding, same, same_others, states
 
 
@@ -42,6 +43,7 @@ class Seen:
         draws_elsewhere: whether they come from Python's or numpy's generator.
         seeds: whether it seeds PyTorch's generator.
         uncopied: why nothing was seen: the model can't be copied.
+        of_batch: names of outputs that are computed over all samples: whether they are a sum, a mean, or neither.
     """
 
     writes: str | None = None
@@ -52,6 +54,28 @@ class Seen:
     draws_elsewhere: bool = False
     seeds: bool = False
     uncopied: str | None = None
+    of_batch: dict[str, Literal["sum", "mean", "neither"]] = field(default_factory=dict)
+
+    def note_on_output(self, name: str) -> str | None:
+        """What the person has to know where the loss reads an output that isn't one row for each sample."""
+        kind = self.of_batch.get(name)
+        said = f'the loss reads the model\'s output "{name}", ' if name else "the loss reads an output of the model, "
+        if kind == "sum":
+            return None
+        if kind == "mean":
+            return (
+                f"{said}a mean over the samples of one forward: where a later batch leaves some out (labels that are "
+                "ignored), local batches are weighted wrongly; let the model give the sum"
+            )
+        if kind == "neither":
+            return (
+                f"{said}which is no sum or mean over samples (a loss for load balancing, say): each forward computes "
+                "it over its local batch, so results differ from single-device training; mp and single keep them"
+            )
+        return (
+            f"{said}computed over the samples of one forward: results are those of single-device training only if it "
+            "is a sum over samples"
+        )
 
     def notes(self, *, with_dropout: bool) -> Iterator[str]:
         """What the person has to know of it, a line each.
@@ -166,12 +190,12 @@ def _see(model: nn.Module, inputs: Any, samples: int, seen: Seen) -> None:
     begin = {name: b.clone() for name, b in model.named_buffers()}
     parameters = {name: digest(p) for name, p in model.named_parameters()}
 
-    def run(start: int, size: int) -> list[torch.Tensor]:
+    def run(start: int, size: int) -> dict[str, torch.Tensor]:
         for name, b in model.named_buffers():
             if name in begin and b.shape == begin[name].shape:
                 b.copy_(begin[name])
         outputs = call(model, cut(inputs, start, size, samples) if size < samples else inputs)
-        return [t.clone() for t in tensors(outputs) if t.is_floating_point() and t.dim() and t.shape[0] == size]
+        return {name: t.clone() for name, t in named_tensors(outputs) if t.is_floating_point()}
 
     accelerators = accelerators_of(inputs)
     before = states(accelerators)
@@ -186,17 +210,47 @@ def _see(model: nn.Module, inputs: Any, samples: int, seen: Seen) -> None:
         return
     of_whole = {name: digest(b) for name, b in model.named_buffers()}
     # At once, and always: parts in between may bring a memory back to where it was.
-    seen.remembers = _differ(whole, run(0, samples))
+    seen.remembers = _differ(_rows(whole, samples), _rows(run(0, samples), samples))
     head = run(0, first)
     seen.follows = tuple(name for name, b in acting_buffers(model).items() if digest(b) != of_whole.get(name))
     if not seen.remembers and not seen.follows:
         tail = run(first, samples - first)
+        rows, its, others = _rows(whole, samples), _rows(head, first), _rows(tail, samples - first)
         across = any(
             (n, of) == (samples, first)
-            for a, b in zip(whole, head, strict=True)
+            for a, b in zip(rows, its, strict=True)
             for n, of in zip(a.shape[1:], b.shape[1:], strict=False)
         )  # a column for each sample, as scores of each against each have
-        seen.mixes = across or _differ(whole, [torch.cat(pair) for pair in zip(head, tail, strict=True)])
+        seen.mixes = across or _differ(rows, [torch.cat(pair) for pair in zip(its, others, strict=True)])
+        for name, t in whole.items():
+            if (
+                not _has_rows(t, samples)
+                and name in head
+                and name in tail
+                and t.shape == head[name].shape == tail[name].shape
+            ):
+                kind = _kind_of(t, head[name], tail[name], first / samples)
+                if kind is not None:
+                    seen.of_batch[name] = kind
+
+
+def _has_rows(tensor: torch.Tensor, samples: int) -> bool:
+    return tensor.dim() > 0 and tensor.shape[0] == samples
+
+
+def _rows(outputs: dict[str, torch.Tensor], samples: int) -> list[torch.Tensor]:
+    return [t for t in outputs.values() if _has_rows(t, samples)]
+
+
+def _kind_of(
+    whole: torch.Tensor, head: torch.Tensor, tail: torch.Tensor, part: float
+) -> Literal["sum", "mean", "neither"] | None:
+    """What an output over a batch is to those over its first ``part`` and the rest; None where all are the same."""
+    if not _differ([whole, whole], [head, tail]):
+        return None
+    if not _differ([whole], [head + tail]):
+        return "sum"
+    return "neither" if _differ([whole], [part * head + (1 - part) * tail]) else "mean"
 
 
 def _multiplied(samples: int, times: int, tensor: torch.Tensor) -> torch.Tensor:

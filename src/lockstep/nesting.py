@@ -77,6 +77,16 @@ def tensors(nest: Any) -> Iterator[torch.Tensor]:
             yield from tensors(part)
 
 
+def named_tensors(nest: Any, way: str = "") -> Iterator[tuple[str, torch.Tensor]]:
+    """The same with the way to each: ``logits``, ``hidden.2``; "" where the nest is a tensor itself."""
+    if isinstance(nest, torch.Tensor):
+        yield way, nest
+        return
+    if (inside := parts(nest)) is not None:
+        for name, part in zip(names(nest), inside, strict=True):
+            yield from named_tensors(part, f"{way}.{name}" if way else name)
+
+
 def described(nest: Any) -> str:
     """The structure of a nest in one line: ``{'logits': float32(8, 10), 'hidden': [float32(8, 4)]}``."""
     if isinstance(nest, torch.Tensor):
@@ -134,6 +144,13 @@ def each(
     if inside is None:
         return nest
     return rebuilt(nest, [each(function, part, on_list=on_list, on_packed=on_packed) for part in inside])
+
+
+def holds_packed(nest: Any) -> bool:
+    """Whether there is a ``PackedSequence`` in it, whose rows are not samples."""
+    found: list[PackedSequence] = []
+    each(lambda t: t, nest, on_packed=found.append)
+    return bool(found)
 
 
 def is_lazy(tensor: torch.Tensor) -> bool:
@@ -200,19 +217,44 @@ def share_sizes(total: int, parts: int) -> list[int]:
     return [size + 1] * larger + [size] * (parts - larger)
 
 
+def holds_samples(items: list[Any], samples: int) -> bool:
+    """Whether a list has an item for each sample: boxes of each image, sentences. (Its items aren't batches.)"""
+    return len(items) == samples and not any(t.dim() and t.shape[0] == samples for i in items for t in tensors(i))
+
+
 def cut(tree: Any, start: int, size: int, whole: int) -> Any:
     """Samples ``start`` to ``start + size`` of every tensor whose first dimension is ``whole``; others are shared.
 
-    A list of ``whole`` items that aren't themselves batches (boxes of each image, sentences) has an item for each
-    sample, and is cut too.
+    A list that has an item for each sample is cut too.
     """
 
     def of_samples(items: list[Any]) -> list[Any] | None:
-        if len(items) != whole or any(t.dim() and t.shape[0] == whole for item in items for t in tensors(item)):
-            return None
-        return items[start : start + size]
+        return items[start : start + size] if holds_samples(items, whole) else None
 
     return each(lambda t: t.narrow(0, start, size) if t.dim() and t.shape[0] == whole else t, tree, on_list=of_samples)
+
+
+def joined(one: Any, its: int, other: Any, others: int) -> Any:
+    """What ``cut`` would have made two batches of: ``its`` samples and ``others``; None where they don't go together.
+
+    What isn't cut is that of the first.
+    """
+    if isinstance(one, torch.Tensor):
+        if not one.dim() or one.shape[0] != its:
+            return one
+        fits = isinstance(other, torch.Tensor) and other.shape == (others, *one.shape[1:])
+        return torch.cat([one, other.to(one.dtype)]) if fits else None
+    if not same_kind(one, other) and not (isinstance(one, list) and isinstance(other, list)):
+        return None
+    if isinstance(one, list) and holds_samples(one, its) and holds_samples(other, others):
+        return [*one, *other]
+    inside = parts(one)
+    theirs = [other[key] for key in one] if isinstance(one, MutableMapping) else parts(other)
+    if inside is None or theirs is None or len(inside) != len(theirs):
+        return one if inside is None else None
+    made = [joined(mine, its, more, others) for mine, more in zip(inside, theirs, strict=True)]
+    lost = any(new is None and old is not None for new, old in zip(made, inside, strict=True))
+    return None if lost else rebuilt(one, made)
 
 
 def to_device(tree: Any, device: torch.device, dtype: torch.dtype | None = None, *, channels_last: bool = False) -> Any:

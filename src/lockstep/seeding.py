@@ -40,7 +40,7 @@ def kept_states(accelerators: Sequence[torch.device] = ()) -> Iterator[None]:
         torch.set_rng_state(before.torch)
         set_other_states(before.others)
         for device, state in zip(accelerators, before.accelerators, strict=True):
-            _generator_on(device)[1](state)
+            put_state_on(device, state)
 
 
 @contextmanager
@@ -76,18 +76,27 @@ class States(NamedTuple):
 
 def states(accelerators: Sequence[torch.device] = ()) -> States:
     """Where the three stand, and those of accelerators."""
-    return States(torch.get_rng_state(), other_states(), tuple(_generator_on(device)[0]() for device in accelerators))
+    return States(torch.get_rng_state(), other_states(), tuple(map(state_on, accelerators)))
+
+
+def state_on(device: torch.device) -> torch.Tensor:
+    """Where PyTorch's generator of one device stands."""
+    return _generator_on(device)[0]()
+
+
+def put_state_on(device: torch.device, state: torch.Tensor) -> None:
+    """Give PyTorch's generator of one device a state that ``state_on`` gave."""
+    _generator_on(device)[1](state)
 
 
 @contextmanager
 def kept_state_on(device: torch.device) -> Iterator[None]:
     """Give PyTorch's generator of one device back the state it has now."""
-    get, put = _generator_on(device)
-    state = get()
+    state = state_on(device)
     try:
         yield
     finally:
-        put(state)
+        put_state_on(device, state)
 
 
 def _generator_on(device: torch.device) -> tuple[Callable[[], torch.Tensor], Callable[[torch.Tensor], None]]:

@@ -13,6 +13,7 @@ The weighting, with n the samples of the global batch and (total, count) the los
 from __future__ import annotations
 
 import math
+import time
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping
 from typing import Any
@@ -22,17 +23,22 @@ from torch import nn
 
 from lockstep.compiling import compile_models, not_compilable
 from lockstep.data import Batch, Part, mixed
+from lockstep.device_checks import DeviceChecks
 from lockstep.errors import InputError, LossError, NonFiniteLoss, OutOfMemory, RunError, StrategyError
 from lockstep.evaluator import Evaluator
 from lockstep.events import Line
 from lockstep.forward import Seen, drops, look, refuse_written_buffers
 from lockstep.job import Job
 from lockstep.loss import Number
+from lockstep.loss_check import Piece
 from lockstep.memory import is_out_of_memory
 from lockstep.nesting import call
+from lockstep.nonfinite import why_not_finite
 from lockstep.optimizer import clip_gradients, load_named_optimizer_state, named_optimizer_state
 from lockstep.ownloop import batch_of, own_stream
 from lockstep.world import World
+
+_NOT_FINITE, _NO_ITEMS, _NOT_ADDITIVE = "not finite", "no items", "not additive"
 
 
 class Result:
@@ -99,7 +105,7 @@ class Step(Evaluator, ABC):
         self._updates = 0
         self.looked = False
         self.seen = Seen()
-        self._sick: torch.Tensor | None = None
+        self._on_devices = DeviceChecks()
         self._factors: dict[tuple[float, torch.dtype, torch.device], torch.Tensor] = {}
 
     # ---- one update -------------------------------------------------------------------------------------------------
@@ -137,8 +143,11 @@ class Step(Evaluator, ABC):
             if self._compile and (first := self.first_share(batch)).size:
                 refuse_written_buffers(self.model, first.inputs)
             self._compile_models()
+        began = self._time() if self.loss_check.is_timed(self._updates) else None
         try:
             total, count = self.gradients(batch)
+            if self._updates == 1:
+                self._say_what_the_loss_reads()
             self._move_parameters(batch.size, count)
         except (torch.OutOfMemoryError, MemoryError, RuntimeError) as error:
             if not is_out_of_memory(error):
@@ -150,6 +159,10 @@ class Step(Evaluator, ABC):
                 f"out of memory on {self.world.device} at step {self.world.step} with a share of {share} samples: "
                 f"use a smaller batch_size, or accumulate={2 * self._accumulate}"
             ) from error
+        if began is not None:
+            line = self.loss_check.timed(self._updates, self._time() - began, len(self.models()))
+            if line is not None and self.world.is_first:
+                self.world.tell(Line(line, "note"))
         if self._on_accelerator:
             self._watch(total, count)
         return Result(total, count, batch.size)
@@ -213,8 +226,7 @@ class Step(Evaluator, ABC):
             # A count of 0 is an error that `check` raises; until then it must not spoil the parameters.
             factor: Number = torch.where(count == 0, 0.0, size / count)
         elif count == 0:
-            step = self.world.step
-            raise RunError(f"step {step}: the loss counted 0 items in the batch: are all targets ignored?")
+            raise RunError(_no_items(self.world.step))
         elif count == size:
             return
         else:
@@ -240,11 +252,10 @@ class Step(Evaluator, ABC):
             total, count = self.loss(outputs, part.targets, part.size)
         if self.on_forward is not None:
             self.on_forward(where, part, outputs)
-        if self.cuts_batch:
-            # What makes a loss other than a mean over samples may be rare.
-            self.loss.check(outputs, part.targets, part.size, again=self.looks_again)
-        if not self._on_accelerator:
-            self._finite(total, where)
+        if self.loss_check.wants(self._updates):
+            self._check_loss(outputs, part, total, count)
+        if self._waits:
+            self._finite(model, part, outputs, total, where)
         if not total.requires_grad and self._parameters and not (isinstance(count, int) and count == 0):
             raise LossError(
                 "the loss doesn't depend on any parameter: is the model's output detached, or this inside of no_grad?"
@@ -262,34 +273,67 @@ class Step(Evaluator, ABC):
                 total = self._scaler.scale(total)
             torch.autograd.backward(total, self._factors[key])
 
-    def _finite(self, total: torch.Tensor, where: str) -> None:
+    @property
+    def _waits(self) -> bool:
+        """Whether values of this update may be waited for: those of an accelerator in the first one only."""
+        return not self._on_accelerator or self._updates == 1
+
+    def _check_loss(self, outputs: Any, part: Part, total: torch.Tensor, count: Number) -> None:
+        """Hold the loss of a local batch to being additive; several threads may."""
+        began = self._time() if self.loss_check.is_timed(self._updates) else None
+        whole = Piece(total.detach(), count, part.size)
+        wrong = self.loss_check(outputs, part.targets, whole, step=self.world.step, waits=self._waits)
+        if wrong is not None:
+            self._on_devices.note(_NOT_ADDITIVE, wrong, self.world.step)
+        if began is not None:
+            self.loss_check.spent(self._time() - began)
+
+    def _time(self) -> float:
+        """Seconds on a clock, when the accelerators have done what they were given."""
+        for device in self.world.devices if self._on_accelerator else ():
+            torch.accelerator.synchronize(device.torch)
+        return time.perf_counter()
+
+    def _say_what_the_loss_reads(self) -> None:
+        """Say which outputs of the model, computed over a whole local batch, act in the loss."""
+        for name in self.loss_check.reads if self.cuts_batch and self.world.is_first else ():
+            if (note := self.seen.note_on_output(name)) is not None:
+                self.world.tell(Line(note, "note"))
+
+    def _finite(self, model: nn.Module, part: Part, outputs: Any, total: torch.Tensor, where: str) -> None:
         value = total.item()
         if not math.isfinite(value):
             place = where or f"rank {self.world.rank} ({self.world.device})"
-            raise NonFiniteLoss(
-                f"the loss became {value} at step {self.world.step} on {place}: "
-                "try a smaller learning rate, or clip_norm, and look at that batch"
-            )
+            why = why_not_finite(model, part, outputs, first=self._updates == 1)
+            raise NonFiniteLoss(f"the loss became {value} at step {self.world.step} on {place}: {why}")
 
     def _watch(self, total: Number, count: Number) -> None:
         """On an accelerator, remember the first bad step there, and ask only now and then."""
-        if isinstance(total, torch.Tensor):
-            bad = ~torch.isfinite(total.detach())
-            if isinstance(count, torch.Tensor):
-                bad = bad | (count == 0)
-            if self._sick is None:
-                self._sick = torch.zeros((), dtype=torch.int64, device=total.device)
-            self._sick = torch.where((self._sick == 0) & bad, self.world.step, self._sick)
+        for what, value in ((_NOT_FINITE, total), (_NO_ITEMS, count)):
+            if isinstance(value, torch.Tensor):
+                wrong = value == 0 if what == _NO_ITEMS else ~torch.isfinite(value.detach())
+                self._on_devices.note(what, wrong, self.world.step)
         if self.world.step % 50 == 0:
             self.check()
 
     def check(self) -> None:
-        """Raise for a step whose loss was not finite, where the device has not been asked yet."""
-        if self._sick is not None and (step := int(self._sick.item())):
+        """Raise for a step in which an accelerator found something wrong, where it has not been asked yet.
+
+        Raises:
+            NonFiniteLoss: the loss was not finite.
+            RunError: it counted no item.
+            LossError: it is not additive over samples.
+        """
+        what, step = self._on_devices.first() or ("", 0)
+        if what == _NOT_FINITE:
             raise NonFiniteLoss(
-                f"the loss became NaN or infinite, or counted nothing, at step {step} on rank {self.world.rank} "
-                f"({self.world.device}): try a smaller learning rate, or clip_norm, and look at that batch"
+                f"the loss became NaN or infinite at step {step} on rank {self.world.rank} ({self.world.device}): "
+                "look at that batch, try a smaller learning rate, or clip_norm"
             )
+        if what == _NO_ITEMS:
+            raise RunError(_no_items(step))
+        if what == _NOT_ADDITIVE:
+            self.loss_check.refuse_late(step)
 
     def moved(self) -> int | None:
         """Bytes that a device gives to the others in an update; None where that isn't known."""
@@ -332,3 +376,7 @@ class Step(Evaluator, ABC):
         load_named_optimizer_state(self.optimizer, self.model, state["optimizer"])
         if self._scaler is not None and "scaler" in state:
             self._scaler.load_state_dict(state["scaler"])
+
+
+def _no_items(step: int) -> str:
+    return f"step {step}: the loss counted 0 items in the batch: are all targets ignored?"

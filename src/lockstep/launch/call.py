@@ -23,7 +23,7 @@ from typing import IO, Any
 import torch
 
 from lockstep.devices import Device, usable_cores
-from lockstep.errors import InputError
+from lockstep.errors import InputError, first_line
 from lockstep.launch.modes import Modes
 
 _LOOPBACK = "lo" if sys.platform == "linux" else "lo0"
@@ -141,16 +141,12 @@ def pickled(fn: Callable[..., Any], args: tuple[Any, ...]) -> bytes:
                 cloudpickle.dumps(value)
             except Exception as error:
                 raise InputError(
-                    f"{name} ({_type_of(value)}) can't be sent to the ranks: {_first_line(error)}: "
+                    f"{name} ({_type_of(value)}) can't be sent to the ranks: {first_line(error)}: "
                     "make what it holds inside the function, on each rank"
                 ) from error
-        raise InputError(f"the function and its arguments can't be sent to the ranks: {_first_line(whole)}") from whole
+        raise InputError(f"the function and its arguments can't be sent to the ranks: {first_line(whole)}") from whole
 
 
 def _type_of(value: object) -> str:
     name = getattr(value, "__qualname__", None)
     return str(name) if isinstance(name, str) else f"a {type(value).__qualname__}"
-
-
-def _first_line(error: BaseException) -> str:
-    return (str(error).strip() or type(error).__name__).splitlines()[0]

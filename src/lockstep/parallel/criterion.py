@@ -40,7 +40,7 @@ class Criterion:
 
     def __init__(self, criterion: Callable[..., Any]) -> None:
         self._totalled = Totalled(_as_mean(criterion))
-        self._probed = self._totalled.proven
+        self._probed = self._totalled.is_known
 
     def __call__(self, outputs: Any, targets: Any, count: Count | None = None) -> tuple[Tensor, Count]:
         """Total and count of some rows.
@@ -56,7 +56,7 @@ class Criterion:
                 given, or isn't a sum over rows.
         """
         total, found = self._totalled(outputs, targets, 1)  # a mean over one sample is a sum
-        if self._totalled.proven:
+        if self._totalled.counts_items:
             return total, found
         if count is None:
             raise LossError(
@@ -94,7 +94,7 @@ def _as_mean(criterion: Any) -> Any:
     if isinstance(criterion, (nn.CrossEntropyLoss, nn.NLLLoss)) and criterion.reduction == "sum":
         mean = copy.copy(criterion)
         mean.reduction = "mean"
-        return mean if Totalled(mean).proven else criterion  # a subclass may compute anything
+        return mean if Totalled(mean).is_known else criterion  # a subclass may compute anything
     if not isinstance(criterion, functools.partial) or criterion.args:
         return criterion
     if criterion.func in (F.cross_entropy, F.nll_loss) and criterion.keywords.get("reduction") == "sum":

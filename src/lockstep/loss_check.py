@@ -1,0 +1,394 @@
+"""Holds a loss to its word in each update: that it is additive over samples, so that local batches may be summed.
+
+::
+
+    local batch    | . . . . . . . . . . a | . . b |      e: a sample of an earlier local batch
+
+    total(local batch) = total(a) + total(b)
+    total(b and e)     = total(b) + total(e)
+
+A loss that returns ``(total, count)`` is held to both; of one that returns a scalar, a mean over samples by its word,
+the total is that scalar times their number. The mean over the items that a mask leaves isn't one over samples, once the
+mask leaves more items of one sample than of another. PyTorch's own mean losses (`lockstep.means`) need no check.
+
+Outputs that aren't one row for each sample (the model's own scalar loss, say) can't be cut. Whether the loss reads them
+is found by giving it NaN in their place.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import itertools
+import math
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any, NamedTuple, NoReturn
+
+import torch
+from torch import Tensor, nn
+
+from lockstep.errors import LossError, first_line
+from lockstep.loss import Number, Totalled
+from lockstep.means import HALF
+from lockstep.memory import is_out_of_memory
+from lockstep.nesting import cut, each, holds_packed, holds_samples, joined, named_tensors, tensors
+from lockstep.parallel.random import source, stream
+from lockstep.seeding import put_state_on, state_on
+
+_ADVICE = "return (total, count) from it, or use single (or mp) without accumulate"
+
+_LARGEST_SHARE = 0.05
+"""Of the time of an update, for checking its loss; beyond that it is checked every n-th update only."""
+
+_TIMED = range(2, 6)
+"""The updates in which the check is timed: the first one prepares much."""
+
+Nest = tuple[Any, Any]
+"""Outputs and targets."""
+
+
+@dataclass(frozen=True, slots=True)
+class Piece:
+    """What the loss made of some samples."""
+
+    total: Tensor
+    count: Number
+    samples: int
+
+
+class Sum(NamedTuple):
+    """A piece, and the two that it is made of."""
+
+    whole: Piece
+    one: Piece
+    other: Piece
+
+
+class LossCheck:
+    """Checks one loss.
+
+    Args:
+        loss: it.
+        cuts: whether batches are cut. Otherwise only a sum over samples is refused, in the first update: a mean over
+            the batch is as good as any other loss then, but the scale of a sum depends on the size of the batch.
+
+    Attributes:
+        every: it is checked every so many updates.
+        reads: names of the model's outputs without a row for each sample that the loss was seen to read.
+    """
+
+    def __init__(self, loss: Totalled, *, cuts: bool) -> None:
+        self._loss = loss
+        self._cuts = cuts
+        self._trusted = loss.is_known
+        self._earlier: dict[torch.device, Nest] = {}
+        self._has_state = False
+        self._seconds: list[float] = []
+        self._share = math.inf
+        self.every = 1
+        self.reads: tuple[str, ...] = ()
+
+    def wants(self, update: int) -> bool:
+        """Whether the loss is to be checked in this update, counted from 1."""
+        if self._trusted or (not self._cuts and update > 1):
+            return False
+        return update < _TIMED.stop or update % self.every == 0
+
+    def __call__(self, outputs: Any, targets: Any, whole: Piece, *, step: int = 0, waits: bool = True) -> Tensor | None:
+        """Check the loss of one local batch. Random numbers go on as if nothing had happened.
+
+        Args:
+            outputs: of the model, for ``whole.samples`` samples.
+            targets: of the same.
+            whole: what the loss made of them.
+            step: the update, for the message.
+            waits: False on an accelerator where the host must not wait for it.
+
+        Returns:
+            Whether the loss is wrong, as a boolean scalar on an accelerator that isn't waited for; else None.
+
+        Raises:
+            LossError: it isn't additive, or can't be checked.
+        """
+        if holds_packed((outputs, targets)):
+            self._trust("a PackedSequence, which can't be cut")
+            return None
+        nest = each(Tensor.detach, outputs), targets
+        try:
+            tolerance = _tolerance([whole.total, *tensors(nest)], waits=waits)
+            with torch.no_grad(), _kept_generators(nest) as drawn:
+                sums = self._sums(nest, whole.samples, whole, waits=waits)
+                if not waits:
+                    return _are_wrong(sums, tolerance)
+                wrong = _first_wrong(sums, tolerance)
+                if wrong is not None:
+                    wrong = self._still_wrong(nest, whole.samples, wrong)
+        except _CantTell:
+            self._trust()
+            return None
+        if wrong is not None and self._loss.gives_pairs and any(drawn):
+            self._trust()  # it draws other random numbers for each part
+        elif wrong is not None and (self._cuts or _is_sum(wrong)):
+            self._refuse(wrong, step)
+        return None
+
+    def refuse_late(self, step: int) -> NoReturn:
+        """Raise for an update that an accelerator has found wrong.
+
+        Raises:
+            LossError: always.
+        """
+        raise LossError(f"{self._loss.name} {self._no_mean} in step {step}: {self._advice}")
+
+    # ---- how often --------------------------------------------------------------------------------------------------
+
+    def is_timed(self, update: int) -> bool:
+        """Whether to time this update, and to say what was spent in it."""
+        return update in _TIMED and self.wants(update)
+
+    def spent(self, seconds: float) -> None:
+        """Note the time of a check; several threads may."""
+        self._seconds.append(seconds)
+
+    def timed(self, update: int, seconds: float, replicas: int) -> str | None:
+        """Choose how often to check, after an update that was timed.
+
+        Args:
+            update: its number.
+            seconds: that it took, checks included.
+            replicas: that checked at the same time.
+
+        Returns:
+            A line for the person, where that isn't in every update.
+        """
+        checks = sum(self._seconds) / replicas
+        self._seconds.clear()
+        if checks:  # else there was no sample here
+            self._share = min(self._share, checks / max(seconds - checks, 1e-9))
+            self.every = math.ceil(self._share / _LARGEST_SHARE)
+        if update < _TIMED.stop - 1 or self.every == 1:
+            return None
+        return (
+            f"whether the loss is additive over samples is checked in one of {self.every} updates, since a check takes "
+            f"{100 * self._share:.0f} % of the time of one; return (total, count) if it masks some items"
+        )
+
+    # ---- one check --------------------------------------------------------------------------------------------------
+
+    def _sums(
+        self, nest: Nest, samples: int, whole: Piece | None = None, *, waits: bool = True, double: bool = False
+    ) -> list[Sum]:
+        """The sums that must hold; where the whole isn't known, each piece is computed by a loss in the same state."""
+        loss, knows = self._loss.copied(double=double), whole is not None and not self._has_state
+        uncut = [t for t in _without_rows(nest, samples) if t.is_floating_point()]
+
+        def piece(of: Nest, size: int, unknown: list[Tensor] = uncut) -> Piece:
+            its = loss if knows else loss.copied()
+            try:
+                return Piece(*its(*_with_nan(of, unknown), size), size)
+            except Exception as error:
+                self._cant_take(error, size, samples)
+                raise
+
+        whole = whole if whole is not None and knows else piece(nest, samples, [])
+        sums = []
+        end, its = nest, whole
+        if samples > 1:
+            first = samples - max(1, samples // 4)
+            end = cut(nest, first, samples - first, samples)
+            its = piece(end, samples - first)
+            sums.append(Sum(whole, piece(cut(nest, 0, first, samples), first), its))
+        both, earlier = self._with_earlier(end, its.samples, alone=samples == 1)
+        sums.append(Sum(piece(both, its.samples + 1), its, piece(earlier, 1)))
+        if uncut and waits and not _is_nan(whole) and any(map(_is_nan, itertools.chain(*sums))):
+            self._look_at_read([t for t in uncut if _is_nan(piece(nest, samples, [t]))], nest, samples)
+        return sums
+
+    def _with_earlier(self, nest: Nest, samples: int, *, alone: bool) -> tuple[Nest, Nest]:
+        """These samples joined with one that came before, and that one. The first that goes with them is kept.
+
+        Where they are ``alone`` and no other came before, one is made of them.
+        """
+        place = next((t.device for t in tensors(nest)), torch.device("cpu"))
+        earlier = self._earlier.get(place)
+        if earlier is None or (both := joined(nest, samples, earlier, 1)) is None:
+            self._earlier[place] = earlier = each(Tensor.clone, cut(nest, 0, 1, samples))
+            if alone:
+                earlier = each(lambda t: t / 2 if t.is_floating_point() else t, earlier[0]), earlier[1]
+            both = joined(nest, samples, earlier, 1)
+            assert both is not None
+        return both, earlier
+
+    def _cant_take(self, error: Exception, size: int, samples: int) -> None:
+        """Say that the loss can't take a part; of a pair that says nothing."""
+        if is_out_of_memory(error) or isinstance(error, LossError | _CantTell):
+            return
+        if self._loss.gives_pairs or not self._cuts:
+            raise _CantTell from error
+        raise LossError(
+            f"{self._loss.name} is not a mean over samples (it can't take {size} of {samples} samples: "
+            f"{first_line(error)}): {_ADVICE}"
+        ) from error
+
+    def _look_at_read(self, read: list[Tensor], nest: Nest, samples: int) -> None:
+        """What the loss reads can't be cut."""
+        for what, its in zip(("outputs", "targets"), nest, strict=True):
+            named = {name: t.shape for name, t in named_tensors(its) if any(t is one for one in read)}
+            if what == "outputs":
+                self.reads = tuple(named)
+            for name, shape in named.items():
+                called = f' "{name}"' if name else ""
+                self._trust(f"{what}{called} {tuple(shape)}, which isn't one row for each of {samples} samples")
+        raise _CantTell
+
+    def _trust(self, reads: str = "") -> None:
+        """Check no more, since nothing can be told of a pair; of a scalar that is an error."""
+        if reads and self._cuts and not self._loss.gives_pairs:
+            raise LossError(f"{self._loss.name} can't be checked: it reads {reads}: {_ADVICE}")
+        self._trusted = True
+
+    # ---- the verdict ------------------------------------------------------------------------------------------------
+
+    def _still_wrong(self, nest: Nest, samples: int, wrong: Sum) -> Sum | None:
+        """What is wrong in float64 too, and where a loss that counts its calls, say, doesn't see that it is called."""
+        kind = next((t.device.type for t in tensors(nest)), "cpu")
+        doubled = each(lambda t: t.double() if t.is_floating_point() else t, nest)
+        try:
+            with torch.autocast(kind, enabled=False):
+                sums = self._sums(doubled, samples, double=True)
+        except (LossError, TypeError, RuntimeError) as error:
+            if is_out_of_memory(error):
+                raise
+            return wrong  # it can't compute in float64
+        wrong_again = _first_wrong(sums, _tolerance([of.whole.total for of in sums], waits=False))
+        self._has_state = wrong_again is None and isinstance(self._loss.loss, nn.Module)
+        return wrong_again
+
+    def _refuse(self, wrong: Sum, step: int) -> NoReturn:
+        whole, one, other = wrong
+        when = f" in step {step}" if step > 1 else ""
+        if self._loss.gives_pairs:
+            totals = [float(piece.total) for piece in wrong]
+            what, (a, b, c) = "total", totals
+            if not _is_apart(a, b, c, tolerance=_DOUBLED):
+                what, (a, b, c) = "count", [float(piece.count) for piece in wrong]
+            raise LossError(
+                f"{self._loss.name}: the {what} is not a sum over samples{when} (whole {a:.6g}, its two parts {b:.6g} "
+                f"and {c:.6g}): {self._advice}"
+            )
+        means = [float(piece.total) / piece.samples for piece in wrong]
+        if _is_sum(wrong):
+            raise LossError(
+                f"{self._loss.name} is not a mean over samples but a sum, its value depends on the batch size "
+                f"(whole {means[0]:.6g}, its parts add up to it): use reduction='mean', or return (total, count)"
+            )
+        together = (float(one.total) + float(other.total)) / whole.samples
+        raise LossError(
+            f"{self._loss.name} is not a mean over samples{when} "
+            f"(whole {means[0]:.6g}, from two parts {together:.6g}): {self._advice}"
+        )
+
+    @property
+    def _no_mean(self) -> str:
+        return "is not a sum over samples" if self._loss.gives_pairs else "is not a mean over samples"
+
+    @property
+    def _advice(self) -> str:
+        if not self._loss.gives_pairs:
+            return _ADVICE
+        return "return the sum over the items of the batch, and their number; or use single (or mp) without accumulate"
+
+
+class _CantTell(Exception):
+    """A pair of which nothing can be checked."""
+
+
+_DOUBLED = 1e-8
+"""How far two ways to round may lie apart in float64, as a part of what is added."""
+
+
+def _tolerance(values: list[Tensor], *, waits: bool) -> float:
+    """The same by the coarsest number format; more where nobody will look again in float64."""
+    formats = {t.dtype for t in values if t.is_floating_point()}
+    if formats & set(HALF):
+        return 2e-2
+    return _DOUBLED if formats <= {torch.float64} else 1e-5 if waits else 1e-4
+
+
+def _is_apart(whole: float, one: float, other: float, *, tolerance: float) -> bool:
+    # A part that isn't finite, of a whole that is, is wrong too: the variance of one sample, say.
+    return math.isfinite(whole) and not abs(one + other - whole) <= tolerance * (abs(whole) + abs(one) + abs(other))
+
+
+def _first_wrong(sums: list[Sum], tolerance: float) -> Sum | None:
+    for of in sums:
+        for whole, one, other in ([p.total for p in of], [p.count for p in of]):
+            if _is_apart(float(whole), float(one), float(other), tolerance=tolerance):
+                return of
+    return None
+
+
+def _are_wrong(sums: list[Sum], tolerance: float) -> Tensor:
+    """Whether one of them is, found by the accelerator."""
+    found = []
+    for of in sums:
+        for values in ([p.total for p in of], [p.count for p in of]):
+            whole, one, other = (torch.as_tensor(value, device=of.whole.total.device) for value in values)
+            bound = tolerance * (whole.abs() + one.abs() + other.abs())
+            found.append(torch.isfinite(whole) & ~((one + other - whole).abs() <= bound))
+    return torch.stack(found).any()
+
+
+def _is_sum(of: Sum) -> bool:
+    """Whether a scalar's values, rather than its means, add up."""
+    whole, one, other = (float(piece.total) / piece.samples for piece in of)
+    return not _is_apart(whole, one, other, tolerance=1e-4)
+
+
+def _is_nan(piece: Piece) -> bool:
+    return math.isnan(float(piece.total)) or math.isnan(float(piece.count))
+
+
+def _without_rows(nest: Nest, samples: int) -> list[Tensor]:
+    """The tensors that aren't one row for each sample."""
+    found: list[Tensor] = []
+
+    def look(tensor: Tensor) -> Tensor:
+        if not tensor.dim() or tensor.shape[0] != samples:
+            found.append(tensor)
+        return tensor
+
+    each(look, nest, on_list=lambda items: items if holds_samples(items, samples) else None)
+    return found
+
+
+def _with_nan(nest: Nest, unknown: list[Tensor]) -> Nest:
+    """The nest with NaN in the place of some tensors."""
+    if not unknown:
+        return nest
+    ids = set(map(id, unknown))
+    made: Nest = each(lambda t: t.new_full((), math.nan).expand(t.shape) if id(t) in ids else t, nest)
+    return made
+
+
+@contextlib.contextmanager
+def _kept_generators(nest: Nest) -> Iterator[list[Any]]:
+    """Leave PyTorch's random numbers as they are; gives a list in which something is true where some were drawn."""
+    drawn: list[Any] = []
+    devices = {t.device: None for t in tensors(nest[0]) if t.device.type != "meta"} or [torch.device("cpu")]
+    if source() is not None and torch.device("cpu") in devices:  # this thread has a stream of its own
+
+        def noted() -> torch.Generator:
+            drawn.append(True)
+            return torch.Generator()
+
+        with stream(noted):
+            yield drawn
+        return
+    before = {device: state_on(device) for device in devices}
+    try:
+        yield drawn
+    finally:
+        for device, state in before.items():
+            drawn.append(not torch.equal(state, state_on(device)))
+            put_state_on(device, state)

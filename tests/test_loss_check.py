@@ -1,0 +1,307 @@
+"""A loss is held to being additive over samples, in each update: not only in the first ones."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.utils.data import TensorDataset
+
+import lockstep
+from lockstep.errors import LockstepError, LossError
+from lockstep.loss import Totalled
+from lockstep.loss_check import LossCheck, Piece
+from zoo import drawn, labels, mlp, plain_sgd
+
+Loss = Callable[[Any, Any], Any]
+
+
+def checked(loss: Loss, batches: Any, *, cuts: bool = True) -> LossCheck:
+    """The check of a loss after these local batches, as a step makes it."""
+    made = Totalled.of(loss)
+    check = LossCheck(made, cuts=cuts)
+    for step, (outputs, targets, size) in enumerate(batches, start=1):
+        if check.wants(step):
+            check(outputs, targets, Piece(*made(outputs, targets, size), size), step=step)
+    return check
+
+
+# ---- masks that become uneven late --------------------------------------------------------------------------------
+
+SAMPLES, TIME = 6, 4
+
+
+def masked_mean(outputs: Tensor, targets: tuple[Tensor, Tensor]) -> Tensor:
+    values, mask = targets
+    return ((outputs - values).square() * mask).sum() / mask.sum()
+
+
+def without_nan(outputs: Tensor, targets: Tensor) -> Tensor:
+    return (outputs - targets).square().nanmean()
+
+
+def without_sentinel(outputs: Tensor, targets: Tensor) -> Tensor:
+    return (outputs - targets).square()[targets != -10].mean()
+
+
+def masks(dtype: torch.dtype) -> Callable[[Tensor], Any]:
+    def targets(uneven: Tensor) -> Any:
+        return torch.zeros(SAMPLES, TIME, dtype=torch.float64), (~uneven).to(dtype)
+
+    return targets
+
+
+def filled(value: float) -> Callable[[Tensor], Tensor]:
+    return lambda uneven: torch.zeros(SAMPLES, TIME, dtype=torch.float64).masked_fill(uneven, value)
+
+
+LATE: dict[str, tuple[Loss, Callable[[Tensor], Any]]] = {
+    **{str(d): (masked_mean, masks(d)) for d in (torch.float64, torch.bool, torch.uint8, torch.int16, torch.int64)},
+    "NaN": (without_nan, filled(float("nan"))),
+    "sentinel": (without_sentinel, filled(-10)),
+    "sample weights": (masked_mean, lambda uneven: (filled(0)(uneven), 1 + 0.1 * uneven)),
+}
+
+
+def late(targets: Callable[[Tensor], Any], step: int, rows: slice) -> Iterator[tuple[Tensor, Any, int]]:
+    for number in range(1, step + 1):
+        uneven = torch.zeros(SAMPLES, TIME, dtype=torch.bool)
+        if number == step:
+            uneven[rows, TIME // 2 :] = True
+        yield drawn(SAMPLES, TIME, seed=number).double(), targets(uneven), SAMPLES
+
+
+@pytest.mark.parametrize("rows", [slice(2, 3), slice(0, 2), slice(5, 6), slice(None)], ids=str)
+@pytest.mark.parametrize("step", [1, 3, 6])
+@pytest.mark.parametrize("name", LATE)
+def test_a_mask_that_becomes_uneven_is_seen_in_that_update(name: str, step: int, rows: slice) -> None:
+    loss, targets = LATE[name]
+    if step == 1 and rows == slice(None):
+        checked(loss, late(targets, step, rows))  # alike for all samples so far
+        return
+    with pytest.raises(LossError, match=r"not a mean over samples" + (rf" in step {step} " if step > 1 else " ")):
+        checked(loss, late(targets, step, rows))
+
+
+@pytest.mark.parametrize("name", LATE)
+def test_even_masks_are_accepted(name: str) -> None:
+    loss, targets = LATE[name]
+    checked(loss, itertools.chain(*(late(targets, 2, slice(0, 0)) for _ in range(4))))
+
+
+def test_of_single_samples_each_is_held_against_an_earlier_one() -> None:
+    def batches(uneven: bool) -> Iterator[tuple[Tensor, Any, int]]:
+        for number in range(4):
+            mask = torch.ones(1, TIME)
+            mask[:, 2:] = 0 if uneven and number == 3 else 1
+            yield drawn(1, TIME, seed=number), (torch.zeros(1, TIME), mask), 1
+
+    checked(masked_mean, batches(uneven=False))
+    with pytest.raises(LossError, match="in step 4 "):
+        checked(masked_mean, batches(uneven=True))
+
+
+TRAINED = {
+    "dp 2": {"strategy": "dp", "devices": "2xcpu"},
+    "ddp 2": {"strategy": "ddp", "devices": "2xcpu"},
+    "single, accumulate 2": {"strategy": "single", "devices": "1xcpu", "accumulate": 2},
+    "pp 2": {"strategy": "pp", "devices": "2xcpu"},
+}
+
+
+@pytest.mark.parametrize("way", TRAINED)
+def test_a_training_ends_in_the_update_in_which_a_mask_becomes_uneven(way: str, tmp_path: Any) -> None:
+    """Found by trial: weights 2 to 4 % off without a line, with a mask that is uneven first in update 3."""
+    mask = torch.ones(32, TIME)
+    mask[20, 2:] = 0  # of batches of 8 in their own order: the third
+
+    def loss(outputs: Tensor, targets: tuple[Tensor, Tensor]) -> Tensor:
+        return masked_mean(outputs, targets)
+
+    data = [(drawn(6, seed=i), (drawn(TIME, seed=100 + i), mask[i])) for i in range(32)]
+    job = lockstep.Job(
+        model=lambda: nn.Sequential(nn.Linear(6, 6), nn.Tanh(), nn.Linear(6, TIME)),
+        loss=loss,
+        optimizer=plain_sgd,
+        train_data=data,
+        batch_size=8,
+        shuffle=False,
+    )
+    with pytest.raises(LossError, match=r"loss is not a mean over samples in step 3 .*return \(total, count\)"):
+        lockstep.train(job, folder=tmp_path, quiet=True, **TRAINED[way])
+
+
+# ---- pairs ----------------------------------------------------------------------------------------------------------
+
+
+def pair(outputs: Tensor, targets: Tensor) -> tuple[Tensor, Tensor]:
+    kept = targets != -100
+    return F.cross_entropy(outputs, targets, reduction="sum"), kept.sum()
+
+
+WRONG_PAIRS: dict[str, tuple[Loss, str]] = {
+    "a mean": (lambda o, t: (F.cross_entropy(o, t), t.numel()), "total"),
+    "a count of 1": (lambda o, t: (F.cross_entropy(o, t, reduction="sum"), 1), "count"),
+    "regularised once for each batch": (lambda o, t: (F.cross_entropy(o, t, reduction="sum") + 3, len(t)), "total"),
+    "samples against one another": (lambda o, t: ((o @ o.T).logsumexp(1).sum(), t.numel()), "total"),
+}
+
+
+@pytest.mark.parametrize("name", WRONG_PAIRS)
+def test_a_pair_that_does_not_add_up_is_refused(name: str) -> None:
+    loss, what = WRONG_PAIRS[name]
+    with pytest.raises(
+        LossError, match=rf"loss: the {what} is not a sum over samples \(whole .*, its two parts .* and "
+    ):
+        checked(loss, [(drawn(8, 3), labels(8, 3), 8)])
+
+
+def test_a_right_pair_is_accepted_with_ignored_targets_and_a_constant_for_each_item() -> None:
+    def batches() -> Iterator[tuple[Tensor, Tensor, int]]:
+        for number in range(8):
+            targets = labels(5, 3, seed=number)
+            targets[:number] = -100
+            yield drawn(5, 3, seed=number), targets, 5
+
+    def with_constant(outputs: Tensor, targets: Tensor) -> tuple[Tensor, Tensor]:
+        total, count = pair(outputs, targets)
+        return total + 0.3 * count, count
+
+    checked(pair, batches())
+    checked(with_constant, batches())
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+def test_terms_that_cancel_are_no_fault(dtype: torch.dtype) -> None:
+    """In float32 the rounding of large terms is more than what is left of their sum."""
+
+    def loss(outputs: Tensor, targets: Tensor) -> tuple[Tensor, int]:
+        return (outputs * targets).sum(), len(outputs)
+
+    for seed in range(20):
+        large = 1e4 * drawn(64, seed=seed)
+        outputs = torch.cat([large, large]).to(dtype) + 1e-3 * drawn(128, seed=99).to(dtype)
+        signs = torch.ones(128, dtype=dtype)
+        signs[64:] = -1
+        checked(loss, [(outputs[torch.randperm(128)], signs, 128), (outputs, signs, 128)])
+
+
+def test_a_pair_that_draws_random_numbers_or_cant_be_cut_is_taken_at_its_word() -> None:
+    def noisy(outputs: Tensor, targets: Tensor) -> tuple[Tensor, int]:
+        return (outputs * torch.rand(len(outputs), 1)).sum(), len(outputs)
+
+    def fixed(outputs: Tensor, targets: Tensor) -> tuple[Tensor, int]:
+        return outputs.view(8, 3).sum(), 8
+
+    def nodes(outputs: Tensor, targets: Tensor) -> tuple[Tensor, int]:
+        return (outputs.sum(1) - targets).square().sum(), len(targets)  # of graphs, of which these are samples
+
+    packed = nn.utils.rnn.pack_sequence([drawn(3), drawn(2)])
+    for loss, outputs, targets, size in (
+        (noisy, drawn(8, 3), labels(8, 3), 8),
+        (fixed, drawn(8, 3), labels(8, 3), 8),
+        (nodes, drawn(20, 3), drawn(20), 8),
+        (lambda o, t: (o.data.sum(), 2), packed, labels(2, 3), 2),
+    ):
+        made = Totalled.of(loss)
+        whole = Piece(*made(outputs, targets, size), size)
+        state = torch.get_rng_state()
+        check = LossCheck(made, cuts=True)
+        check(outputs, targets, whole)
+        assert not check.wants(2)
+        assert torch.equal(state, torch.get_rng_state())
+
+
+# ---- what outputs hold beside --------------------------------------------------------------------------------------
+
+
+def test_a_loss_that_reads_only_the_logits_is_accepted_beside_the_models_own_loss() -> None:
+    outputs = {"loss": torch.tensor(1.5), "logits": drawn(8, 3), "per_head": drawn(2, 5)}
+    checked(lambda o, t: F.mse_loss(o["logits"], t), [(outputs, drawn(8, 3, seed=2), 8)])
+    checked(lambda o, t: (F.mse_loss(o["logits"], t, reduction="sum"), 8 * len(t) // 8), [(outputs, drawn(8, 3), 8)])
+
+
+def test_what_a_pair_reads_that_is_of_the_whole_batch_is_named() -> None:
+    outputs = {"loss": torch.tensor(1.5), "logits": drawn(8, 3)}
+    check = checked(lambda o, t: (o["logits"].sum() + o["loss"], len(t)), [(outputs, drawn(8, 3), 8)])
+    assert check.reads == ("loss",)
+    assert not check.wants(2)
+
+
+def test_a_scalar_that_reads_it_is_refused_by_its_name() -> None:
+    outputs = {"loss": torch.tensor(1.5), "logits": drawn(8, 3)}
+    with pytest.raises(LossError, match=r'reads outputs "loss" \(\), which isn\'t one row for each of 8 samples'):
+        checked(lambda o, t: o["loss"], [(outputs, drawn(8, 3), 8)])
+
+
+# ---- under one device ----------------------------------------------------------------------------------------------
+
+
+def summed(outputs: Tensor, targets: Tensor) -> Tensor:
+    return F.cross_entropy(outputs, targets, reduction="sum")
+
+
+def contrastive(outputs: Tensor, targets: Tensor) -> Tensor:
+    return F.cross_entropy(outputs @ outputs.T, torch.arange(len(outputs)))
+
+
+@pytest.mark.parametrize("way", ["single", "mp", "dp", "ddp"])
+def test_a_sum_is_refused_under_every_strategy(way: str, tmp_path: Any) -> None:
+    job = job_of(summed)
+    devices = "1xcpu" if way == "single" else "2xcpu"
+    with pytest.raises(LossError, match=r"a sum, its value depends on the batch size .*use reduction='mean'"):
+        lockstep.train(job, strategy=way, devices=devices, folder=tmp_path, quiet=True)
+
+
+def test_what_needs_the_whole_batch_trains_on_one_device(tmp_path: Any) -> None:
+    run = lockstep.train(job_of(contrastive), strategy="single", devices="1xcpu", folder=tmp_path, quiet=True)
+    assert run.summary["steps"] == 4
+    with pytest.raises(LockstepError, match="not a mean over samples"):
+        lockstep.train(job_of(contrastive), strategy="dp", devices="2xcpu", folder=tmp_path, quiet=True)
+
+
+def job_of(loss: Loss) -> lockstep.Job:
+    return lockstep.Job(
+        model=mlp,
+        loss=loss,
+        optimizer=plain_sgd,
+        train_data=TensorDataset(drawn(32, 6), labels(32, 3)),
+        batch_size=8,
+    )
+
+
+# ---- how often ------------------------------------------------------------------------------------------------------
+
+
+def test_a_dear_loss_is_checked_now_and_then_and_that_is_said() -> None:
+    check = LossCheck(Totalled.of(contrastive), cuts=True)
+    line = None
+    for update in range(1, 6):
+        assert check.wants(update)
+        assert check.is_timed(update) == (update > 1)
+        if update > 1:
+            check.spent(0.3)
+            check.spent(0.3)
+            line = check.timed(update, 1.3, replicas=2)
+    assert check.every == 6
+    assert line is not None and line.startswith(
+        "whether the loss is additive over samples is checked in one of 6 updates"
+    )
+    assert [update for update in range(6, 20) if check.wants(update)] == [6, 12, 18]
+
+
+def test_a_cheap_loss_is_checked_always_and_nothing_is_said() -> None:
+    check = LossCheck(Totalled.of(contrastive), cuts=True)
+    for update in range(2, 6):
+        check.spent(0.3 if update == 3 else 0.04)  # once the system was busy
+        line = check.timed(update, 1.0, replicas=1)
+    assert check.every == 1 and line is None and check.wants(7)
+
+
+def test_pytorchs_means_are_never_checked() -> None:
+    assert not LossCheck(Totalled.of(nn.CrossEntropyLoss()), cuts=True).wants(1)
