@@ -874,6 +874,70 @@ def test_a_loss_whose_count_is_wrong_is_named_before_the_first_uneven_batch() ->
     assert found.refused is not None and "one_item: the total is not a sum over samples" in found.refused
 
 
+class Experts(nn.Module):
+    """A mixture of experts with a loss of its own that balances their load: the product of two means."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.gate, self.experts = nn.Linear(6, 4), nn.ModuleList(nn.Linear(6, 3) for _ in range(4))
+
+    def forward(self, x: torch.Tensor) -> dict[str, torch.Tensor]:
+        chances = self.gate(x).softmax(-1)
+        outputs = sum(chances[:, i : i + 1] * expert(x) for i, expert in enumerate(self.experts))
+        chosen = nn.functional.one_hot(chances.argmax(-1), 4).to(x).mean(0)
+        return {"logits": outputs, "balance": 4 * (chosen * chances.mean(0)).sum()}
+
+
+def with_balance(outputs: dict[str, torch.Tensor], targets: torch.Tensor) -> tuple[torch.Tensor, int]:
+    total = nn.functional.cross_entropy(outputs["logits"], targets, reduction="sum")
+    return total + 0.1 * len(targets) * outputs["balance"], len(targets)
+
+
+BALANCED = dataclasses.replace(MLP, model=Experts, loss=with_balance, metrics={})
+
+
+@pytest.mark.parametrize("way", ["dp", "ddp"])
+def test_an_auxiliary_loss_over_the_batch_is_named(way: str, capsys: Any, tmp_path: Path) -> None:
+    found = verified(BALANCED, way)
+    assert names(found) == {"auxiliary loss"}
+    assert found.causes[0].words.startswith(
+        'the loss reads the model\'s output "balance", which is no sum over samples'
+    )
+    lockstep.train(BALANCED, strategy=way, devices=DEVICES, folder=tmp_path)
+    assert 'note: the loss reads the model\'s output "balance", which is no sum or mean' in capsys.readouterr().out
+
+
+def late_mask(kind: str) -> tuple[Any, Any]:
+    """A loss, and targets whose batch 3 of 4 differs in kind from all others."""
+    targets = drawn(SAMPLES, 3, seed=5)
+    if kind == "NaN":
+        targets[17, 1:] = float("nan")
+        return lambda o, t: (o - t).square().nanmean(), targets
+    if kind == "sentinel":
+        targets[17, 1:] = -10
+        return lambda o, t: (o - t).square()[t != -10].mean(), targets
+    if kind == "mask":
+        mask = torch.ones(SAMPLES, 3)
+        mask[17, 1:] = 0
+        return lambda o, t: ((o - t[0]).square() * t[1]).sum() / t[1].sum(), list(zip(targets, mask, strict=True))
+    weights = torch.tensor([1.0, 1.0, 5.0], dtype=torch.float64)
+    rare = labels(SAMPLES, 2)
+    rare[17] = 2
+    return lambda o, t: nn.functional.cross_entropy(o, t, weight=weights), rare
+
+
+@pytest.mark.parametrize("kind", ["NaN", "sentinel", "mask", "class weights"])
+def test_a_batch_whose_targets_differ_in_kind_is_verified_too(kind: str) -> None:
+    loss, targets = late_mask(kind)
+    data = list(zip(drawn(SAMPLES, 6), targets, strict=True))
+    job = dataclasses.replace(MLP, loss=loss, train_data=data, eval_data=None, metrics={}, shuffle=False)
+    found = verified(job, "dp")
+    assert names(found) == {"loss"}
+    assert found.refused is not None and "in step 3 " in found.refused
+    even = dataclasses.replace(job, train_data=data[:16] + data[24:])
+    assert len(verified(even, "dp").comparison.updates) == 5
+
+
 class Fickle(torch.utils.data.Dataset[Any]):
     def __init__(self) -> None:
         self.inputs, self.targets = drawn(SAMPLES, 6), labels(SAMPLES, 3)

@@ -2,14 +2,15 @@
 
 ::
 
-    local batch    | . . . . . . . . . . a | . . b |      e: a sample of an earlier local batch
+    local batch    | s . . . . a | . . . . . b |      e: a sample of an earlier local batch
 
     total(local batch) = total(a) + total(b)
-    total(b and e)     = total(b) + total(e)
+    total(s and e)     = total(s) + total(e)
 
-A loss that returns ``(total, count)`` is held to both; of one that returns a scalar, a mean over samples by its word,
-the total is that scalar times their number. The mean over the items that a mask leaves isn't one over samples, once the
-mask leaves more items of one sample than of another. PyTorch's own mean losses (`lockstep.means`) need no check.
+The totals and counts of a loss that returns ``(total, count)`` are held to that; of one that returns a scalar, a mean
+over samples by its word, the total is that scalar times their number. The mean over the items that a mask leaves isn't
+one over samples, once the mask leaves more items of one sample than of another. PyTorch's own mean losses
+(`lockstep.means`) need no check.
 
 Outputs that aren't one row for each sample (the model's own scalar loss, say) can't be cut. Whether the loss reads them
 is found by giving it NaN in their place.
@@ -42,6 +43,10 @@ _LARGEST_SHARE = 0.05
 
 _TIMED = range(2, 6)
 """The updates in which the check is timed: the first one prepares much."""
+
+_ALL = range(_TIMED.stop)
+_SOME = 4
+"""A pair says what it counts: local batches are held against one another in these updates only, and every so many."""
 
 Nest = tuple[Any, Any]
 """Outputs and targets."""
@@ -115,14 +120,14 @@ class LossCheck:
             return None
         nest = each(Tensor.detach, outputs), targets
         try:
-            tolerance = _tolerance([whole.total, *tensors(nest)], waits=waits)
+            tolerance = _tolerance(nest, [whole.total], waits=waits)
             with torch.no_grad(), _kept_generators(nest) as drawn:
-                sums = self._sums(nest, whole.samples, whole, waits=waits)
+                sums = self._sums(nest, whole.samples, whole, step=step, waits=waits)
                 if not waits:
                     return _are_wrong(sums, tolerance)
                 wrong = _first_wrong(sums, tolerance)
                 if wrong is not None:
-                    wrong = self._still_wrong(nest, whole.samples, wrong)
+                    wrong = self._still_wrong(nest, whole.samples, wrong, step)
         except _CantTell:
             self._trust()
             return None
@@ -176,7 +181,14 @@ class LossCheck:
     # ---- one check --------------------------------------------------------------------------------------------------
 
     def _sums(
-        self, nest: Nest, samples: int, whole: Piece | None = None, *, waits: bool = True, double: bool = False
+        self,
+        nest: Nest,
+        samples: int,
+        whole: Piece | None = None,
+        *,
+        step: int,
+        waits: bool = True,
+        double: bool = False,
     ) -> list[Sum]:
         """The sums that must hold; where the whole isn't known, each piece is computed by a loss in the same state."""
         loss, knows = self._loss.copied(double=double), whole is not None and not self._has_state
@@ -192,30 +204,30 @@ class LossCheck:
 
         whole = whole if whole is not None and knows else piece(nest, samples, [])
         sums = []
-        end, its = nest, whole
         if samples > 1:
-            first = samples - max(1, samples // 4)
-            end = cut(nest, first, samples - first, samples)
-            its = piece(end, samples - first)
-            sums.append(Sum(whole, piece(cut(nest, 0, first, samples), first), its))
-        both, earlier = self._with_earlier(end, its.samples, alone=samples == 1)
-        sums.append(Sum(piece(both, its.samples + 1), its, piece(earlier, 1)))
+            half = samples - samples // 2
+            parts = ((0, half), (half, samples - half))
+            sums.append(Sum(whole, *(piece(cut(nest, start, size, samples), size) for start, size in parts)))
+        if samples == 1 or not self._loss.gives_pairs or step in _ALL or not step % _SOME:
+            one = cut(nest, 0, 1, samples) if samples > 1 else nest
+            both, earlier = self._with_earlier(one, alone=samples == 1)
+            sums.append(Sum(piece(both, 2), whole if samples == 1 else piece(one, 1), piece(earlier, 1)))
         if uncut and waits and not _is_nan(whole) and any(map(_is_nan, itertools.chain(*sums))):
             self._look_at_read([t for t in uncut if _is_nan(piece(nest, samples, [t]))], nest, samples)
         return sums
 
-    def _with_earlier(self, nest: Nest, samples: int, *, alone: bool) -> tuple[Nest, Nest]:
-        """These samples joined with one that came before, and that one. The first that goes with them is kept.
+    def _with_earlier(self, one: Nest, *, alone: bool) -> tuple[Nest, Nest]:
+        """A sample joined with one that came before, and that one. The first that goes with it is kept.
 
-        Where they are ``alone`` and no other came before, one is made of them.
+        Where it is ``alone`` in its local batch and no other came before, one is made of it.
         """
-        place = next((t.device for t in tensors(nest)), torch.device("cpu"))
+        place = next((t.device for t in tensors(one)), torch.device("cpu"))
         earlier = self._earlier.get(place)
-        if earlier is None or (both := joined(nest, samples, earlier, 1)) is None:
-            self._earlier[place] = earlier = each(Tensor.clone, cut(nest, 0, 1, samples))
+        if earlier is None or (both := joined(one, 1, earlier, 1)) is None:
+            self._earlier[place] = earlier = each(Tensor.clone, one)
             if alone:
                 earlier = each(lambda t: t / 2 if t.is_floating_point() else t, earlier[0]), earlier[1]
-            both = joined(nest, samples, earlier, 1)
+            both = joined(one, 1, earlier, 1)
             assert both is not None
         return both, earlier
 
@@ -249,18 +261,18 @@ class LossCheck:
 
     # ---- the verdict ------------------------------------------------------------------------------------------------
 
-    def _still_wrong(self, nest: Nest, samples: int, wrong: Sum) -> Sum | None:
+    def _still_wrong(self, nest: Nest, samples: int, wrong: Sum, step: int) -> Sum | None:
         """What is wrong in float64 too, and where a loss that counts its calls, say, doesn't see that it is called."""
         kind = next((t.device.type for t in tensors(nest)), "cpu")
         doubled = each(lambda t: t.double() if t.is_floating_point() else t, nest)
         try:
             with torch.autocast(kind, enabled=False):
-                sums = self._sums(doubled, samples, double=True)
+                sums = self._sums(doubled, samples, step=step, double=True)
         except (LossError, TypeError, RuntimeError) as error:
             if is_out_of_memory(error):
                 raise
             return wrong  # it can't compute in float64
-        wrong_again = _first_wrong(sums, _tolerance([of.whole.total for of in sums], waits=False))
+        wrong_again = _first_wrong(sums, _tolerance(doubled, [of.whole.total for of in sums], waits=False))
         self._has_state = wrong_again is None and isinstance(self._loss.loss, nn.Module)
         return wrong_again
 
@@ -307,12 +319,11 @@ _DOUBLED = 1e-8
 """How far two ways to round may lie apart in float64, as a part of what is added."""
 
 
-def _tolerance(values: list[Tensor], *, waits: bool) -> float:
-    """The same by the coarsest number format; more where nobody will look again in float64."""
-    formats = {t.dtype for t in values if t.is_floating_point()}
-    if formats & set(HALF):
+def _tolerance(nest: Nest, totals: list[Tensor], *, waits: bool) -> float:
+    """The same by the format that the totals are computed in; more where nobody will look again in float64."""
+    if any(t.dtype in HALF for t in (*tensors(nest[0]), *totals)):
         return 2e-2
-    return _DOUBLED if formats <= {torch.float64} else 1e-5 if waits else 1e-4
+    return _DOUBLED if all(t.dtype == torch.float64 for t in totals) else 1e-5 if waits else 1e-4
 
 
 def _is_apart(whole: float, one: float, other: float, *, tolerance: float) -> bool:

@@ -3,6 +3,7 @@
 ::
 
     course.py        which batches: two of the first epoch, its smaller last one, two of the second; an evaluation
+    kinds.py         and those whose targets differ in kind
     preflight.py     in which number format, and how large a batch may be
     side.py          one side, an update at a time, with all that is looked at
     experiment.py    what is held against what

@@ -45,7 +45,8 @@ def verify(
             assert found, str(found)
 
     Both sides begin with the same weights and go through the same batches: the first two, the smaller last one of the
-    epoch, two of the second epoch, and an evaluation of a few batches of each set. They compute in float64 where the
+    epoch, up to three whose targets differ in kind (a mask, a rare class, NaN), two of the second epoch, and an
+    evaluation of a few batches of each set. They compute in float64 where the
     model can; else rounding is measured, by two runs of ``single`` whose sums are taken in other orders.
 
     Args:
@@ -88,7 +89,7 @@ def _answer(
     whole: bool,
 ) -> Verification:
     ground = preflight(loaded, way, chosen, whole=whole)
-    experiment = Experiment(source, way, chosen, dict(ground.settings))
+    experiment = Experiment(source, way, chosen, dict(ground.settings), more=ground.more)
     least = EXACT if ground.exact else COARSE
     name = source.name if isinstance(source, JobFile) else "job"
     size = loaded.having(**ground.settings).batch_size

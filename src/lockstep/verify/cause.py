@@ -242,6 +242,17 @@ class Cause:
         )
 
     @classmethod
+    def auxiliary_loss(cls, name: str) -> Cause:
+        """A term of the loss that the model computes over a whole forward."""
+        what = f'the model\'s output "{name}"' if name else "an output of the model"
+        return cls(
+            "auxiliary loss",
+            f"the loss reads {what}, which is no sum over samples (a loss for load balancing, say): dp and ddp compute "
+            "it for each replica, over its local batch",
+            "mp or single, which see the whole batch; or a term that is a sum over samples",
+        )
+
+    @classmethod
     def shape(cls, said: str) -> Cause:
         """Outputs of a share that have not the shape of the whole batch's."""
         return cls(

@@ -203,6 +203,8 @@ class Diagnosis:
             if self.found.collated and not self.found.mixes:
                 return [Cause.collate(*tried.layer)]
             return [Cause.mixing(*tried.layer)]
+        if self.found.reads:
+            return [Cause.auxiliary_loss(self.found.reads[0])]
         if first is not None and first.losses_apart > bounds.of("loss", ""):
             return [Cause.loss("its parts, weighted by their counts, don't add up to the whole")]
         beyond = self.bounds.beyond(self.first) if self.first is not None else []

@@ -106,6 +106,7 @@ class Comparison:
         drops: whether it has dropout layers.
         normalises: whether it has batch norms over what a forward sees.
         mixes: whether the look before training saw samples act on one another, and nothing that the model remembers.
+        reads: outputs of the model, computed over a whole forward and no sum over its samples, that the loss reads.
         collated: whether collate made other rows of the shares than of the whole batch.
         layer: name and class of the first module that gave other numbers in the update that was watched.
         called: the modules with parameters of their own in the order of their first call, where that was watched.
@@ -130,6 +131,7 @@ class Comparison:
     drops: bool = False
     normalises: bool = False
     mixes: bool = False
+    reads: tuple[str, ...] = ()
     collated: bool = False
     layer: tuple[str, str] | None = None
     called: tuple[str, ...] = ()

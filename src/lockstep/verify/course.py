@@ -2,7 +2,7 @@
 
 ::
 
-    epoch 0   | 0 | 1 | ............... | last, smaller |      where the job has a smaller last batch
+    epoch 0   | 0 | 1 | ..... | k | ... | last, smaller |      where the job has a smaller last batch; k: see `kinds`
     epoch 1   | 0 | 1 |                                        the first of them comes after the smaller one
     then an evaluation: of each set the batches 0, 1 and the last
 
@@ -13,7 +13,7 @@ be skipped through, is taken to end after two and a half batches.
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from typing import Any
 
 import torch
@@ -23,14 +23,15 @@ from lockstep.data import AnyLoader, Batch, is_stream
 EPOCHS = 2
 
 
-def places_of(loader: AnyLoader, batch_size: int, epoch: int) -> list[int]:
-    """The numbers of the batches of the course in an epoch."""
+def places_of(loader: AnyLoader, batch_size: int, epoch: int, more: Collection[int] = ()) -> list[int]:
+    """The numbers of the batches of the course in an epoch, with ``more`` in the first one."""
     batches = loader.batches_of(epoch)
     if batches is None:  # a stream that ends early: all of it, but no more than is wanted
         return [0, 1, 2] if epoch == 0 else [0, 1]
     assert loader.samples is not None
     ends_smaller = epoch == 0 and loader.samples % batch_size > 0
     wanted = {0, 1, batches - 1} if ends_smaller else {0, 1}
+    wanted |= set(more) if epoch == 0 else set()
     return sorted(place for place in wanted if place < batches)
 
 
@@ -40,11 +41,13 @@ class Excerpt:
     Args:
         loader: of one side.
         batch_size: of training, whose course it is; None is an evaluation, of which it is batches 0, 1 and the last.
+        more: batches of the first epoch beside.
     """
 
-    def __init__(self, loader: AnyLoader, batch_size: int | None) -> None:
+    def __init__(self, loader: AnyLoader, batch_size: int | None, more: Collection[int] = ()) -> None:
         self._loader = loader
         self._batch_size = batch_size
+        self._more = more
 
     def epoch(self, epoch: int) -> Iterator[Batch]:
         """Those of an epoch."""
@@ -54,7 +57,7 @@ class Excerpt:
 
     def _places(self, epoch: int) -> list[int]:
         if self._batch_size is not None:
-            return places_of(self._loader, self._batch_size, epoch)
+            return places_of(self._loader, self._batch_size, epoch, self._more)
         batches = self._loader.batches_of(0)
         return [0, 1, 2] if batches is None else sorted({0, min(1, batches - 1), batches - 1})
 

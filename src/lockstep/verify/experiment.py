@@ -21,6 +21,7 @@ class Experiment:
         strategy: the side in question.
         devices: its devices.
         settings: fields of the job to replace on both sides.
+        more: batches of the first epoch that are verified beside, for their targets.
         cut: micro-batches on the side in question, where they are to be others than on the other.
         updates: how many; None goes to the end, and evaluates.
         still: what is taken out of the model on both sides.
@@ -35,6 +36,7 @@ class Experiment:
     strategy: Strategy
     devices: tuple[Device, ...]
     settings: dict[str, Any] = field(default_factory=dict)
+    more: tuple[int, ...] = ()
     cut: int | None = None
     updates: int | None = None
     still: frozenset[Thing] = frozenset()

@@ -6,12 +6,15 @@ import time
 from dataclasses import dataclass, field
 from typing import Any
 
+from lockstep.data import job_loader, resolve
 from lockstep.devices import Device
 from lockstep.errors import LockstepError
 from lockstep.job import Job
 from lockstep.placement import alone, place_of
 from lockstep.strategies import Strategy
 from lockstep.strategies.single import Single
+from lockstep.verify.course import places_of
+from lockstep.verify.kinds import others_in_kind
 from lockstep.verify.side import Side
 
 _LONGEST = 0.5
@@ -30,6 +33,10 @@ _MOST = 3
 """Updates of a few samples that are timed, of which the fastest counts."""
 
 
+_LOOK = 2.0
+"""Seconds to look at targets for."""
+
+
 @dataclass(frozen=True)
 class Ground:
     """What both sides are run with.
@@ -38,11 +45,13 @@ class Ground:
         settings: fields of the job to replace.
         exact: whether it is float64.
         notes: what of the job is replaced, and why.
+        more: batches of the first epoch whose targets differ in kind from those that are verified anyway.
     """
 
     settings: dict[str, Any]
     exact: bool
     notes: tuple[str, ...] = ()
+    more: tuple[int, ...] = ()
 
 
 @dataclass
@@ -93,7 +102,24 @@ def preflight(job: Job, strategy: Strategy, devices: tuple[Device, ...], *, whol
             ground.notes.append(
                 f"batches of {size} samples instead of {job.batch_size}, to save time (--whole takes them whole)"
             )
-    return Ground(ground.settings, precision == "fp64", tuple(ground.notes))
+    more = _more(job.having(**ground.settings), devices, ground.notes)
+    return Ground(ground.settings, precision == "fp64", tuple(ground.notes), more)
+
+
+def _more(job: Job, devices: tuple[Device, ...], notes: list[str]) -> tuple[int, ...]:
+    """Batches to verify for their targets; what wasn't looked at is noted."""
+    with alone((place_of(devices),)) as world:
+        loader = job_loader(job.having(accumulate=1), world, resolve(job.train_data, world, "train_data"))
+        try:
+            batches = loader.batches_of(0)
+            if batches is None:
+                return ()
+            more, looked = others_in_kind(loader, places_of(loader, job.batch_size, 0), _LOOK)
+        finally:
+            loader.close()
+    if looked < batches:
+        notes.append(f"batches were looked for whose targets differ in kind, among the first {looked:,} of {batches:,}")
+    return more
 
 
 def _most(job: Job, devices: tuple[Device, ...], size: int, seconds: float) -> int:

@@ -38,6 +38,7 @@ class Side:
         still: what is taken out of the model.
         watched: the number of the update in which every layer is looked at.
         shuffled: mix the rows of each micro-batch, so that sums are taken in another order.
+        more: batches of the first epoch that are taken beside.
 
     Attributes:
         rows: numbers of the samples that the last update's forwards were given, in order, as far as they are seen.
@@ -57,10 +58,12 @@ class Side:
         still: frozenset[Thing] = frozenset(),
         watched: int = 0,
         shuffled: bool = False,
+        more: tuple[int, ...] = (),
     ) -> None:
         job = job.having(loss=_own_loss(job))
         self.job, self.world = job, world
         self.shuffled = shuffled
+        self._more = more
         self._accelerators = tuple({device.torch: None for device in world.devices if not device.is_slot})
         self.data = resolve(job.train_data, world, "train_data")
         data = begun(self.data, job.batch_size)
@@ -92,7 +95,7 @@ class Side:
         """The batches of the course, and whether each is the last one of its epoch here."""
         for epoch in range(EPOCHS):
             held: Batch | None = None
-            for batch in Excerpt(self.loader, self.job.batch_size).epoch(epoch):
+            for batch in Excerpt(self.loader, self.job.batch_size, self._more).epoch(epoch):
                 if held is not None:
                     yield held, False
                 held = batch

@@ -65,6 +65,7 @@ def both_sides(world: World, experiment: Experiment, job: Job) -> Comparison | N
             still=experiment.still,
             watched=experiment.watched,
             shuffled=experiment.shuffled,
+            more=experiment.more,
         )
         ours.step.looked = experiment.looked
         theirs = None
@@ -79,6 +80,7 @@ def both_sides(world: World, experiment: Experiment, job: Job) -> Comparison | N
                     Single(),
                     still=experiment.still,
                     watched=experiment.watched,
+                    more=experiment.more,
                 )
         return _Run(experiment, world, ours, theirs, notes).run()
 
@@ -199,6 +201,7 @@ class _Run:
                 if isinstance(m, nn.modules.batchnorm._BatchNorm)
             ),
             mixes=ours.step.seen.mixes,
+            reads=tuple(n for n in ours.step.loss_check.reads if ours.step.seen.note_on_output(n) is not None),
             collated=self.collated,
             layer=layer,
             called=_order_of(theirs),
