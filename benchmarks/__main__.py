@@ -11,7 +11,7 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
-from benchmarks import level, models
+from benchmarks import level, loss_checking, models
 from benchmarks.checkpointing import CHECKPOINTING
 from benchmarks.comparing import COMPARING
 from benchmarks.experiment import EXPERIMENT, GPU_EXPERIMENT
@@ -166,7 +166,7 @@ def main(names: list[str]) -> int:
         if len(accelerators()) > 1:
             level.run(accelerators())
         return 0
-    known = [*BENCHMARKS, "level", *PARTITIONING]
+    known = [*BENCHMARKS, "level", "loss-check", *PARTITIONING]
     unknown = [name for name in names if name not in known]
     if unknown:
         print(f"there is no benchmark {unknown[0]}: there are {', '.join(known)}, gpu", file=sys.stderr)
@@ -174,6 +174,8 @@ def main(names: list[str]) -> int:
     for name in names or known:
         if name == "level":
             level.run(slots(2))
+        elif name == "loss-check":
+            loss_checking.run()
         elif name in PARTITIONING:
             PARTITIONING[name]()
         else:

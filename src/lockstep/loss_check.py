@@ -45,7 +45,7 @@ _TIMED = range(2, 6)
 """The updates in which the check is timed: the first one prepares much."""
 
 _ALL = range(_TIMED.stop)
-_SOME = 4
+_SOME = 8
 """A pair says what it counts: local batches are held against one another in these updates only, and every so many."""
 
 Nest = tuple[Any, Any]

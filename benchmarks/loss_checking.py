@@ -1,0 +1,106 @@
+"""What holding a loss to its word costs: the part of an update that its check takes, by the median of many updates."""
+
+from __future__ import annotations
+
+import dataclasses
+import itertools
+import json
+import statistics
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch.nn.functional as F
+
+import lockstep
+from benchmarks.models import small_job
+from benchmarks.timing import HERE
+from lockstep import devices as _devices
+from lockstep.data import job_loader, resolve
+from lockstep.inventory import machine
+from lockstep.jobfile import JobFile
+from lockstep.loss_check import LossCheck
+from lockstep.strategies import choose
+from lockstep.world import World
+
+EXAMPLES = Path(__file__).parent.parent / "examples"
+
+
+def char_lm() -> lockstep.Job:
+    """Its loss returns (total, count)."""
+    return JobFile(str(EXAMPLES / "char_lm.py"), {"size": 300_000}).load()
+
+
+def resnet50() -> lockstep.Job:
+    """The loss as a function of one's own, which isn't known to be a mean over samples."""
+    job = JobFile(str(EXAMPLES / "resnet50_split.py"), {"generated": True}).load()
+    return dataclasses.replace(job, loss=lambda outputs, targets: F.cross_entropy(outputs, targets))
+
+
+def small() -> lockstep.Job:
+    """Likewise, beside an update that takes less than a millisecond."""
+    return dataclasses.replace(small_job(), loss=lambda outputs, targets: F.cross_entropy(outputs, targets))
+
+
+JOBS: dict[str, tuple[Callable[[], lockstep.Job], int]] = {
+    "char_lm": (char_lm, 60),
+    "resnet50": (resnet50, 12),
+    "small": (small, 400),
+}
+"""With how many updates, of which the first six, where the check is timed, don't count."""
+
+
+def shares(job: lockstep.Job, updates: int, rounds: int = 3) -> tuple[list[float], int]:
+    """The part of an update that the check takes under ``dp``, one for each round, and how often it comes then."""
+    spent: list[float] = []
+    inner = LossCheck.__call__
+
+    def timed(self: LossCheck, *args: Any, **options: Any) -> Any:
+        began = time.perf_counter()
+        try:
+            return inner(self, *args, **options)
+        finally:
+            spent.append(time.perf_counter() - began)
+
+    LossCheck.__call__ = timed  # type: ignore[method-assign]
+    found, every = [], 1
+    try:
+        for _ in range(rounds):
+            world = World(devices=_devices.slots(2))
+            with _devices.occupied(world.device):
+                step = choose("dp", world.devices).build(job, world)
+                loader = job_loader(job, world, resolve(job.train_data, world))
+                batches = itertools.chain.from_iterable(map(loader.epoch, itertools.count()))
+                taken = []
+                for number in range(updates):
+                    batch = next(batches)
+                    spent.clear()
+                    step.seed(number)
+                    began = time.perf_counter()
+                    step.update(batch)
+                    whole = time.perf_counter() - began
+                    taken.append((sum(spent) / len(step.models()), whole))
+            every = step.loss_check.every
+            rest = taken[6:]
+            found.append(sum(check for check, _ in rest) / sum(whole for _, whole in rest))
+    finally:
+        LossCheck.__call__ = inner  # type: ignore[method-assign]
+    return found, every
+
+
+def run() -> None:
+    """Measure, print and keep."""
+    print("== loss-check", flush=True)
+    rows = []
+    for name, (job, updates) in JOBS.items():
+        found, every = shares(job(), updates)
+        median, spread = statistics.median(found), (min(found), max(found))
+        print(
+            f"   {name}: {100 * median:.2f} % of an update ({100 * spread[0]:.2f} to {100 * spread[1]:.2f} %), "
+            f"checked in one of {every}",
+            flush=True,
+        )
+        rows.append({"job": name, "median": median, "spread": spread, "every": every})
+    kept = {"benchmark": "loss-check", "machine": machine(), "unit": "part of an update", "rows": rows}
+    (HERE / "results" / "loss-check.json").write_text(json.dumps(kept, indent=2) + "\n")
