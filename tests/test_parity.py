@@ -158,6 +158,24 @@ class Renormed(nn.Module):
         return self.words(x.long().abs().clamp(max=39)[:, 0])
 
 
+class Frequent(nn.Module):
+    """An embedding of words, whose gradient is divided by how often they are in the batch."""
+
+    def __init__(self, kind: str) -> None:
+        super().__init__()
+        self.kind = kind
+        bag = nn.EmbeddingBag(40, 3, scale_grad_by_freq=True)
+        self.words = {"embedding": nn.Embedding(40, 3, scale_grad_by_freq=True), "bag": bag}.get(
+            kind, nn.Embedding(40, 3)
+        )
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        words = x.long().abs().clamp(max=39)
+        if self.kind == "function":
+            return nn.functional.embedding(words[:, 0], self.words.weight, scale_grad_by_freq=True)
+        return self.words(words if self.kind == "bag" else words[:, 0])
+
+
 def hooked() -> nn.Module:
     model = mlp()
     model[0].weight.register_hook(lambda grad: grad * 0.1)
@@ -175,7 +193,14 @@ class Closing(nn.Linear):
 
 @pytest.mark.parametrize(
     ("model", "ways", "says"),
-    [(Renormed, ["dp", "ddp"], "max_norm"), (hooked, ["dp"], "has a hook"), (Closing, ["dp"], "holds on to the model")],
+    [
+        (Renormed, ["dp", "ddp"], "max_norm"),
+        (lambda: Frequent("embedding"), ["dp", "ddp", "hogwild"], '"words" has scale_grad_by_freq'),
+        (lambda: Frequent("bag"), ["dp", "ddp"], '"words" has scale_grad_by_freq'),
+        (lambda: Frequent("function"), ["dp", "ddp"], "calls embedding with scale_grad_by_freq=True"),
+        (hooked, ["dp"], "has a hook"),
+        (Closing, ["dp"], "holds on to the model"),
+    ],
 )
 def test_what_replicas_can_not_keep_is_refused(model, ways, says, tmp_path) -> None:
     job = dataclasses.replace(ZOO["mlp"], model=model)
@@ -184,6 +209,14 @@ def test_what_replicas_can_not_keep_is_refused(model, ways, says, tmp_path) -> N
         with pytest.raises(StrategyError, match=says):
             train(job, strategy=way, devices="2xcpu", folder=tmp_path / way, quiet=True)
         assert not list((tmp_path / way).iterdir())
+
+
+def test_frequencies_in_a_micro_batch_are_said(tmp_path, capsys) -> None:
+    job = dataclasses.replace(ZOO["mlp"], model=lambda: Frequent("embedding"))
+    train(job.having(accumulate=2), strategy="single", devices="1xcpu", folder=tmp_path)
+    assert (
+        "note: scale_grad_by_freq divides gradients by how often a word is in a micro-batch" in capsys.readouterr().out
+    )
 
 
 def test_ranks_whose_parameters_come_to_differ_are_stopped(tmp_path) -> None:

@@ -443,11 +443,13 @@ def test_stages_overlap_in_evaluation() -> None:
     assert begun == [0, 1]
 
 
-def test_an_own_loop_over_stages_ends_where_the_plain_one_does() -> None:
-    ends = []
+@pytest.mark.parametrize("dropout", [0.0, 0.4])
+def test_an_own_loop_over_stages_ends_where_the_plain_one_does(dropout: float) -> None:
+    """With dropout the two were once the same in the first update only."""
+    ends, draws = [], []
     for way, devices in ((None, "1xcpu"), (PP(microbatches=3), "2xcpu")):
         torch.manual_seed(0)
-        model = stack().double()
+        model = nn.Sequential(nn.Dropout(dropout), stack(), nn.Dropout(dropout)).double()
         settings = {} if way else {"accumulate": 3}
         step = parallelize(
             model, nn.CrossEntropyLoss(), torch.optim.SGD(model.parameters(), lr=0.1), strategy=way, devices=devices,
@@ -456,6 +458,8 @@ def test_an_own_loop_over_stages_ends_where_the_plain_one_does() -> None:
         for size in (8, 8, 5, 2):
             step(drawn(size, 6, seed=size).double(), labels(size, 3))
         ends.append(model.state_dict())
+        draws.append(torch.rand(3))
+    assert torch.equal(*draws), "and the caller's own stream goes on alike"
     for name, value in ends[0].items():
         torch.testing.assert_close(value, ends[1][name], rtol=1e-12, atol=1e-12)
 

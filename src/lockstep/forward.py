@@ -8,7 +8,8 @@ the whole share and through two parts of it, each time from the same buffers:
 - the same inputs giving other outputs the second time, that the model remembers something outside of its buffers,
 - buffers that end otherwise after a part than after the whole, that they depend on the share,
 - parameters that have changed, that the model writes them itself,
-- generators that have moved, that it draws random numbers.
+- generators that have moved, that it draws random numbers,
+- calls of ``embedding`` with ``scale_grad_by_freq``, that a gradient depends on how often a word is in the share.
 
 Dropout and normalisation layers, of which all that is known, are in eval mode meanwhile.
 """
@@ -17,12 +18,13 @@ from __future__ import annotations
 
 import copy
 import functools
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
 import torch
 from torch import nn
+from torch.overrides import TorchFunctionMode
 
 from lockstep.digest import digest
 from lockstep.errors import StrategyError, told
@@ -42,6 +44,7 @@ class Seen:
         draws: whether layers other than dropout draw random numbers.
         draws_elsewhere: whether they come from Python's or numpy's generator.
         seeds: whether it seeds PyTorch's generator.
+        counts_words: whether an embedding scales gradients by how often a word is in the batch.
         uncopied: why nothing was seen: the model can't be copied.
         of_batch: names of outputs that are computed over all samples: whether they are a sum, a mean, or neither.
     """
@@ -53,6 +56,7 @@ class Seen:
     draws: bool = False
     draws_elsewhere: bool = False
     seeds: bool = False
+    counts_words: bool = False
     uncopied: str | None = None
     of_batch: dict[str, Literal["sum", "mean", "neither"]] = field(default_factory=dict)
 
@@ -199,9 +203,10 @@ def _see(model: nn.Module, inputs: Any, samples: int, seen: Seen) -> None:
 
     accelerators = accelerators_of(inputs)
     before = states(accelerators)
-    with noted_seeding() as seeds:
+    with noted_seeding() as seeds, _Embeddings() as embeddings:
         whole = run(0, samples)
     seen.seeds = bool(seeds)
+    seen.counts_words = embeddings.counts
     after = states(accelerators)
     seen.draws = not same(before, after)
     seen.draws_elsewhere = not same_others(before.others, after.others)
@@ -232,6 +237,20 @@ def _see(model: nn.Module, inputs: Any, samples: int, seen: Seen) -> None:
                 kind = _kind_of(t, head[name], tail[name], first / samples)
                 if kind is not None:
                     seen.of_batch[name] = kind
+
+
+class _Embeddings(TorchFunctionMode):
+    """Notes whether one is called that scales gradients by frequency."""
+
+    counts = False
+
+    def __torch_function__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Mapping[str, Any] | None = None
+    ) -> Any:
+        kwargs = kwargs or {}
+        if kwargs.get("scale_grad_by_freq") or (func is torch.embedding and len(args) > 3 and args[3]):
+            self.counts = True
+        return func(*args, **kwargs)
 
 
 def _has_rows(tensor: torch.Tensor, samples: int) -> bool:

@@ -15,7 +15,8 @@ from __future__ import annotations
 import math
 import time
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -36,6 +37,7 @@ from lockstep.nesting import call
 from lockstep.nonfinite import why_not_finite
 from lockstep.optimizer import clip_gradients, load_named_optimizer_state, named_optimizer_state
 from lockstep.ownloop import batch_of, own_stream
+from lockstep.seeding import kept_states
 from lockstep.world import World
 
 _NOT_FINITE, _NO_ITEMS, _NOT_ADDITIVE = "not finite", "no items", "not additive"
@@ -120,8 +122,27 @@ class Step(Evaluator, ABC):
         """
         given = isinstance(inputs, Batch)
         batch = inputs if given else batch_of(inputs, targets, self._accumulate, self.world, self._refuse_gaps)
-        with own_stream(self.world, self._seed):
+        with own_stream(self.world, self._seed), self._own_streams_of_parts(len(batch.parts)):
             return self.update(batch)
+
+    @contextmanager
+    def _own_streams_of_parts(self, parts: int) -> Iterator[None]:
+        """Give the micro-batches of a step random streams of their own, where nobody has called ``seed``.
+
+        They come from one number of the caller's stream, so that they are the same in whichever order, or how far
+        overlapped, a strategy computes them.
+        """
+        if self.world.size > 1 or parts == 1 or self._stream is not None:
+            yield
+            return
+        key = int(torch.randint(2**62, ()))
+        with kept_states(self._accelerators):
+            self._stream = (key,)
+            self._seed_all(mixed(key))
+            try:
+                yield
+            finally:
+                self._stream = None
 
     def _refuse_gaps(self, here: list[bool]) -> None:
         """Called where a rank has no sample and a later one has; a strategy that can't do that refuses."""
@@ -171,7 +192,7 @@ class Step(Evaluator, ABC):
         """Before the first update, see what the model does in forward that a share can't keep, and say it.
 
         Raises:
-            StrategyError: it writes its parameters.
+            StrategyError: it writes its parameters, or scales gradients by frequencies in the batch.
         """
         self.looked = True
         if self.replicas == 1 or not self.world.is_first:
@@ -181,6 +202,11 @@ class Step(Evaluator, ABC):
         if seen.writes is not None:
             raise StrategyError(
                 f'the model writes its parameter "{seen.writes}" in forward, each replica otherwise: take single'
+            )
+        if seen.counts_words:
+            raise StrategyError(
+                "the model calls embedding with scale_grad_by_freq=True, which divides gradients by how often a word "
+                "is in the batch, and each replica sees its local batch only: take single or mp, or leave it out"
             )
         for note in seen.notes(with_dropout=any(map(drops, self.model.modules()))):
             self.world.tell(Line(note, "note"))
@@ -290,9 +316,13 @@ class Step(Evaluator, ABC):
 
     def _time(self) -> float:
         """Seconds on a clock, when the accelerators have done what they were given."""
-        for device in self.world.devices if self._on_accelerator else ():
-            torch.accelerator.synchronize(device.torch)
+        for device in self._accelerators:
+            torch.accelerator.synchronize(device)
         return time.perf_counter()
+
+    @property
+    def _accelerators(self) -> tuple[torch.device, ...]:
+        return tuple(d.torch for d in self.world.devices if d.type not in ("cpu", "meta"))
 
     def _say_what_the_loss_reads(self) -> None:
         """Say which outputs of the model, computed over a whole local batch, act in the loss."""
@@ -344,10 +374,7 @@ class Step(Evaluator, ABC):
         return total, count
 
     def begin_part(self, number: int) -> None:
-        """Give micro-batch ``number`` a random stream of its own, so that it draws the same whenever it is computed.
-
-        Where nobody has called ``seed``, in a loop of one's own, it goes on with the stream there is.
-        """
+        """Give micro-batch ``number`` a random stream of its own, so that it draws the same whenever it is computed."""
         if number and self._stream is not None:
             self._seed_all(mixed(*self._stream, number))
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, fields
 from typing import Any, ClassVar, Literal
 
@@ -74,11 +74,16 @@ class Strategy(ABC):
         """
         if replicas == 1:
             return
-        for name, module in model.named_modules():
-            if getattr(module, "max_norm", None) is not None and isinstance(module, nn.Embedding | nn.EmbeddingBag):
+        for name, module in _embeddings(model):
+            if module.max_norm is not None:
                 raise StrategyError(
                     f'{self.name}: "{name}" has max_norm, which rewrites weights in forward, on each device others: '
                     "use single, or normalise in a parametrization"
+                )
+            if module.scale_grad_by_freq:
+                raise StrategyError(
+                    f'{self.name}: "{name}" has scale_grad_by_freq, which divides gradients by how often a word is in '
+                    "the batch, and each replica sees its local batch only: use single or mp, or leave it out"
                 )
 
     def refuse_one_process(self, world: World) -> None:
@@ -109,6 +114,10 @@ class Strategy(ABC):
             instances = [m for m in model.modules() if isinstance(m, nn.modules.instancenorm._InstanceNorm)]
             if any(m.track_running_stats for m in instances):
                 said.append("InstanceNorm's running statistics are those of the first replica's shares")
+        if parts > 1 and any(module.scale_grad_by_freq for _, module in _embeddings(model)):
+            said.append(
+                "scale_grad_by_freq divides gradients by how often a word is in a micro-batch, not in the whole batch"
+            )
         if parts > 1 and hooked_parameters(model):
             said.append("hooks on parameters see the gradient of a share, before it is summed and weighted")
         if replicas > 1 and job.collate is not None:
@@ -119,3 +128,9 @@ class Strategy(ABC):
         if replicas > 1 and any(drops(m) for m in model.modules()):
             said.append(DRAWS)
         return said
+
+
+def _embeddings(model: nn.Module) -> Iterator[tuple[str, nn.Embedding | nn.EmbeddingBag]]:
+    for name, module in model.named_modules():
+        if isinstance(module, nn.Embedding | nn.EmbeddingBag):
+            yield name, module

@@ -37,6 +37,7 @@ class Cause:
             ("gave other indices", "sampler"),
             ("writes its parameter", "state"),
             ("has max_norm", "state"),
+            ("scale_grad_by_freq", "mixing"),
             ("has come to differ between ranks", "drift"),
         ):
             if words in said:
