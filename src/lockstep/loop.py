@@ -234,6 +234,8 @@ class _Training:
             batches = self.profiler.over(batches)
         pace = Pace(world, self._epochs, self._steps)
         finished = True
+        if job.on_event:
+            step.after_events()
         for batch in batches:
             step.seed(job.seed)
             result = step.update(batch)

@@ -37,8 +37,8 @@ def build_optimizer(job: Job, model: nn.Module) -> torch.optim.Optimizer:
             f'optimizer: {len(dropped)} of {len(named)} parameters are left out, "{dropped[0]}" first: '
             "give them a group, or freeze them in the model with requires_grad_(False)"
         )
-    if len(held) > len(named):
-        raise JobError("optimizer: it holds parameters that the model doesn't have, or that are frozen")
+    if held - {id(p) for p in model.parameters()}:
+        raise JobError("optimizer: it holds parameters that the model doesn't have: was it made of another model's?")
     if job.fused is not False and not optimizer.state:
         _fuse(optimizer, named, wanted=job.fused is True, sparse=gives_sparse_gradients(model))
     return optimizer
@@ -101,7 +101,7 @@ def begin_momentum(optimizer: torch.optim.Optimizer) -> None:
     for group in optimizer.param_groups:
         if group["fused"] and group["momentum"]:
             for p in group["params"]:
-                if optimizer.state[p].get("momentum_buffer") is None:
+                if p.requires_grad and optimizer.state[p].get("momentum_buffer") is None:
                     optimizer.state[p]["momentum_buffer"] = torch.zeros_like(p)
 
 

@@ -56,7 +56,9 @@ def parallelize(
     job = Job(model=lambda: model, loss=loss, optimizer=_factory(optimizer), train_data=(), batch_size=1, **settings)
     if job.keep_memory:
         keep_freed_memory()  # the loop is the person's: nobody can say when it ends
-    return choose(strategy, world.devices).build(job, world)
+    step = choose(strategy, world.devices).build(job, world)
+    step.own_loop = True
+    return step
 
 
 def _factory(

@@ -17,11 +17,13 @@ import time
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
+from pathlib import Path
 from typing import Any
 
 import torch
 from torch import nn
 
+from lockstep.checkpoint import load_state, save_state
 from lockstep.compiling import compile_models, not_compilable
 from lockstep.data import Batch, Part, mixed
 from lockstep.device_checks import DeviceChecks
@@ -35,10 +37,12 @@ from lockstep.loss_check import Piece
 from lockstep.memory import is_out_of_memory
 from lockstep.nesting import call
 from lockstep.nonfinite import why_not_finite
-from lockstep.optimizer import clip_gradients, load_named_optimizer_state, named_optimizer_state
+from lockstep.optimizer import begin_momentum, clip_gradients, load_named_optimizer_state, named_optimizer_state
 from lockstep.ownloop import batch_of, own_stream
 from lockstep.seeding import kept_states
 from lockstep.world import World
+
+_STATE = "state.pt"
 
 _NOT_FINITE, _NO_ITEMS, _NOT_ADDITIVE = "not finite", "no items", "not additive"
 
@@ -86,6 +90,9 @@ class Step(Evaluator, ABC):
 
     on_forward: Callable[[str, Part, Any], None] | None = None
 
+    own_loop = False
+    """Whether a person's own loop calls it, perhaps on some of the ranks only."""
+
     replicas = 1
     """How many copies of the model there are over all ranks, each with a share of its own."""
     together = True
@@ -101,14 +108,38 @@ class Step(Evaluator, ABC):
         self._clip_norm = job.clip_norm
         self._scaler = self._precision.scaler
         self._compile = job.compile
-        self._names = [name for name, p in model.named_parameters() if p.requires_grad]
-        self._parameters = [p for p in model.parameters() if p.requires_grad]
+        held = {id(p) for group in optimizer.param_groups for p in group["params"]}
+        self._held = {name: p for name, p in model.named_parameters() if id(p) in held}
+        self._find_trained()
         self._seed = job.seed
         self._updates = 0
         self.looked = False
         self.seen = Seen()
         self._on_devices = DeviceChecks()
         self._factors: dict[tuple[float, torch.dtype, torch.device], torch.Tensor] = {}
+
+    def _find_trained(self) -> None:
+        """The parameters that are trained now: those of the optimizer that aren't frozen."""
+        self._flags = [p.requires_grad for p in self._held.values()]
+        self._names = [name for name, p in self._held.items() if p.requires_grad]
+        self._parameters = [p for p in self._held.values() if p.requires_grad]
+
+    def _look_at_flags(self) -> None:
+        flags = [p.requires_grad for p in self._held.values()]
+        if flags != self._flags:
+            changed = zip(self._held, flags, self._flags, strict=True)
+            self._follow_flags(next(name for name, now, before in changed if now != before))
+
+    def _follow_flags(self, name: str) -> None:
+        """A person has frozen parameters of the optimizer, or trains frozen ones from now on; ``name`` is the first."""
+        del name
+        for p in self._parameters:
+            p.grad = None
+        self._find_trained()
+        begin_momentum(self.optimizer)
+
+    def after_events(self) -> None:
+        """Look for what a person's functions, which run on rank 0 only, may have changed."""
 
     # ---- one update -------------------------------------------------------------------------------------------------
 
@@ -120,6 +151,8 @@ class Step(Evaluator, ABC):
                 of ``lockstep.batches``, which also knows the size of the global batch.
             targets: what the loss takes beside the outputs.
         """
+        self._look_at_flags()
+        self.world.announce(self.world.step + 1)
         given = isinstance(inputs, Batch)
         batch = inputs if given else batch_of(inputs, targets, self._accumulate, self.world, self._refuse_gaps)
         with own_stream(self.world, self._seed), self._own_streams_of_parts(len(batch.parts)):
@@ -157,6 +190,7 @@ class Step(Evaluator, ABC):
             NonFiniteLoss: the loss is NaN or infinite (on accelerators found some steps later, to save waiting).
             OutOfMemory: with the share that was too large.
         """
+        self._look_at_flags()
         self.world.step += 1
         self._updates += 1
         if not self.looked:
@@ -378,13 +412,61 @@ class Step(Evaluator, ABC):
         if number and self._stream is not None:
             self._seed_all(mixed(*self._stream, number))
 
-    # ---- state, under one-device names ------------------------------------------------------------------------------
+    # ---- state, under one-device names; all of these are called on every rank ----------------------------------------
+
+    @contextmanager
+    def evaluating(self) -> Iterator[None]:
+        """As every evaluator's."""
+        self.meet("step.evaluate(...)")
+        with super().evaluating():
+            yield
+
+    def meet(self, what: str) -> None:
+        """In a loop of a person's own, make sure that every rank calls ``what``.
+
+        Raises:
+            InputError: one doesn't.
+        """
+        if self.own_loop:
+            self.world.meet(what, together=self.together)
+
+    def save(self, folder: str | Path) -> None:
+        """Write all that a loop needs to go on: weights and the optimizer's state, under one-device names.
+
+        ``load`` takes it up under any strategy and number of devices. A crash leaves what was there before.
+
+        Raises:
+            SaveError: it can't be written.
+            InputError: this isn't called on every rank.
+        """
+        self.meet("step.save(...)")
+        state = self.state_dict()
+        if self.world.is_first:
+            Path(folder).mkdir(parents=True, exist_ok=True)
+            save_state(Path(folder) / _STATE, {**state, "step": self.world.step})
+        self.world.barrier()
+
+    def load(self, folder: str | Path) -> None:
+        """Take over what ``save`` wrote.
+
+        Raises:
+            FolderError: it isn't there, or can't be read.
+            InputError: it is of another model, or this isn't called on every rank.
+        """
+        self.meet("step.load(...)")
+        state = load_state(Path(folder) / _STATE)
+        self.load_state_dict(state)
+        self.world.step = state["step"]
 
     def state_dict(self) -> dict[str, Any]:
         """``{"model": ..., "optimizer": ...}`` under the names of the one-device model.
 
         The optimizer's state is by parameter name too, so it does not depend on the order of its groups.
+
+        Raises:
+            InputError: this isn't called on every rank.
         """
+        self.meet("step.state_dict()")
         self.share_buffers()
         scaler = {} if self._scaler is None else {"scaler": self._scaler.state_dict()}
         optimizer = named_optimizer_state(self.optimizer, self.model)

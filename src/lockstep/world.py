@@ -9,7 +9,7 @@ from __future__ import annotations
 import datetime
 import os
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from typing import Any, TypeVar
 
@@ -18,6 +18,7 @@ import torch.distributed as dist
 
 from lockstep import devices as _devices
 from lockstep.devices import Device
+from lockstep.errors import InputError
 
 T = TypeVar("T")
 
@@ -63,6 +64,7 @@ class World:
     folder: str | None = None
     splits_layers: bool = False
     tell: Callable[[Any], None] = field(default=lambda event: None, repr=False)
+    _meetings: int = field(default=0, init=False, repr=False)
 
     @property
     def device(self) -> Device:
@@ -128,6 +130,50 @@ class World:
         """Wait until every rank is here."""
         if self.size > 1:
             self.all_reduce(torch.zeros(1, device=self._object_device))
+
+    def announce(self, step: int) -> None:
+        """Let the other ranks see that this one is about to enter a step, where they can (``step_of``)."""
+
+    def step_of(self, rank: int) -> int:
+        """The step that a rank is in, or about to enter, as far as this one can see."""
+        del rank
+        return self.step
+
+    def meet(self, what: str, *, waits: float = 30.0, together: bool = True) -> None:
+        """Wait until every rank has called this with the same words.
+
+        It is for what a person calls, perhaps on one rank only: a collective that some ranks don't come to would end
+        the process, or be taken for another one.
+
+        Args:
+            what: the ranks agree on.
+            waits: seconds, at most.
+            together: the ranks are in the same step, so that one that has gone further won't come.
+
+        Raises:
+            InputError: another rank hasn't called it, or with other words.
+        """
+        if self.size == 1:
+            return
+        store = dist.distributed_c10d._get_default_store()
+        self._meetings += 1
+        place = f"lockstep/meeting-{self._meetings}"
+        store.set(f"{place}/{self.rank}", what)
+        end = time.monotonic() + waits
+
+        def missing(among: Iterable[int]) -> list[int]:
+            return [rank for rank in among if not store.check([f"{place}/{rank}"])]
+
+        while late := missing(range(self.size)):
+            # (Asked again, since it may have come, and gone on, meanwhile.)
+            gone = missing(r for r in late if together and self.step_of(r) > self.step_of(self.rank))
+            if gone or time.monotonic() > end:
+                named = f"rank{'s' * (len(gone or late) > 1)} {', '.join(map(str, gone or late))}"
+                raise InputError(f"{what} has to be on every rank, and {named} went on without it")
+            time.sleep(1e-3)
+        for rank in range(self.size):
+            if (said := store.get(f"{place}/{rank}").decode()) != what:
+                raise InputError(f"{what} has to be on every rank, and on rank {rank} it was {said}")
 
     @property
     def _object_device(self) -> torch.device:

@@ -35,8 +35,17 @@ class RankWorld(_world.World):
 
     def __setattr__(self, name: str, value: Any) -> None:
         object.__setattr__(self, name, value)
-        if name == "step" and self._board is not None:
-            self._board[self.rank] = value
+        if name == "step":
+            self.announce(value)
+
+    def announce(self, step: int) -> None:
+        """Keep it on the board."""
+        if self._board is not None:
+            self._board[self.rank] = step
+
+    def step_of(self, rank: int) -> int:
+        """The step that a rank is in, or about to enter."""
+        return super().step_of(rank) if self._board is None else self._board[rank]
 
 
 def run(number: int, call_file: int, channel_file: int, more: Sequence[int] = ()) -> NoReturn:

@@ -113,6 +113,26 @@ class DDPStep(Step):
             return True
         return _bytes(self._parameters) > _SMALL_GRADIENTS
 
+    def _follow_flags(self, name: str) -> None:
+        if self.world.size > 1:
+            what = "frozen" if not self._held[name].requires_grad else "trained"
+            self.world.meet(f'a change of the model (parameter "{name}" is {what} now)')
+        super()._follow_flags(name)
+        self._flat = self._ddp = None
+
+    def after_events(self) -> None:
+        """Make sure that all ranks have the same parameters.
+
+        Raises:
+            RunError: a parameter has come to differ, since something but the optimizer wrote it.
+        """
+        drifted = differing_tensors(self.model.named_parameters(), self.world) if self.world.size > 1 else None
+        if drifted is not None:
+            raise RunError(
+                f'parameter "{drifted}" has come to differ between ranks: only the optimizer may write it: '
+                "not the model in forward, nor on_event, which runs on rank 0 only"
+            )
+
     def _overlapping(self, all_have_samples: bool) -> DistributedDataParallel | None:
         """PyTorch's DistributedDataParallel over the model, where this step is summed while backward runs.
 
@@ -238,12 +258,7 @@ class DDPStep(Step):
             return
         self._buffers.look()
         take_first(self.world, buffers_of(self.model))
-        drifted = differing_tensors(self.model.named_parameters(), self.world)
-        if drifted is not None:
-            raise RunError(
-                f'parameter "{drifted}" has come to differ between ranks: does the model write it in forward? '
-                "only the optimizer may, under ddp"
-            )
+        self.after_events()
 
 
 def _bytes(parameters: list[nn.Parameter]) -> int:

@@ -95,7 +95,7 @@ class DPStep(Step):
         self._exchange = exchange
         self._devices = world.devices
         self._replicas = [model, *(replica_of(model, device) for device in world.devices[1:])]
-        self._trained = [[p for p in replica.parameters() if p.requires_grad] for replica in self._replicas]
+        self._find_trained()
         self._buffers = [buffers_of(replica) for replica in self._replicas]
         # Running statistics act in evaluation only, so they needn't be the same before.
         self._acting = [
@@ -108,10 +108,20 @@ class DPStep(Step):
         if exchange is not None:
             self._team.on_abort.append(exchange.abort)
         self._streams = [torch.Generator() for _ in world.devices] if self._shared else []
-        self._spans = _even_spans(self._parameters, len(world.devices))
         self._recomputes = job.activation_checkpointing is not None
         recompute.install()
         self._begin_streams(job.seed, world.step)
+
+    def _find_trained(self) -> None:
+        super()._find_trained()
+        replicas: list[nn.Module] = self.__dict__.get("_replicas", [])  # none before they are made
+        self._trained: list[list[nn.Parameter]] = []
+        for replica in replicas:
+            its = dict(replica.named_parameters())
+            for name, p in self._held.items():
+                its[name].requires_grad_(p.requires_grad)
+            self._trained.append([its[name] for name in self._names])
+        self._spans = _even_spans(self._parameters, max(1, len(replicas)))
 
     def moved(self) -> int:
         """A replica's gradients; on accelerators the first one gives its parameters to every other."""

@@ -36,7 +36,7 @@ from torch import nn
 
 from lockstep.build import buffers_of, build_model
 from lockstep.data import Batch
-from lockstep.errors import StrategyError
+from lockstep.errors import RunError, StrategyError
 from lockstep.job import Job
 from lockstep.loss import Number
 from lockstep.optimizer import build_optimizer
@@ -133,6 +133,13 @@ class HogwildStep(Step):
         self._share = 0
         self._samples = 0
 
+    def _follow_flags(self, name: str) -> None:
+        super()._follow_flags(name)
+        if self._shared is not None and (own := [n for n in self._names if n not in self._shared]):
+            raise RunError(
+                f'parameter "{own[0]}" was frozen when weights were shared: hogwild can\'t train it from now on'
+            )
+
     def update(self, batch: Batch) -> Result:
         """One update from this rank's share; total and count are those of the share."""
         self._share = sum(part.size for part in batch.parts)
@@ -199,7 +206,13 @@ class HogwildStep(Step):
         """
         if self._shared is not None:
             self._shared.check()
-            self.world.barrier()
+            every = self.world.gather_objects(self._names)  # which waits for all
+            for rank, names in enumerate(every):
+                if changed := sorted(set(names) ^ set(every[0])):
+                    raise RunError(
+                        f'parameter "{changed[0]}" is frozen on one of rank 0 and rank {rank} only: change the model '
+                        "on every rank alike (on_event runs on rank 0 only)"
+                    )
             take_first(self.world, buffers_of(self.model))
 
     @contextmanager

@@ -50,6 +50,9 @@ class SharedWeights:
         world.barrier()
         self._addresses = {name: p.data_ptr() for name, p in self._parameters.items()}
 
+    def __contains__(self, name: str) -> bool:
+        return name in self._parameters
+
     def check(self) -> None:
         """Make sure that the parameters lie there still.
 
