@@ -13,7 +13,7 @@ from lockstep import world as _world
 from lockstep.devices import Device
 from lockstep.display import Display
 from lockstep.errors import DeviceError
-from lockstep.launch import launch, under_torchrun
+from lockstep.launch import launch, started_as_rank
 from lockstep.seeding import kept_states
 from lockstep.world import World
 
@@ -39,7 +39,7 @@ def on_devices(
     display: Display,
 ) -> T:
     """Call ``function(world, argument)`` on every rank that the strategy wants; gives rank 0's result."""
-    if not under_torchrun() and needs_one_process(argument.strategy, devices):
+    if not started_as_rank() and needs_one_process(argument.strategy, devices):
         with alone(devices) as world:
             world.folder = folder
             world.tell = display.tell

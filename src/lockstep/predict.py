@@ -31,7 +31,7 @@ from lockstep.errors import FolderError, InputError, LockstepError, OutOfMemory,
 from lockstep.events import Line
 from lockstep.job import Job
 from lockstep.jobfile import JobFile, the_job, with_settings
-from lockstep.launch import under_torchrun
+from lockstep.launch import started_as_rank, torchrun
 from lockstep.linefile import LineWriter, merge
 from lockstep.memory import is_out_of_memory
 from lockstep.nesting import described
@@ -96,7 +96,7 @@ def predict(
     check_backend(backend, chosen)
     way = choose(strategy, chosen)
     check_name(data)
-    spread = under_torchrun() and int(os.environ.get("WORLD_SIZE", "1")) > 1
+    spread = started_as_rank() and torchrun.place().size > 1
     if out is None and spread:
         raise InputError("predict: under torchrun the outputs go to a file: name one with out")
     target = None if out is None else Path(out).absolute()
@@ -112,7 +112,7 @@ def predict(
                 assert folder is not None
                 form, places = made
                 return filled(form, mapped(folder, places))
-            if os.environ.get("RANK", "0") == "0":
+            if not spread or torchrun.place().rank == 0:
                 display.line(f"predictions: {_as_named(made, out)}")
             return Path(made)
     finally:

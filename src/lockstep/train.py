@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import os
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -19,7 +18,7 @@ from lockstep.evaluation import evaluate_sets
 from lockstep.folder import RunFolder
 from lockstep.job import Job
 from lockstep.jobfile import JobFile, as_job, the_job, with_settings
-from lockstep.launch import launch, under_torchrun
+from lockstep.launch import launch, started_as_rank, torchrun
 from lockstep.loop import Plan, train_on
 from lockstep.placement import check_backend, on_devices
 from lockstep.resuming import as_it_went
@@ -66,10 +65,10 @@ def train(
     job = with_settings(as_job(job), settings)
     with Display(quiet=quiet) as display:
         if resume is not None:
-            strategy, devices = as_it_went(resume, strategy, devices, own_devices=not under_torchrun())
+            strategy, devices = as_it_went(resume, strategy, devices, own_devices=not started_as_rank())
         chosen = _devices.parse(devices)
         check_backend(backend, chosen)
-        if under_torchrun():
+        if started_as_rank():
             return _train_under_torchrun(
                 job, strategy, chosen, resume, str(folder), backend, tensorboard, profile, display
             )
@@ -122,7 +121,7 @@ def _train_under_torchrun(
     kept = None if resume is None else str(RunFolder.existing(resume).path.resolve())
     plan = Plan(job, way, name, kept, runs, resume is not None, tensorboard, profile)
     summary, path = launch(_train_here, devices, (plan, display), backend=backend)[0]
-    if int(os.environ["RANK"]) == 0:
+    if torchrun.place().rank == 0:
         display.line(f"run: {path}")
     return Run(Path(path), summary, job)
 

@@ -23,7 +23,7 @@ from lockstep.devices import Device, Devices
 from lockstep.errors import DeviceError, LockstepError
 from lockstep.job import Job
 from lockstep.jobfile import JobFile, as_job, the_job, with_settings
-from lockstep.launch import under_torchrun
+from lockstep.launch import started_as_rank
 from lockstep.stopwatch import Timing, in_turns
 from lockstep.strategies import STRATEGIES, choose
 from lockstep.trial import Tried, Way, attempt, first_of
@@ -148,7 +148,7 @@ def tune(
         InputError: something asked for can't be done.
         LockstepError: the job as it is fails.
     """
-    if under_torchrun():
+    if started_as_rank():
         raise DeviceError("tune tries the settings of one machine, in processes of its own: start it without torchrun")
     source = with_settings(as_job(job), settings)
     chosen = _devices.parse(devices)

@@ -49,6 +49,7 @@ class World:
         step: the step this process is in, for the heads of error messages; 0 before the first.
         folder: where this run keeps its files, or None.
         splits_layers: whether the devices hold parts of one model, so that none has a share of a batch.
+        own_group: whether Lockstep made the process group, and leaves it.
         tell: sends an event to the process that launched the ranks (does nothing elsewhere).
     """
 
@@ -63,6 +64,7 @@ class World:
     step: int = 0
     folder: str | None = None
     splits_layers: bool = False
+    own_group: bool = True
     tell: Callable[[Any], None] = field(default=lambda event: None, repr=False)
     _meetings: int = field(default=0, init=False, repr=False)
 
@@ -239,6 +241,18 @@ def join(world: World, *, init_method: str, backend: str | None = None, timeout:
     _devices.pin(device)
     enter(world)
     return world
+
+
+def adopt(world: World) -> None:
+    """Make ``world`` the current one in a process group that somebody else has made, and will leave."""
+    device = world.device
+    _devices.limit_threads(device)
+    if not device.is_slot:
+        torch.accelerator.set_device_index(device.index)
+    backend = str(dist.get_backend())
+    world.backend = "gloo" if device.is_slot and "gloo" in backend else backend
+    world.own_group = False
+    enter(world)
 
 
 def leave(world: World) -> None:

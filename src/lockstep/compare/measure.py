@@ -25,7 +25,7 @@ from lockstep.errors import DeviceError, LockstepError, StrategyError
 from lockstep.inventory import machine
 from lockstep.job import Job
 from lockstep.jobfile import JobFile, as_job, the_job, with_settings
-from lockstep.launch import under_torchrun
+from lockstep.launch import started_as_rank
 from lockstep.stopwatch import in_turns
 from lockstep.strategies import Strategy, choose
 from lockstep.train import train
@@ -77,7 +77,7 @@ def compare(
     Raises:
         InputError: something asked for can't be done.
     """
-    if under_torchrun():
+    if started_as_rank():
         raise DeviceError("compare starts processes of its own on one machine: start it without torchrun")
     source = with_settings(as_job(job), settings)
     loaded = the_job(source)

@@ -22,6 +22,7 @@ import torch beside it.
 from __future__ import annotations
 
 import os
+import sys
 from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
@@ -34,7 +35,7 @@ if TYPE_CHECKING:
 
 T = TypeVar("T")
 
-__all__ = ["launch", "under_torchrun"]
+__all__ = ["launch", "started_as_rank"]
 
 
 def launch(
@@ -76,7 +77,7 @@ def launch(
         folder = os.path.abspath(folder)
     args = tuple(args)
     chosen = _devices.parse(devices)
-    if under_torchrun():
+    if started_as_rank():
         from lockstep.launch import torchrun
 
         device = torchrun.device_of_this_rank(chosen)
@@ -107,7 +108,7 @@ def not_within_a_rank() -> None:
 
 
 def here(devices: Devices = "auto") -> World | None:
-    """The world that this process is in; under torchrun, the one it joins when it first asks; else None.
+    """The world that this process is in; the one it joins when it first asks, where it was started as a rank; or None.
 
     Args:
         devices: of which this process takes its own, where it joins.
@@ -116,16 +117,60 @@ def here(devices: Devices = "auto") -> World | None:
     from lockstep import world as _world
 
     world = _world.current()
-    if world is None and under_torchrun() and int(os.environ["WORLD_SIZE"]) > 1:
+    if world is None and started_as_rank():
         from lockstep.launch import torchrun
 
-        world = torchrun.stay(torchrun.device_of_this_rank(_devices.parse(devices)))
+        if torchrun.place().size > 1:
+            world = torchrun.stay(torchrun.device_of_this_rank(_devices.parse(devices)))
     return world
 
 
-def under_torchrun() -> bool:
-    """Whether torchrun, or something that speaks like it, has started this process as a rank."""
-    return all(name in os.environ for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT"))
+_TORCHRUN = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT")
+
+_OTHER_STARTERS = {
+    "SLURM": ("SLURM_PROCID", "SLURM_STEP_NUM_TASKS", "SLURM_NTASKS"),
+    "Open MPI": ("OMPI_COMM_WORLD_RANK", "OMPI_COMM_WORLD_SIZE"),
+    "MPI": ("PMI_RANK", "PMI_SIZE"),
+    "MVAPICH": ("MV2_COMM_WORLD_RANK", "MV2_COMM_WORLD_SIZE"),
+}
+"""By what starts processes, the environment variables of the rank and of their number (the first that is set)."""
+
+
+def started_as_rank() -> bool:
+    """Whether this process was started as a rank: by torchrun, by what speaks like it, or by who made a process group.
+
+    Raises:
+        DeviceError: it was started as one of several which can't find one another, and would each train alone.
+    """
+    from lockstep.errors import DeviceError
+
+    if _has_group() or all(name in os.environ for name in _TORCHRUN):
+        return True
+    missing = [name for name in _TORCHRUN if name not in os.environ]
+    if len({"RANK", "WORLD_SIZE"} & set(missing)) == 0 and int(os.environ["WORLD_SIZE"]) > 1:
+        raise DeviceError(
+            f"this process is one of {os.environ['WORLD_SIZE']} (RANK, WORLD_SIZE), and {' and '.join(missing)} "
+            f"{'is' if len(missing) == 1 else 'are'} not set, so that each would train alone: start them with "
+            "torchrun, or set that too; to train in this process alone, unset RANK"
+        )
+    for starter, (rank, *sizes) in _OTHER_STARTERS.items():
+        size = next((name for name in sizes if name in os.environ), None)
+        if rank in os.environ and size is not None and int(os.environ[size]) > 1:
+            raise DeviceError(
+                f"{starter} has started this process as one of {os.environ[size]} ({rank}, {size}), and each would "
+                "train alone: let each node start torchrun, or call torch.distributed.init_process_group before; "
+                f"to train in this process alone, unset {rank}"
+            )
+    return False
+
+
+def _has_group() -> bool:
+    """Whether somebody has made a process group of several here."""
+    if "torch.distributed" not in sys.modules:
+        return False
+    import torch.distributed as dist
+
+    return dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1
 
 
 def _in_this_process(

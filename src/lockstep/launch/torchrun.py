@@ -1,12 +1,17 @@
-"""A launch where torchrun has started the processes: this one is a rank already, and joins the others."""
+"""A launch where others have started the processes: this one is a rank already, and joins the others.
+
+That is torchrun, what sets the same environment variables, or a person's own code that has made a process group.
+"""
 
 from __future__ import annotations
 
 import atexit
 import datetime
+import functools
 import gc
 import os
 import pickle
+import socket
 import sys
 import time
 from collections.abc import Callable, Iterator
@@ -14,7 +19,7 @@ from typing import Any, NamedTuple, TypeVar
 from urllib.parse import urlsplit
 
 import cloudpickle
-import torch
+import torch.distributed as dist
 from torch.distributed.distributed_c10d import PrefixStore, Store
 from torch.distributed.rendezvous import register_rendezvous_handler, rendezvous
 
@@ -28,7 +33,7 @@ T = TypeVar("T")
 
 
 class Place(NamedTuple):
-    """This process's place, as torchrun's environment variables tell it."""
+    """This process's place among those that were started."""
 
     rank: int
     size: int
@@ -39,7 +44,13 @@ class Place(NamedTuple):
 
 
 def place() -> Place:
-    """Read this process's place; what starts ranks without torchrun may leave out all but the first three."""
+    """This process's place, as torchrun's environment variables tell it, or else the process group.
+
+    What starts ranks without torchrun may leave out all variables but the first three. Where there is only a group,
+    every rank has to call this.
+    """
+    if not all(name in os.environ for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK")):
+        return _place_in_group()
     rank, size, local_rank = (int(os.environ[name]) for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK"))
     local_size = int(os.environ.get("LOCAL_WORLD_SIZE", size))
     node = int(os.environ.get("GROUP_RANK", rank // local_size))
@@ -47,15 +58,26 @@ def place() -> Place:
     return Place(rank, size, local_rank, local_size, node, nodes)
 
 
+@functools.cache
+def _place_in_group() -> Place:
+    """Which of the ranks are on this machine is asked of all of them."""
+    rank, size = dist.get_rank(), dist.get_world_size()
+    hosts: list[Any] = [None] * size
+    dist.all_gather_object(hosts, socket.gethostname())
+    nodes = list(dict.fromkeys(hosts))
+    here = [number for number, host in enumerate(hosts) if host == hosts[rank]]
+    return Place(rank, size, here.index(rank), len(here), nodes.index(hosts[rank]), len(nodes))
+
+
 def device_of_this_rank(chosen: tuple[Device, ...]) -> Device:
-    """The device of this process. torchrun says how many processes a node has: slots are cut to that number."""
+    """The device of this process. It is known how many processes a node has: slots are cut to that number."""
     here = place()
     if chosen[0].is_slot:
         return _devices.slots(here.local_size)[here.local_rank]
     if here.local_size > len(chosen):
         raise DeviceError(
-            f"torchrun started {here.local_size} processes for {counted(len(chosen), 'device')} here: "
-            f"use --nproc-per-node {len(chosen)}"
+            f"{here.local_size} processes were started for {counted(len(chosen), 'device')} here: "
+            f"start {len(chosen)} (torchrun --nproc-per-node {len(chosen)})"
         )
     return chosen[here.local_rank]
 
@@ -76,7 +98,7 @@ def run(
     if on_event is not None:
         world.tell = lambda event: on_event(here.rank, event)
     try:
-        _world.join(world, init_method=_meeting(), backend=backend, timeout=timeout)
+        _join(world, backend=backend, timeout=timeout)
         result = fn(world, *args)
         # By value, so that results may be of classes that only the script knows.
         results = [pickle.loads(one) for one in world.gather_objects(cloudpickle.dumps(result))]
@@ -85,25 +107,28 @@ def run(
         # is, since leaving it would wait for ranks that may be gone.
         print(records.head(here.rank, device, world.step, error), file=sys.stderr, flush=True)
         raise
-    _leave(world)
+    if world.own_group:
+        _leave(world)
+    else:
+        _world.enter(None)
     return results
 
 
 def stay(device: Device) -> _world.World:
-    """Make this process a rank for the rest of its life, for a loop of the person's own that has no launch around it.
-
-    A process group that the person has made is taken as it is.
-    """
-    here = place()
-    world = _world.World(devices=(device,), **here._asdict())
-    if torch.distributed.is_initialized():
-        _devices.limit_threads(device)
-        world.backend = torch.distributed.get_backend()
-        _world.enter(world)
-        return world
-    _world.join(world, init_method=_meeting())
-    atexit.register(_leave, world)
+    """Make this process a rank for the rest of its life, for a loop of a person's own without a launch around it."""
+    world = _world.World(devices=(device,), **place()._asdict())
+    _join(world)
+    if world.own_group:
+        atexit.register(_leave, world)
     return world
+
+
+def _join(world: _world.World, **options: Any) -> None:
+    """Join the others; a process group that a person has made is taken as it is."""
+    if dist.is_initialized():
+        _world.adopt(world)
+    else:
+        _world.join(world, init_method=_meeting(), **options)
 
 
 def _leave(world: _world.World) -> None:

@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import functools
 import itertools
-import os
 from collections.abc import Callable, Iterable, Iterator, Sized
 from typing import TYPE_CHECKING, Any, overload
 
@@ -148,7 +147,7 @@ def _places(wanted: Devices, is_module: bool) -> tuple[Device, ...]:
     """
     from lockstep import devices as _devices
     from lockstep import world as _world
-    from lockstep.launch import station, torchrun, under_torchrun
+    from lockstep.launch import started_as_rank, station, torchrun
 
     is_auto = wanted is None or wanted == "auto"
     world = _world.current()
@@ -159,7 +158,7 @@ def _places(wanted: Devices, is_module: bool) -> tuple[Device, ...]:
             what = f"at item {here.item} of a map" if here is not None else f"rank {world.rank}"  # type: ignore[union-attr]
             raise InputError(f"devices: this process is {what} already, and has {own} only: leave devices out")
         return (own,)
-    if under_torchrun() and int(os.environ["WORLD_SIZE"]) > 1:
+    if started_as_rank() and torchrun.place().size > 1:
         return (torchrun.device_of_this_rank(_devices.parse(wanted)),)
     if is_auto and not is_module:
         return _devices.accelerators() or _devices.slots(len(_devices.usable_cores()))

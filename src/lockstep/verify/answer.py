@@ -14,7 +14,7 @@ from lockstep.devices import Device, Devices
 from lockstep.errors import DeviceError, InputError, LockstepError
 from lockstep.job import Job
 from lockstep.jobfile import JobFile, as_job, the_job, with_settings
-from lockstep.launch import under_torchrun
+from lockstep.launch import started_as_rank
 from lockstep.placement import alone, place_of
 from lockstep.strategies import Strategy, choose
 from lockstep.strategies.single import Single
@@ -63,7 +63,7 @@ def verify(
         InputError: something asked for can't be done, or ``single`` can't train the job.
         Exception: what the job's own code raises under ``single``.
     """
-    if under_torchrun():
+    if started_as_rank():
         raise DeviceError("verify starts processes of its own on one machine: start it without torchrun")
     began = time.perf_counter()
     source = with_settings(as_job(job), settings)
