@@ -18,6 +18,8 @@ from torch import nn
 from lockstep import Job, checkpoint, train
 from lockstep.cli import main
 from lockstep.errors import FolderError, OutOfMemory, RankFailed, SaveError
+from lockstep.jobfile import JobFile
+from lockstep.verify import same_bits
 from zoo import drawn, labels, mlp, plain_sgd
 
 JOB = """
@@ -210,3 +212,145 @@ def test_a_rank_that_is_stuck_does_not_outlive_one_that_raises(tmp_path) -> None
     with pytest.raises(RankFailed, match=r"rank 0 \(cpu:0\) failed at step 1: ValueError: first"):
         train(job_of(lambda: Uneven(6, 3)), strategy="ddp", devices="2xcpu", folder=tmp_path, quiet=True)
     assert time.monotonic() - began < 30
+
+
+SLOW = """
+import os, time, torch, lockstep
+from torch import nn
+from torch.utils.data import TensorDataset
+
+class Net(nn.Linear):
+    def forward(self, x):
+        time.sleep(float(os.environ.get("SLOWLY", 0)))
+        return super().forward(x)
+
+def job():
+    generator = torch.Generator().manual_seed(1)
+    inputs, targets = torch.randn(150, 4, generator=generator), torch.randint(3, (150,), generator=generator)
+    return lockstep.Job(
+        model=lambda: nn.Sequential(Net(4, 8), nn.Tanh(), Net(8, 3)), loss=nn.CrossEntropyLoss(), epochs=2,
+        optimizer=lambda p: torch.optim.SGD(p, lr=0.1, momentum=0.9), train_data=TensorDataset(inputs, targets),
+        eval_data=TensorDataset(inputs, targets), batch_size=4, precision="fp64")
+"""
+EVERY = {"single": "1xcpu", "dp": "2xcpu", "ddp": "2xcpu", "pp": "2xcpu", "hogwild": "2xcpu"}
+
+
+def stopped(folder: Path, words: list[str], how: signal.Signals, presses: int = 1) -> tuple[int, str, str]:
+    """What a training says that is stopped in its first epoch."""
+    # After the first step; hogwild's ranks don't meet before the end of the epoch to say it.
+    awaited = "note: hogwild" if "hogwild" in words else "inputs "
+    process = subprocess.Popen(
+        [sys.executable, *words], cwd=folder, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
+        env={**os.environ, "PYTHONWARNINGS": "ignore", "SLOWLY": "0.6" if presses > 1 else "0.03"},
+    )  # fmt: skip
+    assert process.stdout is not None
+    lines = []
+    for line in process.stdout:
+        lines.append(line)
+        if line.startswith(awaited):
+            break
+    time.sleep(0.3)
+    children = family(process)
+    for _ in range(presses):
+        process.send_signal(how)
+        time.sleep(0.05)
+    out, err = process.communicate(timeout=60)
+    _, alive = psutil.wait_procs(children, timeout=5)
+    assert not alive
+    return process.returncode, "".join(lines) + out, err
+
+
+@pytest.mark.parametrize(
+    ("strategy", "how", "code"),
+    [
+        pytest.param(way, how, code, marks=() if (i + j) % 2 == 0 else pytest.mark.slow)
+        for i, way in enumerate(EVERY)
+        for j, (how, code) in enumerate([(signal.SIGINT, 130), (signal.SIGTERM, 143)])
+    ],
+)
+def test_a_training_that_is_stopped_in_its_first_epoch_is_saved_and_goes_on(
+    strategy: str, how: signal.Signals, code: int, tmp_path: Path, capfd
+) -> None:
+    """Its folder was once deleted, under the words that what was saved is kept."""
+    (tmp_path / "slow.py").write_text(SLOW)
+    words = ["-m", "lockstep", "train", "slow.py", "--strategy", strategy, "--devices", EVERY[strategy]]
+    found, out, err = stopped(tmp_path, words, how)
+    assert found == code, (out, err)
+    (run,) = tmp_path.glob("runs/*")
+    assert f"go on with --resume runs/{run.name}" in out.splitlines()[-1]
+    assert "stopping at the end of this step" in err and "Traceback" not in err
+    state = checkpoint.load_state(run / "state.pt")
+    assert state["epoch"] == 0 and 0 < state["position"] == state["step"] < 38
+    job = JobFile(str(tmp_path / "slow.py"))
+    went_on = train(job, resume=run, quiet=True)
+    assert went_on.summary["steps"] == 76
+    if strategy != "hogwild":
+        whole = train(job, strategy=strategy, devices=EVERY[strategy], folder=tmp_path / "whole", quiet=True)
+        assert same_bits(went_on.model(), whole.model())
+        assert [r["train_loss"] for r in went_on.history] == pytest.approx([r["train_loss"] for r in whole.history])
+
+
+def test_under_torchrun_too_it_is_saved(tmp_path: Path) -> None:
+    (tmp_path / "slow.py").write_text(SLOW)
+    torchrun = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2", "-m", "lockstep"]
+    _, out, err = stopped(tmp_path, [*torchrun, "train", "slow.py"], signal.SIGTERM)
+    (run,) = tmp_path.glob("runs/*")
+    assert "go on with --resume" in out, (out, err)
+    assert 0 < checkpoint.load_state(run / "state.pt")["step"] < 76
+
+
+def test_a_second_signal_stops_at_once_and_says_that_nothing_was_saved(tmp_path: Path) -> None:
+    (tmp_path / "slow.py").write_text(SLOW)
+    began = time.monotonic()
+    words = ["-m", "lockstep", "train", "slow.py", "--strategy", "ddp", "--devices", "2xcpu"]
+    found, out, err = stopped(tmp_path, words, signal.SIGINT, presses=2)
+    assert found == 130 and time.monotonic() - began < 30
+    assert out.splitlines()[-1] == "nothing was saved yet, so no run is kept"
+    assert err.splitlines()[-1] == "lockstep: stopped by Ctrl-C"
+    assert not list(tmp_path.glob("runs/*"))
+
+
+def test_before_the_first_step_there_is_nothing_to_wait_for(tmp_path: Path) -> None:
+    (tmp_path / "slow.py").write_text(SLOW)
+    words = [sys.executable, "-m", "lockstep", "train", "slow.py", "--devices", "1"]
+    surroundings = {**os.environ, "SLOWLY": "60"}
+    process = subprocess.Popen(
+        words, cwd=tmp_path, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=surroundings
+    )
+    assert process.stdout is not None
+    while not process.stdout.readline().startswith("batches of"):
+        pass
+    time.sleep(0.5)
+    process.send_signal(signal.SIGINT)
+    out, err = process.communicate(timeout=20)
+    assert process.returncode == 130
+    assert out == "nothing was saved yet, so no run is kept\n" and err == "lockstep: stopped by Ctrl-C\n"
+
+
+def test_a_stop_at_the_end_of_an_epoch_loses_no_record(tmp_path: Path) -> None:
+    """What is left to do is the evaluation only, which the run that goes on makes."""
+    pressed = []
+
+    class Pressing(nn.Linear):
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            if self.training and not pressed and len(calls) == 5:  # of six batches, the last
+                pressed.append(os.kill(os.getpid(), signal.SIGINT))
+            if self.training:
+                calls.append(1)
+            return super().forward(x)
+
+    calls: list[int] = []
+    data = torch.utils.data.TensorDataset(drawn(24, 6), labels(24, 3))
+    job = Job(
+        model=lambda: Pressing(6, 3), loss=nn.CrossEntropyLoss(), optimizer=plain_sgd, train_data=data, eval_data=data,
+        batch_size=4, epochs=2, precision="fp64",
+    )  # fmt: skip
+    with pytest.raises(KeyboardInterrupt):
+        train(job, strategy="single", devices="1xcpu", folder=tmp_path, quiet=True)
+    (run,) = tmp_path.iterdir()
+    state = checkpoint.load_state(run / "state.pt")
+    assert (state["epoch"], state["position"], state["step"]) == (0, 6, 6)
+    went_on = train(job, resume=run, quiet=True)
+    whole = train(job, strategy="single", devices="1xcpu", folder=tmp_path, quiet=True)
+    for name in ("epoch", "step", "train_loss", "eval_loss"):
+        assert [r[name] for r in went_on.history] == [r[name] for r in whole.history], name

@@ -13,7 +13,7 @@ from lockstep.strategies import STRATEGIES
 SRC = Path(lockstep.__file__).parent
 LAYERS = [
     {"errors", "allocator", "options"},
-    {"nesting", "devices", "digest", "events", "seeding", "timeline"},
+    {"nesting", "devices", "digest", "events", "seeding", "timeline", "stopping"},
     {"job", "means", "world", "breakdown"},
     {"jobfile", "memory", "loss", "inventory", "launch", "parallel"},
     {

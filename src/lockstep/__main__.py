@@ -10,7 +10,7 @@ def run() -> int:
     try:
         from lockstep.cli import main
     except KeyboardInterrupt:
-        sys.stderr.write("lockstep: stopped by Ctrl-C; nothing was kept\n")
+        sys.stderr.write("lockstep: stopped by Ctrl-C\n")
         return 130
     code = main()
     if code == 130:  # it has been said: the same key pressed again ends the process, without a traceback

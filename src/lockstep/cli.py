@@ -50,9 +50,9 @@ def main(words: Sequence[str] | None = None) -> int:
     """Run the command with these words; gives the exit code (the table is in docs/verify.md)."""
     before = signal.signal(signal.SIGTERM, _terminated)
     words = list(sys.argv[1:] if words is None else words)
-    # The other commands keep nothing before they are done.
-    kept = "what was saved is kept" if words[:1] == ["train"] else "nothing was kept"
-    interrupt = Interrupt(f"lockstep: stopped by Ctrl-C; {kept}")
+    # The other commands keep nothing before they are done; a training has said what it keeps.
+    kept = "" if words[:1] == ["train"] else "; nothing was kept"
+    interrupt = Interrupt(f"lockstep: stopped by Ctrl-C{kept}")
     try:
         return _ended(_run(words))
     except LockstepError as error:

@@ -8,9 +8,11 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import itertools
 import math
 import platform
 import time
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -19,7 +21,7 @@ import torch
 
 from lockstep.allocator import freed_memory_kept
 from lockstep.checkpoint import load_state, save_state, save_weights
-from lockstep.data import eval_loaders, is_stream, job_loader, resolve, resolve_sets, stream_notes
+from lockstep.data import Batch, eval_loaders, is_stream, job_loader, resolve, resolve_sets, stream_notes
 from lockstep.devices import Device
 from lockstep.display import duration, words_of
 from lockstep.errors import JobError
@@ -127,6 +129,7 @@ class _Training:
         self.partial: tuple[Any, Any] = (0.0, 0.0)
         self.best = math.inf
         self.stopped = False
+        self.interrupted = False  # by a signal: what was done is saved
         self.record: dict[str, float] = {}
         self.samples = 0
         self.seconds = 0.0
@@ -166,6 +169,8 @@ class _Training:
         with contextlib.closing(self.told), self.profiler or contextlib.nullcontext():
             while not self._is_done():
                 self._one_epoch()
+                if self.interrupted:
+                    return {}
             self.step.check()
             state = self.step.state_dict()
             if self.world.is_first:
@@ -178,7 +183,7 @@ class _Training:
         return summary
 
     def _is_done(self) -> bool:
-        if self.stopped or (self.job.steps is not None and self.world.step >= self.job.steps):
+        if self.stopped or self._is_at_last_step:
             return True
         return self._epochs is not None and self.epoch >= self._epochs
 
@@ -204,6 +209,9 @@ class _Training:
         samples, loss, finished = self._train_epoch()
         seconds = time.perf_counter() - start
         self.step.check()
+        if self.interrupted:
+            self._save(number)
+            return
         self.samples += samples
         self.seconds += seconds
         lr = float(self.step.optimizer.param_groups[0]["lr"])
@@ -233,10 +241,9 @@ class _Training:
         if self.profiler is not None:
             batches = self.profiler.over(batches)
         pace = Pace(world, self._epochs, self._steps)
-        finished = True
         if job.on_event:
             step.after_events()
-        for batch in batches:
+        for batch in self._until_all_stop(batches):
             step.seed(job.seed)
             result = step.update(batch)
             if self.first is not None and not samples and step.together:
@@ -249,19 +256,38 @@ class _Training:
             if by_step is not None:
                 move_on(by_step, result)
             pace.show(self.epoch + 1, samples, earlier[0] + total, earlier[1] + count)
-            if job.steps is not None and world.step >= job.steps:
-                of = self.loader.batches_of(self.epoch)
-                # Whether a stream has come to its end shows in trying to go on.
-                finished = next(batches, None) is None if of is None else self.position >= of
-                break
+        finished = not self.interrupted
+        if finished and self._is_at_last_step:
+            of = self.loader.batches_of(self.epoch)
+            # Whether a stream has come to its end shows in trying to go on.
+            finished = next(batches, None) is None if of is None else self.position >= of
         if self.profiler is not None:
             self.profiler.end_epoch()
         total, count = step.over_ranks(total, count)
         if self.first is not None and size:
             self._end_first(size)
-        total, count = earlier[0] + total, earlier[1] + count
-        self.partial = (0.0, 0.0) if finished else (float(total), float(count))
-        return samples, float(total) / float(count) if samples else float("nan"), finished
+        total, count = float(earlier[0] + total), float(earlier[1] + count)
+        self.partial = (0.0, 0.0) if finished else (total, count)
+        return samples, total / count if count else math.nan, finished
+
+    def _until_all_stop(self, batches: Iterator[Batch]) -> Iterator[Batch]:
+        """The batches up to the last step, or to where the ranks stop together because they were asked to."""
+        step, world = self.step, self.world
+        # (Ranks that read a stream wait for one another at each batch, so none may leave before the others.)
+        may_stop = step.together or not is_stream(self.train_data)
+        for batch in batches:
+            yield batch
+            if self._is_at_last_step or (step.stopping and may_stop):
+                break
+        if world.size > 1 and not step.together:  # they learn of it at different batches
+            places = world.gather_objects((self.position, step.stopping))
+            yield from itertools.islice(batches, max(position for position, _ in places) - self.position)
+            step.stopping = any(stopping for _, stopping in places)
+        self.interrupted = step.stopping
+
+    @property
+    def _is_at_last_step(self) -> bool:
+        return self.job.steps is not None and self.world.step >= self.job.steps
 
     def _end_first(self, size: int) -> None:
         """After the first update: say the shapes inside and outside."""
@@ -300,7 +326,8 @@ class _Training:
                     "batch_size": self.job.batch_size,
                 },
             )
-            self.folder.add_metrics({"epoch": number, "step": self.world.step, **self.record})
+            if not self.interrupted:
+                self.folder.add_metrics({"epoch": number, "step": self.world.step, **self.record})
         self._stop_if_told(self.told.event("saved", number, self.world.step, self.record) or self.stopped)
 
     def _resume(self) -> None:

@@ -84,6 +84,7 @@ class Step(Evaluator, ABC):
         optimizer: the one optimizer of this process.
         world: this process's place among the ranks.
         on_forward: told of each forward of an update: which replica, its part, its outputs (see ``firststep``).
+        stopping: whether the ranks have agreed, in the last update, that the training is to be saved and stopped.
         looked: whether it is known what the model does in forward; else the first update looks, in some more forwards.
         seen: what it saw.
     """
@@ -113,6 +114,8 @@ class Step(Evaluator, ABC):
         self._find_trained()
         self._seed = job.seed
         self._updates = 0
+        self.stopping = False
+        self._asked: Number = 0
         self.looked = False
         self.seen = Seen()
         self._on_devices = DeviceChecks()
@@ -218,6 +221,8 @@ class Step(Evaluator, ABC):
             line = self.loss_check.timed(self._updates, self._time() - began, len(self.models()))
             if line is not None and self.world.is_first:
                 self.world.tell(Line(line, "note"))
+        if self.world.size == 1:
+            self.stopping = self.world.asked_to_stop()
         if self._on_accelerator:
             self._watch(total, count)
         return Result(total, count, batch.size)
@@ -379,6 +384,14 @@ class Step(Evaluator, ABC):
                 self._on_devices.note(what, wrong, self.world.step)
         if self.world.step % 50 == 0:
             self.check()
+            self.stopping = self.stopping or bool(self._asked)
+
+    def agree_to_stop(self, asked: Number) -> None:
+        """Take note of how many ranks were asked to stop, by a number that is the same on all of them."""
+        if isinstance(asked, torch.Tensor):  # on an accelerator, which is asked now and then
+            self._asked = self._asked + asked
+        else:
+            self.stopping = asked > 0
 
     def check(self) -> None:
         """Raise for a step in which an accelerator found something wrong, where it has not been asked yet.

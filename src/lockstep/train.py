@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from lockstep import devices as _devices
+from lockstep import world as _world
 from lockstep.checkpoint import take_weights
 from lockstep.data import eval_loaders, resolve_sets
 from lockstep.devices import Device, Devices
@@ -23,6 +24,7 @@ from lockstep.loop import Plan, train_on
 from lockstep.placement import check_backend, on_devices
 from lockstep.resuming import as_it_went
 from lockstep.run import Run, trained_of
+from lockstep.stopping import StopRequest
 from lockstep.strategies import Strategy, choose
 from lockstep.world import World
 
@@ -61,6 +63,8 @@ def train(
         InputError: something asked for can't be done; nothing was made.
         RunError: the run failed; its folder is kept. What the job's own code raises in another process comes as a
             RankFailed with that as its cause; in this process, as itself.
+        KeyboardInterrupt: Ctrl-C; the run is saved as it was at the end of that step, and can be resumed.
+        SystemExit: SIGTERM; likewise, with 143.
     """
     job = with_settings(as_job(job), settings)
     with Display(quiet=quiet) as display:
@@ -78,12 +82,21 @@ def train(
         path = str(run.path.resolve())
         plan = Plan(job, way, name, path, resume=resume is not None, tensorboard=tensorboard, profile=profile)
         try:
-            summary = on_devices(train_on, plan, chosen, backend, path, display)
+            with StopRequest(_has_begun) as request:
+                summary = on_devices(train_on, plan, chosen, backend, path, display)
+            if not summary:
+                request.raise_if_asked()
         except BaseException as error:
             _left_behind(run, error, display, resumed=resume is not None)
             raise
         display.line(f"run: {run.path}")
         return Run(run.path, summary, job)
+
+
+def _has_begun() -> bool:
+    """Whether this process has made an update, not only begun with one."""
+    world = _world.current()
+    return world is not None and world.step > 1
 
 
 def _left_behind(run: RunFolder, error: BaseException, display: Display, *, resumed: bool) -> None:
@@ -94,7 +107,9 @@ def _left_behind(run: RunFolder, error: BaseException, display: Display, *, resu
     stopped = not isinstance(error, Exception)
     if not resumed and not run.state.is_file() and (isinstance(error, InputError) or stopped):
         run.remove()
-    elif not isinstance(error, InputError):
+        if stopped:
+            display.line("nothing was saved yet, so no run is kept")
+    elif run.state.is_file() or not isinstance(error, InputError):
         if not stopped:
             with contextlib.suppress(FolderError):  # a full disk, say: that is said already
                 said = str(error).partition("\n")[0] if isinstance(error, LockstepError) else told(error)
@@ -120,7 +135,12 @@ def _train_under_torchrun(
     name = job.name if isinstance(job, JobFile) else "job"
     kept = None if resume is None else str(RunFolder.existing(resume).path.resolve())
     plan = Plan(job, way, name, kept, runs, resume is not None, tensorboard, profile)
-    summary, path = launch(_train_here, devices, (plan, display), backend=backend)[0]
+    with StopRequest(_has_begun) as request:
+        summary, path = launch(_train_here, devices, (plan, display), backend=backend)[0]
+    if not summary:
+        if torchrun.place().rank == 0:
+            _left_behind(RunFolder(path), KeyboardInterrupt(), display, resumed=plan.resume)
+        request.raise_if_asked()
     if torchrun.place().rank == 0:
         display.line(f"run: {path}")
     return Run(Path(path), summary, job)

@@ -17,6 +17,7 @@ import torch
 import torch.distributed as dist
 
 from lockstep import devices as _devices
+from lockstep import stopping
 from lockstep.devices import Device
 from lockstep.errors import InputError
 
@@ -132,6 +133,10 @@ class World:
         """Wait until every rank is here."""
         if self.size > 1:
             self.all_reduce(torch.zeros(1, device=self._object_device))
+
+    def asked_to_stop(self) -> bool:
+        """Whether a person, or the system, has asked for the training to be saved and stopped."""
+        return stopping.asked()
 
     def announce(self, step: int) -> None:
         """Let the other ranks see that this one is about to enter a step, where they can (``step_of``)."""

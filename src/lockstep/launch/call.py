@@ -2,9 +2,9 @@
 
 It lies in a file without a name that the caller writes once and every rank maps, however many ranks and however large
 the arguments. Its head is the *board*, where each rank keeps the number of its step for the caller to see, also when
-the rank has died without a word::
+the rank has died without a word, and the caller whether they are to stop::
 
-    ranks: 8 bytes | step of rank 0: 8 bytes | step of rank 1 | ... | Setup, pickled | (fn, args), pickled
+    ranks: 8 bytes | step of rank 0: 8 bytes | step of rank 1 | ... | stop | Setup, pickled | (fn, args), pickled
 """
 
 from __future__ import annotations
@@ -101,7 +101,7 @@ def write(setup: Setup, fn: Callable[..., Any], args: tuple[Any, ...]) -> IO[byt
     body = pickled(fn, args)
     file = tempfile.TemporaryFile()  # noqa: SIM115
     size = len(setup.devices)
-    file.write(size.to_bytes(8, sys.byteorder) + bytes(8 * size) + pickle.dumps(setup))
+    file.write(size.to_bytes(8, sys.byteorder) + bytes(8 * (size + 1)) + pickle.dumps(setup))
     file.write(body)
     file.flush()
     return file
@@ -113,11 +113,11 @@ class Call:
     def __init__(self, number: int) -> None:
         self._map = mmap.mmap(number, 0)
         self.size = int.from_bytes(self._map[:8], sys.byteorder)
-        self.board = memoryview(self._map)[8 : 8 + 8 * self.size].cast("q")
+        self.board = memoryview(self._map)[8 : 16 + 8 * self.size].cast("q")
 
     def read(self) -> tuple[Callable[..., Any], tuple[Any, ...], Setup]:
         """Enter the caller's surroundings, and take the function and its arguments, which may need them."""
-        self._map.seek(8 + 8 * self.size)
+        self._map.seek(16 + 8 * self.size)
         setup: Setup = pickle.load(self._map)
         setup.apply()
         fn, args = pickle.load(self._map)

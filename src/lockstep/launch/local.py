@@ -11,6 +11,7 @@ import tempfile
 from collections.abc import Callable, Iterator
 from typing import Any, TypeVar
 
+from lockstep import stopping
 from lockstep.devices import Device
 from lockstep.errors import FolderError, RunError
 from lockstep.launch import call, output, server
@@ -73,10 +74,11 @@ def started(
         logs = os.path.join(folder or scratch, "ranks")
         ranks = [_rank(number, device, logs, stack) for number, device in enumerate(devices)]
         connection = stack.enter_context(server.connect(scratch))
-        supervisor = Supervisor(
-            connection, ranks, call.Call(file.fileno()).board, on_event, on_output or output.to_own_streams
-        )
+        board = call.Call(file.fileno()).board
+        supervisor = Supervisor(connection, ranks, board, on_event, on_output or output.to_own_streams)
         stack.callback(supervisor.close)
+        if (request := stopping.current()) is not None:
+            stack.enter_context(request.reaching(board))
         try:
             for rank in ranks:
                 rank.start(connection, file.fileno())

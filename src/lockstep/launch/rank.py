@@ -43,6 +43,10 @@ class RankWorld(_world.World):
         if self._board is not None:
             self._board[self.rank] = step
 
+    def asked_to_stop(self) -> bool:
+        """Whether the process that launched this one has been asked to."""
+        return super().asked_to_stop() if self._board is None else bool(self._board[self.size])
+
     def step_of(self, rank: int) -> int:
         """The step that a rank is in, or about to enter."""
         return super().step_of(rank) if self._board is None else self._board[rank]

@@ -210,18 +210,20 @@ class DDPStep(Step):
 
     def _summed(self, total: Number, count: Number) -> tuple[Number, Number]:
         device = self.world.device.torch
-        sums = torch.stack([torch.as_tensor(value, dtype=torch.float64, device=device) for value in (total, count)])
+        values = (total, count, self.world.asked_to_stop())
+        sums = torch.stack([torch.as_tensor(value, dtype=torch.float64, device=device) for value in values])
         self.world.all_reduce(sums)
-        if self._on_accelerator:
-            return sums[0], sums[1]
-        found = sums.tolist()
-        return found[0], found[1]
+        total, count, asked = sums if self._on_accelerator else sums.tolist()
+        self.agree_to_stop(asked)
+        return total, count
 
     def _summed_flat(self, total: Number, count: Number) -> tuple[Number, Number]:
         if self._flat is None:
             modules = [m for m in self.model.modules() if getattr(m, "sparse", False) is True]
             self._flat = FlatGradients(self._parameters, {id(m.weight) for m in modules})
-        return self._flat.sum_over(self.world, total, count)
+        total, count, asked = self._flat.sum_over(self.world, total, count)
+        self.agree_to_stop(asked)
+        return total, count
 
     def _forward(self, ddp: DistributedDataParallel | None, part: Part, *, sums: bool) -> tuple[torch.Tensor, Number]:
         if ddp is None:

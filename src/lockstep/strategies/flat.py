@@ -2,8 +2,9 @@
 
 ::
 
-    | gradient of parameter 0 | gradient of parameter 1 | ... | used 0 | used 1 | ... | total | count |
+    | gradient of parameter 0 | gradient of parameter 1 | ... | used 0 | used 1 | ... | total | count | asked |
 
+``asked`` is how many ranks were asked to stop.
 ``used`` is 1 where this rank has a gradient: a parameter that no rank used must keep ``grad = None`` (an optimizer with
 momentum or decay treats a zero otherwise), and one that only some ranks used gets the sum of theirs.
 """
@@ -34,7 +35,7 @@ class FlatGradients:
     def __init__(self, parameters: list[nn.Parameter], sparse: Collection[int] = ()) -> None:
         self._parameters = parameters
         self._sparse = [i for i, p in enumerate(parameters) if id(p) in sparse]
-        extras = len(parameters) + 2
+        extras = len(parameters) + 3
         formats = sorted({(str(p.dtype), str(p.device)) for p in parameters})
         self._buffers: list[torch.Tensor] = []
         self._views: list[torch.Tensor] = [torch.empty(0)] * len(parameters)
@@ -49,11 +50,11 @@ class FlatGradients:
             for i, offset in zip(mine, offsets, strict=False):
                 self._views[i] = _view_like(buffer, offset, parameters[i])
             if rides:
-                self._used, self._sums = buffer[size:-2], buffer[-2:]
+                self._used, self._sums = buffer[size:-3], buffer[-3:]
             self._buffers.append(buffer)
         if not hasattr(self, "_used"):
             own = torch.zeros(extras, dtype=torch.float64, device=parameters[0].device)
-            self._used, self._sums = own[:-2], own[-2:]
+            self._used, self._sums = own[:-3], own[-3:]
             self._buffers.append(own)
 
     @property
@@ -61,13 +62,13 @@ class FlatGradients:
         """The size of all buffers together."""
         return sum(b.numel() * b.element_size() for b in self._buffers)
 
-    def sum_over(self, world: World, total: Number, count: Number) -> tuple[Number, Number]:
-        """Sum every ``parameter.grad``, total and count over the ranks.
+    def sum_over(self, world: World, total: Number, count: Number) -> tuple[Number, Number, Number]:
+        """Sum every ``parameter.grad``, total, count, and who was asked to stop, over the ranks.
 
         Afterwards each ``grad`` is a view of the flat buffer, or None where no rank had one.
 
         Returns:
-            Total and count over all ranks: numbers on CPU, scalars elsewhere.
+            Total, count, and how many were asked: numbers on CPU, scalars elsewhere.
         """
         grads = [p.grad for p in self._parameters]
         here = [grad is not None for grad in grads]
@@ -83,6 +84,7 @@ class FlatGradients:
             self._used.copy_(torch.tensor(here, dtype=self._used.dtype))
         self._sums[0] = total
         self._sums[1] = count
+        self._sums[2] = world.asked_to_stop()
         for buffer in self._buffers:
             world.all_reduce(buffer)
         used = here if all(here) else (self._used > 0).tolist()
@@ -92,9 +94,10 @@ class FlatGradients:
             p = self._parameters[i]
             p.grad = None if p.grad is None else p.grad.to_sparse(1)
         if self._sums.is_cpu:
-            summed = self._sums.tolist()
-            return summed[0], summed[1]
-        return self._sums[0].clone(), self._sums[1].clone()
+            total, count, asked = self._sums.tolist()
+        else:
+            total, count, asked = self._sums.clone()
+        return total, count, asked
 
 
 def _view_like(buffer: torch.Tensor, offset: int, parameter: nn.Parameter) -> torch.Tensor:

@@ -142,6 +142,7 @@ class HogwildStep(Step):
 
     def update(self, batch: Batch) -> Result:
         """One update from this rank's share; total and count are those of the share."""
+        self.stopping = self.world.asked_to_stop()  # the others needn't have heard of it yet
         self._share = sum(part.size for part in batch.parts)
         self._samples += self._share
         if not self._share:

@@ -1,0 +1,118 @@
+"""Ctrl-C and SIGTERM while a training runs: it is saved at the end of its step, and can be resumed.
+
+::
+
+    signal ──> StopRequest ──> this process, or the board of the ranks ──> world.asked_to_stop() ──> all ranks agree
+                                                                           (in the step's sum)       and save
+
+A second signal, or half a minute in which the step doesn't end, stops at once. So does the first one before the first
+step, when there is nothing to save.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import signal
+import sys
+import threading
+from collections.abc import Callable, Iterator
+from types import FrameType
+from typing import Any, Self
+
+_PATIENCE = 30.0
+"""Seconds that the step may take to end."""
+
+_current: StopRequest | None = None
+
+
+def asked() -> bool:
+    """Whether this process has been asked to stop."""
+    return _current is not None and _current.number is not None
+
+
+def current() -> StopRequest | None:
+    """What listens in this process, or None."""
+    return _current
+
+
+class StopRequest:
+    """Listens for Ctrl-C and SIGTERM, in a ``with``, in the main thread of the process that a person started.
+
+    Args:
+        began: whether there is something to save; until then a signal does what it did before.
+
+    Attributes:
+        number: of the signal that came, or None.
+        ranks: the board on which ranks of ours look (see ``launch.call``); None where there are none.
+    """
+
+    def __init__(self, began: Callable[[], bool]) -> None:
+        self.number: int | None = None
+        self.ranks: memoryview | None = None
+        self._began = began
+        self._before: dict[int, Any] = {}
+        self._timer: threading.Timer | None = None
+
+    def __enter__(self) -> Self:
+        global _current
+        self._outer, _current = _current, self
+        if threading.current_thread() is threading.main_thread():
+            for number in (signal.SIGINT, signal.SIGTERM):
+                before = signal.getsignal(number)
+                if before is not None and before != signal.SIG_IGN:
+                    self._before[number] = signal.signal(number, self._hear)
+        return self
+
+    def __exit__(self, *of_an_error: object) -> None:
+        global _current
+        _current = self._outer
+        if self._timer is not None:
+            self._timer.cancel()
+        for number, before in self._before.items():
+            signal.signal(number, before)
+
+    @contextlib.contextmanager
+    def reaching(self, ranks: memoryview) -> Iterator[None]:
+        """Pass it on to ranks of ours for a while."""
+        self.ranks = ranks
+        try:
+            yield
+        finally:
+            self.ranks = None
+
+    def raise_if_asked(self) -> None:
+        """Raise what the signal would have raised by itself.
+
+        Raises:
+            KeyboardInterrupt: it was Ctrl-C.
+            SystemExit: it was SIGTERM; with 143.
+        """
+        if self.number == signal.SIGINT:
+            raise KeyboardInterrupt
+        if self.number is not None:
+            raise SystemExit(128 + self.number)
+
+    def _hear(self, number: int, frame: FrameType | None) -> None:
+        began = self._began() if self.ranks is None else max(self.ranks[:-1]) > 1
+        if self.number is not None or not began:
+            self._as_before(number, frame)
+            return
+        self.number = number
+        if self.ranks is not None:
+            self.ranks[-1] = 1
+        self._timer = threading.Timer(_PATIENCE, os.kill, (os.getpid(), number))
+        self._timer.daemon = True
+        self._timer.start()
+        # Not by print, in the middle of which this may have come.
+        with contextlib.suppress(OSError):
+            os.write(2, b"\nlockstep: stopping at the end of this step; once more stops at once\n")
+
+    def _as_before(self, number: int, frame: FrameType | None) -> None:
+        before = self._before[number]
+        if callable(before):
+            before(number, frame)
+        elif number == signal.SIGINT:
+            raise KeyboardInterrupt
+        else:
+            sys.exit(128 + number)
