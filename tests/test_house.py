@@ -41,7 +41,7 @@ LAYERS = [
     },
     {"evaluator", "step", "run", "linefile", "map"},
     {"strategies", "evaluation", "firststep", "profiling", "progress", "scheduler"},
-    {"parallelize", "loop", "resuming"},
+    {"parallelize", "loop", "resuming", "run_config"},
     {"train"},
     {"predict", "glance", "trial"},
     {"verify", "tune", "compare", "interrupt"},

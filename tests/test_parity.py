@@ -266,7 +266,7 @@ def test_epochs_of_different_lengths_are_resumed_in_their_middle(tmp_path) -> No
         resumed = train(job, strategy="dp", devices="2xcpu", resume=part.folder, quiet=True)
         found = differences(job, resumed, whole)
         assert found.worst < BOUND
-        assert max(found.history.values()) < BOUND, "the interrupted epoch is one line, over all of it"
+        assert max(found.history.values()) < BOUND, "the record at the end of the interrupted epoch is over all of it"
 
 
 def test_a_batch_norm_that_one_replica_skips_is_said_instead_of_waited_for(tmp_path) -> None:

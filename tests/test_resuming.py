@@ -3,13 +3,17 @@
 from __future__ import annotations
 
 import json
+import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from lockstep import Job, devices, train
+from lockstep import Job, Run, devices, train
 from lockstep.cli import main
+from lockstep.errors import FolderError
+from lockstep.jobfile import JobFile
+from lockstep.report.ofrun import write_page
 from lockstep.resuming import as_it_went
 from lockstep.strategies.ddp import DDP
 from lockstep.strategies.hogwild import Hogwild
@@ -107,3 +111,102 @@ def test_its_devices_are_taken_as_far_as_this_machine_has_them(was, here, goes_o
     monkeypatch.setattr(devices, "accelerators", lambda: tuple(devices.Device("cuda", i) for i in range(here)))
     _, chosen = as_it_went(tmp_path, None, None)
     assert list(map(str, devices.parse(chosen))) == goes_on
+
+
+# ---- what is other than it was ---------------------------------------------------------------------------------------
+
+FILE = """
+import torch, lockstep
+from torch import nn
+from torch.utils.data import TensorDataset
+from layers import WIDTH
+
+def job(samples: int = 40, seed: int = 1):
+    generator = torch.Generator().manual_seed(seed)
+    inputs, targets = torch.randn(samples, 6, generator=generator), torch.randint(3, (samples,), generator=generator)
+    data = TensorDataset(inputs, targets)
+    return lockstep.Job(
+        model=lambda: nn.Sequential(nn.Linear(6, WIDTH), nn.Tanh(), nn.Linear(WIDTH, 3)), loss=nn.CrossEntropyLoss(),
+        optimizer=lambda p: torch.optim.SGD(p, lr=0.1, momentum=0.9), train_data=data, eval_data=data,
+        batch_size=8, epochs=2, precision="fp64")
+"""
+
+
+@pytest.fixture
+def own(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A job file with a module beside it."""
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.syspath_prepend(str(tmp_path))
+    monkeypatch.delitem(sys.modules, "layers", raising=False)
+    (tmp_path / "own.py").write_text(FILE)
+    (tmp_path / "layers.py").write_text("WIDTH = 8\n")
+    return tmp_path
+
+
+def notes(capsys: pytest.CaptureFixture[str]) -> list[str]:
+    return [line for line in capsys.readouterr().out.splitlines() if line.startswith("note: ")]
+
+
+def test_an_edited_job_file_and_other_data_are_said(own: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    job = JobFile("own.py")
+    run = train(job, epochs=1)
+    train(job, resume=run.folder, epochs=2)
+    assert notes(capsys) == [], "nothing is other than it was"
+    (own / "own.py").write_text(FILE.replace("lr=0.1", "lr=0.2"))
+    (own / "layers.py").write_text("WIDTH = 8  # neurons\n")
+    train(job, resume=run.folder, epochs=3)
+    assert notes(capsys) == ["note: layers.py, own.py has changed since the run was begun"]
+    train(JobFile("own.py", {"seed": 2}), resume=run.folder, epochs=4)
+    assert notes(capsys) == ["note: train_data has changed since the run was begun: sample 0 is another one"]
+    train(JobFile("own.py", {"seed": 2, "samples": 48}), resume=run.folder, epochs=5)
+    (said,) = notes(capsys)
+    assert said.startswith("note: train_data has 48 samples, and had 40 when the run was begun")
+
+
+# ---- the records of a run --------------------------------------------------------------------------------------------
+
+
+def test_the_records_of_steps_are_kept_when_a_run_goes_on(own: Path) -> None:
+    job = JobFile("own.py")
+    whole = train(job, quiet=True, folder="whole")
+    run = train(job, quiet=True, steps=3)
+    train(job, quiet=True, resume=run.folder, steps=7)
+    run = train(job, quiet=True, resume=run.folder)
+    assert [(r["epoch"], r["step"]) for r in run.history] == [(1, 3), (1, 5), (2, 7), (2, 10)]
+    for record in whole.history:
+        (mine,) = [r for r in run.history if r["step"] == record["step"]]
+        assert mine["train_loss"] == pytest.approx(record["train_loss"], abs=1e-12)
+        assert mine["eval_loss"] == pytest.approx(record["eval_loss"], abs=1e-12)
+    text = (write_page(run.folder)).read_text()
+    assert "after 2 epochs" in text
+
+
+def test_a_line_that_was_cut_off_is_left_out_and_written_again(own: Path) -> None:
+    job = JobFile("own.py")
+    run = train(job, quiet=True, epochs=2)
+    kept = run.history
+    metrics = run.folder / "metrics.jsonl"
+    whole = metrics.read_text()
+    metrics.write_text(whole[: len(whole) - 30])  # a death in the middle of a line
+    assert Run.open(run.folder).history == kept[:1]
+    assert write_page(run.folder).is_file()
+    run = train(job, quiet=True, resume=run.folder, epochs=3)
+    assert run.history[:2] == kept and [r["epoch"] for r in run.history] == [1, 2, 3]
+
+
+def test_a_record_that_was_never_written_is_in_the_state(own: Path) -> None:
+    job = JobFile("own.py")
+    run = train(job, quiet=True, epochs=2)
+    kept = run.history
+    for left in (kept[:1], []):  # a death between the state and the metrics
+        (run.folder / "metrics.jsonl").write_text("".join(json.dumps(record) + "\n" for record in left))
+        run = train(job, quiet=True, resume=run.folder, epochs=run.summary["epochs"] + 1)
+    assert [r["epoch"] for r in run.history] == [3, 4]
+
+
+def test_a_line_that_is_no_json_is_named(own: Path) -> None:
+    run = train(JobFile("own.py"), quiet=True)
+    metrics = run.folder / "metrics.jsonl"
+    metrics.write_text("nonsense\n" + metrics.read_text())
+    with pytest.raises(FolderError, match=r"metrics.jsonl: line 1 isn't JSON .*: take it out"):
+        _ = run.history

@@ -4,7 +4,7 @@
 
     runs/digits-ddp-20261121-093000/
       config.json          the job, its settings, the strategy, the devices
-      metrics.jsonl        a line for each epoch
+      metrics.jsonl        a line for each epoch, and for one that ended early
       ranks/1.log          what ranks other than 0 printed
       profile/             with ``--profile``: a trace for each rank, and ``summary.json``
       model.safetensors    the final weights, under one-device names
@@ -75,7 +75,7 @@ class RunFolder:
 
     @property
     def metrics(self) -> Path:
-        """A line of JSON for each epoch."""
+        """A line of JSON for each epoch, and for one that ended early."""
         return self.path / "metrics.jsonl"
 
     @property
@@ -139,17 +139,31 @@ class RunFolder:
             file.write(json.dumps(record, default=str) + "\n")
 
     def read_metrics(self) -> list[dict[str, Any]]:
-        """The lines of all epochs so far."""
-        if not self.metrics.is_file():
-            return []
-        return [json.loads(line) for line in self.metrics.read_text().splitlines() if line.strip()]
+        """The lines so far, but for a last one that was cut off as it was written.
 
-    def keep_metrics(self, epochs: int) -> None:
-        """Forget the lines of epochs after that many: they will be run again, or to their end."""
-        if not self.metrics.is_file():
+        Raises:
+            FolderError: another line isn't JSON.
+        """
+        lines = self.metrics.read_text().splitlines() if self.metrics.is_file() else []
+        records: list[dict[str, Any]] = []
+        for number, line in enumerate(lines, start=1):
+            try:
+                records.append(json.loads(line))
+            except ValueError as error:
+                if number < len(lines):
+                    raise FolderError(f"{self.metrics}: line {number} isn't JSON ({error}): take it out") from None
+        return records
+
+    def keep_metrics(self, step: int, last: dict[str, Any] | None) -> None:
+        """Leave the lines up to a step, of which ``last`` is one; those after it will be written again."""
+        kept = {record["step"]: record for record in self.read_metrics() if record["step"] <= step}
+        if last is not None:
+            kept.setdefault(last["step"], last)
+        if not kept and not self.metrics.is_file():
             return
-        kept = [record for record in self.read_metrics() if record["epoch"] <= epochs]
-        self.metrics.write_text("".join(json.dumps(record) + "\n" for record in kept))
+        beside = self.metrics.with_name(f".{self.metrics.name}.part")
+        beside.write_text("".join(json.dumps(kept[step], default=str) + "\n" for step in sorted(kept)))
+        beside.replace(self.metrics)
 
     def remove(self) -> None:
         """Take the folder away: nothing was trained."""

@@ -8,10 +8,13 @@ Each rank loads the file from its path, so nothing in it needs to be picklable.
 from __future__ import annotations
 
 import ast
+import contextlib
 import dataclasses
+import hashlib
 import importlib.util
 import inspect
 import sys
+import sysconfig
 import typing
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
@@ -141,6 +144,23 @@ def loaded(path: str) -> ModuleType:
     """
     with seeded(0):
         return _run(Path(path))
+
+
+def sources(path: str) -> dict[str, str]:
+    """The job file, and the modules that were imported from its folder, by their place there: hashes of their text."""
+    folder = Path(path).resolve().parent
+    installed = sysconfig.get_path("stdlib"), sysconfig.get_path("purelib"), sysconfig.get_path("platlib")
+    files = {Path(path).resolve()}
+    for module in list(sys.modules.values()):
+        file = getattr(module, "__file__", None)
+        if file is not None and file.endswith(".py") and not file.startswith(installed):
+            files.add(Path(file))
+    found = {}
+    for file in files:
+        if file.is_relative_to(folder):
+            with contextlib.suppress(OSError):
+                found[str(file.relative_to(folder))] = hashlib.sha256(file.read_bytes()).hexdigest()[:16]
+    return found
 
 
 def _run(path: Path) -> ModuleType:

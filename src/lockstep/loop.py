@@ -7,25 +7,32 @@ from numbers that have been summed over them, or is told by rank 0.
 from __future__ import annotations
 
 import contextlib
-import dataclasses
 import itertools
 import math
 import platform
 import time
 from collections.abc import Iterator
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 import torch
 
 from lockstep.allocator import freed_memory_kept
 from lockstep.checkpoint import load_state, save_state, save_weights
-from lockstep.data import Batch, eval_loaders, is_stream, job_loader, resolve, resolve_sets, stream_notes
+from lockstep.data import (
+    Batch,
+    eval_loaders,
+    is_stream,
+    job_loader,
+    resolve,
+    resolve_sets,
+    stream_notes,
+)
 from lockstep.devices import Device
 from lockstep.display import duration, words_of
 from lockstep.errors import JobError
 from lockstep.evaluation import evaluate_sets
+from lockstep.events import Line
 from lockstep.firststep import FirstStep, line_of
 from lockstep.folder import RunFolder
 from lockstep.job import Job
@@ -36,6 +43,7 @@ from lockstep.nesting import share_sizes
 from lockstep.profiling import Profiler
 from lockstep.progress import Pace, Teller, held_out
 from lockstep.resuming import moved
+from lockstep.run_config import changes_of, what_it_is_made_of, write_config
 from lockstep.scheduler import move_on, scheduler_of
 from lockstep.step import Step
 from lockstep.strategies import Strategy
@@ -84,29 +92,6 @@ def train_on(world: World, plan: Plan) -> dict[str, Any]:
         return _Training(world, plan, job, RunFolder(path)).run()
 
 
-def _write_config(
-    folder: RunFolder, plan: Plan, strategy: Strategy, job: Job, world: World, devices: list[str]
-) -> None:
-    source = plan.job if isinstance(plan.job, JobFile) else None
-    before = folder.read_json(folder.config) if plan.resume else None
-    folder.write_json(
-        folder.config,
-        {
-            "job": plan.name,
-            "file": str(Path(source.path).resolve()) if source else None,
-            "set": dict(source.knobs) if source else {},
-            "given": {n: job.settings[n] for n in source.settings if n in job.settings} if source else {},
-            "settings": job.settings,
-            "strategy": strategy.name,
-            "strategy_settings": dataclasses.asdict(strategy),
-            "devices": devices,
-            "world_size": world.size,
-            "backend": world.backend,
-            "resumed": [*before["resumed"], before["strategy"]] if before else [],
-        },
-    )
-
-
 class _Training:
     """The state of one training on one rank."""
 
@@ -131,6 +116,7 @@ class _Training:
         self.stopped = False
         self.interrupted = False  # by a signal: what was done is saved
         self.record: dict[str, float] = {}
+        self.kept_record: dict[str, Any] | None = None  # the last line of the metrics, as the state has it
         self.samples = 0
         self.seconds = 0.0
         self.profiler: Profiler | None = None
@@ -157,8 +143,12 @@ class _Training:
             self._resume()
         # Only now that nothing can be refused any more does the folder change.
         if self.world.is_first:
-            _write_config(self.folder, self.plan, self.strategy, self.job, self.world, self.devices)
-            self.folder.keep_metrics(self.epoch)
+            made_of = what_it_is_made_of(self.plan.job, self.train_data, self.job)
+            if self.plan.resume:
+                self.planning += [Line(note, "note") for note in changes_of(self.before, made_of)]
+            given = self.plan.job if isinstance(self.plan.job, JobFile) else None
+            write_config(self.folder, self.plan.name, given, self.strategy, self.job, self.world, self.devices, made_of)
+            self.folder.keep_metrics(self.world.step, self.kept_record)
             self.folder.failure.unlink(missing_ok=True)
         self.told = Teller(self.world, self.job, self.folder, self.plan.tensorboard)
         self._say_what_will_happen()
@@ -309,6 +299,8 @@ class _Training:
         loss = self.record.get("eval_loss", math.nan)
         is_best = loss < self.best
         self.best = min(self.best, loss) if not math.isnan(loss) else self.best
+        if not self.interrupted:
+            self.kept_record = {"epoch": number, "step": self.world.step, **self.record}
         if self.world.is_first:
             if is_best:
                 save_weights(self.folder.best, state["model"])
@@ -322,12 +314,13 @@ class _Training:
                     "step": self.world.step,
                     "best": self.best,
                     "partial": self.partial,
+                    "record": self.kept_record,
                     "seed": self.job.seed,
                     "batch_size": self.job.batch_size,
                 },
             )
-            if not self.interrupted:
-                self.folder.add_metrics({"epoch": number, "step": self.world.step, **self.record})
+            if self.kept_record is not None and not self.interrupted:
+                self.folder.add_metrics(self.kept_record)
         self._stop_if_told(self.told.event("saved", number, self.world.step, self.record) or self.stopped)
 
     def _resume(self) -> None:
@@ -341,7 +334,7 @@ class _Training:
         if self.scheduler is not None and state["scheduler"] is not None:
             self.scheduler.load_state_dict(state["scheduler"])
         self.epoch, self.position, self.best = state["epoch"], state["position"], state["best"]
-        self.partial = state["partial"]
+        self.partial, self.kept_record = state["partial"], state.get("record")
         self.world.step = state["step"]
         if self._is_done():
             done, more = self.epoch, self.epoch + (self._epochs or 1)

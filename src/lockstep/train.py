@@ -109,7 +109,7 @@ def _left_behind(run: RunFolder, error: BaseException, display: Display, *, resu
         run.remove()
         if stopped:
             display.line("nothing was saved yet, so no run is kept")
-    elif run.state.is_file() or not isinstance(error, InputError):
+    elif not isinstance(error, InputError) or (run.state.is_file() and not resumed):
         if not stopped:
             with contextlib.suppress(FolderError):  # a full disk, say: that is said already
                 said = str(error).partition("\n")[0] if isinstance(error, LockstepError) else told(error)

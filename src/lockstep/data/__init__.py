@@ -11,10 +11,12 @@
     loader.py    all of that, epoch by epoch
     ofjob.py     the loaders of a job, by its settings
     inputs.py    datasets of which only the inputs are wanted
+    fingerprint.py  whether they are those that a run was begun with
     source.py    the dataset of a job, or the callable that gives one; evaluation sets by name
 """
 
 from lockstep.data.fetch import Fetcher
+from lockstep.data.fingerprint import changes, fingerprint
 from lockstep.data.loader import AnyLoader, Loader, SharedLoader, batches, loader_of
 from lockstep.data.ofjob import eval_loaders, job_loader
 from lockstep.data.order import permutation
@@ -32,8 +34,10 @@ __all__ = [
     "SharedLoader",
     "StreamLoader",
     "batches",
+    "changes",
     "default_workers",
     "eval_loaders",
+    "fingerprint",
     "is_stream",
     "job_loader",
     "loader_of",

@@ -8,6 +8,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from lockstep.errors import counted
 from lockstep.folder import RunFolder
 from lockstep.report.charts import Bars, Lines, Stacks, short
 from lockstep.report.page import Figure, Page, Section, Table, write
@@ -65,8 +66,7 @@ def _verdict(summary: Mapping[str, Any], history: Sequence[Mapping[str, Any]]) -
     which = "Evaluation loss" if "eval_loss" in last else "Training loss"
     reached = [f"{which} {short(loss)}"]
     reached += [f"{name} {short(last[name])}" for name in last if name not in _NOT_CURVES and last[name] is not None]
-    count = len(history)
-    said = f"{', '.join(reached)} after {count} epoch{'s' if count > 1 else ''}"
+    said = f"{', '.join(reached)} after {counted(last['epoch'], 'epoch')}"
     if summary:
         said += f", {short(summary['samples_per_second'])} samples per second, {short(summary['seconds'])} s in all"
     return f"{said}."
@@ -96,11 +96,13 @@ def _sections(
 
 
 def _curves(history: Sequence[Mapping[str, Any]]) -> Iterator[Figure]:
-    losses = {name: _points(history, f"{name}_loss") for name in ("train", "eval")}
+    # An epoch that ended early has a record too, and another one where it was resumed.
+    by = "epoch" if len({record["epoch"] for record in history}) == len(history) else "step"
+    losses = {name: _points(history, by, f"{name}_loss") for name in ("train", "eval")}
     if history:
-        yield Figure("loss", "Loss", Lines("epoch", "loss", {name: line for name, line in losses.items() if line}))
+        yield Figure("loss", "Loss", Lines(by, "loss", {name: line for name, line in losses.items() if line}))
     for name in dict.fromkeys(name for record in history for name in record if name not in _NOT_CURVES):
-        yield Figure(_file_of(name), name, Lines("epoch", name, {name: _points(history, name)}))
+        yield Figure(_file_of(name), name, Lines(by, name, {name: _points(history, by, name)}))
 
 
 def _rates(history: Sequence[Mapping[str, Any]]) -> Iterator[Figure]:
@@ -111,8 +113,8 @@ def _rates(history: Sequence[Mapping[str, Any]]) -> Iterator[Figure]:
         yield Figure("speed", "Samples per second", Bars("samples per second", names, rates), caption)
 
 
-def _points(history: Sequence[Mapping[str, Any]], name: str) -> list[tuple[float, float]]:
-    return [(float(one["epoch"]), float(one[name])) for one in history if isinstance(one.get(name), int | float)]
+def _points(history: Sequence[Mapping[str, Any]], by: str, name: str) -> list[tuple[float, float]]:
+    return [(float(one[by]), float(one[name])) for one in history if isinstance(one.get(name), int | float)]
 
 
 def _time(profile: Mapping[str, Any]) -> Section:

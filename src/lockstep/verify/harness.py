@@ -140,10 +140,10 @@ def largest(tensor: torch.Tensor) -> float:
 
 
 def _histories(a: Run, b: Run) -> dict[str, float]:
-    if len(a.history) != len(b.history):
-        return {"epochs": math.inf}
+    mine = {record["step"]: record for record in a.history}
     worst: dict[str, float] = {}
-    for left, right in zip(a.history, b.history, strict=True):
+    for right in b.history:  # the other may have records beside, where it was stopped within an epoch
+        left = mine.get(right["step"], {})
         for name in (left.keys() | right.keys()) - set(_TIMES):
             x, y = left.get(name, math.inf), right.get(name, math.inf)
             worst[name] = max(worst.get(name, 0.0), 0.0 if x == y else abs(x - y) / max(abs(y), 1e-300))
