@@ -106,6 +106,19 @@ def test_what_a_rank_raises_is_shown_once_headed_by_rank_and_step(folder, monkey
     assert len(list(folder.glob("runs/*"))) == 1
 
 
+def test_under_one_device_too_the_traceback_begins_with_the_person_s_code(folder: Path) -> None:
+    """By the installed command, which is a Python file itself."""
+    command = str(Path(sys.executable).parent / "lockstep")
+    surroundings = {**os.environ, "BREAK": "raise 0"}
+    words = [command, "train", "endless.py", "--devices", "1"]
+    found = subprocess.run(words, cwd=folder, env=surroundings, capture_output=True, text=True, check=False)
+    assert found.returncode == 1
+    lines = found.stderr.splitlines()
+    assert lines[0].startswith("Traceback") and lines[1].endswith('endless.py", line 12, in forward')
+    assert found.stderr.count("  File ") == 1
+    assert lines[-1] == "lockstep: the run failed: ValueError: no such luck"
+
+
 def test_a_killed_rank_is_named(folder, monkeypatch, capfd) -> None:
     monkeypatch.setenv("BREAK", "kill 1")
     assert main(["train", "endless.py", "--strategy", "ddp", "--devices", "2xcpu"]) == 1

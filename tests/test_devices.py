@@ -84,6 +84,36 @@ def test_the_thread_limit_holds_in_the_thread_that_sets_it() -> None:
     assert torch.get_num_threads() == before
 
 
+@pytest.mark.parametrize(
+    ("given", "under_torchrun", "threads", "note"),
+    [
+        ("1", False, 1, "each device has 4 cores, and computes with 1, as OMP_NUM_THREADS says"),
+        ("3", False, 3, "each device has 4 cores, and computes with 3"),
+        ("3", True, 3, "each device has 4 cores, and computes with 3"),
+        ("1", True, 4, "each rank computes with its 4 cores: OMP_NUM_THREADS=1 may be torchrun's own default"),
+        ("8", False, 4, None),
+        ("4,2", False, 4, None),
+        ("nonsense", False, 4, None),
+        (None, True, 4, None),
+    ],
+)
+def test_a_limit_of_the_environment_is_respected_and_said(given, under_torchrun, threads, note, monkeypatch) -> None:
+    monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
+    if given is not None:
+        monkeypatch.setenv("OMP_NUM_THREADS", given)
+    if under_torchrun:
+        monkeypatch.setenv("TORCHELASTIC_RUN_ID", "1")
+    slot = Device("cpu", 0, (0, 1, 2, 3))
+    before = torch.get_num_threads()
+    try:
+        devices.limit_threads(slot)
+        assert torch.get_num_threads() == threads
+    finally:
+        torch.set_num_threads(before)
+    said = devices.note_on_threads(slot)
+    assert said is None if note is None else said is not None and said.startswith(note)
+
+
 def test_the_inventory_names_the_cores() -> None:
     assert f"{len(HERE)} core" in table()
     assert _ranges((0, 1, 2, 5, 7, 8)) == "0-2,5,7-8"

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import dataclasses
+import re
 
 import pytest
 import torch
 from torch import nn
+from torch.utils.data import TensorDataset
 
 from lockstep import Job, train
 from lockstep.errors import LossError, RunError, StrategyError
@@ -182,6 +184,13 @@ def hooked() -> nn.Module:
     return model
 
 
+def old_weight_norm() -> nn.Module:
+    model = mlp()
+    with pytest.warns(FutureWarning, match="deprecated"):
+        torch.nn.utils.weight_norm(model[0])
+    return model
+
+
 class Closing(nn.Linear):
     def __init__(self) -> None:
         super().__init__(6, 3)
@@ -199,6 +208,7 @@ class Closing(nn.Linear):
         (lambda: Frequent("bag"), ["dp", "ddp"], '"words" has scale_grad_by_freq'),
         (lambda: Frequent("function"), ["dp", "ddp"], "calls embedding with scale_grad_by_freq=True"),
         (hooked, ["dp"], "has a hook"),
+        (old_weight_norm, ["dp"], 'dp: "0.weight" is computed from other parameters, so it can\'t be copied: take ddp'),
         (Closing, ["dp"], "holds on to the model"),
     ],
 )
@@ -217,6 +227,35 @@ def test_frequencies_in_a_micro_batch_are_said(tmp_path, capsys) -> None:
     assert (
         "note: scale_grad_by_freq divides gradients by how often a word is in a micro-batch" in capsys.readouterr().out
     )
+
+
+@pytest.mark.parametrize(
+    ("way", "samples", "settings", "says"),
+    [
+        ("dp", 19, {}, "step 3: BatchNorm was given one sample only, of a batch of 3: sync_batchnorm=True lets it see"),
+        (
+            "ddp",
+            19,
+            {},
+            "step 3: BatchNorm was given one sample only, of a batch of 3: sync_batchnorm=True lets it see",
+        ),
+        ("hogwild", 19, {}, "of a batch of 3: choose a batch_size that leaves no batch of one sample"),
+        ("dp", 17, {"sync_batchnorm": True}, "of a batch of 1: choose a batch_size that leaves no batch of one sample"),
+        ("single", 17, {}, "of a batch of 1: choose a batch_size that leaves no batch of one sample"),
+        ("pp", 19, {}, "of a batch of 3: choose fewer micro-batches, or a batch_size that leaves"),
+    ],
+)
+def test_a_share_of_one_sample_is_told_what_batch_norm_needs(way, samples, settings, says, tmp_path) -> None:
+    data = TensorDataset(drawn(samples, 6), labels(samples, 3))
+    job = dataclasses.replace(
+        ZOO["mlp"], model=lambda: nn.Sequential(nn.Linear(6, 4), nn.BatchNorm1d(4), nn.Linear(4, 3)), train_data=data
+    ).having(**settings)
+    devices = "1xcpu" if way == "single" else "2xcpu"
+    with pytest.raises(RunError, match=re.escape(says)):
+        train(job, strategy=way, devices=devices, folder=tmp_path, quiet=True)
+    if settings.get("sync_batchnorm") or way != "dp":
+        return
+    train(job, strategy=way, devices=devices, folder=tmp_path, quiet=True, sync_batchnorm=True)  # as it was told
 
 
 def test_ranks_whose_parameters_come_to_differ_are_stopped(tmp_path) -> None:

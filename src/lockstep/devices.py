@@ -199,13 +199,30 @@ def _of_type(kind: str, indices: str | None, here: tuple[Device, ...]) -> tuple[
 
 
 def limit_threads(device: Device) -> None:
-    """Give the calling thread as many computing threads as the device has cores.
+    """Give the calling thread as many computing threads as the device has cores, or as ``OMP_NUM_THREADS`` allows.
 
     OpenMP's limit belongs to the thread that sets it, so each computing thread calls this itself.
     """
     if device.is_slot:
         torch.get_num_threads()  # a thread's first question gives it the process's limit, over one set before
-        torch.set_num_threads(device.threads)
+        torch.set_num_threads(min(device.threads, _own_limit() or device.threads))
+
+
+def _own_limit() -> int | None:
+    """``OMP_NUM_THREADS``, unless it may be torchrun's own default, which is 1 however many cores a process has."""
+    word = os.environ.get("OMP_NUM_THREADS", "").partition(",")[0]
+    own = int(word) if word.isdigit() and int(word) else None
+    return None if own == 1 and "TORCHELASTIC_RUN_ID" in os.environ else own
+
+
+def note_on_threads(device: Device) -> str | None:
+    """What the person has to know of ``OMP_NUM_THREADS``."""
+    own = _own_limit()
+    if device.is_slot and own is not None and own < device.threads:
+        return f"each device has {device.threads} cores, and computes with {own}, as OMP_NUM_THREADS says"
+    if device.is_slot and own is None and device.threads > 1 and os.environ.get("OMP_NUM_THREADS") == "1":
+        return f"each rank computes with its {device.threads} cores: OMP_NUM_THREADS=1 may be torchrun's own default"
+    return None
 
 
 def pin(device: Device) -> None:

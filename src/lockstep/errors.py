@@ -160,12 +160,12 @@ def own_traceback(error: BaseException) -> str:
 
 
 def _is_own(file: str) -> bool:
-    """Whether a file is of the person's own code: neither installed, nor of this package."""
+    """Whether a file is of the person's own code: neither installed (the command too is), nor of this package."""
     import sysconfig
     from pathlib import Path
 
-    installed = (sysconfig.get_path("stdlib"), sysconfig.get_path("purelib"), str(Path(__file__).parent))
-    return not file.startswith((*installed, "<frozen"))
+    installed = [sysconfig.get_path(kind) for kind in ("stdlib", "purelib", "platlib", "scripts")]
+    return not file.startswith((*installed, str(Path(__file__).parent), "<frozen"))
 
 
 def told(error: BaseException, path: str | None = None) -> str:
@@ -175,7 +175,6 @@ def told(error: BaseException, path: str | None = None) -> str:
         error: what was raised.
         path: the last place in this file is meant; None means the last one outside of installed packages.
     """
-    import sysconfig
     import traceback
     from pathlib import Path
 
@@ -183,8 +182,7 @@ def told(error: BaseException, path: str | None = None) -> str:
     if path is not None:
         own = [f for f in frames if Path(f.filename).resolve() == Path(path).resolve()]
     else:
-        installed = (sysconfig.get_path("stdlib"), sysconfig.get_path("purelib"), str(Path(__file__).parent))
-        own = [f for f in frames if not f.filename.startswith((*installed, "<"))]
+        own = [f for f in frames if _is_own(f.filename) and not f.filename.startswith("<")]
     where = f" ({Path(own[-1].filename).name}, line {own[-1].lineno})" if own else ""
     text = str(error).strip().split("\n")[0]
     return f"{type(error).__name__}{': ' if text else ''}{text}{where}"

@@ -28,7 +28,7 @@ from lockstep.data import (
     resolve_sets,
     stream_notes,
 )
-from lockstep.devices import Device
+from lockstep.devices import Device, note_on_threads
 from lockstep.display import duration, words_of
 from lockstep.errors import JobError
 from lockstep.evaluation import evaluate_sets
@@ -365,6 +365,8 @@ class _Training:
                 self.told.line(told_of, kind="note")
             if self.scheduler is not None and not any(group["lr"] for group in self.step.optimizer.param_groups):
                 self.told.line("the learning rate is 0: the scheduler goes on as it was saved, at its end", kind="note")
+        if (threads := note_on_threads(world.device)) is not None:
+            self.told.line(threads, kind="note")
         if is_stream(self.train_data):
             for note in stream_notes(job.shuffle, meets=world.size > 1 and not self.step.together):
                 self.told.line(note, kind="note")

@@ -109,6 +109,7 @@ class Step(Evaluator, ABC):
         self._clip_norm = job.clip_norm
         self._scaler = self._precision.scaler
         self._compile = job.compile
+        self._synchronises = job.sync_batchnorm
         held = {id(p) for group in optimizer.param_groups for p in group["params"]}
         self._held = {name: p for name, p in model.named_parameters() if id(p) in held}
         self._find_trained()
@@ -217,6 +218,10 @@ class Step(Evaluator, ABC):
                 f"out of memory on {self.world.device} at step {self.world.step} with a share of {share} samples: "
                 f"use a smaller batch_size, or accumulate={2 * self._accumulate}"
             ) from error
+        except ValueError as error:
+            if "more than 1 value per channel" in str(error):
+                raise RunError(self._one_sample(batch)) from error
+            raise
         if began is not None:
             line = self.loss_check.timed(self._updates, self._time() - began, len(self.models()))
             if line is not None and self.world.is_first:
@@ -226,6 +231,15 @@ class Step(Evaluator, ABC):
         if self._on_accelerator:
             self._watch(total, count)
         return Result(total, count, batch.size)
+
+    def _one_sample(self, batch: Batch) -> str:
+        """What to do where BatchNorm was given one value for each channel, which has no variance."""
+        said = f"step {self.world.step}: BatchNorm was given one sample only, of a batch of {batch.size}"
+        whole = max(part.of for part in batch.parts)
+        if self.replicas > 1 and whole > 1 and self.together and not self._synchronises:
+            return f"{said}: sync_batchnorm=True lets it see those of all replicas; or choose another batch_size"
+        of = "fewer micro-batches, or " if len(batch.parts) > 1 else ""
+        return f"{said}: choose {of}a batch_size that leaves no batch of one sample"
 
     def _look(self, batch: Batch) -> None:
         """Before the first update, see what the model does in forward that a share can't keep, and say it.

@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 from typing import Any
 
+import torch
 from torch import nn
 
 from lockstep.build import hooked_parameters
@@ -22,6 +23,11 @@ def replica_of(model: nn.Module, device: Device) -> nn.Module:
     try:
         made = copy.deepcopy(model, memo)
     except Exception as error:
+        if (computed := _computed_tensor(model)) is not None:
+            raise StrategyError(
+                f'dp: "{computed}" is computed from other parameters, so it can\'t be copied: take ddp, or in place of '
+                "the old torch.nn.utils.weight_norm that of torch.nn.utils.parametrizations"
+            ) from error
         raise JobError(
             f"model: it can't be copied for {device}: {type(error).__name__}: {error}; ddp builds it afresh"
         ) from error
@@ -35,6 +41,15 @@ def replica_of(model: nn.Module, device: Device) -> nn.Module:
     if not device.is_slot:
         made.to(device.torch)
     return made
+
+
+def _computed_tensor(model: nn.Module) -> str | None:
+    """The first attribute that is a tensor with a history, as the old ``weight_norm`` leaves them."""
+    for name, module in model.named_modules():
+        for key, value in vars(module).items():
+            if isinstance(value, torch.Tensor) and value.grad_fn is not None:
+                return f"{name}.{key}" if name else key
+    return None
 
 
 def refuse_what_replicas_would_share(model: nn.Module) -> None:
