@@ -80,7 +80,7 @@ def said(capfd: pytest.CaptureFixture) -> list[str]:
         ("train a_job.py --devices cudaa", "cudaa"),
         ("train a_job.py --devices 99", "99 devices, but"),
         ("train a_job.py --batch-size 0", "batch_size: 0 is too small"),
-        ("train a_job.py --batchsize 3", "no option --batchsize; did you mean \"--batch-size\""),
+        ("train a_job.py --batchsize 3", "no option --batchsize here; did you mean \"--batch-size\""),
         ("train a_job.py --set los=mse", '--set los: the job has no such knob; did you mean "loss"'),
         ("train a_job.py --set bad=x", "--set bad: 'x' is not a whole number"),
         ("train a_job.py --set loss", "--set key=value"),

@@ -467,7 +467,7 @@ def test_what_trains_on_one_slot_of_several_has_a_line_too(machine: Callable[...
         ),
         (
             ["examples/digits.py", "--strategies", "single dpp"],
-            'there is no strategy "dpp": did you mean "pp" or "dp"?',
+            'there is no strategy "dpp": did you mean "dp" or "pp"?',
         ),
         (["examples/digits.py", "--sweep", "microbatches=none"], "microbatches: 'none' is not a whole number"),
         (["examples/digits.py", "--rounds", "0"], "number above 0"),

@@ -232,12 +232,12 @@ def test_frequencies_in_a_micro_batch_are_said(tmp_path, capsys) -> None:
 @pytest.mark.parametrize(
     ("way", "samples", "settings", "says"),
     [
-        ("dp", 19, {}, "step 3: BatchNorm was given one sample only, of a batch of 3: sync_batchnorm=True lets it see"),
+        ("dp", 19, {}, "step 3: BatchNorm was given one sample only, of a batch of 3: sync_batchnorm=True lets"),
         (
             "ddp",
             19,
             {},
-            "step 3: BatchNorm was given one sample only, of a batch of 3: sync_batchnorm=True lets it see",
+            "step 3: BatchNorm was given one sample only, of a batch of 3: sync_batchnorm=True lets",
         ),
         ("hogwild", 19, {}, "of a batch of 3: choose a batch_size that leaves no batch of one sample"),
         ("dp", 17, {"sync_batchnorm": True}, "of a batch of 1: choose a batch_size that leaves no batch of one sample"),

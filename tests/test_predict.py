@@ -464,7 +464,7 @@ def test_the_command_writes_in_the_folder_of_the_run_and_says_where(words: str, 
         ("predict run --out x.csv", "x.csv should end in"),
         ("predict run --out run/model.safetensors", "it is there already; --overwrite replaces it"),
         ("predict run --strategy dpd", 'no strategy "dpd"'),
-        ("predict run --ovewrite", 'no option --ovewrite; did you mean "--overwrite"'),
+        ("predict run --ovewrite", 'no option --ovewrite here; did you mean "--overwrite"'),
         ("predcit run", 'no command "predcit"; did you mean "predict"'),
     ],
 )  # fmt: skip

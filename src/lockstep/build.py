@@ -42,6 +42,12 @@ def build_model(job: Job, world: World, *, place: bool = True) -> nn.Module:
             raise JobError(f"model: building it raised {told(error)}") from error
     if not isinstance(model, nn.Module):
         raise JobError(f"model: it gave a {type(model).__name__}, not a torch.nn.Module")
+    elsewhere = next(((n, t) for n, t in _all_tensors(model) if t.device.type not in ("cpu", world.device.type)), None)
+    if elsewhere is not None and not elsewhere[1].is_meta:
+        raise JobError(
+            f'model: "{elsewhere[0]}" was put on {elsewhere[1].device}, and it is to train on {world.device}: build it '
+            "on the CPU, without .cuda() and .to(...); Lockstep moves it"
+        )
     if not any(p.requires_grad for p in model.parameters()):
         raise JobError("model: it has no parameter that requires a gradient, so there is nothing to train")
     _make_lazy_parameters(model, job, world)

@@ -12,14 +12,14 @@ import re
 import signal
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from types import FrameType
 from typing import Any, NoReturn
 
 import lockstep
 from lockstep.allocator import prepare
 from lockstep.compare import commands as comparing
-from lockstep.errors import InputError, LockstepError, RankFailed, nearest, own_traceback
+from lockstep.errors import InputError, LockstepError, RankFailed, near_names, nearest, own_traceback
 from lockstep.interrupt import Interrupt
 from lockstep.launch import server
 from lockstep.options import above_zero, add_knobs, add_settings, check_writable, knobs_in, settings_in
@@ -37,13 +37,22 @@ class _Parser(argparse.ArgumentParser):
             message = f'there is no command "{wrong[1]}"; {nearest(wrong[1], known)}'
         raise InputError(f"{message} ({self.prog} --help lists all)")
 
-    def unknown(self, words: list[str]) -> InputError:
-        """What to say of words that no option takes."""
+    def unknown(self, words: list[str], others: Mapping[str, _Parser]) -> InputError:
+        """What to say of words that no option takes; ``others`` are the parsers of all commands."""
         word = words[0].split("=")[0]
         if not word.startswith("-"):
             return InputError(f'"{word}" is one word too many ({self.prog} --help lists what there is)')
-        options = [option for action in self._actions for option in action.option_strings]
-        return InputError(f"there is no option {word}; {nearest(word, options)} ({self.prog} --help lists all)")
+        having = [name for name, parser in others.items() if word in parser._option_string_actions]
+        options = list(self._option_string_actions)
+        if near_names(word, options):
+            what = f"; {nearest(word, options)}"
+        elif having:
+            what = f": {' and '.join(having)} {'has' if len(having) == 1 else 'have'} one"
+        elif "--set" in options:
+            what = f": for a parameter of the job's function write --set {word.strip('-')}=VALUE"
+        else:
+            what = ""
+        return InputError(f"there is no option {word} here{what} ({self.prog} --help lists all)")
 
 
 def main(words: Sequence[str] | None = None) -> int:
@@ -123,7 +132,7 @@ def _run(words: list[str]) -> int:
     parser, commands = _parser()
     options, rest = parser.parse_known_args(words)
     if rest:
-        raise commands.get(options.command, parser).unknown(rest)
+        raise commands.get(options.command, parser).unknown(rest, commands)
     if options.command is None:
         parser.print_help()
         return 0

@@ -144,7 +144,7 @@ def _from_words(word: str) -> tuple[Device, ...]:
     here = accelerators()
     if word == "auto":
         return here or slots(1)
-    if word.isdigit():
+    if re.fullmatch(r"-?\d+", word):
         return _first(int(word), here)
     if cut := re.fullmatch(r"(\d+)\s*x\s*cpu", word):
         return slots(_positive(int(cut[1])))
@@ -157,7 +157,7 @@ def _from_words(word: str) -> tuple[Device, ...]:
 
 def _positive(count: int) -> int:
     if count < 1:
-        raise DeviceError(f"{count} devices: ask for at least one")
+        raise DeviceError(f"{count} devices: ask for at least one, or for auto")
     return count
 
 

@@ -118,14 +118,27 @@ class SaveError(RunError):
 
 def nearest(name: str, names: list[str]) -> str:
     """``did you mean "x"?`` for a name that isn't among ``names`` (or two of them, equally near), or the whole list."""
+    if not (near := near_names(name, names)):
+        return f"there are: {', '.join(names)}"
+    return f"did you mean {' or '.join(map(_quoted, near))}?"
+
+
+def near_names(name: str, names: list[str]) -> list[str]:
+    """The name that a person may have meant, or two that are equally near; none where none is near."""
     import difflib
 
-    near = difflib.get_close_matches(name, names, n=2)
-    if not near:
-        return f"there are: {', '.join(names)}"
-    far = [difflib.SequenceMatcher(None, one, name).ratio() for one in near]
-    nearest_of = [f'"{one}"' for one, its in zip(near, far, strict=True) if its == far[0]]
-    return f"did you mean {' or '.join(nearest_of)}?"
+    def likeness(one: str) -> float:
+        a, b = one.strip("-"), name.strip("-")
+        if abs(len(a) - len(b)) > 1 + min(len(a), len(b)) // 3 and not (a.startswith(b) or b.startswith(a)):
+            return 0.0  # "dp" is not what is meant by "fsdp"
+        return difflib.SequenceMatcher(None, a, b).ratio()
+
+    most = max(map(likeness, names), default=0.0)
+    return [one for one in names if likeness(one) == most][:2] if most >= 0.6 else []
+
+
+def _quoted(name: str) -> str:
+    return f'"{name}"'
 
 
 def counted(number: int, what: str, ending: str = "s") -> str:
@@ -185,4 +198,15 @@ def told(error: BaseException, path: str | None = None) -> str:
         own = [f for f in frames if _is_own(f.filename) and not f.filename.startswith("<")]
     where = f" ({Path(own[-1].filename).name}, line {own[-1].lineno})" if own else ""
     text = str(error).strip().split("\n")[0]
-    return f"{type(error).__name__}{': ' if text else ''}{text}{where}"
+    return f"{type(error).__name__}{': ' if text else ''}{text}{where}{_hint(error)}"
+
+
+def _hint(error: BaseException) -> str:
+    """What to do, where that is known."""
+    import os
+
+    if isinstance(error, FileNotFoundError) and isinstance(error.filename, str) and not os.path.isabs(error.filename):
+        return f"; relative paths are taken from {os.getcwd()}, where the command was started"
+    if "not compiled with CUDA" in str(error) or "No CUDA GPUs are available" in str(error):
+        return "; build models and data on the CPU, without .cuda() and .to(...): Lockstep moves them to the devices"
+    return ""

@@ -6,7 +6,6 @@ batches may be under way at once (``over``).
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from typing import Any, TypeVar
@@ -47,12 +46,15 @@ class Evaluator:
         self._dtype = self._precision.whole
         self._on_accelerator = not world.device.is_slot
         self._stream: tuple[int, ...] | None = None
+        self._loss_check: LossCheck | None = None
         self._judged = 0
 
-    @functools.cached_property
+    @property
     def loss_check(self) -> LossCheck:
         """Holds the loss to being additive, as far as batches are cut."""
-        return LossCheck(self.loss, cuts=self.cuts_batch)
+        if self._loss_check is None:
+            self._loss_check = LossCheck(self.loss, cuts=self.cuts_batch)
+        return self._loss_check
 
     def models(self) -> list[nn.Module]:
         """The replicas of this process."""

@@ -13,7 +13,7 @@ import typing
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, Self
 
 import torch
 from torch import nn
@@ -98,6 +98,19 @@ class Job:
     eval_batch_size: int | None = None
     loader_workers: int | None = None
     on_event: Sequence[Callable[[Any], str | None]] = ()
+
+    def __new__(cls, *values: Any, **fields: Any) -> Self:
+        """Say what is wrong with the names, in place of Python's own words."""
+        known = {f.name: f for f in dataclasses.fields(cls)}
+        if values:
+            raise JobError(f"a Job takes its fields by name (model=..., loss=...), not a {type(values[0]).__name__}")
+        for name in fields:
+            if name not in known:
+                raise JobError(f"{name}: a job has no such field; {nearest(name, list(known))}")
+        has_default = {n for n, f in known.items() if {f.default, f.default_factory} != {dataclasses.MISSING}}
+        if fields and (missing := [name for name in known if name not in fields and name not in has_default]):
+            raise JobError(f"{missing[0]}: a job needs one; Job(model=, loss=, optimizer=, train_data=, batch_size=)")
+        return super().__new__(cls)
 
     def __post_init__(self) -> None:
         if isinstance(self.optimizer, torch.optim.Optimizer):

@@ -21,9 +21,12 @@ from lockstep.allocator import freed_memory_kept
 from lockstep.checkpoint import load_state, save_state, save_weights
 from lockstep.data import (
     Batch,
+    change_of,
     eval_loaders,
+    fingerprint,
     is_stream,
     job_loader,
+    note_on_workers,
     resolve,
     resolve_sets,
     stream_notes,
@@ -43,7 +46,7 @@ from lockstep.nesting import share_sizes
 from lockstep.profiling import Profiler
 from lockstep.progress import Pace, Teller, held_out
 from lockstep.resuming import moved
-from lockstep.run_config import changes_of, what_it_is_made_of, write_config
+from lockstep.run_config import edited_files, write_config
 from lockstep.scheduler import move_on, scheduler_of
 from lockstep.step import Step
 from lockstep.strategies import Strategy
@@ -116,6 +119,7 @@ class _Training:
         self.stopped = False
         self.interrupted = False  # by a signal: what was done is saved
         self.record: dict[str, float] = {}
+        self.data: dict[str, Any] = {}  # a fingerprint of the training data
         self.kept_record: dict[str, Any] | None = None  # the last line of the metrics, as the state has it
         self.samples = 0
         self.seconds = 0.0
@@ -143,11 +147,10 @@ class _Training:
             self._resume()
         # Only now that nothing can be refused any more does the folder change.
         if self.world.is_first:
-            made_of = what_it_is_made_of(self.plan.job, self.train_data, self.job)
-            if self.plan.resume:
-                self.planning += [Line(note, "note") for note in changes_of(self.before, made_of)]
             given = self.plan.job if isinstance(self.plan.job, JobFile) else None
-            write_config(self.folder, self.plan.name, given, self.strategy, self.job, self.world, self.devices, made_of)
+            if self.plan.resume:
+                self._note_changes(given)
+            write_config(self.folder, self.plan.name, given, self.strategy, self.job, self.world, self.devices)
             self.folder.keep_metrics(self.world.step, self.kept_record)
             self.folder.failure.unlink(missing_ok=True)
         self.told = Teller(self.world, self.job, self.folder, self.plan.tensorboard)
@@ -171,6 +174,12 @@ class _Training:
         for loader in self.eval_loaders.values():
             loader.close()
         return summary
+
+    def _note_changes(self, given: JobFile | None) -> None:
+        """What is other than when the run was begun."""
+        edited = None if given is None else edited_files(self.before, given)
+        change = change_of(self.data, self.train_data, seed=self.job.seed, name="train_data")
+        self.planning += [Line(said, "note") for said in (edited, change) if said is not None]
 
     def _is_done(self) -> bool:
         if self.stopped or self._is_at_last_step:
@@ -234,6 +243,8 @@ class _Training:
         if job.on_event:
             step.after_events()
         for batch in self._until_all_stop(batches):
+            if not self.data:
+                self.data = fingerprint(batch, self.loader.samples, job.collate)
             step.seed(job.seed)
             result = step.update(batch)
             if self.first is not None and not samples and step.together:
@@ -315,6 +326,7 @@ class _Training:
                     "best": self.best,
                     "partial": self.partial,
                     "record": self.kept_record,
+                    "data": self.data,
                     "seed": self.job.seed,
                     "batch_size": self.job.batch_size,
                 },
@@ -334,7 +346,8 @@ class _Training:
         if self.scheduler is not None and state["scheduler"] is not None:
             self.scheduler.load_state_dict(state["scheduler"])
         self.epoch, self.position, self.best = state["epoch"], state["position"], state["best"]
-        self.partial, self.kept_record = state["partial"], state.get("record")
+        self.partial = state["partial"]
+        self.kept_record, self.data = state.get("record"), state.get("data", {})
         self.world.step = state["step"]
         if self._is_done():
             done, more = self.epoch, self.epoch + (self._epochs or 1)
@@ -367,6 +380,8 @@ class _Training:
                 self.told.line("the learning rate is 0: the scheduler goes on as it was saved, at its end", kind="note")
         if (threads := note_on_threads(world.device)) is not None:
             self.told.line(threads, kind="note")
+        if (workers := note_on_workers(job.loader_workers, world.local_size)) is not None:
+            self.told.line(workers, kind="note")
         if is_stream(self.train_data):
             for note in stream_notes(job.shuffle, meets=world.size > 1 and not self.step.together):
                 self.told.line(note, kind="note")

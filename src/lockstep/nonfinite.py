@@ -10,6 +10,9 @@ from torch import nn
 from lockstep.data import Part
 from lockstep.nesting import named_tensors
 
+_HUGE = 1e8
+"""Outputs of a model that doesn't diverge are smaller."""
+
 
 def why_not_finite(model: nn.Module, part: Part, outputs: Any, *, first: bool) -> str:
     """What to look at, where the loss of a local batch is not finite.
@@ -34,6 +37,9 @@ def why_not_finite(model: nn.Module, part: Part, outputs: Any, *, first: bool) -
                 "inputs and weights are finite, the model's outputs are not: does its forward divide by 0, or overflow?"
             )
         return "inputs and weights are finite, the model's outputs are not: try a smaller learning rate, or clip_norm"
+    largest = max((_largest(t) for _, t in named_tensors(outputs)), default=0.0)
+    if not first and largest > _HUGE:
+        return f"the model's outputs have grown to {largest:.0e}: try a smaller learning rate, or clip_norm"
     if (found := _nan_in(part, "targets")) is not None:
         return f"{found}, and the loss doesn't leave them out"
     return (
@@ -62,3 +68,7 @@ def _is_nan(tensor: torch.Tensor) -> bool:
 
 def _is_finite(tensor: torch.Tensor) -> bool:
     return not tensor.is_floating_point() or bool(tensor.isfinite().all())
+
+
+def _largest(tensor: torch.Tensor) -> float:
+    return float(tensor.detach().abs().max()) if tensor.is_floating_point() and tensor.numel() else 0.0

@@ -16,14 +16,14 @@
 """
 
 from lockstep.data.fetch import Fetcher
-from lockstep.data.fingerprint import changes, fingerprint
+from lockstep.data.fingerprint import change_of, fingerprint
 from lockstep.data.loader import AnyLoader, Loader, SharedLoader, batches, loader_of
 from lockstep.data.ofjob import eval_loaders, job_loader
 from lockstep.data.order import permutation
 from lockstep.data.shares import Batch, Part, mixed
 from lockstep.data.source import is_stream, resolve, resolve_sets
 from lockstep.data.stream import StreamLoader, stream_notes
-from lockstep.data.workers import default_workers
+from lockstep.data.workers import default_workers, note_on_workers
 
 __all__ = [
     "AnyLoader",
@@ -34,7 +34,7 @@ __all__ = [
     "SharedLoader",
     "StreamLoader",
     "batches",
-    "changes",
+    "change_of",
     "default_workers",
     "eval_loaders",
     "fingerprint",
@@ -42,6 +42,7 @@ __all__ = [
     "job_loader",
     "loader_of",
     "mixed",
+    "note_on_workers",
     "permutation",
     "resolve",
     "resolve_sets",

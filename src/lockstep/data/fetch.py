@@ -64,7 +64,8 @@ class Fetcher:
         is_tensors = type(self._base) is TensorDataset
         if is_tensors and len(self._base.tensors) != 2:
             raise JobError(
-                f"{name}: its TensorDataset has {len(self._base.tensors)} tensors, (inputs, targets) is expected"
+                f"{name}: its TensorDataset has {len(self._base.tensors)} tensors, (inputs, targets) is expected; of "
+                "several inputs a dataset gives ((a, b), targets), which is called as model(a, b)"
             )
         self.tensors: tuple[Tensor, Tensor] | None = self._base.tensors if is_tensors and collate is None else None
         # Tensors draw nothing, but what puts samples together may.
@@ -180,7 +181,14 @@ def together(samples: list[Any], collate: Collate | None, name: str) -> Pair:
         return made[0], made[1]
     for sample in samples:
         if not _is_pair(sample):
-            raise JobError(f"{name}: a sample is {_shape_of(sample)}, (inputs, targets) is expected")
+            several = isinstance(sample, tuple | list) and len(sample) > 2
+            hint = "; of several inputs give ((a, b), targets), which is called as model(a, b)" if several else ""
+            raise JobError(f"{name}: a sample is {_shape_of(sample)}, (inputs, targets) is expected{hint}")
+        if sample[1] is None:
+            raise JobError(
+                f"{name}: the targets of a sample are None: give a number in their place (0, say) where the loss needs "
+                "none, or a collate of your own"
+            )
     try:
         inputs, targets = (default_collate([sample[i] for sample in samples]) for i in (0, 1))
     except Exception as error:

@@ -20,7 +20,7 @@ from torch.utils.data import DataLoader, TensorDataset
 
 from lockstep.data.fetch import unwrapped
 from lockstep.devices import usable_cores
-from lockstep.errors import JobError, LockstepError
+from lockstep.errors import JobError, LockstepError, counted
 
 Request = tuple[Any, ...]
 """What a fetcher is called with: an epoch, and the indices of each share that isn't empty, say."""
@@ -39,6 +39,18 @@ def default_workers(cores: int, ranks_on_node: int, dataset: Any) -> int:
     if type(unwrapped(dataset)[0]) is TensorDataset:
         return 0
     return max(0, min(2, (cores - ranks_on_node) // ranks_on_node))
+
+
+def note_on_workers(workers: int | None, ranks_on_node: int) -> str | None:
+    """What to say of a number of loader workers that a person chose: more than help, on this machine."""
+    cores = len(free_cores())
+    if workers is None or workers * ranks_on_node <= max(4, 2 * cores):
+        return None
+    of = f" for each of {ranks_on_node} ranks" if ranks_on_node > 1 else ""
+    return (
+        f"{workers} loader workers{of}, on {counted(cores, 'core')}: each is a process with a copy of the dataset; "
+        "leave loader_workers out, or take about as many as there are cores"
+    )
 
 
 def free_cores() -> tuple[int, ...]:
@@ -144,7 +156,10 @@ class Workers:
         if self._loader is None:
             raise JobError("loader_workers: this loader is closed")
         self._requests.now = requests
-        for found in self._loader:
+        with warnings.catch_warnings():  # a training says it, in a line
+            warnings.filterwarnings("ignore", message="This DataLoader will create")
+            answers = iter(self._loader)
+        for found in answers:
             if isinstance(found, _Failure):
                 raise found.kind(found.message) from WorkerTraceback(found.traceback)
             pairs, self.note = found

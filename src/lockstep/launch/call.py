@@ -128,15 +128,22 @@ def pickled(fn: Callable[..., Any], args: tuple[Any, ...]) -> bytes:
     """A function and its arguments, by value.
 
     Raises:
-        InputError: one of them can't be pickled; it says which.
+        InputError: one of them can't be pickled, or is a model in shared memory; it says which.
     """
     import cloudpickle
 
+    given = [(f"args[{i}]", arg) for i, arg in enumerate(args)]
+    for name, value in (*given, *(("the function", one) for one in closed_over(fn))):
+        model = value if isinstance(value, torch.nn.Module) else torch.nn.Identity()
+        if any(p.is_cpu and p.is_shared() for p in model.parameters()):  # type: ignore[no-untyped-call]
+            raise InputError(
+                f"{name} holds a model in shared memory, of which each rank would get a copy: make it in the function, "
+                'or train it with strategy="hogwild"'
+            )
     try:
         return bytes(cloudpickle.dumps((fn, args)))
     except Exception as whole:
-        named = [("the function", fn), *((f"args[{i}]", arg) for i, arg in enumerate(args))]
-        for name, value in named:
+        for name, value in (("the function", fn), *given):
             try:
                 cloudpickle.dumps(value)
             except Exception as error:
@@ -145,6 +152,18 @@ def pickled(fn: Callable[..., Any], args: tuple[Any, ...]) -> bytes:
                     "make what it holds inside the function, on each rank"
                 ) from error
         raise InputError(f"the function and its arguments can't be sent to the ranks: {first_line(whole)}") from whole
+
+
+def closed_over(function: Any) -> list[Any]:
+    """What a function holds of the variables around it."""
+
+    def held(cell: Any) -> Any:
+        try:
+            return cell.cell_contents
+        except ValueError:  # not assigned yet
+            return None
+
+    return [value for cell in getattr(function, "__closure__", None) or () if (value := held(cell)) is not None]
 
 
 def _type_of(value: object) -> str:

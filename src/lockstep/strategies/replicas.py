@@ -11,6 +11,7 @@ from torch import nn
 from lockstep.build import hooked_parameters
 from lockstep.devices import Device
 from lockstep.errors import JobError, StrategyError
+from lockstep.launch.call import closed_over
 from lockstep.parallel.parametrized import cache_apart
 
 
@@ -65,14 +66,6 @@ def refuse_what_replicas_would_share(model: nn.Module) -> None:
     for name, module in model.named_modules():
         hooks = (*module._forward_hooks.values(), *module._forward_pre_hooks.values())
         for function in (*vars(module).values(), *hooks):
-            held = [cell.cell_contents for cell in getattr(function, "__closure__", None) or () if _is_filled(cell)]
-            if any(id(thing) in own for thing in held):
+            if any(id(thing) in own for thing in closed_over(function)):
                 where = f'"{name}"' if name else "the model"
                 raise StrategyError(f"dp: a function in {where} holds on to the model it was made in{advice}")
-
-
-def _is_filled(cell: Any) -> bool:
-    try:
-        return cell.cell_contents is not None
-    except ValueError:  # not assigned yet
-        return False

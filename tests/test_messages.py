@@ -1,0 +1,257 @@
+"""What a person reads who has made a mistake: a line that says what was wrong, and what to do."""
+
+from __future__ import annotations
+
+import dataclasses
+import re
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from torch.utils.data import TensorDataset
+
+import lockstep
+from lockstep import Job
+from lockstep.cli import main
+from lockstep.errors import InputError, JobError, NonFiniteLoss, near_names
+from zoo import ZOO, drawn, labels, mlp, plain_sgd
+
+MLP = ZOO["mlp"]
+
+
+def line(error: pytest.ExceptionInfo[Any]) -> str:
+    said = str(error.value)
+    assert "\n" not in said
+    return said
+
+
+# ---- a Job -----------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("make", "says"),
+    [
+        (lambda: Job(batchsize=3), 'batchsize: a job has no such field; did you mean "batch_size"?'),  # type: ignore[call-arg]
+        (lambda: Job(batch_size=3), "model: a job needs one; Job(model=, loss=, optimizer="),  # type: ignore[call-arg]
+        (lambda: Job(mlp), "a Job takes its fields by name (model=..., loss=...), not a function"),  # type: ignore[misc]
+        (lambda: dataclasses.replace(MLP, eppochs=3), 'eppochs: a job has no such field; did you mean "epochs"?'),
+    ],
+)
+def test_a_job_with_wrong_fields(make: Callable[[], Any], says: str) -> None:
+    with pytest.raises(JobError, match="^" + re.escape(says)) as caught:
+        make()
+    line(caught)
+
+
+# ---- the command -----------------------------------------------------------------------------------------------------
+
+JOB = """
+import torch, lockstep
+from torch import nn
+from torch.utils.data import TensorDataset
+
+class OnCuda(nn.Linear):
+    def __init__(self):
+        super().__init__(6, 3)
+        raise AssertionError("Torch not compiled with CUDA enabled")  # what .to("cuda") raises
+
+class Elsewhere(nn.Linear):
+    def __init__(self):
+        super().__init__(6, 3)
+        self.register_buffer("here", torch.zeros(3))
+
+x, y = torch.randn(20, 6), torch.arange(20) % 3
+DATA = {
+    "plain": TensorDataset(x, y),
+    "three": [(x[i], x[i], y[i]) for i in range(20)],
+    "tensors": TensorDataset(x, x, y),
+    "none": [(x[i], None) for i in range(20)],
+    "lost": lambda: torch.load("data/lost.pt"),
+}
+
+def job(lr: float = 0.1, data: str = "plain", model: str = ""):
+    if data == "read":
+        open("data/lost.txt")
+    return lockstep.Job(
+        model=OnCuda if model == "cuda" else lambda: nn.Linear(6, 3), loss=nn.CrossEntropyLoss(),
+        optimizer=lambda p: torch.optim.SGD(p, lr=lr), train_data=DATA[data], batch_size=8)
+"""
+
+
+@pytest.fixture
+def job(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "a_job.py").write_text(JOB)
+    return tmp_path
+
+
+SEVERAL = "of several inputs give ((a, b), targets), which is called as model(a, b)"
+
+
+@pytest.mark.parametrize(
+    ("words", "says"),
+    [
+        ("--out x", "there is no option --out here: predict and schedule have one"),
+        ("--lr 0.2", "there is no option --lr here: for a parameter of the job's function write --set lr=VALUE"),
+        ("--strategy fsdp", 'there is no strategy "fsdp": there are: single, dp, ddp, mp, pp, hogwild'),
+        ("--strategy dpd", 'there is no strategy "dpd": did you mean "dp"'),
+        ("--devices -1", "-1 devices: ask for at least one, or for auto"),
+        ("--set lr=abc", "--set lr: 'abc' is not a number"),
+        ("--set data=three", f"a sample is a tuple of 3, (inputs, targets) is expected; {SEVERAL}"),
+        (
+            "--set data=tensors",
+            "its TensorDataset has 3 tensors, (inputs, targets) is expected; of several",
+        ),
+        ("--set data=none", "train_data: the targets of a sample are None: give a number in their place"),
+        ("--set model=cuda", "; build models and data on the CPU, without .cuda() and .to(...): Lockstep moves them"),
+        ("--set data=lost", "'data/lost.pt' (a_job.py, line 22); relative paths are taken from {here}, where"),
+        ("--set data=read", "'data/lost.txt' (a_job.py, line 27); relative paths are taken from {here}, where"),
+    ],
+)
+def test_a_command_that_can_t_be_done(words: str, says: str, job: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    assert main(["train", "a_job.py", *words.split()]) == 2
+    (said,) = capfd.readouterr().err.splitlines()
+    assert says.format(here=job) in said
+    assert not list(job.glob("runs/*"))
+
+
+def test_many_loader_workers_are_said(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    lockstep.train(MLP, devices="1xcpu", folder=tmp_path, loader_workers=9, epochs=1)
+    assert "note: 9 loader workers, on " in capsys.readouterr().out
+    lockstep.train(MLP, devices="1xcpu", folder=tmp_path, loader_workers=2, epochs=1)
+    assert "loader workers" not in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    ("word", "near"),
+    [
+        ("singel", ["single"]),
+        ("fsdp", []),
+        ("dddp", ["ddp"]),
+        ("dpp", ["dp", "pp"]),
+        ("tensor", []),
+        ("hog", ["hogwild"]),
+    ],
+)
+def test_a_name_is_offered_only_where_it_is_near(word: str, near: list[str]) -> None:
+    assert near_names(word, ["single", "dp", "ddp", "mp", "pp", "hogwild"]) == near
+
+
+# ---- models ----------------------------------------------------------------------------------------------------------
+
+
+def test_a_model_in_shared_memory_is_not_copied_to_ranks_without_a_word() -> None:
+    model = mlp().share_memory()
+    with pytest.raises(
+        InputError, match=r"args\[0\] holds a model in shared memory, .* strategy=\"hogwild\""
+    ) as caught:
+        lockstep.launch(lambda world, model: None, devices="2xcpu", args=(model,))
+    line(caught)
+    with pytest.raises(InputError, match="the function holds a model in shared memory"):
+        lockstep.launch(lambda world: model(drawn(2, 6)), devices="2xcpu")
+    lockstep.launch(lambda world, model: model(drawn(2, 6)), devices="2xcpu", args=(mlp(),))
+
+
+def test_a_model_that_was_put_on_another_device_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    class Elsewhere(torch.Tensor):
+        device = torch.device("cuda", 0)
+
+    model = mlp()
+    monkeypatch.setattr(
+        "lockstep.build._all_tensors", lambda model: [("2.weight", torch.ones(1).as_subclass(Elsewhere))]
+    )
+    job = dataclasses.replace(MLP, model=lambda: model)
+    with pytest.raises(JobError, match=r'"2.weight" was put on cuda:0, and it is to train on cpu:0: build') as caught:
+        lockstep.train(job, devices="1xcpu", folder=tmp_path, quiet=True)
+    line(caught)
+
+
+# ---- a loss that is not finite ---------------------------------------------------------------------------------------
+
+NAN = float("nan")
+
+
+def failing(
+    model: Callable[[], nn.Module] = mlp,
+    inputs: torch.Tensor | None = None,
+    targets: Any = None,
+    loss: Any = None,
+    lr: float = 0.1,
+) -> Job:
+    inputs = drawn(24, 6) if inputs is None else inputs
+    targets = labels(24, 3) if targets is None else targets
+    return Job(
+        model=model, loss=loss or nn.CrossEntropyLoss(), optimizer=lambda p: torch.optim.SGD(p, lr=lr), batch_size=8,
+        train_data=TensorDataset(inputs, targets), shuffle=False, epochs=4,
+    )  # fmt: skip
+
+
+def nan_weights() -> nn.Module:
+    model = mlp()
+    model[2].weight.data[0, 0] = NAN
+    return model
+
+
+class Overflowing(nn.Linear):
+    def __init__(self) -> None:
+        super().__init__(6, 3)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return super().forward(x) / x.new_zeros(3)
+
+
+def nan_at(row: int) -> torch.Tensor:
+    inputs = drawn(24, 6)
+    inputs[row, 2] = NAN
+    return inputs
+
+
+def masked(outputs: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
+    kept = targets != -1
+    return nn.functional.cross_entropy(outputs[kept], targets[kept])
+
+
+def squared(outputs: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
+    return (outputs - targets).square().mean()
+
+
+NOT_FINITE = {
+    "inputs": (failing(inputs=nan_at(13)), "nan at step 2 on", "the inputs of sample 13 have NaN: clean the data"),
+    "weights": (failing(nan_weights), "nan at step 1 on", 'parameter "2.weight" is not finite before the first update'),
+    "forward": (failing(Overflowing), "at step 1 on", "the model's outputs are not: does its forward divide by 0"),
+    "masked": (
+        failing(targets=torch.full((24,), -1), loss=masked),
+        "nan at step 1 on",
+        "the loss itself divides by 0",
+    ),
+    "targets": (
+        failing(targets=nan_at(9)[:, :3], loss=squared),
+        "nan at step 2 on",
+        "the targets of sample 9 have NaN",
+    ),
+    "rate": (
+        failing(loss=squared, targets=drawn(24, 3), lr=1e30),
+        "at step",
+        "try a smaller learning rate, or clip_norm",
+    ),
+}
+
+
+@pytest.mark.parametrize("way", ["single", "dp", "ddp"])
+@pytest.mark.parametrize("kind", NOT_FINITE)
+def test_a_loss_that_is_not_finite_is_traced_to_what_was_not_first(kind: str, way: str, tmp_path: Path) -> None:
+    job, where, why = NOT_FINITE[kind]
+    devices = "1xcpu" if way == "single" else "2xcpu"
+    with pytest.raises(NonFiniteLoss, match=f"the loss became .*{re.escape(where)}.*{re.escape(why)}") as caught:
+        lockstep.train(job, strategy=way, devices=devices, folder=tmp_path, quiet=True)
+    assert ("learning rate" in line(caught)) == (kind == "rate")
+
+
+def test_frozen_parameters_do_not_hinder_an_optimizer_over_all() -> None:
+    model = mlp()
+    model[0].weight.requires_grad_(False)
+    step = lockstep.parallelize(model, nn.CrossEntropyLoss(), plain_sgd(model.parameters()), devices="1xcpu")
+    assert step(drawn(8, 6), labels(8, 3)).loss > 0
