@@ -15,7 +15,7 @@ from torch.utils.checkpoint import checkpoint
 
 from lockstep import Job
 from lockstep.devices import slots
-from lockstep.errors import StrategyError
+from lockstep.errors import LossError, StrategyError
 from lockstep.nesting import each
 from lockstep.pipelining import moving
 from lockstep.pipelining.stages import even_split, stage_of
@@ -509,3 +509,29 @@ def test_an_autograd_function_that_writes_over_cards_is_refused(monkeypatch) -> 
     job = _job(WritingAcross)
     with Cards(), pytest.raises(StrategyError, match="Scaling writes to a tensor of another stage's device"):
         over_cards(job, PP({"first": 0, "": 1}, 2), 2, monkeypatch)(*batch(job, 0, 4))
+
+
+def test_a_mask_that_becomes_uneven_on_a_card_is_found_without_waiting(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The card remembers the first step, and is asked with the other checks."""
+
+    def loss(outputs: torch.Tensor, targets: tuple[torch.Tensor, torch.Tensor]) -> torch.Tensor:
+        values, mask = targets
+        return ((outputs - values).square() * mask).sum() / mask.sum()
+
+    def updates(uneven_in: int, steps: int) -> Step:
+        step = over_cards(
+            KINDS["a sequence"][0].having(precision="fp64", loss=loss), PP(microbatches=2), 2, monkeypatch
+        )
+        for number in range(1, steps + 1):
+            mask = torch.ones(8, 3)
+            mask[5, 1:] = 0 if number == uneven_in else 1
+            step(drawn(8, 6, seed=number).double(), (drawn(8, 3, seed=number).double(), mask.double()))
+        return step
+
+    with Cards():
+        updates(uneven_in=9, steps=4).check()
+        step = updates(uneven_in=3, steps=4)
+        with pytest.raises(LossError, match="is not a mean over samples in step 3: return"):
+            step.check()
+        with pytest.raises(LossError, match=r"is not a mean over samples \(whole"):
+            updates(uneven_in=1, steps=1)  # the first update is waited for: nothing wrong is trained

@@ -340,14 +340,17 @@ def _first_wrong(sums: list[Sum], tolerance: float) -> Sum | None:
 
 
 def _are_wrong(sums: list[Sum], tolerance: float) -> Tensor:
-    """Whether one of them is, found by the accelerator."""
-    found = []
+    """Whether one of them is, found by the accelerator; Python numbers are looked at here."""
+    wrong = torch.zeros_like(sums[0].whole.total, dtype=torch.bool)
     for of in sums:
-        for values in ([p.total for p in of], [p.count for p in of]):
-            whole, one, other = (torch.as_tensor(value, device=of.whole.total.device) for value in values)
-            bound = tolerance * (whole.abs() + one.abs() + other.abs())
-            found.append(torch.isfinite(whole) & ~((one + other - whole).abs() <= bound))
-    return torch.stack(found).any()
+        values: list[list[Number]] = [[p.total for p in of], [p.count for p in of]]
+        for whole, one, other in values:
+            if isinstance(whole, Tensor):
+                bound = tolerance * (abs(whole) + abs(one) + abs(other))
+                wrong = wrong | (torch.isfinite(whole) & ~(abs(one + other - whole) <= bound))
+            elif _is_apart(float(whole), float(one), float(other), tolerance=tolerance):
+                wrong = torch.ones_like(wrong)
+    return wrong
 
 
 def _is_sum(of: Sum) -> bool:
