@@ -343,8 +343,9 @@ def _are_wrong(sums: list[Sum], tolerance: float) -> Tensor:
     """Whether one of them is, found by the accelerator; Python numbers are looked at here."""
     wrong = torch.zeros_like(sums[0].whole.total, dtype=torch.bool)
     for of in sums:
-        values: list[list[Number]] = [[p.total for p in of], [p.count for p in of]]
-        for whole, one, other in values:
+        for number in ("total", "count"):
+            values: list[Any] = [getattr(piece, number) for piece in of]
+            whole, one, other = values
             if isinstance(whole, Tensor):
                 bound = tolerance * (abs(whole) + abs(one) + abs(other))
                 wrong = wrong | (torch.isfinite(whole) & ~(abs(one + other - whole) <= bound))
