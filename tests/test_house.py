@@ -116,3 +116,71 @@ def test_the_table_of_strategies_in_the_readme_is_that_of_the_list() -> None:
 def test_no_room_is_called_after_nothing() -> None:
     for path in SRC.rglob("*.py"):
         assert path.stem not in {"utils", "helpers", "manager", "engine", "base", "common", "misc"}
+
+
+def files_imported_by(path: Path) -> set[Path]:
+    """The files of the package that a file imports, in functions too; for type checkers only left out."""
+    tree = ast.parse(path.read_text())
+    for node in ast.walk(tree):
+        if isinstance(node, ast.If) and "TYPE_CHECKING" in ast.dump(node.test):
+            node.body = []
+    found = set()
+    for node in ast.walk(tree):
+        names = []
+        if isinstance(node, ast.ImportFrom) and node.module:
+            names = [f"{node.module}.{alias.name}" for alias in node.names]
+        elif isinstance(node, ast.Import):
+            names = [alias.name for alias in node.names]
+        for name in names:
+            parts = name.split(".")[1:] if name.startswith("lockstep.") else []
+            for place in (parts, parts[:-1]):
+                base = SRC.joinpath(*place)
+                file = next((f for f in (base.with_suffix(".py"), base / "__init__.py") if place and f.is_file()), None)
+                if file is not None:
+                    found.add(file)
+                    break
+    return found - {path}
+
+
+def test_no_file_imports_itself_by_way_of_others() -> None:
+    graph = {path: files_imported_by(path) for path in SRC.rglob("*.py")}
+    done: set[Path] = set()
+
+    def visit(path: Path, way: list[Path]) -> None:
+        circle = [str(one.relative_to(SRC)) for one in [*way[way.index(path) :], path]] if path in way else []
+        assert not circle, " imports ".join(circle)
+        if path not in done:
+            for other in graph[path]:
+                visit(other, [*way, path])
+            done.add(path)
+
+    for path in graph:
+        visit(path, [])
+
+
+def test_no_room_uses_private_members_of_another() -> None:
+    defined: dict[str, set[str]] = {}
+    used: list[tuple[str, str, str]] = []
+    for path in SRC.rglob("*.py"):
+        own = defined.setdefault(room_of(path), set())
+        for node in ast.walk(ast.parse(path.read_text())):
+            if isinstance(node, ast.FunctionDef):
+                own.add(node.name)
+            elif isinstance(node, ast.AnnAssign | ast.Assign):
+                targets = node.targets if isinstance(node, ast.Assign) else [node.target]
+                own |= {target.attr for target in targets if isinstance(target, ast.Attribute)}
+                own |= {target.id for target in targets if isinstance(target, ast.Name)}
+            elif isinstance(node, ast.Attribute) and node.attr.startswith("_") and not node.attr.startswith("__"):
+                whose = ast.unparse(node.value)
+                if whose not in ("self", "cls", "super()"):
+                    used.append((room_of(path), f"{path.name}: {whose}.{node.attr}", node.attr))
+    elsewhere = {room: set().union(*(names for other, names in defined.items() if other != room)) for room in defined}
+    wrong = [text for room, text, name in used if name not in defined[room] and name in elsewhere[room]]
+    known = {
+        "_buffers",
+        "_parameters",
+        "_modules",
+        "_version",
+        "_base",
+    }  # PyTorch's own, which a class of ours names too
+    assert [text for text in wrong if text.rpartition(".")[2] not in known] == []

@@ -349,6 +349,10 @@ class _Training:
         self.partial = state["partial"]
         self.kept_record, self.data = state.get("record"), state.get("data", {})
         self.world.step = state["step"]
+        if self._is_at_last_step:
+            raise JobError(
+                f"steps: the run has done {self.world.step}: ask for more, --steps {2 * self.world.step} say"
+            )
         if self._is_done():
             done, more = self.epoch, self.epoch + (self._epochs or 1)
             raise JobError(
