@@ -9,15 +9,17 @@ import sys
 import textwrap
 import time
 from pathlib import Path
+from typing import Any
 
 import psutil
 import pytest
 import torch
 from torch import nn
+from torch.utils.data import TensorDataset
 
 from lockstep import Job, checkpoint, train
 from lockstep.cli import main
-from lockstep.errors import FolderError, OutOfMemory, RankFailed, SaveError
+from lockstep.errors import FolderError, OutOfMemory, RankFailed, RunError, SaveError
 from lockstep.jobfile import JobFile
 from lockstep.verify import same_bits
 from zoo import drawn, labels, mlp, plain_sgd
@@ -199,6 +201,23 @@ def test_a_folder_that_can_not_be_written_is_said(tmp_path) -> None:
     tmp_path.chmod(0o500)
     with pytest.raises(FolderError, match="can't be made"):
         train(job_of(), folder=tmp_path / "runs", quiet=True)
+
+
+class Deadly(TensorDataset):
+    """Ends the loader worker that reads it."""
+
+    def __getitem__(self, index: int) -> Any:
+        if torch.utils.data.get_worker_info() is not None:
+            os.kill(os.getpid(), signal.SIGKILL)
+        return super().__getitem__(index)
+
+
+def test_a_loader_worker_that_is_killed_is_said(tmp_path) -> None:
+    data = Deadly(torch.randn(8, 6), torch.zeros(8, dtype=torch.int64))
+    with pytest.raises(
+        RunError, match=r"a loader worker was killed \(out of memory\?\): take fewer, or loader_workers=0"
+    ):
+        train(job_of(train_data=data, loader_workers=1), devices="1xcpu", folder=tmp_path, quiet=True)
 
 
 def test_a_damaged_state_is_said(tmp_path) -> None:

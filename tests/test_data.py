@@ -339,7 +339,10 @@ def test_tuples_in_a_sample_stay_tuples_in_the_batch() -> None:
     [
         ((1, 2, 3), r"a tuple of 3, \(inputs, targets\) is expected; of several inputs give \(\(a, b\), targets\).*"),
         ({"x": 1, "y": 2}, r"a dict, \(inputs, targets\) is expected"),
-        (torch.ones(2), r"a Tensor, \(inputs, targets\) is expected"),
+        (
+            torch.ones(2),
+            r"a Tensor, \(inputs, targets\) is expected; tensors of inputs .*",
+        ),
         (None, r"None, \(inputs, targets\) is expected"),
     ],
 )

@@ -26,6 +26,7 @@ LAYERS = [
         "forward",
         "loss_check",
         "nonfinite",
+        "layer_error",
         "device_checks",
         "pipelining",
         "data",

@@ -367,7 +367,7 @@ def test_a_loss_that_cant_take_a_part_is_refused() -> None:
     def loss(outputs: Tensor, targets: Tensor) -> Tensor:
         return squared(outputs.view(N, C), targets)
 
-    with pytest.raises(LossError, match=r"can't take \d+ of 13 samples"):
+    with pytest.raises(LossError, match=r"can't be checked: it fails with \d+ of 13 samples"):
         check(loss, logits(N, C), logits(N, C), N)
 
 

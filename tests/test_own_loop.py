@@ -227,3 +227,153 @@ def test_replicas_of_one_process_follow_what_a_function_changes(kind: str, chang
         run = lockstep.train(job_that(change, kind), strategy=strategy, devices=devices, folder=tmp_path, quiet=True)
         ends.append(weights(run.model()))
     torch.testing.assert_close(ends[0], ends[1], rtol=0, atol=1e-12)
+
+
+# ---- what a person changes between steps -----------------------------------------------------------------------------
+
+
+class Tempered(nn.Module):
+    """Divided by a temperature that a loop lowers, with settings in a dictionary, and a head that is switched on."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers, self.more = mlp(), nn.Linear(6, 3)
+        self.temperature, self.settings, self.has_more = 2.0, {"scale": 1.0}, False
+
+    def forward(self, inputs: torch.Tensor) -> torch.Tensor:
+        outputs = self.layers(inputs) + (self.more(inputs) if self.has_more else 0)
+        return outputs / self.temperature * self.settings["scale"]
+
+
+def tempered(strategy: str, devices: str) -> torch.Tensor:
+    torch.manual_seed(0)
+    model = Tempered().double()
+    step = lockstep.parallelize(
+        model,
+        nn.CrossEntropyLoss(),
+        sgd(model.named_parameters()),
+        strategy=strategy,
+        devices=devices,
+        precision="fp64",
+    )
+    for number, batch in enumerate(lockstep.batches(DATA, batch_size=8)):
+        model.temperature, model.settings["scale"], model.has_more = 2 / (1 + number), 1 + number / 4, number > 2
+        step(batch)
+    return weights(model)
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_plain_attributes_that_a_loop_sets_act_on_every_device(way: str) -> None:
+    for ended in looped(way, tempered):
+        torch.testing.assert_close(ended, tempered("single", "1xcpu"), rtol=1e-9, atol=1e-12)
+
+
+def add_a_group(model: nn.Sequential, optimizer: torch.optim.Optimizer) -> None:
+    model[0].requires_grad_(True)
+    optimizer.add_param_group({"params": list(model[0].named_parameters("0"))})
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_parameters_that_the_optimizer_is_given_later_are_refused(way: str) -> None:
+    """Found by trial: their gradients were never set to zero, summed or clipped, under every strategy."""
+
+    def loop(strategy: str, devices: str) -> None:
+        model = mlp()
+        model[0].requires_grad_(False)
+        optimizer = plain_sgd([(n, p) for n, p in model.named_parameters() if p.requires_grad])
+        step = lockstep.parallelize(model, nn.CrossEntropyLoss(), optimizer, strategy=strategy, devices=devices)
+        step(drawn(8, 6), labels(8, 3))
+        add_a_group(model, optimizer)
+        with pytest.raises(InputError, match=r"the optimizer has other parameters .*call lockstep.parallelize again"):
+            step(drawn(8, 6), labels(8, 3))
+        step = lockstep.parallelize(model, nn.CrossEntropyLoss(), optimizer, strategy=strategy, devices=devices)
+        before = weights(model[0])
+        step(drawn(8, 6), labels(8, 3))
+        assert not torch.equal(before, weights(model[0]))
+
+    looped(way, loop)
+
+
+CHANGES: dict[str, Any] = {
+    "a layer": lambda model: model.__setitem__(1, nn.ReLU()),
+    "a parameter": lambda model: setattr(model[1], "new", nn.Parameter(torch.ones(()))),
+    "a hook": lambda model: model[1].register_forward_hook(lambda *_: None),
+    "a hook of a parameter": lambda model: model[0].weight.register_hook(lambda gradient: gradient),
+    "a forward": lambda model: setattr(model[1], "forward", torch.relu),
+    "a parametrization": lambda model: nn.utils.parametrizations.weight_norm(model[0]),
+}
+
+
+@pytest.mark.parametrize("change", CHANGES)
+def test_what_the_replicas_of_dp_would_not_have_is_refused(change: str) -> None:
+    model = mlp()
+    step = lockstep.parallelize(
+        model, nn.CrossEntropyLoss(), plain_sgd(model.named_parameters()), strategy="dp", devices="2xcpu"
+    )
+    step(drawn(8, 6), labels(8, 3))
+    CHANGES[change](model)
+    with pytest.raises(InputError, match=r"dp: modules, parameters or hooks .* call lockstep.parallelize again"):
+        step(drawn(8, 6), labels(8, 3))
+
+
+# ---- what is said ----------------------------------------------------------------------------------------------------
+
+
+class Centred(nn.Linear):
+    def forward(self, inputs: torch.Tensor) -> torch.Tensor:
+        return super().forward(inputs - inputs.mean(dim=0))
+
+
+@pytest.mark.parametrize(
+    ("model", "way", "settings", "says"),
+    [
+        (lambda: nn.Sequential(nn.BatchNorm1d(6), nn.Linear(6, 3)), "dp 3", {}, "BatchNorm normalises over the share"),
+        (lambda: nn.Sequential(nn.Dropout(), nn.Linear(6, 3)), "dp 3", {}, "dropout draws other masks"),
+        (lambda: Centred(6, 3), "dp 3", {}, "samples of a batch act on one another"),
+        (lambda: Centred(6, 3), "single", {"accumulate": 2}, "samples of a batch act on one another"),
+    ],
+)
+def test_a_loop_is_warned_where_its_numbers_will_differ(model: Any, way: str, settings: Any, says: str) -> None:
+    """Found by trial: what a training says in a note, a loop of one's own was never told."""
+    built, (strategy, devices) = model(), WAYS[way]
+    with pytest.warns(UserWarning, match=says) as warned:
+        step = lockstep.parallelize(
+            built,
+            nn.CrossEntropyLoss(),
+            plain_sgd(built.named_parameters()),
+            strategy=strategy,
+            devices=devices,
+            **settings,
+        )
+        step(drawn(12, 6), labels(12, 3))
+    assert {one.filename for one in warned} == {__file__}
+
+
+def test_a_rank_that_ends_its_loop_early_is_named() -> None:
+    """Found by trial: it was said to be killed by SIGABRT, since its barrier met a sum of another rank."""
+
+    def loop(world: Any) -> None:
+        model = mlp()
+        step = lockstep.parallelize(model, nn.CrossEntropyLoss(), plain_sgd(model.named_parameters()))
+        for _ in range(2 + world.rank):
+            step(drawn(8, 6), labels(8, 3))
+
+    with pytest.raises(
+        InputError, match=r"rank 0 ended after step 2, .*every rank has to make the same number of steps"
+    ):
+        lockstep.launch(loop, devices="2xcpu")
+
+
+def test_batch_norm_outside_of_a_step_says_what_to_do() -> None:
+    model = nn.Sequential(nn.BatchNorm1d(6), nn.Linear(6, 3))
+    step = lockstep.parallelize(
+        model,
+        nn.CrossEntropyLoss(),
+        plain_sgd(model.named_parameters()),
+        strategy="dp",
+        devices="2xcpu",
+        sync_batchnorm=True,
+    )
+    step(drawn(8, 6), labels(8, 3))
+    with pytest.raises(InputError, match=r"call model.eval\(\) before a forward of your own"):
+        model(drawn(8, 6))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import re
 import sys
 from pathlib import Path
@@ -12,7 +13,8 @@ import pytest
 
 from lockstep import Job, Run, devices, train
 from lockstep.cli import main
-from lockstep.errors import FolderError
+from lockstep.errors import FolderError, InputError
+from lockstep.folder import RunFolder
 from lockstep.jobfile import JobFile
 from lockstep.report.ofrun import write_page
 from lockstep.resuming import as_it_went
@@ -212,3 +214,21 @@ def test_a_line_that_is_no_json_is_named(own: Path) -> None:
     metrics.write_text("nonsense\n" + metrics.read_text())
     with pytest.raises(FolderError, match=r"metrics.jsonl: line 1 isn't JSON .*: take it out"):
         _ = run.history
+
+
+def test_another_optimizer_is_refused(own: Path) -> None:
+    """Found by trial: Adam was given the state of SGD without a line."""
+    run = train(JobFile("own.py"), epochs=1)
+    (own / "own.py").write_text(FILE.replace("torch.optim.SGD(p, lr=0.1, momentum=0.9)", "torch.optim.Adam(p)"))
+    with pytest.raises(InputError, match="the saved optimizer is SGD, this one Adam: go on with that, or"):
+        train(JobFile("own.py"), resume=run.folder, epochs=2)
+
+
+def test_a_folder_in_which_another_process_trains_is_refused(own: Path) -> None:
+    """Found by trial: two trainings wrote into one folder, and the second failed an epoch later."""
+    run = train(JobFile("own.py"), epochs=1)
+    says = rf"process {os.getpid()} is training in this folder: wait for it"
+    with RunFolder(run.folder).held(), pytest.raises(FolderError, match=says):
+        train(JobFile("own.py"), resume=run.folder, epochs=2)
+    train(JobFile("own.py"), resume=run.folder, epochs=2)
+    assert not list(run.folder.glob(".lock"))

@@ -117,7 +117,8 @@ def load_state(path: Path) -> dict[str, Any]:
         FolderError: it isn't there, or can't be read.
     """
     if not path.is_file():
-        raise FolderError(f"{path}: there is no state to resume from; the run had not finished an epoch")
+        why = "the run had not finished an epoch" if path.parent.is_dir() else "there is no such folder"
+        raise FolderError(f"{path}: there is no state to resume from; {why}")
     try:
         state: dict[str, Any] = torch.load(path, map_location="cpu", weights_only=True)
     except Exception as error:
@@ -139,5 +140,5 @@ def _replace(path: Path, write: Callable[[Path], Any]) -> None:
         full = full or "PytorchStreamWriter" in str(error) or "unexpected pos" in str(error)
         what = "the disk is full" if full else f"{type(error).__name__}: {str(error).splitlines()[0]}"
         kept = f"; {path.name} of before is kept" if path.exists() else ""
-        advice = "; free some space, then --resume the run" if full else ""
+        advice = f"; free some space, then {'--resume the run' if kept else 'begin anew'}" if full else ""
         raise SaveError(f"{path}: could not be written: {what}{kept}{advice}") from error

@@ -163,7 +163,7 @@ def own_traceback(error: BaseException) -> str:
 
     launch = str(Path(__file__).with_name("launch"))
     first = trace = error.__traceback__
-    while trace is not None and not _is_own(trace.tb_frame.f_code.co_filename):
+    while trace is not None and not is_own_code(trace.tb_frame.f_code.co_filename):
         trace = trace.tb_next
     while trace is None and first is not None and first.tb_next is not None:
         if not first.tb_frame.f_code.co_filename.startswith(launch):
@@ -172,7 +172,7 @@ def own_traceback(error: BaseException) -> str:
     return "".join(traceback.format_exception(type(error), error, trace or first))
 
 
-def _is_own(file: str) -> bool:
+def is_own_code(file: str) -> bool:
     """Whether a file is of the person's own code: neither installed (the command too is), nor of this package."""
     import sysconfig
     from pathlib import Path
@@ -195,7 +195,7 @@ def told(error: BaseException, path: str | None = None) -> str:
     if path is not None:
         own = [f for f in frames if Path(f.filename).resolve() == Path(path).resolve()]
     else:
-        own = [f for f in frames if _is_own(f.filename) and not f.filename.startswith("<")]
+        own = [f for f in frames if is_own_code(f.filename) and not f.filename.startswith("<")]
     where = f" ({Path(own[-1].filename).name}, line {own[-1].lineno})" if own else ""
     text = str(error).strip().split("\n")[0]
     return f"{type(error).__name__}{': ' if text else ''}{text}{where}{_hint(error)}"

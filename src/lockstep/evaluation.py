@@ -2,21 +2,84 @@
 
 from __future__ import annotations
 
+import contextlib
 import copy
-from collections.abc import Mapping
+import itertools
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 import torch
 
-from lockstep.data import AnyLoader
-from lockstep.errors import JobError
+from lockstep.data import AnyLoader, Batch
+from lockstep.errors import JobError, LockstepError, told
+from lockstep.events import Line
+from lockstep.forward import look
+from lockstep.memory import is_out_of_memory
+from lockstep.nesting import cut, holds_packed, tensors
 from lockstep.seeding import kept_states
 from lockstep.step import Step
 from lockstep.world import World
 
 
+def try_out(step: Step, loaders: Mapping[str, AnyLoader], metrics: Mapping[str, Any], world: World, seed: int) -> None:
+    """Evaluate the first batch of each set, so that what is wrong with it isn't found an epoch later.
+
+    Raises:
+        JobError: a metric raises, or gives something other than a total and a count; a sample isn't a pair.
+    """
+    no_sums: dict[str, None] = {}
+
+    def noting(name: str, metric: Any) -> Any:
+        def called(outputs: Any, targets: Any) -> Any:
+            value = metric(outputs, targets)
+            if not _is_sum(metric, _pair(name, value), outputs, targets):
+                no_sums[name] = None
+            return value
+
+        return metric if _is_torchmetric(metric) else called
+
+    tried = {name: noting(name, metric) for name, metric in metrics.items()}
+    for loader in loaders.values():
+        evaluate(step, loader, tried, world, seed, most=1)
+    for name in no_sums if world.is_first else ():
+        said = f'metric "{name}" is no sum over samples: its values for the local batches are averaged'
+        world.tell(Line(f"{said}; a metric of torchmetrics sees all samples together", "note"))
+
+
+def _is_sum(metric: Any, whole: tuple[Any, Any], outputs: Any, targets: Any) -> bool:
+    """Whether a metric's pair for all samples is the sum of those for two parts of them."""
+    samples = next((len(t) for t in tensors(outputs) if t.dim()), 0)
+    if samples < 2 or holds_packed((outputs, targets)):
+        return True
+    half = samples // 2
+    try:
+        parts = [
+            metric(*cut((outputs, targets), start, n, samples)) for start, n in ((0, half), (half, samples - half))
+        ]
+        sums = [sum(float(part[i]) for part in parts) for i in (0, 1)]
+    except Exception:  # of fewer samples it can't be computed
+        return False
+    return all(abs(float(a) - b) <= 1e-2 * max(1.0, abs(b)) for a, b in zip(whole, sums, strict=True))
+
+
+def look_at_evaluation(step: Step, batch: Batch) -> None:
+    """Say what the model does in evaluation that replicas with a share each can't do as one device would."""
+    if step.replicas == 1 or not step.world.is_first:
+        return
+    part = step.first_share(batch)
+    if part.size:
+        for note in look(step.model, part.inputs, part.size).notes_on_evaluation():
+            step.world.tell(Line(note, "note"))
+
+
 def evaluate_sets(
-    step: Step, loaders: Mapping[str, AnyLoader], metrics: Mapping[str, Any], world: World, seed: int
+    step: Step,
+    loaders: Mapping[str, AnyLoader],
+    metrics: Mapping[str, Any],
+    world: World,
+    seed: int,
+    *,
+    looks: bool = False,
 ) -> dict[str, float]:
     """The loss and each metric of each set, as ``"clean/loss"``, after the first one's loss as ``"loss"``.
 
@@ -27,15 +90,28 @@ def evaluate_sets(
         metrics: as in ``evaluate``.
         world: who evaluates.
         seed: for models that draw random numbers in evaluation too: the same for a batch in each evaluation.
+        looks: whether to say what the model does in evaluation that depends on the number of devices.
     """
-    if "" in loaders:
-        return evaluate(step, loaders[""], metrics, world, seed)
-    found = {name: evaluate(step, loader, metrics, world, seed) for name, loader in loaders.items()}
+    found = {
+        name: evaluate(step, loader, metrics, world, seed, looks=looks and i == 0)
+        for i, (name, loader) in enumerate(loaders.items())
+    }
+    if "" in found:
+        return found[""]
     values = {f"{name}/{metric}": value for name, values in found.items() for metric, value in values.items()}
     return {"loss": next(iter(values.values())), **values}
 
 
-def evaluate(step: Step, loader: AnyLoader, metrics: Mapping[str, Any], world: World, seed: int) -> dict[str, float]:
+def evaluate(
+    step: Step,
+    loader: AnyLoader,
+    metrics: Mapping[str, Any],
+    world: World,
+    seed: int,
+    *,
+    looks: bool = False,
+    most: int | None = None,
+) -> dict[str, float]:
     """The mean loss (``"loss"``) and each metric over all samples of the loader; the same values on every rank.
 
     Args:
@@ -45,21 +121,27 @@ def evaluate(step: Step, loader: AnyLoader, metrics: Mapping[str, Any], world: W
             are updated on each rank and merged on all.
         world: who evaluates.
         seed: gives each batch a random stream of its own.
+        looks: as in ``evaluate_sets``.
+        most: batches, at most.
 
     Raises:
-        JobError: a metric gives something else.
+        JobError: a metric raises, or gives something else.
     """
     functions = {name: metric for name, metric in metrics.items() if not _is_torchmetric(metric)}
     objects = {name: _fresh(metric, step) for name, metric in metrics.items() if _is_torchmetric(metric)}
     sums = [[0.0, 0.0] for _ in range(1 + len(functions))]
     with step.evaluating(), kept_states():
-        for _, results in step.over(loader.epoch(0), step.results, seed):
+        for batch, results in step.over(itertools.islice(loader.epoch(0), most), step.results, seed):
+            if looks and batch.index == 0:
+                look_at_evaluation(step, batch)
             for outputs, targets, total, count in results:
                 _add(sums[0], total, count)
                 for place, (name, function) in zip(sums[1:], functions.items(), strict=True):
-                    _add(place, *_pair(name, function(outputs, targets)))
-                for metric in objects.values():
-                    metric.update(outputs, targets)
+                    with _naming(name):
+                        _add(place, *_pair(name, function(outputs, targets)))
+                for name, metric in objects.items():
+                    with _naming(name):
+                        metric.update(outputs, targets)
     summed = world.all_reduce(torch.tensor(sums, dtype=torch.float64, device=_summing_device(world))).tolist()
     values = {"loss": summed[0][0] / summed[0][1] if summed[0][1] else float("nan")}
     for name, (total, count) in zip(functions, summed[1:], strict=True):
@@ -67,29 +149,24 @@ def evaluate(step: Step, loader: AnyLoader, metrics: Mapping[str, Any], world: W
     found = {"loss": values["loss"]}
     for name in metrics:
         if name in objects:
-            found |= {name + below: value for below, value in _merged(objects[name], world).items()}
+            with _naming(name):
+                found |= {name + below: value for below, value in _merged(objects[name], world).items()}
         else:
             found[name] = values[name]
     return found
 
 
-def tried(metrics: Mapping[str, Any], outputs: Any, targets: Any) -> None:
-    """Try the metrics that are functions on outputs of training, so that a wrong one isn't found an epoch later.
-
-    What one raises is passed over: it may be meant for outputs of evaluation only.
-
-    Raises:
-        JobError: one gives something other than a total and a count.
-    """
-    for name, function in metrics.items():
-        if _is_torchmetric(function):
-            continue
-        try:
-            with torch.no_grad():
-                value = function(outputs, targets)
-        except Exception:
-            continue
-        _pair(name, value)
+@contextlib.contextmanager
+def _naming(name: str) -> Iterator[None]:
+    """Say whose error it is."""
+    try:
+        yield
+    except LockstepError:
+        raise
+    except Exception as error:
+        if is_out_of_memory(error):
+            raise
+        raise JobError(f'metrics: "{name}" raised {told(error)}') from error
 
 
 def _summing_device(world: World) -> torch.device:
@@ -136,6 +213,10 @@ def _fresh(metric: Any, step: Step) -> Any:
 def _merged(metric: Any, world: World) -> dict[str, float]:
     """The value over all ranks, under ""; those of a metric with several under "/0", "/1", ... or their own names."""
     every = world.gather_objects(metric.cpu())
+    if len(every) > 1 and (metric.full_state_update or metric.dist_sync_on_step):
+        raise JobError(
+            f"metrics: {type(metric).__name__} can't be merged over ranks (full_state_update): take single or dp"
+        )
     for other in every[1:]:
         every[0].merge_state(other)
     value = every[0].compute()

@@ -15,6 +15,7 @@ from torch import nn
 
 from lockstep.data import Batch, Part, mixed
 from lockstep.job import Job
+from lockstep.layer_error import layer_error
 from lockstep.loss import Number, Totalled
 from lockstep.loss_check import LossCheck, Piece
 from lockstep.nesting import batch_size_of, call, to_device
@@ -132,12 +133,25 @@ class Evaluator:
     def judged(self, model: nn.Module, part: Part) -> tuple[Any, Number, Number]:
         """What ``model`` makes of a part that is on its device: outputs, total and count."""
         with self._precision.autocast():
-            outputs = call(model, part.inputs)
+            outputs = self.forward(model, part)
             total, count = self.loss(outputs, part.targets, part.size)
         self._judged += 1
         if self.cuts_batch and self.loss_check.wants(self._judged):
             self.loss_check(outputs, part.targets, Piece(total, count, part.size))
         return outputs, total, count
+
+    def forward(self, model: nn.Module, part: Part) -> Any:
+        """Outputs of ``model`` for a part.
+
+        Raises:
+            JobError: one of PyTorch's layers can't take what it is given.
+        """
+        try:
+            return call(model, part.inputs)
+        except (RuntimeError, TypeError, ValueError, IndexError) as error:
+            if (why := layer_error(model, error)) is None:
+                raise
+            raise why from error
 
     def placed(self, part: Part) -> Part:
         """The part on this process's device, in the job's number format and layout."""

@@ -1,17 +1,13 @@
-"""The first step, looked at once: shapes inside (a replica's share) and outside (the global batch); the metrics, tried.
+"""The first step, looked at once: shapes inside (a replica's share) and outside (the global batch).
 
 A batch of 30 on two devices is 30 x 8 outside and 15 x 8 inside. Nothing of this costs a later step anything.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from typing import Any
 
-import torch
-
 from lockstep.data import Part
-from lockstep.evaluation import tried
 from lockstep.nesting import each, named_tensors
 from lockstep.step import Step
 from lockstep.world import World
@@ -31,14 +27,11 @@ class FirstStep:
 
     Args:
         step: whose next update it is.
-        metrics: those of the job, which are tried on its outputs.
     """
 
-    def __init__(self, step: Step, metrics: Mapping[str, Any]) -> None:
+    def __init__(self, step: Step) -> None:
         self._step = step
-        self._metrics = metrics
         self._seen: dict[str, tuple[int, Shapes, Shapes]] = {}
-        self._kept: tuple[Any, Any] | None = None
         step.on_forward = self._saw
 
     def _saw(self, where: str, part: Part, outputs: Any) -> None:
@@ -46,8 +39,6 @@ class FirstStep:
         if where in self._seen:
             return  # another micro-batch
         self._seen[where] = part.size, shapes_of(part.inputs), shapes_of(outputs)
-        if self._metrics and self._kept is None:
-            self._kept = each(torch.Tensor.detach, outputs, on_packed=lambda packed: packed), part.targets
 
     def done(self, world: World, devices: list[str], size: int) -> dict[str, Any]:
         """After the update: the shapes over all ranks, the same on each.
@@ -59,14 +50,8 @@ class FirstStep:
 
         Returns:
             ``inputs`` and ``outputs`` of the global batch, and of the first micro-batch in each of the ``devices``.
-
-        Raises:
-            JobError: a metric gives something other than a total and a count.
         """
         self._step.on_forward = None
-        if self._kept is not None:
-            tried(self._metrics, *self._kept)
-            self._kept = None
         mine = [self._seen[where] for where in sorted(self._seen, key=lambda where: (len(where), where))]
         found = [one for theirs in world.gather_objects(mine) for one in theirs]
         if not found:  # a strategy whose forward is its own

@@ -15,9 +15,13 @@
 
 from __future__ import annotations
 
+import contextlib
+import fcntl
 import json
+import os
 import shutil
 import time
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -29,6 +33,31 @@ class RunFolder:
 
     def __init__(self, path: str | Path) -> None:
         self.path = Path(path)
+
+    @contextlib.contextmanager
+    def held(self) -> Iterator[None]:
+        """Keep other processes from training in this folder meanwhile.
+
+        Raises:
+            FolderError: another one does.
+        """
+        path = self.path / ".lock"
+        with contextlib.ExitStack() as stack:
+            try:
+                file = stack.enter_context(path.open("a+"))
+                fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            except BlockingIOError:
+                file.seek(0)
+                who = f"process {file.read()}"
+                raise FolderError(f"{self.path}: {who} is training in this folder: wait for it, or stop it") from None
+            except OSError:  # a file system without locks; one that can't be written is told of when something is
+                yield
+                return
+            with contextlib.suppress(OSError):  # a full disk
+                file.truncate(0)
+                os.write(file.fileno(), str(os.getpid()).encode())
+            stack.callback(path.unlink, missing_ok=True)
+            yield
 
     @classmethod
     def new(cls, parent: str | Path, name: str) -> RunFolder:

@@ -1,7 +1,7 @@
-"""Forward: what a model does in it that replicas with a share each can't do as one device would.
+"""Forward: what a model does in it that local batches of a share each can't do as one device would.
 
-It is seen before the first step, on a copy of the model and the first replica's share. The copy goes through
-the whole share and through two parts of it, each time from the same buffers:
+It is seen before the first step, on a copy of the model and the first local batch. The copy goes through the whole of
+it and through two parts of it, each time from the same buffers:
 
 - outputs of the whole that are not those of its parts say that samples act on one another (a statistic over the batch),
 - outputs without a row for each sample (a loss of the model's own) may be sums over samples, means, or neither,
@@ -40,7 +40,8 @@ class Seen:
         writes: the first parameter that changed.
         mixes: whether samples act on one another.
         remembers: whether there is state that is neither parameter nor buffer.
-        follows: names of the buffers that depend on the share.
+        written: names of the buffers that forward writes.
+        follows: names of those that depend on the share.
         draws: whether layers other than dropout draw random numbers.
         draws_elsewhere: whether they come from Python's or numpy's generator.
         seeds: whether it seeds PyTorch's generator.
@@ -52,6 +53,7 @@ class Seen:
     writes: str | None = None
     mixes: bool = False
     remembers: bool = False
+    written: tuple[str, ...] = ()
     follows: tuple[str, ...] = ()
     draws: bool = False
     draws_elsewhere: bool = False
@@ -81,8 +83,27 @@ class Seen:
             "is a sum over samples"
         )
 
+    def notes_on_microbatches(self) -> Iterator[str]:
+        """What the person has to know of it where one model computes a batch in micro-batches, a line each."""
+        if self.writes is not None:
+            yield f'the model writes its parameter "{self.writes}" in forward, once for each micro-batch, not a batch'
+        for name in self.written:
+            yield f'buffer "{name}" is written in forward, once for each micro-batch, not a batch'
+        if self.mixes:
+            yield (
+                "samples of a batch act on one another in the model's forward, and each micro-batch is computed by "
+                "itself: single without accumulate keeps the numbers"
+            )
+
+    def notes_on_evaluation(self) -> Iterator[str]:
+        """What the person has to know of it where devices evaluate or predict a share each, a line each."""
+        if self.mixes:
+            yield MIXES
+        if self.draws:
+            yield "the model draws random numbers in evaluation, others than one device would, the same in each run"
+
     def notes(self, *, with_dropout: bool) -> Iterator[str]:
-        """What the person has to know of it, a line each.
+        """What the person has to know of it where replicas have a share each, a line each.
 
         Args:
             with_dropout: whether the model has dropout layers, of which it is known that they draw.
@@ -109,11 +130,13 @@ class Seen:
                 "outputs the second time): each replica has its own, and no checkpoint keeps it; make it a buffer"
             )
         if self.mixes:
-            yield (
-                "samples of a batch act on one another in the model's forward, and each replica sees only its share: "
-                "single keeps the numbers"
-            )
+            yield MIXES
 
+
+MIXES = (
+    "samples of a batch act on one another in the model's forward, and each replica sees only its share: "
+    "single keeps the numbers"
+)
 
 _FEWEST = 4
 """Samples that are looked at, at least."""
@@ -214,26 +237,23 @@ def _see(model: nn.Module, inputs: Any, samples: int, seen: Seen) -> None:
     if seen.draws or seen.writes is not None:
         return
     of_whole = {name: digest(b) for name, b in model.named_buffers()}
+    seen.written = tuple(
+        name for name in acting_buffers(model) if name in begin and of_whole[name] != digest(begin[name])
+    )
     # At once, and always: parts in between may bring a memory back to where it was.
     seen.remembers = _differ(_rows(whole, samples), _rows(run(0, samples), samples))
     head = run(0, first)
     seen.follows = tuple(name for name, b in acting_buffers(model).items() if digest(b) != of_whole.get(name))
     if not seen.remembers and not seen.follows:
         tail = run(first, samples - first)
-        rows, its, others = _rows(whole, samples), _rows(head, first), _rows(tail, samples - first)
+        cut_up = [(whole[name], head[name], tail[name]) for name in whole if name in head and name in tail]
+        rows = [of for of in cut_up if all(map(_has_rows, of, (samples, first, samples - first)))]
         across = any(
-            (n, of) == (samples, first)
-            for a, b in zip(rows, its, strict=True)
-            for n, of in zip(a.shape[1:], b.shape[1:], strict=False)
+            (n, part) == (samples, first) for a, b, _ in rows for n, part in zip(a.shape[1:], b.shape[1:], strict=False)
         )  # a column for each sample, as scores of each against each have
-        seen.mixes = across or _differ(rows, [torch.cat(pair) for pair in zip(its, others, strict=True)])
+        seen.mixes = across or _differ([a for a, _, _ in rows], [torch.cat((b, c)) for _, b, c in rows])
         for name, t in whole.items():
-            if (
-                not _has_rows(t, samples)
-                and name in head
-                and name in tail
-                and t.shape == head[name].shape == tail[name].shape
-            ):
+            if name in head and name in tail and t.shape == head[name].shape == tail[name].shape:
                 kind = _kind_of(t, head[name], tail[name], first / samples)
                 if kind is not None:
                     seen.of_batch[name] = kind

@@ -73,7 +73,7 @@ class Onlooker:
 
     def __init__(self, step: Step) -> None:
         self._step = step
-        self._first = FirstStep(step, {})
+        self._first = FirstStep(step)
         self._samples: list[tuple[int, ...] | None] = []
         self._size = 0
 

@@ -225,7 +225,7 @@ def _as(value: Any, option: Any) -> Any:
     if option is str or option is Path:
         return option(value) if isinstance(value, str | Path) else _NO
     if option in (int, float):
-        if isinstance(value, bool) or (option is int and isinstance(value, float) and value != int(value)):
+        if isinstance(value, bool) or (option is int and isinstance(value, float) and not value.is_integer()):
             return _NO
         try:
             return option(value)

@@ -23,6 +23,7 @@ from types import ModuleType
 from typing import Any
 
 import cloudpickle
+from torch import nn
 
 from lockstep.errors import JobError, LockstepError, nearest, told
 from lockstep.job import SETTINGS, Job, checked_setting, convert
@@ -106,7 +107,8 @@ def as_job(job: Job | JobFile | Callable[[], Job] | str | Path) -> Job | JobFile
         return JobFile(str(job))
     if isinstance(job, Job | JobFile):
         return job
-    made = job() if callable(job) else job
+    is_model = isinstance(job, nn.Module | type)
+    made = job() if callable(job) and not is_model else job
     if not isinstance(made, Job):
         raise JobError(f"job: a Job, a function that returns one, or a job file is expected, not {type(made).__name__}")
     return made
@@ -185,6 +187,11 @@ def _run(path: Path) -> ModuleType:
         spec.loader.exec_module(module)
     except LockstepError:
         raise
+    except SystemExit as error:
+        raise JobError(
+            f"{path}: it called sys.exit while it was read ({told(error, str(path))}): put that below if __name__ == "
+            '"__main__":, and read arguments as job(lr=0.1) and --set lr=0.2'
+        ) from error
     except SyntaxError as error:
         raise JobError(f"{path}: line {error.lineno} is not Python: {error.msg}") from error
     except Exception as error:
@@ -204,6 +211,9 @@ def _typed(function: Callable[..., Any], knobs: Mapping[str, Any], label: str = 
     for name, value in knobs.items():
         if name not in parameters and not open_ended:
             known = list(parameters)
+            if name in SETTINGS:
+                option = "--" + name.replace("_", "-")
+                raise JobError(f"--set {name}: this is a setting of every job: give {option} {value}")
             raise JobError(
                 f"--set {name}: the job has no such knob; {nearest(name, known) if known else 'it has none'}"
             )

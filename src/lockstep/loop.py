@@ -34,7 +34,7 @@ from lockstep.data import (
 from lockstep.devices import Device, note_on_threads
 from lockstep.display import duration, words_of
 from lockstep.errors import JobError
-from lockstep.evaluation import evaluate_sets
+from lockstep.evaluation import evaluate_sets, try_out
 from lockstep.events import Line
 from lockstep.firststep import FirstStep, line_of
 from lockstep.folder import RunFolder
@@ -47,7 +47,7 @@ from lockstep.profiling import Profiler
 from lockstep.progress import Pace, Teller, held_out
 from lockstep.resuming import moved
 from lockstep.run_config import edited_files, write_config
-from lockstep.scheduler import move_on, scheduler_of
+from lockstep.scheduler import move_on, note_on_length, scheduler_of
 from lockstep.step import Step
 from lockstep.strategies import Strategy
 from lockstep.world import World
@@ -91,8 +91,13 @@ def train_on(world: World, plan: Plan) -> dict[str, Any]:
         path = world.broadcast_object(str(RunFolder.new(plan.runs, name).path) if world.is_first else None)
         assert path is not None
         world.folder = path
-    with freed_memory_kept() if job.keep_memory else contextlib.nullcontext():
-        return _Training(world, plan, job, RunFolder(path)).run()
+    folder = RunFolder(path)
+    with contextlib.ExitStack() as stack:
+        if world.is_first:
+            stack.enter_context(folder.held())
+        if job.keep_memory:
+            stack.enter_context(freed_memory_kept())
+        return _Training(world, plan, job, folder).run()
 
 
 class _Training:
@@ -124,7 +129,7 @@ class _Training:
         self.samples = 0
         self.seconds = 0.0
         self.profiler: Profiler | None = None
-        self.first: FirstStep | None = FirstStep(self.step, job.metrics if self.eval_data else {})
+        self.first: FirstStep | None = FirstStep(self.step)
         self.shapes: dict[str, Any] = {}
         self.devices = [str(d) for mine in world.gather_objects(world.devices) for d in mine]
 
@@ -160,6 +165,8 @@ class _Training:
             to_go = None if self._steps is None else self._steps - self.world.step
             self.profiler = Profiler(self.world, self.step, self.folder, to_go)
         with contextlib.closing(self.told), self.profiler or contextlib.nullcontext():
+            if not self.plan.resume and not any(map(is_stream, self.eval_data.values())):
+                try_out(self.step, self.eval_loaders, self.job.metrics, self.world, self.job.seed)
             while not self._is_done():
                 self._one_epoch()
                 if self.interrupted:
@@ -386,6 +393,11 @@ class _Training:
             self.told.line(threads, kind="note")
         if (workers := note_on_workers(job.loader_workers, world.local_size)) is not None:
             self.told.line(workers, kind="note")
+        moves = self._steps if job.lr_scheduler_every == "step" else self._epochs
+        if (length := note_on_length(self.scheduler, moves, job.lr_scheduler_every)) is not None:
+            self.told.line(length, kind="note")
+        if job.metrics and not self.eval_data:
+            self.told.line("metrics are computed on eval_data, and the job has none", kind="note")
         if is_stream(self.train_data):
             for note in stream_notes(job.shuffle, meets=world.size > 1 and not self.step.together):
                 self.told.line(note, kind="note")

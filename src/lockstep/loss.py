@@ -19,6 +19,7 @@ from __future__ import annotations
 
 import copy
 import functools
+import types
 from collections.abc import Callable
 from typing import Any
 
@@ -92,11 +93,22 @@ class Totalled:
         """Whether it says over how many items it sums."""
         return self.is_known or self.gives_pairs
 
+    @property
+    def may_have_state(self) -> bool:
+        """Whether it is an object with attributes."""
+        return bool(getattr(self.loss, "__dict__", None)) and not isinstance(self.loss, types.FunctionType)
+
     def copied(self, *, double: bool = False) -> Totalled:
-        """One whose calls leave the state of a loss that is a module alone; in float64, if ``double``."""
-        if not isinstance(self.loss, nn.Module):
+        """One whose calls leave the state of a loss that is an object alone; a module in float64, if ``double``."""
+        if not self.may_have_state:
             return self
-        made = Totalled(copy.deepcopy(self.loss).double() if double else copy.deepcopy(self.loss))
+        modules = [m for m in (self.loss, *vars(self.loss).values()) if isinstance(m, nn.Module)]
+        parameters = {} if double else {id(p): p for m in modules for p in m.parameters()}  # they may be large
+        try:
+            copied = copy.deepcopy(self.loss, parameters)
+        except Exception:  # what it holds can't be copied
+            return self
+        made = Totalled(copied.double() if double and isinstance(copied, nn.Module) else copied)
         made._called = True
         return made
 

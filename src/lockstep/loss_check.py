@@ -2,10 +2,13 @@
 
 ::
 
-    local batch    | s . . . . a | . . . . . b |      e: a sample of an earlier local batch
+    local batch    | s . . . a | . . . . . . b |      e: a sample of an earlier local batch
 
     total(local batch) = total(a) + total(b)
     total(s and e)     = total(s) + total(e)
+
+The sizes of the two parts have no common divisor. So a mask over samples can't leave the same part of both, unless it
+leaves all of them or none.
 
 The totals and counts of a loss that returns ``(total, count)`` are held to that; of one that returns a scalar, a mean
 over samples by its word, the total is that scalar times their number. The mean over the items that a mask leaves isn't
@@ -21,12 +24,12 @@ from __future__ import annotations
 import contextlib
 import itertools
 import math
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from dataclasses import dataclass
 from typing import Any, NamedTuple, NoReturn
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from lockstep.errors import LossError, first_line
 from lockstep.loss import Number, Totalled
@@ -80,6 +83,8 @@ class LossCheck:
     Attributes:
         every: it is checked every so many updates.
         reads: names of the model's outputs without a row for each sample that the loss was seen to read.
+        of_batch: names of those that are known, since one may have as many rows as there are samples by chance.
+        notes: what the person has to know, until somebody has told it.
     """
 
     def __init__(self, loss: Totalled, *, cuts: bool) -> None:
@@ -92,6 +97,8 @@ class LossCheck:
         self._share = math.inf
         self.every = 1
         self.reads: tuple[str, ...] = ()
+        self.of_batch: Collection[str] = ()
+        self.notes: list[str] = []
 
     def wants(self, update: int) -> bool:
         """Whether the loss is to be checked in this update, counted from 1."""
@@ -128,11 +135,13 @@ class LossCheck:
                 wrong = _first_wrong(sums, tolerance)
                 if wrong is not None:
                     wrong = self._still_wrong(nest, whole.samples, wrong, step)
-        except _CantTell:
+        except _CantTell as error:
             self._trust()
+            if str(error):
+                self.notes.append(f"whether {self._loss.name} is additive over samples can't be checked: {error}")
             return None
-        if wrong is not None and self._loss.gives_pairs and any(drawn):
-            self._trust()  # it draws other random numbers for each part
+        if wrong is not None and any(drawn):
+            self._draws()
         elif wrong is not None and (self._cuts or _is_sum(wrong)):
             self._refuse(wrong, step)
         return None
@@ -192,28 +201,31 @@ class LossCheck:
     ) -> list[Sum]:
         """The sums that must hold; where the whole isn't known, each piece is computed by a loss in the same state."""
         loss, knows = self._loss.copied(double=double), whole is not None and not self._has_state
-        uncut = [t for t in _without_rows(nest, samples) if t.is_floating_point()]
+        known = {id(t) for name, t in named_tensors(nest[0]) if name in self.of_batch}
+        uncut = [t for t in _without_rows(nest, samples, known) if t.is_floating_point()]
 
-        def piece(of: Nest, size: int, unknown: list[Tensor] = uncut) -> Piece:
+        def piece(of: Nest, size: int) -> Piece:
             its = loss if knows else loss.copied()
             try:
-                return Piece(*its(*_with_nan(of, unknown), size), size)
+                return Piece(*its(*of, size), size)
             except Exception as error:
                 self._cant_take(error, size, samples)
                 raise
 
-        whole = whole if whole is not None and knows else piece(nest, samples, [])
+        whole = whole if whole is not None and knows else piece(nest, samples)
+        rows = _with_nan(nest, uncut)
         sums = []
         if samples > 1:
-            half = samples - samples // 2
-            parts = ((0, half), (half, samples - half))
-            sums.append(Sum(whole, *(piece(cut(nest, start, size, samples), size) for start, size in parts)))
+            first = next(size for size in range((samples + 1) // 2, 0, -1) if math.gcd(size, samples) == 1)
+            parts = ((0, first), (first, samples - first))
+            sums.append(Sum(whole, *(piece(cut(rows, start, size, samples), size) for start, size in parts)))
         if samples == 1 or not self._loss.gives_pairs or step in _ALL or not step % _SOME:
-            one = cut(nest, 0, 1, samples) if samples > 1 else nest
+            one = cut(rows, 0, 1, samples) if samples > 1 else rows
             both, earlier = self._with_earlier(one, alone=samples == 1)
+            earlier = _doubled(earlier) if double else earlier
             sums.append(Sum(piece(both, 2), whole if samples == 1 else piece(one, 1), piece(earlier, 1)))
         if uncut and waits and not _is_nan(whole) and any(map(_is_nan, itertools.chain(*sums))):
-            self._look_at_read([t for t in uncut if _is_nan(piece(nest, samples, [t]))], nest, samples)
+            self._look_at_read([t for t in uncut if _is_nan(piece(_with_nan(nest, [t]), samples))], nest, samples)
         return sums
 
     def _with_earlier(self, one: Nest, *, alone: bool) -> tuple[Nest, Nest]:
@@ -232,15 +244,24 @@ class LossCheck:
         return both, earlier
 
     def _cant_take(self, error: Exception, size: int, samples: int) -> None:
-        """Say that the loss can't take a part; of a pair that says nothing."""
+        """Say that the loss can't take a part; of a pair it is told, and that nothing can be checked."""
         if is_out_of_memory(error) or isinstance(error, LossError | _CantTell):
             return
+        why = f"it fails with {size} of {samples} samples ({first_line(error)})"
         if self._loss.gives_pairs or not self._cuts:
-            raise _CantTell from error
-        raise LossError(
-            f"{self._loss.name} is not a mean over samples (it can't take {size} of {samples} samples: "
-            f"{first_line(error)}): {_ADVICE}"
-        ) from error
+            raise _CantTell(why if self._cuts else "") from error
+        raise LossError(f"{self._loss.name} can't be checked: {why}: {_ADVICE}") from error
+
+    def _draws(self) -> None:
+        """It draws other random numbers for each part."""
+        what = f"{self._loss.name} draws random numbers"
+        if self._cuts and not self._loss.gives_pairs:
+            raise LossError(f"{what}, so whether it is a mean over samples can't be checked: {_ADVICE}")
+        self._trust()
+        if self._cuts:
+            self.notes.append(
+                f"{what}, others than one device would; whether it is additive over samples isn't checked"
+            )
 
     def _look_at_read(self, read: list[Tensor], nest: Nest, samples: int) -> None:
         """What the loss reads can't be cut."""
@@ -264,7 +285,7 @@ class LossCheck:
     def _still_wrong(self, nest: Nest, samples: int, wrong: Sum, step: int) -> Sum | None:
         """What is wrong in float64 too, and where a loss that counts its calls, say, doesn't see that it is called."""
         kind = next((t.device.type for t in tensors(nest)), "cpu")
-        doubled = each(lambda t: t.double() if t.is_floating_point() else t, nest)
+        doubled = _doubled(nest)
         try:
             with torch.autocast(kind, enabled=False):
                 sums = self._sums(doubled, samples, step=step, double=True)
@@ -273,7 +294,13 @@ class LossCheck:
                 raise
             return wrong  # it can't compute in float64
         wrong_again = _first_wrong(sums, _tolerance(doubled, [of.whole.total for of in sums], waits=False))
-        self._has_state = wrong_again is None and isinstance(self._loss.loss, nn.Module)
+        if wrong_again is None and self._loss.may_have_state and not self._has_state:
+            self._has_state = True
+            if self._cuts:
+                self.notes.append(
+                    f"{self._loss.name} remembers something from call to call, and is called for each local batch, not "
+                    "once a batch: results differ from single-device training; single without accumulate keeps them"
+                )
         return wrong_again
 
     def _refuse(self, wrong: Sum, step: int) -> NoReturn:
@@ -312,7 +339,7 @@ class LossCheck:
 
 
 class _CantTell(Exception):
-    """A pair of which nothing can be checked."""
+    """A loss of which nothing can be checked; the text says why, where the person has to know."""
 
 
 _DOUBLED = 1e-8
@@ -364,12 +391,17 @@ def _is_nan(piece: Piece) -> bool:
     return math.isnan(float(piece.total)) or math.isnan(float(piece.count))
 
 
-def _without_rows(nest: Nest, samples: int) -> list[Tensor]:
-    """The tensors that aren't one row for each sample."""
+def _doubled(nest: Nest) -> Nest:
+    made: Nest = each(lambda t: t.double() if t.is_floating_point() else t, nest)
+    return made
+
+
+def _without_rows(nest: Nest, samples: int, known: Collection[int]) -> list[Tensor]:
+    """The tensors that aren't one row for each sample, and those with an id that is ``known``."""
     found: list[Tensor] = []
 
     def look(tensor: Tensor) -> Tensor:
-        if not tensor.dim() or tensor.shape[0] != samples:
+        if not tensor.dim() or tensor.shape[0] != samples or id(tensor) in known:
             found.append(tensor)
         return tensor
 

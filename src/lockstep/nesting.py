@@ -69,9 +69,11 @@ def rebuilt(nest: Any, new: Sequence[Any]) -> Any:
 
 
 def tensors(nest: Any) -> Iterator[torch.Tensor]:
-    """Every tensor of a nest, in order."""
+    """Every tensor of a nest, in order; of a ``PackedSequence`` its data."""
     if isinstance(nest, torch.Tensor):
         yield nest
+    elif isinstance(nest, PackedSequence):
+        yield nest.data
     else:
         for part in parts(nest) or ():
             yield from tensors(part)

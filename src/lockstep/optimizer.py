@@ -31,14 +31,17 @@ def build_optimizer(job: Job, model: nn.Module) -> torch.optim.Optimizer:
         name = type(optimizer).__name__
         raise JobError(f"optimizer: {name} calls the model itself (by a closure), which a step can't let it do")
     held = {id(p) for group in optimizer.param_groups for p in group["params"]}
+    if held - {id(p) for p in model.parameters()}:
+        raise JobError(
+            "optimizer: it holds parameters that the model doesn't have: make it over those that it is given "
+            "(in a loop of your own, over model.parameters() of the same model)"
+        )
     dropped = [name for name, p in named if id(p) not in held]
     if dropped:
         raise JobError(
             f'optimizer: {len(dropped)} of {len(named)} parameters are left out, "{dropped[0]}" first: '
             "give them a group, or freeze them in the model with requires_grad_(False)"
         )
-    if held - {id(p) for p in model.parameters()}:
-        raise JobError("optimizer: it holds parameters that the model doesn't have: was it made of another model's?")
     if job.fused is not False and not optimizer.state:
         _fuse(optimizer, named, wanted=job.fused is True, sparse=gives_sparse_gradients(model))
     return optimizer
@@ -125,7 +128,7 @@ def _names_of(model: nn.Module) -> dict[int, str]:
 
 
 def named_optimizer_state(optimizer: torch.optim.Optimizer, model: nn.Module) -> dict[str, Any]:
-    """An optimizer's state by parameter name instead of by number: ``{"state": {name: ...}, "groups": [...]}``."""
+    """An optimizer's state by parameter name, not number: ``{"kind": "Adam", "state": {name: ...}, "groups": []}``."""
     names = _names_of(model)
     state = {names[id(p)]: dict(values) for p, values in optimizer.state.items()}
     groups = [
@@ -135,15 +138,20 @@ def named_optimizer_state(optimizer: torch.optim.Optimizer, model: nn.Module) ->
         }
         for group in optimizer.param_groups
     ]
-    return {"state": state, "groups": groups}
+    return {"kind": type(optimizer).__name__, "state": state, "groups": groups}
 
 
 def load_named_optimizer_state(optimizer: torch.optim.Optimizer, model: nn.Module, saved: Mapping[str, Any]) -> None:
     """Give an optimizer the state that ``named_optimizer_state`` took from one over the same names.
 
     Raises:
-        InputError: the groups hold other parameters.
+        InputError: the groups hold other parameters, or it is an optimizer of another kind.
     """
+    kind = type(optimizer).__name__
+    if (before := saved.get("kind", kind)) != kind:
+        raise InputError(
+            f"the saved optimizer is {before}, this one {kind}: go on with that, or begin a run with the saved weights"
+        )
     names = _names_of(model)
     own = optimizer.state_dict()
     number: dict[str, int] = {}

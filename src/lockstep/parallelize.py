@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import sys
+import warnings
 from collections.abc import Callable
 from typing import Any
 
@@ -11,6 +13,7 @@ from torch import nn
 from lockstep import devices as _devices
 from lockstep.allocator import keep_freed_memory
 from lockstep.devices import Devices
+from lockstep.events import Line
 from lockstep.job import Job
 from lockstep.launch import here
 from lockstep.step import Step
@@ -33,6 +36,8 @@ def parallelize(
         for inputs, targets in lockstep.batches(dataset, batch_size=256):
             print(step(inputs, targets).loss)
 
+    Where its numbers will not be those of one device, that is said by Python's ``warnings``.
+
     Inside ``lockstep.launch`` or torchrun each rank calls this with the same model (by ``ddp``); elsewhere one process
     drives all devices (by ``dp`` or ``single``).
 
@@ -53,12 +58,41 @@ def parallelize(
     if strategy is None:
         strategy = "ddp" if world.size > 1 else "dp" if len(world.devices) > 1 else "single"
     # The data are the person's own; a Job wants to be told of some.
-    job = Job(model=lambda: model, loss=loss, optimizer=_factory(optimizer), train_data=(), batch_size=1, **settings)
+    job = Job(
+        model=lambda: model, loss=loss, optimizer=_factory(optimizer), train_data=(), batch_size=2**31, **settings
+    )
     if job.keep_memory:
         keep_freed_memory()  # the loop is the person's: nobody can say when it ends
-    step = choose(strategy, world.devices).build(job, world)
+    chosen = choose(strategy, world.devices)
+    step = chosen.build(job, world)
     step.own_loop = True
+    if step.together:
+        world.goes_together()
+    if world.is_first and not isinstance(world.tell, _Warns):
+        world.tell = _Warns(world.tell)
+    for exception in chosen.exceptions(job, model, step.replicas) if world.is_first else ():
+        world.tell(Line(exception, "note"))
     return step
+
+
+class _Warns:
+    """Gives what a step has to say to Python's warnings, since a person's own loop has no display."""
+
+    def __init__(self, tell: Callable[[Any], None]) -> None:
+        self._tell = tell
+
+    def __call__(self, event: Any) -> None:
+        if isinstance(event, Line) and event.kind == "note":
+            warnings.warn(event.text, stacklevel=_frames_of_libraries())
+        self._tell(event)
+
+
+def _frames_of_libraries() -> int:
+    """How many frames up from the caller the person's own code is, as ``warnings`` counts."""
+    frame, level = sys._getframe(1), 1
+    while frame.f_back is not None and frame.f_globals.get("__name__", "").partition(".")[0] in ("lockstep", "torch"):
+        frame, level = frame.f_back, level + 1
+    return level
 
 
 def _factory(

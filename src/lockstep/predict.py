@@ -17,7 +17,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch import nn
 
 from lockstep import devices as _devices
 from lockstep.arrayfile import Array, Layout, RowWriter, archive, create, layout, mapped, not_written
@@ -28,6 +27,7 @@ from lockstep.dataname import check_name, one_of, source_of
 from lockstep.devices import Devices
 from lockstep.display import Display
 from lockstep.errors import FolderError, InputError, LockstepError, OutOfMemory, told
+from lockstep.evaluation import look_at_evaluation
 from lockstep.events import Line
 from lockstep.job import Job
 from lockstep.jobfile import JobFile, the_job, with_settings
@@ -210,11 +210,12 @@ class _Prediction:
         self.writer: RowWriter | LineWriter | None = None
 
     def run(self) -> Any:
-        self._say_what_depends_on_the_share()
         try:
             with self.step.evaluating():
                 # (Under the seed, for models that draw random numbers in evaluation too.)
                 for batch, shares in self.step.over(self.loader.epoch(0), self._outputs, self.job.seed):
+                    if batch.index == 0:
+                        look_at_evaluation(self.step, batch)
                     self._write_batch(batch, shares)
             if self.writer is not None:
                 self.writer.close()
@@ -338,13 +339,6 @@ class _Prediction:
         except OSError as error:
             raise not_written(whole, error) from error
         return target
-
-    def _say_what_depends_on_the_share(self) -> None:
-        several = self.world.size * len(self.world.devices) > 1
-        norms = [m for m in self.step.model.modules() if isinstance(m, nn.modules.batchnorm._BatchNorm)]
-        if several and self.world.is_first and any(m.running_mean is None for m in norms):
-            said = "BatchNorm without running statistics normalises over the share of each device: one device would not"
-            self.world.tell(Line(said, "note"))
 
 
 def _listed(found: list[Any]) -> str:

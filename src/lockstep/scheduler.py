@@ -15,14 +15,40 @@ def scheduler_of(job: Job, step: Step) -> Any:
     """The job's scheduler over the step's optimizer, or None.
 
     Raises:
-        JobError: making it raised.
+        JobError: making it raised, or it is over another optimizer.
     """
     if job.lr_scheduler is None:
         return None
     try:
-        return job.lr_scheduler(step.optimizer)
+        scheduler = job.lr_scheduler(step.optimizer)
     except Exception as error:
         raise JobError(f"lr_scheduler: making it raised {told(error)}") from error
+    if getattr(scheduler, "optimizer", step.optimizer) is not step.optimizer:
+        raise JobError("lr_scheduler: it was made over another optimizer than the one that the function is given")
+    return scheduler
+
+
+def note_on_length(scheduler: Any, moves: int | None, every: str) -> str | None:
+    """What the person has to know where a scheduler of a fixed length is moved on more or less often than that.
+
+    Args:
+        scheduler: or None.
+        moves: how often the training moves it on; None where that isn't known.
+        every: ``"step"`` or ``"epoch"``.
+
+    Raises:
+        JobError: it would raise before the end.
+    """
+    if moves is None or not isinstance(scheduler, torch.optim.lr_scheduler.OneCycleLR):
+        return None
+    length = scheduler.total_steps
+    said = f"OneCycleLR is made for total_steps={length}, and is moved on {moves} times, once {_ONCE[every]}"
+    if moves > length:
+        raise JobError(f"lr_scheduler: {said}")
+    return f'{said}: lr_scheduler_every="step" moves it on more often' if every == "epoch" and moves < length else None
+
+
+_ONCE = {"step": "a step", "epoch": "an epoch"}
 
 
 def move_on(scheduler: Any, loss: float | Result) -> None:

@@ -15,7 +15,7 @@ from __future__ import annotations
 import math
 import time
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -23,6 +23,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from lockstep.build import hooked_parameters
 from lockstep.checkpoint import load_state, save_state
 from lockstep.compiling import compile_models, not_compilable
 from lockstep.data import Batch, Part, mixed
@@ -35,7 +36,6 @@ from lockstep.job import Job
 from lockstep.loss import Number
 from lockstep.loss_check import Piece
 from lockstep.memory import is_out_of_memory
-from lockstep.nesting import call
 from lockstep.nonfinite import why_not_finite
 from lockstep.optimizer import begin_momentum, clip_gradients, load_named_optimizer_state, named_optimizer_state
 from lockstep.ownloop import batch_of, own_stream
@@ -110,11 +110,13 @@ class Step(Evaluator, ABC):
         self._scaler = self._precision.scaler
         self._compile = job.compile
         self._synchronises = job.sync_batchnorm
-        held = {id(p) for group in optimizer.param_groups for p in group["params"]}
+        self._optimized = self._in_optimizer()
+        held = set(self._optimized)
         self._held = {name: p for name, p in model.named_parameters() if id(p) in held}
         self._find_trained()
         self._seed = job.seed
         self._updates = 0
+        self._weighs = False
         self.stopping = False
         self._asked: Number = 0
         self.looked = False
@@ -128,7 +130,21 @@ class Step(Evaluator, ABC):
         self._names = [name for name, p in self._held.items() if p.requires_grad]
         self._parameters = [p for p in self._held.values() if p.requires_grad]
 
+    def _in_optimizer(self) -> list[int]:
+        return [id(p) for group in self.optimizer.param_groups for p in group["params"]]
+
     def _look_at_flags(self) -> None:
+        """Look for parameters that were frozen or trained anew.
+
+        Raises:
+            StrategyError: the optimizer was given others.
+        """
+        if self._in_optimizer() != self._optimized:
+            if self.own_loop:
+                how = "call lockstep.parallelize again, with the model as it is now"
+            else:
+                how = "give it all from the beginning, and freeze and train them with requires_grad_()"
+            raise StrategyError(f"the optimizer has other parameters than when the step was made: {how}")
         flags = [p.requires_grad for p in self._held.values()]
         if flags != self._flags:
             changed = zip(self._held, flags, self._flags, strict=True)
@@ -224,8 +240,11 @@ class Step(Evaluator, ABC):
             raise
         if began is not None:
             line = self.loss_check.timed(self._updates, self._time() - began, len(self.models()))
-            if line is not None and self.world.is_first:
-                self.world.tell(Line(line, "note"))
+            if line is not None:
+                self.loss_check.notes.append(line)
+        if self.loss_check.notes:
+            self._tell(dict.fromkeys(self.loss_check.notes) if self.world.is_first else ())
+            self.loss_check.notes.clear()
         if self.world.size == 1:
             self.stopping = self.world.asked_to_stop()
         if self._on_accelerator:
@@ -248,10 +267,15 @@ class Step(Evaluator, ABC):
             StrategyError: it writes its parameters, or scales gradients by frequencies in the batch.
         """
         self.looked = True
-        if self.replicas == 1 or not self.world.is_first:
-            return
+        parts = sum(1 for part in batch.parts if part.size)
+        if self.replicas * parts <= 1 or not self.world.is_first or self.world.splits_layers:
+            return  # (stages are looked at when they have the model: see `lockstep.pipelining`)
         part = self.first_share(batch)
         self.seen = seen = look(self.model, part.inputs, part.size)
+        self.loss_check.of_batch = seen.of_batch
+        if self.replicas == 1:
+            self._tell(seen.notes_on_microbatches())
+            return
         if seen.writes is not None:
             raise StrategyError(
                 f'the model writes its parameter "{seen.writes}" in forward, each replica otherwise: take single'
@@ -261,7 +285,10 @@ class Step(Evaluator, ABC):
                 "the model calls embedding with scale_grad_by_freq=True, which divides gradients by how often a word "
                 "is in the batch, and each replica sees its local batch only: take single or mp, or leave it out"
             )
-        for note in seen.notes(with_dropout=any(map(drops, self.model.modules()))):
+        self._tell(seen.notes(with_dropout=any(map(drops, self.model.modules()))))
+
+    def _tell(self, notes: Iterable[str]) -> None:
+        for note in notes:
             self.world.tell(Line(note, "note"))
 
     @property
@@ -310,6 +337,12 @@ class Step(Evaluator, ABC):
             return
         else:
             factor = size / count
+        if not self._weighs:
+            self._weighs = True
+            if hooked_parameters(self.model) and self.replicas * self._accumulate == 1:
+                self._tell(
+                    ["hooks on parameters see gradients of total / samples, before they become those of the loss"]
+                )
         grads = [p.grad for p in self._parameters if p.grad is not None]
         if not grads:
             return
@@ -327,7 +360,7 @@ class Step(Evaluator, ABC):
     def forward_loss(self, model: nn.Module, part: Part, where: str = "") -> tuple[torch.Tensor, Number]:
         """Total and count of one micro-batch's share under ``model``; the loss is probed where that is needed."""
         with self._precision.autocast():
-            outputs = call(model, part.inputs)
+            outputs = self.forward(model, part)
             total, count = self.loss(outputs, part.targets, part.size)
         if self.on_forward is not None:
             self.on_forward(where, part, outputs)

@@ -221,7 +221,7 @@ def evaluate_on(world: World, plan: _Evaluation) -> dict[str, float]:
     if plan.weights is not None:
         take_weights(step.model, plan.weights)
     loaders = eval_loaders(job, world, resolve_sets(job.eval_data, world))
-    values = evaluate_sets(step, loaders, job.metrics, world, job.seed)
+    values = evaluate_sets(step, loaders, job.metrics, world, job.seed, looks=True)
     for loader in loaders.values():
         loader.close()
     return values

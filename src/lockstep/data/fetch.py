@@ -183,6 +183,8 @@ def together(samples: list[Any], collate: Collate | None, name: str) -> Pair:
         if not _is_pair(sample):
             several = isinstance(sample, tuple | list) and len(sample) > 2
             hint = "; of several inputs give ((a, b), targets), which is called as model(a, b)" if several else ""
+            if isinstance(sample, torch.Tensor):
+                hint = "; tensors of inputs and of targets go together as TensorDataset(inputs, targets)"
             raise JobError(f"{name}: a sample is {_shape_of(sample)}, (inputs, targets) is expected{hint}")
         if sample[1] is None:
             raise JobError(

@@ -20,7 +20,7 @@ from torch.utils.data import DataLoader, TensorDataset
 
 from lockstep.data.fetch import unwrapped
 from lockstep.devices import usable_cores
-from lockstep.errors import JobError, LockstepError, counted
+from lockstep.errors import JobError, LockstepError, RunError, counted
 
 Request = tuple[Any, ...]
 """What a fetcher is called with: an epoch, and the indices of each share that isn't empty, say."""
@@ -159,7 +159,7 @@ class Workers:
         with warnings.catch_warnings():  # a training says it, in a line
             warnings.filterwarnings("ignore", message="This DataLoader will create")
             answers = iter(self._loader)
-        for found in answers:
+        for found in _alive(answers):
             if isinstance(found, _Failure):
                 raise found.kind(found.message) from WorkerTraceback(found.traceback)
             pairs, self.note = found
@@ -168,6 +168,16 @@ class Workers:
     def close(self) -> None:
         """End the workers."""
         self._loader = None
+
+
+def _alive(answers: Iterator[Any]) -> Iterator[Any]:
+    """The same; says what to do where a worker has died."""
+    try:
+        yield from answers
+    except RuntimeError as error:
+        if "exited unexpectedly" not in str(error):
+            raise
+        raise RunError("a loader worker was killed (out of memory?): take fewer, or loader_workers=0") from error
 
 
 def _as_it_is(found: Any) -> Any:

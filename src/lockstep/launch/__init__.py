@@ -104,7 +104,10 @@ def not_within_a_rank() -> None:
 
     outer = _world.current()
     if outer is not None and outer.size > 1:
-        raise InputError(f"this is rank {outer.rank} of {outer.size} already: call launch before the ranks start, once")
+        raise InputError(
+            f"this is rank {outer.rank} of {outer.size} already: start a training or a launch before the ranks, once; "
+            'in a job file or a script, below if __name__ == "__main__":'
+        )
 
 
 def here(devices: Devices = "auto") -> World | None:

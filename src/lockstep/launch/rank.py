@@ -43,6 +43,10 @@ class RankWorld(_world.World):
         if self._board is not None:
             self._board[self.rank] = step
 
+    def goes_together(self) -> None:
+        """Each rank's step is on the board."""
+        self.in_step = self._board is not None
+
     def asked_to_stop(self) -> bool:
         """Whether the process that launched this one has been asked to."""
         return super().asked_to_stop() if self._board is None else bool(self._board[self.size])

@@ -102,8 +102,8 @@ class ThreadExchange:
         seat: _Seat | None = getattr(self._here, "session", None)
         if seat is None or seat.room not in self._rooms:
             raise StrategyError(
-                "synchronised batch norm in a thread that entered no micro-batch of this step: "
-                "call exchange.begin before the step, and exchange.enter in each replica's thread"
+                "synchronised batch norm was called in training mode outside of a step: call model.eval() before a "
+                "forward of your own (or, with an exchange of your own, exchange.begin and exchange.enter)"
             )
         return seat
 

@@ -10,6 +10,7 @@ concern::
 
 from __future__ import annotations
 
+import functools
 import statistics
 import time
 from collections.abc import Callable, Sequence
@@ -70,7 +71,12 @@ _TURNS = 3
 
 
 def contention(
-    model: nn.Module, total: Callable[[], torch.Tensor], devices: Sequence[Device], *, seconds: float = 0.6
+    model: nn.Module,
+    total: Callable[[], torch.Tensor],
+    other: Callable[[], torch.Tensor],
+    devices: Sequence[Device],
+    *,
+    seconds: float = 0.6,
 ) -> float:
     """How many times longer forward and backward take on a slot while another slot computes them too; 1 or more.
 
@@ -79,11 +85,12 @@ def contention(
     Args:
         model: is left as it is.
         total: one forward and the loss, a scalar.
+        other: the same of a copy of the model.
         devices: slots; the first two are used.
         seconds: how long it goes on alone, and as long together.
     """
 
-    def rounds() -> float:
+    def rounds(total: Callable[[], torch.Tensor]) -> float:
         began = time.perf_counter()
         count = 0
         while count < 1 or time.perf_counter() < began + seconds / _TURNS:
@@ -94,10 +101,11 @@ def contention(
         return (time.perf_counter() - began) / count
 
     with as_before(model), borrowed(devices[:2]) as team:
-        team.run([rounds, None])  # warms up
+        one, two = functools.partial(rounds, total), functools.partial(rounds, other)
+        team.run([one, two])  # warms up
         ratios = []
         for _ in range(_TURNS):  # in turns, because a machine that does something else meanwhile spoils one of them
-            (alone, _), together = team.run([rounds, None]), team.run([rounds, rounds])
+            (alone, _), together = team.run([one, None]), team.run([one, two])
             assert alone is not None
             ratios.append(statistics.mean(taken for taken in together if taken is not None) / alone)
     return max(1.0, statistics.median(ratios))

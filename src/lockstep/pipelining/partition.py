@@ -277,7 +277,9 @@ class Bench:
         if len(devices) < 2 or not self.device.is_slot:
             return 1.0
         try:
-            return _contention(self.model, self.total(self.placed(part)), devices)
+            placed = self.placed(part)
+            # A model that keeps something of its forward can't be called by two threads at once.
+            return _contention(self.model, self.total(placed), self.copied().total(placed), devices)
         except Exception:  # what can't be called by two threads at once says so in training
             return 1.0
 

@@ -10,6 +10,7 @@ Where the blocks are is found afterwards.
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
@@ -119,6 +120,7 @@ def _traced(model: nn.Module, inputs: Any, forward: Callable[[Any], Any], kind: 
     with ExitStack() as stack:
         stack.enter_context(as_before(model))
         if fake:
+            stack.enter_context(_without_log_of_errors())
             mode = stack.enter_context(FakeTensorMode(allow_non_fake_inputs=True))
             stack.enter_context(_faked(model, mode))
             inputs = each(mode.from_tensor, inputs)
@@ -147,6 +149,17 @@ def _traced(model: nn.Module, inputs: Any, forward: Callable[[Any], Any], kind: 
         stack.enter_context(torch.enable_grad())
         forward(inputs)
     return found
+
+
+@contextmanager
+def _without_log_of_errors() -> Iterator[None]:
+    """What the person's model raises is raised again where it is run; PyTorch's fake tensors log it too."""
+    log = logging.getLogger("torch._subclasses.fake_tensor")
+    before, log.disabled = log.disabled, True
+    try:
+        yield
+    finally:
+        log.disabled = before
 
 
 def _with(function: Callable[..., None], name: str) -> Callable[..., None]:

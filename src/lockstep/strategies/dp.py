@@ -38,7 +38,12 @@ from lockstep.parallel.exchange import ThreadExchange
 from lockstep.parallel.random import stream
 from lockstep.parallel.team import Team
 from lockstep.step import Step
-from lockstep.strategies.replicas import refuse_what_replicas_would_share, replica_of
+from lockstep.strategies.replicas import (
+    follow_settings,
+    refuse_what_replicas_would_share,
+    replica_of,
+    structure_of,
+)
 from lockstep.strategies.strategy import Strategy
 from lockstep.world import World
 
@@ -96,6 +101,8 @@ class DPStep(Step):
         self._devices = world.devices
         self._replicas = [model, *(replica_of(model, device) for device in world.devices[1:])]
         self._find_trained()
+        self._modules = [list(replica.modules()) for replica in self._replicas]
+        self._structure = structure_of(model)
         self._buffers = [buffers_of(replica) for replica in self._replicas]
         # Running statistics act in evaluation only, so they needn't be the same before.
         self._acting = [
@@ -285,11 +292,19 @@ class DPStep(Step):
 
     @torch.no_grad()
     def _refresh(self) -> None:
-        """Make every replica equal to the first before a step."""
-        modes = [module.training for module in self.model.modules()]
-        for replica in self._replicas[1:]:
-            for module, mode in zip(replica.modules(), modes, strict=True):
-                module.training = mode
+        """Make every replica equal to the first before a step.
+
+        Raises:
+            StrategyError: the model has other modules, parameters or hooks than when the replicas were made.
+        """
+        if self.own_loop and self.replicas > 1 and structure_of(self.model) != self._structure:
+            raise StrategyError(
+                "dp: modules, parameters or hooks of the model have changed since its replicas were made: call "
+                "lockstep.parallelize again, or take ddp"
+            )
+        for modules in self._modules[1:]:
+            for mine, theirs in zip(self._modules[0], modules, strict=True):
+                follow_settings(theirs, mine)
         self._share_parameters()
         self._copy_buffers(self._acting)
 

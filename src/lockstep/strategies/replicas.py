@@ -44,6 +44,43 @@ def replica_of(model: nn.Module, device: Device) -> nn.Module:
     return made
 
 
+_HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
+
+
+def structure_of(model: nn.Module) -> list[Any]:
+    """What a replica has only where the model had it when it was copied, to be compared: modules, parameters, hooks."""
+    return [
+        (
+            id(module),
+            id(vars(module).get("forward")),
+            *((id(p), len(p._backward_hooks or ())) for p in module._parameters.values() if p is not None),
+            *(len(getattr(module, hooks)) for hooks in _HOOKS),
+        )
+        for module in model.modules()
+    ]
+
+
+_INTERNAL = set(vars(nn.Module())) - {"training"}
+_PLAIN = (bool, int, float, complex, str, type(None))
+
+
+def follow_settings(replica: nn.Module, model: nn.Module) -> None:
+    """Give a module of a replica the plain attributes of the model's own: ``training``, a temperature, a switch."""
+    theirs = vars(replica)
+    for name, value in vars(model).items():
+        if theirs.get(name) is not value and name not in _INTERNAL and _is_plain(value):
+            theirs[name] = copy.copy(value)
+
+
+def _is_plain(value: Any) -> bool:
+    """Whether it is a number, a text, a switch, or a list, tuple or dictionary of some."""
+    if isinstance(value, dict):
+        value = value.values()
+    elif not isinstance(value, list | tuple):
+        return isinstance(value, _PLAIN)
+    return all(isinstance(item, _PLAIN) for item in value)
+
+
 def _computed_tensor(model: nn.Module) -> str | None:
     """The first attribute that is a tensor with a history, as the old ``weight_norm`` leaves them."""
     for name, module in model.named_modules():

@@ -1,0 +1,44 @@
+"""Which layer of a model raised, and what it was given: for errors inside of PyTorch's own layers.
+
+Their tracebacks have no line of the person's own code. One that has is left as it is.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import nn
+
+from lockstep.errors import JobError, first_line, is_own_code
+from lockstep.memory import is_out_of_memory
+from lockstep.nesting import tensors
+
+
+def layer_error(model: nn.Module, error: Exception) -> JobError | None:
+    """What to raise instead of an error that ``model`` raised in forward; None where the error says it better.
+
+    Its text is ``model: layer "2" (Linear), given (32, 64) torch.float64: mat1 and mat2 must have the same dtype``.
+    """
+    trace = error.__traceback__
+    called: tuple[nn.Module, Any] | None = None
+    while trace is not None:
+        frame = trace.tb_frame
+        if called is not None and is_own_code(frame.f_code.co_filename):
+            return None
+        module = frame.f_locals.get("self")
+        if frame.f_code.co_name == "_call_impl" and isinstance(module, nn.Module):
+            called = module, (frame.f_locals.get("args", ()), frame.f_locals.get("kwargs", {}))
+        trace = trace.tb_next
+    if called is None or is_out_of_memory(error) or "more than 1 value per channel" in str(error):
+        return None  # (what batch norm needs of one sample the step says)
+    layer, given = called
+    name = next((f'layer "{name}" ' for name, module in model.named_modules() if module is layer and name), "")
+    found = list(tensors(given))
+    shapes = ", ".join(f"{tuple(t.shape)} {t.dtype}" for t in found)
+    formats = {p.dtype for p in layer.parameters()}
+    others = {t.dtype for t in found if t.is_floating_point()} - formats
+    advice = f"; its parameters are {', '.join(map(str, formats))}: give it such inputs" if formats and others else ""
+    if torch.float64 in others:
+        advice += ', or choose precision="fp64"'
+    return JobError(f"model: {name}({type(layer).__name__}), given {shapes}: {first_line(error)}{advice}")
