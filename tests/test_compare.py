@@ -29,7 +29,7 @@ from lockstep.compare.result import Comparison, plain
 from lockstep.compare.sweeps import sweeps_of
 from lockstep.compare.table import csv_of, lines_of
 from lockstep.devices import slots
-from lockstep.errors import InputError, OutOfMemory, StrategyError
+from lockstep.errors import Caveat, InputError, OutOfMemory, StrategyError
 from lockstep.events import TimesOf
 from lockstep.glance import Glance, Seen
 from lockstep.jobfile import JobFile
@@ -83,7 +83,11 @@ def machine(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[..., list[tupl
             turn = turns[str(way)] = turns.get(str(way), -1) + 1
             rate = rule(way, turn)
             peaks = (410_000_000, 402_000_000) if way.strategy == "ddp" else (433_000_000,)
-            said = ("BatchNorm normalises over the share",) if way.strategy == "dp" else ()
+            said = (
+                (Caveat("batchnorm", "BatchNorm normalizes over each replica's local batch"),)
+                if way.strategy == "dp"
+                else ()
+            )
             seen = glance(way, way.settings.get("batch_size", 8) / rate)
             return Tried(rate, 0.1, sum(peaks), True, True, torch.float32, None, said, peaks, 1.5, seen)
 
@@ -146,7 +150,7 @@ def test_the_table_fits_80_columns(machine: Callable[..., Any]) -> None:
         "",
         "what a device is given at once, and gives:",
         "  single, 2 cores, single, 4 cores, dp, ddp, mp, pp: 4 x 6 -> 4 x 3",
-        "dp: BatchNorm normalises over the share",
+        "dp: BatchNorm normalizes over each replica's local batch",
         "",
         "Take ddp: 1.85 times one slot of 2 cores, 1.09 times all 4 cores without a",
         "strategy, with the numbers of one device; pp comes next, at 0.89 of its rate.",

@@ -234,8 +234,8 @@ def test_a_digest_is_the_same_for_any_number_of_threads() -> None:
 def test_a_model_that_cannot_be_copied_is_said_to_be_unseen() -> None:
     model = Layer()
     model.lock = threading.Lock()
-    (note,) = look(model, drawn(8, 6), 8).notes(with_dropout=False)
-    assert note.startswith(
-        "what the model's forward does wasn't looked at, since it can't be copied "
+    (note,) = look(model, drawn(8, 6), 8).of_replicas(with_dropout=False)
+    assert str(note).startswith(
+        "the model's forward was not inspected, since the model can't be copied "
         "(TypeError: cannot pickle '_thread.lock' object): lockstep verify"
     )

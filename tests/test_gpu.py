@@ -154,4 +154,4 @@ def test_a_map_over_processes_on_one_gpu_computes_there_and_gives_tensors_on_the
 def test_verify_names_dropout_whose_masks_come_from_the_gpu() -> None:
     job = ZOO["mlp"].having(model=lambda: nn.Sequential(nn.Linear(6, 8), nn.Dropout(0.5), nn.Linear(8, 3)))
     found = lockstep.verify(job, strategy="dp", devices=[Device("cuda", 0)] * 2)
-    assert [cause.name for cause in found.causes] == ["dropout"], str(found)
+    assert [cause.kind for cause in found.causes] == ["dropout"], str(found)

@@ -243,7 +243,7 @@ def test_that_it_is_not_exact_is_declared_and_said_before_training(tmp_path: Pat
     out = capsys.readouterr().out
     notes = [line for line in out.splitlines() if line.startswith("note: ")]
     assert notes[0].startswith("note: hogwild is not exact: ranks write the same weights without waiting")
-    assert any("clip_norm holds the gradient of each rank's share" in line for line in notes)
+    assert any("clip_norm clips the gradient of each rank's local batch" in line for line in notes)
     assert out.index(notes[-1]) < out.index("epoch   1")
 
 

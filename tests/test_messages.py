@@ -309,7 +309,7 @@ class Centred(nn.Linear):
 
 
 @pytest.mark.parametrize(
-    ("model", "says"), [(Noisy, "draws random numbers in evaluation"), (Centred, "act on one ano")]
+    ("model", "says"), [(Noisy, "draws random numbers in evaluation"), (Centred, "outputs depend on other sam")]
 )
 def test_what_depends_on_the_devices_is_said_of_evaluations_too(model, says: str, tmp_path: Path, capsys) -> None:
     """Found by trial: predictions 0.07 to 0.66 off without a line."""

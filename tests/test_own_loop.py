@@ -327,10 +327,15 @@ class Centred(nn.Linear):
 @pytest.mark.parametrize(
     ("model", "way", "settings", "says"),
     [
-        (lambda: nn.Sequential(nn.BatchNorm1d(6), nn.Linear(6, 3)), "dp 3", {}, "BatchNorm normalises over the share"),
-        (lambda: nn.Sequential(nn.Dropout(), nn.Linear(6, 3)), "dp 3", {}, "dropout draws other masks"),
-        (lambda: Centred(6, 3), "dp 3", {}, "samples of a batch act on one another"),
-        (lambda: Centred(6, 3), "single", {"accumulate": 2}, "samples of a batch act on one another"),
+        (
+            lambda: nn.Sequential(nn.BatchNorm1d(6), nn.Linear(6, 3)),
+            "dp 3",
+            {},
+            "BatchNorm normalizes over each replica's local batch",
+        ),
+        (lambda: nn.Sequential(nn.Dropout(), nn.Linear(6, 3)), "dp 3", {}, "dropout masks differ"),
+        (lambda: Centred(6, 3), "dp 3", {}, "outputs depend on other samples of the batch"),
+        (lambda: Centred(6, 3), "single", {"accumulate": 2}, "outputs depend on other samples of the batch"),
     ],
 )
 def test_a_loop_is_warned_where_its_numbers_will_differ(model: Any, way: str, settings: Any, says: str) -> None:

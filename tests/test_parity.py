@@ -267,7 +267,7 @@ def test_ranks_whose_parameters_come_to_differ_are_stopped(tmp_path) -> None:
 @pytest.mark.parametrize("way", ["dp", "ddp"])
 def test_a_buffer_that_depends_on_the_share_is_said(way: str, tmp_path, capsys) -> None:
     train(dataclasses.replace(ZOO["mlp"], model=Averaging), strategy=way, devices="2xcpu", folder=tmp_path)
-    assert 'note: buffer "seen" depends on the share' in capsys.readouterr().out
+    assert 'note: buffer "seen" depends on the local batch' in capsys.readouterr().out
 
 
 class Reseeding(nn.Linear):

@@ -86,7 +86,7 @@ def planted(folder: Path, **settings: Any) -> Comparison:
     rows = (
         row("single, 1 core", "single", 1000.0, 1, role="one device", agreement=None),
         row("single, 2 cores", "single", 1700.0, 1, role="all cores", agreement=None, history=()),
-        row("dp", "dp", 1500.0, agreement=Agreement(False, 0.1, "fp64"), exceptions=("BatchNorm is over the share",)),
+        row("dp", "dp", 1500.0, agreement=Agreement(False, 0.1, "fp64"), caveats=("BatchNorm is over the share",)),
         row("ddp", "ddp", 1900.0),
         row("pp microbatches=4", "pp", 1600.0),
         row("pp microbatches=64", "pp", 0.0, rates=(), glance=None, history=(), peaks=(), reason="out of memory"),
@@ -185,7 +185,7 @@ def test_nothing_that_a_person_named_becomes_part_of_the_page(tmp_path: Path) ->
     evil = '<script>alert("1")</script>'
     found = planted(tmp_path, job=f"{evil}.py", command=f"lockstep compare {evil}", machine={"cores": 2, "name": evil})
     rows = tuple(
-        replace(row, exceptions=(evil,), history=({"epoch": 1, "train_loss": 1.0, evil: 0.5},)) for row in found.rows
+        replace(row, caveats=(evil,), history=({"epoch": 1, "train_loss": 1.0, evil: 0.5},)) for row in found.rows
     )
     page = Read(write_page(replace(found, rows=rows)).read_text())
     assert "script" not in page.tags and evil in page.words

@@ -187,7 +187,7 @@ def test_the_exceptions_from_the_law_are_said_before_training(tmp_path: Path, ca
     job = ZOO["convolutions with sync_batchnorm"]
     train(job, strategy="dp", devices="2xcpu", folder=tmp_path, sync_batchnorm=False, epochs=1)
     out = capsys.readouterr().out
-    assert out.count("BatchNorm normalises over the share of each replica") == 1
+    assert out.count("BatchNorm normalizes over each replica's local batch") == 1
     assert "8 = 4 + 4 over the devices" in out
     train(job, strategy="dp", devices="2xcpu", folder=tmp_path, epochs=1)
     assert "note:" not in capsys.readouterr().out

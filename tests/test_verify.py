@@ -7,6 +7,7 @@ import importlib
 import json
 import os
 import random
+import re
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any, ClassVar
@@ -21,7 +22,7 @@ from torch.utils.data import TensorDataset
 import lockstep
 from lockstep import Job, cli
 from lockstep.data import Batch, Part
-from lockstep.errors import InputError
+from lockstep.errors import Caveat, InputError
 from lockstep.jobfile import JobFile
 from lockstep.loss import Number
 from lockstep.nesting import each
@@ -31,8 +32,8 @@ from lockstep.strategies.dp import DP, DPStep
 from lockstep.strategies.pp import PP
 from lockstep.strategies.strategy import Strategy
 from lockstep.verify import Verification
-from lockstep.verify.cause import Cause
-from lockstep.verify.causes import Diagnosis
+from lockstep.verify.causes import CAUSES
+from lockstep.verify.diagnosis import Diagnosis
 
 from planted import Averaging, Noisy, NoisyGradient, SelfWriting  # isort: skip
 from zoo import LENGTHS, SAMPLES, ZOO, Conv, drawn, labels, mlp, plain_sgd, sgd  # isort: skip
@@ -48,7 +49,7 @@ def verified(job: Any, strategy: Any, **settings: Any) -> Verification:
 
 def names(found: Verification) -> set[str]:
     assert not found, "it was to be found unequal"
-    return {cause.name for cause in found.causes}
+    return {cause.kind for cause in found.causes}
 
 
 # ---- equal, and nothing else said -----------------------------------------------------------------------------------
@@ -251,7 +252,7 @@ def test_batch_norm_per_replica_is_named_with_its_layer_and_its_setting(way: str
     assert names(found) == {"batchnorm"}
     assert found.layer == ("body.1", "BatchNorm2d")
     assert found.first is not None and found.first.number == 1
-    assert "sync_batchnorm" in found.causes[0].mend
+    assert "sync_batchnorm" in found.causes[0].fix
 
 
 @pytest.mark.parametrize("way", ["dp", pytest.param("ddp", marks=pytest.mark.slow)])
@@ -378,7 +379,7 @@ DRAWS: dict[str, Callable[[], nn.Module]] = {
 def test_whatever_a_model_draws_with_is_named(kind: str) -> None:
     found = verified(dataclasses.replace(MLP, model=DRAWS[kind]), "dp")
     assert names(found) == {"drawing"}, found
-    assert ("Python's or numpy's" in found.causes[0].words) == (kind in ("numpy", "random"))
+    assert ("Python's or numpy's" in found.causes[0].text) == (kind in ("numpy", "random"))
 
 
 class NoisyBackward(nn.Module):
@@ -394,7 +395,7 @@ class NoisyBackward(nn.Module):
 def test_a_model_that_draws_in_backward_is_named(way: str) -> None:
     found = verified(dataclasses.replace(MLP, model=NoisyBackward), way)
     assert names(found) == {"drawing"}
-    assert "in backward" in found.causes[0].words
+    assert "in backward" in found.causes[0].text
 
 
 class Remembering(nn.Linear):
@@ -414,7 +415,7 @@ class Remembering(nn.Linear):
 def test_state_outside_of_the_state_dict_is_named_with_its_attribute(way: str) -> None:
     found = verified(dataclasses.replace(MLP, model=Remembering), way)
     assert names(found) == {"state"}
-    assert '"seen"' in found.causes[0].words
+    assert '"seen"' in found.causes[0].text
 
 
 class OnFirstRank(nn.Module):
@@ -432,14 +433,14 @@ class OnFirstRank(nn.Module):
 def test_a_buffer_that_only_one_rank_updates_is_named() -> None:
     found = verified(dataclasses.replace(MLP, model=OnFirstRank), "ddp")
     assert names(found) == {"buffer of one rank"}
-    assert '"scale" is updated on replica 0 only' in found.causes[0].words
+    assert '"scale" is updated on replica 0 only' in found.causes[0].text
 
 
 @pytest.mark.parametrize("way", ["dp", pytest.param("ddp", marks=pytest.mark.slow)])
 def test_a_buffer_that_depends_on_the_share_is_named(way: str) -> None:
     found = verified(dataclasses.replace(MLP, model=Averaging), way)
     assert names(found) == {"buffer"}
-    assert '"seen"' in found.causes[0].words
+    assert '"seen"' in found.causes[0].text
 
 
 class CountingSamples(nn.Linear):
@@ -455,7 +456,7 @@ class CountingSamples(nn.Linear):
 def test_a_buffer_that_alone_parts_is_named() -> None:
     found = verified(dataclasses.replace(MLP, model=CountingSamples, batch_size=4), "ddp")
     assert names(found) == {"buffer"}
-    assert '"samples"' in found.causes[0].words
+    assert '"samples"' in found.causes[0].text
 
 
 @pytest.mark.parametrize("way", ["dp", pytest.param("ddp", marks=pytest.mark.slow)])
@@ -466,7 +467,7 @@ def test_running_statistics_of_instance_norm_are_named(way: str) -> None:
 
     found = verified(dataclasses.replace(MLP, model=model), way)
     assert names(found) == {"buffer"}, found
-    assert '"1.running_mean"' in found.causes[0].words
+    assert '"1.running_mean"' in found.causes[0].text
 
 
 @pytest.mark.parametrize("kind", ["before", "after it was accumulated"])
@@ -485,7 +486,7 @@ def test_a_hook_on_a_parameter_that_is_not_linear_is_named(kind: str) -> None:
 
     found = verified(dataclasses.replace(MLP, model=model), "ddp")
     assert names(found) == {"hook"}, found
-    assert 'on parameter "2.weight"' in found.causes[0].words
+    assert 'on parameter "2.weight"' in found.causes[0].text
 
 
 class Centred(nn.Module):
@@ -531,7 +532,7 @@ class Recording(Centred):
 def test_what_is_kept_and_acts_on_nothing_is_not_blamed(model: type[Centred]) -> None:
     found = verified(dataclasses.replace(MLP, model=model), "dp")
     assert names(found) == {"mixing"}, found
-    assert "Centre" in found.causes[0].words
+    assert "Centre" in found.causes[0].text
 
 
 def mixed_up(samples: list[Any]) -> Any:
@@ -587,7 +588,7 @@ class Dividing(nn.Module):
 def test_an_autograd_function_that_divides_by_the_batch_is_named(way: str) -> None:
     found = verified(dataclasses.replace(MLP, model=Dividing), way)
     assert names(found) == {"autograd function"}
-    assert '"MeanGradient"' in found.causes[0].words and "2 times" in found.causes[0].words
+    assert '"MeanGradient"' in found.causes[0].text and "2 times" in found.causes[0].text
     assert found.layer == ("first", "in backward")
 
 
@@ -611,7 +612,7 @@ class InEvaluation(nn.Linear):
 def test_what_parts_in_evaluation_alone_is_named(other: Any, wanted: str, way: str) -> None:
     found = verified(dataclasses.replace(MLP, model=lambda: InEvaluation(other)), way)
     assert names(found) == {wanted}, found
-    assert "in evaluation" in found.causes[0].words or "of the evaluation" in found.causes[0].words
+    assert "in evaluation" in found.causes[0].text or "of the evaluation" in found.causes[0].text
     assert found.first is None
 
 
@@ -621,7 +622,7 @@ def test_a_metric_that_is_no_sum_is_named() -> None:
 
     found = verified(MLP.having(metrics={"largest": largest}), "dp")
     assert names(found) == {"metric"}, found
-    assert '"largest"' in found.causes[0].words
+    assert '"largest"' in found.causes[0].text
 
 
 class Jittering(torch.optim.SGD):
@@ -694,14 +695,14 @@ class Hurried(nn.Module):
 def test_operators_that_are_not_deterministic_are_named() -> None:
     found = verified(dataclasses.replace(MLP, model=Hurried), "dp")
     assert names(found) == {"operators"}
-    assert "hasty_sum" in found.causes[0].words
+    assert "hasty_sum" in found.causes[0].text
 
 
 def test_draws_that_come_out_nearly_alike_once_are_not_taken_for_rounding(monkeypatch: pytest.MonkeyPatch) -> None:
     truly, alone = os.urandom, Diagnosis._of_the_job_alone
     first = [bytes([100 + i % 2]) for i in range(4)]  # one device against itself: 4e-6 apart, then as ever
 
-    def nearly_alike(diagnosis: Diagnosis) -> list[Cause]:
+    def nearly_alike(diagnosis: Diagnosis) -> list[Caveat]:
         monkeypatch.setattr(os, "urandom", lambda size: first.pop() if first else truly(size))
         try:
             return alone(diagnosis)
@@ -729,7 +730,7 @@ class Unwritten(nn.Module):
 def test_memory_that_nobody_wrote_is_named() -> None:
     found = verified(dataclasses.replace(MLP, model=Unwritten), "dp")
     assert names(found) == {"operators"}
-    assert "torch.empty" in found.causes[0].words
+    assert "torch.empty" in found.causes[0].text
 
 
 def test_parameters_that_the_model_writes_are_named() -> None:
@@ -802,7 +803,7 @@ class Taught(nn.Module):
 def test_a_frozen_parameter_that_follows_the_batch_is_named(way: str, wanted: str) -> None:
     found = verified(dataclasses.replace(MLP, model=Taught), way)
     assert names(found) == {wanted}
-    assert '"teacher.weight"' in found.causes[0].words
+    assert '"teacher.weight"' in found.causes[0].text
     assert found.first is not None and found.first.number == 2
     assert any(name == "teacher.weight" for _, name, _ in found.beyond)
 
@@ -837,7 +838,7 @@ def pairs(outputs: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
 def test_a_loss_over_pairs_is_named_where_the_strategy_refuses_it(way: str) -> None:
     found = verified(MLP.having(loss=pairs), way)
     assert names(found) == {"loss"}
-    assert found.refused is not None and "total, count" in found.causes[0].mend
+    assert found.refused is not None and "total, count" in found.causes[0].fix
 
 
 class Squeezing(nn.Linear):
@@ -854,13 +855,13 @@ def test_outputs_of_a_share_in_another_shape_are_no_fault_of_the_loss() -> None:
     data = TensorDataset(drawn(18, 6), drawn(18))  # the last batch has a sample for each of two
     found = verified(MLP.having(model=Squeezing, train_data=data, eval_data=None, metrics={}, loss=nn.MSELoss()), "ddp")
     assert names(found) == {"refused"}
-    assert "squeeze" in found.causes[0].mend
+    assert "squeeze" in found.causes[0].fix
 
 
 def test_a_loss_that_is_not_a_mean_is_called_so_once() -> None:
     found = verified(MLP.having(loss=lambda outputs, targets: outputs.square().mean().sqrt()), "ddp")
     assert names(found) == {"loss"}
-    assert found.causes[0].words.count("not a mean over samples") == 1
+    assert found.causes[0].text.count("not a mean over samples") == 1
 
 
 def one_item(outputs: torch.Tensor, targets: torch.Tensor) -> tuple[torch.Tensor, int]:
@@ -900,9 +901,7 @@ BALANCED = dataclasses.replace(MLP, model=Experts, loss=with_balance, metrics={}
 def test_an_auxiliary_loss_over_the_batch_is_named(way: str, capsys: Any, tmp_path: Path) -> None:
     found = verified(BALANCED, way)
     assert names(found) == {"auxiliary loss"}
-    assert found.causes[0].words.startswith(
-        'the loss reads the model\'s output "balance", which is no sum over samples'
-    )
+    assert found.causes[0].text.startswith('the loss reads the model\'s output "balance", which is no sum over samples')
     lockstep.train(BALANCED, strategy=way, devices=DEVICES, folder=tmp_path)
     assert 'note: the loss reads the model\'s output "balance", which is no sum or mean' in capsys.readouterr().out
 
@@ -1007,6 +1006,15 @@ class SummingStep(DPStep):
         return found
 
 
+class ScalingStep(DPStep):
+    def gradients(self, batch: Batch) -> tuple[Number, Number]:
+        found = super().gradients(batch)
+        for p in self._parameters:
+            if p.grad is not None:
+                p.grad.mul_(0.3)
+        return found
+
+
 class SteppingStep(DDPStep):
     """Every rank moves the scheduler, as where each of them believes it is alone."""
 
@@ -1066,19 +1074,19 @@ def test_a_sampler_that_repeats_is_named_with_the_samples(way: Strategy) -> None
     assert names(found) == {"sampler"}
     assert found.first is not None and found.first.number == 3, "the last batch, whose shares are uneven"
     assert len(found.first.rows.repeated) == 1
-    assert f"repeats sample {found.first.rows.repeated[0]} of batch 4" in found.causes[0].words
+    assert f"repeats sample {found.first.rows.repeated[0]} of batch 4" in found.causes[0].text
 
 
 def test_a_scheduler_that_steps_once_for_each_rank_is_named() -> None:
     found = verified(ZOO["a schedule by step"], FaultyRanks(step=SteppingStep, paces=True))
     assert names(found) == {"scheduler"}
-    assert "steps 2 times for each one" in found.causes[0].words
+    assert "steps 2 times for each one" in found.causes[0].text
 
 
 def test_a_gradient_that_is_summed_instead_of_averaged_is_named() -> None:
     found = verified(MLP, Faulty(step=SummingStep))
     assert names(found) == {"summed gradient"}
-    assert "2 times one device's" in found.causes[0].words
+    assert "2 times one device's" in found.causes[0].text
 
 
 def test_a_summed_gradient_shows_under_adam_too() -> None:
@@ -1092,6 +1100,30 @@ def test_a_strategy_that_loses_gradients_is_said_to_part_from_one_device() -> No
     assert found.layer == ("2", "in backward")
 
 
+def test_a_gradient_that_is_weighted_otherwise_is_named() -> None:
+    found = verified(MLP, Faulty(step=ScalingStep))
+    assert names(found) == {"scaled gradient"}
+    assert "0.3 times one device's: weighted otherwise than by samples" in found.causes[0].text
+
+
+def test_where_nothing_is_found_what_was_said_before_training_is_shown() -> None:
+    found = verified(MLP.having(collate=torch.utils.data.default_collate), Faulty(step=LosingStep))
+    assert names(found) == {"announced"}
+    assert "said before training: collate is given each device's local batch" in found.causes[0].text
+
+
+def test_a_model_that_fails_with_few_samples_is_named() -> None:
+    class Needing(nn.Linear):
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            if len(x) < 5:
+                raise KeyError("at least 5 samples")
+            return super().forward(x)
+
+    found = verified(MLP.having(model=lambda: Needing(6, 3)), "dp")
+    assert names(found) == {"failed"}
+    assert "at least 5 samples" in found.causes[0].text
+
+
 def test_clipping_of_its_own_is_named() -> None:
     assert names(verified(dataclasses.replace(MLP, optimizer=sgd), Faulty(step=ClippingStep))) == {"update"}
 
@@ -1099,7 +1131,7 @@ def test_clipping_of_its_own_is_named() -> None:
 def test_a_strategy_that_says_itself_that_it_is_not_exact_is_taken_at_its_word() -> None:
     found = verified(MLP, "hogwild")
     assert names(found) == {"declared"}
-    assert "hogwild is not exact" in found.causes[0].words
+    assert "hogwild is not exact" in found.causes[0].text
 
 
 def test_padding_that_follows_the_share_is_named_as_said_before() -> None:
@@ -1134,7 +1166,7 @@ def test_the_table_says_where_and_why(capsys: pytest.CaptureFixture[str]) -> Non
     assert "dp on 2 devices against single, in float64" in said
     assert "not equal from update 1 on (epoch 1, batch 1)" in said
     assert 'first layer that differs: "body.1" (BatchNorm2d)' in said
-    assert "mends it: sync_batchnorm=True (--sync-batchnorm)" in said
+    assert "fix: sync_batchnorm=True (--sync-batchnorm)" in said
     assert '"body.0.weight"' in said
 
 
@@ -1187,7 +1219,7 @@ def test_the_command_ends_with_0_or_3_and_writes_json(file: str, tmp_path: Path,
     assert "cause (batchnorm)" in capsys.readouterr().out
     found = json.loads(out.read_text())
     assert found["equal"] is False
-    assert found["causes"][0]["name"] == "batchnorm"
+    assert found["causes"][0]["kind"] == "batchnorm"
     assert found["comparison"]["updates"][0]["gradients"]["0.weight"] > 1e-3
     assert cli.main([*words, "--set", "norm=true", "--sync-batchnorm", "--json", "-"]) == 0
     assert json.loads(capsys.readouterr().out)["equal"] is True
@@ -1290,3 +1322,11 @@ def test_generators_and_settings_of_torch_are_left_as_they_were() -> None:
     verified(dataclasses.replace(MLP, model=Hurried), "dp")
     assert torch.equal(before, torch.get_rng_state())
     assert not torch.are_deterministic_algorithms_enabled()
+
+
+def test_every_kind_of_cause_is_in_the_documentation_and_planted_here() -> None:
+    kinds = {row.kind for row in CAUSES.values()}
+    page = (Path(__file__).parents[1] / "docs" / "verify.md").read_text().partition("## Causes")[2]
+    assert kinds - set(re.findall(r"`([a-z ]+)`", page)) == {"start"}, "which only a strategy of a person's own can do"
+    here = Path(__file__).read_text()
+    assert {kind for kind in kinds if f'"{kind}"' not in here} == set()

@@ -158,19 +158,27 @@ def same_on_every_rank(model: nn.Module, world: World) -> None:
     for rank, theirs in enumerate(every[1:], start=1):
         for ours, other in zip(every[0], theirs, strict=False):
             if ours[0] != other[0]:
-                raise JobError(f'model: it builds differently: "{ours[0]}" on rank 0 is "{other[0]}" on rank {rank}')
+                raise JobError(
+                    f'model: it builds differently: "{ours[0]}" on rank 0 is "{other[0]}" on rank {rank}',
+                    kind="unseeded model",
+                )
             if ours[1:3] != other[1:3]:
                 raise JobError(
-                    f'model: it builds differently: "{ours[0]}" is {ours[1]} on rank 0, {other[1]} on rank {rank}'
+                    f'model: it builds differently: "{ours[0]}" is {ours[1]} on rank 0, {other[1]} on rank {rank}',
+                    kind="unseeded model",
                 )
             if ours != other:
                 raise JobError(
-                    f'model: "{ours[0]}" has other values on rank 0 than on rank {rank}: '
-                    "draw initial values from torch, random or numpy's global generator, which are seeded"
+                    f'model: "{ours[0]}" has other values on rank 0 than on rank {rank}',
+                    kind="unseeded model",
+                    fix="draw initial values from torch, random or numpy's global generator, which are seeded",
                 )
         if len(every[0]) != len(theirs):
             extra = max(every[0], theirs, key=len)[min(len(every[0]), len(theirs))][0]
-            raise JobError(f'model: it builds differently: "{extra}" is on only one of rank 0 and rank {rank}')
+            raise JobError(
+                f'model: it builds differently: "{extra}" is on only one of rank 0 and rank {rank}',
+                kind="unseeded model",
+            )
 
 
 def differing_tensors(named: Iterable[tuple[str, torch.Tensor]], world: World) -> str | None:

@@ -18,16 +18,50 @@
         ├── OutOfMemory       device, step, share, and the setting that helps
         └── SaveError         the state could not be written (a full disk, say)
 
-The message of each is one line: what was wrong, and what to do.
+The message of each is one line: what was wrong, and what to do. What a program acts upon is in attributes (``kind``,
+``fix``), never in the words of a message. `Caveat` is a fact of the same form that is no error.
 """
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True)
+class Caveat:
+    """Why results differ from single-device training, or may.
+
+    Attributes:
+        kind: one word or two, the same in each release: ``"batchnorm"``, ``"mixing"`` (the table is in docs/verify.md).
+        text: what it is, with what was seen.
+        fix: the setting or the change that avoids it; "" where there is none.
+    """
+
+    kind: str
+    text: str
+    fix: str = ""
+
+    def __str__(self) -> str:
+        return f"{self.text}: {self.fix}" if self.fix else self.text
+
 
 class LockstepError(Exception):
-    """The root of Lockstep's exceptions."""
+    """The root of Lockstep's exceptions.
+
+    Attributes:
+        kind: the kind of `Caveat` that it is; "" where it is of none.
+        text: what was wrong.
+        fix: what to do; "" where the text says it.
+    """
 
     exit_code = 1
+    kind = ""
+
+    def __init__(self, text: str = "", *, kind: str = "", fix: str = "") -> None:
+        super().__init__(f"{text}: {fix}" if fix else text)
+        self.text, self.fix = text, fix
+        if kind:
+            self.kind = kind
 
 
 class InputError(LockstepError):
@@ -54,6 +88,8 @@ class TooFewLayers(StrategyError):
 
 class LossError(InputError):
     """A loss that can't be turned into total and count, or can't take the model's outputs."""
+
+    kind = "loss"
 
 
 class FolderError(InputError):

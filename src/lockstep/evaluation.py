@@ -68,8 +68,8 @@ def look_at_evaluation(step: Step, batch: Batch) -> None:
         return
     part = step.first_share(batch)
     if part.size:
-        for note in look(step.model, part.inputs, part.size).notes_on_evaluation():
-            step.world.tell(Line(note, "note"))
+        for caveat in look(step.model, part.inputs, part.size).of_evaluation():
+            step.world.tell(Line.of(caveat))
 
 
 def evaluate_sets(

@@ -6,6 +6,8 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Literal
 
+from lockstep.errors import Caveat
+
 
 @dataclass(frozen=True)
 class Event:
@@ -33,10 +35,17 @@ class Line:
     Attributes:
         text: the line.
         kind: a note is of the numbers, or of what to look at; a plan, of what was chosen for this training.
+        caveat: what a note is of, where it is of the results.
     """
 
     text: str
     kind: Literal["plain", "note", "plan"] = "plain"
+    caveat: Caveat | None = None
+
+    @classmethod
+    def of(cls, caveat: Caveat | str) -> Line:
+        """A note."""
+        return cls(str(caveat), "note", caveat if isinstance(caveat, Caveat) else None)
 
 
 @dataclass(frozen=True)

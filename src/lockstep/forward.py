@@ -27,7 +27,7 @@ from torch import nn
 from torch.overrides import TorchFunctionMode
 
 from lockstep.digest import digest
-from lockstep.errors import StrategyError, told
+from lockstep.errors import Caveat, StrategyError, told
 from lockstep.nesting import call, cut, each, named_tensors, tensors
 from lockstep.seeding import kept_states, noted_seeding, same, same_others, states
 
@@ -62,80 +62,88 @@ class Seen:
     uncopied: str | None = None
     of_batch: dict[str, Literal["sum", "mean", "neither"]] = field(default_factory=dict)
 
-    def note_on_output(self, name: str) -> str | None:
+    def of_output(self, name: str) -> Caveat | None:
         """What the person has to know where the loss reads an output that isn't one row for each sample."""
         kind = self.of_batch.get(name)
-        said = f'the loss reads the model\'s output "{name}", ' if name else "the loss reads an output of the model, "
+        read = f'the loss reads the model\'s output "{name}", ' if name else "the loss reads an output of the model, "
         if kind == "sum":
             return None
         if kind == "mean":
-            return (
-                f"{said}a mean over the samples of one forward: where a later batch leaves some out (labels that are "
-                "ignored), local batches are weighted wrongly; let the model give the sum"
+            text = (
+                f"{read}a mean over the samples of one forward: where a later batch leaves some out (labels that are "
+                "ignored), local batches are weighted wrongly"
             )
+            return Caveat("auxiliary loss", text, "let the model return the sum")
         if kind == "neither":
-            return (
-                f"{said}which is no sum or mean over samples (a loss for load balancing, say): each forward computes "
-                "it over its local batch, so results differ from single-device training; mp and single keep them"
+            text = (
+                f"{read}which is no sum or mean over samples (a loss for load balancing, say): each forward "
+                "computes it "
+                "over its local batch, so results differ from single-device training"
             )
-        return (
-            f"{said}computed over the samples of one forward: results are those of single-device training only if it "
-            "is a sum over samples"
+            return Caveat("auxiliary loss", text, "mp and single keep them")
+        text = (
+            f"{read}computed over the samples of one forward: results are those of single-device training only "
+            "if it is "
+            "a sum over samples"
         )
+        return Caveat("auxiliary loss", text)
 
-    def notes_on_microbatches(self) -> Iterator[str]:
-        """What the person has to know of it where one model computes a batch in micro-batches, a line each."""
+    def of_microbatches(self) -> Iterator[Caveat]:
+        """What differs where one model computes a batch in micro-batches."""
         if self.writes is not None:
-            yield f'the model writes its parameter "{self.writes}" in forward, once for each micro-batch, not a batch'
-        for name in self.written:
-            yield f'buffer "{name}" is written in forward, once for each micro-batch, not a batch'
-        if self.mixes:
-            yield (
-                "samples of a batch act on one another in the model's forward, and each micro-batch is computed by "
-                "itself: single without accumulate keeps the numbers"
+            text = (
+                f'the model writes its parameter "{self.writes}" in forward, once per micro-batch, not once per batch'
             )
+            yield Caveat("state", text)
+        for name in self.written:
+            yield Caveat("buffer", f'buffer "{name}" is written in forward, once per micro-batch, not once per batch')
+        if self.mixes:
+            text = "outputs depend on other samples of the batch, and each micro-batch is computed alone"
+            yield Caveat("mixing", text, "single without accumulate keeps the results")
 
-    def notes_on_evaluation(self) -> Iterator[str]:
-        """What the person has to know of it where devices evaluate or predict a share each, a line each."""
+    def of_evaluation(self) -> Iterator[Caveat]:
+        """What differs where devices evaluate, or predict, a local batch each."""
         if self.mixes:
             yield MIXES
         if self.draws:
-            yield "the model draws random numbers in evaluation, others than one device would, the same in each run"
+            text = "the model draws random numbers in evaluation, which differ from single-device ones; they are "
+            yield Caveat("drawing", f"{text}reproducible")
 
-    def notes(self, *, with_dropout: bool) -> Iterator[str]:
-        """What the person has to know of it where replicas have a share each, a line each.
+    def of_replicas(self, *, with_dropout: bool) -> Iterator[Caveat]:
+        """What differs where replicas compute a local batch each.
 
         Args:
             with_dropout: whether the model has dropout layers, of which it is known that they draw.
         """
         if self.uncopied is not None:
-            yield (
-                f"what the model's forward does wasn't looked at, since it can't be copied ({self.uncopied}): "
-                "lockstep verify shows whether the numbers are those of one device"
-            )
+            text = f"the model's forward was not inspected, since the model can't be copied ({self.uncopied})"
+            yield Caveat("uncopied", text, "lockstep verify shows whether results are those of single-device training")
         if self.draws_elsewhere:
-            yield (
-                "the model draws from Python's or numpy's random in forward, others than one device would, "
-                "and under dp the order is left to chance: draw from torch"
+            text = (
+                "the model draws from Python's or numpy's random in forward: the numbers differ from single-device "
+                "training, and under dp their order is left to chance"
             )
+            yield Caveat("drawing", text, "draw from torch")
         elif self.draws and not with_dropout:
-            yield (
-                "the model draws random numbers in forward, others than one device would; they are the same in each run"
-            )
+            text = "the model draws random numbers in forward, which differ from single-device training; they are "
+            yield Caveat("drawing", f"{text}reproducible")
         for name in self.follows:
-            yield f'buffer "{name}" depends on the share: all replicas follow the first, one device would not'
+            text = f'buffer "{name}" depends on the local batch: all replicas follow the first, one device would not'
+            yield Caveat("buffer", text)
         if self.remembers:
-            yield (
+            text = (
                 "the model remembers something that is neither parameter nor buffer (the same inputs give other "
-                "outputs the second time): each replica has its own, and no checkpoint keeps it; make it a buffer"
+                "outputs the second time): each replica has its own, and no checkpoint keeps it"
             )
+            yield Caveat("state", text, "make it a buffer")
         if self.mixes:
             yield MIXES
 
 
-MIXES = (
-    "samples of a batch act on one another in the model's forward, and each replica sees only its share: "
-    "single keeps the numbers"
+MIXES = Caveat(
+    "mixing",
+    "outputs depend on other samples of the batch, and each replica sees only its local batch",
+    "single keeps the results",
 )
 
 _FEWEST = 4

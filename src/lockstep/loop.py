@@ -403,8 +403,8 @@ class _Training:
                 self.told.line(note, kind="note")
         for told_of in self.planning:
             world.tell(told_of)
-        for exception in self.strategy.exceptions(job, self.step.model, len(devices)):
-            self.told.line(exception, kind="note")
+        for caveat in self.strategy.caveats(job, self.step.model, len(devices)):
+            self.told.line(str(caveat), kind="note")
 
     def _summary(self, seconds: float) -> dict[str, Any]:
         peaks = [peak for peaks in self.world.gather_objects(peak_memory(self.world)) for peak in peaks]

@@ -135,11 +135,11 @@ class Totalled:
                 return taken
             value = self._beside(outputs)(outputs, targets)
         except Misshapen as error:
-            raise LossError(f"{self._cannot_take(outputs, targets)}: {error}") from None
+            raise LossError(f"{self._cannot_take(outputs, targets)}: {error}", kind="shape") from None
         except Exception as error:
             if self._called or isinstance(error, LockstepError) or is_out_of_memory(error):
                 raise
-            raise LossError(f"{self._cannot_take(outputs, targets)}: {first_line(error)}") from error
+            raise LossError(f"{self._cannot_take(outputs, targets)}: {first_line(error)}", kind="shape") from error
         self._called = True
         return self._taken(value, samples)
 

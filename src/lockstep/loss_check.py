@@ -152,7 +152,7 @@ class LossCheck:
         Raises:
             LossError: always.
         """
-        raise LossError(f"{self._loss.name} {self._no_mean} in step {step}: {self._advice}")
+        raise LossError(f"{self._loss.name} {self._no_mean} in step {step}", fix=self._advice)
 
     # ---- how often --------------------------------------------------------------------------------------------------
 
@@ -250,13 +250,13 @@ class LossCheck:
         why = f"it fails with {size} of {samples} samples ({first_line(error)})"
         if self._loss.gives_pairs or not self._cuts:
             raise _CantTell(why if self._cuts else "") from error
-        raise LossError(f"{self._loss.name} can't be checked: {why}: {_ADVICE}") from error
+        raise LossError(f"{self._loss.name} can't be checked: {why}", fix=_ADVICE) from error
 
     def _draws(self) -> None:
         """It draws other random numbers for each part."""
         what = f"{self._loss.name} draws random numbers"
         if self._cuts and not self._loss.gives_pairs:
-            raise LossError(f"{what}, so whether it is a mean over samples can't be checked: {_ADVICE}")
+            raise LossError(f"{what}, so whether it is a mean over samples can't be checked", fix=_ADVICE)
         self._trust()
         if self._cuts:
             self.notes.append(
@@ -277,7 +277,7 @@ class LossCheck:
     def _trust(self, reads: str = "") -> None:
         """Check no more, since nothing can be told of a pair; of a scalar that is an error."""
         if reads and self._cuts and not self._loss.gives_pairs:
-            raise LossError(f"{self._loss.name} can't be checked: it reads {reads}: {_ADVICE}")
+            raise LossError(f"{self._loss.name} can't be checked: it reads {reads}", fix=_ADVICE)
         self._trusted = True
 
     # ---- the verdict ------------------------------------------------------------------------------------------------
@@ -313,18 +313,20 @@ class LossCheck:
                 what, (a, b, c) = "count", [float(piece.count) for piece in wrong]
             raise LossError(
                 f"{self._loss.name}: the {what} is not a sum over samples{when} (whole {a:.6g}, its two parts {b:.6g} "
-                f"and {c:.6g}): {self._advice}"
+                f"and {c:.6g})",
+                fix=self._advice,
             )
         means = [float(piece.total) / piece.samples for piece in wrong]
         if _is_sum(wrong):
             raise LossError(
                 f"{self._loss.name} is not a mean over samples but a sum, its value depends on the batch size "
-                f"(whole {means[0]:.6g}, its parts add up to it): use reduction='mean', or return (total, count)"
+                f"(whole {means[0]:.6g}, its parts add up to it)",
+                fix="use reduction='mean', or return (total, count)",
             )
         together = (float(one.total) + float(other.total)) / whole.samples
         raise LossError(
-            f"{self._loss.name} is not a mean over samples{when} "
-            f"(whole {means[0]:.6g}, from two parts {together:.6g}): {self._advice}"
+            f"{self._loss.name} is not a mean over samples{when} (whole {means[0]:.6g}, from two parts {together:.6g})",
+            fix=self._advice,
         )
 
     @property

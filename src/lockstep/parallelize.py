@@ -70,8 +70,8 @@ def parallelize(
         world.goes_together()
     if world.is_first and not isinstance(world.tell, _Warns):
         world.tell = _Warns(world.tell)
-    for exception in chosen.exceptions(job, model, step.replicas) if world.is_first else ():
-        world.tell(Line(exception, "note"))
+    for caveat in chosen.caveats(job, model, step.replicas) if world.is_first else ():
+        world.tell(Line.of(caveat))
     return step
 
 

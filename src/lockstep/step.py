@@ -28,7 +28,7 @@ from lockstep.checkpoint import load_state, save_state
 from lockstep.compiling import compile_models, not_compilable
 from lockstep.data import Batch, Part, mixed
 from lockstep.device_checks import DeviceChecks
-from lockstep.errors import InputError, LossError, NonFiniteLoss, OutOfMemory, RunError, StrategyError
+from lockstep.errors import Caveat, InputError, LossError, NonFiniteLoss, OutOfMemory, RunError, StrategyError
 from lockstep.evaluator import Evaluator
 from lockstep.events import Line
 from lockstep.forward import Seen, drops, look, refuse_written_buffers
@@ -274,22 +274,26 @@ class Step(Evaluator, ABC):
         self.seen = seen = look(self.model, part.inputs, part.size)
         self.loss_check.of_batch = seen.of_batch
         if self.replicas == 1:
-            self._tell(seen.notes_on_microbatches())
+            self._tell(seen.of_microbatches())
             return
         if seen.writes is not None:
             raise StrategyError(
-                f'the model writes its parameter "{seen.writes}" in forward, each replica otherwise: take single'
+                f'the model writes its parameter "{seen.writes}" in forward, differently on each replica',
+                kind="state",
+                fix="take single",
             )
         if seen.counts_words:
             raise StrategyError(
                 "the model calls embedding with scale_grad_by_freq=True, which divides gradients by how often a word "
-                "is in the batch, and each replica sees its local batch only: take single or mp, or leave it out"
+                "is in the batch, and each replica sees its local batch only",
+                kind="mixing",
+                fix="take single or mp, or leave it out",
             )
-        self._tell(seen.notes(with_dropout=any(map(drops, self.model.modules()))))
+        self._tell(seen.of_replicas(with_dropout=any(map(drops, self.model.modules()))))
 
-    def _tell(self, notes: Iterable[str]) -> None:
+    def _tell(self, notes: Iterable[Caveat | str]) -> None:
         for note in notes:
-            self.world.tell(Line(note, "note"))
+            self.world.tell(Line.of(note))
 
     @property
     def looks_again(self) -> bool:
@@ -413,8 +417,8 @@ class Step(Evaluator, ABC):
     def _say_what_the_loss_reads(self) -> None:
         """Say which outputs of the model, computed over a whole local batch, act in the loss."""
         for name in self.loss_check.reads if self.cuts_batch and self.world.is_first else ():
-            if (note := self.seen.note_on_output(name)) is not None:
-                self.world.tell(Line(note, "note"))
+            if (caveat := self.seen.of_output(name)) is not None:
+                self._tell([caveat])
 
     def _finite(self, model: nn.Module, part: Part, outputs: Any, total: torch.Tensor, where: str) -> None:
         value = total.item()

@@ -27,6 +27,7 @@ from lockstep.data import Batch, default_workers, is_stream, job_loader, resolve
 from lockstep.data.fetch import unwrapped
 from lockstep.data.workers import free_cores
 from lockstep.devices import Device
+from lockstep.errors import Caveat
 from lockstep.events import Line
 from lockstep.glance import Glance, Onlooker
 from lockstep.job import Job
@@ -111,7 +112,7 @@ class Tried:
         convolves: whether the model has convolutions, whose weights have a layout.
         dtype: the format of the parameters.
         workers: loader workers of each rank; None where they would only slow it down (a dataset of tensors).
-        exceptions: where the numbers are not those of one device.
+        caveats: where results differ from single-device training.
         peaks: the bytes of each process, or of each accelerator.
         started: seconds from asking for the trial until the first update was done.
         glance: what was seen of some updates, where that was asked for.
@@ -126,7 +127,7 @@ class Tried:
     convolves: bool
     dtype: torch.dtype
     workers: int | None
-    exceptions: tuple[str, ...]
+    caveats: tuple[Caveat, ...]
     peaks: tuple[int, ...] = ()
     started: float = 0.0
     glance: Glance | None = None
@@ -217,8 +218,8 @@ def _on_rank(world: World, function: Callable[[World, Job, _Plan], T], plan: _Pl
 
 
 def _tried(world: World, job: Job, plan: _Plan) -> Tried:
-    said: dict[str, list[str]] = {"plain": [], "note": [], "plan": []}
-    world.tell = lambda told: said[told.kind].append(told.text) if isinstance(told, Line) else None
+    lines: list[Line] = []
+    world.tell = lambda told: lines.append(told) if isinstance(told, Line) else None
     data = resolve(job.train_data, world, "train_data")
     strategy = plan.strategy.planned(job.having(train_data=data), world)
     step = strategy.build(job, world)
@@ -250,12 +251,15 @@ def _tried(world: World, job: Job, plan: _Plan) -> Tried:
         convolves=any(p.dim() == 4 for p in parameters),
         dtype=parameters[0].dtype if parameters else torch.float32,
         workers=_workers(job, world, data),
-        exceptions=(*strategy.exceptions(job, step.model, step.replicas), *said["note"]),
+        caveats=(
+            *strategy.caveats(job, step.model, step.replicas),
+            *(line.caveat or Caveat("announced", line.text) for line in lines if line.kind == "note"),
+        ),
         peaks=peaks,
         started=started,
         glance=glance,
         system=_system(before, after),
-        plans=tuple(said["plan"]),
+        plans=tuple(line.text for line in lines if line.kind == "plan"),
     )
 
 

@@ -184,12 +184,12 @@ class _Search:
         self.told(f"each setting in {self.rounds} turns against the best before it; + is kept for those that follow")
         self.best = attempt(self.job, self.start, seconds=self.seconds)
         self.told(f"\nas it is: {self.start.words}   {self.best.rate:,.4g} samples/s")
-        for line in (line for said in self.best.exceptions for line in _below(said)):
+        for line in (line for caveat in self.best.caveats for line in _below(str(caveat))):
             self.told(line)
         self.told("\nsettings that keep the numbers      samples/s   gain (lowest, highest)   memory")
         placed = _placements(strategy, chosen, self.settings.batch_size, by_default)
         self.stage("devices", [(f"{way.strategy} on {way.devices}", way) for way in placed if way != self.start])
-        if any("sync_batchnorm" in said for said in self.best.exceptions):
+        if any(caveat.kind == "batchnorm" and caveat.fix for caveat in self.best.caveats):
             self.stage("batch norm", [("sync_batchnorm", self.way.having(sync_batchnorm=True))], only_told=True)
         if self.best.convolves:
             self.switch("layout", "channels_last")
@@ -263,7 +263,7 @@ class _Search:
         return lambda: attempt(self.job, way, seconds=self.seconds).rate
 
     def remark(self, tried: Tried, timed: bool) -> str:
-        said = [said for said in tried.exceptions if said not in self.best.exceptions]
+        said = [str(caveat) for caveat in tried.caveats if caveat not in self.best.caveats]
         if tried.first > 5.0 + 3 * self.best.first:
             said.append(f"its first update took {tried.first:.0f} s, this once at least")
         if not timed:

@@ -242,7 +242,7 @@ class _Turns:
             rates=tuple(one.rate for one in tried),
             started=statistics.median(one.started for one in tried),
             peaks=tuple(max(column) for column in zip(*(one.peaks for one in tried), strict=True)),
-            exceptions=(*look.exceptions, *([self.stopped[entry.name]] if entry.name in self.stopped else [])),
+            caveats=(*map(str, look.caveats), *([self.stopped[entry.name]] if entry.name in self.stopped else [])),
             plans=look.plans,
             glance=look.glance,
             system=statistics.median(one.system for one in tried),

@@ -9,7 +9,7 @@ from typing import Literal
 from lockstep.compare.advice import all_cores, best_of, cautions, sentence
 from lockstep.compare.result import Comparison
 from lockstep.compare.sweeps import sweeps_of
-from lockstep.compare.table import batches_of, exceptions_of, moved, outcome_columns, plans_of, speed_columns
+from lockstep.compare.table import batches_of, caveats_of, moved, outcome_columns, plans_of, speed_columns
 from lockstep.firststep import written
 from lockstep.report.charts import Bars, Lines, Stacks
 from lockstep.report.page import Figure, Page, Section, Table, write
@@ -214,7 +214,7 @@ def _numbers(found: Comparison) -> Section:
         "far it went. In fp64 rounding is near 1e-15, and a fault shows as 1e-3."
     )
     head = ["", "numbers", "difference", "format", "held against"]
-    reasons += exceptions_of(found)
+    reasons += caveats_of(found)
     return Section("The same numbers?", [Table("parity", "Each against one device", head, rows, caption)], reasons)
 
 

@@ -33,7 +33,7 @@ class Row:
         reason: why it failed.
         started: seconds from asking until the first update was done; the median of all rounds.
         peaks: bytes that each process, or each accelerator, held at most.
-        exceptions: where its numbers are not those of one device, as it says itself.
+        caveats: where its results differ from single-device training, as it says itself.
         plans: what was chosen for it: the stages of a pipeline, say.
         agreement: whether they are.
         glance: what each device sees, where the time goes, what moves.
@@ -55,7 +55,7 @@ class Row:
     reason: str = ""
     started: float = math.nan
     peaks: tuple[int, ...] = ()
-    exceptions: tuple[str, ...] = ()
+    caveats: tuple[str, ...] = ()
     plans: tuple[str, ...] = ()
     agreement: Agreement | None = None
     glance: Glance | None = None

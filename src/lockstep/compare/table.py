@@ -142,7 +142,7 @@ def lines_of(found: Comparison, width: int = 80) -> list[str]:
     if sizes := sizes_of(found):
         lines += ["", *_wrapped("what a device is given at once, and gives:", width)]
         lines += [one for line in sizes for one in _wrapped(line, width, "  ")]
-    for line in (*plans_of(found), *exceptions_of(found)):
+    for line in (*plans_of(found), *caveats_of(found)):
         lines += _wrapped(line, width)
     outcome = outcome_columns(found)
     if outcome:
@@ -172,9 +172,9 @@ def sizes_of(found: Comparison) -> list[str]:
     return [f"{', '.join(names)}: {sizes}" for sizes, names in groups.items()]
 
 
-def exceptions_of(found: Comparison) -> list[str]:
+def caveats_of(found: Comparison) -> list[str]:
     """Where numbers are not those of one device, as the strategies say themselves: a line for each, with the rows."""
-    return _with_names({row.name: row.exceptions for row in found.measured})
+    return _with_names({row.name: row.caveats for row in found.measured})
 
 
 def plans_of(found: Comparison) -> list[str]:

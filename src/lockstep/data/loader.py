@@ -138,7 +138,9 @@ class Loader:
             if number != numbers[0]:
                 raise JobError(
                     f"order: for epoch {epoch} it gave other indices on rank {rank} than on rank 0: it has to depend "
-                    "on the epoch alone; draw from torch's, random's or numpy's global generator, which are seeded"
+                    "on the epoch alone",
+                    kind="sampler",
+                    fix="draw from torch's, random's or numpy's global generator, which are seeded",
                 )
 
     # ---- three ways to fetch ----------------------------------------------------------------------------------------

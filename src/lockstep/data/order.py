@@ -163,7 +163,9 @@ class Orders:
             if numbered(order) != number:
                 raise JobError(
                     f"order: for epoch {epoch} it gave other indices when it was called again: it draws from a "
-                    "generator of its own; take torch's, random's or numpy's global one, which are seeded"
+                    "generator of its own",
+                    kind="sampler",
+                    fix="take torch's, random's or numpy's global one, which are seeded",
                 )
         return order
 

@@ -102,8 +102,9 @@ def same_on_every_rank(dataset: Any, world: World, name: str) -> None:
             )
         if other != number:
             raise JobError(
-                f"{name}: its samples are others on rank {rank} than on rank 0: seed what makes or splits them "
-                "(random_state=0 in scikit-learn, default_rng(0) in numpy)"
+                f"{name}: its samples are others on rank {rank} than on rank 0",
+                kind="unseeded data",
+                fix="seed what makes or splits them (random_state=0 in scikit-learn, default_rng(0) in numpy)",
             )
 
 

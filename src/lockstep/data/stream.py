@@ -201,8 +201,9 @@ class StreamLoader:
                 else f"batch {index} has other samples on rank {rank} than on rank 0"
             )
             raise (JobError if index == 0 else RunError)(
-                f"{self._name}: the stream is not the same on every rank: {how}; every rank has to read all of it "
-                "(don't cut it by rank), and keeps its share"
+                f"{self._name}: the stream is not the same on every rank: {how}",
+                kind="unseeded data",
+                fix="every rank has to read all of it (don't cut it by rank), and keeps its share",
             )
 
 

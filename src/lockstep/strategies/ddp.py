@@ -129,9 +129,10 @@ class DDPStep(Step):
         drifted = differing_tensors(self.model.named_parameters(), self.world) if self.world.size > 1 else None
         if drifted is not None:
             raise RunError(
-                f'parameter "{drifted}" has come to differ between ranks: '
-                "only the optimizer may write it, alike on all "
-                "ranks (without random numbers): not the model in forward, nor on_event, which runs on rank 0 only"
+                f'parameter "{drifted}" has come to differ between ranks',
+                kind="drift",
+                fix="only the optimizer may write it, alike on all ranks (without random numbers): not the model in "
+                "forward, nor on_event, which runs on rank 0 only",
             )
 
     def _overlapping(self, all_have_samples: bool) -> DistributedDataParallel | None:

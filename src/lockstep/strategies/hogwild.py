@@ -26,6 +26,7 @@ loop of one's own that gives a step inputs rather than batches of ``lockstep.bat
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -36,7 +37,7 @@ from torch import nn
 
 from lockstep.build import buffers_of, build_model
 from lockstep.data import Batch
-from lockstep.errors import RunError, StrategyError
+from lockstep.errors import Caveat, RunError, StrategyError
 from lockstep.job import Job
 from lockstep.loss import Number
 from lockstep.optimizer import build_optimizer
@@ -85,14 +86,19 @@ class Hogwild(Strategy):
             _refuse_unscaled(optimizer)
         return HogwildStep(model, optimizer, job, world, shared)
 
-    def exceptions(self, job: Job, model: nn.Module, replicas: int) -> list[str]:
-        """As any strategy's, and what else follows the share."""
-        said = [line.split(": sync_batchnorm keeps")[0] for line in super().exceptions(job, model, replicas)]
+    def caveats(self, job: Job, model: nn.Module, replicas: int) -> list[Caveat]:
+        """As any strategy's, and what else follows the local batch."""
+        found = [
+            dataclasses.replace(one, fix="") if one.kind == "batchnorm" else one
+            for one in super().caveats(job, model, replicas)
+        ]
         if replicas > 1 and job.clip_norm is not None:
-            said.append("clip_norm holds the gradient of each rank's share, not that of the batch")
+            text = "clip_norm clips the gradient of each rank's local batch, not that of the global batch"
+            found.append(Caveat("clipping", text))
         if replicas > 1 and job.lr_scheduler is not None and job.lr_scheduler_every == "step":
-            said.append("a scheduler that looks at the loss of a step (ReduceLROnPlateau) sees each rank's share")
-        return said
+            text = "a scheduler that reads the loss of a step (ReduceLROnPlateau) sees that of each rank's local batch"
+            found.append(Caveat("scheduler", text))
+        return found
 
 
 def _refuse_unscaled(optimizer: torch.optim.Optimizer) -> None:

@@ -21,7 +21,7 @@ from torch import nn
 
 from lockstep.build import build_model
 from lockstep.data import is_stream
-from lockstep.errors import LockstepError, StrategyError, TooFewLayers, nearest, told
+from lockstep.errors import Caveat, LockstepError, StrategyError, TooFewLayers, nearest, told
 from lockstep.events import Line
 from lockstep.forward import drops
 from lockstep.job import Job
@@ -240,18 +240,20 @@ class PP(Strategy):
                 "give a number and a name (lockstep partition finds them)"
             )
 
-    def exceptions(self, job: Job, model: nn.Module, replicas: int) -> list[str]:
+    def caveats(self, job: Job, model: nn.Module, replicas: int) -> list[Caveat]:
         """What micro-batches change, and fewer samples than there are micro-batches."""
         parts = self.parts(job)
-        said = super().exceptions(job.having(accumulate=parts), model, 1)
+        found = super().caveats(job.having(accumulate=parts), model, 1)
         if parts > 1 and any(m.training for m in model.modules() if isinstance(m, nn.modules.batchnorm._BatchNorm)):
-            said.append(f"BatchNorm normalises each micro-batch by itself, as single with accumulate={parts} does")
+            text = f"BatchNorm normalizes over each micro-batch, as single with accumulate={parts} does"
+            found.append(Caveat("batchnorm", text))
         if job.batch_size < parts:
-            said.append(f"batches of {job.batch_size} samples are {job.batch_size} micro-batches, not {parts}")
+            text = f"batches of {job.batch_size} samples are {job.batch_size} micro-batches, not {parts}"
+            found.append(Caveat("few samples", text))
         several = len({p.device for p in model.parameters()}) > 1
         if several and any(map(drops, model.modules())):
-            said.append(DRAWS)
-        return said
+            found.append(DRAWS)
+        return found
 
 
 def _order_of(way: PP, devices: int) -> Callable[[int], Schedule]:

@@ -10,13 +10,13 @@ from typing import Any, ClassVar, Literal
 from torch import nn
 
 from lockstep.build import hooked_parameters
-from lockstep.errors import StrategyError
+from lockstep.errors import Caveat, StrategyError
 from lockstep.forward import drops
 from lockstep.job import Job
 from lockstep.step import Step
 from lockstep.world import World
 
-DRAWS = "dropout draws other masks than one device would; they are as random, and the same in each run"
+DRAWS = Caveat("dropout", "dropout masks differ from single-device training; they are reproducible")
 
 
 @dataclass(frozen=True)
@@ -77,13 +77,17 @@ class Strategy(ABC):
         for name, module in _embeddings(model):
             if module.max_norm is not None:
                 raise StrategyError(
-                    f'{self.name}: "{name}" has max_norm, which rewrites weights in forward, on each device others: '
-                    "use single, or normalise in a parametrization"
+                    f'{self.name}: "{name}" has max_norm, which rewrites weights in forward, differently on '
+                    "each device",
+                    kind="state",
+                    fix="use single, or normalize in a parametrization",
                 )
             if module.scale_grad_by_freq:
                 raise StrategyError(
                     f'{self.name}: "{name}" has scale_grad_by_freq, which divides gradients by how often a word is in '
-                    "the batch, and each replica sees its local batch only: use single or mp, or leave it out"
+                    "the batch, and each replica sees its local batch only",
+                    kind="mixing",
+                    fix="use single or mp, or leave it out",
                 )
 
     def refuse_one_process(self, world: World) -> None:
@@ -98,36 +102,40 @@ class Strategy(ABC):
                 "start it with lockstep.launch(...) or torchrun, or use dp"
             )
 
-    def exceptions(self, job: Job, model: nn.Module, replicas: int) -> list[str]:
-        """Where the numbers will not be those of one device, a line each, with what would keep them."""
-        said: list[str] = [] if self.exact is True else [self.exact]
+    def caveats(self, job: Job, model: nn.Module, replicas: int) -> list[Caveat]:
+        """Where results will differ from single-device training."""
+        found: list[Caveat] = [] if self.exact is True else [Caveat("declared", self.exact)]
         parts = replicas * job.accumulate
         if parts > 1:
             norms = [m for m in model.modules() if isinstance(m, nn.modules.batchnorm._BatchNorm)]
             if any(m.training or not m.track_running_stats for m in norms) and not job.sync_batchnorm and replicas > 1:
-                said.append(
-                    "BatchNorm normalises over the share of each replica, not over what one device would see: "
-                    "sync_batchnorm keeps the numbers"
-                )
+                text = "BatchNorm normalizes over each replica's local batch, not over the global batch"
+                found.append(Caveat("batchnorm", text, "sync_batchnorm=True keeps the results"))
             if any(not m.track_running_stats for m in norms) and job.sync_batchnorm and replicas > 1:
-                said.append("BatchNorm without running statistics normalises over the share in evaluation")
+                text = "BatchNorm without running statistics normalizes over the local batch in evaluation"
+                found.append(Caveat("batchnorm evaluation", text))
             instances = [m for m in model.modules() if isinstance(m, nn.modules.instancenorm._InstanceNorm)]
             if any(m.track_running_stats for m in instances):
-                said.append("InstanceNorm's running statistics are those of the first replica's shares")
+                text = "InstanceNorm's running statistics are those of the first replica's local batches"
+                found.append(Caveat("buffer", text))
         if parts > 1 and any(module.scale_grad_by_freq for _, module in _embeddings(model)):
-            said.append(
+            text = (
                 "scale_grad_by_freq divides gradients by how often a word is in a micro-batch, not in the whole batch"
             )
+            found.append(Caveat("mixing", text))
         if parts > 1 and hooked_parameters(model):
-            said.append("hooks on parameters see the gradient of a share, before it is summed and weighted")
+            text = "hooks on parameters see the gradient of a local batch, before it is summed and weighted"
+            found.append(Caveat("hook", text))
         if replicas > 1 and job.collate is not None:
-            said.append(
-                "collate puts together the share of each device, not the whole batch: padding and mixing "
-                "(and a count that includes padding) follow the share"
+            text = (
+                "collate is given each device's local batch, not the global batch: padding and mixing (and a "
+                "count that "
+                "includes padding) follow the local batch"
             )
+            found.append(Caveat("collate", text))
         if replicas > 1 and any(drops(m) for m in model.modules()):
-            said.append(DRAWS)
-        return said
+            found.append(DRAWS)
+        return found
 
 
 def _embeddings(model: nn.Module) -> Iterator[tuple[str, nn.Embedding | nn.EmbeddingBag]]:

@@ -14,8 +14,8 @@
     comparison.py    what was found, and up to where it is rounding
     noise.py         how far one device is from itself, where that has to be measured
     still.py         a model with dropout, or batch norm, taken out
-    causes.py        the experiments that find why they part       rates.py   how often a scheduler moved
-    cause.py         the causes in words, with what mends them
+    diagnosis.py     the experiments that find why they part       rates.py   how often a scheduler moved
+    causes.py        the table of causes: kind, text, fix
     answer.py        all of it, in order
     verification.py  the answer, as a table and as plain values
     harness.py       the measure; whole trainings held against one another, for tests
@@ -29,7 +29,6 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from lockstep.verify.answer import verify as verify
-    from lockstep.verify.cause import Cause as Cause
     from lockstep.verify.comparison import Comparison as Comparison
     from lockstep.verify.comparison import Update as Update
     from lockstep.verify.harness import Differences as Differences
@@ -39,7 +38,6 @@ if TYPE_CHECKING:
     from lockstep.verify.verification import Verification as Verification
 
 _HOME = {
-    "Cause": "cause",
     "Comparison": "comparison",
     "Differences": "harness",
     "Update": "comparison",

@@ -18,9 +18,9 @@ from lockstep.launch import started_as_rank
 from lockstep.placement import alone, place_of
 from lockstep.strategies import Strategy, choose
 from lockstep.strategies.single import Single
-from lockstep.verify.cause import Cause
-from lockstep.verify.causes import Diagnosis, layer_bound, layer_of
+from lockstep.verify.causes import of_refusal
 from lockstep.verify.comparison import COARSE, EXACT, Bounds, Comparison, Update
+from lockstep.verify.diagnosis import Diagnosis, layer_bound, layer_of
 from lockstep.verify.experiment import Experiment
 from lockstep.verify.laboratory import Laboratory
 from lockstep.verify.noise import Noise
@@ -108,10 +108,10 @@ def _answer(
         # Where they part it is in the first update mostly.
         found = laboratory.compared(dataclasses.replace(experiment, watched=1, bound=layer_bound(Bounds(least))))
     except Exception as error:
-        cause = Cause.of_refusal(error)
+        cause = of_refusal(error)
         if cause is None:
             raise
-        if cause.name in ("failed", "refused"):
+        if cause.kind in ("failed", "refused"):
             if "batch_size" in ground.settings:  # a share may be too small for it
                 return _answer(source, loaded, way, chosen, laboratory, whole=True)
             # Is it the strategy's doing? Else one device says it too.
@@ -125,7 +125,7 @@ def _answer(
         bound=bounds.least,
         noise=bounds.noise.worst if bounds.noise is not None else None,
         comparison=found,
-        notes=(*said.notes, *found.notes),
+        notes=(*said.notes, *map(str, found.notes)),
     )
     if equal:
         return dataclasses.replace(said, equal=True)

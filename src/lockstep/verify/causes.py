@@ -1,292 +1,232 @@
-"""Causes: why two sides part, found by experiments, each of which takes one thing out of the question.
-
-::
-
-    the start differs, other samples, other learning rates          seen as it is
-    single against single also parts                                the job can't be repeated: operators? numbers? data?
-    equal once dropout, or batch norm, is taken out                 that is it
-    single, its batches cut as for the devices, parts from single   the model or its loss: a buffer, state, samples that
-                                                                    act on one another, a backward of its own
-    it doesn't                                                      the strategy: sums, buffers, ranks that drift
-
-Each experiment goes no further than the update that parts, which is the first one mostly.
-"""
+"""Causes: every reason that ``verify`` can name, as a table of kind, text and fix. `docs/verify.md` lists the kinds."""
 
 from __future__ import annotations
 
-import dataclasses
-from dataclasses import dataclass
+from collections.abc import Sequence
+from typing import NamedTuple
 
-from lockstep.errors import LockstepError, LossError, NonFiniteLoss, RankFailed, StrategyError
-from lockstep.placement import place_of
-from lockstep.strategies.single import Single
-from lockstep.verify.cause import Cause
-from lockstep.verify.comparison import Bounds, Comparison, Update
-from lockstep.verify.experiment import Experiment
-from lockstep.verify.laboratory import Laboratory
-from lockstep.verify.noise import Noise
-from lockstep.verify.rates import moves_of
-from lockstep.verify.still import Thing
+from lockstep.errors import Caveat, DeviceError, FolderError, InputError, LockstepError, told
 
 
-@dataclass
-class Diagnosis:
-    """The search for why two sides part.
+class Cause(NamedTuple):
+    """A row of the table: what `Caveat` says, with places for what was seen."""
 
-    Args:
-        laboratory: where experiments are made.
-        experiment: the one that did.
-        found: what it found.
-        noise: up to where a difference is rounding.
-        parts: micro-batches of a global batch.
-        shares: replicas that each of these is cut for.
-    """
-
-    laboratory: Laboratory
-    experiment: Experiment
-    found: Comparison
-    noise: Noise
-    parts: int
-    shares: int
-
-    def __post_init__(self) -> None:
-        self.bounds: Bounds = self.noise.bounds(self.found)
-        self.first: Update | None = self.bounds.first_apart(self.found)
-        # Held still in what follows: what is known to part the sides, and would hide other causes.
-        self.still: frozenset[Thing] = frozenset()
-        self.settings = dict(self.experiment.settings)
-        self.synchronises = True
-        # That something is drawn still where all draws were to be taken out.
-        self.draws_on: Cause | None = None
-        # Name and class of the first layer that differs, where an experiment has shown it.
-        self.layer: tuple[str, str] | None = None
-
-    def causes(self) -> list[Cause]:
-        """All that were found, the likeliest first; one that says so where none was."""
-        exact = self.experiment.strategy.exact
-        if exact is not True:
-            return [Cause.declared(exact)]
-        strange = bool(self.found.start or (self.first is not None and self.first.rows.others))
-        causes = self._seen() or (self._of_the_job_alone() if strange else [])
-        causes = causes or self._taken_out() or ([] if strange else self._of_the_job_alone())
-        if not causes and self.found.drifted:
-            return [Cause.drift(self.found.drifted[0])]
-        if not causes and self.draws_on:
-            return [self.draws_on]
-        if not causes and self.first is None:
-            return self._of_the_evaluation()
-        causes = causes or self._of_the_cut() or self._of_the_strategy()
-        if not causes and self.found.notes:
-            causes = [Cause.announced(note) for note in self.found.notes]
-        return causes or [Cause.unknown()]
-
-    # ---- what shows as it is ----------------------------------------------------------------------------------------
-
-    def _seen(self) -> list[Cause]:
-        first = self.first
-        if first is None:
-            return []
-        if first.rows and not first.rows.others:
-            return [Cause.sampler(first)]
-        if first.rates_apart > self.bounds.least:
-            moves = first.number - 1 if self._by_step() else first.epoch - 1
-            return [Cause.scheduler(first, moves_of(self.experiment, first.rates, most=16 * max(moves, 1)), moves)]
-        return []
-
-    def _by_step(self) -> bool:
-        from lockstep.jobfile import the_job, with_settings
-
-        return the_job(with_settings(self.experiment.job, self.settings)).lr_scheduler_every == "step"
-
-    # ---- can the job be repeated at all? ----------------------------------------------------------------------------
-
-    def _of_the_job_alone(self) -> list[Cause]:
-        again = self._single()
-        if again.updates == 1:
-            again = dataclasses.replace(again, updates=2)  # one draw of few values may come out alike
-        twice = self._try(again)
-        if not isinstance(twice, Comparison):
-            return []
-        if twice.start:
-            return [Cause.unseeded_start(twice.start[0])]
-        if any(update.rows for update in twice.updates):
-            return [Cause.unseeded_data()]
-        if self.noise.repeats(twice):
-            return [Cause.other_start(self.found.start[0])] if self.found.start else []
-        strict = self._try(dataclasses.replace(self._single(), deterministic=True))
-        if isinstance(strict, Comparison):
-            return [Cause.operators()] if self.noise.hold(strict) else [Cause.unseeded_model()]
-        said = str(strict)
-        if "deterministic implementation" in said:
-            return [Cause.operators(said.split(" does not have")[0].split()[-1])]
-        return [Cause.operators("torch.empty")] if isinstance(strict, NonFiniteLoss) else [Cause.unseeded_model()]
-
-    # ---- dropout and batch norm, taken out --------------------------------------------------------------------------
-
-    def _taken_out(self) -> list[Cause]:
-        present: list[Thing] = []
-        if self.found.drew:
-            present.append("draws")
-        if self.found.normalises and self.shares > 1 and not self._is_on("sync_batchnorm"):
-            present.append("norms")
-        if not present:
-            return []
-        without_all = self._without(frozenset(present))
-        if "draws" in present and without_all is not None and without_all.drew:
-            # Where the two agree all the same, their draws came in the same order by chance.
-            self.draws_on = Cause.drawing_on(without_all.drew_elsewhere)
-        if self.draws_on or without_all is None or not self.noise.hold(without_all):
-            self.still = frozenset(present)
-            return []
-        needed = []
-        for thing in present:
-            rest = frozenset(present) - {thing}
-            kept = self._without(rest) if rest else self.found
-            if kept is None or not self.noise.hold(kept):
-                needed.append(thing)
-        return [cause for thing in needed or present for cause in self._named(thing, without_all.worst)]
-
-    def _named(self, thing: Thing, left: float) -> list[Cause]:
-        if thing == "norms":
-            return [Cause.batchnorm(left, self.synchronises)]
-        causes = [Cause.dropout(left)] if self.found.drops else []
-        if self.found.drew_in_backward:
-            causes.append(Cause.drawing(left, "backward"))
-        return causes or [Cause.drawing(left)]
-
-    def _is_on(self, setting: str) -> bool:
-        from lockstep.jobfile import the_job, with_settings
-
-        return bool(getattr(the_job(with_settings(self.experiment.job, self.settings)), setting))
-
-    def _without(self, things: frozenset[Thing]) -> Comparison | None:
-        settings = dict(self.settings)
-        if "draws" in things:
-            settings["activation_checkpointing"] = None  # which computes again where nothing is held still
-        if "norms" in things and self.synchronises:
-            together = {**settings, "sync_batchnorm": True}
-            tried = self._try(dataclasses.replace(self._again(), settings=together, still=things - {"norms"}))
-            if isinstance(tried, Comparison):
-                return tried
-            self.synchronises = False  # the strategy doesn't take it
-        tried = self._try(dataclasses.replace(self._again(), settings=settings, still=things))
-        return tried if isinstance(tried, Comparison) else None
-
-    # ---- a model whose numbers depend on how a batch is cut ---------------------------------------------------------
-
-    def _of_the_cut(self) -> list[Cause]:
-        if self.shares == 1:
-            return []
-        number = 1 if self.first is None else self.first.number
-        still = self.still
-        if self.found.normalises and self._is_on("sync_batchnorm"):
-            still |= {"norms"}  # which see the whole batch on the devices, as they don't here
-        cut = dataclasses.replace(self._single(), cut=self.parts * self.shares, still=still)
-        tried = self._try(dataclasses.replace(cut, watched=number, bound=layer_bound(self.bounds)))
-        if isinstance(tried, LossError):
-            return [Cause.loss(str(tried))]
-        if not isinstance(tried, Comparison) or self.noise.hold(tried):
-            return []
-        bounds = self.noise.bounds(tried)
-        first = bounds.first_apart(tried)
-        if not self.still:
-            self.layer = layer_of(tried, bounds, first)
-        if first is not None:
-            apart = [name for kind, name, _ in bounds.beyond(first) if kind == "parameters"]
-            if written := [name for name in apart if name not in first.gradients]:
-                return [Cause.written(written[0])]
-        if tried.layer is not None:
-            if self.found.apart_attributes and not self.found.mixes:  # else it may be a record that acts on nothing
-                return [Cause.state(self.found.apart_attributes)]
-            if self.found.own_buffers:
-                return [Cause.buffer(self.found.own_buffers, self.found.updated_on)]
-            if self.found.collated and not self.found.mixes:
-                return [Cause.collate(*tried.layer)]
-            return [Cause.mixing(*tried.layer)]
-        if self.found.reads:
-            return [Cause.auxiliary_loss(self.found.reads[0])]
-        if first is not None and first.losses_apart > bounds.of("loss", ""):
-            return [Cause.loss("its parts, weighted by their counts, don't add up to the whole")]
-        beyond = self.bounds.beyond(self.first) if self.first is not None else []
-        if beyond and all(kind == "buffers" for kind, _, _ in beyond):
-            return [Cause.buffer([beyond[0][1]], {})]
-        if tried.hooked and not tried.functions:
-            return [Cause.hook(tried.hooked)]
-        return [Cause.own_backward(tried.functions, first)]
-
-    # ---- training agrees, and evaluation doesn't --------------------------------------------------------------------
-
-    def _of_the_evaluation(self) -> list[Cause]:
-        apart = self.bounds.evaluation_apart(self.found)
-        losses = [name for name in apart if name.rpartition("/")[2] == "loss"]
-        if apart and not losses:
-            return [Cause.metric(apart)]
-        drawing = self._without(frozenset({"draws"}))
-        if drawing is not None and self.noise.hold(drawing):
-            return [Cause.drawing(drawing.worst, "evaluation")]
-        return [Cause.cut_in_evaluation(losses[0])] if losses else [Cause.unknown()]
-
-    # ---- a strategy that does something else ------------------------------------------------------------------------
-
-    def _of_the_strategy(self) -> list[Cause]:
-        found, first = self.found, self.first
-        if first is not None and first.rows:
-            return [Cause.sampler(first)]
-        if first is not None and (ratio := self._one_ratio(first)) is not None:
-            return [Cause.scaled(ratio, len(self.experiment.devices))]
-        if found.updated_on or found.own_buffers:
-            return [Cause.buffer(found.own_buffers, found.updated_on)]
-        if found.apart_attributes:
-            return [Cause.state(found.apart_attributes)]
-        beyond = () if first is None else tuple(self.bounds.beyond(first))
-        if beyond and all(kind == "buffers" for kind, _, _ in beyond):
-            return [Cause.buffer([name for _, name, _ in beyond], {})]
-        if first is not None and not any(kind in ("gradients", "loss") for kind, _, _ in beyond):
-            return [Cause.update(first.number)]
-        return []
-
-    def _one_ratio(self, first: Update) -> float | None:
-        """How many times one device's gradient the strategy's is, where that is the same for all parameters."""
-        ratios = list(first.ratios.values())
-        if any(k == "gradients" and n not in first.ratios for k, n, _ in self.bounds.beyond(first)):
-            return None
-        if not ratios or max(ratios) - min(ratios) > 1e-6 * max(map(abs, ratios)) or abs(ratios[0] - 1) < 1e-6:
-            return None
-        return sum(ratios) / len(ratios)
-
-    # ---- experiments ------------------------------------------------------------------------------------------------
-
-    def _again(self) -> Experiment:
-        """The same, no further than it parts."""
-        updates = self.first.number if self.first is not None else None
-        return dataclasses.replace(self.experiment, settings=self.settings, updates=updates, looked=True)
-
-    def _single(self) -> Experiment:
-        """One device against one device."""
-        settings = {**self.settings, "accumulate": self.parts}
-        place = (place_of(self.experiment.devices),)
-        return dataclasses.replace(self._again(), strategy=Single(), devices=place, settings=settings)
-
-    def _try(self, experiment: Experiment) -> Comparison | Exception:
-        try:
-            return self.laboratory.compared(experiment)
-        except RankFailed as error:
-            return error
-        except (LockstepError, StrategyError) as error:
-            return error
-        except RuntimeError as error:  # an operator that isn't deterministic
-            return error
+    kind: str
+    text: str
+    fix: str
 
 
-def layer_bound(bounds: Bounds) -> float:
-    """Up to where what a layer gave for a sample is the same."""
-    return 10 * max(bounds.least, 1e-9)
+_WHOLE_BATCH = "mp or single, which see the whole batch"
+_GENERATORS = "torch's, random's or numpy.random's global generator, which are seeded"
+
+CAUSES = {
+    # ---- the model --------------------------------------------------------------------------------------------------
+    "batchnorm": Cause(
+        "batchnorm",
+        "BatchNorm normalizes over each replica's local batch; over the global batch the results agree ({left:.0e})",
+        "sync_batchnorm=True (--sync-batchnorm)",
+    ),
+    "batchnorm of a strategy without sync_batchnorm": Cause(
+        "batchnorm",
+        "BatchNorm normalizes over each replica's local batch; with its running statistics the results agree "
+        "({left:.0e})",
+        "ddp or dp with sync_batchnorm=True, or layers that see one sample at a time (GroupNorm, LayerNorm)",
+    ),
+    "dropout": Cause(
+        "dropout",
+        "dropout masks differ from single-device training; without dropout the results agree ({left:.0e})",
+        "none needed where only the masks differ; mp draws those of one device, and with dropout 0 all else is "
+        "compared",
+    ),
+    "random numbers": Cause(
+        "drawing",
+        "the model draws random numbers in {where}, which differ from single-device training; without them the results "
+        "agree ({left:.0e})",
+        "none needed where any draw will do; mp draws those of one device, or let the dataset draw, by sample",
+    ),
+    "random numbers elsewhere": Cause(
+        "drawing",
+        "the model draws random numbers {whence}, which differ from single-device training; they can't be "
+        "taken out, so "
+        "nothing else is compared",
+        "draw from torch in forward, or let the dataset draw, by sample",
+    ),
+    "mixing": Cause(
+        "mixing",
+        "outputs depend on other samples of the batch in {layer}: single-device results change as well when the batch "
+        "is split",
+        f"{_WHOLE_BATCH}; or a layer that sees one sample at a time",
+    ),
+    "mixing in evaluation": Cause(
+        "mixing",
+        '"{loss}" of the evaluation depends on how its batches are split, and training doesn\'t: in eval mode outputs '
+        "depend on other samples of the batch, or the loss is not a mean over samples",
+        "a model that sees one sample at a time in eval mode, or evaluate under mp or single",
+    ),
+    "collate": Cause(
+        "collate",
+        "collate makes other rows of a local batch than of the global batch (it pads to the longest sample, or mixes "
+        "samples), and {layer} gives other results for them",
+        "a collate that makes the same of a sample in any batch (one length for all, say), or a model that masks the "
+        "padding; mp and single give it the whole batch",
+    ),
+    "metric": Cause(
+        "metric",
+        "{names} of the evaluation depends on how its batches are split, and the loss doesn't: it is not a sum "
+        "over items",
+        "return (total, count), each summed over items, or give a metric of torchmetrics, which keeps what it needs",
+    ),
+    "state": Cause(
+        "state",
+        'the model keeps state outside of its state dict: "{name}" changes in training, and each replica has its own',
+        "a buffer (register_buffer) that doesn't depend on the local batch; mp or single keep it as it is",
+    ),
+    "parameter written in forward": Cause(
+        "state",
+        'parameter "{name}" has no gradient and changes: the model writes it, from what it sees of the local batch',
+        f"let it depend on the parameters only, or take {_WHOLE_BATCH}",
+    ),
+    "buffer of one rank": Cause(
+        "buffer of one rank",
+        'buffer "{name}" is updated on {replicas} only, and acts on all',
+        "update it on every rank alike, before it is used",
+    ),
+    "buffer": Cause(
+        "buffer",
+        'buffer "{name}" depends on the local batch: each replica computes its own, all follow the first, and '
+        "one device "
+        "would compute another",
+        f"let it depend on the parameters only, or take {_WHOLE_BATCH}",
+    ),
+    "autograd function": Cause(
+        "autograd function",
+        "{which} depends on the number of samples that it sees: it divides by it, say{seen}",
+        "leave the mean over samples to the loss, and let backward treat each sample by itself",
+    ),
+    "hook": Cause(
+        "hook",
+        "a hook on {parameters} is not linear in the gradient: it clips it, normalizes it or adds to it, say, for each "
+        "local batch",
+        "clip_norm, or weight_decay, which see the whole gradient; mp gives hooks that of the whole batch",
+    ),
+    "initial values": Cause(
+        "unseeded model",
+        'the model draws unseeded numbers when it is built: "{name}" has other values each time',
+        f"draw initial values from {_GENERATORS}",
+    ),
+    "unseeded model": Cause(
+        "unseeded model",
+        "single-device training can't be repeated on the same samples, with deterministic operators either: the model, "
+        "or the optimizer, draws unseeded numbers, or counts in a class or a module",
+        "draw from torch's global generator (or from one that is seeded in forward); count in a buffer",
+    ),
+    "operators": Cause(
+        "operators",
+        "operators that are not deterministic{name}: single-device training can't be repeated",
+        "torch.use_deterministic_algorithms(True) refuses or replaces them",
+    ),
+    # ---- the loss, the data, the schedule ---------------------------------------------------------------------------
+    "loss": Cause(
+        "loss",
+        "the loss is not a mean over samples: its parts, weighted by their counts, don't add up to the whole",
+        "return (total, count) from it, each summed over samples; mp and single give it the whole batch",
+    ),
+    "auxiliary loss": Cause(
+        "auxiliary loss",
+        "the loss reads {output}, which is no sum over samples (a loss for load balancing, say): dp and ddp compute it "
+        "for each replica, over its local batch",
+        f"{_WHOLE_BATCH}; or a term that is a sum over samples",
+    ),
+    "shape": Cause(
+        "refused",
+        "of a local batch the model gives what the loss doesn't take: {said}",
+        "outputs with a row for each sample, also where there is only one: squeeze(1), say, for squeeze()",
+    ),
+    "unseeded data": Cause(
+        "unseeded data",
+        "the dataset draws unseeded numbers: the same sample of the same epoch is another one each time",
+        f"draw from {_GENERATORS} for each sample",
+    ),
+    "sampler": Cause(
+        "sampler",
+        "the strategy {faults} of batch {batch} in epoch {epoch}, of which each counts once",
+        "give every sample of a global batch to one device; leave a device without one where there are too few",
+    ),
+    "scheduler": Cause(
+        "scheduler",
+        "the learning rate is {rate:.6g} against {reference:.6g} in update {update}{times}",
+        "step the scheduler once per update, on one rank's clock",
+    ),
+    # ---- the strategy -----------------------------------------------------------------------------------------------
+    "summed gradient": Cause(
+        "summed gradient",
+        "the gradient is {devices} times one device's: summed over the devices where it should be averaged",
+        "divide by the number of devices, or run backward on total / samples of the global batch",
+    ),
+    "scaled gradient": Cause(
+        "scaled gradient",
+        "the gradient is {ratio:.6g} times one device's: {how}",
+        "sum totals and counts",
+    ),
+    "drift": Cause(
+        "drift",
+        'parameter "{name}" has come to differ between ranks: something but the optimizer writes it, or the optimizer '
+        "draws other random numbers on each rank",
+        "let only the optimizer write parameters, and sum every gradient over the ranks",
+    ),
+    "update": Cause(
+        "update",
+        "the gradients of update {number} agree before clipping, and the parameters after it don't: clipping, or the "
+        "optimizer, differs",
+        "clip what is summed over all devices, and give each rank the same optimizer",
+    ),
+    "start": Cause(
+        "start",
+        'the strategy begins with other values of "{name}"',
+        "build the model under the job's seed",
+    ),
+    "declared": Cause("declared", "{text}", "an exact strategy: ddp, dp, mp or pp"),
+    "announced": Cause("announced", "not traced to one layer; said before training: {text}", "as the line says"),
+    "failed": Cause("failed", "the strategy fails: {error}", "a forward that takes any local batch"),
+    "refused": Cause("refused", "{text}", "another strategy"),
+    "unknown": Cause(
+        "unknown",
+        "none of the known causes: repeated runs agree, and so does single-device training when its batches are split",
+        "look at the first layer that differs; where the strategy is one of Lockstep's, please report it",
+    ),
+}
 
 
-def layer_of(watched: Comparison, bounds: Bounds, first: Update | None) -> tuple[str, str] | None:
-    """Name and class of the first layer that differs; where only backward does, the one in which it begins to."""
-    if watched.layer is not None or first is None:
-        return watched.layer
-    apart = {name.rpartition(".")[0] for kind, name, _ in bounds.beyond(first) if kind == "gradients"}
-    last = next((name for name in reversed(watched.called) if name in apart), None)
-    return None if last is None else (last, "in backward")
+def cause(name: str, /, **seen: object) -> Caveat:
+    """The cause of this name in the table, with what was seen."""
+    row = CAUSES[name]
+    return Caveat(row.kind, row.text.format(**seen), row.fix)
+
+
+def of_refusal(error: Exception) -> Caveat | None:
+    """What a refusal, or a failure, under the strategy alone says of the job; None where it isn't of the job."""
+    if isinstance(error, LockstepError) and error.kind:
+        if error.kind == "shape":
+            return cause("shape", said=error)
+        return Caveat(error.kind, error.text, error.fix or CAUSES.get(error.kind, CAUSES["refused"]).fix)
+    if isinstance(error, DeviceError | FolderError):
+        return None
+    if isinstance(error, InputError):
+        return Caveat("refused", error.text, error.fix or CAUSES["refused"].fix)
+    return cause("failed", error=told(error))
+
+
+def named(layer: str, kind: str) -> str:
+    """``"body.1" (BatchNorm2d)``, or the model itself."""
+    return f'"{layer}" ({kind})' if layer else f"the model's own forward ({kind})"
+
+
+def quoted(names: Sequence[str]) -> str:
+    """``"a", "b"``."""
+    return ", ".join(f'"{name}"' for name in names)
+
+
+def listed(what: str, numbers: Sequence[int]) -> str:
+    """``samples 1, 2, 3``: six of them at most."""
+    shown = ", ".join(map(str, numbers[:6])) + (", ..." if len(numbers) > 6 else "")
+    return f"{what}{'s' if len(numbers) > 1 else ''} {shown}"

@@ -7,6 +7,7 @@ import statistics
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 
+from lockstep.errors import Caveat
 from lockstep.verify.rows import Rows
 from lockstep.verify.still import Thing
 
@@ -137,7 +138,7 @@ class Comparison:
     called: tuple[str, ...] = ()
     functions: tuple[str, ...] = ()
     hooked: tuple[str, ...] = ()
-    notes: tuple[str, ...] = ()
+    notes: tuple[Caveat, ...] = ()
     still: tuple[Thing, ...] = ()
     seconds: float = 0.0
 

@@ -26,6 +26,7 @@ from lockstep.build import hooked_parameters
 from lockstep.data import Batch, is_stream
 from lockstep.devices import Device
 from lockstep.digest import digest
+from lockstep.errors import Caveat
 from lockstep.events import Line
 from lockstep.forward import acting_buffers, drops
 from lockstep.job import Job
@@ -52,8 +53,13 @@ def both_sides(world: World, experiment: Experiment, job: Job) -> Comparison | N
     Returns:
         What was found; None on other ranks than the first.
     """
-    notes: list[str] = []
-    world.tell = lambda told: notes.append(told.text) if isinstance(told, Line) and told.kind == "note" else None
+    notes: list[Caveat] = []
+
+    def tell(told: object) -> None:
+        if isinstance(told, Line) and told.kind == "note":
+            notes.append(told.caveat or Caveat("announced", told.text))
+
+    world.tell = tell
     parts = experiment.strategy.parts(job)
     cut = parts if experiment.cut is None else experiment.cut
     # Each update of a large model would have its memory cleared by the kernel again.
@@ -124,7 +130,9 @@ def _deterministic(wanted: bool) -> Iterator[None]:
 class _Run:
     """An experiment on this rank; rank 0 has both sides."""
 
-    def __init__(self, experiment: Experiment, world: World, ours: Side, theirs: Side | None, notes: list[str]) -> None:
+    def __init__(
+        self, experiment: Experiment, world: World, ours: Side, theirs: Side | None, notes: list[Caveat]
+    ) -> None:
         self.experiment, self.world, self.ours, self.theirs, self.notes = experiment, world, ours, theirs, notes
         self.updates: list[Update] = []
         self.reach = 0.0
@@ -181,7 +189,7 @@ class _Run:
         apart = [name for name in its if any(mine.get(name) != its[name] for mine in every)]
         apart += [name for name in changed if name not in its]
         strategy = self.experiment.strategy
-        said = strategy.exceptions(ours.job, ours.step.model, ours.step.replicas)
+        said = strategy.caveats(ours.job, ours.step.model, ours.step.replicas)
         return Comparison(
             start=start,
             updates=tuple(self.updates),
@@ -201,7 +209,7 @@ class _Run:
                 if isinstance(m, nn.modules.batchnorm._BatchNorm)
             ),
             mixes=ours.step.seen.mixes,
-            reads=tuple(n for n in ours.step.loss_check.reads if ours.step.seen.note_on_output(n) is not None),
+            reads=tuple(n for n in ours.step.loss_check.reads if ours.step.seen.of_output(n) is not None),
             collated=self.collated,
             layer=layer,
             called=_order_of(theirs),
@@ -236,7 +244,8 @@ class _Run:
         values = dict(ours.step.model.named_parameters())
         for name, p in theirs.step.model.named_parameters():
             if name not in self.start:
-                self.notes.append(f'parameter "{name}" was made after the optimizer, which never trains it')
+                text = f'parameter "{name}" was made after the optimizer, which never trains it'
+                self.notes.append(Caveat("untrained", text))
             elif name in values:  # frozen ones too: a teacher may follow what it sees
                 its_value = real(p)
                 change = largest(its_value - real(self.start[name]))

@@ -7,7 +7,8 @@ import textwrap
 from dataclasses import asdict, dataclass
 from typing import Any
 
-from lockstep.verify.cause import Cause, named
+from lockstep.errors import Caveat
+from lockstep.verify.causes import named
 from lockstep.verify.comparison import Comparison, Update, relative
 
 _SHOWN = 4
@@ -52,7 +53,7 @@ class Verification:
     beyond: tuple[tuple[str, str, float], ...] = ()
     evaluation_apart: tuple[str, ...] = ()
     layer: tuple[str, str] | None = None
-    causes: tuple[Cause, ...] = ()
+    causes: tuple[Caveat, ...] = ()
     notes: tuple[str, ...] = ()
     seconds: float = 0.0
 
@@ -85,8 +86,8 @@ class Verification:
             return [*said, *_wrapped("equal: ", f"nothing differs by more than {self.worst:.1e}{noise}", width)]
         said += self._where(width)
         for cause in self.causes:
-            said += _wrapped(f"cause ({cause.name}): ", cause.words, width)
-            said += _wrapped("  mends it: ", cause.mend, width)
+            said += _wrapped(f"cause ({cause.kind}): ", cause.text, width)
+            said += _wrapped("  fix: ", cause.fix, width)
         return said
 
     def _where(self, width: int) -> list[str]:

@@ -79,7 +79,7 @@ def attempt_peer(job: Job | JobFile, entry: Entry, *, seconds: float) -> Tried:
         convolves=False,
         dtype=torch.float32,
         workers=None,
-        exceptions=(),
+        caveats=(),
         peaks=tuple(found["peaks"]),
         started=found["started"] - asked,
     )
