@@ -22,8 +22,8 @@ from benchmarks.partitioning import PARTITIONING
 from benchmarks.pipelining import PIPELINING
 from benchmarks.sparse import sparse
 from benchmarks.timing import HERE, Benchmark, Ratio, by_python, by_torchrun, rate, run, torchrun
-from lockstep.allocator import prepare
-from lockstep.devices import Device, accelerators, slots, usable_cores
+from lockstep.launch.devices import Device, accelerators, slots, usable_cores
+from lockstep.tensors.allocator import prepare
 
 
 def one_core() -> Device:

@@ -9,11 +9,11 @@ import torch
 
 from benchmarks.timing import Benchmark, Ratio
 from lockstep.data import Loader
-from lockstep.devices import parse
 from lockstep.jobfile import JobFile
+from lockstep.launch.devices import parse
+from lockstep.launch.world import World
 from lockstep.parallel.live import LiveBytes
 from lockstep.strategies import choose
-from lockstep.world import World
 
 CHAR_LM = Path(__file__).parent.parent / "examples" / "char_lm.py"
 

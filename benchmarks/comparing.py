@@ -8,7 +8,7 @@ import lockstep
 from benchmarks import models
 from benchmarks.timing import Benchmark, Ratio, rate
 from lockstep.compare.result import Comparison
-from lockstep.devices import slots
+from lockstep.launch.devices import slots
 
 
 def agreeing() -> Mapping[str, Callable[[], float]]:

@@ -16,10 +16,10 @@ from benchmarks.models import many_small_layers, resnet50, sgd, small_data, smal
 from benchmarks.timing import Benchmark, Ratio, rate
 from examples.models.mobilenetv2 import MobileNetV2
 from lockstep.data import Batch, Loader, Part
-from lockstep.devices import Device
+from lockstep.launch.devices import Device
+from lockstep.launch.world import World
 from lockstep.parallel import DataParallel
 from lockstep.strategies.mp import MP
-from lockstep.world import World
 
 BATCH = 256
 

@@ -16,7 +16,7 @@ from torch import nn
 
 import lockstep
 from benchmarks.timing import HERE, machine
-from lockstep.devices import Device, occupied
+from lockstep.launch.devices import Device, occupied
 from lockstep.parallel import Balanced, DataParallel, Level, ParallelLoss, largest_batch, level_of
 
 INPUTS, WIDTH, CLASSES, BATCH = 1024, 512, 50_000, 256

@@ -16,13 +16,13 @@ import torch.nn.functional as F
 import lockstep
 from benchmarks.models import small_job
 from benchmarks.timing import HERE
-from lockstep import devices as _devices
 from lockstep.data import job_loader, resolve
-from lockstep.inventory import machine
 from lockstep.jobfile import JobFile
+from lockstep.launch import devices as _devices
+from lockstep.launch.device_table import machine
+from lockstep.launch.world import World
 from lockstep.loss_check import LossCheck
 from lockstep.strategies import choose
-from lockstep.world import World
 
 EXAMPLES = Path(__file__).parent.parent / "examples"
 

@@ -8,7 +8,7 @@ import time
 from collections.abc import Callable, Iterable, Iterator, Mapping
 
 import lockstep
-from lockstep.devices import slots
+from lockstep.launch.devices import slots
 
 ITEMS = 10_000
 CHUNKS = (1, 8, 32, 128, 512)

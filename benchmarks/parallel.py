@@ -11,9 +11,9 @@ from torch import nn
 from benchmarks.models import Stack
 from benchmarks.timing import Benchmark, Ratio
 from examples.models.mobilenetv2 import MobileNetV2
-from lockstep.devices import Device, slots, usable_cores
+from lockstep.launch.devices import Device, slots, usable_cores
 from lockstep.parallel import DataParallel
-from lockstep.parallel.team import Team
+from lockstep.threads.thread_pool import Team
 
 STEPS = 5
 

@@ -9,10 +9,10 @@ import torch
 from torch import nn
 
 from benchmarks.timing import Benchmark, Ratio
-from lockstep.devices import Device, usable_cores
+from lockstep.launch.devices import Device, usable_cores
 from lockstep.parallel import ParallelLoss
 from lockstep.parallel.live import LiveBytes
-from lockstep.parallel.team import Team
+from lockstep.threads.thread_pool import Team
 
 WORDS, WIDTH, BATCH, TIME = 32_000, 512, 32, 64
 CHUNK = {1: 8, 2: 8}

@@ -17,15 +17,15 @@ from typing import Any
 import lockstep
 from benchmarks.pipelining import JOBS
 from benchmarks.timing import HERE, machine
-from lockstep.allocator import keep_freed_memory
 from lockstep.build import build_model
 from lockstep.data import Batch, job_loader
-from lockstep.devices import slots
+from lockstep.launch.devices import slots
+from lockstep.launch.placement import alone
 from lockstep.pipelining.partition import Bench, first_part, map_of
 from lockstep.pipelining.plan import planned
-from lockstep.placement import alone
 from lockstep.stopwatch import in_turns
 from lockstep.strategies.pp import PP
+from lockstep.tensors.allocator import keep_freed_memory
 
 MICROBATCHES = 8
 SWEEP = (1, 2, 4, 8, 16)

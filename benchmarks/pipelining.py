@@ -20,8 +20,8 @@ import lockstep
 from benchmarks import models
 from benchmarks.timing import ROOT, Benchmark, Ratio, by_torchrun, rate
 from examples.models.unet import UNet
-from lockstep.devices import Device, slots, usable_cores
 from lockstep.jobfile import JobFile
+from lockstep.launch.devices import Device, slots, usable_cores
 from lockstep.pipelining.flight import current
 from lockstep.pipelining.plan import planned
 from lockstep.strategies.mp import MP

@@ -17,7 +17,7 @@ from torch import nn
 from torch.utils.data import TensorDataset
 
 import lockstep
-from lockstep.devices import Device, slots, usable_cores
+from lockstep.launch.devices import Device, slots, usable_cores
 
 CLASSES = 32
 BUCKETS = 1 << 20

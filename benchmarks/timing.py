@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 import lockstep
-from lockstep.inventory import machine
+from lockstep.launch.device_table import machine
 from lockstep.stopwatch import Timing, Timings, in_turns
 from lockstep.strategies import Strategy
 

@@ -21,14 +21,14 @@ from typing import Any
 
 from benchmarks.timing import HERE
 from lockstep.data import eval_loaders, job_loader, resolve, resolve_sets
-from lockstep.devices import parse
-from lockstep.display import Display
 from lockstep.evaluation import evaluate_sets
 from lockstep.jobfile import JobFile
-from lockstep.placement import on_devices
+from lockstep.launch.devices import parse
+from lockstep.launch.display import Display
+from lockstep.launch.placement import on_devices
+from lockstep.launch.world import World
 from lockstep.strategies import Strategy, choose
 from lockstep.verify.course import EPOCHS, Excerpt
-from lockstep.world import World
 
 EXAMPLES = {
     "digits": {},
@@ -84,8 +84,8 @@ def plain(name: str, strategy: str, settings: dict[str, Any]) -> None:
 
 _ALONE = """
 import gc, sys, json
-from lockstep.allocator import prepare
-from lockstep.launch.server import start
+from lockstep.tensors.allocator import prepare
+from lockstep.launch.processes.fork_server import start
 prepare()
 start()
 from benchmarks.verifying import plain

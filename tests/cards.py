@@ -20,7 +20,7 @@ from torch import nn
 from torch.overrides import handle_torch_function, has_torch_function
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from lockstep.devices import Device
+from lockstep.launch.devices import Device
 
 aten = torch.ops.aten
 

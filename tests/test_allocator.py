@@ -9,7 +9,7 @@ import pytest
 
 SCRIPT = """
 import resource
-from lockstep.allocator import freed_memory_kept, prepare
+from lockstep.tensors.allocator import freed_memory_kept, prepare
 prepare()
 import torch
 

@@ -28,11 +28,11 @@ from lockstep.compare.peers import attempt_peer
 from lockstep.compare.result import Comparison, plain
 from lockstep.compare.sweeps import sweeps_of
 from lockstep.compare.table import csv_of, lines_of
-from lockstep.devices import slots
 from lockstep.errors import Caveat, InputError, OutOfMemory, StrategyError
-from lockstep.events import TimesOf
 from lockstep.glance import Glance, Seen
 from lockstep.jobfile import JobFile
+from lockstep.launch.devices import slots
+from lockstep.launch.events import TimesOf
 from lockstep.strategies.pp import PP
 from lockstep.trial import Tried, Way, attempt
 from zoo import drawn, labels
@@ -99,7 +99,7 @@ def machine(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[..., list[tupl
 
         monkeypatch.setattr(measure, "attempt", attempted)
         monkeypatch.setattr(measure, "Agreements", Planted)
-        monkeypatch.setattr("lockstep.devices.usable_cores", lambda: (0, 1, 2, 3))
+        monkeypatch.setattr("lockstep.launch.devices.usable_cores", lambda: (0, 1, 2, 3))
         facts = {"processor": "Planted", "cores": 4, "memory": "8.0 GiB", "torch": "2.13.0"}
         monkeypatch.setattr(measure, "machine", lambda: facts)
         return tried
@@ -390,7 +390,7 @@ def test_where_one_device_is_not_enough_the_sentence_says_so(machine: Callable[.
 
 
 def test_a_sweep_is_held_against_one_device_with_the_same_batch(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("lockstep.devices.usable_cores", lambda: (0, 1, 2, 3))
+    monkeypatch.setattr("lockstep.launch.devices.usable_cores", lambda: (0, 1, 2, 3))
     entries = line_up(["single", "mp", "pp"], "2xcpu", {"microbatches": ["2", "4"], "batch_size": ["8", "16"]})
     by_name = {entry.name: entry for entry in entries}
     assert list(by_name) == [
@@ -411,7 +411,7 @@ def test_a_sweep_is_held_against_one_device_with_the_same_batch(monkeypatch: pyt
 
 
 def test_a_sweep_over_devices_has_a_slot_of_each_size(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("lockstep.devices.usable_cores", lambda: (0, 1, 2, 3))
+    monkeypatch.setattr("lockstep.launch.devices.usable_cores", lambda: (0, 1, 2, 3))
     by_name = {entry.name: entry for entry in line_up(["ddp"], "auto", {"devices": ["2", "4"]})}
     assert list(by_name) == ["single, 2 cores", "single, 4 cores", "single, 1 core", "ddp devices=2", "ddp devices=4"]
     assert by_name["ddp devices=4"].one == "single, 1 core" and by_name["ddp devices=2"].one == "single, 2 cores"

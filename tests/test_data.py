@@ -19,11 +19,11 @@ import pytest
 import torch
 from torch.utils.data import Dataset, Subset, TensorDataset
 
-from lockstep import world as world_module
 from lockstep.data import Batch, Loader, Part, batches, default_workers, mixed, permutation, resolve
 from lockstep.errors import JobError, SampleError
-from lockstep.nesting import share_sizes
-from lockstep.world import World
+from lockstep.launch import world as world_module
+from lockstep.launch.world import World
+from lockstep.tensors.pytree import share_sizes
 
 
 def numbers(n: int) -> TensorDataset:
@@ -575,7 +575,7 @@ def test_each_pass_over_batches_is_the_next_epoch() -> None:
 
 
 def test_batches_know_the_rank() -> None:
-    from lockstep.devices import slots
+    from lockstep.launch.devices import slots
 
     before = world_module.enter(World(rank=1, size=2, devices=slots(1)))
     try:

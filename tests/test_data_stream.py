@@ -17,10 +17,10 @@ import lockstep
 from lockstep import Job, train
 from lockstep.data import StreamLoader, batches, resolve, resolve_sets
 from lockstep.errors import JobError, LockstepError, RunError, SampleError
-from lockstep.nesting import share_sizes
-from lockstep.seeding import seeded
+from lockstep.launch.world import World
+from lockstep.tensors.pytree import share_sizes
+from lockstep.tensors.seeding import seeded
 from lockstep.verify import differences
-from lockstep.world import World
 from zoo import ZOO, Stream, drawn, generated, labels, mlp, plain_sgd
 
 BOUND = 1e-10
@@ -401,7 +401,7 @@ class ByRank(IterableDataset[Any]):
         self.counts, self.shift = counts, shift
 
     def __iter__(self) -> Iterator[Any]:
-        world = lockstep.world.current()
+        world = lockstep.launch.world.current()
         rank = world.rank if world else 0
         for i in range(self.counts[rank]):
             yield torch.full((6,), i + 0.5 * self.shift * rank), i % 3

@@ -7,10 +7,10 @@ import threading
 import pytest
 import torch
 
-from lockstep import devices
-from lockstep.devices import Device, parse, slots
 from lockstep.errors import DeviceError
-from lockstep.inventory import _ranges, table
+from lockstep.launch import devices
+from lockstep.launch.device_table import _ranges, table
+from lockstep.launch.devices import Device, parse, slots
 
 HERE = devices.usable_cores()
 no_accelerator = pytest.mark.skipif(torch.accelerator.is_available(), reason="there is an accelerator here")

@@ -12,8 +12,8 @@ import pytest
 import torch
 from torch import nn
 
-from lockstep.digest import digest
 from lockstep.forward import Seen, look
+from lockstep.tensors.digest import digest
 from zoo import drawn
 
 

@@ -10,8 +10,8 @@ from torch import nn
 
 import lockstep
 from lockstep import Job, train
-from lockstep.devices import Device
 from lockstep.errors import NonFiniteLoss
+from lockstep.launch.devices import Device
 from lockstep.parallel import DataParallel, data_parallel
 from lockstep.parallel.kept import copied_together
 from lockstep.strategies.ddp import DDP

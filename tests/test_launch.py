@@ -19,13 +19,14 @@ import psutil
 import pytest
 import torch
 
-from lockstep import world as worlds
-from lockstep.devices import Device, slots
 from lockstep.errors import FolderError, InputError, JobError, LockstepError, RankFailed, RunError
-from lockstep.launch import launch, records, server
-from lockstep.launch.output import Lines
-from lockstep.launch.records import Death, Record
-from lockstep.launch.standing import StandingRanks
+from lockstep.launch import launch
+from lockstep.launch import world as worlds
+from lockstep.launch.devices import Device, slots
+from lockstep.launch.processes import failure_records, fork_server
+from lockstep.launch.processes.failure_records import Death, Record
+from lockstep.launch.processes.rank_output import Lines
+from lockstep.launch.processes.standing_ranks import StandingRanks
 
 pytestmark = pytest.mark.timeout(60)
 
@@ -49,8 +50,8 @@ def python(*arguments: str | Path, **options: object) -> subprocess.CompletedPro
 
 
 def forking_process() -> psutil.Process:
-    assert server._server is not None
-    return psutil.Process(server._server.process.pid)
+    assert fork_server._server is not None
+    return psutil.Process(fork_server._server.process.pid)
 
 
 def alive(pids: list[int]) -> list[int]:
@@ -75,7 +76,7 @@ def nothing_stays(tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.
     temporary = tmp_path_factory.mktemp("temporary")
     monkeypatch.setattr(tempfile, "tempdir", str(temporary))
     yield
-    if server._server is not None and server._server.process.poll() is None:
+    if fork_server._server is not None and fork_server._server.process.poll() is None:
         wait_until_gone([child.pid for child in forking_process().children(recursive=True)], 1.0)
     assert list(temporary.iterdir()) == []
 
@@ -136,7 +137,7 @@ def test_later_launches_are_quick_and_come_from_the_same_process() -> None:
 
 
 def test_starting_the_forking_process_needs_no_torch() -> None:
-    code = "import sys; from lockstep.launch import server; server.start(); print('torch' in sys.modules)"
+    code = "import sys; from lockstep.launch import server; fork_server.start(); print('torch' in sys.modules)"
     began = time.monotonic()
     done = python("-c", code)
     assert (done.stdout, done.stderr, done.returncode) == ("False\n", "", 0)
@@ -176,7 +177,7 @@ def test_an_uncaught_failure_shows_the_rank_s_traceback_once(unguarded: subproce
 def test_a_script_from_standard_input_runs() -> None:
     code = """if True:
         from lockstep.launch import launch, server
-        server.start()
+        fork_server.start()
         def fn(world):
             return world.rank
         print(launch(fn, "2xcpu"))
@@ -264,7 +265,7 @@ def test_a_fork_of_this_process_starts_a_forking_process_of_its_own() -> None:
     child = os.fork()
     if child == 0:
         theirs = launch(lambda world: os.getppid(), "2xcpu")[0]
-        server.stop()
+        fork_server.stop()
         os.write(writing, str(theirs).encode())
         os._exit(0)
     os.close(writing)
@@ -633,8 +634,8 @@ def record(rank: int, time: float, peer: bool = False) -> Record:
     ],
 )
 def test_who_failed_first(failures: list[Record | Death], rank: int) -> None:
-    assert records.guilty(failures).rank == rank
-    assert records.guilty(reversed(failures)).rank == rank
+    assert failure_records.guilty(failures).rank == rank
+    assert failure_records.guilty(reversed(failures)).rank == rank
 
 
 def test_an_error_that_came_from_a_peer_s_is_a_peer_s() -> None:
@@ -644,8 +645,8 @@ def test_an_error_that_came_from_a_peer_s_is_a_peer_s() -> None:
         except RuntimeError as error:
             raise LockstepError("the step failed") from error
     except LockstepError as error:
-        assert records.looks_like_peers(error)
-    assert not records.looks_like_peers(ValueError("Connection closed by peer"))
+        assert failure_records.looks_like_peers(error)
+    assert not failure_records.looks_like_peers(ValueError("Connection closed by peer"))
 
 
 # The person's process ends, or is interrupted
@@ -653,7 +654,7 @@ def test_an_error_that_came_from_a_peer_s_is_a_peer_s() -> None:
 LONG = """
     import os, signal, subprocess, sys, time
     from lockstep.launch import launch, server
-    server.start()
+    fork_server.start()
     import torch
     from torch.utils.data import DataLoader
 

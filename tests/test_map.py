@@ -25,16 +25,16 @@ from torch import nn
 
 import lockstep
 from lockstep.errors import DeviceError, InputError, ItemFailed
-from lockstep.launch import server
+from lockstep.launch.processes import fork_server
 
 pytestmark = pytest.mark.timeout(60)
 
 
 def workers() -> list[psutil.Process]:
     """The processes that the forking process has forked and that run."""
-    if server._server is None or server._server.process.poll() is not None:
+    if fork_server._server is None or fork_server._server.process.poll() is not None:
         return []
-    found = psutil.Process(server._server.process.pid).children(recursive=True)
+    found = psutil.Process(fork_server._server.process.pid).children(recursive=True)
     return [p for p in found if p.status() != psutil.STATUS_ZOMBIE]
 
 

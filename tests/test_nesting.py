@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from lockstep.errors import InputError
-from lockstep.nesting import batch_size_of, call, cut, to_device
+from lockstep.tensors.pytree import batch_size_of, call, cut, to_device
 
 Point = namedtuple("Point", "x y")
 

@@ -18,10 +18,10 @@ import pytest
 import torch
 from torch import nn
 
-from lockstep import devices
 from lockstep.errors import InputError
+from lockstep.launch import devices
 from lockstep.parallel import parallel_apply
-from lockstep.parallel.team import Team, borrowed
+from lockstep.threads.thread_pool import Team, borrowed
 
 
 @pytest.fixture
@@ -265,9 +265,9 @@ def test_a_forked_process_makes_threads_of_its_own() -> None:
     script = """
         import os, warnings
         warnings.simplefilter("ignore")
-        from lockstep.devices import slots
+        from lockstep.launch.devices import slots
         from lockstep.parallel import parallel_apply
-        from lockstep.parallel.team import Team
+        from lockstep.threads.thread_pool import Team
         team = Team(slots(2))
         assert team.run([int, int]) == [0, 0]
         assert parallel_apply([abs, abs], [-1, -2], devices="2xcpu") == [1, 2]

@@ -15,10 +15,10 @@ import pytest
 import torch
 from torch import nn
 
-from lockstep import devices
 from lockstep.errors import InputError, StrategyError
-from lockstep.parallel.batchnorm import ThreadExchange, synchronise
-from lockstep.parallel.team import Team
+from lockstep.launch import devices
+from lockstep.threads.sync_batchnorm import ThreadExchange, synchronise
+from lockstep.threads.thread_pool import Team
 
 EXACT = {"rtol": 1e-12, "atol": 1e-12}
 SHAPES: dict[type[nn.Module], tuple[int, ...]] = {
@@ -374,8 +374,8 @@ def test_ranks_give_the_numbers_of_the_whole_batch_also_where_some_sit_out(tmp_p
         from torch import nn
         import torch.distributed as dist
         from lockstep import devices
-        from lockstep.parallel.batchnorm import RankExchange, synchronise
-        from lockstep.world import World, join, leave
+        from lockstep.threads.sync_batchnorm import RankExchange, synchronise
+        from lockstep.launch.world import World, join, leave
 
         torch.set_num_threads(1)
         torch.manual_seed(0)

@@ -20,8 +20,8 @@ from torch import nn
 from torch.autograd import forward_ad
 from torch.utils.checkpoint import checkpoint
 
-from lockstep import devices
 from lockstep.errors import DeviceError, InputError
+from lockstep.launch import devices
 from lockstep.parallel import Balanced, DataParallel, data_parallel
 from lockstep.parallel.kept import copied_together
 

@@ -9,8 +9,8 @@ import torch
 from torch import nn
 
 import lockstep
-from lockstep.devices import slots
 from lockstep.errors import InputError
+from lockstep.launch.devices import slots
 from lockstep.parallel import (
     Balanced,
     DataParallel,

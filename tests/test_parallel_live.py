@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from lockstep.devices import slots
+from lockstep.launch.devices import slots
 from lockstep.parallel import parallel_apply
 from lockstep.parallel.live import LiveBytes
 

@@ -15,8 +15,8 @@ import torch.nn.functional as F
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
-from lockstep.devices import slots
 from lockstep.errors import InputError, LossError
+from lockstep.launch.devices import slots
 from lockstep.parallel import Balanced, DataParallel, ParallelLoss
 from lockstep.parallel.live import LiveBytes
 

@@ -9,9 +9,9 @@ import torch.nn.functional as F
 from torch import nn
 from torch.nn.utils.rnn import pack_padded_sequence
 
-from lockstep import devices
-from lockstep.parallel.random import current, stream
-from lockstep.parallel.team import Team
+from lockstep.launch import devices
+from lockstep.threads.random_streams import current, stream
+from lockstep.threads.thread_pool import Team
 
 X = torch.linspace(-2, 2, 192, dtype=torch.float64).sin().view(4, 6, 8)
 IMAGES = torch.linspace(-9, 9, 384).sin().view(2, 3, 8, 8)

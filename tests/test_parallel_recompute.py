@@ -7,10 +7,10 @@ import torch
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
-from lockstep.devices import slots
-from lockstep.parallel.random import stream
-from lockstep.parallel.recompute import install
-from lockstep.parallel.team import Team
+from lockstep.launch.devices import slots
+from lockstep.threads.random_streams import stream
+from lockstep.threads.recompute import install
+from lockstep.threads.thread_pool import Team
 
 
 @pytest.mark.parametrize("reentrant", [True, False])

@@ -11,8 +11,8 @@ import torch
 from torch import nn
 from torch.nn.utils.rnn import pack_padded_sequence
 
-from lockstep import devices
 from lockstep.errors import DeviceError, InputError
+from lockstep.launch import devices
 from lockstep.parallel import gather, scatter, scatter_kwargs
 
 

@@ -14,8 +14,8 @@ from torch.utils.data import TensorDataset
 
 import lockstep
 from lockstep import Job, train
-from lockstep.parallel.random import source
 from lockstep.strategies.pp import PP
+from lockstep.threads.random_streams import source
 from lockstep.verify import differences
 
 from planted import NoisyGradient  # isort: skip

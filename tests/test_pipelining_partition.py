@@ -16,15 +16,15 @@ from torch.utils.data import TensorDataset
 
 import lockstep
 from lockstep.cli import main
-from lockstep.devices import slots
 from lockstep.errors import StrategyError
-from lockstep.nesting import call
+from lockstep.launch.devices import slots
 from lockstep.pipelining.estimate import Look, blocks_of
 from lockstep.pipelining.measure import measured
 from lockstep.pipelining.partition import map_of, state_copies
 from lockstep.pipelining.plan import plan
 from lockstep.pipelining.stages import stage_of
 from lockstep.pipelining.trace import trace
+from lockstep.tensors.pytree import call
 
 EXAMPLES = Path(__file__).parents[1] / "examples"
 sys.path.insert(0, str(EXAMPLES))

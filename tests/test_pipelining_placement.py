@@ -14,9 +14,9 @@ from torch.utils._pytree import tree_map
 from torch.utils.checkpoint import checkpoint
 
 from lockstep import Job
-from lockstep.devices import slots
 from lockstep.errors import LossError, StrategyError
-from lockstep.nesting import each
+from lockstep.launch.devices import slots
+from lockstep.launch.world import World
 from lockstep.pipelining import moving
 from lockstep.pipelining.stages import even_split, stage_of
 from lockstep.step import Step
@@ -24,7 +24,7 @@ from lockstep.strategies import pp as _pp
 from lockstep.strategies.mp import MP
 from lockstep.strategies.pp import PP
 from lockstep.strategies.single import Single
-from lockstep.world import World
+from lockstep.tensors.pytree import each
 
 from cards import Cards, cards, on_cards, plain  # isort: skip
 from test_pipelining import KINDS, MANY, SAMPLES  # isort: skip

@@ -10,13 +10,13 @@ import time
 import pytest
 from torch import nn
 
-from lockstep.devices import slots, usable_cores
 from lockstep.errors import StrategyError
+from lockstep.launch.devices import slots, usable_cores
+from lockstep.launch.placement import alone
 from lockstep.pipelining.flight import Flight
 from lockstep.pipelining.routes import Visit
 from lockstep.pipelining.runner import Runner
 from lockstep.pipelining.turns import Aborted, Turns
-from lockstep.placement import alone
 
 
 def test_who_waits_is_beckoned_to_the_device_where_it_goes_on() -> None:

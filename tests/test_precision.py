@@ -12,7 +12,7 @@ from torch import nn
 
 from lockstep import train
 from lockstep.errors import JobError
-from lockstep.folder import RunFolder
+from lockstep.launch.run_folder import RunFolder
 from lockstep.strategies.ddp import DDP
 from lockstep.verify import differences, parity
 from zoo import ZOO, mlp, sgd

@@ -47,7 +47,7 @@ def trained(tmp_path: Path, model: Callable[[], nn.Module], inputs: Any = None, 
 
 
 def tensors_of(outputs: Any) -> list[torch.Tensor]:
-    return list(lockstep.nesting.tensors(outputs))
+    return list(lockstep.tensors.pytree.tensors(outputs))
 
 
 class Dropping(nn.Module):

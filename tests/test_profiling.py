@@ -19,7 +19,7 @@ from torch.utils.data import Dataset, TensorDataset
 import lockstep
 from lockstep import Job, train
 from lockstep.breakdown import KINDS, StepTimes, Track, lines_of, times_of
-from lockstep.events import Profile, TimesOf
+from lockstep.launch.events import Profile, TimesOf
 from lockstep.pipelining.schedule import one_f_one_b
 from lockstep.step import Step
 from lockstep.strategies.ddp import DDP

@@ -26,8 +26,8 @@ from lockstep.compare.agreement import Agreement
 from lockstep.compare.pages import write_page
 from lockstep.compare.result import Comparison, Row
 from lockstep.errors import FolderError, SampleError
-from lockstep.events import TimesOf
 from lockstep.glance import Glance, Seen
+from lockstep.launch.events import TimesOf
 from lockstep.pipelining.schedule import by_name
 from lockstep.pipelining.simulate import simulate
 from lockstep.report.charts import Bars, Lines, Stacks

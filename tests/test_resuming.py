@@ -11,11 +11,12 @@ from typing import Any
 
 import pytest
 
-from lockstep import Job, Run, devices, train
+from lockstep import Job, Run, train
 from lockstep.cli import main
 from lockstep.errors import FolderError, InputError
-from lockstep.folder import RunFolder
 from lockstep.jobfile import JobFile
+from lockstep.launch import devices
+from lockstep.launch.run_folder import RunFolder
 from lockstep.report.ofrun import write_page
 from lockstep.resuming import as_it_went
 from lockstep.strategies.ddp import DDP

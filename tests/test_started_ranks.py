@@ -42,7 +42,7 @@ def main(rank, size, folder):
     )
     losses = [step(inputs, targets).loss for inputs, targets in lockstep.batches(data(), batch_size=8)]
     own = step.world.size
-    lockstep.world.enter(None)  # its loop is done
+    lockstep.launch.world.enter(None)  # its loop is done
     run = lockstep.train(job(), devices="1xcpu", folder=f"{folder}/runs-{size}", quiet=True)
     if rank == 0:
         print(own, json.dumps([*losses, run.metrics["loss"]]), run.summary["world_size"], run.summary["strategy"])

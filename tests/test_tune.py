@@ -52,7 +52,7 @@ def machine(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[[Rule], list[W
             return Tried(rule(way), 0.1, 1000, True, True, torch.float32, None, said)
 
         monkeypatch.setattr(importlib.import_module("lockstep.tune"), "attempt", attempted)
-        monkeypatch.setattr("lockstep.devices.usable_cores", lambda: (0, 1, 2, 3))
+        monkeypatch.setattr("lockstep.launch.devices.usable_cores", lambda: (0, 1, 2, 3))
         return tried
 
     yield obey

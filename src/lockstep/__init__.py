@@ -15,11 +15,12 @@ if TYPE_CHECKING:
     from lockstep import parallel as parallel
     from lockstep.compare.measure import compare as compare
     from lockstep.data import batches as batches
-    from lockstep.devices import Device as Device
     from lockstep.errors import LockstepError as LockstepError
-    from lockstep.events import Event as Event
     from lockstep.job import Job as Job
     from lockstep.launch import launch as launch
+    from lockstep.launch.devices import Device as Device
+    from lockstep.launch.events import Event as Event
+    from lockstep.launch.world import World as World
     from lockstep.map import map as map
     from lockstep.parallelize import parallelize as parallelize
     from lockstep.pipelining.partition import partition as partition
@@ -29,17 +30,16 @@ if TYPE_CHECKING:
     from lockstep.train import train as train
     from lockstep.tune import tune as tune
     from lockstep.verify import verify as verify
-    from lockstep.world import World as World
 
 __version__ = "0.1.0"
 
 _HOME = {
-    "Device": "lockstep.devices",
-    "Event": "lockstep.events",
+    "Device": "lockstep.launch.devices",
+    "Event": "lockstep.launch.events",
     "Job": "lockstep.job",
     "LockstepError": "lockstep.errors",
     "Run": "lockstep.run",
-    "World": "lockstep.world",
+    "World": "lockstep.launch.world",
     "batches": "lockstep.data",
     "compare": "lockstep.compare.measure",
     "evaluate": "lockstep.train",

@@ -4,7 +4,7 @@ PyTorch's ``checkpoint`` (without reentrance) does it, with some things added he
 the values that they had in the first, and afterwards those that they had before, so that running statistics move once.
 Names: a block stays the same object, only its class changes to a subclass of what it was, so parameters keep theirs.
 Random numbers are drawn again the same, Python's and numpy's too; in the threads of ``dp``
-`lockstep.parallel.recompute` sees to those of torch, and a model that draws others is refused.
+`lockstep.threads.recompute` sees to those of torch, and a model that draws others is refused.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 from lockstep.errors import JobError, nearest
-from lockstep.seeding import other_states, set_other_states
+from lockstep.tensors.seeding import other_states, set_other_states
 
 
 def checkpoint_blocks(model: nn.Module, wanted: str, *, compiled: bool = False) -> list[str]:

@@ -17,7 +17,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Literal
 
-from lockstep.events import Profile, TimesOf
+from lockstep.launch.events import Profile, TimesOf
 
 Kind = Literal["computing", "communicating", "waiting", "loading", "other"]
 KINDS: tuple[Kind, ...] = ("computing", "communicating", "waiting", "loading", "other")

@@ -12,13 +12,13 @@ from torch import nn
 from lockstep.activations import checkpoint_blocks
 from lockstep.checkpoint import take_weights
 from lockstep.data import batches, resolve
-from lockstep.digest import digest
 from lockstep.errors import JobError, LockstepError, told
 from lockstep.job import Job
-from lockstep.nesting import call, is_lazy, to_device
+from lockstep.launch.world import World
 from lockstep.precision import convert_model
-from lockstep.seeding import seeded
-from lockstep.world import World
+from lockstep.tensors.digest import digest
+from lockstep.tensors.pytree import call, is_lazy, to_device
+from lockstep.tensors.seeding import seeded
 
 
 def build_model(job: Job, world: World, *, place: bool = True) -> nn.Module:

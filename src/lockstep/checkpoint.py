@@ -20,7 +20,7 @@ from safetensors.torch import save_file
 from torch import nn
 
 from lockstep.errors import FolderError, SaveError
-from lockstep.nesting import is_lazy
+from lockstep.tensors.pytree import is_lazy
 
 
 def save_weights(path: Path, weights: Mapping[str, Any]) -> None:

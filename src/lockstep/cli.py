@@ -17,13 +17,13 @@ from types import FrameType
 from typing import Any, NoReturn
 
 import lockstep
-from lockstep.allocator import prepare
 from lockstep.compare import commands as comparing
 from lockstep.errors import InputError, LockstepError, RankFailed, near_names, nearest, own_traceback
 from lockstep.interrupt import Interrupt
-from lockstep.launch import server
+from lockstep.launch.processes import fork_server
 from lockstep.options import above_zero, add_knobs, add_settings, check_writable, knobs_in, settings_in
 from lockstep.pipelining import commands as pipelining
+from lockstep.tensors.allocator import prepare
 from lockstep.verify import commands as verifying
 
 
@@ -106,7 +106,7 @@ def _is_one_of_many() -> bool:
 def _is_for_want_of_another(error: Exception) -> bool:
     if "TORCHELASTIC_RUN_ID" not in os.environ:
         return False
-    from lockstep.launch.records import looks_like_peers
+    from lockstep.launch.processes.failure_records import looks_like_peers
 
     return looks_like_peers(error)
 
@@ -365,7 +365,7 @@ def _verify(options: argparse.Namespace) -> int:
 
 
 def _devices(options: argparse.Namespace) -> int:
-    from lockstep.inventory import table
+    from lockstep.launch.device_table import table
 
     print(table())
     return 0
@@ -375,7 +375,7 @@ def _warm_up(options: argparse.Namespace, *, surely: bool = False) -> None:
     """Before this process imports torch: huge pages, and start the server of ranks, where some may be needed."""
     prepare()
     if surely or (options.strategy in ("ddp", None) and options.devices not in (None, "auto", "1", "1xcpu", "cpu")):
-        server.start()
+        fork_server.start()
 
 
 if __name__ == "__main__":

@@ -12,13 +12,13 @@ import torch
 
 from lockstep.data import AnyLoader, Batch
 from lockstep.errors import JobError, LockstepError, told
-from lockstep.events import Line
 from lockstep.forward import look
-from lockstep.memory import is_out_of_memory
-from lockstep.nesting import cut, holds_packed, tensors
-from lockstep.seeding import kept_states
+from lockstep.launch.events import Line
+from lockstep.launch.memory import is_out_of_memory
+from lockstep.launch.world import World
 from lockstep.step import Step
-from lockstep.world import World
+from lockstep.tensors.pytree import cut, holds_packed, tensors
+from lockstep.tensors.seeding import kept_states
 
 
 def try_out(step: Step, loaders: Mapping[str, AnyLoader], metrics: Mapping[str, Any], world: World, seed: int) -> None:

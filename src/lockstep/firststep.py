@@ -8,9 +8,9 @@ from __future__ import annotations
 from typing import Any
 
 from lockstep.data import Part
-from lockstep.nesting import each, named_tensors
+from lockstep.launch.world import World
 from lockstep.step import Step
-from lockstep.world import World
+from lockstep.tensors.pytree import each, named_tensors
 
 Shape = list[int | list[int]]
 """A dimension that differs between devices is ``[smallest, largest]``."""

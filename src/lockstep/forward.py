@@ -26,10 +26,10 @@ import torch
 from torch import nn
 from torch.overrides import TorchFunctionMode
 
-from lockstep.digest import digest
 from lockstep.errors import Caveat, StrategyError, told
-from lockstep.nesting import call, cut, each, named_tensors, tensors
-from lockstep.seeding import kept_states, noted_seeding, same, same_others, states
+from lockstep.tensors.digest import digest
+from lockstep.tensors.pytree import call, cut, each, named_tensors, tensors
+from lockstep.tensors.seeding import kept_states, noted_seeding, same, same_others, states
 
 
 @dataclass

@@ -12,8 +12,8 @@ from typing import Any
 
 from lockstep.breakdown import times_of
 from lockstep.data import Batch, Part
-from lockstep.events import TimesOf
 from lockstep.firststep import FirstStep
+from lockstep.launch.events import TimesOf
 from lockstep.profiling.clock import Clock
 from lockstep.profiling.methods import Methods
 from lockstep.profiling.stages import timelines_of

@@ -9,7 +9,7 @@ import sys
 import time
 from types import FrameType
 
-from lockstep.launch import server
+from lockstep.launch.processes import fork_server
 
 
 class Interrupt:
@@ -40,7 +40,7 @@ class Interrupt:
             return
         self._pressed = time.monotonic()
         if getattr(getattr(sys.modules.get("torch"), "__spec__", None), "_initializing", False):
-            server.stop()
+            fork_server.stop()
             os._exit(self.said())
         raise KeyboardInterrupt
 

@@ -61,7 +61,7 @@ class Job:
             ``"auto"`` finds the model's lists of blocks, or names with commas between (see lockstep.activations).
         fused: the fused implementation of the optimizer; None takes it where PyTorch has one that is right.
         keep_memory: on CPU slots, what a step frees is kept for the next one instead of going back to the system:
-            faster where activations are large, with a larger peak (see lockstep.allocator).
+            faster where activations are large, with a larger peak (see lockstep.tensors.allocator).
         eval_batch_size: of evaluation; None is ``batch_size``.
         loader_workers: processes that fetch samples, for each rank; None chooses by the cores and the dataset. A
             stream has at most one, which reads ahead: each further one would read all of it.

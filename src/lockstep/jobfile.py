@@ -27,7 +27,7 @@ from torch import nn
 
 from lockstep.errors import JobError, LockstepError, nearest, told
 from lockstep.job import SETTINGS, Job, checked_setting, convert
-from lockstep.seeding import seeded
+from lockstep.tensors.seeding import seeded
 
 
 @dataclass(frozen=True)

@@ -11,8 +11,8 @@ import torch
 from torch import nn
 
 from lockstep.errors import JobError, first_line, is_own_code
-from lockstep.memory import is_out_of_memory
-from lockstep.nesting import tensors
+from lockstep.launch.memory import is_out_of_memory
+from lockstep.tensors.pytree import tensors
 
 
 def layer_error(model: nn.Module, error: Exception) -> JobError | None:

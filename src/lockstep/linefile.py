@@ -16,8 +16,8 @@ from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
-from lockstep.arrayfile import not_written
-from lockstep.nesting import share_sizes
+from lockstep.tensors.array_file import not_written
+from lockstep.tensors.pytree import share_sizes
 
 
 class LineWriter:

@@ -17,7 +17,6 @@ from typing import Any
 
 import torch
 
-from lockstep.allocator import freed_memory_kept
 from lockstep.checkpoint import load_state, save_state, save_weights
 from lockstep.data import (
     Batch,
@@ -31,18 +30,18 @@ from lockstep.data import (
     resolve_sets,
     stream_notes,
 )
-from lockstep.devices import Device, note_on_threads
-from lockstep.display import duration, words_of
 from lockstep.errors import JobError
 from lockstep.evaluation import evaluate_sets, try_out
-from lockstep.events import Line
 from lockstep.firststep import FirstStep, line_of
-from lockstep.folder import RunFolder
 from lockstep.job import Job
 from lockstep.jobfile import JobFile, the_job
+from lockstep.launch.devices import Device, note_on_threads
+from lockstep.launch.display import duration, words_of
+from lockstep.launch.events import Line
+from lockstep.launch.memory import peak_memory
+from lockstep.launch.run_folder import RunFolder
+from lockstep.launch.world import World
 from lockstep.loss import Number
-from lockstep.memory import peak_memory
-from lockstep.nesting import share_sizes
 from lockstep.profiling import Profiler
 from lockstep.progress import Pace, Teller, held_out
 from lockstep.resuming import moved
@@ -50,7 +49,8 @@ from lockstep.run_config import edited_files, write_config
 from lockstep.scheduler import move_on, note_on_length, scheduler_of
 from lockstep.step import Step
 from lockstep.strategies import Strategy
-from lockstep.world import World
+from lockstep.tensors.allocator import freed_memory_kept
+from lockstep.tensors.pytree import share_sizes
 
 
 @dataclass(frozen=True)

@@ -26,9 +26,9 @@ from typing import Any
 from torch import Tensor, nn
 
 from lockstep.errors import LockstepError, LossError, first_line
+from lockstep.launch.memory import is_out_of_memory
 from lockstep.means import HALF, Count, Misshapen, SummedMean
-from lockstep.memory import is_out_of_memory
-from lockstep.nesting import tensors
+from lockstep.tensors.pytree import tensors
 
 Number = float | Tensor
 """A total, or a count."""

@@ -32,12 +32,12 @@ import torch
 from torch import Tensor
 
 from lockstep.errors import LossError, first_line
+from lockstep.launch.memory import is_out_of_memory
 from lockstep.loss import Number, Totalled
 from lockstep.means import HALF
-from lockstep.memory import is_out_of_memory
-from lockstep.nesting import cut, each, holds_packed, holds_samples, joined, named_tensors, tensors
-from lockstep.parallel.random import source, stream
-from lockstep.seeding import put_state_on, state_on
+from lockstep.tensors.pytree import cut, each, holds_packed, holds_samples, joined, named_tensors, tensors
+from lockstep.tensors.seeding import put_state_on, state_on
+from lockstep.threads.random_streams import source, stream
 
 _ADVICE = "return (total, count) from it, or use single (or mp) without accumulate"
 

@@ -8,7 +8,7 @@ import torch
 from torch import nn
 
 from lockstep.data import Part
-from lockstep.nesting import named_tensors
+from lockstep.tensors.pytree import named_tensors
 
 _HUGE = 1e8
 """Outputs of a model that doesn't diverge are smaller."""

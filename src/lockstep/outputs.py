@@ -17,7 +17,7 @@ from typing import Any
 import torch
 
 from lockstep.errors import InputError
-from lockstep.nesting import described, names, parts, rebuilt, same_kind, tensors
+from lockstep.tensors.pytree import described, names, parts, rebuilt, same_kind, tensors
 
 
 @dataclass(frozen=True)

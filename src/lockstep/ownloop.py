@@ -10,8 +10,8 @@ import torch
 
 from lockstep.data import Batch, Part, mixed
 from lockstep.errors import InputError
-from lockstep.nesting import batch_size_of, cut, share_sizes, tensors
-from lockstep.world import World
+from lockstep.launch.world import World
+from lockstep.tensors.pytree import batch_size_of, cut, share_sizes, tensors
 
 
 def batch_of(

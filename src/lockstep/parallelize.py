@@ -10,15 +10,15 @@ from typing import Any
 import torch
 from torch import nn
 
-from lockstep import devices as _devices
-from lockstep.allocator import keep_freed_memory
-from lockstep.devices import Devices
-from lockstep.events import Line
 from lockstep.job import Job
+from lockstep.launch import devices as _devices
 from lockstep.launch import here
+from lockstep.launch.devices import Devices
+from lockstep.launch.events import Line
+from lockstep.launch.world import World
 from lockstep.step import Step
 from lockstep.strategies import Strategy, choose
-from lockstep.world import World
+from lockstep.tensors.allocator import keep_freed_memory
 
 
 def parallelize(

@@ -18,29 +18,29 @@ from typing import Any
 
 import torch
 
-from lockstep import devices as _devices
-from lockstep.arrayfile import Array, Layout, RowWriter, archive, create, layout, mapped, not_written
 from lockstep.build import trained_model
 from lockstep.data import Batch, job_loader, resolve, resolve_sets
 from lockstep.data.inputs import inputs_collated, inputs_of
 from lockstep.dataname import check_name, one_of, source_of
-from lockstep.devices import Devices
-from lockstep.display import Display
 from lockstep.errors import FolderError, InputError, LockstepError, OutOfMemory, told
 from lockstep.evaluation import look_at_evaluation
-from lockstep.events import Line
 from lockstep.job import Job
 from lockstep.jobfile import JobFile, the_job, with_settings
-from lockstep.launch import started_as_rank, torchrun
+from lockstep.launch import devices as _devices
+from lockstep.launch import started_as_rank, started_ranks
+from lockstep.launch.devices import Devices
+from lockstep.launch.display import Display
+from lockstep.launch.events import Line
+from lockstep.launch.memory import is_out_of_memory
+from lockstep.launch.placement import check_backend, on_devices
+from lockstep.launch.world import World
 from lockstep.linefile import LineWriter, merge
-from lockstep.memory import is_out_of_memory
-from lockstep.nesting import described
 from lockstep.outputs import Items, Left, Rows, filled, form_of, in_lines, leaves, taken
-from lockstep.placement import check_backend, on_devices
 from lockstep.run import Run, trained_of
 from lockstep.step import Step
 from lockstep.strategies import Strategy, choose
-from lockstep.world import World
+from lockstep.tensors.array_file import Array, Layout, RowWriter, archive, create, layout, mapped, not_written
+from lockstep.tensors.pytree import described
 
 ENDINGS = (".npy", ".npz", ".safetensors", ".jsonl")
 
@@ -96,7 +96,7 @@ def predict(
     check_backend(backend, chosen)
     way = choose(strategy, chosen)
     check_name(data)
-    spread = started_as_rank() and torchrun.place().size > 1
+    spread = started_as_rank() and started_ranks.place().size > 1
     if out is None and spread:
         raise InputError("predict: under torchrun the outputs go to a file: name one with out")
     target = None if out is None else Path(out).absolute()
@@ -112,7 +112,7 @@ def predict(
                 assert folder is not None
                 form, places = made
                 return filled(form, mapped(folder, places))
-            if not spread or torchrun.place().rank == 0:
+            if not spread or started_ranks.place().rank == 0:
                 display.line(f"predictions: {_as_named(made, out)}")
             return Path(made)
     finally:

@@ -8,11 +8,11 @@ from typing import Any
 
 from lockstep.data import AnyLoader
 from lockstep.errors import JobError
-from lockstep.events import Event, Line, Memory, Progress
-from lockstep.folder import RunFolder
 from lockstep.job import Job
-from lockstep.memory import memory_now
-from lockstep.world import World
+from lockstep.launch.events import Event, Line, Memory, Progress
+from lockstep.launch.memory import memory_now
+from lockstep.launch.run_folder import RunFolder
+from lockstep.launch.world import World
 
 
 class Pace:

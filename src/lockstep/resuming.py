@@ -7,10 +7,10 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from lockstep import devices as _devices
-from lockstep.devices import Device, Devices
 from lockstep.errors import counted
-from lockstep.folder import RunFolder
+from lockstep.launch import devices as _devices
+from lockstep.launch.devices import Device, Devices
+from lockstep.launch.run_folder import RunFolder
 from lockstep.strategies import STRATEGIES, Strategy, named
 
 _FOR_DEVICES = ("device_map", "times")

@@ -12,9 +12,9 @@ from torch import nn
 
 from lockstep.build import trained_model
 from lockstep.errors import FolderError
-from lockstep.folder import RunFolder
 from lockstep.job import Job
 from lockstep.jobfile import JobFile, the_job
+from lockstep.launch.run_folder import RunFolder
 
 
 @dataclass(frozen=True)
@@ -22,7 +22,7 @@ class Run:
     """A training that was: its folder, and what it reached.
 
     Attributes:
-        folder: where its files are (see ``lockstep.folder``).
+        folder: where its files are (see ``lockstep.launch.run_folder``).
         summary: the content of ``summary.json``; empty where the training was stopped before it wrote one.
         job: the job, where this process knows it.
     """

@@ -7,11 +7,11 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from lockstep.folder import RunFolder
 from lockstep.job import Job
 from lockstep.jobfile import JobFile, sources
+from lockstep.launch.run_folder import RunFolder
+from lockstep.launch.world import World
 from lockstep.strategies import Strategy
-from lockstep.world import World
 
 
 def write_config(

@@ -30,17 +30,17 @@ from lockstep.data import Batch, Part, mixed
 from lockstep.device_checks import DeviceChecks
 from lockstep.errors import Caveat, InputError, LossError, NonFiniteLoss, OutOfMemory, RunError, StrategyError
 from lockstep.evaluator import Evaluator
-from lockstep.events import Line
 from lockstep.forward import Seen, drops, look, refuse_written_buffers
 from lockstep.job import Job
+from lockstep.launch.events import Line
+from lockstep.launch.memory import is_out_of_memory
+from lockstep.launch.world import World
 from lockstep.loss import Number
 from lockstep.loss_check import Piece
-from lockstep.memory import is_out_of_memory
 from lockstep.nonfinite import why_not_finite
 from lockstep.optimizer import begin_momentum, clip_gradients, load_named_optimizer_state, named_optimizer_state
 from lockstep.ownloop import batch_of, own_stream
-from lockstep.seeding import kept_states
-from lockstep.world import World
+from lockstep.tensors.seeding import kept_states
 
 _STATE = "state.pt"
 

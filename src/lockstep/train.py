@@ -8,25 +8,25 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TypeVar
 
-from lockstep import devices as _devices
-from lockstep import world as _world
 from lockstep.checkpoint import take_weights
 from lockstep.data import eval_loaders, resolve_sets
-from lockstep.devices import Device, Devices
-from lockstep.display import Display
 from lockstep.errors import FolderError, InputError, JobError, LockstepError, StrategyError, told
 from lockstep.evaluation import evaluate_sets
-from lockstep.folder import RunFolder
 from lockstep.job import Job
 from lockstep.jobfile import JobFile, as_job, the_job, with_settings
-from lockstep.launch import launch, started_as_rank, torchrun
+from lockstep.launch import devices as _devices
+from lockstep.launch import launch, started_as_rank, started_ranks
+from lockstep.launch import world as _world
+from lockstep.launch.devices import Device, Devices
+from lockstep.launch.display import Display
+from lockstep.launch.placement import check_backend, on_devices
+from lockstep.launch.run_folder import RunFolder
+from lockstep.launch.stopping import StopRequest
+from lockstep.launch.world import World
 from lockstep.loop import Plan, train_on
-from lockstep.placement import check_backend, on_devices
 from lockstep.resuming import as_it_went
 from lockstep.run import Run, trained_of
-from lockstep.stopping import StopRequest
 from lockstep.strategies import Strategy, choose
-from lockstep.world import World
 
 T = TypeVar("T")
 
@@ -49,7 +49,7 @@ def train(
     Args:
         job: a Job, a function that returns one, or the path of a job file.
         strategy: by name; None takes ``single`` on one device and ``ddp`` on several.
-        devices: as in ``lockstep.devices``: ``"auto"``, 4, ``"2xcpu"``, ``"cuda:0,2"``; None is ``"auto"``.
+        devices: as in ``lockstep.launch.devices``: ``"auto"``, 4, ``"2xcpu"``, ``"cuda:0,2"``; None is ``"auto"``.
         resume: the folder of a run to go on with, under any strategy and number of devices. Where these are None it
             goes on under its own strategy, with that one's settings, and on its devices as far as they are here.
         folder: where the run's folder is made.
@@ -138,10 +138,10 @@ def _train_under_torchrun(
     with StopRequest(_has_begun) as request:
         summary, path = launch(_train_here, devices, (plan, display), backend=backend)[0]
     if not summary:
-        if torchrun.place().rank == 0:
+        if started_ranks.place().rank == 0:
             _left_behind(RunFolder(path), KeyboardInterrupt(), display, resumed=plan.resume)
         request.raise_if_asked()
-    if torchrun.place().rank == 0:
+    if started_ranks.place().rank == 0:
         display.line(f"run: {path}")
     return Run(Path(path), summary, job)
 

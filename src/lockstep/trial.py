@@ -20,24 +20,24 @@ from typing import Any, TypeVar
 import torch
 from torch.utils.data import TensorDataset
 
-from lockstep import devices as _devices
-from lockstep.allocator import keep_freed_memory
 from lockstep.checkpoint import save_weights
 from lockstep.data import Batch, default_workers, is_stream, job_loader, resolve
 from lockstep.data.fetch import unwrapped
 from lockstep.data.workers import free_cores
-from lockstep.devices import Device
 from lockstep.errors import Caveat
-from lockstep.events import Line
 from lockstep.glance import Glance, Onlooker
 from lockstep.job import Job
 from lockstep.jobfile import JobFile, the_job, with_settings
-from lockstep.launch.local import run as run_locally
-from lockstep.memory import peak_memory
-from lockstep.placement import alone, place_of
+from lockstep.launch import devices as _devices
+from lockstep.launch.devices import Device
+from lockstep.launch.events import Line
+from lockstep.launch.memory import peak_memory
+from lockstep.launch.placement import alone, place_of
+from lockstep.launch.processes.local_ranks import run as run_locally
+from lockstep.launch.world import World, now
 from lockstep.step import Step
 from lockstep.strategies import STRATEGIES, Strategy, choose
-from lockstep.world import World, now
+from lockstep.tensors.allocator import keep_freed_memory
 
 T = TypeVar("T")
 

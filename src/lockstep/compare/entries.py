@@ -15,10 +15,10 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
-from lockstep import devices as _devices
-from lockstep.devices import Device, Devices
 from lockstep.errors import InputError, nearest
 from lockstep.job import SETTINGS, checked_setting
+from lockstep.launch import devices as _devices
+from lockstep.launch.devices import Device, Devices
 from lockstep.strategies import STRATEGIES, Strategy, named
 from lockstep.trial import Way, first_of
 

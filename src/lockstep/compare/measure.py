@@ -20,12 +20,12 @@ from lockstep.compare.agreement import Agreement, Agreements
 from lockstep.compare.entries import Entry, Sweep, devices_of, line_up
 from lockstep.compare.peers import attempt_peer, check_peers
 from lockstep.compare.result import Comparison, Row
-from lockstep.devices import Devices
 from lockstep.errors import DeviceError, LockstepError, StrategyError
-from lockstep.inventory import machine
 from lockstep.job import Job
 from lockstep.jobfile import JobFile, as_job, the_job, with_settings
 from lockstep.launch import started_as_rank
+from lockstep.launch.device_table import machine
+from lockstep.launch.devices import Devices
 from lockstep.stopwatch import in_turns
 from lockstep.strategies import Strategy, choose
 from lockstep.train import train

@@ -24,11 +24,11 @@ from typing import Any
 from lockstep.compare.pages import write_page
 from lockstep.compare.result import Comparison, plain
 from lockstep.compare.table import csv_of, lines_of
-from lockstep.devices import Devices
 from lockstep.errors import FolderError, InputError
-from lockstep.folder import RunFolder
 from lockstep.job import Job
 from lockstep.jobfile import JobFile
+from lockstep.launch.devices import Devices
+from lockstep.launch.run_folder import RunFolder
 from lockstep.strategies import Strategy
 
 

@@ -9,8 +9,8 @@ from typing import Any
 
 from lockstep.compare.agreement import Agreement
 from lockstep.compare.entries import Role
-from lockstep.events import TimesOf
 from lockstep.glance import Glance, Seen
+from lockstep.launch.events import TimesOf
 from lockstep.stopwatch import Timing, Timings
 from lockstep.strategies import STRATEGIES
 

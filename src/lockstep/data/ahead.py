@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from lockstep.data.shares import Batch
-from lockstep.nesting import each, tensors
+from lockstep.tensors.pytree import each, tensors
 
 
 def copied_ahead(batches: Iterator[Batch], device: torch.device, pin: bool) -> Iterator[Batch]:

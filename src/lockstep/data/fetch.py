@@ -18,8 +18,8 @@ from torch.utils.data import Subset, TensorDataset, default_collate
 from lockstep.data.order import Lookup
 from lockstep.data.shares import COLLATE, EVALUATION, TRAINING, absorbed
 from lockstep.errors import JobError, SampleError, told
-from lockstep.nesting import parts
-from lockstep.seeding import kept_states, same, seed_all, states
+from lockstep.tensors.pytree import parts
+from lockstep.tensors.seeding import kept_states, same, seed_all, states
 
 _LOOKED_AT = 3
 """Samples that are fetched twice, to see whether they come out the same."""

@@ -8,8 +8,8 @@ from typing import Any
 from lockstep.data.fetch import Collate, Fetcher
 from lockstep.data.shares import Batch
 from lockstep.data.source import is_stream
-from lockstep.digest import digest
-from lockstep.nesting import cut, holds_packed, named_tensors
+from lockstep.tensors.digest import digest
+from lockstep.tensors.pytree import cut, holds_packed, named_tensors
 
 
 def fingerprint(batch: Batch, samples: int | None, collate: Collate | None) -> dict[str, Any]:

@@ -8,7 +8,6 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from lockstep import world as _world
 from lockstep.data.ahead import copied_ahead
 from lockstep.data.fetch import Collate, Fetcher
 from lockstep.data.order import Orders, Places, numbered
@@ -17,9 +16,10 @@ from lockstep.data.source import is_stream, resolve, same_on_every_rank
 from lockstep.data.stream import StreamLoader
 from lockstep.data.workers import Workers, default_workers, free_cores
 from lockstep.errors import JobError
-from lockstep.events import Line
 from lockstep.launch import here
-from lockstep.world import World
+from lockstep.launch import world as _world
+from lockstep.launch.events import Line
+from lockstep.launch.world import World
 
 
 class Loader:

@@ -6,7 +6,7 @@ from typing import Any
 
 from lockstep.data.loader import AnyLoader, loader_of
 from lockstep.job import Job
-from lockstep.world import World
+from lockstep.launch.world import World
 
 
 def eval_loaders(job: Job, world: World, sets: dict[str, Any]) -> dict[str, AnyLoader]:

@@ -25,7 +25,7 @@ from torch import Tensor
 
 from lockstep.data.shares import ORDER, Order, mixed
 from lockstep.errors import JobError, told
-from lockstep.seeding import kept_states, seed_all
+from lockstep.tensors.seeding import kept_states, seed_all
 
 _IN_MEMORY = 1 << 20
 """Samples up to which a permutation is kept as a tensor, of 8 MB then."""

@@ -18,7 +18,7 @@ from typing import Any, Protocol
 from torch import Tensor
 
 from lockstep.errors import JobError
-from lockstep.nesting import share_sizes
+from lockstep.tensors.pytree import share_sizes
 
 _MASK = (1 << 64) - 1
 

@@ -12,7 +12,7 @@ from torch.utils.data import DataLoader, IterableDataset, TensorDataset
 from lockstep.data.fetch import unwrapped
 from lockstep.data.stream import number_of
 from lockstep.errors import JobError, LockstepError, told
-from lockstep.world import World
+from lockstep.launch.world import World
 
 _LOOKED_AT = 1000
 """Indices and rows by which data are known."""

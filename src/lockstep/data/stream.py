@@ -22,15 +22,15 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from lockstep import world as _world
 from lockstep.data.ahead import copied_ahead
 from lockstep.data.fetch import Collate, Pair, together
 from lockstep.data.shares import COLLATE, EVALUATION, ORDER, TRAINING, Batch, Part, absorbed, checked_cutting, cuts
 from lockstep.data.workers import Workers, default_workers, free_cores
-from lockstep.digest import digest
 from lockstep.errors import JobError, RunError, SampleError, told
-from lockstep.nesting import parts
-from lockstep.seeding import kept_states, seed_all
+from lockstep.launch import world as _world
+from lockstep.tensors.digest import digest
+from lockstep.tensors.pytree import parts
+from lockstep.tensors.seeding import kept_states, seed_all
 
 Read = tuple[int, int, int, list[Pair]]
 """Of a global batch: its place in the stream, its samples, a number made of some, and each share that isn't empty."""

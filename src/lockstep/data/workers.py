@@ -19,8 +19,8 @@ import torch
 from torch.utils.data import DataLoader, TensorDataset
 
 from lockstep.data.fetch import unwrapped
-from lockstep.devices import usable_cores
 from lockstep.errors import JobError, LockstepError, RunError, counted
+from lockstep.launch.devices import usable_cores
 
 Request = tuple[Any, ...]
 """What a fetcher is called with: an epoch, and the indices of each share that isn't empty, say."""

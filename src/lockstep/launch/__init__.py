@@ -2,12 +2,12 @@
 
 ``launch(fn, devices=4)`` calls ``fn(world, *args)`` once per device and gives the results in rank order.
 
-Local ranks are forked from one small process of ours (`lockstep.launch.fork`), not started by ``multiprocessing`` or by
-PyTorch's elastic agent, for three reasons. It is the one parent of all ranks, and it hears at once when the person's
-process ends, even by ``kill -9``, so no rank outlives it, not even a stopped one. Nothing imports the person's script a
-second time: functions travel by value, so a script needs no main guard, and a notebook cell or standard input will do.
-And each rank that fails writes a record with the moment of its failure, so the rank that failed first is the one that
-is named, rather than one of those that failed for want of it.
+Local ranks are forked from one small process of ours (`lockstep.launch.processes.fork`), not started by
+``multiprocessing`` or by PyTorch's elastic agent, for three reasons. It is the one parent of all ranks, and it hears at
+once when the person's process ends, even by ``kill -9``, so no rank outlives it, not even a stopped one. Nothing
+imports the person's script a second time: functions travel by value, so a script needs no main guard, and a notebook
+cell or standard input will do. And each rank that fails writes a record with the moment of its failure, so the rank
+that failed first is the one that is named, rather than one of those that failed for want of it.
 
 In reading order: `local` (one launch, from here), `call` and `modes` (what the ranks are given), `server` and `fork`
 (the two ends of the process that forks them), `rank` (what a rank does), `frames` (what it sends back), `supervise`
@@ -15,8 +15,8 @@ In reading order: `local` (one launch, from here), `call` and `modes` (what the 
 `standing` keeps ranks for one call after another. `workers` and `station` are the two ends of processes that take tasks
 instead, and are no ranks.
 
-This module and `lockstep.launch.server` import nothing heavy, so that a command can start the forking process first and
-import torch beside it.
+This module and `lockstep.launch.processes.fork_server` import nothing heavy, so that a command can start the forking
+process first and import torch beside it.
 """
 
 from __future__ import annotations
@@ -30,8 +30,8 @@ from typing import TYPE_CHECKING, Any, TypeVar
 from lockstep.errors import InputError
 
 if TYPE_CHECKING:
-    from lockstep.devices import Device, Devices
-    from lockstep.world import World
+    from lockstep.launch.devices import Device, Devices
+    from lockstep.launch.world import World
 
 T = TypeVar("T")
 
@@ -57,7 +57,7 @@ def launch(
 
     Args:
         fn: any function, lambdas and those of a notebook included; what it refers to goes with it.
-        devices: as in `lockstep.devices`.
+        devices: as in `lockstep.launch.devices`.
         args: further arguments of ``fn``, the same on every rank.
         backend: of the process group, instead of the devices' own.
         folder: where the run keeps its files; what rank N > 0 prints goes to ``ranks/N.log`` in it.
@@ -70,7 +70,7 @@ def launch(
         RankFailed: a rank raised or died. The first one is named; ``__cause__`` is what it raised.
         LockstepError: a rank raised one of Lockstep's own: it comes out as itself.
     """
-    from lockstep import devices as _devices
+    from lockstep.launch import devices as _devices
 
     not_within_a_rank()
     if folder is not None:
@@ -78,18 +78,20 @@ def launch(
     args = tuple(args)
     chosen = _devices.parse(devices)
     if started_as_rank():
-        from lockstep.launch import torchrun
+        from lockstep.launch import started_ranks
 
-        device = torchrun.device_of_this_rank(chosen)
-        if torchrun.place().size > 1:
-            return torchrun.run(fn, device, args, backend=backend, folder=folder, on_event=on_event, timeout=timeout)
+        device = started_ranks.device_of_this_rank(chosen)
+        if started_ranks.place().size > 1:
+            return started_ranks.run(
+                fn, device, args, backend=backend, folder=folder, on_event=on_event, timeout=timeout
+            )
         chosen = (device,)
     if len(chosen) == 1:
         return [_in_this_process(fn, chosen[0], args, folder, on_event)]
 
-    from lockstep.launch import local
+    from lockstep.launch.processes import local_ranks
 
-    return local.run(
+    return local_ranks.run(
         fn, chosen, args, backend=backend, folder=folder, on_event=on_event, on_output=on_output, timeout=timeout
     )
 
@@ -100,7 +102,7 @@ def not_within_a_rank() -> None:
     Raises:
         InputError: this process is one of several already.
     """
-    from lockstep import world as _world
+    from lockstep.launch import world as _world
 
     outer = _world.current()
     if outer is not None and outer.size > 1:
@@ -116,15 +118,15 @@ def here(devices: Devices = "auto") -> World | None:
     Args:
         devices: of which this process takes its own, where it joins.
     """
-    from lockstep import devices as _devices
-    from lockstep import world as _world
+    from lockstep.launch import devices as _devices
+    from lockstep.launch import world as _world
 
     world = _world.current()
     if world is None and started_as_rank():
-        from lockstep.launch import torchrun
+        from lockstep.launch import started_ranks
 
-        if torchrun.place().size > 1:
-            world = torchrun.stay(torchrun.device_of_this_rank(_devices.parse(devices)))
+        if started_ranks.place().size > 1:
+            world = started_ranks.stay(started_ranks.device_of_this_rank(_devices.parse(devices)))
     return world
 
 
@@ -183,8 +185,8 @@ def _in_this_process(
     folder: str | None,
     on_event: Callable[[int, Any], None] | None,
 ) -> T:
-    from lockstep import devices as _devices
-    from lockstep import world as _world
+    from lockstep.launch import devices as _devices
+    from lockstep.launch import world as _world
 
     world = _world.World(devices=(device,), folder=folder)
     if on_event is not None:

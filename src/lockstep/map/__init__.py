@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any, overload
 from lockstep.errors import InputError
 
 if TYPE_CHECKING:
-    from lockstep.devices import Device, Devices
+    from lockstep.launch.devices import Device, Devices
 
 __all__ = ["map"]
 
@@ -85,7 +85,8 @@ def map(
     Args:
         fn: the function or the ``torch.nn.Module``.
         items: anything that can be gone through.
-        devices: as in `lockstep.devices`. ``"auto"`` is every accelerator; without one, a function gets a process for
+        devices: as in `lockstep.launch.devices`. ``"auto"`` is every accelerator; without one, a function gets a
+        process for
             each core, a module one slot of all cores. Inside a rank or another map there is only its own device.
         batch_size: a function is called with a list of so many items (the last may be shorter), and gives a list of as
             many results. A module gets so many items put together as a batch, and its outputs are taken apart into
@@ -145,21 +146,22 @@ def _places(wanted: Devices, is_module: bool) -> tuple[Device, ...]:
     Raises:
         InputError: there are several, and this is a worker or a rank already.
     """
-    from lockstep import devices as _devices
-    from lockstep import world as _world
-    from lockstep.launch import started_as_rank, station, torchrun
+    from lockstep.launch import devices as _devices
+    from lockstep.launch import started_as_rank, started_ranks
+    from lockstep.launch import world as _world
+    from lockstep.launch.processes import worker_context
 
     is_auto = wanted is None or wanted == "auto"
     world = _world.current()
-    here = station.current()
+    here = worker_context.current()
     if here is not None or (world is not None and world.size > 1):
         own = here.device if here is not None else world.device  # type: ignore[union-attr]
         if not is_auto and len(_devices.parse(wanted)) > 1:
             what = f"at item {here.item} of a map" if here is not None else f"rank {world.rank}"  # type: ignore[union-attr]
             raise InputError(f"devices: this process is {what} already, and has {own} only: leave devices out")
         return (own,)
-    if started_as_rank() and torchrun.place().size > 1:
-        return (torchrun.device_of_this_rank(_devices.parse(wanted)),)
+    if started_as_rank() and started_ranks.place().size > 1:
+        return (started_ranks.device_of_this_rank(_devices.parse(wanted)),)
     if is_auto and not is_module:
         return _devices.accelerators() or _devices.slots(len(_devices.usable_cores()))
     return _devices.parse(wanted)

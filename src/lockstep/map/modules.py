@@ -18,13 +18,13 @@ from torch import nn
 from torch.utils.data import default_collate
 
 from lockstep.data.shares import MAP, mixed
-from lockstep.devices import Device
 from lockstep.errors import InputError, ItemFailed, told
+from lockstep.launch.devices import Device
 from lockstep.map.parcel import copied
-from lockstep.nesting import call, described, each, names, parts, rebuilt, tensors, to_device
-from lockstep.parallel.random import stream
 from lockstep.parallel.replicate import replicate
-from lockstep.parallel.team import Pending, borrowed
+from lockstep.tensors.pytree import call, described, each, names, parts, rebuilt, tensors, to_device
+from lockstep.threads.random_streams import stream
+from lockstep.threads.thread_pool import Pending, borrowed
 
 
 def mapped(

@@ -28,16 +28,16 @@ from typing import Any
 
 import cloudpickle
 
-from lockstep.devices import Device, occupied
 from lockstep.errors import InputError, ItemFailed, RunError, own_traceback, told
-from lockstep.launch import records
-from lockstep.launch.modes import Modes
-from lockstep.launch.records import Record
-from lockstep.launch.workers import Workers
+from lockstep.launch.devices import Device, occupied
+from lockstep.launch.processes import failure_records
+from lockstep.launch.processes.failure_records import Record
+from lockstep.launch.processes.modes import Modes
+from lockstep.launch.processes.task_workers import Workers
 from lockstep.map.parcel import copied, kept, pack, unpack
 from lockstep.map.worker import Call, Reply, Task, failed, serve
-from lockstep.nesting import each
-from lockstep.seeding import kept_states
+from lockstep.tensors.pytree import each
+from lockstep.tensors.seeding import kept_states
 
 _SECONDS = 0.05
 """That a chunk should take: some hundred times its hand-over, and little to wait for at the end."""
@@ -121,7 +121,9 @@ def in_this_one(call: Call, items: Iterator[Any], device: Device) -> Iterator[An
                 result = call(unit, index, not device.is_slot)
         except Exception as error:
             trace = own_traceback(error)
-            raise ItemFailed(f"item {index} failed on {device}: {records.reason(error)}", index, trace) from error
+            raise ItemFailed(
+                f"item {index} failed on {device}: {failure_records.reason(error)}", index, trace
+            ) from error
         if not device.is_slot:
             result = each(lambda tensor: tensor.cpu(), result)
         if call.batch is None:
@@ -302,16 +304,18 @@ class _Mapping:
         last = chunk.first + chunk.units * (self._batch or 1) - 1
         return f"item {chunk.first}" if last == chunk.first else f"items {chunk.first} to {last}"
 
-    def _death(self, failure: Record | records.Death) -> BaseException:
+    def _death(self, failure: Record | failure_records.Death) -> BaseException:
         device = self._devices[failure.rank]
         if isinstance(failure, Record):
             made = RunError(f"a process of the map ({device}) could not begin: {failure.reason}")
-            made.__cause__ = failure.exception() or records.RankTraceback(failure.traceback)
+            made.__cause__ = failure.exception() or failure_records.RankTraceback(failure.traceback)
             return made
         if failure.step == 0:
-            return ItemFailed(f"a process of the map ({device}) {records.ending(failure.code, 'between two items')}")
+            return ItemFailed(
+                f"a process of the map ({device}) {failure_records.ending(failure.code, 'between two items')}"
+            )
         index = failure.step - 1
-        how = records.ending(failure.code, f"at item {index}")
+        how = failure_records.ending(failure.code, f"at item {index}")
         return ItemFailed(f"the process of the map on {device} {how}", index)
 
 

@@ -12,11 +12,11 @@ import torch
 
 from lockstep.data.shares import MAP, absorbed
 from lockstep.errors import InputError, ItemFailed
-from lockstep.launch.modes import Modes
-from lockstep.launch.records import RankTraceback, Record
-from lockstep.launch.station import Station
+from lockstep.launch.processes.failure_records import RankTraceback, Record
+from lockstep.launch.processes.modes import Modes
+from lockstep.launch.processes.worker_context import Station
 from lockstep.map.parcel import Packed, pack, unpack
-from lockstep.seeding import seed_all
+from lockstep.tensors.seeding import seed_all
 
 
 class Task(NamedTuple):

@@ -12,12 +12,12 @@ from typing import Any
 
 import torch
 
-from lockstep import devices as _devices
-from lockstep import nesting
-from lockstep.devices import Device, Devices
 from lockstep.errors import InputError
+from lockstep.launch import devices as _devices
+from lockstep.launch.devices import Device, Devices
 from lockstep.parallel import targets
-from lockstep.parallel.team import borrowed
+from lockstep.tensors import pytree
+from lockstep.threads.thread_pool import borrowed
 
 
 def parallel_apply(
@@ -30,7 +30,7 @@ def parallel_apply(
 
     Each runs in a thread of its device that stays for later calls, with the caller's grad mode, autocast, default
     device and context variables. Random numbers on the CPU come from one generator for all threads, in whatever order
-    they ask: ``lockstep.parallel.random`` gives each its own.
+    they ask: ``lockstep.threads.random_streams`` gives each its own.
 
     Args:
         modules: modules, or any callables.
@@ -83,7 +83,7 @@ def _places(devices: Any, inputs: Sequence[Any], named: Sequence[Any]) -> tuple[
 
 
 def _found(arguments: Any, slot: Device) -> Device:
-    tensor = next(nesting.tensors(arguments), None)
+    tensor = next(pytree.tensors(arguments), None)
     if tensor is None or tensor.device.type == "cpu":
         return slot
     return Device(tensor.device.type, tensor.device.index or 0)

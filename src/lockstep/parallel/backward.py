@@ -24,9 +24,9 @@ from typing import Any
 import torch
 from torch.autograd.graph import GradientEdge, get_gradient_edge
 
-from lockstep import nesting
-from lockstep.devices import Device
-from lockstep.parallel.team import borrowed
+from lockstep.launch.devices import Device
+from lockstep.tensors import pytree
+from lockstep.threads.thread_pool import borrowed
 
 _here = threading.local()
 
@@ -95,12 +95,12 @@ def joined(
     Returns:
         Nests of the same structure, which share the memory of ``outputs``.
     """
-    roots = [[t for t in nesting.tensors(output) if t.requires_grad] for output in outputs]
+    roots = [[t for t in pytree.tensors(output) if t.requires_grad] for output in outputs]
     if not shared or not any(roots):
         return list(outputs)
     graphs = _Graphs(devices, leaves, roots, lease, overlaps)
     flat = iter(_Joined.apply(graphs, [t for found in roots for t in found], *shared))  # type: ignore[no-untyped-call]
-    return [nesting.each(lambda t: next(flat) if t.requires_grad else t, output) for output in outputs]
+    return [pytree.each(lambda t: next(flat) if t.requires_grad else t, output) for output in outputs]
 
 
 class _Joined(torch.autograd.Function):

@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
-from lockstep.devices import Device
+from lockstep.launch.devices import Device
 
 
 @dataclass(frozen=True)

@@ -22,8 +22,8 @@ from collections.abc import Iterable, Iterator
 
 import torch
 
-from lockstep.devices import Device
-from lockstep.parallel import inherit
+from lockstep.launch.devices import Device
+from lockstep.threads import thread_context
 
 
 class BusyTime(contextlib.AbstractContextManager["BusyTime"]):
@@ -42,7 +42,7 @@ class BusyTime(contextlib.AbstractContextManager["BusyTime"]):
     def __enter__(self) -> BusyTime:
         if torch.cuda.is_available():
             self._stack.enter_context(self._kernels())
-        self._stack.enter_context(inherit.followed_by(self._thread_of))
+        self._stack.enter_context(thread_context.followed_by(self._thread_of))
         self._stack.enter_context(self._thread(self._caller))
         return self
 

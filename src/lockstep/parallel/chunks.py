@@ -20,13 +20,13 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from lockstep import nesting
-from lockstep.devices import Device
 from lockstep.errors import InputError
+from lockstep.launch.devices import Device
 from lockstep.means import Count
 from lockstep.parallel.criterion import Criterion
 from lockstep.parallel.inplace import adding
-from lockstep.parallel.parametrized import uncached
+from lockstep.tensors import pytree
+from lockstep.threads.parametrized import uncached
 
 
 @dataclass
@@ -73,9 +73,9 @@ class Share:
         count: Count = 0
         with uncached(), adding(weights) if weights else contextlib.nullcontext(), torch.enable_grad():
             for outputs, targets, place in self._chunks():
-                leaves = nesting.each(lambda t: t.detach().requires_grad_(t.requires_grad), outputs)
+                leaves = pytree.each(lambda t: t.detach().requires_grad_(t.requires_grad), outputs)
                 found, items = self._summed(leaves, targets)
-                grown = [leaf for leaf in nesting.tensors(leaves) if leaf.requires_grad]
+                grown = [leaf for leaf in pytree.tensors(leaves) if leaf.requires_grad]
                 if found.requires_grad:
                     _refuse_others(found, [*grown, *weights])
                     found.backward()  # type: ignore[no-untyped-call]
@@ -92,7 +92,7 @@ class Share:
             return
         for start in range(0, self.outputs.shape[1], self.steps):
             place = slice(start, start + self.steps)
-            yield self.outputs[:, place], nesting.each(lambda t: _rows(t, place), self.targets), place  # noqa: B023
+            yield self.outputs[:, place], pytree.each(lambda t: _rows(t, place), self.targets), place  # noqa: B023
 
     def _summed(self, outputs: Any, targets: Any) -> tuple[Tensor, Count]:
         """Total and count of a chunk. No name holds on to the logits while backward runs."""
@@ -105,7 +105,7 @@ class Share:
         logits = self.generator(hidden)
         if not isinstance(logits, Tensor) or logits.shape[:-1] != hidden.shape[:-1]:
             raise InputError(
-                f"the generator gave {nesting.described(logits)} for hidden states {tuple(hidden.shape)}: a tensor "
+                f"the generator gave {pytree.described(logits)} for hidden states {tuple(hidden.shape)}: a tensor "
                 f"{(*hidden.shape[:-1], 'vocabulary')} is expected".replace("'", "")
             )
         return logits.flatten(0, -2)
@@ -113,13 +113,13 @@ class Share:
     def _sums(self) -> list[Tensor | None]:
         """Room for the gradients of the outputs, where they come in chunks."""
         if self.steps is None:
-            return [None for _ in nesting.tensors(self.outputs)]
+            return [None for _ in pytree.tensors(self.outputs)]
         if not self.outputs.requires_grad:
             return [None]
         return [torch.zeros_like(self.outputs, memory_format=torch.contiguous_format)]
 
     def _keep(self, leaves: Any, place: slice | None, sums: list[Tensor | None]) -> None:
-        for number, leaf in enumerate(nesting.tensors(leaves)):
+        for number, leaf in enumerate(pytree.tensors(leaves)):
             if place is None:
                 sums[number] = leaf.grad
             elif (kept := sums[number]) is not None and leaf.grad is not None:

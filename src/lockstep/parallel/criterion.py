@@ -22,10 +22,10 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from lockstep import nesting
 from lockstep.errors import LossError
 from lockstep.loss import Totalled
 from lockstep.means import HALF, Count
+from lockstep.tensors import pytree
 
 
 class Criterion:
@@ -70,14 +70,14 @@ class Criterion:
     @torch.no_grad()
     def _probe(self, outputs: Any, targets: Any, total: Tensor) -> None:
         """A sum over rows is the sum of two unequal parts of it; a mean is not."""
-        rows = nesting.batch_size_of(outputs)
+        rows = pytree.batch_size_of(outputs)
         value = total.item()
         if rows < 2 or value != value or abs(value) == float("inf"):
             return  # nothing can be learned from these
         first = max(1, rows // 3)
         found = []
         for start, size in ((0, first), (first, rows - first)):
-            its_outputs, its_targets = (nesting.cut(nest, start, size, rows) for nest in (outputs, targets))
+            its_outputs, its_targets = (pytree.cut(nest, start, size, rows) for nest in (outputs, targets))
             found.append(self._totalled(its_outputs, its_targets, 1)[0].item())
         together = sum(found)
         scale = max(abs(value), sum(map(abs, found)))
@@ -103,7 +103,7 @@ def _as_mean(criterion: Any) -> Any:
 
 
 def _tolerance(outputs: Any) -> float:
-    formats = {tensor.dtype for tensor in nesting.tensors(outputs) if tensor.is_floating_point()}
+    formats = {tensor.dtype for tensor in pytree.tensors(outputs) if tensor.is_floating_point()}
     if formats & set(HALF):
         return 2e-2
     return 1e-8 if formats <= {torch.float64} else 1e-4

@@ -21,17 +21,18 @@ import torch
 from torch import nn
 from torch.autograd.graph import increment_version
 
-from lockstep import nesting
-from lockstep.devices import Device, Devices, occupied
 from lockstep.errors import InputError
-from lockstep.parallel import backward, random, recompute, shapes, targets, uncompiled
+from lockstep.launch.devices import Device, Devices, occupied
+from lockstep.parallel import backward, shapes, targets, uncompiled
 from lockstep.parallel.apply import parallel_apply
 from lockstep.parallel.balanced import Balanced
 from lockstep.parallel.gather import gathered
 from lockstep.parallel.kept import Kept, Lease
 from lockstep.parallel.replicate import replicate
 from lockstep.parallel.scatter import is_plain, scatter_kwargs
-from lockstep.parallel.team import borrowed
+from lockstep.tensors import pytree
+from lockstep.threads import random_streams, recompute
+from lockstep.threads.thread_pool import borrowed
 
 M = TypeVar("M", bound=nn.Module)
 
@@ -59,7 +60,8 @@ class DataParallel(nn.Module, Generic[M]):
 
     Args:
         module: has its parameters and buffers on the first device.
-        device_ids: numbers of accelerators, or whatever ``lockstep.devices.parse`` reads: ``"2xcpu"``, ``"cuda:0,1"``,
+        device_ids: numbers of accelerators, or whatever ``lockstep.launch.devices.parse`` reads: ``"2xcpu"``,
+        ``"cuda:0,1"``,
             a list of devices. One accelerator may occur several times. None means all accelerators, or one slot.
         output_device: where outputs are gathered; the first device by default.
         dim: the dimension of the batch.
@@ -173,14 +175,14 @@ class DataParallel(nn.Module, Generic[M]):
 
     def gather(self, outputs: Sequence[Any], output_device: torch.device) -> Any:
         """Put the outputs together. To be overridden where they are to be put together in another way."""
-        scalars = self.dim == 0 and any(tensor.dim() == 0 for tensor in nesting.tensors(outputs))
+        scalars = self.dim == 0 and any(tensor.dim() == 0 for tensor in pytree.tensors(outputs))
         is_new, self._said = scalars and not self._said, self._said or scalars
         return gathered(outputs, output_device, self.dim, says=_CALL + 1 if is_new else 0)
 
     def _warn_of_means(self, outputs: Sequence[Any], sizes: Sequence[int]) -> None:
         if self._warned or len(set(sizes)) < 2 or len(outputs) < 2:
             return
-        if any(tensor.dim() == 0 for tensor in nesting.tensors(outputs[0])):
+        if any(tensor.dim() == 0 for tensor in pytree.tensors(outputs[0])):
             self._warned = True
             warnings.warn(
                 f"each replica gave a scalar, of shares of {', '.join(map(str, sizes))}: if they are means, their "
@@ -194,7 +196,7 @@ class DataParallel(nn.Module, Generic[M]):
         if self._compared or self.dim != 0 or len(sizes) != len(outputs):
             return
         self._compared = True
-        for column in zip(*map(nesting.tensors, outputs), strict=False):
+        for column in zip(*map(pytree.tensors, outputs), strict=False):
             shapes = [tuple(tensor.shape) for tensor in column if is_plain(tensor)]
             if len(shapes) < len(column) or any(size in shape[:1] for shape, size in zip(shapes, sizes, strict=True)):
                 continue
@@ -242,25 +244,25 @@ def data_parallel(
     net = DataParallel(module, devices, output_device, dim)
     output = net(*given, **(module_kwargs or {}))
     if len(devices) == 1 and output_device is not None:
-        return nesting.to_device(output, net.output_device)
+        return pytree.to_device(output, net.output_device)
     return output
 
 
 def _sizes(shares: Sequence[Arguments], dim: int) -> tuple[int, ...]:
     """What each share has along ``dim``, by its first tensor that is cut."""
-    firsts = [next((t for t in nesting.tensors(share) if t.dim() and is_plain(t)), None) for share in shares]
+    firsts = [next((t for t in pytree.tensors(share) if t.dim() and is_plain(t)), None) for share in shares]
     return tuple(first.shape[dim] for first in firsts if first is not None)
 
 
 def _on_slots(lease: Lease, shares: Sequence[Arguments], devices: Sequence[Device], whole: Arguments) -> list[Any]:
     """Each replica in a thread of its slot, with a graph of its own that is joined to the caller's."""
-    streams = random.Streams()
+    streams = random_streams.Streams()
     shared, leaves = list(lease.shared), [dict(mine) for mine in lease.leaves]
     own = list(shares)
     calls: list[Callable[[], Any]] = []
     for i, (replica, share) in enumerate(zip(lease.replicas, shares, strict=True)):
-        if torch.is_grad_enabled() and any(tensor.requires_grad for tensor in nesting.tensors(share)):
-            own[i] = nesting.each(functools.partial(_of_its_own, shared, leaves[i]), share)
+        if torch.is_grad_enabled() and any(tensor.requires_grad for tensor in pytree.tensors(share)):
+            own[i] = pytree.each(functools.partial(_of_its_own, shared, leaves[i]), share)
         calls.append(functools.partial(_compute, replica, own[i], functools.partial(streams.generator, i)))
     with _changes_told(whole, own), borrowed(devices) as team:
         outputs = team.run(calls)
@@ -285,18 +287,18 @@ def _changes_told(whole: Arguments, shares: Sequence[Arguments]) -> Iterator[Non
 
     Else what had saved such a tensor for its backward would go on with other values, without a word.
     """
-    before = [(t, t._version) for share in shares for t in nesting.tensors(share) if not t.is_inference()]
+    before = [(t, t._version) for share in shares for t in pytree.tensors(share) if not t.is_inference()]
     try:
         yield
     finally:
         changed = {t.untyped_storage().data_ptr() for t, version in before if t._version != version}
         if changed:
-            touched = (t for t in nesting.tensors(whole) if not t.is_inference())
+            touched = (t for t in pytree.tensors(whole) if not t.is_inference())
             increment_version([t for t in touched if t.untyped_storage().data_ptr() in changed])
 
 
-def _compute(replica: nn.Module, share: Arguments, source: random.Source | None) -> Any:
-    with random.stream(source):
+def _compute(replica: nn.Module, share: Arguments, source: random_streams.Source | None) -> Any:
+    with random_streams.stream(source):
         return replica(*share[0], **share[1])
 
 

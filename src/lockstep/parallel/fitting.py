@@ -17,8 +17,8 @@ from collections.abc import Callable, Iterator
 
 import torch
 
-from lockstep.devices import Device, Devices
 from lockstep.errors import InputError, OutOfMemory
+from lockstep.launch.devices import Device, Devices
 from lockstep.parallel import targets
 from lockstep.parallel.level import peaks_of
 
@@ -39,7 +39,7 @@ def largest_batch(
     Args:
         step: an update, or whatever is to fit, on a batch of so many samples that it makes itself. What it changes
             stays changed.
-        devices: those that it computes on, as ``lockstep.devices.parse`` reads them, or a list.
+        devices: those that it computes on, as ``lockstep.launch.devices.parse`` reads them, or a list.
         budget: bytes for each device. Of a CUDA device all that this process may have there, weights included; None is
             the whole device. Of a slot what a step may make there, beyond what was there before (all slots share the
             weights).

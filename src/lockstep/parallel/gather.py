@@ -11,10 +11,10 @@ from typing import Any
 
 import torch
 
-from lockstep import nesting
-from lockstep.devices import Device
 from lockstep.errors import InputError
+from lockstep.launch.devices import Device
 from lockstep.parallel import targets
+from lockstep.tensors import pytree
 
 
 def gather(outputs: Sequence[Any], target_device: Device | torch.device | str | int, dim: int = 0) -> Any:
@@ -44,7 +44,7 @@ def gathered(
     if not outputs:
         raise InputError("no outputs to gather: there must be one for each device that was used")
     whole = _joined(list(outputs), targets.one(target_device), dim, list(outputs))
-    if says and dim == 0 and any(tensor.dim() == 0 for tensor in nesting.tensors(outputs[0])):
+    if says and dim == 0 and any(tensor.dim() == 0 for tensor in pytree.tensors(outputs[0])):
         warnings.warn(
             "Was asked to gather along dimension 0, but all input tensors were scalars; "
             "will instead unsqueeze and return a vector.",
@@ -58,12 +58,12 @@ def _joined(column: list[Any], place: torch.device, dim: int, outputs: list[Any]
     if all(isinstance(item, torch.Tensor) for item in column):
         return _concatenated(column, place, dim)
     for number, other in enumerate(column):
-        if not nesting.same_kind(first, other):
+        if not pytree.same_kind(first, other):
             raise InputError(
-                f"outputs of different structure can't be gathered: device 0 gave {nesting.described(outputs[0])}, "
-                f"device {number} {nesting.described(outputs[number])}"
+                f"outputs of different structure can't be gathered: device 0 gave {pytree.described(outputs[0])}, "
+                f"device {number} {pytree.described(outputs[number])}"
             )
-    inside = [nesting.parts(item) for item in column]
+    inside = [pytree.parts(item) for item in column]
     if inside[0] is None:
         through = [_gone_through(item) for item in column]
         if not any(through) or all(item is first for item in column):
@@ -75,7 +75,7 @@ def _joined(column: list[Any], place: torch.device, dim: int, outputs: list[Any]
     if isinstance(first, dict):  # by key: replicas may have filled them in different orders
         inside = [[item[key] for key in first] for item in column]
     columns = zip(*(part or [] for part in inside), strict=True)
-    return nesting.rebuilt(first, [_joined(list(part), place, dim, outputs) for part in columns])
+    return pytree.rebuilt(first, [_joined(list(part), place, dim, outputs) for part in columns])
 
 
 def _concatenated(column: list[torch.Tensor], place: torch.device, dim: int) -> torch.Tensor:
@@ -110,7 +110,7 @@ def _gone_through(item: Any) -> list[Any]:
     if not isinstance(item, Iterable) or isinstance(item, (str, bytes, Iterator, Set)):
         return []
     parts = list(item)
-    return parts if any(True for _ in nesting.tensors(parts)) else []
+    return parts if any(True for _ in pytree.tensors(parts)) else []
 
 
 def _agreed(column: list[Any]) -> Any:

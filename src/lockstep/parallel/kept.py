@@ -25,8 +25,8 @@ from typing import Any
 import torch
 from torch import nn
 
-from lockstep.devices import Device
 from lockstep.errors import InputError
+from lockstep.launch.devices import Device
 from lockstep.parallel import attributes, backward
 from lockstep.parallel.replicate import fill, refuse_compiled, refuse_without_shape, shell, spread
 

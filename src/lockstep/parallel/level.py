@@ -15,8 +15,8 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
-from lockstep.devices import Device, Devices
 from lockstep.errors import InputError
+from lockstep.launch.devices import Device, Devices
 from lockstep.parallel import targets
 from lockstep.parallel.busy import BusyTime
 from lockstep.parallel.live import LiveBytes
@@ -63,7 +63,7 @@ def level_of(step: Callable[[], object], devices: Devices = None, *, repeat: int
 
     Args:
         step: a whole update, say, on a batch that is there already. What it changes stays changed.
-        devices: those that it computes on, as ``lockstep.devices.parse`` reads them, or a list.
+        devices: those that it computes on, as ``lockstep.launch.devices.parse`` reads them, or a list.
         repeat: how often it is timed.
 
     Raises:

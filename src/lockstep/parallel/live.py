@@ -25,8 +25,8 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from lockstep.devices import Device
-from lockstep.parallel import inherit
+from lockstep.launch.devices import Device
+from lockstep.threads import thread_context
 
 
 class LiveBytes(contextlib.AbstractContextManager["LiveBytes"]):
@@ -46,7 +46,7 @@ class LiveBytes(contextlib.AbstractContextManager["LiveBytes"]):
         self._stack = contextlib.ExitStack()
 
     def __enter__(self) -> LiveBytes:
-        self._stack.enter_context(inherit.followed_by(self._mode_of))
+        self._stack.enter_context(thread_context.followed_by(self._mode_of))
         self._stack.enter_context(_Mode(self, self._caller))
         return self
 

@@ -22,17 +22,17 @@ import torch
 from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm
 
-from lockstep import nesting
-from lockstep.devices import Devices
 from lockstep.errors import InputError, LossError
+from lockstep.launch.devices import Devices
 from lockstep.means import Count
-from lockstep.parallel import recompute
 from lockstep.parallel import targets as _targets
 from lockstep.parallel.balanced import Balanced
 from lockstep.parallel.chunks import Share
 from lockstep.parallel.criterion import Criterion
 from lockstep.parallel.scatter import refuse_uncuttable, scatter
 from lockstep.parallel.total import total_of
+from lockstep.tensors import pytree
+from lockstep.threads import recompute
 
 TOKENS = 256
 """How many tokens a chunk has, about, where a person doesn't say: enough to keep a matrix product busy."""
@@ -87,7 +87,7 @@ class ParallelLoss:
             comes on each slot from a stream of its own. None: the outputs are the criterion's as they are.
         criterion: ``criterion(outputs, targets)`` over rows of tokens, (batch x steps, vocabulary) and
             (batch x steps, ...), with a sum as result: see the table in ``lockstep.parallel.criterion``.
-        devices: as ``lockstep.devices.parse`` reads them, or a list; outputs left on their devices stay there.
+        devices: as ``lockstep.launch.devices.parse`` reads them, or a list; outputs left on their devices stay there.
         chunk_size: time steps that are computed at once. None takes as many as make 256 tokens; without a generator
             outputs aren't cut then.
 
@@ -135,9 +135,9 @@ class ParallelLoss:
             _refuse_batch_norm(self.generator)
         if not isinstance(hidden, Balanced):
             refuse_uncuttable(hidden)
-            sizes = nesting.share_sizes(nesting.batch_size_of(hidden), len(self.devices))
+            sizes = pytree.share_sizes(pytree.batch_size_of(hidden), len(self.devices))
             hidden = Balanced(list(scatter(hidden, self.devices, sizes=sizes)), list(self.devices))
-        sizes = [nesting.batch_size_of(part) for part in hidden]
+        sizes = [pytree.batch_size_of(part) for part in hidden]
         if not any(sizes):
             raise InputError("a batch of 0 has no loss: skip it")
         steps = self._steps(hidden, sizes)
@@ -159,7 +159,7 @@ class ParallelLoss:
         for part in hidden:
             if not isinstance(part, Tensor) or part.dim() not in (2, 3) or not part.is_floating_point():
                 raise InputError(
-                    f"the hidden states are {nesting.described(part)}: one tensor (batch, time, width) or "
+                    f"the hidden states are {pytree.described(part)}: one tensor (batch, time, width) or "
                     "(batch, width) is expected"
                 )
             if part.shape[1:] != hidden[0].shape[1:]:
@@ -179,7 +179,7 @@ class ParallelLoss:
 
 def _check_targets(wanted: Any, batch: int, time: int | None) -> None:
     """The targets have the batch of the hidden states, and their time where that is cut."""
-    for tensor in nesting.tensors(wanted):
+    for tensor in pytree.tensors(wanted):
         if tensor.requires_grad:
             raise InputError("the targets want gradients, which a parallel loss doesn't give them: detach them")
         if not tensor.dim():

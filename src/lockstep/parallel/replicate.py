@@ -12,10 +12,10 @@ from typing import Any, TypeVar
 import torch
 from torch import nn
 
-from lockstep.devices import Devices
 from lockstep.errors import InputError
+from lockstep.launch.devices import Devices
 from lockstep.parallel import attributes, targets
-from lockstep.parallel.parametrized import cache_apart
+from lockstep.threads.parametrized import cache_apart
 
 M = TypeVar("M", bound=nn.Module)
 
@@ -31,7 +31,7 @@ def replicate(network: M, devices: Devices, detach: bool = False) -> list[M]:
 
     Args:
         network: the original.
-        devices: as ``lockstep.devices.parse`` reads them, or a list.
+        devices: as ``lockstep.launch.devices.parse`` reads them, or a list.
         detach: cut the gradients off from the original.
 
     Raises:

@@ -12,10 +12,10 @@ from typing import Any
 import torch
 from torch.autograd import forward_ad
 
-from lockstep import nesting
-from lockstep.devices import Device, Devices
 from lockstep.errors import InputError
+from lockstep.launch.devices import Device, Devices
 from lockstep.parallel import targets
+from lockstep.tensors import pytree
 
 
 def chunk_sizes(total: int, count: int) -> list[int]:
@@ -34,7 +34,7 @@ def scatter(inputs: Any, target_gpus: Devices, dim: int = 0, *, sizes: Sequence[
     Args:
         inputs: a tensor, or any nesting of tensors in lists, tuples, named tuples, mappings and dataclasses. Whatever
             isn't a tensor is shared by all; so is a tensor of 0 dimensions, which has nothing to cut.
-        target_gpus: the devices, as ``lockstep.devices.parse`` reads them or as a list.
+        target_gpus: the devices, as ``lockstep.launch.devices.parse`` reads them or as a list.
         dim: the dimension to cut; the size along it is that of the batch, the same for all tensors.
         sizes: how many items each device gets, instead of the chunks of ``torch.chunk``. A 0 keeps its entry, with
             empty tensors in it; without ``sizes`` a batch smaller than the number of devices gives fewer entries.
@@ -82,7 +82,7 @@ def refuse_uncuttable(inputs: Any) -> None:
     Raises:
         InputError: one is sparse or nested.
     """
-    for tensor in nesting.tensors(inputs):
+    for tensor in pytree.tensors(inputs):
         if tensor.is_nested:
             raise InputError(
                 "a nested tensor can't be cut: give its to_padded_tensor(0.0) and the lengths, and nest inside of the "
@@ -121,7 +121,7 @@ def _shares(inputs: Any, places: tuple[Device, ...], dim: int, sizes: Sequence[i
         _refuse_transforms()
     total = _batch_size(inputs, dim)
     if len(places) == 1 and sizes is None:  # as it is: nothing is cut
-        return [nesting.each(lambda tensor: targets.move(tensor, places[0].torch), inputs)]
+        return [pytree.each(lambda tensor: targets.move(tensor, places[0].torch), inputs)]
     if total is None:
         return _cut(inputs, [device.torch for device in places], dim, [])
     if sizes is None:
@@ -138,7 +138,7 @@ def _shares(inputs: Any, places: tuple[Device, ...], dim: int, sizes: Sequence[i
 def _batch_size(inputs: Any, dim: int) -> int | None:
     """The size along ``dim`` that all tensors have, or None where there is nothing to cut."""
     first: torch.Tensor | None = None
-    for tensor in nesting.tensors(inputs):
+    for tensor in pytree.tensors(inputs):
         if tensor.dim() == 0 or not is_plain(tensor):
             continue
         if not -tensor.dim() <= dim < tensor.dim():
@@ -163,11 +163,11 @@ def _cut(nest: Any, places: list[torch.device], dim: int, sizes: list[int]) -> l
         if nest.dim() == 0:
             return [targets.move(nest, place) for place in places]
         return list(_Cut.apply(nest, dim, sizes, places))  # type: ignore[no-untyped-call]
-    inside = nesting.parts(nest)
+    inside = pytree.parts(nest)
     if not inside:
         return [nest for _ in places]
     columns = [_cut(part, places, dim, sizes) for part in inside]
-    return [nesting.rebuilt(nest, row) for row in zip(*columns, strict=True)]
+    return [pytree.rebuilt(nest, row) for row in zip(*columns, strict=True)]
 
 
 class _Cut(torch.autograd.Function):

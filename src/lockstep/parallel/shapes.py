@@ -20,8 +20,8 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from lockstep import nesting
-from lockstep.devices import Device
+from lockstep.launch.devices import Device
+from lockstep.tensors import pytree
 
 
 @dataclass(frozen=True)
@@ -88,12 +88,12 @@ def note(
     shapes = _traced.get()
     if shapes is None:
         return
-    rows = [("outside", _arguments(*inputs), nesting.described(whole))]
+    rows = [("outside", _arguments(*inputs), pytree.described(whole))]
     for device, (args, kwargs), output in zip(devices, shares, outputs, strict=True):
-        rows.append((str(device), _arguments(args, kwargs), nesting.described(output)))
+        rows.append((str(device), _arguments(args, kwargs), pytree.described(output)))
     shapes.calls.append(Seen(sum(sizes) if sizes else None, tuple(sizes), tuple(rows)))
 
 
 def _arguments(args: tuple[Any, ...], kwargs: dict[str, Any]) -> str:
-    named = [f"{name}={nesting.described(value)}" for name, value in kwargs.items()]
-    return ", ".join([*map(nesting.described, args), *named]) or "nothing"
+    named = [f"{name}={pytree.described(value)}" for name, value in kwargs.items()]
+    return ", ".join([*map(pytree.described, args), *named]) or "nothing"

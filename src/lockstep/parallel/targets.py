@@ -1,14 +1,15 @@
 """Where things go: the devices that a person names for the primitives, read once.
 
-``torch.nn.parallel`` takes the numbers of GPUs; here anything that ``lockstep.devices.parse`` understands will do.
+``torch.nn.parallel`` takes the numbers of GPUs; here anything that ``lockstep.launch.devices.parse`` understands will
+do.
 """
 
 from __future__ import annotations
 
 import torch
 
-from lockstep import devices as _devices
-from lockstep.devices import Device, Devices
+from lockstep.launch import devices as _devices
+from lockstep.launch.devices import Device, Devices
 
 
 def many(wanted: Devices) -> tuple[Device, ...]:

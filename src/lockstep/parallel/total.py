@@ -18,13 +18,14 @@ from typing import Any, TypeVar
 import torch
 from torch import Tensor, nn
 
-from lockstep import nesting
 from lockstep.errors import InputError
 from lockstep.means import Count
-from lockstep.parallel import random, targets
+from lockstep.parallel import targets
 from lockstep.parallel.chunks import Share
 from lockstep.parallel.replicate import replicate
-from lockstep.parallel.team import Team, borrowed
+from lockstep.tensors import pytree
+from lockstep.threads import random_streams
+from lockstep.threads.thread_pool import Team, borrowed
 
 T = TypeVar("T")
 
@@ -36,7 +37,7 @@ def total_of(shares: list[Share], generator: nn.Module | None) -> tuple[Tensor, 
         shares: at least one, none of them empty; their generator is set here.
         generator: the original.
     """
-    tensors = [tensor for share in shares for tensor in nesting.tensors(share.outputs)]
+    tensors = [tensor for share in shares for tensor in pytree.tensors(share.outputs)]
     weights = [] if generator is None else [p for p in generator.parameters() if p.requires_grad]
     call = _Call(shares, generator)
     if not torch.is_grad_enabled() or not any(tensor.requires_grad for tensor in (*tensors, *weights)):
@@ -51,7 +52,7 @@ class _Call:
     def __init__(self, shares: list[Share], generator: nn.Module | None) -> None:
         self.count: Count = 0
         self._shares, self._generator = shares, generator
-        self._home = next(nesting.tensors(shares[0].outputs)).device
+        self._home = next(pytree.tensors(shares[0].outputs)).device
         self._on_slots = all(share.device.is_slot for share in shares)
 
     @torch.no_grad()
@@ -82,11 +83,11 @@ class _Call:
 
     def _run(self, team: Team, works: Sequence[Callable[[], T]]) -> list[T]:
         """All at the same time; on slots each draws random numbers from a stream of its own."""
-        streams: list[random.Source | None] = [None] * len(works)
+        streams: list[random_streams.Source | None] = [None] * len(works)
         if self._on_slots and len(works) == 1:
-            streams = [random.source()]
+            streams = [random_streams.source()]
         elif self._on_slots:
-            several = random.Streams()
+            several = random_streams.Streams()
             streams = [functools.partial(several.generator, i) for i in range(len(works))]
         calls = [functools.partial(_drawing, work, source) for work, source in zip(works, streams, strict=True)]
         return team.run(calls)  # type: ignore[return-value]  # None only for a device that sits out
@@ -120,8 +121,8 @@ class _Call:
         return [column[0] if column else None for column in columns]
 
 
-def _drawing(work: Callable[[], T], source: random.Source | None) -> T:
-    with random.stream(source):
+def _drawing(work: Callable[[], T], source: random_streams.Source | None) -> T:
+    with random_streams.stream(source):
         return work()
 
 

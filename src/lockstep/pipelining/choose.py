@@ -15,11 +15,11 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from lockstep.errors import StrategyError, counted
-from lockstep.nesting import share_sizes
 from lockstep.pipelining.fitted import fitted
 from lockstep.pipelining.schedule import Schedule, gpipe, interleaved, one_f_one_b
 from lockstep.pipelining.simulate import simulate
 from lockstep.pipelining.split import size as said
+from lockstep.tensors.pytree import share_sizes
 from lockstep.timeline import Timeline
 
 NUMBERS = (1, 2, 3, 4, 6, 8, 12, 16, 24, 32, 48, 64)

@@ -18,8 +18,8 @@ from typing import Any, NamedTuple
 import torch
 from torch import nn
 
-from lockstep.digest import digest
 from lockstep.pipelining.contents import MISSING, alike, attributes, holds_hooks, joined
+from lockstep.tensors.digest import digest
 
 
 class _Buffer(NamedTuple):

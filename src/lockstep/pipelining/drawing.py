@@ -17,8 +17,8 @@ from collections.abc import Iterator
 
 import torch
 
-from lockstep.parallel import recompute
-from lockstep.seeding import noted_seeding, other_states, same_others, set_other_states
+from lockstep.tensors.seeding import noted_seeding, other_states, same_others, set_other_states
+from lockstep.threads import recompute
 
 _CHANCE = "in an order that would be left to chance"
 

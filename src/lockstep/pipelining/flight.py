@@ -25,9 +25,9 @@ import torch
 from torch.nn.utils.rnn import PackedSequence
 
 from lockstep.errors import StrategyError
-from lockstep.nesting import parts
 from lockstep.pipelining.routes import Route, Visit
 from lockstep.pipelining.turns import Key, Stuck, Turns
+from lockstep.tensors.pytree import parts
 
 _here = threading.local()
 

@@ -16,13 +16,13 @@ from collections.abc import Iterator, Sequence
 
 from torch import nn
 
-from lockstep.events import Line
+from lockstep.launch.events import Line
+from lockstep.launch.world import World
 from lockstep.pipelining.crossings import Crossings
 from lockstep.pipelining.drawing import Drawing
 from lockstep.pipelining.flight import Flight
 from lockstep.pipelining.remembered import Begun, Remembered
 from lockstep.pipelining.routes import Route, merged, whole
-from lockstep.world import World
 
 _LONGEST = 8
 """A route that has grown to that many visits for each stage is not made longer."""

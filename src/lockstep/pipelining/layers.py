@@ -13,12 +13,12 @@ from typing import Any
 import torch
 from torch import nn
 
-from lockstep.devices import Device
 from lockstep.errors import StrategyError
-from lockstep.parallel import recompute
+from lockstep.launch.devices import Device
 from lockstep.pipelining import moving
 from lockstep.pipelining.flight import current
 from lockstep.pipelining.moving import Moving
+from lockstep.threads import recompute
 
 
 class Layers:

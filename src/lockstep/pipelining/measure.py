@@ -19,11 +19,11 @@ from dataclasses import replace
 import torch
 from torch import nn
 
-from lockstep.devices import Device, occupied
-from lockstep.nesting import tensors
-from lockstep.parallel.team import borrowed
+from lockstep.launch.devices import Device, occupied
 from lockstep.pipelining.blocks import Block, watched
 from lockstep.pipelining.trace import as_before
+from lockstep.tensors.pytree import tensors
+from lockstep.threads.thread_pool import borrowed
 
 
 def measured(

@@ -27,8 +27,8 @@ from torch import nn
 from torch.overrides import TorchFunctionMode
 
 from lockstep.errors import StrategyError
-from lockstep.nesting import each
 from lockstep.pipelining.flight import tensors_in
+from lockstep.tensors.pytree import each
 
 _here = threading.local()
 

@@ -18,16 +18,17 @@ from typing import Any
 import torch
 from torch import nn
 
-from lockstep import devices as _devices
 from lockstep.build import build_model
 from lockstep.data import Part, job_loader, resolve
-from lockstep.devices import Device, Devices
 from lockstep.errors import StrategyError
 from lockstep.job import Job
 from lockstep.jobfile import JobFile, as_job, the_job, with_settings
+from lockstep.launch import devices as _devices
+from lockstep.launch.devices import Device, Devices
+from lockstep.launch.memory import is_out_of_memory
+from lockstep.launch.placement import alone
+from lockstep.launch.world import World
 from lockstep.loss import Totalled
-from lockstep.memory import is_out_of_memory
-from lockstep.nesting import call, to_device
 from lockstep.pipelining.blocks import Block, device_map
 from lockstep.pipelining.estimate import Look, blocks_of
 from lockstep.pipelining.measure import contention as _contention
@@ -37,9 +38,8 @@ from lockstep.pipelining.simulate import simulate
 from lockstep.pipelining.split import split
 from lockstep.pipelining.table import lines_of
 from lockstep.pipelining.trace import trace
-from lockstep.placement import alone
 from lockstep.precision import Precision, converted_loss
-from lockstep.world import World
+from lockstep.tensors.pytree import call, to_device
 
 SLACK = 0.01
 """How much slower the slowest stage may be, as a share, for fewer bytes to go on to the next: less than noise."""

@@ -9,21 +9,21 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from lockstep import devices as _devices
 from lockstep.build import build_model
 from lockstep.data import Part
-from lockstep.devices import Device, Devices
 from lockstep.errors import TooFewLayers
 from lockstep.job import Job
 from lockstep.jobfile import JobFile, as_job, the_job, with_settings
-from lockstep.nesting import cut, share_sizes
+from lockstep.launch import devices as _devices
+from lockstep.launch.devices import Device, Devices
+from lockstep.launch.placement import alone
 from lockstep.pipelining.blocks import Block
 from lockstep.pipelining.choose import NUMBERS, Candidate, Choice, Costs, Plan, choose_schedule
 from lockstep.pipelining.estimate import Look
 from lockstep.pipelining.partition import Bench, Partition, Stage, capacities, divided, first_part
 from lockstep.pipelining.rehearse import seconds_taken
 from lockstep.pipelining.stages import DeviceMap, longest
-from lockstep.placement import alone
+from lockstep.tensors.pytree import cut, share_sizes
 
 _CUTS = (8, 32)
 """Beside the whole batch it is measured cut in as many: near to what will be chosen (so the blocks are divided by these

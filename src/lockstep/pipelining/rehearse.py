@@ -16,15 +16,15 @@ from collections.abc import Mapping, Sequence
 import torch
 
 from lockstep.data import Part
-from lockstep.devices import Device
-from lockstep.parallel.random import stream
+from lockstep.launch.devices import Device
+from lockstep.launch.placement import alone
 from lockstep.pipelining.choose import Candidate
 from lockstep.pipelining.layers import Layers
 from lockstep.pipelining.partition import Bench
 from lockstep.pipelining.runner import Runner
 from lockstep.pipelining.stages import stage_of
-from lockstep.placement import alone
-from lockstep.seeding import kept_states
+from lockstep.tensors.seeding import kept_states
+from lockstep.threads.random_streams import stream
 
 
 def seconds_taken(

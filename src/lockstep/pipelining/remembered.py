@@ -22,12 +22,12 @@ from torch import nn
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.overrides import TorchFunctionMode
 
-from lockstep.digest import digest
 from lockstep.pipelining.contents import MISSING, OWN, alike, attributes, contents, is_plain, joined, values
 from lockstep.pipelining.crossings import Crossings
 from lockstep.pipelining.deep import prints
 from lockstep.pipelining.flight import current, tensors_in
-from lockstep.seeding import other_states, same_others
+from lockstep.tensors.digest import digest
+from lockstep.tensors.seeding import other_states, same_others
 
 _LARGE = 1 << 22
 """Elements of a weight from which on writing to it is seen by PyTorch's count of writes alone."""

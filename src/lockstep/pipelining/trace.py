@@ -22,8 +22,8 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.flop_counter import flop_registry
 
-from lockstep.nesting import call, each, tensors
-from lockstep.seeding import kept_states
+from lockstep.tensors.pytree import call, each, tensors
+from lockstep.tensors.seeding import kept_states
 
 _RATES = {"cpu": (4e10, 8e9), "cuda": (5e13, 1.5e12)}
 """Operations and bytes in a second, roughly: only their ratio matters for a split."""

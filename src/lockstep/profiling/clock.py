@@ -12,8 +12,8 @@ import torch
 from torch.profiler import record_function
 
 from lockstep.breakdown import Kind, StepTimes, Track
+from lockstep.launch.world import now
 from lockstep.step import Step
-from lockstep.world import now
 
 
 @dataclass

@@ -12,11 +12,11 @@ import torch.distributed as dist
 from torch.autograd import Variable
 from torch.nn.parallel import DistributedDataParallel
 
-from lockstep.parallel.exchange import Session
+from lockstep.launch.world import World, now
 from lockstep.pipelining.runner import Runner
 from lockstep.profiling.clock import Clock
 from lockstep.step import Step
-from lockstep.world import World, now
+from lockstep.threads.exchange import Session
 
 _COMPUTING = {"forward_loss": "forward and loss", "backward": "backward", "_weight": "weight", "clip": "clip"}
 _COLLECTIVES = ("all_reduce", "broadcast", "broadcast_object", "gather_objects")

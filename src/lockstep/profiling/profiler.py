@@ -12,6 +12,7 @@ A profile never crosses the end of an epoch, so evaluation and saving are not in
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import functools
 import os
 import shutil
@@ -21,18 +22,19 @@ from typing import Any
 
 from torch.profiler import profile, supported_activities
 
+from lockstep.breakdown import lines_of as table_of
 from lockstep.breakdown import times_of
 from lockstep.data import Batch
 from lockstep.errors import SaveError
-from lockstep.events import Line, Profile
-from lockstep.folder import RunFolder
+from lockstep.launch.events import Line, Profile
+from lockstep.launch.run_folder import RunFolder
+from lockstep.launch.world import World
 from lockstep.pipelining.picture import key, lines_of
 from lockstep.profiling.clock import Clock
 from lockstep.profiling.methods import Methods
 from lockstep.profiling.stages import save, timelines_of
 from lockstep.step import Step
 from lockstep.timeline import Timeline
-from lockstep.world import World
 
 WARM_UP = 2
 """Steps before the profile: the first ones build what later ones have."""
@@ -154,7 +156,11 @@ class Profiler:
             notes=(*self._notes(whose), *said),
             traces=tuple(f"rank{rank}.json.gz" for rank in range(world.size)),
             folder=os.path.relpath(folder),
+        )
+        found = dataclasses.replace(
+            found,
             drawings=(
+                functools.partial(table_of, found),
                 *(functools.partial(lines_of, title, one) for title, one in timelines.items()),
                 *((functools.partial(key, shown=tuple(timelines.values())),) if timelines else ()),
             ),

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from lockstep.errors import counted
-from lockstep.folder import RunFolder
+from lockstep.launch.run_folder import RunFolder
 from lockstep.report.charts import Bars, Lines, Stacks, short
 from lockstep.report.page import Figure, Page, Section, Table, write
 from lockstep.report.timelines import turns_of

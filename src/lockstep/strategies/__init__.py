@@ -6,9 +6,9 @@ import dataclasses
 import typing
 from typing import Any
 
-from lockstep.devices import Device
 from lockstep.errors import StrategyError, nearest
 from lockstep.job import convert
+from lockstep.launch.devices import Device
 from lockstep.strategies.ddp import DDP
 from lockstep.strategies.dp import DP
 from lockstep.strategies.hogwild import Hogwild

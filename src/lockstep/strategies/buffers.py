@@ -6,7 +6,7 @@ import torch
 from torch import nn
 
 from lockstep.build import buffers_of
-from lockstep.world import World
+from lockstep.launch.world import World
 
 
 class FollowedBuffers:

@@ -27,15 +27,15 @@ from lockstep.build import buffers_of, build_model, differing_tensors
 from lockstep.data import Batch, Part
 from lockstep.errors import InputError, RunError, StrategyError
 from lockstep.job import Job
+from lockstep.launch.world import World
 from lockstep.loss import Number
 from lockstep.optimizer import build_optimizer, gives_sparse_gradients
-from lockstep.parallel.batchnorm import synchronise
-from lockstep.parallel.exchange import RankExchange
 from lockstep.step import Step
 from lockstep.strategies.buffers import FollowedBuffers, take_first
 from lockstep.strategies.flat import FlatGradients
 from lockstep.strategies.strategy import Strategy
-from lockstep.world import World
+from lockstep.threads.exchange import RankExchange
+from lockstep.threads.sync_batchnorm import synchronise
 
 _SMALL_GRADIENTS = 2 << 20
 """Bytes of gradients up to which ``reduce="auto"`` sums them flat (see benchmarks/)."""

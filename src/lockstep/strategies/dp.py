@@ -24,19 +24,15 @@ from torch import nn
 
 from lockstep.build import buffers_of, build_model
 from lockstep.data import Batch, Part, mixed
-from lockstep.devices import Device
 from lockstep.errors import StrategyError
-from lockstep.events import Line
 from lockstep.forward import drops
 from lockstep.job import Job
+from lockstep.launch.devices import Device
+from lockstep.launch.events import Line
+from lockstep.launch.world import World
 from lockstep.loss import Number
-from lockstep.nesting import call, cut, share_sizes, to_device
 from lockstep.optimizer import build_optimizer
-from lockstep.parallel import gather, recompute
-from lockstep.parallel.batchnorm import synchronise
-from lockstep.parallel.exchange import ThreadExchange
-from lockstep.parallel.random import stream
-from lockstep.parallel.team import Team
+from lockstep.parallel import gather
 from lockstep.step import Step
 from lockstep.strategies.replicas import (
     follow_settings,
@@ -45,7 +41,12 @@ from lockstep.strategies.replicas import (
     structure_of,
 )
 from lockstep.strategies.strategy import Strategy
-from lockstep.world import World
+from lockstep.tensors.pytree import call, cut, share_sizes, to_device
+from lockstep.threads import recompute
+from lockstep.threads.exchange import ThreadExchange
+from lockstep.threads.random_streams import stream
+from lockstep.threads.sync_batchnorm import synchronise
+from lockstep.threads.thread_pool import Team
 
 
 @dataclass(frozen=True)

@@ -17,8 +17,8 @@ from collections.abc import Collection
 import torch
 from torch import nn
 
+from lockstep.launch.world import World
 from lockstep.loss import Number
-from lockstep.world import World
 
 
 class FlatGradients:

@@ -39,13 +39,13 @@ from lockstep.build import buffers_of, build_model
 from lockstep.data import Batch
 from lockstep.errors import Caveat, RunError, StrategyError
 from lockstep.job import Job
+from lockstep.launch.world import World
 from lockstep.loss import Number
 from lockstep.optimizer import build_optimizer
 from lockstep.step import Result, Step
 from lockstep.strategies.buffers import take_first
 from lockstep.strategies.sharing import SharedWeights
 from lockstep.strategies.strategy import Strategy
-from lockstep.world import World
 
 
 @dataclass(frozen=True)

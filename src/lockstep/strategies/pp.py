@@ -22,9 +22,10 @@ from torch import nn
 from lockstep.build import build_model
 from lockstep.data import is_stream
 from lockstep.errors import Caveat, LockstepError, StrategyError, TooFewLayers, nearest, told
-from lockstep.events import Line
 from lockstep.forward import drops
 from lockstep.job import Job
+from lockstep.launch.events import Line
+from lockstep.launch.world import World
 from lockstep.optimizer import build_optimizer
 from lockstep.pipelining.choose import NUMBERS
 from lockstep.pipelining.fitted import fitted
@@ -37,7 +38,6 @@ from lockstep.pipelining.stages import even_split, stage_of
 from lockstep.step import Step
 from lockstep.strategies.staged import StagedStep
 from lockstep.strategies.strategy import DRAWS, Strategy
-from lockstep.world import World
 
 SCHEDULES = ("gpipe", "1f1b", "interleaved", "fitted")
 """What ``schedule`` may be, beside "auto"."""

@@ -9,10 +9,10 @@ import torch
 from torch import nn
 
 from lockstep.build import hooked_parameters
-from lockstep.devices import Device
 from lockstep.errors import JobError, StrategyError
-from lockstep.launch.call import closed_over
-from lockstep.parallel.parametrized import cache_apart
+from lockstep.launch.devices import Device
+from lockstep.launch.processes.call import closed_over
+from lockstep.threads.parametrized import cache_apart
 
 
 def replica_of(model: nn.Module, device: Device) -> nn.Module:

@@ -14,7 +14,7 @@ import torch
 from torch import nn
 
 from lockstep.errors import RunError
-from lockstep.world import World
+from lockstep.launch.world import World
 
 _LINE = 64
 """Bytes of a cache line: where a tensor begins."""

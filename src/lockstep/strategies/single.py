@@ -11,11 +11,11 @@ from torch import nn
 from lockstep.build import build_model
 from lockstep.data import Batch
 from lockstep.job import Job
+from lockstep.launch.world import World
 from lockstep.loss import Number
 from lockstep.optimizer import build_optimizer
 from lockstep.step import Step
 from lockstep.strategies.strategy import Strategy
-from lockstep.world import World
 
 
 @dataclass(frozen=True)

@@ -11,15 +11,15 @@ import torch
 from torch import nn
 
 from lockstep.data import Batch, mixed
-from lockstep.devices import Device, occupied
 from lockstep.job import Job
+from lockstep.launch.devices import Device, occupied
+from lockstep.launch.world import World
 from lockstep.loss import Number
-from lockstep.parallel import recompute
-from lockstep.parallel.random import Streams, stream
 from lockstep.pipelining.layers import Layers
 from lockstep.pipelining.runner import Runner
 from lockstep.step import Step
-from lockstep.world import World
+from lockstep.threads import recompute
+from lockstep.threads.random_streams import Streams, stream
 
 T = TypeVar("T")
 

@@ -13,8 +13,8 @@ from lockstep.build import hooked_parameters
 from lockstep.errors import Caveat, StrategyError
 from lockstep.forward import drops
 from lockstep.job import Job
+from lockstep.launch.world import World
 from lockstep.step import Step
-from lockstep.world import World
 
 DRAWS = Caveat("dropout", "dropout masks differ from single-device training; they are reproducible")
 

@@ -8,14 +8,14 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from lockstep import devices as _devices
 from lockstep.data import resolve
-from lockstep.devices import Device, Devices
 from lockstep.errors import DeviceError, InputError, LockstepError
 from lockstep.job import Job
 from lockstep.jobfile import JobFile, as_job, the_job, with_settings
+from lockstep.launch import devices as _devices
 from lockstep.launch import started_as_rank
-from lockstep.placement import alone, place_of
+from lockstep.launch.devices import Device, Devices
+from lockstep.launch.placement import alone, place_of
 from lockstep.strategies import Strategy, choose
 from lockstep.strategies.single import Single
 from lockstep.verify.causes import of_refusal

@@ -19,7 +19,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from lockstep.errors import Caveat, LockstepError, LossError, NonFiniteLoss, RankFailed, StrategyError
-from lockstep.placement import place_of
+from lockstep.launch.placement import place_of
 from lockstep.strategies.single import Single
 from lockstep.verify.causes import cause, listed, named, of_refusal, quoted
 from lockstep.verify.comparison import Bounds, Comparison, Update

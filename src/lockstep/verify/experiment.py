@@ -5,9 +5,9 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Any
 
-from lockstep.devices import Device
 from lockstep.job import Job
 from lockstep.jobfile import JobFile
+from lockstep.launch.devices import Device
 from lockstep.strategies import Strategy
 from lockstep.verify.still import Thing
 

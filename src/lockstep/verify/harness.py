@@ -20,14 +20,14 @@ from torch import nn
 
 from lockstep.build import build_model
 from lockstep.checkpoint import load_weights
-from lockstep.devices import Devices, parse
-from lockstep.folder import RunFolder
 from lockstep.job import Job
+from lockstep.launch.devices import Devices, parse
+from lockstep.launch.run_folder import RunFolder
+from lockstep.launch.world import World
 from lockstep.precision import PrecisionName
 from lockstep.run import Run
 from lockstep.strategies import Strategy
 from lockstep.train import train
-from lockstep.world import World
 
 _TIMES = ("seconds", "samples_per_second")
 

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from lockstep.data import AnyLoader
-from lockstep.nesting import holds_packed, named_tensors
+from lockstep.tensors.pytree import holds_packed, named_tensors
 
 _MOST = 3
 """Batches that are taken beside."""

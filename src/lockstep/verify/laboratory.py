@@ -8,16 +8,16 @@ from __future__ import annotations
 from typing import Any
 
 from lockstep.data import is_stream, resolve
-from lockstep.devices import Device
 from lockstep.job import Job
 from lockstep.jobfile import JobFile, the_job, with_settings
-from lockstep.launch.standing import StandingRanks
-from lockstep.placement import alone, needs_one_process
+from lockstep.launch.devices import Device
+from lockstep.launch.placement import alone, needs_one_process
+from lockstep.launch.processes.standing_ranks import StandingRanks
+from lockstep.launch.world import World
 from lockstep.strategies import Strategy
 from lockstep.verify.comparison import Comparison
 from lockstep.verify.experiment import Experiment
 from lockstep.verify.sides import both_sides
-from lockstep.world import World
 
 
 class Laboratory:

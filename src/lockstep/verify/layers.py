@@ -16,7 +16,7 @@ from torch import nn
 
 from lockstep.data import Part
 from lockstep.errors import InputError
-from lockstep.nesting import batch_size_of, tensors
+from lockstep.tensors.pytree import batch_size_of, tensors
 from lockstep.verify.rows import row_numbers
 
 Place = tuple[str, str, int]

@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 
 from lockstep.errors import LockstepError
-from lockstep.placement import place_of
+from lockstep.launch.placement import place_of
 from lockstep.strategies.single import Single
 from lockstep.verify.comparison import COARSE, EXACT, Bounds, Comparison
 from lockstep.verify.experiment import Experiment

@@ -7,10 +7,10 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from lockstep.data import job_loader, resolve
-from lockstep.devices import Device
 from lockstep.errors import LockstepError
 from lockstep.job import Job
-from lockstep.placement import alone, place_of
+from lockstep.launch.devices import Device
+from lockstep.launch.placement import alone, place_of
 from lockstep.strategies import Strategy
 from lockstep.strategies.single import Single
 from lockstep.verify.course import places_of

@@ -7,11 +7,11 @@ import warnings
 from lockstep.build import build_model
 from lockstep.errors import LockstepError
 from lockstep.jobfile import the_job, with_settings
+from lockstep.launch.world import World
 from lockstep.optimizer import build_optimizer
 from lockstep.scheduler import scheduler_of
 from lockstep.strategies.single import SingleStep
 from lockstep.verify.experiment import Experiment
-from lockstep.world import World
 
 
 def moves_of(experiment: Experiment, rates: tuple[float, ...], *, most: int) -> int | None:

@@ -12,7 +12,7 @@ from typing import Any
 
 import torch
 
-from lockstep.nesting import tensors
+from lockstep.tensors.pytree import tensors
 
 _FACTORS = (0xBF58476D1CE4E5B9 - (1 << 64), 0x94D049BB133111EB - (1 << 64))  # those of splitmix64, as signed numbers
 _FORMATS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}

@@ -12,20 +12,20 @@ import torch
 from torch import nn
 
 from lockstep.data import Batch, Part, eval_loaders, job_loader, resolve, resolve_sets
-from lockstep.digest import digest
 from lockstep.evaluation import evaluate_sets
 from lockstep.forward import acting_buffers
 from lockstep.job import Job
-from lockstep.nesting import each, tensors
+from lockstep.launch.world import World
 from lockstep.scheduler import move_on, scheduler_of
-from lockstep.seeding import same, same_others, states
 from lockstep.step import Result, Step
 from lockstep.strategies import Strategy
+from lockstep.tensors.digest import digest
+from lockstep.tensors.pytree import each, tensors
+from lockstep.tensors.seeding import same, same_others, states
 from lockstep.verify.course import EPOCHS, Excerpt, begun
 from lockstep.verify.layers import Watch
 from lockstep.verify.rows import row_numbers
 from lockstep.verify.still import Thing, hold_still, still_backward
-from lockstep.world import World
 
 
 class Side:

@@ -19,27 +19,27 @@ from collections.abc import Iterator
 import torch
 from torch import nn
 
-from lockstep import devices as _devices
-from lockstep import world as _world
-from lockstep.allocator import freed_memory_kept
 from lockstep.build import hooked_parameters
 from lockstep.data import Batch, is_stream
-from lockstep.devices import Device
-from lockstep.digest import digest
 from lockstep.errors import Caveat
-from lockstep.events import Line
 from lockstep.forward import acting_buffers, drops
 from lockstep.job import Job
-from lockstep.placement import place_of
+from lockstep.launch import devices as _devices
+from lockstep.launch import world as _world
+from lockstep.launch.devices import Device
+from lockstep.launch.events import Line
+from lockstep.launch.placement import place_of
+from lockstep.launch.world import World
 from lockstep.step import Result
 from lockstep.strategies.single import Single
+from lockstep.tensors.allocator import freed_memory_kept
+from lockstep.tensors.digest import digest
 from lockstep.verify.comparison import EXACT, Comparison, Update
 from lockstep.verify.experiment import Experiment
 from lockstep.verify.harness import buffer_apart, change_apart, largest, real
 from lockstep.verify.layers import first_apart, together
 from lockstep.verify.rows import Rows, rows_apart
 from lockstep.verify.side import Side
-from lockstep.world import World
 
 
 def both_sides(world: World, experiment: Experiment, job: Job) -> Comparison | None:

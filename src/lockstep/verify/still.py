@@ -16,7 +16,7 @@ from torch import nn
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from lockstep.seeding import kept_state_on
+from lockstep.tensors.seeding import kept_state_on
 
 Thing = Literal["draws", "norms"]
 

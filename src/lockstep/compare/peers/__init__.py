@@ -25,8 +25,8 @@ from lockstep.compare.entries import Entry
 from lockstep.errors import InputError, RunError, nearest
 from lockstep.job import Job
 from lockstep.jobfile import JobFile, the_job, with_settings
+from lockstep.launch.world import now
 from lockstep.trial import Tried
-from lockstep.world import now
 
 PEERS = {"torch": "torch", "fabric": "lightning.fabric", "accelerate": "accelerate"}
 """By name, the module that has to be installed."""

@@ -21,16 +21,16 @@ import torch
 from torch import nn
 from torch.utils.data import DataLoader
 
-from lockstep import devices as _devices
 from lockstep.data import is_stream, resolve
-from lockstep.devices import Device
 from lockstep.errors import InputError
 from lockstep.job import Job
 from lockstep.jobfile import the_job
-from lockstep.memory import peak_memory
-from lockstep.nesting import call, to_device
-from lockstep.seeding import seed_all
-from lockstep.world import World, now
+from lockstep.launch import devices as _devices
+from lockstep.launch.devices import Device
+from lockstep.launch.memory import peak_memory
+from lockstep.launch.world import World, now
+from lockstep.tensors.pytree import call, to_device
+from lockstep.tensors.seeding import seed_all
 
 
 @dataclass

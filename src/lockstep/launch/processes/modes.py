@@ -8,7 +8,7 @@ from typing import NamedTuple
 
 import torch
 
-from lockstep.devices import Device
+from lockstep.launch.devices import Device
 
 
 class Modes(NamedTuple):

@@ -1,7 +1,7 @@
 """The process that forks the ranks, seen from the person's process: start it, reach it, end it.
 
 One such process serves all launches of this one. It takes a while to import torch, once; a rank forked from it starts
-in some hundredths of a second. `lockstep.launch.fork` is what runs there.
+in some hundredths of a second. `lockstep.launch.processes.fork` is what runs there.
 
 ::
 

@@ -93,7 +93,7 @@ class Profile:
         notes: what should be known to read the numbers.
         traces: the names of the files in ``folder``.
         folder: where they are.
-        drawings: what else is shown: functions of the columns that there are, which give lines.
+        drawings: what is shown: functions of the columns that there are, which give lines.
     """
 
     first: int

@@ -7,7 +7,7 @@ import sys
 
 import torch
 
-from lockstep.world import World
+from lockstep.launch.world import World
 
 
 def is_out_of_memory(error: BaseException) -> bool:

@@ -8,14 +8,14 @@ from typing import Any, TypeVar
 
 import torch.distributed as dist
 
-from lockstep import devices as _devices
-from lockstep import world as _world
-from lockstep.devices import Device
-from lockstep.display import Display
 from lockstep.errors import DeviceError
+from lockstep.launch import devices as _devices
 from lockstep.launch import launch, started_as_rank
-from lockstep.seeding import kept_states
-from lockstep.world import World
+from lockstep.launch import world as _world
+from lockstep.launch.devices import Device
+from lockstep.launch.display import Display
+from lockstep.launch.world import World
+from lockstep.tensors.seeding import kept_states
 
 T = TypeVar("T")
 

@@ -5,7 +5,7 @@
     caller ──tasks (a pipe)──> worker ──events──> caller        heads only, a few kilobytes at most
            <──blocks (files without a name, in memory)──>       what is large
 
-See `lockstep.launch.workers` for the other end.
+See `lockstep.launch.processes.task_workers` for the other end.
 """
 
 from __future__ import annotations
@@ -16,10 +16,10 @@ from typing import Any
 
 import torch
 
-from lockstep import devices as _devices
-from lockstep import world as _world
-from lockstep.devices import Device
-from lockstep.world import World
+from lockstep.launch import devices as _devices
+from lockstep.launch import world as _world
+from lockstep.launch.devices import Device
+from lockstep.launch.world import World
 
 _here: Station | None = None
 

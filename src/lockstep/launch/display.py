@@ -7,8 +7,7 @@ from collections.abc import Mapping
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, Self
 
-from lockstep.breakdown import lines_of
-from lockstep.events import Event, Line, Memory, Profile, Progress
+from lockstep.launch.events import Event, Line, Memory, Profile, Progress
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -65,7 +64,7 @@ class Display:
             self.line(epoch_line(event))
         elif isinstance(event, Profile):
             width = 80 if self._console is None else self._console.width
-            for line in (*lines_of(event, width), *(line for draw in event.drawings for line in draw(width))):
+            for line in (line for draw in event.drawings for line in draw(width)):
                 self.line(line)
 
     def line(self, text: str, *, note: bool = False) -> None:

@@ -13,7 +13,7 @@ from typing import Any, TypeVar
 
 import torch
 
-from lockstep.devices import Device
+from lockstep.launch.devices import Device
 
 T = TypeVar("T")
 

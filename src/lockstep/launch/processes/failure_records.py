@@ -18,8 +18,8 @@ from dataclasses import dataclass
 
 import cloudpickle
 
-from lockstep.devices import Device
 from lockstep.errors import LockstepError, RankFailed, own_traceback
+from lockstep.launch.devices import Device
 
 _PEER_TYPES = {"DistError", "DistBackendError", "DistNetworkError", "DistStoreError"}
 _PEER_WORDS = (

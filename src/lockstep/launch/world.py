@@ -17,10 +17,10 @@ from typing import Any, TypeVar
 import torch
 import torch.distributed as dist
 
-from lockstep import devices as _devices
-from lockstep import stopping
-from lockstep.devices import Device
 from lockstep.errors import InputError
+from lockstep.launch import devices as _devices
+from lockstep.launch import stopping
+from lockstep.launch.devices import Device
 
 T = TypeVar("T")
 

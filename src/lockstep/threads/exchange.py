@@ -20,7 +20,7 @@ import torch
 import torch.distributed as dist
 
 from lockstep.errors import InputError, StrategyError
-from lockstep.world import World, wait_awake
+from lockstep.launch.world import World, wait_awake
 
 
 class Session(Protocol):

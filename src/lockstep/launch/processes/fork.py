@@ -26,8 +26,8 @@ import time
 from dataclasses import dataclass, field
 from typing import NoReturn
 
-from lockstep.allocator import prepare
-from lockstep.launch.server import ENDED, MOST_FILES, NOT_STARTED, PATH_BYTES, REPORT, START, STARTED
+from lockstep.launch.processes.fork_server import ENDED, MOST_FILES, NOT_STARTED, PATH_BYTES, REPORT, START, STARTED
+from lockstep.tensors.allocator import prepare
 
 _PRELOAD = (
     "torch",
@@ -37,8 +37,8 @@ _PRELOAD = (
     "torch.nn.parallel",
     "torch.utils.data",
     "cloudpickle",
-    "lockstep.world",
-    "lockstep.launch.rank",
+    "lockstep.launch.world",
+    "lockstep.launch.processes.rank",
     "lockstep.map.worker",
 )
 
@@ -191,7 +191,7 @@ class _Forking:
             for number in (call, channel, *more):
                 os.set_inheritable(number, False)
 
-            from lockstep.launch.rank import run
+            from lockstep.launch.processes.rank import run
 
             run(rank, call, channel, more)
         finally:

@@ -1,8 +1,9 @@
 """Recompute: activation checkpointing that draws the same numbers again, in threads with random streams of their own.
 
 ``torch.utils.checkpoint`` saves and restores the state of PyTorch's generator, which is not what a thread inside
-`lockstep.parallel.random.stream` draws from; and the autograd engine runs a recomputation without the thread's function
-modes. So dropout inside a checkpoint would get another mask the second time, silently, and gradients would be wrong.
+`lockstep.threads.random_streams.stream` draws from; and the autograd engine runs a recomputation without the thread's
+function modes. So dropout inside a checkpoint would get another mask the second time, silently, and gradients would be
+wrong.
 
 ``install`` wraps the two functions of PyTorch through which its checkpoints go. Outside of a stream they do what they
 did, unless somebody else has to see to what a recomputation runs in, as stages on several accelerators do. (torch 2.11
@@ -18,7 +19,7 @@ from typing import Any
 import torch
 import torch.utils.checkpoint as _checkpoint
 
-from lockstep.parallel import random
+from lockstep.threads import random_streams
 
 Later = Callable[[], Callable[[], contextlib.AbstractContextManager[Any]] | None]
 
@@ -55,7 +56,7 @@ def install(later: Later | None = None) -> None:
 def _replaying(function: Callable[..., Any], *, is_first: bool) -> Callable[..., Any]:
     """The function, which draws in each later run what it draws now."""
     around = [again for ask in _asked if (again := ask()) is not None]
-    if (generator := random.current()) is not None:
+    if (generator := random_streams.current()) is not None:
         around.append(_stream_again(generator))
     if not around:
         return function
@@ -82,7 +83,7 @@ def _stream_again(generator: torch.Generator) -> Callable[[], contextlib.Abstrac
         now = generator.get_state()
         generator.set_state(start)
         try:
-            with random.stream(generator):
+            with random_streams.stream(generator):
                 yield
         finally:
             generator.set_state(now)

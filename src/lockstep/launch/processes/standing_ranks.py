@@ -20,12 +20,13 @@ from typing import Any
 
 import cloudpickle
 
-from lockstep.devices import Device
 from lockstep.errors import RunError
-from lockstep.launch import call, local, not_within_a_rank
-from lockstep.launch.supervise import Supervisor
-from lockstep.seeding import kept_states
-from lockstep.world import World
+from lockstep.launch import not_within_a_rank
+from lockstep.launch.devices import Device
+from lockstep.launch.processes import call, local_ranks
+from lockstep.launch.processes.supervisor import Supervisor
+from lockstep.launch.world import World
+from lockstep.tensors.seeding import kept_states
 
 
 @dataclass(frozen=True)
@@ -89,7 +90,7 @@ class StandingRanks:
         if self._supervisor is not None:
             return
         with contextlib.ExitStack() as stack:
-            scratch = stack.enter_context(local.scratch_folder())
+            scratch = stack.enter_context(local_ranks.scratch_folder())
             self._file = os.path.join(scratch, "call")
             calls = os.path.join(scratch, "calls")
             os.mkfifo(calls)
@@ -97,7 +98,7 @@ class StandingRanks:
             self._bell = os.open(calls, os.O_RDWR)
             stack.callback(os.close, self._bell)
             self._supervisor = stack.enter_context(
-                local.started(
+                local_ranks.started(
                     _serve,
                     self.devices,
                     (calls, self._file),

@@ -23,11 +23,11 @@ import torch.distributed as dist
 from torch.distributed.distributed_c10d import PrefixStore, Store
 from torch.distributed.rendezvous import register_rendezvous_handler, rendezvous
 
-from lockstep import devices as _devices
-from lockstep import world as _world
-from lockstep.devices import Device
 from lockstep.errors import DeviceError, counted
-from lockstep.launch import records
+from lockstep.launch import devices as _devices
+from lockstep.launch import world as _world
+from lockstep.launch.devices import Device
+from lockstep.launch.processes import failure_records
 
 T = TypeVar("T")
 
@@ -105,7 +105,7 @@ def run(
     except Exception as error:
         # torchrun prints the processes' tracebacks in no order: this line says whose it is. The group is left as it
         # is, since leaving it would wait for ranks that may be gone.
-        print(records.head(here.rank, device, world.step, error), file=sys.stderr, flush=True)
+        print(failure_records.head(here.rank, device, world.step, error), file=sys.stderr, flush=True)
         raise
     if world.own_group:
         _leave(world)

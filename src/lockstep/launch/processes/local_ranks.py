@@ -11,12 +11,12 @@ import tempfile
 from collections.abc import Callable, Iterator
 from typing import Any, TypeVar
 
-from lockstep import stopping
-from lockstep.devices import Device
 from lockstep.errors import FolderError, RunError
-from lockstep.launch import call, output, server
-from lockstep.launch.modes import Modes
-from lockstep.launch.supervise import Rank, Supervisor
+from lockstep.launch import stopping
+from lockstep.launch.devices import Device
+from lockstep.launch.processes import call, fork_server, rank_output
+from lockstep.launch.processes.modes import Modes
+from lockstep.launch.processes.supervisor import Rank, Supervisor
 
 T = TypeVar("T")
 
@@ -73,9 +73,9 @@ def started(
         file = stack.enter_context(call.write(setup, fn, args))
         logs = os.path.join(folder or scratch, "ranks")
         ranks = [_rank(number, device, logs, stack) for number, device in enumerate(devices)]
-        connection = stack.enter_context(server.connect(scratch))
+        connection = stack.enter_context(fork_server.connect(scratch))
         board = call.Call(file.fileno()).board
-        supervisor = Supervisor(connection, ranks, board, on_event, on_output or output.to_own_streams)
+        supervisor = Supervisor(connection, ranks, board, on_event, on_output or rank_output.to_own_streams)
         stack.callback(supervisor.close)
         if (request := stopping.current()) is not None:
             stack.enter_context(request.reaching(board))
@@ -112,7 +112,7 @@ def _rank(number: int, device: Device, logs: str, stack: contextlib.ExitStack) -
     if number == 0:
         rank.out, rank.err = _pipe(stack), _pipe(stack)
     else:
-        rank.log = output.Log(logs, number)
+        rank.log = rank_output.Log(logs, number)
         stack.callback(rank.log.file.close)
     return rank
 

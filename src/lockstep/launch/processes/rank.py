@@ -17,11 +17,11 @@ from typing import Any, NoReturn
 
 import cloudpickle
 
-from lockstep import world as _world
-from lockstep.launch import frames, station
-from lockstep.launch.call import Call
-from lockstep.launch.records import Record
-from lockstep.launch.station import Station
+from lockstep.launch import world as _world
+from lockstep.launch.processes import frames, worker_context
+from lockstep.launch.processes.call import Call
+from lockstep.launch.processes.failure_records import Record
+from lockstep.launch.processes.worker_context import Station
 
 
 class RankWorld(_world.World):
@@ -63,7 +63,7 @@ def run(number: int, call_file: int, channel_file: int, more: Sequence[int] = ()
         number: this rank's.
         call_file: the file of the call, open.
         channel_file: the pipe to the process that launched it, open.
-        more: what a worker has beside, see `lockstep.launch.station`.
+        more: what a worker has beside, see `lockstep.launch.processes.worker_context`.
     """
     channel = frames.Writer(channel_file)
     call = Call(call_file)
@@ -94,7 +94,7 @@ def _call(number: int, call: Call, channel: frames.Writer, more: Sequence[int]) 
         channel.send(frames.EVENT, _dumps(event))
 
     if setup.rendezvous is None:
-        station.work(fn, args, Station(number, setup.devices[number], call.board, tell, *more))
+        worker_context.work(fn, args, Station(number, setup.devices[number], call.board, tell, *more))
         return pickle.dumps(None)
     world = RankWorld(
         board=call.board,

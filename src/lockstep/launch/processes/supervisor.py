@@ -22,12 +22,12 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
-from lockstep.devices import Device
 from lockstep.errors import RunError
-from lockstep.launch import frames, records, server
-from lockstep.launch.output import Lines, Log
-from lockstep.launch.records import Death, Record
-from lockstep.launch.server import Report
+from lockstep.launch.devices import Device
+from lockstep.launch.processes import failure_records, fork_server, frames
+from lockstep.launch.processes.failure_records import Death, Record
+from lockstep.launch.processes.fork_server import Report
+from lockstep.launch.processes.rank_output import Lines, Log
 
 _PATIENCE = 0.4
 """Seconds from the first failure in which the other ranks may report theirs."""
@@ -74,7 +74,7 @@ class Rank:
         else:
             assert self.out is not None and self.err is not None
             out, err = self.out[1], self.err[1]
-        server.start_rank(connection, self.number, call, self.channel[1], out, err, more)
+        fork_server.start_rank(connection, self.number, call, self.channel[1], out, err, more)
         self.close_theirs()
 
     def close_theirs(self) -> None:
@@ -137,9 +137,9 @@ class Supervisor:
         self._drain()
         failures = self.failures()
         if failures:
-            first = records.guilty(failures)
+            first = failure_records.guilty(failures)
             silent = [] if self.lost else [rank.number for rank in self.ranks if not self._spoke(rank)]
-            error = records.to_raise(first, self.ranks[first.rank].device, silent)
+            error = failure_records.to_raise(first, self.ranks[first.rank].device, silent)
             raise error from error.__cause__
         if self.lost:
             raise RunError("the process that forks the ranks has died, and they with it: launch again")
@@ -194,9 +194,9 @@ class Supervisor:
     def _hear_server(self) -> None:
         for report in self._reports():
             rank = self.ranks[report.rank]
-            if report.what == server.NOT_STARTED:
+            if report.what == fork_server.NOT_STARTED:
                 raise RunError(f"rank {rank.number} could not be started: {os.strerror(report.value)}")
-            if report.what == server.ENDED:
+            if report.what == fork_server.ENDED:
                 self._take_frames(rank)  # all that it sent before it ended is in the pipe by now
                 if rank.result is None:
                     self._suspect()
@@ -214,12 +214,12 @@ class Supervisor:
             return []
         self.reports += data
         found = []
-        while len(self.reports) >= server.REPORT.size:
-            report = Report(*server.REPORT.unpack_from(self.reports))
-            del self.reports[: server.REPORT.size]
-            if report.what == server.STARTED:
+        while len(self.reports) >= fork_server.REPORT.size:
+            report = Report(*fork_server.REPORT.unpack_from(self.reports))
+            del self.reports[: fork_server.REPORT.size]
+            if report.what == fork_server.STARTED:
                 self.ranks[report.rank].pid = report.value
-            elif report.what == server.ENDED:
+            elif report.what == fork_server.ENDED:
                 self.ranks[report.rank].ended = report
             found.append(report)
         return found

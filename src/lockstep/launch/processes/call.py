@@ -22,9 +22,9 @@ from typing import IO, Any
 
 import torch
 
-from lockstep.devices import Device, usable_cores
 from lockstep.errors import InputError, first_line
-from lockstep.launch.modes import Modes
+from lockstep.launch.devices import Device, usable_cores
+from lockstep.launch.processes.modes import Modes
 
 _LOOPBACK = "lo" if sys.platform == "linux" else "lo0"
 

@@ -9,8 +9,8 @@ from typing import Any
 import torch
 
 import lockstep
-from lockstep.devices import Device, accelerators, usable_cores
 from lockstep.errors import counted
+from lockstep.launch.devices import Device, accelerators, usable_cores
 
 
 def table() -> str:

@@ -1,4 +1,4 @@
-"""Local processes that take tasks: the caller's end. `lockstep.launch.station` is the workers'.
+"""Local processes that take tasks: the caller's end. `lockstep.launch.processes.worker_context` is the workers'.
 
 They are forked by the same process as ranks, watched in the same way, and as little outlives the caller. But they meet
 in no process group: one that is slow keeps nobody waiting.
@@ -15,11 +15,11 @@ import tempfile
 from collections.abc import Callable
 from typing import Any
 
-from lockstep.devices import Device
 from lockstep.errors import RunError
-from lockstep.launch import call, local, output, server
-from lockstep.launch.records import Death, Record
-from lockstep.launch.supervise import Rank, Supervisor
+from lockstep.launch.devices import Device
+from lockstep.launch.processes import call, fork_server, local_ranks, rank_output
+from lockstep.launch.processes.failure_records import Death, Record
+from lockstep.launch.processes.supervisor import Rank, Supervisor
 
 
 class Workers:
@@ -55,14 +55,16 @@ class Workers:
         with contextlib.ExitStack() as stack:
             setup = call.Setup(devices, None, None, None, 0.0)
             file = stack.enter_context(call.write(setup, fn, args))
-            scratch = stack.enter_context(local.scratch_folder())
+            scratch = stack.enter_context(local_ranks.scratch_folder())
             self.blocks = [[_block(stack) for _ in range(blocks)] for _ in devices]
             tasks = [_tasks(stack) for _ in devices]
             self._tasks = [ends[1] for ends in tasks]
             ranks = [_rank(number, device, stack) for number, device in enumerate(devices)]
-            connection = stack.enter_context(server.connect(scratch))
+            connection = stack.enter_context(fork_server.connect(scratch))
             self._board = call.Call(file.fileno()).board
-            self._supervisor = Supervisor(connection, ranks, self._board, on_event, on_output or output.to_own_streams)
+            self._supervisor = Supervisor(
+                connection, ranks, self._board, on_event, on_output or rank_output.to_own_streams
+            )
             stack.callback(self._supervisor.close)
             stack.callback(self._supervisor.stop)
             for rank, ends, shared in zip(ranks, tasks, self.blocks, strict=True):
@@ -106,7 +108,7 @@ class Workers:
 
 
 def _rank(number: int, device: Device, stack: contextlib.ExitStack) -> Rank:
-    rank = Rank(number, device, local._pipe(stack), local._pipe(stack), local._pipe(stack))
+    rank = Rank(number, device, local_ranks._pipe(stack), local_ranks._pipe(stack), local_ranks._pipe(stack))
     stack.callback(rank.close_theirs)
     return rank
 

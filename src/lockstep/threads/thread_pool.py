@@ -23,10 +23,10 @@ from typing import Any, Generic, TypeVar
 
 import torch
 
-from lockstep import devices as _devices
-from lockstep.devices import Device
 from lockstep.errors import InputError
-from lockstep.parallel.inherit import Caller
+from lockstep.launch import devices as _devices
+from lockstep.launch.devices import Device
+from lockstep.threads.thread_context import Caller
 
 T = TypeVar("T")
 

@@ -1,0 +1,1 @@
+"""Local processes: forked from a server, given a call, watched until they end."""
