@@ -17,10 +17,10 @@ from typing import Any
 import lockstep
 from benchmarks.pipelining import JOBS
 from benchmarks.timing import HERE, machine
-from lockstep.build import build_model
 from lockstep.data import Batch, job_loader
 from lockstep.launch.devices import slots
 from lockstep.launch.placement import alone
+from lockstep.model.build import build_model
 from lockstep.pipelining.partition import Bench, first_part, map_of
 from lockstep.pipelining.plan import planned
 from lockstep.stopwatch import in_turns

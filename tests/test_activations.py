@@ -11,8 +11,8 @@ import torch
 from torch import nn
 
 from lockstep import train
-from lockstep.activations import checkpoint_blocks, found_blocks
 from lockstep.errors import JobError, StrategyError
+from lockstep.model.activation_checkpointing import checkpoint_blocks, found_blocks
 from lockstep.strategies.ddp import DDP
 from lockstep.verify import differences, parity, same_bits
 from zoo import SAMPLES, ZOO, Conv, drawn, sgd

@@ -17,10 +17,11 @@ import torch
 from torch import nn
 from torch.utils.data import TensorDataset
 
-from lockstep import Job, checkpoint, train
+from lockstep import Job, train
 from lockstep.cli import main
 from lockstep.errors import FolderError, OutOfMemory, RankFailed, RunError, SaveError
 from lockstep.jobfile import JobFile
+from lockstep.model import checkpoint
 from lockstep.verify import same_bits
 from zoo import drawn, labels, mlp, plain_sgd
 

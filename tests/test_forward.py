@@ -12,7 +12,7 @@ import pytest
 import torch
 from torch import nn
 
-from lockstep.forward import Seen, look
+from lockstep.model.inspection import Seen, look
 from lockstep.tensors.digest import digest
 from zoo import drawn
 

@@ -15,12 +15,12 @@ from torch.utils.data import Dataset, TensorDataset
 
 import lockstep
 from lockstep import Job, Run, train
-from lockstep.checkpoint import load_state, load_weights
 from lockstep.cli import main
 from lockstep.errors import NonFiniteLoss, RankFailed, RunError, StrategyError
 from lockstep.launch import world as worlds
 from lockstep.launch.devices import Device, usable_cores
 from lockstep.launch.world import World
+from lockstep.model.checkpoint import load_state, load_weights
 from lockstep.strategies import STRATEGIES
 from lockstep.strategies.hogwild import Hogwild
 

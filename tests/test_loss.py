@@ -19,8 +19,8 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from lockstep.errors import LossError
-from lockstep.loss import Totalled, totalled
-from lockstep.loss_check import LossCheck, Piece
+from lockstep.model.loss import Totalled, totalled
+from lockstep.model.loss_check import LossCheck, Piece
 
 N, C = 13, 5
 

@@ -24,7 +24,7 @@ from lockstep import Job, cli
 from lockstep.data import Batch, Part
 from lockstep.errors import Caveat, InputError
 from lockstep.jobfile import JobFile
-from lockstep.loss import Number
+from lockstep.model.loss import Number
 from lockstep.step import Result, Step
 from lockstep.strategies.ddp import DDP, DDPStep
 from lockstep.strategies.dp import DP, DPStep

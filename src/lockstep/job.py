@@ -55,10 +55,12 @@ class Job:
         sync_batchnorm: BatchNorm normalises over what one device would have seen, not over the share of a replica.
         channels_last: images and convolution weights in that memory layout.
         precision: None computes as the model was built; ``"fp64"`` and ``"fp32"`` turn model and inputs to that;
-            ``"bf16"`` and ``"fp16"`` keep fp32 weights and compute what gains by it in half (see lockstep.precision).
+            ``"bf16"`` and ``"fp16"`` keep fp32 weights and compute what gains by it in half (see
+            lockstep.model.precision).
         compile: True compiles the model by ``torch.compile``; a word is its backend.
         activation_checkpointing: blocks that compute their activations again in backward instead of keeping them:
-            ``"auto"`` finds the model's lists of blocks, or names with commas between (see lockstep.activations).
+            ``"auto"`` finds the model's lists of blocks, or names with commas between (see
+            lockstep.model.activation_checkpointing).
         fused: the fused implementation of the optimizer; None takes it where PyTorch has one that is right.
         keep_memory: on CPU slots, what a step frees is kept for the next one instead of going back to the system:
             faster where activations are large, with a larger peak (see lockstep.tensors.allocator).

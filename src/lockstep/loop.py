@@ -17,7 +17,6 @@ from typing import Any
 
 import torch
 
-from lockstep.checkpoint import load_state, save_state, save_weights
 from lockstep.data import (
     Batch,
     change_of,
@@ -41,7 +40,8 @@ from lockstep.launch.events import Line
 from lockstep.launch.memory import peak_memory
 from lockstep.launch.run_folder import RunFolder
 from lockstep.launch.world import World
-from lockstep.loss import Number
+from lockstep.model.checkpoint import load_state, save_state, save_weights
+from lockstep.model.loss import Number
 from lockstep.profiling import Profiler
 from lockstep.progress import Pace, Teller, held_out
 from lockstep.resuming import moved

@@ -18,10 +18,9 @@ from typing import Any
 
 import torch
 
-from lockstep.build import trained_model
 from lockstep.data import Batch, job_loader, resolve, resolve_sets
+from lockstep.data.dataset_name import check_name, one_of, source_of
 from lockstep.data.inputs import inputs_collated, inputs_of
-from lockstep.dataname import check_name, one_of, source_of
 from lockstep.errors import FolderError, InputError, LockstepError, OutOfMemory, told
 from lockstep.evaluation import look_at_evaluation
 from lockstep.job import Job
@@ -35,6 +34,7 @@ from lockstep.launch.memory import is_out_of_memory
 from lockstep.launch.placement import check_backend, on_devices
 from lockstep.launch.world import World
 from lockstep.linefile import LineWriter, merge
+from lockstep.model.build import trained_model
 from lockstep.outputs import Items, Left, Rows, filled, form_of, in_lines, leaves, taken
 from lockstep.run import Run, trained_of
 from lockstep.step import Step

@@ -10,11 +10,11 @@ from typing import Any
 
 from torch import nn
 
-from lockstep.build import trained_model
 from lockstep.errors import FolderError
 from lockstep.job import Job
 from lockstep.jobfile import JobFile, the_job
 from lockstep.launch.run_folder import RunFolder
+from lockstep.model.build import trained_model
 
 
 @dataclass(frozen=True)

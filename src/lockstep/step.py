@@ -23,23 +23,23 @@ from typing import Any
 import torch
 from torch import nn
 
-from lockstep.build import hooked_parameters
-from lockstep.checkpoint import load_state, save_state
-from lockstep.compiling import compile_models, not_compilable
 from lockstep.data import Batch, Part, mixed
-from lockstep.device_checks import DeviceChecks
+from lockstep.data.own_loop import batch_of, own_stream
 from lockstep.errors import Caveat, InputError, LossError, NonFiniteLoss, OutOfMemory, RunError, StrategyError
 from lockstep.evaluator import Evaluator
-from lockstep.forward import Seen, drops, look, refuse_written_buffers
 from lockstep.job import Job
 from lockstep.launch.events import Line
 from lockstep.launch.memory import is_out_of_memory
 from lockstep.launch.world import World
-from lockstep.loss import Number
-from lockstep.loss_check import Piece
-from lockstep.nonfinite import why_not_finite
-from lockstep.optimizer import begin_momentum, clip_gradients, load_named_optimizer_state, named_optimizer_state
-from lockstep.ownloop import batch_of, own_stream
+from lockstep.model.build import hooked_parameters
+from lockstep.model.checkpoint import load_state, save_state
+from lockstep.model.compile import compile_models, not_compilable
+from lockstep.model.device_checks import DeviceChecks
+from lockstep.model.inspection import Seen, drops, look, refuse_written_buffers
+from lockstep.model.loss import Number
+from lockstep.model.loss_check import Piece
+from lockstep.model.nonfinite import why_not_finite
+from lockstep.model.optimizer import begin_momentum, clip_gradients, load_named_optimizer_state, named_optimizer_state
 from lockstep.tensors.seeding import kept_states
 
 _STATE = "state.pt"

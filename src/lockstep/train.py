@@ -8,7 +8,6 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TypeVar
 
-from lockstep.checkpoint import take_weights
 from lockstep.data import eval_loaders, resolve_sets
 from lockstep.errors import FolderError, InputError, JobError, LockstepError, StrategyError, told
 from lockstep.evaluation import evaluate_sets
@@ -24,6 +23,7 @@ from lockstep.launch.run_folder import RunFolder
 from lockstep.launch.stopping import StopRequest
 from lockstep.launch.world import World
 from lockstep.loop import Plan, train_on
+from lockstep.model.checkpoint import take_weights
 from lockstep.resuming import as_it_went
 from lockstep.run import Run, trained_of
 from lockstep.strategies import Strategy, choose

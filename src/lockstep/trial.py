@@ -20,10 +20,9 @@ from typing import Any, TypeVar
 import torch
 from torch.utils.data import TensorDataset
 
-from lockstep.checkpoint import save_weights
 from lockstep.data import Batch, default_workers, is_stream, job_loader, resolve
 from lockstep.data.fetch import unwrapped
-from lockstep.data.workers import free_cores
+from lockstep.data.loader_workers import free_cores
 from lockstep.errors import Caveat
 from lockstep.glance import Glance, Onlooker
 from lockstep.job import Job
@@ -35,6 +34,7 @@ from lockstep.launch.memory import peak_memory
 from lockstep.launch.placement import alone, place_of
 from lockstep.launch.processes.local_ranks import run as run_locally
 from lockstep.launch.world import World, now
+from lockstep.model.checkpoint import save_weights
 from lockstep.step import Step
 from lockstep.strategies import STRATEGIES, Strategy, choose
 from lockstep.tensors.allocator import keep_freed_memory

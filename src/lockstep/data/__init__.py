@@ -18,12 +18,12 @@
 from lockstep.data.fetch import Fetcher
 from lockstep.data.fingerprint import change_of, fingerprint
 from lockstep.data.loader import AnyLoader, Loader, SharedLoader, batches, loader_of
-from lockstep.data.ofjob import eval_loaders, job_loader
+from lockstep.data.loader_workers import default_workers, note_on_workers
+from lockstep.data.loaders import eval_loaders, job_loader
 from lockstep.data.order import permutation
 from lockstep.data.shares import Batch, Part, mixed
 from lockstep.data.source import is_stream, resolve, resolve_sets
 from lockstep.data.stream import StreamLoader, stream_notes
-from lockstep.data.workers import default_workers, note_on_workers
 
 __all__ = [
     "AnyLoader",

@@ -8,13 +8,13 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from lockstep.data.ahead import copied_ahead
 from lockstep.data.fetch import Collate, Fetcher
+from lockstep.data.loader_workers import Workers, default_workers, free_cores
 from lockstep.data.order import Orders, Places, numbered
+from lockstep.data.prefetch import copied_ahead
 from lockstep.data.shares import Batch, Order, Part, Spans, checked_cutting, cuts, pieces
 from lockstep.data.source import is_stream, resolve, same_on_every_rank
 from lockstep.data.stream import StreamLoader
-from lockstep.data.workers import Workers, default_workers, free_cores
 from lockstep.errors import JobError
 from lockstep.launch import here
 from lockstep.launch import world as _world

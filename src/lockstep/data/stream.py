@@ -22,10 +22,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from lockstep.data.ahead import copied_ahead
 from lockstep.data.fetch import Collate, Pair, together
+from lockstep.data.loader_workers import Workers, default_workers, free_cores
+from lockstep.data.prefetch import copied_ahead
 from lockstep.data.shares import COLLATE, EVALUATION, ORDER, TRAINING, Batch, Part, absorbed, checked_cutting, cuts
-from lockstep.data.workers import Workers, default_workers, free_cores
 from lockstep.errors import JobError, RunError, SampleError, told
 from lockstep.launch import world as _world
 from lockstep.tensors.digest import digest

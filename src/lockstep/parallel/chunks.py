@@ -22,7 +22,7 @@ from torch import Tensor, nn
 
 from lockstep.errors import InputError
 from lockstep.launch.devices import Device
-from lockstep.means import Count
+from lockstep.model.torch_losses import Count
 from lockstep.parallel.criterion import Criterion
 from lockstep.parallel.inplace import adding
 from lockstep.tensors import pytree

@@ -24,7 +24,7 @@ from torch.nn.modules.batchnorm import _BatchNorm
 
 from lockstep.errors import InputError, LossError
 from lockstep.launch.devices import Devices
-from lockstep.means import Count
+from lockstep.model.torch_losses import Count
 from lockstep.parallel import targets as _targets
 from lockstep.parallel.balanced import Balanced
 from lockstep.parallel.chunks import Share

@@ -19,7 +19,7 @@ import torch
 from torch import Tensor, nn
 
 from lockstep.errors import InputError
-from lockstep.means import Count
+from lockstep.model.torch_losses import Count
 from lockstep.parallel import targets
 from lockstep.parallel.chunks import Share
 from lockstep.parallel.replicate import replicate

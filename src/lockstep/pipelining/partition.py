@@ -18,7 +18,6 @@ from typing import Any
 import torch
 from torch import nn
 
-from lockstep.build import build_model
 from lockstep.data import Part, job_loader, resolve
 from lockstep.errors import StrategyError
 from lockstep.job import Job
@@ -28,7 +27,9 @@ from lockstep.launch.devices import Device, Devices
 from lockstep.launch.memory import is_out_of_memory
 from lockstep.launch.placement import alone
 from lockstep.launch.world import World
-from lockstep.loss import Totalled
+from lockstep.model.build import build_model
+from lockstep.model.loss import Totalled
+from lockstep.model.precision import Precision, converted_loss
 from lockstep.pipelining.blocks import Block, device_map
 from lockstep.pipelining.estimate import Look, blocks_of
 from lockstep.pipelining.measure import contention as _contention
@@ -38,7 +39,6 @@ from lockstep.pipelining.simulate import simulate
 from lockstep.pipelining.split import split
 from lockstep.pipelining.table import lines_of
 from lockstep.pipelining.trace import trace
-from lockstep.precision import Precision, converted_loss
 from lockstep.tensors.pytree import call, to_device
 
 SLACK = 0.01

@@ -9,7 +9,6 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from lockstep.build import build_model
 from lockstep.data import Part
 from lockstep.errors import TooFewLayers
 from lockstep.job import Job
@@ -17,6 +16,7 @@ from lockstep.jobfile import JobFile, as_job, the_job, with_settings
 from lockstep.launch import devices as _devices
 from lockstep.launch.devices import Device, Devices
 from lockstep.launch.placement import alone
+from lockstep.model.build import build_model
 from lockstep.pipelining.blocks import Block
 from lockstep.pipelining.choose import NUMBERS, Candidate, Choice, Costs, Plan, choose_schedule
 from lockstep.pipelining.estimate import Look

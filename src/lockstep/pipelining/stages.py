@@ -20,8 +20,8 @@ from pathlib import Path
 
 from torch import nn
 
-from lockstep.activations import found_blocks
 from lockstep.errors import StrategyError, counted, nearest
+from lockstep.model.activation_checkpointing import found_blocks
 
 DeviceMap = Mapping[str, int]
 """Prefix of names -> stage, from 0."""

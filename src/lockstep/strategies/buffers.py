@@ -5,8 +5,8 @@ from __future__ import annotations
 import torch
 from torch import nn
 
-from lockstep.build import buffers_of
 from lockstep.launch.world import World
+from lockstep.model.build import buffers_of
 
 
 class FollowedBuffers:

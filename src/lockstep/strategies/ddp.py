@@ -23,13 +23,13 @@ import torch
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
-from lockstep.build import buffers_of, build_model, differing_tensors
 from lockstep.data import Batch, Part
 from lockstep.errors import InputError, RunError, StrategyError
 from lockstep.job import Job
 from lockstep.launch.world import World
-from lockstep.loss import Number
-from lockstep.optimizer import build_optimizer, gives_sparse_gradients
+from lockstep.model.build import buffers_of, build_model, differing_tensors
+from lockstep.model.loss import Number
+from lockstep.model.optimizer import build_optimizer, gives_sparse_gradients
 from lockstep.step import Step
 from lockstep.strategies.buffers import FollowedBuffers, take_first
 from lockstep.strategies.flat import FlatGradients

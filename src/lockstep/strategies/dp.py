@@ -22,16 +22,16 @@ from typing import Any, ClassVar, Literal
 import torch
 from torch import nn
 
-from lockstep.build import buffers_of, build_model
 from lockstep.data import Batch, Part, mixed
 from lockstep.errors import StrategyError
-from lockstep.forward import drops
 from lockstep.job import Job
 from lockstep.launch.devices import Device
 from lockstep.launch.events import Line
 from lockstep.launch.world import World
-from lockstep.loss import Number
-from lockstep.optimizer import build_optimizer
+from lockstep.model.build import buffers_of, build_model
+from lockstep.model.inspection import drops
+from lockstep.model.loss import Number
+from lockstep.model.optimizer import build_optimizer
 from lockstep.parallel import gather
 from lockstep.step import Step
 from lockstep.strategies.replicas import (

@@ -18,7 +18,7 @@ import torch
 from torch import nn
 
 from lockstep.launch.world import World
-from lockstep.loss import Number
+from lockstep.model.loss import Number
 
 
 class FlatGradients:

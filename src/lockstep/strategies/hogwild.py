@@ -35,13 +35,13 @@ from typing import Any, ClassVar, Literal
 import torch
 from torch import nn
 
-from lockstep.build import buffers_of, build_model
 from lockstep.data import Batch
 from lockstep.errors import Caveat, RunError, StrategyError
 from lockstep.job import Job
 from lockstep.launch.world import World
-from lockstep.loss import Number
-from lockstep.optimizer import build_optimizer
+from lockstep.model.build import buffers_of, build_model
+from lockstep.model.loss import Number
+from lockstep.model.optimizer import build_optimizer
 from lockstep.step import Result, Step
 from lockstep.strategies.buffers import take_first
 from lockstep.strategies.sharing import SharedWeights

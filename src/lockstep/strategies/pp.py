@@ -19,14 +19,14 @@ from typing import Any, ClassVar, Literal
 
 from torch import nn
 
-from lockstep.build import build_model
 from lockstep.data import is_stream
 from lockstep.errors import Caveat, LockstepError, StrategyError, TooFewLayers, nearest, told
-from lockstep.forward import drops
 from lockstep.job import Job
 from lockstep.launch.events import Line
 from lockstep.launch.world import World
-from lockstep.optimizer import build_optimizer
+from lockstep.model.build import build_model
+from lockstep.model.inspection import drops
+from lockstep.model.optimizer import build_optimizer
 from lockstep.pipelining.choose import NUMBERS
 from lockstep.pipelining.fitted import fitted
 from lockstep.pipelining.layers import Layers

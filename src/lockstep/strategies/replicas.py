@@ -8,10 +8,10 @@ from typing import Any
 import torch
 from torch import nn
 
-from lockstep.build import hooked_parameters
 from lockstep.errors import JobError, StrategyError
 from lockstep.launch.devices import Device
 from lockstep.launch.processes.call import closed_over
+from lockstep.model.build import hooked_parameters
 from lockstep.threads.parametrized import cache_apart
 
 

@@ -8,12 +8,12 @@ from typing import ClassVar, Literal
 import torch
 from torch import nn
 
-from lockstep.build import build_model
 from lockstep.data import Batch
 from lockstep.job import Job
 from lockstep.launch.world import World
-from lockstep.loss import Number
-from lockstep.optimizer import build_optimizer
+from lockstep.model.build import build_model
+from lockstep.model.loss import Number
+from lockstep.model.optimizer import build_optimizer
 from lockstep.step import Step
 from lockstep.strategies.strategy import Strategy
 

@@ -14,7 +14,7 @@ from lockstep.data import Batch, mixed
 from lockstep.job import Job
 from lockstep.launch.devices import Device, occupied
 from lockstep.launch.world import World
-from lockstep.loss import Number
+from lockstep.model.loss import Number
 from lockstep.pipelining.layers import Layers
 from lockstep.pipelining.runner import Runner
 from lockstep.step import Step

@@ -9,11 +9,11 @@ from typing import Any, ClassVar, Literal
 
 from torch import nn
 
-from lockstep.build import hooked_parameters
 from lockstep.errors import Caveat, StrategyError
-from lockstep.forward import drops
 from lockstep.job import Job
 from lockstep.launch.world import World
+from lockstep.model.build import hooked_parameters
+from lockstep.model.inspection import drops
 from lockstep.step import Step
 
 DRAWS = Caveat("dropout", "dropout masks differ from single-device training; they are reproducible")

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import warnings
 
-from lockstep.build import build_model
 from lockstep.errors import LockstepError
 from lockstep.jobfile import the_job, with_settings
 from lockstep.launch.world import World
-from lockstep.optimizer import build_optimizer
+from lockstep.model.build import build_model
+from lockstep.model.optimizer import build_optimizer
 from lockstep.scheduler import scheduler_of
 from lockstep.strategies.single import SingleStep
 from lockstep.verify.experiment import Experiment

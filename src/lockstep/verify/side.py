@@ -13,9 +13,9 @@ from torch import nn
 
 from lockstep.data import Batch, Part, eval_loaders, job_loader, resolve, resolve_sets
 from lockstep.evaluation import evaluate_sets
-from lockstep.forward import acting_buffers
 from lockstep.job import Job
 from lockstep.launch.world import World
+from lockstep.model.inspection import acting_buffers
 from lockstep.scheduler import move_on, scheduler_of
 from lockstep.step import Result, Step
 from lockstep.strategies import Strategy

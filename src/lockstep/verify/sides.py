@@ -19,10 +19,8 @@ from collections.abc import Iterator
 import torch
 from torch import nn
 
-from lockstep.build import hooked_parameters
 from lockstep.data import Batch, is_stream
 from lockstep.errors import Caveat
-from lockstep.forward import acting_buffers, drops
 from lockstep.job import Job
 from lockstep.launch import devices as _devices
 from lockstep.launch import world as _world
@@ -30,6 +28,8 @@ from lockstep.launch.devices import Device
 from lockstep.launch.events import Line
 from lockstep.launch.placement import place_of
 from lockstep.launch.world import World
+from lockstep.model.build import hooked_parameters
+from lockstep.model.inspection import acting_buffers, drops
 from lockstep.step import Result
 from lockstep.strategies.single import Single
 from lockstep.tensors.allocator import freed_memory_kept

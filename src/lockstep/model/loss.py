@@ -8,11 +8,12 @@ holds for any cut of the batch, which a mean of means does not: parts differ in 
 of their classes. A loss becomes that in one of three ways:
 
 - PyTorch's own losses with ``reduction="mean"`` (and ``KLDivLoss`` with ``"batchmean"``): the same loss with
-  ``reduction="sum"`` is the total, and the count is what PyTorch's mean divides by (see ``lockstep.means``).
+  ``reduction="sum"`` is the total, and the count is what PyTorch's mean divides by (see
+  ``lockstep.model.torch_losses``).
 - A loss may return ``(total, count)``.
 - Any other scalar is taken as a mean over samples.
 
-The last two are held to that in each update (``lockstep.loss_check``).
+The last two are held to that in each update (``lockstep.model.loss_check``).
 """
 
 from __future__ import annotations
@@ -27,7 +28,7 @@ from torch import Tensor, nn
 
 from lockstep.errors import LockstepError, LossError, first_line
 from lockstep.launch.memory import is_out_of_memory
-from lockstep.means import HALF, Count, Misshapen, SummedMean
+from lockstep.model.torch_losses import HALF, Count, Misshapen, SummedMean
 from lockstep.tensors.pytree import tensors
 
 Number = float | Tensor

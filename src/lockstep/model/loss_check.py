@@ -13,7 +13,7 @@ leaves all of them or none.
 The totals and counts of a loss that returns ``(total, count)`` are held to that; of one that returns a scalar, a mean
 over samples by its word, the total is that scalar times their number. The mean over the items that a mask leaves isn't
 one over samples, once the mask leaves more items of one sample than of another. PyTorch's own mean losses
-(`lockstep.means`) need no check.
+(`lockstep.model.torch_losses`) need no check.
 
 Outputs that aren't one row for each sample (the model's own scalar loss, say) can't be cut. Whether the loss reads them
 is found by giving it NaN in their place.
@@ -33,8 +33,8 @@ from torch import Tensor
 
 from lockstep.errors import LossError, first_line
 from lockstep.launch.memory import is_out_of_memory
-from lockstep.loss import Number, Totalled
-from lockstep.means import HALF
+from lockstep.model.loss import Number, Totalled
+from lockstep.model.torch_losses import HALF
 from lockstep.tensors.pytree import cut, each, holds_packed, holds_samples, joined, named_tensors, tensors
 from lockstep.tensors.seeding import put_state_on, state_on
 from lockstep.threads.random_streams import source, stream

@@ -9,13 +9,13 @@ from pathlib import Path
 import torch
 from torch import nn
 
-from lockstep.activations import checkpoint_blocks
-from lockstep.checkpoint import take_weights
 from lockstep.data import batches, resolve
 from lockstep.errors import JobError, LockstepError, told
 from lockstep.job import Job
 from lockstep.launch.world import World
-from lockstep.precision import convert_model
+from lockstep.model.activation_checkpointing import checkpoint_blocks
+from lockstep.model.checkpoint import take_weights
+from lockstep.model.precision import convert_model
 from lockstep.tensors.digest import digest
 from lockstep.tensors.pytree import call, is_lazy, to_device
 from lockstep.tensors.seeding import seeded
