@@ -12,7 +12,7 @@ from lockstep.data import Loader
 from lockstep.jobfile import JobFile
 from lockstep.launch.devices import parse
 from lockstep.launch.world import World
-from lockstep.parallel.live import LiveBytes
+from lockstep.parallel.balance.live_memory import LiveBytes
 from lockstep.strategies import choose
 
 CHAR_LM = Path(__file__).parent.parent / "examples" / "char_lm.py"

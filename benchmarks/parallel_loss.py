@@ -11,7 +11,7 @@ from torch import nn
 from benchmarks.timing import Benchmark, Ratio
 from lockstep.launch.devices import Device, usable_cores
 from lockstep.parallel import ParallelLoss
-from lockstep.parallel.live import LiveBytes
+from lockstep.parallel.balance.live_memory import LiveBytes
 from lockstep.threads.thread_pool import Team
 
 WORDS, WIDTH, BATCH, TIME = 32_000, 512, 32, 64

@@ -22,8 +22,8 @@ from benchmarks.timing import ROOT, Benchmark, Ratio, by_torchrun, rate
 from examples.models.unet import UNet
 from lockstep.jobfile import JobFile
 from lockstep.launch.devices import Device, slots, usable_cores
-from lockstep.pipelining.flight import current
-from lockstep.pipelining.plan import planned
+from lockstep.pipelining.microbatch import current
+from lockstep.pipelining.planner.plan import planned
 from lockstep.strategies.mp import MP
 from lockstep.strategies.pp import PP
 

@@ -10,7 +10,7 @@ import torch
 import lockstep
 from lockstep.cli import main
 from lockstep.jobfile import JobFile, loaded
-from lockstep.pipelining.stages import stage_of
+from lockstep.pipelining.device_map import stage_of
 
 EXAMPLES = Path(__file__).parents[1] / "examples"
 RESNET = str(EXAMPLES / "resnet50_split.py")

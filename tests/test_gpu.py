@@ -13,7 +13,7 @@ from lockstep import Job, train
 from lockstep.errors import NonFiniteLoss
 from lockstep.launch.devices import Device
 from lockstep.parallel import DataParallel, data_parallel
-from lockstep.parallel.kept import copied_together
+from lockstep.parallel.replica_pool import copied_together
 from lockstep.strategies.ddp import DDP
 from lockstep.verify import differences
 from zoo import ZOO, drawn, labels

@@ -23,7 +23,7 @@ from torch.utils.checkpoint import checkpoint
 from lockstep.errors import DeviceError, InputError
 from lockstep.launch import devices
 from lockstep.parallel import Balanced, DataParallel, data_parallel
-from lockstep.parallel.kept import copied_together
+from lockstep.parallel.replica_pool import copied_together
 
 EXACT = {"rtol": 1e-12, "atol": 1e-12}
 

@@ -20,7 +20,7 @@ from lockstep.parallel import (
     level_of,
     parallel_apply,
 )
-from lockstep.parallel.busy import BusyTime, covered
+from lockstep.parallel.balance.busy_time import BusyTime, covered
 
 BATCH, WIDTH, CLASSES = 64, 64, 2000
 TWO = slots(2)

@@ -6,7 +6,7 @@ import torch
 
 from lockstep.launch.devices import slots
 from lockstep.parallel import parallel_apply
-from lockstep.parallel.live import LiveBytes
+from lockstep.parallel.balance.live_memory import LiveBytes
 
 KB = 1024
 

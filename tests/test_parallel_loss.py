@@ -18,7 +18,7 @@ from torch.utils.checkpoint import checkpoint
 from lockstep.errors import InputError, LossError
 from lockstep.launch.devices import slots
 from lockstep.parallel import Balanced, DataParallel, ParallelLoss
-from lockstep.parallel.live import LiveBytes
+from lockstep.parallel.balance.live_memory import LiveBytes
 
 BATCH, TIME, WIDTH, WORDS = 7, 11, 6, 13
 PADDING = 0

@@ -7,7 +7,7 @@ import itertools
 import pytest
 
 from lockstep.errors import StrategyError
-from lockstep.pipelining.choose import Costs, Plan, at, choose_schedule
+from lockstep.pipelining.planner.choice import Costs, Plan, at, choose_schedule
 
 
 def stage(fixed_time: float = 0.0, per_sample: float = 1.0, kept: float = 1.0, fixed: float = 0.0) -> Costs:

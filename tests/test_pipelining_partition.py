@@ -18,12 +18,12 @@ import lockstep
 from lockstep.cli import main
 from lockstep.errors import StrategyError
 from lockstep.launch.devices import slots
-from lockstep.pipelining.estimate import Look, blocks_of
-from lockstep.pipelining.measure import measured
-from lockstep.pipelining.partition import map_of, state_copies
-from lockstep.pipelining.plan import plan
-from lockstep.pipelining.stages import stage_of
-from lockstep.pipelining.trace import trace
+from lockstep.pipelining.device_map import stage_of
+from lockstep.pipelining.planner.block_timing import measured
+from lockstep.pipelining.planner.cost_estimate import Look, blocks_of
+from lockstep.pipelining.planner.partition import map_of, state_copies
+from lockstep.pipelining.planner.plan import plan
+from lockstep.pipelining.planner.trace import trace
 from lockstep.tensors.pytree import call
 
 EXAMPLES = Path(__file__).parents[1] / "examples"
@@ -321,7 +321,7 @@ def test_a_model_that_does_not_fit_is_estimated_and_that_is_said(monkeypatch) ->
     def full(*args: Any, **kwargs: Any) -> Any:
         raise torch.OutOfMemoryError("out of memory")
 
-    monkeypatch.setattr("lockstep.pipelining.partition._measured", full)
+    monkeypatch.setattr("lockstep.pipelining.planner.partition._measured", full)
     found = lockstep.partition(small_job(), devices="2xcpu")
     assert not found.measured and "doesn't fit on cpu:0: times are estimated" in found.notes[0]
 

@@ -7,9 +7,9 @@ from pathlib import Path
 import pytest
 
 from lockstep.cli import main
-from lockstep.pipelining.picture import draw, grid, key, summary
+from lockstep.pipelining.planner.picture import draw, grid, key, summary
+from lockstep.pipelining.planner.simulate import simulate
 from lockstep.pipelining.schedule import SCHEDULES, by_name
-from lockstep.pipelining.simulate import simulate
 from lockstep.report.timelines import Timelines
 from lockstep.timeline import Action, Span, Timeline
 

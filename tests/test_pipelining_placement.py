@@ -17,13 +17,13 @@ from lockstep import Job
 from lockstep.errors import LossError, StrategyError
 from lockstep.launch.devices import slots
 from lockstep.launch.world import World
-from lockstep.pipelining import moving
-from lockstep.pipelining.stages import even_split, stage_of
-from lockstep.step import Step
+from lockstep.pipelining import transfer
+from lockstep.pipelining.device_map import even_split, stage_of
 from lockstep.strategies import pp as _pp
 from lockstep.strategies.mp import MP
 from lockstep.strategies.pp import PP
 from lockstep.strategies.single import Single
+from lockstep.strategies.step import Step
 from lockstep.tensors.pytree import each
 
 from cards import Cards, cards, on_cards, plain  # isort: skip
@@ -479,7 +479,7 @@ def test_a_model_over_cards_can_be_called_outside_of_a_step(monkeypatch) -> None
         found.sum().backward()
         with pytest.raises(RuntimeError, match="shapes"):
             step.model(x[:, :2])
-        assert moving.current() is None
+        assert transfer.current() is None
     one = Single().build(job, World(devices=slots(1))).model
     torch.testing.assert_close(plain(found), one(x))
     one(x).sum().backward()

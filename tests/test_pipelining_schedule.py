@@ -7,9 +7,9 @@ import random
 import pytest
 
 from lockstep.errors import StrategyError
-from lockstep.pipelining.fitted import fitted
+from lockstep.pipelining.planner.fitted_schedule import fitted
+from lockstep.pipelining.planner.simulate import simulate, validate
 from lockstep.pipelining.schedule import SCHEDULES, by_name, devices_of, gpipe, interleaved, one_f_one_b, parse, printed
-from lockstep.pipelining.simulate import simulate, validate
 from lockstep.timeline import Action, Timeline
 
 

@@ -6,7 +6,7 @@ import pytest
 from torch import nn
 
 from lockstep.errors import StrategyError
-from lockstep.pipelining.stages import stage_of
+from lockstep.pipelining.device_map import stage_of
 
 
 def net() -> nn.Module:

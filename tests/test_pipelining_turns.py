@@ -13,7 +13,7 @@ from torch import nn
 from lockstep.errors import StrategyError
 from lockstep.launch.devices import slots, usable_cores
 from lockstep.launch.placement import alone
-from lockstep.pipelining.flight import Flight
+from lockstep.pipelining.microbatch import Flight
 from lockstep.pipelining.routes import Visit
 from lockstep.pipelining.runner import Runner
 from lockstep.pipelining.turns import Aborted, Turns

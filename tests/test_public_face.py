@@ -16,11 +16,12 @@ LIST = Path(__file__).parent / "data" / "public_face.json"
 
 
 def members(thing: Any) -> list[str]:
-    """The public attributes and methods of a class, with what its parameters are called."""
+    """The public attributes and methods of a class, but for those that it has from others' classes."""
     if not inspect.isclass(thing):
         return []
     fields = [f.name for f in dataclasses.fields(thing)] if dataclasses.is_dataclass(thing) else []
-    return sorted({*fields, *(name for name in dir(thing) if not name.startswith("_"))} - set(dir(Exception)))
+    own = {name for kind in thing.__mro__ if kind.__module__.startswith("lockstep") for name in vars(kind)}
+    return sorted({*fields, *(name for name in own if not name.startswith("_"))})
 
 
 def parameters(thing: Any) -> list[str]:

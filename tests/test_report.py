@@ -28,8 +28,8 @@ from lockstep.compare.result import Comparison, Row
 from lockstep.errors import FolderError, SampleError
 from lockstep.glance import Glance, Seen
 from lockstep.launch.events import TimesOf
+from lockstep.pipelining.planner.simulate import simulate
 from lockstep.pipelining.schedule import by_name
-from lockstep.pipelining.simulate import simulate
 from lockstep.report.charts import Bars, Lines, Stacks
 from lockstep.report.ofrun import command
 from lockstep.report.ofrun import write_page as page_of_run

@@ -25,10 +25,10 @@ from lockstep.data import Batch, Part
 from lockstep.errors import Caveat, InputError
 from lockstep.jobfile import JobFile
 from lockstep.model.loss import Number
-from lockstep.step import Result, Step
 from lockstep.strategies.ddp import DDP, DDPStep
 from lockstep.strategies.dp import DP, DPStep
 from lockstep.strategies.pp import PP
+from lockstep.strategies.step import Result, Step
 from lockstep.strategies.strategy import Strategy
 from lockstep.tensors.pytree import each
 from lockstep.verify import Verification

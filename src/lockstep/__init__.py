@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     from lockstep.launch.world import World as World
     from lockstep.map import map as map
     from lockstep.parallelize import parallelize as parallelize
-    from lockstep.pipelining.partition import partition as partition
+    from lockstep.pipelining.planner.partition import partition as partition
     from lockstep.predict import predict as predict
     from lockstep.run import Run as Run
     from lockstep.train import evaluate as evaluate
@@ -47,7 +47,7 @@ _HOME = {
     "map": "lockstep.map",
     "parallel": "lockstep",
     "parallelize": "lockstep.parallelize",
-    "partition": "lockstep.pipelining.partition",
+    "partition": "lockstep.pipelining.planner.partition",
     "predict": "lockstep.predict",
     "train": "lockstep.train",
     "tune": "lockstep.tune",

@@ -255,7 +255,7 @@ def _strategy(options: argparse.Namespace) -> Any:
     if options.strategy is None:
         option = next(iter(settings)).removeprefix("device_").replace("_", "-")
         raise InputError(f"--{option} is a setting of a strategy: name that too (--strategy pp)")
-    from lockstep.pipelining.stages import read_map
+    from lockstep.pipelining.device_map import read_map
     from lockstep.strategies import named
 
     if options.map is not None:

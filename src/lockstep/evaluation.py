@@ -16,7 +16,7 @@ from lockstep.launch.events import Line
 from lockstep.launch.memory import is_out_of_memory
 from lockstep.launch.world import World
 from lockstep.model.inspection import look
-from lockstep.step import Step
+from lockstep.strategies.step import Step
 from lockstep.tensors.pytree import cut, holds_packed, tensors
 from lockstep.tensors.seeding import kept_states
 

@@ -9,7 +9,7 @@ from typing import Any
 
 from lockstep.data import Part
 from lockstep.launch.world import World
-from lockstep.step import Step
+from lockstep.strategies.step import Step
 from lockstep.tensors.pytree import each, named_tensors
 
 Shape = list[int | list[int]]

@@ -17,7 +17,7 @@ from lockstep.launch.events import TimesOf
 from lockstep.profiling.clock import Clock
 from lockstep.profiling.methods import Methods
 from lockstep.profiling.stages import timelines_of
-from lockstep.step import Step
+from lockstep.strategies.step import Step
 
 CLOCKED = 6
 """Updates that are clocked."""

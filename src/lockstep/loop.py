@@ -47,8 +47,8 @@ from lockstep.progress import Pace, Teller, held_out
 from lockstep.resuming import moved
 from lockstep.run_config import edited_files, write_config
 from lockstep.scheduler import move_on, note_on_length, scheduler_of
-from lockstep.step import Step
 from lockstep.strategies import Strategy
+from lockstep.strategies.step import Step
 from lockstep.tensors.allocator import freed_memory_kept
 from lockstep.tensors.pytree import share_sizes
 

@@ -16,8 +16,8 @@ from lockstep.launch import here
 from lockstep.launch.devices import Devices
 from lockstep.launch.events import Line
 from lockstep.launch.world import World
-from lockstep.step import Step
 from lockstep.strategies import Strategy, choose
+from lockstep.strategies.step import Step
 from lockstep.tensors.allocator import keep_freed_memory
 
 

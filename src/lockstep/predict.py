@@ -37,8 +37,8 @@ from lockstep.linefile import LineWriter, merge
 from lockstep.model.build import trained_model
 from lockstep.outputs import Items, Left, Rows, filled, form_of, in_lines, leaves, taken
 from lockstep.run import Run, trained_of
-from lockstep.step import Step
 from lockstep.strategies import Strategy, choose
+from lockstep.strategies.step import Step
 from lockstep.tensors.array_file import Array, Layout, RowWriter, archive, create, layout, mapped, not_written
 from lockstep.tensors.pytree import described
 

@@ -8,7 +8,7 @@ import torch
 
 from lockstep.errors import JobError, told
 from lockstep.job import Job
-from lockstep.step import Result, Step
+from lockstep.strategies.step import Result, Step
 
 
 def scheduler_of(job: Job, step: Step) -> Any:

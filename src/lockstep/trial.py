@@ -35,8 +35,8 @@ from lockstep.launch.placement import alone, place_of
 from lockstep.launch.processes.local_ranks import run as run_locally
 from lockstep.launch.world import World, now
 from lockstep.model.checkpoint import save_weights
-from lockstep.step import Step
 from lockstep.strategies import STRATEGIES, Strategy, choose
+from lockstep.strategies.step import Step
 from lockstep.tensors.allocator import keep_freed_memory
 
 T = TypeVar("T")

@@ -38,7 +38,7 @@ def compare(options: argparse.Namespace, knobs: Mapping[str, str], settings: Map
     from lockstep.compare.record import json_of
     from lockstep.compare.table import csv_of
     from lockstep.jobfile import JobFile
-    from lockstep.pipelining.stages import read_map
+    from lockstep.pipelining.device_map import read_map
 
     files = {"--json": options.json, "--csv": options.csv}
     for option, file in files.items():

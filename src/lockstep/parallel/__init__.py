@@ -23,16 +23,16 @@ thread) and ``batchnorm`` (statistics over all replicas).
 
 from __future__ import annotations
 
-from lockstep.parallel.apply import parallel_apply
-from lockstep.parallel.balanced import Balanced
+from lockstep.parallel.balance.largest_batch import largest_batch
+from lockstep.parallel.balance.level import Level, level_of
+from lockstep.parallel.balanced_outputs import Balanced
 from lockstep.parallel.data_parallel import DataParallel, data_parallel
-from lockstep.parallel.fitting import largest_batch
 from lockstep.parallel.gather import gather
-from lockstep.parallel.level import Level, level_of
-from lockstep.parallel.parallel_loss import ParallelLoss
+from lockstep.parallel.loss.parallel_loss import ParallelLoss
+from lockstep.parallel.parallel_apply import parallel_apply
 from lockstep.parallel.replicate import replicate
 from lockstep.parallel.scatter import scatter, scatter_kwargs
-from lockstep.parallel.shapes import Shapes, trace_shapes
+from lockstep.parallel.trace_shapes import Shapes, trace_shapes
 
 __all__ = [
     "Balanced",

@@ -6,7 +6,8 @@ With the shares :math:`x = [x_1, \dots, x_n]` of a batch, and replicas of one mo
           \frac{\partial l}{\partial w} = \sum_i \frac{\partial l}{\partial y_i} \frac{\partial f(x_i, w)}{\partial w}
 
 ``torch.nn.DataParallel`` does that on GPUs, with replicas that are made afresh in each forward. Here they are kept
-(`lockstep.parallel.kept`), and it works on slots of a CPU as well, forward and backward (`lockstep.parallel.backward`).
+(`lockstep.parallel.replica_pool`), and it works on slots of a CPU as well, forward and backward
+(`lockstep.parallel.backward_threads`).
 """
 
 from __future__ import annotations
@@ -23,11 +24,11 @@ from torch.autograd.graph import increment_version
 
 from lockstep.errors import InputError
 from lockstep.launch.devices import Device, Devices, occupied
-from lockstep.parallel import backward, shapes, targets, uncompiled
-from lockstep.parallel.apply import parallel_apply
-from lockstep.parallel.balanced import Balanced
+from lockstep.parallel import backward_threads, target_devices, trace_shapes, uncompiled
+from lockstep.parallel.balanced_outputs import Balanced
 from lockstep.parallel.gather import gathered
-from lockstep.parallel.kept import Kept, Lease
+from lockstep.parallel.parallel_apply import parallel_apply
+from lockstep.parallel.replica_pool import Kept, Lease
 from lockstep.parallel.replicate import replicate
 from lockstep.parallel.scatter import is_plain, scatter_kwargs
 from lockstep.tensors import pytree
@@ -103,9 +104,9 @@ class DataParallel(nn.Module, Generic[M]):
         if balanced and output_device is not None:
             raise InputError("balanced outputs stay on their devices: leave output_device out, or balanced")
         self.module = module
-        self.devices = targets.many(device_ids)
+        self.devices = target_devices.many(device_ids)
         self.device_ids = [device.index for device in self.devices]
-        self.output_device = self.devices[0].torch if output_device is None else targets.one(output_device)
+        self.output_device = self.devices[0].torch if output_device is None else target_devices.one(output_device)
         self.dim = dim
         self.balanced = balanced
         self.sizes: tuple[int, ...] = ()
@@ -142,7 +143,7 @@ class DataParallel(nn.Module, Generic[M]):
                     self._warn_of_means(outputs, sizes)
                     self._warn_of_other_dimensions(outputs, sizes)
                     whole = self.gather(outputs, self.output_device)
-            shapes.note((inputs, kwargs), shares, outputs, whole, devices, sizes)
+            trace_shapes.note((inputs, kwargs), shares, outputs, whole, devices, sizes)
             return whole
 
     def _outputs(self, shares: Sequence[Arguments], devices: Sequence[Device], whole: Arguments) -> list[Any]:
@@ -232,7 +233,7 @@ def data_parallel(
         InputError: as ``DataParallel``; also if ``module`` isn't on the only device.
         DeviceError: devices that don't exist.
     """
-    devices = targets.many(device_ids)
+    devices = target_devices.many(device_ids)
     place = devices[0].torch
     for tensor in (*module.parameters(), *module.buffers()):
         if tensor.device != place:
@@ -267,17 +268,17 @@ def _on_slots(lease: Lease, shares: Sequence[Arguments], devices: Sequence[Devic
     with _changes_told(whole, own), borrowed(devices) as team:
         outputs = team.run(calls)
     lease.refuse_written()
-    return backward.joined(outputs, devices, shared, leaves, lease)
+    return backward_threads.joined(outputs, devices, shared, leaves, lease)
 
 
 def _of_its_own(shared: list[torch.Tensor], leaves: dict[int, torch.Tensor], tensor: torch.Tensor) -> torch.Tensor:
     """A share that a replica may differentiate by, and change in place."""
     if not tensor.requires_grad:
         return tensor
-    leaf = backward.stand_in(tensor)
+    leaf = backward_threads.stand_in(tensor)
     leaves[len(shared)] = leaf
     shared.append(tensor)
-    alias: torch.Tensor = backward.Aside.apply(leaf)  # type: ignore[no-untyped-call]
+    alias: torch.Tensor = backward_threads.Aside.apply(leaf)  # type: ignore[no-untyped-call]
     return alias
 
 

@@ -13,7 +13,7 @@ import torch
 
 from lockstep.errors import InputError
 from lockstep.launch.devices import Device
-from lockstep.parallel import targets
+from lockstep.parallel import target_devices
 from lockstep.tensors import pytree
 
 
@@ -43,7 +43,7 @@ def gathered(
     """The same; ``says`` is how far up the stack the line lies that is warned of scalars, 0 for no warning."""
     if not outputs:
         raise InputError("no outputs to gather: there must be one for each device that was used")
-    whole = _joined(list(outputs), targets.one(target_device), dim, list(outputs))
+    whole = _joined(list(outputs), target_devices.one(target_device), dim, list(outputs))
     if says and dim == 0 and any(tensor.dim() == 0 for tensor in pytree.tensors(outputs[0])):
         warnings.warn(
             "Was asked to gather along dimension 0, but all input tensors were scalars; "
@@ -79,7 +79,7 @@ def _joined(column: list[Any], place: torch.device, dim: int, outputs: list[Any]
 
 
 def _concatenated(column: list[torch.Tensor], place: torch.device, dim: int) -> torch.Tensor:
-    moved = [targets.move(item, place) for item in column]
+    moved = [target_devices.move(item, place) for item in column]
     if dim == 0 and all(item.dim() == 0 for item in moved):
         return torch.stack(moved)
     try:

@@ -14,7 +14,7 @@ from torch import nn
 
 from lockstep.errors import InputError
 from lockstep.launch.devices import Devices
-from lockstep.parallel import attributes, targets
+from lockstep.parallel import module_attributes, target_devices
 from lockstep.threads.parametrized import cache_apart
 
 M = TypeVar("M", bound=nn.Module)
@@ -39,7 +39,7 @@ def replicate(network: M, devices: Devices, detach: bool = False) -> list[M]:
 
     Source: https://docs.pytorch.org/docs/stable/generated/torch.nn.DataParallel.html
     """
-    places = [device.torch for device in targets.many(devices)]
+    places = [device.torch for device in target_devices.many(devices)]
     names = {id(module): name for name, module in network.named_modules()}
     copies = [{id(module): shell(module, names[id(module)]) for module in network.modules()} for _ in places]
     tensors = _tensors(network, names, places, detach)
@@ -121,8 +121,8 @@ def fill(replica: Any, module: nn.Module, name: str, copied: dict[int, Any], of:
     for key, buffer in module._buffers.items():
         replica._buffers[key] = None if buffer is None else of[id(buffer)]
     known = {**of, **copied}
-    for key, value in attributes.own(replica):
-        vars(replica)[key] = attributes.of_replica(value, known)
+    for key, value in module_attributes.own(replica):
+        vars(replica)[key] = module_attributes.of_replica(value, known)
 
 
 def _set(replica: Any, kind: str, key: str, value: torch.Tensor | None, name: str) -> None:
@@ -168,7 +168,7 @@ class _Spread(torch.autograd.Function):
     def forward(ctx: Any, places: list[torch.device], *tensors: torch.Tensor) -> tuple[torch.Tensor, ...]:
         ctx.homes = [tensor.device for tensor in tensors]
         ctx.set_materialize_grads(False)
-        spread = tuple(targets.move(tensor.detach(), place) for place in places for tensor in tensors)
+        spread = tuple(target_devices.move(tensor.detach(), place) for place in places for tensor in tensors)
         wanted = ctx.needs_input_grad[1:]
         ctx.mark_non_differentiable(*(copy for i, copy in enumerate(spread) if not wanted[i % len(wanted)]))
         return spread
@@ -180,7 +180,7 @@ class _Spread(torch.autograd.Function):
             total: torch.Tensor | None = None
             for grad in grads[i :: len(ctx.homes)]:  # in the order of the replicas: the same bits each time
                 if grad is not None:
-                    moved = targets.move(grad, home)
+                    moved = target_devices.move(grad, home)
                     total = moved if total is None else total + moved
             sums.append(total)
         return None, *sums

@@ -14,7 +14,7 @@ from torch.autograd import forward_ad
 
 from lockstep.errors import InputError
 from lockstep.launch.devices import Device, Devices
-from lockstep.parallel import targets
+from lockstep.parallel import target_devices
 from lockstep.tensors import pytree
 
 
@@ -48,7 +48,7 @@ def scatter(inputs: Any, target_gpus: Devices, dim: int = 0, *, sizes: Sequence[
 
     Source: https://docs.pytorch.org/docs/stable/generated/torch.nn.DataParallel.html
     """
-    places = targets.many(target_gpus)
+    places = target_devices.many(target_gpus)
     shares = _shares(inputs, places, dim, sizes)
     return tuple(shares) if isinstance(inputs, torch.Tensor) else shares
 
@@ -72,7 +72,7 @@ def scatter_kwargs(
     given = dict(kwargs or {})
     if not inputs and not given:
         return (), ()
-    both = _shares((tuple(inputs), given), targets.many(target_gpus), dim, sizes)
+    both = _shares((tuple(inputs), given), target_devices.many(target_gpus), dim, sizes)
     return tuple(args for args, _ in both), tuple(named for _, named in both)
 
 
@@ -121,7 +121,7 @@ def _shares(inputs: Any, places: tuple[Device, ...], dim: int, sizes: Sequence[i
         _refuse_transforms()
     total = _batch_size(inputs, dim)
     if len(places) == 1 and sizes is None:  # as it is: nothing is cut
-        return [pytree.each(lambda tensor: targets.move(tensor, places[0].torch), inputs)]
+        return [pytree.each(lambda tensor: target_devices.move(tensor, places[0].torch), inputs)]
     if total is None:
         return _cut(inputs, [device.torch for device in places], dim, [])
     if sizes is None:
@@ -161,7 +161,7 @@ def _batch_size(inputs: Any, dim: int) -> int | None:
 def _cut(nest: Any, places: list[torch.device], dim: int, sizes: list[int]) -> list[Any]:
     if isinstance(nest, torch.Tensor):
         if nest.dim() == 0:
-            return [targets.move(nest, place) for place in places]
+            return [target_devices.move(nest, place) for place in places]
         return list(_Cut.apply(nest, dim, sizes, places))  # type: ignore[no-untyped-call]
     inside = pytree.parts(nest)
     if not inside:
@@ -183,10 +183,10 @@ class _Cut(torch.autograd.Function):
     ) -> tuple[torch.Tensor, ...]:
         ctx.dim, ctx.home = dim, tensor.device
         return tuple(
-            targets.move(share.data, place)
+            target_devices.move(share.data, place)
             for share, place in zip(torch.split(tensor, sizes, dim), places, strict=True)
         )
 
     @staticmethod
     def backward(ctx: Any, *grads: torch.Tensor) -> tuple[torch.Tensor, None, None, None]:
-        return torch.cat([targets.move(grad, ctx.home) for grad in grads], ctx.dim), None, None, None
+        return torch.cat([target_devices.move(grad, ctx.home) for grad in grads], ctx.dim), None, None, None

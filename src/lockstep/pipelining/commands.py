@@ -62,7 +62,7 @@ def add_schedule(parser: argparse.ArgumentParser) -> None:
 
 
 def _schedule(options: argparse.Namespace) -> int:
-    from lockstep.pipelining.picture import draw, key
+    from lockstep.pipelining.planner.picture import draw, key
     from lockstep.pipelining.schedule import printed
 
     if not math.isfinite(options.transfer):
@@ -97,9 +97,9 @@ _MOST = 200_000
 
 
 def _simulated(name: str, options: argparse.Namespace) -> Timeline:
-    from lockstep.pipelining.fitted import fitted
+    from lockstep.pipelining.planner.fitted_schedule import fitted
+    from lockstep.pipelining.planner.simulate import simulate
     from lockstep.pipelining.schedule import SCHEDULES, devices_of
-    from lockstep.pipelining.simulate import simulate
 
     if name == "fitted":
         forward, backward = (_times(options, which, options.stages) for which in ("forward", "backward"))
@@ -155,9 +155,9 @@ def add_partition(parser: argparse.ArgumentParser) -> None:
 def partition(options: argparse.Namespace, knobs: Mapping[str, str], settings: Mapping[str, Any]) -> int:
     """Find the partition that the options ask for, and print it."""
     from lockstep.jobfile import JobFile
-    from lockstep.pipelining import partition as found_by
-    from lockstep.pipelining.picture import key
-    from lockstep.pipelining.plan import plan
+    from lockstep.pipelining.planner import partition as found_by
+    from lockstep.pipelining.planner.picture import key
+    from lockstep.pipelining.planner.plan import plan
     from lockstep.pipelining.schedule import SCHEDULES
 
     width = shutil.get_terminal_size().columns
@@ -209,7 +209,7 @@ def print_timeline(timeline: Timeline, width: int) -> None:
     """The grid, in colours on a terminal, and below it the bubble."""
     import sys
 
-    from lockstep.pipelining.picture import IDLE, grid, summary
+    from lockstep.pipelining.planner.picture import IDLE, grid, summary
 
     lines = grid(timeline, width)
     if sys.stdout.isatty():

@@ -29,11 +29,11 @@ from lockstep.errors import InputError
 from lockstep.launch import devices as _devices
 from lockstep.launch.devices import Device
 from lockstep.launch.world import World
-from lockstep.pipelining.flight import Flight
-from lockstep.pipelining.habits import Habits
-from lockstep.pipelining.remembered import Remembered
+from lockstep.pipelining.microbatch import Flight
+from lockstep.pipelining.overlap import Habits
 from lockstep.pipelining.routes import Route, action_of, orders_of
 from lockstep.pipelining.schedule import Schedule, by_stage
+from lockstep.pipelining.state_probe import Remembered
 from lockstep.pipelining.turns import Aborted, Key, Turns
 from lockstep.threads.thread_pool import Team
 from lockstep.timeline import Span, Timeline

@@ -13,7 +13,7 @@ from torch.profiler import record_function
 
 from lockstep.breakdown import Kind, StepTimes, Track
 from lockstep.launch.world import now
-from lockstep.step import Step
+from lockstep.strategies.step import Step
 
 
 @dataclass

@@ -15,7 +15,7 @@ from torch.nn.parallel import DistributedDataParallel
 from lockstep.launch.world import World, now
 from lockstep.pipelining.runner import Runner
 from lockstep.profiling.clock import Clock
-from lockstep.step import Step
+from lockstep.strategies.step import Step
 from lockstep.threads.exchange import Session
 
 _COMPUTING = {"forward_loss": "forward and loss", "backward": "backward", "_weight": "weight", "clip": "clip"}

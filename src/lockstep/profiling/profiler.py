@@ -29,11 +29,11 @@ from lockstep.errors import SaveError
 from lockstep.launch.events import Line, Profile
 from lockstep.launch.run_folder import RunFolder
 from lockstep.launch.world import World
-from lockstep.pipelining.picture import key, lines_of
+from lockstep.pipelining.planner.picture import key, lines_of
 from lockstep.profiling.clock import Clock
 from lockstep.profiling.methods import Methods
 from lockstep.profiling.stages import save, timelines_of
-from lockstep.step import Step
+from lockstep.strategies.step import Step
 from lockstep.timeline import Timeline
 
 WARM_UP = 2

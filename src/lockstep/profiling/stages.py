@@ -14,9 +14,9 @@ from collections.abc import Mapping
 from importlib.util import find_spec
 from pathlib import Path
 
-from lockstep.pipelining.picture import draw
+from lockstep.pipelining.planner.picture import draw
+from lockstep.pipelining.planner.simulate import ideal
 from lockstep.pipelining.runner import Runner
-from lockstep.pipelining.simulate import ideal
 from lockstep.timeline import Timeline
 
 

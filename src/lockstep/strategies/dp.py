@@ -33,13 +33,13 @@ from lockstep.model.inspection import drops
 from lockstep.model.loss import Number
 from lockstep.model.optimizer import build_optimizer
 from lockstep.parallel import gather
-from lockstep.step import Step
 from lockstep.strategies.replicas import (
     follow_settings,
     refuse_what_replicas_would_share,
     replica_of,
     structure_of,
 )
+from lockstep.strategies.step import Step
 from lockstep.strategies.strategy import Strategy
 from lockstep.tensors.pytree import call, cut, share_sizes, to_device
 from lockstep.threads import recompute

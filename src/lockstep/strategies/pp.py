@@ -27,16 +27,16 @@ from lockstep.launch.world import World
 from lockstep.model.build import build_model
 from lockstep.model.inspection import drops
 from lockstep.model.optimizer import build_optimizer
-from lockstep.pipelining.choose import NUMBERS
-from lockstep.pipelining.fitted import fitted
-from lockstep.pipelining.layers import Layers
-from lockstep.pipelining.partition import Partition, capacities, found_for
-from lockstep.pipelining.plan import planned
+from lockstep.pipelining.device_map import even_split, stage_of
+from lockstep.pipelining.planner.choice import NUMBERS
+from lockstep.pipelining.planner.fitted_schedule import fitted
+from lockstep.pipelining.planner.partition import Partition, capacities, found_for
+from lockstep.pipelining.planner.plan import planned
 from lockstep.pipelining.runner import Runner, refuse_mixed
 from lockstep.pipelining.schedule import Schedule, gpipe, interleaved, one_f_one_b
-from lockstep.pipelining.stages import even_split, stage_of
-from lockstep.step import Step
+from lockstep.pipelining.stage_layers import Layers
 from lockstep.strategies.staged import StagedStep
+from lockstep.strategies.step import Step
 from lockstep.strategies.strategy import DRAWS, Strategy
 
 SCHEDULES = ("gpipe", "1f1b", "interleaved", "fitted")
@@ -50,7 +50,7 @@ class PP(Strategy):
     """Stages of layers on the devices of one process, micro-batches overlapped.
 
     Attributes:
-        device_map: prefixes of names and their stages (see ``lockstep.pipelining.stages``); None finds one, by
+        device_map: prefixes of names and their stages (see ``lockstep.pipelining.device_map``); None finds one, by
             measuring the layers on the job's first batch.
         microbatches: how many each accumulation part of a global batch is cut in; "auto" chooses by simulation; None is
             what ``split_size`` makes, or 4.

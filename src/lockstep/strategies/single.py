@@ -14,7 +14,7 @@ from lockstep.launch.world import World
 from lockstep.model.build import build_model
 from lockstep.model.loss import Number
 from lockstep.model.optimizer import build_optimizer
-from lockstep.step import Step
+from lockstep.strategies.step import Step
 from lockstep.strategies.strategy import Strategy
 
 

@@ -15,9 +15,9 @@ from lockstep.job import Job
 from lockstep.launch.devices import Device, occupied
 from lockstep.launch.world import World
 from lockstep.model.loss import Number
-from lockstep.pipelining.layers import Layers
 from lockstep.pipelining.runner import Runner
-from lockstep.step import Step
+from lockstep.pipelining.stage_layers import Layers
+from lockstep.strategies.step import Step
 from lockstep.threads import recompute
 from lockstep.threads.random_streams import Streams, stream
 

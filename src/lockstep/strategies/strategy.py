@@ -14,7 +14,7 @@ from lockstep.job import Job
 from lockstep.launch.world import World
 from lockstep.model.build import hooked_parameters
 from lockstep.model.inspection import drops
-from lockstep.step import Step
+from lockstep.strategies.step import Step
 
 DRAWS = Caveat("dropout", "dropout masks differ from single-device training; they are reproducible")
 

@@ -17,8 +17,8 @@ from lockstep.job import Job
 from lockstep.launch.world import World
 from lockstep.model.inspection import acting_buffers
 from lockstep.scheduler import move_on, scheduler_of
-from lockstep.step import Result, Step
 from lockstep.strategies import Strategy
+from lockstep.strategies.step import Result, Step
 from lockstep.tensors.digest import digest
 from lockstep.tensors.pytree import each, tensors
 from lockstep.tensors.seeding import same, same_others, states

@@ -30,8 +30,8 @@ from lockstep.launch.placement import place_of
 from lockstep.launch.world import World
 from lockstep.model.build import hooked_parameters
 from lockstep.model.inspection import acting_buffers, drops
-from lockstep.step import Result
 from lockstep.strategies.single import Single
+from lockstep.strategies.step import Result
 from lockstep.tensors.allocator import freed_memory_kept
 from lockstep.tensors.digest import digest
 from lockstep.verify.comparison import EXACT, Comparison, Update

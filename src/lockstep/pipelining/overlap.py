@@ -18,11 +18,11 @@ from torch import nn
 
 from lockstep.launch.events import Line
 from lockstep.launch.world import World
-from lockstep.pipelining.crossings import Crossings
-from lockstep.pipelining.drawing import Drawing
-from lockstep.pipelining.flight import Flight
-from lockstep.pipelining.remembered import Begun, Remembered
+from lockstep.pipelining.microbatch import Flight
+from lockstep.pipelining.rng_probe import Drawing
 from lockstep.pipelining.routes import Route, merged, whole
+from lockstep.pipelining.stage_crossings import Crossings
+from lockstep.pipelining.state_probe import Begun, Remembered
 
 _LONGEST = 8
 """A route that has grown to that many visits for each stage is not made longer."""

@@ -12,8 +12,8 @@ from collections.abc import Iterator, Sequence
 from typing import Literal
 
 from lockstep.errors import StrategyError
+from lockstep.pipelining.planner.simulate import Times, needs, simulate, time_of
 from lockstep.pipelining.schedule import Schedule
-from lockstep.pipelining.simulate import Times, needs, simulate, time_of
 from lockstep.timeline import Action
 
 

@@ -15,10 +15,10 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from lockstep.errors import StrategyError, counted
-from lockstep.pipelining.fitted import fitted
+from lockstep.pipelining.planner.fitted_schedule import fitted
+from lockstep.pipelining.planner.simulate import simulate
+from lockstep.pipelining.planner.split import size as said
 from lockstep.pipelining.schedule import Schedule, gpipe, interleaved, one_f_one_b
-from lockstep.pipelining.simulate import simulate
-from lockstep.pipelining.split import size as said
 from lockstep.tensors.pytree import share_sizes
 from lockstep.timeline import Timeline
 

@@ -15,9 +15,9 @@ from torch import nn
 
 from lockstep.errors import StrategyError
 from lockstep.launch.devices import Device
-from lockstep.pipelining import moving
-from lockstep.pipelining.flight import current
-from lockstep.pipelining.moving import Moving
+from lockstep.pipelining import transfer
+from lockstep.pipelining.microbatch import current
+from lockstep.pipelining.transfer import Moving
 from lockstep.threads import recompute
 
 
@@ -54,8 +54,8 @@ class Layers:
                 module.register_forward_pre_hook(_Arriving(stage, place), with_kwargs=True, prepend=True)
                 module.register_forward_hook(_Leaving())
         if self.moves:
-            recompute.install(moving.later)
-            moving.install()
+            recompute.install(transfer.later)
+            transfer.install()
             model.register_forward_pre_hook(_Entering(places), prepend=True)
             model.register_forward_hook(_Exiting(), always_call=True)
         if not devices[0].is_slot:
@@ -175,7 +175,7 @@ class _Arriving(_Hook):
     def _moved(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
         assert self._place is not None
         # (There is none where a layer is called by itself.)
-        mode = moving.current() or Moving([self._place])
+        mode = transfer.current() or Moving([self._place])
         mode.place = self._place
         return tuple(map(mode.nest_moved, args)), {name: mode.nest_moved(value) for name, value in kwargs.items()}
 
@@ -198,7 +198,7 @@ class _Entering(_Hook):
         self._places = places
 
     def __call__(self, module: nn.Module, args: tuple[Any, ...]) -> None:
-        if moving.current() is None:
+        if transfer.current() is None:
             Moving(self._places, owner=module).__enter__()
 
 
@@ -206,6 +206,6 @@ class _Exiting(_Hook):
     """After it, however it ended."""
 
     def __call__(self, module: nn.Module, args: tuple[Any, ...], output: Any) -> None:
-        mode = moving.current()
+        mode = transfer.current()
         if mode is not None and mode.owner is module:
             mode.__exit__(None, None, None)

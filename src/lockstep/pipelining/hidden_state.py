@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from lockstep.pipelining.contents import is_plain
+from lockstep.pipelining.module_contents import is_plain
 
 _KNOWN = (torch.Tensor, nn.Module, int, float, complex, str, bytes, torch.Size, torch.dtype, torch.device, type(None))
 """What an attribute is compared as it is."""

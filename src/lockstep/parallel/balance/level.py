@@ -17,9 +17,9 @@ from dataclasses import dataclass
 
 from lockstep.errors import InputError
 from lockstep.launch.devices import Device, Devices
-from lockstep.parallel import targets
-from lockstep.parallel.busy import BusyTime
-from lockstep.parallel.live import LiveBytes
+from lockstep.parallel import target_devices
+from lockstep.parallel.balance.busy_time import BusyTime
+from lockstep.parallel.balance.live_memory import LiveBytes
 
 
 @dataclass(frozen=True)
@@ -77,7 +77,7 @@ def level_of(step: Callable[[], object], devices: Devices = None, *, repeat: int
     """
     if repeat < 1:
         raise InputError(f"repeat {repeat}: a step is timed at least once")
-    places = tuple(dict.fromkeys(targets.many(devices)))
+    places = tuple(dict.fromkeys(target_devices.many(devices)))
     step()
     live = peaks_of(step, places)
     timings = []

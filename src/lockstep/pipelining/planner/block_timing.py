@@ -20,8 +20,8 @@ import torch
 from torch import nn
 
 from lockstep.launch.devices import Device, occupied
-from lockstep.pipelining.blocks import Block, watched
-from lockstep.pipelining.trace import as_before
+from lockstep.pipelining.planner.blocks import Block, watched
+from lockstep.pipelining.planner.trace import as_before
 from lockstep.tensors.pytree import tensors
 from lockstep.threads.thread_pool import borrowed
 

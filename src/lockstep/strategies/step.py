@@ -26,7 +26,6 @@ from torch import nn
 from lockstep.data import Batch, Part, mixed
 from lockstep.data.own_loop import batch_of, own_stream
 from lockstep.errors import Caveat, InputError, LossError, NonFiniteLoss, OutOfMemory, RunError, StrategyError
-from lockstep.evaluator import Evaluator
 from lockstep.job import Job
 from lockstep.launch.events import Line
 from lockstep.launch.memory import is_out_of_memory
@@ -40,6 +39,7 @@ from lockstep.model.loss import Number
 from lockstep.model.loss_check import Piece
 from lockstep.model.nonfinite import why_not_finite
 from lockstep.model.optimizer import begin_momentum, clip_gradients, load_named_optimizer_state, named_optimizer_state
+from lockstep.strategies.evaluator import Evaluator
 from lockstep.tensors.seeding import kept_states
 
 _STATE = "state.pt"

@@ -27,7 +27,7 @@ from torch import nn
 from torch.overrides import TorchFunctionMode
 
 from lockstep.errors import StrategyError
-from lockstep.pipelining.flight import tensors_in
+from lockstep.pipelining.microbatch import tensors_in
 from lockstep.tensors.pytree import each
 
 _here = threading.local()

@@ -30,15 +30,15 @@ from lockstep.launch.world import World
 from lockstep.model.build import build_model
 from lockstep.model.loss import Totalled
 from lockstep.model.precision import Precision, converted_loss
-from lockstep.pipelining.blocks import Block, device_map
-from lockstep.pipelining.estimate import Look, blocks_of
-from lockstep.pipelining.measure import contention as _contention
-from lockstep.pipelining.measure import measured as _measured
+from lockstep.pipelining.planner.block_timing import contention as _contention
+from lockstep.pipelining.planner.block_timing import measured as _measured
+from lockstep.pipelining.planner.blocks import Block, device_map
+from lockstep.pipelining.planner.cost_estimate import Look, blocks_of
+from lockstep.pipelining.planner.partition_table import lines_of
+from lockstep.pipelining.planner.simulate import simulate
+from lockstep.pipelining.planner.split import split
+from lockstep.pipelining.planner.trace import trace
 from lockstep.pipelining.schedule import Schedule, one_f_one_b
-from lockstep.pipelining.simulate import simulate
-from lockstep.pipelining.split import split
-from lockstep.pipelining.table import lines_of
-from lockstep.pipelining.trace import trace
 from lockstep.tensors.pytree import call, to_device
 
 SLACK = 0.01

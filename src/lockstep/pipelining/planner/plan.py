@@ -17,12 +17,12 @@ from lockstep.launch import devices as _devices
 from lockstep.launch.devices import Device, Devices
 from lockstep.launch.placement import alone
 from lockstep.model.build import build_model
-from lockstep.pipelining.blocks import Block
-from lockstep.pipelining.choose import NUMBERS, Candidate, Choice, Costs, Plan, choose_schedule
-from lockstep.pipelining.estimate import Look
-from lockstep.pipelining.partition import Bench, Partition, Stage, capacities, divided, first_part
-from lockstep.pipelining.rehearse import seconds_taken
-from lockstep.pipelining.stages import DeviceMap, longest
+from lockstep.pipelining.device_map import DeviceMap, longest
+from lockstep.pipelining.planner.benchmark import seconds_taken
+from lockstep.pipelining.planner.blocks import Block
+from lockstep.pipelining.planner.choice import NUMBERS, Candidate, Choice, Costs, Plan, choose_schedule
+from lockstep.pipelining.planner.cost_estimate import Look
+from lockstep.pipelining.planner.partition import Bench, Partition, Stage, capacities, divided, first_part
 from lockstep.tensors.pytree import cut, share_sizes
 
 _CUTS = (8, 32)

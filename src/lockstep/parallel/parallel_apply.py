@@ -15,7 +15,7 @@ import torch
 from lockstep.errors import InputError
 from lockstep.launch import devices as _devices
 from lockstep.launch.devices import Device, Devices
-from lockstep.parallel import targets
+from lockstep.parallel import target_devices
 from lockstep.tensors import pytree
 from lockstep.threads.thread_pool import borrowed
 
@@ -72,12 +72,12 @@ def _same_length(count: int, other: int, name: str) -> None:
 def _places(devices: Any, inputs: Sequence[Any], named: Sequence[Any]) -> tuple[Device, ...]:
     wanted = [None] * len(inputs) if devices is None else devices
     if not isinstance(wanted, (list, tuple)) or None not in wanted:
-        return targets.many(wanted)
+        return target_devices.many(wanted)
     slots = _devices.slots(len(inputs))
     if len(wanted) != len(inputs):
         return tuple(slots[0] for _ in wanted)  # their number is wrong, which is all that will be said
     return tuple(
-        _found((given, kwargs), slot) if place is None else targets.many([place])[0]
+        _found((given, kwargs), slot) if place is None else target_devices.many([place])[0]
         for place, given, kwargs, slot in zip(wanted, inputs, named, slots, strict=True)
     )
 

@@ -18,11 +18,11 @@ import torch
 from lockstep.data import Part
 from lockstep.launch.devices import Device
 from lockstep.launch.placement import alone
-from lockstep.pipelining.choose import Candidate
-from lockstep.pipelining.layers import Layers
-from lockstep.pipelining.partition import Bench
+from lockstep.pipelining.device_map import stage_of
+from lockstep.pipelining.planner.choice import Candidate
+from lockstep.pipelining.planner.partition import Bench
 from lockstep.pipelining.runner import Runner
-from lockstep.pipelining.stages import stage_of
+from lockstep.pipelining.stage_layers import Layers
 from lockstep.tensors.seeding import kept_states
 from lockstep.threads.random_streams import stream
 

@@ -25,12 +25,12 @@ from torch.nn.modules.batchnorm import _BatchNorm
 from lockstep.errors import InputError, LossError
 from lockstep.launch.devices import Devices
 from lockstep.model.torch_losses import Count
-from lockstep.parallel import targets as _targets
-from lockstep.parallel.balanced import Balanced
-from lockstep.parallel.chunks import Share
-from lockstep.parallel.criterion import Criterion
+from lockstep.parallel import target_devices as _targets
+from lockstep.parallel.balanced_outputs import Balanced
+from lockstep.parallel.loss.loss_chunks import Share
+from lockstep.parallel.loss.loss_total import total_of
+from lockstep.parallel.loss.token_loss import Criterion
 from lockstep.parallel.scatter import refuse_uncuttable, scatter
-from lockstep.parallel.total import total_of
 from lockstep.tensors import pytree
 from lockstep.threads import recompute
 
@@ -86,7 +86,7 @@ class ParallelLoss:
             ``LogSoftmax`` after it; it is not copied before the first call, and not changed. What it draws (dropout)
             comes on each slot from a stream of its own. None: the outputs are the criterion's as they are.
         criterion: ``criterion(outputs, targets)`` over rows of tokens, (batch x steps, vocabulary) and
-            (batch x steps, ...), with a sum as result: see the table in ``lockstep.parallel.criterion``.
+            (batch x steps, ...), with a sum as result: see the table in ``lockstep.parallel.loss.token_loss``.
         devices: as ``lockstep.launch.devices.parse`` reads them, or a list; outputs left on their devices stay there.
         chunk_size: time steps that are computed at once. None takes as many as make 256 tokens; without a generator
             outputs aren't cut then.

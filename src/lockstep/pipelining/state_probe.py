@@ -22,10 +22,10 @@ from torch import nn
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.overrides import TorchFunctionMode
 
-from lockstep.pipelining.contents import MISSING, OWN, alike, attributes, contents, is_plain, joined, values
-from lockstep.pipelining.crossings import Crossings
-from lockstep.pipelining.deep import prints
-from lockstep.pipelining.flight import current, tensors_in
+from lockstep.pipelining.hidden_state import prints
+from lockstep.pipelining.microbatch import current, tensors_in
+from lockstep.pipelining.module_contents import MISSING, OWN, alike, attributes, contents, is_plain, joined, values
+from lockstep.pipelining.stage_crossings import Crossings
 from lockstep.tensors.digest import digest
 from lockstep.tensors.seeding import other_states, same_others
 

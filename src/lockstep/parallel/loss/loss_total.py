@@ -20,8 +20,8 @@ from torch import Tensor, nn
 
 from lockstep.errors import InputError
 from lockstep.model.torch_losses import Count
-from lockstep.parallel import targets
-from lockstep.parallel.chunks import Share
+from lockstep.parallel import target_devices
+from lockstep.parallel.loss.loss_chunks import Share
 from lockstep.parallel.replicate import replicate
 from lockstep.tensors import pytree
 from lockstep.threads import random_streams
@@ -94,9 +94,9 @@ class _Call:
 
     def _added(self, totals: list[Tensor | None], counts: list[Count]) -> tuple[Tensor, Count]:
         """In the order of the shares: the same bits each time."""
-        moved = [targets.move(total, self._home) for total in totals if total is not None]
+        moved = [target_devices.move(total, self._home) for total in totals if total is not None]
         total = functools.reduce(torch.add, moved) if moved else torch.zeros((), device=self._home)
-        here = [targets.move(c, self._home) if isinstance(c, Tensor) else c for c in counts]
+        here = [target_devices.move(c, self._home) if isinstance(c, Tensor) else c for c in counts]
         return total, functools.reduce(lambda one, other: one + other, here)
 
     def _added_weights(self, team: Team) -> list[Tensor | None]:
@@ -110,7 +110,7 @@ class _Call:
             trained = (p for p in share.generator.parameters() if p.requires_grad)
             for column, home, weight in zip(columns, homes, trained, strict=True):
                 if weight.grad is not None:
-                    column.append(targets.move(weight.grad, home))
+                    column.append(target_devices.move(weight.grad, home))
                     weight.grad = None
         several = [column for column in columns if len(column) > 1]
         spans = len(self._shares) if self._on_slots else 1
@@ -159,6 +159,6 @@ class _Total(torch.autograd.Function):
             if found is None:
                 scaled.append(None)
                 continue
-            scale = targets.move(grad, found.device)
+            scale = target_devices.move(grad, found.device)
             scaled.append(found * scale if kept else found.mul_(scale))  # nobody comes back for them: no copy
         return None, *scaled

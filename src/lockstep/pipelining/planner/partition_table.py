@@ -7,10 +7,10 @@ import textwrap
 from typing import TYPE_CHECKING
 
 from lockstep.errors import counted
-from lockstep.pipelining.split import size
+from lockstep.pipelining.planner.split import size
 
 if TYPE_CHECKING:
-    from lockstep.pipelining.partition import Partition
+    from lockstep.pipelining.planner.partition import Partition
 
 
 def lines_of(found: Partition, width: int) -> list[str]:

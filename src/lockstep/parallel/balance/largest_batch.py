@@ -6,7 +6,7 @@
                                                           then halved between the two
 
 A CUDA device says itself that its memory was not enough. Slots share the memory of one machine, so each is given a
-number of bytes, and the live ones of its thread are counted (`lockstep.parallel.live`).
+number of bytes, and the live ones of its thread are counted (`lockstep.parallel.balance.live_memory`).
 """
 
 from __future__ import annotations
@@ -19,8 +19,8 @@ import torch
 
 from lockstep.errors import InputError, OutOfMemory
 from lockstep.launch.devices import Device, Devices
-from lockstep.parallel import targets
-from lockstep.parallel.level import peaks_of
+from lockstep.parallel import target_devices
+from lockstep.parallel.balance.level import peaks_of
 
 
 def largest_batch(
@@ -60,7 +60,7 @@ def largest_batch(
 
         lockstep.parallel.largest_batch(step, "2xcpu", budget=400_000_000)
     """
-    places = tuple(dict.fromkeys(targets.many(devices)))
+    places = tuple(dict.fromkeys(target_devices.many(devices)))
     if multiple < 1 or (budget is not None and budget < 1):
         raise InputError(f"multiple {multiple}, budget {budget}: both are at least 1")
     on_cuda = all(place.type == "cuda" for place in places)

@@ -16,7 +16,7 @@ import math
 from collections.abc import Callable, Sequence
 
 from lockstep.errors import StrategyError, TooFewLayers
-from lockstep.pipelining.blocks import Block
+from lockstep.pipelining.planner.blocks import Block
 
 Need = Callable[[int, int, int], float]
 """(stage, first block, last block + 1) -> bytes."""

@@ -18,7 +18,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import nn
 
-from lockstep.pipelining.contents import MISSING, alike, attributes, holds_hooks, joined
+from lockstep.pipelining.module_contents import MISSING, alike, attributes, holds_hooks, joined
 from lockstep.tensors.digest import digest
 
 

@@ -27,7 +27,7 @@ from torch import nn
 
 from lockstep.errors import InputError
 from lockstep.launch.devices import Device
-from lockstep.parallel import attributes, backward
+from lockstep.parallel import backward_threads, module_attributes
 from lockstep.parallel.replicate import fill, refuse_compiled, refuse_without_shape, shell, spread
 
 _SPARE = 2
@@ -121,7 +121,7 @@ class _Frame:
         self.named = [(m, name) for name, m in module.named_modules()]
         self._inside = [(m, m._modules.copy()) for m, _ in self.named]
         parts = {id(part) for part in (*module.modules(), *module.parameters(), *module.buffers())}
-        self.special = {id(m) for m, _ in self.named if _takes_part(m) or attributes.entangled(m, parts)}
+        self.special = {id(m) for m, _ in self.named if _takes_part(m) or module_attributes.entangled(m, parts)}
 
     def stands_for(self, module: nn.Module) -> bool:
         # Equal by identity: modules aren't equal to one another.
@@ -159,7 +159,7 @@ class _Set:
             (m, name)
             for m, name in self.frame.named
             if id(m) in self.frame.special
-            or (_may_be_entangled(m) and attributes.entangled(m, (*values[0], *self.shells[0])))
+            or (_may_be_entangled(m) and module_attributes.entangled(m, (*values[0], *self.shells[0])))
         ]
         known = {id(m) for m, _ in special}
         for shells, of in zip(self.shells[:count], values, strict=True):
@@ -205,7 +205,7 @@ class _Set:
             for tensor in self.shared:
                 leaf = before.get(id(tensor))
                 if leaf is None or leaf.dtype != tensor.dtype or not leaf.is_set_to(tensor):
-                    leaf = backward.stand_in(tensor)
+                    leaf = backward_threads.stand_in(tensor)
                 now[id(tensor)] = leaf
             self._stand_ins[number] = now
             self.leaves.append(dict(enumerate(now.values())))

@@ -23,8 +23,8 @@ from torch import Tensor, nn
 from lockstep.errors import InputError
 from lockstep.launch.devices import Device
 from lockstep.model.torch_losses import Count
-from lockstep.parallel.criterion import Criterion
-from lockstep.parallel.inplace import adding
+from lockstep.parallel.loss.inplace_gradient import adding
+from lockstep.parallel.loss.token_loss import Criterion
 from lockstep.tensors import pytree
 from lockstep.threads.parametrized import uncached
 

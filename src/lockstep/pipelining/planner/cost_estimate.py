@@ -12,8 +12,8 @@ from dataclasses import dataclass
 
 from torch import nn
 
-from lockstep.pipelining.blocks import Block, block_names
-from lockstep.pipelining.trace import Begins, Ends, Keeps, Operator, Trace
+from lockstep.pipelining.planner.blocks import Block, block_names
+from lockstep.pipelining.planner.trace import Begins, Ends, Keeps, Operator, Trace
 
 
 @dataclass(frozen=True)
