@@ -14,7 +14,7 @@ from torch.utils.data import TensorDataset
 import lockstep
 from benchmarks.models import experiment_job
 from benchmarks.timing import Benchmark, Ratio, by_python, rate
-from lockstep.trial import attempt
+from lockstep.compare.timed_run import attempt
 
 BATCH = 256
 GPU_SAMPLES = 16 * BATCH

@@ -17,13 +17,13 @@ from typing import Any
 import lockstep
 from benchmarks.pipelining import JOBS
 from benchmarks.timing import HERE, machine
+from lockstep.compare.timing import in_turns
 from lockstep.data import Batch, job_loader
 from lockstep.launch.devices import slots
 from lockstep.launch.placement import alone
 from lockstep.model.build import build_model
 from lockstep.pipelining.planner.partition import Bench, first_part, map_of
 from lockstep.pipelining.planner.plan import planned
-from lockstep.stopwatch import in_turns
 from lockstep.strategies.pp import PP
 from lockstep.tensors.allocator import keep_freed_memory
 

@@ -14,8 +14,8 @@ from pathlib import Path
 from typing import Any
 
 import lockstep
+from lockstep.compare.timing import Timing, Timings, in_turns
 from lockstep.launch.device_table import machine
-from lockstep.stopwatch import Timing, Timings, in_turns
 from lockstep.strategies import Strategy
 
 HERE = Path(__file__).parent

@@ -21,14 +21,14 @@ from typing import Any
 
 from benchmarks.timing import HERE
 from lockstep.data import eval_loaders, job_loader, resolve, resolve_sets
-from lockstep.evaluation import evaluate_sets
 from lockstep.jobfile import JobFile
 from lockstep.launch.devices import parse
 from lockstep.launch.display import Display
 from lockstep.launch.placement import on_devices
 from lockstep.launch.world import World
 from lockstep.strategies import Strategy, choose
-from lockstep.verify.course import EPOCHS, Excerpt
+from lockstep.training.evaluation import evaluate_sets
+from lockstep.verify.batches import EPOCHS, Excerpt
 
 EXAMPLES = {
     "digits": {},

@@ -30,7 +30,7 @@ import tempfile
 from dataclasses import dataclass
 from pathlib import Path
 
-from lockstep import cli
+from lockstep.cli import command as cli
 
 ROOT = Path(__file__).parents[1]
 

@@ -18,7 +18,7 @@ from torch import nn
 from torch.utils.data import TensorDataset
 
 from lockstep import Job, train
-from lockstep.cli import main
+from lockstep.cli.command import main
 from lockstep.errors import FolderError, OutOfMemory, RankFailed, RunError, SaveError
 from lockstep.jobfile import JobFile
 from lockstep.model import checkpoint

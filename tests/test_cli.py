@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from lockstep.cli import main
+from lockstep.cli.command import main
 
 JOB = """
 import torch, lockstep
@@ -154,7 +154,7 @@ def test_ctrl_c_says_what_that_command_keeps(command: str, job: Path, capfd, mon
     def stopped(options: object) -> int:
         raise KeyboardInterrupt
 
-    monkeypatch.setattr(f"lockstep.cli._{command}", stopped)
+    monkeypatch.setattr(f"lockstep.cli.command._{command}", stopped)
     assert main([command, "a_job.py"]) == 130
     kept = "" if command == "train" else "; nothing was kept"
     assert said(capfd) == [f"lockstep: stopped by Ctrl-C{kept}"]

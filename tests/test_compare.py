@@ -18,26 +18,26 @@ from torch import nn
 from torch.utils.data import TensorDataset
 
 import lockstep
-from lockstep import cli
-from lockstep.compare import record
+from lockstep.cli import command as cli
+from lockstep.compare import comparison_folder
 from lockstep.compare.advice import best_of, clearing, clocked_apart, sentence, unsteady
 from lockstep.compare.agreement import Agreement, Agreements, difference_of
+from lockstep.compare.comparison_page import page_of
+from lockstep.compare.comparison_table import csv_of, lines_of
 from lockstep.compare.entries import line_up
-from lockstep.compare.pages import page_of
 from lockstep.compare.peers import attempt_peer
 from lockstep.compare.result import Comparison, plain
+from lockstep.compare.snapshot import Glance, Seen
 from lockstep.compare.sweeps import sweeps_of
-from lockstep.compare.table import csv_of, lines_of
+from lockstep.compare.timed_run import Tried, Way, attempt
 from lockstep.errors import Caveat, InputError, OutOfMemory, StrategyError
-from lockstep.glance import Glance, Seen
 from lockstep.jobfile import JobFile
 from lockstep.launch.devices import slots
 from lockstep.launch.events import TimesOf
 from lockstep.strategies.pp import PP
-from lockstep.trial import Tried, Way, attempt
 from zoo import drawn, labels
 
-measure = importlib.import_module("lockstep.compare.measure")
+measure = importlib.import_module("lockstep.compare.compare")
 EQUAL = Agreement(True, 3e-16, "fp64")
 
 
@@ -99,7 +99,7 @@ def machine(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[..., list[tupl
 
         monkeypatch.setattr(measure, "attempt", attempted)
         monkeypatch.setattr(measure, "Agreements", Planted)
-        monkeypatch.setattr("lockstep.launch.devices.usable_cores", lambda: (0, 1, 2, 3))
+        monkeypatch.setattr(importlib.import_module("lockstep.launch.devices"), "usable_cores", lambda: (0, 1, 2, 3))
         facts = {"processor": "Planted", "cores": 4, "memory": "8.0 GiB", "torch": "2.13.0"}
         monkeypatch.setattr(measure, "machine", lambda: facts)
         return tried
@@ -364,7 +364,7 @@ def test_the_command_ends_with_1_where_nothing_could_be_measured(machine: Callab
     words = ["compare", "examples/digits.py", "--devices", "2xcpu", "--folder", str(tmp_path)]
     assert cli.main(words) == 1
     (folder,) = tmp_path.iterdir()
-    assert all(row.reason == "out of memory" for row in record.read(folder).rows)
+    assert all(row.reason == "out of memory" for row in comparison_folder.read(folder).rows)
     assert cli.main(["report", str(folder)]) == 0
 
 
@@ -390,7 +390,7 @@ def test_where_one_device_is_not_enough_the_sentence_says_so(machine: Callable[.
 
 
 def test_a_sweep_is_held_against_one_device_with_the_same_batch(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("lockstep.launch.devices.usable_cores", lambda: (0, 1, 2, 3))
+    monkeypatch.setattr(importlib.import_module("lockstep.launch.devices"), "usable_cores", lambda: (0, 1, 2, 3))
     entries = line_up(["single", "mp", "pp"], "2xcpu", {"microbatches": ["2", "4"], "batch_size": ["8", "16"]})
     by_name = {entry.name: entry for entry in entries}
     assert list(by_name) == [
@@ -411,7 +411,7 @@ def test_a_sweep_is_held_against_one_device_with_the_same_batch(monkeypatch: pyt
 
 
 def test_a_sweep_over_devices_has_a_slot_of_each_size(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("lockstep.launch.devices.usable_cores", lambda: (0, 1, 2, 3))
+    monkeypatch.setattr(importlib.import_module("lockstep.launch.devices"), "usable_cores", lambda: (0, 1, 2, 3))
     by_name = {entry.name: entry for entry in line_up(["ddp"], "auto", {"devices": ["2", "4"]})}
     assert list(by_name) == ["single, 2 cores", "single, 4 cores", "single, 1 core", "ddp devices=2", "ddp devices=4"]
     assert by_name["ddp devices=4"].one == "single, 1 core" and by_name["ddp devices=2"].one == "single, 2 cores"
@@ -496,7 +496,7 @@ def test_what_is_kept_can_be_read_again(machine: Callable[..., Any], tmp_path: P
     found = compared(folder=tmp_path)
     folder = Path(found.folder)
     assert folder.parent == tmp_path and folder.name.startswith("job-compare-")
-    again = record.read(folder)
+    again = comparison_folder.read(folder)
     assert again == found
     rows = list(csv.DictReader(io.StringIO((folder / "compare.csv").read_text())))
     assert [row["name"] for row in rows] == [row.name for row in found.rows]
@@ -515,7 +515,7 @@ def test_the_command_that_repeats_it_is_what_was_said(machine: Callable[..., Any
     found = json.loads(out[0].read_text())
     assert found["command"] == "lockstep " + " ".join(words)
     assert [row["name"] for row in found["rows"]][2:] == ["dp", "pp microbatches=2", "pp microbatches=4"]
-    assert out[1].read_text() == csv_of(record.read(found["folder"]))
+    assert out[1].read_text() == csv_of(comparison_folder.read(found["folder"]))
     assert compared(strategies=["ddp"], epochs=None).command == (
         "lockstep.compare(job, strategies=['ddp'], devices='2xcpu', rounds=3, seconds=2.0)"
     )
@@ -619,7 +619,7 @@ def test_a_comparison_as_a_person_runs_it(tmp_path: Path, capfd: pytest.CaptureF
     out = capfd.readouterr().out
     assert "single, 1 core" in out and "ddp" in out and "Take " in out
     (folder,) = (tmp_path / "runs").iterdir()
-    found = record.read(folder)
+    found = comparison_folder.read(folder)
     assert all(row.rates and row.peaks and row.started > 0 for row in found.rows)
     assert found["ddp"].agreement is not None and found["ddp"].agreement.equal
 

@@ -17,7 +17,7 @@ import lockstep
 from lockstep import Job, train
 from lockstep.data import StreamLoader, batches, resolve, resolve_sets
 from lockstep.errors import JobError, LockstepError, RunError, SampleError
-from lockstep.launch.world import World
+from lockstep.launch.world import World, current
 from lockstep.tensors.pytree import share_sizes
 from lockstep.tensors.seeding import seeded
 from lockstep.verify import differences
@@ -401,7 +401,7 @@ class ByRank(IterableDataset[Any]):
         self.counts, self.shift = counts, shift
 
     def __iter__(self) -> Iterator[Any]:
-        world = lockstep.launch.world.current()
+        world = current()
         rank = world.rank if world else 0
         for i in range(self.counts[rank]):
             yield torch.full((6,), i + 0.5 * self.shift * rank), i % 3
@@ -469,7 +469,7 @@ def test_the_first_sets_loss_chooses_the_best_weights_and_the_plateau(tmp_path: 
 
 
 def test_the_command_evaluates_every_set(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    from lockstep.cli import main
+    from lockstep.cli.command import main
 
     file = tmp_path / "two_sets.py"
     file.write_text(f"import sys\nsys.path.insert(0, {str(Path(__file__).parent)!r})\n" + TWO_SETS)

@@ -5,8 +5,8 @@ from __future__ import annotations
 from pathlib import Path
 
 import lockstep
-from lockstep.cli import main
-from lockstep.run import job_of
+from lockstep.cli.command import main
+from lockstep.training.run import job_of
 
 FILE = Path(__file__).parents[1] / "examples" / "digits.py"
 

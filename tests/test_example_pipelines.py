@@ -8,7 +8,7 @@ import pytest
 import torch
 
 import lockstep
-from lockstep.cli import main
+from lockstep.cli.command import main
 from lockstep.jobfile import JobFile, loaded
 from lockstep.pipelining.device_map import stage_of
 

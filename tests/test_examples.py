@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from lockstep import Run
-from lockstep.cli import main
+from lockstep.cli.command import main
 from lockstep.jobfile import JobFile, loaded
 from lockstep.verify import differences
 

@@ -15,7 +15,7 @@ from torch.utils.data import Dataset, TensorDataset
 
 import lockstep
 from lockstep import Job, Run, train
-from lockstep.cli import main
+from lockstep.cli.command import main
 from lockstep.errors import NonFiniteLoss, RankFailed, RunError, StrategyError
 from lockstep.launch import world as worlds
 from lockstep.launch.devices import Device, usable_cores

@@ -10,7 +10,8 @@ import pytest
 import torch
 from torch import nn
 
-from lockstep import Job, launch, options
+from lockstep import Job, launch
+from lockstep.cli import options
 from lockstep.errors import JobError
 from lockstep.job import SETTINGS
 from lockstep.jobfile import JobFile, loaded

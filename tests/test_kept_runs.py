@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 import lockstep
-from lockstep.report.ofrun import write_page
+from lockstep.training.run_page import write_page
 
 DATA = Path(__file__).parent / "data"
 HAVE = {"ddp": ({"loss": 0.910801, "accuracy": 0.65}, 14), "pp": ({"loss": 0.891302, "accuracy": 0.6}, 10)}
@@ -43,7 +43,7 @@ def test_a_kept_run_is_evaluated_predicted_and_reported(run: Path) -> None:
 def test_a_kept_run_goes_on_with_the_numbers_that_it_had_then(run: Path) -> None:
     name = run.name.removeprefix("run-")
     settings, step, train_loss, eval_loss = GO_ON[name]
-    went_on = lockstep.train(lockstep.run.job_of(run, settings=settings), resume=run, quiet=True)
+    went_on = lockstep.train(lockstep.training.run.job_of(run, settings=settings), resume=run, quiet=True)
     assert went_on.summary["strategy"] == name and went_on.summary["steps"] == step
     last = went_on.history[-1]
     assert last["train_loss"] == pytest.approx(train_loss, abs=1e-5)

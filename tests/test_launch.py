@@ -137,7 +137,10 @@ def test_later_launches_are_quick_and_come_from_the_same_process() -> None:
 
 
 def test_starting_the_forking_process_needs_no_torch() -> None:
-    code = "import sys; from lockstep.launch import server; fork_server.start(); print('torch' in sys.modules)"
+    code = (
+        "import sys; from lockstep.launch.processes import fork_server; fork_server.start(); print('torch' "
+        "in sys.modules)"
+    )
     began = time.monotonic()
     done = python("-c", code)
     assert (done.stdout, done.stderr, done.returncode) == ("False\n", "", 0)
@@ -176,7 +179,8 @@ def test_an_uncaught_failure_shows_the_rank_s_traceback_once(unguarded: subproce
 
 def test_a_script_from_standard_input_runs() -> None:
     code = """if True:
-        from lockstep.launch import launch, server
+        from lockstep.launch import launch
+        from lockstep.launch.processes import fork_server
         fork_server.start()
         def fn(world):
             return world.rank
@@ -653,7 +657,8 @@ def test_an_error_that_came_from_a_peer_s_is_a_peer_s() -> None:
 
 LONG = """
     import os, signal, subprocess, sys, time
-    from lockstep.launch import launch, server
+    from lockstep.launch import launch
+    from lockstep.launch.processes import fork_server
     fork_server.start()
     import torch
     from torch.utils.data import DataLoader

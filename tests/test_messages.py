@@ -15,7 +15,7 @@ from torch.utils.data import TensorDataset
 
 import lockstep
 from lockstep import Job
-from lockstep.cli import main
+from lockstep.cli.command import main
 from lockstep.errors import InputError, JobError, NonFiniteLoss, near_names
 from zoo import ZOO, drawn, labels, mlp, plain_sgd
 

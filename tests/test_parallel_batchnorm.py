@@ -373,7 +373,7 @@ def test_ranks_give_the_numbers_of_the_whole_batch_also_where_some_sit_out(tmp_p
         import torch
         from torch import nn
         import torch.distributed as dist
-        from lockstep import devices
+        from lockstep.launch import devices
         from lockstep.threads.sync_batchnorm import RankExchange, synchronise
         from lockstep.launch.world import World, join, leave
 

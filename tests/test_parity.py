@@ -12,12 +12,12 @@ from torch.utils.data import TensorDataset
 
 from lockstep import Job, train
 from lockstep.errors import LossError, RunError, StrategyError
-from lockstep.run import Run
 from lockstep.strategies.ddp import DDP
 from lockstep.strategies.dp import DP
 from lockstep.strategies.single import Single
 from lockstep.strategies.strategy import Strategy
 from lockstep.tensors.seeding import seeded
+from lockstep.training.run import Run
 from lockstep.verify import differences, parity, same_bits
 
 from planted import Averaging, Noisy, SelfWriting  # isort: skip

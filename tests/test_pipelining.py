@@ -15,9 +15,9 @@ from torch.utils.checkpoint import checkpoint
 
 from lockstep import Job, evaluate, parallelize, predict, train
 from lockstep.errors import LossError, StrategyError
-from lockstep.run import Run
 from lockstep.strategies.mp import MP
 from lockstep.strategies.pp import PP
+from lockstep.training.run import Run
 from lockstep.verify import differences, same_bits
 
 from zoo import SAMPLES, ZOO, Conv, Counting, Said, _job, drawn, labels, plain_sgd, sgd, wants  # isort: skip
@@ -608,7 +608,7 @@ def test_what_changes_for_a_person_is_said_at_the_start(tmp_path, capsys) -> Non
     train(KINDS["BatchNorm"][0], strategy=PP(microbatches=12), devices="2xcpu", folder=tmp_path)
     said = capsys.readouterr().out
     assert "batches of 8, in 8 micro-batches" in said
-    assert "note: BatchNorm normalises each micro-batch by itself, as single with accumulate=12 does" in said
+    assert "note: BatchNorm normalizes over each micro-batch, as single with accumulate=12 does" in said
     assert "note: batches of 8 samples are 8 micro-batches, not 12" in said
 
 

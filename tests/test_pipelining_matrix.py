@@ -12,8 +12,8 @@ import torch
 from torch import nn
 
 from lockstep import Job, train
-from lockstep.run import Run
 from lockstep.strategies.pp import PP, SCHEDULES
+from lockstep.training.run import Run
 from lockstep.verify import differences
 
 from test_pipelining import KINDS  # isort: skip

@@ -15,7 +15,7 @@ from torch import nn
 from torch.utils.data import TensorDataset
 
 import lockstep
-from lockstep.cli import main
+from lockstep.cli.command import main
 from lockstep.errors import StrategyError
 from lockstep.launch.devices import slots
 from lockstep.pipelining.device_map import stage_of

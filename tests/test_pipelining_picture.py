@@ -6,12 +6,12 @@ from pathlib import Path
 
 import pytest
 
-from lockstep.cli import main
+from lockstep.cli.command import main
 from lockstep.pipelining.planner.picture import draw, grid, key, summary
 from lockstep.pipelining.planner.simulate import simulate
 from lockstep.pipelining.schedule import SCHEDULES, by_name
-from lockstep.report.timelines import Timelines
-from lockstep.timeline import Action, Span, Timeline
+from lockstep.report.timeline import Action, Span, Timeline
+from lockstep.report.timeline_charts import Timelines
 
 
 def test_the_grid_of_one_f_one_b_with_its_bubble(monkeypatch, capsys) -> None:

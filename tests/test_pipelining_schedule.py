@@ -10,7 +10,7 @@ from lockstep.errors import StrategyError
 from lockstep.pipelining.planner.fitted_schedule import fitted
 from lockstep.pipelining.planner.simulate import simulate, validate
 from lockstep.pipelining.schedule import SCHEDULES, by_name, devices_of, gpipe, interleaved, one_f_one_b, parse, printed
-from lockstep.timeline import Action, Timeline
+from lockstep.report.timeline import Action, Timeline
 
 
 def picture(timeline: Timeline) -> list[str]:

@@ -24,7 +24,7 @@ from torch.utils.data import Dataset, Subset, TensorDataset
 
 import lockstep
 from lockstep import Job, Run, predict, train
-from lockstep.cli import main
+from lockstep.cli.command import main
 from lockstep.errors import FolderError, InputError, JobError, SaveError
 from zoo import ZOO, Conv, drawn, labels, plain_sgd, right
 

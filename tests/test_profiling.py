@@ -18,14 +18,14 @@ from torch.utils.data import Dataset, TensorDataset
 
 import lockstep
 from lockstep import Job, train
-from lockstep.breakdown import KINDS, StepTimes, Track, lines_of, times_of
 from lockstep.launch.events import Profile, TimesOf
 from lockstep.pipelining.schedule import one_f_one_b
+from lockstep.profiling.time_breakdown import KINDS, StepTimes, Track, lines_of, times_of
+from lockstep.report.timeline import Action, Timeline
 from lockstep.strategies.ddp import DDP
 from lockstep.strategies.dp import DP
 from lockstep.strategies.pp import PP
 from lockstep.strategies.step import Step
-from lockstep.timeline import Action, Timeline
 from zoo import Conv, drawn, labels, mlp, sgd
 
 NAP = 0.05

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import lockstep
-from lockstep import cli
+from lockstep.cli import command as cli
 from lockstep.strategies import STRATEGIES
 
 LIST = Path(__file__).parent / "data" / "public_face.json"

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 import lockstep
-from lockstep.cli import main
+from lockstep.cli.command import main
 
 README = (Path(__file__).parents[1] / "README.md").read_text()
 

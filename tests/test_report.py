@@ -20,21 +20,21 @@ from torch import nn
 from torch.utils.data import TensorDataset
 
 import lockstep
-from lockstep import cli
-from lockstep.compare import record
+from lockstep.cli import command as cli
+from lockstep.compare import comparison_folder
 from lockstep.compare.agreement import Agreement
-from lockstep.compare.pages import write_page
+from lockstep.compare.comparison_page import write_page
 from lockstep.compare.result import Comparison, Row
+from lockstep.compare.snapshot import Glance, Seen
 from lockstep.errors import FolderError, SampleError
-from lockstep.glance import Glance, Seen
 from lockstep.launch.events import TimesOf
 from lockstep.pipelining.planner.simulate import simulate
 from lockstep.pipelining.schedule import by_name
 from lockstep.report.charts import Bars, Lines, Stacks
-from lockstep.report.ofrun import command
-from lockstep.report.ofrun import write_page as page_of_run
 from lockstep.report.page import SLIM, WIDE
-from lockstep.report.timelines import turns_of
+from lockstep.report.timeline_charts import turns_of
+from lockstep.training.run_page import command
+from lockstep.training.run_page import write_page as page_of_run
 from zoo import ZOO, drawn, labels, mlp, plain_sgd
 
 pytest.importorskip("jinja2")
@@ -245,19 +245,19 @@ def test_without_the_extra_the_tables_are_there_and_the_report_says_what_to_inst
         with monkeypatch.context() as patch:
             patch.setitem(sys.modules, missing, None)
             lines: list[str] = []
-            record.tell(planted(tmp_path), lines.append)
+            comparison_folder.tell(planted(tmp_path), lines.append)
             assert any("pip install 'torch-lockstep[report]'" in line for line in lines)
             assert any(line.startswith("Take ddp") for line in lines)
             assert (tmp_path / "compare.json").is_file() and (tmp_path / "compare.csv").is_file()
 
 
 def test_the_page_of_a_comparison_can_be_written_again(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    record.write(planted(tmp_path))
+    comparison_folder.write(planted(tmp_path))
     assert cli.main(["report", str(tmp_path)]) == 0
     assert capsys.readouterr().out.strip() == str(tmp_path / "report.html")
     (tmp_path / "compare.json").write_text("{}")
     with pytest.raises(FolderError, match="no comparison can be read"):
-        record.read(tmp_path)
+        comparison_folder.read(tmp_path)
 
 
 # ---- of a run -------------------------------------------------------------------------------------------------------

@@ -12,16 +12,16 @@ from typing import Any
 import pytest
 
 from lockstep import Job, Run, train
-from lockstep.cli import main
+from lockstep.cli.command import main
 from lockstep.errors import FolderError, InputError
 from lockstep.jobfile import JobFile
 from lockstep.launch import devices
 from lockstep.launch.run_folder import RunFolder
-from lockstep.report.ofrun import write_page
-from lockstep.resuming import as_it_went
 from lockstep.strategies.ddp import DDP
 from lockstep.strategies.hogwild import Hogwild
 from lockstep.strategies.pp import PP
+from lockstep.training.resume import as_it_went
+from lockstep.training.run_page import write_page
 from test_train import classify
 from zoo import ZOO
 

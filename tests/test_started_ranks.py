@@ -22,6 +22,7 @@ import torch, torch.distributed as dist, torch.multiprocessing as mp
 from torch import nn
 from torch.utils.data import TensorDataset
 import lockstep
+from lockstep.launch.world import enter
 
 def data():
     generator = torch.Generator().manual_seed(3)
@@ -42,7 +43,7 @@ def main(rank, size, folder):
     )
     losses = [step(inputs, targets).loss for inputs, targets in lockstep.batches(data(), batch_size=8)]
     own = step.world.size
-    lockstep.launch.world.enter(None)  # its loop is done
+    enter(None)  # its loop is done
     run = lockstep.train(job(), devices="1xcpu", folder=f"{folder}/runs-{size}", quiet=True)
     if rank == 0:
         print(own, json.dumps([*losses, run.metrics["loss"]]), run.summary["world_size"], run.summary["strategy"])

@@ -20,6 +20,7 @@ from torch.utils.data import Subset, TensorDataset
 import lockstep
 from lockstep import Job, evaluate, train
 from lockstep.errors import FolderError, InputError, JobError, StrategyError
+from lockstep.launch.world import current
 from lockstep.strategies.ddp import DDP
 from zoo import ZOO, drawn, labels, mlp, plain_sgd, right
 
@@ -155,18 +156,18 @@ def test_a_dataset_function_runs_on_the_first_rank_before_the_others(tmp_path: P
 
 
 def shorter_on_rank_1() -> TensorDataset:
-    count = 24 - lockstep.launch.world.current().rank
+    count = 24 - current().rank
     return TensorDataset(drawn(count, 6), labels(count, 3))
 
 
 def split_by_rank() -> Subset:
     """As a split is that nobody seeded."""
-    generator = torch.Generator().manual_seed(lockstep.launch.world.current().rank)
+    generator = torch.Generator().manual_seed(current().rank)
     return Subset(TensorDataset(drawn(40, 6), labels(40, 3)), torch.randperm(40, generator=generator)[:24].tolist())
 
 
 def drawn_by_rank() -> TensorDataset:
-    return TensorDataset(drawn(24, 6, seed=lockstep.launch.world.current().rank), labels(24, 3))
+    return TensorDataset(drawn(24, 6, seed=current().rank), labels(24, 3))
 
 
 @pytest.mark.parametrize("field", ["train_data", pytest.param("eval_data", marks=pytest.mark.slow)])

@@ -14,10 +14,10 @@ from torch import nn
 from torch.utils.data import TensorDataset
 
 import lockstep
-from lockstep import cli
+from lockstep.cli import command as cli
+from lockstep.compare.timed_run import Tried, Way, attempt
 from lockstep.errors import Caveat, OutOfMemory, StrategyError
 from lockstep.jobfile import JobFile
-from lockstep.trial import Tried, Way, attempt
 
 
 def net() -> nn.Module:
@@ -51,8 +51,8 @@ def machine(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[[Rule], list[W
             said = (BATCHNORM,) if way.strategy != "single" and "sync_batchnorm" not in way.settings else ()
             return Tried(rule(way), 0.1, 1000, True, True, torch.float32, None, said)
 
-        monkeypatch.setattr(importlib.import_module("lockstep.tune"), "attempt", attempted)
-        monkeypatch.setattr("lockstep.launch.devices.usable_cores", lambda: (0, 1, 2, 3))
+        monkeypatch.setattr(importlib.import_module("lockstep.compare.tune"), "attempt", attempted)
+        monkeypatch.setattr(importlib.import_module("lockstep.launch.devices"), "usable_cores", lambda: (0, 1, 2, 3))
         return tried
 
     yield obey

@@ -1227,10 +1227,10 @@ def test_the_command_ends_with_0_or_3_and_writes_json(file: str, tmp_path: Path,
 
 def test_where_no_device_was_named_there_are_several(file: str, capsys: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.accelerator, "is_available", lambda: False)
-    monkeypatch.setattr("lockstep.launch.devices.usable_cores", lambda: (0, 0))
+    monkeypatch.setattr(importlib.import_module("lockstep.launch.devices"), "usable_cores", lambda: (0, 0))
     assert cli.main(["verify", file, "--strategy", "dp"]) == 0
     assert "dp on 2 devices against single" in capsys.readouterr().out
-    monkeypatch.setattr("lockstep.launch.devices.usable_cores", lambda: (0,))
+    monkeypatch.setattr(importlib.import_module("lockstep.launch.devices"), "usable_cores", lambda: (0,))
     assert cli.main(["verify", file]) == 2
     assert "name a strategy to hold against one device" in capsys.readouterr().err
 

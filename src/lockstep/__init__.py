@@ -13,7 +13,8 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from lockstep import parallel as parallel
-    from lockstep.compare.measure import compare as compare
+    from lockstep.compare.compare import compare as compare
+    from lockstep.compare.tune import tune as tune
     from lockstep.data import batches as batches
     from lockstep.errors import LockstepError as LockstepError
     from lockstep.job import Job as Job
@@ -24,11 +25,10 @@ if TYPE_CHECKING:
     from lockstep.map import map as map
     from lockstep.parallelize import parallelize as parallelize
     from lockstep.pipelining.planner.partition import partition as partition
-    from lockstep.predict import predict as predict
-    from lockstep.run import Run as Run
+    from lockstep.prediction.predict import predict as predict
     from lockstep.train import evaluate as evaluate
     from lockstep.train import train as train
-    from lockstep.tune import tune as tune
+    from lockstep.training.run import Run as Run
     from lockstep.verify import verify as verify
 
 __version__ = "0.1.0"
@@ -38,19 +38,19 @@ _HOME = {
     "Event": "lockstep.launch.events",
     "Job": "lockstep.job",
     "LockstepError": "lockstep.errors",
-    "Run": "lockstep.run",
+    "Run": "lockstep.training.run",
     "World": "lockstep.launch.world",
     "batches": "lockstep.data",
-    "compare": "lockstep.compare.measure",
+    "compare": "lockstep.compare.compare",
     "evaluate": "lockstep.train",
     "launch": "lockstep.launch",
     "map": "lockstep.map",
     "parallel": "lockstep",
     "parallelize": "lockstep.parallelize",
     "partition": "lockstep.pipelining.planner.partition",
-    "predict": "lockstep.predict",
+    "predict": "lockstep.prediction.predict",
     "train": "lockstep.train",
-    "tune": "lockstep.tune",
+    "tune": "lockstep.compare.tune",
     "verify": "lockstep.verify",
 }
 

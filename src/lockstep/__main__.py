@@ -8,7 +8,7 @@ import sys
 def run() -> int:
     """Run the command with this process's words; gives the exit code."""
     try:
-        from lockstep.cli import main
+        from lockstep.cli.command import main
     except KeyboardInterrupt:
         sys.stderr.write("lockstep: stopped by Ctrl-C\n")
         return 130

@@ -10,7 +10,6 @@ from typing import Any, TypeVar
 
 from lockstep.data import eval_loaders, resolve_sets
 from lockstep.errors import FolderError, InputError, JobError, LockstepError, StrategyError, told
-from lockstep.evaluation import evaluate_sets
 from lockstep.job import Job
 from lockstep.jobfile import JobFile, as_job, the_job, with_settings
 from lockstep.launch import devices as _devices
@@ -22,11 +21,12 @@ from lockstep.launch.placement import check_backend, on_devices
 from lockstep.launch.run_folder import RunFolder
 from lockstep.launch.stopping import StopRequest
 from lockstep.launch.world import World
-from lockstep.loop import Plan, train_on
 from lockstep.model.checkpoint import take_weights
-from lockstep.resuming import as_it_went
-from lockstep.run import Run, trained_of
 from lockstep.strategies import Strategy, choose
+from lockstep.training.evaluation import evaluate_sets
+from lockstep.training.loop import Plan, train_on
+from lockstep.training.resume import as_it_went
+from lockstep.training.run import Run, trained_of
 
 T = TypeVar("T")
 

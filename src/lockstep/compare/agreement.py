@@ -16,12 +16,12 @@ from typing import Any
 import torch
 
 from lockstep.compare.entries import Entry
+from lockstep.compare.timed_run import Way, weights_after
 from lockstep.errors import LockstepError
 from lockstep.job import Job
 from lockstep.jobfile import JobFile, the_job, with_settings
 from lockstep.model.checkpoint import load_weights
 from lockstep.strategies import choose
-from lockstep.trial import Way, weights_after
 
 UPDATES = 3
 

@@ -15,12 +15,12 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
+from lockstep.compare.timed_run import Way, first_of
 from lockstep.errors import InputError, nearest
 from lockstep.job import SETTINGS, checked_setting
 from lockstep.launch import devices as _devices
 from lockstep.launch.devices import Device, Devices
 from lockstep.strategies import STRATEGIES, Strategy, named
-from lockstep.trial import Way, first_of
 
 Role = Literal["one device", "all cores", "strategy", "peer"]
 

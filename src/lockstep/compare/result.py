@@ -9,9 +9,9 @@ from typing import Any
 
 from lockstep.compare.agreement import Agreement
 from lockstep.compare.entries import Role
-from lockstep.glance import Glance, Seen
+from lockstep.compare.snapshot import Glance, Seen
+from lockstep.compare.timing import Timing, Timings
 from lockstep.launch.events import TimesOf
-from lockstep.stopwatch import Timing, Timings
 from lockstep.strategies import STRATEGIES
 
 

@@ -12,7 +12,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field
 
 from lockstep.compare.result import Comparison, Row
-from lockstep.stopwatch import Timing
+from lockstep.compare.timing import Timing
 
 AXES = {
     "microbatches": "micro-batches",

@@ -105,7 +105,7 @@ def map(
     """
     from torch import nn
 
-    from lockstep.map.bar import Bar
+    from lockstep.map.progress_bar import Bar
 
     if not callable(fn):
         raise InputError(f"map: a function or a module is expected first, not {_a(fn)}")
@@ -120,22 +120,22 @@ def map(
     places = _places(devices, is_module)
     bar = Bar(progress, total, getattr(fn, "__name__", type(fn).__name__).strip("<>"))
     if isinstance(fn, nn.Module):
-        from lockstep.map import modules
+        from lockstep.map import module_map
 
         if collate is not None and batch_size is None:
             raise InputError("collate: there is nothing to put together without a batch_size")
-        results = modules.mapped(fn, drawn, places, batch_size, collate, seed)
+        results = module_map.mapped(fn, drawn, places, batch_size, collate, seed)
     else:
-        from lockstep.map import processes
-        from lockstep.map.worker import Call
+        from lockstep.map import process_map
+        from lockstep.map.map_worker import Call
 
         if collate is not None:
             raise InputError("collate: it is for a module; a function with a batch_size gets a list of items")
         call = Call(fn, batch_size, seed)
         if len(places) == 1:
-            results = processes.in_this_one(call, drawn, places[0])
+            results = process_map.in_this_one(call, drawn, places[0])
         else:
-            results = processes.mapped(call, drawn, places, total, bar.on_output)
+            results = process_map.mapped(call, drawn, places, total, bar.on_output)
     results = bar.over(results)
     return results if reduce is None else _reduced(results, reduce)
 

@@ -18,7 +18,7 @@ from typing import NamedTuple
 
 from lockstep.pipelining.schedule import Schedule, devices_of
 from lockstep.pipelining.turns import Key
-from lockstep.timeline import Action
+from lockstep.report.timeline import Action
 
 
 class Visit(NamedTuple):

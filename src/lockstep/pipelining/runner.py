@@ -35,8 +35,8 @@ from lockstep.pipelining.routes import Route, action_of, orders_of
 from lockstep.pipelining.schedule import Schedule, by_stage
 from lockstep.pipelining.state_probe import Remembered
 from lockstep.pipelining.turns import Aborted, Key, Turns
+from lockstep.report.timeline import Span, Timeline
 from lockstep.threads.thread_pool import Team
-from lockstep.timeline import Span, Timeline
 
 T = TypeVar("T")
 R = TypeVar("R")

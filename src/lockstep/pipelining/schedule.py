@@ -16,7 +16,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 
 from lockstep.errors import StrategyError, nearest
-from lockstep.timeline import Action
+from lockstep.report.timeline import Action
 
 Schedule = list[list[Action]]
 """For each device its actions, in order."""

@@ -11,8 +11,8 @@ from typing import Any
 import torch
 from torch.profiler import record_function
 
-from lockstep.breakdown import Kind, StepTimes, Track
 from lockstep.launch.world import now
+from lockstep.profiling.time_breakdown import Kind, StepTimes, Track
 from lockstep.strategies.step import Step
 
 

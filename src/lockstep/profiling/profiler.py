@@ -22,8 +22,6 @@ from typing import Any
 
 from torch.profiler import profile, supported_activities
 
-from lockstep.breakdown import lines_of as table_of
-from lockstep.breakdown import times_of
 from lockstep.data import Batch
 from lockstep.errors import SaveError
 from lockstep.launch.events import Line, Profile
@@ -31,10 +29,12 @@ from lockstep.launch.run_folder import RunFolder
 from lockstep.launch.world import World
 from lockstep.pipelining.planner.picture import key, lines_of
 from lockstep.profiling.clock import Clock
-from lockstep.profiling.methods import Methods
-from lockstep.profiling.stages import save, timelines_of
+from lockstep.profiling.instruments import Methods
+from lockstep.profiling.stage_times import save, timelines_of
+from lockstep.profiling.time_breakdown import lines_of as table_of
+from lockstep.profiling.time_breakdown import times_of
+from lockstep.report.timeline import Timeline
 from lockstep.strategies.step import Step
-from lockstep.timeline import Timeline
 
 WARM_UP = 2
 """Steps before the profile: the first ones build what later ones have."""

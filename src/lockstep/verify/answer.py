@@ -22,9 +22,9 @@ from lockstep.verify.causes import of_refusal
 from lockstep.verify.comparison import COARSE, EXACT, Bounds, Comparison, Update
 from lockstep.verify.diagnosis import Diagnosis, layer_bound, layer_of
 from lockstep.verify.experiment import Experiment
-from lockstep.verify.laboratory import Laboratory
-from lockstep.verify.noise import Noise
+from lockstep.verify.experiments import Laboratory
 from lockstep.verify.preflight import preflight
+from lockstep.verify.rounding_noise import Noise
 from lockstep.verify.verification import Verification
 
 

@@ -8,8 +8,8 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 
 from lockstep.errors import Caveat
-from lockstep.verify.rows import Rows
-from lockstep.verify.still import Thing
+from lockstep.verify.determinism import Thing
+from lockstep.verify.sample_rows import Rows
 
 EXACT = 1e-10
 """Where numbers are in float64: rounding is near 1e-15, a wrong weight of one sample shows as 1e-3."""

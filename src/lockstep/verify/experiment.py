@@ -9,7 +9,7 @@ from lockstep.job import Job
 from lockstep.jobfile import JobFile
 from lockstep.launch.devices import Device
 from lockstep.strategies import Strategy
-from lockstep.verify.still import Thing
+from lockstep.verify.determinism import Thing
 
 
 @dataclass(frozen=True)

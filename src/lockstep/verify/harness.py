@@ -25,9 +25,9 @@ from lockstep.launch.world import World
 from lockstep.model.build import build_model
 from lockstep.model.checkpoint import load_weights
 from lockstep.model.precision import PrecisionName
-from lockstep.run import Run
 from lockstep.strategies import Strategy
 from lockstep.train import train
+from lockstep.training.run import Run
 
 _TIMES = ("seconds", "samples_per_second")
 

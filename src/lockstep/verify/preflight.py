@@ -13,9 +13,9 @@ from lockstep.launch.devices import Device
 from lockstep.launch.placement import alone, place_of
 from lockstep.strategies import Strategy
 from lockstep.strategies.single import Single
-from lockstep.verify.course import places_of
-from lockstep.verify.kinds import others_in_kind
-from lockstep.verify.side import Side
+from lockstep.verify.batches import places_of
+from lockstep.verify.target_kinds import others_in_kind
+from lockstep.verify.training_run import Side
 
 _LONGEST = 0.5
 """Seconds that an update of one device may take, where nobody asked for whole batches."""

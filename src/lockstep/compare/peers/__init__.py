@@ -22,11 +22,11 @@ import cloudpickle
 import torch
 
 from lockstep.compare.entries import Entry
+from lockstep.compare.timed_run import Tried
 from lockstep.errors import InputError, RunError, nearest
 from lockstep.job import Job
 from lockstep.jobfile import JobFile, the_job, with_settings
 from lockstep.launch.world import now
-from lockstep.trial import Tried
 
 PEERS = {"torch": "torch", "fabric": "lightning.fabric", "accelerate": "accelerate"}
 """By name, the module that has to be installed."""
@@ -68,7 +68,14 @@ def attempt_peer(job: Job | JobFile, entry: Entry, *, seconds: float) -> Tried:
             raise InputError(f"{entry.name}: the job can't be sent to other processes: {error}") from error
         asked = now()
         count = len(entry.devices)
-        words = ["--standalone", f"--nproc-per-node={count}", "-m", "lockstep.compare.peers.loop", str(plan), str(out)]
+        words = [
+            "--standalone",
+            f"--nproc-per-node={count}",
+            "-m",
+            "lockstep.compare.peers.peer_loop",
+            str(plan),
+            str(out),
+        ]
         _run([sys.executable, "-m", "torch.distributed.run", *words], entry)
         found = json.loads(out.read_text())
     return Tried(

@@ -8,7 +8,7 @@ import torch
 from accelerate import Accelerator
 from accelerate.utils import gather_object
 
-from lockstep.compare.peers.loop import Parts, dataset_of, loader_of, model_of, optimizer_of
+from lockstep.compare.peers.peer_loop import Parts, dataset_of, loader_of, model_of, optimizer_of
 from lockstep.job import Job
 
 

@@ -8,7 +8,7 @@ import torch
 import torch.distributed as dist
 from lightning.fabric import Fabric
 
-from lockstep.compare.peers.loop import Parts, dataset_of, loader_of, model_of, optimizer_of
+from lockstep.compare.peers.peer_loop import Parts, dataset_of, loader_of, model_of, optimizer_of
 from lockstep.job import Job
 
 

@@ -9,7 +9,7 @@ import torch.distributed as dist
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils.data.distributed import DistributedSampler
 
-from lockstep.compare.peers.loop import Parts, dataset_of, loader_of, model_of, optimizer_of
+from lockstep.compare.peers.peer_loop import Parts, dataset_of, loader_of, model_of, optimizer_of
 from lockstep.job import Job
 
 

@@ -39,7 +39,7 @@ _PRELOAD = (
     "cloudpickle",
     "lockstep.launch.world",
     "lockstep.launch.processes.rank",
-    "lockstep.map.worker",
+    "lockstep.map.map_worker",
 )
 
 _LOOK = 0.5

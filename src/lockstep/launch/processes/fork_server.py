@@ -134,12 +134,12 @@ def _begin() -> _Server:
     return _Server(process, ours)
 
 
-_PROGRAM = "import sys; from lockstep.launch import fork; fork.main(int(sys.argv[1]), int(sys.argv[2]))"
+_PROGRAM = "import sys; from lockstep.launch.processes import fork; fork.main(int(sys.argv[1]), int(sys.argv[2]))"
 
 
 def _environment() -> dict[str, str]:
     """The environment of this process, with its import path, so that both find the same modules."""
-    source = str(Path(__file__).resolve().parents[2])
+    source = str(Path(__file__).resolve().parents[3])
     path = [os.path.abspath(entry) for entry in sys.path if entry]
     return {
         **os.environ,

@@ -19,8 +19,8 @@ from lockstep.pipelining.planner.fitted_schedule import fitted
 from lockstep.pipelining.planner.simulate import simulate
 from lockstep.pipelining.planner.split import size as said
 from lockstep.pipelining.schedule import Schedule, gpipe, interleaved, one_f_one_b
+from lockstep.report.timeline import Timeline
 from lockstep.tensors.pytree import share_sizes
-from lockstep.timeline import Timeline
 
 NUMBERS = (1, 2, 3, 4, 6, 8, 12, 16, 24, 32, 48, 64)
 """The micro-batches that are tried."""

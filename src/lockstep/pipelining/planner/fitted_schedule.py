@@ -14,7 +14,7 @@ from typing import Literal
 from lockstep.errors import StrategyError
 from lockstep.pipelining.planner.simulate import Times, needs, simulate, time_of
 from lockstep.pipelining.schedule import Schedule
-from lockstep.timeline import Action
+from lockstep.report.timeline import Action
 
 
 def fitted(

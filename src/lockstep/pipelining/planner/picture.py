@@ -14,8 +14,8 @@ from pathlib import Path
 from typing import Any
 
 from lockstep.report.canvas import save
-from lockstep.report.timelines import Timelines
-from lockstep.timeline import Span, Timeline
+from lockstep.report.timeline import Span, Timeline
+from lockstep.report.timeline_charts import Timelines
 
 IDLE = "·"
 LONG = "─"

@@ -16,7 +16,7 @@ from typing import Literal
 
 from lockstep.errors import StrategyError
 from lockstep.pipelining.schedule import Schedule, devices_of
-from lockstep.timeline import Action, Span, Timeline
+from lockstep.report.timeline import Action, Span, Timeline
 
 Times = float | Sequence[float] | Sequence[Sequence[float]]
 """Seconds (or any unit) of an action: one for all, one for each stage, or for each stage one for each micro-batch."""

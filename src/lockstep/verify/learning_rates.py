@@ -9,8 +9,8 @@ from lockstep.jobfile import the_job, with_settings
 from lockstep.launch.world import World
 from lockstep.model.build import build_model
 from lockstep.model.optimizer import build_optimizer
-from lockstep.scheduler import scheduler_of
 from lockstep.strategies.single import SingleStep
+from lockstep.training.scheduler import scheduler_of
 from lockstep.verify.experiment import Experiment
 
 

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from lockstep.compare.advice import all_cores, best_of, cautions, sentence
 from lockstep.compare.result import Comparison, Row
 from lockstep.errors import counted
-from lockstep.firststep import written
+from lockstep.training.first_step import written
 
 _NARROW = 22
 """Columns that names get beside the numbers, where the terminal is no wider."""

@@ -17,7 +17,7 @@ from pathlib import Path
 from lockstep.pipelining.planner.picture import draw
 from lockstep.pipelining.planner.simulate import ideal
 from lockstep.pipelining.runner import Runner
-from lockstep.timeline import Timeline
+from lockstep.report.timeline import Timeline
 
 
 def timelines_of(runner: Runner) -> dict[str, Timeline]:

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 from lockstep.errors import InputError, counted, nearest
 
 if TYPE_CHECKING:
-    from lockstep.timeline import Timeline
+    from lockstep.report.timeline import Timeline
 
 
 def add_settings(parser: argparse.ArgumentParser) -> None:

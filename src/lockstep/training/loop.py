@@ -30,8 +30,6 @@ from lockstep.data import (
     stream_notes,
 )
 from lockstep.errors import JobError
-from lockstep.evaluation import evaluate_sets, try_out
-from lockstep.firststep import FirstStep, line_of
 from lockstep.job import Job
 from lockstep.jobfile import JobFile, the_job
 from lockstep.launch.devices import Device, note_on_threads
@@ -43,14 +41,16 @@ from lockstep.launch.world import World
 from lockstep.model.checkpoint import load_state, save_state, save_weights
 from lockstep.model.loss import Number
 from lockstep.profiling import Profiler
-from lockstep.progress import Pace, Teller, held_out
-from lockstep.resuming import moved
-from lockstep.run_config import edited_files, write_config
-from lockstep.scheduler import move_on, note_on_length, scheduler_of
 from lockstep.strategies import Strategy
 from lockstep.strategies.step import Step
 from lockstep.tensors.allocator import freed_memory_kept
 from lockstep.tensors.pytree import share_sizes
+from lockstep.training.evaluation import evaluate_sets, try_out
+from lockstep.training.first_step import FirstStep, line_of
+from lockstep.training.progress import Pace, Teller, held_out
+from lockstep.training.resume import moved
+from lockstep.training.run_config import edited_files, write_config
+from lockstep.training.scheduler import move_on, note_on_length, scheduler_of
 
 
 @dataclass(frozen=True)

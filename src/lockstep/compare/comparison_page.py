@@ -7,13 +7,13 @@ from pathlib import Path
 from typing import Literal
 
 from lockstep.compare.advice import all_cores, best_of, cautions, sentence
+from lockstep.compare.comparison_table import batches_of, caveats_of, moved, outcome_columns, plans_of, speed_columns
 from lockstep.compare.result import Comparison
 from lockstep.compare.sweeps import sweeps_of
-from lockstep.compare.table import batches_of, caveats_of, moved, outcome_columns, plans_of, speed_columns
-from lockstep.firststep import written
 from lockstep.report.charts import Bars, Lines, Stacks
 from lockstep.report.page import Figure, Page, Section, Table, write
-from lockstep.report.timelines import turns_of
+from lockstep.report.timeline_charts import turns_of
+from lockstep.training.first_step import written
 
 _IDS = 4
 """Sample ids that are shown of a device."""

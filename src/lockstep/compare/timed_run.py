@@ -20,11 +20,11 @@ from typing import Any, TypeVar
 import torch
 from torch.utils.data import TensorDataset
 
+from lockstep.compare.snapshot import Glance, Onlooker
 from lockstep.data import Batch, default_workers, is_stream, job_loader, resolve
 from lockstep.data.fetch import unwrapped
 from lockstep.data.loader_workers import free_cores
 from lockstep.errors import Caveat
-from lockstep.glance import Glance, Onlooker
 from lockstep.job import Job
 from lockstep.jobfile import JobFile, the_job, with_settings
 from lockstep.launch import devices as _devices

@@ -22,7 +22,6 @@ from lockstep.data import Batch, job_loader, resolve, resolve_sets
 from lockstep.data.dataset_name import check_name, one_of, source_of
 from lockstep.data.inputs import inputs_collated, inputs_of
 from lockstep.errors import FolderError, InputError, LockstepError, OutOfMemory, told
-from lockstep.evaluation import look_at_evaluation
 from lockstep.job import Job
 from lockstep.jobfile import JobFile, the_job, with_settings
 from lockstep.launch import devices as _devices
@@ -33,14 +32,15 @@ from lockstep.launch.events import Line
 from lockstep.launch.memory import is_out_of_memory
 from lockstep.launch.placement import check_backend, on_devices
 from lockstep.launch.world import World
-from lockstep.linefile import LineWriter, merge
 from lockstep.model.build import trained_model
-from lockstep.outputs import Items, Left, Rows, filled, form_of, in_lines, leaves, taken
-from lockstep.run import Run, trained_of
+from lockstep.prediction.line_file import LineWriter, merge
+from lockstep.prediction.output_form import Items, Left, Rows, filled, form_of, in_lines, leaves, taken
 from lockstep.strategies import Strategy, choose
 from lockstep.strategies.step import Step
 from lockstep.tensors.array_file import Array, Layout, RowWriter, archive, create, layout, mapped, not_written
 from lockstep.tensors.pytree import described
+from lockstep.training.evaluation import look_at_evaluation
+from lockstep.training.run import Run, trained_of
 
 ENDINGS = (".npy", ".npz", ".safetensors", ".jsonl")
 

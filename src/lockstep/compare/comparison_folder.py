@@ -21,9 +21,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from lockstep.compare.pages import write_page
+from lockstep.compare.comparison_page import write_page
+from lockstep.compare.comparison_table import csv_of, lines_of
 from lockstep.compare.result import Comparison, plain
-from lockstep.compare.table import csv_of, lines_of
 from lockstep.errors import FolderError, InputError
 from lockstep.job import Job
 from lockstep.jobfile import JobFile

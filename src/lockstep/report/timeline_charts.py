@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 from lockstep.errors import counted
 from lockstep.report.canvas import new_figure
 from lockstep.report.charts import Numbers
-from lockstep.timeline import Timeline
+from lockstep.report.timeline import Timeline
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes

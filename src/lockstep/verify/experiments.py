@@ -17,7 +17,7 @@ from lockstep.launch.world import World
 from lockstep.strategies import Strategy
 from lockstep.verify.comparison import Comparison
 from lockstep.verify.experiment import Experiment
-from lockstep.verify.sides import both_sides
+from lockstep.verify.paired_run import both_sides
 
 
 class Laboratory:

@@ -20,7 +20,7 @@ from torch.utils.data import default_collate
 from lockstep.data.shares import MAP, mixed
 from lockstep.errors import InputError, ItemFailed, told
 from lockstep.launch.devices import Device
-from lockstep.map.parcel import copied
+from lockstep.map.shared_values import copied
 from lockstep.parallel.replicate import replicate
 from lockstep.tensors.pytree import call, described, each, names, parts, rebuilt, tensors, to_device
 from lockstep.threads.random_streams import stream

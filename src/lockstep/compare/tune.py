@@ -18,15 +18,15 @@ from typing import Any, Literal
 
 import torch
 
+from lockstep.compare.timed_run import Tried, Way, attempt, first_of
+from lockstep.compare.timing import Timing, in_turns
 from lockstep.errors import DeviceError, LockstepError
 from lockstep.job import Job
 from lockstep.jobfile import JobFile, as_job, the_job, with_settings
 from lockstep.launch import devices as _devices
 from lockstep.launch import started_as_rank
 from lockstep.launch.devices import Device, Devices
-from lockstep.stopwatch import Timing, in_turns
 from lockstep.strategies import STRATEGIES, choose
-from lockstep.trial import Tried, Way, attempt, first_of
 
 Effect = Literal["numbers kept", "rounding changed"]
 

@@ -17,14 +17,14 @@ from types import FrameType
 from typing import Any, NoReturn
 
 import lockstep
-from lockstep.compare import commands as comparing
+from lockstep.cli import compare_command as comparing
+from lockstep.cli import pipeline_commands as pipelining
+from lockstep.cli import verify_command as verifying
+from lockstep.cli.interrupt import Interrupt
+from lockstep.cli.options import above_zero, add_knobs, add_settings, check_writable, knobs_in, settings_in
 from lockstep.errors import InputError, LockstepError, RankFailed, near_names, nearest, own_traceback
-from lockstep.interrupt import Interrupt
 from lockstep.launch.processes import fork_server
-from lockstep.options import above_zero, add_knobs, add_settings, check_writable, knobs_in, settings_in
-from lockstep.pipelining import commands as pipelining
 from lockstep.tensors.allocator import prepare
-from lockstep.verify import commands as verifying
 
 
 class _Parser(argparse.ArgumentParser):
@@ -268,8 +268,8 @@ def _train(options: argparse.Namespace) -> int:
         raise InputError("train: name a job file (a Python file with a `job`), or --resume a run")
     _warm_up(options)
     from lockstep.jobfile import JobFile
-    from lockstep.run import job_of
     from lockstep.train import train
+    from lockstep.training.run import job_of
 
     knobs, settings = knobs_in(options.set), settings_in(options)
     job = JobFile(options.job, knobs, settings) if options.job is not None else job_of(options.resume, knobs, settings)
@@ -308,7 +308,7 @@ def _evaluate(options: argparse.Namespace) -> int:
 
 def _predict(options: argparse.Namespace) -> int:
     _warm_up(options)
-    from lockstep.predict import predict
+    from lockstep.prediction.predict import predict
 
     word = options.data.rpartition(":")[2] + ("-best" if options.best else "")
     predict(
@@ -332,8 +332,8 @@ def _tune(options: argparse.Namespace) -> int:
     _warm_up(options)
     import json
 
+    from lockstep.compare.tune import tune
     from lockstep.jobfile import JobFile
-    from lockstep.tune import tune
 
     found = tune(
         JobFile(options.job, knobs_in(options.set), settings_in(options)),

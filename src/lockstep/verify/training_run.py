@@ -12,20 +12,20 @@ import torch
 from torch import nn
 
 from lockstep.data import Batch, Part, eval_loaders, job_loader, resolve, resolve_sets
-from lockstep.evaluation import evaluate_sets
 from lockstep.job import Job
 from lockstep.launch.world import World
 from lockstep.model.inspection import acting_buffers
-from lockstep.scheduler import move_on, scheduler_of
 from lockstep.strategies import Strategy
 from lockstep.strategies.step import Result, Step
 from lockstep.tensors.digest import digest
 from lockstep.tensors.pytree import each, tensors
 from lockstep.tensors.seeding import same, same_others, states
-from lockstep.verify.course import EPOCHS, Excerpt, begun
-from lockstep.verify.layers import Watch
-from lockstep.verify.rows import row_numbers
-from lockstep.verify.still import Thing, hold_still, still_backward
+from lockstep.training.evaluation import evaluate_sets
+from lockstep.training.scheduler import move_on, scheduler_of
+from lockstep.verify.batches import EPOCHS, Excerpt, begun
+from lockstep.verify.determinism import Thing, hold_still, still_backward
+from lockstep.verify.layer_watch import Watch
+from lockstep.verify.sample_rows import row_numbers
 
 
 class Side:

@@ -6,8 +6,8 @@ import argparse
 from collections.abc import Mapping
 from typing import Any
 
+from lockstep.cli.options import above_zero, check_writable
 from lockstep.errors import InputError
-from lockstep.options import above_zero, check_writable
 
 
 def add_compare(parser: argparse.ArgumentParser) -> None:
@@ -34,9 +34,9 @@ def add_compare(parser: argparse.ArgumentParser) -> None:
 
 def compare(options: argparse.Namespace, knobs: Mapping[str, str], settings: Mapping[str, Any]) -> int:
     """Compare what the options ask for. 1 where nothing could be measured."""
-    from lockstep.compare.measure import compare as measured
-    from lockstep.compare.record import json_of
-    from lockstep.compare.table import csv_of
+    from lockstep.compare.compare import compare as measured
+    from lockstep.compare.comparison_folder import json_of
+    from lockstep.compare.comparison_table import csv_of
     from lockstep.jobfile import JobFile
     from lockstep.pipelining.device_map import read_map
 
@@ -70,12 +70,12 @@ def report(folder: str) -> int:
     import os
 
     if os.path.isfile(os.path.join(folder, "compare.json")):
-        from lockstep.compare.pages import write_page as of_comparison
-        from lockstep.compare.record import read
+        from lockstep.compare.comparison_folder import read
+        from lockstep.compare.comparison_page import write_page as of_comparison
 
         print(of_comparison(read(folder)))
     else:
-        from lockstep.report.ofrun import write_page as of_run
+        from lockstep.training.run_page import write_page as of_run
 
         print(of_run(folder))
     return 0

@@ -15,7 +15,7 @@ from lockstep.errors import InputError, ItemFailed
 from lockstep.launch.processes.failure_records import RankTraceback, Record
 from lockstep.launch.processes.modes import Modes
 from lockstep.launch.processes.worker_context import Station
-from lockstep.map.parcel import Packed, pack, unpack
+from lockstep.map.shared_values import Packed, pack, unpack
 from lockstep.tensors.seeding import seed_all
 
 

@@ -10,14 +10,14 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import Any
 
-from lockstep.breakdown import times_of
 from lockstep.data import Batch, Part
-from lockstep.firststep import FirstStep
 from lockstep.launch.events import TimesOf
 from lockstep.profiling.clock import Clock
-from lockstep.profiling.methods import Methods
-from lockstep.profiling.stages import timelines_of
+from lockstep.profiling.instruments import Methods
+from lockstep.profiling.stage_times import timelines_of
+from lockstep.profiling.time_breakdown import times_of
 from lockstep.strategies.step import Step
+from lockstep.training.first_step import FirstStep
 
 CLOCKED = 6
 """Updates that are clocked."""

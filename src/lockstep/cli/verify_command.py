@@ -9,7 +9,7 @@ import shutil
 from collections.abc import Mapping
 from typing import Any
 
-from lockstep.options import check_writable
+from lockstep.cli.options import check_writable
 
 
 def add_verify(parser: argparse.ArgumentParser) -> None:

@@ -34,8 +34,8 @@ from lockstep.launch.processes import failure_records
 from lockstep.launch.processes.failure_records import Record
 from lockstep.launch.processes.modes import Modes
 from lockstep.launch.processes.task_workers import Workers
-from lockstep.map.parcel import copied, kept, pack, unpack
-from lockstep.map.worker import Call, Reply, Task, failed, serve
+from lockstep.map.map_worker import Call, Reply, Task, failed, serve
+from lockstep.map.shared_values import copied, kept, pack, unpack
 from lockstep.tensors.pytree import each
 from lockstep.tensors.seeding import kept_states
 

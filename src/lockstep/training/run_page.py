@@ -12,7 +12,7 @@ from lockstep.errors import counted
 from lockstep.launch.run_folder import RunFolder
 from lockstep.report.charts import Bars, Lines, Stacks, short
 from lockstep.report.page import Figure, Page, Section, Table, write
-from lockstep.report.timelines import turns_of
+from lockstep.report.timeline_charts import turns_of
 
 _NOT_CURVES = {"epoch", "step", "lr", "seconds", "samples_per_second", "train_loss", "eval_loss"}
 

@@ -37,9 +37,9 @@ from lockstep.tensors.digest import digest
 from lockstep.verify.comparison import EXACT, Comparison, Update
 from lockstep.verify.experiment import Experiment
 from lockstep.verify.harness import buffer_apart, change_apart, largest, real
-from lockstep.verify.layers import first_apart, together
-from lockstep.verify.rows import Rows, rows_apart
-from lockstep.verify.side import Side
+from lockstep.verify.layer_watch import first_apart, together
+from lockstep.verify.sample_rows import Rows, rows_apart
+from lockstep.verify.training_run import Side
 
 
 def both_sides(world: World, experiment: Experiment, job: Job) -> Comparison | None:

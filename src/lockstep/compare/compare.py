@@ -15,21 +15,21 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
-from lockstep.compare import record
+from lockstep.compare import comparison_folder
 from lockstep.compare.agreement import Agreement, Agreements
 from lockstep.compare.entries import Entry, Sweep, devices_of, line_up
 from lockstep.compare.peers import attempt_peer, check_peers
 from lockstep.compare.result import Comparison, Row
+from lockstep.compare.timed_run import Tried, attempt
+from lockstep.compare.timing import in_turns
 from lockstep.errors import DeviceError, LockstepError, StrategyError
 from lockstep.job import Job
 from lockstep.jobfile import JobFile, as_job, the_job, with_settings
 from lockstep.launch import started_as_rank
 from lockstep.launch.device_table import machine
 from lockstep.launch.devices import Devices
-from lockstep.stopwatch import in_turns
 from lockstep.strategies import Strategy, choose
 from lockstep.train import train
-from lockstep.trial import Tried, attempt
 
 _LOOK = 1e-9
 """Seconds of a look's timed updates: two of them, to warm up."""
@@ -82,9 +82,9 @@ def compare(
     source = with_settings(as_job(job), settings)
     loaded = the_job(source)
     entries = line_up(strategies, devices, sweep or {}, check_peers(peers), device_map)
-    kept = None if folder is None else record.new_folder(folder, source)
+    kept = None if folder is None else comparison_folder.new_folder(folder, source)
     say = told or (lambda line: None)
-    asked = record.Asked(
+    asked = comparison_folder.Asked(
         strategies, devices, dict(sweep or {}), device_map, tuple(peers), rounds, seconds, parity, settings
     )
     turns = _Turns(source, entries, rounds, seconds, say)
@@ -97,11 +97,11 @@ def compare(
             turns.train(None if kept is None else kept / "runs")
     except BaseException:
         if kept is not None:
-            record.remove(kept)
+            comparison_folder.remove(kept)
         raise
     found = Comparison(
         job=source.path if isinstance(source, JobFile) else "job",
-        command=record.command(source, asked),
+        command=comparison_folder.command(source, asked),
         batch_size=loaded.batch_size,
         rounds=rounds,
         seconds=seconds,
@@ -111,7 +111,7 @@ def compare(
         folder="" if kept is None else str(kept),
         keeps_memory=loaded.keep_memory,
     )
-    record.tell(found, say)
+    comparison_folder.tell(found, say)
     return found
 
 

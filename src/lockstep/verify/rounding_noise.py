@@ -8,9 +8,9 @@ from lockstep.errors import LockstepError
 from lockstep.launch.placement import place_of
 from lockstep.strategies.single import Single
 from lockstep.verify.comparison import COARSE, EXACT, Bounds, Comparison
+from lockstep.verify.determinism import Thing
 from lockstep.verify.experiment import Experiment
-from lockstep.verify.laboratory import Laboratory
-from lockstep.verify.still import Thing
+from lockstep.verify.experiments import Laboratory
 
 _CERTAIN = 1e-5
 """A difference in float64 of losses or gradients that no rounding makes, so that none is measured."""

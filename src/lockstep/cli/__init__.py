@@ -1,0 +1,3 @@
+"""The command: a file for each, shared options, Ctrl-C."""
+
+from lockstep.cli.command import main as main

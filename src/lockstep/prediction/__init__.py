@@ -1,0 +1,1 @@
+"""Prediction: a row for each sample, in order, on any number of devices."""
