@@ -3,7 +3,7 @@
 ::
 
     first update | 2 updates | 4 | 8 | ...     until a chunk takes long enough: that one's rate counts
-     (compiles)    (warm up)               | a few more, looked at, where that is wanted (see ``glance``)
+     (compiles)    (warm up)               | a few more, looked at, where that is wanted (see ``snapshot``)
 """
 
 from __future__ import annotations

@@ -9,11 +9,11 @@ imports the person's script a second time: functions travel by value, so a scrip
 cell or standard input will do. And each rank that fails writes a record with the moment of its failure, so the rank
 that failed first is the one that is named, rather than one of those that failed for want of it.
 
-In reading order: `local` (one launch, from here), `call` and `modes` (what the ranks are given), `server` and `fork`
-(the two ends of the process that forks them), `rank` (what a rank does), `frames` (what it sends back), `supervise`
-(watching them), `records` (who failed first), `output` (what they print). `torchrun` is the other way to become a rank.
-`standing` keeps ranks for one call after another. `workers` and `station` are the two ends of processes that take tasks
-instead, and are no ranks.
+`processes` has, in reading order: `local_ranks` (one launch, from here), `call` and `modes` (what the ranks are given),
+`fork_server` and `fork` (the two ends of the process that forks them), `rank` (what a rank does), `frames` (what it
+sends back), `supervisor` (watching them), `failure_records` (who failed first), `rank_output` (what they print).
+`standing_ranks` keeps ranks for one call after another. `task_workers` and `worker_context` are the two ends of
+processes that take tasks instead, and are no ranks. `started_ranks` is the other way to become a rank: by torchrun.
 
 This module and `lockstep.launch.processes.fork_server` import nothing heavy, so that a command can start the forking
 process first and import torch beside it.

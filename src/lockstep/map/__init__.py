@@ -1,7 +1,7 @@
 """``map``: a function over processes, or a module over devices, item by item, in order.
 
-In reading order: this file (what a person calls), `processes` and `worker` (the two ends of a function's map), `parcel`
-(what goes between them), `modules` (a module's map), `bar`.
+In reading order: this file (what a person calls), `process_map` and `map_worker` (the two ends of a function's map),
+`shared_values` (what goes between them), `module_map` (a module's map), `progress_bar`.
 
 ``multiprocessing.Pool.imap`` refuses lambdas, draws a generator of any length into memory, waits for ever where a
 process was killed, and pickles tensors; a pool of torch.multiprocessing holds a file open for each tensor.

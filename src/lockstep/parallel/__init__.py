@@ -16,9 +16,9 @@
     level_of(step, devices)                         peak bytes and busy seconds of each device, as a table
     largest_batch(step, devices, budget)            the one that fits in every device's memory
 
-Each can be used alone, for anything that is to run side by side. Below them lie ``team`` (threads that stay), ``kept``
-(replicas that stay), ``backward`` (each replica's in its own thread), ``random`` (a stream of random numbers per
-thread) and ``batchnorm`` (statistics over all replicas).
+Each can be used alone, for anything that is to run side by side. Below them lie ``replica_pool``
+(replicas that stay), ``backward_threads`` (each replica's in its own thread), and the room ``threads``: the pool of
+threads, a stream of random numbers for each, batch norm over all replicas.
 """
 
 from __future__ import annotations

@@ -3,9 +3,9 @@
 ::
 
     first update, in turn     micro-batch 0      shows the route
-                              all but the last   what is set only for a while (`crossings`)
-                              the last           what is left behind for the next one (`remembered`)
-                              each               what it draws (`drawing`)
+                              all but the last   what is set only for a while (`stage_crossings`)
+                              the last           what is left behind for the next one (`state_probe`)
+                              each               what it draws (`rng_probe`)
     those that overlap        looked at from outside: has it begun with something since? Then the next one is in turn
 """
 

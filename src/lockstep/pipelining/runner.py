@@ -10,7 +10,7 @@ On accelerators one thread is enough: it only queues work, in the order of the s
 works off its own queue.
 
 The first update goes one micro-batch after the other. It shows the route, which the lists of turns are made from, and
-whether micro-batches may overlap at all (`habits`).
+whether micro-batches may overlap at all (`overlap`).
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ class Runner:
     """The micro-batches of a model's updates.
 
     Args:
-        model: with its hooks (see ``layers``).
+        model: with its hooks (see ``stage_layers``).
         world: whose devices hold the stages.
         schedule: the lists for a number of micro-batches.
         places: for each stage which of the devices holds it.

@@ -1,7 +1,8 @@
 """Layers: a model's modules, told by hooks which stage they are on; on accelerators they are there, and inputs follow.
 
 On slots of the CPU nothing moves: a hook only tells the flight of this thread whose turn it needs. On accelerators
-parameters are moved once; a hook moves what a module is given, and a mode (see ``moving``) what meets between modules.
+parameters are moved once; a hook moves what a module is given, and a mode (see ``transfer``) what meets between
+modules.
 """
 
 from __future__ import annotations

@@ -3,7 +3,7 @@
 Micro-batches that overlap can't leave it in the order in which one device would, unless all of it is left and used in
 one visit of one stage (running statistics of a batch norm, say). So one micro-batch is watched: what has changed after
 its forward, in which visits that was used, whether layers were called with weights other than their own, and what was
-set only for a while (`crossings`).
+set only for a while (`stage_crossings`).
 
 A model may begin with that later. So each update whose micro-batches do overlap is looked at from outside (`Begun`),
 which costs next to nothing: has anything changed that did not while a micro-batch was watched?

@@ -1,7 +1,7 @@
 """Moving: operands that meet on different accelerators are brought to the stage that computes.
 
-A model's hooks move what a layer is given (see ``layers``). What meets between layers (``cat`` of a skip connection, a
-tied weight, a mask made on the CPU) is seen by a mode, which PyTorch asks at each of its functions::
+A model's hooks move what a layer is given (see ``stage_layers``). What meets between layers (``cat`` of a skip
+connection, a tied weight, a mask made on the CPU) is seen by a mode, which PyTorch asks at each of its functions::
 
     left  = self.encoder(x)          on card 0
     right = self.decoder(left)       the decoder's hook brings its input to card 1

@@ -83,7 +83,7 @@ class Step(Evaluator, ABC):
         model: the model under its one-device names.
         optimizer: the one optimizer of this process.
         world: this process's place among the ranks.
-        on_forward: told of each forward of an update: which replica, its part, its outputs (see ``firststep``).
+        on_forward: told of each forward of an update: which replica, its part, its outputs (see ``first_step``).
         stopping: whether the ranks have agreed, in the last update, that the training is to be saved and stopped.
         looked: whether it is known what the model does in forward; else the first update looks, in some more forwards.
         seen: what it saw.

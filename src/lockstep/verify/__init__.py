@@ -1,25 +1,14 @@
-"""Verify: a job under ``single`` and under a strategy, from the same weights on the same batches, and why they part.
+"""Verify: a job under ``single`` and under a strategy, from the same weights on the same batches, and why they differ.
 
 ::
 
-    course.py        which batches: two of the first epoch, its smaller last one, two of the second; an evaluation
-    kinds.py         and those whose targets differ in kind
-    preflight.py     in which number format, and how large a batch may be
-    side.py          one side, an update at a time, with all that is looked at
-    experiment.py    what is held against what
-    sides.py         both at once, compared after each update
-    laboratory.py    where experiments run, in processes that stay for the next
-    rows.py          which samples each of them was given
-    layers.py        the first layer that gave other numbers
-    comparison.py    what was found, and up to where it is rounding
-    noise.py         how far one device is from itself, where that has to be measured
-    still.py         a model with dropout, or batch norm, taken out
-    diagnosis.py     the experiments that find why they part       rates.py   how often a scheduler moved
-    causes.py        the table of causes: kind, text, fix
-    answer.py        all of it, in order
-    verification.py  the answer, as a table and as plain values
-    harness.py       the measure; whole trainings held against one another, for tests
-    commands.py      the command
+    answer         all of it, in order                        verification    the answer, as a table and as plain values
+    preflight      in which number format, how large a batch  batches         which batches, and which differ in kind
+    training_run   one side, an update at a time              paired_run      both at once, compared after each update
+    comparison     what is compared, and what was found       rounding_noise  how far two runs of single differ
+    layer_watch    the first layer that gave other values     determinism     dropout, or batch norm, taken out
+    experiments    where experiments run                      diagnosis       the experiments that find why they differ
+    causes         the table of causes: kind, text, fix       harness         whole trainings compared, for tests
 """
 
 from __future__ import annotations

@@ -19,9 +19,8 @@ from lockstep.launch.placement import alone, place_of
 from lockstep.strategies import Strategy, choose
 from lockstep.strategies.single import Single
 from lockstep.verify.causes import of_refusal
-from lockstep.verify.comparison import COARSE, EXACT, Bounds, Comparison, Update
+from lockstep.verify.comparison import COARSE, EXACT, Bounds, Comparison, Experiment, Update
 from lockstep.verify.diagnosis import Diagnosis, layer_bound, layer_of
-from lockstep.verify.experiment import Experiment
 from lockstep.verify.experiments import Laboratory
 from lockstep.verify.preflight import preflight
 from lockstep.verify.rounding_noise import Noise

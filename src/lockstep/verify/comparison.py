@@ -1,15 +1,23 @@
-"""Comparison: how far the two sides lie apart after each update, and the bounds within which that is rounding."""
+"""Comparison: what is compared, how far the two runs lie apart after each update, and up to where that is rounding."""
 
 from __future__ import annotations
 
 import math
 import statistics
+from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
+from typing import Any
+
+import torch
 
 from lockstep.errors import Caveat
+from lockstep.job import Job
+from lockstep.jobfile import JobFile
+from lockstep.launch.devices import Device
+from lockstep.strategies import Strategy
+from lockstep.tensors.pytree import tensors
 from lockstep.verify.determinism import Thing
-from lockstep.verify.sample_rows import Rows
 
 EXACT = 1e-10
 """Where numbers are in float64: rounding is near 1e-15, a wrong weight of one sample shows as 1e-3."""
@@ -19,6 +27,24 @@ COARSE = 1e-6
 
 _TIMES_NOISE = 30.0
 """How many times the measured noise still counts as noise: one draw of it against another."""
+
+
+@dataclass(frozen=True)
+class Rows:
+    """How the samples of one side differ from those of one device.
+
+    Attributes:
+        repeated: numbers in the dataset of those that were used more often.
+        left_out: of those that were used less often.
+        others: how many are no samples of that batch at all.
+    """
+
+    repeated: tuple[int, ...] = ()
+    left_out: tuple[int, ...] = ()
+    others: int = 0
+
+    def __bool__(self) -> bool:
+        return bool(self.repeated or self.left_out or self.others)
 
 
 @dataclass(frozen=True)
@@ -218,3 +244,82 @@ class Bounds:
         if comparison.start or comparison.drifted or self.evaluation_apart(comparison):
             return False
         return self.first_apart(comparison) is None
+
+
+@dataclass(frozen=True)
+class Experiment:
+    """What is held against what.
+
+    Attributes:
+        job: whose course both sides go through.
+        strategy: the side in question.
+        devices: its devices.
+        settings: fields of the job to replace on both sides.
+        more: batches of the first epoch that are verified beside, for their targets.
+        cut: micro-batches on the side in question, where they are to be others than on the other.
+        updates: how many; None goes to the end, and evaluates.
+        still: what is taken out of the model on both sides.
+        shuffled: the side in question mixes the rows of each micro-batch.
+        deterministic: operators that aren't deterministic raise.
+        watched: the update in which every layer is looked at; the first that gave other numbers is told.
+        bound: for that.
+        looked: the first update needn't see what the model does in forward, and refuse it: an earlier one has.
+    """
+
+    job: Job | JobFile
+    strategy: Strategy
+    devices: tuple[Device, ...]
+    settings: dict[str, Any] = field(default_factory=dict)
+    more: tuple[int, ...] = ()
+    cut: int | None = None
+    updates: int | None = None
+    still: frozenset[Thing] = frozenset()
+    shuffled: bool = False
+    deterministic: bool = False
+    watched: int = 0
+    bound: float = 0.0
+    looked: bool = False
+
+
+_FACTORS = (0xBF58476D1CE4E5B9 - (1 << 64), 0x94D049BB133111EB - (1 << 64))  # those of splitmix64, as signed numbers
+_FORMATS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+
+
+def row_numbers(inputs: Any, targets: Any, size: int) -> torch.Tensor | None:
+    """A number for each of ``size`` samples: (size,), or None where no tensor has a row for each."""
+    found: torch.Tensor | None = None
+    for place, tensor in enumerate(tensors((inputs, targets))):
+        if not tensor.dim() or tensor.shape[0] != size or tensor.layout != torch.strided or not tensor.numel():
+            continue
+        rows = tensor.detach().cpu()
+        rows = torch.view_as_real(rows) if rows.is_complex() else rows
+        rows = rows.contiguous().reshape(size, -1)
+        bits = rows.view(_FORMATS[rows.element_size()]).to(torch.int64)
+        weights = _mixed(torch.arange(bits.shape[1]) + ((place + 1) << 40)) | 1
+        numbers = _mixed((_mixed(bits) * weights).sum(dim=1))
+        found = numbers if found is None else _mixed(found * 3 + numbers)
+    return found
+
+
+def _mixed(numbers: torch.Tensor) -> torch.Tensor:
+    for factor in _FACTORS:
+        numbers = (numbers ^ (numbers >> 31)) * factor
+    return numbers ^ (numbers >> 29)
+
+
+def rows_apart(ours: list[int], theirs: list[int], samples: list[int] | None) -> Rows:
+    """Compare the row numbers of one device (``theirs``) with those of a strategy.
+
+    Args:
+        ours: of the strategy's devices, in any order.
+        theirs: of one device.
+        samples: the numbers in the dataset of ``theirs``, where they are known; else places in the batch are given.
+    """
+    names = dict(zip(theirs, samples if samples is not None else range(len(theirs)), strict=True))
+    counts, wanted = Counter(ours), Counter(theirs)
+    more, fewer = counts - wanted, wanted - counts
+    return Rows(
+        tuple(sorted(names[row] for row in more if row in names)),
+        tuple(sorted(names[row] for row in fewer)),
+        sum(count for row, count in more.items() if row not in names),
+    )

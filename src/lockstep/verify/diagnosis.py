@@ -22,12 +22,11 @@ from lockstep.errors import Caveat, LockstepError, LossError, NonFiniteLoss, Ran
 from lockstep.launch.placement import place_of
 from lockstep.strategies.single import Single
 from lockstep.verify.causes import cause, listed, named, of_refusal, quoted
-from lockstep.verify.comparison import Bounds, Comparison, Update
+from lockstep.verify.comparison import Bounds, Comparison, Experiment, Update
 from lockstep.verify.determinism import Thing
-from lockstep.verify.experiment import Experiment
 from lockstep.verify.experiments import Laboratory
-from lockstep.verify.learning_rates import moves_of
 from lockstep.verify.rounding_noise import Noise
+from lockstep.verify.training_run import moves_of
 
 
 @dataclass

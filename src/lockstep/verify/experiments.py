@@ -15,8 +15,7 @@ from lockstep.launch.placement import alone, needs_one_process
 from lockstep.launch.processes.standing_ranks import StandingRanks
 from lockstep.launch.world import World
 from lockstep.strategies import Strategy
-from lockstep.verify.comparison import Comparison
-from lockstep.verify.experiment import Experiment
+from lockstep.verify.comparison import Comparison, Experiment
 from lockstep.verify.paired_run import both_sides
 
 

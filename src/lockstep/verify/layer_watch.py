@@ -17,7 +17,7 @@ from torch import nn
 from lockstep.data import Part
 from lockstep.errors import InputError
 from lockstep.tensors.pytree import batch_size_of, tensors
-from lockstep.verify.sample_rows import row_numbers
+from lockstep.verify.comparison import row_numbers
 
 Place = tuple[str, str, int]
 """A module's name, its class, and which call of it this is."""

@@ -34,11 +34,9 @@ from lockstep.strategies.single import Single
 from lockstep.strategies.step import Result
 from lockstep.tensors.allocator import freed_memory_kept
 from lockstep.tensors.digest import digest
-from lockstep.verify.comparison import EXACT, Comparison, Update
-from lockstep.verify.experiment import Experiment
+from lockstep.verify.comparison import EXACT, Comparison, Experiment, Rows, Update, rows_apart
 from lockstep.verify.harness import buffer_apart, change_apart, largest, real
 from lockstep.verify.layer_watch import first_apart, together
-from lockstep.verify.sample_rows import Rows, rows_apart
 from lockstep.verify.training_run import Side
 
 

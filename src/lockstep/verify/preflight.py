@@ -13,8 +13,7 @@ from lockstep.launch.devices import Device
 from lockstep.launch.placement import alone, place_of
 from lockstep.strategies import Strategy
 from lockstep.strategies.single import Single
-from lockstep.verify.batches import places_of
-from lockstep.verify.target_kinds import others_in_kind
+from lockstep.verify.batches import others_in_kind, places_of
 from lockstep.verify.training_run import Side
 
 _LONGEST = 0.5

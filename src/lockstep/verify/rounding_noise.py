@@ -7,9 +7,8 @@ import dataclasses
 from lockstep.errors import LockstepError
 from lockstep.launch.placement import place_of
 from lockstep.strategies.single import Single
-from lockstep.verify.comparison import COARSE, EXACT, Bounds, Comparison
+from lockstep.verify.comparison import COARSE, EXACT, Bounds, Comparison, Experiment
 from lockstep.verify.determinism import Thing
-from lockstep.verify.experiment import Experiment
 from lockstep.verify.experiments import Laboratory
 
 _CERTAIN = 1e-5

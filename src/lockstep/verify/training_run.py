@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import io
 import pickle
+import warnings
 from collections.abc import Iterator
 from typing import Any
 
@@ -12,10 +13,15 @@ import torch
 from torch import nn
 
 from lockstep.data import Batch, Part, eval_loaders, job_loader, resolve, resolve_sets
+from lockstep.errors import LockstepError
 from lockstep.job import Job
+from lockstep.jobfile import the_job, with_settings
 from lockstep.launch.world import World
+from lockstep.model.build import build_model
 from lockstep.model.inspection import acting_buffers
+from lockstep.model.optimizer import build_optimizer
 from lockstep.strategies import Strategy
+from lockstep.strategies.single import SingleStep
 from lockstep.strategies.step import Result, Step
 from lockstep.tensors.digest import digest
 from lockstep.tensors.pytree import each, tensors
@@ -23,9 +29,9 @@ from lockstep.tensors.seeding import same, same_others, states
 from lockstep.training.evaluation import evaluate_sets
 from lockstep.training.scheduler import move_on, scheduler_of
 from lockstep.verify.batches import EPOCHS, Excerpt, begun
+from lockstep.verify.comparison import Experiment, row_numbers
 from lockstep.verify.determinism import Thing, hold_still, still_backward
 from lockstep.verify.layer_watch import Watch
-from lockstep.verify.sample_rows import row_numbers
 
 
 class Side:
@@ -264,3 +270,29 @@ def own_functions(outputs: Any) -> set[str]:
                 seen.add(following)
                 todo.append(following)
     return found
+
+
+def moves_of(experiment: Experiment, rates: tuple[float, ...], *, most: int) -> int | None:
+    """After how many moves the job's scheduler gives these learning rates; None where it isn't found to.
+
+    Args:
+        experiment: with the job.
+        rates: group by group.
+        most: moves to look at.
+    """
+    job = the_job(with_settings(experiment.job, experiment.settings))
+    world = World(devices=experiment.devices[:1])
+    try:
+        model = build_model(job, world, place=False)
+        step = SingleStep(model, build_optimizer(job, model), job, world)
+        scheduler = scheduler_of(job, step)
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # no update is made in between, on purpose
+            for moves in range(most + 1):
+                now = [float(group["lr"]) for group in step.optimizer.param_groups]
+                if all(abs(a - b) <= 1e-9 * abs(b) for a, b in zip(now, rates, strict=True)):
+                    return moves
+                scheduler.step()
+    except (LockstepError, TypeError, AttributeError):  # a scheduler that wants to see losses, say
+        return None
+    return None
