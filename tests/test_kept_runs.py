@@ -11,7 +11,7 @@ import pytest
 import lockstep
 from lockstep.training.run_page import write_page
 
-DATA = Path(__file__).parent / "data"
+DATA = Path(__file__).parent / "kept"
 HAVE = {"ddp": ({"loss": 0.910801, "accuracy": 0.65}, 14), "pp": ({"loss": 0.891302, "accuracy": 0.6}, 10)}
 """Their evaluation, and their steps. (The one of ``pp`` was stopped within its second epoch, by ``steps``.)"""
 GO_ON = {"ddp": ({"epochs": 3}, 21, 1.0580884, 0.8929642), "pp": ({"steps": 20}, 14, 0.8224256, 0.8618521)}

@@ -12,7 +12,7 @@ import lockstep
 from lockstep.cli import command as cli
 from lockstep.strategies import STRATEGIES
 
-LIST = Path(__file__).parent / "data" / "public_face.json"
+LIST = Path(__file__).parent / "kept" / "public_face.json"
 
 
 def members(thing: Any) -> list[str]:

@@ -30,7 +30,7 @@ from lockstep.launch.processes.standing_ranks import StandingRanks
 
 pytestmark = pytest.mark.timeout(60)
 
-SOURCE = str(Path(__file__).resolve().parents[1] / "src")
+SOURCE = str(Path(__file__).resolve().parents[2] / "src")
 
 
 def script(body: str, tmp_path: Path, name: str = "script.py") -> Path:

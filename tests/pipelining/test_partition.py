@@ -26,7 +26,7 @@ from lockstep.pipelining.planner.plan import plan
 from lockstep.pipelining.planner.trace import trace
 from lockstep.tensors.pytree import call
 
-EXAMPLES = Path(__file__).parents[1] / "examples"
+EXAMPLES = Path(__file__).parents[2] / "examples"
 sys.path.insert(0, str(EXAMPLES))
 
 from models.gpt import GPT  # noqa: E402

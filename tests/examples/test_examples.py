@@ -13,7 +13,7 @@ from lockstep.cli.command import main
 from lockstep.jobfile import JobFile, loaded
 from lockstep.verify import differences
 
-EXAMPLES = Path(__file__).parents[1] / "examples"
+EXAMPLES = Path(__file__).parents[2] / "examples"
 CIFAR = str(EXAMPLES / "cifar10_mobilenetv2.py")
 GPT2 = str(EXAMPLES / "huggingface.py")
 PER_FILE = 8

@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from test_train import classify
 
 from lockstep import Job, Run, train
 from lockstep.cli.command import main
@@ -22,10 +23,9 @@ from lockstep.strategies.hogwild import Hogwild
 from lockstep.strategies.pp import PP
 from lockstep.training.resume import as_it_went
 from lockstep.training.run_page import write_page
-from test_train import classify
 from zoo import ZOO
 
-JOB = Path(__file__).parents[1] / "examples" / "digits.py"
+JOB = Path(__file__).parents[2] / "examples" / "digits.py"
 MAP = {"0": 0, "": 1}
 
 

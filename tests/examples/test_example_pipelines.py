@@ -12,7 +12,7 @@ from lockstep.cli.command import main
 from lockstep.jobfile import JobFile, loaded
 from lockstep.pipelining.device_map import stage_of
 
-EXAMPLES = Path(__file__).parents[1] / "examples"
+EXAMPLES = Path(__file__).parents[2] / "examples"
 RESNET = str(EXAMPLES / "resnet50_split.py")
 UNET = str(EXAMPLES / "unet.py")
 

@@ -472,7 +472,7 @@ def test_the_command_evaluates_every_set(tmp_path: Path, capsys: pytest.CaptureF
     from lockstep.cli.command import main
 
     file = tmp_path / "two_sets.py"
-    file.write_text(f"import sys\nsys.path.insert(0, {str(Path(__file__).parent)!r})\n" + TWO_SETS)
+    file.write_text(f"import sys\nsys.path.insert(0, {str(Path(__file__).parents[1])!r})\n" + TWO_SETS)
     assert main(["evaluate", str(file), "--devices", "1xcpu"]) == 0
     names = [line.split()[0] for line in capsys.readouterr().out.splitlines()]
     assert names == ["loss", "clean/loss", "clean/accuracy", "noisy/loss", "noisy/accuracy"]

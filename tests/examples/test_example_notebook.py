@@ -11,8 +11,8 @@ from typing import Any
 
 import pytest
 
-FILE = Path(__file__).parents[1] / "examples" / "notebook.ipynb"
-PACKAGE = str(Path(__file__).parents[1] / "src")
+FILE = Path(__file__).parents[2] / "examples" / "notebook.ipynb"
+PACKAGE = str(Path(__file__).parents[2] / "src")
 
 KERNEL = """
 import json, sys

@@ -11,7 +11,7 @@ import torch
 
 from lockstep.jobfile import loaded
 
-FILE = str(Path(__file__).parents[1] / "examples" / "translation_transformer.py")
+FILE = str(Path(__file__).parents[2] / "examples" / "translation_transformer.py")
 example = loaded(FILE)
 
 

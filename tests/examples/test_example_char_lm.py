@@ -12,7 +12,7 @@ import torch
 import lockstep
 from lockstep.jobfile import JobFile, loaded
 
-FILE = str(Path(__file__).parents[1] / "examples" / "char_lm.py")
+FILE = str(Path(__file__).parents[2] / "examples" / "char_lm.py")
 TINY = {"width": 16, "layers": 1, "heads": 2, "context": 40, "size": 12_000, "updates": 24, "lr": 0.02}
 char_lm = loaded(FILE)
 

@@ -147,7 +147,7 @@ def interrupted() -> None:
 
 SCRIPT = """
 import sys
-sys.path.insert(0, {tests!r})
+sys.path[:0] = {folders}
 import test_pipelining_failing as here
 here.Failing.place, here.Failing.fail = {place!r}, staticmethod(here.fails)
 job = here._job(here.Failing, loss=here.loss, eval_data=None, metrics={{}})
@@ -158,7 +158,8 @@ here.train(job, strategy=here.PP(here.MAP, 4), devices="2xcpu", folder={folder!r
 @pytest.mark.slow
 @pytest.mark.parametrize("place", ["between", "a function's backward"])
 def test_a_script_that_fails_ends_with_its_traceback(place: str, tmp_path) -> None:
-    code = SCRIPT.format(tests=str(Path(__file__).parent), place=place, folder=str(tmp_path))
+    folders = [str(parent) for parent in Path(__file__).parents[:2]]
+    code = SCRIPT.format(folders=folders, place=place, folder=str(tmp_path))
     for _ in range(5):
         ended = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60, check=False)
         assert ended.returncode == 1, ended.stderr[-2000:]

@@ -26,7 +26,7 @@ from lockstep.strategies.hogwild import Hogwild
 
 from zoo import ZOO  # isort: skip
 
-DIGITS = Path(__file__).parents[1] / "examples" / "digits.py"
+DIGITS = Path(__file__).parents[2] / "examples" / "digits.py"
 MARGIN = 0.03
 """Of the accuracy on 360 digits: eleven of them."""
 

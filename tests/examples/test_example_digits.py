@@ -8,7 +8,7 @@ import lockstep
 from lockstep.cli.command import main
 from lockstep.training.run import job_of
 
-FILE = Path(__file__).parents[1] / "examples" / "digits.py"
+FILE = Path(__file__).parents[2] / "examples" / "digits.py"
 
 
 def test_digits_are_learned_in_a_few_epochs(tmp_path: Path) -> None:

@@ -16,7 +16,7 @@ import lockstep
 @pytest.fixture
 def example(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[[str], ModuleType]]:
     """An example as a module that ranks can import, in float64."""
-    monkeypatch.syspath_prepend(str(Path(__file__).parents[1] / "examples"))
+    monkeypatch.syspath_prepend(str(Path(__file__).parents[2] / "examples"))
     torch.set_default_dtype(torch.float64)
     yield importlib.import_module
     torch.set_default_dtype(torch.float32)

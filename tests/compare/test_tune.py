@@ -128,9 +128,7 @@ def test_a_strategy_that_is_named_is_the_only_one_tried(machine: Callable[[Rule]
 def test_the_line_to_paste_has_the_jobs_own_words(machine: Callable[[Rule], list[Way]], tmp_path: Path) -> None:
     machine(lambda way: 200.0 if way.settings.get("channels_last") else 100.0)
     file = tmp_path / "mine.py"
-    file.write_text(
-        "import tests.test_tune\n\n\ndef job(size: int = 5):\n    return tests.test_tune.job(batch_size=size)\n"
-    )
+    file.write_text("import test_tune\n\n\ndef job(size: int = 5):\n    return test_tune.job(batch_size=size)\n")
     out = tmp_path / "found.json"
     lines: list[str] = []
     lockstep.tune(JobFile(str(file), {"size": 4}, {"epochs": 3}), told=lines.append)

@@ -238,7 +238,8 @@ def come_later(schedule: str) -> None:
 
 @pytest.mark.parametrize("schedule", ["gpipe", "1f1b"])
 def test_a_backward_that_comes_to_another_micro_batch_fails_and_does_not_wait(schedule: str) -> None:
-    code = f"import test_pipelining_crossings as here; here.come_later({schedule!r})"
+    folders = [str(folder) for folder in Path(__file__).parents[:2]]
+    code = f"import sys; sys.path[:0] = {folders}; import test_stage_crossings as here; here.come_later({schedule!r})"
     words = [sys.executable, "-c", code]
-    done = subprocess.run(words, cwd=Path(__file__).parent, capture_output=True, text=True, timeout=60, check=True)
+    done = subprocess.run(words, capture_output=True, text=True, timeout=60, check=True)
     assert done.stdout.startswith("3 stage 0, backward of micro-batch 0: it came to what micro-batch "), done.stderr
