@@ -12,7 +12,7 @@ from lockstep.launch.devices import slots
 
 
 def agreeing() -> Mapping[str, Callable[[], float]]:
-    job = models.stack_job().having(batch_size=16)  # turns of seconds: each comparison takes a dozen of them
+    job = models.stack_job().replace(batch_size=16)  # turns of seconds: each comparison takes a dozen of them
 
     def compared(rounds: int) -> Comparison:
         return lockstep.compare(

@@ -38,7 +38,7 @@ def on_gpu() -> Mapping[str, Callable[[], float]]:
     found = lockstep.tune(job, rounds=2, seconds=1.0, told=lambda line: print(f"   {line}", flush=True))
     tensors = TensorDataset(*(tensor.cuda() for tensor in job.train_data().tensors))
     settings = {**job.settings, **found.changed.settings}
-    held = job.having(train_data=tensors, eval_data=None, epochs=4, on_event=(), **found.changed.settings)
+    held = job.replace(train_data=tensors, eval_data=None, epochs=4, on_event=(), **found.changed.settings)
     return {
         "plain fp32 loop": by_hand(job.model, tensors, {}),
         "tuned": lambda: attempt(job, found.changed, seconds=4).rate,

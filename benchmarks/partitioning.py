@@ -18,7 +18,7 @@ import lockstep
 from benchmarks.pipelining import JOBS
 from benchmarks.timing import HERE, machine
 from lockstep.compare.timing import in_turns
-from lockstep.data import Batch, job_loader
+from lockstep.data import Batch
 from lockstep.launch.devices import slots
 from lockstep.launch.placement import alone
 from lockstep.model.build import build_model
@@ -38,7 +38,7 @@ def timed(job: lockstep.Job, way: PP) -> Callable[[], float]:
     def once() -> float:
         with alone(slots(2)) as world:
             step = way.build(job, world)
-            loader = job_loader(job.having(accumulate=way.parts(job)), world, job.train_data)
+            loader = way.training_loader(job, world, job.train_data)
             batches: list[Batch] = list(loader.epoch(0))
             for batch in (batches[0], batches[-1]):
                 step.update(batch)
@@ -57,7 +57,7 @@ def ready(name: str) -> lockstep.Job:
     """The job, its data made once."""
     job = JOBS[name]()
     data: Any = job.train_data
-    return job.having(train_data=data() if callable(data) else data, loader_workers=0)
+    return job.replace(train_data=data() if callable(data) else data, loader_workers=0)
 
 
 def maps_of(job: lockstep.Job) -> Callable[[int], dict[str, int]]:

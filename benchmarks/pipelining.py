@@ -46,7 +46,7 @@ class Bound:
     def __init__(self, job: lockstep.Job, way: PP) -> None:
         self._job = job
         self._way = way
-        self._cut = rate(job.having(accumulate=way.parts(job)), "single", one_core())
+        self._cut = rate(job.replace(accumulate=way.num_microbatches(job)), "single", one_core())
         self._last = 0.0
 
     def cut(self) -> float:
@@ -62,7 +62,7 @@ class Bound:
             slots(2),
             device_map=way.device_map,
             schedules=[way.schedule],
-            microbatches=[way.parts(self._job)],
+            microbatches=[way.num_microbatches(self._job)],
             chunks=[way.chunks_on(2)],
             rehearsed=False,
         )
@@ -111,7 +111,7 @@ def found(job: lockstep.Job) -> Callable[[], Mapping[str, Callable[[], float]]]:
 def resnet_job() -> lockstep.Job:
     """examples/resnet50_split.py on noise: 112 x 112, batch 32, two batches an epoch."""
     path = str(ROOT / "examples" / "resnet50_split.py")
-    return JobFile(path, {"generated": "true", "samples": "64"}).load().having(epochs=3, on_event=[], metrics={})
+    return JobFile(path, {"generated": "true", "samples": "64"}).load().replace(epochs=3, on_event=[], metrics={})
 
 
 def unet_job() -> lockstep.Job:
@@ -172,7 +172,7 @@ def char_lm_job() -> lockstep.Job:
     """examples/char_lm.py, its head tied to its embedding; two batches of 16 windows an epoch."""
     job = JobFile(str(ROOT / "examples" / "char_lm.py"), {"size": "300000"}).load()
     data: Any = job.train_data
-    return job.having(
+    return job.replace(
         train_data=Subset(data(), range(32)),
         eval_data=None,
         metrics={},
@@ -240,7 +240,7 @@ def memory() -> Mapping[str, Callable[[], float]]:
     def rarity(schedule: str) -> Callable[[], float]:
         def once() -> float:
             saved.append(Saved())
-            job = models.stack_job().having(model=Watched, epochs=2)
+            job = models.stack_job().replace(model=Watched, epochs=2)
             with tempfile.TemporaryDirectory() as folder:
                 way = PP(QUARTERS, 16, schedule)
                 lockstep.train(job, strategy=way, devices="4xcpu", folder=folder, quiet=True)

@@ -50,9 +50,11 @@ class Plain:
 def _seconds(world: World, plain: Plain) -> float:
     """The updates and evaluations of the course under one strategy."""
     world.tell = lambda told: None
-    job = plain.job.load().having(**plain.settings)
+    job = plain.job.load().replace(**plain.settings)
     step = plain.strategy.build(job, world)
-    loader = job_loader(job.having(accumulate=plain.strategy.parts(job)), world, resolve(job.train_data, world))
+    loader = job_loader(
+        job.replace(accumulate=plain.strategy.num_microbatches(job)), world, resolve(job.train_data, world)
+    )
     taken = 0.0
     for epoch in range(EPOCHS):
         for batch in Excerpt(loader, job.batch_size).epoch(epoch):

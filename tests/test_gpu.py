@@ -28,7 +28,7 @@ KINDS = ["mlp", "ignored tokens and tied weights", "a layer unused in some steps
 @pytest.mark.parametrize("strategy", ["single", "ddp"])
 @pytest.mark.parametrize("kind", [*KINDS, "convolutions with sync_batchnorm"])
 def test_one_gpu_ends_where_one_slot_does(kind: str, strategy: str, tmp_path) -> None:
-    job = ZOO[kind].having(precision="fp64")
+    job = ZOO[kind].replace(precision="fp64")
     here = train(job, strategy="single", devices="1xcpu", folder=tmp_path, quiet=True)
     there = train(job, strategy=strategy, devices="cuda:0", folder=tmp_path, quiet=True)
     assert differences(job, there, here).worst < 1e-9
@@ -36,7 +36,7 @@ def test_one_gpu_ends_where_one_slot_does(kind: str, strategy: str, tmp_path) ->
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_two_replicas_on_one_gpu_end_where_one_does(kind: str, tmp_path) -> None:
-    job = ZOO[kind].having(precision="fp64")
+    job = ZOO[kind].replace(precision="fp64")
     here = train(job, strategy="single", devices="cuda:0", folder=tmp_path, quiet=True)
     there = train(job, strategy="dp", devices=[Device("cuda", 0)] * 2, folder=tmp_path, quiet=True)
     assert differences(job, there, here).worst < 1e-10
@@ -45,7 +45,7 @@ def test_two_replicas_on_one_gpu_end_where_one_does(kind: str, tmp_path) -> None
 @pytest.mark.parametrize("way", ["mp", "pp"])
 @pytest.mark.parametrize("kind", KINDS)
 def test_two_stages_on_one_gpu_end_where_one_does(kind: str, way: str, tmp_path) -> None:
-    job = ZOO[kind].having(precision="fp64")
+    job = ZOO[kind].replace(precision="fp64")
     parts = (4 if way == "pp" else 1) * job.accumulate
     here = train(job, strategy="single", devices="cuda:0", folder=tmp_path, quiet=True, accumulate=parts)
     there = train(job, strategy=way, devices=[Device("cuda", 0)] * 2, folder=tmp_path, quiet=True)
@@ -56,7 +56,7 @@ def test_two_stages_on_one_gpu_end_where_one_does(kind: str, way: str, tmp_path)
 @pytest.mark.parametrize("way", ["mp", "pp"])
 @pytest.mark.parametrize("kind", KINDS)
 def test_stages_on_two_gpus_end_where_one_does(kind: str, way: str, tmp_path) -> None:
-    job = ZOO[kind].having(precision="fp64")
+    job = ZOO[kind].replace(precision="fp64")
     parts = (4 if way == "pp" else 1) * job.accumulate
     here = train(job, strategy="single", devices="cuda:0", folder=tmp_path, quiet=True, accumulate=parts)
     there = train(job, strategy=way, devices="cuda:0,1", folder=tmp_path, quiet=True)
@@ -65,7 +65,7 @@ def test_stages_on_two_gpus_end_where_one_does(kind: str, way: str, tmp_path) ->
 
 def test_two_ranks_on_one_gpu_end_where_one_does(tmp_path) -> None:
     # NCCL wants a device for each rank; gloo takes CUDA tensors too.
-    job = ZOO["ignored tokens and tied weights"].having(precision="fp64")
+    job = ZOO["ignored tokens and tied weights"].replace(precision="fp64")
     here = train(job, strategy="single", devices="cuda:0", folder=tmp_path, quiet=True)
     for reduce in ("flat", "overlapped"):
         way = DDP(reduce=reduce)
@@ -152,6 +152,6 @@ def test_a_map_over_processes_on_one_gpu_computes_there_and_gives_tensors_on_the
 
 
 def test_verify_names_dropout_whose_masks_come_from_the_gpu() -> None:
-    job = ZOO["mlp"].having(model=lambda: nn.Sequential(nn.Linear(6, 8), nn.Dropout(0.5), nn.Linear(8, 3)))
+    job = ZOO["mlp"].replace(model=lambda: nn.Sequential(nn.Linear(6, 8), nn.Dropout(0.5), nn.Linear(8, 3)))
     found = lockstep.verify(job, strategy="dp", devices=[Device("cuda", 0)] * 2)
     assert [cause.kind for cause in found.causes] == ["dropout"], str(found)

@@ -54,7 +54,7 @@ def test_a_wrong_field_is_named_when_the_job_is_made(field: str, value: object, 
 
 def test_an_unknown_setting_offers_the_nearest() -> None:
     with pytest.raises(JobError, match=r'batchsize.*"batch_size"'):
-        Job(**GOOD).having(batchsize=3)
+        Job(**GOOD).replace(batchsize=3)
 
 
 def test_the_command_line_has_every_plain_setting_of_a_job() -> None:

@@ -139,7 +139,7 @@ class Job:
         for name in SETTINGS:
             object.__setattr__(self, name, checked_setting(name, getattr(self, name)))
 
-    def having(self, **settings: Any) -> Job:
+    def replace(self, **settings: Any) -> Job:
         """The same job with some settings changed.
 
         Raises:

@@ -80,7 +80,7 @@ class JobFile:
                 f"{self.path}: its `job` is a {type(found).__name__}, not a Job or a function that returns one"
             )
         replaced = {**self.kept, **self.settings}
-        return job.having(**replaced) if replaced else job
+        return job.replace(**replaced) if replaced else job
 
     def _call(self, function: Callable[..., Any]) -> Job:
         knobs = {**_typed(function, self.knobs), **self._settings_asked_for(function)}
@@ -135,7 +135,7 @@ def with_settings(job: Job | JobFile, settings: Mapping[str, Any]) -> Job | JobF
         raise JobError('device: did you mean "devices"?')
     if isinstance(job, JobFile):
         return dataclasses.replace(job, settings={**job.settings, **settings})
-    return job.having(**settings)
+    return job.replace(**settings)
 
 
 def loaded(path: str) -> ModuleType:

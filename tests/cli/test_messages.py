@@ -281,9 +281,9 @@ def test_what_is_wrong_with_an_evaluation_is_found_before_the_first_step(
     wrong: Any, says: str, way: Any, tmp_path: Path
 ):
     """Found by trial: it was found after the first epoch, which was lost."""
-    job = MLP.having(eval_data=TensorDataset(drawn(8, 6), labels(8, 3)), **wrong) if "metrics" in wrong else None
+    job = MLP.replace(eval_data=TensorDataset(drawn(8, 6), labels(8, 3)), **wrong) if "metrics" in wrong else None
     steps: list[int] = []
-    job = (job or MLP.having(**wrong)).having(on_event=[lambda event: steps.append(event.step)])
+    job = (job or MLP.replace(**wrong)).replace(on_event=[lambda event: steps.append(event.step)])
     with pytest.raises(InputError, match=says):
         lockstep.train(job, strategy=way[0], devices=way[1], folder=tmp_path, quiet=True)
     assert not any(steps)
@@ -291,10 +291,10 @@ def test_what_is_wrong_with_an_evaluation_is_found_before_the_first_step(
 
 
 def test_a_metric_that_is_no_sum_is_said(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    job = MLP.having(eval_data=TensorDataset(drawn(8, 6), labels(8, 3)), metrics={"longest": longest}, epochs=1)
+    job = MLP.replace(eval_data=TensorDataset(drawn(8, 6), labels(8, 3)), metrics={"longest": longest}, epochs=1)
     lockstep.train(job, devices="1xcpu", folder=tmp_path)
     assert 'note: metric "longest" is no sum over samples' in capsys.readouterr().out.replace("\n  ", " ")
-    lockstep.train(job.having(eval_data=None), devices="1xcpu", folder=tmp_path)
+    lockstep.train(job.replace(eval_data=None), devices="1xcpu", folder=tmp_path)
     assert "note: metrics are computed on eval_data, and the job has none" in capsys.readouterr().out
 
 
@@ -314,7 +314,7 @@ class Centred(nn.Linear):
 def test_what_depends_on_the_devices_is_said_of_evaluations_too(model, says: str, tmp_path: Path, capsys) -> None:
     """Found by trial: predictions 0.07 to 0.66 off without a line."""
     data = TensorDataset(drawn(8, 6), labels(8, 3))
-    job = MLP.having(model=lambda: model(6, 3), eval_data=data, epochs=1)
+    job = MLP.replace(model=lambda: model(6, 3), eval_data=data, epochs=1)
     run = lockstep.train(job, devices="1xcpu", folder=tmp_path, quiet=True)
     capsys.readouterr()
     for strategy, devices in (("dp", "2xcpu"), ("single", "1xcpu")):
@@ -362,12 +362,12 @@ def one_cycle(length: int) -> Callable[[Any], Any]:
 )
 def test_what_is_wrong_with_a_part_of_the_job_is_said_in_a_line(settings: Any, says: str, tmp_path: Path) -> None:
     with pytest.raises(JobError, match=says) as error:
-        lockstep.train(MLP.having(**settings), devices="1xcpu", folder=tmp_path, quiet=True)
+        lockstep.train(MLP.replace(**settings), devices="1xcpu", folder=tmp_path, quiet=True)
     line(error)
 
 
 def test_a_one_cycle_that_is_moved_on_once_an_epoch_is_said(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    lockstep.train(MLP.having(lr_scheduler=one_cycle(60), epochs=1), devices="1xcpu", folder=tmp_path)
+    lockstep.train(MLP.replace(lr_scheduler=one_cycle(60), epochs=1), devices="1xcpu", folder=tmp_path)
     assert 'once an epoch: lr_scheduler_every="step"' in capsys.readouterr().out.replace("\n  ", " ")
 
 
@@ -399,6 +399,6 @@ def test_a_hook_that_sees_other_gradients_than_it_would_on_its_own_is_said(tmp_p
     ignoring = labels(16, 3)
     ignoring[::3] = -100
     for targets, is_said in ((ignoring, True), (labels(16, 3), False)):
-        job = MLP.having(model=hooked, train_data=TensorDataset(drawn(16, 6), targets), epochs=1)
+        job = MLP.replace(model=hooked, train_data=TensorDataset(drawn(16, 6), targets), epochs=1)
         lockstep.train(job, devices="1xcpu", folder=tmp_path)
         assert ("hooks on parameters see gradients of total / samples" in capsys.readouterr().out) == is_said

@@ -649,6 +649,6 @@ def test_the_line_to_paste_has_the_strategys_own_settings() -> None:
         "lockstep train a.py --set lr=0.1 --strategy pp --devices 2xcpu --microbatches 8 "
         """--map '{"stem": 0, "": 1}' --epochs 3 --batch-size 4"""
     )
-    assert way.having().line(job()) == (
+    assert way.replace().line(job()) == (
         'lockstep.train(job, strategy=PP(microbatches=8, device_map={"stem": 0, "": 1}), devices="2xcpu", batch_size=4)'
     )

@@ -266,7 +266,7 @@ def test_a_hundred_million_samples_take_no_memory_on_any_rank(shuffle: bool, tmp
     def timed(event: lockstep.Event) -> None:
         (tmp_path / event.kind).write_text(str(time.monotonic()))
 
-    job = ZOO["mlp"].having(
+    job = ZOO["mlp"].replace(
         train_data=Computed(), eval_data=None, metrics={}, batch_size=256, epochs=1, steps=40, shuffle=shuffle,
         on_event=[timed],
     )  # fmt: skip

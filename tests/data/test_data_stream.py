@@ -327,7 +327,7 @@ ON = {"single": "1xcpu", "dp": "2xcpu", "ddp": "2xcpu"}
 
 
 def streamed(**settings: Any) -> Job:
-    return ZOO["a stream that draws"].having(precision="fp64", epochs=2, **settings)
+    return ZOO["a stream that draws"].replace(precision="fp64", epochs=2, **settings)
 
 
 @pytest.mark.parametrize("workers", [0, 1])
@@ -345,7 +345,7 @@ def test_a_stream_is_resumed_in_its_middle_under_another_strategy(workers: int, 
 
 
 def test_steps_without_epochs_go_through_a_stream_as_often_as_it_takes(tmp_path: Path) -> None:
-    run = train(streamed(steps=10).having(epochs=None), strategy="ddp", devices="2xcpu", folder=tmp_path, quiet=True)
+    run = train(streamed(steps=10).replace(epochs=None), strategy="ddp", devices="2xcpu", folder=tmp_path, quiet=True)
     assert (run.summary["steps"], run.summary["epochs"]) == (10, 2)
     endless = Job(
         model=mlp, loss=torch.nn.CrossEntropyLoss(), optimizer=plain_sgd, train_data=forever, batch_size=8, steps=5
@@ -431,7 +431,7 @@ def test_ranks_that_read_different_streams_are_stopped(stream: Any, said: str, h
 def test_each_evaluation_set_is_told_by_its_name(
     strategy: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    job = ZOO["evaluation sets by name"].having(precision="fp64")
+    job = ZOO["evaluation sets by name"].replace(precision="fp64")
     run = train(job, strategy=strategy, devices=ON[strategy], folder=tmp_path, tensorboard=True)
     out = capsys.readouterr().out
     alone = {
@@ -452,7 +452,7 @@ def test_each_evaluation_set_is_told_by_its_name(
 
 def test_the_first_sets_loss_chooses_the_best_weights_and_the_plateau(tmp_path: Path) -> None:
     sets = {"hard": TensorDataset(drawn(9, 6, seed=5), labels(9, 3, seed=6)), "easy": Stream(9)}
-    job = ZOO["mlp"].having(
+    job = ZOO["mlp"].replace(
         eval_data=sets,
         epochs=6,
         optimizer=lambda p: torch.optim.SGD(p, lr=1.0),

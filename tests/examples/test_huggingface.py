@@ -191,7 +191,7 @@ def test_a_model_of_hugging_face_ends_where_one_device_does(kind: str, way: str)
 @pytest.mark.parametrize("way", [MP(), PP(microbatches=3), PP(microbatches=3, schedule="gpipe")], ids=str)
 @pytest.mark.parametrize("kind", JOBS)
 def test_a_model_of_hugging_face_over_stages_ends_where_one_device_does(kind: str, way: PP) -> None:
-    found = parity(JOBS[kind], way, "2xcpu", against_settings={"accumulate": way.parts(JOBS[kind])})
+    found = parity(JOBS[kind], way, "2xcpu", against_settings={"accumulate": way.num_microbatches(JOBS[kind])})
     assert found.worst < BOUND, str(found)
     assert max(found.history.values()) < (1e-6 if "gpt2" in kind else BOUND)
 
@@ -213,7 +213,7 @@ def test_an_output_object_is_predicted_in_its_own_type(way: str, tmp_path: Path)
     job = _job(bert, padded, on_logits, steps=1, precision="fp64")
     # Of one length: the hidden states of a batch are as long as its longest sequence.
     data = [(tokens.repeat(4)[:8], y) for tokens, y in sequences()]
-    run = train(job.having(train_data=data, eval_data=data), folder=tmp_path, devices=1, quiet=True)
+    run = train(job.replace(train_data=data, eval_data=data), folder=tmp_path, devices=1, quiet=True)
     devices = "1xcpu" if way == "single" else "2xcpu"
     found = predict(run, strategy=way, devices=devices, quiet=True)
     with torch.no_grad():
@@ -238,7 +238,7 @@ def test_what_has_no_row_for_each_sample_is_left_out_of_an_output_object(tmp_pat
 @pytest.mark.parametrize("kind", ["gpt2 with the sum of its own loss", "t5 with its own loss"])
 @pytest.mark.parametrize("way", ["single", *WAYS])
 def test_tied_weights_are_tied_again_in_a_resumed_run_and_in_its_model(way: str, kind: str, tmp_path: Path) -> None:
-    job = JOBS[kind].having(precision="fp64")
+    job = JOBS[kind].replace(precision="fp64")
     devices = "1xcpu" if way == "single" else "2xcpu"
     whole = train(job, strategy="single", devices="1xcpu", folder=tmp_path, quiet=True)
     half = train(job, strategy=way, devices=devices, folder=tmp_path, quiet=True, epochs=1)

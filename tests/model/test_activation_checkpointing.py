@@ -66,7 +66,7 @@ def test_checkpointed_blocks_give_the_same_numbers(way, devices, accumulate) -> 
     if accumulate > 1:  # the running statistics of replicas are another story
         job = dataclasses.replace(job, model=lambda: nn.Sequential(Residual().blocks[0], Block(), nn.Linear(6, 3)))
     found = parity(
-        job.having(activation_checkpointing="auto"),
+        job.replace(activation_checkpointing="auto"),
         way,
         devices,
         against_settings={"activation_checkpointing": None},
@@ -80,7 +80,7 @@ def test_dropout_in_a_block_draws_the_same_mask_again(way, devices, tmp_path) ->
     """The masks are those of a run without checkpointing, so the weights are too."""
     job = dataclasses.replace(job_of(lambda: Residual(0.5), optimizer=sgd, precision="fp64", sync_batchnorm=True))
     plain, checkpointed = (
-        train(job.having(activation_checkpointing=wanted), strategy=way, devices=devices, folder=tmp_path, quiet=True)
+        train(job.replace(activation_checkpointing=wanted), strategy=way, devices=devices, folder=tmp_path, quiet=True)
         for wanted in (None, "blocks")
     )
     assert differences(job, checkpointed, plain).worst < 1e-10
@@ -102,7 +102,7 @@ def gated() -> nn.Module:
 def test_numbers_of_python_and_numpy_are_drawn_again_the_same(way, devices, tmp_path) -> None:
     job = job_of(gated, optimizer=sgd, precision="fp64")
     plain, checkpointed = (
-        train(job.having(activation_checkpointing=wanted), strategy=way, devices=devices, folder=tmp_path, quiet=True)
+        train(job.replace(activation_checkpointing=wanted), strategy=way, devices=devices, folder=tmp_path, quiet=True)
         for wanted in (None, "auto")
     )
     assert differences(job, checkpointed, plain).worst < 1e-10
@@ -118,7 +118,11 @@ def test_running_statistics_move_once(tmp_path) -> None:
     job = job_of(Normed, drawn(SAMPLES, 2, 7, 7), optimizer=sgd, precision="fp64")
     plain, checkpointed = (
         train(
-            job.having(activation_checkpointing=wanted), strategy="single", devices="1xcpu", folder=tmp_path, quiet=True
+            job.replace(activation_checkpointing=wanted),
+            strategy="single",
+            devices="1xcpu",
+            folder=tmp_path,
+            quiet=True,
         )
         for wanted in (None, "body")
     )

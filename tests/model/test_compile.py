@@ -30,7 +30,7 @@ WAYS = [("single", "1xcpu"), ("dp", "2xcpu"), (DDP(reduce="flat"), "2xcpu"), (DD
     ],
 )
 def test_compiled_models_give_the_numbers_of_one_device(kind: str, way, devices) -> None:
-    found = parity(ZOO[kind].having(compile="aot_eager"), way, devices, against_settings={"compile": False})
+    found = parity(ZOO[kind].replace(compile="aot_eager"), way, devices, against_settings={"compile": False})
     assert found.worst < 1e-10
 
 
@@ -38,7 +38,7 @@ def test_compiled_models_give_the_numbers_of_one_device(kind: str, way, devices)
 @pytest.mark.filterwarnings("ignore::DeprecationWarning")  # of the compiler itself
 @pytest.mark.parametrize(("way", "devices"), WAYS)
 def test_generated_code_gives_the_numbers_of_one_device(way, devices) -> None:
-    found = parity(ZOO["momentum"].having(compile=True), way, devices, against_settings={"compile": False})
+    found = parity(ZOO["momentum"].replace(compile=True), way, devices, against_settings={"compile": False})
     assert found.worst < 1e-10
 
 
@@ -54,7 +54,7 @@ def test_dropout_in_compiled_threads_is_refused(tmp_path) -> None:
 
 
 def test_a_compiled_model_keeps_its_names(tmp_path) -> None:
-    job = ZOO["mlp"].having(compile="aot_eager")
+    job = ZOO["mlp"].replace(compile="aot_eager")
     run = train(job, strategy="single", devices="1xcpu", folder=tmp_path, quiet=True)
     assert list(run.model().state_dict()) == list(ZOO["mlp"].model().state_dict())
     assert isinstance(run.model()(torch.zeros(2, 6)), torch.Tensor)
@@ -87,7 +87,11 @@ def test_dropout_in_a_compiled_block_draws_the_same_mask_again(tmp_path) -> None
     job = dataclasses.replace(ZOO["momentum"], model=lambda: Stack(0.5), compile="aot_eager", precision="fp64")
     plain, checkpointed = (
         train(
-            job.having(activation_checkpointing=wanted), strategy="single", devices="1xcpu", folder=tmp_path, quiet=True
+            job.replace(activation_checkpointing=wanted),
+            strategy="single",
+            devices="1xcpu",
+            folder=tmp_path,
+            quiet=True,
         )
         for wanted in (None, "blocks")
     )
@@ -113,7 +117,7 @@ def test_a_buffer_that_compiled_code_would_read_too_late_is_refused(way, devices
     job = dataclasses.replace(ZOO["mlp"], model=WarmingUp, compile="aot_eager")
     with pytest.raises(StrategyError, match='writes its buffer "steps" in forward'):
         train(job, strategy=way, devices=devices, folder=tmp_path, quiet=True)
-    train(job.having(compile=False), strategy=way, devices=devices, folder=tmp_path, quiet=True)
+    train(job.replace(compile=False), strategy=way, devices=devices, folder=tmp_path, quiet=True)
 
 
 class Replacing(WarmingUp):
@@ -124,7 +128,7 @@ class Replacing(WarmingUp):
 
 @pytest.mark.parametrize("kind", ["running statistics", "a buffer that is replaced"])
 def test_other_buffers_that_change_may_be_compiled(kind: str) -> None:
-    job = ZOO["convolutions with sync_batchnorm"].having(sync_batchnorm=False, compile="aot_eager")
+    job = ZOO["convolutions with sync_batchnorm"].replace(sync_batchnorm=False, compile="aot_eager")
     if kind != "running statistics":
         job = dataclasses.replace(ZOO["mlp"], model=Replacing, compile="aot_eager")
     assert parity(job, "single", "1xcpu", against_settings={"compile": False}).worst < 1e-10
@@ -160,7 +164,7 @@ def test_models_are_compiled_whether_their_class_is_ones_own_or_of_pytorch(model
 
 @pytest.mark.parametrize(("way", "devices"), [("single", "1xcpu"), ("dp", "2xcpu"), ("ddp", "2xcpu")])
 def test_an_unknown_backend_is_refused_and_the_nearest_offered(way, devices, tmp_path) -> None:
-    job = ZOO["mlp"].having(compile="inductr")
+    job = ZOO["mlp"].replace(compile="inductr")
     with pytest.raises(JobError, match=r'^compile: there is no backend "inductr"; did you mean "inductor"'):
         train(job, strategy=way, devices=devices, folder=tmp_path, quiet=True)
     assert not list(tmp_path.iterdir())

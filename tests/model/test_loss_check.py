@@ -393,5 +393,5 @@ def test_an_output_with_as_many_rows_as_samples_by_chance_is_known(tmp_path: Any
         return mean(outputs, targets) * len(targets), len(targets)
 
     for way in ({"strategy": "dp", "devices": "2xcpu"}, {"strategy": "single", "devices": "1xcpu", "accumulate": 2}):
-        lockstep.train(job.having(loss=pair), folder=tmp_path, **way)
+        lockstep.train(job.replace(loss=pair), folder=tmp_path, **way)
         assert 'the loss reads the model\'s output "1", which is no sum or mean over samples' in capsys.readouterr().out

@@ -24,12 +24,12 @@ WAYS = [("dp", "2xcpu"), (DDP(reduce="flat"), "2xcpu"), (DDP(reduce="overlapped"
 @pytest.mark.parametrize("kind", ["momentum", "ignored tokens and tied weights", "accumulation", "clipping"])
 def test_half_precision_is_as_near_to_one_device_as_the_format_allows(precision, kind, tmp_path) -> None:
     job = ZOO[kind]
-    exact = train(job.having(precision="fp32"), strategy="single", devices="1xcpu", folder=tmp_path, quiet=True)
-    single = train(job.having(precision=precision), strategy="single", devices="1xcpu", folder=tmp_path, quiet=True)
+    exact = train(job.replace(precision="fp32"), strategy="single", devices="1xcpu", folder=tmp_path, quiet=True)
+    single = train(job.replace(precision=precision), strategy="single", devices="1xcpu", folder=tmp_path, quiet=True)
     floor = differences(job, single, exact).worst
     assert 1e-6 < floor < 0.2, "the format rounds, and the training is one"
     for way, devices in WAYS:
-        several = train(job.having(precision=precision), strategy=way, devices=devices, folder=tmp_path, quiet=True)
+        several = train(job.replace(precision=precision), strategy=way, devices=devices, folder=tmp_path, quiet=True)
         # Both lie within about the floor of the exact one, to either side.
         assert differences(job, several, single).worst < 2 * floor
 
@@ -42,7 +42,7 @@ def test_fp32_is_as_near_to_one_device_as_rounding_allows(way, devices) -> None:
 @pytest.mark.parametrize("way", ["dp", "ddp", "pp"])
 def test_weights_of_classes_are_in_the_format_of_the_job(way: str) -> None:
     loss = nn.CrossEntropyLoss(weight=torch.tensor([1.0, 2.0, 3.0]))
-    assert parity(ZOO["momentum"].having(loss=loss), way, "2xcpu", precision="fp64").worst < 1e-10
+    assert parity(ZOO["momentum"].replace(loss=loss), way, "2xcpu", precision="fp64").worst < 1e-10
     assert loss.weight is not None and loss.weight.dtype is torch.float32, "the person's own is left alone"
 
 
@@ -73,7 +73,7 @@ def test_a_step_that_overflows_is_left_out_by_all_and_the_scale_is_halved(way, d
 @pytest.mark.parametrize(("way", "devices"), WAYS)
 def test_what_overflows_on_one_device_is_what_overflows_on_several(way, devices, tmp_path) -> None:
     """PyTorch's DistributedDataParallel takes a mean; gradients multiplied for that beforehand overflowed earlier."""
-    job = ZOO["a layer unused in some steps, the last one too"].having(precision="fp16")
+    job = ZOO["a layer unused in some steps, the last one too"].replace(precision="fp16")
     single = train(job, strategy="single", devices="1xcpu", folder=tmp_path, quiet=True)
     several = train(job, strategy=way, devices=devices, folder=tmp_path, quiet=True)
     states = [torch.load(RunFolder(run.folder).state, weights_only=True) for run in (single, several)]
@@ -94,14 +94,14 @@ def test_the_scale_of_fp16_is_taken_up_by_a_resume(tmp_path) -> None:
 
 
 def test_weights_and_outputs_keep_their_names_and_formats(tmp_path) -> None:
-    run = train(ZOO["mlp"].having(precision="bf16"), strategy="dp", devices="2xcpu", folder=tmp_path, quiet=True)
+    run = train(ZOO["mlp"].replace(precision="bf16"), strategy="dp", devices="2xcpu", folder=tmp_path, quiet=True)
     assert {p.dtype for p in run.model().parameters()} == {torch.float32}
 
 
 def test_complex_parameters_are_refused_under_fp16(tmp_path) -> None:
     job = ZOO["complex parameters"]
     with pytest.raises(JobError, match=r"is complex.*take bf16"):
-        train(job.having(precision="fp16"), strategy="single", devices="1xcpu", folder=tmp_path, quiet=True)
+        train(job.replace(precision="fp16"), strategy="single", devices="1xcpu", folder=tmp_path, quiet=True)
     assert not list(tmp_path.iterdir())
 
 
@@ -116,5 +116,5 @@ def test_a_format_that_a_device_does_not_have_is_one_line(way, tmp_path, monkeyp
 
     monkeypatch.setattr(torch, "autocast", lacking)
     with pytest.raises(JobError, match=r"precision: fp16 doesn't work on cpu here[:,] [^\n]+$"):
-        train(ZOO["mlp"].having(precision="fp16"), strategy="single", devices="1xcpu", folder=tmp_path, quiet=True)
+        train(ZOO["mlp"].replace(precision="fp16"), strategy="single", devices="1xcpu", folder=tmp_path, quiet=True)
     assert not list(tmp_path.iterdir())

@@ -937,11 +937,12 @@ def test_replicas_are_kept_and_their_memory_is_the_modules() -> None:
 
 def test_nothing_is_left_for_the_garbage_collector_and_graphs_end_with_their_outputs() -> None:
     net, x = DataParallel(Net(), "2xcpu"), torch.randn(4, 6)
-    net(x).sum().backward()  # what PyTorch imports when it is first needed leaves something
-    gc.collect()
-    net(x)
-    net(x).sum().backward()
-    assert gc.collect() == 0
+    for _ in range(3):
+        gc.collect()
+        net(x)
+        net(x).sum().backward()
+        left = gc.collect()
+    assert left == 0, "after the first times, in which others' caches may be dropped"
     outs = [net(x) for _ in range(5)]
     sum(out.sum() for out in outs).backward()
     del outs

@@ -253,7 +253,7 @@ def test_tied_and_shared_layers_are_in_the_map_under_each_of_their_names() -> No
 
 def test_what_an_optimizer_keeps_is_asked_of_it(tmp_path: Path) -> None:
     def job(optimizer: Any) -> lockstep.Job:
-        return small_job().having(optimizer=optimizer)
+        return small_job().replace(optimizer=optimizer)
 
     assert state_copies(job(lambda params: torch.optim.SGD(params, lr=0.1))) == 0
     assert state_copies(job(lambda params: torch.optim.SGD(params, lr=0.1, momentum=0.9))) == 1
@@ -289,7 +289,7 @@ def test_what_is_chosen_is_rehearsed_on_a_copy_of_the_model() -> None:
     """A job may give the same model every time: what trains it then finds no hook, gradient or statistic of a trial."""
     net = nn.Sequential(nn.Linear(4, 8), nn.BatchNorm1d(8), nn.Linear(8, 3))
     before = {name: value.clone() for name, value in net.state_dict().items()}
-    job = small_job().having(model=lambda: net)
+    job = small_job().replace(model=lambda: net)
     drawn = torch.get_rng_state(), random.getstate()
     _, choice = plan(job, devices="2xcpu", microbatches=[4], chunks=(1,), seconds=0.0)
     assert choice.best.microbatches == 4
@@ -301,7 +301,7 @@ def test_what_is_chosen_is_rehearsed_on_a_copy_of_the_model() -> None:
 
 def test_micro_batches_that_the_model_can_not_take_are_not_chosen() -> None:
     """One sample alone has nothing that BatchNorm could normalise over."""
-    job = small_job().having(model=lambda: nn.Sequential(nn.Linear(4, 8), nn.BatchNorm1d(8), nn.Linear(8, 3)))
+    job = small_job().replace(model=lambda: nn.Sequential(nn.Linear(4, 8), nn.BatchNorm1d(8), nn.Linear(8, 3)))
     _, choice = plan(job, devices="2xcpu", seconds=0.0)
     assert {candidate.microbatches for candidate in choice.candidates} == {1, 2, 3, 4, 6, 8}, "of 16 samples"
 

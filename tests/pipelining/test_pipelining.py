@@ -216,7 +216,7 @@ _singles: dict[tuple[str, int], Run] = {}
 def single(kind: str, microbatches: int, tmp_path_factory: pytest.TempPathFactory) -> Run:
     """One device that accumulates: what it all is held against."""
     if (kind, microbatches) not in _singles:
-        job = KINDS[kind][0].having(precision="fp64", accumulate=microbatches)
+        job = KINDS[kind][0].replace(precision="fp64", accumulate=microbatches)
         folder = tmp_path_factory.mktemp("single")
         _singles[kind, microbatches] = train(job, strategy="single", devices="1xcpu", folder=folder, quiet=True)
     return _singles[kind, microbatches]
@@ -240,7 +240,7 @@ def test_pp_ends_where_one_device_that_accumulates_does(
         one = single(kind, microbatches, tmp_path_factory)
         way = PP(device_map, microbatches, schedule)
         folder = tmp_path_factory.mktemp("pp")
-        run = train(job.having(precision="fp64"), strategy=way, devices=f"{stages}xcpu", folder=folder, quiet=True)
+        run = train(job.replace(precision="fp64"), strategy=way, devices=f"{stages}xcpu", folder=folder, quiet=True)
         found = differences(job, run, one)
         assert found.worst < BOUND, f"{microbatches} micro-batches: {found}"
         assert max(found.history.values()) < BOUND
@@ -256,7 +256,7 @@ def test_two_stages_on_each_device_end_where_one_device_does(
     for microbatches in (3, 8):
         way = PP(microbatches=microbatches, schedule=schedule, chunks=2)
         folder = tmp_path_factory.mktemp("pp")
-        run = train(job.having(precision="fp64"), strategy=way, devices="2xcpu", folder=folder, quiet=True)
+        run = train(job.replace(precision="fp64"), strategy=way, devices="2xcpu", folder=folder, quiet=True)
         config = json.loads((run.folder / "config.json").read_text())["strategy_settings"]
         # Where forward doesn't come to every layer at first, they are cut by their parameters.
         assert 1 + max(config["device_map"].values()) == 4 if kind != "control flow" else config["device_map"] is None
@@ -272,7 +272,7 @@ def test_mp_ends_where_one_device_does(kind: str, tmp_path_factory: pytest.TempP
     for stages in (2, 3) if kind in MANY else (2,):
         folder = tmp_path_factory.mktemp("mp")
         way = MP(device_map)
-        run = train(job.having(precision="fp64"), strategy=way, devices=f"{stages}xcpu", folder=folder, quiet=True)
+        run = train(job.replace(precision="fp64"), strategy=way, devices=f"{stages}xcpu", folder=folder, quiet=True)
         assert differences(job, run, single(kind, 1, tmp_path_factory)).worst < BOUND
 
 
@@ -287,9 +287,9 @@ def test_mp_ends_where_one_device_does(kind: str, tmp_path_factory: pytest.TempP
 )
 @pytest.mark.parametrize("kind", [pytest.param(k, marks=pytest.mark.slow if i % 2 else ()) for i, k in enumerate(ZOO)])
 def test_all_kinds_of_the_zoo_end_where_one_device_does(kind: str, way: PP, tmp_path) -> None:
-    job = ZOO[kind].having(precision="fp64", sync_batchnorm=False)
+    job = ZOO[kind].replace(precision="fp64", sync_batchnorm=False)
     run = train(job, strategy=way, devices="2xcpu", folder=tmp_path, quiet=True)
-    parts = way.parts(job)
+    parts = way.num_microbatches(job)
     one = train(job, strategy="single", devices="1xcpu", folder=tmp_path, quiet=True, accumulate=parts)
     found = differences(job, run, one)
     assert found.worst < BOUND, str(found)
@@ -318,7 +318,7 @@ def test_a_hundred_equal_runs_give_equal_bits_and_none_waits_forever(kind: str, 
 
 
 def test_a_run_of_pp_goes_on_under_ddp_and_back(tmp_path) -> None:
-    job = ZOO["momentum"].having(precision="fp64", epochs=3)
+    job = ZOO["momentum"].replace(precision="fp64", epochs=3)
     whole = train(job, strategy="single", devices="1xcpu", folder=tmp_path, quiet=True)
     run = train(job, strategy="pp", devices="2xcpu", folder=tmp_path, quiet=True, epochs=1)
     for way, epochs in (("ddp", 2), ("mp", 3)):
@@ -327,7 +327,7 @@ def test_a_run_of_pp_goes_on_under_ddp_and_back(tmp_path) -> None:
 
 
 def test_evaluation_and_prediction_are_those_of_one_device(tmp_path) -> None:
-    job = KINDS["a U-Net"][0].having(precision="fp64")
+    job = KINDS["a U-Net"][0].replace(precision="fp64")
     run = train(job, strategy="pp", devices="2xcpu", folder=tmp_path, quiet=True)
     one, two = (evaluate(run, strategy=way, devices=on) for way, on in (("single", "1xcpu"), ("pp", "2xcpu")))
     assert one == pytest.approx(two, rel=1e-12)
@@ -341,7 +341,7 @@ def test_evaluation_and_prediction_are_those_of_one_device(tmp_path) -> None:
 )
 def test_an_overlapped_evaluation_is_that_of_one_device(kind: str, tmp_path) -> None:
     job, device_map = KINDS[kind]
-    job = job.having(precision="fp64", eval_batch_size=7)
+    job = job.replace(precision="fp64", eval_batch_size=7)
     run = train(job, strategy="single", devices="1xcpu", folder=tmp_path, quiet=True, epochs=1)
     way = PP(device_map, 3)
     one = evaluate(run, strategy="single", devices="1xcpu")
@@ -386,7 +386,7 @@ def test_what_fails_in_an_overlapped_prediction_is_named_and_leaves_nothing(tmp_
 
     rows = drawn(SAMPLES, 6).double()
     job = _job(lambda: nn.Sequential(Failing(6, 6), nn.Linear(6, 3)), rows, eval_data=None, metrics={})
-    job = job.having(precision="fp64", eval_batch_size=3, steps=1)
+    job = job.replace(precision="fp64", eval_batch_size=3, steps=1)
     run = train(job, strategy="single", devices="1xcpu", folder=tmp_path / "runs", quiet=True)
     out = tmp_path / "found.npy"
     with pytest.raises(ValueError, match="not this one") as caught:
@@ -403,7 +403,7 @@ def test_a_way_as_long_as_the_straight_one_is_not_taken_for_it(
 ) -> None:
     """A model that began on stage 1 waited forever; one that came to each of two stages twice failed in evaluation."""
     job = _job(stack, precision="fp64", eval_batch_size=7)
-    one = train(job.having(accumulate=3), strategy="single", devices="1xcpu", folder=tmp_path, quiet=True)
+    one = train(job.replace(accumulate=3), strategy="single", devices="1xcpu", folder=tmp_path, quiet=True)
     run = train(job, strategy=PP(device_map, 3, schedule), devices="2xcpu", folder=tmp_path, quiet=True)
     found = differences(job, run, one)
     assert found.worst < BOUND and max(found.history.values()) < BOUND
@@ -513,7 +513,7 @@ def test_settings_of_the_strategy_itself_are_checked() -> None:
 
 
 def test_what_is_auto_is_chosen_and_said_and_kept_where_the_run_goes_on(tmp_path, capsys, monkeypatch) -> None:
-    job = KINDS["a sequence"][0].having(precision="fp64")
+    job = KINDS["a sequence"][0].replace(precision="fp64")
     way = PP(microbatches="auto", schedule="auto")
     run = train(job, strategy=way, devices="2xcpu", folder=tmp_path)
     said = capsys.readouterr().out
@@ -534,7 +534,7 @@ def test_a_given_map_may_have_several_stages_on_each_device(tmp_path) -> None:
     device_map = {"0": 0, "1": 1, "2": 2, "": 3}
     for schedule in ("interleaved", "fitted", "auto"):
         way = PP(device_map, 3, schedule)
-        job = KINDS["a sequence"][0].having(precision="fp64")
+        job = KINDS["a sequence"][0].replace(precision="fp64")
         run = train(job, strategy=way, devices="2xcpu", folder=tmp_path, quiet=True)
         one = train(job, strategy="single", devices="1xcpu", folder=tmp_path, quiet=True, accumulate=3)
         assert differences(job, run, one).worst < BOUND
@@ -545,10 +545,10 @@ def test_a_given_map_may_have_several_stages_on_each_device(tmp_path) -> None:
 def test_the_split_size_says_how_many_samples_a_micro_batch_has(tmp_path) -> None:
     job = KINDS["a sequence"][0]
     for size, parts in ((1, job.batch_size), (3, -(-job.batch_size // 3)), (1000, 1)):
-        assert PP(split_size=size).parts(job) == parts
-        assert PP(split_size=size).parts(job.having(accumulate=2)) == 2 * -(-job.batch_size // (2 * size))
+        assert PP(split_size=size).num_microbatches(job) == parts
+        assert PP(split_size=size).num_microbatches(job.replace(accumulate=2)) == 2 * -(-job.batch_size // (2 * size))
     run = train(job, strategy=PP(split_size=3), devices="2xcpu", folder=tmp_path, quiet=True, precision="fp64")
-    parts = PP(split_size=3).parts(job)
+    parts = PP(split_size=3).num_microbatches(job)
     one = train(
         job, strategy="single", folder=tmp_path, quiet=True, precision="fp64", accumulate=parts, devices="1xcpu"
     )
@@ -598,9 +598,9 @@ def test_what_a_model_remembers_outside_of_a_stage_keeps_micro_batches_in_turn(
 ) -> None:
     jobs = {**KINDS, "telling": (_job(Telling), None), "counting": (_job(Counting), None)}
     job, device_map = jobs[kind]
-    run = train(job.having(precision="fp64"), strategy=PP(device_map), devices="2xcpu", folder=tmp_path)
+    run = train(job.replace(precision="fp64"), strategy=PP(device_map), devices="2xcpu", folder=tmp_path)
     assert f"note: {says}" in capsys.readouterr().out
-    one = train(job.having(precision="fp64", accumulate=4), strategy="single", devices="1xcpu", folder=tmp_path)
+    one = train(job.replace(precision="fp64", accumulate=4), strategy="single", devices="1xcpu", folder=tmp_path)
     assert differences(job, run, one).worst < BOUND
 
 
@@ -621,9 +621,9 @@ def test_a_micro_batch_that_takes_another_way_than_expected_is_said(tmp_path, ca
     # The first batch is without wishes, so the route is straight.
     job = _job(Returning, (drawn(SAMPLES, 6), wants(9, 20, 28)), order=in_place_order)
     way = PP({"first": 0, "": 1})
-    run = train(job.having(precision="fp64"), strategy=way, devices="2xcpu", folder=tmp_path)
+    run = train(job.replace(precision="fp64"), strategy=way, devices="2xcpu", folder=tmp_path)
     assert capsys.readouterr().out.count("took another way through the stages") == 1
-    one = train(job.having(precision="fp64", accumulate=4), strategy="single", devices="1xcpu", folder=tmp_path)
+    one = train(job.replace(precision="fp64", accumulate=4), strategy="single", devices="1xcpu", folder=tmp_path)
     assert differences(job, run, one).worst < BOUND
 
 

@@ -121,10 +121,10 @@ class PassingLayer(nn.Module):
 SOME: dict[str, Job] = {
     # As deep as two stages on each of four devices want it.
     **{
-        kind: KINDS[kind][0].having(model=stack)
+        kind: KINDS[kind][0].replace(model=stack)
         for kind in ("a sequence", "a sequence, clipped", "a sequence under AdamW")
     },
-    "control flow": KINDS["control flow"][0].having(model=Choosing),
+    "control flow": KINDS["control flow"][0].replace(model=Choosing),
     **{kind: KINDS[kind][0] for kind in ("a U-Net", "a tied GPT", "blocks computed again")},
     "BatchNorm": _job(Normed, drawn(29, 2, 4, 4), optimizer=sgd),
     "frozen stages, and a layer used again": _job(Deep, optimizer=sgd),
@@ -139,7 +139,7 @@ _singles: dict[tuple[str, int], Run] = {}
 def compare(kind: str, stages: int, schedule: str, microbatches: int, made: pytest.TempPathFactory) -> None:
     if kind in ("GPT-2", "BERT"):
         pytest.importorskip("transformers")
-    job = SOME[kind].having(precision="fp64")
+    job = SOME[kind].replace(precision="fp64")
     key = kind, microbatches
     if key not in _singles:
         folder = made.mktemp("single")

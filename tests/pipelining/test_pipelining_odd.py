@@ -37,7 +37,7 @@ def odd(
     """Put a model, or a function that makes one, among ``ODD``."""
 
     def put(model: Any) -> Any:
-        ODD[name] = _job(model, **settings).having(precision="fp64", optimizer=sgd), device_map, says
+        ODD[name] = _job(model, **settings).replace(precision="fp64", optimizer=sgd), device_map, says
         return model
 
     return put
@@ -499,7 +499,9 @@ OFTEN = {
 def compare(kind: str, way: PP, stages: int, tmp_path: Any) -> None:
     job = ODD[kind][0]
     run = train(job, strategy=way, devices=f"{stages}xcpu", folder=tmp_path)
-    one = train(job, strategy="single", devices="1xcpu", folder=tmp_path, quiet=True, accumulate=way.parts(job))
+    one = train(
+        job, strategy="single", devices="1xcpu", folder=tmp_path, quiet=True, accumulate=way.num_microbatches(job)
+    )
     found = differences(job, run, one)
     assert found.worst < BOUND, str(found)
     assert max(found.history.values()) < BOUND

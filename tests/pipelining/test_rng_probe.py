@@ -194,7 +194,7 @@ class Sampling(Model):
 
 @pytest.mark.parametrize("way", ["mp", PP(SPLIT, 3)], ids=str)
 def test_what_a_model_draws_in_evaluation_is_what_one_device_draws(way: Any, tmp_path) -> None:
-    job = _job(Sampling).having(eval_data=TensorDataset(drawn(17, 6, seed=9), labels(17, 3)), eval_batch_size=4)
+    job = _job(Sampling).replace(eval_data=TensorDataset(drawn(17, 6, seed=9), labels(17, 3)), eval_batch_size=4)
     parts = 1 if way == "mp" else 3
     one = train(job, strategy="single", devices="1xcpu", folder=tmp_path, quiet=True, accumulate=parts)
     run = train(job, strategy=way, devices="2xcpu", folder=tmp_path, quiet=True)

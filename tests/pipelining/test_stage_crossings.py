@@ -175,13 +175,15 @@ IN_TURN = {
 
 
 def job_of(model: Callable[[], nn.Module]) -> Job:
-    return _job(model).having(precision="fp64", optimizer=sgd)
+    return _job(model).replace(precision="fp64", optimizer=sgd)
 
 
 def hold(job: Job, way: PP, tmp_path: Any) -> None:
     """The numbers are those of one device."""
     run = train(job, strategy=way, devices="2xcpu", folder=tmp_path)
-    one = train(job, strategy="single", devices="1xcpu", folder=tmp_path, quiet=True, accumulate=way.parts(job))
+    one = train(
+        job, strategy="single", devices="1xcpu", folder=tmp_path, quiet=True, accumulate=way.num_microbatches(job)
+    )
     found = differences(job, run, one)
     assert found.worst < BOUND, str(found)
     assert max(found.history.values()) < BOUND

@@ -61,11 +61,11 @@ def over_cards(job: Job, way: PP, count: int, monkeypatch: pytest.MonkeyPatch) -
 
 
 def compare(job: Job, way: PP, count: int, monkeypatch: pytest.MonkeyPatch) -> Step:
-    job = job.having(precision="fp64")
+    job = job.replace(precision="fp64")
     with Cards():
         step = over_cards(job, way, count, monkeypatch)
         found = updated(step, job)
-    one = Single().build(job.having(accumulate=way.parts(job)), World(devices=slots(1)))
+    one = Single().build(job.replace(accumulate=way.num_microbatches(job)), World(devices=slots(1)))
     expected = updated(one, job)
     assert found.keys() == expected.keys()
     for name, value in expected.items():
@@ -470,7 +470,7 @@ def test_a_checkpoint_draws_again_what_its_card_drew(reentrant: bool, monkeypatc
 
 def test_a_model_over_cards_can_be_called_outside_of_a_step(monkeypatch) -> None:
     job, device_map = PLACED["a weight on both cards"]
-    job = job.having(precision="fp64")
+    job = job.replace(precision="fp64")
     x = drawn(5, 6).double()
     with Cards():
         step = over_cards(job, PP(device_map, 2), 2, monkeypatch)
@@ -488,7 +488,7 @@ def test_a_model_over_cards_can_be_called_outside_of_a_step(monkeypatch) -> None
 
 def test_evaluation_and_saved_state_over_cards_are_those_of_one_device(monkeypatch) -> None:
     job, device_map = KINDS["a tied GPT"]
-    job = job.having(precision="fp64", optimizer=sgd)
+    job = job.replace(precision="fp64", optimizer=sgd)
     inputs, targets = batch(job, 0, 8)
     one = Single().build(job, World(devices=slots(1)))
     with Cards():
@@ -520,7 +520,7 @@ def test_a_mask_that_becomes_uneven_on_a_card_is_found_without_waiting(monkeypat
 
     def updates(uneven_in: int, steps: int) -> Step:
         step = over_cards(
-            KINDS["a sequence"][0].having(precision="fp64", loss=loss), PP(microbatches=2), 2, monkeypatch
+            KINDS["a sequence"][0].replace(precision="fp64", loss=loss), PP(microbatches=2), 2, monkeypatch
         )
         for number in range(1, steps + 1):
             mask = torch.ones(8, 3)

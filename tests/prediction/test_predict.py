@@ -270,7 +270,7 @@ def test_the_loss_and_the_optimizer_are_never_called_and_training_data_come_in_o
     def never(*args: Any) -> Any:
         raise AssertionError("called")
 
-    other = Run(run.folder, run.summary, run.job.having(loss=never, optimizer=never))  # type: ignore[union-attr]
+    other = Run(run.folder, run.summary, run.job.replace(loss=never, optimizer=never))  # type: ignore[union-attr]
     for way in TWO:
         assert (predict(other, "train", **on(way)) - predict(run)).abs().max() < 1e-12
 
@@ -521,7 +521,7 @@ def test_under_torchrun_the_ranks_write_one_file(folder: Path) -> None:
 def test_an_evaluation_set_is_named_where_there_are_several(tmp_path) -> None:
     data = ZOO["mlp"].train_data
     parts = {"some": Subset(data, [4, 2, 9]), "all": data}
-    run = train(ZOO["mlp"].having(eval_data=parts), strategy="single", devices="1xcpu", folder=tmp_path, quiet=True)
+    run = train(ZOO["mlp"].replace(eval_data=parts), strategy="single", devices="1xcpu", folder=tmp_path, quiet=True)
     whole = predict(run, "eval:all", devices="1xcpu", quiet=True)
     torch.testing.assert_close(predict(run, "eval:some", devices="2xcpu", quiet=True), whole[[4, 2, 9]])
     with pytest.raises(InputError, match="2 evaluation sets: say which, eval:some or eval:all"):

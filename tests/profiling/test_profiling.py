@@ -131,7 +131,7 @@ def test_the_kinds_of_time_add_up_to_the_step(way: str, tmp_path: Path) -> None:
 def test_a_slow_model_is_computing_and_nearly_all_of_the_step_is_explained(way: str, tmp_path: Path) -> None:
     slow = job(model=Napping, train_data=TensorDataset(drawn(12, 6), labels(12, 3)), batch_size=6, epochs=2)
     if WAYS[way][1] == "1xcpu":
-        slow = slow.having(batch_size=3)
+        slow = slow.replace(batch_size=3)
     _, summary = profiled(slow, way, tmp_path)
     for number in range(int(WAYS[way][1][0])):
         assert shares(summary, number)["computing"] > 0.5

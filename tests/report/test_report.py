@@ -265,7 +265,7 @@ def test_the_page_of_a_comparison_can_be_written_again(tmp_path: Path, capsys: p
 
 @pytest.fixture
 def run(tmp_path: Path) -> lockstep.Run:
-    job = ZOO["mlp"].having(metrics={"clean/<b>": ZOO["mlp"].metrics["accuracy"]})
+    job = ZOO["mlp"].replace(metrics={"clean/<b>": ZOO["mlp"].metrics["accuracy"]})
     return lockstep.train(job, strategy="dp", devices="2xcpu", folder=tmp_path, quiet=True, profile=True)
 
 
@@ -303,7 +303,7 @@ class Breaking(TensorDataset):
 
 def test_the_page_of_a_run_that_failed_says_why_until_it_goes_on(tmp_path: Path) -> None:
     data = Breaking(drawn(12, 6), labels(12, 3))
-    broken = job(4).having(train_data=data, epochs=5)
+    broken = job(4).replace(train_data=data, epochs=5)
     with pytest.raises(SampleError):
         lockstep.train(broken, devices=1, folder=tmp_path, quiet=True)
     (folder,) = tmp_path.iterdir()

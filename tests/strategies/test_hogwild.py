@@ -83,7 +83,7 @@ def test_the_updates_of_a_batch_are_together_that_of_one_device(
     """Each sample once an epoch, weighted right in unequal shares, and in the smaller last batch."""
     job = rows_job(sparse=sparse, accumulate=accumulate)
     if not sparse:  # a dense update writes every row, also those without a gradient; here nobody else is at it
-        job = job.having(batch_size=29, epochs=1)
+        job = job.replace(batch_size=29, epochs=1)
     one = train(job, strategy="single", devices="1xcpu", folder=tmp_path, quiet=True)
     run = train(job, strategy="hogwild", devices=devices, folder=tmp_path, quiet=True)
     assert run.summary["steps"] == one.summary["steps"] and run.summary["train_samples"] == 29
@@ -127,7 +127,7 @@ def test_every_sample_is_used_once_an_epoch_by_one_rank(tmp_path: Path) -> None:
 
 
 def test_evaluation_counts_each_sample_once_on_weights_that_nobody_writes(tmp_path: Path) -> None:
-    job = ZOO["mlp"].having(precision="fp64", epochs=3)
+    job = ZOO["mlp"].replace(precision="fp64", epochs=3)
     run = train(job, strategy="hogwild", devices="3xcpu", folder=tmp_path, quiet=True)
     again = lockstep.evaluate(run, strategy="single", devices="1xcpu")
     assert again["loss"] == pytest.approx(run.summary["loss"], rel=1e-10)
@@ -158,7 +158,7 @@ def test_nobody_waits_for_a_slow_rank(tmp_path: Path) -> None:
 
 
 def test_one_rank_is_one_device(tmp_path: Path) -> None:
-    job = ZOO["momentum"].having(precision="fp64")
+    job = ZOO["momentum"].replace(precision="fp64")
     one = train(job, strategy="single", devices="1xcpu", folder=tmp_path, quiet=True)
     run = train(job, strategy="hogwild", devices="1xcpu", folder=tmp_path, quiet=True)
     assert max(float((weights(run)[name] - w).abs().max()) for name, w in weights(one).items()) < 1e-12
@@ -184,7 +184,7 @@ def test_a_batch_smaller_than_the_ranks_leaves_some_without_an_update(tmp_path: 
     ids=["momentum", "adamw", "adagrad"],
 )
 def test_runs_go_on_under_another_strategy_and_back(optimizer: Any, tmp_path: Path) -> None:
-    job = ZOO["mlp"].having(precision="fp64", epochs=1, optimizer=optimizer)
+    job = ZOO["mlp"].replace(precision="fp64", epochs=1, optimizer=optimizer)
     names = set(job.model().state_dict())
     run = train(job, strategy="hogwild", devices="2xcpu", folder=tmp_path, quiet=True)
     state = load_state(Path(run.folder) / "state.pt")
@@ -239,7 +239,7 @@ def test_a_scheduler_by_step_moves_every_rank_alike(tmp_path: Path) -> None:
 def test_that_it_is_not_exact_is_declared_and_said_before_training(tmp_path: Path, capsys: Any) -> None:
     assert isinstance(STRATEGIES["hogwild"].exact, str)
     assert all(kind.exact is True for name, kind in STRATEGIES.items() if name != "hogwild")
-    train(ZOO["mlp"].having(clip_norm=1.0), strategy="hogwild", devices="2xcpu", folder=tmp_path)
+    train(ZOO["mlp"].replace(clip_norm=1.0), strategy="hogwild", devices="2xcpu", folder=tmp_path)
     out = capsys.readouterr().out
     notes = [line for line in out.splitlines() if line.startswith("note: ")]
     assert notes[0].startswith("note: hogwild is not exact: ranks write the same weights without waiting")
@@ -376,7 +376,7 @@ def test_an_own_loop_may_use_it(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("kind", ["mlp", "momentum", "ignored tokens and tied weights"])
 def test_other_kinds_of_job_run_and_learn(kind: str, tmp_path: Path) -> None:
-    job = ZOO[kind].having(epochs=4)
+    job = ZOO[kind].replace(epochs=4)
     run = train(job, strategy="hogwild", devices="2xcpu", folder=tmp_path, quiet=True)
     assert run.history[-1]["train_loss"] < run.history[0]["train_loss"]
     assert set(weights(run)) == set(job.model().state_dict())

@@ -47,7 +47,7 @@ def _is_fast(number: int, way: str, devices: int) -> bool:
     ],
 )
 def test_a_strategy_ends_where_one_device_does(kind: str, way: str, devices: int, reference, tmp_path_factory) -> None:
-    job = ZOO[kind].having(precision="fp64")
+    job = ZOO[kind].replace(precision="fp64")
     if kind not in reference:
         reference[kind] = train(
             job, strategy="single", devices="1xcpu", folder=tmp_path_factory.mktemp("single"), quiet=True
@@ -63,7 +63,7 @@ def test_a_strategy_ends_where_one_device_does(kind: str, way: str, devices: int
 @pytest.mark.parametrize("way", WAYS)
 def test_a_wrong_weight_of_unequal_shares_would_be_seen(way: str, tmp_path) -> None:
     """The bound means something: a mean over ranks instead of over samples differs by far more."""
-    job = ZOO["ignored tokens and tied weights"].having(precision="fp64")
+    job = ZOO["ignored tokens and tied weights"].replace(precision="fp64")
     mean_of_means = dataclasses.replace(job, loss=_mean_of_halves)
     a = train(mean_of_means, strategy="single", devices="1xcpu", folder=tmp_path / "a", quiet=True)
     b = train(job, strategy=WAYS[way], devices="2xcpu", folder=tmp_path / "b", quiet=True)
@@ -109,7 +109,7 @@ def test_the_same_seed_twice_gives_the_same_bits_with_dropout(way: Strategy, tmp
     "kind", ["adamw with groups by name", "a schedule by step", "convolutions with sync_batchnorm"]
 )
 def test_a_run_goes_on_under_another_strategy(kind: str, before: str, after: str, tmp_path) -> None:
-    job = ZOO[kind].having(precision="fp64", epochs=2)
+    job = ZOO[kind].replace(precision="fp64", epochs=2)
     devices = {"single": "1xcpu", "dp": "3xcpu", "ddp": "2xcpu"}
     whole = train(job, strategy="single", devices="1xcpu", folder=tmp_path, quiet=True)
     half = train(job, strategy=before, devices=devices[before], folder=tmp_path, quiet=True, epochs=1)
@@ -120,7 +120,7 @@ def test_a_run_goes_on_under_another_strategy(kind: str, before: str, after: str
 
 
 def test_a_run_that_stopped_within_an_epoch_goes_on_from_there(tmp_path) -> None:
-    job = ZOO["momentum"].having(precision="fp64", epochs=2)
+    job = ZOO["momentum"].replace(precision="fp64", epochs=2)
     whole = train(job, strategy="single", devices="1xcpu", folder=tmp_path, quiet=True)
     part = train(job, strategy="ddp", devices="2xcpu", folder=tmp_path, quiet=True, steps=2)
     resumed = train(job, strategy="dp", devices="2xcpu", resume=part.folder, quiet=True)
@@ -136,7 +136,7 @@ def test_the_harness_says_how_far_two_strategies_are_apart() -> None:
 
 def test_a_parameter_with_gaps_is_trained_as_by_a_plain_loop(tmp_path) -> None:
     """Fused kernels go by address; float64 would hide it, since turning the model to it closes the gaps."""
-    job = ZOO["mlp"].having(shuffle=False)
+    job = ZOO["mlp"].replace(shuffle=False)
     job = dataclasses.replace(job, model=Gappy, optimizer=sgd)
     run = train(job, strategy="single", devices="1xcpu", folder=tmp_path, quiet=True)
     with seeded(job.seed):
@@ -223,7 +223,7 @@ def test_what_replicas_can_not_keep_is_refused(model, ways, says, tmp_path) -> N
 
 def test_frequencies_in_a_micro_batch_are_said(tmp_path, capsys) -> None:
     job = dataclasses.replace(ZOO["mlp"], model=lambda: Frequent("embedding"))
-    train(job.having(accumulate=2), strategy="single", devices="1xcpu", folder=tmp_path)
+    train(job.replace(accumulate=2), strategy="single", devices="1xcpu", folder=tmp_path)
     assert (
         "note: scale_grad_by_freq divides gradients by how often a word is in a micro-batch" in capsys.readouterr().out
     )
@@ -249,7 +249,7 @@ def test_a_share_of_one_sample_is_told_what_batch_norm_needs(way, samples, setti
     data = TensorDataset(drawn(samples, 6), labels(samples, 3))
     job = dataclasses.replace(
         ZOO["mlp"], model=lambda: nn.Sequential(nn.Linear(6, 4), nn.BatchNorm1d(4), nn.Linear(4, 3)), train_data=data
-    ).having(**settings)
+    ).replace(**settings)
     devices = "1xcpu" if way == "single" else "2xcpu"
     with pytest.raises(RunError, match=re.escape(says)):
         train(job, strategy=way, devices=devices, folder=tmp_path, quiet=True)
@@ -291,13 +291,13 @@ def test_a_loss_over_pairs_is_refused_where_every_share_is_one_sample(tmp_path) 
     for way in ("dp", "ddp"):
         with pytest.raises(LossError, match="not a mean over samples"):
             train(
-                ZOO["mlp"].having(batch_size=2, loss=pairs), strategy=way, devices="2xcpu", folder=tmp_path, quiet=True
+                ZOO["mlp"].replace(batch_size=2, loss=pairs), strategy=way, devices="2xcpu", folder=tmp_path, quiet=True
             )
 
 
 def test_epochs_of_different_lengths_are_resumed_in_their_middle(tmp_path) -> None:
     lengths = [16, 29, 8, 24]
-    job = ZOO["momentum"].having(precision="fp64", epochs=4, order=lambda epoch: torch.arange(lengths[epoch]))
+    job = ZOO["momentum"].replace(precision="fp64", epochs=4, order=lambda epoch: torch.arange(lengths[epoch]))
     whole = train(job, strategy="single", devices="1xcpu", folder=tmp_path, quiet=True)
     assert whole.summary["steps"] == 2 + 4 + 1 + 3
     for steps in (4, 7):
@@ -338,13 +338,13 @@ def test_a_model_that_draws_in_forward_is_said(way: str, tmp_path, capsys) -> No
 
 @pytest.mark.parametrize("accumulate", [1, 2])
 def test_pytorchs_line_on_unused_parameters_is_left_out(accumulate: int, tmp_path, capfd) -> None:
-    job = ZOO["mlp"].having(accumulate=accumulate)
+    job = ZOO["mlp"].replace(accumulate=accumulate)
     train(job, strategy=DDP(reduce="overlapped"), devices="2xcpu", folder=tmp_path)
     assert "find_unused_parameters" not in "".join(capfd.readouterr())
 
 
 def test_sparse_gradients_are_clipped_as_dense_ones(tmp_path) -> None:
-    job = ZOO["sparse gradients that are clipped"].having(precision="fp64")
+    job = ZOO["sparse gradients that are clipped"].replace(precision="fp64")
 
     def dense() -> nn.Module:
         model = job.model()

@@ -14,11 +14,11 @@ from lockstep.errors import JobError
 from lockstep.training.first_step import line_of, shapes_of
 from zoo import ZOO
 
-JOB = dataclasses.replace(ZOO["mlp"].having(accumulate=1, steps=1, epochs=None), eval_data=None)
+JOB = dataclasses.replace(ZOO["mlp"].replace(accumulate=1, steps=1, epochs=None), eval_data=None)
 
 
 def shapes(tmp_path: Path, strategy: str, devices: str, capsys, **settings) -> tuple[dict, str]:
-    run = train(JOB.having(**settings), strategy=strategy, devices=devices, folder=tmp_path)
+    run = train(JOB.replace(**settings), strategy=strategy, devices=devices, folder=tmp_path)
     (line,) = [line for line in capsys.readouterr().out.splitlines() if line.startswith("inputs ")]
     return run.summary["shapes"], line
 

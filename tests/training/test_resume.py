@@ -38,7 +38,7 @@ def half(tmp_path: Path, strategy: Any = "pp", on: str = "2xcpu", job: Job | Non
 
 
 def test_a_run_goes_on_as_it_went_with_its_settings_its_map_and_its_devices(tmp_path: Path, capsys) -> None:
-    job = ZOO["momentum"].having(precision="fp64", epochs=2)
+    job = ZOO["momentum"].replace(precision="fp64", epochs=2)
     folder = half(tmp_path, PP(MAP, 3, "gpipe"), job=job)
     before = config(folder)
     run = train(job, resume=folder)

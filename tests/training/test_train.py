@@ -270,14 +270,14 @@ class OwnGenerator(torch.utils.data.Dataset):
 
 @pytest.mark.parametrize(("strategy", "workers"), [("dp", 0), ("ddp", 0), ("ddp", 1)])
 def test_a_dataset_that_draws_from_its_own_generator_is_named(strategy, workers, tmp_path, capfd) -> None:
-    job = ZOO["mlp"].having(train_data=OwnGenerator(), eval_data=None, loader_workers=workers)
+    job = ZOO["mlp"].replace(train_data=OwnGenerator(), eval_data=None, loader_workers=workers)
     train(job, strategy=strategy, devices="2xcpu", folder=tmp_path)
     assert capfd.readouterr().out.count("fetched again under one seed") == 1
 
 
 def test_a_metric_of_several_values_gives_each_a_name(tmp_path: Path) -> None:
     metrics = {"f1": torchmetrics.F1Score(task="multiclass", num_classes=3, average="none"), "accuracy": right}
-    job = ZOO["mlp"].having(metrics=metrics)
+    job = ZOO["mlp"].replace(metrics=metrics)
     one = train(job, strategy="single", devices="1xcpu", folder=tmp_path, quiet=True)
     two = train(job, strategy="ddp", devices="2xcpu", folder=tmp_path, quiet=True)
     assert list(one.metrics) == ["loss", "f1/0", "f1/1", "f1/2", "accuracy"]
@@ -286,10 +286,10 @@ def test_a_metric_of_several_values_gives_each_a_name(tmp_path: Path) -> None:
 
 def test_what_a_model_keeps_beside_its_tensors_comes_back(tmp_path: Path) -> None:
     for kind in ("a buffer that counts and extra state", "complex parameters", "lazy layers"):
-        run = train(ZOO[kind].having(precision="fp64"), strategy="ddp", devices="2xcpu", folder=tmp_path, quiet=True)
+        run = train(ZOO[kind].replace(precision="fp64"), strategy="ddp", devices="2xcpu", folder=tmp_path, quiet=True)
         model = run.model()
         resumed = train(
-            ZOO[kind].having(precision="fp64", epochs=3), strategy="dp", devices="2xcpu", resume=run.folder, quiet=True
+            ZOO[kind].replace(precision="fp64", epochs=3), strategy="dp", devices="2xcpu", resume=run.folder, quiet=True
         )
         assert resumed.summary["epochs"] == 3
         if kind == "complex parameters":

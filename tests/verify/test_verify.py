@@ -78,7 +78,7 @@ ORDINARY: dict[str, tuple[Job, Any]] = {
     "adamw with groups by name": (ZOO["adamw with groups by name"], "ddp"),
     "batch norm with sync_batchnorm": (ZOO["convolutions with sync_batchnorm"], "ddp"),
     "batch norm with sync_batchnorm under dp": (ZOO["convolutions with sync_batchnorm"], "dp"),
-    "batch norm under pp": (ZOO["convolutions with sync_batchnorm"].having(sync_batchnorm=False), PP(microbatches=2)),
+    "batch norm under pp": (ZOO["convolutions with sync_batchnorm"].replace(sync_batchnorm=False), PP(microbatches=2)),
     "dropout under mp": (dataclasses.replace(MLP, model=Dropping), "mp"),
     "tied weights and ignored tokens": (ZOO["ignored tokens and tied weights"], "ddp"),
     "a GRU": (
@@ -192,7 +192,7 @@ def test_the_course_has_the_smaller_last_batch_and_two_of_the_second_epoch() -> 
 )
 def test_the_smaller_last_batch_is_there_whatever_the_number_of_batches(samples: int, wanted: list[int]) -> None:
     data = TensorDataset(drawn(samples, 6), labels(samples, 3))
-    found = verified(MLP.having(train_data=data), "dp")
+    found = verified(MLP.replace(train_data=data), "dp")
     assert found, found
     assert found.comparison is not None and [u.samples for u in found.comparison.updates] == wanted
 
@@ -247,7 +247,7 @@ def test_a_model_without_float64_that_parts_is_found_too() -> None:
 
 @pytest.mark.parametrize("way", ["dp", "ddp"])
 def test_batch_norm_per_replica_is_named_with_its_layer_and_its_setting(way: str) -> None:
-    job = ZOO["convolutions with sync_batchnorm"].having(sync_batchnorm=False)
+    job = ZOO["convolutions with sync_batchnorm"].replace(sync_batchnorm=False)
     found = verified(job, way)
     assert names(found) == {"batchnorm"}
     assert found.layer == ("body.1", "BatchNorm2d")
@@ -263,7 +263,7 @@ def test_dropout_is_named(way: str) -> None:
 
 @pytest.mark.parametrize("way", ["ddp", "dp"])
 def test_streams_of_micro_batches_are_not_taken_for_draws(way: str) -> None:
-    job = ZOO["convolutions with sync_batchnorm"].having(sync_batchnorm=False, accumulate=2)
+    job = ZOO["convolutions with sync_batchnorm"].replace(sync_batchnorm=False, accumulate=2)
     assert names(verified(job, way)) == {"batchnorm"}
 
 
@@ -620,7 +620,7 @@ def test_a_metric_that_is_no_sum_is_named() -> None:
     def largest(outputs: torch.Tensor, targets: torch.Tensor) -> tuple[torch.Tensor, int]:
         return outputs.max(), 1
 
-    found = verified(MLP.having(metrics={"largest": largest}), "dp")
+    found = verified(MLP.replace(metrics={"largest": largest}), "dp")
     assert names(found) == {"metric"}, found
     assert '"largest"' in found.causes[0].text
 
@@ -772,7 +772,7 @@ def test_a_strategy_that_does_not_take_what_one_device_takes_is_unequal() -> Non
 @pytest.mark.parametrize("way", ["dp", "ddp"])
 def test_what_one_device_does_not_take_either_is_no_answer(way: str) -> None:
     with pytest.raises(InputError, match="mean over nothing"):
-        verified(MLP.having(loss=refusing), way)
+        verified(MLP.replace(loss=refusing), way)
 
 
 def refusing(outputs: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
@@ -836,7 +836,7 @@ def pairs(outputs: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
 
 @pytest.mark.parametrize("way", ["dp", "ddp", "pp"])
 def test_a_loss_over_pairs_is_named_where_the_strategy_refuses_it(way: str) -> None:
-    found = verified(MLP.having(loss=pairs), way)
+    found = verified(MLP.replace(loss=pairs), way)
     assert names(found) == {"loss"}
     assert found.refused is not None and "total, count" in found.causes[0].fix
 
@@ -853,13 +853,15 @@ class Squeezing(nn.Linear):
 
 def test_outputs_of_a_share_in_another_shape_are_no_fault_of_the_loss() -> None:
     data = TensorDataset(drawn(18, 6), drawn(18))  # the last batch has a sample for each of two
-    found = verified(MLP.having(model=Squeezing, train_data=data, eval_data=None, metrics={}, loss=nn.MSELoss()), "ddp")
+    found = verified(
+        MLP.replace(model=Squeezing, train_data=data, eval_data=None, metrics={}, loss=nn.MSELoss()), "ddp"
+    )
     assert names(found) == {"refused"}
     assert "squeeze" in found.causes[0].fix
 
 
 def test_a_loss_that_is_not_a_mean_is_called_so_once() -> None:
-    found = verified(MLP.having(loss=lambda outputs, targets: outputs.square().mean().sqrt()), "ddp")
+    found = verified(MLP.replace(loss=lambda outputs, targets: outputs.square().mean().sqrt()), "ddp")
     assert names(found) == {"loss"}
     assert found.causes[0].text.count("not a mean over samples") == 1
 
@@ -870,7 +872,7 @@ def one_item(outputs: torch.Tensor, targets: torch.Tensor) -> tuple[torch.Tensor
 
 
 def test_a_loss_whose_count_is_wrong_is_named_before_the_first_uneven_batch() -> None:
-    found = verified(MLP.having(loss=one_item), "dp")
+    found = verified(MLP.replace(loss=one_item), "dp")
     assert names(found) == {"loss"}
     assert found.refused is not None and "one_item: the total is not a sum over samples" in found.refused
 
@@ -1107,7 +1109,7 @@ def test_a_gradient_that_is_weighted_otherwise_is_named() -> None:
 
 
 def test_where_nothing_is_found_what_was_said_before_training_is_shown() -> None:
-    found = verified(MLP.having(collate=torch.utils.data.default_collate), Faulty(step=LosingStep))
+    found = verified(MLP.replace(collate=torch.utils.data.default_collate), Faulty(step=LosingStep))
     assert names(found) == {"announced"}
     assert "said before training: collate is given each device's local batch" in found.causes[0].text
 
@@ -1119,7 +1121,7 @@ def test_a_model_that_fails_with_few_samples_is_named() -> None:
                 raise KeyError("at least 5 samples")
             return super().forward(x)
 
-    found = verified(MLP.having(model=lambda: Needing(6, 3)), "dp")
+    found = verified(MLP.replace(model=lambda: Needing(6, 3)), "dp")
     assert names(found) == {"failed"}
     assert "at least 5 samples" in found.causes[0].text
 
@@ -1161,7 +1163,7 @@ def test_padding_that_follows_the_share_is_named_as_said_before() -> None:
 
 
 def test_the_table_says_where_and_why(capsys: pytest.CaptureFixture[str]) -> None:
-    job = ZOO["convolutions with sync_batchnorm"].having(sync_batchnorm=False)
+    job = ZOO["convolutions with sync_batchnorm"].replace(sync_batchnorm=False)
     said = str(verified(job, "dp"))
     assert "dp on 2 devices against single, in float64" in said
     assert "not equal from update 1 on (epoch 1, batch 1)" in said
@@ -1246,7 +1248,7 @@ def test_no_line_of_the_answer_is_wider_than_the_terminal(width: int) -> None:
 
 def test_what_single_can_not_train_either_is_bad_input(file: str) -> None:
     with pytest.raises(InputError, match="reduction='none'"):
-        verified(MLP.having(loss=nn.CrossEntropyLoss(reduction="none")), "dp")
+        verified(MLP.replace(loss=nn.CrossEntropyLoss(reduction="none")), "dp")
     assert cli.main(["verify", file, "--strategy", "hogwld"]) == 2
     assert cli.main(["verify", file, "--strategy", "dp", "--devices", DEVICES, "--json", "no/where.json"]) == 2
     assert cli.main(["verify", file, "--strategy", "hogwld", "--json", f"{file}.json"]) == 2
@@ -1284,7 +1286,7 @@ def test_batches_are_as_large_as_their_time_allows(
 
     monkeypatch.setattr(preflight, "_seconds", seconds)
     job = dataclasses.replace(MLP, batch_size=1000)
-    found = preflight._most(job, (), 5, seconds(job.having(batch_size=5), ()))
+    found = preflight._most(job, (), 5, seconds(job.replace(batch_size=5), ()))
     assert found == pytest.approx(most, abs=1)
     assert max(asked) <= 2.0  # seconds that are spent on trying
 

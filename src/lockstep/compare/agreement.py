@@ -81,7 +81,7 @@ class Agreements:
         settings: dict[str, Any] = {"precision": precision, "compile": False} if precision else {}
         way = replace(entry.way, settings={**entry.way.settings, **settings})
         job = the_job(with_settings(self._job, way.settings))
-        parts = choose(way.strategy, entry.devices, **way.options).parts(job)
+        parts = choose(way.strategy, entry.devices, **way.options).num_microbatches(job)
         reference = self._reference(entry, way, parts)
         if isinstance(reference, str):
             return Agreement(None, precision=precision, reason=f"single: {reference}")

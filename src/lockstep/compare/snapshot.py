@@ -102,7 +102,9 @@ class Onlooker:
         # One clock for several stages would tell of none of them.
         known = not world.splits_layers or len(tracks) == len(world.devices)
         times = times_of(tracks, one_clock=world.nodes == 1) if known else ()
-        return Glance(devices, shapes["inputs"], shapes["outputs"], times, clock.overlaps, step.moved(), timelines)
+        return Glance(
+            devices, shapes["inputs"], shapes["outputs"], times, clock.overlaps, step.bytes_communicated(), timelines
+        )
 
     def _clocked(self, batches: Iterator[Batch], seed: int) -> tuple[Clock, dict[str, Any]]:
         step = self._step

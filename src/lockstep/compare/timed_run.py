@@ -21,7 +21,7 @@ import torch
 from torch.utils.data import TensorDataset
 
 from lockstep.compare.snapshot import Glance, Onlooker
-from lockstep.data import Batch, default_workers, is_stream, job_loader, resolve
+from lockstep.data import Batch, default_workers, is_stream, resolve
 from lockstep.data.fetch import unwrapped
 from lockstep.data.loader_workers import free_cores
 from lockstep.errors import Caveat
@@ -58,7 +58,7 @@ class Way:
     settings: dict[str, Any] = field(default_factory=dict)
     options: dict[str, Any] = field(default_factory=dict)
 
-    def having(self, **settings: Any) -> Way:
+    def replace(self, **settings: Any) -> Way:
         """The same with some settings changed."""
         return replace(self, settings={**self.settings, **settings})
 
@@ -221,9 +221,9 @@ def _tried(world: World, job: Job, plan: _Plan) -> Tried:
     lines: list[Line] = []
     world.tell = lambda told: lines.append(told) if isinstance(told, Line) else None
     data = resolve(job.train_data, world, "train_data")
-    strategy = plan.strategy.planned(job.having(train_data=data), world)
+    strategy = plan.strategy.planned(job.replace(train_data=data), world)
     step = strategy.build(job, world)
-    loader = job_loader(job.having(accumulate=strategy.parts(job)), world, data)
+    loader = strategy.training_loader(job, world, data)
     batches = _endless(loader)
     onlooker = Onlooker(step) if plan.looks else None
     first, size = _timed(step, batches if onlooker is None else onlooker.first(batches), 1, job.seed)
@@ -271,7 +271,7 @@ def _system(before: os.times_result, after: os.times_result) -> float:
 def _kept(world: World, job: Job, plan: _Plan) -> float:
     data = resolve(job.train_data, world, "train_data")
     step = plan.strategy.build(job, world)
-    loader = job_loader(job.having(accumulate=plan.strategy.parts(job)), world, data)
+    loader = plan.strategy.training_loader(job, world, data)
     start = step.state_dict()["model"]  # on every rank: buffers are shared for it
     if plan.before is not None and world.is_first:
         save_weights(plan.before, start)

@@ -190,13 +190,13 @@ class _Search:
         placed = _placements(strategy, chosen, self.settings.batch_size, by_default)
         self.stage("devices", [(f"{way.strategy} on {way.devices}", way) for way in placed if way != self.start])
         if any(caveat.kind == "batchnorm" and caveat.fix for caveat in self.best.caveats):
-            self.stage("batch norm", [("sync_batchnorm", self.way.having(sync_batchnorm=True))], only_told=True)
+            self.stage("batch norm", [("sync_batchnorm", self.way.replace(sync_batchnorm=True))], only_told=True)
         if self.best.convolves:
             self.switch("layout", "channels_last")
-        self.stage("optimizer", [(f"fused={not self.best.fused}".lower(), self.way.having(fused=not self.best.fused))])
+        self.stage("optimizer", [(f"fused={not self.best.fused}".lower(), self.way.replace(fused=not self.best.fused))])
         if (workers := self.best.workers) is not None:
             others = sorted({0, 1, workers + 1} - {workers})
-            self.stage("loading", [(f"loader_workers={n}", self.way.having(loader_workers=n)) for n in others])
+            self.stage("loading", [(f"loader_workers={n}", self.way.replace(loader_workers=n)) for n in others])
         on_slots = chosen[0].is_slot
         if on_slots:
             self.switch("memory", "keep_memory")
@@ -205,9 +205,9 @@ class _Search:
         self.told("\nsettings that change rounding")
         names = {torch.float64: ["fp32"]}.get(self.best.dtype, [] if on_slots else ["fp16"])
         names = [name for name in ["bf16", *names] if name != self.settings.precision]
-        self.stage("precision", [(f"precision={name}", self.way.having(precision=name)) for name in names])
+        self.stage("precision", [(f"precision={name}", self.way.replace(precision=name)) for name in names])
         if not self.settings.compile:
-            compiled = self.way.having(compile=True)
+            compiled = self.way.replace(compile=True)
             ways = [("compile", compiled)]
             if compiled.strategy == "dp" and strategy is None:  # whose threads can't compile all that processes can
                 ways.append(("compile, ddp", replace(compiled, strategy="ddp")))
@@ -217,7 +217,7 @@ class _Search:
     def switch(self, stage: str, name: str) -> None:
         """Try the other value of a setting that is true or false."""
         value = not self.way.settings.get(name, getattr(self.settings, name))
-        self.stage(stage, [(name if value else f"{name}=false", self.way.having(**{name: value}))])
+        self.stage(stage, [(name if value else f"{name}=false", self.way.replace(**{name: value}))])
 
     def stage(self, stage: str, ways: Sequence[tuple[str, Way]], *, only_told: bool = False) -> None:
         """Try these against the best so far; the best of them takes its place, where it gains."""

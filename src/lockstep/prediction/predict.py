@@ -193,7 +193,7 @@ class _Prediction:
         else:
             found = resolve(source, world, self.name)
         dataset = inputs_of(found, self.name, whole=job.collate is not None)
-        self.job = job.having(
+        self.job = job.replace(
             # With the weights in it from the start, so that replicas are copies of it.
             model=functools.partial(trained_model, job, plan.weights),
             optimizer=_NoOptimizer,

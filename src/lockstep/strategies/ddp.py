@@ -199,7 +199,7 @@ class DDPStep(Step):
             self._buffers.look()
         return total, count
 
-    def moved(self) -> int:
+    def bytes_communicated(self) -> int:
         """Its gradients, to be summed. How often they are sent for that is the backend's affair."""
         return _bytes(self._parameters) if self.world.size > 1 else 0
 

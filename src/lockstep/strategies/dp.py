@@ -131,7 +131,7 @@ class DPStep(Step):
             self._trained.append([its[name] for name in self._names])
         self._spans = _even_spans(self._parameters, max(1, len(replicas)))
 
-    def moved(self) -> int:
+    def bytes_communicated(self) -> int:
         """A replica's gradients; on accelerators the first one gives its parameters to every other."""
         if self.replicas == 1:
             return 0

@@ -99,7 +99,7 @@ class PP(Strategy):
                 "take interleaved, fitted or auto"
             )
 
-    def parts(self, job: Job) -> int:
+    def num_microbatches(self, job: Job) -> int:
         """Micro-batches of a global batch."""
         number = self.microbatches if isinstance(self.microbatches, int) else _MICROBATCHES
         if self.split_size is not None:
@@ -140,8 +140,8 @@ class PP(Strategy):
         capacity = _memory_of(world)
         try:
             if not choosing and way.chunks_on(len(world.devices)) == 1:
-                held = _order_of(way, len(world.devices))(way.parts(job) // job.accumulate)
-                cut = job.having(accumulate=way.parts(job))
+                held = _order_of(way, len(world.devices))(way.num_microbatches(job) // job.accumulate)
+                cut = job.replace(accumulate=way.num_microbatches(job))
                 found = found_for(cut, world.devices, held, capacity)
                 world.tell(Line(_stages_in_words(found), "plan"))
                 return replace(way, device_map=found.device_map)
@@ -150,7 +150,7 @@ class PP(Strategy):
                 world.devices,
                 device_map=way.device_map,
                 schedules=None if way.schedule == "auto" else [way.schedule],
-                microbatches=NUMBERS if way.microbatches == "auto" else [way.parts(job) // job.accumulate],
+                microbatches=NUMBERS if way.microbatches == "auto" else [way.num_microbatches(job) // job.accumulate],
                 chunks=way._chunks_to_try(len(world.devices)),
                 capacity=capacity,
             )
@@ -208,7 +208,7 @@ class PP(Strategy):
             raise StrategyError(f"{self.name} is one process for all devices, and this is one of {world.size}")
         if (why := refuse_mixed(world.devices)) is not None:
             raise StrategyError(f"{self.name}: {why}: use slots, or accelerators of one type")
-        if job.sync_batchnorm and self.parts(job) > 1:
+        if job.sync_batchnorm and self.num_microbatches(job) > 1:
             raise StrategyError(
                 f"{self.name}: sync_batchnorm would let no micro-batch go on before all have come to it: leave it out "
                 "(BatchNorm then normalises each micro-batch, as single with accumulate does), or take mp"
@@ -228,7 +228,7 @@ class PP(Strategy):
         layers = Layers(model, found, [world.devices[place] for place in places])
         runner = Runner(model, world, _order_of(self, len(world.devices)), places)
         return StagedStep(
-            model, build_optimizer(job, model), job, world, layers, runner, self.parts(job) // job.accumulate
+            model, build_optimizer(job, model), job, world, layers, runner, self.num_microbatches(job) // job.accumulate
         )
 
     def _refuse_in_own_loop(self) -> None:
@@ -242,8 +242,8 @@ class PP(Strategy):
 
     def caveats(self, job: Job, model: nn.Module, replicas: int) -> list[Caveat]:
         """What micro-batches change, and fewer samples than there are micro-batches."""
-        parts = self.parts(job)
-        found = super().caveats(job.having(accumulate=parts), model, 1)
+        parts = self.num_microbatches(job)
+        found = super().caveats(job.replace(accumulate=parts), model, 1)
         if parts > 1 and any(m.training for m in model.modules() if isinstance(m, nn.modules.batchnorm._BatchNorm)):
             text = f"BatchNorm normalizes over each micro-batch, as single with accumulate={parts} does"
             found.append(Caveat("batchnorm", text))

@@ -40,7 +40,7 @@ class SingleStep(Step):
         super().__init__(model, optimizer, job, world)
         self.cuts_batch = job.accumulate > 1
 
-    def moved(self) -> int:
+    def bytes_communicated(self) -> int:
         """There is nobody to give anything to."""
         return 0
 

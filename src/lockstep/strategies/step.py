@@ -463,7 +463,7 @@ class Step(Evaluator, ABC):
         if what == _NOT_ADDITIVE:
             self.loss_check.refuse_late(step)
 
-    def moved(self) -> int | None:
+    def bytes_communicated(self) -> int | None:
         """Bytes that a device gives to the others in an update; None where that isn't known."""
         return None
 

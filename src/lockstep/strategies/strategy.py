@@ -9,6 +9,7 @@ from typing import Any, ClassVar, Literal
 
 from torch import nn
 
+from lockstep.data import AnyLoader, job_loader
 from lockstep.errors import Caveat, StrategyError
 from lockstep.job import Job
 from lockstep.launch.world import World
@@ -62,9 +63,13 @@ class Strategy(ABC):
         """
         return self
 
-    def parts(self, job: Job) -> int:
+    def num_microbatches(self, job: Job) -> int:
         """How many micro-batches a global batch is cut in."""
         return job.accumulate
+
+    def training_loader(self, job: Job, world: World, dataset: Any) -> AnyLoader:
+        """The loader of a training's batches, cut in this strategy's micro-batches."""
+        return job_loader(job.replace(accumulate=self.num_microbatches(job)), world, dataset)
 
     def refuse(self, model: nn.Module, replicas: int) -> None:
         """Refuse what is known to be wrong on several devices.

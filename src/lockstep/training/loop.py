@@ -23,7 +23,6 @@ from lockstep.data import (
     eval_loaders,
     fingerprint,
     is_stream,
-    job_loader,
     note_on_workers,
     resolve,
     resolve_sets,
@@ -114,8 +113,8 @@ class _Training:
         self.strategy = self._planned_strategy()
         self.step: Step = self.strategy.build(job, world)
         self.scheduler = scheduler_of(job, self.step)
-        self.parts = self.strategy.parts(job)
-        self.loader = job_loader(job.having(accumulate=self.parts), world, self.train_data)
+        self.parts = self.strategy.num_microbatches(job)
+        self.loader = self.strategy.training_loader(job, world, self.train_data)
         self.eval_loaders = eval_loaders(job, world, self.eval_data)
         self.epoch = 0  # epochs that are done
         self.position = 0  # batches done of the epoch that is not
@@ -137,7 +136,7 @@ class _Training:
         """The strategy with all that it left open; a run that is taken up under it goes on as it went."""
         self.before = before = self.folder.read_json(self.folder.config) if self.plan.resume else {}
         same = before.get("strategy") == self.plan.strategy.name
-        job = self.job.having(train_data=self.train_data)
+        job = self.job.replace(train_data=self.train_data)
         tell, self.world.tell = self.world.tell, self.planning.append  # it is said after what the training is
         try:
             return self.plan.strategy.planned(job, self.world, before["strategy_settings"] if same else None)

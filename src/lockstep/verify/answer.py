@@ -91,7 +91,7 @@ def _answer(
     experiment = Experiment(source, way, chosen, dict(ground.settings), more=ground.more)
     least = EXACT if ground.exact else COARSE
     name = source.name if isinstance(source, JobFile) else "job"
-    size = loaded.having(**ground.settings).batch_size
+    size = loaded.replace(**ground.settings).batch_size
     said = Verification(
         equal=False,
         job=name,
@@ -102,7 +102,7 @@ def _answer(
         batch_size=size,
         notes=ground.notes,
     )
-    parts = way.parts(loaded.having(**ground.settings))
+    parts = way.num_microbatches(loaded.replace(**ground.settings))
     try:
         # Where they part it is in the first update mostly.
         found = laboratory.compared(dataclasses.replace(experiment, watched=1, bound=layer_bound(Bounds(least))))
@@ -153,7 +153,7 @@ def _planned(way: Strategy, job: Job, devices: tuple[Device, ...]) -> Strategy:
         return way
     with alone(devices) as world:
         world.tell = lambda told: None
-        return way.planned(job.having(train_data=resolve(job.train_data, world, "train_data")), world)
+        return way.planned(job.replace(train_data=resolve(job.train_data, world, "train_data")), world)
 
 
 def _watched(laboratory: Laboratory, experiment: Experiment, bounds: Bounds, first: Update) -> Comparison:

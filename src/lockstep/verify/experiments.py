@@ -80,4 +80,4 @@ def _with_data_of_before(world: World, job: Job, experiment: Experiment) -> Job:
     settings = {name: value for name, value in experiment.settings.items() if name not in _OURS}
     if _data is None or _data[0] != (experiment.job, settings):
         _data = (experiment.job, settings), resolve(job.train_data, world, "train_data")
-    return job if is_stream(_data[1]) else job.having(train_data=_data[1])
+    return job if is_stream(_data[1]) else job.replace(train_data=_data[1])

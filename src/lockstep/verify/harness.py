@@ -81,7 +81,7 @@ def parity(
         precision: of both; float64 tells rounding and faults apart.
         settings: fields of the job to replace on both sides.
     """
-    job = job.having(precision=precision, **settings)
+    job = job.replace(precision=precision, **settings)
     with tempfile.TemporaryDirectory() as folder:
         a = train(job, strategy=strategy, devices=devices, folder=folder, quiet=True)
         b = train(job, strategy=against, devices=against_devices, folder=folder, quiet=True, **(against_settings or {}))
@@ -90,7 +90,7 @@ def parity(
 
 def differences(job: Job, a: Run, b: Run) -> Differences:
     """Compare two runs of a job by their saved weights and their records."""
-    start = build_model(job.having(precision="fp64"), World(devices=parse("1xcpu")))
+    start = build_model(job.replace(precision="fp64"), World(devices=parse("1xcpu")))
     ends = [load_weights(RunFolder(run.folder).model) for run in (a, b)]
     if ends[0].keys() != ends[1].keys():
         raise AssertionError(f"the state dicts have different names: {sorted(ends[0].keys() ^ ends[1].keys())}")

@@ -58,12 +58,12 @@ def both_sides(world: World, experiment: Experiment, job: Job) -> Comparison | N
             notes.append(told.caveat or Caveat("announced", told.text))
 
     world.tell = tell
-    parts = experiment.strategy.parts(job)
+    parts = experiment.strategy.num_microbatches(job)
     cut = parts if experiment.cut is None else experiment.cut
     # Each update of a large model would have its memory cleared by the kernel again.
     with _deterministic(experiment.deterministic), freed_memory_kept():
         ours = Side(
-            job.having(accumulate=cut) if experiment.cut is not None else job,
+            job.replace(accumulate=cut) if experiment.cut is not None else job,
             world,
             experiment.strategy,
             still=experiment.still,
@@ -79,7 +79,7 @@ def both_sides(world: World, experiment: Experiment, job: Job) -> Comparison | N
                 # Made once: it may be large. (A stream may be one that can't be gone through by two at a time.)
                 data = job.train_data if is_stream(ours.data) else ours.data
                 theirs = Side(
-                    job.having(accumulate=parts, train_data=data),
+                    job.replace(accumulate=parts, train_data=data),
                     first,
                     Single(),
                     still=experiment.still,

@@ -77,38 +77,38 @@ def preflight(job: Job, strategy: Strategy, devices: tuple[Device, ...], *, whol
         ground.settings["compile"] = False
         ground.notes.append("without compile, which only changes rounding")
     shares = 1 if strategy.splits_layers else len(devices)
-    fewest = min(job.batch_size, max(2 * shares * strategy.parts(job) + 1, 4))
+    fewest = min(job.batch_size, max(2 * shares * strategy.num_microbatches(job) + 1, 4))
     tried = None
     try:
-        tried = _tried(job.having(**ground.settings, batch_size=fewest), devices)
+        tried = _tried(job.replace(**ground.settings, batch_size=fewest), devices)
     except Exception:  # so few may be too few for it
         if fewest == job.batch_size:
             raise
     if tried is None:  # what the whole batch raises is said alone
         whole, fewest = True, job.batch_size
-        tried = _tried(job.having(**ground.settings), devices)
+        tried = _tried(job.replace(**ground.settings), devices)
     seconds, precision = tried
     ground.settings["precision"] = precision
     if job.precision not in (None, precision):
         ground.notes.append(f"in {precision} in the place of {job.precision}")
     if precision != "fp64":
         ground.notes.append("the model can't compute in float64, so rounding is measured: single twice, sums mixed")
-    most = job.batch_size if whole else _most(job.having(**ground.settings), devices, fewest, seconds)
+    most = job.batch_size if whole else _most(job.replace(**ground.settings), devices, fewest, seconds)
     if most < job.batch_size:
-        size = _uneven(job, max(fewest, most), 2 * shares * strategy.parts(job))
+        size = _uneven(job, max(fewest, most), 2 * shares * strategy.num_microbatches(job))
         if size < job.batch_size:
             ground.settings |= {"batch_size": size, "eval_batch_size": min(size, job.eval_batch_size or job.batch_size)}
             ground.notes.append(
                 f"batches of {size} samples instead of {job.batch_size}, to save time (--whole takes them whole)"
             )
-    more = _more(job.having(**ground.settings), devices, ground.notes)
+    more = _more(job.replace(**ground.settings), devices, ground.notes)
     return Ground(ground.settings, precision == "fp64", tuple(ground.notes), more)
 
 
 def _more(job: Job, devices: tuple[Device, ...], notes: list[str]) -> tuple[int, ...]:
     """Batches to verify for their targets; what wasn't looked at is noted."""
     with alone((place_of(devices),)) as world:
-        loader = job_loader(job.having(accumulate=1), world, resolve(job.train_data, world, "train_data"))
+        loader = job_loader(job.replace(accumulate=1), world, resolve(job.train_data, world, "train_data"))
         try:
             batches = loader.batches_of(0)
             if batches is None:
@@ -139,7 +139,7 @@ def _most(job: Job, devices: tuple[Device, ...], size: int, seconds: float) -> i
             return job.batch_size
         times = 4 if seconds <= _LONGEST / 2 else 2
         more = job.batch_size if whole <= _NEAR * _LONGEST else min(job.batch_size, times * size)
-        longer = _seconds(job.having(batch_size=more), devices)
+        longer = _seconds(job.replace(batch_size=more), devices)
         each = max(0.0, longer - seconds) / (more - size)
         if longer > _LONGEST:
             return int(size + (_LONGEST - seconds) / each)
@@ -152,12 +152,12 @@ def _tried(job: Job, devices: tuple[Device, ...]) -> tuple[float, str | None]:
     own = None if job.precision is None else "fp32"
     if devices[0].type != "mps":
         try:
-            return _seconds(job.having(precision="fp64"), devices), "fp64"
+            return _seconds(job.replace(precision="fp64"), devices), "fp64"
         except LockstepError:
-            _seconds(job.having(precision=own), devices)  # raises the same, where float64 was not to blame
+            _seconds(job.replace(precision=own), devices)  # raises the same, where float64 was not to blame
         except Exception:  # a cast of its own, an operator that has no float64
             pass
-    return _seconds(job.having(precision=own), devices), own
+    return _seconds(job.replace(precision=own), devices), own
 
 
 def _seconds(job: Job, devices: tuple[Device, ...]) -> float:

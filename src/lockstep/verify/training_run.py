@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from lockstep.data import Batch, Part, eval_loaders, job_loader, resolve, resolve_sets
+from lockstep.data import Batch, Part, eval_loaders, resolve, resolve_sets
 from lockstep.errors import LockstepError
 from lockstep.job import Job
 from lockstep.jobfile import the_job, with_settings
@@ -66,7 +66,7 @@ class Side:
         shuffled: bool = False,
         more: tuple[int, ...] = (),
     ) -> None:
-        job = job.having(loss=_own_loss(job))
+        job = job.replace(loss=_own_loss(job))
         self.job, self.world = job, world
         self.shuffled = shuffled
         self._more = more
@@ -77,7 +77,7 @@ class Side:
         for model in self.step.models():
             hold_still(model, still)
         self.scheduler = scheduler_of(job, self.step)
-        self.loader = job_loader(job.having(accumulate=strategy.parts(job)), world, data)
+        self.loader = strategy.training_loader(job, world, data)
         self.watch = Watch(self.step.models()) if watched else None
         self._watched = watched
         self._number = 0

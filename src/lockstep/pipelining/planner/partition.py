@@ -164,7 +164,7 @@ def partition(
     chosen = _devices.parse(devices)
     loaded = the_job(with_settings(as_job(job), settings))
     return found_for(
-        loaded.having(accumulate=loaded.accumulate * microbatches),
+        loaded.replace(accumulate=loaded.accumulate * microbatches),
         chosen,
         one_f_one_b(len(chosen), microbatches),
         capacities(chosen, memory),
@@ -192,7 +192,7 @@ def found_for(
         measure: False estimates times.
         seconds: how long to measure.
     """
-    job = job.having(loader_workers=0)
+    job = job.replace(loader_workers=0)
     with alone(tuple(devices[:1])) as world:
         bench = Bench(job, build_model(job, world), world)
         part = first_part(job, world)

@@ -96,7 +96,7 @@ def planned(
         seconds: how long to measure.
         rehearsed: whether to run what is chosen first for a moment, to choose with what turns cost.
     """
-    loaded = job.having(loader_workers=0)
+    loaded = job.replace(loader_workers=0)
     with alone(tuple(devices[:1])) as world:
         bench = Bench(loaded, build_model(loaded, world), world)
         whole = first_part(loaded, world)
