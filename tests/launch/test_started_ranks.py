@@ -49,6 +49,7 @@ def main(rank, size, folder):
         print(own, json.dumps([*losses, run.metrics["loss"]]), run.summary["world_size"], run.summary["strategy"])
     if size > 1:
         assert dist.is_initialized(), "the group is the person's own"
+        dist.barrier()  # gloo may end a process whose peer leaves first
         dist.destroy_process_group()
 
 if __name__ == "__main__":
