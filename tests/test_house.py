@@ -32,8 +32,8 @@ LAYERS = [
 """From the ground up: a room imports only from those below it, or within its own storey without a circle."""
 
 
-def imports_of(path: Path) -> set[str]:
-    """The rooms that a file imports, those that only type checkers see left out."""
+def files_imported_by(path: Path) -> set[Path]:
+    """The files of the package that a file imports, in functions too; for type checkers only left out."""
     tree = ast.parse(path.read_text())
     for node in ast.walk(tree):
         if isinstance(node, ast.If) and "TYPE_CHECKING" in ast.dump(node.test):
@@ -42,14 +42,18 @@ def imports_of(path: Path) -> set[str]:
     for node in ast.walk(tree):
         names = []
         if isinstance(node, ast.ImportFrom) and node.module:
-            deeper = (
-                [f"{node.module}.{alias.name}" for alias in node.names] if node.module == "lockstep" else [node.module]
-            )
-            names = deeper
+            names = [f"{node.module}.{alias.name}" for alias in node.names]
         elif isinstance(node, ast.Import):
             names = [alias.name for alias in node.names]
-        found |= {name.split(".")[1] for name in names if name.startswith("lockstep.") and name.count(".")}
-    return found
+        for name in names:
+            parts = name.split(".")[1:] if name.startswith("lockstep.") else []
+            for place in (parts, parts[:-1]):
+                base = SRC.joinpath(*place)
+                file = next((f for f in (base.with_suffix(".py"), base / "__init__.py") if place and f.is_file()), None)
+                if file is not None:
+                    found.add(file)
+                    break
+    return found - {path}
 
 
 def room_of(path: Path) -> str:
@@ -64,7 +68,7 @@ def test_arrows_run_one_way() -> None:
         if room == "__init__":
             continue
         assert room in storey, f"{room} has no storey in LAYERS"
-        for other in imports_of(path) - {room, "__version__"}:
+        for other in {room_of(file) for file in files_imported_by(path)} - {room, "__init__"}:
             assert storey[other] <= storey[room], f"{path.name} imports {other}, which lies above {room}"
             graph.setdefault(room, set()).add(other)
     for start in graph:
@@ -97,30 +101,6 @@ def test_the_table_of_strategies_in_the_readme_is_that_of_the_list() -> None:
 def test_no_room_is_called_after_nothing() -> None:
     for path in SRC.rglob("*.py"):
         assert path.stem not in {"utils", "helpers", "manager", "engine", "base", "common", "misc"}
-
-
-def files_imported_by(path: Path) -> set[Path]:
-    """The files of the package that a file imports, in functions too; for type checkers only left out."""
-    tree = ast.parse(path.read_text())
-    for node in ast.walk(tree):
-        if isinstance(node, ast.If) and "TYPE_CHECKING" in ast.dump(node.test):
-            node.body = []
-    found = set()
-    for node in ast.walk(tree):
-        names = []
-        if isinstance(node, ast.ImportFrom) and node.module:
-            names = [f"{node.module}.{alias.name}" for alias in node.names]
-        elif isinstance(node, ast.Import):
-            names = [alias.name for alias in node.names]
-        for name in names:
-            parts = name.split(".")[1:] if name.startswith("lockstep.") else []
-            for place in (parts, parts[:-1]):
-                base = SRC.joinpath(*place)
-                file = next((f for f in (base.with_suffix(".py"), base / "__init__.py") if place and f.is_file()), None)
-                if file is not None:
-                    found.add(file)
-                    break
-    return found - {path}
 
 
 def test_no_file_imports_itself_by_way_of_others() -> None:

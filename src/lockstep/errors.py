@@ -19,30 +19,12 @@
         └── SaveError         the state could not be written (a full disk, say)
 
 The message of each is one line: what was wrong, and what to do. What a program acts upon is in attributes (``kind``,
-``fix``), never in the words of a message. `Caveat` is a fact of the same form that is no error.
+``fix``), never in the words of a message. `lockstep.launch.events.Caveat` is a fact of the same form that is no error.
+
+The command imports this before all else, so it imports nothing.
 """
 
 from __future__ import annotations
-
-from dataclasses import dataclass
-
-
-@dataclass(frozen=True)
-class Caveat:
-    """Why results differ from single-device training, or may.
-
-    Attributes:
-        kind: one word or two, the same in each release: ``"batchnorm"``, ``"mixing"`` (the table is in docs/verify.md).
-        text: what it is, with what was seen.
-        fix: the setting or the change that avoids it; "" where there is none.
-    """
-
-    kind: str
-    text: str
-    fix: str = ""
-
-    def __str__(self) -> str:
-        return f"{self.text}: {self.fix}" if self.fix else self.text
 
 
 class LockstepError(Exception):
@@ -156,7 +138,8 @@ def nearest(name: str, names: list[str]) -> str:
     """``did you mean "x"?`` for a name that isn't among ``names`` (or two of them, equally near), or the whole list."""
     if not (near := near_names(name, names)):
         return f"there are: {', '.join(names)}"
-    return f"did you mean {' or '.join(map(_quoted, near))}?"
+    either = '" or "'.join(near)
+    return f'did you mean "{either}"?'
 
 
 def near_names(name: str, names: list[str]) -> list[str]:
@@ -171,10 +154,6 @@ def near_names(name: str, names: list[str]) -> list[str]:
 
     most = max(map(likeness, names), default=0.0)
     return [one for one in names if likeness(one) == most][:2] if most >= 0.6 else []
-
-
-def _quoted(name: str) -> str:
-    return f'"{name}"'
 
 
 def counted(number: int, what: str, ending: str = "s") -> str:

@@ -107,8 +107,8 @@ def as_job(job: Job | JobFile | Callable[[], Job] | str | Path) -> Job | JobFile
         return JobFile(str(job))
     if isinstance(job, Job | JobFile):
         return job
-    is_model = isinstance(job, nn.Module | type)
-    made = job() if callable(job) and not is_model else job
+    makes_job = callable(job) and not isinstance(job, nn.Module | type)
+    made = job() if makes_job else job
     if not isinstance(made, Job):
         raise JobError(f"job: a Job, a function that returns one, or a job file is expected, not {type(made).__name__}")
     return made

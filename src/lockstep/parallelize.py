@@ -66,12 +66,11 @@ def parallelize(
     chosen = choose(strategy, world.devices)
     step = chosen.build(job, world)
     step.own_loop = True
-    if step.together:
-        world.goes_together()
+    world.in_step = world.in_step or step.together
     if world.is_first and not isinstance(world.tell, _Warns):
         world.tell = _Warns(world.tell)
     for caveat in chosen.caveats(job, model, step.replicas) if world.is_first else ():
-        world.tell(Line.of(caveat))
+        world.tell(Line.note(caveat))
     return step
 
 

@@ -30,10 +30,10 @@ from lockstep.compare.result import Comparison, plain
 from lockstep.compare.snapshot import Glance, Seen
 from lockstep.compare.sweeps import sweeps_of
 from lockstep.compare.timed_run import Tried, Way, attempt
-from lockstep.errors import Caveat, InputError, OutOfMemory, StrategyError
+from lockstep.errors import InputError, OutOfMemory, StrategyError
 from lockstep.jobfile import JobFile
 from lockstep.launch.devices import slots
-from lockstep.launch.events import TimesOf
+from lockstep.launch.events import Caveat, TimesOf
 from lockstep.strategies.pp import PP
 from zoo import drawn, labels
 

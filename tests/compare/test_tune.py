@@ -16,8 +16,9 @@ from torch.utils.data import TensorDataset
 import lockstep
 from lockstep.cli import command as cli
 from lockstep.compare.timed_run import Tried, Way, attempt
-from lockstep.errors import Caveat, OutOfMemory, StrategyError
+from lockstep.errors import OutOfMemory, StrategyError
 from lockstep.jobfile import JobFile
+from lockstep.launch.events import Caveat
 
 
 def net() -> nn.Module:

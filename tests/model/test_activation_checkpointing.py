@@ -117,13 +117,7 @@ def test_threads_that_share_pythons_generator_refuse_to_draw_from_it_again(tmp_p
 def test_running_statistics_move_once(tmp_path) -> None:
     job = job_of(Normed, drawn(SAMPLES, 2, 7, 7), optimizer=sgd, precision="fp64")
     plain, checkpointed = (
-        train(
-            job.replace(activation_checkpointing=wanted),
-            strategy="single",
-            devices="1xcpu",
-            folder=tmp_path,
-            quiet=True,
-        )
+        train(job, devices="1xcpu", folder=tmp_path, quiet=True, activation_checkpointing=wanted)
         for wanted in (None, "body")
     )
     assert same_bits(checkpointed.model(), plain.model())

@@ -86,13 +86,7 @@ def test_compiled_models_may_checkpoint_their_activations(way, devices) -> None:
 def test_dropout_in_a_compiled_block_draws_the_same_mask_again(tmp_path) -> None:
     job = dataclasses.replace(ZOO["momentum"], model=lambda: Stack(0.5), compile="aot_eager", precision="fp64")
     plain, checkpointed = (
-        train(
-            job.replace(activation_checkpointing=wanted),
-            strategy="single",
-            devices="1xcpu",
-            folder=tmp_path,
-            quiet=True,
-        )
+        train(job, devices="1xcpu", folder=tmp_path, quiet=True, activation_checkpointing=wanted)
         for wanted in (None, "blocks")
     )
     assert differences(job, checkpointed, plain).worst < 1e-10

@@ -22,8 +22,9 @@ from torch.utils.data import TensorDataset
 import lockstep
 from lockstep import Job, cli
 from lockstep.data import Batch, Part
-from lockstep.errors import Caveat, InputError
+from lockstep.errors import InputError
 from lockstep.jobfile import JobFile
+from lockstep.launch.events import Caveat
 from lockstep.model.loss import Number
 from lockstep.strategies.ddp import DDP, DDPStep
 from lockstep.strategies.dp import DP, DPStep

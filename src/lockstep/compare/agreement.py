@@ -17,7 +17,7 @@ import torch
 
 from lockstep.compare.entries import Entry
 from lockstep.compare.timed_run import Way, weights_after
-from lockstep.errors import LockstepError
+from lockstep.errors import LockstepError, first_line
 from lockstep.job import Job
 from lockstep.jobfile import JobFile, the_job, with_settings
 from lockstep.model.checkpoint import load_weights
@@ -91,7 +91,7 @@ class Agreements:
             weights_after(self._job, way, mine, updates=UPDATES)
             difference = difference_of(load_weights(before), load_weights(mine), load_weights(end), reach)
         except LockstepError as error:
-            return Agreement(None, precision=precision, reason=str(error).splitlines()[0])
+            return Agreement(None, precision=precision, reason=first_line(error))
         finally:
             mine.unlink(missing_ok=True)
         cut = parts if parts != job.accumulate else 1
@@ -107,7 +107,7 @@ class Agreements:
                 reach = weights_after(self._job, alone, end, updates=UPDATES, before=before)
                 self._references[key] = before, end, reach
             except LockstepError as error:
-                self._references[key] = str(error).splitlines()[0]
+                self._references[key] = first_line(error)
         return self._references[key]
 
     def _file(self) -> Path:

@@ -22,7 +22,7 @@ from lockstep.compare.peers import attempt_peer, check_peers
 from lockstep.compare.result import Comparison, Row
 from lockstep.compare.timed_run import Tried, attempt
 from lockstep.compare.timing import in_turns
-from lockstep.errors import DeviceError, LockstepError, StrategyError
+from lockstep.errors import DeviceError, LockstepError, StrategyError, first_line
 from lockstep.job import Job
 from lockstep.jobfile import JobFile, as_job, the_job, with_settings
 from lockstep.launch import started_as_rank
@@ -178,7 +178,7 @@ class _Turns:
                 return attempt_peer(self.source, entry, seconds=seconds)
             return attempt(self.source, entry.way, seconds=seconds, looks=looks)
         except LockstepError as error:
-            self.reasons[entry.name] = str(error).splitlines()[0]
+            self.reasons[entry.name] = first_line(error)
             return None
 
     def train(self, folder: Path | None) -> None:
@@ -196,7 +196,7 @@ class _Turns:
                         quiet=True,
                     )
                 except LockstepError as error:
-                    self.stopped[entry.name] = f"its training failed: {str(error).splitlines()[0]}"
+                    self.stopped[entry.name] = f"its training failed: {first_line(error)}"
                     self.say(f"{entry.name}: {self.stopped[entry.name]}")
                     continue
                 self.histories[entry.name] = tuple(run.history)

@@ -24,12 +24,11 @@ from lockstep.compare.snapshot import Glance, Onlooker
 from lockstep.data import Batch, default_workers, is_stream, resolve
 from lockstep.data.fetch import unwrapped
 from lockstep.data.loader_workers import free_cores
-from lockstep.errors import Caveat
 from lockstep.job import Job
 from lockstep.jobfile import JobFile, the_job, with_settings
 from lockstep.launch import devices as _devices
 from lockstep.launch.devices import Device
-from lockstep.launch.events import Line
+from lockstep.launch.events import Caveat, Line
 from lockstep.launch.memory import peak_memory
 from lockstep.launch.placement import alone, place_of
 from lockstep.launch.processes.local_ranks import run as run_locally
@@ -253,7 +252,7 @@ def _tried(world: World, job: Job, plan: _Plan) -> Tried:
         workers=_workers(job, world, data),
         caveats=(
             *strategy.caveats(job, step.model, step.replicas),
-            *(line.caveat or Caveat("announced", line.text) for line in lines if line.kind == "note"),
+            *(line.as_caveat for line in lines if line.kind == "note"),
         ),
         peaks=peaks,
         started=started,

@@ -20,7 +20,7 @@ import torch
 
 from lockstep.compare.timed_run import Tried, Way, attempt, first_of
 from lockstep.compare.timing import Timing, in_turns
-from lockstep.errors import DeviceError, LockstepError
+from lockstep.errors import DeviceError, LockstepError, first_line
 from lockstep.job import Job
 from lockstep.jobfile import JobFile, as_job, the_job, with_settings
 from lockstep.launch import devices as _devices
@@ -228,7 +228,7 @@ class _Search:
             try:
                 first[setting] = attempt(self.job, way, seconds=self.seconds, patience=patience)
             except LockstepError as error:
-                failed.append(Row(self.effect, stage, setting, way, remark=str(error).splitlines()[0]))
+                failed.append(Row(self.effect, stage, setting, way, remark=first_line(error)))
         by_name = dict(ways)
         highest = max([self.best.rate, *(tried.rate for tried in first.values())])
         timed = [setting for setting, tried in first.items() if tried.rate >= _HOPELESS * highest]

@@ -177,7 +177,7 @@ class Loader:
             self._said = True
             world = _world.current()
             if world is not None and self._rank == 0:
-                world.tell(Line(note, "note"))
+                world.tell(Line.note(note))
 
     def _of_tensors(
         self, epoch: int, start: int, rows: Iterator[tuple[Tensor, ...]], order: Order, spans: Spans

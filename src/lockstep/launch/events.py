@@ -6,8 +6,6 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Literal
 
-from lockstep.errors import Caveat
-
 
 @dataclass(frozen=True)
 class Event:
@@ -29,6 +27,24 @@ class Event:
 
 
 @dataclass(frozen=True)
+class Caveat:
+    """Why results differ from single-device training, or may.
+
+    Attributes:
+        kind: one word or two, the same in each release: ``"batchnorm"``, ``"mixing"`` (the table is in docs/verify.md).
+        text: what it is, with what was seen.
+        fix: the setting or the change that avoids it; "" where there is none.
+    """
+
+    kind: str
+    text: str
+    fix: str = ""
+
+    def __str__(self) -> str:
+        return f"{self.text}: {self.fix}" if self.fix else self.text
+
+
+@dataclass(frozen=True)
 class Line:
     """A line for the person to read.
 
@@ -43,9 +59,14 @@ class Line:
     caveat: Caveat | None = None
 
     @classmethod
-    def of(cls, caveat: Caveat | str) -> Line:
-        """A note."""
-        return cls(str(caveat), "note", caveat if isinstance(caveat, Caveat) else None)
+    def note(cls, what: Caveat | str) -> Line:
+        """A note of a caveat, or of anything else."""
+        return cls(str(what), "note", what if isinstance(what, Caveat) else None)
+
+    @property
+    def as_caveat(self) -> Caveat:
+        """What a note is of; of kind ``"announced"`` where nothing but its text is known."""
+        return self.caveat or Caveat("announced", self.text)
 
 
 @dataclass(frozen=True)

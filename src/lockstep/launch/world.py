@@ -7,7 +7,6 @@ no group: every collective below is then the identity.
 from __future__ import annotations
 
 import datetime
-import math
 import os
 import time
 from collections.abc import Callable, Iterable
@@ -53,7 +52,7 @@ class World:
         splits_layers: whether the devices hold parts of one model, so that none has a share of a batch.
         own_group: whether Lockstep made the process group, and leaves it.
         tell: sends an event to the process that launched the ranks (does nothing elsewhere).
-        in_step: the ranks make their steps together, and each sees in which step the others are.
+        in_step: the ranks make their steps together, so that all end after the same one.
     """
 
     rank: int = 0
@@ -143,9 +142,6 @@ class World:
 
     def announce(self, step: int) -> None:
         """Let the other ranks see that this one is about to enter a step, where they can (``step_of``)."""
-
-    def goes_together(self) -> None:
-        """Called where the ranks make their steps together."""
 
     def step_of(self, rank: int) -> int:
         """The step that a rank is in, or about to enter, as far as this one can see."""
@@ -267,20 +263,8 @@ def adopt(world: World) -> None:
 
 
 def leave(world: World) -> None:
-    """Leave the process group, if this world has one, together with the other ranks.
-
-    Raises:
-        InputError: another rank makes a step in which this one is missed.
-    """
+    """Leave the process group, if this world has one, together with the other ranks."""
     if world.backend is not None and dist.is_initialized():
-        if world.in_step:
-            try:
-                world.meet("the end", waits=math.inf)
-            except InputError:
-                raise InputError(
-                    f"rank {world.rank} ended after step {world.step}, and another rank began one more: every rank has "
-                    "to make the same number of steps"
-                ) from None
         world.barrier()
         dist.destroy_process_group()
     world.backend = None

@@ -19,7 +19,7 @@ from safetensors import safe_open
 from safetensors.torch import save_file
 from torch import nn
 
-from lockstep.errors import FolderError, SaveError
+from lockstep.errors import FolderError, SaveError, first_line
 from lockstep.tensors.pytree import is_lazy
 
 
@@ -122,7 +122,7 @@ def load_state(path: Path) -> dict[str, Any]:
     try:
         state: dict[str, Any] = torch.load(path, map_location="cpu", weights_only=True)
     except Exception as error:
-        raise FolderError(f"{path}: it can't be read ({str(error).splitlines()[0]})") from error
+        raise FolderError(f"{path}: it can't be read ({first_line(error)})") from error
     return state
 
 
@@ -138,7 +138,7 @@ def _replace(path: Path, write: Callable[[Path], Any]) -> None:
         full = getattr(error, "errno", None) == errno.ENOSPC or "No space left" in str(error)
         # torch.save's own writer reports a full disk as "file write failed" or "unexpected pos".
         full = full or "PytorchStreamWriter" in str(error) or "unexpected pos" in str(error)
-        what = "the disk is full" if full else f"{type(error).__name__}: {str(error).splitlines()[0]}"
+        what = "the disk is full" if full else f"{type(error).__name__}: {first_line(error)}"
         kept = f"; {path.name} of before is kept" if path.exists() else ""
         advice = f"; free some space, then {'--resume the run' if kept else 'begin anew'}" if full else ""
         raise SaveError(f"{path}: could not be written: {what}{kept}{advice}") from error

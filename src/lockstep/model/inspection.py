@@ -26,7 +26,8 @@ import torch
 from torch import nn
 from torch.overrides import TorchFunctionMode
 
-from lockstep.errors import Caveat, StrategyError, told
+from lockstep.errors import StrategyError, told
+from lockstep.launch.events import Caveat
 from lockstep.tensors.digest import digest
 from lockstep.tensors.pytree import call, cut, each, named_tensors, tensors
 from lockstep.tensors.seeding import kept_states, noted_seeding, same, same_others, states
@@ -77,14 +78,12 @@ class Seen:
         if kind == "neither":
             text = (
                 f"{read}which is no sum or mean over samples (a loss for load balancing, say): each forward "
-                "computes it "
-                "over its local batch, so results differ from single-device training"
+                "computes it over its local batch, so results differ from single-device training"
             )
             return Caveat("auxiliary loss", text, "mp and single keep them")
         text = (
-            f"{read}computed over the samples of one forward: results are those of single-device training only "
-            "if it is "
-            "a sum over samples"
+            f"{read}computed over the samples of one forward: results are those of single-device training only if it "
+            "is a sum over samples"
         )
         return Caveat("auxiliary loss", text)
 
@@ -106,8 +105,8 @@ class Seen:
         if self.mixes:
             yield MIXES
         if self.draws:
-            text = "the model draws random numbers in evaluation, which differ from single-device ones; they are "
-            yield Caveat("drawing", f"{text}reproducible")
+            text = "the model draws random numbers in evaluation, which differ from single-device ones; they are"
+            yield Caveat("drawing", f"{text} reproducible")
 
     def of_replicas(self, *, with_dropout: bool) -> Iterator[Caveat]:
         """What differs where replicas compute a local batch each.
@@ -125,8 +124,8 @@ class Seen:
             )
             yield Caveat("drawing", text, "draw from torch")
         elif self.draws and not with_dropout:
-            text = "the model draws random numbers in forward, which differ from single-device training; they are "
-            yield Caveat("drawing", f"{text}reproducible")
+            text = "the model draws random numbers in forward, which differ from single-device training; they are"
+            yield Caveat("drawing", f"{text} reproducible")
         for name in self.follows:
             text = f'buffer "{name}" depends on the local batch: all replicas follow the first, one device would not'
             yield Caveat("buffer", text)

@@ -30,8 +30,8 @@ def layer_error(model: nn.Module, error: Exception) -> JobError | None:
         if frame.f_code.co_name == "_call_impl" and isinstance(module, nn.Module):
             called = module, (frame.f_locals.get("args", ()), frame.f_locals.get("kwargs", {}))
         trace = trace.tb_next
-    if called is None or is_out_of_memory(error) or "more than 1 value per channel" in str(error):
-        return None  # (what batch norm needs of one sample the step says)
+    if called is None or is_out_of_memory(error) or is_of_one_sample(error):
+        return None  # (the step says what BatchNorm needs)
     layer, given = called
     name = next((f'layer "{name}" ' for name, module in model.named_modules() if module is layer and name), "")
     found = list(tensors(given))
@@ -42,3 +42,8 @@ def layer_error(model: nn.Module, error: Exception) -> JobError | None:
     if torch.float64 in others:
         advice += ', or choose precision="fp64"'
     return JobError(f"model: {name}({type(layer).__name__}), given {shapes}: {first_line(error)}{advice}")
+
+
+def is_of_one_sample(error: Exception) -> bool:
+    """Whether BatchNorm raised it, given one value per channel, which has no variance."""
+    return isinstance(error, ValueError) and "more than 1 value per channel" in str(error)

@@ -20,7 +20,7 @@ from typing import Any, Literal
 import torch
 from torch import nn
 
-from lockstep.errors import JobError
+from lockstep.errors import JobError, first_line
 
 PrecisionName = Literal["fp64", "fp32", "bf16", "fp16"]
 
@@ -70,7 +70,7 @@ class Precision:
                 one = torch.ones(1, 1, device=self._device_type, dtype=torch.float32)
                 found = (one @ one).dtype
         except (RuntimeError, Warning) as error:
-            reason = str(error).strip().splitlines()[0]
+            reason = first_line(error)
             raise JobError(f"precision: {name} doesn't work on {self._device_type} here: {reason}") from error
         if found is not self._mixed:
             raise JobError(f"precision: {name} doesn't work on {self._device_type} here, which computed in {found}")

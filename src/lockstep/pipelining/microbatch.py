@@ -18,16 +18,15 @@ from __future__ import annotations
 import threading
 import time
 from bisect import bisect_right
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 import torch
-from torch.nn.utils.rnn import PackedSequence
 
 from lockstep.errors import StrategyError
 from lockstep.pipelining.routes import Route, Visit
 from lockstep.pipelining.turns import Key, Stuck, Turns
-from lockstep.tensors.pytree import parts
+from lockstep.tensors.pytree import tensors
 
 _here = threading.local()
 
@@ -181,7 +180,7 @@ class Flight:
 
     def mark(self, nest: Any) -> None:
         """Let the backward of what was made so far take the turn of the stage where it was made."""
-        for tensor in tensors_in(nest):
+        for tensor in tensors(nest):
             if tensor.requires_grad:
                 # A view that is written to later leaves its own node behind, but not its base's.
                 for one in (tensor, tensor._base) if tensor._is_view() else (tensor,):
@@ -196,14 +195,3 @@ class Flight:
         self._marked.add(number)
         stage = self._stages[visit]
         node.register_prehook(lambda gradients: self._come_back(stage))
-
-
-def tensors_in(nest: Any) -> Iterator[torch.Tensor]:
-    """Every tensor of a nest, those of packed sequences too."""
-    if isinstance(nest, torch.Tensor):
-        yield nest
-    elif isinstance(nest, PackedSequence):
-        yield nest.data
-    else:
-        for part in parts(nest) or ():
-            yield from tensors_in(part)

@@ -183,4 +183,4 @@ class Habits:
         self._say(f"{self.in_turn}: micro-batches follow one another, and nothing overlaps{doubt}")
 
     def _say(self, note: str) -> None:
-        self._world.tell(Line(note, "note"))
+        self._world.tell(Line.note(note))

@@ -23,10 +23,11 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from torch.overrides import TorchFunctionMode
 
 from lockstep.pipelining.hidden_state import prints
-from lockstep.pipelining.microbatch import current, tensors_in
+from lockstep.pipelining.microbatch import current
 from lockstep.pipelining.module_contents import MISSING, OWN, alike, attributes, contents, is_plain, joined, values
 from lockstep.pipelining.stage_crossings import Crossings
 from lockstep.tensors.digest import digest
+from lockstep.tensors.pytree import tensors
 from lockstep.tensors.seeding import other_states, same_others
 
 _LARGE = 1 << 22
@@ -271,7 +272,7 @@ class _Uses(TorchFunctionMode):
         flight = current()
         if flight is not None:
             for nest in (*args, *kwargs.values()):
-                for tensor in tensors_in(nest):
+                for tensor in tensors(nest):
                     if (storage := _storage(tensor)) not in self._seen and storage:
                         self._seen[storage] = _weak(tensor)
                     self._of.setdefault(storage, set()).add(len(flight.seen))

@@ -27,8 +27,7 @@ from torch import nn
 from torch.overrides import TorchFunctionMode
 
 from lockstep.errors import StrategyError
-from lockstep.pipelining.microbatch import tensors_in
-from lockstep.tensors.pytree import each
+from lockstep.tensors.pytree import each, tensors
 
 _here = threading.local()
 
@@ -203,7 +202,7 @@ def _set_states(states: _States) -> None:
 def _written(func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> torch.Tensor | None:
     """The tensor that a function writes to, where all else has to come to."""
     if (out := kwargs.get("out")) is not None:
-        return next(tensors_in(out), None)
+        return next(tensors(out), None)
     second = args[1] if len(args) > 1 else None
     written: Any = None
     if func in _WRITES_STATISTICS:
@@ -257,5 +256,5 @@ def _operands(nest: Any) -> list[torch.Tensor]:
     if isinstance(nest, torch.Tensor):
         return [nest]
     if isinstance(nest, (list, tuple)):
-        return [t for part in nest for t in tensors_in(part)] if len(nest) < 64 else list(tensors_in(nest))
+        return [t for part in nest for t in tensors(part)] if len(nest) < 64 else list(tensors(nest))
     return []

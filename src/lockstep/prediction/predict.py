@@ -284,7 +284,7 @@ class _Prediction:
                 )
         left = [leaf.name for leaf in first if isinstance(leaf, Left) and leaf.said]
         if left and self.world.is_first:
-            self.world.tell(Line(f"left out, since they have no row for each sample: {', '.join(left)}", "note"))
+            self.world.tell(Line.note(f"left out, since they have no row for each sample: {', '.join(left)}"))
         if self.plan.ending == ".jsonl":
             self.writer = LineWriter(self.folder, self.world.rank)
             return

@@ -74,7 +74,7 @@ class Profiler:
     ) -> None:
         self._stop()
         if kind is None and not self._done and self._world.is_first:
-            self._world.tell(Line(f"no profile: the training ended after step {self._world.step}", "note"))
+            self._world.tell(Line.note(f"no profile: the training ended after step {self._world.step}"))
 
     def over(self, batches: Iterator[Batch]) -> Iterator[Batch]:
         """The same batches; what happens between them is looked at."""

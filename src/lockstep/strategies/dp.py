@@ -175,7 +175,7 @@ class DPStep(Step):
                 "the model seeds PyTorch's generator in forward, which is not what replicas of dp draw from: "
                 "give what draws a torch.Generator of its own, or take ddp"
             )
-            self.world.tell(Line(note, "note"))
+            self.world.tell(Line.note(note))
         if self._recomputes and self.seen.draws_elsewhere:
             raise StrategyError(
                 "dp: activation_checkpointing, and the model draws from Python's or numpy's random in forward, which "

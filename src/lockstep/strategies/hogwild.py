@@ -36,8 +36,9 @@ import torch
 from torch import nn
 
 from lockstep.data import Batch
-from lockstep.errors import Caveat, RunError, StrategyError
+from lockstep.errors import RunError, StrategyError
 from lockstep.job import Job
+from lockstep.launch.events import Caveat
 from lockstep.launch.world import World
 from lockstep.model.build import buffers_of, build_model
 from lockstep.model.loss import Number

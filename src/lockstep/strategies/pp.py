@@ -20,9 +20,9 @@ from typing import Any, ClassVar, Literal
 from torch import nn
 
 from lockstep.data import is_stream
-from lockstep.errors import Caveat, LockstepError, StrategyError, TooFewLayers, nearest, told
+from lockstep.errors import LockstepError, StrategyError, TooFewLayers, nearest, told
 from lockstep.job import Job
-from lockstep.launch.events import Line
+from lockstep.launch.events import Caveat, Line
 from lockstep.launch.world import World
 from lockstep.model.build import build_model
 from lockstep.model.inspection import drops

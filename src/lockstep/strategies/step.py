@@ -25,9 +25,9 @@ from torch import nn
 
 from lockstep.data import Batch, Part, mixed
 from lockstep.data.own_loop import batch_of, own_stream
-from lockstep.errors import Caveat, InputError, LossError, NonFiniteLoss, OutOfMemory, RunError, StrategyError
+from lockstep.errors import InputError, LossError, NonFiniteLoss, OutOfMemory, RunError, StrategyError
 from lockstep.job import Job
-from lockstep.launch.events import Line
+from lockstep.launch.events import Caveat, Line
 from lockstep.launch.memory import is_out_of_memory
 from lockstep.launch.world import World
 from lockstep.model.build import hooked_parameters
@@ -35,6 +35,7 @@ from lockstep.model.checkpoint import load_state, save_state
 from lockstep.model.compile import compile_models, not_compilable
 from lockstep.model.device_checks import DeviceChecks
 from lockstep.model.inspection import Seen, drops, look, refuse_written_buffers
+from lockstep.model.layer_error import is_of_one_sample
 from lockstep.model.loss import Number
 from lockstep.model.loss_check import Piece
 from lockstep.model.nonfinite import why_not_finite
@@ -235,7 +236,7 @@ class Step(Evaluator, ABC):
                 f"use a smaller batch_size, or accumulate={2 * self._accumulate}"
             ) from error
         except ValueError as error:
-            if "more than 1 value per channel" in str(error):
+            if is_of_one_sample(error):
                 raise RunError(self._one_sample(batch)) from error
             raise
         if began is not None:
@@ -269,7 +270,7 @@ class Step(Evaluator, ABC):
         self.looked = True
         parts = sum(1 for part in batch.parts if part.size)
         if self.replicas * parts <= 1 or not self.world.is_first or self.world.splits_layers:
-            return  # (stages are looked at when they have the model: see `lockstep.pipelining`)
+            return  # (what a pipeline can't keep is found in its first updates: `lockstep.pipelining.overlap`)
         part = self.first_share(batch)
         self.seen = seen = look(self.model, part.inputs, part.size)
         self.loss_check.of_batch = seen.of_batch
@@ -293,7 +294,7 @@ class Step(Evaluator, ABC):
 
     def _tell(self, notes: Iterable[Caveat | str]) -> None:
         for note in notes:
-            self.world.tell(Line.of(note))
+            self.world.tell(Line.note(note))
 
     @property
     def looks_again(self) -> bool:

@@ -10,8 +10,9 @@ from typing import Any, ClassVar, Literal
 from torch import nn
 
 from lockstep.data import AnyLoader, job_loader
-from lockstep.errors import Caveat, StrategyError
+from lockstep.errors import StrategyError
 from lockstep.job import Job
+from lockstep.launch.events import Caveat
 from lockstep.launch.world import World
 from lockstep.model.build import hooked_parameters
 from lockstep.model.inspection import drops
@@ -82,8 +83,8 @@ class Strategy(ABC):
         for name, module in _embeddings(model):
             if module.max_norm is not None:
                 raise StrategyError(
-                    f'{self.name}: "{name}" has max_norm, which rewrites weights in forward, differently on '
-                    "each device",
+                    f'{self.name}: "{name}" has max_norm, which rewrites weights in forward, differently on each '
+                    "device",
                     kind="state",
                     fix="use single, or normalize in a parametrization",
                 )
@@ -133,9 +134,8 @@ class Strategy(ABC):
             found.append(Caveat("hook", text))
         if replicas > 1 and job.collate is not None:
             text = (
-                "collate is given each device's local batch, not the global batch: padding and mixing (and a "
-                "count that "
-                "includes padding) follow the local batch"
+                "collate is given each device's local batch, not the global batch: padding and mixing (and a count "
+                "that includes padding) follow the local batch"
             )
             found.append(Caveat("collate", text))
         if replicas > 1 and any(drops(m) for m in model.modules()):

@@ -43,7 +43,7 @@ def try_out(step: Step, loaders: Mapping[str, AnyLoader], metrics: Mapping[str, 
         evaluate(step, loader, tried, world, seed, most=1)
     for name in no_sums if world.is_first else ():
         said = f'metric "{name}" is no sum over samples: its values for the local batches are averaged'
-        world.tell(Line(f"{said}; a metric of torchmetrics sees all samples together", "note"))
+        world.tell(Line.note(f"{said}; a metric of torchmetrics sees all samples together"))
 
 
 def _is_sum(metric: Any, whole: tuple[Any, Any], outputs: Any, targets: Any) -> bool:
@@ -69,7 +69,7 @@ def look_at_evaluation(step: Step, batch: Batch) -> None:
     part = step.first_share(batch)
     if part.size:
         for caveat in look(step.model, part.inputs, part.size).of_evaluation():
-            step.world.tell(Line.of(caveat))
+            step.world.tell(Line.note(caveat))
 
 
 def evaluate_sets(

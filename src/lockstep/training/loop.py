@@ -116,6 +116,8 @@ class _Training:
         self.parts = self.strategy.num_microbatches(job)
         self.loader = self.strategy.training_loader(job, world, self.train_data)
         self.eval_loaders = eval_loaders(job, world, self.eval_data)
+        moves = self._steps if job.lr_scheduler_every == "step" else self._epochs
+        self.on_schedule = note_on_length(self.scheduler, moves, job.lr_scheduler_every)
         self.epoch = 0  # epochs that are done
         self.position = 0  # batches done of the epoch that is not
         self.partial: tuple[Any, Any] = (0.0, 0.0)
@@ -185,7 +187,7 @@ class _Training:
         """What is other than when the run was begun."""
         edited = None if given is None else edited_files(self.before, given)
         change = change_of(self.data, self.train_data, seed=self.job.seed, name="train_data")
-        self.planning += [Line(said, "note") for said in (edited, change) if said is not None]
+        self.planning += [Line.note(said) for said in (edited, change) if said is not None]
 
     def _is_done(self) -> bool:
         if self.stopped or self._is_at_last_step:
@@ -385,25 +387,23 @@ class _Training:
         if self.plan.resume:
             self.told.line(f"going on after epoch {self.epoch}, step {world.step}")
             if told_of := moved(self.before, plan.strategy.name, devices):
-                self.told.line(told_of, kind="note")
+                self.told.note(told_of)
             if self.scheduler is not None and not any(group["lr"] for group in self.step.optimizer.param_groups):
-                self.told.line("the learning rate is 0: the scheduler goes on as it was saved, at its end", kind="note")
-        if (threads := note_on_threads(world.device)) is not None:
-            self.told.line(threads, kind="note")
-        if (workers := note_on_workers(job.loader_workers, world.local_size)) is not None:
-            self.told.line(workers, kind="note")
-        moves = self._steps if job.lr_scheduler_every == "step" else self._epochs
-        if (length := note_on_length(self.scheduler, moves, job.lr_scheduler_every)) is not None:
-            self.told.line(length, kind="note")
-        if job.metrics and not self.eval_data:
-            self.told.line("metrics are computed on eval_data, and the job has none", kind="note")
+                self.told.note("the learning rate is 0: the scheduler goes on as it was saved, at its end")
+        notes = [
+            note_on_threads(world.device),
+            note_on_workers(job.loader_workers, world.local_size),
+            self.on_schedule,
+            "metrics are computed on eval_data, and the job has none" if job.metrics and not self.eval_data else None,
+        ]
         if is_stream(self.train_data):
-            for note in stream_notes(job.shuffle, meets=world.size > 1 and not self.step.together):
-                self.told.line(note, kind="note")
+            notes += stream_notes(job.shuffle, meets=world.size > 1 and not self.step.together)
+        for note in filter(None, notes):
+            self.told.note(note)
         for told_of in self.planning:
             world.tell(told_of)
         for caveat in self.strategy.caveats(job, self.step.model, len(devices)):
-            self.told.line(str(caveat), kind="note")
+            self.told.note(caveat)
 
     def _summary(self, seconds: float) -> dict[str, Any]:
         peaks = [peak for peaks in self.world.gather_objects(peak_memory(self.world)) for peak in peaks]

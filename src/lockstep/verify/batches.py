@@ -5,7 +5,11 @@
     epoch 0   | 0 | 1 | ..... | k | ... | last, smaller |      where the job has a smaller last batch
     epoch 1   | 0 | 1 |
 
-k stands for up to three batches whose targets differ in kind from the others: a mask, a rare class, NaN.
+k stands for up to three batches whose targets differ in kind from the others: a mask, a rare class, NaN. The first of
+epoch 1 shows the update after the smaller batch. Of each evaluation set the batches are 0, 1 and the last.
+
+They come from the job's own loader in its own order; what lies between is skipped, not fetched. A stream, which can't
+be skipped through, is taken to end after two and a half batches.
 """
 
 from __future__ import annotations

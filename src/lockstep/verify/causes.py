@@ -5,7 +5,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import NamedTuple
 
-from lockstep.errors import Caveat, DeviceError, FolderError, InputError, LockstepError, told
+from lockstep.errors import DeviceError, FolderError, InputError, LockstepError, told
+from lockstep.launch.events import Caveat
 
 
 class Cause(NamedTuple):
@@ -47,8 +48,7 @@ CAUSES = {
     "random numbers elsewhere": Cause(
         "drawing",
         "the model draws random numbers {whence}, which differ from single-device training; they can't be "
-        "taken out, so "
-        "nothing else is compared",
+        "taken out, so nothing else is compared",
         "draw from torch in forward, or let the dataset draw, by sample",
     ),
     "mixing": Cause(
@@ -72,8 +72,8 @@ CAUSES = {
     ),
     "metric": Cause(
         "metric",
-        "{names} of the evaluation depends on how its batches are split, and the loss doesn't: it is not a sum "
-        "over items",
+        "{names} of the evaluation depends on how its batches are split, and the loss doesn't: it is not a sum over "
+        "items",
         "return (total, count), each summed over items, or give a metric of torchmetrics, which keeps what it needs",
     ),
     "state": Cause(
@@ -94,8 +94,7 @@ CAUSES = {
     "buffer": Cause(
         "buffer",
         'buffer "{name}" depends on the local batch: each replica computes its own, all follow the first, and '
-        "one device "
-        "would compute another",
+        "one device would compute another",
         f"let it depend on the parameters only, or take {_WHOLE_BATCH}",
     ),
     "autograd function": Cause(

@@ -11,10 +11,10 @@ from typing import Any
 
 import torch
 
-from lockstep.errors import Caveat
 from lockstep.job import Job
 from lockstep.jobfile import JobFile
 from lockstep.launch.devices import Device
+from lockstep.launch.events import Caveat
 from lockstep.strategies import Strategy
 from lockstep.tensors.pytree import tensors
 from lockstep.verify.determinism import Thing
@@ -286,7 +286,11 @@ _FORMATS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 
 def row_numbers(inputs: Any, targets: Any, size: int) -> torch.Tensor | None:
-    """A number for each of ``size`` samples: (size,), or None where no tensor has a row for each."""
+    """A number for each of ``size`` samples: (size,), or None where no tensor has a row for each.
+
+    Made of the bits of a sample's row, so that it is the same in any order and on any rank, and equal samples have
+    equal numbers.
+    """
     found: torch.Tensor | None = None
     for place, tensor in enumerate(tensors((inputs, targets))):
         if not tensor.dim() or tensor.shape[0] != size or tensor.layout != torch.strided or not tensor.numel():

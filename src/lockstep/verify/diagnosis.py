@@ -18,7 +18,8 @@ import dataclasses
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
-from lockstep.errors import Caveat, LockstepError, LossError, NonFiniteLoss, RankFailed, StrategyError
+from lockstep.errors import LockstepError, LossError, NonFiniteLoss, RankFailed, StrategyError
+from lockstep.launch.events import Caveat
 from lockstep.launch.placement import place_of
 from lockstep.strategies.single import Single
 from lockstep.verify.causes import cause, listed, named, of_refusal, quoted

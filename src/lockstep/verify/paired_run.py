@@ -20,12 +20,11 @@ import torch
 from torch import nn
 
 from lockstep.data import Batch, is_stream
-from lockstep.errors import Caveat
 from lockstep.job import Job
 from lockstep.launch import devices as _devices
 from lockstep.launch import world as _world
 from lockstep.launch.devices import Device
-from lockstep.launch.events import Line
+from lockstep.launch.events import Caveat, Line
 from lockstep.launch.placement import place_of
 from lockstep.launch.world import World
 from lockstep.model.build import hooked_parameters
@@ -55,7 +54,7 @@ def both_sides(world: World, experiment: Experiment, job: Job) -> Comparison | N
 
     def tell(told: object) -> None:
         if isinstance(told, Line) and told.kind == "note":
-            notes.append(told.caveat or Caveat("announced", told.text))
+            notes.append(told.as_caveat)
 
     world.tell = tell
     parts = experiment.strategy.num_microbatches(job)

@@ -7,7 +7,7 @@ import textwrap
 from dataclasses import asdict, dataclass
 from typing import Any
 
-from lockstep.errors import Caveat
+from lockstep.launch.events import Caveat
 from lockstep.verify.causes import named
 from lockstep.verify.comparison import Comparison, Update, relative
 

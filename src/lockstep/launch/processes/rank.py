@@ -6,6 +6,7 @@ import atexit
 import contextlib
 import ctypes
 import faulthandler
+import math
 import os
 import pickle
 import sys
@@ -17,6 +18,7 @@ from typing import Any, NoReturn
 
 import cloudpickle
 
+from lockstep.errors import InputError
 from lockstep.launch import world as _world
 from lockstep.launch.processes import frames, worker_context
 from lockstep.launch.processes.call import Call
@@ -42,10 +44,6 @@ class RankWorld(_world.World):
         """Keep it on the board."""
         if self._board is not None:
             self._board[self.rank] = step
-
-    def goes_together(self) -> None:
-        """Each rank's step is on the board."""
-        self.in_step = self._board is not None
 
     def asked_to_stop(self) -> bool:
         """Whether the process that launched this one has been asked to."""
@@ -114,8 +112,21 @@ def _call(number: int, call: Call, channel: frames.Writer, more: Sequence[int]) 
     except Exception as error:
         raise TypeError(f"the result (a {type(returned).__qualname__}) can't be sent back: {error}") from error
     del returned
+    if world.in_step:
+        _end_together(world)
     _world.leave(world)
     return result
+
+
+def _end_together(world: RankWorld) -> None:
+    """Wait for the other ranks to end, unless one of them makes a step in which this one is missed."""
+    try:
+        world.meet("the end", waits=math.inf)
+    except InputError:
+        raise InputError(
+            f"rank {world.rank} ended after step {world.step}, and another rank began one more: every rank has "
+            "to make the same number of steps"
+        ) from None
 
 
 def _dumps(event: Any) -> bytes:
