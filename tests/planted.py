@@ -34,7 +34,7 @@ class SelfWriting(nn.Linear):
     """Writes its bias, from some call on.
 
     Args:
-        after: so many calls; with some, the look before the first step can't see it.
+        after: so many calls.
     """
 
     def __init__(self, after: int = 0) -> None:
@@ -60,3 +60,14 @@ class NoisyGradient(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, grad: torch.Tensor) -> torch.Tensor:
         return grad + 0.01 * torch.randn_like(grad)
+
+
+class Jittering(torch.optim.SGD):
+    """Adds noise of each rank's own to the weights."""
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:
+        super().step()
+        for group in self.param_groups:
+            for p in group["params"]:
+                p.add_(torch.randn_like(p), alpha=1e-3)

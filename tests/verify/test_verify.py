@@ -36,7 +36,7 @@ from lockstep.verify import Verification
 from lockstep.verify.causes import CAUSES
 from lockstep.verify.diagnosis import Diagnosis
 
-from planted import Averaging, Noisy, NoisyGradient, SelfWriting  # isort: skip
+from planted import Averaging, Jittering, Noisy, NoisyGradient, SelfWriting  # isort: skip
 from zoo import LENGTHS, SAMPLES, ZOO, Conv, drawn, labels, mlp, plain_sgd, sgd  # isort: skip
 
 MLP = ZOO["mlp"]
@@ -624,17 +624,6 @@ def test_a_metric_that_is_no_sum_is_named() -> None:
     found = verified(MLP.replace(metrics={"largest": largest}), "dp")
     assert names(found) == {"metric"}, found
     assert '"largest"' in found.causes[0].text
-
-
-class Jittering(torch.optim.SGD):
-    """Adds noise of each rank's own to the weights."""
-
-    @torch.no_grad()
-    def step(self, closure: Any = None) -> None:
-        super().step()
-        for group in self.param_groups:
-            for p in group["params"]:
-                p.add_(torch.randn_like(p), alpha=1e-3)
 
 
 def test_an_optimizer_that_draws_otherwise_on_each_rank_is_named() -> None:

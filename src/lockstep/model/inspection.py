@@ -1,35 +1,39 @@
 """Forward: what a model does in it that local batches of a share each can't do as one device would.
 
-It is seen before the first step, on a copy of the model and the first local batch. The copy goes through the whole of
-it and through two parts of it, each time from the same buffers:
+It is seen on a copy of the model, before the first update with the first local batch, and again before updates 2, 4, 8
+and so on with a few samples, since a model may begin with something later. The copy goes through the whole of it and
+through two parts of it, each time from the same buffers:
 
 - outputs of the whole that are not those of its parts say that samples act on one another (a statistic over the batch),
 - outputs without a row for each sample (a loss of the model's own) may be sums over samples, means, or neither,
 - the same inputs giving other outputs the second time, that the model remembers something outside of its buffers,
 - buffers that end otherwise after a part than after the whole, that they depend on the share,
-- parameters that have changed, that the model writes them itself,
+- gradients of the whole that are not the sum of those of its parts, that backward depends on the share (a hook, an
+  autograd function),
+- parameters that have changed, or are frozen, that the model does so itself,
 - generators that have moved, that it draws random numbers,
 - calls of ``embedding`` with ``scale_grad_by_freq``, that a gradient depends on how often a word is in the share.
 
-Dropout and normalisation layers, of which all that is known, are in eval mode meanwhile.
+Dropout and normalisation layers, of which all that is known, are in eval mode meanwhile; ``F.dropout`` drops nothing.
 """
 
 from __future__ import annotations
 
 import copy
 import functools
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
 import torch
 from torch import nn
+from torch.nn import functional as F
 from torch.overrides import TorchFunctionMode
 
 from lockstep.errors import StrategyError, told
 from lockstep.launch.events import Caveat
 from lockstep.tensors.digest import digest
-from lockstep.tensors.pytree import call, cut, each, named_tensors, tensors
+from lockstep.tensors.pytree import call, cut, each, named_tensors, tensors, to_device
 from lockstep.tensors.seeding import kept_states, noted_seeding, same, same_others, states
 
 
@@ -39,6 +43,7 @@ class Seen:
 
     Attributes:
         writes: the first parameter that changed.
+        freezes: the first parameter whose ``requires_grad`` changed.
         mixes: whether samples act on one another.
         remembers: whether there is state that is neither parameter nor buffer.
         written: names of the buffers that forward writes.
@@ -47,11 +52,13 @@ class Seen:
         draws_elsewhere: whether they come from Python's or numpy's generator.
         seeds: whether it seeds PyTorch's generator.
         counts_words: whether an embedding scales gradients by how often a word is in the batch.
+        backward: the first parameter whose gradient depends on the share, though outputs and the loss don't.
         uncopied: why nothing was seen: the model can't be copied.
         of_batch: names of outputs that are computed over all samples: whether they are a sum, a mean, or neither.
     """
 
     writes: str | None = None
+    freezes: str | None = None
     mixes: bool = False
     remembers: bool = False
     written: tuple[str, ...] = ()
@@ -60,6 +67,7 @@ class Seen:
     draws_elsewhere: bool = False
     seeds: bool = False
     counts_words: bool = False
+    backward: str | None = None
     uncopied: str | None = None
     of_batch: dict[str, Literal["sum", "mean", "neither"]] = field(default_factory=dict)
 
@@ -98,7 +106,20 @@ class Seen:
             yield Caveat("buffer", f'buffer "{name}" is written in forward, once per micro-batch, not once per batch')
         if self.mixes:
             text = "outputs depend on other samples of the batch, and each micro-batch is computed alone"
-            yield Caveat("mixing", text, "single without accumulate keeps the results")
+            yield Caveat("mixing", text, "single or mp without accumulate keeps the results")
+        yield from self._of_shares()
+
+    def _of_shares(self) -> Iterator[Caveat]:
+        """What differs where a batch is computed in parts, on however many devices."""
+        if self.freezes is not None:
+            text = f'the model changes requires_grad of "{self.freezes}" in forward, for each part of a batch'
+            yield Caveat("state", text, "set it between updates")
+        if self.backward is not None:
+            text = (
+                f'the gradient of "{self.backward}" is not the sum of those of parts of the batch, though the loss is: '
+                "a hook or an autograd function depends on what the other samples are"
+            )
+            yield Caveat("autograd function", text, "single or mp without accumulate keeps the results")
 
     def of_evaluation(self) -> Iterator[Caveat]:
         """What differs where devices evaluate, or predict, a local batch each."""
@@ -137,6 +158,7 @@ class Seen:
             yield Caveat("state", text, "make it a buffer")
         if self.mixes:
             yield MIXES
+        yield from self._of_shares()
 
 
 MIXES = Caveat(
@@ -148,17 +170,36 @@ MIXES = Caveat(
 _FEWEST = 4
 """Samples that are looked at, at least."""
 
+_LARGEST = 2**30
+"""Bytes of parameters up to which gradients are looked at too, since they take as much again, twice."""
 
-def look(model: nn.Module, inputs: Any, samples: int) -> Seen:
+Total = Callable[[Any, Any, int], torch.Tensor]
+"""The total of the loss, given outputs, targets and the number of samples."""
+
+
+def look(
+    model: nn.Module,
+    inputs: Any,
+    samples: int,
+    *,
+    targets: Any = None,
+    total: Total | None = None,
+    few: bool = False,
+) -> Seen:
     """See what ``model`` does with ``inputs`` of so many samples; it is left as it is, and so are all generators.
 
     A model that can't take a part of its inputs shows less.
+
+    Args:
+        model: it.
+        inputs: of ``samples`` samples.
+        samples: their number.
+        targets: of the same.
+        total: gives the total of the loss; without it gradients aren't looked at.
+        few: take as few of the samples as can be cut.
     """
+    batch = inputs, targets
     seen = Seen()
-    if samples < _FEWEST:  # too few to cut: as many again, and again, that differ
-        times = -(-_FEWEST // samples)
-        inputs = each(functools.partial(_multiplied, samples, times), inputs)
-        inputs, samples = cut(inputs, 0, _FEWEST, samples * times), _FEWEST
     with torch.no_grad(), kept_states(accelerators_of(inputs)):
         try:
             copied = copy.deepcopy(model)
@@ -168,7 +209,15 @@ def look(model: nn.Module, inputs: Any, samples: int) -> Seen:
             for module in copied.modules():
                 if drops(module) or isinstance(module, nn.modules.batchnorm._NormBase):
                     module.training = False
-            _see(copied, inputs, samples, seen)
+            if len({p.device for p in copied.parameters()}) > 1:  # a copy has no hooks that move what it is given
+                copied, batch = copied.cpu(), to_device(batch, torch.device("cpu"))
+            if samples < _FEWEST:  # too few to cut: as many again, and again, that differ
+                times = -(-_FEWEST // samples)
+                batch = each(functools.partial(_multiplied, samples, times), batch)
+                samples, few = samples * times, True
+            if few:
+                batch, samples = cut(batch, 0, _FEWEST, samples), _FEWEST
+            _see(copied, batch, samples, seen, total)
         except Exception:  # what is wrong with the model, its first step says
             return seen
     return seen
@@ -219,29 +268,38 @@ def drops(module: nn.Module) -> bool:
     return isinstance(getattr(module, "dropout", None), float) and getattr(module, "dropout", 0.0) > 0
 
 
-def _see(model: nn.Module, inputs: Any, samples: int, seen: Seen) -> None:
+def _see(model: nn.Module, batch: tuple[Any, Any], samples: int, seen: Seen, total: Total | None) -> None:
+    inputs, targets = batch
     first = samples // 2
     begin = {name: b.clone() for name, b in model.named_buffers()}
     parameters = {name: digest(p) for name, p in model.named_parameters()}
+    trained = {name for name, p in model.named_parameters() if p.requires_grad}
 
-    def run(start: int, size: int) -> dict[str, torch.Tensor]:
+    def outputs_of(start: int, size: int) -> Any:
         for name, b in model.named_buffers():
             if name in begin and b.shape == begin[name].shape:
-                b.copy_(begin[name])
-        outputs = call(model, cut(inputs, start, size, samples) if size < samples else inputs)
-        return {name: t.clone() for name, t in named_tensors(outputs) if t.is_floating_point()}
+                b.detach().copy_(begin[name])
+        with _Watched() as watched:
+            outputs = call(model, cut(inputs, start, size, samples) if size < samples else inputs)
+        seen.counts_words |= watched.counts_words
+        seen.draws |= watched.drops
+        return outputs
+
+    def run(start: int, size: int) -> dict[str, torch.Tensor]:
+        return {name: t.clone() for name, t in named_tensors(outputs_of(start, size)) if t.is_floating_point()}
 
     accelerators = accelerators_of(inputs)
     before = states(accelerators)
-    with noted_seeding() as seeds, _Embeddings() as embeddings:
+    with noted_seeding() as seeds:
         whole = run(0, samples)
     seen.seeds = bool(seeds)
-    seen.counts_words = embeddings.counts
     after = states(accelerators)
-    seen.draws = not same(before, after)
+    draws = not same(before, after)
+    seen.draws |= draws
     seen.draws_elsewhere = not same_others(before.others, after.others)
     seen.writes = next((name for name, p in model.named_parameters() if digest(p) != parameters[name]), None)
-    if seen.draws or seen.writes is not None:
+    seen.freezes = next((name for name, p in model.named_parameters() if p.requires_grad != (name in trained)), None)
+    if draws or seen.draws_elsewhere or seen.writes is not None:
         return
     of_whole = {name: digest(b) for name, b in model.named_buffers()}
     seen.written = tuple(
@@ -264,19 +322,59 @@ def _see(model: nn.Module, inputs: Any, samples: int, seen: Seen) -> None:
                 kind = _kind_of(t, head[name], tail[name], first / samples)
                 if kind is not None:
                     seen.of_batch[name] = kind
+    size = sum(p.numel() * p.element_size() for p in model.parameters())
+    if total is not None and size <= _LARGEST and not (seen.mixes or seen.remembers or seen.follows or seen.of_batch):
+
+        def total_of(start: int, size: int) -> torch.Tensor:
+            return total(outputs_of(start, size), cut(targets, start, size, samples), size)
+
+        seen.backward = _uneven_gradient(model, total_of, ((0, samples), (0, first), (first, samples - first)))
 
 
-class _Embeddings(TorchFunctionMode):
-    """Notes whether one is called that scales gradients by frequency."""
+def _uneven_gradient(
+    model: nn.Module, total_of: Callable[[int, int], torch.Tensor], shares: tuple[tuple[int, int], ...]
+) -> str | None:
+    """The first parameter whose gradient over a batch isn't the sum of those over two parts of it."""
+    names, parameters = zip(*((n, p) for n, p in model.named_parameters() if p.requires_grad), strict=True)
+    totals, gradients = [], []
+    for start, size in shares:
+        with torch.enable_grad():
+            value = total_of(start, size)
+        totals.append(value.detach())
+        found = torch.autograd.grad(value, parameters, allow_unused=True)
+        gradients.append([None if g is None or g.layout != torch.strided else g for g in found])
+    if _differ(totals[:1], [totals[1] + totals[2]]):
+        return None  # which `lockstep.model.loss_check` judges
+    whole, *parts = gradients
+    largest = max((float(g.abs().max()) for g in whole if g is not None and g.numel()), default=0.0)
+    for name, a, b, c in zip(names, whole, *parts, strict=True):
+        if a is None and b is None and c is None:
+            continue
+        there = [g for g in (b, c) if g is not None]
+        a = torch.zeros_like(there[0]) if a is None else a
+        both = functools.reduce(torch.add, there, torch.zeros_like(a))
+        # (Some gradients are zero but for rounding, as that of the bias of keys in attention.)
+        if float((a - both).abs().max()) > _ROUNDING.get(a.dtype, 1.0) * largest and _differ([a], [both]):
+            return str(name)
+    return None
 
-    counts = False
+
+class _Watched(TorchFunctionMode):
+    """Lets functions drop nothing; notes that, and embeddings that scale gradients by frequency."""
+
+    counts_words = False
+    drops = False
 
     def __torch_function__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Mapping[str, Any] | None = None
     ) -> Any:
-        kwargs = kwargs or {}
+        kwargs = dict(kwargs or {})
         if kwargs.get("scale_grad_by_freq") or (func is torch.embedding and len(args) > 3 and args[3]):
-            self.counts = True
+            self.counts_words = True
+        if func is F.scaled_dot_product_attention and kwargs.get("dropout_p"):
+            kwargs["dropout_p"], self.drops = 0.0, True
+        elif kwargs.get("training") and kwargs.get("p"):  # F.dropout and its kin, which give these by name
+            kwargs["training"], self.drops = False, True
         return func(*args, **kwargs)
 
 
@@ -305,11 +403,15 @@ def _multiplied(samples: int, times: int, tensor: torch.Tensor) -> torch.Tensor:
     return torch.cat([tensor / i if tensor.is_floating_point() else tensor for i in range(1, times + 1)])
 
 
+_ROUNDING = {torch.float64: 1e-8, torch.float32: 1e-3}
+"""How far outputs of other ways to round lie apart, as a part of the largest."""
+
+
 def _differ(ones: list[torch.Tensor], others: list[torch.Tensor]) -> bool:
     """Whether two lists of outputs lie further apart than other ways to round would bring them."""
     for a, b in zip(ones, others, strict=True):
         largest = a.abs().max() if a.numel() else torch.zeros(())
-        rounding = {torch.float64: 1e-8, torch.float32: 1e-3}.get(a.dtype, 5e-2)
+        rounding = _ROUNDING.get(a.dtype, 5e-2)
         if bool(torch.isfinite(largest)) and bool((a - b).abs().max() > rounding * largest):
             return True
     return False

@@ -26,7 +26,7 @@ from lockstep.data import Batch, Part, mixed
 from lockstep.errors import StrategyError
 from lockstep.job import Job
 from lockstep.launch.devices import Device
-from lockstep.launch.events import Line
+from lockstep.launch.events import Caveat
 from lockstep.launch.world import World
 from lockstep.model.build import buffers_of, build_model
 from lockstep.model.inspection import drops
@@ -171,11 +171,8 @@ class DPStep(Step):
     def _look(self, batch: Batch) -> None:
         super()._look(batch)
         if self.seen.seeds:
-            note = (
-                "the model seeds PyTorch's generator in forward, which is not what replicas of dp draw from: "
-                "give what draws a torch.Generator of its own, or take ddp"
-            )
-            self.world.tell(Line.note(note))
+            text = "the model seeds PyTorch's generator in forward, which is not what replicas of dp draw from"
+            self._tell([Caveat("drawing", text, "give what draws a torch.Generator of its own, or take ddp")])
         if self._recomputes and self.seen.draws_elsewhere:
             raise StrategyError(
                 "dp: activation_checkpointing, and the model draws from Python's or numpy's random in forward, which "

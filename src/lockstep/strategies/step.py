@@ -86,8 +86,9 @@ class Step(Evaluator, ABC):
         world: this process's place among the ranks.
         on_forward: told of each forward of an update: which replica, its part, its outputs (see ``first_step``).
         stopping: whether the ranks have agreed, in the last update, that the training is to be saved and stopped.
-        looked: whether it is known what the model does in forward; else the first update looks, in some more forwards.
-        seen: what it saw.
+        last_look: the last update in which it is looked at what the model does in forward, by some more forwards; that
+            is done in updates 1, 2, 4, 8 and so on.
+        seen: what was seen.
     """
 
     on_forward: Callable[[str, Part, Any], None] | None = None
@@ -120,8 +121,9 @@ class Step(Evaluator, ABC):
         self._weighs = False
         self.stopping = False
         self._asked: Number = 0
-        self.looked = False
+        self.last_look: float = 1 if job.compile else math.inf
         self.seen = Seen()
+        self._noted: set[Caveat | str] = set()
         self._on_devices = DeviceChecks()
         self._factors: dict[tuple[float, torch.dtype, torch.device], torch.Tensor] = {}
 
@@ -214,15 +216,16 @@ class Step(Evaluator, ABC):
         self._look_at_flags()
         self.world.step += 1
         self._updates += 1
-        if not self.looked:
+        if self.looks_again and self._updates <= self.last_look:
             self._look(batch)
+        if self._updates == 1:
             if self._compile and (first := self.first_share(batch)).size:
                 refuse_written_buffers(self.model, first.inputs)
             self._compile_models()
         began = self._time() if self.loss_check.is_timed(self._updates) else None
         try:
             total, count = self.gradients(batch)
-            if self._updates == 1:
+            if self.looks_again:
                 self._say_what_the_loss_reads()
             self._move_parameters(batch.size, count)
         except (torch.OutOfMemoryError, MemoryError, RuntimeError) as error:
@@ -262,17 +265,22 @@ class Step(Evaluator, ABC):
         return f"{said}: choose {of}a batch_size that leaves no batch of one sample"
 
     def _look(self, batch: Batch) -> None:
-        """Before the first update, see what the model does in forward that a share can't keep, and say it.
+        """See what the model does in forward that a share can't keep, and say it.
 
         Raises:
             StrategyError: it writes its parameters, or scales gradients by frequencies in the batch.
         """
-        self.looked = True
         parts = sum(1 for part in batch.parts if part.size)
-        if self.replicas * parts <= 1 or not self.world.is_first or self.world.splits_layers:
-            return  # (what a pipeline can't keep is found in its first updates: `lockstep.pipelining.overlap`)
+        if self.replicas * parts <= 1 or not self.world.is_first:
+            return
         part = self.first_share(batch)
-        self.seen = seen = look(self.model, part.inputs, part.size)
+
+        def total(outputs: Any, targets: Any, size: int) -> torch.Tensor:
+            return self.loss.copied()(outputs, targets, size)[0]
+
+        few = self._updates > 1
+        seen = look(self.model, part.inputs, part.size, targets=part.targets, total=total, few=few)
+        self.seen = seen
         self.loss_check.of_batch = seen.of_batch
         if self.replicas == 1:
             self._tell(seen.of_microbatches())
@@ -293,8 +301,11 @@ class Step(Evaluator, ABC):
         self._tell(seen.of_replicas(with_dropout=any(map(drops, self.model.modules()))))
 
     def _tell(self, notes: Iterable[Caveat | str]) -> None:
+        """Say what hasn't been said."""
         for note in notes:
-            self.world.tell(Line.note(note))
+            if note not in self._noted:
+                self._noted.add(note)
+                self.world.tell(Line.note(note))
 
     @property
     def looks_again(self) -> bool:

@@ -70,7 +70,7 @@ def both_sides(world: World, experiment: Experiment, job: Job) -> Comparison | N
             shuffled=experiment.shuffled,
             more=experiment.more,
         )
-        ours.step.looked = experiment.looked
+        ours.step.last_look = 0 if experiment.looked else 1
         theirs = None
         if world.is_first:
             first = World(devices=world.devices[:1])

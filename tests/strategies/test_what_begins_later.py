@@ -1,0 +1,142 @@
+"""What a model does in forward that local batches can't do as one device would is said when it begins, too."""
+
+from __future__ import annotations
+
+import dataclasses
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from torch.nn import functional as F
+from torch.utils.data import TensorDataset
+
+from lockstep import train
+
+from zoo import ZOO, labels  # isort: skip
+
+
+class Beginning(nn.Linear):
+    """Centres its batch from the third forward in training on."""
+
+    def __init__(self) -> None:
+        super().__init__(6, 3)
+        self.register_buffer("forwards", torch.zeros((), dtype=torch.int64))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        self.forwards += self.training
+        return super().forward(x - x.mean(dim=0) if self.forwards > 2 else x)
+
+
+class Gated(nn.Linear):
+    """Centres its batch by a gate, which is closed until the first update has opened it."""
+
+    def __init__(self) -> None:
+        super().__init__(6, 3)
+        self.gate = nn.Parameter(torch.zeros(6))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return super().forward(x - self.gate * x.mean(dim=0))
+
+
+class BuffersLate(nn.Linear):
+    """Keeps a mean of its inputs from the second forward in training on, and subtracts it."""
+
+    def __init__(self) -> None:
+        super().__init__(6, 3)
+        self.register_buffer("forwards", torch.zeros((), dtype=torch.int64))
+        self.register_buffer("mean", torch.zeros(6))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        self.forwards += self.training
+        if self.forwards > 1:
+            self.mean.lerp_(x.detach().mean(dim=0), 0.1)
+        return super().forward(x - self.mean)
+
+
+class Averaged(torch.autograd.Function):
+    """Gives all samples the mean of their gradients."""
+
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor) -> torch.Tensor:
+        return x.view_as(x)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: torch.Tensor) -> torch.Tensor:
+        return gradient.mean(dim=0, keepdim=True).expand_as(gradient)
+
+
+class Averaging(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second = nn.Linear(6, 5), nn.Linear(5, 3)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.second(Averaged.apply(torch.tanh(self.first(x))))
+
+
+class Freezing(nn.Module):
+    """Freezes a layer in its first forward of a training."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second = nn.Linear(6, 5), nn.Linear(5, 3)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        hidden = torch.tanh(self.first(x))
+        if self.training:
+            self.first.requires_grad_(False)
+        return self.second(hidden)
+
+
+class Dropping(Gated):
+    """As Gated, behind a function that drops."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return super().forward(F.dropout(x, 0.1, self.training))
+
+
+WAYS = [("dp", "2xcpu", 1), ("ddp", "2xcpu", 1), ("single", "1xcpu", 2), ("pp", "2xcpu", 1)]
+SAYS = {
+    Beginning: "outputs depend on other samples of the batch",
+    Gated: "outputs depend on other samples of the batch",
+    Dropping: "outputs depend on other samples of the batch",
+    BuffersLate: 'buffer "1.mean" ',
+    Averaging: 'the gradient of "0.weight" is not the sum of those of parts of the batch, though the loss is',
+    Freezing: 'the model changes requires_grad of "1.first.weight" in forward, for each part of a batch',
+}
+
+
+@pytest.mark.parametrize("model", SAYS, ids=lambda model: model.__name__)
+@pytest.mark.parametrize(("way", "devices", "accumulate"), WAYS, ids=[way for way, *_ in WAYS])
+def test_it_is_said_once(model: Any, way: str, devices: str, accumulate: int, tmp_path: Path, capsys: Any) -> None:
+    job = dataclasses.replace(ZOO["mlp"], model=lambda: nn.Sequential(nn.Linear(6, 6), model()), accumulate=accumulate)
+    train(job, strategy=way, devices=devices, folder=tmp_path)
+    assert capsys.readouterr().out.count(f"note: {SAYS[model]}") == 1
+
+
+class Plain(nn.Module):
+    """Attention, an embedding, dropout by module and by function, batch norm, a frozen and an unused layer."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.words = nn.Embedding(11, 8)
+        self.layer = nn.TransformerEncoderLayer(8, 2, 16, dropout=0.1, batch_first=True)
+        self.norm = nn.BatchNorm1d(8)
+        self.frozen, self.unused = nn.Linear(8, 8).requires_grad_(False), nn.Linear(2, 2)
+        self.out = nn.Linear(8, 3)
+
+    def forward(self, words: torch.Tensor) -> torch.Tensor:
+        hidden = self.frozen(self.layer(self.words(words)).mean(dim=1))
+        return self.out(self.norm(F.dropout(hidden, 0.1, self.training)))
+
+
+@pytest.mark.parametrize("precision", ["fp64", None, "bf16"])
+def test_nothing_is_said_of_a_plain_model(precision: Any, tmp_path: Path, capsys: Any) -> None:
+    data = TensorDataset(torch.randint(11, (40, 6), generator=torch.Generator().manual_seed(3)), labels(40, 3))
+    job = dataclasses.replace(
+        ZOO["mlp"], model=Plain, train_data=data, eval_data=data, batch_size=8, precision=precision
+    )
+    train(job, strategy="single", devices="1xcpu", folder=tmp_path, accumulate=2)
+    assert "note: " not in capsys.readouterr().out
