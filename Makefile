@@ -26,11 +26,11 @@ types: $(READY)
 
 # What the blocks of docs/tour.md print, written into it anew: some minutes.
 tour: $(READY)
-	$(BIN)/python tests/pages.py docs/tour.md
+	$(BIN)/python tests/pages.py docs/tour.md README.md
 
-# The README's comparisons, measured anew, with their charts: about an hour; leave the machine alone.
+# The comparisons of docs/compare.md, measured anew, with their charts: about an hour; leave the machine alone.
 pictures: $(READY)
-	$(BIN)/python tests/pages.py --pictures README.md
+	$(BIN)/python tests/pages.py --pictures docs/compare.md
 
 # Fabric and Accelerate are there only to be measured against.
 bench: $(READY)

@@ -1,4 +1,4 @@
-"""docs/tour.md, and the comparisons of the README: each block, run as it stands there, prints what the page shows."""
+"""docs/tour.md, docs/compare.md and the README: each block, run as it stands there, prints what the page shows."""
 
 from __future__ import annotations
 
@@ -15,8 +15,8 @@ TOUR = ROOT / "docs" / "tour.md"
 def each() -> list[Any]:
     """A parameter for each piece; the slow ones are marked."""
     found = []
-    measured = [piece for piece in pieces(ROOT / "README.md", ("console",)) if piece.shown]  # by make pictures
-    for number, piece in enumerate([*pieces(TOUR), *measured]):
+    measured = pieces(ROOT / "docs" / "compare.md", ("console",))  # by make pictures
+    for number, piece in enumerate([*pieces(TOUR), *measured, *pieces(ROOT / "README.md", ("console",))]):
         name = f"{piece.heading} {number}".replace("`", "")
         marks = [pytest.mark.slow] if "slow" in piece.block.said else []
         found.append(pytest.param(piece, id=name, marks=marks))

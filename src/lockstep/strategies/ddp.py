@@ -63,8 +63,8 @@ class DDP(Strategy):
     bucket_mb: float = 25.0
 
     name: ClassVar[str] = "ddp"
-    summary: ClassVar[str] = "a process per device: each the whole model, a share of the batch"
-    good_for: ClassVar[str] = "most models that fit on one device; the fastest of the exact ones on several"
+    summary: ClassVar[str] = "a process per device, each with the whole model and a local batch"
+    good_for: ClassVar[str] = "most models that fit on one device; the fastest exact strategy on several"
     processes: ClassVar[Literal["one", "one per device"]] = "one per device"
 
     def build(self, job: Job, world: World) -> Step:

@@ -54,8 +54,10 @@ class DP(Strategy):
     """Replicas on threads of one process."""
 
     name: ClassVar[str] = "dp"
-    summary: ClassVar[str] = "one process, a thread per device: each the whole model, a share of the batch"
-    good_for: ClassVar[str] = "notebooks, and models of large operators; small layers lose to Python's interpreter lock"
+    summary: ClassVar[str] = "one process, a thread per device, each with the whole model and a local batch"
+    good_for: ClassVar[str] = (
+        "notebooks, and models of large operators; small layers wait for Python's interpreter lock"
+    )
     processes: ClassVar[Literal["one", "one per device"]] = "one"
 
     def build(self, job: Job, world: World) -> Step:

@@ -54,8 +54,10 @@ class Hogwild(Strategy):
     """Shared weights, no synchronisation."""
 
     name: ClassVar[str] = "hogwild"
-    summary: ClassVar[str] = "a process per slot, all on the same weights in shared memory; nobody waits"
-    good_for: ClassVar[str] = "large embeddings with sparse gradients, on CPU; not the numbers of one device"
+    summary: ClassVar[str] = "a process per CPU device, all updating the same weights in shared memory without waiting"
+    good_for: ClassVar[str] = (
+        "large embeddings with sparse gradients, on CPU; results differ from single-device training"
+    )
     processes: ClassVar[Literal["one", "one per device"]] = "one per device"
     exact: ClassVar[Literal[True] | str] = (
         "hogwild is not exact: ranks write the same weights without waiting for one another, so that no two runs end "

@@ -18,8 +18,8 @@ class MP(PP):
     """Stages of layers on the devices of one process, one after the other."""
 
     name: ClassVar[str] = "mp"
-    summary: ClassVar[str] = "one process, a stage of layers per device, in turn"
-    good_for: ClassVar[str] = "models too large for one device, where a batch can't be cut"
+    summary: ClassVar[str] = "one process, a stage of layers per device, one after the other"
+    good_for: ClassVar[str] = "models too large for one device, whose batch can't be split"
 
     microbatches: int = 1
 

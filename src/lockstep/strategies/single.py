@@ -23,7 +23,7 @@ class Single(Strategy):
     """The whole model on one device."""
 
     name: ClassVar[str] = "single"
-    summary: ClassVar[str] = "one device: the whole model, the whole batch"
+    summary: ClassVar[str] = "one device, with the whole model and the whole batch"
     good_for: ClassVar[str] = "the reference; models that one device trains fast enough"
     processes: ClassVar[Literal["one", "one per device"]] = "one"
 
