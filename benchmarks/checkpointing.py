@@ -24,7 +24,7 @@ def _rarity(checkpointing: str | None) -> Callable[[], float]:
     def once() -> float:
         job = JobFile(str(CHAR_LM), {"layers": 8}, {"activation_checkpointing": checkpointing}).load()
         world = World(devices=parse("1xcpu"))
-        step = choose("single", world.devices).build(job, world)
+        step = choose("single", world.devices).prepare(job, world)
         batches = iter(Loader(job.train_data(), batch_size=job.batch_size, collate=job.collate))
         batch = next(batches)
         step(*batch)  # gradients and the optimizer's state are there from now on

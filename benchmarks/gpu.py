@@ -139,7 +139,7 @@ def two_stages(batch: int = 128, steps: int = 10) -> Mapping[str, Callable[[], f
     )
     world = World(devices=(Device("cuda", 0), Device("cuda", 0)))
     halves = {"": 0, **{str(place): 1 for place in range(11, 23)}}
-    step = MP(halves).build(job, world)
+    step = MP(halves).prepare(job, world)
     part = Part(inputs, targets, batch, batch)
     plain, loss_of = resnet50().cuda(), nn.CrossEntropyLoss()
 

@@ -69,7 +69,7 @@ def shares(job: lockstep.Job, updates: int, rounds: int = 3) -> tuple[list[float
         for _ in range(rounds):
             world = World(devices=_devices.slots(2))
             with _devices.occupied(world.device):
-                step = choose("dp", world.devices).build(job, world)
+                step = choose("dp", world.devices).prepare(job, world)
                 loader = job_loader(job, world, resolve(job.train_data, world))
                 batches = itertools.chain.from_iterable(map(loader.epoch, itertools.count()))
                 taken = []

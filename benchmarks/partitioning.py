@@ -37,7 +37,7 @@ def timed(job: lockstep.Job, way: PP) -> Callable[[], float]:
 
     def once() -> float:
         with alone(slots(2)) as world:
-            step = way.build(job, world)
+            step = way.prepare(job, world)
             loader = way.training_loader(job, world, job.train_data)
             batches: list[Batch] = list(loader.epoch(0))
             for batch in (batches[0], batches[-1]):

@@ -51,7 +51,7 @@ def _seconds(world: World, plain: Plain) -> float:
     """The updates and evaluations of the course under one strategy."""
     world.tell = lambda told: None
     job = plain.job.load().replace(**plain.settings)
-    step = plain.strategy.build(job, world)
+    step = plain.strategy.prepare(job, world)
     loader = job_loader(
         job.replace(accumulate=plain.strategy.num_microbatches(job)), world, resolve(job.train_data, world)
     )

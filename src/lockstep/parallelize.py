@@ -64,7 +64,7 @@ def parallelize(
     if job.keep_memory:
         keep_freed_memory()  # the loop is the person's: nobody can say when it ends
     chosen = choose(strategy, world.devices)
-    step = chosen.build(job, world)
+    step = chosen.prepare(job, world)
     step.own_loop = True
     world.in_step = world.in_step or step.together
     if world.is_first and not isinstance(world.tell, _Warns):

@@ -130,7 +130,7 @@ def _train_under_torchrun(
     display: Display,
 ) -> Run:
     way = choose(strategy or "ddp", ())
-    if way.processes == "one":
+    if way.layout(2).processes == 1:
         raise StrategyError(f"{way.name} is one process for all devices, and torchrun starts one for each: take ddp")
     name = job.name if isinstance(job, JobFile) else "job"
     kept = None if resume is None else str(RunFolder.existing(resume).path.resolve())
@@ -217,7 +217,7 @@ def evaluate_on(world: World, plan: _Evaluation) -> dict[str, float]:
     job = the_job(plan.job)
     if job.eval_data is None:
         raise JobError("eval_data: the job has none, so there is nothing to evaluate on")
-    step = plan.strategy.build(job, world)
+    step = plan.strategy.prepare(job, world)
     if plan.weights is not None:
         take_weights(step.model, plan.weights)
     loaders = eval_loaders(job, world, resolve_sets(job.eval_data, world))

@@ -57,7 +57,7 @@ def over_cards(job: Job, way: PP, count: int, monkeypatch: pytest.MonkeyPatch) -
     build = _pp.build_model
     monkeypatch.setattr(_pp, "build_model", lambda *args, **settings: on_cards(build(*args, **settings)))
     monkeypatch.setattr(torch.accelerator, "set_device_index", lambda index: None)
-    return way.build(job, World(devices=cards(count)))
+    return way.prepare(job, World(devices=cards(count)))
 
 
 def compare(job: Job, way: PP, count: int, monkeypatch: pytest.MonkeyPatch) -> Step:
@@ -65,7 +65,7 @@ def compare(job: Job, way: PP, count: int, monkeypatch: pytest.MonkeyPatch) -> S
     with Cards():
         step = over_cards(job, way, count, monkeypatch)
         found = updated(step, job)
-    one = Single().build(job.replace(accumulate=way.num_microbatches(job)), World(devices=slots(1)))
+    one = Single().prepare(job.replace(accumulate=way.num_microbatches(job)), World(devices=slots(1)))
     expected = updated(one, job)
     assert found.keys() == expected.keys()
     for name, value in expected.items():
@@ -480,7 +480,7 @@ def test_a_model_over_cards_can_be_called_outside_of_a_step(monkeypatch) -> None
         with pytest.raises(RuntimeError, match="shapes"):
             step.model(x[:, :2])
         assert transfer.current() is None
-    one = Single().build(job, World(devices=slots(1))).model
+    one = Single().prepare(job, World(devices=slots(1))).model
     torch.testing.assert_close(plain(found), one(x))
     one(x).sum().backward()
     torch.testing.assert_close(plain(step.model.first.weight.grad), one.first.weight.grad)
@@ -490,7 +490,7 @@ def test_evaluation_and_saved_state_over_cards_are_those_of_one_device(monkeypat
     job, device_map = KINDS["a tied GPT"]
     job = job.replace(precision="fp64", optimizer=sgd)
     inputs, targets = batch(job, 0, 8)
-    one = Single().build(job, World(devices=slots(1)))
+    one = Single().prepare(job, World(devices=slots(1)))
     with Cards():
         step = over_cards(job, PP(device_map, 3), 2, monkeypatch)
         step(inputs, targets)

@@ -297,11 +297,11 @@ class NoRate(torch.optim.Optimizer):
 def test_accelerators_several_machines_and_one_process_are_refused() -> None:
     job = ZOO["mlp"]
     with pytest.raises(StrategyError, match="in the memory of the CPU, and this is cuda:1: take ddp, or 2xcpu"):
-        Hogwild().build(job, World(rank=1, size=2, devices=(Device("cuda", 1),)))
+        Hogwild().prepare(job, World(rank=1, size=2, devices=(Device("cuda", 1),)))
     with pytest.raises(StrategyError, match="the memory of one machine, and these are 2: take ddp"):
-        Hogwild().build(job, World(size=2, nodes=2, devices=(Device("cpu"),)))
+        Hogwild().prepare(job, World(size=2, nodes=2, devices=(Device("cpu"),)))
     with pytest.raises(StrategyError, match="a process for each of the 2 devices, and this is one process"):
-        Hogwild().build(job, World(devices=(Device("cpu", 0), Device("cpu", 1))))
+        Hogwild().prepare(job, World(devices=(Device("cpu", 0), Device("cpu", 1))))
 
 
 def test_weights_that_leave_the_shared_memory_are_told(tmp_path: Path) -> None:

@@ -25,6 +25,7 @@ from lockstep.data import Batch, Part
 from lockstep.errors import InputError
 from lockstep.jobfile import JobFile
 from lockstep.launch.events import Caveat
+from lockstep.launch.layout import Layout
 from lockstep.model.loss import Number
 from lockstep.strategies.ddp import DDP, DDPStep
 from lockstep.strategies.dp import DP, DPStep
@@ -1044,7 +1045,9 @@ class Faulty(Strategy):
     name: ClassVar[str] = "faulty"
     summary: ClassVar[str] = "has a fault"
     good_for: ClassVar[str] = "tests"
-    processes: ClassVar[Any] = "one"
+
+    def layout(self, devices: int) -> Layout:
+        return self.of.layout(devices)
 
     def build(self, job: Job, world: Any) -> Step:
         step = self.of.build(job, world)
@@ -1057,7 +1060,6 @@ class Faulty(Strategy):
 @dataclasses.dataclass(frozen=True)
 class FaultyRanks(Faulty):
     of: Strategy = dataclasses.field(default_factory=DDP)
-    processes: ClassVar[Any] = "one per device"
 
 
 @pytest.mark.parametrize("way", [Faulty(step=RepeatingStep), FaultyRanks(step=RepeatingRank)], ids=["dp", "ddp"])

@@ -90,7 +90,7 @@ def line_up(
         for name, options in wanted:
             if name == "single":
                 continue  # it is there
-            if device_map is not None and STRATEGIES[name].splits_layers:
+            if device_map is not None and "stage" in STRATEGIES[name]().layout(2).axes:
                 options = {**options, "device_map": device_map}
             swept = {key: sweep[key] for key in sweep if key not in of_job and _takes(name, key)}
             for more in _products(swept):

@@ -91,7 +91,7 @@ class Onlooker:
         names = [str(d) for mine in world.gather_objects(world.devices) for d in mine]
         shapes = self._first.done(world, names, self._size)
         samples = [one for theirs in world.gather_objects(self._samples) for one in theirs]
-        if world.splits_layers:
+        if world.layout.local_batches == 1:
             names = [" -> ".join(names)]
         devices = tuple(
             Seen(name, ids, inside["inputs"], inside["outputs"])
@@ -100,7 +100,7 @@ class Onlooker:
         clock, timelines = self._clocked(batches, seed)
         tracks = [track for mine in world.gather_objects(clock.replicas) for track in mine]
         # One clock for several stages would tell of none of them.
-        known = not world.splits_layers or len(tracks) == len(world.devices)
+        known = "stage" not in world.layout.axes or len(tracks) == len(world.devices)
         times = times_of(tracks, one_clock=world.nodes == 1) if known else ()
         return Glance(
             devices, shapes["inputs"], shapes["outputs"], times, clock.overlaps, step.bytes_communicated(), timelines

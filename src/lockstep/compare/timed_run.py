@@ -30,7 +30,7 @@ from lockstep.launch import devices as _devices
 from lockstep.launch.devices import Device
 from lockstep.launch.events import Caveat, Line
 from lockstep.launch.memory import peak_memory
-from lockstep.launch.placement import alone, place_of
+from lockstep.launch.placement import alone, needs_one_process, place_of
 from lockstep.launch.processes.local_ranks import run as run_locally
 from lockstep.launch.world import World, now
 from lockstep.model.checkpoint import save_weights
@@ -178,7 +178,7 @@ def _in_fresh_processes(function: Callable[[World, Job, _Plan], T], job: Job | J
     chosen = _devices.parse(way.devices)
     strategy = choose(way.strategy, chosen, **way.options)
     plan = _Plan(with_settings(job, way.settings), strategy, chosen, asked=now(), **settings)
-    places = (place_of(chosen),) if strategy.processes == "one" else chosen
+    places = (place_of(chosen),) if needs_one_process(strategy, chosen) else chosen
     found: T = run_locally(
         _on_rank,
         places,
@@ -210,7 +210,7 @@ def _on_rank(world: World, function: Callable[[World, Job, _Plan], T], plan: _Pl
     job = the_job(plan.job)
     if job.keep_memory:
         keep_freed_memory()  # the process ends with the trial
-    if plan.strategy.processes == "one":
+    if needs_one_process(plan.strategy, plan.devices):
         with alone(plan.devices) as mine:
             return function(mine, job, plan)
     return function(world, job, plan)
@@ -221,7 +221,7 @@ def _tried(world: World, job: Job, plan: _Plan) -> Tried:
     world.tell = lambda told: lines.append(told) if isinstance(told, Line) else None
     data = resolve(job.train_data, world, "train_data")
     strategy = plan.strategy.planned(job.replace(train_data=data), world)
-    step = strategy.build(job, world)
+    step = strategy.prepare(job, world)
     loader = strategy.training_loader(job, world, data)
     batches = _endless(loader)
     onlooker = Onlooker(step) if plan.looks else None
@@ -269,7 +269,7 @@ def _system(before: os.times_result, after: os.times_result) -> float:
 
 def _kept(world: World, job: Job, plan: _Plan) -> float:
     data = resolve(job.train_data, world, "train_data")
-    step = plan.strategy.build(job, world)
+    step = plan.strategy.prepare(job, world)
     loader = plan.strategy.training_loader(job, world, data)
     start = step.state_dict()["model"]  # on every rank: buffers are shared for it
     if plan.before is not None and world.is_first:

@@ -311,7 +311,7 @@ def _placements(strategy: str | None, chosen: tuple[Device, ...], batch_size: in
     names = [
         name
         for name, kind in STRATEGIES.items()
-        if kind.exact is True and name != "single" and (name == strategy or not kind.splits_layers)
+        if kind.exact is True and name != "single" and (name == strategy or "stage" not in kind().layout(2).axes)
     ]
     ways = [] if strategy not in (None, "single") else [Way("single", first_of(chosen, 1))]
     for n in counts:

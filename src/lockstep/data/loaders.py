@@ -32,9 +32,7 @@ def job_loader(job: Job, world: World, dataset: Any, *, evaluation: bool = False
     device = None if several or world.device.is_slot else world.device.torch
     return loader_of(
         dataset,
-        world.rank,
-        world.size,
-        world.shares,
+        *world.data,
         batch_size=(job.eval_batch_size or job.batch_size) if evaluation else job.batch_size,
         accumulate=1 if evaluation else job.accumulate,
         seed=job.seed,

@@ -20,6 +20,7 @@ from lockstep.errors import InputError
 from lockstep.launch import devices as _devices
 from lockstep.launch import stopping
 from lockstep.launch.devices import Device
+from lockstep.launch.layout import DataShare, Layout
 
 T = TypeVar("T")
 
@@ -49,9 +50,9 @@ class World:
         backend: the process group's backend (``"gloo"``, ``"nccl"``), or None without a group.
         step: the step this process is in, for the heads of error messages; 0 before the first.
         folder: where this run keeps its files, or None.
-        splits_layers: whether the devices hold parts of one model, so that none has a share of a batch.
         own_group: whether Lockstep made the process group, and leaves it.
         tell: sends an event to the process that launched the ranks (does nothing elsewhere).
+        layout: what a strategy does with the devices; by itself each of them has a local batch.
         in_step: the ranks make their steps together, so that all end after the same one.
     """
 
@@ -65,11 +66,15 @@ class World:
     backend: str | None = None
     step: int = 0
     folder: str | None = None
-    splits_layers: bool = False
     own_group: bool = True
     tell: Callable[[Any], None] = field(default=lambda event: None, repr=False)
+    layout: Layout = None  # type: ignore[assignment]  # see __post_init__
     in_step: bool = field(default=False, repr=False)
     _meetings: int = field(default=0, init=False, repr=False)
+
+    def __post_init__(self) -> None:
+        if self.layout is None:
+            self.layout = Layout({"data": self.size * len(self.devices)}, max(1, len(self.devices)))
 
     @property
     def device(self) -> Device:
@@ -77,9 +82,9 @@ class World:
         return self.devices[0]
 
     @property
-    def shares(self) -> int:
-        """Among how many of this process's devices its samples are shared out."""
-        return 1 if self.splits_layers else len(self.devices)
+    def data(self) -> DataShare:
+        """What this process reads of each batch."""
+        return self.layout.read_by(self.rank)
 
     @property
     def is_first(self) -> bool:

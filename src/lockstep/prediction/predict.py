@@ -201,7 +201,7 @@ class _Prediction:
             sync_batchnorm=False,
             collate=None if job.collate is None else functools.partial(inputs_collated, job.collate),
         )
-        self.step: Step = plan.strategy.build(self.job, world)
+        self.step: Step = plan.strategy.prepare(self.job, world)
         self.rows = len(dataset)
         self.batch_size = job.eval_batch_size or job.batch_size
         self.loader = job_loader(self.job, world, dataset, evaluation=True, name=self.name)

@@ -26,6 +26,7 @@ from torch.nn.parallel import DistributedDataParallel
 from lockstep.data import Batch, Part
 from lockstep.errors import InputError, RunError, StrategyError
 from lockstep.job import Job
+from lockstep.launch.layout import Layout
 from lockstep.launch.world import World
 from lockstep.model.build import buffers_of, build_model, differing_tensors
 from lockstep.model.loss import Number
@@ -65,11 +66,14 @@ class DDP(Strategy):
     name: ClassVar[str] = "ddp"
     summary: ClassVar[str] = "a process per device, each with the whole model and a local batch"
     good_for: ClassVar[str] = "most models that fit on one device; the fastest exact strategy on several"
-    processes: ClassVar[Literal["one", "one per device"]] = "one per device"
+
+    def layout(self, devices: int) -> Layout:
+        """A local batch and a process for each device."""
+        return Layout({"data": devices})
 
     def build(self, job: Job, world: World) -> Step:
         """Build the same model on every rank."""
-        self.refuse_one_process(world)
+        self.refuse_other_processes(world)
         model = build_model(job, world)
         self.refuse(model, world.size)
         exchange = None
@@ -95,8 +99,6 @@ class DDPStep(Step):
         strategy: DDP,
     ) -> None:
         super().__init__(model, optimizer, job, world)
-        self.cuts_batch = world.size > 1 or job.accumulate > 1
-        self.replicas = world.size
         self._exchange = exchange
         self._flat: FlatGradients | None = None
         self._overlaps = world.size > 1 and (

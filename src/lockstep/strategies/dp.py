@@ -17,7 +17,7 @@ from __future__ import annotations
 import functools
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
-from typing import Any, ClassVar, Literal
+from typing import Any, ClassVar
 
 import torch
 from torch import nn
@@ -27,6 +27,7 @@ from lockstep.errors import StrategyError
 from lockstep.job import Job
 from lockstep.launch.devices import Device
 from lockstep.launch.events import Caveat
+from lockstep.launch.layout import Layout
 from lockstep.launch.world import World
 from lockstep.model.build import buffers_of, build_model
 from lockstep.model.inspection import drops
@@ -58,12 +59,14 @@ class DP(Strategy):
     good_for: ClassVar[str] = (
         "notebooks, and models of large operators; small layers wait for Python's interpreter lock"
     )
-    processes: ClassVar[Literal["one", "one per device"]] = "one"
+
+    def layout(self, devices: int) -> Layout:
+        """A local batch for each device, all in one process."""
+        return Layout({"data": devices}, devices_per_process=devices)
 
     def build(self, job: Job, world: World) -> Step:
         """Build the model on the first device and a replica on each other."""
-        if world.size > 1:
-            raise StrategyError(f"dp is one process for all devices, and this is one of {world.size}: take ddp")
+        self.refuse_other_processes(world)
         model = build_model(job, world)
         self.refuse(model, len(world.devices))
         if len(world.devices) > 1:
@@ -98,8 +101,6 @@ class DPStep(Step):
         exchange: ThreadExchange | None,
     ) -> None:
         super().__init__(model, optimizer, job, world)
-        self.cuts_batch = len(world.devices) > 1 or job.accumulate > 1
-        self.replicas = len(world.devices)
         self._exchange = exchange
         self._devices = world.devices
         self._replicas = [model, *(replica_of(model, device) for device in world.devices[1:])]

@@ -35,9 +35,6 @@ class Evaluator:
         loss: gives total and count.
     """
 
-    cuts_batch = True
-    """Whether a loss sees less than the global batch, so that it must be additive over samples."""
-
     def __init__(self, model: nn.Module, job: Job, world: World) -> None:
         self.model = model
         self.world = world
@@ -49,6 +46,17 @@ class Evaluator:
         self._stream: tuple[int, ...] | None = None
         self._loss_check: LossCheck | None = None
         self._judged = 0
+        self._accumulate = job.accumulate
+
+    @property
+    def replicas(self) -> int:
+        """How many copies of the model there are over all ranks, each with a local batch of its own."""
+        return self.world.layout.local_batches
+
+    @property
+    def cuts_batch(self) -> bool:
+        """Whether a loss sees less than the global batch, so that it must be additive over samples."""
+        return self.replicas * self._accumulate > 1
 
     @property
     def loss_check(self) -> LossCheck:
@@ -165,7 +173,7 @@ class Evaluator:
 
     def seed(self, seed: int, number: int | None = None) -> None:
         """Begin a random stream of its own for this step (or that number) and rank, so that it can be repeated."""
-        self._stream = seed, self.world.step if number is None else number, self.world.rank
+        self._stream = seed, self.world.step if number is None else number, self.world.data.rank
         self._seed_all(mixed(*self._stream))
 
     def _seed_all(self, key: int) -> None:

@@ -39,6 +39,7 @@ from lockstep.data import Batch
 from lockstep.errors import RunError, StrategyError
 from lockstep.job import Job
 from lockstep.launch.events import Caveat
+from lockstep.launch.layout import Layout
 from lockstep.launch.world import World
 from lockstep.model.build import buffers_of, build_model
 from lockstep.model.loss import Number
@@ -58,11 +59,14 @@ class Hogwild(Strategy):
     good_for: ClassVar[str] = (
         "large embeddings with sparse gradients, on CPU; results differ from single-device training"
     )
-    processes: ClassVar[Literal["one", "one per device"]] = "one per device"
     exact: ClassVar[Literal[True] | str] = (
         "hogwild is not exact: ranks write the same weights without waiting for one another, so that no two runs end "
         "at the same numbers; ddp keeps those of one device"
     )
+
+    def layout(self, devices: int) -> Layout:
+        """A local batch and a process for each device; nobody waits."""
+        return Layout({"data": devices}, together=False)
 
     def build(self, job: Job, world: World) -> Step:
         """Build the same model on every rank, and move its weights to shared memory.
@@ -70,7 +74,7 @@ class Hogwild(Strategy):
         Raises:
             StrategyError: the weights can't be shared, or a setting would make the ranks wait for one another.
         """
-        self.refuse_one_process(world)
+        self.refuse_other_processes(world)
         if not world.device.is_slot:
             raise StrategyError(
                 f"hogwild shares weights in the memory of the CPU, and this is {world.device}: take ddp, or 2xcpu"
@@ -125,8 +129,6 @@ def _refuse_unscaled(optimizer: torch.optim.Optimizer) -> None:
 class HogwildStep(Step):
     """One rank: its own model object and optimizer, on weights that are everybody's."""
 
-    together = False
-
     def __init__(
         self,
         model: nn.Module,
@@ -136,8 +138,6 @@ class HogwildStep(Step):
         shared: SharedWeights | None,
     ) -> None:
         super().__init__(model, optimizer, job, world)
-        self.cuts_batch = world.size > 1 or job.accumulate > 1
-        self.replicas = world.size
         self._shared = shared
         self._share = 0
         self._samples = 0

@@ -23,6 +23,7 @@ from lockstep.data import is_stream
 from lockstep.errors import LockstepError, StrategyError, TooFewLayers, nearest, told
 from lockstep.job import Job
 from lockstep.launch.events import Caveat, Line
+from lockstep.launch.layout import Layout
 from lockstep.launch.world import World
 from lockstep.model.build import build_model
 from lockstep.model.inspection import drops
@@ -64,8 +65,6 @@ class PP(Strategy):
     name: ClassVar[str] = "pp"
     summary: ClassVar[str] = "one process, a stage of layers per device; micro-batches overlap"
     good_for: ClassVar[str] = "models too large for one device, or of few large layers"
-    processes: ClassVar[Literal["one", "one per device"]] = "one"
-    splits_layers: ClassVar[bool] = True
 
     device_map: Mapping[str, int] | None = None
     # (None has no word: "none" would not be understood as four.)
@@ -198,14 +197,17 @@ class PP(Strategy):
             return (self.chunks_on(devices),)
         return (1,) if self.schedule in ("1f1b", "gpipe") else (1, 2)
 
+    def layout(self, devices: int) -> Layout:
+        """Layers for each device, all in one process."""
+        return Layout({"stage": devices}, devices_per_process=devices)
+
     def build(self, job: Job, world: World) -> Step:
         """Build the model, and put each layer on the device of its stage.
 
         Raises:
             StrategyError: this process is one of several, the map doesn't fit, a setting can't be kept.
         """
-        if world.size > 1:
-            raise StrategyError(f"{self.name} is one process for all devices, and this is one of {world.size}")
+        self.refuse_other_processes(world)
         if (why := refuse_mixed(world.devices)) is not None:
             raise StrategyError(f"{self.name}: {why}: use slots, or accelerators of one type")
         if job.sync_batchnorm and self.num_microbatches(job) > 1:
@@ -219,7 +221,6 @@ class PP(Strategy):
             )
         if isinstance(job.train_data, tuple) and not job.train_data:  # ``parallelize`` knows of none
             self._refuse_in_own_loop()
-        world.splits_layers = True
         model = build_model(job, world, place=False)
         each = self.chunks_on(len(world.devices))
         stages = len(world.devices) * each

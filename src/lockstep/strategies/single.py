@@ -3,13 +3,11 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import ClassVar, Literal
-
-import torch
-from torch import nn
+from typing import ClassVar
 
 from lockstep.data import Batch
 from lockstep.job import Job
+from lockstep.launch.layout import Layout
 from lockstep.launch.world import World
 from lockstep.model.build import build_model
 from lockstep.model.loss import Number
@@ -25,7 +23,10 @@ class Single(Strategy):
     name: ClassVar[str] = "single"
     summary: ClassVar[str] = "one device, with the whole model and the whole batch"
     good_for: ClassVar[str] = "the reference; models that one device trains fast enough"
-    processes: ClassVar[Literal["one", "one per device"]] = "one"
+
+    def layout(self, devices: int) -> Layout:
+        """One device."""
+        return Layout({"data": 1})
 
     def build(self, job: Job, world: World) -> Step:
         """Build the model and its optimizer on the world's one device."""
@@ -35,10 +36,6 @@ class Single(Strategy):
 
 class SingleStep(Step):
     """Forward and backward of each micro-batch in turn."""
-
-    def __init__(self, model: nn.Module, optimizer: torch.optim.Optimizer, job: Job, world: World) -> None:
-        super().__init__(model, optimizer, job, world)
-        self.cuts_batch = job.accumulate > 1
 
     def bytes_communicated(self) -> int:
         """There is nobody to give anything to."""

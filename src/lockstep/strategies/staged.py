@@ -44,9 +44,7 @@ class StagedStep(Step):
         runner: Runner,
         microbatches: int,
     ) -> None:
-        super().__init__(model, optimizer, job, world)
-        self._accumulate = job.accumulate * microbatches
-        self.cuts_batch = self._accumulate > 1
+        super().__init__(model, optimizer, job.replace(accumulate=job.accumulate * microbatches), world)
         self._layers = layers
         self.runner = runner
         self._is_small = world.device.is_slot and sum(p.numel() for p in self._parameters) <= _FEW
@@ -147,7 +145,7 @@ class StagedStep(Step):
         """The random stream of a batch that isn't trained on; under a seed the one that any step gives it."""
         if not self.runner.overlaps:
             return nullcontext()
-        key = None if seed is None else mixed(seed, batch.index + 1, self.world.rank)
+        key = None if seed is None else mixed(seed, batch.index + 1, self.world.data.rank)
         return stream(lambda: streams.generator(batch.index) if key is None else _seeded(key))
 
     @contextmanager

@@ -96,18 +96,12 @@ class Step(Evaluator, ABC):
     own_loop = False
     """Whether a person's own loop calls it, perhaps on some of the ranks only."""
 
-    replicas = 1
-    """How many copies of the model there are over all ranks, each with a share of its own."""
-    together = True
-    """Whether the ranks meet in each update."""
-
     profiled: Mapping[str, str] = {}
     """Methods of a strategy's own that a profile names: ``"replica"`` (one runs for each), or how gradients move."""
 
     def __init__(self, model: nn.Module, optimizer: torch.optim.Optimizer, job: Job, world: World) -> None:
         super().__init__(model, job, world)
         self.optimizer = optimizer
-        self._accumulate = job.accumulate
         self._clip_norm = job.clip_norm
         self._scaler = self._precision.scaler
         self._compile = job.compile
@@ -126,6 +120,11 @@ class Step(Evaluator, ABC):
         self._noted: set[Caveat | str] = set()
         self._on_devices = DeviceChecks()
         self._factors: dict[tuple[float, torch.dtype, torch.device], torch.Tensor] = {}
+
+    @property
+    def together(self) -> bool:
+        """Whether the ranks meet in each update."""
+        return self.world.layout.together
 
     def _find_trained(self) -> None:
         """The parameters that are trained now: those of the optimizer that aren't frozen."""

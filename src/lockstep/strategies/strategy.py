@@ -13,6 +13,7 @@ from lockstep.data import AnyLoader, job_loader
 from lockstep.errors import StrategyError
 from lockstep.job import Job
 from lockstep.launch.events import Caveat
+from lockstep.launch.layout import Layout
 from lockstep.launch.world import World
 from lockstep.model.build import hooked_parameters
 from lockstep.model.inspection import drops
@@ -28,22 +29,31 @@ class Strategy(ABC):
     Attributes:
         name: the one word that a person gives.
         summary: what each device holds, in a few words, for tables.
-        processes: one that drives all devices, or one per device.
-        splits_layers: each device holds a part of the model, not of the batch.
         exact: True, or the reason why its numbers are not those of one device.
     """
 
     name: ClassVar[str]
     summary: ClassVar[str]
     good_for: ClassVar[str]
-    processes: ClassVar[Literal["one", "one per device"]]
-    splits_layers: ClassVar[bool] = False
     exact: ClassVar[Literal[True] | str] = True
 
     @classmethod
     def choices(cls) -> set[str]:
         """The names of its settings that can have other values than the usual one."""
         return {field.name for field in fields(cls)}
+
+    @abstractmethod
+    def layout(self, devices: int) -> Layout:
+        """What it does with so many devices."""
+
+    def prepare(self, job: Job, world: World) -> Step:
+        """Lay out the devices, and build what trains on them.
+
+        Raises:
+            LockstepError: as ``build``.
+        """
+        world.layout = self.layout(world.size * len(world.devices))
+        return self.build(job, world)
 
     @abstractmethod
     def build(self, job: Job, world: World) -> Step:
@@ -96,16 +106,21 @@ class Strategy(ABC):
                     fix="use single or mp, or leave it out",
                 )
 
-    def refuse_one_process(self, world: World) -> None:
-        """Refuse several devices in one process, where each is to have its own.
+    def refuse_other_processes(self, world: World) -> None:
+        """Refuse devices in other processes than the layout has.
 
         Raises:
             StrategyError: with how to start them.
         """
-        if world.size == 1 and len(world.devices) > 1:
+        wanted = world.layout.processes
+        if world.size == 1 < wanted:
             raise StrategyError(
-                f"{self.name} wants a process for each of the {len(world.devices)} devices, and this is one process: "
+                f"{self.name} wants a process for each of the {wanted} devices, and this is one process: "
                 "start it with lockstep.launch(...) or torchrun, or use dp"
+            )
+        if wanted == 1 < world.size:
+            raise StrategyError(
+                f"{self.name} is one process for all devices, and this is one of {world.size}: take ddp"
             )
 
     def caveats(self, job: Job, model: nn.Module, replicas: int) -> list[Caveat]:

@@ -111,7 +111,7 @@ class _Training:
         self.eval_data = {} if job.eval_data is None else resolve_sets(job.eval_data, world)
         self.planning: list[Any] = []
         self.strategy = self._planned_strategy()
-        self.step: Step = self.strategy.build(job, world)
+        self.step: Step = self.strategy.prepare(job, world)
         self.scheduler = scheduler_of(job, self.step)
         self.parts = self.strategy.num_microbatches(job)
         self.loader = self.strategy.training_loader(job, world, self.train_data)
@@ -377,7 +377,7 @@ class _Training:
         on = f"{len(devices)} devices ({_abridged(devices)})" if len(devices) > 1 else _described(world.device)
         via = f", {world.backend}" if world.backend else ""
         self.told.line(f"{plan.name}: {plan.strategy.name} on {on}{via}")
-        shares = share_sizes(job.batch_size, 1 if world.splits_layers else len(devices))
+        shares = share_sizes(job.batch_size, world.layout.local_batches)
         cut = min(self.parts, job.batch_size)  # no micro-batch is empty
         parts = f", in {cut} micro-batches" if cut > 1 else ""
         split = f" = {_abridged([str(s) for s in shares], ' + ')} over the devices" if len(shares) > 1 else ""
@@ -415,7 +415,7 @@ class _Training:
             "epochs": self.epoch,
             "steps": self.world.step,
             "batch_size": self.job.batch_size,
-            "shares": share_sizes(self.job.batch_size, 1 if self.world.splits_layers else len(self.devices)),
+            "shares": share_sizes(self.job.batch_size, self.world.layout.local_batches),
             "shapes": self.shapes,
             "train_samples": self.loader.samples,
             "eval_samples": _sum_of_known([loader.samples for loader in self.eval_loaders.values()]),

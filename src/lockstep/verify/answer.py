@@ -15,7 +15,7 @@ from lockstep.jobfile import JobFile, as_job, the_job, with_settings
 from lockstep.launch import devices as _devices
 from lockstep.launch import started_as_rank
 from lockstep.launch.devices import Device, Devices
-from lockstep.launch.placement import alone, place_of
+from lockstep.launch.placement import alone, needs_one_process, place_of
 from lockstep.strategies import Strategy, choose
 from lockstep.strategies.single import Single
 from lockstep.verify.causes import of_refusal
@@ -128,7 +128,7 @@ def _answer(
     )
     if equal:
         return dataclasses.replace(said, equal=True)
-    shares = 1 if way.splits_layers else len(chosen)
+    shares = way.layout(len(chosen)).local_batches
     first = bounds.first_apart(found)
     diagnosis = Diagnosis(laboratory, experiment, found, noise, parts, shares)
     causes = diagnosis.causes()
@@ -149,7 +149,7 @@ def _answer(
 
 def _planned(way: Strategy, job: Job, devices: tuple[Device, ...]) -> Strategy:
     """The strategy with what it leaves open settled, as a training would, so that all experiments have the same."""
-    if way.processes != "one":
+    if not needs_one_process(way, devices):
         return way
     with alone(devices) as world:
         world.tell = lambda told: None

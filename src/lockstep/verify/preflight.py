@@ -76,7 +76,7 @@ def preflight(job: Job, strategy: Strategy, devices: tuple[Device, ...], *, whol
     if job.compile:
         ground.settings["compile"] = False
         ground.notes.append("without compile, which only changes rounding")
-    shares = 1 if strategy.splits_layers else len(devices)
+    shares = strategy.layout(len(devices)).local_batches
     fewest = min(job.batch_size, max(2 * shares * strategy.num_microbatches(job) + 1, 4))
     tried = None
     try:

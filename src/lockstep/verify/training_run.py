@@ -73,7 +73,7 @@ class Side:
         self._accelerators = tuple({device.torch: None for device in world.devices if not device.is_slot})
         self.data = resolve(job.train_data, world, "train_data")
         data = begun(self.data, job.batch_size)
-        self.step: Step = strategy.build(job, world)
+        self.step: Step = strategy.prepare(job, world)
         for model in self.step.models():
             hold_still(model, still)
         self.scheduler = scheduler_of(job, self.step)

@@ -1,0 +1,58 @@
+"""Layout: the mesh that a strategy lays over its devices, and which of them each process drives."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import NamedTuple
+
+
+@dataclass(frozen=True)
+class Layout:
+    """Named axes of devices, as `torch.distributed.device_mesh.init_device_mesh` takes them.
+
+    Attributes:
+        axes: the size of each. Devices next to one another differ in the last axis first. Those of the axis ``"data"``
+            are given a local batch each, those of ``"stage"`` some layers each.
+        devices_per_process: neighbours.
+        together: whether the processes meet in each update.
+    """
+
+    axes: Mapping[str, int]
+    devices_per_process: int = 1
+    together: bool = True
+
+    @property
+    def devices(self) -> int:
+        """All of them."""
+        return math.prod(self.axes.values())
+
+    @property
+    def processes(self) -> int:
+        """That drive them."""
+        return self.devices // self.devices_per_process
+
+    @property
+    def local_batches(self) -> int:
+        """In how many a batch is cut: the replicas of the model."""
+        return self.axes.get("data", 1)
+
+    def read_by(self, process: int) -> DataShare:
+        """What a process reads of each batch, by the number of the process."""
+        readers = min(self.processes, self.local_batches)
+        return DataShare(process * readers // self.processes, readers, self.local_batches // readers)
+
+
+class DataShare(NamedTuple):
+    """What a process reads of each batch.
+
+    Attributes:
+        rank: the number of its share. Processes with the same one read the same samples.
+        size: how many shares there are.
+        local_batches: that its share is cut in, one for each replica that the process drives.
+    """
+
+    rank: int
+    size: int
+    local_batches: int
