@@ -184,7 +184,7 @@ def look(
     *,
     targets: Any = None,
     total: Total | None = None,
-    few: bool = False,
+    again: bool = False,
 ) -> Seen:
     """See what ``model`` does with ``inputs`` of so many samples; it is left as it is, and so are all generators.
 
@@ -196,13 +196,13 @@ def look(
         samples: their number.
         targets: of the same.
         total: gives the total of the loss; without it gradients aren't looked at.
-        few: take as few of the samples as can be cut.
+        again: with as few samples as can be cut, no gradients and no copy of the parameters, to spare the memory.
     """
     batch = inputs, targets
     seen = Seen()
     with torch.no_grad(), kept_states(accelerators_of(inputs)):
         try:
-            copied = copy.deepcopy(model)
+            copied = copy.deepcopy(model, _same_parameters(model) if again else None)
         except Exception as error:
             return Seen(uncopied=told(error))
         try:
@@ -211,16 +211,22 @@ def look(
                     module.training = False
             if len({p.device for p in copied.parameters()}) > 1:  # a copy has no hooks that move what it is given
                 copied, batch = copied.cpu(), to_device(batch, torch.device("cpu"))
-            if samples < _FEWEST:  # too few to cut: as many again, and again, that differ
+            few = samples < _FEWEST
+            if few:  # too few to cut: as many again, and again, that differ
                 times = -(-_FEWEST // samples)
                 batch = each(functools.partial(_multiplied, samples, times), batch)
-                samples, few = samples * times, True
-            if few:
+                samples *= times
+            if few or again:
                 batch, samples = cut(batch, 0, _FEWEST, samples), _FEWEST
-            _see(copied, batch, samples, seen, total)
+            _see(copied, batch, samples, seen, None if again else total)
         except Exception:  # what is wrong with the model, its first step says
             return seen
     return seen
+
+
+def _same_parameters(model: nn.Module) -> dict[int, Any]:
+    """For a copy: parameters of its own with the same memory."""
+    return {id(p): nn.Parameter(p.detach(), p.requires_grad) for p in model.parameters() if type(p) is nn.Parameter}
 
 
 def refuse_written_buffers(model: nn.Module, inputs: Any) -> None:
@@ -336,25 +342,25 @@ def _uneven_gradient(
 ) -> str | None:
     """The first parameter whose gradient over a batch isn't the sum of those over two parts of it."""
     names, parameters = zip(*((n, p) for n, p in model.named_parameters() if p.requires_grad), strict=True)
-    totals, gradients = [], []
+    totals: list[torch.Tensor] = []
+    gradients: list[list[torch.Tensor]] = []
     for start, size in shares:
         with torch.enable_grad():
             value = total_of(start, size)
         totals.append(value.detach())
         found = torch.autograd.grad(value, parameters, allow_unused=True)
-        gradients.append([None if g is None or g.layout != torch.strided else g for g in found])
+        strided = [torch.zeros(()) if g is None or g.layout != torch.strided else g for g in found]
+        if len(gradients) < 2:
+            gradients.append(strided)
+        else:
+            gradients[1] = [b + c for b, c in zip(gradients[1], strided, strict=True)]
     if _differ(totals[:1], [totals[1] + totals[2]]):
         return None  # which `lockstep.model.loss_check` judges
-    whole, *parts = gradients
-    largest = max((float(g.abs().max()) for g in whole if g is not None and g.numel()), default=0.0)
-    for name, a, b, c in zip(names, whole, *parts, strict=True):
-        if a is None and b is None and c is None:
-            continue
-        there = [g for g in (b, c) if g is not None]
-        a = torch.zeros_like(there[0]) if a is None else a
-        both = functools.reduce(torch.add, there, torch.zeros_like(a))
+    largest = max((float(g.abs().max()) for g in gradients[0] if g.numel()), default=0.0)
+    for name, whole, parts in zip(names, *gradients, strict=True):
         # (Some gradients are zero but for rounding, as that of the bias of keys in attention.)
-        if float((a - both).abs().max()) > _ROUNDING.get(a.dtype, 1.0) * largest and _differ([a], [both]):
+        beyond = whole.numel() and float((whole - parts).abs().max()) > _ROUNDING.get(whole.dtype, 1.0) * largest
+        if beyond and _differ([whole], [parts]):
             return str(name)
     return None
 

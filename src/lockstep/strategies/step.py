@@ -277,9 +277,10 @@ class Step(Evaluator, ABC):
         def total(outputs: Any, targets: Any, size: int) -> torch.Tensor:
             return self.loss.copied()(outputs, targets, size)[0]
 
-        few = self._updates > 1
-        seen = look(self.model, part.inputs, part.size, targets=part.targets, total=total, few=few)
-        self.seen = seen
+        again = self._updates > 1
+        self.seen = seen = look(self.model, part.inputs, part.size, targets=part.targets, total=total, again=again)
+        if seen.writes is not None or seen.uncopied is not None:
+            self.last_look = 1
         self.loss_check.of_batch = seen.of_batch
         if self.replicas == 1:
             self._tell(seen.of_microbatches())
