@@ -31,6 +31,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from lockstep.cli import command as cli
+from lockstep.strategies import STRATEGIES
 
 ROOT = Path(__file__).parents[1]
 
@@ -297,6 +298,12 @@ def abridged(lines: list[str]) -> list[str]:
     table = lines.index("", lines.index("", first) + 1)
     sentence = lines.index("", last) if "" in lines[last:] else len(lines)
     return ["...", *lines[first:table], "...", "", *lines[last:sentence], "..."]
+
+
+def table_of_strategies() -> list[str]:
+    """The lines of the README's table."""
+    rows = [f"| `{name}` | {kind.summary} | {kind.good_for} |" for name, kind in STRATEGIES.items()]
+    return ["| strategy | what each device holds | good for |", "|---|---|---|", *rows]
 
 
 if __name__ == "__main__":
