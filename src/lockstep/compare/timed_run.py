@@ -179,16 +179,7 @@ def _in_fresh_processes(function: Callable[[World, Job, _Plan], T], job: Job | J
     strategy = choose(way.strategy, chosen, **way.options)
     plan = _Plan(with_settings(job, way.settings), strategy, chosen, asked=now(), **settings)
     places = (place_of(chosen),) if strategy.processes == "one" else chosen
-    found: T = run_locally(
-        _on_rank,
-        places,
-        (function, plan),
-        backend=None,
-        folder=None,
-        on_event=None,
-        on_output=lambda text, stream: None,
-        timeout=1800.0,
-    )[0]
+    found: T = run_locally(_on_rank, places, (function, plan), on_output=lambda text, stream: None)[0]
     return found
 
 

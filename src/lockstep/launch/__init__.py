@@ -9,11 +9,9 @@ imports the person's script a second time: functions travel by value, so a scrip
 cell or standard input will do. And each rank that fails writes a record with the moment of its failure, so the rank
 that failed first is the one that is named, rather than one of those that failed for want of it.
 
-`processes` has, in reading order: `local_ranks` (one launch, from here), `call` and `modes` (what the ranks are given),
-`fork_server` and `fork` (the two ends of the process that forks them), `rank` (what a rank does), `frames` (what it
-sends back), `supervisor` (watching them), `failure_records` (who failed first), `rank_output` (what they print).
-`standing_ranks` keeps ranks for one call after another. `task_workers` and `worker_context` are the two ends of
-processes that take tasks instead, and are no ranks. `started_ranks` is the other way to become a rank: by torchrun.
+`processes` has, in reading order: `local_ranks` (one launch, from here), `supervisor` (its processes, watched until they
+end), `call` (what they are given), `fork_server` and `fork` (the two ends of the process that forks them), `rank` (what
+a rank does) and `failure_records` (who failed first). `started_ranks` is the other way to become a rank: by torchrun.
 
 This module and `lockstep.launch.processes.fork_server` import nothing heavy, so that a command can start the forking
 process first and import torch beside it.
@@ -26,8 +24,6 @@ import sys
 from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
-
-from lockstep.errors import InputError
 
 if TYPE_CHECKING:
     from lockstep.launch.devices import Device, Devices
@@ -71,8 +67,9 @@ def launch(
         LockstepError: a rank raised one of Lockstep's own: it comes out as itself.
     """
     from lockstep.launch import devices as _devices
+    from lockstep.launch import world as _world
 
-    not_within_a_rank()
+    _world.not_within_a_rank()
     if folder is not None:
         folder = os.path.abspath(folder)
     args = tuple(args)
@@ -94,22 +91,6 @@ def launch(
     return local_ranks.run(
         fn, chosen, args, backend=backend, folder=folder, on_event=on_event, on_output=on_output, timeout=timeout
     )
-
-
-def not_within_a_rank() -> None:
-    """Refuse to start ranks in a rank.
-
-    Raises:
-        InputError: this process is one of several already.
-    """
-    from lockstep.launch import world as _world
-
-    outer = _world.current()
-    if outer is not None and outer.size > 1:
-        raise InputError(
-            f"this is rank {outer.rank} of {outer.size} already: start a training or a launch before the ranks, once; "
-            'in a job file or a script, below if __name__ == "__main__":'
-        )
 
 
 def here(devices: Devices = "auto") -> World | None:

@@ -213,6 +213,19 @@ def enter(world: World | None) -> World | None:
     return before
 
 
+def not_within_a_rank() -> None:
+    """Refuse to start ranks in a rank.
+
+    Raises:
+        InputError: this process is one of several already.
+    """
+    if _current is not None and _current.size > 1:
+        raise InputError(
+            f"this is rank {_current.rank} of {_current.size} already: start a training or a launch before the ranks, "
+            'once; in a job file or a script, below if __name__ == "__main__":'
+        )
+
+
 def default_backend(device: Device) -> str:
     """NCCL between CUDA devices, gloo elsewhere, or what PyTorch holds to be right for the type."""
     if device.is_slot or device.type == "mps":

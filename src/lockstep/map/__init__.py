@@ -149,11 +149,11 @@ def _places(wanted: Devices, is_module: bool) -> tuple[Device, ...]:
     from lockstep.launch import devices as _devices
     from lockstep.launch import started_as_rank, started_ranks
     from lockstep.launch import world as _world
-    from lockstep.launch.processes import worker_context
+    from lockstep.launch.processes.rank import current_worker
 
     is_auto = wanted is None or wanted == "auto"
     world = _world.current()
-    here = worker_context.current()
+    here = current_worker()
     if here is not None or (world is not None and world.size > 1):
         own = here.device if here is not None else world.device  # type: ignore[union-attr]
         if not is_auto and len(_devices.parse(wanted)) > 1:

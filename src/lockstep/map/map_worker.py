@@ -13,8 +13,7 @@ import torch
 from lockstep.data.shares import MAP, absorbed
 from lockstep.errors import InputError, ItemFailed
 from lockstep.launch.processes.failure_records import RankTraceback, Record
-from lockstep.launch.processes.modes import Modes
-from lockstep.launch.processes.worker_context import Station
+from lockstep.launch.processes.rank import WorkerContext
 from lockstep.map.shared_values import Packed, pack, unpack
 from lockstep.tensors.seeding import seed_all
 
@@ -88,58 +87,58 @@ class Call:
         return result
 
 
-def serve(station: Station, call: bytes, modes: Modes) -> None:
+def serve(worker: WorkerContext, call: bytes) -> None:
     """Work on chunks until there are no more."""
     fn: Call = pickle.loads(call)
     if fn.stream is None:  # else forks of one process would all draw the same
         key = int.from_bytes(os.urandom(8), "little") >> 1
         torch.manual_seed(key)
         seed_all(key)
-    while head := station.next():
-        station.tell(_reply(station, fn, modes, pickle.loads(head)))
+    while head := worker.channel.next():
+        worker.channel.tell(_reply(worker, fn, pickle.loads(head)))
 
 
-def _reply(station: Station, fn: Call, modes: Modes, task: Task) -> Reply:
-    station.item = task.first
-    block = station.blocks[task.slot]
+def _reply(worker: WorkerContext, fn: Call, task: Task) -> Reply:
+    worker.item = task.first
+    block = worker.blocks[task.slot]
     results: list[Any] = []
     failure = None
     began = time.perf_counter()
     try:
         units = unpack(task.packed, block)
         units.reverse()
-        with modes.entered():
+        with worker.modes.entered():
             while units:
-                results.append(fn(units.pop(), station.item, not station.device.is_slot))
-                station.item += fn.batch or 1
+                results.append(fn(units.pop(), worker.item, not worker.device.is_slot))
+                worker.item += fn.batch or 1
     except BaseException as error:
-        failure = _record(error, station)
+        failure = _record(error, worker)
     seconds = time.perf_counter() - began
     try:
         packed = pack(results, block)
     except Exception:
-        packed, failure = _sendable(results, task, station, fn)
-    station.item = -1
+        packed, failure = _sendable(results, task, worker, fn)
+    worker.item = -1
     return Reply(task.number, seconds, packed, failure)
 
 
-def _record(error: BaseException, station: Station) -> Record:
+def _record(error: BaseException, worker: WorkerContext) -> Record:
     trace = error.__traceback__
     while trace is not None and trace.tb_next is not None and trace.tb_frame.f_globals["__name__"] == __name__:
         trace = trace.tb_next
-    return Record.of(error.with_traceback(trace), time.monotonic(), station.number, station.item)
+    return Record.of(error.with_traceback(trace), time.monotonic(), worker.number, worker.item)
 
 
-def _sendable(results: list[Any], task: Task, station: Station, fn: Call) -> tuple[Packed, Record]:
+def _sendable(results: list[Any], task: Task, worker: WorkerContext, fn: Call) -> tuple[Packed, Record]:
     """The results before the first that can't be sent, and what is wrong with that."""
-    block = station.blocks[task.slot]
+    block = worker.blocks[task.slot]
     for i, result in enumerate(results):
         try:
             pack(result, block)
         except Exception as error:
-            station.item = task.first + i * (fn.batch or 1)
+            worker.item = task.first + i * (fn.batch or 1)
             what = f"its result (a {type(result).__qualname__}) can't be sent back: {error}"
-            return pack(results[:i], block), _record(TypeError(what), station)
+            return pack(results[:i], block), _record(TypeError(what), worker)
     raise RuntimeError("results that can be sent one by one can't be sent together")
 
 

@@ -31,11 +31,11 @@ import cloudpickle
 from lockstep.errors import InputError, ItemFailed, RunError, own_traceback, told
 from lockstep.launch.devices import Device, occupied
 from lockstep.launch.processes import failure_records
+from lockstep.launch.processes.call import Modes, Setup
 from lockstep.launch.processes.failure_records import Record
-from lockstep.launch.processes.modes import Modes
-from lockstep.launch.processes.task_workers import Workers
+from lockstep.launch.processes.supervisor import Supervisor
 from lockstep.map.map_worker import Call, Reply, Task, failed, serve
-from lockstep.map.shared_values import copied, kept, pack, unpack
+from lockstep.map.shared_values import copied, kept, new_block, pack, unpack
 from lockstep.tensors.pytree import each
 from lockstep.tensors.seeding import kept_states
 
@@ -162,15 +162,18 @@ class _Mapping:
         self._is_drawn = False
 
     def run(self) -> Iterator[Any]:
-        self._workers = workers = Workers(
-            serve,
-            (self._packed, Modes.here(self._devices)),
-            self._devices,
-            self._hear,
-            self._on_output,
-            blocks=len(self._free[0]),
-        )
-        try:
+        with contextlib.ExitStack() as stack:
+            self._blocks = [[new_block(stack) for _ in free] for free in self._free]
+            self._workers = workers = stack.enter_context(
+                Supervisor(
+                    Setup(self._devices, Modes.here(self._devices)),
+                    serve,
+                    (self._packed,),
+                    blocks_of=lambda worker: self._blocks[worker],
+                    on_event=self._hear,
+                    on_output=self._on_output,
+                )
+            )
             while True:
                 if self._waiting and self._waiting[0].results is not None:
                     yield from self._given(self._waiting.popleft())
@@ -183,10 +186,9 @@ class _Mapping:
                     break
             if self._ending is not None:
                 raise self._ending
-            workers.end()
-        finally:
-            workers.close()
-            self._ending = None
+            for worker in range(len(self._devices)):
+                workers.send(worker, b"")
+            workers.watch()
 
     def _given(self, chunk: _Chunk) -> Iterator[Any]:
         """Its results one by one; the workers are kept at work meanwhile."""
@@ -228,7 +230,7 @@ class _Mapping:
             return
         worker = max(range(len(self._free)), key=lambda w: len(self._free[w]))
         slot = self._free[worker].pop(0)
-        block = self._workers.blocks[worker][slot]
+        block = self._blocks[worker][slot]
         try:
             packed = pack(units, block)
         except Exception:
@@ -283,8 +285,8 @@ class _Mapping:
 
     def _turn(self, seconds: float | None) -> None:
         self._workers.turn(seconds)
-        if (failure := self._workers.failure) is not None:
-            raise self._death(failure)
+        if self._workers.failed_at is not None and (failures := self._workers.failures()):
+            raise self._death(min(failures, key=lambda failure: failure.time))
 
     def _hear(self, worker: int, reply: Reply) -> None:
         chunk = self._at.pop(reply.number)

@@ -12,10 +12,12 @@ parcel, so that its size is that of the largest. What is read out of it is a cop
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import io
 import os
 import pickle
+import tempfile
 from typing import Any, NamedTuple
 
 import cloudpickle
@@ -91,6 +93,17 @@ def copied(value: Any) -> Any:
     if type(value) is dict:
         return {name: copied(part) for name, part in value.items()}
     return value
+
+
+def new_block(stack: contextlib.ExitStack) -> int:
+    """A file without a name, in memory where the system can do that, of no size yet; open until the stack ends."""
+    if hasattr(os, "memfd_create"):  # not bound by the size of /dev/shm, which is small in containers
+        number = os.memfd_create("lockstep")
+    else:
+        with tempfile.TemporaryFile() as file:
+            number = os.dup(file.fileno())
+    stack.callback(os.close, number)
+    return number
 
 
 def pack(value: Any, block: int) -> Packed:
