@@ -9,9 +9,10 @@ imports the person's script a second time: functions travel by value, so a scrip
 cell or standard input will do. And each rank that fails writes a record with the moment of its failure, so the rank
 that failed first is the one that is named, rather than one of those that failed for want of it.
 
-`processes` has, in reading order: `local_ranks` (one launch, from here), `supervisor` (its processes, watched until they
-end), `call` (what they are given), `fork_server` and `fork` (the two ends of the process that forks them), `rank` (what
-a rank does) and `failure_records` (who failed first). `started_ranks` is the other way to become a rank: by torchrun.
+`processes` has, in reading order: `local_ranks` (one launch, from here), `supervisor` (its processes, watched until
+they end), `call` (what they are given), `fork_server` and `fork` (the two ends of the process that forks them), `rank`
+(what a rank does) and `failure_records` (who failed first). `started_ranks` is the other way to become a rank: by
+torchrun.
 
 This module and `lockstep.launch.processes.fork_server` import nothing heavy, so that a command can start the forking
 process first and import torch beside it.

@@ -208,6 +208,13 @@ def limit_threads(device: Device) -> None:
         torch.set_num_threads(min(device.threads, _own_limit() or device.threads))
 
 
+def settle(device: Device) -> None:
+    """Compute on a device from now on, in the calling thread: its thread limit, or its being the current one."""
+    limit_threads(device)
+    if not device.is_slot:
+        torch.accelerator.set_device_index(device.index)
+
+
 def _own_limit() -> int | None:
     """``OMP_NUM_THREADS``, unless it may be torchrun's own default, which is 1 however many cores a process has."""
     word = os.environ.get("OMP_NUM_THREADS", "").partition(",")[0]

@@ -14,14 +14,13 @@ import pickle
 import socket
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any, NamedTuple, TypeVar
-from urllib.parse import urlsplit
 
 import cloudpickle
 import torch.distributed as dist
 from torch.distributed.distributed_c10d import PrefixStore, Store
-from torch.distributed.rendezvous import register_rendezvous_handler, rendezvous
+from torch.distributed.rendezvous import rendezvous
 
 from lockstep.errors import DeviceError, counted
 from lockstep.launch import devices as _devices
@@ -123,12 +122,26 @@ def stay(device: Device) -> _world.World:
     return world
 
 
-def _join(world: _world.World, **options: Any) -> None:
+def _join(world: _world.World, *, backend: str | None = None, timeout: float = 1800.0) -> None:
     """Join the others; a process group that a person has made is taken as it is."""
     if dist.is_initialized():
         _world.adopt(world)
     else:
-        _world.join(world, init_method=_meeting(), **options)
+        _world.join(world, _store(timeout), backend=backend, timeout=timeout)
+
+
+_stores = 0
+
+
+def _store(timeout: float) -> Store:
+    """Torchrun's store, under keys of this launch's own.
+
+    It outlives a process group, and a second group would find the addresses of the first in it.
+    """
+    global _stores
+    _stores += 1
+    store, _, _ = next(rendezvous("env://", timeout=datetime.timedelta(seconds=timeout)))
+    return PrefixStore(f"lockstep_{_stores}", store)
 
 
 def _leave(world: _world.World) -> None:
@@ -140,25 +153,3 @@ def _leave(world: _world.World) -> None:
     _world.leave(world)
     gc.collect()
     time.sleep(0.1)
-
-
-_meetings = 0
-_SCHEME = "lockstep-env"
-
-
-def _meeting() -> str:
-    """An address where the ranks meet as at ``env://``, under keys of this launch's own.
-
-    torchrun's store outlives a process group, and a second group would find the addresses of the first in it.
-    """
-    global _meetings
-    if _meetings == 0:
-        register_rendezvous_handler(_SCHEME, _rendezvous)  # type: ignore[no-untyped-call]
-    _meetings += 1
-    return f"{_SCHEME}://{_meetings}"
-
-
-def _rendezvous(url: str, timeout: datetime.timedelta, **options: Any) -> Iterator[tuple[Store, int, int]]:
-    number = urlsplit(url).netloc  # the rest of the address differs from rank to rank
-    for store, rank, size in rendezvous("env://", timeout=timeout, **options):
-        yield PrefixStore(f"lockstep_{number}", store), rank, size

@@ -15,6 +15,7 @@ from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
+from torch.distributed.distributed_c10d import Store
 
 from lockstep.errors import InputError
 from lockstep.launch import devices as _devices
@@ -233,44 +234,40 @@ def default_backend(device: Device) -> str:
     return str(dist.get_default_backend_for_device(device.torch))
 
 
-def join(world: World, *, init_method: str, backend: str | None = None, timeout: float = 1800.0) -> World:
+def join(world: World, store: Store, *, backend: str | None = None, timeout: float = 1800.0) -> None:
     """Join the process group of ``world`` and make it the current world.
 
     The computing thread gets its device's thread limit at once, and is pinned only when the group exists.
 
     Args:
         world: rank, size and devices are read; ``backend`` is set.
-        init_method: as in ``torch.distributed.init_process_group``; ``file://`` listens nowhere.
+        store: where the ranks find one another.
         backend: instead of the device's own.
         timeout: seconds after which a collective that waits for a rank gives up.
     """
     device = world.device
-    _devices.limit_threads(device)
-    if not device.is_slot:
-        torch.accelerator.set_device_index(device.index)
+    _devices.settle(device)
     world.backend = backend or default_backend(device)
+    patience = datetime.timedelta(seconds=timeout)
+    store.set_timeout(patience)
     dist.init_process_group(
         world.backend,
-        init_method=init_method,
+        store=store,
         rank=world.rank,
         world_size=world.size,
-        timeout=datetime.timedelta(seconds=timeout),
+        timeout=patience,
         device_id=device.torch if world.backend == "nccl" else None,
     )
     world.barrier()
     _devices.pin(device)
     enter(world)
-    return world
 
 
 def adopt(world: World) -> None:
     """Make ``world`` the current one in a process group that somebody else has made, and will leave."""
-    device = world.device
-    _devices.limit_threads(device)
-    if not device.is_slot:
-        torch.accelerator.set_device_index(device.index)
+    _devices.settle(world.device)
     backend = str(dist.get_backend())
-    world.backend = "gloo" if device.is_slot and "gloo" in backend else backend
+    world.backend = "gloo" if world.device.is_slot and "gloo" in backend else backend
     world.own_group = False
     enter(world)
 

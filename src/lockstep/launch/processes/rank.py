@@ -21,7 +21,7 @@ from io import TextIOWrapper
 from multiprocessing.connection import Connection
 from typing import Any, NoReturn
 
-import torch
+from torch.distributed import FileStore  # type: ignore[attr-defined]
 
 from lockstep.errors import InputError
 from lockstep.launch import devices as _devices
@@ -184,7 +184,9 @@ def _call(fn: Callable[..., Any], args: tuple[Any, ...], setup: Setup, number: i
         folder=setup.folder,
         tell=_channel.tell,
     )
-    _world.join(world, init_method=f"file://{setup.rendezvous}", backend=setup.backend, timeout=setup.timeout)
+    assert setup.rendezvous is not None
+    store = FileStore(setup.rendezvous, size)
+    _world.join(world, store, backend=setup.backend, timeout=setup.timeout)
     with setup.modes.entered():
         result = fn(world, *args)
     try:
@@ -214,9 +216,7 @@ def _work(fn: Callable[..., Any], args: tuple[Any, ...], context: WorkerContext)
     global _worker
     # It isn't pinned to the cores of its slot, as ranks are: it has no equals to be in step with, and the caller, whose
     # thread also computes, takes now the one core and now the other.
-    _devices.limit_threads(context.device)
-    if not context.device.is_slot:
-        torch.accelerator.set_device_index(context.device.index)
+    _devices.settle(context.device)
     _world.enter(_world.World(devices=(context.device,)))
     _worker = context
     for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK"):  # it is alone, whatever its caller is
