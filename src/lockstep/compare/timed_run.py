@@ -30,9 +30,9 @@ from lockstep.launch import devices as _devices
 from lockstep.launch.devices import Device
 from lockstep.launch.events import Caveat, Line
 from lockstep.launch.memory import peak_memory
-from lockstep.launch.placement import alone, place_of
+from lockstep.launch.placement import alone
 from lockstep.launch.processes.local_ranks import run as run_locally
-from lockstep.launch.world import World, now
+from lockstep.launch.world import World, now, place_of
 from lockstep.model.checkpoint import save_weights
 from lockstep.strategies import STRATEGIES, Strategy, choose
 from lockstep.strategies.step import Step

@@ -27,7 +27,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
 if TYPE_CHECKING:
-    from lockstep.launch.devices import Device, Devices
+    from lockstep.launch.devices import Devices
     from lockstep.launch.world import World
 
 T = TypeVar("T")
@@ -85,7 +85,10 @@ def launch(
             )
         chosen = (device,)
     if len(chosen) == 1:
-        return [_in_this_process(fn, chosen[0], args, folder, on_event)]
+        with _world.lone(chosen, folder) as world:
+            if on_event is not None:
+                world.tell = lambda event: on_event(0, event)
+            return [fn(world, *args)]
 
     from lockstep.launch.processes import local_ranks
 
@@ -158,24 +161,3 @@ def _has_group() -> bool:
     import torch.distributed as dist
 
     return dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1
-
-
-def _in_this_process(
-    fn: Callable[..., T],
-    device: Device,
-    args: tuple[Any, ...],
-    folder: str | None,
-    on_event: Callable[[int, Any], None] | None,
-) -> T:
-    from lockstep.launch import devices as _devices
-    from lockstep.launch import world as _world
-
-    world = _world.World(devices=(device,), folder=folder)
-    if on_event is not None:
-        world.tell = lambda event: on_event(0, event)
-    before = _world.enter(world)
-    try:
-        with _devices.occupied(device):
-            return fn(world, *args)
-    finally:
-        _world.enter(before)

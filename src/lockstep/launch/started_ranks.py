@@ -104,7 +104,8 @@ def run(
     except Exception as error:
         # torchrun prints the processes' tracebacks in no order: this line says whose it is. The group is left as it
         # is, since leaving it would wait for ranks that may be gone.
-        print(failure_records.head(here.rank, device, world.step, error), file=sys.stderr, flush=True)
+        head = f"rank {here.rank} ({device}) failed {failure_records.when(world.step)}"
+        print(f"{head}: {failure_records.reason(error)}", file=sys.stderr, flush=True)
         raise
     if world.own_group:
         _leave(world)

@@ -6,10 +6,11 @@ no group: every collective below is then the identity.
 
 from __future__ import annotations
 
+import contextlib
 import datetime
 import os
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
 from typing import Any, TypeVar
 
@@ -212,6 +213,27 @@ def enter(world: World | None) -> World | None:
     global _current
     before, _current = _current, world
     return before
+
+
+@contextlib.contextmanager
+def lone(devices: tuple[Device, ...], folder: str | None = None) -> Iterator[World]:
+    """The world of one process that drives all these devices, for a while."""
+    world = World(devices=devices, folder=folder)
+    before = enter(world)
+    try:
+        with _devices.occupied(place_of(devices)):
+            yield world
+    finally:
+        enter(before)
+
+
+def place_of(devices: tuple[Device, ...]) -> Device:
+    """Where the one process of all these devices is.
+
+    Its own thread runs the optimizer for all slots, so it may use all their cores.
+    """
+    cores = tuple(sorted({core for device in devices for core in device.cores}))
+    return Device("cpu", 0, cores) if devices[0].is_slot else devices[0]
 
 
 def not_within_a_rank() -> None:

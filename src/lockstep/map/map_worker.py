@@ -12,7 +12,7 @@ import torch
 
 from lockstep.data.shares import MAP, absorbed
 from lockstep.errors import InputError, ItemFailed
-from lockstep.launch.processes.failure_records import RankTraceback, Record
+from lockstep.launch.processes.failure_records import Record, caused
 from lockstep.launch.processes.rank import WorkerContext
 from lockstep.map.shared_values import Packed, pack, unpack
 from lockstep.tensors.seeding import seed_all
@@ -142,15 +142,7 @@ def _sendable(results: list[Any], task: Task, worker: WorkerContext, fn: Call) -
     raise RuntimeError("results that can be sent one by one can't be sent together")
 
 
-def failed(record: Record, device: object) -> ItemFailed:
+def failed(record: Record, device: object) -> BaseException:
     """The exception by which a map reports that an item failed, in this process or another."""
-    index = record.step
-    error = record.exception()
-    made = ItemFailed(f"item {index} failed on {device}: {record.reason}", index, record.traceback)
-    shown = RankTraceback(record.traceback)
-    if isinstance(error, Exception):
-        error.__cause__ = shown
-        made.__cause__ = error
-    else:
-        made.__cause__ = shown
-    return made
+    message = f"item {record.step} failed on {device}: {record.reason}"
+    return caused(ItemFailed(message, record.step, record.traceback), record)

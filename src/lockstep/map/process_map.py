@@ -309,9 +309,9 @@ class _Mapping:
     def _death(self, failure: Record | failure_records.Death) -> BaseException:
         device = self._devices[failure.rank]
         if isinstance(failure, Record):
-            made = RunError(f"a process of the map ({device}) could not begin: {failure.reason}")
-            made.__cause__ = failure.exception() or failure_records.RankTraceback(failure.traceback)
-            return made
+            return failure_records.caused(
+                RunError(f"a process of the map ({device}) could not begin: {failure.reason}"), failure
+            )
         if failure.step == 0:
             return ItemFailed(
                 f"a process of the map ({device}) {failure_records.ending(failure.code, 'between two items')}"
