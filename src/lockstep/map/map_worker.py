@@ -14,7 +14,7 @@ from lockstep.data.shares import MAP, absorbed
 from lockstep.errors import InputError, ItemFailed
 from lockstep.launch.processes.failure_records import Record, caused
 from lockstep.launch.processes.rank import WorkerContext
-from lockstep.map.shared_values import Packed, pack, unpack
+from lockstep.map.shared_values import Packed, first_that_cant_be_packed, pack, unpack
 from lockstep.tensors.seeding import seed_all
 
 
@@ -22,13 +22,11 @@ class Task(NamedTuple):
     """The head of a chunk on its way to a worker.
 
     Attributes:
-        number: of the chunk.
-        first: the index of its first item.
+        first: the index of its first item, by which it is known.
         slot: of the worker's blocks, the one that holds the items, and is to hold the results.
         packed: a list: the items, or lists of items where ``batch`` isn't None.
     """
 
-    number: int
     first: int
     slot: int
     packed: Packed
@@ -38,13 +36,13 @@ class Reply(NamedTuple):
     """What a worker tells of a chunk.
 
     Attributes:
-        number: of the chunk.
+        first: of the chunk.
         seconds: that computing it took.
         packed: a list: the results up to the first failure.
         failure: that, with ``step`` the index of its item; None where there was none.
     """
 
-    number: int
+    first: int
     seconds: float
     packed: Packed
     failure: Record | None
@@ -119,7 +117,7 @@ def _reply(worker: WorkerContext, fn: Call, task: Task) -> Reply:
     except Exception:
         packed, failure = _sendable(results, task, worker, fn)
     worker.item = -1
-    return Reply(task.number, seconds, packed, failure)
+    return Reply(task.first, seconds, packed, failure)
 
 
 def _record(error: BaseException, worker: WorkerContext) -> Record:
@@ -132,14 +130,10 @@ def _record(error: BaseException, worker: WorkerContext) -> Record:
 def _sendable(results: list[Any], task: Task, worker: WorkerContext, fn: Call) -> tuple[Packed, Record]:
     """The results before the first that can't be sent, and what is wrong with that."""
     block = worker.blocks[task.slot]
-    for i, result in enumerate(results):
-        try:
-            pack(result, block)
-        except Exception as error:
-            worker.item = task.first + i * (fn.batch or 1)
-            what = f"its result (a {type(result).__qualname__}) can't be sent back: {error}"
-            return pack(results[:i], block), _record(TypeError(what), worker)
-    raise RuntimeError("results that can be sent one by one can't be sent together")
+    place, error = first_that_cant_be_packed(results, block)
+    worker.item = task.first + place * (fn.batch or 1)
+    what = f"its result (a {type(results[place]).__qualname__}) can't be sent back: {error}"
+    return pack(results[:place], block), _record(TypeError(what), worker)
 
 
 def failed(record: Record, device: object) -> BaseException:

@@ -24,6 +24,7 @@ import pickle
 import time
 from collections import deque
 from collections.abc import Callable, Iterator
+from dataclasses import dataclass
 from typing import Any
 
 import cloudpickle
@@ -35,7 +36,7 @@ from lockstep.launch.processes.call import Modes, Setup
 from lockstep.launch.processes.failure_records import Record
 from lockstep.launch.processes.supervisor import Supervisor
 from lockstep.map.map_worker import Call, Reply, Task, failed, serve
-from lockstep.map.shared_values import copied, kept, new_block, pack, unpack
+from lockstep.map.shared_values import copied, first_that_cant_be_packed, kept, new_block, pack, unpack
 from lockstep.tensors.pytree import each
 from lockstep.tensors.seeding import kept_states
 
@@ -55,16 +56,18 @@ _LOOK = 1e-3
 """Seconds of a caller's time between looks at what has come."""
 
 
+@dataclass(eq=False, slots=True)
 class _Chunk:
     """Items on their way, or their results on theirs."""
 
-    __slots__ = ("block", "bytes", "failure", "first", "results", "slot", "units", "worker")
-
-    def __init__(self, first: int, units: int, worker: int, slot: int, block: int, size: int) -> None:
-        self.first, self.units, self.worker, self.slot, self.block = first, units, worker, slot, block
-        self.bytes = size
-        self.results: deque[Any] | None = None
-        self.failure: Record | None = None
+    first: int
+    units: int
+    worker: int
+    slot: int
+    block: int
+    bytes: int
+    results: deque[Any] | None = None
+    failure: Record | None = None
 
 
 class _Pace:
@@ -157,7 +160,7 @@ class _Mapping:
         self._free = [[0, 1] for _ in devices]
         self._held = 0
         self._pace = _Pace()
-        self._number = self._sent = self._drawn = 0
+        self._sent = self._drawn = 0
         self._ending: BaseException | None = None
         self._is_drawn = False
 
@@ -245,9 +248,8 @@ class _Mapping:
         self._sent += len(units)
         chunk = _Chunk(first, len(units), worker, slot, block, packed.bytes)
         self._waiting.append(chunk)
-        self._at[self._number] = chunk
-        self._workers.send(worker, pickle.dumps(Task(self._number, first, slot, packed)))
-        self._number += 1
+        self._at[first] = chunk
+        self._workers.send(worker, pickle.dumps(Task(first, slot, packed)))
 
     def _draw(self, size: int) -> list[Any]:
         """The next items: ``size`` of them, or fewer where they are slow to come, or end."""
@@ -268,18 +270,15 @@ class _Mapping:
     def _sendable(self, units: list[Any], block: int) -> list[Any]:
         """Those before the first that can't be sent, which ends the map when they have been given."""
         self._is_drawn = True
-        for i, unit in enumerate(units):
-            first = (self._sent + i) * (self._batch or 1)
-            for j, item in enumerate([unit] if self._batch is None else unit):
-                try:
-                    pack(item, block)
-                except Exception as error:
-                    self._ending = InputError(
-                        f"item {first + j} (a {type(item).__qualname__}) can't be sent to a process: {told(error)}: "
-                        "send what it is made of, and make it in the function"
-                    )
-                    return units[:i]
-        raise RunError("items that can be sent one by one can't be sent together")
+        good, _ = first_that_cant_be_packed(units, block)
+        items = [units[good]] if self._batch is None else units[good]
+        place, error = first_that_cant_be_packed(items, block)
+        index = (self._sent + good) * (self._batch or 1) + place
+        self._ending = InputError(
+            f"item {index} (a {type(items[place]).__qualname__}) can't be sent to a process: {told(error)}: "
+            "send what it is made of, and make it in the function"
+        )
+        return units[:good]
 
     # ---- hearing ----------------------------------------------------------------------------------------------------
 
@@ -289,7 +288,7 @@ class _Mapping:
             raise self._death(min(failures, key=lambda failure: failure.time))
 
     def _hear(self, worker: int, reply: Reply) -> None:
-        chunk = self._at.pop(reply.number)
+        chunk = self._at.pop(reply.first)
         try:
             results = unpack(reply.packed, chunk.block)
         except Exception as error:

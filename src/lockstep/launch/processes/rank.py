@@ -21,6 +21,7 @@ from io import TextIOWrapper
 from multiprocessing.connection import Connection
 from typing import Any, NoReturn
 
+import numpy
 from torch.distributed import FileStore  # type: ignore[attr-defined]
 
 from lockstep.errors import InputError
@@ -151,7 +152,7 @@ def run(number: int, call_file: int, channel_file: int, blocks: Sequence[int]) -
     try:
         _own_streams()
         fn, args, setup = call.read()
-        _reseed_numpy()
+        numpy.random.seed()  # as Python does with its own at each fork; else all ranks would draw the same
         if is_worker:
             _work(fn, args, WorkerContext(number, setup.devices[number], setup.modes, blocks, _channel, call.board))
             _channel.send(RESULT, None)
@@ -234,15 +235,6 @@ def _own_streams() -> None:
 
 def _lines_to(number: int) -> TextIOWrapper:
     return open(number, "w", buffering=1, encoding="utf-8", errors="backslashreplace", closefd=False)
-
-
-def _reseed_numpy() -> None:
-    """NumPy's generator is seeded when it is imported, which was before the fork: ranks would draw the same numbers.
-
-    (Python's own is seeded anew by each fork; torch's begins with the same seed in every process.)
-    """
-    if (numpy := sys.modules.get("numpy")) is not None:
-        numpy.random.seed()
 
 
 def _end() -> NoReturn:
