@@ -53,20 +53,18 @@ class RunFolder:
         """
         path = self.path / ".lock"
         with contextlib.ExitStack() as stack:
-            try:
+            # A file system without locks has none; a full disk is told of when something is written.
+            with contextlib.suppress(OSError):
                 file = stack.enter_context(path.open("a+"))
-                fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            except BlockingIOError:
-                file.seek(0)
-                who = f"process {file.read()}"
-                raise FolderError(f"{self.path}: {who} is training in this folder: wait for it, or stop it") from None
-            except OSError:  # a file system without locks; one that can't be written is told of when something is
-                yield
-                return
-            with contextlib.suppress(OSError):  # a full disk
+                try:
+                    fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                except BlockingIOError:
+                    file.seek(0)
+                    who = f"process {file.read()} is training in this folder"
+                    raise FolderError(f"{self.path}: {who}: wait for it, or stop it") from None
+                stack.callback(path.unlink, missing_ok=True)
                 file.truncate(0)
                 os.write(file.fileno(), str(os.getpid()).encode())
-            stack.callback(path.unlink, missing_ok=True)
             yield
 
     @classmethod

@@ -123,10 +123,8 @@ def in_this_one(call: Call, items: Iterator[Any], device: Device) -> Iterator[An
             with occupied(device), contextlib.nullcontext() if call.stream is None else kept_states():
                 result = call(unit, index, not device.is_slot)
         except Exception as error:
-            trace = own_traceback(error)
-            raise ItemFailed(
-                f"item {index} failed on {device}: {failure_records.reason(error)}", index, trace
-            ) from error
+            message = f"item {index} failed on {device}: {failure_records.reason(error)}"
+            raise ItemFailed(message, index, own_traceback(error)) from error
         if not device.is_slot:
             result = each(lambda tensor: tensor.cpu(), result)
         if call.batch is None:
