@@ -25,8 +25,8 @@ from lockstep.launch import world as worlds
 from lockstep.launch.devices import Device, slots
 from lockstep.launch.processes import failure_records, fork_server
 from lockstep.launch.processes.failure_records import Death, Record
-from lockstep.launch.processes.rank_output import Lines
-from lockstep.launch.processes.standing_ranks import StandingRanks
+from lockstep.launch.processes.local_ranks import StandingRanks
+from lockstep.launch.processes.supervisor import Lines
 
 pytestmark = pytest.mark.timeout(60)
 

@@ -393,7 +393,7 @@ def test_ranks_give_the_numbers_of_the_whole_batch_also_where_some_sit_out(tmp_p
             raise SystemExit(0 if codes == [0, 0, 0] else 1)
         try:
             world = World(rank=rank, size=3, devices=(devices.slots(3)[rank],), local_rank=rank, local_size=3)
-            join(world, init_method="file://" + sys.argv[1], timeout=40)
+            join(world, torch.distributed.FileStore(sys.argv[1], world.size), timeout=40)
             whole, start = copy.deepcopy(net), 0
             exchange = RankExchange(world)
             synchronise(net, exchange)

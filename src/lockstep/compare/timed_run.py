@@ -30,9 +30,9 @@ from lockstep.launch import devices as _devices
 from lockstep.launch.devices import Device
 from lockstep.launch.events import Caveat, Line
 from lockstep.launch.memory import peak_memory
-from lockstep.launch.placement import alone, needs_one_process, place_of
+from lockstep.launch.placement import alone, needs_one_process
 from lockstep.launch.processes.local_ranks import run as run_locally
-from lockstep.launch.world import World, now
+from lockstep.launch.world import World, now, place_of
 from lockstep.model.checkpoint import save_weights
 from lockstep.strategies import STRATEGIES, Strategy, choose
 from lockstep.strategies.step import Step
@@ -179,16 +179,7 @@ def _in_fresh_processes(function: Callable[[World, Job, _Plan], T], job: Job | J
     strategy = choose(way.strategy, chosen, **way.options)
     plan = _Plan(with_settings(job, way.settings), strategy, chosen, asked=now(), **settings)
     places = (place_of(chosen),) if needs_one_process(strategy, chosen) else chosen
-    found: T = run_locally(
-        _on_rank,
-        places,
-        (function, plan),
-        backend=None,
-        folder=None,
-        on_event=None,
-        on_output=lambda text, stream: None,
-        timeout=1800.0,
-    )[0]
+    found: T = run_locally(_on_rank, places, (function, plan), on_output=lambda text, stream: None)[0]
     return found
 
 

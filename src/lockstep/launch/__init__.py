@@ -9,11 +9,10 @@ imports the person's script a second time: functions travel by value, so a scrip
 cell or standard input will do. And each rank that fails writes a record with the moment of its failure, so the rank
 that failed first is the one that is named, rather than one of those that failed for want of it.
 
-`processes` has, in reading order: `local_ranks` (one launch, from here), `call` and `modes` (what the ranks are given),
-`fork_server` and `fork` (the two ends of the process that forks them), `rank` (what a rank does), `frames` (what it
-sends back), `supervisor` (watching them), `failure_records` (who failed first), `rank_output` (what they print).
-`standing_ranks` keeps ranks for one call after another. `task_workers` and `worker_context` are the two ends of
-processes that take tasks instead, and are no ranks. `started_ranks` is the other way to become a rank: by torchrun.
+`processes` has, in reading order: `local_ranks` (one launch, from here), `supervisor` (its processes, watched until
+they end), `call` (what they are given), `fork_server` and `fork` (the two ends of the process that forks them), `rank`
+(what a rank does) and `failure_records` (who failed first). `started_ranks` is the other way to become a rank: by
+torchrun.
 
 This module and `lockstep.launch.processes.fork_server` import nothing heavy, so that a command can start the forking
 process first and import torch beside it.
@@ -27,10 +26,8 @@ from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
-from lockstep.errors import InputError
-
 if TYPE_CHECKING:
-    from lockstep.launch.devices import Device, Devices
+    from lockstep.launch.devices import Devices
     from lockstep.launch.world import World
 
 T = TypeVar("T")
@@ -71,8 +68,9 @@ def launch(
         LockstepError: a rank raised one of Lockstep's own: it comes out as itself.
     """
     from lockstep.launch import devices as _devices
+    from lockstep.launch import world as _world
 
-    not_within_a_rank()
+    _world.not_within_a_rank()
     if folder is not None:
         folder = os.path.abspath(folder)
     args = tuple(args)
@@ -87,29 +85,16 @@ def launch(
             )
         chosen = (device,)
     if len(chosen) == 1:
-        return [_in_this_process(fn, chosen[0], args, folder, on_event)]
+        with _world.lone(chosen, folder) as world:
+            if on_event is not None:
+                world.tell = lambda event: on_event(0, event)
+            return [fn(world, *args)]
 
     from lockstep.launch.processes import local_ranks
 
     return local_ranks.run(
         fn, chosen, args, backend=backend, folder=folder, on_event=on_event, on_output=on_output, timeout=timeout
     )
-
-
-def not_within_a_rank() -> None:
-    """Refuse to start ranks in a rank.
-
-    Raises:
-        InputError: this process is one of several already.
-    """
-    from lockstep.launch import world as _world
-
-    outer = _world.current()
-    if outer is not None and outer.size > 1:
-        raise InputError(
-            f"this is rank {outer.rank} of {outer.size} already: start a training or a launch before the ranks, once; "
-            'in a job file or a script, below if __name__ == "__main__":'
-        )
 
 
 def here(devices: Devices = "auto") -> World | None:
@@ -176,24 +161,3 @@ def _has_group() -> bool:
     import torch.distributed as dist
 
     return dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1
-
-
-def _in_this_process(
-    fn: Callable[..., T],
-    device: Device,
-    args: tuple[Any, ...],
-    folder: str | None,
-    on_event: Callable[[int, Any], None] | None,
-) -> T:
-    from lockstep.launch import devices as _devices
-    from lockstep.launch import world as _world
-
-    world = _world.World(devices=(device,), folder=folder)
-    if on_event is not None:
-        world.tell = lambda event: on_event(0, event)
-    before = _world.enter(world)
-    try:
-        with _devices.occupied(device):
-            return fn(world, *args)
-    finally:
-        _world.enter(before)

@@ -97,15 +97,23 @@ def parse(wanted: Devices = "auto") -> tuple[Device, ...]:
     Raises:
         DeviceError: the words aren't understood, or there are fewer devices than asked for.
     """
-    if wanted is None:
-        wanted = "auto"
     if isinstance(wanted, Device):
         return (wanted,)
-    if isinstance(wanted, torch.device):
-        wanted = str(wanted)
     if isinstance(wanted, Sequence) and not isinstance(wanted, str):
         return _from_list(wanted)
-    return _from_words(str(wanted).strip())
+    word = "auto" if wanted is None else str(wanted).strip()
+    here = accelerators()
+    if word == "auto":
+        return here or slots(1)
+    if word == "cpu":
+        return slots(1)
+    if re.fullmatch(r"-?\d+", word):
+        return _first(int(word), here)
+    if cut := re.fullmatch(r"(\d+)\s*x\s*cpu", word):
+        return slots(_positive(int(cut[1])))
+    if match := re.fullmatch(r"([a-z]+)(?::([\d,]+))?", word):
+        return _of_type(match[1], match[2], here)
+    raise DeviceError(f'devices "{word}" isn\'t understood: write auto, 4, 2xcpu, cuda or cuda:0,2')
 
 
 def parse_several(wanted: Devices = "auto") -> tuple[Device, ...]:
@@ -119,40 +127,19 @@ def parse_several(wanted: Devices = "auto") -> tuple[Device, ...]:
 def _from_list(wanted: Sequence[Device | torch.device | str | int]) -> tuple[Device, ...]:
     if not wanted:
         raise DeviceError("an empty list of devices: name at least one")
-    words = [str(w) for w in wanted]
-    if all(w == "cpu" for w in words):
-        return slots(len(words))
+    if all(str(item) == "cpu" for item in wanted):
+        return slots(len(wanted))
     found: list[Device] = []
-    for item, word in zip(wanted, words, strict=True):
-        if isinstance(item, Device):
-            found.append(item)
-        elif word.isdigit():
-            found.append(_at(accelerators(), int(word)))
-        else:
-            found.extend(parse(word))
+    for item in wanted:
+        if isinstance(item, Device) or not (word := str(item)).isdigit():
+            found.extend(parse(item))
+            continue
+        here = accelerators()
+        if int(word) >= len(here):
+            slots_too = "" if here else ' (two slots of the CPU are "2xcpu")'
+            raise DeviceError(f"device {word} doesn't exist: there are {len(here)} accelerators here{slots_too}")
+        found.append(here[int(word)])
     return tuple(found)
-
-
-def _at(here: tuple[Device, ...], index: int) -> Device:
-    if index >= len(here):
-        slots_too = "" if here else ' (two slots of the CPU are "2xcpu")'
-        raise DeviceError(f"device {index} doesn't exist: there are {len(here)} accelerators here{slots_too}")
-    return here[index]
-
-
-def _from_words(word: str) -> tuple[Device, ...]:
-    here = accelerators()
-    if word == "auto":
-        return here or slots(1)
-    if re.fullmatch(r"-?\d+", word):
-        return _first(int(word), here)
-    if cut := re.fullmatch(r"(\d+)\s*x\s*cpu", word):
-        return slots(_positive(int(cut[1])))
-    if word == "cpu":
-        return slots(1)
-    if match := re.fullmatch(r"([a-z]+)(?::([\d,]+))?", word):
-        return _of_type(match[1], match[2], here)
-    raise DeviceError(f'devices "{word}" isn\'t understood: write auto, 4, 2xcpu, cuda or cuda:0,2')
 
 
 def _positive(count: int) -> int:
@@ -206,6 +193,13 @@ def limit_threads(device: Device) -> None:
     if device.is_slot:
         torch.get_num_threads()  # a thread's first question gives it the process's limit, over one set before
         torch.set_num_threads(min(device.threads, _own_limit() or device.threads))
+
+
+def settle(device: Device) -> None:
+    """Compute on a device from now on, in the calling thread: its thread limit, or its being the current one."""
+    limit_threads(device)
+    if not device.is_slot:
+        torch.accelerator.set_device_index(device.index)
 
 
 def _own_limit() -> int | None:

@@ -9,12 +9,10 @@ from typing import Any, TypeVar
 import torch.distributed as dist
 
 from lockstep.errors import DeviceError
-from lockstep.launch import devices as _devices
 from lockstep.launch import launch, started_as_rank
-from lockstep.launch import world as _world
 from lockstep.launch.devices import Device
 from lockstep.launch.display import Display
-from lockstep.launch.world import World
+from lockstep.launch.world import World, lone
 from lockstep.tensors.seeding import kept_states
 
 T = TypeVar("T")
@@ -63,20 +61,6 @@ def needs_one_process(strategy: Any, devices: tuple[Device, ...]) -> bool:
 
 @contextlib.contextmanager
 def alone(devices: tuple[Device, ...]) -> Iterator[World]:
-    """One process that drives all these devices, for a while."""
-    world = World(devices=devices)
-    before = _world.enter(world)
-    try:
-        with _devices.occupied(place_of(devices)), kept_states():
-            yield world
-    finally:
-        _world.enter(before)
-
-
-def place_of(devices: tuple[Device, ...]) -> Device:
-    """Where the one process of all these devices is.
-
-    Its own thread runs the optimizer for all slots, so it may use all their cores.
-    """
-    cores = tuple(sorted({core for device in devices for core in device.cores}))
-    return Device("cpu", 0, cores) if devices[0].is_slot else devices[0]
+    """One process that drives all these devices, for a while; its generators of random numbers go on as before."""
+    with lone(devices) as world, kept_states():
+        yield world

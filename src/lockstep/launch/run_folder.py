@@ -11,12 +11,14 @@
       best.safetensors     those of the lowest evaluation loss
       state.pt             what ``--resume`` needs, from the end of the last epoch
       summary.json         how it ended
+      failure.json         why it failed, if it did since it last began
 """
 
 from __future__ import annotations
 
 import contextlib
 import fcntl
+import itertools
 import json
 import os
 import shutil
@@ -32,7 +34,15 @@ class RunFolder:
     """The files of one run, by name."""
 
     def __init__(self, path: str | Path) -> None:
-        self.path = Path(path)
+        self.path = path = Path(path)
+        self.config = path / "config.json"
+        self.metrics = path / "metrics.jsonl"
+        self.model = path / "model.safetensors"
+        self.best = path / "best.safetensors"
+        self.state = path / "state.pt"
+        self.summary = path / "summary.json"
+        self.failure = path / "failure.json"
+        self.profile = path / "profile"
 
     @contextlib.contextmanager
     def held(self) -> Iterator[None]:
@@ -43,20 +53,18 @@ class RunFolder:
         """
         path = self.path / ".lock"
         with contextlib.ExitStack() as stack:
-            try:
+            # A file system without locks has none; a full disk is told of when something is written.
+            with contextlib.suppress(OSError):
                 file = stack.enter_context(path.open("a+"))
-                fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            except BlockingIOError:
-                file.seek(0)
-                who = f"process {file.read()}"
-                raise FolderError(f"{self.path}: {who} is training in this folder: wait for it, or stop it") from None
-            except OSError:  # a file system without locks; one that can't be written is told of when something is
-                yield
-                return
-            with contextlib.suppress(OSError):  # a full disk
+                try:
+                    fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                except BlockingIOError:
+                    file.seek(0)
+                    who = f"process {file.read()} is training in this folder"
+                    raise FolderError(f"{self.path}: {who}: wait for it, or stop it") from None
+                stack.callback(path.unlink, missing_ok=True)
                 file.truncate(0)
                 os.write(file.fileno(), str(os.getpid()).encode())
-            stack.callback(path.unlink, missing_ok=True)
             yield
 
     @classmethod
@@ -67,21 +75,20 @@ class RunFolder:
             FolderError: it can't be made.
         """
         stamp = time.strftime("%Y%m%d-%H%M%S")
-        for attempt in range(1, 1000):
+        for attempt in itertools.count(1):
             path = Path(parent) / (f"{name}-{stamp}" if attempt == 1 else f"{name}-{stamp}-{attempt}")
             try:
                 path.parent.mkdir(parents=True, exist_ok=True)
                 path.mkdir(mode=0o700)
+                break
             except FileExistsError:
                 if not path.parent.is_dir():
                     raise FolderError(f"{path.parent}: not a folder, so no run can be kept there") from None
-                continue
             except OSError as error:
                 raise FolderError(
                     f"{path}: the run's folder can't be made: {error.strerror}; choose another with --folder"
                 ) from error
-            return cls(path)
-        raise FolderError(f"{parent}: too many runs begin at {stamp}")
+        return cls(path)
 
     @classmethod
     def existing(cls, path: str | Path) -> RunFolder:
@@ -96,46 +103,6 @@ class RunFolder:
             why = here if folder.path.exists() else "there is no such folder"
             raise FolderError(f"{path}: no run is kept there ({why})")
         return folder
-
-    @property
-    def config(self) -> Path:
-        """The job, its settings, the strategy and the devices."""
-        return self.path / "config.json"
-
-    @property
-    def metrics(self) -> Path:
-        """A line of JSON for each epoch, and for one that ended early."""
-        return self.path / "metrics.jsonl"
-
-    @property
-    def model(self) -> Path:
-        """The final weights."""
-        return self.path / "model.safetensors"
-
-    @property
-    def best(self) -> Path:
-        """The weights of the lowest evaluation loss."""
-        return self.path / "best.safetensors"
-
-    @property
-    def state(self) -> Path:
-        """What is needed to resume."""
-        return self.path / "state.pt"
-
-    @property
-    def summary(self) -> Path:
-        """How the run ended."""
-        return self.path / "summary.json"
-
-    @property
-    def failure(self) -> Path:
-        """Why the run failed, if it did since it last began."""
-        return self.path / "failure.json"
-
-    @property
-    def profile(self) -> Path:
-        """The traces of a profile, and what they add up to."""
-        return self.path / "profile"
 
     def write_json(self, path: Path, value: Any) -> None:
         """Write a JSON file for people too: indented, numbers that JSON lacks as text.

@@ -14,40 +14,30 @@ import pickle
 import socket
 import sys
 import time
-from collections.abc import Callable, Iterator
-from typing import Any, NamedTuple, TypeVar
-from urllib.parse import urlsplit
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Any, TypeVar
 
 import cloudpickle
 import torch.distributed as dist
 from torch.distributed.distributed_c10d import PrefixStore, Store
-from torch.distributed.rendezvous import register_rendezvous_handler, rendezvous
+from torch.distributed.rendezvous import rendezvous
 
 from lockstep.errors import DeviceError, counted
 from lockstep.launch import devices as _devices
 from lockstep.launch import world as _world
 from lockstep.launch.devices import Device
 from lockstep.launch.processes import failure_records
+from lockstep.launch.world import World
 
 T = TypeVar("T")
 
 
-class Place(NamedTuple):
-    """This process's place among those that were started."""
+def place() -> World:
+    """This process's place among those that were started; its device isn't known yet.
 
-    rank: int
-    size: int
-    local_rank: int
-    local_size: int
-    node: int
-    nodes: int
-
-
-def place() -> Place:
-    """This process's place, as torchrun's environment variables tell it, or else the process group.
-
-    What starts ranks without torchrun may leave out all variables but the first three. Where there is only a group,
-    every rank has to call this.
+    It is as torchrun's environment variables tell it, or else the process group. What starts ranks without torchrun may
+    leave out all variables but the first three. Where there is only a group, every rank has to call this.
     """
     if not all(name in os.environ for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK")):
         return _place_in_group()
@@ -55,18 +45,18 @@ def place() -> Place:
     local_size = int(os.environ.get("LOCAL_WORLD_SIZE", size))
     node = int(os.environ.get("GROUP_RANK", rank // local_size))
     nodes = int(os.environ.get("GROUP_WORLD_SIZE", size // local_size))
-    return Place(rank, size, local_rank, local_size, node, nodes)
+    return World(rank, size, (), local_rank, local_size, node, nodes)
 
 
 @functools.cache
-def _place_in_group() -> Place:
+def _place_in_group() -> World:
     """Which of the ranks are on this machine is asked of all of them."""
     rank, size = dist.get_rank(), dist.get_world_size()
     hosts: list[Any] = [None] * size
     dist.all_gather_object(hosts, socket.gethostname())
     nodes = list(dict.fromkeys(hosts))
     here = [number for number, host in enumerate(hosts) if host == hosts[rank]]
-    return Place(rank, size, here.index(rank), len(here), nodes.index(hosts[rank]), len(nodes))
+    return World(rank, size, (), here.index(rank), len(here), nodes.index(hosts[rank]), len(nodes))
 
 
 def device_of_this_rank(chosen: tuple[Device, ...]) -> Device:
@@ -93,10 +83,9 @@ def run(
     timeout: float,
 ) -> list[T]:
     """Call ``fn(world, *args)`` in this process, and give every rank's result; see `lockstep.launch.launch`."""
-    here = place()
-    world = _world.World(devices=(device,), folder=folder, **here._asdict())
+    world = replace(place(), devices=(device,), folder=folder)
     if on_event is not None:
-        world.tell = lambda event: on_event(here.rank, event)
+        world.tell = lambda event: on_event(world.rank, event)
     try:
         _join(world, backend=backend, timeout=timeout)
         result = fn(world, *args)
@@ -105,7 +94,8 @@ def run(
     except Exception as error:
         # torchrun prints the processes' tracebacks in no order: this line says whose it is. The group is left as it
         # is, since leaving it would wait for ranks that may be gone.
-        print(failure_records.head(here.rank, device, world.step, error), file=sys.stderr, flush=True)
+        head = f"rank {world.rank} ({device}) failed {failure_records.when(world.step)}"
+        print(f"{head}: {failure_records.reason(error)}", file=sys.stderr, flush=True)
         raise
     if world.own_group:
         _leave(world)
@@ -114,24 +104,38 @@ def run(
     return results
 
 
-def stay(device: Device) -> _world.World:
+def stay(device: Device) -> World:
     """Make this process a rank for the rest of its life, for a loop of a person's own without a launch around it."""
-    world = _world.World(devices=(device,), **place()._asdict())
+    world = replace(place(), devices=(device,))
     _join(world)
     if world.own_group:
         atexit.register(_leave, world)
     return world
 
 
-def _join(world: _world.World, **options: Any) -> None:
+def _join(world: World, *, backend: str | None = None, timeout: float = 1800.0) -> None:
     """Join the others; a process group that a person has made is taken as it is."""
     if dist.is_initialized():
         _world.adopt(world)
     else:
-        _world.join(world, init_method=_meeting(), **options)
+        _world.join(world, _store(timeout), backend=backend, timeout=timeout)
 
 
-def _leave(world: _world.World) -> None:
+_stores = 0
+
+
+def _store(timeout: float) -> Store:
+    """Torchrun's store, under keys of this launch's own.
+
+    It outlives a process group, and a second group would find the addresses of the first in it.
+    """
+    global _stores
+    _stores += 1
+    store, _, _ = next(rendezvous("env://", timeout=datetime.timedelta(seconds=timeout)))
+    return PrefixStore(f"lockstep_{_stores}", store)
+
+
+def _leave(world: World) -> None:
     """Leave the group, and let gloo's threads come to rest.
 
     They drop the tensors of the last collective, for which they need Python's lock. Where Python goes away meanwhile,
@@ -140,25 +144,3 @@ def _leave(world: _world.World) -> None:
     _world.leave(world)
     gc.collect()
     time.sleep(0.1)
-
-
-_meetings = 0
-_SCHEME = "lockstep-env"
-
-
-def _meeting() -> str:
-    """An address where the ranks meet as at ``env://``, under keys of this launch's own.
-
-    torchrun's store outlives a process group, and a second group would find the addresses of the first in it.
-    """
-    global _meetings
-    if _meetings == 0:
-        register_rendezvous_handler(_SCHEME, _rendezvous)  # type: ignore[no-untyped-call]
-    _meetings += 1
-    return f"{_SCHEME}://{_meetings}"
-
-
-def _rendezvous(url: str, timeout: datetime.timedelta, **options: Any) -> Iterator[tuple[Store, int, int]]:
-    number = urlsplit(url).netloc  # the rest of the address differs from rank to rank
-    for store, rank, size in rendezvous("env://", timeout=timeout, **options):
-        yield PrefixStore(f"lockstep_{number}", store), rank, size

@@ -6,15 +6,17 @@ no group: every collective below is then the identity.
 
 from __future__ import annotations
 
+import contextlib
 import datetime
 import os
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
 from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
+from torch.distributed.distributed_c10d import Store
 
 from lockstep.errors import InputError
 from lockstep.launch import devices as _devices
@@ -218,6 +220,40 @@ def enter(world: World | None) -> World | None:
     return before
 
 
+@contextlib.contextmanager
+def lone(devices: tuple[Device, ...], folder: str | None = None) -> Iterator[World]:
+    """The world of one process that drives all these devices, for a while."""
+    world = World(devices=devices, folder=folder)
+    before = enter(world)
+    try:
+        with _devices.occupied(place_of(devices)):
+            yield world
+    finally:
+        enter(before)
+
+
+def place_of(devices: tuple[Device, ...]) -> Device:
+    """Where the one process of all these devices is.
+
+    Its own thread runs the optimizer for all slots, so it may use all their cores.
+    """
+    cores = tuple(sorted({core for device in devices for core in device.cores}))
+    return Device("cpu", 0, cores) if devices[0].is_slot else devices[0]
+
+
+def not_within_a_rank() -> None:
+    """Refuse to start ranks in a rank.
+
+    Raises:
+        InputError: this process is one of several already.
+    """
+    if _current is not None and _current.size > 1:
+        raise InputError(
+            f"this is rank {_current.rank} of {_current.size} already: start a training or a launch before the ranks, "
+            'once; in a job file or a script, below if __name__ == "__main__":'
+        )
+
+
 def default_backend(device: Device) -> str:
     """NCCL between CUDA devices, gloo elsewhere, or what PyTorch holds to be right for the type."""
     if device.is_slot or device.type == "mps":
@@ -225,44 +261,40 @@ def default_backend(device: Device) -> str:
     return str(dist.get_default_backend_for_device(device.torch))
 
 
-def join(world: World, *, init_method: str, backend: str | None = None, timeout: float = 1800.0) -> World:
+def join(world: World, store: Store, *, backend: str | None = None, timeout: float = 1800.0) -> None:
     """Join the process group of ``world`` and make it the current world.
 
     The computing thread gets its device's thread limit at once, and is pinned only when the group exists.
 
     Args:
         world: rank, size and devices are read; ``backend`` is set.
-        init_method: as in ``torch.distributed.init_process_group``; ``file://`` listens nowhere.
+        store: where the ranks find one another.
         backend: instead of the device's own.
         timeout: seconds after which a collective that waits for a rank gives up.
     """
     device = world.device
-    _devices.limit_threads(device)
-    if not device.is_slot:
-        torch.accelerator.set_device_index(device.index)
+    _devices.settle(device)
     world.backend = backend or default_backend(device)
+    patience = datetime.timedelta(seconds=timeout)
+    store.set_timeout(patience)
     dist.init_process_group(
         world.backend,
-        init_method=init_method,
+        store=store,
         rank=world.rank,
         world_size=world.size,
-        timeout=datetime.timedelta(seconds=timeout),
+        timeout=patience,
         device_id=device.torch if world.backend == "nccl" else None,
     )
     world.barrier()
     _devices.pin(device)
     enter(world)
-    return world
 
 
 def adopt(world: World) -> None:
     """Make ``world`` the current one in a process group that somebody else has made, and will leave."""
-    device = world.device
-    _devices.limit_threads(device)
-    if not device.is_slot:
-        torch.accelerator.set_device_index(device.index)
+    _devices.settle(world.device)
     backend = str(dist.get_backend())
-    world.backend = "gloo" if device.is_slot and "gloo" in backend else backend
+    world.backend = "gloo" if world.device.is_slot and "gloo" in backend else backend
     world.own_group = False
     enter(world)
 

@@ -1,7 +1,7 @@
 """``map``: a function over processes, or a module over devices, item by item, in order.
 
 In reading order: this file (what a person calls), `process_map` and `map_worker` (the two ends of a function's map),
-`shared_values` (what goes between them), `module_map` (a module's map), `progress_bar`.
+`shared_values` (what goes between them), `module_map` (a module's map).
 
 ``multiprocessing.Pool.imap`` refuses lambdas, draws a generator of any length into memory, waits for ever where a
 process was killed, and pickles tensors; a pool of torch.multiprocessing holds a file open for each tensor.
@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import functools
 import itertools
+import sys
 from collections.abc import Callable, Iterable, Iterator, Sized
 from typing import TYPE_CHECKING, Any, overload
 
@@ -105,8 +106,6 @@ def map(
     """
     from torch import nn
 
-    from lockstep.map.progress_bar import Bar
-
     if not callable(fn):
         raise InputError(f"map: a function or a module is expected first, not {_a(fn)}")
     if batch_size is not None and (not isinstance(batch_size, int) or isinstance(batch_size, bool) or batch_size < 1):
@@ -118,7 +117,7 @@ def map(
     total = len(items) if isinstance(items, Sized) else None
     is_module = isinstance(fn, nn.Module)
     places = _places(devices, is_module)
-    bar = Bar(progress, total, getattr(fn, "__name__", type(fn).__name__).strip("<>"))
+    bar = _Bar(total, getattr(fn, "__name__", type(fn).__name__).strip("<>")) if progress and _is_terminal() else None
     if isinstance(fn, nn.Module):
         from lockstep.map import module_map
 
@@ -135,8 +134,9 @@ def map(
         if len(places) == 1:
             results = process_map.in_this_one(call, drawn, places[0])
         else:
-            results = process_map.mapped(call, drawn, places, total, bar.on_output)
-    results = bar.over(results)
+            results = process_map.mapped(call, drawn, places, total, None if bar is None else bar.print)
+    if bar is not None:
+        results = bar.over(results)
     return results if reduce is None else _reduced(results, reduce)
 
 
@@ -149,11 +149,11 @@ def _places(wanted: Devices, is_module: bool) -> tuple[Device, ...]:
     from lockstep.launch import devices as _devices
     from lockstep.launch import started_as_rank, started_ranks
     from lockstep.launch import world as _world
-    from lockstep.launch.processes import worker_context
+    from lockstep.launch.processes.rank import current_worker
 
     is_auto = wanted is None or wanted == "auto"
     world = _world.current()
-    here = worker_context.current()
+    here = current_worker()
     if here is not None or (world is not None and world.size > 1):
         own = here.device if here is not None else world.device  # type: ignore[union-attr]
         if not is_auto and len(_devices.parse(wanted)) > 1:
@@ -186,3 +186,36 @@ def _reduced(results: Iterator[Any], reduce: Any) -> Any:
 def _a(value: object) -> str:
     name = type(value).__qualname__
     return f"{'an' if name[0] in 'aeiou' else 'a'} {name}"
+
+
+def _is_terminal() -> bool:
+    return sys.stdout is not None and sys.stdout.isatty()
+
+
+class _Bar:
+    """How far a map is, on a terminal.
+
+    Args:
+        total: items, where that is known.
+        name: what stands before it.
+    """
+
+    def __init__(self, total: int | None, name: str) -> None:
+        self._total, self._name = total, name
+
+    def over(self, results: Iterator[Any]) -> Iterator[Any]:
+        """The same results, counted as they are given; the bar goes when they end, or are closed."""
+        from rich.console import Console
+        from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
+
+        columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
+        self._console = Console(highlight=False)
+        with Progress(*columns, console=self._console, transient=True) as progress:
+            task = progress.add_task(self._name, total=self._total)
+            for result in results:
+                progress.advance(task)
+                yield result
+
+    def print(self, text: str, stream: str) -> None:
+        """Print what workers have printed, above the bar."""
+        self._console.print(text.rstrip("\n"), markup=False, soft_wrap=True, highlight=False)

@@ -12,10 +12,9 @@ import torch
 
 from lockstep.data.shares import MAP, absorbed
 from lockstep.errors import InputError, ItemFailed
-from lockstep.launch.processes.failure_records import RankTraceback, Record
-from lockstep.launch.processes.modes import Modes
-from lockstep.launch.processes.worker_context import Station
-from lockstep.map.shared_values import Packed, pack, unpack
+from lockstep.launch.processes.failure_records import Record, caused
+from lockstep.launch.processes.rank import WorkerContext
+from lockstep.map.shared_values import Packed, first_that_cant_be_packed, pack, unpack
 from lockstep.tensors.seeding import seed_all
 
 
@@ -23,13 +22,11 @@ class Task(NamedTuple):
     """The head of a chunk on its way to a worker.
 
     Attributes:
-        number: of the chunk.
-        first: the index of its first item.
+        first: the index of its first item, by which it is known.
         slot: of the worker's blocks, the one that holds the items, and is to hold the results.
         packed: a list: the items, or lists of items where ``batch`` isn't None.
     """
 
-    number: int
     first: int
     slot: int
     packed: Packed
@@ -39,13 +36,13 @@ class Reply(NamedTuple):
     """What a worker tells of a chunk.
 
     Attributes:
-        number: of the chunk.
+        first: of the chunk.
         seconds: that computing it took.
         packed: a list: the results up to the first failure.
         failure: that, with ``step`` the index of its item; None where there was none.
     """
 
-    number: int
+    first: int
     seconds: float
     packed: Packed
     failure: Record | None
@@ -88,70 +85,58 @@ class Call:
         return result
 
 
-def serve(station: Station, call: bytes, modes: Modes) -> None:
+def serve(worker: WorkerContext, call: bytes) -> None:
     """Work on chunks until there are no more."""
     fn: Call = pickle.loads(call)
     if fn.stream is None:  # else forks of one process would all draw the same
         key = int.from_bytes(os.urandom(8), "little") >> 1
         torch.manual_seed(key)
         seed_all(key)
-    while head := station.next():
-        station.tell(_reply(station, fn, modes, pickle.loads(head)))
+    while head := worker.channel.next():
+        worker.channel.tell(_reply(worker, fn, pickle.loads(head)))
 
 
-def _reply(station: Station, fn: Call, modes: Modes, task: Task) -> Reply:
-    station.item = task.first
-    block = station.blocks[task.slot]
+def _reply(worker: WorkerContext, fn: Call, task: Task) -> Reply:
+    worker.item = task.first
+    block = worker.blocks[task.slot]
     results: list[Any] = []
     failure = None
     began = time.perf_counter()
     try:
         units = unpack(task.packed, block)
         units.reverse()
-        with modes.entered():
+        with worker.modes.entered():
             while units:
-                results.append(fn(units.pop(), station.item, not station.device.is_slot))
-                station.item += fn.batch or 1
+                results.append(fn(units.pop(), worker.item, not worker.device.is_slot))
+                worker.item += fn.batch or 1
     except BaseException as error:
-        failure = _record(error, station)
+        failure = _record(error, worker)
     seconds = time.perf_counter() - began
     try:
         packed = pack(results, block)
     except Exception:
-        packed, failure = _sendable(results, task, station, fn)
-    station.item = -1
-    return Reply(task.number, seconds, packed, failure)
+        packed, failure = _sendable(results, task, worker, fn)
+    worker.item = -1
+    return Reply(task.first, seconds, packed, failure)
 
 
-def _record(error: BaseException, station: Station) -> Record:
+def _record(error: BaseException, worker: WorkerContext) -> Record:
     trace = error.__traceback__
     while trace is not None and trace.tb_next is not None and trace.tb_frame.f_globals["__name__"] == __name__:
         trace = trace.tb_next
-    return Record.of(error.with_traceback(trace), time.monotonic(), station.number, station.item)
+    return Record.of(error.with_traceback(trace), time.monotonic(), worker.number, worker.item)
 
 
-def _sendable(results: list[Any], task: Task, station: Station, fn: Call) -> tuple[Packed, Record]:
+def _sendable(results: list[Any], task: Task, worker: WorkerContext, fn: Call) -> tuple[Packed, Record]:
     """The results before the first that can't be sent, and what is wrong with that."""
-    block = station.blocks[task.slot]
-    for i, result in enumerate(results):
-        try:
-            pack(result, block)
-        except Exception as error:
-            station.item = task.first + i * (fn.batch or 1)
-            what = f"its result (a {type(result).__qualname__}) can't be sent back: {error}"
-            return pack(results[:i], block), _record(TypeError(what), station)
-    raise RuntimeError("results that can be sent one by one can't be sent together")
+    block = worker.blocks[task.slot]
+    place, error = first_that_cant_be_packed(results, block)
+    worker.item = task.first + place * (fn.batch or 1)
+    what = f"its result (a {type(results[place]).__qualname__}) can't be sent back: {error}"
+    return pack(results[:place], block), _record(TypeError(what), worker)
 
 
-def failed(record: Record, device: object) -> ItemFailed:
+def failed(record: Record, device: object) -> BaseException:
     """The exception by which a map reports that an item failed, in this process or another."""
-    index = record.step
-    error = record.exception()
-    made = ItemFailed(f"item {index} failed on {device}: {record.reason}", index, record.traceback)
-    shown = RankTraceback(record.traceback)
-    if isinstance(error, Exception):
-        error.__cause__ = shown
-        made.__cause__ = error
-    else:
-        made.__cause__ = shown
-    return made
+    message = f"item {record.step} failed on {device}: {record.reason}"
+    return caused(ItemFailed(message, record.step, record.traceback), record)

@@ -22,7 +22,7 @@ from lockstep.errors import InputError, ItemFailed, told
 from lockstep.launch.devices import Device
 from lockstep.map.shared_values import copied
 from lockstep.parallel.replicate import replicate
-from lockstep.tensors.pytree import call, described, each, names, parts, rebuilt, tensors, to_device
+from lockstep.tensors.pytree import call, described, each, named_parts, parts, rebuilt, tensors, to_device
 from lockstep.threads.random_streams import stream
 from lockstep.threads.thread_pool import Pending, borrowed
 
@@ -118,9 +118,7 @@ def _rows(outputs: Any, size: int, name: str) -> list[Any]:
     are_batches = any(t.dim() and t.shape[0] == size for part in inside for t in tensors(part))
     if isinstance(outputs, list) and len(outputs) == size and not are_batches:  # one for each
         return outputs
-    columns = [
-        _rows(part, size, f"{name}.{below}".lstrip(".")) for part, below in zip(inside, names(outputs), strict=True)
-    ]
+    columns = [_rows(part, size, f"{name}.{below}".lstrip(".")) for below, part in named_parts(outputs)]
     return [rebuilt(outputs, [column[i] for column in columns]) for i in range(size)]
 
 

@@ -24,6 +24,7 @@ import pickle
 import time
 from collections import deque
 from collections.abc import Callable, Iterator
+from dataclasses import dataclass
 from typing import Any
 
 import cloudpickle
@@ -31,11 +32,11 @@ import cloudpickle
 from lockstep.errors import InputError, ItemFailed, RunError, own_traceback, told
 from lockstep.launch.devices import Device, occupied
 from lockstep.launch.processes import failure_records
+from lockstep.launch.processes.call import Modes, Setup
 from lockstep.launch.processes.failure_records import Record
-from lockstep.launch.processes.modes import Modes
-from lockstep.launch.processes.task_workers import Workers
+from lockstep.launch.processes.supervisor import Supervisor
 from lockstep.map.map_worker import Call, Reply, Task, failed, serve
-from lockstep.map.shared_values import copied, kept, pack, unpack
+from lockstep.map.shared_values import copied, first_that_cant_be_packed, kept, new_block, pack, unpack
 from lockstep.tensors.pytree import each
 from lockstep.tensors.seeding import kept_states
 
@@ -55,16 +56,18 @@ _LOOK = 1e-3
 """Seconds of a caller's time between looks at what has come."""
 
 
+@dataclass(eq=False, slots=True)
 class _Chunk:
     """Items on their way, or their results on theirs."""
 
-    __slots__ = ("block", "bytes", "failure", "first", "results", "slot", "units", "worker")
-
-    def __init__(self, first: int, units: int, worker: int, slot: int, block: int, size: int) -> None:
-        self.first, self.units, self.worker, self.slot, self.block = first, units, worker, slot, block
-        self.bytes = size
-        self.results: deque[Any] | None = None
-        self.failure: Record | None = None
+    first: int
+    units: int
+    worker: int
+    slot: int
+    block: int
+    bytes: int
+    results: deque[Any] | None = None
+    failure: Record | None = None
 
 
 class _Pace:
@@ -120,10 +123,8 @@ def in_this_one(call: Call, items: Iterator[Any], device: Device) -> Iterator[An
             with occupied(device), contextlib.nullcontext() if call.stream is None else kept_states():
                 result = call(unit, index, not device.is_slot)
         except Exception as error:
-            trace = own_traceback(error)
-            raise ItemFailed(
-                f"item {index} failed on {device}: {failure_records.reason(error)}", index, trace
-            ) from error
+            message = f"item {index} failed on {device}: {failure_records.reason(error)}"
+            raise ItemFailed(message, index, own_traceback(error)) from error
         if not device.is_slot:
             result = each(lambda tensor: tensor.cpu(), result)
         if call.batch is None:
@@ -157,20 +158,23 @@ class _Mapping:
         self._free = [[0, 1] for _ in devices]
         self._held = 0
         self._pace = _Pace()
-        self._number = self._sent = self._drawn = 0
+        self._sent = self._drawn = 0
         self._ending: BaseException | None = None
         self._is_drawn = False
 
     def run(self) -> Iterator[Any]:
-        self._workers = workers = Workers(
-            serve,
-            (self._packed, Modes.here(self._devices)),
-            self._devices,
-            self._hear,
-            self._on_output,
-            blocks=len(self._free[0]),
-        )
-        try:
+        with contextlib.ExitStack() as stack:
+            self._blocks = [[new_block(stack) for _ in free] for free in self._free]
+            self._workers = workers = stack.enter_context(
+                Supervisor(
+                    Setup(self._devices, Modes.here(self._devices)),
+                    serve,
+                    (self._packed,),
+                    blocks_of=lambda worker: self._blocks[worker],
+                    on_event=self._hear,
+                    on_output=self._on_output,
+                )
+            )
             while True:
                 if self._waiting and self._waiting[0].results is not None:
                     yield from self._given(self._waiting.popleft())
@@ -183,10 +187,9 @@ class _Mapping:
                     break
             if self._ending is not None:
                 raise self._ending
-            workers.end()
-        finally:
-            workers.close()
-            self._ending = None
+            for worker in range(len(self._devices)):
+                workers.send(worker, b"")
+            workers.watch()
 
     def _given(self, chunk: _Chunk) -> Iterator[Any]:
         """Its results one by one; the workers are kept at work meanwhile."""
@@ -228,7 +231,7 @@ class _Mapping:
             return
         worker = max(range(len(self._free)), key=lambda w: len(self._free[w]))
         slot = self._free[worker].pop(0)
-        block = self._workers.blocks[worker][slot]
+        block = self._blocks[worker][slot]
         try:
             packed = pack(units, block)
         except Exception:
@@ -243,9 +246,8 @@ class _Mapping:
         self._sent += len(units)
         chunk = _Chunk(first, len(units), worker, slot, block, packed.bytes)
         self._waiting.append(chunk)
-        self._at[self._number] = chunk
-        self._workers.send(worker, pickle.dumps(Task(self._number, first, slot, packed)))
-        self._number += 1
+        self._at[first] = chunk
+        self._workers.send(worker, pickle.dumps(Task(first, slot, packed)))
 
     def _draw(self, size: int) -> list[Any]:
         """The next items: ``size`` of them, or fewer where they are slow to come, or end."""
@@ -266,28 +268,25 @@ class _Mapping:
     def _sendable(self, units: list[Any], block: int) -> list[Any]:
         """Those before the first that can't be sent, which ends the map when they have been given."""
         self._is_drawn = True
-        for i, unit in enumerate(units):
-            first = (self._sent + i) * (self._batch or 1)
-            for j, item in enumerate([unit] if self._batch is None else unit):
-                try:
-                    pack(item, block)
-                except Exception as error:
-                    self._ending = InputError(
-                        f"item {first + j} (a {type(item).__qualname__}) can't be sent to a process: {told(error)}: "
-                        "send what it is made of, and make it in the function"
-                    )
-                    return units[:i]
-        raise RunError("items that can be sent one by one can't be sent together")
+        good, _ = first_that_cant_be_packed(units, block)
+        items = [units[good]] if self._batch is None else units[good]
+        place, error = first_that_cant_be_packed(items, block)
+        index = (self._sent + good) * (self._batch or 1) + place
+        self._ending = InputError(
+            f"item {index} (a {type(items[place]).__qualname__}) can't be sent to a process: {told(error)}: "
+            "send what it is made of, and make it in the function"
+        )
+        return units[:good]
 
     # ---- hearing ----------------------------------------------------------------------------------------------------
 
     def _turn(self, seconds: float | None) -> None:
         self._workers.turn(seconds)
-        if (failure := self._workers.failure) is not None:
-            raise self._death(failure)
+        if self._workers.failed_at is not None and (failures := self._workers.failures()):
+            raise self._death(min(failures, key=lambda failure: failure.time))
 
     def _hear(self, worker: int, reply: Reply) -> None:
-        chunk = self._at.pop(reply.number)
+        chunk = self._at.pop(reply.first)
         try:
             results = unpack(reply.packed, chunk.block)
         except Exception as error:
@@ -307,9 +306,9 @@ class _Mapping:
     def _death(self, failure: Record | failure_records.Death) -> BaseException:
         device = self._devices[failure.rank]
         if isinstance(failure, Record):
-            made = RunError(f"a process of the map ({device}) could not begin: {failure.reason}")
-            made.__cause__ = failure.exception() or failure_records.RankTraceback(failure.traceback)
-            return made
+            return failure_records.caused(
+                RunError(f"a process of the map ({device}) could not begin: {failure.reason}"), failure
+            )
         if failure.step == 0:
             return ItemFailed(
                 f"a process of the map ({device}) {failure_records.ending(failure.code, 'between two items')}"

@@ -12,21 +12,22 @@ parcel, so that its size is that of the largest. What is read out of it is a cop
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import io
 import os
 import pickle
+import tempfile
 from typing import Any, NamedTuple
 
 import cloudpickle
 import torch
 from torch import nn
 
+from lockstep.errors import RunError
+
 _LARGE = 1 << 11
 """Bytes from which a pickle, a tensor or an array goes through the block: two heads must fit in a pipe."""
-
-_MANY = 64
-"""Pieces whose sizes don't stand in the head."""
 
 _KEPT = 16 << 20
 """Bytes of a block that are kept for the next parcel, however small that is."""
@@ -37,14 +38,12 @@ class Packed(NamedTuple):
 
     Attributes:
         body: the pickle, where it is small; else it is the first piece in the block.
-        sizes: bytes of each piece in the block; where there are many, of a pickle of these, which then comes first.
-        is_long: whether there are many.
+        index_size: bytes at the beginning of the block that say how large its pieces are; 0 where there are none.
         bytes: of the whole parcel.
     """
 
     body: bytes | None
-    sizes: tuple[int, ...]
-    is_long: bool
+    index_size: int
     bytes: int
 
 
@@ -93,6 +92,17 @@ def copied(value: Any) -> Any:
     return value
 
 
+def new_block(stack: contextlib.ExitStack) -> int:
+    """A file without a name, in memory where the system can do that, of no size yet; open until the stack ends."""
+    if hasattr(os, "memfd_create"):  # not bound by the size of /dev/shm, which is small in containers
+        number = os.memfd_create("lockstep")
+    else:
+        with tempfile.TemporaryFile() as file:
+            number = os.dup(file.fileno())
+    stack.callback(os.close, number)
+    return number
+
+
 def pack(value: Any, block: int) -> Packed:
     """Write a value for another process, which ``unpack``s it. A tensor of a graph goes without its graph.
 
@@ -111,36 +121,40 @@ def pack(value: Any, block: int) -> Packed:
     if len(file.getbuffer()) >= _LARGE:
         pieces = [memoryview(file.getbuffer()), *pieces]
         body = None
-    sizes = tuple(piece.nbytes for piece in pieces)
-    total = sum(sizes) + len(body or b"")
-    if is_long := len(sizes) > _MANY:
-        index = pickle.dumps(sizes)
-        pieces = [memoryview(index), *pieces]
-        sizes = (len(index),)
-    if pieces and (held := os.fstat(block).st_size) > _KEPT and held > 4 * total:
+    total = sum(piece.nbytes for piece in pieces) + len(body or b"")
+    if not pieces:
+        return Packed(body, 0, total)
+    index = pickle.dumps([piece.nbytes for piece in pieces])
+    if (held := os.fstat(block).st_size) > _KEPT and held > 4 * total:
         os.ftruncate(block, 0)
     place = 0
-    for piece in pieces:
+    for piece in (memoryview(index), *pieces):
         while piece.nbytes:
             written = os.pwrite(block, piece, place)
             place += written
             piece = piece[written:]
-    return Packed(body, sizes, is_long, total)
+    return Packed(body, len(index), total)
 
 
 def unpack(packed: Packed, block: int) -> Any:
     """Read what ``pack`` wrote; the block is free again afterwards."""
-    sizes = packed.sizes
-    place = 0
-    if packed.is_long:
-        place = sizes[0]
-        sizes = pickle.loads(_read(block, place, 0))
     pieces = []
-    for size in sizes:
+    place = packed.index_size
+    for size in pickle.loads(_read(block, place, 0)) if packed.index_size else ():
         pieces.append(_read(block, size, place))
         place += size
     body = packed.body if packed.body is not None else pieces.pop(0)
     return pickle.loads(body, buffers=pieces)
+
+
+def first_that_cant_be_packed(values: list[Any], block: int) -> tuple[int, Exception]:
+    """Of values that can't be packed together, the place of the first that is to blame, and what it raises."""
+    for place, value in enumerate(values):
+        try:
+            pack(value, block)
+        except Exception as error:
+            return place, error
+    raise RunError("values that can be sent one by one can't be sent together")
 
 
 def _read(block: int, size: int, place: int) -> bytearray:

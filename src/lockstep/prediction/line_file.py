@@ -9,6 +9,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import itertools
 import json
 import math
@@ -16,42 +17,28 @@ from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
-from lockstep.tensors.array_file import not_written
+from lockstep.tensors.array_file import writing
 from lockstep.tensors.pytree import share_sizes
 
 
 class LineWriter:
-    """Writes the lines of one rank."""
+    """Writes the lines of one rank; each method raises a SaveError where that can't be done."""
 
     def __init__(self, folder: Path, rank: int) -> None:
         self._path = _part(folder, rank)
-        try:
+        with writing(self._path):
             self._file = self._path.open("x", encoding="utf-8")
-        except OSError as error:
-            raise not_written(self._path, error) from error
 
     def write(self, values: Iterable[Any]) -> None:
-        """Write a line of JSON for each value. Numbers that JSON lacks become ``"NaN"``, ``"Infinity"``.
-
-        Raises:
-            SaveError: they can't be written.
-        """
-        try:
+        """Write a line of JSON for each value. Numbers that JSON lacks become ``"NaN"``, ``"Infinity"``."""
+        with writing(self._path):
             for value in values:
                 self._file.write(_json(value) + "\n")
-        except OSError as error:
-            raise not_written(self._path, error) from error
 
     def close(self) -> None:
-        """Write what is still held back.
-
-        Raises:
-            SaveError: it can't be written.
-        """
-        try:
+        """Write what is still held back."""
+        with writing(self._path):
             self._file.close()
-        except OSError as error:
-            raise not_written(self._path, error) from error
 
 
 def merge(target: Path, folder: Path, ranks: int, batches: Iterable[int]) -> None:
@@ -69,17 +56,12 @@ def merge(target: Path, folder: Path, ranks: int, batches: Iterable[int]) -> Non
     if ranks == 1:
         _part(folder, 0).replace(target)
         return
-    parts = [_part(folder, rank).open(encoding="utf-8") for rank in range(ranks)]
-    try:
-        with target.open("x", encoding="utf-8") as whole:
+    with contextlib.ExitStack() as stack:
+        parts = [stack.enter_context(_part(folder, rank).open(encoding="utf-8")) for rank in range(ranks)]
+        with writing(target), target.open("x", encoding="utf-8") as whole:
             for size in batches:
                 for part, lines in zip(parts, share_sizes(size, ranks), strict=True):
                     whole.writelines(itertools.islice(part, lines))
-    except OSError as error:
-        raise not_written(target, error) from error
-    finally:
-        for part in parts:
-            part.close()
 
 
 def _part(folder: Path, rank: int) -> Path:

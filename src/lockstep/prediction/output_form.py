@@ -17,7 +17,7 @@ from typing import Any
 import torch
 
 from lockstep.errors import InputError
-from lockstep.tensors.pytree import described, names, parts, rebuilt, same_kind, tensors
+from lockstep.tensors.pytree import described, named_parts, parts, rebuilt, same_kind, tensors
 
 
 @dataclass(frozen=True)
@@ -84,8 +84,9 @@ def _formed(outputs: Any, size: int, name: str) -> Any:
         return Left(called, said=outputs is not None)
     if _has_items(outputs, size):
         return Items(called)
-    ways = (f"{name}.{key}" if name else key for key in names(outputs))
-    return rebuilt(outputs, [_formed(part, size, way) for part, way in zip(inside, ways, strict=True)])
+    return rebuilt(
+        outputs, [_formed(part, size, f"{name}.{key}" if name else key) for key, part in named_parts(outputs)]
+    )
 
 
 def _has_items(outputs: Any, size: int) -> bool:
@@ -131,8 +132,9 @@ def taken(form: Any, outputs: Any, size: int) -> Iterator[tuple[Rows | Items, An
     elif not same_kind(form, outputs):
         raise InputError(f"outputs: a later batch has them in another structure: {described(outputs)}")
     else:
-        for part, value in _together(form, outputs):
-            yield from taken(part, value, size)
+        theirs = dict(named_parts(outputs))  # by key: a later batch may have filled a dict in another order
+        for name, part in named_parts(form):
+            yield from taken(part, theirs[name], size)
 
 
 def filled(form: Any, arrays: Mapping[str, torch.Tensor]) -> Any:
@@ -159,12 +161,10 @@ def _lines(form: Any, kept: Mapping[str, Any], size: int) -> list[Any]:
         return [None] * size
     if isinstance(form, Leaf):
         return [_plain(item) for item in kept[form.name]] if isinstance(form, Items) else _plain(kept[form.name])
-    keys = names(form)
-    columns = [_lines(part, kept, size) for part in parts(form) or ()]
     if not _is_by_name(form):
-        return [list(row) for row in zip(*columns, strict=True)]
-    chosen = [(k, c) for k, c, part in zip(keys, columns, parts(form) or (), strict=True) if not isinstance(part, Left)]
-    return [{key: column[i] for key, column in chosen} for i in range(size)]
+        return [list(row) for row in zip(*(_lines(part, kept, size) for part in parts(form) or ()), strict=True)]
+    columns = {key: _lines(part, kept, size) for key, part in named_parts(form) if not isinstance(part, Left)}
+    return [{key: column[i] for key, column in columns.items()} for i in range(size)]
 
 
 def _plain(value: Any) -> Any:
@@ -176,16 +176,9 @@ def _plain(value: Any) -> Any:
     if inside is None:
         return value if isinstance(value, _JSON_PLAIN) else str(value)
     if _is_by_name(value):
-        return {key: _plain(part) for key, part in zip(names(value), inside, strict=True)}
+        return {key: _plain(part) for key, part in named_parts(value)}
     return [_plain(part) for part in inside]
 
 
 def _is_by_name(nest: Any) -> bool:
     return not isinstance(nest, list) and (not isinstance(nest, tuple) or hasattr(nest, "_fields"))
-
-
-def _together(form: Any, outputs: Any) -> Iterator[tuple[Any, Any]]:
-    """The parts of both, by key where they have keys: a later batch may have filled a dict in another order."""
-    theirs = dict(zip(names(outputs), parts(outputs) or (), strict=True))
-    for name, part in zip(names(form), parts(form) or (), strict=True):
-        yield part, theirs[name]

@@ -37,7 +37,7 @@ from lockstep.prediction.line_file import LineWriter, merge
 from lockstep.prediction.output_form import Items, Left, Rows, filled, form_of, in_lines, leaves, taken
 from lockstep.strategies import Strategy, choose
 from lockstep.strategies.step import Step
-from lockstep.tensors.array_file import Array, Layout, RowWriter, archive, create, layout, mapped, not_written
+from lockstep.tensors.array_file import Array, Layout, RowWriter, archive, create, layout, mapped, writing
 from lockstep.tensors.pytree import described
 from lockstep.training.evaluation import look_at_evaluation
 from lockstep.training.run import Run, trained_of
@@ -326,18 +326,16 @@ class _Prediction:
             sizes = (min(self.batch_size, self.rows - i) for i in range(0, self.rows, self.batch_size))
             merge(whole, self.folder, self.world.size, sizes)
         else:
-            ending = self._ending(len(self.layout.places))
+            ending = self._ending(len(self.layout.arrays))
             target = target.with_suffix(ending)
             whole = self.folder / next(iter(self.layout.headers))
             if ending == ".npz":
                 whole = self.folder / "archive"
                 archive(whole, self.folder, self.layout)
-        try:
+        with writing(whole):
             with whole.open("rb+") as file:
                 os.fsync(file.fileno())
             os.replace(whole, target)
-        except OSError as error:
-            raise not_written(whole, error) from error
         return target
 
 

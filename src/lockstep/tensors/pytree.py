@@ -50,6 +50,12 @@ def names(nest: Any) -> list[str]:
     return [str(i) for i in range(len(nest))]
 
 
+def named_parts(nest: Any) -> list[tuple[str, Any]]:
+    """What lies directly inside a nest, with what it is called; none in a leaf."""
+    inside = parts(nest)
+    return [] if inside is None else list(zip(names(nest), inside, strict=True))
+
+
 def rebuilt(nest: Any, new: Sequence[Any]) -> Any:
     """A nest of the same type with new parts: order, keys, and whatever else a subclass carries are kept."""
     if isinstance(nest, tuple):
@@ -84,9 +90,8 @@ def named_tensors(nest: Any, way: str = "") -> Iterator[tuple[str, torch.Tensor]
     if isinstance(nest, torch.Tensor):
         yield way, nest
         return
-    if (inside := parts(nest)) is not None:
-        for name, part in zip(names(nest), inside, strict=True):
-            yield from named_tensors(part, f"{way}.{name}" if way else name)
+    for name, part in named_parts(nest):
+        yield from named_tensors(part, f"{way}.{name}" if way else name)
 
 
 def described(nest: Any) -> str:
@@ -100,8 +105,7 @@ def described(nest: Any) -> str:
         body = ", ".join(f"{key!r}: {described(value)}" for key, value in zip(nest, inside, strict=True))
         return f"{{{body}}}" if type(nest) is dict else f"{type(nest).__name__}({{{body}}})"
     if _is_dataclass(nest) or hasattr(nest, "_fields"):
-        names = nest._fields if hasattr(nest, "_fields") else [f.name for f in dataclasses.fields(nest)]
-        body = ", ".join(f"{name}={described(value)}" for name, value in zip(names, inside, strict=True))
+        body = ", ".join(f"{name}={described(value)}" for name, value in named_parts(nest))
         return f"{type(nest).__name__}({body})"
     shown = inside if len(inside) <= 8 else inside[:3]
     body = ", ".join(map(described, shown))

@@ -1,14 +1,14 @@
-"""The three global generators of random numbers: torch's on the CPU, Python's, and numpy's where that is loaded."""
+"""The three global generators of random numbers: torch's on the CPU, Python's, and numpy's."""
 
 from __future__ import annotations
 
 import functools
 import random
-import sys
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any, NamedTuple
 
+import numpy
 import torch
 
 
@@ -22,12 +22,10 @@ def seeded(seed: int) -> Iterator[None]:
 
 
 def seed_all(key: int) -> None:
-    """Seed torch, ``random`` and numpy (where it is loaded), 7 us in all; ``torch.manual_seed`` alone takes 78."""
+    """Seed torch, ``random`` and numpy, 7 us in all; ``torch.manual_seed`` alone takes 78."""
     torch.default_generator.manual_seed(key)
     random.seed(key)
-    numpy = sys.modules.get("numpy")
-    if numpy is not None:
-        numpy.random.seed(key & 0xFFFFFFFF)
+    numpy.random.seed(key & 0xFFFFFFFF)
 
 
 @contextmanager
@@ -65,7 +63,7 @@ class States(NamedTuple):
 
     Attributes:
         torch: PyTorch's on the CPU.
-        others: those of ``random``, and of numpy where it is loaded.
+        others: those of ``random`` and numpy.
         accelerators: PyTorch's on the devices that were asked for.
     """
 
@@ -111,15 +109,13 @@ def _generator_on(device: torch.device) -> tuple[Callable[[], torch.Tensor], Cal
 
 def other_states() -> tuple[Any, Any]:
     """Those of ``random`` and numpy alone, which PyTorch's checkpoints don't keep."""
-    numpy = sys.modules.get("numpy")
-    return random.getstate(), None if numpy is None else numpy.random.get_state()
+    return random.getstate(), numpy.random.get_state()
 
 
 def set_other_states(wanted: tuple[Any, Any]) -> None:
     """Give ``random`` and numpy the states that ``other_states`` gave."""
     random.setstate(wanted[0])
-    if wanted[1] is not None:
-        sys.modules["numpy"].random.set_state(wanted[1])
+    numpy.random.set_state(wanted[1])
 
 
 def same(a: States, b: States) -> bool:
@@ -130,8 +126,4 @@ def same(a: States, b: States) -> bool:
 
 def same_others(a: tuple[Any, Any], b: tuple[Any, Any]) -> bool:
     """Whether nothing was drawn from ``random`` and numpy between the two."""
-    if a[0] != b[0]:
-        return False
-    if a[1] is None or b[1] is None:
-        return True
-    return bool((a[1][1] == b[1][1]).all()) and tuple(a[1][2:]) == tuple(b[1][2:])
+    return bool(a[0] == b[0] and (a[1][1] == b[1][1]).all() and a[1][2:] == b[1][2:])

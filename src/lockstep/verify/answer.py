@@ -15,7 +15,8 @@ from lockstep.jobfile import JobFile, as_job, the_job, with_settings
 from lockstep.launch import devices as _devices
 from lockstep.launch import started_as_rank
 from lockstep.launch.devices import Device, Devices
-from lockstep.launch.placement import alone, needs_one_process, place_of
+from lockstep.launch.placement import alone, needs_one_process
+from lockstep.launch.world import place_of
 from lockstep.strategies import Strategy, choose
 from lockstep.strategies.single import Single
 from lockstep.verify.causes import of_refusal

@@ -20,7 +20,7 @@ from dataclasses import dataclass
 
 from lockstep.errors import LockstepError, LossError, NonFiniteLoss, RankFailed, StrategyError
 from lockstep.launch.events import Caveat
-from lockstep.launch.placement import place_of
+from lockstep.launch.world import place_of
 from lockstep.strategies.single import Single
 from lockstep.verify.causes import cause, listed, named, of_refusal, quoted
 from lockstep.verify.comparison import Bounds, Comparison, Experiment, Update

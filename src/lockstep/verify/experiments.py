@@ -12,7 +12,7 @@ from lockstep.job import Job
 from lockstep.jobfile import JobFile, the_job, with_settings
 from lockstep.launch.devices import Device
 from lockstep.launch.placement import alone, needs_one_process
-from lockstep.launch.processes.standing_ranks import StandingRanks
+from lockstep.launch.processes.local_ranks import StandingRanks
 from lockstep.launch.world import World
 from lockstep.strategies import Strategy
 from lockstep.verify.comparison import Comparison, Experiment

@@ -25,8 +25,7 @@ from lockstep.launch import devices as _devices
 from lockstep.launch import world as _world
 from lockstep.launch.devices import Device
 from lockstep.launch.events import Caveat, Line
-from lockstep.launch.placement import place_of
-from lockstep.launch.world import World
+from lockstep.launch.world import World, place_of
 from lockstep.model.build import hooked_parameters
 from lockstep.model.inspection import acting_buffers, drops
 from lockstep.strategies.single import Single

@@ -10,7 +10,8 @@ from lockstep.data import job_loader, resolve
 from lockstep.errors import LockstepError
 from lockstep.job import Job
 from lockstep.launch.devices import Device
-from lockstep.launch.placement import alone, place_of
+from lockstep.launch.placement import alone
+from lockstep.launch.world import place_of
 from lockstep.strategies import Strategy
 from lockstep.strategies.single import Single
 from lockstep.verify.batches import others_in_kind, places_of

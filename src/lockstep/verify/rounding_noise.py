@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 
 from lockstep.errors import LockstepError
-from lockstep.launch.placement import place_of
+from lockstep.launch.world import place_of
 from lockstep.strategies.single import Single
 from lockstep.verify.comparison import COARSE, EXACT, Bounds, Comparison, Experiment
 from lockstep.verify.determinism import Thing

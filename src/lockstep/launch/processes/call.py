@@ -9,6 +9,7 @@ the rank has died without a word, and the caller whether they are to stop::
 
 from __future__ import annotations
 
+import contextlib
 import importlib
 import mmap
 import os
@@ -16,17 +17,49 @@ import pickle
 import sys
 import tempfile
 import types
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
-from typing import IO, Any
+from typing import IO, Any, NamedTuple
 
 import torch
 
 from lockstep.errors import InputError, first_line
 from lockstep.launch.devices import Device, usable_cores
-from lockstep.launch.processes.modes import Modes
 
 _LOOPBACK = "lo" if sys.platform == "linux" else "lo0"
+
+
+class Modes(NamedTuple):
+    """PyTorch's modes of a thread, in which another process is to compute for it.
+
+    Attributes:
+        grad: whether gradients are followed.
+        inference: whether that is inference mode.
+        autocast: for each type of device whether it is on, and to what.
+    """
+
+    grad: bool
+    inference: bool
+    autocast: tuple[tuple[str, bool, torch.dtype], ...]
+
+    @classmethod
+    def here(cls, devices: tuple[Device, ...]) -> Modes:
+        """Those of the calling thread."""
+        kinds = sorted({"cpu"} | {device.type for device in devices})
+        autocast = tuple((kind, torch.is_autocast_enabled(kind), torch.get_autocast_dtype(kind)) for kind in kinds)
+        return cls(torch.is_grad_enabled(), torch.is_inference_mode_enabled(), autocast)
+
+    @contextlib.contextmanager
+    def entered(self) -> Iterator[None]:
+        """Compute in them for a while."""
+        with contextlib.ExitStack() as stack:
+            if self.inference:
+                stack.enter_context(torch.inference_mode())
+            stack.enter_context(torch.set_grad_enabled(self.grad))
+            for kind, enabled, dtype in self.autocast:
+                if enabled:
+                    stack.enter_context(torch.autocast(kind, dtype))
+            yield
 
 
 def _switches() -> dict[str, Any]:
@@ -44,22 +77,22 @@ class Setup:
 
     Attributes:
         devices: one per rank.
+        modes: the caller's.
         rendezvous: the file where the ranks meet; no other launch has it. None for workers, which don't.
         backend: of the process group, or None for the device's own.
         folder: where the run keeps its files, or None.
         timeout: seconds after which a collective gives up.
-        modes: the caller's, or None for workers, which are told them for each map.
         environment, path, arguments, directory, cores: the caller's environment variables, ``sys.path``, ``sys.argv``,
             working directory and affinity.
         switches: the caller's settings of torch that change numbers.
     """
 
     devices: tuple[Device, ...]
-    rendezvous: str | None
-    backend: str | None
-    folder: str | None
-    timeout: float
-    modes: Modes | None = None
+    modes: Modes
+    rendezvous: str | None = None
+    backend: str | None = None
+    folder: str | None = None
+    timeout: float = 1800.0
     environment: dict[str, str] = field(
         # Local ranks talk over the loopback interface, and listen nowhere else.
         default_factory=lambda: {
@@ -73,7 +106,7 @@ class Setup:
     arguments: list[str] = field(default_factory=lambda: list(sys.argv))
     directory: str = field(default_factory=os.getcwd)
     cores: tuple[int, ...] = field(default_factory=usable_cores)
-    switches: dict[str, Any] = field(default_factory=lambda: _switches())
+    switches: dict[str, Any] = field(default_factory=_switches)
 
     def apply(self) -> None:
         """Make this process's surroundings the caller's."""
@@ -122,6 +155,16 @@ class Call:
         setup.apply()
         fn, args = pickle.load(self._map)
         return fn, args, setup
+
+
+def dumps(value: Any) -> bytes:
+    """A value by which the other process can make the same; what can't be imported there goes by value."""
+    import cloudpickle
+
+    try:
+        return pickle.dumps(value)  # ten times as fast, and enough for numbers and names
+    except Exception:
+        return bytes(cloudpickle.dumps(value))
 
 
 def pickled(fn: Callable[..., Any], args: tuple[Any, ...]) -> bytes:

@@ -132,19 +132,19 @@ def to_raise(one: Record | Death, device: Device, silent: list[int]) -> BaseExce
         message = f"{who} failed {when(one.step)}: {one.reason}"
     if one.peer and silent:
         message += f"; nothing was heard of rank{'s' * (len(silent) > 1)} {', '.join(map(str, silent))}"
-    failed = RankFailed(message, one.rank, one.step, one.traceback)
-    shown = RankTraceback(one.traceback)
+    return caused(RankFailed(message, one.rank, one.step, one.traceback), one)
+
+
+def caused(made: BaseException, record: Record) -> BaseException:
+    """Give an exception the one of the record as its cause, which shows its traceback where it is shown."""
+    error = record.exception()
+    shown = RankTraceback(record.traceback)
     if isinstance(error, Exception):
         error.__cause__ = shown
-        failed.__cause__ = error
+        made.__cause__ = error
     else:
-        failed.__cause__ = shown
-    return failed
-
-
-def head(rank: int, device: Device, step: int, error: BaseException) -> str:
-    """One line that says which rank failed, at which step, of what."""
-    return f"rank {rank} ({device}) failed {when(step)}: {reason(error)}"
+        made.__cause__ = shown
+    return made
 
 
 def when(step: int) -> str:

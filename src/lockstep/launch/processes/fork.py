@@ -18,7 +18,6 @@ import gc
 import importlib
 import os
 import selectors
-import shutil
 import signal
 import socket
 import sys
@@ -26,7 +25,7 @@ import time
 from dataclasses import dataclass, field
 from typing import NoReturn
 
-from lockstep.launch.processes.fork_server import ENDED, MOST_FILES, NOT_STARTED, PATH_BYTES, REPORT, START, STARTED
+from lockstep.launch.processes.fork_server import MOST_FILES, REPORT, START
 from lockstep.tensors.allocator import prepare
 
 _PRELOAD = (
@@ -78,14 +77,13 @@ _libc = ctypes.CDLL(None)
 @dataclass(eq=False)
 class _Launch:
     connection: socket.socket
-    scratch: str
     ranks: dict[int, int] = field(default_factory=dict)
     """From process id to rank."""
     over: bool = False
 
-    def report(self, what: bytes, rank: int, value: int) -> None:
+    def report(self, rank: int, code: int, error: int = 0) -> None:
         with contextlib.suppress(OSError):  # nobody listens any more
-            self.connection.sendall(REPORT.pack(what, rank, value, time.monotonic()))
+            self.connection.sendall(REPORT.pack(rank, code, error, time.monotonic()))
 
     def kill(self) -> None:
         for pid in self.ranks:
@@ -106,48 +104,34 @@ class _Forking:
         self.pid = os.getpid()
         self.launches: list[_Launch] = []
         _prctl(_PR_SET_CHILD_SUBREAPER, 1)
-        self.woken, self.wake = os.pipe()
-        for end in (self.woken, self.wake):
-            os.set_blocking(end, False)
+        self.woken, self.wake = socket.socketpair()
+        self.woken.setblocking(False)
+        self.wake.setblocking(False)
         signal.signal(signal.SIGCHLD, lambda *_: None)  # the byte that its arrival writes is what counts
-        signal.set_wakeup_fd(self.wake, warn_on_full_buffer=False)
+        signal.set_wakeup_fd(self.wake.fileno(), warn_on_full_buffer=False)
         self.selector = selectors.DefaultSelector()
-        self.selector.register(control, selectors.EVENT_READ)
-        self.selector.register(self.woken, selectors.EVENT_READ)
+        self.selector.register(control, selectors.EVENT_READ, self.accept)
+        self.selector.register(self.woken, selectors.EVENT_READ, lambda: self.woken.recv(4096))
 
     def serve(self) -> NoReturn:
         while os.getppid() == self.parent:
             for key, _ in self.selector.select(_LOOK):
-                if key.fileobj is self.control:
-                    if not self.accept():
-                        self.end()
-                elif key.fileobj == self.woken:
-                    with contextlib.suppress(BlockingIOError):
-                        os.read(self.woken, 4096)
-                else:
-                    self.hear(key.data)
+                key.data()
             self.reap()
         self.end()
 
-    def accept(self) -> bool:
-        """Take a new launch; False where the control connection has ended."""
-        try:
-            path, files, _, _ = socket.recv_fds(self.control, PATH_BYTES, 1)
-        except ConnectionError:
-            return False
-        if not path:
-            return False
-        launch = _Launch(socket.socket(fileno=files[0]), os.fsdecode(path.rstrip(b"\0")))
+    def accept(self) -> None:
+        """Take a new launch, or end where the control connection has ended."""
+        _, files = _received(self.control, 1)
+        if not files:
+            self.end()
+        launch = _Launch(socket.socket(fileno=files[0]))
         self.launches.append(launch)
-        self.selector.register(launch.connection, selectors.EVENT_READ, launch)
-        return True
+        self.selector.register(launch.connection, selectors.EVENT_READ, lambda: self.hear(launch))
 
     def hear(self, launch: _Launch) -> None:
         """Start a rank, or end the launch where its connection has ended."""
-        try:
-            message, files, _, _ = socket.recv_fds(launch.connection, START.size, MOST_FILES)
-        except ConnectionError:
-            message, files = b"", []
+        message, files = _received(launch.connection, START.size)
         if message:
             self.fork(launch, START.unpack(message)[0], files)
             return
@@ -160,14 +144,13 @@ class _Forking:
         try:
             pid = os.fork()
         except OSError as error:
-            launch.report(NOT_STARTED, rank, error.errno or 0)
+            launch.report(rank, 1, error.errno or -1)
         else:
             if pid == 0:
                 self.become(rank, files)
             with contextlib.suppress(OSError):  # on both sides, since either may be first to need it
                 os.setpgid(pid, pid)
             launch.ranks[pid] = rank
-            launch.report(STARTED, rank, pid)
         for number in files:
             os.close(number)
 
@@ -181,41 +164,34 @@ class _Forking:
             signal.set_wakeup_fd(-1)
             signal.signal(signal.SIGCHLD, signal.SIG_DFL)
             self.selector.close()
-            for held in (self.control, *(launch.connection for launch in self.launches)):
+            for held in (self.control, self.woken, self.wake, *(launch.connection for launch in self.launches)):
                 held.close()
-            call, channel, out, err, *more = files
+            call, channel, out, err, *blocks = files
             os.dup2(out, 1)
             os.dup2(err, 2)
-            for number in (self.woken, self.wake, out, err):
-                os.close(number)
-            for number in (call, channel, *more):
+            os.close(out)
+            os.close(err)
+            for number in (call, channel, *blocks):
                 os.set_inheritable(number, False)
 
             from lockstep.launch.processes.rank import run
 
-            run(rank, call, channel, more)
+            run(rank, call, channel, blocks)
         finally:
             os._exit(1)
 
     def reap(self) -> None:
         """Report the ranks that have ended; what they left behind in their process group ends too."""
-        while True:
-            try:
-                pid, status = os.waitpid(-1, os.WNOHANG)
-            except ChildProcessError:
-                return
-            if pid == 0:
-                return
-            for launch in self.launches:
-                if pid in launch.ranks:
+        with contextlib.suppress(ChildProcessError):
+            while (ended := os.waitpid(-1, os.WNOHANG))[0]:
+                pid, status = ended
+                for launch in [launch for launch in self.launches if pid in launch.ranks]:
                     _kill_group(pid)
-                    launch.report(ENDED, launch.ranks.pop(pid), os.waitstatus_to_exitcode(status))
+                    launch.report(launch.ranks.pop(pid), os.waitstatus_to_exitcode(status))
                     self.forget(launch)
-                    break
 
     def forget(self, launch: _Launch) -> None:
         if launch.over and not launch.ranks:
-            shutil.rmtree(launch.scratch, ignore_errors=True)
             launch.connection.close()
             self.launches.remove(launch)
 
@@ -223,17 +199,22 @@ class _Forking:
         """Kill all that was ever started here, wait until it is gone, and go."""
         for launch in self.launches:
             launch.kill()
-        while True:
-            for pid in _children():
-                with contextlib.suppress(ProcessLookupError, PermissionError):
-                    os.kill(pid, signal.SIGKILL)
-            try:
+        with contextlib.suppress(ChildProcessError):
+            while True:
+                for pid in _children():
+                    with contextlib.suppress(ProcessLookupError, PermissionError):
+                        os.kill(pid, signal.SIGKILL)
                 os.waitpid(-1, 0)
-            except ChildProcessError:
-                break
-        for launch in self.launches:
-            shutil.rmtree(launch.scratch, ignore_errors=True)
         os._exit(0)
+
+
+def _received(connection: socket.socket, size: int) -> tuple[bytes, list[int]]:
+    """A message and the files attached to it; nothing where the connection has ended."""
+    try:
+        message, files, _, _ = socket.recv_fds(connection, size, MOST_FILES)
+    except ConnectionError:
+        return b"", []
+    return message, files
 
 
 def _children() -> list[int]:

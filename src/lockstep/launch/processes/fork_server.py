@@ -8,8 +8,8 @@ in some hundredths of a second. `lockstep.launch.processes.fork` is what runs th
     person's process ──control──> forking process ──fork──> rank 0, rank 1, ...
                      ──launch───>      (one connection per launch; each end of it that closes ends that launch)
 
-The control connection carries nothing but launch connections: a message is the path of the launch's scratch folder,
-with the other end of a new connection attached. Along that one, see `Report` and `start_rank`.
+The control connection carries nothing but the other ends of launch connections. Along one of those go the numbers of
+ranks to start, each with its open files, and come back reports (`Report`).
 
 Library settings that torch reads only once, while it is imported (``OMP_NUM_THREADS``, ``TORCH_LOGS``), are those of
 the environment at `start`; every other variable is seen by ranks as it is at their launch.
@@ -29,35 +29,28 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import NamedTuple
 
-PATH_BYTES = 4096
-"""The length of a message on the control connection: a path, padded."""
-
 START = struct.Struct("!I")
-"""A message that starts a rank: its number. Attached: call file, channel, standard output, standard error, and any
-others that it is to have."""
+"""A message that starts a rank: its number."""
 
 MOST_FILES = 32
 """Files that may be attached to a message."""
 
-REPORT = struct.Struct("!cIqd")
-"""A message that says what became of a rank; see `Report`."""
-
-STARTED, ENDED, NOT_STARTED = b"s", b"e", b"n"
+REPORT = struct.Struct("!Iiid")
 
 
 class Report(NamedTuple):
-    """What the forking process says of a rank.
+    """What the forking process says of a rank that has ended, or could not be forked.
 
     Attributes:
-        what: ``STARTED``, ``ENDED`` or ``NOT_STARTED``.
         rank: its number.
-        value: its process id; how it ended, as ``os.waitstatus_to_exitcode`` gives it; or the system's error number.
+        code: how it ended, as ``os.waitstatus_to_exitcode`` gives it.
+        error: the system's error number where it could not be forked, else 0.
         time: when, on the clock that all processes share.
     """
 
-    what: bytes
     rank: int
-    value: int
+    code: int
+    error: int
     time: float
 
 
@@ -75,33 +68,32 @@ _used = False
 def start() -> None:
     """Start the forking process, unless it runs already; it gets ready while the caller goes on."""
     with _lock:
-        _alive()
+        _running()
 
 
-def connect(scratch: str) -> socket.socket:
-    """A connection for one launch. Half-closing it kills the launch's ranks; closing it does so without word.
-
-    Args:
-        scratch: a folder that goes with the launch: the forking process removes it if this process can't.
-    """
+def connect() -> socket.socket:
+    """A connection for one launch. Half-closing it kills the launch's ranks; closing it does so without word."""
     global _used
     ours, theirs = socket.socketpair()
     with theirs, _lock:
-        message = [os.fsencode(scratch).ljust(PATH_BYTES, b"\0")]
         try:
-            socket.send_fds(_alive().control, message, [theirs.fileno()])
-        except OSError:  # it died since it was looked at
+            socket.send_fds(_running().control, [b"+"], [theirs.fileno()])
+        except OSError:  # it has died
             _end()
-            socket.send_fds(_alive().control, message, [theirs.fileno()])
+            socket.send_fds(_running().control, [b"+"], [theirs.fileno()])
         _used = True
     return ours
 
 
-def start_rank(
-    connection: socket.socket, rank: int, call: int, channel: int, out: int, err: int, more: Sequence[int] = ()
-) -> None:
-    """Ask for one rank of a launch, with its four open files, and more where it needs them."""
-    socket.send_fds(connection, [START.pack(rank)], [call, channel, out, err, *more])
+def start_rank(connection: socket.socket, rank: int, files: Sequence[int]) -> None:
+    """Ask for one rank of a launch.
+
+    Args:
+        connection: of the launch.
+        rank: its number.
+        files: the open files that it is to have: call, channel, standard output, standard error, and any others.
+    """
+    socket.send_fds(connection, [START.pack(rank)], files)
 
 
 def stop() -> None:
@@ -110,10 +102,9 @@ def stop() -> None:
         _end()
 
 
-def _alive() -> _Server:
+def _running() -> _Server:
     global _server
-    if _server is None or _server.process.poll() is not None:
-        _end()
+    if _server is None:
         _server = _begin()
     return _server
 

@@ -1,27 +1,27 @@
-"""One launch of local processes: lay out what the ranks need, start them, watch them, clean up."""
+"""Local ranks: one call of a function on each, or one call after another on ranks that stay."""
 
 from __future__ import annotations
 
 import contextlib
-import fcntl
+import gc
 import os
 import pickle
-import shutil
+import sys
 import tempfile
 from collections.abc import Callable, Iterator
-from typing import Any, TypeVar
+from dataclasses import dataclass
+from typing import IO, Any, TypeVar
 
 from lockstep.errors import FolderError, RunError
 from lockstep.launch import stopping
 from lockstep.launch.devices import Device
-from lockstep.launch.processes import call, fork_server, rank_output
-from lockstep.launch.processes.modes import Modes
-from lockstep.launch.processes.supervisor import Rank, Supervisor
+from lockstep.launch.processes import call
+from lockstep.launch.processes.rank import next_message
+from lockstep.launch.processes.supervisor import Supervisor
+from lockstep.launch.world import World, not_within_a_rank
+from lockstep.tensors.seeding import kept_states
 
 T = TypeVar("T")
-
-_PIPE_BYTES = 1 << 20
-"""Room in a rank's pipe, so that large results come in fewer pieces and events seldom wait."""
 
 
 def run(
@@ -29,105 +29,140 @@ def run(
     devices: tuple[Device, ...],
     args: tuple[Any, ...],
     *,
-    backend: str | None,
-    folder: str | None,
-    on_event: Callable[[int, Any], None] | None,
-    on_output: Callable[[str, str], None] | None,
-    timeout: float,
-) -> list[T]:
-    """Call ``fn(world, *args)`` in one local process per device; see `lockstep.launch.launch`."""
-    with scratch_folder(folder) as scratch:
-        ranks = started(
-            fn,
-            devices,
-            args,
-            scratch=scratch,
-            backend=backend,
-            folder=folder,
-            on_event=on_event,
-            on_output=on_output,
-            timeout=timeout,
-        )
-        with ranks as supervisor:
-            supervisor.watch()
-        return [_result(rank) for rank in supervisor.ranks]
-
-
-@contextlib.contextmanager
-def started(
-    fn: Callable[..., Any],
-    devices: tuple[Device, ...],
-    args: tuple[Any, ...],
-    *,
-    scratch: str,
     backend: str | None = None,
     folder: str | None = None,
     on_event: Callable[[int, Any], None] | None = None,
     on_output: Callable[[str, str], None] | None = None,
     timeout: float = 1800.0,
-) -> Iterator[Supervisor]:
-    """Ranks that have been asked for, to be watched; none of them runs afterwards."""
-    with contextlib.ExitStack() as stack:
-        meeting = os.path.join(scratch, "rendezvous")
-        setup = call.Setup(devices, meeting, backend, folder, timeout, Modes.here(devices))
-        file = stack.enter_context(call.write(setup, fn, args))
-        logs = os.path.join(folder or scratch, "ranks")
-        ranks = [_rank(number, device, logs, stack) for number, device in enumerate(devices)]
-        connection = stack.enter_context(fork_server.connect(scratch))
-        board = call.Call(file.fileno()).board
-        supervisor = Supervisor(connection, ranks, board, on_event, on_output or rank_output.to_own_streams)
-        stack.callback(supervisor.close)
-        if (request := stopping.current()) is not None:
-            stack.enter_context(request.reaching(board))
-        try:
-            for rank in ranks:
-                rank.start(connection, file.fileno())
-            yield supervisor
-        finally:
-            supervisor.stop()
+) -> list[T]:
+    """Call ``fn(world, *args)`` in one local process per device; see `lockstep.launch.launch`."""
+    ranks = _started(fn, devices, args, backend, folder, timeout=timeout, on_event=on_event, on_output=on_output)
+    with ranks as supervisor:
+        request = stopping.current()
+        with contextlib.nullcontext() if request is None else request.reaching(supervisor.board):
+            supervisor.watch()
+        return [rank.result for rank in supervisor.ranks]
 
 
 @contextlib.contextmanager
-def scratch_folder(folder: str | None = None) -> Iterator[str]:
-    """A folder of a launch's own, inside the run's where that can be named in a ``file://`` address."""
-    inside = folder if folder is not None and not set("#?;") & set(folder) else None
+def _started(
+    fn: Callable[..., Any],
+    devices: tuple[Device, ...],
+    args: tuple[Any, ...] = (),
+    backend: str | None = None,
+    folder: str | None = None,
+    timeout: float = 1800.0,
+    **heard: Any,
+) -> Iterator[Supervisor]:
+    """Ranks that have been asked for, to be watched; none of them runs afterwards."""
+    with _meeting() as rendezvous:
+        setup = call.Setup(devices, call.Modes.here(devices), rendezvous, backend, folder, timeout)
+        with Supervisor(setup, fn, args, log_of=lambda rank: _log(folder, rank) if rank else None, **heard) as ranks:
+            yield ranks
+
+
+@contextlib.contextmanager
+def _meeting() -> Iterator[str]:
+    """A file where ranks meet; without a name where the system can open that, so that nothing can be left behind."""
+    if sys.platform == "linux":
+        with tempfile.TemporaryFile() as file:
+            yield f"/proc/{os.getpid()}/fd/{file.fileno()}"
+    else:
+        with tempfile.NamedTemporaryFile() as file:
+            yield file.name
+
+
+def _log(folder: str | None, rank: int) -> IO[bytes]:
+    """The file for what a rank prints; a later launch with the same folder adds to it."""
+    if folder is None:
+        return tempfile.TemporaryFile()
     try:
-        if folder is not None:
-            os.makedirs(folder, exist_ok=True)
-        scratch = tempfile.mkdtemp(prefix=".launch-", dir=inside)
+        logs = os.path.join(folder, "ranks")
+        os.makedirs(logs, exist_ok=True)
+        return open(os.path.join(logs, f"{rank}.log"), "a+b")
     except OSError as error:
         raise FolderError(f"the folder of the run can't be written: {error}") from error
-    try:
-        yield scratch
-    finally:
-        shutil.rmtree(scratch, ignore_errors=True)
 
 
-def _rank(number: int, device: Device, logs: str, stack: contextlib.ExitStack) -> Rank:
-    channel = _pipe(stack)
-    with contextlib.suppress(OSError, AttributeError):
-        fcntl.fcntl(channel[1], fcntl.F_SETPIPE_SZ, _PIPE_BYTES)
-    rank = Rank(number, device, channel)
-    stack.callback(rank.close_theirs)
-    if number == 0:
-        rank.out, rank.err = _pipe(stack), _pipe(stack)
-    else:
-        rank.log = rank_output.Log(logs, number)
-        stack.callback(rank.log.file.close)
-    return rank
+@dataclass(frozen=True)
+class _Returned:
+    """What rank 0 tells when a call is over: its result."""
+
+    result: Any
 
 
-def _pipe(stack: contextlib.ExitStack) -> tuple[int, int]:
-    ends = os.pipe()
-    stack.callback(os.close, ends[0])
-    return ends
+class StandingRanks:
+    """Ranks that stay: they import and meet once, and each call goes to all of them. They start at the first one.
+
+    A failure ends them all and comes out as that of a launch does; the next call starts others.
+
+    Args:
+        devices: one per rank, two at least.
+    """
+
+    def __init__(self, devices: tuple[Device, ...]) -> None:
+        self.devices = devices
+        self._ranks: Supervisor | None = None
+        self._stack = contextlib.ExitStack()
+        self._returned: list[Any] = []
+
+    def call(self, fn: Callable[..., Any], *args: Any) -> Any:
+        """Call ``fn(world, *args)`` on every rank and give rank 0's result. Events and output are not passed on.
+
+        Each call finds the random generators where the first one did, in the modes that the caller started them in.
+
+        Raises:
+            Exception: as `lockstep.launch.launch`.
+        """
+        body = call.pickled(fn, args)
+        ranks = self.start()
+        for number in range(len(self.devices)):
+            ranks.send(number, body)
+        try:
+            while not self._returned and ranks.failed_at is None:
+                ranks.turn(None)
+            if self._returned:
+                return self._returned.pop()
+            ranks.watch()
+        except BaseException:
+            self.close()
+            raise
+        self.close()
+        raise RunError("the ranks ended before they gave a result: start again")
+
+    def close(self) -> None:
+        """Make sure that none of them runs."""
+        self._ranks = None
+        self._returned.clear()
+        self._stack.close()
+
+    def start(self) -> Supervisor:
+        """Start them, unless they run: they get ready while the caller goes on.
+
+        Raises:
+            InputError: this process is a rank itself.
+        """
+        not_within_a_rank()
+        if self._ranks is None:
+            started = _started(_serve, self.devices, on_event=self._hear, on_output=lambda text, stream: None)
+            self._ranks = self._stack.enter_context(started)
+        return self._ranks
+
+    def _hear(self, rank: int, event: Any) -> None:
+        if isinstance(event, _Returned):
+            self._returned.append(event.result)
 
 
-def _result(rank: Rank) -> Any:
-    assert rank.result is not None
-    try:
-        return pickle.loads(rank.result)
-    except Exception as error:
-        raise RunError(f"the result of rank {rank.number} can't be read here: {error}") from error
-    finally:
-        rank.result = None
+def _serve(world: World) -> None:
+    """What each of them does: call after call."""
+    while True:
+        fn, args = pickle.loads(next_message())
+        tell = world.tell
+        with kept_states():
+            result = fn(world, *args)
+        world.tell, world.folder, world.step = tell, None, 0
+        world.barrier()  # all have done it
+        if world.is_first:
+            tell(_Returned(result))
+        del fn, args, result
+        gc.collect()  # models of one call are gone before the next

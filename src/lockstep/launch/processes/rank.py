@@ -1,4 +1,8 @@
-"""What a rank does: join the others, call the function, send its result or the record of its failure, and end."""
+"""What a rank does: join the others, call the function, send its result or the record of its failure, and end.
+
+A worker of a map is a rank without the others: in no process group, and it works on one task after another until it is
+told to end. What it needs for that is its `WorkerContext`.
+"""
 
 from __future__ import annotations
 
@@ -8,32 +12,73 @@ import ctypes
 import faulthandler
 import math
 import os
-import pickle
 import sys
 import threading
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from io import TextIOWrapper
+from multiprocessing.connection import Connection
 from typing import Any, NoReturn
 
-import cloudpickle
+import numpy
+from torch.distributed import FileStore  # type: ignore[attr-defined]
 
 from lockstep.errors import InputError
+from lockstep.launch import devices as _devices
 from lockstep.launch import world as _world
-from lockstep.launch.processes import frames, worker_context
-from lockstep.launch.processes.call import Call
+from lockstep.launch.devices import Device
+from lockstep.launch.processes.call import Call, Modes, Setup, dumps
 from lockstep.launch.processes.failure_records import Record
-from lockstep.launch.processes.worker_context import Station
+
+EVENT, RESULT, FAILURE = "event", "result", "failure"
+"""Kinds of messages to the process that launched this one; each comes with a value."""
+
+
+class Channel:
+    """The way to the process that launched this one. Threads may share it; a fork of the rank stays silent."""
+
+    def __init__(self, number: int) -> None:
+        self._connection = Connection(number)
+        self._lock = threading.Lock()
+        self._pid = os.getpid()
+
+    def send(self, kind: str, value: Any) -> None:
+        """Send a message of some kind."""
+        self.write(dumps((kind, value)))
+
+    def write(self, body: bytes) -> None:
+        """Send a message that is pickled already, waiting for the reader where there is no room."""
+        if os.getpid() == self._pid:
+            with self._lock:
+                self._connection.send_bytes(body)
+
+    def tell(self, event: Any) -> None:
+        """Send an event."""
+        self.send(EVENT, event)
+
+    def next(self) -> bytes:
+        """What the other process sends next, as soon as there is something."""
+        return self._connection.recv_bytes()
+
+
+_channel: Channel
+"""This process's."""
+
+
+def next_message() -> bytes:
+    """What the process that launched this rank sends to it next."""
+    return _channel.next()
 
 
 class RankWorld(_world.World):
     """A world whose step is also seen by the process that launched it, on the call's board."""
 
-    _board: memoryview | None
+    _board: memoryview
 
-    def __init__(self, *args: Any, board: memoryview | None = None, **fields: Any) -> None:
+    def __init__(self, board: memoryview, **fields: Any) -> None:
         object.__setattr__(self, "_board", board)
-        super().__init__(*args, **fields)
+        super().__init__(**fields)
 
     def __setattr__(self, name: str, value: Any) -> None:
         object.__setattr__(self, name, value)
@@ -42,80 +87,118 @@ class RankWorld(_world.World):
 
     def announce(self, step: int) -> None:
         """Keep it on the board."""
-        if self._board is not None:
-            self._board[self.rank] = step
+        self._board[self.rank] = step
 
     def asked_to_stop(self) -> bool:
         """Whether the process that launched this one has been asked to."""
-        return super().asked_to_stop() if self._board is None else bool(self._board[self.size])
+        return bool(self._board[self.size])
 
     def step_of(self, rank: int) -> int:
         """The step that a rank is in, or about to enter."""
-        return super().step_of(rank) if self._board is None else self._board[rank]
+        return self._board[rank]
 
 
-def run(number: int, call_file: int, channel_file: int, more: Sequence[int] = ()) -> NoReturn:
+@dataclass(eq=False)
+class WorkerContext:
+    """What a worker has to do with.
+
+    Attributes:
+        number: the worker's, from 0.
+        device: the worker's own.
+        modes: the caller's, to compute in.
+        blocks: files that the caller has open too.
+        channel: the way to the caller. Only heads go there, a few kilobytes at most; what is large goes in blocks.
+        board: the call's.
+    """
+
+    number: int
+    device: Device
+    modes: Modes
+    blocks: Sequence[int]
+    channel: Channel
+    board: memoryview
+
+    @property
+    def item(self) -> int:
+        """The item that it is at, from 0; -1 between two. The caller sees it even when the worker has died."""
+        return self.board[self.number] - 1
+
+    @item.setter
+    def item(self, index: int) -> None:
+        self.board[self.number] = index + 1
+
+
+_worker: WorkerContext | None = None
+
+
+def current_worker() -> WorkerContext | None:
+    """That of this process, where it is a worker."""
+    return _worker
+
+
+def run(number: int, call_file: int, channel_file: int, blocks: Sequence[int]) -> NoReturn:
     """Live as rank ``number``.
 
     Args:
         number: this rank's.
         call_file: the file of the call, open.
-        channel_file: the pipe to the process that launched it, open.
-        more: what a worker has beside, see `lockstep.launch.processes.worker_context`.
+        channel_file: the connection to the process that launched it, open.
+        blocks: what a worker has beside, see `WorkerContext`.
     """
-    channel = frames.Writer(channel_file)
+    global _channel
+    _channel = Channel(channel_file)
     call = Call(call_file)
+    is_worker = bool(blocks)
     try:
         _own_streams()
-        result = _call(number, call, channel, more)
+        fn, args, setup = call.read()
+        numpy.random.seed()  # as Python does with its own at each fork; else all ranks would draw the same
+        if is_worker:
+            _work(fn, args, WorkerContext(number, setup.devices[number], setup.modes, blocks, _channel, call.board))
+            _channel.send(RESULT, None)
+        else:
+            _call(fn, args, setup, number, call.board)
     except BaseException as error:
         moment = time.monotonic()  # before anything else: the earliest is the one to blame
         record = Record.of(error, moment, number, call.board[number])
-        channel.send(frames.FAILURE, pickle.dumps(record))
-        if number > 0 and not more:  # kept in the rank's log; rank 0's would be shown twice
+        _channel.send(FAILURE, record)
+        if number > 0 and not is_worker:  # kept in the rank's log; rank 0's would be shown twice
             _print(record.traceback)
         _flush()
         os._exit(1)
-    channel.send(frames.RESULT, result)
-    if more:  # a worker, which has nobody to take leave of; what is registered for the exit takes 0.1 s
+    if is_worker:  # it has nobody to take leave of; what is registered for the exit takes 0.1 s
         _flush()
         os._exit(0)
     _end()
 
 
-def _call(number: int, call: Call, channel: frames.Writer, more: Sequence[int]) -> bytes:
-    fn, args, setup = call.read()
-    _reseed_numpy()
+def _call(fn: Callable[..., Any], args: tuple[Any, ...], setup: Setup, number: int, board: memoryview) -> None:
+    """Call the function as a rank, in a process group, and send its result."""
     size = len(setup.devices)
-
-    def tell(event: Any) -> None:
-        channel.send(frames.EVENT, _dumps(event))
-
-    if setup.rendezvous is None:
-        worker_context.work(fn, args, Station(number, setup.devices[number], call.board, tell, *more))
-        return pickle.dumps(None)
     world = RankWorld(
-        board=call.board,
+        board,
         rank=number,
         size=size,
         devices=(setup.devices[number],),
         local_rank=number,
         local_size=size,
         folder=setup.folder,
-        tell=tell,
+        tell=_channel.tell,
     )
-    _world.join(world, init_method=f"file://{setup.rendezvous}", backend=setup.backend, timeout=setup.timeout)
-    with contextlib.nullcontext() if setup.modes is None else setup.modes.entered():
-        returned = fn(world, *args)
+    assert setup.rendezvous is not None
+    store = FileStore(setup.rendezvous, size)
+    _world.join(world, store, backend=setup.backend, timeout=setup.timeout)
+    with setup.modes.entered():
+        result = fn(world, *args)
     try:
-        result = bytes(cloudpickle.dumps(returned))
+        body = dumps((RESULT, result))
     except Exception as error:
-        raise TypeError(f"the result (a {type(returned).__qualname__}) can't be sent back: {error}") from error
-    del returned
+        raise TypeError(f"the result (a {type(result).__qualname__}) can't be sent back: {error}") from error
+    del result
     if world.in_step:
         _end_together(world)
     _world.leave(world)
-    return result
+    _channel.write(body)
 
 
 def _end_together(world: RankWorld) -> None:
@@ -129,11 +212,17 @@ def _end_together(world: RankWorld) -> None:
         ) from None
 
 
-def _dumps(event: Any) -> bytes:
-    try:
-        return pickle.dumps(event)  # ten times as fast, and enough for numbers and names
-    except Exception:
-        return bytes(cloudpickle.dumps(event))
+def _work(fn: Callable[..., Any], args: tuple[Any, ...], context: WorkerContext) -> None:
+    """Call the function as a worker, on its device."""
+    global _worker
+    # It isn't pinned to the cores of its slot, as ranks are: it has no equals to be in step with, and the caller, whose
+    # thread also computes, takes now the one core and now the other.
+    _devices.settle(context.device)
+    _world.enter(_world.World(devices=(context.device,)))
+    _worker = context
+    for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK"):  # it is alone, whatever its caller is
+        os.environ.pop(name, None)
+    fn(context, *args)
 
 
 def _own_streams() -> None:
@@ -146,15 +235,6 @@ def _own_streams() -> None:
 
 def _lines_to(number: int) -> TextIOWrapper:
     return open(number, "w", buffering=1, encoding="utf-8", errors="backslashreplace", closefd=False)
-
-
-def _reseed_numpy() -> None:
-    """NumPy's generator is seeded when it is imported, which was before the fork: ranks would draw the same numbers.
-
-    (Python's own is seeded anew by each fork; torch's begins with the same seed in every process.)
-    """
-    if (numpy := sys.modules.get("numpy")) is not None:
-        numpy.random.seed()
 
 
 def _end() -> NoReturn:

@@ -4,36 +4,71 @@
 
     first failure ── at most 0.4 s, in which the others report theirs ──> SIGKILL for the rest ──> who was first? raise
 
-Everything is heard in one loop of the thread that launched: the forking process's reports, each rank's frames, and what
-rank 0 prints. The person's signal handlers are left alone; whatever they raise ends the launch like any exception.
+Everything is heard in one loop of the thread that launched: the forking process's reports, each rank's messages, and
+what rank 0 prints. The person's signal handlers are left alone; whatever they raise ends the launch like any exception.
 """
 
 from __future__ import annotations
 
 import contextlib
+import multiprocessing
 import os
 import pickle
 import selectors
 import signal
 import socket
+import sys
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import Any
+from multiprocessing.connection import Connection
+from typing import IO, Any, Self
 
 from lockstep.errors import RunError
 from lockstep.launch.devices import Device
-from lockstep.launch.processes import failure_records, fork_server, frames
+from lockstep.launch.processes import call, failure_records, fork_server
 from lockstep.launch.processes.failure_records import Death, Record
-from lockstep.launch.processes.fork_server import Report
-from lockstep.launch.processes.rank_output import Lines, Log
+from lockstep.launch.processes.fork_server import REPORT, Report
+from lockstep.launch.processes.rank import EVENT, FAILURE
 
 _PATIENCE = 0.4
 """Seconds from the first failure in which the other ranks may report theirs."""
 
 _KILLING = 10.0
 """Seconds after which a killed rank that hasn't gone (it hangs in a driver, say) is left behind."""
+
+_LAST_WORDS = 4000
+"""Bytes of a log that are shown as a dead rank's last words."""
+
+
+class Lines:
+    """Bytes in, whole lines of text out. A carriage return ends a line too: progress bars rewrite theirs."""
+
+    def __init__(self, write: Callable[[str], None]) -> None:
+        self._write = write
+        self._rest = b""
+
+    def feed(self, data: bytes) -> None:
+        """Take some bytes, and pass on the lines that they complete."""
+        data = self._rest + data
+        cut = max(data.rfind(b"\n"), data.rfind(b"\r")) + 1
+        self._rest = data[cut:]
+        if cut:
+            self._write(data[:cut].decode("utf-8", "replace"))
+
+    def end(self) -> None:
+        """Pass on what is left."""
+        if self._rest:
+            self._write(self._rest.decode("utf-8", "replace"))
+
+
+def to_own_streams(text: str, stream: str) -> None:
+    """Print what rank 0 printed, on whatever ``sys.stdout`` or ``sys.stderr`` is now (a notebook's, say)."""
+    target = sys.stdout if stream == "stdout" else sys.stderr
+    if target is not None:
+        target.write(text)
+        target.flush()
 
 
 @dataclass(eq=False)
@@ -42,254 +77,257 @@ class Rank:
 
     Attributes:
         number, device: which it is.
-        channel, out, err: pipes for its frames and, for rank 0, its output; (reading end, writing end).
-        log: where the output of other ranks goes.
-        pid: its process, once started.
+        channel: this end of the way to it.
+        log: the file of what it prints, and where that began; None where it comes out here.
         ended: how it ended, once it has.
-        result: what its function returned, pickled, once it has.
+        has_result, result: what its function returned, once it has.
         record: its own account of its failure.
     """
 
     number: int
     device: Device
-    channel: tuple[int, int]
-    out: tuple[int, int] | None = None
-    err: tuple[int, int] | None = None
-    log: Log | None = None
-    pid: int | None = None
+    channel: Connection
+    log: tuple[IO[bytes], int] | None = None
     ended: Report | None = None
-    result: bytes | None = None
+    has_result: bool = False
+    result: Any = None
     record: Record | None = None
-
-    def start(self, connection: socket.socket, call: int, more: Sequence[int] = ()) -> None:
-        """Ask for its process, and let go of the ends of the pipes that belong there.
-
-        Args:
-            connection: of the launch.
-            call: the file of the call.
-            more: further open files that it is to have.
-        """
-        if self.log is not None:
-            out = err = self.log.file.fileno()
-        else:
-            assert self.out is not None and self.err is not None
-            out, err = self.out[1], self.err[1]
-        fork_server.start_rank(connection, self.number, call, self.channel[1], out, err, more)
-        self.close_theirs()
-
-    def close_theirs(self) -> None:
-        """Close the writing ends here; again is harmless."""
-        for name in ("channel", "out", "err"):
-            ends = getattr(self, name)
-            if ends is not None and ends[1] >= 0:
-                os.close(ends[1])
-                setattr(self, name, (ends[0], -1))
 
     @property
     def heard(self) -> bool:
         """Whether it has said how it went, or is gone."""
-        return self.record is not None or self.result is not None or self.ended is not None
+        return self.record is not None or self.has_result or self.ended is not None
+
+    def last_words(self) -> str:
+        """The end of what was written to its log since this launch began."""
+        if self.log is None:
+            return ""
+        file, start = self.log
+        file.seek(max(start, file.seek(0, os.SEEK_END) - _LAST_WORDS))
+        return file.read().decode("utf-8", "replace").strip()
 
 
 class Supervisor:
-    """The watch over one launch."""
+    """The ranks of one launch, or the workers of a map: started, and in a ``with`` watched until none of them runs.
+
+    Args:
+        setup, fn, args: the call.
+        log_of: gives the file for what a rank prints, or None where it comes out here.
+        blocks_of: gives the open files that a worker shares with the caller.
+        on_event: called with (rank, event) for what a rank tells.
+        on_output: called with (text, "stdout" or "stderr") for the lines that come out here.
+
+    Attributes:
+        failed_at: when the first failure was heard, or None.
+
+    Raises:
+        InputError: the function or an argument can't be sent.
+    """
 
     def __init__(
         self,
-        connection: socket.socket,
-        ranks: list[Rank],
-        board: memoryview,
-        on_event: Callable[[int, Any], None] | None,
-        on_output: Callable[[str, str], None],
+        setup: call.Setup,
+        fn: Callable[..., Any],
+        args: tuple[Any, ...],
+        *,
+        log_of: Callable[[int], IO[bytes] | None] = lambda number: None,
+        blocks_of: Callable[[int], Sequence[int]] = lambda number: (),
+        on_event: Callable[[int, Any], None] | None = None,
+        on_output: Callable[[str, str], None] | None = None,
     ) -> None:
-        self.connection = connection
-        self.ranks = ranks
-        self.board = board
-        self.on_event = on_event
-        self.reports = bytearray()
+        self.ranks: list[Rank] = []
         self.failed_at: float | None = None
-        self.killed_at: float | None = None
-        self.lost = False
-        connection.setblocking(False)
-        self.selector = selectors.DefaultSelector()
-        self.selector.register(connection, selectors.EVENT_READ, self._hear_server)
-        self.readers = [frames.Reader(rank.channel[0]) for rank in ranks]
-        for rank in ranks:
-            self.selector.register(rank.channel[0], selectors.EVENT_READ, partial(self._hear_rank, rank))
-        self.streams: dict[int, Lines] = {}
-        for rank in ranks:
-            for ends, name in ((rank.out, "stdout"), (rank.err, "stderr")):
-                if ends is not None:
-                    os.set_blocking(ends[0], False)
-                    self.streams[ends[0]] = Lines(partial(_to, on_output, name))
-                    self.selector.register(ends[0], selectors.EVENT_READ, partial(self._relay, ends[0]))
+        self._killed_at: float | None = None
+        self._is_gone = False
+        self._on_event, self._on_output = on_event, on_output or to_own_streams
+        self._streams: dict[IO[bytes], Lines] = {}
+        self._pid = os.getpid()
+        with contextlib.ExitStack() as stack:
+            self._stack = stack
+            file = stack.enter_context(call.write(setup, fn, args))
+            self.board = stack.enter_context(call.Call(file.fileno()).board)
+            self._selector = stack.enter_context(selectors.DefaultSelector())
+            self._connection = stack.enter_context(fork_server.connect())
+            self._selector.register(self._connection, selectors.EVENT_READ, self._hear_server)
+            try:
+                for number, device in enumerate(setup.devices):
+                    self._start(number, device, file.fileno(), log_of(number), blocks_of(number))
+            finally:
+                stack.callback(self._stop)  # which comes before all that the ranks write to is closed
+            self._stack = stack.pop_all()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *of_an_error: object) -> None:
+        self.close()
+
+    def close(self) -> None:
+        """Make sure that none of them runs."""
+        self._stack.close()
+
+    def _start(self, number: int, device: Device, file: int, log: IO[bytes] | None, blocks: Sequence[int]) -> None:
+        """Ask for a rank's process; the ends of the pipes that belong there are let go here."""
+        with contextlib.ExitStack() as theirs:
+            ours, its = multiprocessing.Pipe()
+            theirs.enter_context(its)
+            rank = Rank(number, device, self._stack.enter_context(ours))
+            if log is not None:
+                rank.log = self._stack.enter_context(log), log.seek(0, os.SEEK_END)
+                out = err = log.fileno()
+            else:
+                out, err = (self._relayed(name, theirs) for name in ("stdout", "stderr"))
+            fork_server.start_rank(self._connection, number, [file, its.fileno(), out, err, *blocks])
+        self._selector.register(ours, selectors.EVENT_READ, partial(self._hear, rank))
+        self.ranks.append(rank)
+
+    def _relayed(self, stream: str, theirs: contextlib.ExitStack) -> int:
+        """The writing end of a pipe, whose lines come out here."""
+        reading, writing = os.pipe()
+        theirs.callback(os.close, writing)
+        pipe = self._stack.enter_context(open(reading, "rb", buffering=0))  # noqa: SIM115
+        os.set_blocking(reading, False)
+        self._streams[pipe] = Lines(lambda text: self._on_output(text, stream))
+        self._selector.register(pipe, selectors.EVENT_READ, partial(self._relay, pipe))
+        return writing
+
+    # ---- from outside -----------------------------------------------------------------------------------------------
+
+    def send(self, number: int, message: bytes) -> None:
+        """Send to a rank, which takes it by ``next_message``. Whether it still lives shows in ``failures``."""
+        with contextlib.suppress(OSError):
+            self.ranks[number].channel.send_bytes(message)
 
     def watch(self) -> None:
         """Wait until all ranks have ended; raise where one has failed."""
-        while not self._all_ended():
-            if self.failed_at is not None and self.killed_at is None:
+        while not all(rank.ended is not None for rank in self.ranks) and not self._is_gone:
+            if self.failed_at is not None and self._killed_at is None:
                 over = time.monotonic() - self.failed_at
                 if over >= _PATIENCE or all(rank.heard for rank in self.ranks):
-                    self.kill()
+                    self._kill()
             self.turn(self._until())
-            if self.lost or (self.killed_at is not None and time.monotonic() > self.killed_at + _KILLING):
+            if self._killed_at is not None and time.monotonic() > self._killed_at + _KILLING:
                 break
         self._drain()
-        failures = self.failures()
-        if failures:
+        if failures := self.failures():
             first = failure_records.guilty(failures)
-            silent = [] if self.lost else [rank.number for rank in self.ranks if not self._spoke(rank)]
+            failed = {failure.rank for failure in failures}
+            silent = [rank.number for rank in self.ranks if not rank.has_result and rank.number not in failed]
             error = failure_records.to_raise(first, self.ranks[first.rank].device, silent)
             raise error from error.__cause__
-        if self.lost:
-            raise RunError("the process that forks the ranks has died, and they with it: launch again")
 
     def turn(self, seconds: float | None) -> None:
-        """Hear what has come, and wait at most so long for it; None: until something comes."""
-        for key, _ in self.selector.select(seconds):
+        """Hear what has come, and wait at most so long for it; None: until something comes.
+
+        Raises:
+            RunError: a rank could not be started, or the process that forks them has died.
+        """
+        for key, _ in self._selector.select(seconds):
             key.data()
 
     def failures(self) -> list[Record | Death]:
         """Of the ranks that have failed so far."""
         return [failure for rank in self.ranks if (failure := self._failure(rank)) is not None]
 
-    def kill(self) -> None:
-        """Let the forking process kill every rank that still runs."""
-        if self.killed_at is None:
-            self.killed_at = time.monotonic()
-            with contextlib.suppress(OSError):
-                self.connection.shutdown(socket.SHUT_WR)
-
-    def stop(self) -> None:
-        """Make sure that no rank runs, whatever was raised, and wait until they are gone."""
-        self.kill()
-        limit = time.monotonic() + _KILLING
-        while not self.lost and (left := limit - time.monotonic()) > 0:
-            # The forking process closes the connection when the last rank has gone.
-            with selectors.DefaultSelector() as only:
-                only.register(self.connection, selectors.EVENT_READ)
-                if only.select(left):
-                    self._reports()
-
-    def close(self) -> None:
-        """Let go of what the loop held."""
-        self.selector.close()
-        self.board.release()
-
-    def _until(self) -> float | None:
-        """How long the loop may sleep."""
-        if self.killed_at is not None:
-            return max(0.0, self.killed_at + _KILLING - time.monotonic())
-        if self.failed_at is not None:
-            return max(0.0, self.failed_at + _PATIENCE - time.monotonic())
-        return None
-
-    def _all_ended(self) -> bool:
-        return all(rank.ended is not None for rank in self.ranks)
-
-    def _suspect(self) -> None:
-        if self.failed_at is None:
-            self.failed_at = time.monotonic()
+    # ---- hearing ----------------------------------------------------------------------------------------------------
 
     def _hear_server(self) -> None:
-        for report in self._reports():
-            rank = self.ranks[report.rank]
-            if report.what == fork_server.NOT_STARTED:
-                raise RunError(f"rank {rank.number} could not be started: {os.strerror(report.value)}")
-            if report.what == fork_server.ENDED:
-                self._take_frames(rank)  # all that it sent before it ended is in the pipe by now
-                if rank.result is None:
-                    self._suspect()
-
-    def _reports(self) -> list[Report]:
-        """The reports that have come, already noted at their ranks."""
-        try:
-            data = self.connection.recv(1 << 16)
-        except BlockingIOError:
-            return []
-        except ConnectionError:
-            data = b""
+        data = b""
+        with contextlib.suppress(ConnectionError):
+            data = self._connection.recv(REPORT.size)
         if not data:
-            self._lose_server()
-            return []
-        self.reports += data
-        found = []
-        while len(self.reports) >= fork_server.REPORT.size:
-            report = Report(*fork_server.REPORT.unpack_from(self.reports))
-            del self.reports[: fork_server.REPORT.size]
-            if report.what == fork_server.STARTED:
-                self.ranks[report.rank].pid = report.value
-            elif report.what == fork_server.ENDED:
-                self.ranks[report.rank].ended = report
-            found.append(report)
-        return found
+            self._selector.unregister(self._connection)
+            self._is_gone = True
+            if self._killed_at is None:
+                raise RunError("the process that forks the ranks has died, and they with it: launch again")
+            return
+        report = Report(*REPORT.unpack(data))
+        rank = self.ranks[report.rank]
+        rank.ended = report
+        if report.error:
+            raise RunError(f"rank {rank.number} could not be started: {os.strerror(report.error)}")
+        while rank.channel.poll() and self._hear(rank):
+            """All that it sent before it ended is there by now."""
+        if not rank.has_result:
+            self._suspect()
 
-    def _lose_server(self) -> None:
-        """Its end was closed: after `stop` that means all ranks are gone, before it that it has died."""
-        self.lost = True
-        with contextlib.suppress(KeyError, ValueError):
-            self.selector.unregister(self.connection)
-        for rank in self.ranks:
-            if rank.pid is not None and rank.ended is None:
-                with contextlib.suppress(ProcessLookupError, PermissionError):
-                    os.killpg(rank.pid, signal.SIGKILL)
-
-    def _hear_rank(self, rank: Rank) -> None:
-        more = self.readers[rank.number].read()
-        self._open_frames(rank)
-        if not more and rank.channel[1] < 0:
-            with contextlib.suppress(KeyError):
-                self.selector.unregister(rank.channel[0])
-
-    def _take_frames(self, rank: Rank) -> None:
-        while self.readers[rank.number].read():
-            self._open_frames(rank)
-
-    def _open_frames(self, rank: Rank) -> None:
-        for kind, body in self.readers[rank.number].frames():
-            if kind == frames.RESULT:
-                rank.result = body
-            elif kind == frames.FAILURE:
-                rank.record = pickle.loads(body)
-                self._suspect()
-            elif self.on_event is not None:
-                self.on_event(rank.number, pickle.loads(body))
-
-    def _relay(self, number: int) -> bool:
-        """Pass on what rank 0 printed; False where there is no more just now."""
+    def _hear(self, rank: Rank) -> bool:
+        """Take a message of a rank; False where no more will come."""
         try:
-            data = os.read(number, 1 << 16)
-        except BlockingIOError:
-            return False
-        if data:
-            self.streams[number].feed(data)
-        else:
+            body = rank.channel.recv_bytes()
+        except (EOFError, OSError):
             with contextlib.suppress(KeyError):
-                self.selector.unregister(number)
+                self._selector.unregister(rank.channel)
+            return False
+        try:
+            kind, value = pickle.loads(body)
+        except Exception as error:
+            raise RunError(f"what rank {rank.number} has sent can't be read here: {error}") from error
+        if kind == FAILURE:
+            rank.record = value
+            self._suspect()
+        elif kind != EVENT:
+            rank.has_result, rank.result = True, value
+        elif self._on_event is not None:
+            self._on_event(rank.number, value)
+        return True
+
+    def _relay(self, pipe: IO[bytes]) -> bool:
+        """Pass on what was printed; False where there is no more just now."""
+        data = pipe.read(1 << 16)
+        if data:
+            self._streams[pipe].feed(data)
+        elif data is not None:  # the end
+            with contextlib.suppress(KeyError):
+                self._selector.unregister(pipe)
         return bool(data)
 
     def _drain(self) -> None:
         """Pass on what is left of the output, without waiting for who may still hold the pipe."""
         limit = time.monotonic() + 1.0
-        for number, lines in self.streams.items():
-            while time.monotonic() < limit and self._relay(number):
-                pass
+        for pipe, lines in self._streams.items():
+            while time.monotonic() < limit and self._relay(pipe):
+                """There may be more."""
             lines.end()
+
+    # ---- ending -----------------------------------------------------------------------------------------------------
+
+    def _suspect(self) -> None:
+        if self.failed_at is None:
+            self.failed_at = time.monotonic()
+
+    def _until(self) -> float | None:
+        """How long the loop may sleep."""
+        if self._killed_at is not None:
+            return max(0.0, self._killed_at + _KILLING - time.monotonic())
+        if self.failed_at is not None:
+            return max(0.0, self.failed_at + _PATIENCE - time.monotonic())
+        return None
+
+    def _kill(self) -> None:
+        """Let the forking process kill every rank that still runs."""
+        if self._killed_at is None:
+            self._killed_at = time.monotonic()
+            with contextlib.suppress(OSError):
+                self._connection.shutdown(socket.SHUT_WR)
+
+    def _stop(self) -> None:
+        """Make sure that no rank runs, whatever was raised, and wait until they are gone."""
+        if os.getpid() != self._pid:  # a fork of the caller, whose ranks these aren't
+            return
+        self._kill()
+        self._connection.settimeout(_KILLING)
+        with contextlib.suppress(OSError):
+            # The forking process closes the connection when the last rank has gone.
+            while self._connection.recv(REPORT.size):
+                """The report of one that was killed."""
 
     def _failure(self, rank: Rank) -> Record | Death | None:
         if rank.record is not None:
             return rank.record
-        if rank.result is not None or rank.ended is None or self._killed_by_us(rank.ended):
+        ended = rank.ended
+        if rank.has_result or ended is None:
             return None
-        words = rank.log.last_words() if rank.log is not None else ""
-        return Death(rank.number, rank.ended.time, self.board[rank.number], rank.ended.value, words)
-
-    def _killed_by_us(self, ended: Report) -> bool:
-        return self.killed_at is not None and ended.value == -signal.SIGKILL and ended.time >= self.killed_at
-
-    def _spoke(self, rank: Rank) -> bool:
-        return rank.result is not None or self._failure(rank) is not None
-
-
-def _to(on_output: Callable[[str, str], None], stream: str, text: str) -> None:
-    on_output(text, stream)
+        if self._killed_at is not None and ended.code == -signal.SIGKILL and ended.time >= self._killed_at:
+            return None  # it was killed for another's failure
+        return Death(rank.number, ended.time, self.board[rank.number], ended.code, rank.last_words())
