@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import math
 import statistics
 from collections import Counter
@@ -92,11 +93,6 @@ class Update:
         """The largest relative difference of a learning rate."""
         pairs = zip(self.rates, self.reference_rates, strict=True)
         return max((relative(a, b) for a, b in pairs), default=0.0)
-
-    @property
-    def apart(self) -> bool:
-        """Whether it may be the first that differs."""
-        return any(value > EXACT for _, _, value in self.numbers())
 
     def numbers(self) -> Iterator[tuple[str, str, float]]:
         """Every difference: its kind, its name, and how large it is."""
@@ -281,38 +277,26 @@ class Experiment:
     looked: bool = False
 
 
-_FACTORS = (0xBF58476D1CE4E5B9 - (1 << 64), 0x94D049BB133111EB - (1 << 64))  # those of splitmix64, as signed numbers
-_FORMATS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+def row_ids(inputs: Any, targets: Any, size: int) -> list[bytes] | None:
+    """An id for each of ``size`` samples, or None where no tensor has a row for each.
 
-
-def row_numbers(inputs: Any, targets: Any, size: int) -> torch.Tensor | None:
-    """A number for each of ``size`` samples: (size,), or None where no tensor has a row for each.
-
-    Made of the bits of a sample's row, so that it is the same in any order and on any rank, and equal samples have
-    equal numbers.
+    It is a hash of the bits of a sample's rows: the same in any order and on any rank, and equal samples have equal
+    ids.
     """
-    found: torch.Tensor | None = None
-    for place, tensor in enumerate(tensors((inputs, targets))):
+    hashes = [hashlib.blake2b(digest_size=8) for _ in range(size)]
+    found = False
+    for tensor in tensors((inputs, targets)):
         if not tensor.dim() or tensor.shape[0] != size or tensor.layout != torch.strided or not tensor.numel():
             continue
-        rows = tensor.detach().cpu()
-        rows = torch.view_as_real(rows) if rows.is_complex() else rows
-        rows = rows.contiguous().reshape(size, -1)
-        bits = rows.view(_FORMATS[rows.element_size()]).to(torch.int64)
-        weights = _mixed(torch.arange(bits.shape[1]) + ((place + 1) << 40)) | 1
-        numbers = _mixed((_mixed(bits) * weights).sum(dim=1))
-        found = numbers if found is None else _mixed(found * 3 + numbers)
-    return found
+        found = True
+        rows = tensor.detach().cpu().resolve_conj().resolve_neg().contiguous().reshape(size, -1)
+        for made, row in zip(hashes, rows.view(torch.uint8).numpy(), strict=True):
+            made.update(row)
+    return [made.digest() for made in hashes] if found else None
 
 
-def _mixed(numbers: torch.Tensor) -> torch.Tensor:
-    for factor in _FACTORS:
-        numbers = (numbers ^ (numbers >> 31)) * factor
-    return numbers ^ (numbers >> 29)
-
-
-def rows_apart(ours: list[int], theirs: list[int], samples: list[int] | None) -> Rows:
-    """Compare the row numbers of one device (``theirs``) with those of a strategy.
+def rows_apart(ours: list[bytes], theirs: list[bytes], samples: list[int] | None) -> Rows:
+    """Compare the row ids of one device (``theirs``) with those of a strategy.
 
     Args:
         ours: of the strategy's devices, in any order.

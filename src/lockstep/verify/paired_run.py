@@ -12,6 +12,7 @@ numbers for each parameter.
 from __future__ import annotations
 
 import contextlib
+import math
 import os
 import time
 from collections.abc import Iterator
@@ -209,7 +210,7 @@ class _Run:
             reads=tuple(n for n in ours.step.loss_check.reads if ours.step.seen.of_output(n) is not None),
             collated=self.collated,
             layer=layer,
-            called=_order_of(theirs),
+            called=theirs.watch.order if theirs.watch is not None else (),
             functions=tuple(sorted(theirs.functions | ours.functions)),
             hooked=tuple(hooked_parameters(theirs.step.model)),
             notes=tuple(dict.fromkeys([*said, *self.notes])),
@@ -231,12 +232,11 @@ class _Run:
 
     # ---- after an update --------------------------------------------------------------------------------------------
 
-    def _compare(self, number: int, batch: Batch, its: Result, mine: Result, rows: list[int]) -> None:
+    def _compare(self, number: int, batch: Batch, its: Result, mine: Result, rows: list[bytes]) -> None:
         ours, theirs = self.ours, self.theirs
         assert theirs is not None
         self.reach += max(theirs.rates, default=0.0)
-        looks = not any(update.apart for update in self.updates)
-        gradients, ratios = _gradients_apart(ours, theirs, looks) if ours.step.together else ({}, {})
+        gradients, ratios = _gradients_apart(ours, theirs) if ours.step.together else ({}, {})
         parameters = {}
         values = dict(ours.step.model.named_parameters())
         for name, p in theirs.step.model.named_parameters():
@@ -270,7 +270,7 @@ class _Run:
             )
         )
 
-    def _rows_apart(self, rows: list[int], batch: Batch) -> Rows:
+    def _rows_apart(self, rows: list[bytes], batch: Batch) -> Rows:
         assert self.theirs is not None
         alike = isinstance(self.experiment.strategy, Single) and self.experiment.cut is None
         if not self.theirs.rows:
@@ -332,11 +332,8 @@ def _differ(one: torch.Tensor, other: torch.Tensor) -> bool:
     return not torch.equal(one.cpu(), other.cpu()) and digest(one) != digest(other)  # NaN isn't equal to itself
 
 
-def _gradients_apart(ours: Side, theirs: Side, looks: bool) -> tuple[dict[str, float], dict[str, float]]:
-    """By name, how far the gradients lie apart, and how many times one is the other, where it is a multiple.
-
-    The latter is for the first update that differs, and found where it ``looks``.
-    """
+def _gradients_apart(ours: Side, theirs: Side) -> tuple[dict[str, float], dict[str, float]]:
+    """By name, how far the gradients lie apart, and how many times one is the other, where it is a multiple."""
     its = {name: real(grad) for name, grad in theirs.gradients.items()}
     mine = {name: real(grad) for name, grad in ours.gradients.items()}
     sizes = {name: largest(grad) for name, grad in its.items()}
@@ -345,28 +342,15 @@ def _gradients_apart(ours: Side, theirs: Side, looks: bool) -> tuple[dict[str, f
     found, ratios = {}, {}
     for name in {**its, **mine}:
         if name not in its or name not in mine:
-            present = its.get(name, mine.get(name))
-            assert present is not None
-            found[name] = float("inf") if largest(present) else 0.0
+            found[name] = math.inf if largest({**its, **mine}[name]) else 0.0
             continue
         size = max(sizes[name], small)
         apart = largest(mine[name] - its[name])
         found[name] = apart / size if size else apart
-        if not looks or not sizes[name] > small:
+        if sizes[name] <= small:
             continue
-        if found[name] <= EXACT:
-            ratios[name] = 1.0
-        else:
-            flat = its[name].reshape(-1)
-            ratio = float(mine[name].reshape(-1) @ flat) / float(flat @ flat)
-            if largest(mine[name] - ratio * its[name]) <= 1e-6 * size * max(1.0, abs(ratio)):
-                ratios[name] = ratio
+        flat = its[name].reshape(-1)
+        ratio = 1.0 if found[name] <= EXACT else float(mine[name].reshape(-1) @ flat) / float(flat @ flat)
+        if ratio == 1.0 or largest(mine[name] - ratio * its[name]) <= 1e-6 * size * max(1.0, abs(ratio)):
+            ratios[name] = ratio
     return found, ratios
-
-
-def _order_of(side: Side) -> tuple[str, ...]:
-    if side.watch is None:
-        return ()
-    modules: dict[str, nn.Module] = dict(side.step.model.named_modules())
-    named = dict.fromkeys(name for name, _, _ in side.watch.told)
-    return tuple(name for name in named if any(True for _ in modules[name].parameters(recurse=False)))

@@ -7,6 +7,7 @@ import io
 import pickle
 import warnings
 from collections.abc import Iterator
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import torch
@@ -29,7 +30,7 @@ from lockstep.tensors.seeding import same, same_others, states
 from lockstep.training.evaluation import evaluate_sets
 from lockstep.training.scheduler import move_on, scheduler_of
 from lockstep.verify.batches import EPOCHS, Excerpt, begun
-from lockstep.verify.comparison import Experiment, row_numbers
+from lockstep.verify.comparison import Experiment, row_ids
 from lockstep.verify.determinism import Thing, hold_still, still_backward
 from lockstep.verify.layer_watch import Watch
 
@@ -47,7 +48,7 @@ class Side:
         more: batches of the first epoch that are taken beside.
 
     Attributes:
-        rows: numbers of the samples that the last update's forwards were given, in order, as far as they are seen.
+        rows: ids of the samples that the last update's forwards were given, in order, as far as they are seen.
         gradients: by name, of the last update, as they were before clipping; on every rank.
         rates: learning rates that the last update was made with.
         drew, drew_elsewhere: whether the last update moved a random generator; whether Python's or numpy's.
@@ -78,12 +79,12 @@ class Side:
             hold_still(model, still)
         self.scheduler = scheduler_of(job, self.step)
         self.loader = strategy.training_loader(job, world, data)
-        self.watch = Watch(self.step.models()) if watched else None
+        self.watch = Watch() if watched else None
         self._watched = watched
         self._number = 0
         self.gradients: dict[str, torch.Tensor] = {}
         self.rates: tuple[float, ...] = ()
-        self.rows: list[int] = []
+        self.rows: list[bytes] = []
         self.drew = self.drew_elsewhere = self.drew_in_backward = False
         self.changed: list[set[str]] = []
         self.functions: set[str] = set()
@@ -112,18 +113,14 @@ class Side:
         """One update, as the training loop makes it."""
         self.rows, self.gradients = [], {}
         self._number += 1
-        watch = self.watch if self._number == self._watched else None
-        if watch is not None:
-            watch.begin()
         self.rates = tuple(float(group.get("lr", 0.0)) for group in self.step.optimizer.param_groups)
         before = [{name: digest(b) for name, b in acting_buffers(model).items()} for model in self.step.models()]
         self.step.seed(self.job.seed)
         self.drew = self.drew_elsewhere = False
         self._generators = states(self._accelerators)
-        result = self.step.update(shuffled(batch) if self.shuffled else batch)
+        with self._watching():
+            result = self.step.update(shuffled(batch) if self.shuffled else batch)
         self._see_draws()
-        if watch is not None:
-            watch.end()
         self.changed = [
             {name for name, b in acting_buffers(model).items() if digest(b) != values.get(name)}
             for model, values in zip(self.step.models(), before, strict=True)
@@ -135,6 +132,11 @@ class Side:
         if self.scheduler is not None and self.job.lr_scheduler_every == "step":
             move_on(self.scheduler, result)
         return result
+
+    def _watching(self) -> AbstractContextManager[None]:
+        if self.watch is None or self._number != self._watched:
+            return nullcontext()
+        return self.watch.looking(self.step.models())
 
     def end_epoch(self) -> None:
         """What the loop does between epochs."""
@@ -187,9 +189,7 @@ class Side:
     def _saw(self, where: str, part: Part, outputs: Any) -> None:
         """A forward; replicas on threads have theirs at the same time."""
         del where
-        numbers = row_numbers(part.inputs, part.targets, part.size)
-        if numbers is not None:
-            self.rows.extend(numbers.tolist())
+        self.rows.extend(row_ids(part.inputs, part.targets, part.size) or ())
         if self.watch is not None:
             self.watch.forwarded(part)
         if not self.functions:
