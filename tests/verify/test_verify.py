@@ -1083,7 +1083,8 @@ def test_a_sampler_that_repeats_is_named_with_the_samples(way: Strategy) -> None
 def test_a_scheduler_that_steps_once_for_each_rank_is_named() -> None:
     found = verified(ZOO["a schedule by step"], FaultyRanks(step=SteppingStep, paces=True))
     assert names(found) == {"scheduler"}
-    assert "steps 2 times for each one" in found.causes[0].text
+    assert found.first is not None and found.first.rates != found.first.reference_rates
+    assert f"is {found.first.rates[0]:.6g} against {found.first.reference_rates[0]:.6g}" in found.causes[0].text
 
 
 def test_a_gradient_that_is_summed_instead_of_averaged_is_named() -> None:

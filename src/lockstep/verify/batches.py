@@ -8,8 +8,8 @@
 k stands for up to three batches whose targets differ in kind from the others: a mask, a rare class, NaN. The first of
 epoch 1 shows the update after the smaller batch. Of each evaluation set the batches are 0, 1 and the last.
 
-They come from the job's own loader in its own order; what lies between is skipped, not fetched. A stream, which can't
-be skipped through, is taken to end after two and a half batches.
+They come from the job's own loader in its own order. A stream, which can't be skipped through, is taken to end after
+two and a half batches.
 """
 
 from __future__ import annotations
@@ -40,46 +40,36 @@ def places_of(loader: AnyLoader, batch_size: int, epoch: int, more: Collection[i
     return sorted(place for place in wanted if place < batches)
 
 
+def evaluated_places(loader: AnyLoader) -> list[int]:
+    """Those of an evaluation set: the first two and the last."""
+    batches = loader.batches_of(0)
+    return [0, 1, 2] if batches is None else sorted({0, min(1, batches - 1), batches - 1})
+
+
 class Excerpt:
     """Some batches of a loader, as a loader.
 
     Args:
         loader: of one side.
-        batch_size: of training, whose course it is; None is an evaluation, of which it is batches 0, 1 and the last.
-        more: batches of the first epoch beside.
+        places: the numbers of the batches, in order.
     """
 
-    def __init__(self, loader: AnyLoader, batch_size: int | None, more: Collection[int] = ()) -> None:
-        self._loader = loader
-        self._batch_size = batch_size
-        self._more = more
+    def __init__(self, loader: AnyLoader, places: list[int]) -> None:
+        self._loader, self._places = loader, places
 
     def epoch(self, epoch: int) -> Iterator[Batch]:
-        """Those of an epoch."""
-        for first, count in _runs(self._places(epoch)):
-            batches = self._loader.epoch(epoch, first)
-            yield from itertools.islice(batches, count)
-
-    def _places(self, epoch: int) -> list[int]:
-        if self._batch_size is not None:
-            return places_of(self._loader, self._batch_size, epoch, self._more)
-        batches = self._loader.batches_of(0)
-        return [0, 1, 2] if batches is None else sorted({0, min(1, batches - 1), batches - 1})
-
-
-def _runs(places: list[int]) -> Iterator[tuple[int, int]]:
-    """Neighbours together: the first of them, and how many."""
-    for _, run in itertools.groupby(enumerate(places), key=lambda pair: pair[1] - pair[0]):
-        together = [place for _, place in run]
-        yield together[0], len(together)
+        """Those of an epoch; what lies between is skipped, not fetched."""
+        for _, run in itertools.groupby(enumerate(self._places), key=lambda pair: pair[1] - pair[0]):
+            neighbours = [place for _, place in run]
+            yield from itertools.islice(self._loader.epoch(epoch, neighbours[0]), len(neighbours))
 
 
 def begun(dataset: Any, batch_size: int) -> Any:
     """A dataset as it is; of a stream the first two and a half batches."""
-    return Begun(dataset, 2 * batch_size + (batch_size + 1) // 2) if is_stream(dataset) else dataset
+    return _Begun(dataset, 2 * batch_size + (batch_size + 1) // 2) if is_stream(dataset) else dataset
 
 
-class Begun(torch.utils.data.IterableDataset[Any]):
+class _Begun(torch.utils.data.IterableDataset[Any]):
     """The first ``samples`` of a stream."""
 
     def __init__(self, stream: Any, samples: int) -> None:
@@ -133,30 +123,28 @@ def others_in_kind(loader: AnyLoader, taken: Collection[int], seconds: float) ->
 
 
 def traits(targets: Any, size: int) -> frozenset[Trait]:
-    """What is to be seen of the targets of ``size`` samples."""
+    """What is to be seen of the targets of ``size`` samples: how often NaN and the extremes come, and rare numbers."""
     found: set[Trait] = set()
     for name, tensor in () if holds_packed(targets) else named_tensors(targets):
         if not tensor.dim() or tensor.shape[0] != size or not tensor.numel() or tensor.is_complex():
             continue
-        if tensor.is_floating_point():
-            missing = tensor.isnan()
-            found.add((name, "NaN", _spread(missing)))
-            if bool(missing.all()):
-                continue
-            tensor = tensor.masked_fill(missing, tensor[~missing][0])
-        else:
-            tensor = tensor.long()
+        rows = tensor.reshape(size, -1).double()
+        missing = rows.isnan()
+        found.add((name, "NaN", _spread(missing)))
+        if bool(missing.all()):
+            continue
+        for which, value in zip(("lowest", "highest"), rows[~missing].aminmax(), strict=True):
+            found.add((name, which, _spread(rows == value)))
+        if not tensor.is_floating_point():
             values = torch.unique(tensor).tolist()
             found.add((name, "negative", values[0] < 0))
             found |= {(name, "value", value) for value in values} if len(values) <= _FEW else set()
-        for which, value in zip(("lowest", "highest"), tensor.aminmax(), strict=True):
-            found.add((name, which, _spread(tensor == value)))
     return frozenset(found)
 
 
 def _spread(hits: Tensor) -> str:
-    """How something is spread over the samples of a batch."""
-    each = hits.reshape(hits.shape[0], -1).sum(1)
+    """How something is spread over the samples of a batch: (samples, numbers of each)."""
+    each = hits.sum(dim=1)
     if int(each.sum()) <= 1:
         return "at most once"
     return "evenly" if bool((each == each[0]).all()) else "unevenly"

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import hashlib
 import math
 import statistics
@@ -13,10 +14,12 @@ from typing import Any
 import torch
 
 from lockstep.job import Job
-from lockstep.jobfile import JobFile
+from lockstep.jobfile import JobFile, the_job, with_settings
 from lockstep.launch.devices import Device
 from lockstep.launch.events import Caveat
+from lockstep.launch.placement import place_of
 from lockstep.strategies import Strategy
+from lockstep.strategies.single import Single
 from lockstep.tensors.pytree import tensors
 from lockstep.verify.determinism import Thing
 
@@ -110,7 +113,7 @@ def relative(a: float, b: float) -> float:
     return abs(a - b) / max(abs(b), 1e-6) if math.isfinite(a - b) else math.inf
 
 
-@dataclass(frozen=True)
+@dataclass
 class Comparison:
     """Both sides over the course.
 
@@ -121,8 +124,8 @@ class Comparison:
         drifted: parameters whose values came to differ between the ranks.
         updated_on: buffers, other than running statistics, that the first update changed on some replicas only: which.
         own_buffers: buffers that are other ones on each replica after the first update.
-        attributes: plain attributes of modules that training changed: ``"body.calls"``.
-        apart_attributes: those of them that ended otherwise on some replica than on one device.
+        apart_attributes: plain attributes of modules (``"body.calls"``) that training changed, and that ended otherwise
+            on some replica than on one device.
         drew: whether the model drew random numbers in the first update of one device.
         drew_elsewhere: whether from Python's or numpy's generator.
         drew_in_backward: whether its backward did.
@@ -132,21 +135,19 @@ class Comparison:
         reads: outputs of the model, computed over a whole forward and no sum over its samples, that the loss reads.
         collated: whether collate made other rows of the shares than of the whole batch.
         layer: name and class of the first module that gave other numbers in the update that was watched.
-        called: the modules with parameters of their own in the order of their first call, where that was watched.
+        called: the modules in the order of their first call, where that was watched.
         functions: autograd functions that are not PyTorch's own, in the graph of the first update.
         hooked: parameters with hooks on their gradients.
         notes: what was said before training, and while it ran.
         still: what was taken out of the model on both sides.
-        seconds: that both sides' updates and evaluations took by themselves.
     """
 
     start: tuple[str, ...] = ()
-    updates: tuple[Update, ...] = ()
+    updates: list[Update] = field(default_factory=list)
     evaluation: dict[str, tuple[float, float]] = field(default_factory=dict)
     drifted: tuple[str, ...] = ()
     updated_on: dict[str, tuple[int, ...]] = field(default_factory=dict)
     own_buffers: tuple[str, ...] = ()
-    attributes: tuple[str, ...] = ()
     apart_attributes: tuple[str, ...] = ()
     drew: bool = False
     drew_elsewhere: bool = False
@@ -162,7 +163,6 @@ class Comparison:
     hooked: tuple[str, ...] = ()
     notes: tuple[Caveat, ...] = ()
     still: tuple[Thing, ...] = ()
-    seconds: float = 0.0
 
     @property
     def worst(self) -> float:
@@ -250,21 +250,22 @@ class Experiment:
         job: whose course both sides go through.
         strategy: the side in question.
         devices: its devices.
+        parts: micro-batches of a global batch on one device.
         settings: fields of the job to replace on both sides.
         more: batches of the first epoch that are verified beside, for their targets.
-        cut: micro-batches on the side in question, where they are to be others than on the other.
+        cut: micro-batches on the side in question, where they are to be others than the strategy's own.
         updates: how many; None goes to the end, and evaluates.
         still: what is taken out of the model on both sides.
         shuffled: the side in question mixes the rows of each micro-batch.
         deterministic: operators that aren't deterministic raise.
         watched: the update in which every layer is looked at; the first that gave other numbers is told.
-        bound: for that.
         looked: the first update needn't see what the model does in forward, and refuse it: an earlier one has.
     """
 
     job: Job | JobFile
     strategy: Strategy
     devices: tuple[Device, ...]
+    parts: int
     settings: dict[str, Any] = field(default_factory=dict)
     more: tuple[int, ...] = ()
     cut: int | None = None
@@ -273,8 +274,25 @@ class Experiment:
     shuffled: bool = False
     deterministic: bool = False
     watched: int = 0
-    bound: float = 0.0
     looked: bool = False
+
+    def but(self, **changes: Any) -> Experiment:
+        """The same with other fields."""
+        return dataclasses.replace(self, **changes)
+
+    def of_single(self, **changes: Any) -> Experiment:
+        """The same with one device in the place of the strategy: it is held against itself, but for the changes."""
+        return self.but(**{"strategy": Single(), "devices": (place_of(self.devices),), "cut": self.parts, **changes})
+
+    @property
+    def loaded(self) -> Job:
+        """The job with its settings."""
+        return the_job(with_settings(self.job, self.settings))
+
+    @property
+    def shares(self) -> int:
+        """Replicas that each micro-batch is cut for."""
+        return 1 if self.strategy.splits_layers else len(self.devices)
 
 
 def row_ids(inputs: Any, targets: Any, size: int) -> list[bytes] | None:

@@ -7,7 +7,7 @@ absolute values of its part of each output.
 from __future__ import annotations
 
 import threading
-from collections.abc import Hashable, Iterator
+from collections.abc import Hashable, Iterable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
@@ -115,7 +115,7 @@ def _of_samples(tensor: torch.Tensor, rows: int) -> torch.Tensor | None:
     return torch.stack([flat.sum(dim=1), flat @ weights, flat.abs().sum(dim=1)], dim=1)
 
 
-def together(every: list[Told]) -> Told:
+def together(every: Iterable[Told]) -> Told:
     """What all ranks saw."""
     whole: Told = {}
     for told in every:
