@@ -35,7 +35,7 @@ from lockstep.tensors.allocator import freed_memory_kept
 from lockstep.tensors.digest import digest
 from lockstep.verify.comparison import EXACT, Comparison, Experiment, Rows, Update, rows_apart
 from lockstep.verify.harness import buffer_apart, change_apart, largest, real
-from lockstep.verify.layer_watch import first_apart, together
+from lockstep.verify.layer_watch import first_apart
 from lockstep.verify.training_run import Side
 
 
@@ -214,18 +214,18 @@ class _PairedRun:
         meets = self.world.size > 1 and ours.step.together
         parameters = {name: digest(p) for name, p in ours.step.model.named_parameters()} if meets else {}
         attributes = ours.changed_attributes()
-        every = self.world.gather_objects((parameters, attributes, ours.watch.told))
+        gathered = self.world.gather_objects((parameters, attributes, ours.watch.told))
+        on_ranks, attributes_on, told_on = zip(*gathered, strict=True)
         # All ranks need to know, since they evaluate only where there is no drift.
-        found.drifted = tuple(name for name in parameters if any(one[0].get(name) != parameters[name] for one in every))
+        found.drifted = tuple(name for name in parameters if any(one.get(name) != parameters[name] for one in on_ranks))
         if theirs is None:
             return
         its = theirs.changed_attributes()
-        found.apart_attributes = tuple(
-            n for n in {**its, **attributes} if any(o[1].get(n) != its.get(n) for o in every)
-        )
+        names = {**its, **attributes}
+        found.apart_attributes = tuple(n for n in names if any(mine.get(n) != its.get(n) for mine in attributes_on))
         if self.experiment.watched:
             bound = 1e-8 if ours.job.precision == "fp64" else 1e-5
-            found.layer = first_apart(together([one[2] for one in every]), theirs.watch.told, bound)
+            found.layer = first_apart(told_on, theirs.watch.told, bound)
             found.called = theirs.watch.order
 
     def _evaluate(self) -> None:

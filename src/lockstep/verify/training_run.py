@@ -163,7 +163,7 @@ class Side:
         """A forward; replicas on threads have theirs at the same time."""
         del where
         self.rows.extend(row_ids(part.inputs, part.targets, part.size) or ())
-        self.watch.forwarded(part)
+        self.watch.forwarded()
         if not self.functions:
             self.functions.update(own_functions(outputs))
 
