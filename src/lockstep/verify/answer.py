@@ -19,7 +19,6 @@ from lockstep.launch.placement import alone
 from lockstep.strategies import Strategy, choose
 from lockstep.strategies.single import Single
 from lockstep.verify.causes import of_refusal
-from lockstep.verify.comparison import Experiment
 from lockstep.verify.diagnosis import Diagnosis
 from lockstep.verify.experiments import Laboratory
 from lockstep.verify.preflight import preflight
@@ -87,9 +86,8 @@ def _answer(
     *,
     whole: bool,
 ) -> Verification:
-    ground = preflight(loaded, way, chosen, whole=whole)
-    used = loaded.replace(**ground.settings)
-    experiment = Experiment(source, way, chosen, way.num_microbatches(used), ground.settings, ground.more)
+    experiment, notes = preflight(source, loaded, way, chosen, whole=whole)
+    used = loaded.replace(**experiment.settings)
     noise = Noise(laboratory, experiment)
     said = Verification(
         equal=False,
@@ -99,7 +97,7 @@ def _answer(
         precision="float64" if used.precision == "fp64" else "float32",
         bound=noise.least,
         batch_size=used.batch_size,
-        notes=tuple(ground.notes),
+        notes=tuple(notes),
     )
     try:
         found = laboratory.compared(experiment.but(watched=1))  # where they part it is in the first update mostly
@@ -108,7 +106,7 @@ def _answer(
         if cause is None:
             raise
         if cause.kind in ("failed", "refused"):
-            if "batch_size" in ground.settings:  # a share may be too small for it
+            if "batch_size" in experiment.settings:  # a share may be too small for it
                 return _answer(source, loaded, way, chosen, laboratory, whole=True)
             laboratory.compared(experiment.of_single(cut=None))  # does one device say it too?
         return dataclasses.replace(said, refused=str(error), causes=(cause,))

@@ -34,9 +34,9 @@ def places_of(loader: AnyLoader, batch_size: int, epoch: int, more: Collection[i
     if batches is None:  # a stream that ends early: all of it, but no more than is wanted
         return [0, 1, 2] if epoch == 0 else [0, 1]
     assert loader.samples is not None
-    ends_smaller = epoch == 0 and loader.samples % batch_size > 0
-    wanted = {0, 1, batches - 1} if ends_smaller else {0, 1}
-    wanted |= set(more) if epoch == 0 else set()
+    wanted = {0, 1}
+    if epoch == 0:
+        wanted |= {*more, batches - 1} if loader.samples % batch_size else {*more}
     return sorted(place for place in wanted if place < batches)
 
 
@@ -105,24 +105,24 @@ def others_in_kind(loader: AnyLoader, taken: Collection[int], seconds: float) ->
     Returns:
         Their numbers, the most different first, and how many batches were looked at.
     """
-    began = time.perf_counter()
-    found: dict[int, frozenset[Trait]] = {}
+    end = time.perf_counter() + seconds
+    found: dict[int, set[Trait]] = {}
     for number, batch in enumerate(loader.epoch(0)):
-        found[number] = frozenset().union(*(traits(p.targets, p.size) for p in batch.parts if p.size))
-        if time.perf_counter() - began > seconds:
+        found[number] = set().union(*(traits(p.targets, p.size) for p in batch.parts if p.size))
+        if time.perf_counter() > end:
             break
     known = set().union(*(found.get(number, ()) for number in taken))
     chosen: list[int] = []
-    while len(chosen) < _MOST:
+    for _ in range(_MOST):
         best = max(found, key=lambda number: len(found[number] - known))
-        if not found[best] - known:
+        if found[best] <= known:
             break
         chosen.append(best)
         known |= found[best]
     return tuple(chosen), len(found)
 
 
-def traits(targets: Any, size: int) -> frozenset[Trait]:
+def traits(targets: Any, size: int) -> set[Trait]:
     """What is to be seen of the targets of ``size`` samples: how often NaN and the extremes come, and rare numbers."""
     found: set[Trait] = set()
     for name, tensor in () if holds_packed(targets) else named_tensors(targets):
@@ -139,7 +139,7 @@ def traits(targets: Any, size: int) -> frozenset[Trait]:
             values = torch.unique(tensor).tolist()
             found.add((name, "negative", values[0] < 0))
             found |= {(name, "value", value) for value in values} if len(values) <= _FEW else set()
-    return frozenset(found)
+    return found
 
 
 def _spread(hits: Tensor) -> str:

@@ -35,17 +35,11 @@ _TIMES_NOISE = 30.0
 
 @dataclass(frozen=True)
 class Rows:
-    """How the samples of one side differ from those of one device.
+    """How the samples of one side differ from those of one device."""
 
-    Attributes:
-        repeated: numbers in the dataset of those that were used more often.
-        left_out: of those that were used less often.
-        others: how many are no samples of that batch at all.
-    """
-
-    repeated: tuple[int, ...] = ()
-    left_out: tuple[int, ...] = ()
-    others: int = 0
+    repeated: tuple[int, ...] = ()  # numbers in the dataset of those that were used more often
+    left_out: tuple[int, ...] = ()  # of those that were used less often
+    others: int = 0  # how many are no samples of that batch at all
 
     def __bool__(self) -> bool:
         return bool(self.repeated or self.left_out or self.others)
@@ -53,38 +47,22 @@ class Rows:
 
 @dataclass(frozen=True)
 class Update:
-    """One update on both sides.
+    """One update on both sides."""
 
-    Attributes:
-        number: from 1.
-        epoch: from 1.
-        batch: its number in the epoch, from 1.
-        samples: of the global batch.
-        loss: of the strategy.
-        reference: the loss of one device.
-        gradients: by name, before clipping: max|a - b| over the larger of max|b| and a thousandth of the largest of
-            all.
-        ratios: by name, how many times one device's gradient the strategy's is, where it is a multiple of it.
-        parameters: by name, as ``parity`` measures them.
-        buffers: by name likewise.
-        rates: learning rates of the strategy, group by group.
-        reference_rates: of one device.
-        rows: how the samples differ.
-    """
-
-    number: int
-    epoch: int
-    batch: int
-    samples: int
-    loss: float
-    reference: float
+    number: int  # from 1
+    epoch: int  # from 1
+    batch: int  # its number in the epoch, from 1
+    samples: int  # of the global batch
+    loss: float  # of the strategy
+    reference: float  # the loss of one device
+    # By name, before clipping: max|a - b| over the larger of max|b| and a thousandth of the largest of all.
     gradients: dict[str, float]
-    ratios: dict[str, float]
-    parameters: dict[str, float]
-    buffers: dict[str, float]
-    rates: tuple[float, ...]
-    reference_rates: tuple[float, ...]
-    rows: Rows = field(default_factory=Rows)
+    ratios: dict[str, float]  # by name, how many times one device's gradient the strategy's is, where it is a multiple
+    parameters: dict[str, float]  # by name, as ``parity`` measures them
+    buffers: dict[str, float]  # by name likewise
+    rates: tuple[float, ...]  # learning rates of the strategy, group by group
+    reference_rates: tuple[float, ...]  # of one device
+    rows: Rows  # how the samples differ
 
     @property
     def losses_apart(self) -> float:
@@ -115,54 +93,29 @@ def relative(a: float, b: float) -> float:
 
 @dataclass
 class Comparison:
-    """Both sides over the course.
+    """Both sides over the course: how far they lie apart, and what was seen of the model that may say why."""
 
-    Attributes:
-        start: names of parameters and buffers that differed before the first update.
-        updates: in order.
-        evaluation: by name, the strategy's value and one device's.
-        drifted: parameters whose values came to differ between the ranks.
-        updated_on: buffers, other than running statistics, that the first update changed on some replicas only: which.
-        own_buffers: buffers that are other ones on each replica after the first update.
-        apart_attributes: plain attributes of modules (``"body.calls"``) that training changed, and that ended otherwise
-            on some replica than on one device.
-        drew: whether the model drew random numbers in the first update of one device.
-        drew_elsewhere: whether from Python's or numpy's generator.
-        drew_in_backward: whether its backward did.
-        drops: whether it has dropout layers.
-        normalises: whether it has batch norms over what a forward sees.
-        mixes: whether the look before training saw samples act on one another, and nothing that the model remembers.
-        reads: outputs of the model, computed over a whole forward and no sum over its samples, that the loss reads.
-        collated: whether collate made other rows of the shares than of the whole batch.
-        layer: name and class of the first module that gave other numbers in the update that was watched.
-        called: the modules in the order of their first call, where that was watched.
-        functions: autograd functions that are not PyTorch's own, in the graph of the first update.
-        hooked: parameters with hooks on their gradients.
-        notes: what was said before training, and while it ran.
-        still: what was taken out of the model on both sides.
-    """
-
-    start: tuple[str, ...] = ()
+    start: tuple[str, ...] = ()  # parameters and buffers that differed before the first update
     updates: list[Update] = field(default_factory=list)
-    evaluation: dict[str, tuple[float, float]] = field(default_factory=dict)
-    drifted: tuple[str, ...] = ()
-    updated_on: dict[str, tuple[int, ...]] = field(default_factory=dict)
-    own_buffers: tuple[str, ...] = ()
+    evaluation: dict[str, tuple[float, float]] = field(default_factory=dict)  # the strategy's value, and one device's
+    drifted: tuple[str, ...] = ()  # parameters whose values came to differ between the ranks
+    # Buffers that are other ones on each replica after the first update; which changed it, where not all did.
+    own_buffers: dict[str, tuple[int, ...]] = field(default_factory=dict)
+    # Plain attributes of modules ("body.calls") that training changed, and that ended otherwise than on one device.
     apart_attributes: tuple[str, ...] = ()
-    drew: bool = False
-    drew_elsewhere: bool = False
-    drew_in_backward: bool = False
-    drops: bool = False
-    normalises: bool = False
-    mixes: bool = False
-    reads: tuple[str, ...] = ()
-    collated: bool = False
-    layer: tuple[str, str] | None = None
-    called: tuple[str, ...] = ()
-    functions: tuple[str, ...] = ()
-    hooked: tuple[str, ...] = ()
-    notes: tuple[Caveat, ...] = ()
-    still: tuple[Thing, ...] = ()
+    # From where the first update drew random numbers: "somewhere", "elsewhere" (Python or numpy), "backward".
+    drew: tuple[str, ...] = ()
+    drops: bool = False  # whether there are dropout layers
+    normalises: bool = False  # whether there are batch norms over what a forward sees
+    mixes: bool = False  # whether the look before training saw outputs depend on other samples, and no memory
+    reads: tuple[str, ...] = ()  # outputs over a whole forward, no sum over its samples, that the loss reads
+    collated: bool = False  # whether collate made other rows of the shares than of the whole batch
+    layer: tuple[str, str] | None = None  # name and class of the first module that gave other numbers, where watched
+    called: tuple[str, ...] = ()  # the modules in the order of their first call, where watched
+    functions: tuple[str, ...] = ()  # autograd functions that are not PyTorch's own
+    hooked: tuple[str, ...] = ()  # parameters with hooks on their gradients
+    notes: tuple[Caveat, ...] = ()  # what was said before training, and while it ran
+    still: tuple[Thing, ...] = ()  # what was taken out of the model on both sides
 
     @property
     def worst(self) -> float:
@@ -244,37 +197,21 @@ class Bounds:
 
 @dataclass(frozen=True)
 class Experiment:
-    """What is held against what.
+    """What is held against what: the side in question, and one device."""
 
-    Attributes:
-        job: whose course both sides go through.
-        strategy: the side in question.
-        devices: its devices.
-        parts: micro-batches of a global batch on one device.
-        settings: fields of the job to replace on both sides.
-        more: batches of the first epoch that are verified beside, for their targets.
-        cut: micro-batches on the side in question, where they are to be others than the strategy's own.
-        updates: how many; None goes to the end, and evaluates.
-        still: what is taken out of the model on both sides.
-        shuffled: the side in question mixes the rows of each micro-batch.
-        deterministic: operators that aren't deterministic raise.
-        watched: the update in which every layer is looked at; the first that gave other numbers is told.
-        looked: the first update needn't see what the model does in forward, and refuse it: an earlier one has.
-    """
-
-    job: Job | JobFile
+    job: Job | JobFile  # whose course both sides go through
     strategy: Strategy
     devices: tuple[Device, ...]
-    parts: int
-    settings: dict[str, Any] = field(default_factory=dict)
-    more: tuple[int, ...] = ()
-    cut: int | None = None
-    updates: int | None = None
-    still: frozenset[Thing] = frozenset()
-    shuffled: bool = False
-    deterministic: bool = False
-    watched: int = 0
-    looked: bool = False
+    parts: int  # micro-batches of a global batch on one device
+    settings: dict[str, Any] = field(default_factory=dict)  # fields of the job to replace on both sides
+    more: tuple[int, ...] = ()  # batches of the first epoch that are verified beside, for their targets
+    cut: int | None = None  # micro-batches on the side in question, where not the strategy's own
+    updates: int | None = None  # how many; None goes to the end, and evaluates
+    still: frozenset[Thing] = frozenset()  # what is taken out of the model on both sides
+    shuffled: bool = False  # the side in question mixes the rows of each micro-batch
+    deterministic: bool = False  # operators that aren't deterministic raise
+    watched: int = 0  # the update in which every layer is looked at
+    looked: bool = False  # an earlier one has seen what the model does in forward, and didn't refuse it
 
     def but(self, **changes: Any) -> Experiment:
         """The same with other fields."""

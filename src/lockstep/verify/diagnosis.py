@@ -108,7 +108,7 @@ class Diagnosis:
         if not isinstance(twice, Comparison):
             return []
         if twice.start:
-            return [cause("initial values", name=twice.start[0])]
+            return [cause("unseeded model: initial values", name=twice.start[0])]
         if any(update.rows for update in twice.updates):
             return [cause("unseeded data")]
         if self.noise.repeats(twice):
@@ -135,9 +135,9 @@ class Diagnosis:
         if "draws" in present and without_all is not None and without_all.drew:
             # Where the two agree all the same, their draws came in the same order by chance.
             self._draws_on = cause(
-                "random numbers elsewhere",
+                "drawing: elsewhere",
                 whence="from Python's or numpy's random"
-                if without_all.drew_elsewhere
+                if "elsewhere" in without_all.drew
                 else "in an operator that isn't PyTorch's own, or its optimizer does",
             )
         if self._draws_on or without_all is None or not self.noise.hold(without_all):
@@ -153,12 +153,12 @@ class Diagnosis:
 
     def _named(self, thing: Thing, left: float) -> list[Caveat]:
         if thing == "norms":
-            name = "batchnorm" if self._synchronises else "batchnorm of a strategy without sync_batchnorm"
+            name = "batchnorm" if self._synchronises else "batchnorm: not synchronised"
             return [cause(name, left=left)]
         causes = [cause("dropout", left=left)] if self.found.drops else []
-        if self.found.drew_in_backward:
-            causes.append(cause("random numbers", where="backward", left=left))
-        return causes or [cause("random numbers", where="forward", left=left)]
+        if "backward" in self.found.drew:
+            causes.append(cause("drawing", where="backward", left=left))
+        return causes or [cause("drawing", where="forward", left=left)]
 
     def _without(self, things: frozenset[Thing]) -> Comparison | None:
         settings = dict(self.experiment.settings)
@@ -190,8 +190,8 @@ class Diagnosis:
             return [cause("metric", names=quoted(apart))]
         drawing = self._without(frozenset({"draws"}))
         if drawing is not None and self.noise.hold(drawing):
-            return [cause("random numbers", where="evaluation", left=drawing.worst)]
-        return [cause("mixing in evaluation", loss=losses[0])] if losses else [cause("unknown")]
+            return [cause("drawing", where="evaluation", left=drawing.worst)]
+        return [cause("mixing: in evaluation", loss=losses[0])] if losses else [cause("unknown")]
 
     # ---- a model whose numbers depend on how a batch is cut ---------------------------------------------------------
 
@@ -216,12 +216,12 @@ class Diagnosis:
         if first is not None:
             apart = [name for kind, name, _ in bounds.beyond(first) if kind == "parameters"]
             if written := [name for name in apart if name not in first.gradients]:
-                return [cause("parameter written in forward", name=written[0])]
+                return [cause("state: parameter", name=written[0])]
         if tried.layer is not None:
             if found.apart_attributes and not found.mixes:  # else it may be a record that acts on nothing
                 return [cause("state", name=found.apart_attributes[0])]
             if found.own_buffers:
-                return [_buffer(found.own_buffers, found.updated_on)]
+                return [_buffer(found.own_buffers)]
             kind = "collate" if found.collated and not found.mixes else "mixing"
             return [cause(kind, layer=named(*tried.layer))]
         if found.reads:
@@ -232,7 +232,7 @@ class Diagnosis:
         if first is not None and first.losses_apart > bounds.of("loss", ""):
             return [cause("loss")]
         if self._only("buffers"):
-            return [_buffer([self._beyond[0][1]], {})]
+            return [cause("buffer", name=self._beyond[0][1])]
         if tried.hooked and not tried.functions:
             return [cause("hook", names=quoted(tried.hooked))]
         return [_own_backward(tried.functions, first)]
@@ -249,12 +249,12 @@ class Diagnosis:
             return [cause("summed gradient", devices=devices)]
         if ratio is not None:
             return [cause("scaled gradient", ratio=ratio)]
-        if found.updated_on or found.own_buffers:
-            return [_buffer(found.own_buffers, found.updated_on)]
+        if found.own_buffers:
+            return [_buffer(found.own_buffers)]
         if found.apart_attributes:
             return [cause("state", name=found.apart_attributes[0])]
         if self._only("buffers"):
-            return [_buffer([self._beyond[0][1]], {})]
+            return [cause("buffer", name=self._beyond[0][1])]
         if not any(kind in ("gradients", "loss") for kind, _, _ in self._beyond):
             return [cause("update", number=first.number)]
         return []
@@ -290,12 +290,12 @@ def _sampler(first: Update) -> Caveat:
     return cause("sampler", faults=" and ".join(filter(None, faults)), batch=first.batch, epoch=first.epoch)
 
 
-def _buffer(own: Sequence[str], updated_on: Mapping[str, Sequence[int]]) -> Caveat:
-    """A buffer that is other on each replica."""
-    if not updated_on:
-        return cause("buffer", name=own[0])
-    name, ranks = next(iter(updated_on.items()))
-    return cause("buffer of one rank", name=name, replicas=listed("replica", ranks))
+def _buffer(own: Mapping[str, Sequence[int]]) -> Caveat:
+    """A buffer that is other on each replica; the first that only some of them updated."""
+    for name, replicas in own.items():
+        if replicas:
+            return cause("buffer of one rank", name=name, replicas=listed("replica", replicas))
+    return cause("buffer", name=next(iter(own)))
 
 
 def _own_backward(functions: Sequence[str], first: Update | None) -> Caveat:

@@ -36,7 +36,7 @@ from lockstep.tensors.digest import digest
 from lockstep.verify.comparison import EXACT, Comparison, Experiment, Rows, Update, rows_apart
 from lockstep.verify.harness import buffer_apart, change_apart, largest, real
 from lockstep.verify.layer_watch import first_apart
-from lockstep.verify.training_run import Side
+from lockstep.verify.training_run import Side, buffer_digests
 
 
 def both_sides(world: World, experiment: Experiment, job: Job) -> Comparison | None:
@@ -197,14 +197,13 @@ class _PairedRun:
         return apart
 
     def _compare_replicas(self) -> None:
-        """After the first update: buffers that only some replicas changed, and those that are other ones on each."""
-        every = [one for mine in self.world.gather_objects(self.ours.changed_buffers()) for one in mine]
-        for name in every[0][1]:
-            where = tuple(i for i, (changed, _) in enumerate(every) if name in changed)
-            if 0 < len(where) < len(every):
-                self.found.updated_on[name] = where
-            if len({values.get(name) for _, values in every}) > 1:
-                self.found.own_buffers += (name,)
+        """After the first update: buffers that are other ones on each replica, and which changed it."""
+        here = [buffer_digests(model) for model in self.ours.step.models()]
+        every = [one for mine in self.world.gather_objects(here) for one in mine]
+        for name in every[0]:
+            if len({values.get(name) for values in every}) > 1:
+                where = tuple(i for i, values in enumerate(every) if values.get(name) != self.ours.buffers.get(name))
+                self.found.own_buffers[name] = where if len(where) < len(every) else ()
 
     # ---- at the end -------------------------------------------------------------------------------------------------
 
@@ -240,8 +239,7 @@ class _PairedRun:
         """What was seen of the model and its loss."""
         ours, found, model = self.ours, self.found, theirs.step.model
         norms = [m for m in model.modules() if isinstance(m, nn.modules.batchnorm._BatchNorm)]
-        found.drew, found.drew_elsewhere = theirs.drew, theirs.drew_elsewhere
-        found.drew_in_backward = theirs.drew_in_backward
+        found.drew = tuple(sorted(theirs.drew))
         found.drops = any(map(drops, model.modules()))
         found.normalises = any(m.training or not m.track_running_stats for m in norms)
         found.mixes = ours.step.seen.mixes

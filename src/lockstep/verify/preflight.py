@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import time
-from dataclasses import dataclass, field
 from typing import Any
 
 from lockstep.data import job_loader, resolve
 from lockstep.job import Job
+from lockstep.jobfile import JobFile
 from lockstep.launch.devices import Device
 from lockstep.launch.placement import alone, place_of
 from lockstep.strategies import Strategy
@@ -26,25 +26,13 @@ _LOOK = 2.0
 """Seconds to look at targets for."""
 
 
-@dataclass
-class Ground:
-    """What both sides are run with.
-
-    Attributes:
-        settings: fields of the job to replace.
-        notes: what of the job is replaced, and why.
-        more: batches of the first epoch whose targets differ in kind from those that are verified anyway.
-    """
-
-    settings: dict[str, Any] = field(default_factory=lambda: {"loader_workers": 0})
-    notes: list[str] = field(default_factory=list)
-    more: tuple[int, ...] = ()
-
-
-def preflight(job: Job, strategy: Strategy, devices: tuple[Device, ...], *, whole: bool) -> Ground:
-    """Find what to verify a job with.
+def preflight(
+    source: Job | JobFile, job: Job, strategy: Strategy, devices: tuple[Device, ...], *, whole: bool
+) -> tuple[Experiment, list[str]]:
+    """Find what to verify a job with: the experiment, and notes on what of the job is replaced, and why.
 
     Args:
+        source: where ranks take the job from.
         job: as the person has it.
         strategy: the one in question.
         devices: its devices.
@@ -54,34 +42,34 @@ def preflight(job: Job, strategy: Strategy, devices: tuple[Device, ...], *, whol
         LockstepError: ``single`` can't train the job.
         Exception: what the job's own code raises under ``single``.
     """
-    ground = Ground()
+    settings: dict[str, Any] = {"loader_workers": 0}
+    notes = []
     if job.compile:
-        ground.settings["compile"] = False
-        ground.notes.append("without compile, which only changes rounding")
+        settings["compile"] = False
+        notes.append("without compile, which only changes rounding")
     shared = 2 * (1 if strategy.splits_layers else len(devices)) * strategy.num_microbatches(job)
     fewest = min(job.batch_size, max(shared + 1, 4))
     for size in (fewest, job.batch_size):
         try:
-            seconds, precision = _tried(job.replace(**ground.settings, batch_size=size), devices)
+            seconds, precision = _tried(job.replace(**settings, batch_size=size), devices)
             break
         except Exception:  # so few may be too few for it
             if size == job.batch_size:
                 raise
             whole = True
-    ground.settings["precision"] = precision
+    settings["precision"] = precision
     if job.precision not in (None, precision):
-        ground.notes.append(f"in {precision} in the place of {job.precision}")
+        notes.append(f"in {precision} in the place of {job.precision}")
     if precision != "fp64":
-        ground.notes.append("the model can't compute in float64, so rounding is measured: single twice, sums mixed")
-    most = job.batch_size if whole else _most(job.replace(**ground.settings), devices, fewest, seconds)
+        notes.append("the model can't compute in float64, so rounding is measured: single twice, sums mixed")
+    most = job.batch_size if whole else _most(job.replace(**settings), devices, fewest, seconds)
     if most < job.batch_size:
         size = _uneven(job, max(fewest, most), shared)
-        ground.settings |= {"batch_size": size, "eval_batch_size": min(size, job.eval_batch_size or job.batch_size)}
-        ground.notes.append(
-            f"batches of {size} samples instead of {job.batch_size}, to save time (--whole takes them whole)"
-        )
-    ground.more = _more(job.replace(**ground.settings), devices, ground.notes)
-    return ground
+        settings |= {"batch_size": size, "eval_batch_size": min(size, job.eval_batch_size or job.batch_size)}
+        notes.append(f"batches of {size} samples instead of {job.batch_size}, to save time (--whole takes them whole)")
+    more = _more(job.replace(**settings), devices, notes)
+    parts = strategy.num_microbatches(job.replace(**settings))
+    return Experiment(source, strategy, devices, parts, settings, more), notes
 
 
 def _more(job: Job, devices: tuple[Device, ...], notes: list[str]) -> tuple[int, ...]:
@@ -101,15 +89,9 @@ def _more(job: Job, devices: tuple[Device, ...], notes: list[str]) -> tuple[int,
 
 
 def _most(job: Job, devices: tuple[Device, ...], size: int, seconds: float) -> int:
-    """About how many samples an update can take within the longest time; all, where the whole batch does.
+    """About how many samples an update can take within the longest time, where ``size`` of them take ``seconds``.
 
     Much of what a few samples take may be of an update, not of them: so more of them are timed, until that is long.
-
-    Args:
-        job: with the settings of both sides.
-        devices: of the strategy.
-        size: of a batch that was timed.
-        seconds: that it took.
     """
     each = seconds / size
     while size < job.batch_size and seconds <= _LONGEST:
@@ -153,12 +135,9 @@ def _seconds(job: Job, devices: tuple[Device, ...]) -> float:
 
 
 def _uneven(job: Job, size: int, fewest: int) -> int:
-    """About this batch size, such that an epoch still ends with a smaller batch, where its length is known.
+    """At most this batch size, such that an epoch still ends with a smaller batch, where its length is known.
 
-    Args:
-        job: with the data.
-        size: at most.
-        fewest: samples that the smaller batch should have, so that there are some for each share.
+    That has ``fewest`` samples at least, where it can: some for each share.
     """
     try:
         samples = len(job.train_data)

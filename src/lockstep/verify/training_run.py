@@ -40,8 +40,8 @@ class Side:
         rows: ids of the samples that the last update's forwards were given, in order, as far as they are seen.
         gradients: by name, of the last update, as they were before clipping; on every rank.
         rates: learning rates that the last update was made with.
-        drew, drew_elsewhere, drew_in_backward: whether the first update moved a random generator; whether Python's or
-            numpy's; whether its backward did. (What other threads draw meanwhile counts too.)
+        drew: from where the first update drew random numbers, as in ``Comparison``. (Other threads' draws count too.)
+        buffers: digests of what they are at the start.
         functions: autograd functions that are not PyTorch's own, in the graph of the first forwards.
     """
 
@@ -61,10 +61,10 @@ class Side:
         self.gradients: dict[str, torch.Tensor] = {}
         self.rates: tuple[float, ...] = ()
         self.rows: list[bytes] = []
-        self.drew = self.drew_elsewhere = self.drew_in_backward = False
+        self.drew: set[str] = set()
         self.functions: set[str] = set()
         self._attributes = plain_attributes(self.step.model)
-        self._buffers = buffer_digests(self.step.model)
+        self.buffers = buffer_digests(self.step.model)
         self._totals = [0.0, 0.0]
         self._clip, self.step.clip = self.step.clip, self._clipped  # type: ignore[method-assign]
         self._begin_part, self.step.begin_part = self.step.begin_part, self._begins_part  # type: ignore[method-assign]
@@ -122,11 +122,6 @@ class Side:
         now = plain_attributes(self.step.model)
         return {name: value for name, value in now.items() if value != self._attributes.get(name)}
 
-    def changed_buffers(self) -> list[tuple[set[str], dict[str, Any]]]:
-        """For each replica of this process: the buffers that are other ones than at the start, and digests of all."""
-        every = map(buffer_digests, self.step.models())
-        return [({name for name in now if now[name] != self._buffers.get(name)}, now) for now in every]
-
     # ---- what is looked at in an update -----------------------------------------------------------------------------
 
     def _watching(self) -> AbstractContextManager[None]:
@@ -146,18 +141,17 @@ class Side:
         self._generators = states(self._accelerators)
 
     def _see_draws(self) -> None:
-        if self._number == 1:
-            now = states(self._accelerators)
-            self.drew |= not same(self._generators, now)
-            self.drew_elsewhere |= not same_others(self._generators.others, now.others)
+        now = states(self._accelerators)
+        if self._number == 1 and not same(self._generators, now):
+            self.drew.add("somewhere")
+            if not same_others(self._generators.others, now.others):
+                self.drew.add("elsewhere")
 
     def _went_back(self, total: torch.Tensor, factor: float) -> None:
-        if self._number > 1:
-            self._backward(total, factor)
-            return
-        generators = states(self._accelerators)
+        generators = states(self._accelerators) if self._number == 1 else None
         self._backward(total, factor)
-        self.drew_in_backward |= not same(generators, states(self._accelerators))
+        if generators is not None and not same(generators, states(self._accelerators)):
+            self.drew.add("backward")
 
     def _saw(self, where: str, part: Part, outputs: Any) -> None:
         """A forward; replicas on threads have theirs at the same time."""
