@@ -59,8 +59,8 @@ class _NoDropoutInAttention(TorchFunctionMode):
 class _Means(TorchDispatchMode):  # type: ignore[no-untyped-call]
     """What PyTorch's operators draw from its own generators is the same for every sample: about its mean.
 
-    So dropout passes on what it gets. The generators stand afterwards where they did, so that what is drawn in another
-    way still shows.
+    So dropout passes on what it gets, up to its scale. The generators stand afterwards where they did, so that what is
+    drawn in another way still shows.
     """
 
     def __torch_dispatch__(
@@ -109,6 +109,11 @@ def _slope(
     return inputs * noise.copy_(torch.where(inputs > 0, 1.0, (lower + upper) / 2))
 
 
+def _kept(made: Any, inputs: torch.Tensor, p: float, *args: Any) -> Any:
+    """Dropout as accelerators compute it, whose backward scales by the mask: everything is kept."""
+    return made if p == 1 else (inputs / (1 - p), made[1].fill_(True))
+
+
 _INSTEAD: dict[str, Callable[..., Any]] = {
     **dict.fromkeys(("rand", "rand_like"), _filled(0.5)),
     **dict.fromkeys(("randn", "randn_like", "normal", "normal_", "cauchy_"), _filled(0)),
@@ -123,6 +128,6 @@ _INSTEAD: dict[str, Callable[..., Any]] = {
     "_sample_dirichlet": lambda made, weights, *args: weights / weights.sum(-1, keepdim=True),
     "binomial": lambda made, counts, chances, *args: counts * chances,
     "rrelu_with_noise": _slope,
-    "native_dropout": lambda made, inputs, *args: (inputs.clone(), made[1].fill_(True)),
+    "native_dropout": _kept,
 }
 """By operator, what is given in the place of what it drew: a function of that, and of the operator's arguments."""
