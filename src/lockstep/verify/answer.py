@@ -9,19 +9,17 @@ from pathlib import Path
 from typing import Any
 
 from lockstep.data import resolve
-from lockstep.errors import DeviceError, InputError, LockstepError
+from lockstep.errors import DeviceError, InputError
 from lockstep.job import Job
 from lockstep.jobfile import JobFile, as_job, the_job, with_settings
 from lockstep.launch import devices as _devices
 from lockstep.launch import started_as_rank
 from lockstep.launch.devices import Device, Devices
 from lockstep.launch.placement import alone, needs_one_process
-from lockstep.launch.world import place_of
 from lockstep.strategies import Strategy, choose
 from lockstep.strategies.single import Single
 from lockstep.verify.causes import of_refusal
-from lockstep.verify.comparison import COARSE, EXACT, Bounds, Comparison, Experiment, Update
-from lockstep.verify.diagnosis import Diagnosis, layer_bound, layer_of
+from lockstep.verify.diagnosis import Diagnosis
 from lockstep.verify.experiments import Laboratory
 from lockstep.verify.preflight import preflight
 from lockstep.verify.rounding_noise import Noise
@@ -45,8 +43,7 @@ def verify(
             assert found, str(found)
 
     Both sides begin with the same weights and go through the same batches: the first two, the smaller last one of the
-    epoch, up to three whose targets differ in kind (a mask, a rare class, NaN), two of the second epoch, and an
-    evaluation of a few batches of each set. They compute in float64 where the
+    epoch, two of the second epoch, and an evaluation of a few batches of each set. They compute in float64 where the
     model can; else rounding is measured, by two runs of ``single`` whose sums are taken in other orders.
 
     Args:
@@ -88,63 +85,50 @@ def _answer(
     *,
     whole: bool,
 ) -> Verification:
-    ground = preflight(loaded, way, chosen, whole=whole)
-    experiment = Experiment(source, way, chosen, dict(ground.settings), more=ground.more)
-    least = EXACT if ground.exact else COARSE
-    name = source.name if isinstance(source, JobFile) else "job"
-    size = loaded.replace(**ground.settings).batch_size
+    experiment, notes = preflight(source, loaded, way, chosen, whole=whole)
+    used = loaded.replace(**experiment.settings)
+    noise = Noise(laboratory, experiment)
     said = Verification(
         equal=False,
-        job=name,
+        job=source.name if isinstance(source, JobFile) else "job",
         strategy=way.name,
         devices=len(chosen),
-        precision="float64" if ground.exact else "float32",
-        bound=least,
-        batch_size=size,
-        notes=ground.notes,
+        precision="float64" if used.precision == "fp64" else "float32",
+        bound=noise.least,
+        batch_size=used.batch_size,
+        notes=tuple(notes),
     )
-    parts = way.num_microbatches(loaded.replace(**ground.settings))
     try:
-        # Where they part it is in the first update mostly.
-        found = laboratory.compared(dataclasses.replace(experiment, watched=1, bound=layer_bound(Bounds(least))))
+        found = laboratory.compared(experiment.but(watched=1))  # where they part it is in the first update mostly
     except Exception as error:
         cause = of_refusal(error)
         if cause is None:
             raise
         if cause.kind in ("failed", "refused"):
-            if "batch_size" in ground.settings:  # a share may be too small for it
+            if "batch_size" in experiment.settings:  # a share may be too small for it
                 return _answer(source, loaded, way, chosen, laboratory, whole=True)
-            # Is it the strategy's doing? Else one device says it too.
-            laboratory.compared(dataclasses.replace(experiment, strategy=Single(), devices=(place_of(chosen),)))
+            laboratory.compared(experiment.of_single(cut=None))  # does one device say it too?
         return dataclasses.replace(said, refused=str(error), causes=(cause,))
-    noise = Noise(laboratory, experiment, parts, exact=ground.exact)
     equal = noise.hold(found)
     bounds = noise.bounds(found)
     said = dataclasses.replace(
         said,
-        bound=bounds.least,
+        equal=equal,
         noise=bounds.noise.worst if bounds.noise is not None else None,
         comparison=found,
         notes=(*said.notes, *map(str, found.notes)),
     )
     if equal:
-        return dataclasses.replace(said, equal=True)
-    shares = way.layout(len(chosen)).local_batches
-    first = bounds.first_apart(found)
-    diagnosis = Diagnosis(laboratory, experiment, found, noise, parts, shares)
-    causes = diagnosis.causes()
-    layer = diagnosis.layer
-    if layer is None and first is not None and not first.rows:
-        watched = found if first.number == 1 else _watched(laboratory, experiment, bounds, first)
-        layer = layer_of(watched, bounds, first)
-    beyond = bounds.beyond(first) if first is not None else []
+        return said
+    diagnosis = Diagnosis(laboratory, experiment, found, noise)
+    first = diagnosis.first
     return dataclasses.replace(
         said,
         first=first,
-        beyond=tuple(sorted(beyond, key=lambda one: -one[2])),
+        beyond=tuple(sorted(bounds.beyond(first), key=lambda one: -one[2])) if first is not None else (),
         evaluation_apart=tuple(bounds.evaluation_apart(found)),
-        layer=layer,
-        causes=tuple(causes),
+        causes=tuple(diagnosis.causes()),
+        layer=diagnosis.first_layer(),
     )
 
 
@@ -155,13 +139,3 @@ def _planned(way: Strategy, job: Job, devices: tuple[Device, ...]) -> Strategy:
     with alone(devices) as world:
         world.tell = lambda told: None
         return way.planned(job.replace(train_data=resolve(job.train_data, world, "train_data")), world)
-
-
-def _watched(laboratory: Laboratory, experiment: Experiment, bounds: Bounds, first: Update) -> Comparison:
-    """One more run, as far as the first update that differs, in which every layer is looked at."""
-    number, bound = first.number, layer_bound(bounds)
-    again = dataclasses.replace(experiment, updates=number, watched=number, bound=bound, looked=True)
-    try:
-        return laboratory.compared(again)
-    except LockstepError:
-        return Comparison()

@@ -1,43 +1,43 @@
-"""Batches: those of a job that both sides train on: the first ones, the smaller last one, and those of another kind.
+"""Batches: those of a job that both sides train on: the first ones, and the smaller last one.
 
 ::
 
-    epoch 0   | 0 | 1 | ..... | k | ... | last, smaller |      where the job has a smaller last batch
+    epoch 0   | 0 | 1 | ............. | last, smaller |      where the job has a smaller last batch
     epoch 1   | 0 | 1 |
 
-k stands for up to three batches whose targets differ in kind from the others: a mask, a rare class, NaN. The first of
-epoch 1 shows the update after the smaller batch. Of each evaluation set the batches are 0, 1 and the last.
+The first of epoch 1 shows the update after the smaller batch. Of each evaluation set the batches are 0, 1 and the last.
 
-They come from the job's own loader in its own order; what lies between is skipped, not fetched. A stream, which can't
-be skipped through, is taken to end after two and a half batches.
+They come from the job's own loader in its own order. A stream, which can't be skipped through, is taken to end after
+two and a half batches.
 """
 
 from __future__ import annotations
 
 import itertools
-import time
-from collections.abc import Collection, Iterator
+from collections.abc import Iterator
 from typing import Any
 
 import torch
-from torch import Tensor
 
 from lockstep.data import AnyLoader, Batch, is_stream
-from lockstep.tensors.pytree import holds_packed, named_tensors
 
 EPOCHS = 2
 
 
-def places_of(loader: AnyLoader, batch_size: int, epoch: int, more: Collection[int] = ()) -> list[int]:
-    """The numbers of the batches of the course in an epoch, with ``more`` in the first one."""
+def places_of(loader: AnyLoader, batch_size: int, epoch: int) -> list[int]:
+    """The numbers of the batches of the course in an epoch."""
     batches = loader.batches_of(epoch)
     if batches is None:  # a stream that ends early: all of it, but no more than is wanted
         return [0, 1, 2] if epoch == 0 else [0, 1]
     assert loader.samples is not None
     ends_smaller = epoch == 0 and loader.samples % batch_size > 0
-    wanted = {0, 1, batches - 1} if ends_smaller else {0, 1}
-    wanted |= set(more) if epoch == 0 else set()
-    return sorted(place for place in wanted if place < batches)
+    return sorted(place for place in {0, 1, *([batches - 1] if ends_smaller else [])} if place < batches)
+
+
+def evaluated_places(loader: AnyLoader) -> list[int]:
+    """Those of an evaluation set: the first two and the last."""
+    batches = loader.batches_of(0)
+    return [0, 1, 2] if batches is None else sorted({0, min(1, batches - 1), batches - 1})
 
 
 class Excerpt:
@@ -45,41 +45,25 @@ class Excerpt:
 
     Args:
         loader: of one side.
-        batch_size: of training, whose course it is; None is an evaluation, of which it is batches 0, 1 and the last.
-        more: batches of the first epoch beside.
+        places: the numbers of the batches, in order.
     """
 
-    def __init__(self, loader: AnyLoader, batch_size: int | None, more: Collection[int] = ()) -> None:
-        self._loader = loader
-        self._batch_size = batch_size
-        self._more = more
+    def __init__(self, loader: AnyLoader, places: list[int]) -> None:
+        self._loader, self._places = loader, places
 
     def epoch(self, epoch: int) -> Iterator[Batch]:
-        """Those of an epoch."""
-        for first, count in _runs(self._places(epoch)):
-            batches = self._loader.epoch(epoch, first)
-            yield from itertools.islice(batches, count)
-
-    def _places(self, epoch: int) -> list[int]:
-        if self._batch_size is not None:
-            return places_of(self._loader, self._batch_size, epoch, self._more)
-        batches = self._loader.batches_of(0)
-        return [0, 1, 2] if batches is None else sorted({0, min(1, batches - 1), batches - 1})
-
-
-def _runs(places: list[int]) -> Iterator[tuple[int, int]]:
-    """Neighbours together: the first of them, and how many."""
-    for _, run in itertools.groupby(enumerate(places), key=lambda pair: pair[1] - pair[0]):
-        together = [place for _, place in run]
-        yield together[0], len(together)
+        """Those of an epoch; what lies between is skipped, not fetched."""
+        for _, run in itertools.groupby(enumerate(self._places), key=lambda pair: pair[1] - pair[0]):
+            neighbours = [place for _, place in run]
+            yield from itertools.islice(self._loader.epoch(epoch, neighbours[0]), len(neighbours))
 
 
 def begun(dataset: Any, batch_size: int) -> Any:
     """A dataset as it is; of a stream the first two and a half batches."""
-    return Begun(dataset, 2 * batch_size + (batch_size + 1) // 2) if is_stream(dataset) else dataset
+    return _Begun(dataset, 2 * batch_size + (batch_size + 1) // 2) if is_stream(dataset) else dataset
 
 
-class Begun(torch.utils.data.IterableDataset[Any]):
+class _Begun(torch.utils.data.IterableDataset[Any]):
     """The first ``samples`` of a stream."""
 
     def __init__(self, stream: Any, samples: int) -> None:
@@ -93,70 +77,3 @@ class Begun(torch.utils.data.IterableDataset[Any]):
 
     def __iter__(self) -> Iterator[Any]:
         return itertools.islice(iter(self._stream), self._samples)
-
-
-_MOST = 3
-"""Batches that are taken beside."""
-
-_FEW = 32
-"""Different whole numbers in a batch, up to which each is looked at."""
-
-Trait = tuple[str, Any, Any]
-
-
-def others_in_kind(loader: AnyLoader, taken: Collection[int], seconds: float) -> tuple[tuple[int, ...], int]:
-    """Batches of the first epoch whose targets have something that those of no other batch taken have.
-
-    Args:
-        loader: of ``single``.
-        taken: numbers of the batches that are verified anyway.
-        seconds: to look at targets for, at most.
-
-    Returns:
-        Their numbers, the most different first, and how many batches were looked at.
-    """
-    began = time.perf_counter()
-    found: dict[int, frozenset[Trait]] = {}
-    for number, batch in enumerate(loader.epoch(0)):
-        found[number] = frozenset().union(*(traits(p.targets, p.size) for p in batch.parts if p.size))
-        if time.perf_counter() - began > seconds:
-            break
-    known = set().union(*(found.get(number, ()) for number in taken))
-    chosen: list[int] = []
-    while len(chosen) < _MOST:
-        best = max(found, key=lambda number: len(found[number] - known))
-        if not found[best] - known:
-            break
-        chosen.append(best)
-        known |= found[best]
-    return tuple(chosen), len(found)
-
-
-def traits(targets: Any, size: int) -> frozenset[Trait]:
-    """What is to be seen of the targets of ``size`` samples."""
-    found: set[Trait] = set()
-    for name, tensor in () if holds_packed(targets) else named_tensors(targets):
-        if not tensor.dim() or tensor.shape[0] != size or not tensor.numel() or tensor.is_complex():
-            continue
-        if tensor.is_floating_point():
-            missing = tensor.isnan()
-            found.add((name, "NaN", _spread(missing)))
-            if bool(missing.all()):
-                continue
-            tensor = tensor.masked_fill(missing, tensor[~missing][0])
-        else:
-            tensor = tensor.long()
-            values = torch.unique(tensor).tolist()
-            found.add((name, "negative", values[0] < 0))
-            found |= {(name, "value", value) for value in values} if len(values) <= _FEW else set()
-        for which, value in zip(("lowest", "highest"), tensor.aminmax(), strict=True):
-            found.add((name, which, _spread(tensor == value)))
-    return frozenset(found)
-
-
-def _spread(hits: Tensor) -> str:
-    """How something is spread over the samples of a batch."""
-    each = hits.reshape(hits.shape[0], -1).sum(1)
-    if int(each.sum()) <= 1:
-        return "at most once"
-    return "evenly" if bool((each == each[0]).all()) else "unevenly"

@@ -1,195 +1,158 @@
-"""Causes: every reason that ``verify`` can name, as a table of kind, text and fix. `docs/verify.md` lists the kinds."""
+"""Causes: every reason that ``verify`` can name, as a table: kind, text with places for what was seen, fix.
+
+A kind with several texts has a word after a colon. `docs/verify.md` lists the kinds.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import NamedTuple
 
 from lockstep.errors import DeviceError, FolderError, InputError, LockstepError, told
 from lockstep.launch.events import Caveat
 
-
-class Cause(NamedTuple):
-    """A row of the table: what `Caveat` says, with places for what was seen."""
-
-    kind: str
-    text: str
-    fix: str
-
-
 _WHOLE_BATCH = "mp or single, which see the whole batch"
 _GENERATORS = "torch's, random's or numpy.random's global generator, which are seeded"
 
-CAUSES = {
+CAUSES: dict[str, tuple[str, str]] = {
     # ---- the model --------------------------------------------------------------------------------------------------
-    "batchnorm": Cause(
-        "batchnorm",
+    "batchnorm": (
         "BatchNorm normalizes over each replica's local batch; over the global batch the results agree ({left:.0e})",
         "sync_batchnorm=True (--sync-batchnorm)",
     ),
-    "batchnorm of a strategy without sync_batchnorm": Cause(
-        "batchnorm",
+    "batchnorm: not synchronised": (
         "BatchNorm normalizes over each replica's local batch; with its running statistics the results agree "
         "({left:.0e})",
         "ddp or dp with sync_batchnorm=True, or layers that see one sample at a time (GroupNorm, LayerNorm)",
     ),
-    "dropout": Cause(
-        "dropout",
+    "dropout": (
         "dropout masks differ from single-device training; without dropout the results agree ({left:.0e})",
         "none needed where only the masks differ; mp draws those of one device, and with dropout 0 all else is "
         "compared",
     ),
-    "random numbers": Cause(
-        "drawing",
+    "drawing": (
         "the model draws random numbers in {where}, which differ from single-device training; without them the results "
         "agree ({left:.0e})",
         "none needed where any draw will do; mp draws those of one device, or let the dataset draw, by sample",
     ),
-    "random numbers elsewhere": Cause(
-        "drawing",
+    "drawing: elsewhere": (
         "the model draws random numbers {whence}, which differ from single-device training; they can't be "
         "taken out, so nothing else is compared",
         "draw from torch in forward, or let the dataset draw, by sample",
     ),
-    "mixing": Cause(
-        "mixing",
+    "mixing": (
         "outputs depend on other samples of the batch in {layer}: single-device results change as well when the batch "
         "is split",
         f"{_WHOLE_BATCH}; or a layer that sees one sample at a time",
     ),
-    "mixing in evaluation": Cause(
-        "mixing",
+    "mixing: in evaluation": (
         '"{loss}" of the evaluation depends on how its batches are split, and training doesn\'t: in eval mode outputs '
         "depend on other samples of the batch, or the loss is not a mean over samples",
         "a model that sees one sample at a time in eval mode, or evaluate under mp or single",
     ),
-    "collate": Cause(
-        "collate",
+    "collate": (
         "collate makes other rows of a local batch than of the global batch (it pads to the longest sample, or mixes "
         "samples), and {layer} gives other results for them",
         "a collate that makes the same of a sample in any batch (one length for all, say), or a model that masks the "
         "padding; mp and single give it the whole batch",
     ),
-    "metric": Cause(
-        "metric",
+    "metric": (
         "{names} of the evaluation depends on how its batches are split, and the loss doesn't: it is not a sum over "
         "items",
         "return (total, count), each summed over items, or give a metric of torchmetrics, which keeps what it needs",
     ),
-    "state": Cause(
-        "state",
+    "state": (
         'the model keeps state outside of its state dict: "{name}" changes in training, and each replica has its own',
         "a buffer (register_buffer) that doesn't depend on the local batch; mp or single keep it as it is",
     ),
-    "parameter written in forward": Cause(
-        "state",
+    "state: parameter": (
         'parameter "{name}" has no gradient and changes: the model writes it, from what it sees of the local batch',
         f"let it depend on the parameters only, or take {_WHOLE_BATCH}",
     ),
-    "buffer of one rank": Cause(
-        "buffer of one rank",
+    "buffer of one rank": (
         'buffer "{name}" is updated on {replicas} only, and acts on all',
         "update it on every rank alike, before it is used",
     ),
-    "buffer": Cause(
-        "buffer",
+    "buffer": (
         'buffer "{name}" depends on the local batch: each replica computes its own, all follow the first, and '
         "one device would compute another",
         f"let it depend on the parameters only, or take {_WHOLE_BATCH}",
     ),
-    "autograd function": Cause(
-        "autograd function",
+    "autograd function": (
         "{which} depends on the number of samples that it sees: it divides by it, say{seen}",
         "leave the mean over samples to the loss, and let backward treat each sample by itself",
     ),
-    "hook": Cause(
-        "hook",
-        "a hook on {parameters} is not linear in the gradient: it clips it, normalizes it or adds to it, say, for each "
-        "local batch",
+    "hook": (
+        "a hook on parameter {names} is not linear in the gradient: it clips it, normalizes it or adds to it, say, for "
+        "each local batch",
         "clip_norm, or weight_decay, which see the whole gradient; mp gives hooks that of the whole batch",
     ),
-    "initial values": Cause(
-        "unseeded model",
+    "unseeded model: initial values": (
         'the model draws unseeded numbers when it is built: "{name}" has other values each time',
         f"draw initial values from {_GENERATORS}",
     ),
-    "unseeded model": Cause(
-        "unseeded model",
+    "unseeded model": (
         "single-device training can't be repeated on the same samples, with deterministic operators either: the model, "
         "or the optimizer, draws unseeded numbers, or counts in a class or a module",
         "draw from torch's global generator (or from one that is seeded in forward); count in a buffer",
     ),
-    "operators": Cause(
-        "operators",
+    "operators": (
         "operators that are not deterministic{name}: single-device training can't be repeated",
         "torch.use_deterministic_algorithms(True) refuses or replaces them",
     ),
     # ---- the loss, the data, the schedule ---------------------------------------------------------------------------
-    "loss": Cause(
-        "loss",
+    "loss": (
         "the loss is not a mean over samples: its parts, weighted by their counts, don't add up to the whole",
         "return (total, count) from it, each summed over samples; mp and single give it the whole batch",
     ),
-    "auxiliary loss": Cause(
-        "auxiliary loss",
+    "auxiliary loss": (
         "the loss reads {output}, which is no sum over samples (a loss for load balancing, say): dp and ddp compute it "
         "for each replica, over its local batch",
         f"{_WHOLE_BATCH}; or a term that is a sum over samples",
     ),
-    "shape": Cause(
-        "refused",
+    "refused: shape": (
         "of a local batch the model gives what the loss doesn't take: {said}",
         "outputs with a row for each sample, also where there is only one: squeeze(1), say, for squeeze()",
     ),
-    "unseeded data": Cause(
-        "unseeded data",
+    "unseeded data": (
         "the dataset draws unseeded numbers: the same sample of the same epoch is another one each time",
         f"draw from {_GENERATORS} for each sample",
     ),
-    "sampler": Cause(
-        "sampler",
+    "sampler": (
         "the strategy {faults} of batch {batch} in epoch {epoch}, of which each counts once",
         "give every sample of a global batch to one device; leave a device without one where there are too few",
     ),
-    "scheduler": Cause(
-        "scheduler",
-        "the learning rate is {rate:.6g} against {reference:.6g} in update {update}{times}",
+    "scheduler": (
+        "the learning rate is {rate:.6g} against {reference:.6g} in update {update}",
         "step the scheduler once per update, on one rank's clock",
     ),
     # ---- the strategy -----------------------------------------------------------------------------------------------
-    "summed gradient": Cause(
-        "summed gradient",
+    "summed gradient": (
         "the gradient is {devices} times one device's: summed over the devices where it should be averaged",
         "divide by the number of devices, or run backward on total / samples of the global batch",
     ),
-    "scaled gradient": Cause(
-        "scaled gradient",
-        "the gradient is {ratio:.6g} times one device's: {how}",
+    "scaled gradient": (
+        "the gradient is {ratio:.6g} times one device's: weighted otherwise than by samples",
         "sum totals and counts",
     ),
-    "drift": Cause(
-        "drift",
+    "drift": (
         'parameter "{name}" has come to differ between ranks: something but the optimizer writes it, or the optimizer '
         "draws other random numbers on each rank",
         "let only the optimizer write parameters, and sum every gradient over the ranks",
     ),
-    "update": Cause(
-        "update",
+    "update": (
         "the gradients of update {number} agree before clipping, and the parameters after it don't: clipping, or the "
         "optimizer, differs",
         "clip what is summed over all devices, and give each rank the same optimizer",
     ),
-    "start": Cause(
-        "start",
+    "start": (
         'the strategy begins with other values of "{name}"',
         "build the model under the job's seed",
     ),
-    "declared": Cause("declared", "{text}", "an exact strategy: ddp, dp, mp or pp"),
-    "announced": Cause("announced", "not traced to one layer; said before training: {text}", "as the line says"),
-    "failed": Cause("failed", "the strategy fails: {error}", "a forward that takes any local batch"),
-    "refused": Cause("refused", "{text}", "another strategy"),
-    "unknown": Cause(
-        "unknown",
+    "declared": ("{text}", "an exact strategy: ddp, dp, mp or pp"),
+    "announced": ("not traced to one layer; said before training: {text}", "as the line says"),
+    "failed": ("the strategy fails: {error}", "a forward that takes any local batch"),
+    "refused": ("{text}", "another strategy"),
+    "unknown": (
         "none of the known causes: repeated runs agree, and so does single-device training when its batches are split",
         "look at the first layer that differs; where the strategy is one of Lockstep's, please report it",
     ),
@@ -198,21 +161,20 @@ CAUSES = {
 
 def cause(name: str, /, **seen: object) -> Caveat:
     """The cause of this name in the table, with what was seen."""
-    row = CAUSES[name]
-    return Caveat(row.kind, row.text.format(**seen), row.fix)
+    text, fix = CAUSES[name]
+    return Caveat(name.partition(":")[0], text.format(**seen), fix)
 
 
 def of_refusal(error: Exception) -> Caveat | None:
     """What a refusal, or a failure, under the strategy alone says of the job; None where it isn't of the job."""
-    if isinstance(error, LockstepError) and error.kind:
-        if error.kind == "shape":
-            return cause("shape", said=error)
-        return Caveat(error.kind, error.text, error.fix or CAUSES.get(error.kind, CAUSES["refused"]).fix)
     if isinstance(error, DeviceError | FolderError):
         return None
-    if isinstance(error, InputError):
-        return Caveat("refused", error.text, error.fix or CAUSES["refused"].fix)
-    return cause("failed", error=told(error))
+    if not isinstance(error, LockstepError) or not (error.kind or isinstance(error, InputError)):
+        return cause("failed", error=told(error))
+    if error.kind == "shape":
+        return cause("refused: shape", said=error)
+    kind = error.kind or "refused"
+    return Caveat(kind, error.text, error.fix or CAUSES.get(kind, CAUSES["refused"])[1])
 
 
 def named(layer: str, kind: str) -> str:
@@ -221,8 +183,8 @@ def named(layer: str, kind: str) -> str:
 
 
 def quoted(names: Sequence[str]) -> str:
-    """``"a", "b"``."""
-    return ", ".join(f'"{name}"' for name in names)
+    """``"a", "b"``: four of them at most."""
+    return ", ".join(f'"{name}"' for name in names[:4]) + (", ..." if len(names) > 4 else "")
 
 
 def listed(what: str, numbers: Sequence[int]) -> str:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import dataclasses
+import hashlib
 import math
 import statistics
 from collections import Counter
@@ -12,10 +14,12 @@ from typing import Any
 import torch
 
 from lockstep.job import Job
-from lockstep.jobfile import JobFile
+from lockstep.jobfile import JobFile, the_job, with_settings
 from lockstep.launch.devices import Device
 from lockstep.launch.events import Caveat
+from lockstep.launch.world import place_of
 from lockstep.strategies import Strategy
+from lockstep.strategies.single import Single
 from lockstep.tensors.pytree import tensors
 from lockstep.verify.determinism import Thing
 
@@ -31,17 +35,11 @@ _TIMES_NOISE = 30.0
 
 @dataclass(frozen=True)
 class Rows:
-    """How the samples of one side differ from those of one device.
+    """How the samples of one side differ from those of one device."""
 
-    Attributes:
-        repeated: numbers in the dataset of those that were used more often.
-        left_out: of those that were used less often.
-        others: how many are no samples of that batch at all.
-    """
-
-    repeated: tuple[int, ...] = ()
-    left_out: tuple[int, ...] = ()
-    others: int = 0
+    repeated: tuple[int, ...] = ()  # numbers in the dataset of those that were used more often
+    left_out: tuple[int, ...] = ()  # of those that were used less often
+    others: int = 0  # how many are no samples of that batch at all
 
     def __bool__(self) -> bool:
         return bool(self.repeated or self.left_out or self.others)
@@ -49,38 +47,22 @@ class Rows:
 
 @dataclass(frozen=True)
 class Update:
-    """One update on both sides.
+    """One update on both sides."""
 
-    Attributes:
-        number: from 1.
-        epoch: from 1.
-        batch: its number in the epoch, from 1.
-        samples: of the global batch.
-        loss: of the strategy.
-        reference: the loss of one device.
-        gradients: by name, before clipping: max|a - b| over the larger of max|b| and a thousandth of the largest of
-            all.
-        ratios: by name, how many times one device's gradient the strategy's is, where it is a multiple of it.
-        parameters: by name, as ``parity`` measures them.
-        buffers: by name likewise.
-        rates: learning rates of the strategy, group by group.
-        reference_rates: of one device.
-        rows: how the samples differ.
-    """
-
-    number: int
-    epoch: int
-    batch: int
-    samples: int
-    loss: float
-    reference: float
+    number: int  # from 1
+    epoch: int  # from 1
+    batch: int  # its number in the epoch, from 1
+    samples: int  # of the global batch
+    loss: float  # of the strategy
+    reference: float  # the loss of one device
+    # By name, before clipping: max|a - b| over the larger of max|b| and a thousandth of the largest of all.
     gradients: dict[str, float]
-    ratios: dict[str, float]
-    parameters: dict[str, float]
-    buffers: dict[str, float]
-    rates: tuple[float, ...]
-    reference_rates: tuple[float, ...]
-    rows: Rows = field(default_factory=Rows)
+    ratios: dict[str, float]  # by name, how many times one device's gradient the strategy's is, where it is a multiple
+    parameters: dict[str, float]  # by name, as ``parity`` measures them
+    buffers: dict[str, float]  # by name likewise
+    rates: tuple[float, ...]  # learning rates of the strategy, group by group
+    reference_rates: tuple[float, ...]  # of one device
+    rows: Rows  # how the samples differ
 
     @property
     def losses_apart(self) -> float:
@@ -92,11 +74,6 @@ class Update:
         """The largest relative difference of a learning rate."""
         pairs = zip(self.rates, self.reference_rates, strict=True)
         return max((relative(a, b) for a, b in pairs), default=0.0)
-
-    @property
-    def apart(self) -> bool:
-        """Whether it may be the first that differs."""
-        return any(value > EXACT for _, _, value in self.numbers())
 
     def numbers(self) -> Iterator[tuple[str, str, float]]:
         """Every difference: its kind, its name, and how large it is."""
@@ -114,59 +91,31 @@ def relative(a: float, b: float) -> float:
     return abs(a - b) / max(abs(b), 1e-6) if math.isfinite(a - b) else math.inf
 
 
-@dataclass(frozen=True)
+@dataclass
 class Comparison:
-    """Both sides over the course.
+    """Both sides over the course: how far they lie apart, and what was seen of the model that may say why."""
 
-    Attributes:
-        start: names of parameters and buffers that differed before the first update.
-        updates: in order.
-        evaluation: by name, the strategy's value and one device's.
-        drifted: parameters whose values came to differ between the ranks.
-        updated_on: buffers, other than running statistics, that the first update changed on some replicas only: which.
-        own_buffers: buffers that are other ones on each replica after the first update.
-        attributes: plain attributes of modules that training changed: ``"body.calls"``.
-        apart_attributes: those of them that ended otherwise on some replica than on one device.
-        drew: whether the model drew random numbers in the first update of one device.
-        drew_elsewhere: whether from Python's or numpy's generator.
-        drew_in_backward: whether its backward did.
-        drops: whether it has dropout layers.
-        normalises: whether it has batch norms over what a forward sees.
-        mixes: whether the look before training saw samples act on one another, and nothing that the model remembers.
-        reads: outputs of the model, computed over a whole forward and no sum over its samples, that the loss reads.
-        collated: whether collate made other rows of the shares than of the whole batch.
-        layer: name and class of the first module that gave other numbers in the update that was watched.
-        called: the modules with parameters of their own in the order of their first call, where that was watched.
-        functions: autograd functions that are not PyTorch's own, in the graph of the first update.
-        hooked: parameters with hooks on their gradients.
-        notes: what was said before training, and while it ran.
-        still: what was taken out of the model on both sides.
-        seconds: that both sides' updates and evaluations took by themselves.
-    """
-
-    start: tuple[str, ...] = ()
-    updates: tuple[Update, ...] = ()
-    evaluation: dict[str, tuple[float, float]] = field(default_factory=dict)
-    drifted: tuple[str, ...] = ()
-    updated_on: dict[str, tuple[int, ...]] = field(default_factory=dict)
-    own_buffers: tuple[str, ...] = ()
-    attributes: tuple[str, ...] = ()
+    start: tuple[str, ...] = ()  # parameters and buffers that differed before the first update
+    updates: list[Update] = field(default_factory=list)
+    evaluation: dict[str, tuple[float, float]] = field(default_factory=dict)  # the strategy's value, and one device's
+    drifted: tuple[str, ...] = ()  # parameters whose values came to differ between the ranks
+    # Buffers that are other ones on each replica after the first update; which changed it, where not all did.
+    own_buffers: dict[str, tuple[int, ...]] = field(default_factory=dict)
+    # Plain attributes of modules ("body.calls") that training changed, and that ended otherwise than on one device.
     apart_attributes: tuple[str, ...] = ()
-    drew: bool = False
-    drew_elsewhere: bool = False
-    drew_in_backward: bool = False
-    drops: bool = False
-    normalises: bool = False
-    mixes: bool = False
-    reads: tuple[str, ...] = ()
-    collated: bool = False
-    layer: tuple[str, str] | None = None
-    called: tuple[str, ...] = ()
-    functions: tuple[str, ...] = ()
-    hooked: tuple[str, ...] = ()
-    notes: tuple[Caveat, ...] = ()
-    still: tuple[Thing, ...] = ()
-    seconds: float = 0.0
+    # From where the first update drew random numbers: "somewhere", "elsewhere" (Python or numpy), "backward".
+    drew: tuple[str, ...] = ()
+    drops: bool = False  # whether there are dropout layers
+    normalises: bool = False  # whether there are batch norms over what a forward sees
+    mixes: bool = False  # whether the look before training saw outputs depend on other samples, and no memory
+    reads: tuple[str, ...] = ()  # outputs over a whole forward, no sum over its samples, that the loss reads
+    collated: bool = False  # whether collate made other rows of the shares than of the whole batch
+    layer: tuple[str, str] | None = None  # name and class of the first module that gave other numbers, where watched
+    called: tuple[str, ...] = ()  # the modules in the order of their first call, where watched
+    functions: tuple[str, ...] = ()  # autograd functions that are not PyTorch's own
+    hooked: tuple[str, ...] = ()  # parameters with hooks on their gradients
+    notes: tuple[Caveat, ...] = ()  # what was said before training, and while it ran
+    still: tuple[Thing, ...] = ()  # what was taken out of the model on both sides
 
     @property
     def worst(self) -> float:
@@ -248,71 +197,60 @@ class Bounds:
 
 @dataclass(frozen=True)
 class Experiment:
-    """What is held against what.
+    """What is held against what: the side in question, and one device."""
 
-    Attributes:
-        job: whose course both sides go through.
-        strategy: the side in question.
-        devices: its devices.
-        settings: fields of the job to replace on both sides.
-        more: batches of the first epoch that are verified beside, for their targets.
-        cut: micro-batches on the side in question, where they are to be others than on the other.
-        updates: how many; None goes to the end, and evaluates.
-        still: what is taken out of the model on both sides.
-        shuffled: the side in question mixes the rows of each micro-batch.
-        deterministic: operators that aren't deterministic raise.
-        watched: the update in which every layer is looked at; the first that gave other numbers is told.
-        bound: for that.
-        looked: the first update needn't see what the model does in forward, and refuse it: an earlier one has.
-    """
-
-    job: Job | JobFile
+    job: Job | JobFile  # whose course both sides go through
     strategy: Strategy
     devices: tuple[Device, ...]
-    settings: dict[str, Any] = field(default_factory=dict)
-    more: tuple[int, ...] = ()
-    cut: int | None = None
-    updates: int | None = None
-    still: frozenset[Thing] = frozenset()
-    shuffled: bool = False
-    deterministic: bool = False
-    watched: int = 0
-    bound: float = 0.0
-    looked: bool = False
+    parts: int  # micro-batches of a global batch on one device
+    settings: dict[str, Any] = field(default_factory=dict)  # fields of the job to replace on both sides
+    cut: int | None = None  # micro-batches on the side in question, where not the strategy's own
+    updates: int | None = None  # how many; None goes to the end, and evaluates
+    still: frozenset[Thing] = frozenset()  # what is taken out of the model on both sides
+    shuffled: bool = False  # the side in question mixes the rows of each micro-batch
+    deterministic: bool = False  # operators that aren't deterministic raise
+    watched: int = 0  # the update in which every layer is looked at
+    looked: bool = False  # an earlier one has seen what the model does in forward, and didn't refuse it
+
+    def but(self, **changes: Any) -> Experiment:
+        """The same with other fields."""
+        return dataclasses.replace(self, **changes)
+
+    def of_single(self, **changes: Any) -> Experiment:
+        """The same with one device in the place of the strategy: it is held against itself, but for the changes."""
+        return self.but(**{"strategy": Single(), "devices": (place_of(self.devices),), "cut": self.parts, **changes})
+
+    @property
+    def loaded(self) -> Job:
+        """The job with its settings."""
+        return the_job(with_settings(self.job, self.settings))
+
+    @property
+    def shares(self) -> int:
+        """Replicas that each micro-batch is cut for."""
+        return self.strategy.layout(len(self.devices)).local_batches
 
 
-_FACTORS = (0xBF58476D1CE4E5B9 - (1 << 64), 0x94D049BB133111EB - (1 << 64))  # those of splitmix64, as signed numbers
-_FORMATS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+def row_ids(inputs: Any, targets: Any, size: int) -> list[bytes] | None:
+    """An id for each of ``size`` samples, or None where no tensor has a row for each.
 
-
-def row_numbers(inputs: Any, targets: Any, size: int) -> torch.Tensor | None:
-    """A number for each of ``size`` samples: (size,), or None where no tensor has a row for each.
-
-    Made of the bits of a sample's row, so that it is the same in any order and on any rank, and equal samples have
-    equal numbers.
+    It is a hash of the bits of a sample's rows: the same in any order and on any rank, and equal samples have equal
+    ids.
     """
-    found: torch.Tensor | None = None
-    for place, tensor in enumerate(tensors((inputs, targets))):
+    hashes = [hashlib.blake2b(digest_size=8) for _ in range(size)]
+    found = False
+    for tensor in tensors((inputs, targets)):
         if not tensor.dim() or tensor.shape[0] != size or tensor.layout != torch.strided or not tensor.numel():
             continue
-        rows = tensor.detach().cpu()
-        rows = torch.view_as_real(rows) if rows.is_complex() else rows
-        rows = rows.contiguous().reshape(size, -1)
-        bits = rows.view(_FORMATS[rows.element_size()]).to(torch.int64)
-        weights = _mixed(torch.arange(bits.shape[1]) + ((place + 1) << 40)) | 1
-        numbers = _mixed((_mixed(bits) * weights).sum(dim=1))
-        found = numbers if found is None else _mixed(found * 3 + numbers)
-    return found
+        found = True
+        rows = tensor.detach().cpu().resolve_conj().resolve_neg().contiguous().reshape(size, -1)
+        for made, row in zip(hashes, rows.view(torch.uint8).numpy(), strict=True):
+            made.update(row)
+    return [made.digest() for made in hashes] if found else None
 
 
-def _mixed(numbers: torch.Tensor) -> torch.Tensor:
-    for factor in _FACTORS:
-        numbers = (numbers ^ (numbers >> 31)) * factor
-    return numbers ^ (numbers >> 29)
-
-
-def rows_apart(ours: list[int], theirs: list[int], samples: list[int] | None) -> Rows:
-    """Compare the row numbers of one device (``theirs``) with those of a strategy.
+def rows_apart(ours: list[bytes], theirs: list[bytes], samples: list[int] | None) -> Rows:
+    """Compare the row ids of one device (``theirs``) with those of a strategy.
 
     Args:
         ours: of the strategy's devices, in any order.

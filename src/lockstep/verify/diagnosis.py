@@ -14,23 +14,20 @@ Each experiment goes no further than the update that parts, which is the first o
 
 from __future__ import annotations
 
-import dataclasses
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 
-from lockstep.errors import LockstepError, LossError, NonFiniteLoss, RankFailed, StrategyError
+from lockstep.errors import LockstepError, LossError, NonFiniteLoss
 from lockstep.launch.events import Caveat
-from lockstep.launch.world import place_of
-from lockstep.strategies.single import Single
 from lockstep.verify.causes import cause, listed, named, of_refusal, quoted
 from lockstep.verify.comparison import Bounds, Comparison, Experiment, Update
 from lockstep.verify.determinism import Thing
 from lockstep.verify.experiments import Laboratory
 from lockstep.verify.rounding_noise import Noise
-from lockstep.verify.training_run import moves_of
+
+Layer = tuple[str, str]
+"""Name and class."""
 
 
-@dataclass
 class Diagnosis:
     """The search for why two sides part.
 
@@ -39,47 +36,55 @@ class Diagnosis:
         experiment: the one that did.
         found: what it found.
         noise: up to where a difference is rounding.
-        parts: micro-batches of a global batch.
-        shares: replicas that each of these is cut for.
+
+    Attributes:
+        first: the first update that differs, if any.
     """
 
-    laboratory: Laboratory
-    experiment: Experiment
-    found: Comparison
-    noise: Noise
-    parts: int
-    shares: int
-
-    def __post_init__(self) -> None:
-        self.bounds: Bounds = self.noise.bounds(self.found)
-        self.first: Update | None = self.bounds.first_apart(self.found)
+    def __init__(self, laboratory: Laboratory, experiment: Experiment, found: Comparison, noise: Noise) -> None:
+        self.laboratory, self.experiment, self.found, self.noise = laboratory, experiment, found, noise
+        self.bounds: Bounds = noise.bounds(found)
+        self.first: Update | None = self.bounds.first_apart(found)
+        updates = self.first.number if self.first is not None else None
+        self._again = experiment.but(updates=updates, looked=True)
+        self._beyond = self.bounds.beyond(self.first) if self.first is not None else []
         # Held still in what follows: what is known to part the sides, and would hide other causes.
-        self.still: frozenset[Thing] = frozenset()
-        self.settings = dict(self.experiment.settings)
-        self.synchronises = True
+        self._still: frozenset[Thing] = frozenset()
+        self._synchronises = True
         # That something is drawn still where all draws were to be taken out.
-        self.draws_on: Caveat | None = None
-        # Name and class of the first layer that differs, where an experiment has shown it.
-        self.layer: tuple[str, str] | None = None
+        self._draws_on: Caveat | None = None
+        # The first layer that differs, where an experiment has shown it.
+        self._layer: Layer | None = None
 
     def causes(self) -> list[Caveat]:
         """All that were found, the likeliest first; one that says so where none was."""
         exact = self.experiment.strategy.exact
         if exact is not True:
             return [cause("declared", text=exact)]
-        strange = bool(self.found.start or (self.first is not None and self.first.rows.others))
-        causes = self._seen() or (self._of_the_job_alone() if strange else [])
-        causes = causes or self._taken_out() or ([] if strange else self._of_the_job_alone())
-        if not causes and self.found.drifted:
-            return [cause("drift", name=self.found.drifted[0])]
-        if not causes and self.draws_on:
-            return [self.draws_on]
-        if not causes and self.first is None:
-            return self._of_the_evaluation()
-        causes = causes or self._of_the_cut() or self._of_the_strategy()
-        if not causes and self.found.notes:
-            causes = [_announced(note) for note in self.found.notes]
-        return causes or [cause("unknown")]
+        alone, out = self._of_the_job_alone, self._taken_out
+        strange = self.found.start or (self.first is not None and self.first.rows.others)
+        searches = [
+            self._seen,
+            *((alone, out) if strange else (out, alone)),
+            self._of_the_ranks,
+            self._of_the_evaluation,
+            self._of_the_cut,
+            self._of_the_strategy,
+        ]
+        for search in searches:
+            if causes := search():
+                return causes
+        return [cause("announced", text=note) for note in self.found.notes] or [cause("unknown")]
+
+    def first_layer(self) -> Layer | None:
+        """The first layer that differs, where it can be told."""
+        if self._layer is not None or self.first is None or self.first.rows:
+            return self._layer
+        if self.first.number == 1:
+            return _layer_of(self.found, self.bounds, self.first)
+        watched = self._try(self._again.but(watched=self.first.number))
+        watched = watched if isinstance(watched, Comparison) else Comparison()
+        return _layer_of(watched, self.bounds, self.first)
 
     # ---- what shows as it is ----------------------------------------------------------------------------------------
 
@@ -90,31 +95,25 @@ class Diagnosis:
         if first.rows and not first.rows.others:
             return [_sampler(first)]
         if first.rates_apart > self.bounds.least:
-            moves = first.number - 1 if self._by_step() else first.epoch - 1
-            return [_scheduler(first, moves_of(self.experiment, first.rates, most=16 * max(moves, 1)), moves)]
+            rate, reference = first.rates[0], first.reference_rates[0]
+            return [cause("scheduler", rate=rate, reference=reference, update=first.number)]
         return []
-
-    def _by_step(self) -> bool:
-        from lockstep.jobfile import the_job, with_settings
-
-        return the_job(with_settings(self.experiment.job, self.settings)).lr_scheduler_every == "step"
 
     # ---- can the job be repeated at all? ----------------------------------------------------------------------------
 
     def _of_the_job_alone(self) -> list[Caveat]:
-        again = self._single()
-        if again.updates == 1:
-            again = dataclasses.replace(again, updates=2)  # one draw of few values may come out alike
-        twice = self._try(again)
+        alone = self._again.of_single()
+        # One draw of few values may come out alike.
+        twice = self._try(alone.but(updates=2) if alone.updates == 1 else alone)
         if not isinstance(twice, Comparison):
             return []
         if twice.start:
-            return [cause("initial values", name=twice.start[0])]
+            return [cause("unseeded model: initial values", name=twice.start[0])]
         if any(update.rows for update in twice.updates):
             return [cause("unseeded data")]
         if self.noise.repeats(twice):
             return [cause("start", name=self.found.start[0])] if self.found.start else []
-        strict = self._try(dataclasses.replace(self._single(), deterministic=True))
+        strict = self._try(alone.but(deterministic=True))
         if isinstance(strict, Comparison):
             return [cause("operators", name="")] if self.noise.hold(strict) else [cause("unseeded model")]
         said = str(strict)
@@ -127,24 +126,22 @@ class Diagnosis:
     # ---- dropout and batch norm, taken out --------------------------------------------------------------------------
 
     def _taken_out(self) -> list[Caveat]:
-        present: list[Thing] = []
-        if self.found.drew:
-            present.append("draws")
-        if self.found.normalises and self.shares > 1 and not self._is_on("sync_batchnorm"):
+        present: list[Thing] = ["draws"] if self.found.drew else []
+        if self.found.normalises and self.experiment.shares > 1 and not self.experiment.loaded.sync_batchnorm:
             present.append("norms")
         if not present:
             return []
         without_all = self._without(frozenset(present))
         if "draws" in present and without_all is not None and without_all.drew:
             # Where the two agree all the same, their draws came in the same order by chance.
-            self.draws_on = cause(
-                "random numbers elsewhere",
+            self._draws_on = cause(
+                "drawing: elsewhere",
                 whence="from Python's or numpy's random"
-                if without_all.drew_elsewhere
+                if "elsewhere" in without_all.drew
                 else "in an operator that isn't PyTorch's own, or its optimizer does",
             )
-        if self.draws_on or without_all is None or not self.noise.hold(without_all):
-            self.still = frozenset(present)
+        if self._draws_on or without_all is None or not self.noise.hold(without_all):
+            self._still = frozenset(present)
             return []
         needed = []
         for thing in present:
@@ -156,143 +153,130 @@ class Diagnosis:
 
     def _named(self, thing: Thing, left: float) -> list[Caveat]:
         if thing == "norms":
-            name = "batchnorm" if self.synchronises else "batchnorm of a strategy without sync_batchnorm"
+            name = "batchnorm" if self._synchronises else "batchnorm: not synchronised"
             return [cause(name, left=left)]
         causes = [cause("dropout", left=left)] if self.found.drops else []
-        if self.found.drew_in_backward:
-            causes.append(cause("random numbers", where="backward", left=left))
-        return causes or [cause("random numbers", where="forward", left=left)]
-
-    def _is_on(self, setting: str) -> bool:
-        from lockstep.jobfile import the_job, with_settings
-
-        return bool(getattr(the_job(with_settings(self.experiment.job, self.settings)), setting))
+        if "backward" in self.found.drew:
+            causes.append(cause("drawing", where="backward", left=left))
+        return causes or [cause("drawing", where="forward", left=left)]
 
     def _without(self, things: frozenset[Thing]) -> Comparison | None:
-        settings = dict(self.settings)
+        settings = dict(self.experiment.settings)
         if "draws" in things:
             settings["activation_checkpointing"] = None  # which computes again where nothing is held still
-        if "norms" in things and self.synchronises:
+        if "norms" in things and self._synchronises:
             together = {**settings, "sync_batchnorm": True}
-            tried = self._try(dataclasses.replace(self._again(), settings=together, still=things - {"norms"}))
+            tried = self._try(self._again.but(settings=together, still=things - {"norms"}))
             if isinstance(tried, Comparison):
                 return tried
-            self.synchronises = False  # the strategy doesn't take it
-        tried = self._try(dataclasses.replace(self._again(), settings=settings, still=things))
+            self._synchronises = False  # the strategy doesn't take it
+        tried = self._try(self._again.but(settings=settings, still=things))
         return tried if isinstance(tried, Comparison) else None
 
-    # ---- a model whose numbers depend on how a batch is cut ---------------------------------------------------------
+    # ---- what an experiment before has left -------------------------------------------------------------------------
 
-    def _of_the_cut(self) -> list[Caveat]:
-        if self.shares == 1:
-            return []
-        number = 1 if self.first is None else self.first.number
-        still = self.still
-        if self.found.normalises and self._is_on("sync_batchnorm"):
-            still |= {"norms"}  # which see the whole batch on the devices, as they don't here
-        cut = dataclasses.replace(self._single(), cut=self.parts * self.shares, still=still)
-        tried = self._try(dataclasses.replace(cut, watched=number, bound=layer_bound(self.bounds)))
-        if isinstance(tried, LossError):
-            return [found] if (found := of_refusal(tried)) is not None else []
-        if not isinstance(tried, Comparison) or self.noise.hold(tried):
-            return []
-        bounds = self.noise.bounds(tried)
-        first = bounds.first_apart(tried)
-        if not self.still:
-            self.layer = layer_of(tried, bounds, first)
-        if first is not None:
-            apart = [name for kind, name, _ in bounds.beyond(first) if kind == "parameters"]
-            if written := [name for name in apart if name not in first.gradients]:
-                return [cause("parameter written in forward", name=written[0])]
-        if tried.layer is not None:
-            if self.found.apart_attributes and not self.found.mixes:  # else it may be a record that acts on nothing
-                return [cause("state", name=self.found.apart_attributes[0])]
-            if self.found.own_buffers:
-                return [_buffer(self.found.own_buffers, self.found.updated_on)]
-            if self.found.collated and not self.found.mixes:
-                return [cause("collate", layer=named(*tried.layer))]
-            return [cause("mixing", layer=named(*tried.layer))]
-        if self.found.reads:
-            name = self.found.reads[0]
-            return [
-                cause("auxiliary loss", output=f'the model\'s output "{name}"' if name else "an output of the model")
-            ]
-        if first is not None and first.losses_apart > bounds.of("loss", ""):
-            return [cause("loss")]
-        beyond = self.bounds.beyond(self.first) if self.first is not None else []
-        if beyond and all(kind == "buffers" for kind, _, _ in beyond):
-            return [_buffer([beyond[0][1]], {})]
-        if tried.hooked and not tried.functions:
-            return [_hook(tried.hooked)]
-        return [_own_backward(tried.functions, first)]
-
-    # ---- training agrees, and evaluation doesn't --------------------------------------------------------------------
+    def _of_the_ranks(self) -> list[Caveat]:
+        if self.found.drifted:
+            return [cause("drift", name=self.found.drifted[0])]
+        return [self._draws_on] if self._draws_on is not None else []
 
     def _of_the_evaluation(self) -> list[Caveat]:
+        """Training agrees, and evaluation doesn't."""
+        if self.first is not None:
+            return []
         apart = self.bounds.evaluation_apart(self.found)
         losses = [name for name in apart if name.rpartition("/")[2] == "loss"]
         if apart and not losses:
             return [cause("metric", names=quoted(apart))]
         drawing = self._without(frozenset({"draws"}))
         if drawing is not None and self.noise.hold(drawing):
-            return [cause("random numbers", where="evaluation", left=drawing.worst)]
-        return [cause("mixing in evaluation", loss=losses[0])] if losses else [cause("unknown")]
+            return [cause("drawing", where="evaluation", left=drawing.worst)]
+        return [cause("mixing: in evaluation", loss=losses[0])] if losses else [cause("unknown")]
+
+    # ---- a model whose numbers depend on how a batch is cut ---------------------------------------------------------
+
+    def _of_the_cut(self) -> list[Caveat]:
+        shares, found = self.experiment.shares, self.found
+        if shares == 1 or self.first is None:
+            return []
+        still = self._still
+        if found.normalises and self.experiment.loaded.sync_batchnorm:
+            still |= {"norms"}  # which see the whole batch on the devices, as they don't here
+        cut = self.experiment.parts * shares
+        tried = self._try(self._again.of_single(cut=cut, still=still, watched=self.first.number))
+        if isinstance(tried, LossError):
+            refusal = of_refusal(tried)
+            return [] if refusal is None else [refusal]
+        if not isinstance(tried, Comparison) or self.noise.hold(tried):
+            return []
+        bounds = self.noise.bounds(tried)
+        first = bounds.first_apart(tried)
+        if not self._still:
+            self._layer = _layer_of(tried, bounds, first)
+        if first is not None:
+            apart = [name for kind, name, _ in bounds.beyond(first) if kind == "parameters"]
+            if written := [name for name in apart if name not in first.gradients]:
+                return [cause("state: parameter", name=written[0])]
+        if tried.layer is not None:
+            if found.apart_attributes and not found.mixes:  # else it may be a record that acts on nothing
+                return [cause("state", name=found.apart_attributes[0])]
+            if found.own_buffers:
+                return [_buffer(found.own_buffers)]
+            kind = "collate" if found.collated and not found.mixes else "mixing"
+            return [cause(kind, layer=named(*tried.layer))]
+        if found.reads:
+            name = found.reads[0]
+            return [
+                cause("auxiliary loss", output=f'the model\'s output "{name}"' if name else "an output of the model")
+            ]
+        if first is not None and first.losses_apart > bounds.of("loss", ""):
+            return [cause("loss")]
+        if self._only("buffers"):
+            return [cause("buffer", name=self._beyond[0][1])]
+        if tried.hooked and not tried.functions:
+            return [cause("hook", names=quoted(tried.hooked))]
+        return [_own_backward(tried.functions, first)]
 
     # ---- a strategy that does something else ------------------------------------------------------------------------
 
     def _of_the_strategy(self) -> list[Caveat]:
         found, first = self.found, self.first
-        if first is not None and first.rows:
+        assert first is not None
+        if first.rows:
             return [_sampler(first)]
-        if first is not None and (ratio := self._one_ratio(first)) is not None:
-            return [_scaled(ratio, len(self.experiment.devices))]
-        if found.updated_on or found.own_buffers:
-            return [_buffer(found.own_buffers, found.updated_on)]
+        devices, ratio = len(self.experiment.devices), self._one_ratio(first)
+        if ratio is not None and abs(ratio - devices) < 1e-6 * devices:
+            return [cause("summed gradient", devices=devices)]
+        if ratio is not None:
+            return [cause("scaled gradient", ratio=ratio)]
+        if found.own_buffers:
+            return [_buffer(found.own_buffers)]
         if found.apart_attributes:
             return [cause("state", name=found.apart_attributes[0])]
-        beyond = () if first is None else tuple(self.bounds.beyond(first))
-        if beyond and all(kind == "buffers" for kind, _, _ in beyond):
-            return [_buffer([name for _, name, _ in beyond], {})]
-        if first is not None and not any(kind in ("gradients", "loss") for kind, _, _ in beyond):
+        if self._only("buffers"):
+            return [cause("buffer", name=self._beyond[0][1])]
+        if not any(kind in ("gradients", "loss") for kind, _, _ in self._beyond):
             return [cause("update", number=first.number)]
         return []
+
+    def _only(self, wanted: str) -> bool:
+        """Whether all that differs in the first update that does is of this kind."""
+        return bool(self._beyond) and all(kind == wanted for kind, _, _ in self._beyond)
 
     def _one_ratio(self, first: Update) -> float | None:
         """How many times one device's gradient the strategy's is, where that is the same for all parameters."""
         ratios = list(first.ratios.values())
-        if any(k == "gradients" and n not in first.ratios for k, n, _ in self.bounds.beyond(first)):
+        if any(kind == "gradients" and name not in first.ratios for kind, name, _ in self._beyond):
             return None
         if not ratios or max(ratios) - min(ratios) > 1e-6 * max(map(abs, ratios)) or abs(ratios[0] - 1) < 1e-6:
             return None
         return sum(ratios) / len(ratios)
 
-    # ---- experiments ------------------------------------------------------------------------------------------------
-
-    def _again(self) -> Experiment:
-        """The same, no further than it parts."""
-        updates = self.first.number if self.first is not None else None
-        return dataclasses.replace(self.experiment, settings=self.settings, updates=updates, looked=True)
-
-    def _single(self) -> Experiment:
-        """One device against one device."""
-        settings = {**self.settings, "accumulate": self.parts}
-        place = (place_of(self.experiment.devices),)
-        return dataclasses.replace(self._again(), strategy=Single(), devices=place, settings=settings)
-
     def _try(self, experiment: Experiment) -> Comparison | Exception:
         try:
             return self.laboratory.compared(experiment)
-        except RankFailed as error:
+        except (LockstepError, RuntimeError) as error:  # the latter of an operator that isn't deterministic
             return error
-        except (LockstepError, StrategyError) as error:
-            return error
-        except RuntimeError as error:  # an operator that isn't deterministic
-            return error
-
-
-def _announced(note: Caveat) -> Caveat:
-    row = cause("announced", text=note.text)
-    return dataclasses.replace(row, fix=note.fix) if note.fix else row
 
 
 def _sampler(first: Update) -> Caveat:
@@ -306,20 +290,12 @@ def _sampler(first: Update) -> Caveat:
     return cause("sampler", faults=" and ".join(filter(None, faults)), batch=first.batch, epoch=first.epoch)
 
 
-def _scheduler(first: Update, found: int | None, moves: int) -> Caveat:
-    """A scheduler that moves at another pace: ``found`` times in the place of ``moves``."""
-    times = f": it has moved {found} times where {moves} is right" if found is not None else ""
-    if found is not None and moves and found % moves == 0:
-        times = f": it steps {found // moves} times for each one"
-    return cause("scheduler", rate=first.rates[0], reference=first.reference_rates[0], update=first.number, times=times)
-
-
-def _buffer(own: Sequence[str], updated_on: Mapping[str, Sequence[int]]) -> Caveat:
-    """A buffer that is other on each replica."""
-    if not updated_on:
-        return cause("buffer", name=own[0])
-    name, ranks = next(iter(updated_on.items()))
-    return cause("buffer of one rank", name=name, replicas=listed("replica", ranks))
+def _buffer(own: Mapping[str, Sequence[int]]) -> Caveat:
+    """A buffer that is other on each replica; the first that only some of them updated."""
+    for name, replicas in own.items():
+        if replicas:
+            return cause("buffer of one rank", name=name, replicas=listed("replica", replicas))
+    return cause("buffer", name=next(iter(own)))
 
 
 def _own_backward(functions: Sequence[str], first: Update | None) -> Caveat:
@@ -333,28 +309,8 @@ def _own_backward(functions: Sequence[str], first: Update | None) -> Caveat:
     return cause("autograd function", which=which, seen=seen)
 
 
-def _hook(names: Sequence[str]) -> Caveat:
-    """A hook on a gradient that isn't linear."""
-    which = f'parameter "{names[0]}"' if len(names) == 1 else f"parameters {quoted(names[:3])}"
-    return cause("hook", parameters=which + (f" and {len(names) - 3} more" if len(names) > 3 else ""))
-
-
-def _scaled(ratio: float, devices: int) -> Caveat:
-    """A gradient that is a multiple of the right one."""
-    if abs(ratio - devices) < 1e-6 * devices:
-        return cause("summed gradient", devices=devices)
-    twice = abs(ratio * devices - 1) < 1e-6
-    how = f"averaged over the {devices} devices once too often" if twice else "weighted otherwise than by samples"
-    return cause("scaled gradient", ratio=ratio, how=how)
-
-
-def layer_bound(bounds: Bounds) -> float:
-    """Up to where what a layer gave for a sample is the same."""
-    return 10 * max(bounds.least, 1e-9)
-
-
-def layer_of(watched: Comparison, bounds: Bounds, first: Update | None) -> tuple[str, str] | None:
-    """Name and class of the first layer that differs; where only backward does, the one in which it begins to."""
+def _layer_of(watched: Comparison, bounds: Bounds, first: Update | None) -> Layer | None:
+    """The first layer that differs; where only backward does, the one in which it begins to."""
     if watched.layer is not None or first is None:
         return watched.layer
     apart = {name.rpartition(".")[0] for kind, name, _ in bounds.beyond(first) if kind == "gradients"}

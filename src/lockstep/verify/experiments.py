@@ -9,7 +9,7 @@ from typing import Any
 
 from lockstep.data import is_stream, resolve
 from lockstep.job import Job
-from lockstep.jobfile import JobFile, the_job, with_settings
+from lockstep.jobfile import JobFile
 from lockstep.launch.devices import Device
 from lockstep.launch.placement import alone, needs_one_process
 from lockstep.launch.processes.local_ranks import StandingRanks
@@ -57,8 +57,7 @@ class Laboratory:
 
 
 def _on_rank(world: World, experiment: Experiment) -> Comparison | None:
-    job = the_job(with_settings(experiment.job, experiment.settings))
-    return both_sides(world, experiment, _with_data_of_before(world, job, experiment))
+    return both_sides(world, experiment, _with_data_of_before(world, experiment))
 
 
 _data: tuple[Any, Any] | None = None
@@ -68,13 +67,14 @@ _OURS = ("sync_batchnorm", "activation_checkpointing")
 """Settings that experiments change, and that no data depend on."""
 
 
-def _with_data_of_before(world: World, job: Job, experiment: Experiment) -> Job:
+def _with_data_of_before(world: World, experiment: Experiment) -> Job:
     """The job with the data that an experiment before this one has made on these ranks: they may take long to make.
 
     A stream is made anew; and so is all in the person's own process, where data that can't be made twice are looked
     for. (A job that isn't a file comes with its data each time.)
     """
     global _data
+    job = experiment.loaded
     if world.size == 1 or not isinstance(experiment.job, JobFile):
         return job
     settings = {name: value for name, value in experiment.settings.items() if name not in _OURS}

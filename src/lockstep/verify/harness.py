@@ -106,13 +106,7 @@ def differences(job: Job, a: Run, b: Run) -> Differences:
 
 
 def change_apart(apart: float, change: float, reach: float) -> float:
-    """The measure itself, of one parameter.
-
-    Args:
-        apart: max|d_a - d_b|.
-        change: max|d_b|.
-        reach: learning rate x steps.
-    """
+    """The measure itself, of one parameter: max|d_a - d_b| over the larger of max|d_b| and learning rate x steps."""
     scale = max(change, reach)
     return apart / scale if scale else apart
 

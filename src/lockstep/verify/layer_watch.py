@@ -1,160 +1,113 @@
-"""Layers: what each module of a model gave for each sample, in a few numbers, so that two sides can be compared.
+"""Layers: what each module of a model gave over a batch, in a few sums, so that two sides can be compared.
 
-A batch may have been cut in any way, so what is compared belongs to a sample: the sum, a weighted sum and the sum of
-absolute values of its part of each output.
+A batch may have been cut in any way: sums over its samples are those of its parts, added. An output whose numbers of
+all parts are not as many as those of the whole (it has no row for each sample, or is padded otherwise) isn't compared.
 """
 
 from __future__ import annotations
 
-import functools
 import threading
-from collections.abc import Iterator
+from collections import Counter
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import torch
 from torch import nn
 
-from lockstep.data import Part
-from lockstep.errors import InputError
-from lockstep.tensors.pytree import batch_size_of, tensors
-from lockstep.verify.comparison import row_numbers
+from lockstep.tensors.pytree import tensors
 
-Place = tuple[str, str, int]
-"""A module's name, its class, and which call of it this is."""
+Place = tuple[str, str, int, int]
+"""A module's name, its class, which call of it this is, and which of its outputs."""
 
-Told = dict[Place, dict[int, tuple[float, ...]]]
-"""For each call of a module, in order: by sample, the numbers of its outputs."""
+Told = dict[Place, torch.Tensor]
+"""For each output of each call of a module, in order: how many numbers, and their sums."""
 
 
 class Watch:
-    """Looks at every module of some replicas while they run.
-
-    Args:
-        models: the replicas of this process; each may run in a thread of its own, or in several.
+    """Looks at every module of some replicas while they run, each in a thread of its own, or in several.
 
     Attributes:
         told: what was seen.
     """
 
-    def __init__(self, models: list[nn.Module]) -> None:
+    def __init__(self) -> None:
         self.told: Told = {}
         self._mine = threading.local()
         self._lock = threading.Lock()
-        self._models = models
-        self._hooks: list[Any] = []
-        self._weights = _Weights()
 
-    def begin(self) -> None:
-        """Look at the next update."""
-        for model in self._models:
-            self._hooks.append(model.register_forward_pre_hook(self._begins, with_kwargs=True))
-            for name, module in model.named_modules():
-                self._hooks.append(module.register_forward_hook(functools.partial(self._saw, name)))
+    @property
+    def order(self) -> tuple[str, ...]:
+        """The modules by name, in the order of their first call."""
+        return tuple(dict.fromkeys(name for name, *_ in self.told))
 
-    def end(self) -> None:
-        """The update is done."""
-        for hook in self._hooks:
-            hook.remove()
-        self._hooks = []
+    @contextmanager
+    def looking(self, models: list[nn.Module]) -> Iterator[None]:
+        """Look at what these replicas compute meanwhile."""
 
-    def __deepcopy__(self, memo: Any) -> Watch:
-        """That of a copy of the model, on which the strategy tries something, sees nothing."""
-        return Watch([])
+        # Functions, since a copy of the model, on which the strategy tries something, would copy an object.
+        def begins(module: nn.Module, args: Any) -> None:
+            self._mine.seen, self._mine.calls = {}, Counter()
 
-    def _begins(self, module: nn.Module, args: Any, kwargs: Any) -> None:
-        if not self._hooks:
-            return
+        def saw(name: str) -> Any:
+            return lambda module, args, outputs: self._saw(name, type(module).__name__, outputs)
+
+        hooks: list[Any] = []
+        for model in models:
+            hooks.append(model.register_forward_pre_hook(begins))
+            hooks += [module.register_forward_hook(saw(name)) for name, module in model.named_modules()]
         try:
-            self._mine.rows = batch_size_of((args, kwargs))
-        except InputError:
-            self._mine.rows = 0
-        self._mine.seen = []
+            yield
+        finally:
+            for hook in hooks:
+                hook.remove()
 
-    def _saw(self, name: str, module: nn.Module, args: Any, outputs: Any) -> None:
-        seen: list[tuple[str, str, torch.Tensor]] | None = getattr(self._mine, "seen", None)
-        if seen is None or not self._mine.rows:
+    def _saw(self, name: str, kind: str, outputs: Any) -> None:
+        seen: Told | None = getattr(self._mine, "seen", None)
+        if seen is None:
             return
-        try:
-            given = list(tensors(outputs))
-        except InputError:  # a PackedSequence: what unpacks it is seen
-            return
-        numbers = [n for t in given if (n := _of_samples(t, self._mine.rows, self._weights)) is not None]
-        if numbers:
-            seen.append((name, type(module).__name__, torch.cat(numbers, dim=1)))
+        self._mine.calls[name] += 1
+        for i, tensor in enumerate(tensors(outputs)):
+            if tensor.is_floating_point() and tensor.layout == torch.strided and tensor.numel():
+                seen[name, kind, self._mine.calls[name], i] = _sums(tensor.detach())
 
-    def forwarded(self, part: Part) -> None:
-        """A part has gone through the model, in this thread."""
-        if not self._hooks:
-            return
-        seen = self._mine.seen
+    def forwarded(self) -> None:
+        """A part of the batch has gone through the model, in this thread."""
+        seen = getattr(self._mine, "seen", None)
         self._mine.seen = None  # what a checkpoint computes again in backward isn't looked at
-        keys = part.samples if part.samples is not None else row_numbers(part.inputs, part.targets, part.size)
-        if keys is None or len(keys) != self._mine.rows:
-            return
-        samples = keys.tolist()
-        calls: dict[str, int] = {}
         with self._lock:
-            for name, kind, numbers in seen:
-                calls[name] = calls.get(name, 0) + 1
-                of = self.told.setdefault((name, kind, calls[name]), {})
-                of.update(zip(samples, map(tuple, numbers.tolist()), strict=True))
+            _add(self.told, seen or {})
 
 
-def _of_samples(tensor: torch.Tensor, rows: int, weights: _Weights) -> torch.Tensor | None:
-    """Three numbers for each sample: (rows, 3), or None where it can't be told what belongs to which."""
-    if not tensor.is_floating_point() or tensor.layout != torch.strided or not tensor.dim():
-        return None
-    tensor = tensor.detach()
-    if tensor.dim() > 1 and tensor.shape[0] != rows and tensor.shape[1] == rows:  # time first
-        tensor = tensor.transpose(0, 1)
-    if tensor.shape[0] % rows:
-        return None
-    flat = tensor.reshape(rows, -1).cpu().double()
-    return torch.stack([flat.sum(dim=1), flat @ weights(flat.shape[1]), flat.abs().sum(dim=1)], dim=1)
+def _sums(tensor: torch.Tensor) -> torch.Tensor:
+    """How many numbers there are; their sum, a weighted sum, the sum of their absolute values, that of squares."""
+    flat = tensor.reshape(-1, tensor.shape[-1] if tensor.dim() else 1).cpu().double()
+    weighted = (flat @ torch.linspace(0.1, 1, flat.shape[1], dtype=flat.dtype)).sum()
+    size = torch.tensor(float(flat.numel()), dtype=flat.dtype)
+    return torch.stack([size, flat.sum(), weighted, flat.abs().sum(), flat.square().sum()])
 
 
-class _Weights:
-    """Of each place in a sample's part, as many as are asked for; they are made once, since that takes long."""
-
-    def __init__(self) -> None:
-        self._longest = torch.empty(0, dtype=torch.float64)
-
-    def __call__(self, places: int) -> torch.Tensor:
-        longest = self._longest  # another thread may put its own there meanwhile
-        if len(longest) < places:
-            longest = self._longest = torch.arange(1, places + 1, dtype=torch.float64).remainder_(1009.0) / 1009.0
-        return longest[:places]
+def _add(whole: Told, part: Told) -> None:
+    for place, sums in part.items():
+        whole[place] = whole[place] + sums if place in whole else sums
 
 
-def together(every: list[Told]) -> Told:
-    """What all ranks saw."""
-    whole: Told = {}
+def first_apart(every: Iterable[Told], theirs: Told, bound: float) -> tuple[str, str] | None:
+    """Name and class of the first module, in the order of one device (``theirs``), that gave other numbers.
+
+    Args:
+        every: what each rank of the strategy saw.
+        theirs: what one device did.
+        bound: up to which part of the numbers' size a difference is rounding.
+    """
+    ours: Told = {}
     for told in every:
-        for place, of in told.items():
-            whole.setdefault(place, {}).update(of)
-    return whole
-
-
-def first_apart(ours: Told, theirs: Told, bound: float) -> tuple[str, str] | None:
-    """Name and class of the first module, in the order of one device (``theirs``), that gave a sample other numbers."""
-    for place, of in theirs.items():
-        mine = ours.get(place, {})
-        if any(_differ(mine[sample], numbers, bound) for sample, numbers in of.items() if sample in mine):
-            return place[0], place[1]
+        _add(ours, told)
+    for place, its in theirs.items():
+        mine = ours.get(place)
+        if mine is None or mine[0] != its[0]:
+            continue
+        sizes = its[[3, 3, 3, 4]].clamp(min=1e-30)
+        if not bool(((mine - its).abs()[1:] <= bound * sizes).all()):
+            return place[:2]
     return None
-
-
-def _differ(ones: tuple[float, ...], others: tuple[float, ...], bound: float) -> bool:
-    if len(ones) != len(others):
-        return False  # of other shapes, padded otherwise say
-    return any(
-        not abs(a - b) <= bound * max(size, 1e-30)
-        for a, b, size in zip(ones, others, _sizes(others), strict=True)
-        if a != b
-    )
-
-
-def _sizes(numbers: tuple[float, ...]) -> Iterator[float]:
-    """Beside each number the sum of absolute values that it belongs to."""
-    for start in range(0, len(numbers), 3):
-        yield from [abs(numbers[start + 2])] * 3

@@ -5,15 +5,15 @@
     rank 0   update of single | update of the strategy | compare      update of single | ...
     rank 1                    | update of the strategy |                               | ...
 
-Rank 0 has a model of its own for ``single``, so that nothing large is kept or sent: what is left of an update is a few
+Rank 0 has a model of its own for ``single``, so that nothing large is kept or sent: what is left of an update are a few
 numbers for each parameter.
 """
 
 from __future__ import annotations
 
 import contextlib
+import math
 import os
-import time
 from collections.abc import Iterator
 
 import torch
@@ -27,15 +27,15 @@ from lockstep.launch.devices import Device
 from lockstep.launch.events import Caveat, Line
 from lockstep.launch.world import World, place_of
 from lockstep.model.build import hooked_parameters
-from lockstep.model.inspection import acting_buffers, drops
+from lockstep.model.inspection import drops
 from lockstep.strategies.single import Single
 from lockstep.strategies.step import Result
 from lockstep.tensors.allocator import freed_memory_kept
 from lockstep.tensors.digest import digest
 from lockstep.verify.comparison import EXACT, Comparison, Experiment, Rows, Update, rows_apart
 from lockstep.verify.harness import buffer_apart, change_apart, largest, real
-from lockstep.verify.layer_watch import first_apart, together
-from lockstep.verify.training_run import Side
+from lockstep.verify.layer_watch import first_apart
+from lockstep.verify.training_run import Side, buffer_digests
 
 
 def both_sides(world: World, experiment: Experiment, job: Job) -> Comparison | None:
@@ -49,67 +49,23 @@ def both_sides(world: World, experiment: Experiment, job: Job) -> Comparison | N
     Returns:
         What was found; None on other ranks than the first.
     """
-    notes: list[Caveat] = []
-
-    def tell(told: object) -> None:
-        if isinstance(told, Line) and told.kind == "note":
-            notes.append(told.as_caveat)
-
-    world.tell = tell
-    parts = experiment.strategy.num_microbatches(job)
-    cut = parts if experiment.cut is None else experiment.cut
     # Each update of a large model would have its memory cleared by the kernel again.
     with _deterministic(experiment.deterministic), freed_memory_kept():
-        ours = Side(
-            job.replace(accumulate=cut) if experiment.cut is not None else job,
-            world,
-            experiment.strategy,
-            still=experiment.still,
-            watched=experiment.watched,
-            shuffled=experiment.shuffled,
-            more=experiment.more,
-        )
-        ours.step.last_look = 0 if experiment.looked else 1
-        theirs = None
-        if world.is_first:
-            first = World(devices=world.devices[:1])
-            with _in(first):
-                # Made once: it may be large. (A stream may be one that can't be gone through by two at a time.)
-                data = job.train_data if is_stream(ours.data) else ours.data
-                theirs = Side(
-                    job.replace(accumulate=parts, train_data=data),
-                    first,
-                    Single(),
-                    still=experiment.still,
-                    watched=experiment.watched,
-                    more=experiment.more,
-                )
-        return _Run(experiment, world, ours, theirs, notes).run()
+        found = _PairedRun(world, experiment, job).run()
+    return found if world.is_first else None
 
 
 @contextlib.contextmanager
-def _in(world: World) -> Iterator[None]:
-    before = _world.enter(world)
-    try:
+def _as_single(world: World, devices: tuple[Device, ...]) -> Iterator[None]:
+    """On rank 0, while the other ranks wait for it: in the world of ``single``, on the cores of all CPU devices."""
+    before, place = _world.enter(world), place_of(devices)
+    with contextlib.ExitStack() as stack:
+        stack.callback(_world.enter, before)
+        if place.is_slot and hasattr(os, "sched_getaffinity"):
+            stack.callback(os.sched_setaffinity, 0, os.sched_getaffinity(0))
+            _devices.pin(place)
+            stack.enter_context(_devices.occupied(place))
         yield
-    finally:
-        _world.enter(before)
-
-
-@contextlib.contextmanager
-def _on_all_cores(devices: tuple[Device, ...]) -> Iterator[None]:
-    """The cores of all slots for rank 0, while the other ranks wait for it."""
-    place = place_of(devices)
-    if not place.is_slot or not hasattr(os, "sched_getaffinity"):
-        yield
-        return
-    before = os.sched_getaffinity(0)
-    _devices.pin(place)
-    try:
-        with _devices.occupied(place):
-            yield
-    finally:
-        os.sched_setaffinity(0, before)
 
 
 @contextlib.contextmanager
@@ -123,119 +79,80 @@ def _deterministic(wanted: bool) -> Iterator[None]:
         torch.use_deterministic_algorithms(before)
 
 
-class _Run:
+class _PairedRun:
     """An experiment on this rank; rank 0 has both sides."""
 
-    def __init__(
-        self, experiment: Experiment, world: World, ours: Side, theirs: Side | None, notes: list[Caveat]
-    ) -> None:
-        self.experiment, self.world, self.ours, self.theirs, self.notes = experiment, world, ours, theirs, notes
-        self.updates: list[Update] = []
+    def __init__(self, world: World, experiment: Experiment, job: Job) -> None:
+        self.world, self.experiment = world, experiment
+        self.found = Comparison(still=tuple(sorted(experiment.still)))
+        self.notes: list[Caveat] = []
+        world.tell = self._hear
+        self.ours = Side(job if experiment.cut is None else job.replace(accumulate=experiment.cut), world, experiment)
+        self.theirs: Side | None = None
+        self.single = World(devices=world.devices[:1])
         self.reach = 0.0
-        self.collated = False
-        self.seconds = 0.0
+        if not world.is_first:
+            return
+        # Made once: it may be large. (A stream may be one that can't be gone through by two at a time.)
+        data = job.train_data if is_stream(self.ours.data) else self.ours.data
+        with self._alone():
+            job = job.replace(accumulate=experiment.parts, train_data=data)
+            self.theirs = Side(job, self.single, experiment.but(strategy=Single(), shuffled=False))
 
-    def run(self) -> Comparison | None:
-        ours, theirs, world = self.ours, self.theirs, self.world
-        start = self._start_apart()
+    def _hear(self, told: object) -> None:
+        if isinstance(told, Line) and told.kind == "note":
+            self.notes.append(told.as_caveat)
+
+    def _alone(self) -> contextlib.AbstractContextManager[None]:
+        return _as_single(self.single, self.experiment.devices)
+
+    def run(self) -> Comparison:
+        ours, theirs, world, found = self.ours, self.theirs, self.world, self.found
         if theirs is not None:
-            self.start = {name: p.detach().clone() for name, p in theirs.step.model.named_parameters()}
-        drew = drew_elsewhere = False
-        updated_on: dict[str, tuple[int, ...]] = {}
-        own_buffers: tuple[str, ...] = ()
-        batches = theirs.batches() if theirs is not None else iter(())
+            self._compare_start(theirs)
+            its_batches = theirs.batches()
         for number, (batch, is_last) in enumerate(ours.batches(), start=1):
-            reference = None
-            began = time.perf_counter()
             if theirs is not None:
-                with _in(theirs.world), _on_all_cores(self.experiment.devices):
-                    its_batch, _ = next(batches)
-                    reference = its_batch, theirs.update(its_batch)
-            result = ours.update(batch)
-            self.seconds += time.perf_counter() - began
+                with self._alone():
+                    its_batch, _ = next(its_batches)
+                    its_result = theirs.update(its_batch, is_last)
+            result = ours.update(batch, is_last)
             if not ours.step.together:
                 world.barrier()  # nobody writes while rank 0 looks
             rows = [row for mine in world.gather_objects(ours.rows) for row in mine]
             if number == 1:
-                if theirs is not None:
-                    drew, drew_elsewhere = theirs.drew, theirs.drew_elsewhere
-                updated_on, own_buffers = self._buffers_over_replicas()
-            if reference is not None:
-                with _on_all_cores(self.experiment.devices):
-                    self._compare(number, *reference, result, rows)
+                self._compare_replicas()
+            if theirs is not None:
+                with self._alone():
+                    self._compare(theirs, number, its_batch, its_result, result, rows)
             if not ours.step.together:
                 world.barrier()
-            if is_last:
-                for side in (ours, theirs):
-                    if side is not None:
-                        side.end_epoch()
             if number == self.experiment.updates:
                 break
-        layer = self._first_layer()
-        drifted = self._drifted()
-        evaluation: dict[str, tuple[float, float]] = {}
-        if self.experiment.updates is None and not drifted:
-            evaluation = self._evaluated()
-        changed = ours.changed_attributes()
-        every = world.gather_objects(changed)
+        self._compare_ranks()
+        if self.experiment.updates is None and not found.drifted:
+            self._evaluate()
         ours.loader.close()
-        if theirs is None:
-            return None
-        its = theirs.changed_attributes()
-        apart = [name for name in its if any(mine.get(name) != its[name] for mine in every)]
-        apart += [name for name in changed if name not in its]
-        strategy = self.experiment.strategy
-        said = strategy.caveats(ours.job, ours.step.model, ours.step.replicas)
-        return Comparison(
-            start=start,
-            updates=tuple(self.updates),
-            evaluation=evaluation,
-            drifted=drifted,
-            updated_on=updated_on,
-            own_buffers=own_buffers,
-            attributes=tuple({**its, **changed}),
-            apart_attributes=tuple(apart),
-            drew=drew,
-            drew_elsewhere=drew_elsewhere,
-            drew_in_backward=theirs.drew_in_backward,
-            drops=any(map(drops, theirs.step.model.modules())),
-            normalises=any(
-                m.training or not m.track_running_stats
-                for m in theirs.step.model.modules()
-                if isinstance(m, nn.modules.batchnorm._BatchNorm)
-            ),
-            mixes=ours.step.seen.mixes,
-            reads=tuple(n for n in ours.step.loss_check.reads if ours.step.seen.of_output(n) is not None),
-            collated=self.collated,
-            layer=layer,
-            called=_order_of(theirs),
-            functions=tuple(sorted(theirs.functions | ours.functions)),
-            hooked=tuple(hooked_parameters(theirs.step.model)),
-            notes=tuple(dict.fromkeys([*said, *self.notes])),
-            still=tuple(sorted(self.experiment.still)),
-            seconds=self.seconds,
-        )
+        if theirs is not None:
+            self._describe(theirs)
+        return found
 
     # ---- before the first update ------------------------------------------------------------------------------------
 
-    def _start_apart(self) -> tuple[str, ...]:
-        if self.theirs is None:
-            return ()
-        mine, its = (dict(side.step.model.state_dict(keep_vars=True)) for side in (self.ours, self.theirs))
-        return tuple(
-            name
-            for name, tensor in its.items()
-            if isinstance(tensor, torch.Tensor) and (name not in mine or _differ(mine[name], tensor))
-        )
+    def _compare_start(self, theirs: Side) -> None:
+        self.start = {name: p.detach().clone() for name, p in theirs.step.model.named_parameters()}
+        mine, its = (dict(side.step.model.state_dict(keep_vars=True)) for side in (self.ours, theirs))
+        tensors = {name: tensor for name, tensor in its.items() if isinstance(tensor, torch.Tensor)}
+        self.found.start = tuple(n for n, t in tensors.items() if n not in mine or _differ(mine[n], t))
 
     # ---- after an update --------------------------------------------------------------------------------------------
 
-    def _compare(self, number: int, batch: Batch, its: Result, mine: Result, rows: list[int]) -> None:
-        ours, theirs = self.ours, self.theirs
-        assert theirs is not None
+    def _compare(
+        self, theirs: Side, number: int, batch: Batch, its_result: Result, result: Result, rows: list[bytes]
+    ) -> None:
+        ours = self.ours
         self.reach += max(theirs.rates, default=0.0)
-        looks = not any(update.apart for update in self.updates)
-        gradients, ratios = _gradients_apart(ours, theirs, looks) if ours.step.together else ({}, {})
+        gradients, ratios = _gradients_apart(ours, theirs) if ours.step.together else ({}, {})
         parameters = {}
         values = dict(ours.step.model.named_parameters())
         for name, p in theirs.step.model.named_parameters():
@@ -246,83 +163,90 @@ class _Run:
                 its_value = real(p)
                 change = largest(its_value - real(self.start[name]))
                 parameters[name] = change_apart(largest(real(values[name]) - its_value), change, self.reach)
-        buffers = {}
         others = dict(ours.step.model.named_buffers())
-        for name, b in theirs.step.model.named_buffers():
-            if name in others:
-                buffers[name] = buffer_apart(others[name], b)
-        self.updates.append(
+        its_buffers = theirs.step.model.named_buffers()
+        self.found.updates.append(
             Update(
-                number,
-                batch.epoch + 1,
-                batch.index + 1,
-                batch.size,
-                mine.loss,
-                its.loss,
-                gradients,
-                ratios,
-                parameters,
-                buffers,
-                ours.rates,
-                theirs.rates,
-                self._rows_apart(rows, batch),
+                number=number,
+                epoch=batch.epoch + 1,
+                batch=batch.index + 1,
+                samples=batch.size,
+                loss=result.loss,
+                reference=its_result.loss,
+                gradients=gradients,
+                ratios=ratios,
+                parameters=parameters,
+                buffers={name: buffer_apart(others[name], b) for name, b in its_buffers if name in others},
+                rates=ours.rates,
+                reference_rates=theirs.rates,
+                rows=self._rows_apart(theirs, rows, batch),
             )
         )
 
-    def _rows_apart(self, rows: list[int], batch: Batch) -> Rows:
-        assert self.theirs is not None
-        alike = isinstance(self.experiment.strategy, Single) and self.experiment.cut is None
-        if not self.theirs.rows:
+    def _rows_apart(self, theirs: Side, rows: list[bytes], batch: Batch) -> Rows:
+        if not theirs.rows:
             return Rows()
         known = [part.samples.tolist() for part in batch.parts if part.size and part.samples is not None]
         samples = [sample for part in known for sample in part]
-        apart = rows_apart(rows, self.theirs.rows, samples if len(samples) == len(self.theirs.rows) else None)
-        if self.theirs.job.collate is not None and not alike:  # what is padded with others is another row
-            self.collated = self.collated or bool(apart)
+        apart = rows_apart(rows, theirs.rows, samples if len(samples) == len(theirs.rows) else None)
+        alike = isinstance(self.experiment.strategy, Single) and self.experiment.cut in (None, self.experiment.parts)
+        if theirs.job.collate is not None and not alike:  # what is padded with others is another row
+            self.found.collated |= bool(apart)
             return Rows()
         return apart
 
-    def _buffers_over_replicas(self) -> tuple[dict[str, tuple[int, ...]], tuple[str, ...]]:
-        """After the first update: buffers that only some replicas changed, and those that are other ones on each."""
-        models = self.ours.step.models()
-        mine = [
-            (changed, {name: digest(b) for name, b in acting_buffers(model).items()})
-            for changed, model in zip(self.ours.changed, models, strict=True)
-        ]
-        every = [one for theirs in self.world.gather_objects(mine) for one in theirs]
-        names = list(every[0][1])
-        where = {name: tuple(i for i, (changed, _) in enumerate(every) if name in changed) for name in names}
-        partly = {name: on for name, on in where.items() if 0 < len(on) < len(every)}
-        own = tuple(name for name in names if len({values.get(name) for _, values in every}) > 1)
-        return partly, own
+    def _compare_replicas(self) -> None:
+        """After the first update: buffers that are other ones on each replica, and which changed it."""
+        here = [buffer_digests(model) for model in self.ours.step.models()]
+        every = [one for mine in self.world.gather_objects(here) for one in mine]
+        for name in every[0]:
+            if len({values.get(name) for values in every}) > 1:
+                where = tuple(i for i, values in enumerate(every) if values.get(name) != self.ours.buffers.get(name))
+                self.found.own_buffers[name] = where if len(where) < len(every) else ()
 
     # ---- at the end -------------------------------------------------------------------------------------------------
 
-    def _first_layer(self) -> tuple[str, str] | None:
-        if not self.experiment.watched:
-            return None
-        assert self.ours.watch is not None
-        every = self.world.gather_objects(self.ours.watch.told)
-        if self.theirs is None or self.theirs.watch is None:
-            return None
-        return first_apart(together(every), self.theirs.watch.told, self.experiment.bound)
+    def _compare_ranks(self) -> None:
+        """Compare what is on other ranks too: parameters, plain attributes, and what layers gave."""
+        ours, theirs, found = self.ours, self.theirs, self.found
+        meets = self.world.size > 1 and ours.step.together
+        parameters = {name: digest(p) for name, p in ours.step.model.named_parameters()} if meets else {}
+        attributes = ours.changed_attributes()
+        gathered = self.world.gather_objects((parameters, attributes, ours.watch.told))
+        on_ranks, attributes_on, told_on = zip(*gathered, strict=True)
+        # All ranks need to know, since they evaluate only where there is no drift.
+        found.drifted = tuple(name for name in parameters if any(one.get(name) != parameters[name] for one in on_ranks))
+        if theirs is None:
+            return
+        its = theirs.changed_attributes()
+        names = {**its, **attributes}
+        found.apart_attributes = tuple(n for n in names if any(mine.get(n) != its.get(n) for mine in attributes_on))
+        if self.experiment.watched:
+            bound = 1e-8 if ours.job.precision == "fp64" else 1e-5
+            found.layer = first_apart(told_on, theirs.watch.told, bound)
+            found.called = theirs.watch.order
 
-    def _drifted(self) -> tuple[str, ...]:
-        if self.world.size == 1 or not self.ours.step.together:
-            return ()
-        mine = {name: digest(p) for name, p in self.ours.step.model.named_parameters()}
-        every = self.world.gather_objects(mine)
-        return tuple(name for name in mine if any(theirs.get(name) != mine[name] for theirs in every))
-
-    def _evaluated(self) -> dict[str, tuple[float, float]]:
+    def _evaluate(self) -> None:
         its: dict[str, float] = {}
-        began = time.perf_counter()
         if self.theirs is not None:
-            with _in(self.theirs.world), _on_all_cores(self.experiment.devices):
+            with self._alone():
                 its = self.theirs.evaluate()
         mine = self.ours.evaluate()
-        self.seconds += time.perf_counter() - began
-        return {name: (value, its[name]) for name, value in mine.items() if name in its}
+        self.found.evaluation = {name: (value, its[name]) for name, value in mine.items() if name in its}
+
+    def _describe(self, theirs: Side) -> None:
+        """What was seen of the model and its loss."""
+        ours, found, model = self.ours, self.found, theirs.step.model
+        norms = [m for m in model.modules() if isinstance(m, nn.modules.batchnorm._BatchNorm)]
+        found.drew = tuple(sorted(theirs.drew))
+        found.drops = any(map(drops, model.modules()))
+        found.normalises = any(m.training or not m.track_running_stats for m in norms)
+        found.mixes = ours.step.seen.mixes
+        found.reads = tuple(n for n in ours.step.loss_check.reads if ours.step.seen.of_output(n) is not None)
+        found.functions = tuple(sorted(theirs.functions | ours.functions))
+        found.hooked = tuple(hooked_parameters(model))
+        said = self.experiment.strategy.caveats(ours.job, ours.step.model, ours.step.replicas)
+        found.notes = tuple(dict.fromkeys([*said, *self.notes]))
 
 
 def _differ(one: torch.Tensor, other: torch.Tensor) -> bool:
@@ -331,11 +255,8 @@ def _differ(one: torch.Tensor, other: torch.Tensor) -> bool:
     return not torch.equal(one.cpu(), other.cpu()) and digest(one) != digest(other)  # NaN isn't equal to itself
 
 
-def _gradients_apart(ours: Side, theirs: Side, looks: bool) -> tuple[dict[str, float], dict[str, float]]:
-    """By name, how far the gradients lie apart, and how many times one is the other, where it is a multiple.
-
-    The latter is for the first update that differs, and found where it ``looks``.
-    """
+def _gradients_apart(ours: Side, theirs: Side) -> tuple[dict[str, float], dict[str, float]]:
+    """By name, how far the gradients lie apart, and how many times one is the other, where it is a multiple."""
     its = {name: real(grad) for name, grad in theirs.gradients.items()}
     mine = {name: real(grad) for name, grad in ours.gradients.items()}
     sizes = {name: largest(grad) for name, grad in its.items()}
@@ -344,28 +265,15 @@ def _gradients_apart(ours: Side, theirs: Side, looks: bool) -> tuple[dict[str, f
     found, ratios = {}, {}
     for name in {**its, **mine}:
         if name not in its or name not in mine:
-            present = its.get(name, mine.get(name))
-            assert present is not None
-            found[name] = float("inf") if largest(present) else 0.0
+            found[name] = math.inf if largest({**its, **mine}[name]) else 0.0
             continue
         size = max(sizes[name], small)
         apart = largest(mine[name] - its[name])
         found[name] = apart / size if size else apart
-        if not looks or not sizes[name] > small:
+        if sizes[name] <= small:
             continue
-        if found[name] <= EXACT:
-            ratios[name] = 1.0
-        else:
-            flat = its[name].reshape(-1)
-            ratio = float(mine[name].reshape(-1) @ flat) / float(flat @ flat)
-            if largest(mine[name] - ratio * its[name]) <= 1e-6 * size * max(1.0, abs(ratio)):
-                ratios[name] = ratio
+        flat = its[name].reshape(-1)
+        ratio = 1.0 if found[name] <= EXACT else float(mine[name].reshape(-1) @ flat) / float(flat @ flat)
+        if ratio == 1.0 or largest(mine[name] - ratio * its[name]) <= 1e-6 * size * max(1.0, abs(ratio)):
+            ratios[name] = ratio
     return found, ratios
-
-
-def _order_of(side: Side) -> tuple[str, ...]:
-    if side.watch is None:
-        return ()
-    modules: dict[str, nn.Module] = dict(side.step.model.named_modules())
-    named = dict.fromkeys(name for name, _, _ in side.watch.told)
-    return tuple(name for name in named if any(True for _ in modules[name].parameters(recurse=False)))

@@ -1,69 +1,34 @@
-"""Preflight: two small updates of ``single``, to see whether the model computes in float64, and how long it takes."""
+"""Preflight: a few updates of ``single``, to see whether the model computes in float64, and how long it takes."""
 
 from __future__ import annotations
 
 import time
-from dataclasses import dataclass, field
 from typing import Any
 
-from lockstep.data import job_loader, resolve
-from lockstep.errors import LockstepError
 from lockstep.job import Job
+from lockstep.jobfile import JobFile
 from lockstep.launch.devices import Device
 from lockstep.launch.placement import alone
 from lockstep.launch.world import place_of
 from lockstep.strategies import Strategy
 from lockstep.strategies.single import Single
-from lockstep.verify.batches import others_in_kind, places_of
+from lockstep.verify.comparison import Experiment
 from lockstep.verify.training_run import Side
 
 _LONGEST = 0.5
 """Seconds that an update of one device may take, where nobody asked for whole batches."""
 
-
 _DOUBT = 1.5
-"""How many times the longest an update of a few samples may take, where another is timed: the first prepares much."""
+"""How many times the longest an update may take, where a second one is timed: the first prepares much."""
 
 
-_NEAR = 4.0
-"""How many times the longest a whole batch may be expected to take, where it is timed at once."""
-
-
-_MOST = 3
-"""Updates of a few samples that are timed, of which the fastest counts."""
-
-
-_LOOK = 2.0
-"""Seconds to look at targets for."""
-
-
-@dataclass(frozen=True)
-class Ground:
-    """What both sides are run with.
-
-    Attributes:
-        settings: fields of the job to replace.
-        exact: whether it is float64.
-        notes: what of the job is replaced, and why.
-        more: batches of the first epoch whose targets differ in kind from those that are verified anyway.
-    """
-
-    settings: dict[str, Any]
-    exact: bool
-    notes: tuple[str, ...] = ()
-    more: tuple[int, ...] = ()
-
-
-@dataclass
-class _Ground:
-    settings: dict[str, Any] = field(default_factory=dict)
-    notes: list[str] = field(default_factory=list)
-
-
-def preflight(job: Job, strategy: Strategy, devices: tuple[Device, ...], *, whole: bool) -> Ground:
-    """Find what to verify a job with.
+def preflight(
+    source: Job | JobFile, job: Job, strategy: Strategy, devices: tuple[Device, ...], *, whole: bool
+) -> tuple[Experiment, list[str]]:
+    """Find what to verify a job with: the experiment, and notes on what of the job is replaced, and why.
 
     Args:
+        source: where ranks take the job from.
         job: as the person has it.
         strategy: the one in question.
         devices: its devices.
@@ -73,73 +38,45 @@ def preflight(job: Job, strategy: Strategy, devices: tuple[Device, ...], *, whol
         LockstepError: ``single`` can't train the job.
         Exception: what the job's own code raises under ``single``.
     """
-    ground = _Ground({"loader_workers": 0})
+    settings: dict[str, Any] = {"loader_workers": 0}
+    notes = []
     if job.compile:
-        ground.settings["compile"] = False
-        ground.notes.append("without compile, which only changes rounding")
-    shares = strategy.layout(len(devices)).local_batches
-    fewest = min(job.batch_size, max(2 * shares * strategy.num_microbatches(job) + 1, 4))
-    tried = None
-    try:
-        tried = _tried(job.replace(**ground.settings, batch_size=fewest), devices)
-    except Exception:  # so few may be too few for it
-        if fewest == job.batch_size:
-            raise
-    if tried is None:  # what the whole batch raises is said alone
-        whole, fewest = True, job.batch_size
-        tried = _tried(job.replace(**ground.settings), devices)
-    seconds, precision = tried
-    ground.settings["precision"] = precision
-    if job.precision not in (None, precision):
-        ground.notes.append(f"in {precision} in the place of {job.precision}")
-    if precision != "fp64":
-        ground.notes.append("the model can't compute in float64, so rounding is measured: single twice, sums mixed")
-    most = job.batch_size if whole else _most(job.replace(**ground.settings), devices, fewest, seconds)
-    if most < job.batch_size:
-        size = _uneven(job, max(fewest, most), 2 * shares * strategy.num_microbatches(job))
-        if size < job.batch_size:
-            ground.settings |= {"batch_size": size, "eval_batch_size": min(size, job.eval_batch_size or job.batch_size)}
-            ground.notes.append(
-                f"batches of {size} samples instead of {job.batch_size}, to save time (--whole takes them whole)"
-            )
-    more = _more(job.replace(**ground.settings), devices, ground.notes)
-    return Ground(ground.settings, precision == "fp64", tuple(ground.notes), more)
-
-
-def _more(job: Job, devices: tuple[Device, ...], notes: list[str]) -> tuple[int, ...]:
-    """Batches to verify for their targets; what wasn't looked at is noted."""
-    with alone((place_of(devices),)) as world:
-        loader = job_loader(job.replace(accumulate=1), world, resolve(job.train_data, world, "train_data"))
+        settings["compile"] = False
+        notes.append("without compile, which only changes rounding")
+    shared = 2 * strategy.layout(len(devices)).local_batches * strategy.num_microbatches(job)
+    fewest = min(job.batch_size, max(shared + 1, 4))
+    for size in (fewest, job.batch_size):
         try:
-            batches = loader.batches_of(0)
-            if batches is None:
-                return ()
-            more, looked = others_in_kind(loader, places_of(loader, job.batch_size, 0), _LOOK)
-        finally:
-            loader.close()
-    if looked < batches:
-        notes.append(f"batches were looked for whose targets differ in kind, among the first {looked:,} of {batches:,}")
-    return more
+            seconds, precision = _tried(job.replace(**settings, batch_size=size), devices)
+            break
+        except Exception:  # so few may be too few for it
+            if size == job.batch_size:
+                raise
+            whole = True
+    settings["precision"] = precision
+    if job.precision not in (None, precision):
+        notes.append(f"in {precision} in the place of {job.precision}")
+    if precision != "fp64":
+        notes.append("the model can't compute in float64, so rounding is measured: single twice, sums mixed")
+    most = job.batch_size if whole else _most(job.replace(**settings), devices, fewest, seconds)
+    if most < job.batch_size:
+        size = _uneven(job, max(fewest, most), shared)
+        settings |= {"batch_size": size, "eval_batch_size": min(size, job.eval_batch_size or job.batch_size)}
+        notes.append(f"batches of {size} samples instead of {job.batch_size}, to save time (--whole takes them whole)")
+    parts = strategy.num_microbatches(job.replace(**settings))
+    return Experiment(source, strategy, devices, parts, settings), notes
 
 
 def _most(job: Job, devices: tuple[Device, ...], size: int, seconds: float) -> int:
-    """About how many samples an update can take within the longest time; all, where the whole batch does.
+    """About how many samples an update can take within the longest time, where ``size`` of them take ``seconds``.
 
     Much of what a few samples take may be of an update, not of them: so more of them are timed, until that is long.
-
-    Args:
-        job: with the settings of both sides.
-        devices: of the strategy.
-        size: of a batch that was timed.
-        seconds: that it took.
     """
     each = seconds / size
     while size < job.batch_size and seconds <= _LONGEST:
-        whole = seconds + each * (job.batch_size - size)
-        if whole <= _LONGEST:
+        if seconds + each * (job.batch_size - size) <= _LONGEST:
             return job.batch_size
-        times = 4 if seconds <= _LONGEST / 2 else 2
-        more = job.batch_size if whole <= _NEAR * _LONGEST else min(job.batch_size, times * size)
+        more = min(job.batch_size, 4 * size)
         longer = _seconds(job.replace(batch_size=more), devices)
         each = max(0.0, longer - seconds) / (more - size)
         if longer > _LONGEST:
@@ -150,41 +87,36 @@ def _most(job: Job, devices: tuple[Device, ...], size: int, seconds: float) -> i
 
 def _tried(job: Job, devices: tuple[Device, ...]) -> tuple[float, str | None]:
     """Seconds of an update, and the precision: fp64 where the model and the device can do it."""
-    own = None if job.precision is None else "fp32"
     if devices[0].type != "mps":
         try:
             return _seconds(job.replace(precision="fp64"), devices), "fp64"
-        except LockstepError:
-            _seconds(job.replace(precision=own), devices)  # raises the same, where float64 was not to blame
-        except Exception:  # a cast of its own, an operator that has no float64
+        except Exception:  # a cast of its own, an operator that has no float64; else it is raised again
             pass
+    own = None if job.precision is None else "fp32"
     return _seconds(job.replace(precision=own), devices), own
 
 
 def _seconds(job: Job, devices: tuple[Device, ...]) -> float:
-    """Of the fastest of the first few updates, of which the first one prepares much."""
+    """Of the faster of the first two updates, of which the first one prepares much."""
     taken: list[float] = []
     with alone((place_of(devices),)) as world:
-        side = Side(job, world, Single())
-        for batch, _ in side.batches():
+        side = Side(job, world, Experiment(job, Single(), devices, job.accumulate))
+        for batch, is_last in side.batches():
             if taken and batch.size < job.batch_size:
                 continue  # one sample, perhaps, where the job's own batches leave more
             began = time.perf_counter()
-            side.update(batch)
+            side.update(batch, is_last)
             taken.append((time.perf_counter() - began) * job.batch_size / batch.size)
-            if taken[-1] > _DOUBT * _LONGEST or (len(taken) > 1 and taken[-1] > _LONGEST / 10) or len(taken) == _MOST:
+            if taken[-1] > _DOUBT * _LONGEST or len(taken) == 2:
                 break
         side.loader.close()
     return min(taken)
 
 
 def _uneven(job: Job, size: int, fewest: int) -> int:
-    """About this batch size, such that an epoch still ends with a smaller batch, where its length is known.
+    """At most this batch size, such that an epoch still ends with a smaller batch, where its length is known.
 
-    Args:
-        job: with the data.
-        size: at most.
-        fewest: samples that the smaller batch should have, so that there are some for each share.
+    That has ``fewest`` samples at least, where it can: some for each share.
     """
     try:
         samples = len(job.train_data)

@@ -2,11 +2,7 @@
 
 from __future__ import annotations
 
-import dataclasses
-
 from lockstep.errors import LockstepError
-from lockstep.launch.world import place_of
-from lockstep.strategies.single import Single
 from lockstep.verify.comparison import COARSE, EXACT, Bounds, Comparison, Experiment
 from lockstep.verify.determinism import Thing
 from lockstep.verify.experiments import Laboratory
@@ -35,15 +31,18 @@ class Noise:
     Args:
         laboratory: where it is measured.
         experiment: the one that is to be judged.
-        parts: micro-batches of a global batch on one device.
-        exact: whether both sides compute in float64.
     """
 
-    def __init__(self, laboratory: Laboratory, experiment: Experiment, parts: int, *, exact: bool) -> None:
-        self._laboratory = laboratory
-        self._experiment, self._parts, self._exact = experiment, parts, exact
-        self._least = Bounds(EXACT if exact else COARSE)
+    def __init__(self, laboratory: Laboratory, experiment: Experiment) -> None:
+        self._laboratory, self._experiment = laboratory, experiment
+        self._exact = experiment.settings["precision"] == "fp64"
+        self._least = Bounds(EXACT if self._exact else COARSE)
         self._measured: dict[frozenset[Thing], Bounds] = {}
+
+    @property
+    def least(self) -> float:
+        """Up to where any difference is rounding."""
+        return self._least.least
 
     def bounds(self, comparison: Comparison) -> Bounds:
         """Those of a comparison, as far as they have been measured."""
@@ -69,11 +68,8 @@ class Noise:
 
     def _measure(self, comparison: Comparison, things: frozenset[Thing]) -> Bounds:
         fewest = _FEWEST if comparison.computed > self._least.least else _FEWEST_OF_OPTIMIZERS
-        mixed = dataclasses.replace(
-            self._experiment,
-            strategy=Single(),
-            devices=(place_of(self._experiment.devices),),
-            settings={**self._experiment.settings, "accumulate": self._parts, "activation_checkpointing": None},
+        mixed = self._experiment.of_single(
+            settings={**self._experiment.settings, "activation_checkpointing": None},
             updates=None if comparison.evaluation else max(fewest, len(comparison.updates)),
             still=things,
             shuffled=True,

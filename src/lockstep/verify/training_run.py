@@ -5,32 +5,26 @@ from __future__ import annotations
 import copy
 import io
 import pickle
-import warnings
 from collections.abc import Iterator
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import torch
 from torch import nn
 
 from lockstep.data import Batch, Part, eval_loaders, resolve, resolve_sets
-from lockstep.errors import LockstepError
 from lockstep.job import Job
-from lockstep.jobfile import the_job, with_settings
 from lockstep.launch.world import World
-from lockstep.model.build import build_model
 from lockstep.model.inspection import acting_buffers
-from lockstep.model.optimizer import build_optimizer
-from lockstep.strategies import Strategy
-from lockstep.strategies.single import SingleStep
 from lockstep.strategies.step import Result, Step
 from lockstep.tensors.digest import digest
-from lockstep.tensors.pytree import each, tensors
+from lockstep.tensors.pytree import each, holds_samples, tensors
 from lockstep.tensors.seeding import same, same_others, states
 from lockstep.training.evaluation import evaluate_sets
 from lockstep.training.scheduler import move_on, scheduler_of
-from lockstep.verify.batches import EPOCHS, Excerpt, begun
-from lockstep.verify.comparison import Experiment, row_numbers
-from lockstep.verify.determinism import Thing, hold_still, still_backward
+from lockstep.verify.batches import EPOCHS, Excerpt, begun, evaluated_places, places_of
+from lockstep.verify.comparison import Experiment, row_ids
+from lockstep.verify.determinism import hold_still, still_backward
 from lockstep.verify.layer_watch import Watch
 
 
@@ -40,108 +34,76 @@ class Side:
     Args:
         job: as the strategy is told of it; the batches are cut as the strategy wants them.
         world: this rank's place.
-        strategy: which builds the step.
-        still: what is taken out of the model.
-        watched: the number of the update in which every layer is looked at.
-        shuffled: mix the rows of each micro-batch, so that sums are taken in another order.
-        more: batches of the first epoch that are taken beside.
+        experiment: of which this is the side in question.
 
     Attributes:
-        rows: numbers of the samples that the last update's forwards were given, in order, as far as they are seen.
+        rows: ids of the samples that the last update's forwards were given, in order, as far as they are seen.
         gradients: by name, of the last update, as they were before clipping; on every rank.
         rates: learning rates that the last update was made with.
-        drew, drew_elsewhere: whether the last update moved a random generator; whether Python's or numpy's.
-        drew_in_backward: whether the backward of some update did. (What other threads draw meanwhile counts too.)
-        changed: buffers that the last update changed, for each replica of this process.
+        drew: from where the first update drew random numbers, as in ``Comparison``. (Other threads' draws count too.)
+        buffers: digests of what they are at the start.
+        functions: autograd functions that are not PyTorch's own, in the graph of the first forwards.
     """
 
-    def __init__(
-        self,
-        job: Job,
-        world: World,
-        strategy: Strategy,
-        *,
-        still: frozenset[Thing] = frozenset(),
-        watched: int = 0,
-        shuffled: bool = False,
-        more: tuple[int, ...] = (),
-    ) -> None:
+    def __init__(self, job: Job, world: World, experiment: Experiment) -> None:
         job = job.replace(loss=_own_loss(job))
-        self.job, self.world = job, world
-        self.shuffled = shuffled
-        self._more = more
+        self.job, self.world, self._experiment = job, world, experiment
         self._accelerators = tuple({device.torch: None for device in world.devices if not device.is_slot})
         self.data = resolve(job.train_data, world, "train_data")
-        data = begun(self.data, job.batch_size)
-        self.step: Step = strategy.prepare(job, world)
+        self.step: Step = experiment.strategy.prepare(job, world)
+        self.step.last_look = 0 if experiment.looked else 1
         for model in self.step.models():
-            hold_still(model, still)
+            hold_still(model, experiment.still)
         self.scheduler = scheduler_of(job, self.step)
-        self.loader = strategy.training_loader(job, world, data)
-        self.watch = Watch(self.step.models()) if watched else None
-        self._watched = watched
+        self.loader = experiment.strategy.training_loader(job, world, begun(self.data, job.batch_size))
+        self.watch = Watch()
         self._number = 0
         self.gradients: dict[str, torch.Tensor] = {}
         self.rates: tuple[float, ...] = ()
-        self.rows: list[int] = []
-        self.drew = self.drew_elsewhere = self.drew_in_backward = False
-        self.changed: list[set[str]] = []
+        self.rows: list[bytes] = []
+        self.drew: set[str] = set()
         self.functions: set[str] = set()
         self._attributes = plain_attributes(self.step.model)
+        self.buffers = buffer_digests(self.step.model)
         self._totals = [0.0, 0.0]
-        self._clip = self.step.clip
-        self.step.clip = self._clipped  # type: ignore[method-assign]
-        self.step.on_forward = self._saw
-        self._begin_part = self.step.begin_part
-        self.step.begin_part = self._begins_part  # type: ignore[method-assign]
-        self._backward = still_backward(self.step.backward, still)
+        self._clip, self.step.clip = self.step.clip, self._clipped  # type: ignore[method-assign]
+        self._begin_part, self.step.begin_part = self.step.begin_part, self._begins_part  # type: ignore[method-assign]
+        self._backward = still_backward(self.step.backward, experiment.still)
         self.step.backward = self._went_back  # type: ignore[method-assign]
+        self.step.on_forward = self._saw
 
     def batches(self) -> Iterator[tuple[Batch, bool]]:
         """The batches of the course, and whether each is the last one of its epoch here."""
         for epoch in range(EPOCHS):
             held: Batch | None = None
-            for batch in Excerpt(self.loader, self.job.batch_size, self._more).epoch(epoch):
+            places = places_of(self.loader, self.job.batch_size, epoch)
+            for batch in Excerpt(self.loader, places).epoch(epoch):
                 if held is not None:
                     yield held, False
                 held = batch
             if held is not None:
                 yield held, True
 
-    def update(self, batch: Batch) -> Result:
-        """One update, as the training loop makes it."""
+    def update(self, batch: Batch, is_last: bool) -> Result:
+        """One update, as the training loop makes it; after the last one of an epoch, what it does between epochs."""
         self.rows, self.gradients = [], {}
         self._number += 1
-        watch = self.watch if self._number == self._watched else None
-        if watch is not None:
-            watch.begin()
         self.rates = tuple(float(group.get("lr", 0.0)) for group in self.step.optimizer.param_groups)
-        before = [{name: digest(b) for name, b in acting_buffers(model).items()} for model in self.step.models()]
         self.step.seed(self.job.seed)
-        self.drew = self.drew_elsewhere = False
         self._generators = states(self._accelerators)
-        result = self.step.update(shuffled(batch) if self.shuffled else batch)
+        with self._watching():
+            result = self.step.update(shuffled(batch) if self._experiment.shuffled else batch)
         self._see_draws()
-        if watch is not None:
-            watch.end()
-        self.changed = [
-            {name for name, b in acting_buffers(model).items() if digest(b) != values.get(name)}
-            for model, values in zip(self.step.models(), before, strict=True)
-        ]
-        total, count = self.step.over_ranks(result.total, result.count)
-        result = Result(float(total), float(count), result.size)
-        self._totals[0] += float(total)
-        self._totals[1] += float(count)
+        total, count = map(float, self.step.over_ranks(result.total, result.count))
+        result = Result(total, count, result.size)
+        self._totals = [self._totals[0] + total, self._totals[1] + count]
         if self.scheduler is not None and self.job.lr_scheduler_every == "step":
             move_on(self.scheduler, result)
+        elif self.scheduler is not None and is_last:
+            move_on(self.scheduler, self._totals[0] / self._totals[1] if self._totals[1] else 0.0)
+        if is_last:
+            self._totals = [0.0, 0.0]
         return result
-
-    def end_epoch(self) -> None:
-        """What the loop does between epochs."""
-        total, count = self._totals
-        self._totals = [0.0, 0.0]
-        if self.scheduler is not None and self.job.lr_scheduler_every == "epoch":
-            move_on(self.scheduler, total / count if count else 0.0)
 
     def evaluate(self) -> dict[str, float]:
         """The loss and the metrics over some batches of each evaluation set."""
@@ -150,14 +112,21 @@ class Side:
         size = self.job.eval_batch_size or self.job.batch_size
         sets = {name: begun(data, size) for name, data in resolve_sets(self.job.eval_data, self.world).items()}
         loaders: Any = {
-            name: Excerpt(loader, None) for name, loader in eval_loaders(self.job, self.world, sets).items()
+            name: Excerpt(loader, evaluated_places(loader))
+            for name, loader in eval_loaders(self.job, self.world, sets).items()
         }
         return evaluate_sets(self.step, loaders, self.job.metrics, self.world, self.job.seed)
 
-    def changed_attributes(self) -> dict[str, Any]:
+    def changed_attributes(self) -> dict[str, bytes]:
         """Plain attributes of modules that are other ones than at the start, with a print of their values."""
         now = plain_attributes(self.step.model)
         return {name: value for name, value in now.items() if value != self._attributes.get(name)}
+
+    # ---- what is looked at in an update -----------------------------------------------------------------------------
+
+    def _watching(self) -> AbstractContextManager[None]:
+        watched = self._number == self._experiment.watched
+        return self.watch.looking(self.step.models()) if watched else nullcontext()
 
     def _clipped(self) -> None:
         grads = {name: p.grad for name, p in self.step.model.named_parameters() if p.grad is not None}
@@ -173,25 +142,22 @@ class Side:
 
     def _see_draws(self) -> None:
         now = states(self._accelerators)
-        self.drew |= not same(self._generators, now)
-        self.drew_elsewhere |= not same_others(self._generators.others, now.others)
+        if self._number == 1 and not same(self._generators, now):
+            self.drew.add("somewhere")
+            if not same_others(self._generators.others, now.others):
+                self.drew.add("elsewhere")
 
     def _went_back(self, total: torch.Tensor, factor: float) -> None:
-        if self._number > 1:
-            self._backward(total, factor)
-            return
-        generators = states(self._accelerators)
+        generators = states(self._accelerators) if self._number == 1 else None
         self._backward(total, factor)
-        self.drew_in_backward |= not same(generators, states(self._accelerators))
+        if generators is not None and not same(generators, states(self._accelerators)):
+            self.drew.add("backward")
 
     def _saw(self, where: str, part: Part, outputs: Any) -> None:
         """A forward; replicas on threads have theirs at the same time."""
         del where
-        numbers = row_numbers(part.inputs, part.targets, part.size)
-        if numbers is not None:
-            self.rows.extend(numbers.tolist())
-        if self.watch is not None:
-            self.watch.forwarded(part)
+        self.rows.extend(row_ids(part.inputs, part.targets, part.size) or ())
+        self.watch.forwarded()
         if not self.functions:
             self.functions.update(own_functions(outputs))
 
@@ -205,50 +171,56 @@ def _own_loss(job: Job) -> Any:
 
 
 def shuffled(batch: Batch) -> Batch:
-    """The batch with the rows of each micro-batch in another order; parts whose tensors have no rows stay."""
+    """The batch with the rows of each micro-batch in another order, so that sums are taken in another order."""
     parts = []
     for number, part in enumerate(batch.parts):
-        order = torch.randperm(part.size, generator=torch.Generator().manual_seed(number + 1)) if part.size else None
-
-        def mixed(tensor: torch.Tensor, order: torch.Tensor | None = order, size: int = part.size) -> torch.Tensor:
-            if order is None or not tensor.dim() or tensor.shape[0] != size:
-                return tensor
-            return tensor[order.to(tensor.device)]
-
-        def listed(items: list[Any], order: torch.Tensor | None = order, size: int = part.size) -> list[Any] | None:
-            return [items[i] for i in order.tolist()] if order is not None and len(items) == size else None
-
-        given = each(mixed, (part.inputs, part.targets), on_list=listed, on_packed=lambda packed: packed)
-        parts.append(Part(given[0], given[1], part.size, part.of))
+        order = torch.randperm(part.size, generator=torch.Generator().manual_seed(number + 1))
+        inputs, targets = _in_order((part.inputs, part.targets), order)
+        parts.append(Part(inputs, targets, part.size, part.of))
     return Batch(parts, batch.size, batch.index, batch.epoch, batch.samples)
+
+
+def _in_order(nest: Any, order: torch.Tensor) -> Any:
+    """Samples in another order; what has no row for each stays."""
+    size = len(order)
+
+    def of_tensor(tensor: torch.Tensor) -> torch.Tensor:
+        return tensor[order.to(tensor.device)] if tensor.dim() and tensor.shape[0] == size else tensor
+
+    def of_list(items: list[Any]) -> list[Any] | None:
+        return [items[i] for i in order.tolist()] if holds_samples(items, size) else None
+
+    return each(of_tensor, nest, on_list=of_list, on_packed=lambda packed: packed)
+
+
+def buffer_digests(model: nn.Module) -> dict[str, Any]:
+    """By name, what tells the values of buffers from others; running statistics, which don't act, are left out."""
+    return {name: digest(b) for name, b in acting_buffers(model).items()}
 
 
 def plain_attributes(model: nn.Module) -> dict[str, bytes]:
     """A print of every attribute of a module that is neither parameter, buffer nor module: ``{"body.calls": ...}``.
 
-    What can't be pickled is left out, and so are the model's own tensors in what it holds (an RNN lists its weights).
+    What can't be pickled is left out. The model's own tensors go by their names (an RNN lists its weights).
     """
     own = {id(t): name for name, t in (*model.named_parameters(), *model.named_buffers())}
+
+    class Pickler(pickle.Pickler):
+        def persistent_id(self, held: Any) -> str | None:
+            return own.get(id(held)) if isinstance(held, torch.Tensor) else None
+
     found = {}
     for name, module in model.named_modules():
         for key, value in vars(module).items():
             if key in _OF_EVERY_MODULE or isinstance(value, nn.Module) or callable(value):
                 continue
+            written = io.BytesIO()
             try:
-                found[f"{name}.{key}" if name else key] = _print_of(value, own)
+                Pickler(written).dump(value)
             except Exception:
                 continue
+            found[f"{name}.{key}" if name else key] = written.getvalue()
     return found
-
-
-def _print_of(value: Any, own: dict[int, str]) -> bytes:
-    class Pickler(pickle.Pickler):
-        def persistent_id(self, held: Any) -> str | None:
-            return own.get(id(held)) if isinstance(held, torch.Tensor) else None
-
-    written = io.BytesIO()
-    Pickler(written).dump(value)
-    return written.getvalue()
 
 
 _OF_EVERY_MODULE = {*vars(nn.Module()), "_compiled_call_impl", "forward"}
@@ -261,38 +233,10 @@ def own_functions(outputs: Any) -> set[str]:
     found: set[str] = set()
     while todo:
         node = todo.pop()
-        if isinstance(node, torch.autograd.function.BackwardCFunction):
-            kind: Any = getattr(node, "_forward_cls", type(node))
-            if not kind.__module__.startswith(("torch.", "lockstep.")):
-                found.add(kind.__name__)
-        for following, _ in node.next_functions:
-            if following is not None and following not in seen:
-                seen.add(following)
-                todo.append(following)
+        kind: Any = getattr(node, "_forward_cls", None)
+        if kind is not None and not kind.__module__.startswith(("torch.", "lockstep.")):
+            found.add(kind.__name__)
+        following = {after for after, _ in node.next_functions if after is not None} - seen
+        seen |= following
+        todo += following
     return found
-
-
-def moves_of(experiment: Experiment, rates: tuple[float, ...], *, most: int) -> int | None:
-    """After how many moves the job's scheduler gives these learning rates; None where it isn't found to.
-
-    Args:
-        experiment: with the job.
-        rates: group by group.
-        most: moves to look at.
-    """
-    job = the_job(with_settings(experiment.job, experiment.settings))
-    world = World(devices=experiment.devices[:1])
-    try:
-        model = build_model(job, world, place=False)
-        step = SingleStep(model, build_optimizer(job, model), job, world)
-        scheduler = scheduler_of(job, step)
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore")  # no update is made in between, on purpose
-            for moves in range(most + 1):
-                now = [float(group["lr"]) for group in step.optimizer.param_groups]
-                if all(abs(a - b) <= 1e-9 * abs(b) for a, b in zip(now, rates, strict=True)):
-                    return moves
-                scheduler.step()
-    except (LockstepError, TypeError, AttributeError):  # a scheduler that wants to see losses, say
-        return None
-    return None

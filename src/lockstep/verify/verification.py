@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import textwrap
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
@@ -79,7 +80,10 @@ class Verification:
         for note in self.notes:
             said += _wrapped("note: ", note, width)
         if self.comparison is not None:
-            said += ["", *_table(self.comparison, width), *_evaluation(self.comparison, width)]
+            evaluation = self.comparison.evaluation.items()
+            words = [f"{name} {its:.6g} ({_size(relative(a, its))})" for name, (a, its) in evaluation]
+            said += ["", *_table(self.comparison, width)]
+            said += _wrapped("evaluation: ", "  ".join(words), width) if words else []
         said.append("")
         if self.equal:
             noise = "" if self.noise is None else f"; two runs of one device differ by {self.noise:.1e}"
@@ -121,42 +125,24 @@ _INESSENTIAL = {"epoch", "batch", "loss of single"}
 
 
 def _table(comparison: Comparison, width: int) -> list[str]:
-    rows: list[tuple[str, ...]] = [
-        ("update", "epoch", "batch", "samples", "loss of single", "loss", "gradients", "parameters", "buffers")
-    ]
+    heads = ("update", "epoch", "batch", "samples", "loss of single", "loss", "gradients", "parameters", "buffers")
+    rows: list[tuple[str, ...]] = [heads]
     for update in comparison.updates:
-        rows.append(
-            (
-                str(update.number),
-                str(update.epoch),
-                str(update.batch),
-                str(update.samples),
-                f"{update.reference:.6g}",
-                _size(update.losses_apart),
-                *(_size(_largest(getattr(update, kind))) for kind in ("gradients", "parameters", "buffers")),
-            )
-        )
+        numbers = (update.number, update.epoch, update.batch, update.samples, f"{update.reference:.6g}")
+        worst = [max(values.values(), default=None) for values in (update.gradients, update.parameters, update.buffers)]
+        rows.append((*map(str, numbers), *map(_size, (update.losses_apart, *worst))))
     lines = _aligned(rows, "  ")
     if len(lines[0]) > width:
         lines = _aligned(rows, " ")
     if len(lines[0]) > width:
-        kept = [i for i, head in enumerate(rows[0]) if head not in _INESSENTIAL]
+        kept = [i for i, head in enumerate(heads) if head not in _INESSENTIAL]
         lines = _aligned([tuple(row[i] for i in kept) for row in rows], "  ")
     return lines
 
 
-def _aligned(rows: list[tuple[str, ...]], between: str) -> list[str]:
+def _aligned(rows: Sequence[Sequence[str]], between: str) -> list[str]:
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
     return [between.join(cell.rjust(width) for cell, width in zip(row, widths, strict=True)) for row in rows]
-
-
-def _evaluation(comparison: Comparison, width: int) -> list[str]:
-    words = [f"{name} {its:.6g} ({_size(relative(a, its))})" for name, (a, its) in comparison.evaluation.items()]
-    return _wrapped("evaluation: ", "  ".join(words), width) if words else []
-
-
-def _largest(values: dict[str, float]) -> float | None:
-    return max(values.values(), default=None)
 
 
 def _size(value: float | None) -> str:
