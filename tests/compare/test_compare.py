@@ -21,7 +21,7 @@ import lockstep
 from lockstep.cli import command as cli
 from lockstep.compare import comparison_folder
 from lockstep.compare.advice import best_of, clearing, clocked_apart, sentence, unsteady
-from lockstep.compare.agreement import Agreement, Agreements, difference_of
+from lockstep.compare.agreement import Agreement, agreement_of
 from lockstep.compare.comparison_page import page_of
 from lockstep.compare.comparison_table import csv_of, lines_of
 from lockstep.compare.entries import line_up
@@ -91,14 +91,8 @@ def machine(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[..., list[tupl
             seen = glance(way, way.settings.get("batch_size", 8) / rate)
             return Tried(rate, 0.1, sum(peaks), True, True, torch.float32, None, said, peaks, 1.5, seen)
 
-        class Planted:
-            def __init__(self, job: Any, folder: Any) -> None: ...
-
-            def of(self, entry: Any) -> Agreement:
-                return agreement(entry.way.strategy)
-
         monkeypatch.setattr(measure, "attempt", attempted)
-        monkeypatch.setattr(measure, "Agreements", Planted)
+        monkeypatch.setattr(measure, "agreement_of", lambda job, entry: agreement(entry.way.strategy))
         monkeypatch.setattr(importlib.import_module("lockstep.launch.devices"), "usable_cores", lambda: (0, 1, 2, 3))
         facts = {"processor": "Planted", "cores": 4, "memory": "8.0 GiB", "torch": "2.13.0"}
         monkeypatch.setattr(measure, "machine", lambda: facts)
@@ -561,28 +555,21 @@ def test_a_glance_at_one_process(strategy: str) -> None:
         assert len(only.samples) == 8
 
 
-def test_the_numbers_of_one_device_are_found_equal(tmp_path: Path) -> None:
-    agreements = Agreements(job(), tmp_path)
+def test_the_numbers_of_one_device_are_found_equal() -> None:
     for entry in line_up(["ddp", "pp"], "2xcpu", {})[2:]:
-        found = agreements.of(entry)
+        found = agreement_of(job(), entry)
         assert found.equal and found.precision == "fp64" and found.difference is not None and found.difference < 1e-12
 
 
-def test_other_numbers_are_found_to_differ(tmp_path: Path) -> None:
+def test_other_numbers_are_found_to_differ() -> None:
     normed = job(model=lambda: nn.Sequential(nn.Linear(6, 16), nn.BatchNorm1d(16), nn.Linear(16, 3)))
     entry = line_up(["ddp"], "2xcpu", {})[-1]
-    found = Agreements(normed, tmp_path).of(entry)
+    found = agreement_of(normed, entry)
     assert found.equal is False and found.difference is not None and found.difference > 1e-3
     assert str(found).startswith("differs")
 
 
-def test_the_difference_is_a_part_of_how_far_a_parameter_went() -> None:
-    start = {"w": torch.zeros(3), "still": torch.ones(2), "name": b"no tensor"}
-    theirs = {"w": torch.tensor([2.0, 0.0, 1.0]), "still": torch.ones(2)}
-    mine = {"w": torch.tensor([2.0, 0.02, 1.0]), "still": torch.ones(2)}
-    assert difference_of(start, mine, theirs, 0.3) == pytest.approx(0.01)
-    mine["w"] = mine["w"] * float("nan")
-    assert difference_of(start, mine, theirs, 0.3) == float("inf")
+def test_an_agreement_in_words() -> None:
     assert [str(one) for one in (Agreement(True, 0.0), Agreement(False, None), Agreement(None, None))] == [
         "equal 0",
         "differs",

@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from lockstep.compare import comparison_folder
-from lockstep.compare.agreement import Agreement, Agreements
+from lockstep.compare.agreement import Agreement, agreement_of
 from lockstep.compare.entries import Entry, Sweep, devices_of, line_up
 from lockstep.compare.peers import attempt_peer, check_peers
 from lockstep.compare.result import Comparison, Row
@@ -89,8 +89,7 @@ def compare(
     )
     turns = _Turns(source, entries, rounds, seconds, say)
     try:
-        with tempfile.TemporaryDirectory(prefix="lockstep-") as scratch:
-            turns.look(Agreements(source, Path(scratch)) if parity else None)
+        turns.look(parity)
         turns.refuse_map()
         turns.time()
         if "epochs" in settings and settings["epochs"] is not None:
@@ -132,7 +131,7 @@ class _Turns:
     runs: dict[str, str] = field(default_factory=dict)
     stopped: dict[str, str] = field(default_factory=dict)
 
-    def look(self, agreements: Agreements | None) -> None:
+    def look(self, parity: bool) -> None:
         """Try each once; what fails here isn't timed."""
         for entry in self.entries:
             tried = self._attempt(entry, seconds=_LOOK, looks=True)
@@ -141,8 +140,8 @@ class _Turns:
                 continue
             self.looks[entry.name] = tried
             said = ""
-            if agreements is not None and entry.role == "strategy":
-                self.agreements[entry.name] = agreement = agreements.of(entry)
+            if parity and entry.role == "strategy":
+                self.agreements[entry.name] = agreement = agreement_of(self.source, entry)
                 said = f", {agreement}"
             self.say(f"{entry.name}: works, started in {tried.started:.1f} s{said}")
 

@@ -8,13 +8,13 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import os
 import shlex
 import time
 from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from pathlib import Path
 from typing import Any, TypeVar
 
 import torch
@@ -33,7 +33,6 @@ from lockstep.launch.memory import peak_memory
 from lockstep.launch.placement import alone, place_of
 from lockstep.launch.processes.local_ranks import run as run_locally
 from lockstep.launch.world import World, now
-from lockstep.model.checkpoint import save_weights
 from lockstep.strategies import STRATEGIES, Strategy, choose
 from lockstep.strategies.step import Step
 from lockstep.tensors.allocator import keep_freed_memory
@@ -149,35 +148,14 @@ def attempt(
     Raises:
         LockstepError: this way is refused, or fails.
     """
-    return _in_fresh_processes(_tried, job, way, seconds=seconds, patience=patience, looks=looks)
+    return in_fresh_processes(_tried, job, way, seconds=seconds, patience=patience, looks=looks)
 
 
-def weights_after(job: Job | JobFile, way: Way, file: Path, *, updates: int, before: Path | None = None) -> float:
-    """Make some updates in processes that end with them, and keep the weights, under one-device names.
-
-    The updates are the last of the first epoch, on a smaller batch as a rule, and the first ones of the second.
-
-    Args:
-        job: what to train.
-        way: the strategy, the devices and the settings.
-        file: for the weights afterwards.
-        updates: how many.
-        before: a file for those at the start.
-
-    Returns:
-        How far SGD's parameters may have gone for a gradient of 1: the sum of the learning rates.
-
-    Raises:
-        LockstepError: this way is refused, or fails.
-    """
-    return _in_fresh_processes(_kept, job, way, updates=updates, file=file, before=before)
-
-
-def _in_fresh_processes(function: Callable[[World, Job, _Plan], T], job: Job | JobFile, way: Way, **settings: Any) -> T:
+def in_fresh_processes(function: Callable[[World, Job, Plan], T], job: Job | JobFile, way: Way, **settings: Any) -> T:
     """Call it on every rank that the way wants; gives rank 0's result."""
     chosen = _devices.parse(way.devices)
     strategy = choose(way.strategy, chosen, **way.options)
-    plan = _Plan(with_settings(job, way.settings), strategy, chosen, asked=now(), **settings)
+    plan = Plan(with_settings(job, way.settings), strategy, chosen, asked=now(), **settings)
     places = (place_of(chosen),) if strategy.processes == "one" else chosen
     found: T = run_locally(
         _on_rank,
@@ -193,7 +171,9 @@ def _in_fresh_processes(function: Callable[[World, Job, _Plan], T], job: Job | J
 
 
 @dataclass(frozen=True)
-class _Plan:
+class Plan:
+    """What the ranks of a trial are told."""
+
     job: Job | JobFile
     strategy: Strategy
     devices: tuple[Device, ...]
@@ -201,12 +181,9 @@ class _Plan:
     seconds: float = 0.0
     patience: float | None = None
     looks: bool = False
-    updates: int = 0
-    file: Path | None = None
-    before: Path | None = None
 
 
-def _on_rank(world: World, function: Callable[[World, Job, _Plan], T], plan: _Plan) -> T:
+def _on_rank(world: World, function: Callable[[World, Job, Plan], T], plan: Plan) -> T:
     job = the_job(plan.job)
     if job.keep_memory:
         keep_freed_memory()  # the process ends with the trial
@@ -216,7 +193,7 @@ def _on_rank(world: World, function: Callable[[World, Job, _Plan], T], plan: _Pl
     return function(world, job, plan)
 
 
-def _tried(world: World, job: Job, plan: _Plan) -> Tried:
+def _tried(world: World, job: Job, plan: Plan) -> Tried:
     lines: list[Line] = []
     world.tell = lambda told: lines.append(told) if isinstance(told, Line) else None
     data = resolve(job.train_data, world, "train_data")
@@ -267,30 +244,6 @@ def _system(before: os.times_result, after: os.times_result) -> float:
     return system / (system + user) if system + user else 0.0
 
 
-def _kept(world: World, job: Job, plan: _Plan) -> float:
-    data = resolve(job.train_data, world, "train_data")
-    step = plan.strategy.build(job, world)
-    loader = plan.strategy.training_loader(job, world, data)
-    start = step.state_dict()["model"]  # on every rank: buffers are shared for it
-    if plan.before is not None and world.is_first:
-        save_weights(plan.before, start)
-    batches = _endless(loader, -1)
-    reach = 0.0
-    for _ in range(plan.updates):
-        batch = next(batches)
-        step.seed(job.seed)
-        step.update(batch)
-        reach += float(step.optimizer.param_groups[0].get("lr", 0.0))
-    step.check()
-    batches.close()
-    loader.close()
-    weights = step.state_dict()["model"]
-    if world.is_first:
-        assert plan.file is not None
-        save_weights(plan.file, weights)
-    return reach
-
-
 def first_of(chosen: Sequence[Device], count: int) -> str:
     """How a person writes the first so many of these devices."""
     if chosen[0].is_slot:
@@ -306,14 +259,10 @@ def _workers(job: Job, world: World, data: Any) -> int | None:
     return default_workers(len(free_cores()), world.local_size, data)
 
 
-def _endless(loader: Any, start: int = 0) -> Generator[Batch]:
-    """Epoch after epoch, the first from batch ``start`` on; -1 is its last one, where a stream's is not known."""
-    of = loader.batches_of(0)
-    yield from loader.epoch(0, start if start >= 0 else max(0, (of or 1) - 1))
-    epoch = 1
-    while True:
+def _endless(loader: Any) -> Generator[Batch]:
+    """Epoch after epoch."""
+    for epoch in itertools.count():
         yield from loader.epoch(epoch, 0)
-        epoch += 1
 
 
 def _timed(step: Step, batches: Iterator[Batch], count: int, seed: int) -> tuple[float, int]:
