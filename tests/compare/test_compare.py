@@ -89,7 +89,7 @@ def machine(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[..., list[tupl
                 else ()
             )
             seen = glance(way, way.settings.get("batch_size", 8) / rate)
-            return Tried(rate, 0.1, sum(peaks), True, True, torch.float32, None, said, peaks, 1.5, seen)
+            return Tried(rate, 0.1, peaks, caveats=said, started=1.5, glance=seen)
 
         monkeypatch.setattr(measure, "attempt", attempted)
         monkeypatch.setattr(measure, "agreement_of", lambda job, entry: agreement(entry.way.strategy))

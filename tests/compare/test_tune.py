@@ -50,7 +50,7 @@ def machine(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[[Rule], list[W
         def attempted(job: Any, way: Way, *, seconds: float, patience: float | None = None) -> Tried:
             tried.append(way)
             said = (BATCHNORM,) if way.strategy != "single" and "sync_batchnorm" not in way.settings else ()
-            return Tried(rule(way), 0.1, 1000, True, True, torch.float32, None, said)
+            return Tried(rule(way), 0.1, (1000,), fused=True, convolves=True, caveats=said)
 
         monkeypatch.setattr(importlib.import_module("lockstep.compare.tune"), "attempt", attempted)
         monkeypatch.setattr(importlib.import_module("lockstep.launch.devices"), "usable_cores", lambda: (0, 1, 2, 3))

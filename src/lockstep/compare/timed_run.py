@@ -105,32 +105,35 @@ class Tried:
     Attributes:
         rate: samples per second.
         first: seconds of the first update, in which compilers compile.
-        peak: bytes that the processes held at most, or that the accelerators did; the sum over them.
+        peaks: bytes that each process held at most, or each accelerator.
         fused: whether the optimizer's implementation is a fused one.
         convolves: whether the model has convolutions, whose weights have a layout.
         dtype: the format of the parameters.
         workers: loader workers of each rank; None where they would only slow it down (a dataset of tensors).
         caveats: where results differ from single-device training.
-        peaks: the bytes of each process, or of each accelerator.
-        started: seconds from asking for the trial until the first update was done.
-        glance: what was seen of some updates, where that was asked for.
-        system: the part of this process's processor time that the system took, while updates were timed.
         plans: what was chosen for it: the stages of a pipeline, say.
+        started: seconds from asking for the trial until the first update was done.
+        system: the part of this process's processor time that the system took, while updates were timed.
+        glance: what was seen of some updates, where that was asked for.
     """
 
     rate: float
     first: float
-    peak: int
-    fused: bool
-    convolves: bool
-    dtype: torch.dtype
-    workers: int | None
-    caveats: tuple[Caveat, ...]
-    peaks: tuple[int, ...] = ()
-    started: float = 0.0
-    glance: Glance | None = None
-    system: float = 0.0
+    peaks: tuple[int, ...]
+    fused: bool = False
+    convolves: bool = False
+    dtype: torch.dtype = torch.float32
+    workers: int | None = None
+    caveats: tuple[Caveat, ...] = ()
     plans: tuple[str, ...] = ()
+    started: float = 0.0
+    system: float = 0.0
+    glance: Glance | None = None
+
+    @property
+    def peak(self) -> int:
+        """The sum over processes, or accelerators."""
+        return sum(self.peaks)
 
 
 def attempt(
@@ -222,7 +225,7 @@ def _tried(world: World, job: Job, plan: Plan) -> Tried:
     return Tried(
         rate=rate,
         first=first,
-        peak=sum(peaks),
+        peaks=peaks,
         fused=any(group.get("fused") for group in step.optimizer.param_groups),
         convolves=any(p.dim() == 4 for p in parameters),
         dtype=parameters[0].dtype if parameters else torch.float32,
@@ -231,7 +234,6 @@ def _tried(world: World, job: Job, plan: Plan) -> Tried:
             *strategy.caveats(job, step.model, step.replicas),
             *(line.as_caveat for line in lines if line.kind == "note"),
         ),
-        peaks=peaks,
         started=started,
         glance=glance,
         system=_system(before, after),

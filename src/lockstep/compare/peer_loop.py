@@ -1,25 +1,26 @@
 """The loop that a person writes by hand, on each rank that torchrun started: one for all peers.
 
-python -m torch.distributed.run --nproc-per-node 2 -m lockstep.compare.peers.peer_loop PLAN OUT
+python -m torch.distributed.run --nproc-per-node 2 -m lockstep.compare.peer_loop PLAN OUT
 """
 
 from __future__ import annotations
 
 import contextlib
-import importlib
+import itertools
 import json
 import os
 import pickle
 import sys
 import time
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
+import torch.distributed as dist
 from torch import nn
 from torch.utils.data import DataLoader
+from torch.utils.data.distributed import DistributedSampler
 
 from lockstep.data import is_stream, resolve
 from lockstep.errors import InputError
@@ -33,27 +34,13 @@ from lockstep.tensors.pytree import call, to_device
 from lockstep.tensors.seeding import seed_all
 
 
-@dataclass
-class Parts:
-    """What a peer makes of a job.
-
-    Attributes:
-        model: wrapped.
-        optimizer: wrapped.
-        loader: of this rank's share.
-        backward: called with the loss.
-        epoch: called before each epoch, with its number.
-        gather: every rank's object, on every rank.
-        end: called at the end.
-    """
+class Parts(NamedTuple):
+    """What a peer makes of a job: model, optimizer and loader are wrapped, ``backward`` is called with the loss."""
 
     model: Any
     optimizer: Any
     loader: Any
     backward: Callable[[torch.Tensor], None]
-    epoch: Callable[[int], None]
-    gather: Callable[[Any], list[Any]]
-    end: Callable[[], None]
 
 
 def main() -> None:
@@ -67,9 +54,9 @@ def main() -> None:
     where = torch.device("cuda", int(os.environ["LOCAL_RANK"])) if device.type == "cuda" else torch.device("cpu")
     if device.type == "cuda":
         torch.cuda.set_device(where)
-    parts: Parts = importlib.import_module(f"lockstep.compare.peers.by_{name}").parts_of(job, where, len(devices))
+    parts = _BY_NAME[name](job, where, len(devices))
     _devices.pin(device)
-    batches = _endless(parts)
+    batches = _endless(parts.loader)
     first, size = _timed(job, parts, batches, where, 1)
     started = now()
     count, rate, elapsed = 1, size / first, 0.0
@@ -79,47 +66,89 @@ def main() -> None:
         rate = size / elapsed
     # ``peak_memory`` asks only which devices are this process's.
     mine = World(devices=(Device(device.type, where.index or 0, device.cores),))
-    peaks = [byte for of in parts.gather(peak_memory(mine)) for byte in of]
+    peaks = [byte for of in _of_all(peak_memory(mine)) for byte in of]
     if rank == 0:
         out.write_text(json.dumps({"rate": rate * len(devices), "first": first, "started": started, "peaks": peaks}))
-    parts.end()
+    if dist.is_initialized():
+        dist.destroy_process_group()
 
 
-def model_of(job: Job, where: torch.device) -> nn.Module:
+def _by_torch(job: Job, where: torch.device, ranks: int) -> Parts:
+    """Plain PyTorch: DistributedDataParallel, DistributedSampler, DataLoader."""
+    on_card = where.type == "cuda"
+    dist.init_process_group("nccl" if on_card else "gloo")
+    data = _dataset_of(job)
+    sampler: Any = DistributedSampler(data, shuffle=job.shuffle, seed=job.seed)
+    net = _model_of(job).to(where)
+    model = nn.parallel.DistributedDataParallel(net, device_ids=[where.index] if on_card else None)
+    loader = _loader_of(job, data, ranks, sampler=sampler, pin_memory=on_card)
+    return Parts(model, _optimizer_of(job, net), loader, torch.autograd.backward)
+
+
+def _by_fabric(job: Job, where: torch.device, ranks: int) -> Parts:
+    """Lightning Fabric."""
+    from lightning.fabric import Fabric
+
+    fabric = Fabric(accelerator="cuda" if where.type == "cuda" else "cpu", devices=ranks, strategy="ddp")
+    fabric.launch()
+    loader = fabric.setup_dataloaders(_loader_of(job, _dataset_of(job), ranks, shuffle=job.shuffle))
+    net = _model_of(job)
+    model, optimizer = fabric.setup(net, _optimizer_of(job, net))
+    return Parts(model, optimizer, loader, fabric.backward)
+
+
+def _by_accelerate(job: Job, where: torch.device, ranks: int) -> Parts:
+    """Hugging Face Accelerate."""
+    from accelerate import Accelerator
+
+    accelerator = Accelerator(cpu=where.type != "cuda")
+    net = _model_of(job)
+    loader = _loader_of(job, _dataset_of(job), ranks, shuffle=job.shuffle)
+    model, optimizer, loader = accelerator.prepare(net, _optimizer_of(job, net), loader)
+    return Parts(model, optimizer, loader, accelerator.backward)
+
+
+_BY_NAME = {"torch": _by_torch, "fabric": _by_fabric, "accelerate": _by_accelerate}
+
+
+def _of_all(value: Any) -> list[Any]:
+    """Every rank's value, on every rank."""
+    if not dist.is_initialized():
+        return [value]
+    found: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(found, value)
+    return found
+
+
+def _model_of(job: Job) -> nn.Module:
     """The job's model, the same on every rank."""
     seed_all(job.seed)
     model: nn.Module = job.model()
-    if job.channels_last:
-        model = model.to(memory_format=torch.channels_last)  # type: ignore[call-overload]
-    return model.to(where)
+    return model.to(memory_format=torch.channels_last) if job.channels_last else model  # type: ignore[call-overload]
 
 
-def optimizer_of(job: Job, model: nn.Module) -> torch.optim.Optimizer:
-    """The job's optimizer."""
+def _optimizer_of(job: Job, model: nn.Module) -> torch.optim.Optimizer:
     return job.optimizer([(name, p) for name, p in model.named_parameters() if p.requires_grad])
 
 
-def dataset_of(job: Job) -> Any:
-    """The job's dataset."""
+def _dataset_of(job: Job) -> Any:
     data = resolve(job.train_data, World(devices=_devices.slots(1)), "train_data")
     if is_stream(data):
         raise InputError("train_data: the loop by hand needs a dataset with a length, and this is a stream")
     return data
 
 
-def loader_of(job: Job, data: Any, ranks: int, **named: Any) -> DataLoader[Any]:
+def _loader_of(job: Job, data: Any, ranks: int, **named: Any) -> DataLoader[Any]:
     """A loader of a rank's share, by the job's own settings."""
     size = max(1, job.batch_size // ranks)
-    workers = job.loader_workers or 0
-    return DataLoader(data, batch_size=size, collate_fn=job.collate, num_workers=workers, **named)
+    return DataLoader(data, batch_size=size, collate_fn=job.collate, num_workers=job.loader_workers or 0, **named)
 
 
-def _endless(parts: Parts) -> Iterator[Any]:
-    epoch = 0
-    while True:
-        parts.epoch(epoch)
-        yield from parts.loader
-        epoch += 1
+def _endless(loader: Any) -> Iterator[Any]:
+    for epoch in itertools.count():
+        if isinstance(loader.sampler, DistributedSampler):
+            loader.sampler.set_epoch(epoch)
+        yield from loader
 
 
 def _timed(job: Job, parts: Parts, batches: Iterator[Any], where: torch.device, count: int) -> tuple[float, int]:
@@ -129,10 +158,8 @@ def _timed(job: Job, parts: Parts, batches: Iterator[Any], where: torch.device, 
     samples = 0
     for _ in range(count):
         inputs, targets = next(batches)
-        inputs, targets = (
-            to_device(inputs, where, None, channels_last=job.channels_last),
-            to_device(targets, where, None),
-        )
+        inputs = to_device(inputs, where, None, channels_last=job.channels_last)
+        targets = to_device(targets, where, None)
         parts.optimizer.zero_grad()
         with torch.autocast(where.type, dtype=torch.bfloat16) if mixed else contextlib.nullcontext():
             found = job.loss(call(parts.model, inputs), targets)
@@ -144,7 +171,7 @@ def _timed(job: Job, parts: Parts, batches: Iterator[Any], where: torch.device, 
         samples += len(targets) if hasattr(targets, "__len__") else job.batch_size // int(os.environ["WORLD_SIZE"])
     if where.type == "cuda":
         torch.cuda.synchronize()
-    return max(parts.gather(time.perf_counter() - start)), samples
+    return max(_of_all(time.perf_counter() - start)), samples
 
 
 if __name__ == "__main__":
