@@ -24,12 +24,12 @@ from lockstep.compare.advice import best_of, clearing, clocked_apart, sentence, 
 from lockstep.compare.agreement import Agreement, agreement_of
 from lockstep.compare.comparison_page import page_of
 from lockstep.compare.comparison_table import csv_of, lines_of
-from lockstep.compare.entries import line_up
+from lockstep.compare.entries import Way, line_up
 from lockstep.compare.peers import attempt_peer
 from lockstep.compare.result import Comparison, plain
 from lockstep.compare.snapshot import Glance, Seen
 from lockstep.compare.sweeps import sweeps_of
-from lockstep.compare.timed_run import Tried, Way, attempt
+from lockstep.compare.timed_run import Tried, attempt
 from lockstep.errors import InputError, OutOfMemory, StrategyError
 from lockstep.jobfile import JobFile
 from lockstep.launch.devices import slots
@@ -63,10 +63,8 @@ Rule = Callable[[Way, int], float]
 def glance(way: Way, step: float) -> Glance:
     kinds = {kind: part * step for kind, part in zip(KINDS, (0.7, 0.2, 0.05, 0.01, 0.04), strict=True)}
     two = way.strategy in ("dp", "ddp")
-    times = (
-        () if way.strategy in ("mp", "pp") else tuple(TimesOf(i, f"cpu:{i}", step, kinds, {}) for i in range(1 + two))
-    )
-    seen = tuple(Seen(f"cpu:{i}", (4 * i, 4 * i + 1), {"": [4, 6]}, {"": [4, 3]}) for i in range(1 + two))
+    times = [] if way.strategy in ("mp", "pp") else [TimesOf(i, f"cpu:{i}", step, kinds, {}) for i in range(1 + two)]
+    seen = [Seen(f"cpu:{i}", [4 * i, 4 * i + 1], {"": [4, 6]}, {"": [4, 3]}) for i in range(1 + two)]
     return Glance(seen, {"": [8, 6]}, {"": [8, 3]}, times, False, 605_224 if two else None)
 
 
@@ -330,16 +328,19 @@ def test_strategies_that_could_not_be_measured_are_not_said_to_have_other_number
     assert said == "Take single, 4 cores: pp could not be measured (each row says why), and dp differs from one device."
 
 
-def test_a_map_that_fits_the_model_nowhere_is_refused_before_the_turns(machine: Callable[..., Any], tmp_path) -> None:
+def test_a_map_that_fits_the_model_nowhere_is_said_before_the_turns(machine: Callable[..., Any]) -> None:
     def unknown(way: Way, turn: int) -> float:
         if "device_map" in way.options:
             raise StrategyError('device map: the model has no "conf": did you mean "conv"')
         return steady(way, turn)
 
     tried = machine(unknown)
-    with pytest.raises(StrategyError, match='the model has no "conf"'):
-        compared(device_map={"conf": 0, "": 1}, folder=tmp_path)
-    assert all(looks for _, looks in tried) and not list(tmp_path.iterdir())
+    said: list[str] = []
+    found = compared(strategies=["mp", "pp"], device_map={"conf": 0, "": 1}, told=said.append)
+    assert all(looks for way, looks in tried if "device_map" in way.options)
+    before = said[: said.index("round 1/3 done")]
+    assert 'mp: failed: device map: the model has no "conf": did you mean "conv"' in before
+    assert [row.name for row in found.measured] == ["single, 2 cores", "single, 4 cores"]
 
 
 def test_the_head_names_every_batch_of_a_sweep(machine: Callable[..., Any]) -> None:

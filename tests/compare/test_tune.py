@@ -15,7 +15,8 @@ from torch.utils.data import TensorDataset
 
 import lockstep
 from lockstep.cli import command as cli
-from lockstep.compare.timed_run import Tried, Way, attempt
+from lockstep.compare.entries import Way
+from lockstep.compare.timed_run import Tried, attempt
 from lockstep.errors import OutOfMemory, StrategyError
 from lockstep.jobfile import JobFile
 from lockstep.launch.events import Caveat

@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
-from dataclasses import asdict, dataclass
+import statistics
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass, field, fields
 from typing import Any
 
 from lockstep.compare.agreement import Agreement
 from lockstep.compare.entries import Role
 from lockstep.compare.snapshot import Glance, Seen
-from lockstep.compare.timing import Timing, Timings
+from lockstep.compare.timing import Timing
 from lockstep.launch.events import TimesOf
 from lockstep.strategies import STRATEGIES
 
@@ -46,20 +47,20 @@ class Row:
     role: Role
     strategy: str
     settings: dict[str, Any]
-    devices: tuple[str, ...]
+    devices: Sequence[str]
     where: str
     line: str
     one: str
     cores: str | None
-    rates: tuple[float, ...] = ()
+    rates: Sequence[float] = field(default_factory=list)
     reason: str = ""
-    started: float = math.nan
-    peaks: tuple[int, ...] = ()
-    caveats: tuple[str, ...] = ()
-    plans: tuple[str, ...] = ()
+    started: float | None = None
+    peaks: Sequence[int] = field(default_factory=list)
+    caveats: Sequence[str] = field(default_factory=list)
+    plans: Sequence[str] = field(default_factory=list)
     agreement: Agreement | None = None
     glance: Glance | None = None
-    history: tuple[dict[str, Any], ...] = ()
+    history: Sequence[dict[str, Any]] = field(default_factory=list)
     run: str = ""
     system: float = 0.0
 
@@ -76,17 +77,18 @@ class Row:
         return self.agreement.equal
 
     @property
-    def shares(self) -> dict[str, float]:
-        """The parts of a step (computing, ...), of all ranks or replicas together; empty where that isn't known."""
+    def clocked(self) -> float:
+        """Seconds of an update that was clocked, the mean over ranks or replicas; 0 where that isn't known."""
         times = () if self.glance is None else self.glance.times
-        whole = sum(one.step for one in times)
-        return {kind: sum(one.kinds[kind] for one in times) / whole for kind in times[0].kinds} if whole else {}
+        return statistics.fmean(one.step for one in times) if times else 0.0
 
     @property
-    def clocked(self) -> float:
-        """Seconds of the updates of which ``shares`` are parts, a mean."""
-        times = () if self.glance is None else self.glance.times
-        return sum(one.step for one in times) / len(times)
+    def shares(self) -> dict[str, float]:
+        """The parts of a step (computing, ...), of all ranks or replicas together; empty where that isn't known."""
+        if self.glance is None or not self.clocked:
+            return {}
+        times = self.glance.times
+        return {kind: statistics.fmean(one.kinds[kind] for one in times) / self.clocked for kind in times[0].kinds}
 
 
 @dataclass(frozen=True)
@@ -113,7 +115,7 @@ class Comparison:
     seconds: float
     machine: dict[str, Any]
     on_slots: bool
-    rows: tuple[Row, ...]
+    rows: Sequence[Row]
     folder: str = ""
     keeps_memory: bool = False
 
@@ -122,9 +124,9 @@ class Comparison:
         return next(row for row in self.rows if row.name == name)
 
     @property
-    def measured(self) -> tuple[Row, ...]:
+    def measured(self) -> list[Row]:
         """The rows that didn't fail."""
-        return tuple(row for row in self.rows if row.rates)
+        return [row for row in self.rows if row.rates]
 
     def samples_of(self, row: Row) -> int:
         """Samples of the global batches of a row."""
@@ -134,7 +136,7 @@ class Comparison:
         """How many times as fast as ``to`` the row is, from each round; None where either failed."""
         if to is None or not row.rates or not self[to].rates:
             return None
-        return Timings({one.name: one.timing for one in self.measured}).ratio(row.name, to)
+        return row.timing.over(self[to].timing)
 
     def speed_up(self, row: Row) -> Timing | None:
         """Against one of its devices."""
@@ -168,30 +170,18 @@ class Comparison:
     @classmethod
     def of(cls, values: Mapping[str, Any]) -> Comparison:
         """What ``as_dict`` gave."""
-        return cls(**{**values, "rows": tuple(_row(row) for row in values["rows"])})
-
-
-_FOLLOWS = ("samples_per_second", "speed_up", "against_all_cores", "efficiency")
+        return cls(**{**values, "rows": [_row(row) for row in values["rows"]]})
 
 
 def _row(values: Mapping[str, Any]) -> Row:
-    kept: dict[str, Any] = {
-        name: tuple(v) if isinstance(v, list) else v for name, v in values.items() if name not in _FOLLOWS
-    }
+    kept = {one.name: values[one.name] for one in fields(Row)}
     agreement, glance = kept["agreement"], kept["glance"]
-    kept["started"] = math.nan if kept["started"] is None else kept["started"]
-    kept["agreement"] = None if agreement is None else Agreement(**agreement)
+    if agreement is not None:
+        kept["agreement"] = Agreement(**agreement)
     if glance is not None:
-        seen = [
-            {**one, "samples": None if one["samples"] is None else tuple(one["samples"])} for one in glance["devices"]
-        ]
-        kept["glance"] = Glance(
-            **{
-                **glance,
-                "devices": tuple(Seen(**one) for one in seen),
-                "times": tuple(TimesOf(**one) for one in glance["times"]),
-            }
-        )
+        devices = [Seen(**one) for one in glance["devices"]]
+        times = [TimesOf(**one) for one in glance["times"]]
+        kept["glance"] = Glance(**{**glance, "devices": devices, "times": times})
     return Row(**kept)
 
 

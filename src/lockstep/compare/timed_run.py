@@ -9,17 +9,16 @@
 from __future__ import annotations
 
 import itertools
-import json
 import os
-import shlex
 import time
-from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from collections.abc import Callable, Generator, Iterator
+from dataclasses import dataclass
 from typing import Any, TypeVar
 
 import torch
 from torch.utils.data import TensorDataset
 
+from lockstep.compare.entries import Way
 from lockstep.compare.snapshot import Glance, Onlooker
 from lockstep.data import Batch, default_workers, is_stream, resolve
 from lockstep.data.fetch import unwrapped
@@ -33,69 +32,11 @@ from lockstep.launch.memory import peak_memory
 from lockstep.launch.placement import alone, place_of
 from lockstep.launch.processes.local_ranks import run as run_locally
 from lockstep.launch.world import World, now
-from lockstep.strategies import STRATEGIES, Strategy, choose
+from lockstep.strategies import Strategy, choose
 from lockstep.strategies.step import Step
 from lockstep.tensors.allocator import keep_freed_memory
 
 T = TypeVar("T")
-
-
-@dataclass(frozen=True)
-class Way:
-    """A way to train a job on this machine.
-
-    Attributes:
-        strategy: by name.
-        devices: as a person writes them, or the devices themselves (one slot of several has no word).
-        settings: fields of the job that are replaced.
-        options: settings of the strategy's own.
-    """
-
-    strategy: str
-    devices: str | tuple[Device, ...]
-    settings: dict[str, Any] = field(default_factory=dict)
-    options: dict[str, Any] = field(default_factory=dict)
-
-    def replace(self, **settings: Any) -> Way:
-        """The same with some settings changed."""
-        return replace(self, settings={**self.settings, **settings})
-
-    @property
-    def words(self) -> str:
-        """``--strategy dp --devices 2xcpu --channels-last``: what to say to the command."""
-        said = [f"--strategy {self.strategy} --devices {self.device_words}"]
-        for name, value in {**self.options, **self.settings}.items():
-            option = f"--{name.replace('_', '-')}"
-            if name == "device_map":
-                said.append(f"--map {shlex.quote(json.dumps(dict(value)))}")
-            else:
-                said.append(option if value is True else f"{option} {str(value).lower()}")
-        return " ".join(said)
-
-    @property
-    def device_words(self) -> str:
-        """The devices as a person writes them, as far as there is a word."""
-        return self.devices if isinstance(self.devices, str) else ",".join(map(str, self.devices))
-
-    @property
-    def arguments(self) -> str:
-        """``strategy="dp", devices="2xcpu", channels_last=True``: what to say to ``train`` in Python."""
-        strategy = f'"{self.strategy}"'
-        if self.options:
-            kind = STRATEGIES[self.strategy].__name__
-            strategy = f"{kind}({_arguments(self.options)})"
-        return f"strategy={strategy}, {_arguments({'devices': self.devices, **self.settings})}"
-
-    def line(self, job: Job | JobFile) -> str:
-        """What to paste, to train a job so."""
-        if not isinstance(job, JobFile):
-            return f"lockstep.train(job, {self.arguments})"
-        knobs = "".join(f" --set {name}={value}" for name, value in job.knobs.items())
-        return f"lockstep train {job.path}{knobs} {replace(self, settings={**job.settings, **self.settings}).words}"
-
-
-def _arguments(values: Mapping[str, Any]) -> str:
-    return ", ".join(f"{name}={value!r}".replace("'", '"') for name, value in values.items())
 
 
 @dataclass(frozen=True)
@@ -244,13 +185,6 @@ def _tried(world: World, job: Job, plan: Plan) -> Tried:
 def _system(before: os.times_result, after: os.times_result) -> float:
     system, user = after.system - before.system, after.user - before.user
     return system / (system + user) if system + user else 0.0
-
-
-def first_of(chosen: Sequence[Device], count: int) -> str:
-    """How a person writes the first so many of these devices."""
-    if chosen[0].is_slot:
-        return f"{count}xcpu"
-    return f"{chosen[0].type}:{','.join(str(d.index) for d in chosen[:count])}"
 
 
 def _workers(job: Job, world: World, data: Any) -> int | None:

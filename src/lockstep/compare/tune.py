@@ -10,6 +10,7 @@ What gains is kept for what comes after it. Nothing is switched on: the person g
 
 from __future__ import annotations
 
+import shlex
 import textwrap
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
@@ -18,7 +19,8 @@ from typing import Any, Literal
 
 import torch
 
-from lockstep.compare.timed_run import Tried, Way, attempt, first_of
+from lockstep.compare.entries import Way, first_of
+from lockstep.compare.timed_run import Tried, attempt
 from lockstep.compare.timing import Timing, in_turns
 from lockstep.errors import DeviceError, LockstepError, first_line
 from lockstep.job import Job
@@ -183,7 +185,7 @@ class _Search:
         """All stages, one after the other."""
         self.told(f"each setting in {self.rounds} turns against the best before it; + is kept for those that follow")
         self.best = attempt(self.job, self.start, seconds=self.seconds)
-        self.told(f"\nas it is: {self.start.words}   {self.best.rate:,.4g} samples/s")
+        self.told(f"\nas it is: {shlex.join(self.start.words)}   {self.best.rate:,.4g} samples/s")
         for line in (line for caveat in self.best.caveats for line in _below(str(caveat))):
             self.told(line)
         self.told("\nsettings that keep the numbers      samples/s   gain (lowest, highest)   memory")
@@ -237,8 +239,8 @@ class _Search:
         if timed:
             turns = {name: self.turn(way) for name, way in [("", self.way), *((s, by_name[s]) for s in timed)]}
             timings = in_turns(turns, rounds=self.rounds, warm_up=0)
-            gains |= {setting: timings.ratio(setting, "") for setting in timed}
-            rates |= {setting: timings.by_name[setting].median for setting in timed}
+            gains |= {setting: timings[setting].over(timings[""]) for setting in timed}
+            rates |= {setting: timings[setting].median for setting in timed}
         good = [s for s in timed if gains[s].median >= _TAKEN and gains[s].spread[0] > 1.0]
         best = max(good, key=lambda setting: gains[setting].median) if good and not only_told else None
         for setting, tried in first.items():
@@ -287,7 +289,7 @@ class _Search:
         gains: dict[str, Timing] = {}
         if len(ways) > 1:
             timings = in_turns({name: self.turn(way) for name, way in ways.items()}, rounds=self.rounds, warm_up=0)
-            gains = {name: timings.ratio(name, "start") for name in ways if name != "start"}
+            gains = {name: timings[name].over(timings["start"]) for name in ways if name != "start"}
         gain_kept = gains.get("kept")
         gain_changed = gains.get("changed", gain_kept)
         for name, way in ways.items():
