@@ -43,11 +43,13 @@ class Agreement:
     reason: str = ""
     micro_batches: int = 1
 
+    @property
+    def word(self) -> str:
+        """``equal``, ``differs`` or ``not known``."""
+        return {True: "equal", False: "differs", None: "not known"}[self.equal]
+
     def __str__(self) -> str:
-        if self.equal is None:
-            return "not known"
-        word = "equal" if self.equal else "differs"
-        return word if self.difference is None else f"{word} {self.difference:.0e}".replace(" 0e+00", " 0")
+        return self.word if self.difference is None else f"{self.word} {self.difference:.0e}".replace(" 0e+00", " 0")
 
 
 def agreement_of(job: Job | JobFile, entry: Entry) -> Agreement:
