@@ -26,7 +26,7 @@ from lockstep.compare.comparison_page import page_of, sweeps_of
 from lockstep.compare.comparison_table import csv_of, lines_of
 from lockstep.compare.entries import Way, line_up
 from lockstep.compare.peers import attempt_peer
-from lockstep.compare.result import Comparison, plain
+from lockstep.compare.result import Comparison
 from lockstep.compare.snapshot import Glance, Seen
 from lockstep.compare.timed_run import Tried, attempt
 from lockstep.errors import InputError, OutOfMemory, StrategyError
@@ -302,7 +302,7 @@ def test_one_core_that_clears_memory_all_the_time_is_said_to(machine: Callable[.
     assert any("keep_memory=True" in line for line in lines_of(slow, 80))
     assert clearing(slow) in page_of(slow).notes
     assert clearing(replace(slow, keeps_memory=True)) == ""
-    assert clearing(Comparison.of(json.loads(json.dumps(plain(slow.as_dict()))))) == clearing(slow)
+    assert clearing(Comparison.of(json.loads(comparison_folder.json_of(slow)))) == clearing(slow)
 
 
 def test_a_strategy_that_gains_nothing_clear_is_not_taken(machine: Callable[..., Any]) -> None:

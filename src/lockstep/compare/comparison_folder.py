@@ -23,7 +23,7 @@ from typing import Any
 from lockstep.compare.comparison_page import write_page
 from lockstep.compare.comparison_table import csv_of, lines_of
 from lockstep.compare.entries import job_words, option_words
-from lockstep.compare.result import Comparison, plain
+from lockstep.compare.result import Comparison
 from lockstep.errors import FolderError, InputError
 from lockstep.job import Job
 from lockstep.jobfile import JobFile
@@ -58,7 +58,9 @@ def write(found: Comparison) -> None:
 
 def json_of(found: Comparison) -> str:
     """All that was found."""
-    return json.dumps(plain(found.as_dict()), indent=2, default=str) + "\n"
+    text = json.dumps(found.as_dict(), default=str)
+    # JSON has no word for what is not a number, or infinite.
+    return json.dumps(json.loads(text, parse_constant=lambda word: None), indent=2) + "\n"
 
 
 def command(source: Job | JobFile, asked: Mapping[str, Any], settings: Mapping[str, Any]) -> str:

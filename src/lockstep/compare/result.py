@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 import statistics
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field, fields
@@ -18,28 +17,17 @@ from lockstep.strategies import STRATEGIES
 
 @dataclass(frozen=True)
 class Row:
-    """One way to train, measured.
+    """One way to train, measured; the first nine are those of its ``Entry``.
 
     Attributes:
-        name: what it is called.
-        role: what it is there for.
-        strategy: by name.
         settings: of the job and of the strategy, that this row has and others may not.
-        devices: their names.
-        where: the same in words: ``2 slots of 1 core``.
         line: what trains the job so; "" where there is no such line.
-        one: the row that is its one device.
-        cores: the row that is all cores of the machine, where slots are the devices.
-        rates: samples per second, round by round; empty where it failed.
-        reason: why it failed.
+        rates: samples per second, round by round; empty where it failed, for a ``reason``.
         started: seconds from asking until the first update was done; the median of all rounds.
         peaks: bytes that each process, or each accelerator, held at most.
         caveats: where its results differ from single-device training, as it says itself.
         plans: what was chosen for it: the stages of a pipeline, say.
-        agreement: whether they are.
-        glance: what each device sees, where the time goes, what moves.
-        history: with ``epochs``, a record for each.
-        run: with ``epochs``, the run's folder.
+        history: with ``epochs``, a record for each; ``run`` is the folder then.
         system: the part of the (first) process's processor time that the system took; the median of all rounds.
     """
 
@@ -96,13 +84,9 @@ class Comparison:
     """All rows, and what they were measured with.
 
     Attributes:
-        job: what was trained.
         command: what repeats the comparison.
         batch_size: samples of the global batch (of the job; a sweep may have others).
-        rounds: how many turns each row had.
-        seconds: how long a turn's timed updates took at least.
         machine: what it was measured on, and the versions.
-        on_slots: whether slots are the devices.
         rows: in the order of measuring.
         folder: where the report is.
         keeps_memory: whether the job asks for ``keep_memory``.
@@ -132,19 +116,16 @@ class Comparison:
         """Samples of the global batches of a row."""
         return int(row.settings.get("batch_size", self.batch_size))
 
-    def ratio(self, row: Row, to: str | None) -> Timing | None:
-        """How many times as fast as ``to`` the row is, from each round; None where either failed."""
-        if to is None or not row.rates or not self[to].rates:
-            return None
-        return row.timing.over(self[to].timing)
-
     def speed_up(self, row: Row) -> Timing | None:
-        """Against one of its devices."""
-        return self.ratio(row, row.one)
+        """How many times as fast as one of its devices it is, from each round; None where either failed."""
+        return self._ratio(row, row.one)
 
     def against_cores(self, row: Row) -> Timing | None:
-        """Against all cores of the machine, where slots are the devices."""
-        return self.ratio(row, row.cores)
+        """Likewise of all cores of the machine, where slots are the devices."""
+        return None if row.cores is None else self._ratio(row, row.cores)
+
+    def _ratio(self, row: Row, to: str) -> Timing | None:
+        return row.timing.over(self[to].timing) if row.rates and self[to].rates else None
 
     def efficiency(self, row: Row) -> float | None:
         """The speed-up over one device, for each device; 1 is all that there is to gain."""
@@ -183,14 +164,3 @@ def _row(values: Mapping[str, Any]) -> Row:
         times = [TimesOf(**one) for one in glance["times"]]
         kept["glance"] = Glance(**{**glance, "devices": devices, "times": times})
     return Row(**kept)
-
-
-def plain(value: Any) -> Any:
-    """The same without the numbers that JSON hasn't got: None in their place."""
-    if isinstance(value, float) and not math.isfinite(value):
-        return None
-    if isinstance(value, dict):
-        return {key: plain(one) for key, one in value.items()}
-    if isinstance(value, list | tuple):
-        return [plain(one) for one in value]
-    return value
