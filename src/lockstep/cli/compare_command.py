@@ -1,17 +1,20 @@
-"""What the command has for comparisons: options, and what they mean. Nothing here imports torch at the top."""
+"""What measures ways to train a job: ``lockstep compare`` and ``lockstep tune``."""
 
 from __future__ import annotations
 
 import argparse
-from collections.abc import Mapping
+import json
+from pathlib import Path
 from typing import Any
 
-from lockstep.cli.options import above_zero, check_writable
+from lockstep.cli.options import above_zero, add_settings, check_writable, job_in, warm_up
 from lockstep.errors import InputError
 
 
-def add_compare(parser: argparse.ArgumentParser) -> None:
-    """``lockstep compare``, without the job's knobs and settings."""
+def add_compare(commands: Any) -> None:
+    """Options of ``compare``."""
+    parser = commands.add_parser("compare", help="strategies side by side, measured", allow_abbrev=False)
+    parser.epilog = "with --epochs each is also trained for so many, for its losses and metrics"
     parser.add_argument("job", help="a Python file with a `job`")
     parser.add_argument("--strategies", metavar="NAMES", help="with commas between (default: single,dp,ddp,mp,pp)")
     parser.add_argument("--devices", default="auto", help="auto, 4, 2xcpu, cuda, cuda:0,2 (default: auto)")
@@ -30,22 +33,23 @@ def add_compare(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--folder", default="runs", help="where the folder with the report is made (default: runs)")
     parser.add_argument("--json", metavar="FILE", help="also write what was found to this file")
     parser.add_argument("--csv", metavar="FILE", help="also write the table to this file")
+    add_settings(parser)
+    parser.set_defaults(function=_compare)
 
 
-def compare(options: argparse.Namespace, knobs: Mapping[str, str], settings: Mapping[str, Any]) -> int:
-    """Compare what the options ask for. 1 where nothing could be measured."""
-    from lockstep.compare.compare import compare as measured
+def _compare(options: argparse.Namespace) -> int:
+    """1 where nothing could be measured."""
+    warm_up(options, surely=True)
+    from lockstep.compare.compare import compare
     from lockstep.compare.comparison_folder import json_of
     from lockstep.compare.comparison_table import csv_of
-    from lockstep.jobfile import JobFile
     from lockstep.pipelining.device_map import read_map
 
-    files = {"--json": options.json, "--csv": options.csv}
-    for option, file in files.items():
-        if file is not None:
-            check_writable(option, file)
-    found = measured(
-        JobFile(options.job, dict(knobs), {k: v for k, v in settings.items() if k != "epochs"}),
+    check_writable("--json", options.json)
+    check_writable("--csv", options.csv)
+    epochs, options.epochs = options.epochs, None  # whether each is trained too
+    found = compare(
+        job_in(options),
         strategies=_names(options.strategies),
         devices=options.devices,
         sweep=dict(_swept(word) for word in options.sweep),
@@ -56,29 +60,12 @@ def compare(options: argparse.Namespace, knobs: Mapping[str, str], settings: Map
         parity=not options.no_parity,
         folder=options.folder,
         told=lambda line: print(line, flush=True),
-        **{k: v for k, v in settings.items() if k == "epochs"},
+        **({} if epochs is None else {"epochs": epochs}),
     )
-    for option, text in (("--json", json_of), ("--csv", csv_of)):
-        if files[option] is not None:
-            with open(files[option], "w") as file:
-                file.write(text(found))
+    for file, text in ((options.json, json_of), (options.csv, csv_of)):
+        if file is not None:
+            Path(file).write_text(text(found))
     return 0 if found.measured else 1
-
-
-def report(folder: str) -> int:
-    """Write the page of a run, or once more that of a comparison."""
-    import os
-
-    if os.path.isfile(os.path.join(folder, "compare.json")):
-        from lockstep.compare.comparison_folder import read
-        from lockstep.compare.comparison_page import write_page as of_comparison
-
-        print(of_comparison(read(folder)))
-    else:
-        from lockstep.training.run_page import write_page as of_run
-
-        print(of_run(folder))
-    return 0
 
 
 def _names(words: str | None) -> list[str] | None:
@@ -90,3 +77,34 @@ def _swept(word: str) -> tuple[str, list[str]]:
     if not equals or not key or not values:
         raise InputError(f"--sweep {word}: write it as --sweep {key or 'microbatches'}=1,2,4")
     return key.replace("-", "_"), [value.strip() for value in values.split(",") if value.strip()]
+
+
+def add_tune(commands: Any) -> None:
+    """Options of ``tune``."""
+    parser = commands.add_parser("tune", help="try which settings make a job faster here", allow_abbrev=False)
+    parser.add_argument("job", help="a Python file with a `job`")
+    parser.add_argument("--strategy", help="try this one only (default: dp, ddp, and one device)")
+    parser.add_argument("--devices", default="auto", help="those that may be used (default: all accelerators or cores)")
+    parser.add_argument("--rounds", type=above_zero(int), default=3, help="turns of each setting (default: 3)")
+    parser.add_argument("--seconds", type=above_zero(float), default=2.0, help="of a turn, at least (default: 2)")
+    parser.add_argument("--json", metavar="FILE", help="also write what was found to this file")
+    add_settings(parser)
+    parser.set_defaults(function=_tune)
+
+
+def _tune(options: argparse.Namespace) -> int:
+    check_writable("--json", options.json)
+    warm_up(options)
+    from lockstep.compare.tune import tune
+
+    found = tune(
+        job_in(options),
+        strategy=options.strategy,
+        devices=options.devices,
+        rounds=options.rounds,
+        seconds=options.seconds,
+        told=lambda line: print(line, flush=True),
+    )
+    if options.json is not None:
+        Path(options.json).write_text(json.dumps(found.as_dict(), indent=2))
+    return 0
