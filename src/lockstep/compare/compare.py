@@ -34,8 +34,6 @@ from lockstep.train import train
 _LOOK = 1e-9
 """Seconds of a look's timed updates: two of them, to warm up."""
 
-Told = Callable[[str], None]
-
 
 def compare(
     job: Job | JobFile | Callable[[], Job] | str | Path,
@@ -49,7 +47,7 @@ def compare(
     seconds: float = 2.0,
     parity: bool = True,
     folder: str | Path | None = "runs",
-    told: Told | None = print,
+    told: Callable[[str], None] | None = print,
     **settings: Any,
 ) -> Comparison:
     """Measure strategies side by side on a job: in turns, in fresh processes, on the same global batches.
@@ -124,10 +122,8 @@ def compare(
 class _Turns:
     """What is measured of each entry: its row, by name."""
 
-    def __init__(self, source: Job | JobFile, entries: Sequence[Entry], say: Told) -> None:
-        self.source = source
-        self.entries = entries
-        self.say = say
+    def __init__(self, source: Job | JobFile, entries: Sequence[Entry], say: Callable[[str], None]) -> None:
+        self.source, self.entries, self.say = source, entries, say
         self.rows = {entry.name: _row_of(entry, source) for entry in entries}
 
     def alive(self) -> list[Entry]:

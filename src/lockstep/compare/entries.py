@@ -87,7 +87,7 @@ def option_words(values: Mapping[str, Any]) -> list[str]:
 
 
 def _word(value: Any) -> str:
-    if isinstance(value, list | tuple):
+    if isinstance(value, list):
         return ",".join(map(str, value))
     return str(value).lower() if value is None or isinstance(value, bool) else str(value)
 
@@ -98,12 +98,9 @@ def _arguments(values: Mapping[str, Any]) -> str:
 
 @dataclass(frozen=True)
 class Entry:
-    """One row that is to be measured.
+    """One row that is to be measured, such as ``pp microbatches=4``.
 
     Attributes:
-        name: what it is called, without the devices: ``pp microbatches=4``.
-        role: what it is there for.
-        way: the strategy, its devices, the settings.
         devices: the devices themselves.
         one: the name of the row that is its one device.
         cores: the name of the row that is all cores of the machine, where slots are the devices.

@@ -28,10 +28,8 @@ class Seen:
     """What a device sees of the first global batch.
 
     Attributes:
-        device: its name.
         samples: the indices in the dataset of its share, in order; None where they aren't known (a stream).
-        inputs: the shape of each tensor, of the first micro-batch, by the way to it.
-        outputs: likewise.
+        inputs, outputs: the shape of each tensor, of the first micro-batch, by the way to it.
     """
 
     device: str
@@ -47,8 +45,7 @@ class Glance:
     Attributes:
         devices: what each sees; those without a sample are left out. Where devices hold layers there is one entry,
             named after all of them: each micro-batch goes through them all.
-        inputs: the shape of each tensor of the global batch.
-        outputs: likewise.
+        inputs, outputs: the shape of each tensor of the global batch.
         times: the mean update of each rank or replica; empty where that isn't known.
         overlaps: whether gradients were summed while backward ran, so that only the rest of it counts as communicating.
         moved: bytes that a device gives to the others in an update; None where that isn't known.
