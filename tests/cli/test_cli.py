@@ -152,9 +152,9 @@ def test_more_micro_batches_than_samples_are_counted_right_at_once(job: Path, ca
 @pytest.mark.parametrize(
     ("command", "file"),
     [
-        ("verify", "verify_command"),
-        ("compare", "compare_command"),
-        ("tune", "compare_command"),
+        ("verify", "compare_commands"),
+        ("compare", "compare_commands"),
+        ("tune", "compare_commands"),
         ("train", "run_commands"),
     ],
 )

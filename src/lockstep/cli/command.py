@@ -17,12 +17,10 @@ from types import FrameType
 from typing import NoReturn
 
 import lockstep
-from lockstep.cli.compare_command import add_compare, add_tune
+from lockstep.cli.compare_commands import add_compare, add_tune, add_verify
 from lockstep.cli.interrupt import Interrupt
-from lockstep.cli.partition_command import add_partition
+from lockstep.cli.pipeline_commands import add_partition, add_schedule
 from lockstep.cli.run_commands import add_evaluate, add_predict, add_report, add_train
-from lockstep.cli.schedule_command import add_schedule
-from lockstep.cli.verify_command import add_verify
 from lockstep.errors import InputError, LockstepError, RankFailed, near_names, nearest, own_traceback
 
 

@@ -1,24 +1,93 @@
-"""``lockstep schedule``, and how a timeline is printed."""
+"""What plans a pipeline: ``lockstep partition`` and ``lockstep schedule``."""
 
 from __future__ import annotations
 
 import argparse
 import math
+import re
 import shutil
 import sys
 import textwrap
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from lockstep.cli.options import above_zero
+from lockstep.cli.options import above_zero, add_settings, job_in
 from lockstep.errors import InputError, counted, nearest
+from lockstep.tensors.allocator import prepare
 
 if TYPE_CHECKING:
     from lockstep.report.timeline import Timeline
 
 
+def add_partition(commands: Any) -> None:
+    """Options of ``partition``."""
+    parser = commands.add_parser("partition", help="which layers go to which device", allow_abbrev=False)
+    parser.add_argument("job", help="a Python file with a `job`")
+    parser.add_argument("--devices", default="auto", help="one for each stage: 2, 2xcpu, cuda:0,2 (default: auto)")
+    parser.add_argument(
+        "--microbatches",
+        default="1",
+        metavar="M",
+        help="of each global batch; auto chooses them by simulation (default: 1)",
+    )
+    parser.add_argument(
+        "--schedule",
+        default="auto",
+        metavar="NAME",
+        help="where micro-batches are chosen: for this one (default: auto)",
+    )
+    parser.add_argument("--estimate", action="store_true", help="from operations and bytes, without a run")
+    parser.add_argument("--memory", metavar="SIZES", help="of each device: 8GiB, or 8GiB,4GiB (default: what it has)")
+    add_settings(parser)
+    parser.set_defaults(function=_partition)
+
+
+def _partition(options: argparse.Namespace) -> int:
+    """Find the partition that the options ask for, and print it."""
+    prepare()
+    from lockstep.pipelining.planner.partition import partition
+    from lockstep.pipelining.planner.picture import key
+    from lockstep.pipelining.planner.plan import plan
+
+    width = shutil.get_terminal_size().columns
+    job = job_in(options)
+    sizes = [] if options.memory is None else [_bytes(word) for word in options.memory.split(",")]
+    memory = None if not sizes else sizes[0] if len(sizes) == 1 else sizes
+    if options.microbatches == "auto":
+        if options.estimate:
+            raise InputError("--microbatches auto needs measured times: leave --estimate out")
+        only = None if options.schedule == "auto" else [_known(options.schedule)]
+        found, choice = plan(job, devices=options.devices, schedules=only, memory=memory)
+        print("\n".join([*found.lines(width), ""]))
+        _print_timeline(choice.best.timeline, width)
+        print("\n".join([*key(width, [choice.best.timeline]), "", *textwrap.wrap(choice.why, width)]))
+        return 0
+    if not options.microbatches.isdigit():
+        raise InputError(f"--microbatches {options.microbatches}: write a number, or auto")
+    found = partition(
+        job,
+        devices=options.devices,
+        microbatches=int(options.microbatches),
+        measured=not options.estimate,
+        memory=memory,
+    )
+    print("\n".join(found.lines(width)))
+    return 0
+
+
+_UNITS = {"b": 1, "kib": 2**10, "mib": 2**20, "gib": 2**30, "kb": 10**3, "mb": 10**6, "gb": 10**9}
+
+
+def _bytes(word: str) -> int:
+    """``8GiB`` in bytes."""
+    match = re.fullmatch(r"(\d*\.?\d+)\s*((?:[kmg]i?)?b)?", word.strip().lower())
+    if match is None:
+        raise InputError(f"--memory {word}: write a size: 8GiB, 500MiB")
+    return int(float(match[1]) * _UNITS[match[2] or "b"])
+
+
 def add_schedule(commands: Any) -> None:
-    """The command's options."""
+    """Options of ``schedule``."""
     parser = commands.add_parser("schedule", help="a pipeline's schedule as a picture", allow_abbrev=False)
     parser.add_argument("--stages", type=int, default=4, metavar="N", help="devices, with a stage on each (default: 4)")
     parser.add_argument("--microbatches", type=int, default=8, metavar="M", help="of a global batch (default: 8)")
@@ -60,7 +129,7 @@ def _schedule(options: argparse.Namespace) -> int:
     for name, timeline in timelines.items():
         title = f"{name}: {counted(options.stages, 'device')}, {counted(options.microbatches, 'micro-batch', 'es')}"
         print("\n".join(textwrap.wrap(title, width)))
-        print_timeline(timeline, width)
+        _print_timeline(timeline, width)
         if options.words:
             print(printed([[span.action for span in spans] for spans in timeline.devices]))
     print("\n".join(key(width, timelines.values())))
@@ -73,20 +142,27 @@ _MOST = 200_000
 """Stages times micro-batches that ``lockstep schedule`` takes: seconds, not minutes."""
 
 
+def _known(name: str) -> str:
+    """The name of a schedule, if there is one of that name."""
+    from lockstep.pipelining.schedule import SCHEDULES
+
+    if name not in (names := [*SCHEDULES, "fitted"]):
+        raise InputError(f'--schedule: there is no "{name}"; {nearest(name, names)}')
+    return name
+
+
 def _simulated(name: str, options: argparse.Namespace) -> Timeline:
     from lockstep.pipelining.planner.fitted_schedule import fitted
     from lockstep.pipelining.planner.simulate import simulate
     from lockstep.pipelining.schedule import SCHEDULES, devices_of
 
-    if name == "fitted":
+    if _known(name) == "fitted":
         forward, backward = (_times(options, which, options.stages) for which in ("forward", "backward"))
         schedule = fitted(range(options.stages), options.microbatches, forward, backward, options.transfer)
-    elif name in SCHEDULES:
+    else:
         schedule = SCHEDULES[name](options.stages, options.microbatches)
         stages = len(devices_of(schedule))
         forward, backward = (_times(options, which, stages) for which in ("forward", "backward"))
-    else:
-        raise InputError(f'--schedule: there is no "{name}"; {nearest(name, [*SCHEDULES, "fitted"])}')
     return simulate(schedule, forward, backward, options.transfer)
 
 
@@ -105,7 +181,7 @@ def _times(options: argparse.Namespace, which: str, stages: int) -> list[float]:
     raise InputError(f"--{which} {said}: {len(times)} times for {stages} stages; give one, or one for each")
 
 
-def print_timeline(timeline: Timeline, width: int) -> None:
+def _print_timeline(timeline: Timeline, width: int) -> None:
     """The grid, in colours on a terminal, and below it the bubble."""
     from lockstep.pipelining.planner.picture import IDLE, grid, summary
 
