@@ -12,7 +12,7 @@ import os
 import pickle
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Generator, Iterator
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -69,8 +69,11 @@ def main() -> None:
     peaks = [byte for of in _of_all(peak_memory(mine)) for byte in of]
     if rank == 0:
         out.write_text(json.dumps({"rate": rate * len(devices), "first": first, "started": started, "peaks": peaks}))
+    batches.close()
     if dist.is_initialized():
-        dist.destroy_process_group()
+        dist.barrier()
+    # Threads of gloo's now and then hold up or abort a process that goes away with its group; all is written here.
+    os._exit(0)
 
 
 def _by_torch(job: Job, where: torch.device, ranks: int) -> Parts:
@@ -144,7 +147,7 @@ def _loader_of(job: Job, data: Any, ranks: int, **named: Any) -> DataLoader[Any]
     return DataLoader(data, batch_size=size, collate_fn=job.collate, num_workers=job.loader_workers or 0, **named)
 
 
-def _endless(loader: Any) -> Iterator[Any]:
+def _endless(loader: Any) -> Generator[Any]:
     for epoch in itertools.count():
         if isinstance(loader.sampler, DistributedSampler):
             loader.sampler.set_epoch(epoch)
