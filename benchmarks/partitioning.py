@@ -86,7 +86,7 @@ def split(name: str) -> dict[str, Any]:
     }
     ways["found"] = _rate(timed(job, PP(partition.device_map, MICROBATCHES)))
     timings = in_turns(ways, rounds=3, told=lambda line: print(f"   {line}", flush=True))
-    ratios = {other: timings.ratio("found", other) for other in ways if other != "found"}
+    ratios = {other: timings["found"].over(timings[other]) for other in ways if other != "found"}
     least = min(ratios.values(), key=lambda ratio: ratio.median)
     print(f"   {name}: found (before {blocks[mine].name}) : the best of {len(near)} others   {least}   goal 0.97")
     return {

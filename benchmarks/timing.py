@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 import lockstep
-from lockstep.compare.timing import Timing, Timings, in_turns
+from lockstep.compare.timing import Timing, in_turns
 from lockstep.launch.device_table import machine
 from lockstep.strategies import Strategy
 
@@ -35,11 +35,11 @@ class Ratio:
     goal: float | None = None
     over: str | None = None
 
-    def of(self, timings: Timings) -> Timing:
+    def of(self, timings: Mapping[str, Timing]) -> Timing:
         """From each round."""
         if self.over is None:
-            return timings.ratio(self.name, self.to)
-        mine, theirs, bare = (timings.by_name[name].rates for name in (self.name, self.to, self.over))
+            return timings[self.name].over(timings[self.to])
+        mine, theirs, bare = (timings[name].rates for name in (self.name, self.to, self.over))
         return Timing(tuple((1 / a - 1 / c) / (1 / b - 1 / c) for a, b, c in zip(mine, theirs, bare, strict=True)))
 
     def __str__(self) -> str:
@@ -144,7 +144,7 @@ def run(name: str, benchmark: Benchmark, rounds: int | None = None) -> None:
         "machine": machine(),
         "unit": benchmark.unit,
         "ratios": rows,
-        "rates": {key: timing.rates for key, timing in timings.by_name.items()},
+        "rates": {key: timing.rates for key, timing in timings.items()},
     }
     (HERE / "results").mkdir(exist_ok=True)
     (HERE / "results" / f"{name}.json").write_text(json.dumps(kept, indent=2) + "\n")

@@ -149,12 +149,20 @@ def test_more_micro_batches_than_samples_are_counted_right_at_once(job: Path, ca
     assert "batches of 8, in 8 micro-batches;" in capfd.readouterr().out
 
 
-@pytest.mark.parametrize("command", ["verify", "compare", "tune", "train"])
-def test_ctrl_c_says_what_that_command_keeps(command: str, job: Path, capfd, monkeypatch) -> None:
+@pytest.mark.parametrize(
+    ("command", "file"),
+    [
+        ("verify", "compare_commands"),
+        ("compare", "compare_commands"),
+        ("tune", "compare_commands"),
+        ("train", "run_commands"),
+    ],
+)
+def test_ctrl_c_says_what_that_command_keeps(command: str, file: str, job: Path, capfd, monkeypatch) -> None:
     def stopped(options: object) -> int:
         raise KeyboardInterrupt
 
-    monkeypatch.setattr(f"lockstep.cli.command._{command}", stopped)
+    monkeypatch.setattr(f"lockstep.cli.{file}._{command}", stopped)
     assert main([command, "a_job.py"]) == 130
     kept = "" if command == "train" else "; nothing was kept"
     assert said(capfd) == [f"lockstep: stopped by Ctrl-C{kept}"]

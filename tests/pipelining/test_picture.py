@@ -93,8 +93,8 @@ def test_stage_times_can_be_given(capsys) -> None:
     ("words", "says"),
     [
         (["--schedule", "1f1c"], '--schedule: there is no "1f1c"; did you mean "1f1b"?'),
-        (["--forward", "nan"], "--forward nan: a time is a finite number"),
-        (["--transfer", "inf"], "--transfer inf: a time is a finite number"),
+        (["--forward", "nan"], "--forward nan: write a time above 0, or one for each stage: 1,2.5,1,1"),
+        (["--transfer", "inf"], "--transfer inf: a time is a finite number, not negative"),
         (
             ["--stages", "1000000", "--microbatches", "1000"],
             "schedule: 1000000 stages x 1000 micro-batches are too many to simulate: at most 200,000 together",
@@ -102,9 +102,9 @@ def test_stage_times_can_be_given(capsys) -> None:
         (["--stages", "0"], "schedule: 0 stages; there is at least one"),
         (["--microbatches", "-3"], "schedule: -3 micro-batches; there is at least one"),
         (["--forward", "1,2,3"], "--forward 1,2,3: 3 times for 4 stages; give one, or one for each"),
-        (["--backward", "long"], "--backward long: write a number, or one for each stage: 1,2.5,1,1"),
-        (["--backward", "0"], "--backward 0: a time is above 0"),
-        (["--transfer", "-1"], "--transfer -1.0: a time is not negative"),
+        (["--backward", "long"], "--backward long: write a time above 0, or one for each stage: 1,2.5,1,1"),
+        (["--backward", "0"], "--backward 0: write a time above 0, or one for each stage: 1,2.5,1,1"),
+        (["--transfer", "-1"], "--transfer -1.0: a time is a finite number, not negative"),
     ],
 )
 def test_wrong_words_get_one_line(words: list[str], says: str, capsys) -> None:

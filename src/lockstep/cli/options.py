@@ -1,14 +1,22 @@
-"""What several commands have among their options: the settings of a job, its knobs, kinds of numbers."""
+"""What several commands have among their options: a strategy and its devices, a job's settings and knobs.
+
+Nothing here imports torch at the top.
+"""
 
 from __future__ import annotations
 
 import argparse
 import math
 import os
-from collections.abc import Callable
-from typing import Any
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING, Any
 
 from lockstep.errors import FolderError, InputError
+from lockstep.launch.processes import fork_server
+from lockstep.tensors.allocator import prepare
+
+if TYPE_CHECKING:
+    from lockstep.jobfile import JobFile
 
 SETTINGS = {
     "batch-size": "samples of the global batch",
@@ -46,12 +54,14 @@ def above_zero(kind: Callable[[str], float]) -> Callable[[str], float]:
     return number
 
 
-def check_writable(option: str, file: str) -> None:
+def check_writable(option: str, file: str | None) -> None:
     """Find out now, not after the work, that a file can't be written; nothing is left of the try.
 
     Raises:
         FolderError: it can't.
     """
+    if file is None:
+        return
     is_new = not os.path.exists(file)
     try:
         with open(file, "a"):
@@ -62,15 +72,11 @@ def check_writable(option: str, file: str) -> None:
         raise FolderError(f"{option} {file}: {error.strerror}") from error
 
 
-def add_knobs(parser: argparse.ArgumentParser) -> None:
-    """The job's own knobs: ``--set lr=0.1``."""
+def add_settings(parser: argparse.ArgumentParser) -> None:
+    """The settings of a job, and its own knobs: ``--batch-size 32 --set lr=0.1``."""
     parser.add_argument(
         "--set", action="append", default=[], metavar="KEY=VALUE", help="a knob of the job; may be repeated"
     )
-
-
-def add_settings(parser: argparse.ArgumentParser) -> None:
-    """The settings of a job."""
     group = parser.add_argument_group("settings of the job (these win over the file)")
     for name, what in SETTINGS.items():
         if name in _SWITCHES:
@@ -81,20 +87,77 @@ def add_settings(parser: argparse.ArgumentParser) -> None:
 
 def settings_in(options: argparse.Namespace) -> dict[str, Any]:
     """Those settings that were given."""
-    given = {name.replace("-", "_"): getattr(options, name.replace("-", "_")) for name in SETTINGS}
-    return {name: value for name, value in given.items() if value is not None}
+    return _given(options, [name.replace("-", "_") for name in SETTINGS])
 
 
-def knobs_in(pairs: list[str]) -> dict[str, str]:
+def _given(options: argparse.Namespace, names: Sequence[str]) -> dict[str, Any]:
+    return {name: getattr(options, name) for name in names if getattr(options, name) is not None}
+
+
+def knobs_in(options: argparse.Namespace) -> dict[str, str]:
     """Those knobs that were given.
 
     Raises:
         InputError: one isn't ``key=value``.
     """
     knobs = {}
-    for pair in pairs:
+    for pair in options.set:
         key, equals, value = pair.partition("=")
         if not equals or not key:
             raise InputError(f"--set {pair}: write it as --set key=value")
         knobs[key] = value
     return knobs
+
+
+def job_in(options: argparse.Namespace) -> JobFile:
+    """The job file that was named, with its knobs and settings."""
+    from lockstep.jobfile import JobFile
+
+    return JobFile(options.job, knobs_in(options), settings_in(options))
+
+
+def add_placement(parser: argparse.ArgumentParser) -> None:
+    """A strategy, its settings and its devices."""
+    parser.add_argument(
+        "--strategy", help="single, dp, ddp, mp, pp or hogwild (default: single on one device, ddp on several)"
+    )
+    parser.add_argument("--devices", default="auto", help="auto, 4, 2xcpu, cuda, cuda:0,2 (default: auto)")
+    parser.add_argument("--backend", help="of the process group (default: nccl on CUDA, gloo elsewhere)")
+    group = parser.add_argument_group("settings of pp, and the map of mp")
+    group.add_argument(
+        "--microbatches", metavar="NUMBER", help="that each batch is cut in; auto chooses by simulation (default: 4)"
+    )
+    group.add_argument("--split-size", metavar="SAMPLES", help="of a micro-batch, instead of their number")
+    group.add_argument(
+        "--schedule",
+        metavar="NAME",
+        help="gpipe, 1f1b, interleaved (two stages on each device), fitted (to measured times) or auto (default: 1f1b)",
+    )
+    group.add_argument(
+        "--map",
+        metavar="FILE_OR_JSON",
+        help='which layer is on which device: \'{"stem": 0, "layer3": 1}\' (default: found by measuring)',
+    )
+
+
+def strategy_in(options: argparse.Namespace) -> Any:
+    """The strategy's name, or the strategy itself where settings of its own were given."""
+    settings = _given(options, ["microbatches", "split_size", "schedule", "map"])
+    if not settings:
+        return options.strategy
+    if options.strategy is None:
+        option = next(iter(settings)).replace("_", "-")
+        raise InputError(f"--{option} is a setting of a strategy: name that too (--strategy pp)")
+    from lockstep.pipelining.device_map import read_map
+    from lockstep.strategies import named
+
+    if "map" in settings:
+        settings["device_map"] = read_map(settings.pop("map"))
+    return named(options.strategy, **settings)
+
+
+def warm_up(options: argparse.Namespace, *, surely: bool = False) -> None:
+    """Before this process imports torch: huge pages, and start the server of ranks, where some may be needed."""
+    prepare()
+    if surely or (options.strategy in ("ddp", None) and options.devices not in (None, "auto", "1", "1xcpu", "cpu")):
+        fork_server.start()

@@ -1,4 +1,4 @@
-"""What the command has for pipelines: their options, and what is printed. Nothing here imports torch at the top."""
+"""What plans a pipeline: ``lockstep partition`` and ``lockstep schedule``."""
 
 from __future__ import annotations
 
@@ -6,134 +6,22 @@ import argparse
 import math
 import re
 import shutil
+import sys
 import textwrap
-from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from lockstep.cli.options import above_zero, add_settings, job_in
 from lockstep.errors import InputError, counted, nearest
+from lockstep.tensors.allocator import prepare
 
 if TYPE_CHECKING:
     from lockstep.report.timeline import Timeline
 
 
-def add_settings(parser: argparse.ArgumentParser) -> None:
-    """The settings of the strategies that pipeline, for every command that takes a strategy."""
-    group = parser.add_argument_group("settings of pp, and the map of mp")
-    group.add_argument(
-        "--microbatches", metavar="NUMBER", help="that each batch is cut in; auto chooses by simulation (default: 4)"
-    )
-    group.add_argument("--split-size", metavar="SAMPLES", help="of a micro-batch, instead of their number")
-    group.add_argument(
-        "--schedule",
-        metavar="NAME",
-        help="gpipe, 1f1b, interleaved (two stages on each device), fitted (to measured times) or auto (default: 1f1b)",
-    )
-    group.add_argument(
-        "--map",
-        metavar="FILE_OR_JSON",
-        help='which layer is on which device: \'{"stem": 0, "layer3": 1}\' (default: found by measuring)',
-    )
-
-
-def add_schedule(parser: argparse.ArgumentParser) -> None:
-    """``lockstep schedule``."""
-    parser.add_argument("--stages", type=int, default=4, metavar="N", help="devices, with a stage on each (default: 4)")
-    parser.add_argument("--microbatches", type=int, default=8, metavar="M", help="of a global batch (default: 8)")
-    parser.add_argument(
-        "--schedule",
-        default="1f1b",
-        metavar="NAME",
-        help="gpipe, 1f1b, interleaved (two stages on each device) or fitted (to the times); several with commas "
-        "between (default: 1f1b)",
-    )
-    parser.add_argument(
-        "--forward", default="1", metavar="TIMES", help="of a stage, or of each with commas between (default: 1)"
-    )
-    parser.add_argument(
-        "--backward", default="1", metavar="TIMES", help="of a stage, or of each with commas between (default: 1)"
-    )
-    parser.add_argument(
-        "--transfer", type=float, default=0.0, metavar="TIME", help="from device to device (default: 0)"
-    )
-    parser.add_argument("--words", action="store_true", help="also print the actions: 2F0 is stage 2, forward 0")
-    parser.add_argument("--out", metavar="FILE", help="also draw it: .png, .svg or .pdf (needs matplotlib)")
-    parser.set_defaults(function=_schedule)
-
-
-def _schedule(options: argparse.Namespace) -> int:
-    from lockstep.pipelining.planner.picture import draw, key
-    from lockstep.pipelining.schedule import printed
-
-    if not math.isfinite(options.transfer):
-        raise InputError(f"--transfer {options.transfer}: a time is a finite number")
-    if options.transfer < 0:
-        raise InputError(f"--transfer {options.transfer}: a time is not negative")
-    if options.stages * options.microbatches > _MOST:
-        raise InputError(
-            f"schedule: {options.stages} stages x {options.microbatches} micro-batches are too many to simulate: "
-            f"at most {_MOST:,} together"
-        )
-    if options.out is not None:
-        from lockstep.report.canvas import check_file
-
-        check_file(Path(options.out), "--out")
-    width = shutil.get_terminal_size().columns
-    timelines = {name: _simulated(name, options) for name in options.schedule.split(",")}
-    for name, timeline in timelines.items():
-        title = f"{name}: {counted(options.stages, 'device')}, {counted(options.microbatches, 'micro-batch', 'es')}"
-        print("\n".join(textwrap.wrap(title, width)))
-        print_timeline(timeline, width)
-        if options.words:
-            print(printed([[span.action for span in spans] for spans in timeline.devices]))
-    print("\n".join(key(width, timelines.values())))
-    if options.out is not None:
-        draw(timelines, options.out)
-    return 0
-
-
-_MOST = 200_000
-"""Stages times micro-batches that ``lockstep schedule`` takes: seconds, not minutes."""
-
-
-def _simulated(name: str, options: argparse.Namespace) -> Timeline:
-    from lockstep.pipelining.planner.fitted_schedule import fitted
-    from lockstep.pipelining.planner.simulate import simulate
-    from lockstep.pipelining.schedule import SCHEDULES, devices_of
-
-    if name == "fitted":
-        forward, backward = (_times(options, which, options.stages) for which in ("forward", "backward"))
-        schedule = fitted(range(options.stages), options.microbatches, forward, backward, options.transfer)
-    elif name in SCHEDULES:
-        schedule = SCHEDULES[name](options.stages, options.microbatches)
-        stages = len(devices_of(schedule))
-        forward, backward = (_times(options, which, stages) for which in ("forward", "backward"))
-    else:
-        raise InputError(f'--schedule: there is no "{name}"; {nearest(name, [*SCHEDULES, "fitted"])}')
-    return simulate(schedule, forward, backward, options.transfer)
-
-
-def _times(options: argparse.Namespace, which: str, stages: int) -> list[float]:
-    """A time for each stage. One that is given for each device is divided over the device's stages."""
-    said: str = getattr(options, which)
-    try:
-        times = [float(word) for word in said.split(",")]
-    except ValueError:
-        raise InputError(f"--{which} {said}: write a number, or one for each stage: 1,2.5,1,1") from None
-    if not all(map(math.isfinite, times)):
-        raise InputError(f"--{which} {said}: a time is a finite number")
-    if min(times) <= 0:
-        raise InputError(f"--{which} {said}: a time is above 0")
-    if len(times) == stages and len(times) > 1:
-        return times
-    if len(times) in (1, options.stages):
-        chunks = stages // options.stages
-        return [times[s % len(times)] / chunks for s in range(stages)]
-    raise InputError(f"--{which} {said}: {len(times)} times for {stages} stages; give one, or one for each")
-
-
-def add_partition(parser: argparse.ArgumentParser) -> None:
-    """``lockstep partition``, without the job's knobs and settings."""
+def add_partition(commands: Any) -> None:
+    """Options of ``partition``."""
+    parser = commands.add_parser("partition", help="which layers go to which device", allow_abbrev=False)
     parser.add_argument("job", help="a Python file with a `job`")
     parser.add_argument("--devices", default="auto", help="one for each stage: 2, 2xcpu, cuda:0,2 (default: auto)")
     parser.add_argument(
@@ -150,38 +38,33 @@ def add_partition(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument("--estimate", action="store_true", help="from operations and bytes, without a run")
     parser.add_argument("--memory", metavar="SIZES", help="of each device: 8GiB, or 8GiB,4GiB (default: what it has)")
+    add_settings(parser)
+    parser.set_defaults(function=_partition)
 
 
-def partition(options: argparse.Namespace, knobs: Mapping[str, str], settings: Mapping[str, Any]) -> int:
+def _partition(options: argparse.Namespace) -> int:
     """Find the partition that the options ask for, and print it."""
-    from lockstep.jobfile import JobFile
-    from lockstep.pipelining.planner import partition as found_by
+    prepare()
+    from lockstep.pipelining.planner.partition import partition
     from lockstep.pipelining.planner.picture import key
     from lockstep.pipelining.planner.plan import plan
-    from lockstep.pipelining.schedule import SCHEDULES
 
     width = shutil.get_terminal_size().columns
-    job = JobFile(options.job, dict(knobs), dict(settings))
+    job = job_in(options)
     sizes = [] if options.memory is None else [_bytes(word) for word in options.memory.split(",")]
     memory = None if not sizes else sizes[0] if len(sizes) == 1 else sizes
     if options.microbatches == "auto":
         if options.estimate:
             raise InputError("--microbatches auto needs measured times: leave --estimate out")
-        names = [*SCHEDULES, "fitted"]
-        if options.schedule not in ("auto", *names):
-            raise InputError(f'--schedule: there is no "{options.schedule}"; {nearest(options.schedule, names)}')
-        only = None if options.schedule == "auto" else [options.schedule]
+        only = None if options.schedule == "auto" else [_known(options.schedule)]
         found, choice = plan(job, devices=options.devices, schedules=only, memory=memory)
-        print("\n".join(found.lines(width)))
-        print()
-        print_timeline(choice.best.timeline, width)
-        print("\n".join(key(width, [choice.best.timeline])))
-        print()
-        print("\n".join(textwrap.wrap(choice.why, width)))
+        print("\n".join([*found.lines(width), ""]))
+        _print_timeline(choice.best.timeline, width)
+        print("\n".join([*key(width, [choice.best.timeline]), "", *textwrap.wrap(choice.why, width)]))
         return 0
     if not options.microbatches.isdigit():
         raise InputError(f"--microbatches {options.microbatches}: write a number, or auto")
-    found = found_by.partition(
+    found = partition(
         job,
         devices=options.devices,
         microbatches=int(options.microbatches),
@@ -192,23 +75,114 @@ def partition(options: argparse.Namespace, knobs: Mapping[str, str], settings: M
     return 0
 
 
-_UNITS = {"": 1, "b": 1, "kib": 2**10, "mib": 2**20, "gib": 2**30, "kb": 10**3, "mb": 10**6, "gb": 10**9}
+_UNITS = {"b": 1, "kib": 2**10, "mib": 2**20, "gib": 2**30, "kb": 10**3, "mb": 10**6, "gb": 10**9}
 
 
 def _bytes(word: str) -> int:
     """``8GiB`` in bytes."""
-    match = re.fullmatch(r"([\d.]+)\s*([a-z]*)", word.strip().lower())
+    match = re.fullmatch(r"(\d*\.?\d+)\s*((?:[kmg]i?)?b)?", word.strip().lower())
+    if match is None:
+        raise InputError(f"--memory {word}: write a size: 8GiB, 500MiB")
+    return int(float(match[1]) * _UNITS[match[2] or "b"])
+
+
+def add_schedule(commands: Any) -> None:
+    """Options of ``schedule``."""
+    parser = commands.add_parser("schedule", help="a pipeline's schedule as a picture", allow_abbrev=False)
+    parser.add_argument("--stages", type=int, default=4, metavar="N", help="devices, with a stage on each (default: 4)")
+    parser.add_argument("--microbatches", type=int, default=8, metavar="M", help="of a global batch (default: 8)")
+    parser.add_argument(
+        "--schedule",
+        default="1f1b",
+        metavar="NAME",
+        help="gpipe, 1f1b, interleaved (two stages on each device) or fitted (to the times); several with commas "
+        "between (default: 1f1b)",
+    )
+    for name in ("--forward", "--backward"):
+        what = "of a stage, or of each with commas between (default: 1)"
+        parser.add_argument(name, default="1", metavar="TIMES", help=what)
+    parser.add_argument(
+        "--transfer", type=float, default=0.0, metavar="TIME", help="from device to device (default: 0)"
+    )
+    parser.add_argument("--words", action="store_true", help="also print the actions: 2F0 is stage 2, forward 0")
+    parser.add_argument("--out", metavar="FILE", help="also draw it: .png, .svg or .pdf (needs matplotlib)")
+    parser.set_defaults(function=_schedule)
+
+
+def _schedule(options: argparse.Namespace) -> int:
+    from lockstep.pipelining.planner.picture import draw, key
+    from lockstep.pipelining.schedule import printed
+
+    if not 0 <= options.transfer < math.inf:
+        raise InputError(f"--transfer {options.transfer}: a time is a finite number, not negative")
+    if options.stages * options.microbatches > _MOST:
+        raise InputError(
+            f"schedule: {options.stages} stages x {options.microbatches} micro-batches are too many to simulate: "
+            f"at most {_MOST:,} together"
+        )
+    if options.out is not None:
+        from lockstep.report.canvas import check_file
+
+        check_file(Path(options.out), "--out")
+    width = shutil.get_terminal_size().columns
+    timelines = {name: _simulated(name, options) for name in options.schedule.split(",")}
+    for name, timeline in timelines.items():
+        title = f"{name}: {counted(options.stages, 'device')}, {counted(options.microbatches, 'micro-batch', 'es')}"
+        print("\n".join(textwrap.wrap(title, width)))
+        _print_timeline(timeline, width)
+        if options.words:
+            print(printed([[span.action for span in spans] for spans in timeline.devices]))
+    print("\n".join(key(width, timelines.values())))
+    if options.out is not None:
+        draw(timelines, options.out)
+    return 0
+
+
+_MOST = 200_000
+"""Stages times micro-batches that ``lockstep schedule`` takes: seconds, not minutes."""
+
+
+def _known(name: str) -> str:
+    """The name of a schedule, if there is one of that name."""
+    from lockstep.pipelining.schedule import SCHEDULES
+
+    if name not in (names := [*SCHEDULES, "fitted"]):
+        raise InputError(f'--schedule: there is no "{name}"; {nearest(name, names)}')
+    return name
+
+
+def _simulated(name: str, options: argparse.Namespace) -> Timeline:
+    from lockstep.pipelining.planner.fitted_schedule import fitted
+    from lockstep.pipelining.planner.simulate import simulate
+    from lockstep.pipelining.schedule import SCHEDULES, devices_of
+
+    if _known(name) == "fitted":
+        forward, backward = (_times(options, which, options.stages) for which in ("forward", "backward"))
+        schedule = fitted(range(options.stages), options.microbatches, forward, backward, options.transfer)
+    else:
+        schedule = SCHEDULES[name](options.stages, options.microbatches)
+        stages = len(devices_of(schedule))
+        forward, backward = (_times(options, which, stages) for which in ("forward", "backward"))
+    return simulate(schedule, forward, backward, options.transfer)
+
+
+def _times(options: argparse.Namespace, which: str, stages: int) -> list[float]:
+    """A time for each stage. One that is given for each device is divided over the device's stages."""
+    said: str = getattr(options, which)
     try:
-        assert match is not None
-        return int(float(match[1]) * _UNITS[match[2]])
-    except (AssertionError, KeyError, ValueError):
-        raise InputError(f"--memory {word}: write a size: 8GiB, 500MiB") from None
+        times = [above_zero(float)(word) for word in said.split(",")]
+    except ValueError:
+        raise InputError(f"--{which} {said}: write a time above 0, or one for each stage: 1,2.5,1,1") from None
+    if len(times) == stages and len(times) > 1:
+        return times
+    if len(times) in (1, options.stages):
+        chunks = stages // options.stages
+        return [times[s % len(times)] / chunks for s in range(stages)]
+    raise InputError(f"--{which} {said}: {len(times)} times for {stages} stages; give one, or one for each")
 
 
-def print_timeline(timeline: Timeline, width: int) -> None:
+def _print_timeline(timeline: Timeline, width: int) -> None:
     """The grid, in colours on a terminal, and below it the bubble."""
-    import sys
-
     from lockstep.pipelining.planner.picture import IDLE, grid, summary
 
     lines = grid(timeline, width)

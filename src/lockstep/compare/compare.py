@@ -11,30 +11,28 @@ import statistics
 import sys
 import tempfile
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 from lockstep.compare import comparison_folder
-from lockstep.compare.agreement import Agreement, Agreements
-from lockstep.compare.entries import Entry, Sweep, devices_of, line_up
+from lockstep.compare.agreement import agreement_of
+from lockstep.compare.entries import Entry, Sweep, line_up
 from lockstep.compare.peers import attempt_peer, check_peers
 from lockstep.compare.result import Comparison, Row
 from lockstep.compare.timed_run import Tried, attempt
-from lockstep.compare.timing import in_turns
-from lockstep.errors import DeviceError, LockstepError, StrategyError, first_line
+from lockstep.errors import DeviceError, LockstepError, first_line
 from lockstep.job import Job
 from lockstep.jobfile import JobFile, as_job, the_job, with_settings
 from lockstep.launch import started_as_rank
 from lockstep.launch.device_table import machine
 from lockstep.launch.devices import Devices
+from lockstep.launch.run_folder import RunFolder
 from lockstep.strategies import Strategy, choose
 from lockstep.train import train
 
 _LOOK = 1e-9
 """Seconds of a look's timed updates: two of them, to warm up."""
-
-Told = Callable[[str], None]
 
 
 def compare(
@@ -49,7 +47,7 @@ def compare(
     seconds: float = 2.0,
     parity: bool = True,
     folder: str | Path | None = "runs",
-    told: Told | None = print,
+    told: Callable[[str], None] | None = print,
     **settings: Any,
 ) -> Comparison:
     """Measure strategies side by side on a job: in turns, in fresh processes, on the same global batches.
@@ -82,95 +80,92 @@ def compare(
     source = with_settings(as_job(job), settings)
     loaded = the_job(source)
     entries = line_up(strategies, devices, sweep or {}, check_peers(peers), device_map)
-    kept = None if folder is None else comparison_folder.new_folder(folder, source)
+    name = source.name if isinstance(source, JobFile) else "job"
+    kept = None if folder is None else RunFolder.new(folder, f"{name}-compare")
     say = told or (lambda line: None)
-    asked = comparison_folder.Asked(
-        strategies, devices, dict(sweep or {}), device_map, tuple(peers), rounds, seconds, parity, settings
-    )
-    turns = _Turns(source, entries, rounds, seconds, say)
+    turns = _Turns(source, entries, say)
     try:
-        with tempfile.TemporaryDirectory(prefix="lockstep-") as scratch:
-            turns.look(Agreements(source, Path(scratch)) if parity else None)
-        turns.refuse_map()
-        turns.time()
-        if "epochs" in settings and settings["epochs"] is not None:
-            turns.train(None if kept is None else kept / "runs")
+        turns.look(parity=parity)
+        turns.time(rounds, seconds)
+        if settings.get("epochs") is not None:
+            turns.train(None if kept is None else kept.path / "runs")
     except BaseException:
         if kept is not None:
-            comparison_folder.remove(kept)
+            kept.remove()
         raise
+    asked = {
+        "strategies": strategies and list(strategies),
+        "devices": devices,
+        "sweep": sweep and dict(sweep),
+        "device_map": device_map,
+        "peers": list(peers) or None,
+        "rounds": rounds,
+        "seconds": seconds,
+        "parity": None if parity else False,
+    }
     found = Comparison(
         job=source.path if isinstance(source, JobFile) else "job",
-        command=comparison_folder.command(source, asked),
+        command=comparison_folder.command(source, asked, settings),
         batch_size=loaded.batch_size,
         rounds=rounds,
         seconds=seconds,
         machine=machine(),
         on_slots=all(entry.devices[0].is_slot for entry in entries),
-        rows=tuple(turns.row(entry) for entry in entries),
-        folder="" if kept is None else str(kept),
+        rows=list(turns.rows.values()),
+        folder="" if kept is None else str(kept.path),
         keeps_memory=loaded.keep_memory,
     )
     comparison_folder.tell(found, say)
     return found
 
 
-@dataclass
 class _Turns:
-    """What is known of each entry so far."""
+    """What is measured of each entry: its row, by name."""
 
-    source: Job | JobFile
-    entries: Sequence[Entry]
-    rounds: int
-    seconds: float
-    say: Told
-    looks: dict[str, Tried] = field(default_factory=dict)
-    agreements: dict[str, Agreement] = field(default_factory=dict)
-    tried: dict[str, list[Tried]] = field(default_factory=dict)
-    reasons: dict[str, str] = field(default_factory=dict)
-    histories: dict[str, tuple[dict[str, Any], ...]] = field(default_factory=dict)
-    runs: dict[str, str] = field(default_factory=dict)
-    stopped: dict[str, str] = field(default_factory=dict)
+    def __init__(self, source: Job | JobFile, entries: Sequence[Entry], say: Callable[[str], None]) -> None:
+        self.source, self.entries, self.say = source, entries, say
+        self.rows = {entry.name: _row_of(entry, source) for entry in entries}
 
-    def look(self, agreements: Agreements | None) -> None:
+    def alive(self) -> list[Entry]:
+        """The entries that didn't fail."""
+        return [entry for entry in self.entries if not self.rows[entry.name].reason]
+
+    def note(self, entry: Entry, **found: Any) -> None:
+        self.rows[entry.name] = replace(self.rows[entry.name], **found)
+
+    def look(self, *, parity: bool) -> None:
         """Try each once; what fails here isn't timed."""
         for entry in self.entries:
             tried = self._attempt(entry, seconds=_LOOK, looks=True)
             if tried is None:
-                self.say(f"{entry.name}: failed: {self.reasons[entry.name]}")
+                self.say(f"{entry.name}: failed: {self.rows[entry.name].reason}")
                 continue
-            self.looks[entry.name] = tried
+            self.note(entry, caveats=list(map(str, tried.caveats)), plans=list(tried.plans), glance=tried.glance)
             said = ""
-            if agreements is not None and entry.role == "strategy":
-                self.agreements[entry.name] = agreement = agreements.of(entry)
+            if parity and entry.role == "strategy":
+                agreement = agreement_of(self.source, entry)
+                self.note(entry, agreement=agreement)
                 said = f", {agreement}"
             self.say(f"{entry.name}: works, started in {tried.started:.1f} s{said}")
 
-    def refuse_map(self) -> None:
-        """Refuse a device map that nobody can take, before an hour is spent on the others.
-
-        Raises:
-            StrategyError: what is wrong with it.
-        """
-        reasons = [self.reasons.get(entry.name, "") for entry in self.entries if "device_map" in entry.way.options]
-        if reasons and all(reason.startswith("device map: ") for reason in reasons):
-            raise StrategyError(reasons[0])
-
-    def time(self) -> None:
+    def time(self, rounds: int, seconds: float) -> None:
         """The rounds."""
-        alive = [entry for entry in self.entries if entry.name in self.looks]
-        turns = {entry.name: self._turn(entry) for entry in alive}
-        in_turns(turns, rounds=self.rounds, warm_up=0, told=lambda line: self.say(line.split(":")[0] + " done"))
-
-    def _turn(self, entry: Entry) -> Callable[[], float]:
-        def once() -> float:
-            tried = None if entry.name in self.reasons else self._attempt(entry, seconds=self.seconds)
-            if tried is None:
-                return 0.0
-            self.tried.setdefault(entry.name, []).append(tried)
-            return tried.rate
-
-        return once
+        tries: dict[str, list[Tried]] = {entry.name: [] for entry in self.alive()}
+        for turn in range(rounds):
+            for entry in self.alive():
+                tried = self._attempt(entry, seconds=seconds)
+                if tried is not None:
+                    tries[entry.name].append(tried)
+            self.say(f"round {turn + 1}/{rounds} done")
+        for entry in self.alive():
+            its = tries[entry.name]
+            self.note(
+                entry,
+                rates=[tried.rate for tried in its],
+                started=statistics.median(tried.started for tried in its),
+                system=statistics.median(tried.system for tried in its),
+                peaks=[max(column) for column in zip(*(tried.peaks for tried in its), strict=True)],
+            )
 
     def _attempt(self, entry: Entry, *, seconds: float, looks: bool = False) -> Tried | None:
         try:
@@ -178,14 +173,14 @@ class _Turns:
                 return attempt_peer(self.source, entry, seconds=seconds)
             return attempt(self.source, entry.way, seconds=seconds, looks=looks)
         except LockstepError as error:
-            self.reasons[entry.name] = first_line(error)
+            self.note(entry, reason=first_line(error))
             return None
 
     def train(self, folder: Path | None) -> None:
         """Train each strategy, and ``single`` on one device, for the job's epochs."""
         with tempfile.TemporaryDirectory(prefix="lockstep-") as scratch:
-            for entry in self.entries:
-                if entry.name in self.reasons or entry.role in ("all cores", "peer"):
+            for entry in self.alive():
+                if entry.role in ("all cores", "peer"):
                     continue
                 try:
                     run = train(
@@ -196,54 +191,39 @@ class _Turns:
                         quiet=True,
                     )
                 except LockstepError as error:
-                    self.stopped[entry.name] = f"its training failed: {first_line(error)}"
-                    self.say(f"{entry.name}: {self.stopped[entry.name]}")
+                    said = f"its training failed: {first_line(error)}"
+                    self.note(entry, caveats=[*self.rows[entry.name].caveats, said])
+                    self.say(f"{entry.name}: {said}")
                     continue
-                self.histories[entry.name] = tuple(run.history)
-                self.runs[entry.name] = "" if folder is None else str(run.folder)
+                self.note(entry, history=run.history, run="" if folder is None else str(run.folder))
                 last = run.history[-1]
                 self.say(f"{entry.name}: trained, loss {last.get('eval_loss', last['train_loss']):.4g}")
 
-    def _line(self, entry: Entry) -> str:
-        """What trains the job so; "" where there is no such line."""
-        if entry.role == "peer":
-            return ""
-        if isinstance(entry.way.devices, str):
-            return entry.way.line(self.source)
-        if not isinstance(self.source, JobFile) or sys.platform != "linux" or len(entry.devices) > 1:
-            return ""
-        # One slot of several: as many cores for the whole process.
-        cores = ",".join(map(str, entry.devices[0].cores))
-        return f"taskset -c {cores} {replace(entry.way, devices='1xcpu').line(self.source)}"
 
-    def row(self, entry: Entry) -> Row:
-        """All that was found of an entry."""
-        way = entry.way
-        row = Row(
-            name=entry.name,
-            role=entry.role,
-            strategy=way.strategy,
-            settings={**way.options, **way.settings},
-            devices=tuple(map(str, entry.devices)),
-            where=devices_of(entry),
-            line=self._line(entry),
-            one=entry.one,
-            cores=entry.cores,
-            history=self.histories.get(entry.name, ()),
-            run=self.runs.get(entry.name, ""),
-            agreement=self.agreements.get(entry.name),
-        )
-        if entry.name in self.reasons:
-            return replace(row, reason=self.reasons[entry.name])
-        tried = self.tried[entry.name]
-        look = self.looks[entry.name]
-        return replace(
-            row,
-            rates=tuple(one.rate for one in tried),
-            started=statistics.median(one.started for one in tried),
-            peaks=tuple(max(column) for column in zip(*(one.peaks for one in tried), strict=True)),
-            caveats=(*map(str, look.caveats), *([self.stopped[entry.name]] if entry.name in self.stopped else [])),
-            plans=look.plans,
-            glance=look.glance,
-            system=statistics.median(one.system for one in tried),
-        )
+def _row_of(entry: Entry, source: Job | JobFile) -> Row:
+    """The row of an entry, with nothing measured yet."""
+    way = entry.way
+    return Row(
+        name=entry.name,
+        role=entry.role,
+        strategy=way.strategy,
+        settings={**way.options, **way.settings},
+        devices=list(map(str, entry.devices)),
+        where=entry.where,
+        line=_line(entry, source),
+        one=entry.one,
+        cores=entry.cores,
+    )
+
+
+def _line(entry: Entry, source: Job | JobFile) -> str:
+    """What trains the job so; "" where there is no such line."""
+    if entry.role == "peer":
+        return ""
+    if isinstance(entry.way.devices, str):
+        return entry.way.line(source)
+    if not isinstance(source, JobFile) or sys.platform != "linux":
+        return ""
+    # One slot of several: as many cores for the whole process.
+    cores = ",".join(map(str, entry.devices[0].cores))
+    return f"taskset -c {cores} {replace(entry.way, devices='1xcpu').line(source)}"

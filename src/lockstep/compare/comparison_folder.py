@@ -16,49 +16,17 @@ import json
 import os
 import shlex
 import shutil
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
 from lockstep.compare.comparison_page import write_page
 from lockstep.compare.comparison_table import csv_of, lines_of
-from lockstep.compare.result import Comparison, plain
+from lockstep.compare.entries import job_words, option_words
+from lockstep.compare.result import Comparison
 from lockstep.errors import FolderError, InputError
 from lockstep.job import Job
 from lockstep.jobfile import JobFile
-from lockstep.launch.devices import Devices
-from lockstep.launch.run_folder import RunFolder
-from lockstep.strategies import Strategy
-
-
-@dataclass(frozen=True)
-class Asked:
-    """What a person asked for."""
-
-    strategies: Sequence[str | Strategy] | None
-    devices: Devices
-    sweep: Mapping[str, Sequence[Any]]
-    device_map: Mapping[str, int] | None
-    peers: tuple[str, ...]
-    rounds: int
-    seconds: float
-    parity: bool
-    settings: Mapping[str, Any]
-
-
-def new_folder(parent: str | Path, job: Job | JobFile) -> Path:
-    """A folder of this comparison's own.
-
-    Raises:
-        FolderError: it can't be made.
-    """
-    return RunFolder.new(parent, f"{job.name if isinstance(job, JobFile) else 'job'}-compare").path
-
-
-def remove(folder: Path) -> None:
-    """Take it away: nothing came of it."""
-    shutil.rmtree(folder, ignore_errors=True)
 
 
 def read(folder: str | Path) -> Comparison:
@@ -90,59 +58,47 @@ def write(found: Comparison) -> None:
 
 def json_of(found: Comparison) -> str:
     """All that was found."""
-    return json.dumps(plain(found.as_dict()), indent=2, default=str) + "\n"
+    text = json.dumps(found.as_dict(), default=str)
+    # JSON has no word for what is not a number, or infinite.
+    return json.dumps(json.loads(text, parse_constant=lambda word: None), indent=2) + "\n"
 
 
-def command(source: Job | JobFile, asked: Asked) -> str:
-    """What repeats the comparison: a command, or a call where the job isn't a file."""
-    names = [item for item in asked.strategies or () if isinstance(item, str)]
-    has_own = len(names) < len(asked.strategies or ())  # with settings that the command has no words for
-    if isinstance(source, JobFile) and not has_own and isinstance(asked.devices, str | int):
-        words = ["lockstep", "compare", source.path]
-        words += [word for name, value in source.knobs.items() for word in ("--set", f"{name}={value}")]
-        if names:
-            words += ["--strategies", ",".join(names)]
-        words += ["--devices", str(asked.devices)]
-        for key, values in asked.sweep.items():
-            words += ["--sweep", f"{key}={','.join(map(str, values))}"]
-        if asked.device_map is not None:
-            words += ["--map", json.dumps(asked.device_map)]
-        if asked.peers:
-            words += ["--with", ",".join(asked.peers)]
-        words += ["--rounds", str(asked.rounds), "--seconds", f"{asked.seconds:g}"]
-        words += [] if asked.parity else ["--no-parity"]
-        for name, value in {**source.settings, **asked.settings}.items():
-            option = f"--{name.replace('_', '-')}"
-            words += [option] if value is True else [option, str(value).lower()]
-        return shlex.join(words)
-    given = {
-        "strategies": asked.strategies and list(asked.strategies),
-        "devices": asked.devices,
-        "sweep": dict(asked.sweep) or None,
-        "device_map": asked.device_map,
-        "peers": list(asked.peers) or None,
-        "rounds": asked.rounds,
-        "seconds": asked.seconds,
-        "parity": None if asked.parity else False,
-        **asked.settings,
-    }
-    job = repr(source.path) if isinstance(source, JobFile) else "job"
-    return f"lockstep.compare({', '.join([job, *(f'{k}={v!r}' for k, v in given.items() if v is not None)])})"
+def command(source: Job | JobFile, asked: Mapping[str, Any], settings: Mapping[str, Any]) -> str:
+    """What repeats the comparison: a command, or a call where the job isn't a file or a strategy is an object.
+
+    Args:
+        source: the job, with the settings in it.
+        asked: the other arguments of ``compare``, by name; None for what is as usual.
+        settings: fields of the job that were replaced.
+    """
+    given = {name: value for name, value in asked.items() if value is not None}
+    objects = [one for one in (*given.get("strategies", ()), given["devices"]) if not isinstance(one, str | int)]
+    if not isinstance(source, JobFile) or objects:
+        job = repr(source.path) if isinstance(source, JobFile) else "job"
+        values = {**given, **{name: value for name, value in settings.items() if value is not None}}
+        return f"lockstep.compare({', '.join([job, *(f'{name}={value!r}' for name, value in values.items())])})"
+    words = ["lockstep", "compare", *job_words(source)]
+    for name, value in given.items():
+        if name == "sweep":
+            words += [word for key, its in value.items() for word in ("--sweep", f"{key}={','.join(map(str, its))}")]
+        elif name == "parity":
+            words.append("--no-parity")
+        else:
+            words += option_words({"with" if name == "peers" else name: value})
+    return shlex.join([*words, *option_words(source.settings)])
 
 
 def tell(found: Comparison, say: Callable[[str], None]) -> None:
     """Print the tables and the sentence; write the folder, where there is one."""
-    say("")
-    for line in lines_of(found, shutil.get_terminal_size().columns):
+    for line in ("", *lines_of(found, shutil.get_terminal_size().columns)):
         say(line)
     if not found.folder:
         return
     write(found)
-    say("")
     try:
-        say(f"report: {os.path.relpath(write_page(found))}")
+        say(f"\nreport: {os.path.relpath(write_page(found))}")
     except FolderError:
         raise
     except InputError as error:
-        say(f"no report.html: {error}")
+        say(f"\nno report.html: {error}")
     say(f"all that was found: {os.path.relpath(found.folder)}/compare.json and compare.csv")

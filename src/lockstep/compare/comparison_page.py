@@ -1,15 +1,30 @@
-"""The report of a comparison, as a page."""
+"""The report of a comparison, as a page.
+
+A sweep is a figure of the speed-up of each strategy over the values that were tried, beside what has no such setting::
+
+    --sweep microbatches=1,2,4,8       pp     a line through its four rows
+                                       mp     a level: one row for all values
+"""
 
 from __future__ import annotations
 
 from collections.abc import Iterator
+from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Literal
 
 from lockstep.compare.advice import all_cores, best_of, cautions, sentence
-from lockstep.compare.comparison_table import batches_of, caveats_of, moved, outcome_columns, plans_of, speed_columns
-from lockstep.compare.result import Comparison
-from lockstep.compare.sweeps import sweeps_of
+from lockstep.compare.comparison_table import (
+    batches_of,
+    caveats_of,
+    moved,
+    outcome_columns,
+    plans_of,
+    speed_columns,
+    start,
+)
+from lockstep.compare.result import Comparison, Row
+from lockstep.compare.timing import Timing
+from lockstep.errors import counted
 from lockstep.report.charts import Bars, Lines, Stacks
 from lockstep.report.page import Figure, Page, Section, Table, write
 from lockstep.report.timeline_charts import turns_of
@@ -17,6 +32,13 @@ from lockstep.training.first_step import written
 
 _IDS = 4
 """Sample ids that are shown of a device."""
+
+_AXES = {
+    "microbatches": "micro-batches",
+    "split_size": "samples of a micro-batch, at most",
+    "batch_size": "samples of a global batch",
+}
+"""What the axis of a sweep is called where the setting's own name says too little."""
 
 
 def write_page(found: Comparison) -> Path:
@@ -32,21 +54,20 @@ def write_page(found: Comparison) -> Path:
 def page_of(found: Comparison) -> Page:
     """All that was found, in the order in which a person asks."""
     notes = [
-        f"Batches of {batches_of(found)}; each way in fresh processes, {found.rounds} "
-        f"turn{'s' if found.rounds > 1 else ''} of {found.seconds:g} s or more in alternation; "
-        "bars show the median turn, and the lines on them the lowest and the highest."
+        f"Batches of {batches_of(found)}; each way in fresh processes, {counted(found.rounds, 'turn')} of "
+        f"{found.seconds:g} s or more in alternation; bars show the median turn, and the lines on them the lowest and "
+        "the highest."
     ]
     if found.on_slots:
         notes.append(
             "The devices are slots: cores of one machine, which share its memory and its caches. They are not GPUs: "
             "what gains here may gain more or less there."
         )
-    notes += cautions(found)
     best = best_of(found)
     return Page(
         title=f"{Path(found.job).name}: strategies side by side",
         verdict=sentence(found),
-        notes=notes,
+        notes=[*notes, *cautions(found)],
         sections=[section for section in _sections(found) if section.parts or section.text],
         facts=[(name, str(value)) for name, value in found.machine.items()],
         command=found.command,
@@ -57,7 +78,8 @@ def page_of(found: Comparison) -> Page:
 def _sections(found: Comparison) -> Iterator[Section]:
     rows = found.measured
     if rows:
-        yield Section("How fast", [_speed(found), *_sweeps(found), _overview(found)])
+        sweeps = [_sweep(found, one) for one in sweeps_of(found)]
+        yield Section("How fast", [_speed(found), *sweeps, _overview(found)])
     failed = [[row.name, row.reason] for row in found.rows if not row.rates]
     if failed:
         yield Section("What could not be measured", [Table("failed", "And why", ["", "reason"], failed)])
@@ -71,58 +93,97 @@ def _sections(found: Comparison) -> Iterator[Section]:
         yield Section("What each device sees of a batch", [_seen(found)])
 
 
+def _one(found: Comparison) -> str:
+    return "one slot" if found.on_slots else "one device"
+
+
+def _kind(row: Row) -> str:
+    """By which its bars are coloured."""
+    return "peer" if row.role == "peer" else row.strategy
+
+
 def _speed(found: Comparison) -> Figure:
     rows = found.measured
-    notes = []
-    for row in rows:
-        speed_up = found.speed_up(row)
-        notes.append("" if speed_up is None or row.name == row.one else f"{speed_up.median:.2f} x")
+    ratios = [None if row.name == row.one else found.speed_up(row) for row in rows]
     chart = Bars(
         "samples per second",
         [row.name for row in rows],
         [row.timing.median for row in rows],
         [row.timing.spread for row in rows],
-        [row.strategy if row.role != "peer" else "peer" for row in rows],
-        notes,
+        [_kind(row) for row in rows],
+        ["" if ratio is None else f"{ratio.median:.2f} x" for ratio in ratios],
     )
-    over = "one slot" if found.on_slots else "one device"
-    return Figure("speed", "Samples per second", chart, f"Longer is faster; x: times {over}.")
+    return Figure("speed", "Samples per second", chart, f"Longer is faster; x: times {_one(found)}.")
 
 
-def _sweeps(found: Comparison) -> Iterator[Figure]:
-    over = "one slot" if found.on_slots else "one device"
-    for sweep in sweeps_of(found):
-        lines = {name: [(value, ratio.median) for value, ratio in points] for name, points in sweep.lines.items()}
-        spreads = {name: [ratio.spread for _, ratio in points] for name, points in sweep.lines.items()}
-        levels = {name: ratio.median for name, ratio in sweep.levels.items()}
-        chart = Lines(sweep.axis, f"times {over}", lines, spreads, levels, chosen=_scale(lines))
-        caption = "Each at the median of its turns, from the lowest to the highest; higher is faster."
-        if levels:
-            caption += " Lines that are level all the way are of rows without that setting."
-        yield Figure(f"sweep-{sweep.key}", f"Speed-up over {over}, by {sweep.axis}", chart, caption)
+@dataclass
+class Swept:
+    """One setting with the values that were tried.
+
+    Attributes:
+        key: the setting's name, or ``devices``.
+        lines: by the rest of the row's name, its speed-up at each value, from the smallest value on.
+        levels: by name, the speed-up of what has one row for all values.
+    """
+
+    key: str
+    lines: dict[str, list[tuple[float, Timing]]] = field(default_factory=dict)
+    levels: dict[str, Timing] = field(default_factory=dict)
+
+    @property
+    def axis(self) -> str:
+        """What its axis is called."""
+        return _AXES.get(self.key, self.key.replace("_", " "))
 
 
-def _scale(lines: dict[str, list[tuple[float, float]]]) -> Literal["", "doubling", "even"]:
-    """How the axis of a sweep is marked: at the values that were tried, where there is room for them."""
-    if _doubles(lines):
-        return "doubling"
-    return "even" if len({x for points in lines.values() for x, _ in points}) <= 12 else ""
+def sweeps_of(found: Comparison) -> Iterator[Swept]:
+    """Each setting of which some strategy was measured with several numbers, in the order of the rows."""
+    ratios = {row.name: found.speed_up(row) for row in found.measured if row.role != "one device"}
+    numbers = {name: _numbers_of(found[name]) for name in ratios}
+    for key in dict.fromkeys(key for its in numbers.values() for key in its):
+        sweep = Swept(key)
+        for name, ratio in ratios.items():
+            if ratio is None:
+                continue
+            if key in numbers[name]:
+                rest = " ".join(word for word in name.split(" ") if not word.startswith(f"{key}="))
+                sweep.lines.setdefault(rest, []).append((numbers[name][key], ratio))
+            elif key not in found[name].settings:
+                sweep.levels[name] = ratio
+        for points in sweep.lines.values():
+            points.sort(key=lambda point: point[0])
+        if any(len(points) > 1 for points in sweep.lines.values()):
+            yield sweep
 
 
-def _doubles(lines: dict[str, list[tuple[float, float]]]) -> bool:
-    """Whether values were chosen by factors rather than by steps."""
-    values = sorted({x for points in lines.values() for x, _ in points})
-    return values[0] > 0 and values[-1] >= 4 * values[0]
+def _numbers_of(row: Row) -> dict[str, float]:
+    """The settings of a row that are numbers; the number of devices too, where the rows' names have it."""
+    numbers = {key: float(v) for key, v in row.settings.items() if type(v) in (int, float)}
+    return numbers | ({"devices": float(len(row.devices))} if " devices=" in row.name else {})
+
+
+def _sweep(found: Comparison, sweep: Swept) -> Figure:
+    lines = {name: [(value, ratio.median) for value, ratio in points] for name, points in sweep.lines.items()}
+    spreads = {name: [ratio.spread for _, ratio in points] for name, points in sweep.lines.items()}
+    levels = {name: ratio.median for name, ratio in sweep.levels.items()}
+    values = sorted({value for points in lines.values() for value, _ in points})
+    # Values that were chosen by factors rather than by steps are as far apart as their factors.
+    doubling = values[0] > 0 and values[-1] >= 4 * values[0]
+    chart = Lines(sweep.axis, f"times {_one(found)}", lines, spreads, levels, chosen="doubling" if doubling else "even")
+    caption = "Each at the median of its turns, from the lowest to the highest; higher is faster."
+    if levels:
+        caption += " Lines that are level all the way are of rows without that setting."
+    return Figure(f"sweep-{sweep.key}", f"Speed-up over {_one(found)}, by {sweep.axis}", chart, caption)
 
 
 def _overview(found: Comparison) -> Table:
     columns = speed_columns(found)
     heads = {"x slot": "times one slot", "x one": "times one device", "effic.": "efficiency"}
     heads["x cores"] = f"times {all_cores(found)}"
-    rows = []
-    for row in found.measured:
-        cells = [column.cell(row) for column in columns]
-        rows.append([row.name, *cells, f"{row.started:.1f} s", moved(row), row.where])
+    rows = [
+        [row.name, *(column.cell(row) for column in columns), start(row), moved(row), row.where]
+        for row in found.measured
+    ]
     head = ["", *(heads.get(column.head, column.head) for column in columns), "start", "moved", "devices"]
     caption = (
         "Efficiency: the speed-up over one device, for each device. Memory: the largest, of a process or an "
@@ -133,13 +194,12 @@ def _overview(found: Comparison) -> Table:
 
 
 def _memory(found: Comparison) -> Figure:
-    names, values, kinds = [], [], []
-    for row in found.measured:
-        for i, peak in enumerate(row.peaks):
-            several = len(row.peaks) > 1
-            names.append(f"{row.name} {row.devices[i]}" if several else row.name)
-            values.append(peak / 2**20)
-            kinds.append(row.strategy if row.role != "peer" else "peer")
+    bars = [
+        (f"{row.name} {row.devices[i]}" if len(row.peaks) > 1 else row.name, peak / 2**20, _kind(row))
+        for row in found.measured
+        for i, peak in enumerate(row.peaks)
+    ]
+    names, values, kinds = zip(*bars, strict=True)
     what = "process; one that drives several slots has one bar" if found.on_slots else "device"
     return Figure("memory", "Memory at most", Bars("MiB", names, values, kinds=kinds), f"Of each {what}.")
 
@@ -148,9 +208,10 @@ def _time(found: Comparison) -> Section:
     known = [row for row in found.measured if row.shares]
     if not known:
         return Section("Where the time goes")
-    kinds = list(known[0].shares)
-    steps = {row.name: found.samples_of(row) / row.timing.median for row in known}
-    parts = {kind: [1e3 * steps[row.name] * row.shares[kind] for row in known] for kind in kinds}
+    steps = [1e3 * found.samples_of(row) / row.timing.median for row in known]
+    parts = {
+        kind: [step * row.shares[kind] for row, step in zip(known, steps, strict=True)] for kind in known[0].shares
+    }
     text = []
     if others := [row.name for row in found.measured if not row.shares and row.role != "peer"]:
         text.append(f"Not known of {', '.join(others)}: one clock can't tell of stages that take turns.")
@@ -168,9 +229,8 @@ def _time(found: Comparison) -> Section:
 
 def _turns(found: Comparison) -> Iterator[Figure]:
     for row in found.measured:
-        kept = {} if row.glance is None else row.glance.timelines
-        if kept:
-            chart, caption = turns_of(kept)
+        if row.glance is not None and row.glance.timelines:
+            chart, caption = turns_of(row.glance.timelines)
             name = "turns-" + "".join(letter if letter.isalnum() else "-" for letter in row.name)
             yield Figure(name, f"{row.name}: the stages' turns in one step, in milliseconds", chart, caption)
 
@@ -200,12 +260,11 @@ def _numbers(found: Comparison) -> Section:
     reasons: list[str] = []
     for row in found.rows:
         agreement = row.agreement
-        if agreement is None or row.role != "strategy":
+        if agreement is None:
             continue
-        said = {True: "equal", False: "differs", None: "not known"}[agreement.equal]
         difference = "" if agreement.difference is None else f"{agreement.difference:.1e}"
         against = f"single in {agreement.micro_batches} micro-batches" if agreement.micro_batches > 1 else "single"
-        rows.append([row.name, said, difference, agreement.precision or "the job's own", against])
+        rows.append([row.name, agreement.word, difference, agreement.precision or "the job's own", against])
         reasons += [f"{row.name}: {agreement.reason}"] if agreement.reason else []
     if not rows:
         return Section("The same numbers?")
@@ -214,17 +273,17 @@ def _numbers(found: Comparison) -> Section:
         "far it went. In fp64 rounding is near 1e-15, and a fault shows as 1e-3."
     )
     head = ["", "numbers", "difference", "format", "held against"]
-    reasons += caveats_of(found)
-    return Section("The same numbers?", [Table("parity", "Each against one device", head, rows, caption)], reasons)
+    table = Table("parity", "Each against one device", head, rows, caption)
+    return Section("The same numbers?", [table], [*reasons, *caveats_of(found)])
 
 
 def _seen(found: Comparison) -> Table:
     rows = []
     for row in found.measured:
         for one in () if row.glance is None else row.glance.devices:
-            ids = one.samples
-            shown = "" if ids is None else ", ".join(map(str, ids[:_IDS])) + (", ..." if len(ids) > _IDS else "")
-            count = "" if ids is None else f"{len(ids):,}"
+            ids = one.samples or ()
+            shown = ", ".join(map(str, ids[:_IDS])) + (", ..." if len(ids) > _IDS else "")
+            count = "" if one.samples is None else f"{len(ids):,}"
             rows.append([row.name, one.device, count, written(one.inputs), written(one.outputs), shown])
     head = ["", "device", "samples", "inputs", "outputs", "sample ids"]
     caption = (

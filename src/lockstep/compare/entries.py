@@ -11,13 +11,15 @@ from __future__ import annotations
 
 import dataclasses
 import itertools
+import json
+import shlex
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, Literal
 
-from lockstep.compare.timed_run import Way, first_of
-from lockstep.errors import InputError, nearest
-from lockstep.job import SETTINGS, checked_setting
+from lockstep.errors import InputError, counted, nearest
+from lockstep.job import SETTINGS, Job, checked_setting
+from lockstep.jobfile import JobFile
 from lockstep.launch import devices as _devices
 from lockstep.launch.devices import Device, Devices
 from lockstep.strategies import STRATEGIES, Strategy, named
@@ -32,13 +34,73 @@ Sweep = Mapping[str, Sequence[Any]]
 
 
 @dataclass(frozen=True)
-class Entry:
-    """One row that is to be measured.
+class Way:
+    """A way to train a job on this machine.
 
     Attributes:
-        name: what it is called, without the devices: ``pp microbatches=4``.
-        role: what it is there for.
-        way: the strategy, its devices, the settings.
+        strategy: by name.
+        devices: as a person writes them, or the devices themselves (one slot of several has no word).
+        settings: fields of the job that are replaced.
+        options: settings of the strategy's own.
+    """
+
+    strategy: str
+    devices: str | tuple[Device, ...]
+    settings: dict[str, Any] = field(default_factory=dict)
+    options: dict[str, Any] = field(default_factory=dict)
+
+    def replace(self, **settings: Any) -> Way:
+        """The same with some settings changed."""
+        return dataclasses.replace(self, settings={**self.settings, **settings})
+
+    @property
+    def words(self) -> list[str]:
+        """``--strategy dp --devices 2xcpu --channels-last``: what to say to the command."""
+        return option_words({"strategy": self.strategy, "devices": self.devices, **self.options, **self.settings})
+
+    def line(self, job: Job | JobFile) -> str:
+        """What to paste, to train a job so."""
+        if isinstance(job, JobFile):
+            words = dataclasses.replace(self, settings={**job.settings, **self.settings}).words
+            return shlex.join(["lockstep", "train", *job_words(job), *words])
+        strategy = f'"{self.strategy}"'
+        if self.options:
+            strategy = f"{STRATEGIES[self.strategy].__name__}({_arguments(self.options)})"
+        return f"lockstep.train(job, strategy={strategy}, {_arguments({'devices': self.devices, **self.settings})})"
+
+
+def job_words(job: JobFile) -> list[str]:
+    """A job file and its knobs, as words of the command."""
+    return [job.path, *(word for name, value in job.knobs.items() for word in ("--set", f"{name}={value}"))]
+
+
+def option_words(values: Mapping[str, Any]) -> list[str]:
+    """Settings of a job or of a strategy as words of the command: ``--batch-size 32 --channels-last``."""
+    words = []
+    for name, value in values.items():
+        words.append("--map" if name == "device_map" else f"--{name.replace('_', '-')}")
+        if isinstance(value, Mapping):
+            words.append(json.dumps(dict(value)))
+        elif value is not True:
+            words.append(_word(value))
+    return words
+
+
+def _word(value: Any) -> str:
+    if isinstance(value, list):
+        return ",".join(map(str, value))
+    return str(value).lower() if value is None or isinstance(value, bool) else str(value)
+
+
+def _arguments(values: Mapping[str, Any]) -> str:
+    return ", ".join(f"{name}={value!r}".replace("'", '"') for name, value in values.items())
+
+
+@dataclass(frozen=True)
+class Entry:
+    """One row that is to be measured, such as ``pp microbatches=4``.
+
+    Attributes:
         devices: the devices themselves.
         one: the name of the row that is its one device.
         cores: the name of the row that is all cores of the machine, where slots are the devices.
@@ -50,6 +112,14 @@ class Entry:
     devices: tuple[Device, ...]
     one: str
     cores: str | None
+
+    @property
+    def where(self) -> str:
+        """``2 slots of 1 core``, ``cuda:0, cuda:1``."""
+        first = self.devices[0]
+        if not first.is_slot:
+            return ", ".join(map(str, self.devices))
+        return f"{counted(len(self.devices), 'slot')} of {counted(first.threads, 'core')}"
 
 
 def line_up(
@@ -69,24 +139,15 @@ def line_up(
         raise InputError("strategies: name at least one")
     sweep = _checked(sweep, [name for name, _ in wanted])
     of_job = {key: values for key, values in sweep.items() if key in SETTINGS}
-    counts = sweep.get("devices", [devices])
-    found: dict[str, Entry] = {}
-
-    def add(entry: Entry) -> None:
-        found.setdefault(entry.name, entry)
-
-    sets = [(count, settings) for count in counts for settings in _products(of_job)]
-    references = {}
-    for i, (count, settings) in enumerate(sets):
-        references[i] = one, cores = _references(_devices.parse_several(count), settings)
-        add(one)
-        if cores is not None:
-            add(cores)
-    for i, (count, settings) in enumerate(sets):
+    references: list[Entry] = []
+    entries: list[Entry] = []
+    for count, settings in itertools.product(sweep.get("devices", [devices]), _products(of_job)):
         chosen = _devices.parse_several(count)
-        one, cores = references[i]
-        said = {"devices": count} if "devices" in sweep else {}
-        whole = None if cores is None else cores.name
+        where = first_of(chosen, len(chosen))
+        alone = _references(chosen, settings)
+        references += alone
+        one, cores = alone[0].name, alone[0].cores
+        said = {**settings, **({"devices": count} if "devices" in sweep else {})}
         for name, options in wanted:
             if name == "single":
                 continue  # it is there
@@ -94,13 +155,13 @@ def line_up(
                 options = {**options, "device_map": device_map}
             swept = {key: sweep[key] for key in sweep if key not in of_job and _takes(name, key)}
             for more in _products(swept):
-                way = Way(name, first_of(chosen, len(chosen)), settings, {**options, **more})
-                shown = {key: value for key, value in {**options, **more}.items() if key != "device_map"}
-                add(Entry(_named(name, {**shown, **settings, **said}), "strategy", way, chosen, one.name, whole))
+                way = Way(name, where, settings, {**options, **more})
+                shown = {key: value for key, value in way.options.items() if key != "device_map"}
+                entries.append(Entry(_named(name, {**shown, **said}), "strategy", way, chosen, one, cores))
         for peer in peers:
-            way = Way(peer, first_of(chosen, len(chosen)), settings)
-            add(Entry(_named(f"{peer} by hand", {**settings, **said}), "peer", way, chosen, one.name, whole))
-    return list(found.values())
+            name = _named(f"{peer} by hand", said)
+            entries.append(Entry(name, "peer", Way(peer, where, settings), chosen, one, cores))
+    return list({entry.name: entry for entry in [*references, *entries]}.values())
 
 
 def _as_way(item: str | Strategy) -> tuple[str, dict[str, Any]]:
@@ -111,28 +172,33 @@ def _as_way(item: str | Strategy) -> tuple[str, dict[str, Any]]:
     return chosen.name, {name: value for name, (value, usual) in values.items() if value != usual}
 
 
-def _references(chosen: tuple[Device, ...], settings: dict[str, Any]) -> tuple[Entry, Entry | None]:
+def _references(chosen: tuple[Device, ...], settings: dict[str, Any]) -> list[Entry]:
     """``single`` on one of these devices, and where they are slots, on all cores."""
     first = chosen[0]
     if not first.is_slot:
         name = _named("single", settings)
-        return Entry(name, "one device", Way("single", first_of(chosen, 1), settings), (first,), name, None), None
+        return [Entry(name, "one device", Way("single", first_of(chosen, 1), settings), (first,), name, None)]
     every = _devices.slots(1)
-    count = first.threads
-    name = _named(f"single, {count} core{'s' if count > 1 else ''}", settings)
+    whole_way = Way("single", "1xcpu", settings)
+    name = _named(f"single, {counted(first.threads, 'core')}", settings)
     if first.cores == every[0].cores:  # one slot has them all
-        return Entry(name, "one device", Way("single", "1xcpu", settings), every, name, name), None
+        return [Entry(name, "one device", whole_way, every, name, name)]
     whole = _named(f"single, {len(every[0].cores)} cores", settings)
-    one = Entry(name, "one device", Way("single", (first,), settings), (first,), name, whole)
-    return one, Entry(whole, "all cores", Way("single", "1xcpu", settings), every, name, whole)
+    return [
+        Entry(name, "one device", Way("single", (first,), settings), (first,), name, whole),
+        Entry(whole, "all cores", whole_way, every, name, whole),
+    ]
+
+
+def first_of(chosen: Sequence[Device], count: int) -> str:
+    """How a person writes the first so many of these devices."""
+    if chosen[0].is_slot:
+        return f"{count}xcpu"
+    return f"{chosen[0].type}:{','.join(str(d.index) for d in chosen[:count])}"
 
 
 def _named(name: str, settings: Mapping[str, Any]) -> str:
-    return " ".join([name, *(f"{key}={_short(value)}" for key, value in settings.items())])
-
-
-def _short(value: Any) -> str:
-    return str(value).lower() if isinstance(value, bool) else str(value)
+    return " ".join([name, *(f"{key}={_word(value)}" for key, value in settings.items())])
 
 
 def _products(values: Sweep) -> list[dict[str, Any]]:
@@ -150,12 +216,9 @@ def _checked(sweep: Sweep, strategies: Sequence[str]) -> dict[str, list[Any]]:
     for key, values in sweep.items():
         having = [name for name in strategies if _takes(name, key)]
         if not having and key not in SETTINGS and key != "devices":
-            known = {
-                f.name for name in strategies for f in dataclasses.fields(STRATEGIES[name]) if _takes(name, f.name)
-            }
-            every = sorted(known | set(SETTINGS) | {"devices"})
             if others := [name for name in STRATEGIES if _takes(name, key)]:
                 raise InputError(f"sweep: {key} is a setting of {' and '.join(others)}, which is not compared here")
+            every = sorted({"devices", *SETTINGS, *(key for name in strategies for key in STRATEGIES[name].choices())})
             raise InputError(
                 f'sweep: "{key}" is no setting of a job or of {", ".join(strategies)} (and a knob of the job is the '
                 f"same for all, by --set); {nearest(key, every)}"
@@ -167,12 +230,3 @@ def _checked(sweep: Sweep, strategies: Sequence[str]) -> dict[str, list[Any]]:
         else:
             found[key] = [getattr(named(having[0], **{key: v}), key) for v in values] if having else list(values)
     return found
-
-
-def devices_of(entry: Entry) -> str:
-    """``2 slots of 1 core``, ``cuda:0, cuda:1``."""
-    first = entry.devices[0]
-    if not first.is_slot:
-        return ", ".join(map(str, entry.devices))
-    count, cores = len(entry.devices), first.threads
-    return f"{count} slot{'s' if count > 1 else ''} of {cores} core{'s' if cores > 1 else ''}"

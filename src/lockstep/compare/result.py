@@ -2,43 +2,32 @@
 
 from __future__ import annotations
 
-import math
-from collections.abc import Mapping
-from dataclasses import asdict, dataclass
+import statistics
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass, field, fields
 from typing import Any
 
 from lockstep.compare.agreement import Agreement
 from lockstep.compare.entries import Role
 from lockstep.compare.snapshot import Glance, Seen
-from lockstep.compare.timing import Timing, Timings
+from lockstep.compare.timing import Timing
 from lockstep.launch.events import TimesOf
 from lockstep.strategies import STRATEGIES
 
 
 @dataclass(frozen=True)
 class Row:
-    """One way to train, measured.
+    """One way to train, measured; the first nine are those of its ``Entry``.
 
     Attributes:
-        name: what it is called.
-        role: what it is there for.
-        strategy: by name.
         settings: of the job and of the strategy, that this row has and others may not.
-        devices: their names.
-        where: the same in words: ``2 slots of 1 core``.
         line: what trains the job so; "" where there is no such line.
-        one: the row that is its one device.
-        cores: the row that is all cores of the machine, where slots are the devices.
-        rates: samples per second, round by round; empty where it failed.
-        reason: why it failed.
+        rates: samples per second, round by round; empty where it failed, for a ``reason``.
         started: seconds from asking until the first update was done; the median of all rounds.
         peaks: bytes that each process, or each accelerator, held at most.
         caveats: where its results differ from single-device training, as it says itself.
         plans: what was chosen for it: the stages of a pipeline, say.
-        agreement: whether they are.
-        glance: what each device sees, where the time goes, what moves.
-        history: with ``epochs``, a record for each.
-        run: with ``epochs``, the run's folder.
+        history: with ``epochs``, a record for each; ``run`` is the folder then.
         system: the part of the (first) process's processor time that the system took; the median of all rounds.
     """
 
@@ -46,20 +35,20 @@ class Row:
     role: Role
     strategy: str
     settings: dict[str, Any]
-    devices: tuple[str, ...]
+    devices: Sequence[str]
     where: str
     line: str
     one: str
     cores: str | None
-    rates: tuple[float, ...] = ()
+    rates: Sequence[float] = field(default_factory=list)
     reason: str = ""
-    started: float = math.nan
-    peaks: tuple[int, ...] = ()
-    caveats: tuple[str, ...] = ()
-    plans: tuple[str, ...] = ()
+    started: float | None = None
+    peaks: Sequence[int] = field(default_factory=list)
+    caveats: Sequence[str] = field(default_factory=list)
+    plans: Sequence[str] = field(default_factory=list)
     agreement: Agreement | None = None
     glance: Glance | None = None
-    history: tuple[dict[str, Any], ...] = ()
+    history: Sequence[dict[str, Any]] = field(default_factory=list)
     run: str = ""
     system: float = 0.0
 
@@ -76,17 +65,18 @@ class Row:
         return self.agreement.equal
 
     @property
-    def shares(self) -> dict[str, float]:
-        """The parts of a step (computing, ...), of all ranks or replicas together; empty where that isn't known."""
+    def clocked(self) -> float:
+        """Seconds of an update that was clocked, the mean over ranks or replicas; 0 where that isn't known."""
         times = () if self.glance is None else self.glance.times
-        whole = sum(one.step for one in times)
-        return {kind: sum(one.kinds[kind] for one in times) / whole for kind in times[0].kinds} if whole else {}
+        return statistics.fmean(one.step for one in times) if times else 0.0
 
     @property
-    def clocked(self) -> float:
-        """Seconds of the updates of which ``shares`` are parts, a mean."""
-        times = () if self.glance is None else self.glance.times
-        return sum(one.step for one in times) / len(times)
+    def shares(self) -> dict[str, float]:
+        """The parts of a step (computing, ...), of all ranks or replicas together; empty where that isn't known."""
+        if self.glance is None or not self.clocked:
+            return {}
+        times = self.glance.times
+        return {kind: statistics.fmean(one.kinds[kind] for one in times) / self.clocked for kind in times[0].kinds}
 
 
 @dataclass(frozen=True)
@@ -94,13 +84,9 @@ class Comparison:
     """All rows, and what they were measured with.
 
     Attributes:
-        job: what was trained.
         command: what repeats the comparison.
         batch_size: samples of the global batch (of the job; a sweep may have others).
-        rounds: how many turns each row had.
-        seconds: how long a turn's timed updates took at least.
         machine: what it was measured on, and the versions.
-        on_slots: whether slots are the devices.
         rows: in the order of measuring.
         folder: where the report is.
         keeps_memory: whether the job asks for ``keep_memory``.
@@ -113,7 +99,7 @@ class Comparison:
     seconds: float
     machine: dict[str, Any]
     on_slots: bool
-    rows: tuple[Row, ...]
+    rows: Sequence[Row]
     folder: str = ""
     keeps_memory: bool = False
 
@@ -122,27 +108,24 @@ class Comparison:
         return next(row for row in self.rows if row.name == name)
 
     @property
-    def measured(self) -> tuple[Row, ...]:
+    def measured(self) -> list[Row]:
         """The rows that didn't fail."""
-        return tuple(row for row in self.rows if row.rates)
+        return [row for row in self.rows if row.rates]
 
     def samples_of(self, row: Row) -> int:
         """Samples of the global batches of a row."""
         return int(row.settings.get("batch_size", self.batch_size))
 
-    def ratio(self, row: Row, to: str | None) -> Timing | None:
-        """How many times as fast as ``to`` the row is, from each round; None where either failed."""
-        if to is None or not row.rates or not self[to].rates:
-            return None
-        return Timings({one.name: one.timing for one in self.measured}).ratio(row.name, to)
-
     def speed_up(self, row: Row) -> Timing | None:
-        """Against one of its devices."""
-        return self.ratio(row, row.one)
+        """How many times as fast as one of its devices it is, from each round; None where either failed."""
+        return self._ratio(row, row.one)
 
     def against_cores(self, row: Row) -> Timing | None:
-        """Against all cores of the machine, where slots are the devices."""
-        return self.ratio(row, row.cores)
+        """Likewise of all cores of the machine, where slots are the devices."""
+        return None if row.cores is None else self._ratio(row, row.cores)
+
+    def _ratio(self, row: Row, to: str) -> Timing | None:
+        return row.timing.over(self[to].timing) if row.rates and self[to].rates else None
 
     def efficiency(self, row: Row) -> float | None:
         """The speed-up over one device, for each device; 1 is all that there is to gain."""
@@ -168,39 +151,16 @@ class Comparison:
     @classmethod
     def of(cls, values: Mapping[str, Any]) -> Comparison:
         """What ``as_dict`` gave."""
-        return cls(**{**values, "rows": tuple(_row(row) for row in values["rows"])})
-
-
-_FOLLOWS = ("samples_per_second", "speed_up", "against_all_cores", "efficiency")
+        return cls(**{**values, "rows": [_row(row) for row in values["rows"]]})
 
 
 def _row(values: Mapping[str, Any]) -> Row:
-    kept: dict[str, Any] = {
-        name: tuple(v) if isinstance(v, list) else v for name, v in values.items() if name not in _FOLLOWS
-    }
+    kept = {one.name: values[one.name] for one in fields(Row)}
     agreement, glance = kept["agreement"], kept["glance"]
-    kept["started"] = math.nan if kept["started"] is None else kept["started"]
-    kept["agreement"] = None if agreement is None else Agreement(**agreement)
+    if agreement is not None:
+        kept["agreement"] = Agreement(**agreement)
     if glance is not None:
-        seen = [
-            {**one, "samples": None if one["samples"] is None else tuple(one["samples"])} for one in glance["devices"]
-        ]
-        kept["glance"] = Glance(
-            **{
-                **glance,
-                "devices": tuple(Seen(**one) for one in seen),
-                "times": tuple(TimesOf(**one) for one in glance["times"]),
-            }
-        )
+        devices = [Seen(**one) for one in glance["devices"]]
+        times = [TimesOf(**one) for one in glance["times"]]
+        kept["glance"] = Glance(**{**glance, "devices": devices, "times": times})
     return Row(**kept)
-
-
-def plain(value: Any) -> Any:
-    """The same without the numbers that JSON hasn't got: None in their place."""
-    if isinstance(value, float) and not math.isfinite(value):
-        return None
-    if isinstance(value, dict):
-        return {key: plain(one) for key, one in value.items()}
-    if isinstance(value, list | tuple):
-        return [plain(one) for one in value]
-    return value

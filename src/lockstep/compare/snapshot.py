@@ -6,7 +6,7 @@ trace. The timed updates lie between, and have nothing of either.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -28,14 +28,12 @@ class Seen:
     """What a device sees of the first global batch.
 
     Attributes:
-        device: its name.
         samples: the indices in the dataset of its share, in order; None where they aren't known (a stream).
-        inputs: the shape of each tensor, of the first micro-batch, by the way to it.
-        outputs: likewise.
+        inputs, outputs: the shape of each tensor, of the first micro-batch, by the way to it.
     """
 
     device: str
-    samples: tuple[int, ...] | None
+    samples: Sequence[int] | None
     inputs: dict[str, Any]
     outputs: dict[str, Any]
 
@@ -47,18 +45,17 @@ class Glance:
     Attributes:
         devices: what each sees; those without a sample are left out. Where devices hold layers there is one entry,
             named after all of them: each micro-batch goes through them all.
-        inputs: the shape of each tensor of the global batch.
-        outputs: likewise.
+        inputs, outputs: the shape of each tensor of the global batch.
         times: the mean update of each rank or replica; empty where that isn't known.
         overlaps: whether gradients were summed while backward ran, so that only the rest of it counts as communicating.
         moved: bytes that a device gives to the others in an update; None where that isn't known.
         timelines: by title, when the stages of each device computed (``Timeline.plain``); empty where there are none.
     """
 
-    devices: tuple[Seen, ...]
+    devices: Sequence[Seen]
     inputs: dict[str, Any]
     outputs: dict[str, Any]
-    times: tuple[TimesOf, ...]
+    times: Sequence[TimesOf]
     overlaps: bool
     moved: int | None
     timelines: dict[str, Any] = field(default_factory=dict)
@@ -74,7 +71,7 @@ class Onlooker:
     def __init__(self, step: Step) -> None:
         self._step = step
         self._first = FirstStep(step)
-        self._samples: list[tuple[int, ...] | None] = []
+        self._samples: list[list[int] | None] = []
         self._size = 0
 
     def first(self, batches: Iterator[Batch]) -> Iterator[Batch]:
@@ -93,43 +90,44 @@ class Onlooker:
         samples = [one for theirs in world.gather_objects(self._samples) for one in theirs]
         if world.layout.local_batches == 1:
             names = [" -> ".join(names)]
-        devices = tuple(
+        devices = [
             Seen(name, ids, inside["inputs"], inside["outputs"])
             for name, ids, inside in zip(names, samples, shapes["devices"], strict=False)
-        )
-        clock, timelines = self._clocked(batches, seed)
+        ]
+        clock, timelines = _clocked(step, batches, seed)
         tracks = [track for mine in world.gather_objects(clock.replicas) for track in mine]
         # One clock for several stages would tell of none of them.
         known = "stage" not in world.layout.axes or len(tracks) == len(world.devices)
-        times = times_of(tracks, one_clock=world.nodes == 1) if known else ()
-        return Glance(
-            devices, shapes["inputs"], shapes["outputs"], times, clock.overlaps, step.bytes_communicated(), timelines
-        )
-
-    def _clocked(self, batches: Iterator[Batch], seed: int) -> tuple[Clock, dict[str, Any]]:
-        step = self._step
-        clock = Clock(step)
-        methods = Methods(step, clock)
-        methods.replace()
-        try:
-            for _ in range(CLOCKED):
-                clock.begin_step()
-                with clock.phase("loading", "load"):
-                    batch = next(batches)
-                clock.name_step(step.world.step + 1)
-                step.seed(seed)
-                step.update(batch)
-                clock.end_step()
-            runner = methods.runner
-            timelines = {} if runner is None else timelines_of(runner)
-        finally:
-            methods.put_back()
-            clock.forget_step()
-        return clock, {title: one.plain() for title, one in timelines.items()}
+        times = list(times_of(tracks, one_clock=world.nodes == 1)) if known else []
+        moved = step.bytes_communicated()
+        return Glance(devices, shapes["inputs"], shapes["outputs"], times, clock.overlaps, moved, timelines)
 
 
-def _ids(share: list[Part]) -> tuple[int, ...] | None:
-    parts = [part for part in share if part.size]
-    if any(part.samples is None for part in parts):
-        return None
-    return tuple(i for part in parts if part.samples is not None for i in part.samples.tolist())
+def _clocked(step: Step, batches: Iterator[Batch], seed: int) -> tuple[Clock, dict[str, Any]]:
+    """Clock some updates; gives the timelines of the stages too, where there are any."""
+    clock = Clock(step)
+    methods = Methods(step, clock)
+    methods.replace()
+    try:
+        for _ in range(CLOCKED):
+            clock.begin_step()
+            with clock.phase("loading", "load"):
+                batch = next(batches)
+            clock.name_step(step.world.step + 1)
+            step.seed(seed)
+            step.update(batch)
+            clock.end_step()
+        timelines = {} if methods.runner is None else timelines_of(methods.runner)
+    finally:
+        methods.put_back()
+        clock.forget_step()
+    return clock, {title: one.plain() for title, one in timelines.items()}
+
+
+def _ids(share: list[Part]) -> list[int] | None:
+    ids: list[int] = []
+    for part in share:
+        if part.size and part.samples is None:
+            return None
+        ids += [] if part.samples is None else part.samples.tolist()
+    return ids

@@ -8,18 +8,17 @@
 
 from __future__ import annotations
 
-import json
+import itertools
 import os
-import shlex
 import time
-from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field, replace
-from pathlib import Path
+from collections.abc import Callable, Generator, Iterator
+from dataclasses import dataclass
 from typing import Any, TypeVar
 
 import torch
 from torch.utils.data import TensorDataset
 
+from lockstep.compare.entries import Way
 from lockstep.compare.snapshot import Glance, Onlooker
 from lockstep.data import Batch, default_workers, is_stream, resolve
 from lockstep.data.fetch import unwrapped
@@ -33,70 +32,11 @@ from lockstep.launch.memory import peak_memory
 from lockstep.launch.placement import alone, needs_one_process
 from lockstep.launch.processes.local_ranks import run as run_locally
 from lockstep.launch.world import World, now, place_of
-from lockstep.model.checkpoint import save_weights
-from lockstep.strategies import STRATEGIES, Strategy, choose
+from lockstep.strategies import Strategy, choose
 from lockstep.strategies.step import Step
 from lockstep.tensors.allocator import keep_freed_memory
 
 T = TypeVar("T")
-
-
-@dataclass(frozen=True)
-class Way:
-    """A way to train a job on this machine.
-
-    Attributes:
-        strategy: by name.
-        devices: as a person writes them, or the devices themselves (one slot of several has no word).
-        settings: fields of the job that are replaced.
-        options: settings of the strategy's own.
-    """
-
-    strategy: str
-    devices: str | tuple[Device, ...]
-    settings: dict[str, Any] = field(default_factory=dict)
-    options: dict[str, Any] = field(default_factory=dict)
-
-    def replace(self, **settings: Any) -> Way:
-        """The same with some settings changed."""
-        return replace(self, settings={**self.settings, **settings})
-
-    @property
-    def words(self) -> str:
-        """``--strategy dp --devices 2xcpu --channels-last``: what to say to the command."""
-        said = [f"--strategy {self.strategy} --devices {self.device_words}"]
-        for name, value in {**self.options, **self.settings}.items():
-            option = f"--{name.replace('_', '-')}"
-            if name == "device_map":
-                said.append(f"--map {shlex.quote(json.dumps(dict(value)))}")
-            else:
-                said.append(option if value is True else f"{option} {str(value).lower()}")
-        return " ".join(said)
-
-    @property
-    def device_words(self) -> str:
-        """The devices as a person writes them, as far as there is a word."""
-        return self.devices if isinstance(self.devices, str) else ",".join(map(str, self.devices))
-
-    @property
-    def arguments(self) -> str:
-        """``strategy="dp", devices="2xcpu", channels_last=True``: what to say to ``train`` in Python."""
-        strategy = f'"{self.strategy}"'
-        if self.options:
-            kind = STRATEGIES[self.strategy].__name__
-            strategy = f"{kind}({_arguments(self.options)})"
-        return f"strategy={strategy}, {_arguments({'devices': self.devices, **self.settings})}"
-
-    def line(self, job: Job | JobFile) -> str:
-        """What to paste, to train a job so."""
-        if not isinstance(job, JobFile):
-            return f"lockstep.train(job, {self.arguments})"
-        knobs = "".join(f" --set {name}={value}" for name, value in job.knobs.items())
-        return f"lockstep train {job.path}{knobs} {replace(self, settings={**job.settings, **self.settings}).words}"
-
-
-def _arguments(values: Mapping[str, Any]) -> str:
-    return ", ".join(f"{name}={value!r}".replace("'", '"') for name, value in values.items())
 
 
 @dataclass(frozen=True)
@@ -106,32 +46,35 @@ class Tried:
     Attributes:
         rate: samples per second.
         first: seconds of the first update, in which compilers compile.
-        peak: bytes that the processes held at most, or that the accelerators did; the sum over them.
+        peaks: bytes that each process held at most, or each accelerator.
         fused: whether the optimizer's implementation is a fused one.
         convolves: whether the model has convolutions, whose weights have a layout.
         dtype: the format of the parameters.
         workers: loader workers of each rank; None where they would only slow it down (a dataset of tensors).
         caveats: where results differ from single-device training.
-        peaks: the bytes of each process, or of each accelerator.
-        started: seconds from asking for the trial until the first update was done.
-        glance: what was seen of some updates, where that was asked for.
-        system: the part of this process's processor time that the system took, while updates were timed.
         plans: what was chosen for it: the stages of a pipeline, say.
+        started: seconds from asking for the trial until the first update was done.
+        system: the part of this process's processor time that the system took, while updates were timed.
+        glance: what was seen of some updates, where that was asked for.
     """
 
     rate: float
     first: float
-    peak: int
-    fused: bool
-    convolves: bool
-    dtype: torch.dtype
-    workers: int | None
-    caveats: tuple[Caveat, ...]
-    peaks: tuple[int, ...] = ()
-    started: float = 0.0
-    glance: Glance | None = None
-    system: float = 0.0
+    peaks: tuple[int, ...]
+    fused: bool = False
+    convolves: bool = False
+    dtype: torch.dtype = torch.float32
+    workers: int | None = None
+    caveats: tuple[Caveat, ...] = ()
     plans: tuple[str, ...] = ()
+    started: float = 0.0
+    system: float = 0.0
+    glance: Glance | None = None
+
+    @property
+    def peak(self) -> int:
+        """The sum over processes, or accelerators."""
+        return sum(self.peaks)
 
 
 def attempt(
@@ -149,42 +92,32 @@ def attempt(
     Raises:
         LockstepError: this way is refused, or fails.
     """
-    return _in_fresh_processes(_tried, job, way, seconds=seconds, patience=patience, looks=looks)
+    return in_fresh_processes(_tried, job, way, seconds=seconds, patience=patience, looks=looks)
 
 
-def weights_after(job: Job | JobFile, way: Way, file: Path, *, updates: int, before: Path | None = None) -> float:
-    """Make some updates in processes that end with them, and keep the weights, under one-device names.
-
-    The updates are the last of the first epoch, on a smaller batch as a rule, and the first ones of the second.
-
-    Args:
-        job: what to train.
-        way: the strategy, the devices and the settings.
-        file: for the weights afterwards.
-        updates: how many.
-        before: a file for those at the start.
-
-    Returns:
-        How far SGD's parameters may have gone for a gradient of 1: the sum of the learning rates.
-
-    Raises:
-        LockstepError: this way is refused, or fails.
-    """
-    return _in_fresh_processes(_kept, job, way, updates=updates, file=file, before=before)
-
-
-def _in_fresh_processes(function: Callable[[World, Job, _Plan], T], job: Job | JobFile, way: Way, **settings: Any) -> T:
+def in_fresh_processes(function: Callable[[World, Job, Plan], T], job: Job | JobFile, way: Way, **settings: Any) -> T:
     """Call it on every rank that the way wants; gives rank 0's result."""
     chosen = _devices.parse(way.devices)
     strategy = choose(way.strategy, chosen, **way.options)
-    plan = _Plan(with_settings(job, way.settings), strategy, chosen, asked=now(), **settings)
+    plan = Plan(with_settings(job, way.settings), strategy, chosen, asked=now(), **settings)
     places = (place_of(chosen),) if needs_one_process(strategy, chosen) else chosen
-    found: T = run_locally(_on_rank, places, (function, plan), on_output=lambda text, stream: None)[0]
+    found: T = run_locally(
+        _on_rank,
+        places,
+        (function, plan),
+        backend=None,
+        folder=None,
+        on_event=None,
+        on_output=lambda text, stream: None,
+        timeout=1800.0,
+    )[0]
     return found
 
 
 @dataclass(frozen=True)
-class _Plan:
+class Plan:
+    """What the ranks of a trial are told."""
+
     job: Job | JobFile
     strategy: Strategy
     devices: tuple[Device, ...]
@@ -192,12 +125,9 @@ class _Plan:
     seconds: float = 0.0
     patience: float | None = None
     looks: bool = False
-    updates: int = 0
-    file: Path | None = None
-    before: Path | None = None
 
 
-def _on_rank(world: World, function: Callable[[World, Job, _Plan], T], plan: _Plan) -> T:
+def _on_rank(world: World, function: Callable[[World, Job, Plan], T], plan: Plan) -> T:
     job = the_job(plan.job)
     if job.keep_memory:
         keep_freed_memory()  # the process ends with the trial
@@ -207,12 +137,13 @@ def _on_rank(world: World, function: Callable[[World, Job, _Plan], T], plan: _Pl
     return function(world, job, plan)
 
 
-def _tried(world: World, job: Job, plan: _Plan) -> Tried:
+def _tried(world: World, job: Job, plan: Plan) -> Tried:
     lines: list[Line] = []
     world.tell = lambda told: lines.append(told) if isinstance(told, Line) else None
     data = resolve(job.train_data, world, "train_data")
     strategy = plan.strategy.planned(job.replace(train_data=data), world)
     step = strategy.prepare(job, world)
+    step.last_look = 1  # the later ones are few in a training, and many in the updates of a turn
     loader = strategy.training_loader(job, world, data)
     batches = _endless(loader)
     onlooker = Onlooker(step) if plan.looks else None
@@ -236,7 +167,7 @@ def _tried(world: World, job: Job, plan: _Plan) -> Tried:
     return Tried(
         rate=rate,
         first=first,
-        peak=sum(peaks),
+        peaks=peaks,
         fused=any(group.get("fused") for group in step.optimizer.param_groups),
         convolves=any(p.dim() == 4 for p in parameters),
         dtype=parameters[0].dtype if parameters else torch.float32,
@@ -245,7 +176,6 @@ def _tried(world: World, job: Job, plan: _Plan) -> Tried:
             *strategy.caveats(job, step.model, step.replicas),
             *(line.as_caveat for line in lines if line.kind == "note"),
         ),
-        peaks=peaks,
         started=started,
         glance=glance,
         system=_system(before, after),
@@ -258,37 +188,6 @@ def _system(before: os.times_result, after: os.times_result) -> float:
     return system / (system + user) if system + user else 0.0
 
 
-def _kept(world: World, job: Job, plan: _Plan) -> float:
-    data = resolve(job.train_data, world, "train_data")
-    step = plan.strategy.prepare(job, world)
-    loader = plan.strategy.training_loader(job, world, data)
-    start = step.state_dict()["model"]  # on every rank: buffers are shared for it
-    if plan.before is not None and world.is_first:
-        save_weights(plan.before, start)
-    batches = _endless(loader, -1)
-    reach = 0.0
-    for _ in range(plan.updates):
-        batch = next(batches)
-        step.seed(job.seed)
-        step.update(batch)
-        reach += float(step.optimizer.param_groups[0].get("lr", 0.0))
-    step.check()
-    batches.close()
-    loader.close()
-    weights = step.state_dict()["model"]
-    if world.is_first:
-        assert plan.file is not None
-        save_weights(plan.file, weights)
-    return reach
-
-
-def first_of(chosen: Sequence[Device], count: int) -> str:
-    """How a person writes the first so many of these devices."""
-    if chosen[0].is_slot:
-        return f"{count}xcpu"
-    return f"{chosen[0].type}:{','.join(str(d.index) for d in chosen[:count])}"
-
-
 def _workers(job: Job, world: World, data: Any) -> int | None:
     if not is_stream(data) and type(unwrapped(data)[0]) is TensorDataset:
         return None
@@ -297,14 +196,10 @@ def _workers(job: Job, world: World, data: Any) -> int | None:
     return default_workers(len(free_cores()), world.local_size, data)
 
 
-def _endless(loader: Any, start: int = 0) -> Generator[Batch]:
-    """Epoch after epoch, the first from batch ``start`` on; -1 is its last one, where a stream's is not known."""
-    of = loader.batches_of(0)
-    yield from loader.epoch(0, start if start >= 0 else max(0, (of or 1) - 1))
-    epoch = 1
-    while True:
+def _endless(loader: Any) -> Generator[Batch]:
+    """Epoch after epoch."""
+    for epoch in itertools.count():
         yield from loader.epoch(epoch, 0)
-        epoch += 1
 
 
 def _timed(step: Step, batches: Iterator[Batch], count: int, seed: int) -> tuple[float, int]:

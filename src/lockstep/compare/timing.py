@@ -1,4 +1,4 @@
-"""The stopwatch: alternatives timed in turns, so that a noisy machine is noisy for all of them.
+"""Alternatives timed in turns, so that a noisy machine is noisy for all of them.
 
 ::
 
@@ -9,15 +9,15 @@
 from __future__ import annotations
 
 import statistics
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
 
 @dataclass(frozen=True)
 class Timing:
-    """The rates of one alternative, in its own unit (samples per second, say)."""
+    """The rates of one alternative, round by round, in its own unit (samples per second, say)."""
 
-    rates: tuple[float, ...]
+    rates: Sequence[float]
 
     @property
     def median(self) -> float:
@@ -29,20 +29,12 @@ class Timing:
         """The lowest and the highest rate."""
         return min(self.rates), max(self.rates)
 
+    def over(self, other: Timing) -> Timing:
+        """How many times the other's rate this one is: a ratio from each round, so that drift cancels."""
+        return Timing([mine / its for mine, its in zip(self.rates, other.rates, strict=True)])
+
     def __str__(self) -> str:
         return f"{self.median:,.5g} ({self.spread[0]:,.5g} to {self.spread[1]:,.5g})"
-
-
-@dataclass(frozen=True)
-class Timings:
-    """The rates of all alternatives, round by round."""
-
-    by_name: dict[str, Timing]
-
-    def ratio(self, name: str, to: str) -> Timing:
-        """How many times the rate of ``to`` that of ``name`` is: a ratio from each round, so that drift cancels."""
-        pairs = zip(self.by_name[name].rates, self.by_name[to].rates, strict=True)
-        return Timing(tuple(a / b for a, b in pairs))
 
 
 def in_turns(
@@ -51,7 +43,7 @@ def in_turns(
     rounds: int = 5,
     warm_up: int = 1,
     told: Callable[[str], None] | None = None,
-) -> Timings:
+) -> dict[str, Timing]:
     """Time alternatives in turns: A B C, A B C, ...
 
     Args:
@@ -69,4 +61,4 @@ def in_turns(
             rates[name].append(rate)
         if told is not None:
             told(f"round {turn + 1}/{rounds}: " + "  ".join(f"{name} {rate:,.5g}" for name, rate in taken.items()))
-    return Timings({name: Timing(tuple(values)) for name, values in rates.items()})
+    return {name: Timing(values) for name, values in rates.items()}

@@ -19,7 +19,6 @@ from collections.abc import Sequence
 from pathlib import Path
 
 import cloudpickle
-import torch
 
 from lockstep.compare.entries import Entry
 from lockstep.compare.timed_run import Tried
@@ -28,8 +27,8 @@ from lockstep.job import Job
 from lockstep.jobfile import JobFile, the_job, with_settings
 from lockstep.launch.world import now
 
-PEERS = {"torch": "torch", "fabric": "lightning.fabric", "accelerate": "accelerate"}
-"""By name, the module that has to be installed."""
+PACKAGES = {"torch": "torch", "fabric": "lightning", "accelerate": "accelerate"}
+"""By name, what has to be installed."""
 
 
 def check_peers(names: Sequence[str]) -> tuple[str, ...]:
@@ -39,23 +38,18 @@ def check_peers(names: Sequence[str]) -> tuple[str, ...]:
         InputError: there is none of that name, or it isn't installed.
     """
     for name in names:
-        if name not in PEERS:
-            raise InputError(f'there is no peer "{name}": {nearest(name, list(PEERS))}')
-        try:
-            found = importlib.util.find_spec(PEERS[name]) is not None
-        except ModuleNotFoundError:
-            found = False
-        if not found:
-            package = PEERS[name].split(".")[0]
-            raise InputError(f"{name} isn't installed here: pip install {package}, or leave it out")
+        if name not in PACKAGES:
+            raise InputError(f'there is no peer "{name}": {nearest(name, list(PACKAGES))}')
+        if importlib.util.find_spec(PACKAGES[name]) is None:
+            raise InputError(f"{name} isn't installed here: pip install {PACKAGES[name]}, or leave it out")
     return tuple(names)
 
 
 def attempt_peer(job: Job | JobFile, entry: Entry, *, seconds: float) -> Tried:
-    """Time a peer as ``trial.attempt`` times a way.
+    """Time a peer as ``timed_run.attempt`` times a way.
 
     Raises:
-        InputError: the job can't be sent to other processes.
+        InputError: the loop by hand hasn't got a setting of the job, or the job can't be sent to other processes.
         RunError: it failed.
     """
     source = with_settings(job, entry.way.settings)
@@ -67,33 +61,12 @@ def attempt_peer(job: Job | JobFile, entry: Entry, *, seconds: float) -> Tried:
         except Exception as error:
             raise InputError(f"{entry.name}: the job can't be sent to other processes: {error}") from error
         asked = now()
-        count = len(entry.devices)
-        words = [
-            "--standalone",
-            f"--nproc-per-node={count}",
-            "-m",
-            "lockstep.compare.peers.peer_loop",
-            str(plan),
-            str(out),
-        ]
-        _run([sys.executable, "-m", "torch.distributed.run", *words], entry)
+        _run(entry, plan, out)
         found = json.loads(out.read_text())
-    return Tried(
-        rate=found["rate"],
-        first=found["first"],
-        peak=sum(found["peaks"]),
-        fused=False,
-        convolves=False,
-        dtype=torch.float32,
-        workers=None,
-        caveats=(),
-        peaks=tuple(found["peaks"]),
-        started=found["started"] - asked,
-    )
+    return Tried(found["rate"], found["first"], tuple(found["peaks"]), started=found["started"] - asked)
 
 
 def _refuse(job: Job) -> None:
-    """What the loop by hand hasn't got."""
     usual = {"accumulate": 1, "sync_batchnorm": False, "compile": False, "activation_checkpointing": None}
     for name, value in usual.items():
         if getattr(job, name) != value:
@@ -102,7 +75,8 @@ def _refuse(job: Job) -> None:
         raise InputError(f"precision: the loop by hand hasn't got {job.precision}")
 
 
-def _run(command: list[str], entry: Entry) -> None:
+def _run(entry: Entry, plan: Path, out: Path) -> None:
+    """Start the ranks, and wait for ``out``."""
     first = entry.devices[0]
     environment = {**os.environ, "PYTHONWARNINGS": "ignore", "OMP_NUM_THREADS": str(first.threads)}
     if first.type == "cuda":
@@ -110,6 +84,8 @@ def _run(command: list[str], entry: Entry) -> None:
         numbers = visible.split(",") if visible else None
         mine = [str(d.index) if numbers is None else numbers[d.index] for d in entry.devices]
         environment["CUDA_VISIBLE_DEVICES"] = ",".join(mine)
+    torchrun = ["torch.distributed.run", "--standalone", f"--nproc-per-node={len(entry.devices)}"]
+    command = [sys.executable, "-m", *torchrun, "-m", "lockstep.compare.peer_loop", str(plan), str(out)]
     process = subprocess.Popen(
         command, env=environment, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, start_new_session=True
     )
@@ -121,7 +97,6 @@ def _run(command: list[str], entry: Entry) -> None:
         process.wait()
         raise
     # A rank that leaves gloo's group a moment after the other may abort there; by then all is done and written.
-    out = Path(command[-1])
     if not out.is_file():
         said = re.search(r"^(?:\[rank\d+\]: )?([\w.]*(?:Error|Exception)\b.*)$", errors, re.MULTILINE)
         raise RunError(f"{entry.name}: {said[1] if said else f'it ended with {process.returncode}'}")

@@ -1,0 +1,140 @@
+"""What makes a run, and what is done with it: ``lockstep train``, ``evaluate``, ``predict`` and ``report``."""
+
+from __future__ import annotations
+
+import argparse
+import os
+from typing import Any
+
+from lockstep.cli.options import add_placement, add_settings, job_in, knobs_in, settings_in, strategy_in, warm_up
+from lockstep.errors import InputError
+
+
+def add_train(commands: Any) -> None:
+    """Options of ``train``."""
+    parser = commands.add_parser("train", help="train a job", allow_abbrev=False)
+    parser.add_argument("job", nargs="?", help="a Python file with a `job`; left out with --resume, the run's own")
+    add_placement(parser)
+    parser.add_argument(
+        "--resume",
+        metavar="RUN",
+        help="go on with the run in this folder: with its own strategy and devices, or any others",
+    )
+    parser.add_argument("--folder", default="runs", help="where the run's folder is made (default: runs)")
+    parser.add_argument("--tensorboard", action="store_true", help="also write events for TensorBoard")
+    parser.add_argument("--profile", action="store_true", help="show where the time of a few steps goes; write traces")
+    add_settings(parser)
+    parser.set_defaults(function=_train, devices=None)  # auto, or those of the run that is resumed
+
+
+def _train(options: argparse.Namespace) -> int:
+    if options.job is None and options.resume is None:
+        raise InputError("train: name a job file (a Python file with a `job`), or --resume a run")
+    warm_up(options)
+    from lockstep.train import train
+    from lockstep.training.run import job_of
+
+    if options.job is not None:
+        job = job_in(options)
+    else:
+        job = job_of(options.resume, knobs_in(options), settings_in(options))
+    train(
+        job,
+        strategy=strategy_in(options),
+        devices=options.devices,
+        resume=options.resume,
+        folder=options.folder,
+        backend=options.backend,
+        tensorboard=options.tensorboard,
+        profile=options.profile,
+    )
+    return 0
+
+
+def add_evaluate(commands: Any) -> None:
+    """Options of ``evaluate``."""
+    parser = commands.add_parser("evaluate", help="evaluate a run, or an untrained job", allow_abbrev=False)
+    parser.add_argument("what", help="the folder of a run, or a job file")
+    _add_weights(parser)
+    parser.set_defaults(function=_evaluate)
+
+
+def _evaluate(options: argparse.Namespace) -> int:
+    warm_up(options)
+    from lockstep.train import evaluate
+
+    values = evaluate(options.what, **_how(options))
+    if os.environ.get("RANK", "0") == "0":
+        for name, value in values.items():
+            print(f"{name} {value:.6g}")
+    return 0
+
+
+def add_predict(commands: Any) -> None:
+    """Options of ``predict``."""
+    parser = commands.add_parser("predict", help="a run's outputs for each sample of a dataset", allow_abbrev=False)
+    parser.add_argument("run", help="the folder of a run")
+    parser.add_argument(
+        "data",
+        nargs="?",
+        default="eval",
+        help="eval (the default) or train: the job's own, eval:NAME: one of several evaluation sets; "
+        "FILE.py:NAME: a dataset, or a function that gives one",
+    )
+    parser.add_argument(
+        "--out",
+        metavar="FILE",
+        help=".npy, .npz, .safetensors or .jsonl (default: in the run's folder, predictions-DATA)",
+    )
+    parser.add_argument("--overwrite", action="store_true", help="replace the file where it is there already")
+    _add_weights(parser)
+    parser.set_defaults(function=_predict)
+
+
+def _predict(options: argparse.Namespace) -> int:
+    warm_up(options)
+    from lockstep.prediction.predict import predict
+
+    word = options.data.rpartition(":")[2] + ("-best" if options.best else "")
+    out = options.out or os.path.join(options.run, f"predictions-{word}")
+    predict(options.run, options.data, out, overwrite=options.overwrite, **_how(options))
+    return 0
+
+
+def _add_weights(parser: argparse.ArgumentParser) -> None:
+    add_placement(parser)
+    parser.add_argument("--best", action="store_true", help="the weights of the lowest evaluation loss")
+    add_settings(parser)
+
+
+def add_report(commands: Any) -> None:
+    """Options of ``report``."""
+    parser = commands.add_parser("report", help="a page of a run, or of a comparison", allow_abbrev=False)
+    parser.add_argument("folder", help="the folder of a run, or of a comparison")
+    parser.set_defaults(function=_report)
+
+
+def _report(options: argparse.Namespace) -> int:
+    """Write the page of a run, or once more that of a comparison."""
+    if os.path.isfile(os.path.join(options.folder, "compare.json")):
+        from lockstep.compare.comparison_folder import read
+        from lockstep.compare.comparison_page import write_page as of_comparison
+
+        print(of_comparison(read(options.folder)))
+    else:
+        from lockstep.training.run_page import write_page as of_run
+
+        print(of_run(options.folder))
+    return 0
+
+
+def _how(options: argparse.Namespace) -> dict[str, Any]:
+    """What ``evaluate`` and ``predict`` are both told."""
+    return {
+        "strategy": strategy_in(options),
+        "devices": options.devices,
+        "backend": options.backend,
+        "best": options.best,
+        "knobs": knobs_in(options),
+        **settings_in(options),
+    }
