@@ -26,7 +26,7 @@ from lockstep.errors import InputError, LossError
 from lockstep.launch.devices import Devices
 from lockstep.model.torch_losses import Count
 from lockstep.parallel import target_devices as _targets
-from lockstep.parallel.balanced_outputs import Balanced
+from lockstep.parallel.data_parallel import Balanced
 from lockstep.parallel.loss.loss_chunks import Share
 from lockstep.parallel.loss.loss_total import total_of
 from lockstep.parallel.loss.token_loss import Criterion
