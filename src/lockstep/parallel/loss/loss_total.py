@@ -5,15 +5,15 @@
     forward    replicate the generator ──▶ every share in the thread of its device ──▶ add up totals, counts, gradients
     backward   the gradients that forward found, times the gradient of the total
 
-Gradients of weights are added up on the device of the generator as soon as they are there, by all slots together, so
-that one set of them is kept until backward, and none made anew there.
+Gradients of weights are added up on the device of the generator as soon as they are there, so that one set of them is
+kept until backward, and none made anew there.
 """
 
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Sequence
-from typing import Any, TypeVar
+from collections.abc import Callable
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -22,12 +22,11 @@ from lockstep.errors import InputError
 from lockstep.model.torch_losses import Count
 from lockstep.parallel import target_devices
 from lockstep.parallel.loss.loss_chunks import Share
+from lockstep.parallel.parallel_apply import in_stream
 from lockstep.parallel.replicate import replicate
 from lockstep.tensors import pytree
 from lockstep.threads import random_streams
-from lockstep.threads.thread_pool import Team, borrowed
-
-T = TypeVar("T")
+from lockstep.threads.thread_pool import borrowed
 
 
 def total_of(shares: list[Share], generator: nn.Module | None) -> tuple[Tensor, Count]:
@@ -37,112 +36,69 @@ def total_of(shares: list[Share], generator: nn.Module | None) -> tuple[Tensor, 
         shares: at least one, none of them empty; their generator is set here.
         generator: the original.
     """
-    tensors = [tensor for share in shares for tensor in pytree.tensors(share.outputs)]
     weights = [] if generator is None else [p for p in generator.parameters() if p.requires_grad]
-    call = _Call(shares, generator)
-    if not torch.is_grad_enabled() or not any(tensor.requires_grad for tensor in (*tensors, *weights)):
-        return call.evaluate()
-    total: Tensor = _Total.apply(call, *tensors, *weights)  # type: ignore[no-untyped-call]
-    return total, call.count
-
-
-class _Call:
-    """The shares of one batch; ``count`` is known once they are worked through."""
-
-    def __init__(self, shares: list[Share], generator: nn.Module | None) -> None:
-        self.count: Count = 0
-        self._shares, self._generator = shares, generator
-        self._home = next(pytree.tensors(shares[0].outputs)).device
-        self._on_slots = all(share.device.is_slot for share in shares)
-
-    @torch.no_grad()
-    def evaluate(self) -> tuple[Tensor, Count]:
-        self._replicate()
-        with borrowed([share.device for share in self._shares]) as team:
-            found = self._run(team, [share.evaluate for share in self._shares])
-        return self._added([total for total, _ in found], [count for _, count in found])
-
-    @torch.no_grad()
-    def learn(self) -> tuple[Tensor, list[Tensor | None]]:
-        """The total, and its gradient for each tensor of each share and each weight that wants one."""
-        self._replicate()
-        with borrowed([share.device for share in self._shares]) as team:
-            found = self._run(team, [share.learn for share in self._shares])
-            weights = self._added_weights(team)
-        total, self.count = self._added([part for part, _, _ in found], [count for _, count, _ in found])
-        return total, [*(grad for _, _, grads in found for grad in grads), *weights]
-
-    def _replicate(self) -> None:
-        if self._generator is None:
-            return
-        replicas = replicate(self._generator, [share.device for share in self._shares], detach=True)
-        for share, replica in zip(self._shares, replicas, strict=True):
-            for mine, original in zip(replica.parameters(), self._generator.parameters(), strict=True):
-                mine.requires_grad_(original.requires_grad)
-            share.generator = replica
-
-    def _run(self, team: Team, works: Sequence[Callable[[], T]]) -> list[T]:
-        """All at the same time; on slots each draws random numbers from a stream of its own."""
-        streams: list[random_streams.Source | None] = [None] * len(works)
-        if self._on_slots and len(works) == 1:
-            streams = [random_streams.source()]
-        elif self._on_slots:
-            several = random_streams.Streams()
-            streams = [functools.partial(several.generator, i) for i in range(len(works))]
-        calls = [functools.partial(_drawing, work, source) for work, source in zip(works, streams, strict=True)]
-        return team.run(calls)  # type: ignore[return-value]  # None only for a device that sits out
-
-    def _added(self, totals: list[Tensor | None], counts: list[Count]) -> tuple[Tensor, Count]:
-        """In the order of the shares: the same bits each time."""
-        moved = [target_devices.move(total, self._home) for total in totals if total is not None]
-        total = functools.reduce(torch.add, moved) if moved else torch.zeros((), device=self._home)
-        here = [target_devices.move(c, self._home) if isinstance(c, Tensor) else c for c in counts]
-        return total, functools.reduce(lambda one, other: one + other, here)
-
-    def _added_weights(self, team: Team) -> list[Tensor | None]:
-        """For each weight its gradient, on the weight's device."""
-        if self._generator is None:
-            return []
-        homes = [p.device for p in self._generator.parameters() if p.requires_grad]
-        columns: list[list[Tensor]] = [[] for _ in homes]
-        for share in self._shares:
-            assert share.generator is not None
-            trained = (p for p in share.generator.parameters() if p.requires_grad)
-            for column, home, weight in zip(columns, homes, trained, strict=True):
-                if weight.grad is not None:
-                    column.append(target_devices.move(weight.grad, home))
-                    weight.grad = None
-        several = [column for column in columns if len(column) > 1]
-        spans = len(self._shares) if self._on_slots else 1
-        if several and spans > 1:
-            team.run([functools.partial(_add_span, several, i, spans) for i in range(spans)])
-        else:
-            _add_span(several, 0, 1)
-        return [column[0] if column else None for column in columns]
-
-
-def _drawing(work: Callable[[], T], source: random_streams.Source | None) -> T:
-    with random_streams.stream(source):
-        return work()
-
-
-def _add_span(columns: list[list[Tensor]], number: int, spans: int) -> None:
-    """Add up one of so many spans of every column into its first tensor."""
+    inputs = [*(tensor for share in shares for tensor in pytree.tensors(share.outputs)), *weights]
+    learns = torch.is_grad_enabled() and any(tensor.requires_grad for tensor in inputs)
     with torch.no_grad():
-        for first, *others in columns:
-            for other in others:
-                if first.dim() and spans > 1:
-                    first.tensor_split(spans)[number].add_(other.tensor_split(spans)[number])
-                elif number == 0:
-                    first.add_(other)
+        if generator is not None:
+            _replicate(generator, shares)
+        with borrowed([share.device for share in shares]) as team:
+            found = team.run(_calls(shares, learns))
+        results = [result for result in found if result is not None]
+        total, count = _added([result[0] for result in results], [result[1] for result in results], inputs[0].device)
+        grads = [grad for _, _, those in results for grad in those]
+        grads += [_weight_gradient(shares, number, weight) for number, weight in enumerate(weights)]
+    if learns:
+        total = _Total.apply([total, *grads], *inputs)  # type: ignore[no-untyped-call]
+    return total, count
+
+
+def _replicate(generator: nn.Module, shares: list[Share]) -> None:
+    replicas = replicate(generator, [share.device for share in shares], detach=True)
+    for share, replica in zip(shares, replicas, strict=True):
+        for mine, original in zip(replica.parameters(), generator.parameters(), strict=True):
+            mine.requires_grad_(original.requires_grad)
+        share.generator = replica
+
+
+def _calls(shares: list[Share], learns: bool) -> list[Callable[[], tuple[Tensor | None, Count, list[Tensor | None]]]]:
+    """What each device is to do; on slots each draws random numbers from a stream of its own."""
+    sources: list[random_streams.Source | None] = [None] * len(shares)
+    if all(share.device.is_slot for share in shares):
+        several = random_streams.Streams()
+        sources = [functools.partial(several.generator, i) for i in range(len(shares))]
+        if len(shares) == 1:
+            sources = [random_streams.source()]
+    pairs = zip(shares, sources, strict=True)
+    return [functools.partial(in_stream, source, share.work, learns) for share, source in pairs]
+
+
+def _added(totals: list[Tensor | None], counts: list[Count], home: torch.device) -> tuple[Tensor, Count]:
+    """In the order of the shares: the same bits each time."""
+    moved = [target_devices.move(total, home) for total in totals if total is not None]
+    total = functools.reduce(torch.add, moved) if moved else torch.zeros((), device=home)
+    here = [target_devices.move(c, home) if isinstance(c, Tensor) else c for c in counts]
+    return total, functools.reduce(lambda one, other: one + other, here)
+
+
+def _weight_gradient(shares: list[Share], number: int, weight: Tensor) -> Tensor | None:
+    """The sum of what the replicas found for one trained weight of the generator, on its device."""
+    total: Tensor | None = None
+    for share in shares:
+        assert share.generator is not None
+        mine = [p for p in share.generator.parameters() if p.requires_grad][number]
+        if mine.grad is not None:
+            grad, mine.grad = target_devices.move(mine.grad, weight.device), None
+            total = grad if total is None else total.add_(grad)
+    return total
 
 
 class _Total(torch.autograd.Function):
-    """``(call, *tensors of the shares, *weights) -> total``."""
+    """``([total, its gradient for each tensor], *tensors) -> total``."""
 
     @staticmethod
-    def forward(ctx: Any, call: _Call, *tensors: Tensor) -> Tensor:
-        total, grads = call.learn()
+    def forward(ctx: Any, found: list[Tensor | None], *tensors: Tensor) -> Tensor | None:
+        total, *grads = found
         ctx.save_for_backward(*grads)
         return total
 
