@@ -14,7 +14,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import warnings
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Generic, TypeVar
 
@@ -155,25 +155,28 @@ class DataParallel(nn.Module, Generic[M]):
             devices = self.devices[: len(shares)]
             if len(self.devices) == 1:
                 outputs = [self.module(*shares[0][0], **shares[0][1])]
-                whole = Balanced(outputs, list(devices)) if self.balanced else outputs[0]
             else:
-                with _changes_told((inputs, kwargs)) as changed:
-                    outputs = self._outputs(shares, devices, changed)
-                if self.balanced:
-                    whole = Balanced(outputs, list(devices))
-                else:
-                    self._warn_of_means(outputs, sizes)
-                    self._warn_of_other_dimensions(outputs, sizes)
-                    whole = self.gather(outputs, self.output_device)
+                with _changes_told((inputs, kwargs)) as watched:
+                    outputs = self._outputs(shares, devices, watched)
+            whole: Any
+            if self.balanced:
+                whole = Balanced(outputs, list(devices))
+            elif len(self.devices) == 1:
+                whole = outputs[0]
+            else:
+                self._warn_of_means(outputs, sizes)
+                self._warn_of_other_dimensions(outputs, sizes)
+                whole = self.gather(outputs, self.output_device)
             trace_shapes.note((inputs, kwargs), shares, outputs, whole, devices, sizes)
             return whole
 
     def _outputs(self, shares: Sequence[Arguments], devices: Sequence[Device], watched: list[Any]) -> list[Any]:
-        _refuse_elsewhere(self.module, self.devices[0].torch)
+        followed, own = tensors_of(self.module)
+        _refuse_elsewhere(self.module, (*followed, *own), self.devices[0].torch)
         kind = type(self)
         is_overridden = (kind.replicate, kind.parallel_apply) != (DataParallel.replicate, DataParallel.parallel_apply)
         if all(device.is_slot for device in self.devices) and not is_overridden:
-            return _on_slots(self.module, shares, devices, watched)
+            return _on_slots(self.module, followed, own, shares, devices, watched)
         watched.extend(_versions(shares))
         replicas = self.replicate(self.module, devices)
         return self.parallel_apply(replicas, [args for args, _ in shares], [named for _, named in shares])
@@ -252,7 +255,7 @@ def data_parallel(
         DeviceError: devices that don't exist.
     """
     devices = target_devices.many(device_ids)
-    _refuse_elsewhere(module, devices[0].torch)
+    _refuse_elsewhere(module, (*module.parameters(), *module.buffers()), devices[0].torch)
     given = inputs if isinstance(inputs, tuple) else () if inputs is None else (inputs,)
     net = DataParallel(module, devices, output_device, dim)
     output = net(*given, **(module_kwargs or {}))
@@ -267,21 +270,28 @@ def _sizes(shares: Sequence[Arguments], dim: int) -> tuple[int, ...]:
     return tuple(first.shape[dim] for first in firsts if first is not None)
 
 
-def _refuse_elsewhere(module: nn.Module, place: torch.device) -> None:
-    if all(tensor.device == place for tensors in tensors_of(module) for tensor in tensors):
-        return
-    name, tensor = next((name, tensor) for name, tensor in _named_tensors(module) if tensor.device != place)
-    raise InputError(
-        f"module must have its parameters and buffers on device {place} (device_ids[0]) but "
-        f'"{name}" is on {tensor.device}: call .to("{place}") first'
-    )
+def _refuse_elsewhere(module: nn.Module, tensors: Sequence[torch.Tensor], place: torch.device) -> None:
+    for tensor in tensors:
+        if tensor.device != place:
+            raise InputError(
+                f"module must have its parameters and buffers on device {place} (device_ids[0]) but "
+                f'"{_name_of(tensor, module)}" is on {tensor.device}: call .to("{place}") first'
+            )
+
+
+def _name_of(tensor: torch.Tensor, module: nn.Module) -> str:
+    return next(name for name, t in (*module.named_parameters(), *module.named_buffers()) if t is tensor)
 
 
 def _on_slots(
-    module: nn.Module, shares: Sequence[Arguments], devices: Sequence[Device], watched: list[Any]
+    module: nn.Module,
+    followed: list[torch.Tensor],
+    own: list[torch.Tensor],
+    shares: Sequence[Arguments],
+    devices: Sequence[Device],
+    watched: list[tuple[torch.Tensor, int]],
 ) -> list[Any]:
     """Each replica in a thread of its slot, with a graph of its own that is joined to the caller's."""
-    followed, own = tensors_of(module)
     shared = [tensor for tensor in followed if tensor.requires_grad and torch.is_grad_enabled()]
     leaves: list[dict[int, torch.Tensor]] = []
     copies = []
@@ -299,7 +309,12 @@ def _on_slots(
     before = _versions(followed)
     with borrowed(devices) as team:
         outputs = team.run(calls)
-    _refuse_written(module, before)
+    for tensor, version in before:
+        if tensor._version != version:
+            raise InputError(
+                f'parameter "{_name_of(tensor, module)}" was changed in forward, by every replica, and they share its '
+                "memory: make it a buffer (the first replica's is kept), or change it outside of forward"
+            )
     return backward_threads.joined(outputs, devices, shared, leaves)
 
 
@@ -334,21 +349,6 @@ def _changes_told(whole: Arguments) -> Iterator[list[tuple[torch.Tensor, int]]]:
         touched = [t for t, _ in _versions(whole) if t.untyped_storage().data_ptr() in changed] if changed else []
         if touched:
             increment_version(touched)
-
-
-def _refuse_written(module: nn.Module, before: list[tuple[torch.Tensor, int]]) -> None:
-    """Refuse parameters that a replica has written: on slots all have written to the same memory."""
-    written = {id(tensor) for tensor, version in before if tensor._version != version}
-    for name, tensor in _named_tensors(module) if written else ():
-        if id(tensor) in written:
-            raise InputError(
-                f'parameter "{name}" was changed in forward, by every replica, and they share its memory: '
-                "make it a buffer (the first replica's is kept), or change it outside of forward"
-            )
-
-
-def _named_tensors(module: nn.Module) -> Iterable[tuple[str, torch.Tensor]]:
-    return (*module.named_parameters(), *module.named_buffers())
 
 
 def _compile_with(callback: Any) -> Any:
