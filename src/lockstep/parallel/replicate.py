@@ -55,11 +55,7 @@ def replicate(network: M, devices: Devices, detach: bool = False) -> list[M]:
 
 
 def tensors_of(network: nn.Module) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
-    """What is the same in all replicas (parameters, and buffers that want gradients), and other buffers.
-
-    Raises:
-        InputError: a module can't be replicated.
-    """
+    """What is the same in all replicas (parameters, and buffers that want gradients), and other buffers."""
     for name, module in network.named_modules():
         _refuse_special(module, name)
     parameters = (tensor for module in network.modules() for tensor in module._parameters.values())
@@ -79,9 +75,6 @@ def replicas_of(
     """A replica for each place, with its ``copies`` where the original has the tensors ``followed``.
 
     Of the other buffers, ``own``, the first has the original's, and the others have copies.
-
-    Raises:
-        InputError: something in it can't be replicated.
     """
     modules = [(module, name, _attributes(module)) for name, module in network.named_modules()]
     replicas = []
@@ -156,15 +149,9 @@ def _is_plain(value: Any) -> bool:
 
 
 def _of_replica(value: Any, known: Mapping[int, Any], depth: int = _DEPTH) -> Any:
-    """An attribute's value with the replica's parts in the place of the original's.
+    """An attribute with the replica's parts in the place of the original's; the same object where there are none.
 
-    Args:
-        value: a module or tensor, a method, a function, a partial, or a list, tuple or dict of such things.
-        known: the replica's modules and tensors, by the id of the original's.
-        depth: of containers to look into.
-
-    Returns:
-        The same object where nothing of the original is in it.
+    ``known`` has the replica's modules and tensors by the id of the original's.
     """
     if isinstance(value, (nn.Module, torch.Tensor)):
         return known.get(id(value), value)
