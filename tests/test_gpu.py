@@ -13,7 +13,6 @@ from lockstep import Job, train
 from lockstep.errors import NonFiniteLoss
 from lockstep.launch.devices import Device
 from lockstep.parallel import DataParallel, data_parallel
-from lockstep.parallel.replica_pool import copied_together
 from lockstep.strategies.ddp import DDP
 from lockstep.verify import differences
 from zoo import ZOO, drawn, labels
@@ -123,14 +122,6 @@ def test_data_parallel_on_one_gpu_has_the_gradients_of_the_plain_module() -> Non
             torch.testing.assert_close(one, other, rtol=1e-12, atol=1e-12)
     with torch.no_grad():
         torch.testing.assert_close(DataParallel(net, [0, 0])(x), net(x), rtol=1e-12, atol=1e-12)
-
-
-def test_tensors_copied_to_another_device_together_are_the_same() -> None:
-    made = [torch.randn(3, 4), torch.arange(5), torch.randn(()), torch.zeros(0), torch.randn(2, 6).t()]
-    for place in ("cuda:0", "cpu"):
-        for one, other in zip(made, copied_together(made, torch.device(place)), strict=True):
-            assert (str(other.device) == place and other.data_ptr() != one.data_ptr()) or not one.numel()
-            torch.testing.assert_close(other.cpu(), one)
 
 
 def test_a_map_over_replicas_on_one_gpu_gives_rows_on_the_cpu() -> None:

@@ -20,7 +20,7 @@ from lockstep.parallel import (
     level_of,
     parallel_apply,
 )
-from lockstep.parallel.balance.busy_time import BusyTime, covered
+from lockstep.parallel.balance.level import busy_seconds, covered
 
 BATCH, WIDTH, CLASSES = 64, 64, 2000
 TWO = slots(2)
@@ -143,11 +143,11 @@ def test_busy_is_computing_and_not_waiting() -> None:
         for _ in range(amount):
             x = (x @ x).clamp_(0, 1)
 
-    with BusyTime() as busy:
+    with busy_seconds() as busy:
         parallel_apply([compute, compute], [5, 200], devices=TWO)
-    assert busy.owners() == ["cpu", "cpu:0", "cpu:1"]
-    assert busy.seconds("cpu:1") > 3 * busy.seconds(TWO[0]) > 0
-    assert busy.seconds("cpu") < busy.seconds("cpu:1")
+    assert sorted(busy) == ["cpu", "cpu:0", "cpu:1"]
+    assert busy["cpu:1"] > 3 * busy["cpu:0"] > 0
+    assert busy["cpu"] < busy["cpu:1"]
 
 
 def test_overlapping_kernels_count_once() -> None:

@@ -156,20 +156,6 @@ def test_a_module_without_parameters_and_one_device_work() -> None:
 
 
 def test_what_can_not_be_copied_is_named() -> None:
-    class Stubborn(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.weight = nn.Parameter(torch.zeros(2))
-            self.ready = True
-
-        def __setattr__(self, name: str, value: Any) -> None:
-            if name == "weight" and "ready" in self.__dict__:
-                raise AttributeError("weight can't be set")
-            super().__setattr__(name, value)
-
-    with pytest.raises(InputError, match=r"1\.weight of Stubborn"):
-        replicate(nn.Sequential(nn.Linear(1, 1), Stubborn()), "2xcpu")
-
     class Single(nn.Module):
         def _replicate_for_data_parallel(self) -> Any:
             raise RuntimeError("there can be only one")

@@ -7,7 +7,7 @@
     outputs  = parallel_apply(replicas, shares)     at the same time, each on its device
     output   = gather(outputs, devices[0])          put together again, in order
 
-    DataParallel(module, devices)                   all four, in the place of torch.nn.DataParallel, with replicas kept
+    DataParallel(module, devices)                   all four, in the place of torch.nn.DataParallel
     data_parallel(module, inputs, devices)          the same, once
     trace_shapes()                                  what each replica saw of a batch, as a table
 
@@ -16,17 +16,15 @@
     level_of(step, devices)                         peak bytes and busy seconds of each device, as a table
     largest_batch(step, devices, budget)            the one that fits in every device's memory
 
-Each can be used alone, for anything that is to run side by side. Below them lie ``replica_pool``
-(replicas that stay), ``backward_threads`` (each replica's in its own thread), and the room ``threads``: the pool of
-threads, a stream of random numbers for each, batch norm over all replicas.
+Each can be used alone, for anything that is to run side by side. Below them lie ``backward_threads`` (each replica's
+in its own thread), and the room ``threads``: the pool of threads, a stream of random numbers for each.
 """
 
 from __future__ import annotations
 
 from lockstep.parallel.balance.largest_batch import largest_batch
 from lockstep.parallel.balance.level import Level, level_of
-from lockstep.parallel.balanced_outputs import Balanced
-from lockstep.parallel.data_parallel import DataParallel, data_parallel
+from lockstep.parallel.data_parallel import Balanced, DataParallel, data_parallel
 from lockstep.parallel.gather import gather
 from lockstep.parallel.loss.parallel_loss import ParallelLoss
 from lockstep.parallel.parallel_apply import parallel_apply

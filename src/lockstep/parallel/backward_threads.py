@@ -78,7 +78,6 @@ def joined(
     devices: Sequence[Device],
     shared: Sequence[torch.Tensor],
     leaves: Sequence[dict[int, torch.Tensor]],
-    lease: object,
     *,
     overlaps: bool = False,
 ) -> list[Any]:
@@ -89,7 +88,6 @@ def joined(
         devices: where each was computed; its backward runs there too.
         shared: the tensors that gradients go to.
         leaves: for each replica its leaves, by the number in ``shared`` of the tensor that they stand for.
-        lease: kept until the graphs are used up.
         overlaps: the graphs go on into others, which backward will run through by themselves.
 
     Returns:
@@ -98,7 +96,7 @@ def joined(
     roots = [[t for t in pytree.tensors(output) if t.requires_grad] for output in outputs]
     if not shared or not any(roots):
         return list(outputs)
-    graphs = _Graphs(devices, leaves, roots, lease, overlaps)
+    graphs = _Graphs(devices, leaves, roots, overlaps)
     flat = iter(_Joined.apply(graphs, [t for found in roots for t in found], *shared))  # type: ignore[no-untyped-call]
     return [pytree.each(lambda t: next(flat) if t.requires_grad else t, output) for output in outputs]
 
@@ -117,9 +115,9 @@ class _Joined(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *grads: torch.Tensor | None) -> tuple[torch.Tensor | None, ...]:
-        if torch.is_grad_enabled():
-            return None, None, *ctx.graphs.differentiable_gradients(ctx.saved_tensors, grads)
-        return None, None, *ctx.graphs.gradients(len(ctx.needs_input_grad) - 2, grads)
+        # Asking for saved tensors refuses those that were written since, which only a second derivative would need.
+        shared = ctx.saved_tensors if torch.is_grad_enabled() else ()
+        return None, None, *ctx.graphs.gradients(len(ctx.needs_input_grad) - 2, grads, shared)
 
 
 class _Graphs:
@@ -130,115 +128,79 @@ class _Graphs:
         devices: Sequence[Device],
         leaves: Sequence[dict[int, torch.Tensor]],
         roots: Sequence[Sequence[torch.Tensor]],
-        lease: object,
         overlaps: bool,
     ) -> None:
         self.devices = devices
         self.leaves = leaves
-        self.lease: object = lease
         self.overlaps = overlaps  # the first to run must leave the others what they need
         # Not the outputs themselves: once they are gathered, their memory needn't be held.
         self.edges = [[get_gradient_edge(root) for root in found] for found in roots]
 
-    def gradients(self, count: int, grads: Sequence[torch.Tensor | None]) -> list[torch.Tensor | None]:
-        """Those of the ``count`` tensors that the leaves stand for, summed in the order of the replicas."""
-        keep, everything = _keeps_graph() or self.overlaps, _goes_everywhere()
-
-        def collect(i: int, edges: list[GradientEdge], given: list[torch.Tensor]) -> dict[int, torch.Tensor | None]:
-            return self._collect(i, edges, given, everything, retain_graph=keep)
-
-        found = self._each(grads, collect)
-        sums: list[torch.Tensor | None] = [None] * count
-        for theirs in found:
-            pairs: list[tuple[torch.Tensor, torch.Tensor]] = []
-            for number, grad in theirs.items():
-                so_far = sums[number]
-                if grad is None:
-                    continue
-                if so_far is None:
-                    sums[number] = grad
-                elif everything and so_far.layout is grad.layout is torch.strided:
-                    pairs.append((so_far, grad))
-                else:  # what ``autograd.grad`` gives may be the gradient of several tensors at once
-                    sums[number] = so_far + grad
-            if pairs:
-                torch._foreach_add_([a for a, _ in pairs], [b for _, b in pairs])
-        if not keep:
-            self.lease = None
-        return sums
-
-    def _collect(
-        self, i: int, edges: list[GradientEdge], given: list[torch.Tensor], everything: bool, **settings: Any
-    ) -> dict[int, torch.Tensor | None]:
-        """Backward of one replica, in its thread.
-
-        Args:
-            i: which one.
-            edges: its outputs that have a gradient.
-            given: these gradients.
-            everything: the caller's backward goes to all leaves, those that the module has closed over too;
-                PyTorch's reentrant checkpoints want that.
-            settings: as for ``torch.autograd.backward``.
-        """
-        mine = self.leaves[i]
-        if not everything:
-            found = torch.autograd.grad(edges, list(mine.values()), given, allow_unused=True, **settings)
-            return dict(zip(mine, found, strict=True))
-        for leaf in mine.values():
-            leaf.grad = None
-        before, _here.collects = getattr(_here, "collects", False), True
-        try:
-            torch.autograd.backward(edges, given, **settings)
-            return {number: leaf.grad for number, leaf in mine.items()}
-        finally:
-            _here.collects = before
-            for leaf in mine.values():
-                leaf.grad = None
-
-    def differentiable_gradients(
-        self, shared: Sequence[torch.Tensor], grads: Sequence[torch.Tensor | None]
+    def gradients(
+        self, count: int, grads: Sequence[torch.Tensor | None], shared: Sequence[torch.Tensor]
     ) -> list[torch.Tensor | None]:
-        """The same with a graph, in which the gradients of the outputs are tensors to differentiate by, too."""
-        further: list[torch.Tensor] = []
-        stood_for: list[torch.Tensor | None] = []  # gradients of outputs, those to differentiate by as leaves
-        leaves = [dict(mine) for mine in self.leaves]
-        owners = [i for i, edges in enumerate(self.edges) for _ in edges]
-        for i, grad in zip(owners, grads, strict=True):
-            if grad is None or not grad.requires_grad:
-                stood_for.append(grad)
-                continue
-            leaf = stand_in(grad)
-            leaves[i][len(shared) + len(further)] = leaf
-            further.append(grad)
-            stood_for.append(leaf)
+        """Those of the ``count`` tensors that the leaves stand for, summed in the order of the replicas.
 
-        everything = _goes_everywhere()
-
-        def collect(i: int, edges: list[GradientEdge], given: list[torch.Tensor]) -> dict[int, torch.Tensor | None]:
-            return self._collect(i, edges, given, everything, create_graph=True)
-
-        self.overlaps = True
-        found = self._each(stood_for, collect)
-        sums: list[torch.Tensor | None] = [None] * len(shared)
-        for theirs in joined(found, self.devices, [*shared, *further], leaves, self.lease, overlaps=True):
-            for number, grad in theirs.items():
-                so_far = sums[number]
-                sums[number] = so_far if grad is None else grad if so_far is None else so_far + grad
-        return sums
-
-    def _each(
-        self,
-        grads: Sequence[torch.Tensor | None],
-        work: Callable[[int, list[GradientEdge], list[torch.Tensor]], dict[int, torch.Tensor | None]],
-    ) -> list[dict[int, torch.Tensor | None]]:
-        """``work`` for each replica, in its thread, of those outputs that have a gradient; {} where none has."""
+        Where they are to be differentiated themselves, they have a graph to these tensors, ``shared``, in which the
+        gradients of the outputs are tensors to differentiate by, too.
+        """
+        differentiable = torch.is_grad_enabled()
+        self.overlaps = self.overlaps or differentiable
+        keep, everything = self.overlaps or _keeps_graph(), _goes_everywhere()
+        sources, leaves, given = list(shared), [dict(mine) for mine in self.leaves], list(grads)
+        if differentiable:
+            owners = [i for i, edges in enumerate(self.edges) for _ in edges]
+            for k, (i, grad) in enumerate(zip(owners, grads, strict=True)):
+                if grad is not None and grad.requires_grad:
+                    given[k] = leaves[i][len(sources)] = stand_in(grad)
+                    sources.append(grad)
         tasks: list[Callable[[], dict[int, torch.Tensor | None]] | None] = []
         start = 0
-        for i, edges in enumerate(self.edges):
-            mine = list(zip(edges, grads[start : start + len(edges)], strict=True))
+        for mine, edges in zip(self.leaves, self.edges, strict=True):
+            used = [(edge, grad) for edge, grad in zip(edges, given[start:], strict=False) if grad is not None]
             start += len(edges)
-            used = [edge for edge, grad in mine if grad is not None]
-            given = [grad for _, grad in mine if grad is not None]
-            tasks.append(functools.partial(work, i, used, given) if used else None)
+            work = functools.partial(_collected, mine, used, everything, create_graph=differentiable, retain_graph=keep)
+            tasks.append(work if used else None)
         with borrowed(self.devices) as team:
-            return [found or {} for found in team.run(tasks)]
+            found = [theirs or {} for theirs in team.run(tasks)]
+        if differentiable:
+            found = joined(found, self.devices, sources, leaves, overlaps=True)
+        sums: list[torch.Tensor | None] = [None] * count
+        for theirs in found:
+            for number, grad in theirs.items():
+                so_far = sums[number]
+                if so_far is None or grad is None:
+                    sums[number] = so_far if grad is None else grad
+                elif everything and not differentiable and so_far.layout is grad.layout is torch.strided:
+                    so_far.add_(grad)
+                else:  # what ``autograd.grad`` gives may be the gradient of several tensors at once
+                    sums[number] = so_far + grad
+        return sums
+
+
+def _collected(
+    leaves: dict[int, torch.Tensor], used: list[tuple[GradientEdge, torch.Tensor]], everything: bool, **settings: Any
+) -> dict[int, torch.Tensor | None]:
+    """Backward of one replica, in its thread: the gradients of its leaves, by their numbers.
+
+    Args:
+        leaves: by their numbers.
+        used: its outputs that have a gradient, each with that.
+        everything: the caller's backward goes to all leaves, those that the module has closed over too; PyTorch's
+            reentrant checkpoints want that.
+        settings: as for ``torch.autograd.backward``.
+    """
+    edges, given = zip(*used, strict=True)
+    if not everything:
+        found = torch.autograd.grad(edges, list(leaves.values()), given, allow_unused=True, **settings)
+        return dict(zip(leaves, found, strict=True))
+    for leaf in leaves.values():
+        leaf.grad = None
+    before, _here.collects = getattr(_here, "collects", False), True
+    try:
+        torch.autograd.backward(edges, given, **settings)
+        return {number: leaf.grad for number, leaf in leaves.items()}
+    finally:
+        _here.collects = before
+        for leaf in leaves.values():
+            leaf.grad = None

@@ -5,8 +5,7 @@ With the shares :math:`x = [x_1, \dots, x_n]` of a batch, and replicas of one mo
 .. math:: y = [f(x_1, w), \dots, f(x_n, w)] \qquad
           \frac{\partial l}{\partial w} = \sum_i \frac{\partial l}{\partial y_i} \frac{\partial f(x_i, w)}{\partial w}
 
-``torch.nn.DataParallel`` does that on GPUs, with replicas that are made afresh in each forward. Here they are kept
-(`lockstep.parallel.replica_pool`), and it works on slots of a CPU as well, forward and backward
+``torch.nn.DataParallel`` does that on GPUs. Here it works on slots of a CPU as well, forward and backward
 (`lockstep.parallel.backward_threads`).
 """
 
@@ -16,6 +15,7 @@ import contextlib
 import functools
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any, Generic, TypeVar
 
 import torch
@@ -23,13 +23,11 @@ from torch import nn
 from torch.autograd.graph import increment_version
 
 from lockstep.errors import InputError
-from lockstep.launch.devices import Device, Devices, occupied
-from lockstep.parallel import backward_threads, target_devices, trace_shapes, uncompiled
-from lockstep.parallel.balanced_outputs import Balanced
+from lockstep.launch.devices import Device, Devices
+from lockstep.parallel import backward_threads, target_devices, trace_shapes
 from lockstep.parallel.gather import gathered
-from lockstep.parallel.parallel_apply import parallel_apply
-from lockstep.parallel.replica_pool import Kept, Lease
-from lockstep.parallel.replicate import replicate
+from lockstep.parallel.parallel_apply import in_stream, parallel_apply
+from lockstep.parallel.replicate import replicas_of, replicate, tensors_of
 from lockstep.parallel.scatter import is_plain, scatter_kwargs
 from lockstep.tensors import pytree
 from lockstep.threads import random_streams, recompute
@@ -41,6 +39,30 @@ Arguments = tuple[tuple[Any, ...], dict[str, Any]]
 
 _CALL = 6
 """Up the stack from a method that forward calls to the line that called the DataParallel."""
+
+
+@dataclass(frozen=True)
+class Balanced:
+    """What ``DataParallel(..., balanced=True)`` gives: an output per replica that ran, in the order of the batch.
+
+    Nothing was gathered, so no device holds more than its share. It has a length, can be indexed and gone through.
+
+    Attributes:
+        outputs: what each replica gave, with its gradient history; of any nesting.
+        devices: for each output the device where it was computed, and where it lies.
+    """
+
+    outputs: list[Any]
+    devices: list[Device]
+
+    def __len__(self) -> int:
+        return len(self.outputs)
+
+    def __iter__(self) -> Iterator[Any]:
+        return iter(self.outputs)
+
+    def __getitem__(self, index: int) -> Any:
+        return self.outputs[index]
 
 
 class DataParallel(nn.Module, Generic[M]):
@@ -110,7 +132,6 @@ class DataParallel(nn.Module, Generic[M]):
         self.dim = dim
         self.balanced = balanced
         self.sizes: tuple[int, ...] = ()
-        self._kept = Kept(self.devices)
         self._warned = self._said = self._compared = False
         recompute.install()
         if len(self.devices) == 1:
@@ -120,11 +141,11 @@ class DataParallel(nn.Module, Generic[M]):
         """What ``module`` gives for the whole batch."""
         if len(self.devices) == 1:
             return self._forward(inputs, kwargs)
-        before = uncompiled.stop()
+        before = _compile_with(None)
         try:
             return self._forward(inputs, kwargs)
         finally:
-            uncompiled.go_on(before)
+            _compile_with(before)
 
     def _forward(self, inputs: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         with torch.autograd.profiler.record_function("DataParallel.forward"):
@@ -134,34 +155,34 @@ class DataParallel(nn.Module, Generic[M]):
             devices = self.devices[: len(shares)]
             if len(self.devices) == 1:
                 outputs = [self.module(*shares[0][0], **shares[0][1])]
-                whole = Balanced(outputs, list(devices)) if self.balanced else outputs[0]
             else:
-                outputs = self._outputs(shares, devices, (inputs, kwargs))
-                if self.balanced:
-                    whole = Balanced(outputs, list(devices))
-                else:
-                    self._warn_of_means(outputs, sizes)
-                    self._warn_of_other_dimensions(outputs, sizes)
-                    whole = self.gather(outputs, self.output_device)
+                with _changes_told((inputs, kwargs)) as watched:
+                    outputs = self._outputs(shares, devices, watched)
+            whole: Any
+            if self.balanced:
+                whole = Balanced(outputs, list(devices))
+            elif len(self.devices) == 1:
+                whole = outputs[0]
+            else:
+                self._warn_of_means(outputs, sizes)
+                self._warn_of_other_dimensions(outputs, sizes)
+                whole = self.gather(outputs, self.output_device)
             trace_shapes.note((inputs, kwargs), shares, outputs, whole, devices, sizes)
             return whole
 
-    def _outputs(self, shares: Sequence[Arguments], devices: Sequence[Device], whole: Arguments) -> list[Any]:
+    def _outputs(self, shares: Sequence[Arguments], devices: Sequence[Device], watched: list[Any]) -> list[Any]:
+        followed, own = tensors_of(self.module)
+        _refuse_elsewhere(self.module, (*followed, *own), self.devices[0].torch)
         kind = type(self)
-        if kind.replicate is not DataParallel.replicate or kind.parallel_apply is not DataParallel.parallel_apply:
-            with _changes_told(whole, shares):
-                replicas = self.replicate(self.module, devices)
-                return self.parallel_apply(replicas, [args for args, _ in shares], [named for _, named in shares])
-        lease = self._kept.lend(self.module, len(shares))
-        run = _on_slots if all(device.is_slot for device in self.devices) else _on_accelerators
-        try:
-            return run(lease, shares, devices, whole)
-        except BaseException:
-            lease.forfeit()
-            raise
+        is_overridden = (kind.replicate, kind.parallel_apply) != (DataParallel.replicate, DataParallel.parallel_apply)
+        if all(device.is_slot for device in self.devices) and not is_overridden:
+            return _on_slots(self.module, followed, own, shares, devices, watched)
+        watched.extend(_versions(shares))
+        replicas = self.replicate(self.module, devices)
+        return self.parallel_apply(replicas, [args for args, _ in shares], [named for _, named in shares])
 
     def replicate(self, module: nn.Module, device_ids: Sequence[Device]) -> list[Any]:
-        """Make replicas that aren't kept. To be called or overridden; forward keeps its own where it isn't."""
+        """Make replicas. To be called or overridden; on slots forward makes its own where it isn't."""
         return replicate(module, device_ids, detach=not torch.is_grad_enabled())
 
     def parallel_apply(self, replicas: Sequence[Any], inputs: Sequence[Any], kwargs: Sequence[Any] | None) -> list[Any]:
@@ -219,7 +240,7 @@ def data_parallel(
     dim: int = 0,
     module_kwargs: Mapping[str, Any] | None = None,
 ) -> Any:
-    """Call ``module`` once, as a ``DataParallel`` would; that keeps its replicas, this doesn't.
+    """Call ``module`` once, as a ``DataParallel`` would.
 
     Args:
         module: has its parameters and buffers on the first device.
@@ -234,13 +255,7 @@ def data_parallel(
         DeviceError: devices that don't exist.
     """
     devices = target_devices.many(device_ids)
-    place = devices[0].torch
-    for tensor in (*module.parameters(), *module.buffers()):
-        if tensor.device != place:
-            raise InputError(
-                f"module must have its parameters and buffers on device {place} (device_ids[0]) but one of them is on "
-                f'{tensor.device}: call .to("{place}") first'
-            )
+    _refuse_elsewhere(module, (*module.parameters(), *module.buffers()), devices[0].torch)
     given = inputs if isinstance(inputs, tuple) else () if inputs is None else (inputs,)
     net = DataParallel(module, devices, output_device, dim)
     output = net(*given, **(module_kwargs or {}))
@@ -255,25 +270,57 @@ def _sizes(shares: Sequence[Arguments], dim: int) -> tuple[int, ...]:
     return tuple(first.shape[dim] for first in firsts if first is not None)
 
 
-def _on_slots(lease: Lease, shares: Sequence[Arguments], devices: Sequence[Device], whole: Arguments) -> list[Any]:
+def _refuse_elsewhere(module: nn.Module, tensors: Sequence[torch.Tensor], place: torch.device) -> None:
+    for tensor in tensors:
+        if tensor.device != place:
+            raise InputError(
+                f"module must have its parameters and buffers on device {place} (device_ids[0]) but "
+                f'"{_name_of(tensor, module)}" is on {tensor.device}: call .to("{place}") first'
+            )
+
+
+def _name_of(tensor: torch.Tensor, module: nn.Module) -> str:
+    return next(name for name, t in (*module.named_parameters(), *module.named_buffers()) if t is tensor)
+
+
+def _on_slots(
+    module: nn.Module,
+    followed: list[torch.Tensor],
+    own: list[torch.Tensor],
+    shares: Sequence[Arguments],
+    devices: Sequence[Device],
+    watched: list[tuple[torch.Tensor, int]],
+) -> list[Any]:
     """Each replica in a thread of its slot, with a graph of its own that is joined to the caller's."""
+    shared = [tensor for tensor in followed if tensor.requires_grad and torch.is_grad_enabled()]
+    leaves: list[dict[int, torch.Tensor]] = []
+    copies = []
+    for _ in devices:
+        stand_ins = {id(tensor): backward_threads.stand_in(tensor) for tensor in shared}
+        leaves.append(dict(enumerate(stand_ins.values())))
+        copies.append([stand_ins.get(id(tensor), tensor) for tensor in followed])
+    replicas = replicas_of(module, [device.torch for device in devices], followed, copies, own)
     streams = random_streams.Streams()
-    shared, leaves = list(lease.shared), [dict(mine) for mine in lease.leaves]
-    own = list(shares)
     calls: list[Callable[[], Any]] = []
-    for i, (replica, share) in enumerate(zip(lease.replicas, shares, strict=True)):
-        if torch.is_grad_enabled() and any(tensor.requires_grad for tensor in pytree.tensors(share)):
-            own[i] = pytree.each(functools.partial(_of_its_own, shared, leaves[i]), share)
-        calls.append(functools.partial(_compute, replica, own[i], functools.partial(streams.generator, i)))
-    with _changes_told(whole, own), borrowed(devices) as team:
+    for i, (replica, share) in enumerate(zip(replicas, shares, strict=True)):
+        args, kwargs = pytree.each(functools.partial(_of_its_own, shared, leaves[i]), share)
+        watched.extend(_versions((args, kwargs)))
+        calls.append(functools.partial(in_stream, functools.partial(streams.generator, i), replica, *args, **kwargs))
+    before = _versions(followed)
+    with borrowed(devices) as team:
         outputs = team.run(calls)
-    lease.refuse_written()
-    return backward_threads.joined(outputs, devices, shared, leaves, lease)
+    for tensor, version in before:
+        if tensor._version != version:
+            raise InputError(
+                f'parameter "{_name_of(tensor, module)}" was changed in forward, by every replica, and they share its '
+                "memory: make it a buffer (the first replica's is kept), or change it outside of forward"
+            )
+    return backward_threads.joined(outputs, devices, shared, leaves)
 
 
 def _of_its_own(shared: list[torch.Tensor], leaves: dict[int, torch.Tensor], tensor: torch.Tensor) -> torch.Tensor:
     """A share that a replica may differentiate by, and change in place."""
-    if not tensor.requires_grad:
+    if not tensor.requires_grad or not torch.is_grad_enabled():
         return tensor
     leaf = backward_threads.stand_in(tensor)
     leaves[len(shared)] = leaf
@@ -282,49 +329,36 @@ def _of_its_own(shared: list[torch.Tensor], leaves: dict[int, torch.Tensor], ten
     return alias
 
 
+def _versions(nest: Any) -> list[tuple[torch.Tensor, int]]:
+    """The tensors of a nest, each with what autograd counts its changes by."""
+    return [(tensor, tensor._version) for tensor in pytree.tensors(nest) if not tensor.is_inference()]
+
+
 @contextlib.contextmanager
-def _changes_told(whole: Arguments, shares: Sequence[Arguments]) -> Iterator[None]:
+def _changes_told(whole: Arguments) -> Iterator[list[tuple[torch.Tensor, int]]]:
     """Tell autograd which of the caller's tensors replicas have changed in place: shares have versions of their own.
 
-    Else what had saved such a tensor for its backward would go on with other values, without a word.
+    Else what had saved such a tensor for its backward would go on with other values, without a word. Gives a list, for
+    the shares and their versions.
     """
-    before = [(t, t._version) for share in shares for t in pytree.tensors(share) if not t.is_inference()]
+    shares: list[tuple[torch.Tensor, int]] = []
     try:
-        yield
+        yield shares
     finally:
-        changed = {t.untyped_storage().data_ptr() for t, version in before if t._version != version}
-        if changed:
-            touched = (t for t in pytree.tensors(whole) if not t.is_inference())
-            increment_version([t for t in touched if t.untyped_storage().data_ptr() in changed])
+        changed = {t.untyped_storage().data_ptr() for t, version in shares if t._version != version}
+        touched = [t for t, _ in _versions(whole) if t.untyped_storage().data_ptr() in changed] if changed else []
+        if touched:
+            increment_version(touched)
 
 
-def _compute(replica: nn.Module, share: Arguments, source: random_streams.Source | None) -> Any:
-    with random_streams.stream(source):
-        return replica(*share[0], **share[1])
+def _compile_with(callback: Any) -> Any:
+    """Let ``torch.compile`` compile nothing more in this thread (None), or what it did before; gives what it did.
+
+    Of a ``DataParallel`` in a compiled function it would compile pieces of what is here, and gradients of inputs come
+    out wrong, without a word (torch 2.13). What a replica calls may be compiled: each thread has its own compiler.
+    """
+    return torch._C._dynamo.eval_frame.set_eval_frame(callback)
 
 
-def _on_accelerators(
-    lease: Lease, shares: Sequence[Arguments], devices: Sequence[Device], whole: Arguments
-) -> list[Any]:
-    """A thread for each device. Replicas on the same one follow one another: it has one queue of work."""
-    replicas: Sequence[nn.Module] = lease.replicas
-    outputs: list[Any] = [None] * len(shares)
-
-    def work(device: Device) -> None:
-        for i, share in enumerate(shares):
-            if devices[i] == device:
-                try:
-                    outputs[i] = _compute(replicas[i], share, None)
-                except Exception as error:
-                    error.add_note(f"raised by replica {i} on {device}")
-                    raise
-
-    distinct = tuple(dict.fromkeys(devices))
-    with _changes_told(whole, shares):
-        if len(distinct) == 1:
-            with occupied(distinct[0]):
-                work(distinct[0])
-        else:
-            with borrowed(distinct, "device") as team:
-                team.run([functools.partial(work, device) for device in distinct])
-    return outputs
+# As of torch.compiler.disable, which would import the compiler, for 0.8 s: it calls this function as it is.
+vars(_compile_with)["_torchdynamo_disable"] = True

@@ -8,16 +8,19 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 
 from lockstep.errors import InputError
 from lockstep.launch import devices as _devices
-from lockstep.launch.devices import Device, Devices
+from lockstep.launch.devices import Device, Devices, occupied
 from lockstep.parallel import target_devices
 from lockstep.tensors import pytree
+from lockstep.threads import random_streams
 from lockstep.threads.thread_pool import borrowed
+
+T = TypeVar("T")
 
 
 def parallel_apply(
@@ -60,8 +63,29 @@ def parallel_apply(
         functools.partial(module, *(given if isinstance(given, (list, tuple)) else (given,)), **(kwargs or {}))
         for module, given, kwargs in zip(modules, inputs, named, strict=True)
     ]
+    if not places[0].is_slot and len(set(places)) == 1:
+        return _one_after_another(calls, places[0])
     with borrowed(places) as team:
         return team.run(calls)
+
+
+def in_stream(source: random_streams.Source | None, function: Callable[..., T], *args: Any, **kwargs: Any) -> T:
+    """Call a function that draws its random numbers from ``source``."""
+    with random_streams.stream(source):
+        return function(*args, **kwargs)
+
+
+def _one_after_another(calls: Sequence[Callable[[], Any]], device: Device) -> list[Any]:
+    """All on one accelerator: it has one queue of work, and threads would wait for each other's interpreter lock."""
+    found = []
+    with occupied(device):
+        for i, call in enumerate(calls):
+            try:
+                found.append(call())
+            except Exception as error:
+                error.add_note(f"raised by replica {i} on {device}")
+                raise
+    return found
 
 
 def _same_length(count: int, other: int, name: str) -> None:

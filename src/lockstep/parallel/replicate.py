@@ -1,12 +1,16 @@
 """Replicate: one module per device, whose gradients come back to the original.
 
 ``torch.nn.parallel.replicate`` needs GPUs, copies the parameters even where the device already holds them, and gives
-replicas without ``parameters()``. Here slots share the memory of the parameters: nothing is copied.
+replicas without ``parameters()``. Here slots share the memory of the parameters: nothing is copied. Replicas are made
+anew for each forward, so that whatever was changed in the module is seen; an ordinary module of a replica costs the
+copy of a few dictionaries.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import functools
+import types
+from collections.abc import Mapping, Sequence
 from typing import Any, TypeVar
 
 import torch
@@ -14,10 +18,15 @@ from torch import nn
 
 from lockstep.errors import InputError
 from lockstep.launch.devices import Devices
-from lockstep.parallel import module_attributes, target_devices
+from lockstep.parallel import target_devices
 from lockstep.threads.parametrized import cache_apart
 
 M = TypeVar("M", bound=nn.Module)
+
+_BARE = frozenset(vars(nn.Module()))
+_PLAIN = frozenset((bool, int, float, complex, str, type(None), torch.dtype, torch.device))
+_DEPTH = 4
+"""How deep in containers is looked for parts of a module; they may hold themselves."""
 
 
 def replicate(network: M, devices: Devices, detach: bool = False) -> list[M]:
@@ -27,7 +36,8 @@ def replicate(network: M, devices: Devices, detach: bool = False) -> list[M]:
     (slots always do), are copies elsewhere, and their gradients are summed into the original's. Buffers of replica 0
     are the original's, if those are on its device, so that what it updates stays; the other replicas have copies.
     Modules and parameters that occur in several places do so in the replicas too. Hooks, and attributes that are
-    neither modules nor tensors of the module, are shared.
+    neither modules nor tensors of the module, are shared. Attributes that hold parts of the module (a list of layers,
+    a method, a function or a partial) hold those of the replica.
 
     Args:
         network: the original.
@@ -35,108 +45,161 @@ def replicate(network: M, devices: Devices, detach: bool = False) -> list[M]:
         detach: cut the gradients off from the original.
 
     Raises:
-        InputError: something in it can't be replicated; the message names the attribute.
+        InputError: something in it can't be replicated; the message names it.
 
     Source: https://docs.pytorch.org/docs/stable/generated/torch.nn.DataParallel.html
     """
     places = [device.torch for device in target_devices.many(devices)]
-    names = {id(module): name for name, module in network.named_modules()}
-    copies = [{id(module): shell(module, names[id(module)]) for module in network.modules()} for _ in places]
-    tensors = _tensors(network, names, places, detach)
-    for copied, of in zip(copies, tensors, strict=True):
-        for module in network.modules():
-            fill(copied[id(module)], module, names[id(module)], copied, of)
-    return [copied[id(network)] for copied in copies]
+    followed, own = tensors_of(network)
+    return replicas_of(network, places, followed, _spread(followed, places, detach), own)
 
 
-def shell(module: nn.Module, name: str) -> Any:
-    """A module of the same type and attributes, through the hook with which PyTorch's own modules take part."""
+def tensors_of(network: nn.Module) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
+    """What is the same in all replicas (parameters, and buffers that want gradients), and other buffers."""
+    for name, module in network.named_modules():
+        _refuse_special(module, name)
+    parameters = (tensor for module in network.modules() for tensor in module._parameters.values())
+    buffers = [tensor for module in network.modules() for tensor in module._buffers.values() if tensor is not None]
+    followed: dict[torch.Tensor, None] = dict.fromkeys(tensor for tensor in parameters if tensor is not None)
+    followed.update(dict.fromkeys(tensor for tensor in buffers if tensor.requires_grad))
+    return list(followed), list(dict.fromkeys(tensor for tensor in buffers if not tensor.requires_grad))
+
+
+def replicas_of(
+    network: M,
+    places: Sequence[torch.device],
+    followed: Sequence[torch.Tensor],
+    copies: Sequence[Sequence[Any]],
+    own: Sequence[torch.Tensor],
+) -> list[M]:
+    """A replica for each place, with its ``copies`` where the original has the tensors ``followed``.
+
+    Of the other buffers, ``own``, the first has the original's, and the others have copies.
+    """
+    modules = [(module, name, _attributes(module)) for name, module in network.named_modules()]
+    replicas = []
+    for number, (place, mine) in enumerate(zip(places, copies, strict=True)):
+        known: dict[int, Any] = {id(tensor): copy for tensor, copy in zip(followed, mine, strict=True)}
+        for buffer in own:
+            at_home = number == 0 and buffer.device == place
+            known[id(buffer)] = buffer if at_home else buffer.detach().to(place, copy=True)
+        for module, name, _ in modules:
+            known[id(module)] = _shell(module, name)
+        for module, _, attributes in modules:
+            _fill(known[id(module)], module, attributes, known)
+        replicas.append(known[id(network)])
+    return replicas
+
+
+def _refuse_special(module: nn.Module, name: str) -> None:
     called = name or type(module).__name__
     if isinstance(module, torch.jit.ScriptModule):
         raise InputError(f"{called} was compiled by torch.jit, and can't be replicated: give the module it was made of")
-    if hasattr(module, "_orig_mod"):
+    if "_orig_mod" in module._modules:
         raise InputError(f"{called} was compiled by torch.compile: replicate the module itself, and compile replicas")
-    refuse_compiled(module, called)
+    if vars(module).get("_compiled_call_impl") is not None:  # it would compute with the original's tensors
+        raise InputError(
+            f"{called} was compiled in place, by its compile(), for itself alone: leave that out, and compile "
+            "functions that its forward calls"
+        )
+    for tensor in (*module._parameters.values(), *module._buffers.values()):
+        if isinstance(tensor, (nn.UninitializedParameter, nn.parameter.UninitializedBuffer)):
+            raise InputError(
+                f"{called} ({type(module).__name__}) has uninitialized parameters, and can't be replicated: run the "
+                "module once before"
+            )
+
+
+def _shell(module: nn.Module, name: str) -> Any:
+    """A module of the same type and attributes."""
+    kind = type(module)
+    if kind._replicate_for_data_parallel is nn.Module._replicate_for_data_parallel:
+        made = kind.__new__(kind)  # as that method does, in a tenth of the time
+        object.__setattr__(made, "__dict__", {**vars(module), "_is_replica": True})
+        return made
     try:
-        made = module._replicate_for_data_parallel()  # type: ignore[no-untyped-call]
+        return module._replicate_for_data_parallel()  # type: ignore[no-untyped-call]
     except Exception as error:
-        raise InputError(f"{called} ({type(module).__name__}) can't be replicated: {error}") from error
-    cache_apart(made)
+        raise InputError(f"{name or kind.__name__} ({kind.__name__}) can't be replicated: {error}") from error
+
+
+def _fill(replica: Any, module: nn.Module, attributes: list[tuple[str, Any]], known: Mapping[int, Any]) -> None:
+    """Put the replica's own modules, parameters and buffers in the place of the original's."""
+    inside = vars(replica)
+    for kind in ("_parameters", "_buffers", "_modules"):
+        parts = vars(module)[kind]
+        inside[kind] = {key: None if part is None else known[id(part)] for key, part in parts.items()}
+    for key, value in attributes:
+        inside[key] = _of_replica(value, known)
+    cache_apart(replica, module)
+
+
+def _attributes(module: nn.Module) -> list[tuple[str, Any]]:
+    """Those that may hold a part of the module: neither numbers nor words, nor what every module has.
+
+    With ``self.forward = self.forward_impl``, ``self.blocks = [self.a, self.b]`` or ``self.f = lambda x: self.norm(x)``
+    a replica would compute with the original's layers, in all threads at once, and write into their buffers.
+    """
+    return [(k, v) for k, v in vars(module).items() if k not in _BARE and not _is_plain(v)]
+
+
+def _is_plain(value: Any) -> bool:
+    kind = type(value)
+    return kind in _PLAIN or (kind is tuple and _PLAIN.issuperset(map(type, value)))
+
+
+def _of_replica(value: Any, known: Mapping[int, Any], depth: int = _DEPTH) -> Any:
+    """An attribute with the replica's parts in the place of the original's; the same object where there are none.
+
+    ``known`` has the replica's modules and tensors by the id of the original's.
+    """
+    if isinstance(value, (nn.Module, torch.Tensor)):
+        return known.get(id(value), value)
+    kind = type(value)
+    if kind is types.FunctionType:
+        return _function(value, known)
+    if kind is types.MethodType:
+        inside: list[Any] = [value.__self__]
+    elif kind is functools.partial:
+        inside = [value.func, value.args, value.keywords]
+    elif depth and (kind is list or kind is tuple or kind is dict):
+        inside = list(value.values() if kind is dict else value)
+    else:
+        return value
+    changed = [_of_replica(part, known, depth - 1) for part in inside]
+    if all(one is other for one, other in zip(inside, changed, strict=True)):
+        return value
+    if kind is types.MethodType:
+        return types.MethodType(value.__func__, changed[0])
+    if kind is functools.partial:
+        return functools.partial(changed[0], *changed[1], **changed[2])
+    return dict(zip(value, changed, strict=True)) if kind is dict else kind(changed)
+
+
+def _function(function: types.FunctionType, known: Mapping[int, Any]) -> types.FunctionType:
+    """The same function, closed over the replica's parts."""
+    cells = function.__closure__ or ()
+    if not any(id(_content(cell)) in known for cell in cells):
+        return function
+    closure = tuple(
+        types.CellType(known[id(_content(cell))]) if id(_content(cell)) in known else cell for cell in cells
+    )
+    made = types.FunctionType(
+        function.__code__, function.__globals__, function.__name__, function.__defaults__, closure
+    )
+    made.__kwdefaults__ = function.__kwdefaults__
+    vars(made).update(vars(function))
     return made
 
 
-def refuse_compiled(module: nn.Module, name: str) -> None:
-    """Refuse what ``module.compile()`` was called on.
-
-    Raises:
-        InputError: it was: each replica would call the original's code, and so compute with the original's tensors.
-    """
-    if vars(module).get("_compiled_call_impl") is not None:
-        raise InputError(
-            f"{name or type(module).__name__} was compiled in place, by its compile(), for itself alone: leave that "
-            "out, and compile functions that its forward calls"
-        )
+def _content(cell: types.CellType) -> Any:
+    try:
+        return cell.cell_contents
+    except ValueError:  # nothing was assigned yet
+        return None
 
 
-def refuse_without_shape(tensor: torch.Tensor | None, name: str) -> None:
-    """Refuse what a lazy layer has before its first call.
-
-    Raises:
-        InputError: it is that; the message names it.
-    """
-    if isinstance(tensor, (nn.UninitializedParameter, nn.parameter.UninitializedBuffer)):
-        raise InputError(f"{name} has no shape yet, and can't be replicated: run the module once before")
-
-
-def _tensors(
-    network: nn.Module, names: dict[int, str], places: list[torch.device], detach: bool
-) -> list[dict[int, torch.Tensor]]:
-    """For each replica its tensor for each parameter and buffer of the original, by the latter's id."""
-    alike: list[torch.Tensor] = []  # follow the original: parameters, and buffers that want gradients
-    own: list[torch.Tensor] = []  # are written to in training: the other buffers
-    for module in network.modules():
-        for kind in (module._parameters, module._buffers):
-            for key, tensor in kind.items():
-                refuse_without_shape(tensor, f"{names[id(module)]}.{key}".lstrip("."))
-    alike.extend(network.parameters())
-    for buffer in network.buffers():
-        (alike if buffer.requires_grad and not detach else own).append(buffer)
-    found: list[dict[int, torch.Tensor]] = []
-    for number, copied in enumerate(spread(alike, places, detach)):
-        place = places[number]
-        of = {id(tensor): copy for tensor, copy in zip(alike, copied, strict=True)}
-        for buffer in own:
-            at_home = number == 0 and buffer.device == place
-            of[id(buffer)] = buffer if at_home else buffer.detach().to(place, copy=True)
-        found.append(of)
-    return found
-
-
-def fill(replica: Any, module: nn.Module, name: str, copied: dict[int, Any], of: dict[int, torch.Tensor]) -> None:
-    """Put the replica's own modules, parameters and buffers in the place of the original's."""
-    for key, child in module._modules.items():
-        replica._modules[key] = None if child is None else copied[id(child)]
-    for key, parameter in module._parameters.items():
-        _set(replica, "_parameters", key, None if parameter is None else of[id(parameter)], name)
-    for key, buffer in module._buffers.items():
-        replica._buffers[key] = None if buffer is None else of[id(buffer)]
-    known = {**of, **copied}
-    for key, value in module_attributes.own(replica):
-        vars(replica)[key] = module_attributes.of_replica(value, known)
-
-
-def _set(replica: Any, kind: str, key: str, value: torch.Tensor | None, name: str) -> None:
-    if value is not None:
-        try:
-            setattr(replica, key, value)  # modules that keep lists of their weights (nn.LSTM) listen to this
-        except Exception as error:
-            where = f"{name}.{key}".lstrip(".")
-            raise InputError(f"{where} of {type(replica).__name__} can't be replicated: {error}") from error
-        vars(replica).pop(key, None)  # ... and here it is found by parameters() and named_parameters()
-    getattr(replica, kind)[key] = value
-
-
-def spread(tensors: list[torch.Tensor], places: list[torch.device], detach: bool) -> list[Sequence[torch.Tensor]]:
+def _spread(tensors: list[torch.Tensor], places: list[torch.device], detach: bool) -> list[Sequence[torch.Tensor]]:
     """For each place the tensors as its replica has them; gradients are summed, unless they are cut off."""
     if not tensors:
         return [() for _ in places]

@@ -65,9 +65,6 @@ def scatter_kwargs(
 
     Returns:
         The positional arguments of each device used, and its keyword arguments; both empty where there are none.
-
-    Raises:
-        InputError: as ``scatter``.
     """
     given = dict(kwargs or {})
     if not inputs and not given:
@@ -77,11 +74,7 @@ def scatter_kwargs(
 
 
 def refuse_uncuttable(inputs: Any) -> None:
-    """Refuse tensors that have no rows in memory.
-
-    Raises:
-        InputError: one is sparse or nested.
-    """
+    """Refuse sparse and nested tensors, which have no rows in memory."""
     for tensor in pytree.tensors(inputs):
         if tensor.is_nested:
             raise InputError(
@@ -96,11 +89,7 @@ def refuse_uncuttable(inputs: Any) -> None:
 
 
 def _refuse_transforms() -> None:
-    """Refuse what follows a computation in the caller's thread only.
-
-    Raises:
-        InputError: one of these is active.
-    """
+    """Refuse what follows a computation in the caller's thread only."""
     if torch._C._are_functorch_transforms_active() or forward_ad._current_level >= 0:
         what, done = "torch.func's transforms (grad, vmap, ...) and forward-mode derivatives", "transform"
     elif torch._C._get_tracing_state() is not None or torch.compiler.is_exporting():

@@ -13,11 +13,7 @@ from lockstep.launch.devices import Device, Devices
 
 
 def many(wanted: Devices) -> tuple[Device, ...]:
-    """The devices that were named, in order.
-
-    Raises:
-        DeviceError: they don't exist, or the words aren't understood.
-    """
+    """The devices that were named, in order."""
     if isinstance(wanted, (list, tuple)):
         if wanted and all(isinstance(item, Device) for item in wanted):
             return tuple(wanted)
@@ -26,11 +22,7 @@ def many(wanted: Devices) -> tuple[Device, ...]:
 
 
 def one(wanted: Device | torch.device | str | int) -> torch.device:
-    """The one place that was named; ``"cpu"``, -1 (as in PyTorch) and any slot are the memory of the CPU.
-
-    Raises:
-        DeviceError: it doesn't exist.
-    """
+    """The one place that was named; ``"cpu"``, -1 (as in PyTorch) and any slot are the memory of the CPU."""
     if isinstance(wanted, Device):
         return wanted.torch
     if wanted == -1 or str(wanted).split(":")[0] == "cpu":

@@ -50,13 +50,9 @@ class Shapes:
     calls: list[Seen] = field(default_factory=list)
 
     def __str__(self) -> str:
-        tables = [
-            [(f"call {number}", "inputs", "outputs"), *call.rows] for number, call in enumerate(self.calls, start=1)
-        ]
-        widths = [max((len(row[column]) for table in tables for row in table), default=0) for column in (0, 1)]
-        return "\n\n".join(
-            "\n".join(f"{row[0]:<{widths[0]}}  {row[1]:<{widths[1]}}  {row[2]}" for row in table) for table in tables
-        )
+        tables = [[(f"call {n}", "inputs", "outputs"), *call.rows] for n, call in enumerate(self.calls, start=1)]
+        first, second = (max((len(row[i]) for rows in tables for row in rows), default=0) for i in (0, 1))
+        return "\n\n".join("\n".join(f"{a:<{first}}  {b:<{second}}  {c}" for a, b, c in rows) for rows in tables)
 
 
 _traced: contextvars.ContextVar[Shapes | None] = contextvars.ContextVar("lockstep_shapes", default=None)

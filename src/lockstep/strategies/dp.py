@@ -15,7 +15,7 @@ refreshed once a step.
 from __future__ import annotations
 
 import functools
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
@@ -25,7 +25,6 @@ from torch import nn
 from lockstep.data import Batch, Part, mixed
 from lockstep.errors import StrategyError
 from lockstep.job import Job
-from lockstep.launch.devices import Device
 from lockstep.launch.events import Caveat
 from lockstep.launch.layout import Layout
 from lockstep.launch.world import World
@@ -150,11 +149,15 @@ class DPStep(Step):
         self._begin_streams(seed, self.world.step if number is None else number)
 
     def _begin_streams(self, seed: int, number: int) -> None:
-        for i, generator in enumerate(self._streams):
-            generator.manual_seed(mixed(seed, number, i))
-        for i, device in enumerate(self._devices):
-            if device.type == "cuda":
-                torch.cuda.default_generators[device.index].manual_seed(mixed(seed, number, i))
+        for i in range(self.replicas):
+            self._seed_replica(i, mixed(seed, number, i))
+
+    def _seed_replica(self, i: int, key: int) -> None:
+        device = self._devices[i]
+        if self._streams:
+            self._streams[i].manual_seed(key)
+        elif device.type == "cuda":
+            torch.cuda.default_generators[device.index].manual_seed(key)
 
     def gradients(self, batch: Batch) -> tuple[Number, Number]:
         """Gradients of total / size, summed over micro-batches and replicas."""
@@ -205,7 +208,7 @@ class DPStep(Step):
         """For each replica, its share of each micro-batch (even shares, so that no device waits long for another)."""
         if batch.shares is not None:
             pairs = zip(self._devices, batch.shares, strict=True)
-            return [[self._placed_on(p, device) if p.size else p for p in share] for device, share in pairs]
+            return [[self.placed(p, device) if p.size else p for p in share] for device, share in pairs]
         shares: list[list[Part]] = [[] for _ in self._devices]
         for part in batch.parts:
             start = 0
@@ -216,15 +219,9 @@ class DPStep(Step):
                     mine.append(Part(None, None, 0, part.of))
                     continue
                 inputs, targets = cut((part.inputs, part.targets), start, size, part.size)
-                mine.append(self._placed_on(Part(inputs, targets, size, part.of), device))
+                mine.append(self.placed(Part(inputs, targets, size, part.of), device))
                 start += size
         return shares
-
-    def _placed_on(self, part: Part, device: Device) -> Part:
-        if self._dtype is None and not self._channels_last and device.is_slot:
-            return part
-        inputs = to_device(part.inputs, device.torch, self._dtype, channels_last=self._channels_last)
-        return Part(inputs, to_device(part.targets, device.torch, self._dtype), part.size, part.of, part.samples)
 
     def _on_replica(self, i: int, parts: list[Part], size: int) -> tuple[Number, Number]:
         """Forward, loss and backward of one replica's shares; in its thread."""
@@ -239,7 +236,8 @@ class DPStep(Step):
                     continue
                 if self._exchange is not None:
                     self._exchange.enter(i, j)
-                self._begin_part_on(i, j)
+                if j and self._stream is not None:
+                    self._seed_replica(i, mixed(*self._stream[:2], i, j))
                 part_total, part_count = self.forward_loss(self._replicas[i], part, where)
                 self.backward(part_total, 1 / size)
                 total = total + part_total.detach()
@@ -247,17 +245,6 @@ class DPStep(Step):
                 if self._exchange is not None:
                     self._exchange.leave(i, j)
         return total, count
-
-    def _begin_part_on(self, i: int, number: int) -> None:
-        """As ``begin_part``, for one replica."""
-        if not number or self._stream is None:
-            return
-        key = mixed(*self._stream[:2], i, number)
-        device = self._devices[i]
-        if self._streams:
-            self._streams[i].manual_seed(key)
-        elif device.type == "cuda":
-            torch.cuda.default_generators[device.index].manual_seed(key)
 
     def _add_gradients(self, active: list[int]) -> None:
         """Sum the replicas' gradients into the first one's, each thread a span of the parameters."""
@@ -310,16 +297,12 @@ class DPStep(Step):
         self._copy_buffers(self._acting)
 
     def _share_parameters(self) -> None:
-        firsts = list(self.model.parameters())
         for replica in self._replicas[1:]:
-            theirs = list(replica.parameters())
-            if self._shared:
-                for p, q in zip(firsts, theirs, strict=True):
-                    if p.data_ptr() != q.data_ptr():  # somebody gave the parameter other storage
-                        q.data = p.data
-            else:
-                for p, q in zip(firsts, theirs, strict=True):
+            for p, q in zip(self.model.parameters(), replica.parameters(), strict=True):
+                if not self._shared:
                     q.copy_(p, non_blocking=True)
+                elif p.data_ptr() != q.data_ptr():  # somebody gave the parameter other storage
+                    q.data = p.data
 
     @torch.no_grad()
     def share_buffers(self) -> None:
@@ -334,40 +317,35 @@ class DPStep(Step):
             module, name = self._buffers[0][k]
             value = module._buffers[name]
             assert value is not None
-            for theirs in self._buffers[1:]:
+            for device, theirs in zip(self._devices[1:], self._buffers[1:], strict=True):
                 other, _ = theirs[k]
                 target = other._buffers[name]
                 if target is not None and target.shape == value.shape:
                     target.copy_(value, non_blocking=True)
                 else:
-                    other._buffers[name] = value.clone().to(self._device_of(other))
-
-    def _device_of(self, module: nn.Module) -> torch.device:
-        return next((p.device for p in module.parameters()), self.world.device.torch)
+                    other._buffers[name] = value.clone().to(device.torch)
 
     def models(self) -> list[nn.Module]:
         """Every replica, the first one first."""
         return self._replicas
 
     def results(self, batch: Batch) -> list[tuple[Any, Any, Number, Number]]:
-        """Those of each replica, on its device: nothing is gathered."""
-        parts = [share[0] for share in self._scatter(batch)]
-        work = [functools.partial(self._outputs_of, i, part) if part.size else None for i, part in enumerate(parts)]
-        found = self._team.run(work)
+        """Those of each replica; what metrics need comes to the first device, and nothing is gathered."""
         first = self._devices[0].torch
         return [
-            # Metrics live on the first device.
             (to_device(result[0], first), to_device(part.targets, first), result[1], result[2])
-            for result, part in zip(found, parts, strict=True)
-            if result is not None
+            for part, result in self._of_each(self._outputs_of, batch)
         ]
 
     def predictions(self, batch: Batch) -> list[tuple[int, Any]]:
         """Those of each replica, on its device."""
+        return [(part.size, outputs) for part, outputs in self._of_each(self._prediction_of, batch)]
+
+    def _of_each(self, function: Callable[[int, Part], Any], batch: Batch) -> list[tuple[Part, Any]]:
+        """Call a function for each replica and its share of a batch, in its thread; gives each share and its result."""
         parts = [share[0] for share in self._scatter(batch)]
-        work = [functools.partial(self._prediction_of, i, part) if part.size else None for i, part in enumerate(parts)]
-        found = self._team.run(work)
-        return [(part.size, outputs) for part, outputs in zip(parts, found, strict=True) if part.size]
+        work = [functools.partial(function, i, part) if part.size else None for i, part in enumerate(parts)]
+        return [(part, found) for part, found in zip(parts, self._team.run(work), strict=True) if part.size]
 
     def outputs(self, part: Part) -> tuple[Any, Number, Number]:
         """Outputs gathered on the first device, and the totals of all replicas."""

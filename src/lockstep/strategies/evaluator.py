@@ -15,6 +15,7 @@ from torch import nn
 
 from lockstep.data import Batch, Part, mixed
 from lockstep.job import Job
+from lockstep.launch.devices import Device
 from lockstep.launch.world import World
 from lockstep.model.layer_error import layer_error
 from lockstep.model.loss import Number, Totalled
@@ -161,13 +162,13 @@ class Evaluator:
                 raise
             raise why from error
 
-    def placed(self, part: Part) -> Part:
-        """The part on this process's device, in the job's number format and layout."""
-        if self._dtype is None and not self._channels_last and not self._on_accelerator:
+    def placed(self, part: Part, device: Device | None = None) -> Part:
+        """The part on a device (this process's own, where none is named), in the job's number format and layout."""
+        place = device or self.world.device
+        if self._dtype is None and not self._channels_last and place.is_slot:
             return part
-        device = self.world.device.torch
-        inputs = to_device(part.inputs, device, self._dtype, channels_last=self._channels_last)
-        return Part(inputs, to_device(part.targets, device, self._dtype), part.size, part.of, part.samples)
+        inputs = to_device(part.inputs, place.torch, self._dtype, channels_last=self._channels_last)
+        return Part(inputs, to_device(part.targets, place.torch, self._dtype), part.size, part.of, part.samples)
 
     # ---- random numbers ---------------------------------------------------------------------------------------------
 

@@ -22,10 +22,14 @@ from torch.nn.utils import parametrize
 _here = threading.local()
 
 
-def cache_apart(copied: nn.Module) -> None:
-    """Let a copy of a module cache parametrized tensors for itself; any other module stays as it is."""
+def cache_apart(copied: nn.Module, original: nn.Module | None = None) -> None:
+    """Let a copy of a module cache parametrized tensors for itself; any other module stays as it is.
+
+    Copies that each thread makes anew of one ``original`` go on with what the one before them has cached.
+    """
     if "parametrizations" not in copied._modules:
         return
+    object.__setattr__(copied, "_cached_as", id(copied if original is None else original))
     names = tuple(copied.parametrizations)  # type: ignore[arg-type]
     kind = type(copied)
     if vars(kind).get("_cached_apart") == names:
@@ -53,14 +57,14 @@ def _read(name: str, replica: Any) -> Tensor:
     compute = replica.parametrizations[name]
     if not parametrize._cache_enabled or getattr(_here, "off", False):
         return compute()  # type: ignore[no-any-return]
-    # The replica lies there too, so that nobody else comes to have its id; what it was made of, since on accelerators
-    # that is copied anew for each forward.
+    # What it was made of lies there too, since that may be another tensor in each forward.
     cache: Any = parametrize._cache
     sources = list(compute.parameters())
-    _, of, found = cache.get(("replica", id(replica), name), (None, (), None))
+    key = ("replica", replica._cached_as, threading.get_ident(), name)
+    of, found = cache.get(key, ((), None))
     if found is None or len(of) != len(sources) or any(a is not b for a, b in zip(of, sources, strict=True)):
         found = compute()
-        cache["replica", id(replica), name] = replica, sources, found
+        cache[key] = sources, found
     return found  # type: ignore[no-any-return]
 
 

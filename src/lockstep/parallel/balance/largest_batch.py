@@ -11,6 +11,7 @@ number of bytes, and the live ones of its thread are counted (`lockstep.parallel
 
 from __future__ import annotations
 
+import bisect
 import contextlib
 import gc
 from collections.abc import Callable, Iterator
@@ -85,11 +86,8 @@ def _last(fits: Callable[[int], bool], limit: int) -> int:
     known, wrong = 0, 1
     while wrong <= limit and fits(wrong):
         known, wrong = wrong, 2 * wrong
-    wrong = min(wrong, limit + 1)
-    while wrong - known > 1:
-        middle = (known + wrong) // 2
-        known, wrong = (middle, wrong) if fits(middle) else (known, middle)
-    return known
+    between = range(known + 1, min(wrong, limit + 1))
+    return known + bisect.bisect(between, False, key=lambda count: not fits(count))
 
 
 def _is_allocated(step: Callable[[int], object], batch: int) -> bool:

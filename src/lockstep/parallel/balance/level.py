@@ -12,14 +12,20 @@ losses that stay where they were computed leave all devices level::
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+import contextlib
+import threading
+import time
+from collections import Counter, defaultdict
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
+
+import torch
 
 from lockstep.errors import InputError
 from lockstep.launch.devices import Device, Devices
 from lockstep.parallel import target_devices
-from lockstep.parallel.balance.busy_time import BusyTime
 from lockstep.parallel.balance.live_memory import LiveBytes
+from lockstep.threads import thread_context
 
 
 @dataclass(frozen=True)
@@ -82,20 +88,20 @@ def level_of(step: Callable[[], object], devices: Devices = None, *, repeat: int
     live = peaks_of(step, places)
     timings = []
     for _ in range(repeat):
-        with BusyTime(caller_of(places)) as busy:
+        with busy_seconds(_caller_of(places)) as busy:
             step()
         timings.append(busy)
-    return Level(live, {str(place): min(busy.seconds(place) for busy in timings) for place in places})
+    return Level(live, {str(place): min(float(busy[str(place)]) for busy in timings) for place in places})
 
 
 def peaks_of(step: Callable[[], object], devices: tuple[Device, ...]) -> dict[str, int]:
     """The peak of live bytes on each device during one call of ``step``."""
-    with LiveBytes(caller_of(devices)) as live:
+    with LiveBytes(_caller_of(devices)) as live:
         step()
     return {str(device): live.peak(device) for device in devices}
 
 
-def caller_of(devices: tuple[Device, ...]) -> str:
+def _caller_of(devices: tuple[Device, ...]) -> str:
     """On whose account the calling thread's work is: the first slot's."""
     return str(devices[0]) if devices[0].is_slot else "cpu"
 
@@ -103,3 +109,67 @@ def caller_of(devices: tuple[Device, ...]) -> str:
 def _most_to_mean(found: Mapping[str, float]) -> float:
     mean = sum(found.values()) / len(found)
     return max(found.values()) / mean if mean else 1.0
+
+
+@contextlib.contextmanager
+def busy_seconds(caller: str = "cpu") -> Iterator[Counter[str]]:
+    """Count for how many seconds each device computed, by name, inside a ``with``: of this thread and of its helpers.
+
+    A clock on the wall would count waiting too: for another replica, for the interpreter lock, for whoever else uses
+    the machine. So a slot is busy while its thread has the processor (of several cores that of the thread that leads),
+    and a CUDA device while one of its kernels runs, copies among them. Of other accelerators nothing is known here.
+
+    Args:
+        caller: whose time this thread's is; that of threads that only start an accelerator's work is added to it.
+    """
+    seconds: Counter[str] = Counter()
+    lock = threading.Lock()
+
+    @contextlib.contextmanager
+    def counted(owner: str) -> Iterator[None]:
+        began = time.thread_time()
+        try:
+            yield
+        finally:
+            spent = time.thread_time() - began
+            with lock:
+                seconds[owner] += spent  # type: ignore[assignment]  # a Counter of seconds
+
+    with contextlib.ExitStack() as stack:
+        if torch.cuda.is_available():
+            stack.enter_context(_kernels_counted(seconds))
+        follow = thread_context.followed_by(lambda device: counted(str(device) if device.is_slot else caller))
+        stack.enter_context(follow)
+        stack.enter_context(counted(caller))
+        yield seconds
+
+
+@contextlib.contextmanager
+def _kernels_counted(seconds: Counter[str]) -> Iterator[None]:
+    _wait_for_cuda()  # what was started before isn't counted
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as profile:
+        try:
+            yield
+        finally:
+            _wait_for_cuda()
+    spans: dict[int, list[tuple[float, float]]] = defaultdict(list)
+    for event in profile.events() or ():
+        # A named part of the program spans the gaps between its kernels too.
+        if event.device_type.name == "CUDA" and not event.is_user_annotation:
+            spans[event.device_index].append((event.time_range.start, event.time_range.end))
+    for index, found in spans.items():
+        seconds[f"cuda:{index}"] += covered(found) / 1e6  # type: ignore[assignment]
+
+
+def _wait_for_cuda() -> None:
+    for index in range(torch.cuda.device_count()):
+        torch.cuda.synchronize(index)
+
+
+def covered(spans: Iterable[tuple[float, float]]) -> float:
+    """How long at least one of these (beginning, end) lasted: kernels of two streams may overlap."""
+    total, until = 0.0, float("-inf")
+    for start, end in sorted(spans):
+        total += max(0.0, end - max(start, until))
+        until = max(until, end)
+    return total

@@ -28,6 +28,8 @@ from torch.utils._pytree import tree_leaves
 from lockstep.launch.devices import Device
 from lockstep.threads import thread_context
 
+_ALL = "all"
+
 
 class LiveBytes(contextlib.AbstractContextManager["LiveBytes"]):
     """Counts between the beginning and the end of a ``with``, in this thread and in all that compute for it.
@@ -42,7 +44,6 @@ class LiveBytes(contextlib.AbstractContextManager["LiveBytes"]):
         self._known: dict[int, weakref.ref[Any]] = {}
         self._now: Counter[str] = Counter()
         self._highest: Counter[str] = Counter()
-        self._together = self._most = 0
         self._stack = contextlib.ExitStack()
 
     def __enter__(self) -> LiveBytes:
@@ -55,11 +56,11 @@ class LiveBytes(contextlib.AbstractContextManager["LiveBytes"]):
 
     def peak(self, owner: Device | str | None = None) -> int:
         """The most bytes alive at once: of one owner (``"cpu:0"``, ``"cuda:1"``), or of all together."""
-        return self._most if owner is None else self._highest[str(owner)]
+        return self._highest[_ALL if owner is None else str(owner)]
 
     def owners(self) -> list[str]:
         """Who had any."""
-        return sorted(self._highest)
+        return sorted(set(self._highest) - {_ALL})
 
     def _mode_of(self, device: Device) -> _Mode:
         return _Mode(self, str(device) if device.is_slot else self._caller)
@@ -75,16 +76,15 @@ class LiveBytes(contextlib.AbstractContextManager["LiveBytes"]):
             if key in self._known or not size:
                 return
             self._known[key] = weakref.ref(storage, lambda _: self._freed(key, owner, size))
-            self._now[owner] += size
-            self._together += size
-            self._highest[owner] = max(self._highest[owner], self._now[owner])
-            self._most = max(self._most, self._together)
+            for counted in (owner, _ALL):
+                self._now[counted] += size
+                self._highest[counted] = max(self._highest[counted], self._now[counted])
 
     def _freed(self, key: int, owner: str, size: int) -> None:
         with self._lock:
             del self._known[key]
             self._now[owner] -= size
-            self._together -= size
+            self._now[_ALL] -= size
 
 
 class _Mode(TorchDispatchMode):  # type: ignore[no-untyped-call]

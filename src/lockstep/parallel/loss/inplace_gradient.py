@@ -2,7 +2,7 @@ r"""In place: the gradient of a linear layer's weight, added where it is kept.
 
 Autograd makes the gradient of a weight anew for each use, and adds it afterwards. An output layer of 32,000 words that
 works through a sequence in chunks does so for each chunk: 65 MB written, read and freed each time. Inside
-``with adding(weights):`` this thread's linear layers add by one ``addmm`` instead:
+``with Adding(weights):`` this thread's linear layers add by one ``addmm`` instead:
 
 .. math:: G \leftarrow G + dY^\top X
 
@@ -20,17 +20,12 @@ from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
 
-def adding(weights: Iterable[Tensor]) -> _Adding:
-    """Make linear layers with one of these weights add to its ``.grad`` in place, in this thread, inside a ``with``.
+class Adding(TorchFunctionMode):
+    """Linear layers with one of these weights add to its ``.grad`` in place, in this thread, inside a ``with``.
 
     Args:
         weights: leaves that want gradients, of this thread alone. Their hooks are not called.
     """
-    return _Adding(weights)
-
-
-class _Adding(TorchFunctionMode):
-    """The mode: sees each call of ``F.linear``."""
 
     def __init__(self, weights: Iterable[Tensor]) -> None:
         super().__init__()
@@ -48,9 +43,8 @@ class _Adding(TorchFunctionMode):
         if not known or input.dtype != weight.dtype or torch.is_autocast_enabled(input.device.type):
             return F.linear(input, weight, bias)
         if torch._C._autograd._top_saved_tensors_default_hooks(True) is not None:
-            return F.linear(
-                input, weight, bias
-            )  # a checkpoint, which must save the same when it recomputes, without us
+            # A checkpoint, which must save the same when it recomputes, without us.
+            return F.linear(input, weight, bias)
         output: Tensor = _Linear.apply(input, weight, bias)  # type: ignore[no-untyped-call]
         return output
 

@@ -23,7 +23,7 @@ from torch import Tensor, nn
 from lockstep.errors import InputError
 from lockstep.launch.devices import Device
 from lockstep.model.torch_losses import Count
-from lockstep.parallel.loss.inplace_gradient import adding
+from lockstep.parallel.loss.inplace_gradient import Adding
 from lockstep.parallel.loss.token_loss import Criterion
 from lockstep.tensors import pytree
 from lockstep.threads.parametrized import uncached
@@ -51,48 +51,48 @@ class Share:
     count: Count | None
     generator: nn.Module | None = None
 
-    def evaluate(self) -> tuple[Tensor | None, Count]:
-        """Total and count of this share; a total of None where it has no token."""
-        total: Tensor | None = None
-        count: Count = 0
-        for outputs, targets, _ in self._chunks():
-            found, items = self._summed(outputs, targets)
-            total = found if total is None else total + found
-            count = count + items
-        return total, count
-
-    def learn(self) -> tuple[Tensor | None, Count, list[Tensor | None]]:
+    def work(self, learns: bool) -> tuple[Tensor | None, Count, list[Tensor | None]]:
         """Total, count, and the gradient of the total for each tensor of the outputs; that of weights is in ``.grad``.
+
+        The total is None where there is no token. Without ``learns`` there are no gradients.
 
         Raises:
             InputError: something else than the generator and its input would get gradients too.
         """
-        weights = [] if self.generator is None else [p for p in self.generator.parameters() if p.requires_grad]
-        sums = self._sums()
+        parameters = self.generator.parameters() if self.generator is not None and learns else ()
+        weights = [p for p in parameters if p.requires_grad]
+        leaves = pytree.each(lambda t: t.detach().requires_grad_(t.requires_grad and learns), self.outputs)
         total: Tensor | None = None
         count: Count = 0
-        with uncached(), adding(weights) if weights else contextlib.nullcontext(), torch.enable_grad():
-            for outputs, targets, place in self._chunks():
-                leaves = pytree.each(lambda t: t.detach().requires_grad_(t.requires_grad), outputs)
-                found, items = self._summed(leaves, targets)
-                grown = [leaf for leaf in pytree.tensors(leaves) if leaf.requires_grad]
+        with contextlib.ExitStack() as stack:
+            stack.enter_context(torch.set_grad_enabled(learns))
+            if learns:
+                stack.enter_context(uncached())
+            if weights:
+                stack.enter_context(Adding(weights))
+            for outputs, targets in self._chunks(leaves):
+                found, items = self._summed(outputs, targets)
                 if found.requires_grad:
-                    _refuse_others(found, [*grown, *weights])
+                    _refuse_others(found, [*pytree.tensors(outputs), *weights])
                     found.backward()  # type: ignore[no-untyped-call]
                 found = found.detach()
                 total = found if total is None else total + found
                 count = count + items
-                self._keep(leaves, place, sums)
-        return total, count, sums
+        return total, count, [leaf.grad for leaf in pytree.tensors(leaves)]
 
-    def _chunks(self) -> Iterator[tuple[Any, Any, slice | None]]:
-        """Outputs, targets as rows, and their place in time."""
+    def _chunks(self, leaves: Any) -> Iterator[tuple[Any, Any]]:
+        """Outputs and targets as rows. What backward finds for a chunk comes to its place in the whole gradient."""
         if self.steps is None:
-            yield self.outputs, self.targets, None
+            yield leaves, self.targets
             return
-        for start in range(0, self.outputs.shape[1], self.steps):
+        if leaves.requires_grad:
+            leaves.grad = torch.zeros_like(leaves, memory_format=torch.contiguous_format)
+        for start in range(0, leaves.shape[1], self.steps):
             place = slice(start, start + self.steps)
-            yield self.outputs[:, place], pytree.each(lambda t: _rows(t, place), self.targets), place  # noqa: B023
+            chunk = leaves.detach()[:, place].requires_grad_(leaves.requires_grad)
+            yield chunk, pytree.each(lambda t: _rows(t, place), self.targets)  # noqa: B023
+            if chunk.grad is not None:
+                leaves.grad[:, place] = chunk.grad
 
     def _summed(self, outputs: Any, targets: Any) -> tuple[Tensor, Count]:
         """Total and count of a chunk. No name holds on to the logits while backward runs."""
@@ -109,21 +109,6 @@ class Share:
                 f"{(*hidden.shape[:-1], 'vocabulary')} is expected".replace("'", "")
             )
         return logits.flatten(0, -2)
-
-    def _sums(self) -> list[Tensor | None]:
-        """Room for the gradients of the outputs, where they come in chunks."""
-        if self.steps is None:
-            return [None for _ in pytree.tensors(self.outputs)]
-        if not self.outputs.requires_grad:
-            return [None]
-        return [torch.zeros_like(self.outputs, memory_format=torch.contiguous_format)]
-
-    def _keep(self, leaves: Any, place: slice | None, sums: list[Tensor | None]) -> None:
-        for number, leaf in enumerate(pytree.tensors(leaves)):
-            if place is None:
-                sums[number] = leaf.grad
-            elif (kept := sums[number]) is not None and leaf.grad is not None:
-                kept[:, place] = leaf.grad
 
 
 def _rows(tensor: Tensor, place: slice) -> Tensor:

@@ -9,11 +9,12 @@ loss there. Here each device has a replica of the output layer (the *generator*)
                 │ share 1 ──▶ cpu:1   chunk by chunk: logits, loss, backward ──┴▶  gradients summed
 
 The loss is one node of the caller's graph: from there its gradient goes on into the trunk, and into the generator's own
-parameters.
+parameters. Gradients of weights are added up as soon as they are there, so that one set of them is kept until backward.
 """
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any
@@ -25,14 +26,16 @@ from torch.nn.modules.batchnorm import _BatchNorm
 from lockstep.errors import InputError, LossError
 from lockstep.launch.devices import Devices
 from lockstep.model.torch_losses import Count
-from lockstep.parallel import target_devices as _targets
-from lockstep.parallel.balanced_outputs import Balanced
+from lockstep.parallel import target_devices
+from lockstep.parallel.data_parallel import Balanced
 from lockstep.parallel.loss.loss_chunks import Share
-from lockstep.parallel.loss.loss_total import total_of
 from lockstep.parallel.loss.token_loss import Criterion
+from lockstep.parallel.parallel_apply import in_stream
+from lockstep.parallel.replicate import replicate
 from lockstep.parallel.scatter import refuse_uncuttable, scatter
 from lockstep.tensors import pytree
-from lockstep.threads import recompute
+from lockstep.threads import random_streams, recompute
+from lockstep.threads.thread_pool import borrowed
 
 TOKENS = 256
 """How many tokens a chunk has, about, where a person doesn't say: enough to keep a matrix product busy."""
@@ -112,7 +115,7 @@ class ParallelLoss:
             raise InputError(f"chunk_size {chunk_size}: a chunk has at least 1 time step")
         self.generator = generator
         self.criterion = criterion
-        self.devices = _targets.many(devices)
+        self.devices = target_devices.many(devices)
         self.chunk_size = chunk_size
         self._criterion = Criterion(criterion)
         recompute.install()
@@ -149,7 +152,7 @@ class ParallelLoss:
             for device, part, wanted, size in zip(hidden.devices, hidden, mine, sizes, strict=True)
             if size
         ]
-        total, found = total_of(shares, self.generator)
+        total, found = _total_of(shares, self.generator)
         return Summed(total, found if count is None else count)
 
     def _steps(self, hidden: Balanced, sizes: list[int]) -> int | None:
@@ -200,3 +203,94 @@ def _refuse_batch_norm(generator: nn.Module) -> None:
                 f"{name or 'the generator'} is a {type(module).__name__}, which would normalise each chunk by itself: "
                 "put it in the trunk"
             )
+
+
+def _total_of(shares: list[Share], generator: nn.Module | None) -> tuple[Tensor, Count]:
+    """Total and count of all shares, the total with gradient where something wants one.
+
+    Args:
+        shares: at least one, none of them empty; their generator is set here.
+        generator: the original.
+    """
+    weights = [] if generator is None else [p for p in generator.parameters() if p.requires_grad]
+    inputs = [*(tensor for share in shares for tensor in pytree.tensors(share.outputs)), *weights]
+    learns = torch.is_grad_enabled() and any(tensor.requires_grad for tensor in inputs)
+    with torch.no_grad():
+        if generator is not None:
+            _replicate(generator, shares)
+        with borrowed([share.device for share in shares]) as team:
+            found = team.run(_calls(shares, learns))
+        results = [result for result in found if result is not None]
+        total, count = _added([result[0] for result in results], [result[1] for result in results], inputs[0].device)
+        grads = [grad for _, _, those in results for grad in those]
+        grads += [_weight_gradient(shares, number, weight) for number, weight in enumerate(weights)]
+    if learns:
+        total = _Total.apply([total, *grads], *inputs)  # type: ignore[no-untyped-call]
+    return total, count
+
+
+def _replicate(generator: nn.Module, shares: list[Share]) -> None:
+    replicas = replicate(generator, [share.device for share in shares], detach=True)
+    for share, replica in zip(shares, replicas, strict=True):
+        for mine, original in zip(replica.parameters(), generator.parameters(), strict=True):
+            mine.requires_grad_(original.requires_grad)
+        share.generator = replica
+
+
+def _calls(shares: list[Share], learns: bool) -> list[Callable[[], tuple[Tensor | None, Count, list[Tensor | None]]]]:
+    """What each device is to do; on slots each draws random numbers from a stream of its own."""
+    sources: list[random_streams.Source | None] = [None] * len(shares)
+    if all(share.device.is_slot for share in shares):
+        several = random_streams.Streams()
+        sources = [functools.partial(several.generator, i) for i in range(len(shares))]
+        if len(shares) == 1:
+            sources = [random_streams.source()]
+    pairs = zip(shares, sources, strict=True)
+    return [functools.partial(in_stream, source, share.work, learns) for share, source in pairs]
+
+
+def _added(totals: list[Tensor | None], counts: list[Count], home: torch.device) -> tuple[Tensor, Count]:
+    """In the order of the shares: the same bits each time."""
+    moved = [target_devices.move(total, home) for total in totals if total is not None]
+    total = functools.reduce(torch.add, moved) if moved else torch.zeros((), device=home)
+    here = [target_devices.move(c, home) if isinstance(c, Tensor) else c for c in counts]
+    return total, functools.reduce(lambda one, other: one + other, here)
+
+
+def _weight_gradient(shares: list[Share], number: int, weight: Tensor) -> Tensor | None:
+    """The sum of what the replicas found for one trained weight of the generator, on its device."""
+    total: Tensor | None = None
+    for share in shares:
+        assert share.generator is not None
+        mine = [p for p in share.generator.parameters() if p.requires_grad][number]
+        if mine.grad is not None:
+            grad, mine.grad = target_devices.move(mine.grad, weight.device), None
+            total = grad if total is None else total.add_(grad)
+    return total
+
+
+class _Total(torch.autograd.Function):
+    """``([total, its gradient for each tensor], *tensors) -> total``."""
+
+    @staticmethod
+    def forward(ctx: Any, found: list[Tensor | None], *tensors: Tensor) -> Tensor | None:
+        total, *grads = found
+        ctx.save_for_backward(*grads)
+        return total
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+        if torch.is_grad_enabled():
+            raise InputError(
+                "a parallel loss can't be differentiated twice (create_graph=True): its gradients were computed with "
+                "it; take the plain loss for that"
+            )
+        kept = torch._C._autograd._get_current_graph_task_keep_graph()
+        scaled: list[Tensor | None] = []
+        for found in ctx.saved_tensors:
+            if found is None:
+                scaled.append(None)
+                continue
+            scale = target_devices.move(grad, found.device)
+            scaled.append(found * scale if kept else found.mul_(scale))  # nobody comes back for them: no copy
+        return None, *scaled

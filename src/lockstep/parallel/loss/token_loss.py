@@ -60,7 +60,7 @@ class Criterion:
             return total, found
         if count is None:
             raise LossError(
-                f"criterion {_name(self._totalled.loss)} returned a scalar, which says nothing of how many tokens it "
+                f"{self._totalled.name} returned a scalar, which says nothing of how many tokens it "
                 "sums over: return (total, count) from it, or give their number: parallel_loss(..., count=tokens)"
             )
         if not self._probed:
@@ -83,7 +83,7 @@ class Criterion:
         scale = max(abs(value), sum(map(abs, found)))
         if abs(together - value) > _tolerance(outputs) * scale:
             raise LossError(
-                f"criterion {_name(self._totalled.loss)} is not a sum over tokens (whole {value:.6g}, its two parts "
+                f"{self._totalled.name} is not a sum over tokens (whole {value:.6g}, its two parts "
                 f'add up to {together:.6g}): use reduction="sum", or return (total, count)'
             )
         self._probed = value != 0  # zeros (all ignored, say) show nothing
@@ -107,8 +107,3 @@ def _tolerance(outputs: Any) -> float:
     if formats & set(HALF):
         return 2e-2
     return 1e-8 if formats <= {torch.float64} else 1e-4
-
-
-def _name(criterion: Any) -> str:
-    named = criterion.func if isinstance(criterion, functools.partial) else criterion
-    return str(getattr(named, "__name__", type(named).__name__))
