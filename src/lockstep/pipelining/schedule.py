@@ -35,8 +35,7 @@ def gpipe(stages: int, microbatches: int) -> Schedule:
     Huang et al., GPipe, 2019, https://arxiv.org/abs/1811.06965
     """
     _checked(stages, microbatches)
-    every = range(microbatches)
-    return [[*(Action(s, "F", m) for m in every), *(Action(s, "B", m) for m in every)] for s in range(stages)]
+    return by_stage(range(stages), microbatches)
 
 
 def one_f_one_b(stages: int, microbatches: int) -> Schedule:
