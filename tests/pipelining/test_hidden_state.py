@@ -10,7 +10,7 @@ from torch import nn
 from torch.utils.data import TensorDataset
 
 from lockstep import Job, train
-from lockstep.pipelining.hidden_state import prints
+from lockstep.pipelining.module_contents import prints
 from lockstep.strategies.pp import PP
 from lockstep.verify import differences
 

@@ -9,7 +9,7 @@ import pytest
 from lockstep.cli.command import main
 from lockstep.pipelining.planner.picture import draw, grid, key, summary
 from lockstep.pipelining.planner.simulate import simulate
-from lockstep.pipelining.schedule import SCHEDULES, by_name
+from lockstep.pipelining.schedule import SCHEDULES
 from lockstep.report.timeline import Action, Span, Timeline
 from lockstep.report.timeline_charts import Timelines
 
@@ -45,9 +45,9 @@ def test_many_microbatches_are_shortened_in_the_middle(monkeypatch, capsys) -> N
 
 
 def test_the_key_explains_the_signs_that_are_there() -> None:
-    plain, long = (simulate(by_name("1f1b", 2, count), 1.0, 2.0) for count in (1, 512))
+    plain, long = (simulate(SCHEDULES["1f1b"](2, count), 1.0, 2.0) for count in (1, 512))
     assert "─" not in " ".join(key(80)) and "…" not in " ".join(key(80))
-    said = " ".join(key(60, [simulate(by_name("1f1b", 2, 4)), long]))
+    said = " ".join(key(60, [simulate(SCHEDULES["1f1b"](2, 4)), long]))
     assert "··· a device that waits, F0── an action that goes on, … the middle, left out. Bubble" in said
     assert "F0── an action" in " ".join(key(80, [plain])) and "…" not in " ".join(key(80, [plain]))
 
@@ -56,7 +56,7 @@ def test_the_key_explains_the_signs_that_are_there() -> None:
 @pytest.mark.parametrize("name", SCHEDULES)
 def test_no_line_is_wider_than_the_terminal_and_no_name_is_cut_in_two(name: str, width: int) -> None:
     for devices, microbatches in [(2, 2), (4, 8), (4, 64), (12, 300)]:
-        timeline = simulate(by_name(name, devices, microbatches), 1.0, 2.3)
+        timeline = simulate(SCHEDULES[name](devices, microbatches), 1.0, 2.3)
         names = {str(span.action) for spans in timeline.devices for span in spans}
         short = {name.lstrip("0123456789") for name in names} | names
         lines = grid(timeline, width)
@@ -114,8 +114,8 @@ def test_wrong_words_get_one_line(words: list[str], says: str, capsys) -> None:
 
 def test_ideal_and_measured_are_drawn_one_above_the_other(tmp_path: Path) -> None:
     pytest.importorskip("matplotlib")
-    ideal = simulate(by_name("1f1b", 2, 4))
-    measured = simulate(by_name("1f1b", 2, 4), [1.0, 1.1], [1.2, 1.0])
+    ideal = simulate(SCHEDULES["1f1b"](2, 4))
+    measured = simulate(SCHEDULES["1f1b"](2, 4), [1.0, 1.1], [1.2, 1.0])
     draw({"ideal": ideal, "measured": measured}, tmp_path / "both.png", unit="ms")
     assert (tmp_path / "both.png").read_bytes().startswith(b"\x89PNG") and "bubble 20.0 %" in summary(ideal)
     assert main(["schedule", "--out", str(tmp_path / "one.svg")]) == 0
@@ -126,7 +126,7 @@ def test_ideal_and_measured_are_drawn_one_above_the_other(tmp_path: Path) -> Non
 def test_a_drawing_has_a_legend_inside_of_its_canvas(name: str, colours: int) -> None:
     pytest.importorskip("matplotlib")
     for width in (3.8, 12.0):
-        figure = Timelines({name: simulate(by_name(name, 2, 4))}, "ms").draw(width)
+        figure = Timelines({name: simulate(SCHEDULES[name](2, 4))}, "ms").draw(width)
         figure.canvas.draw()
         (legend,) = figure.legends
         assert len(legend.get_texts()) == colours and "a number is a micro-batch" in legend.get_texts()[-1].get_text()

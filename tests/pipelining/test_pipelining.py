@@ -589,8 +589,11 @@ class Telling(nn.Module):
     ("kind", "says"),
     [
         ("telling", 'forward sets "scale", which another micro-batch would overwrite'),
-        ("running statistics moved twice", 'buffer "norm.running_mean" is written by more than one stage'),
-        ("counting", 'buffer "steps" is written by more than one stage'),
+        (
+            "running statistics moved twice",
+            'buffer "norm.running_mean" is written in forward, and used on more',
+        ),
+        ("counting", 'buffer "steps" is written in forward, and used on more'),
     ],
 )
 def test_what_a_model_remembers_outside_of_a_stage_keeps_micro_batches_in_turn(

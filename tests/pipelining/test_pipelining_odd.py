@@ -102,7 +102,7 @@ class LaterCache(Two):
 
 
 class Averaging(Layer):
-    """Its buffers move in forward, one replaced and one written."""
+    """Its buffers move in forward."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -113,7 +113,7 @@ class Averaging(Layer):
         y = super().forward(x)
         if self.training:
             self.steps += 1
-            self.mean = 0.9 * self.mean + 0.1 * y.detach().mean(0)
+            self.mean.mul_(0.9).add_(0.1 * y.detach().mean(0))
         return y - self.mean * (1 + 1 / (1.0 + self.steps))
 
 
@@ -122,7 +122,20 @@ class Averages(Two):
     layer = Averaging
 
 
-@odd("a buffer that the model reads on another stage", SPLIT, 'buffer "a.mean" is written by one stage and used')
+class Replacing(Averaging):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        y = Layer.forward(self, x)
+        if self.training:
+            self.mean = 0.9 * self.mean + 0.1 * y.detach().mean(0)
+        return y - self.mean
+
+
+@odd("buffers that are replaced", None, 'forward sets "a.mean", which another micro-batch would overwrite')
+class Replaced(Two):
+    layer = Replacing
+
+
+@odd("a buffer that the model reads on another stage", SPLIT, 'buffer "a.mean" is written in forward, and used on more')
 class ReadLater(Averages):
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         return self.out(self.b(self.a(x)) + self.a.mean)
@@ -137,7 +150,7 @@ class Reading(Layer):
         return super().forward(x) + self.others[0].mean
 
 
-@odd("a buffer that another layer reads", SPLIT, 'buffer "a.mean" is written by one stage and used')
+@odd("a buffer that another layer reads", SPLIT, 'buffer "a.mean" is written in forward, and used on more')
 class ReadByLayer(Two):
     def __init__(self) -> None:
         super().__init__()
@@ -145,7 +158,7 @@ class ReadByLayer(Two):
         self.b = Reading(self.a)
 
 
-@odd("a tensor that is no buffer", SPLIT, 'tensor "kept" is written by one stage and used')
+@odd("a tensor that is no buffer", SPLIT, 'tensor "kept" is written in forward, and used on more')
 class NoBuffer(Two):
     def __init__(self) -> None:
         super().__init__()
@@ -196,7 +209,7 @@ class Teachers(Two):
     layer = Taught
 
 
-@odd("a layer called with other weights", SPLIT, '"b.linear" is called with weights that others don\'t have')
+@odd("a layer called with other weights", SPLIT, 'forward sets "b.linear.weight" and puts it back')
 class Swapping(Two):
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         x = self.a(x)
@@ -488,8 +501,13 @@ class Noisy(Two):
 
 
 OFTEN = {
-    *("a cache between calls", "a buffer that the model reads on another stage", "a buffer that backward needs"),
-    "a cache that begins in the second update",
+    *(
+        "a cache between calls",
+        "buffers that are replaced",
+        "a buffer that the model reads on another stage",
+        "a buffer that backward needs",
+    ),
+    *("a cache that begins in the second update", "buffers that are replaced"),
     *("a layer called with other weights", "weights that are written in forward", "a tensor that is no buffer"),
     *("checkpoints in a checkpoint", "a gradient within forward", "a layer whose error is caught"),
     *("packed sequences and hidden states", "random numbers outside of layers", "hooks of a person's own"),
@@ -593,15 +611,15 @@ def test_layers_that_thaw_may_go_on_to_overlap() -> None:
         (lambda model: model.a.mean.add_(1), "a.mean"),
         (lambda model: setattr(model.a, "mean", torch.zeros(6)), "a.mean"),
         (lambda model: model.a.steps.add_(1), None),
-        (lambda model: model.train(False), None),
-        (lambda model: model.b.register_forward_hook(print), None),
+        (lambda model: model.train(False), "training"),
+        (lambda model: model.b.register_forward_hook(print), "b._forward_hooks"),
     ],
 )
 def test_what_begins_to_change_is_seen_from_outside(change: Callable[[Any], Any], name: str | None) -> None:
     model = Averages()
     model.a.weight = model.a.linear.weight
     model.size, model.kept = 3, [torch.zeros(1)]
-    begun = Begun({module: name for name, module in model.named_modules()}, {(model.a, "steps")})
+    begun = Begun(model, {"a.steps"})
     for _ in range(2):
         begun.look()
         assert begun.changed() is None

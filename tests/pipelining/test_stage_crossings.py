@@ -166,11 +166,11 @@ IN_TURN = {
     Told: 'forward sets "a.of" and puts it back',
     Keeping: 'forward sets "kept" and puts it back',
     Evaluated: 'forward sets "drop.training" and puts it back',
-    Fixed: 'forward switches "b.linear.weight.requires_grad"',
-    Thawing: 'forward switches "a.linear.weight.requires_grad"',
-    Swapped: 'forward sets "b.linear.weight.data" and puts it back',
+    Fixed: 'forward sets "b.linear.weight.requires_grad", which holds for other micro-batches too',
+    Thawing: 'forward sets "a.linear.weight.requires_grad", which holds for other micro-batches too',
+    Swapped: 'forward sets "b.linear.weight.data", which holds for other micro-batches too',
     Exchanged: 'forward sets "drop" and puts it back',
-    Caught: 'forward adds or removes hooks of "a"',
+    Caught: 'forward sets "a._forward_hooks" and puts it back',
 }
 
 

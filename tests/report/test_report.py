@@ -29,7 +29,7 @@ from lockstep.compare.snapshot import Glance, Seen
 from lockstep.errors import FolderError, SampleError
 from lockstep.launch.events import TimesOf
 from lockstep.pipelining.planner.simulate import simulate
-from lockstep.pipelining.schedule import by_name
+from lockstep.pipelining.schedule import SCHEDULES
 from lockstep.report.charts import Bars, Lines, Stacks
 from lockstep.report.page import SLIM, WIDE
 from lockstep.report.timeline_charts import turns_of
@@ -232,7 +232,7 @@ def test_values_that_were_chosen_are_marked_on_their_axis() -> None:
 
 
 def test_the_bubbles_of_a_pipelines_turns_stand_below_them() -> None:
-    turns = {"measured": simulate(by_name("gpipe", 2, 2)), "ideal": simulate(by_name("1f1b", 2, 4))}
+    turns = {"measured": simulate(SCHEDULES["gpipe"](2, 2)), "ideal": simulate(SCHEDULES["1f1b"](2, 4))}
     chart, caption = turns_of({title: one.plain() for title, one in turns.items()})
     assert caption.endswith("of the devices' time that is waited: measured: 33.3 %; ideal: 20.0 %.")
     assert list(chart.timelines) == list(turns)

@@ -10,6 +10,7 @@ from __future__ import annotations
 import itertools
 from collections import deque
 from collections.abc import Callable, Iterator
+from concurrent.futures import Future
 from functools import partial
 from typing import Any
 
@@ -24,7 +25,7 @@ from lockstep.map.shared_values import copied
 from lockstep.parallel.replicate import replicate
 from lockstep.tensors.pytree import call, described, each, named_parts, parts, rebuilt, tensors, to_device
 from lockstep.threads.random_streams import stream
-from lockstep.threads.thread_pool import Pending, borrowed
+from lockstep.threads.thread_pool import borrowed
 
 
 def mapped(
@@ -53,7 +54,7 @@ def mapped(
     for replica in replicas:
         replica.eval()
     with borrowed(devices) as team:
-        under_way: deque[tuple[int, int, int, Pending[Any]]] = deque()  # index of the first, items, device
+        under_way: deque[tuple[int, int, int, Future[Any]]] = deque()  # index of the first, items, device
         busy, turns = [0] * len(devices), [0] * len(devices)  # batches under way, where the last one ended
         index = 0
         while True:
@@ -65,7 +66,7 @@ def mapped(
                 busy[number] += 1
                 index += len(batch)
                 turns[number] = index
-                if under_way[0][3].is_done:
+                if under_way[0][3].done():
                     break
             if not under_way:
                 return

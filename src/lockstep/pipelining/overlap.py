@@ -1,9 +1,8 @@
-"""Habits: what a model's updates have shown of it: its way through the stages, and whether micro-batches may overlap.
+"""Overlap: what a model's updates have shown of it: its way through the stages, and whether micro-batches may overlap.
 
 ::
 
     first update, in turn     micro-batch 0      shows the route
-                              all but the last   what is set only for a while (`stage_crossings`)
                               the last           what is left behind for the next one (`state_probe`)
                               each               what it draws (`rng_probe`)
     those that overlap        looked at from outside: has it begun with something since? Then the next one is in turn
@@ -21,8 +20,7 @@ from lockstep.launch.world import World
 from lockstep.pipelining.microbatch import Flight
 from lockstep.pipelining.rng_probe import Drawing
 from lockstep.pipelining.routes import Route, merged, whole
-from lockstep.pipelining.stage_crossings import Crossings
-from lockstep.pipelining.state_probe import Begun, Remembered
+from lockstep.pipelining.state_probe import Begun, StateProbe
 
 _LONGEST = 8
 """A route that has grown to that many visits for each stage is not made longer."""
@@ -31,39 +29,38 @@ _OFTEN = 3
 """Updates that began to change something, after which none overlaps."""
 
 
-class Habits:
+class Overlap:
     """What is known of a model.
 
     Args:
-        model: whose updates are seen.
-        world: which is told what it has to know, and at which step.
+        model: whose micro-batches are seen.
+        world: which is told why they don't overlap, and at which step.
         stages: how many there are.
+        tells: whether it is.
 
     Attributes:
-        route: the stages that micro-batches visit, in order; empty before the first update.
+        route: the stages that micro-batches visit, in order; empty before the first one.
         in_turn: why micro-batches have to follow one another; None where they needn't, as far as is known.
     """
 
-    def __init__(self, model: nn.Module, world: World, stages: int) -> None:
+    def __init__(self, model: nn.Module, world: World, stages: int, *, tells: bool = True) -> None:
         self.route: Route = ()
         self.in_turn: str | None = None
-        self._model, self._world, self._stages = model, world, stages
-        self._settled = False
-        self._begun: Begun | None = None
+        self._model, self._world, self._stages, self._tells = model, world, stages, tells
+        self._begun: Begun | None = None  # there is one once a micro-batch was watched
         self._doubtful: dict[int, str] = {}  # what began to change in which update, while micro-batches overlapped
         self._drawing = Drawing()
         self._streamed = self._said_strayed = False
-        self._passing: str | None = None  # what a micro-batch of this update, not its last, has set and put back
 
     @property
-    def let_overlap(self) -> bool:
+    def allowed(self) -> bool:
         """Whether the next update's micro-batches may."""
-        return self._settled and self.in_turn is None
+        return self._begun is not None and self.in_turn is None
 
     @property
     def draws(self) -> bool:
         """Whether micro-batches that overlap need random streams of their own."""
-        return self._drawing.expected or (self._begun is not None and self._begun.writes)
+        return self._drawing.expected or (self._begun is not None and bool(self._begun.written))
 
     # ---- one after the other ----------------------------------------------------------------------------------------
 
@@ -75,44 +72,31 @@ class Habits:
             flight: which it makes.
             count: micro-batches of the update; they come in their order.
         """
+        if self.in_turn is not None:
+            yield contextlib.nullcontext()
+            return
         self._drawing.look()
-        remembered = crossings = None
-        if flight.number == 0:
-            self._passing = None
-        elif not self._settled:  # by now what is set once is there
-            if flight.number == count - 1:
-                remembered, flight.calls = Remembered(self._model), {}
-                flight.crossed = remembered.crossed
-            elif self._passing is None:
-                crossings = Crossings(self._model)
-                crossings.begin()
-                flight.crossed = crossings.look
-        yield self._forward(remembered)
+        # (By the last one what is set once is there.)
+        is_watched = self._begun is None and 0 < flight.number == count - 1
+        probe = StateProbe(self._model, flight) if is_watched else None
+        yield self._forward(probe)
         self._drawing.learn()
-        if crossings is not None:
-            self._passing = crossings.why(standing=False)
         if flight.number == 0 and not self.route:
             self.route = whole(tuple(flight.seen), self._stages)
-        elif not self._settled:
+        elif self._begun is None:
             self._learn(flight)
-        if remembered is not None:
-            self._settle(remembered, flight)
+        if probe is not None:
+            self._begun = Begun(self._model, probe.written())
+            # Tensors that each micro-batch may write to are in order as they overlap.
+            self._doubtful = {at: name for at, name in self._doubtful.items() if name not in self._begun.written}
+            why = probe.why_in_turn() or self._drawing.why_in_turn
+            if why is not None:
+                self._go_in_turn(why)
 
     @contextlib.contextmanager
-    def _forward(self, remembered: Remembered | None) -> Iterator[None]:
-        with self._drawing.forward(), contextlib.nullcontext() if remembered is None else remembered.watching():
+    def _forward(self, probe: StateProbe | None) -> Iterator[None]:
+        with self._drawing.forward(), contextlib.nullcontext() if probe is None else probe.watching():
             yield
-
-    def _settle(self, remembered: Remembered, flight: Flight) -> None:
-        """A micro-batch has been watched as closely as can be."""
-        assert flight.calls is not None
-        self._settled, self._begun = True, remembered.begun()
-        self.in_turn = remembered.why_in_turn(flight.calls) or self._passing or self._drawing.why_in_turn()
-        if self.in_turn is not None:
-            self._say_in_turn()
-        else:  # what is in order as it overlaps
-            expects = self._begun.expects
-            self._doubtful = {at: name for at, name in self._doubtful.items() if not expects(name)}
 
     # ---- overlapped -------------------------------------------------------------------------------------------------
 
@@ -131,33 +115,25 @@ class Habits:
             seeded: random streams had seeds of their own, which they don't draw from PyTorch's generator.
         """
         assert self._begun is not None
-        changed = self._begun.changed()
-        self._heed(changed)
-        why = self._drawing.strayed(streamed=self._streamed and seeded)
-        spoiled = why is not None or (not self._streamed and self._drawing.began())
-        if spoiled and (changed is not None or self._begun.writes):
+        written, changed = self._begun.written, self._begun.changed()
+        if changed is not None:
+            self._begun = None  # the next one is watched
+            self._doubtful[self._world.step] = changed
+        spoiled = self._drawing.strayed(streamed=self._streamed, seeded=seeded)
+        if spoiled and (changed is not None or written):
             spoiled = False
             self._say(
                 f"at step {self._world.step} the model began to draw random numbers and to write buffers or "
                 "attributes: its numbers may be other ones there"
             )
-        if why is not None:
-            self._settled, self.in_turn = True, why
-            self._say_in_turn()
+        if self._drawing.why_in_turn is not None:
+            self._go_in_turn(self._drawing.why_in_turn)
+        elif len(self._doubtful) == _OFTEN:
+            self._go_in_turn(f'"{changed}" is now and then changed in forward')
         if any(flight.strayed for flight in flights):
             for flight in flights:
                 self._learn(flight)
         return spoiled
-
-    def _heed(self, changed: str | None) -> None:
-        """What an update has begun to change: the next one is watched, and after the third time none overlaps."""
-        if changed is None:
-            return
-        self._settled = False
-        self._doubtful[self._world.step] = changed
-        if len(self._doubtful) == _OFTEN:
-            self._settled, self.in_turn = True, f'"{changed}" is now and then changed in forward'
-            self._say_in_turn()
 
     # ---- both -------------------------------------------------------------------------------------------------------
 
@@ -175,12 +151,14 @@ class Habits:
         if len(route) <= _LONGEST * self._stages:
             self.route = route
 
-    def _say_in_turn(self) -> None:
+    def _go_in_turn(self, why: str) -> None:
+        self.in_turn = why
         doubt = ""
         if self._doubtful:
             steps = ", ".join(map(str, self._doubtful))
             doubt = f"; they overlapped at step {steps}, whose numbers may not be those of one device"
-        self._say(f"{self.in_turn}: micro-batches follow one another, and nothing overlaps{doubt}")
+        self._say(f"{why}: micro-batches follow one another, and nothing overlaps{doubt}")
 
     def _say(self, note: str) -> None:
-        self._world.tell(Line.note(note))
+        if self._tells:
+            self._world.tell(Line.note(note))

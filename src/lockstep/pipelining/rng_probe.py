@@ -17,83 +17,71 @@ from collections.abc import Iterator
 
 import torch
 
-from lockstep.tensors.seeding import noted_seeding, other_states, same_others, set_other_states
+from lockstep.tensors.seeding import noted_seeding, same_others, set_other_states, states
 from lockstep.threads import recompute
 
-_CHANCE = "in an order that would be left to chance"
-
-_checkpoints = 0
-
-
-def _checkpointed() -> None:
-    global _checkpoints
-    _checkpoints += 1
+_OTHERS = "forward draws from Python's or numpy's random"
+_CHANCE = ", in an order that would be left to chance"
 
 
 class Drawing:
     """What the updates so far have shown of a model.
 
-    A model with activation checkpoints is taken for one that draws: each sets PyTorch's generator back.
+    Attributes:
+        expected: whether it may draw: before anything is known, and after it did. A model with activation checkpoints
+            is taken for one that draws: each sets PyTorch's generator back.
+        why_in_turn: what it drew that no stream gives, or None.
     """
 
     def __init__(self) -> None:
-        self._has_drawn: bool | None = None
-        self._in_backward = self._seeds = False
+        self.expected = True
+        self.why_in_turn: str | None = None
+        self._drew = False
+        recompute.install()
         self.look()
-        recompute.install(_checkpointed)
-
-    @property
-    def expected(self) -> bool:
-        """Whether it may draw: before anything is known, and after it did."""
-        return self._has_drawn is not False
 
     def look(self) -> None:
         """Something is going to be computed."""
-        self._generator = torch.get_rng_state()
-        self._others = other_states()
-        self._checkpoints = _checkpoints
+        self._before = states()
+        self._checkpoints = recompute.checkpoints()
 
     @contextlib.contextmanager
     def forward(self) -> Iterator[None]:
         """What a forward, by one thread alone, runs in."""
         with noted_seeding() as seeds:
             yield
-        self._seeds |= bool(seeds)
         self._turned = torch.get_rng_state()
+        if seeds:
+            self.why_in_turn = "forward seeds PyTorch's generator, which is one for all micro-batches"
 
     def learn(self) -> None:
-        """Its backward too."""
-        self._in_backward |= not torch.equal(torch.get_rng_state(), self._turned)
-        self._has_drawn = bool(self._has_drawn) or self._drew() or self._checkpoints != _checkpoints
+        """Its backward is over too."""
+        now = states()
+        if not torch.equal(now.torch, self._turned):
+            self.why_in_turn = f"backward draws random numbers{_CHANCE}"
+        elif not same_others(now.others, self._before.others):
+            self.why_in_turn = f"{_OTHERS}{_CHANCE}"
+        self._drew = self._drew or self._has_moved() or self._checkpoints != recompute.checkpoints()
+        self.expected = self._drew
 
-    def began(self) -> bool:
-        """It was computed by several threads without streams: whether they drew; PyTorch's generator is as before."""
-        drew = self._drew()
-        if drew:
-            torch.set_rng_state(self._generator)
-        self._has_drawn = drew or self._checkpoints != _checkpoints
-        return drew
-
-    def why_in_turn(self) -> str | None:
-        """After what one thread computed alone: why micro-batches can't overlap, or None."""
-        if self._seeds:
-            return "forward seeds PyTorch's generator, which is one for all micro-batches"
-        return f"backward draws random numbers, {_CHANCE}" if self._in_backward else None
-
-    def strayed(self, *, streamed: bool) -> str | None:
-        """It was computed by several threads: what they drew that no stream gives; all generators are as before.
+    def strayed(self, *, streamed: bool, seeded: bool) -> bool:
+        """Several threads have computed it: whether they drew what no stream gave; then all generators are as before.
 
         Args:
-            streamed: with seeded streams, so that nothing that those see moves PyTorch's generator.
+            streamed: with streams, so that nothing that those see moves PyTorch's generator.
+            seeded: the streams have seeds of their own, which they don't draw from it.
         """
-        if not same_others(self._others, other_states()):
-            set_other_states(self._others)
-            torch.set_rng_state(self._generator)
-            return f"forward draws from Python's or numpy's random, {_CHANCE}"
-        if streamed and self._drew():
-            torch.set_rng_state(self._generator)
-            return f"backward, or an operator that isn't PyTorch's own, draws random numbers, {_CHANCE}"
-        return None
+        others = not same_others(states().others, self._before.others)
+        drew = (seeded or not streamed) and self._has_moved()
+        self.expected = self.expected or drew or self._checkpoints != recompute.checkpoints()
+        if others:
+            self.why_in_turn = f"{_OTHERS}{_CHANCE}"
+        elif drew and streamed:
+            self.why_in_turn = f"backward, or an operator that isn't PyTorch's own, draws random numbers{_CHANCE}"
+        if others or drew:
+            torch.set_rng_state(self._before.torch)
+            set_other_states(self._before.others)
+        return others or drew
 
-    def _drew(self) -> bool:
-        return not torch.equal(torch.get_rng_state(), self._generator)
+    def _has_moved(self) -> bool:
+        return not torch.equal(torch.get_rng_state(), self._before.torch)

@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Mapping, Sequence
+from difflib import SequenceMatcher
 from typing import NamedTuple
 
 from lockstep.pipelining.schedule import Schedule, devices_of
@@ -55,21 +56,14 @@ def _rises(numbers: Sequence[int]) -> bool:
 
 
 def merged(route: Route, other: Route) -> Route:
-    """The shortest route that has the visits of both in their orders."""
+    """A short route that has the visits of both in their orders."""
     together: list[Visit] = []
     for kind in ("F", "B"):
         ours, theirs = ([v for v in r if v.kind == kind] for r in (route, other))
-        best: dict[tuple[int, int], list[Visit]] = {}
-        for i in range(len(ours), -1, -1):
-            for j in range(len(theirs), -1, -1):
-                if i == len(ours) or j == len(theirs):
-                    best[i, j] = [*ours[i:], *theirs[j:]]
-                elif ours[i] == theirs[j]:
-                    best[i, j] = [ours[i], *best[i + 1, j + 1]]
-                else:
-                    a, b = [ours[i], *best[i + 1, j]], [theirs[j], *best[i, j + 1]]
-                    best[i, j] = a if len(a) <= len(b) else b
-        together += best[0, 0]
+        for same, start, end, its_start, its_end in SequenceMatcher(None, ours, theirs, autojunk=False).get_opcodes():
+            together += ours[start:end]
+            if same != "equal":
+                together += theirs[its_start:its_end]
     return tuple(together)
 
 

@@ -20,7 +20,7 @@ import functools
 import os
 import threading
 from collections.abc import Callable, Sequence
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import torch
 from torch import nn
@@ -30,10 +30,9 @@ from lockstep.launch import devices as _devices
 from lockstep.launch.devices import Device
 from lockstep.launch.world import World
 from lockstep.pipelining.microbatch import Flight
-from lockstep.pipelining.overlap import Habits
+from lockstep.pipelining.overlap import Overlap
 from lockstep.pipelining.routes import Route, action_of, orders_of
 from lockstep.pipelining.schedule import Schedule, by_stage
-from lockstep.pipelining.state_probe import Remembered
 from lockstep.pipelining.turns import Aborted, Key, Turns
 from lockstep.report.timeline import Span, Timeline
 from lockstep.threads.thread_pool import Team
@@ -63,18 +62,14 @@ class Runner:
     def __init__(
         self, model: nn.Module, world: World, schedule: Callable[[int], Schedule], places: Sequence[int]
     ) -> None:
-        self._model = model
         self._world = world
         self._places = tuple(places)
         self._devices = tuple(world.devices[place] for place in places)  # of each stage
         self.schedule = schedule
         self._slots = world.device.is_slot
-        self._habits = Habits(model, world, len(places))
-        self._orders: dict[int, list[list[Key]]] = {}
-        self._ordered: Route = ()  # the route that these are for
-        self._forward_route: Route = ()  # of evaluation
-        self._forward_orders: dict[int, list[list[Key]]] = {}
-        self._forward_in_turn: str | None = None
+        self._training = Overlap(model, world, len(places))
+        self._evaluation = Overlap(model, world, len(places), tells=False)
+        self._orders: dict[tuple[bool, Route, int], list[list[Key]]] = {}
         self._team: Team | None = None
         self.spoiled = False
         self.overlaps = False
@@ -83,7 +78,7 @@ class Runner:
     @property
     def draws(self) -> bool:
         """Whether micro-batches that overlap need random streams of their own."""
-        return self._habits.draws
+        return self._training.draws
 
     def run(
         self,
@@ -111,10 +106,42 @@ class Runner:
         self.spoiled = False
         if not self._slots:
             return self._queued(begin, forward, backward, count)
-        self.overlaps = count > 1 and self._habits.let_overlap
+        self.overlaps = count > 1 and self._training.allowed
         if not self.overlaps:
-            return self._in_threads([lambda: self._one_by_one(begin, forward, backward, count)], count)[0]
-        return self._overlapped(forward, backward, count, seeded)
+            return self._one_by_one(self._training, begin, forward, backward, count)
+
+        def there_and_back(flight: Flight) -> R:
+            made = forward(flight.number)
+            flight.turn_back()
+            return backward(flight.number, made)
+
+        self._training.look()
+        found, flights = self._overlapped(self._training, there_and_back, count)
+        self.spoiled = self._training.spoiled(flights, seeded=seeded)
+        self._note(flights)
+        return found
+
+    def evaluate(self, begin: Callable[[int], None], forward: Callable[[int], T], count: int) -> list[T]:
+        """Forward of several batches, without gradients; what each gave.
+
+        The first ones go one after the other, as in the first update. Whoever goes another way than they did gets
+        turns between those of the others: no sums depend on their order.
+
+        Args:
+            begin: called before the forward of a batch that others don't overlap.
+            forward: of the batch of that number.
+            count: how many there are.
+        """
+        self.overlaps = self._slots and count > 1 and self._evaluation.allowed
+        if self.overlaps:
+            return self._overlapped(self._evaluation, lambda flight: forward(flight.number), count)[0]
+        if self._slots and count > 1:
+            return self._one_by_one(self._evaluation, begin, forward, None, count)
+        found = []
+        for number in range(count):
+            begin(number)
+            found.append(forward(number))
+        return found
 
     def _in_threads(
         self, functions: Sequence[Callable[[], T]], count: int, on_abort: Sequence[Callable[[], None]] = ()
@@ -132,16 +159,6 @@ class Runner:
         finally:
             if any(device.threads > 1 for device in self._devices):
                 torch.set_num_threads(torch.get_num_threads())  # a thread's limit is also that of all new ones
-
-    def _all_at_once(self, flights: Sequence[Flight], turns: Turns, fly: Callable[[Flight], T]) -> list[T]:
-        """Each flight in a thread of its own; they wait for their turns."""
-
-        def go(flight: Flight) -> T:
-            torch.set_autocast_cache_enabled(False)  # a weight's copy would belong to one micro-batch's graph
-            with flight, self._told(flight):
-                return fly(flight)
-
-        return self._in_threads([functools.partial(go, flight) for flight in flights], len(flights), [turns.abort])
 
     def _occupy(self, stage: int) -> None:
         """This thread computes on the stage's device from now on."""
@@ -175,25 +192,34 @@ class Runner:
 
     def _one_by_one(
         self,
+        overlap: Overlap,
         begin: Callable[[int], None],
         forward: Callable[[int], T],
-        backward: Callable[[int, T], R],
+        backward: Callable[[int, T], R] | None,
         count: int,
-    ) -> list[R]:
-        results = []
+    ) -> list[Any]:
+        """Forward and backward of each micro-batch, or forward alone, in one thread."""
+        results: list[Any] = []
         flights = []
-        for number in range(count):
-            begin(number)
-            flight = Flight(number, self._occupy)
-            flights.append(flight)
-            self._note(flight)
-            with self._habits.alone(flight, count) as in_forward, flight, self._told(flight):
-                with in_forward:
-                    made = forward(number)
-                flight.turn_back()
-                results.append(backward(number, made))
-                del made
-        self._noted(flights)
+
+        def go() -> None:
+            for number in range(count):
+                begin(number)
+                flight = self._flight(number, overlap)
+                flights.append(flight)
+                with overlap.alone(flight, count) as in_forward, flight, self._told(flight):
+                    with in_forward:
+                        made = forward(number)
+                    if backward is None:
+                        results.append(made)
+                    else:
+                        flight.turn_back()
+                        results.append(backward(number, made))
+                    del made
+
+        self._in_threads([go], count)
+        if backward is not None:
+            self._note(flights)
         return results
 
     @contextlib.contextmanager
@@ -213,81 +239,31 @@ class Runner:
 
     # ---- overlapped -------------------------------------------------------------------------------------------------
 
-    def _overlapped(
-        self, forward: Callable[[int], T], backward: Callable[[int, T], R], count: int, seeded: bool
-    ) -> list[R]:
-        route = self._habits.route
-        if route != self._ordered:
-            self._orders.clear()
-            self._ordered = route
-        if count not in self._orders:
-            self._orders[count] = orders_of(route, self.schedule(count), count)
-        turns = Turns(self._orders[count], self._places, self._beckon, count)
-        flights = [Flight(number, self._occupy, route, turns) for number in range(count)]
-        for flight in flights:
-            self._note(flight)
+    def _overlapped(self, overlap: Overlap, fly: Callable[[Flight], T], count: int) -> tuple[list[T], list[Flight]]:
+        """Each flight in a thread of its own; they wait for their turns."""
+        is_training = overlap is self._training
+        key = is_training, overlap.route, count
+        if key not in self._orders:
+            schedule = self.schedule(count) if is_training else by_stage(self._places, count)
+            self._orders[key] = orders_of(overlap.route, schedule, count)
+        turns = Turns(self._orders[key], self._places, self._beckon, count)
+        flights = [self._flight(number, overlap, turns) for number in range(count)]
 
-        def there_and_back(flight: Flight) -> R:
-            made = forward(flight.number)
-            flight.turn_back()
-            return backward(flight.number, made)
+        def go(flight: Flight) -> T:
+            torch.set_autocast_cache_enabled(False)  # a weight's copy would belong to one micro-batch's graph
+            with flight, self._told(flight):
+                return fly(flight)
 
-        self._habits.look()
-        found = self._all_at_once(flights, turns, there_and_back)
-        self.spoiled = self._habits.spoiled(flights, seeded=seeded)
-        self._noted(flights)
-        return found
+        return self._in_threads([functools.partial(go, flight) for flight in flights], count, [turns.abort]), flights
 
-    # ---- forward only -----------------------------------------------------------------------------------------------
-
-    def evaluate(self, begin: Callable[[int], None], forward: Callable[[int], T], count: int) -> list[T]:
-        """Forward of several batches, without gradients; what each gave.
-
-        The first ones go one after the other, as in the first update. Whoever goes another way than they did gets
-        turns between those of the others: no sums depend on their order.
-
-        Args:
-            begin: called before the forward of a batch that others don't overlap.
-            forward: of the batch of that number.
-            count: how many there are.
-        """
-        self.overlaps = self._slots and count > 1 and bool(self._forward_route) and self._forward_in_turn is None
-        if not self._slots or count == 1:
-            found = []
-            for number in range(count):
-                begin(number)
-                found.append(forward(number))
-            return found
-        if not self.overlaps:
-            return self._in_threads([lambda: self._forward_one_by_one(begin, forward, count)], count)[0]
-        if count not in self._forward_orders:
-            schedule = by_stage(self._places, count)
-            self._forward_orders[count] = orders_of(self._forward_route, schedule, count)
-        turns = Turns(self._forward_orders[count], self._places, self._beckon, count)
-        flights = [Flight(number, self._occupy, self._forward_route, turns, marks=False) for number in range(count)]
-
-        return self._all_at_once(flights, turns, lambda flight: forward(flight.number))
-
-    def _forward_one_by_one(self, begin: Callable[[int], None], forward: Callable[[int], T], count: int) -> list[T]:
-        results = []
-        for number in range(count):
-            begin(number)
-            flight = Flight(number, self._occupy, marks=False)
-            watched = Remembered(self._model) if not self._forward_route and number == count - 1 else None
-            if watched is not None:
-                flight.calls, flight.crossed = {}, watched.crossed
-            with flight, self._told(flight), contextlib.nullcontext() if watched is None else watched.watching():
-                results.append(forward(number))
-            if watched is not None and flight.calls is not None:
-                self._forward_in_turn = watched.why_in_turn(flight.calls)
-                self._forward_route = tuple(flight.seen)
-        return results
-
-    def _note(self, flight: Flight) -> None:
-        if self.timelines is not None:
+    def _flight(self, number: int, overlap: Overlap, turns: Turns | None = None) -> Flight:
+        is_training = overlap is self._training
+        flight = Flight(number, self._occupy, overlap.route if turns else (), turns, marks=is_training)
+        if is_training and self.timelines is not None:
             flight.stays = []
+        return flight
 
-    def _noted(self, flights: Sequence[Flight]) -> None:
+    def _note(self, flights: Sequence[Flight]) -> None:
         """An update is over: keep when its stages computed."""
         if self.timelines is None:
             return

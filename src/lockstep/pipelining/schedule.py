@@ -15,7 +15,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 
-from lockstep.errors import StrategyError, nearest
+from lockstep.errors import StrategyError
 from lockstep.report.timeline import Action
 
 Schedule = list[list[Action]]
@@ -35,8 +35,7 @@ def gpipe(stages: int, microbatches: int) -> Schedule:
     Huang et al., GPipe, 2019, https://arxiv.org/abs/1811.06965
     """
     _checked(stages, microbatches)
-    every = range(microbatches)
-    return [[*(Action(s, "F", m) for m in every), *(Action(s, "B", m) for m in every)] for s in range(stages)]
+    return by_stage(range(stages), microbatches)
 
 
 def one_f_one_b(stages: int, microbatches: int) -> Schedule:
@@ -124,17 +123,6 @@ SCHEDULES: dict[str, Callable[[int, int], Schedule]] = {"gpipe": gpipe, "1f1b": 
 """By the word that a person gives, a function of devices and micro-batches."""
 
 
-def by_name(name: str, devices: int, microbatches: int) -> Schedule:
-    """The schedule of that name.
-
-    Raises:
-        StrategyError: there is none; the nearest is offered.
-    """
-    if name not in SCHEDULES:
-        raise StrategyError(f'schedule: there is no "{name}"; {nearest(name, list(SCHEDULES))}')
-    return SCHEDULES[name](devices, microbatches)
-
-
 def devices_of(schedule: Schedule) -> dict[int, int]:
     """By stage, the device whose list its actions are in.
 
@@ -154,15 +142,6 @@ def devices_of(schedule: Schedule) -> dict[int, int]:
 def printed(schedule: Schedule) -> str:
     """A line of words for each device."""
     return "\n".join(" ".join(map(str, order)) for order in schedule)
-
-
-def parse(text: str) -> Schedule:
-    """The schedule that ``printed`` printed; one action for each word, one device for each line.
-
-    Raises:
-        StrategyError: a word is no action.
-    """
-    return [[Action.parse(word) for word in line.split()] for line in text.strip().splitlines()]
 
 
 def _checked(stages: int, microbatches: int) -> None:

@@ -125,9 +125,6 @@ def place_tensors(model: nn.Module, places: Mapping[str, torch.device], rest: to
 class _Hook:
     """A hook that isn't copied or pickled with its module."""
 
-    def __deepcopy__(self, memo: dict[int, Any]) -> Callable[..., None]:
-        return _nothing
-
     def __reduce__(self) -> tuple[Callable[[], Callable[..., None]], tuple[()]]:
         return _unhooked, ()
 

@@ -28,6 +28,7 @@ from torch.overrides import TorchFunctionMode
 
 from lockstep.errors import StrategyError
 from lockstep.tensors.pytree import each, tensors
+from lockstep.tensors.seeding import kept_state_on, put_state_on, state_on
 
 _here = threading.local()
 
@@ -163,40 +164,22 @@ def later() -> Callable[[], contextlib.AbstractContextManager[Any]] | None:
     if mode is None:
         return None
     places, place = mode._places, mode.place
-    states = _states(places)
+    drawing = [p for p in dict.fromkeys(places) if hasattr(getattr(torch, p.type, None), "get_rng_state")]
+    states = [state_on(p) for p in drawing]
 
     @contextlib.contextmanager
     def again() -> Iterator[None]:
-        with _one_at_a_time:
-            now = _states(places)
-            _set_states(states)
-            try:
-                with Moving(places, place):
-                    yield
-            finally:
-                _set_states(now)
+        with _one_at_a_time, contextlib.ExitStack() as stack:
+            for p, state in zip(drawing, states, strict=True):
+                stack.enter_context(kept_state_on(p))
+                put_state_on(p, state)
+            with Moving(places, place):
+                yield
 
     return again
 
 
 _one_at_a_time = threading.RLock()
-
-_States = list[tuple[Any, torch.device, torch.Tensor]]
-
-
-def _states(places: Sequence[torch.device]) -> _States:
-    """Of the accelerators' generators."""
-    states: _States = []
-    for place in dict.fromkeys(places):
-        module: Any = getattr(torch, place.type, None)
-        if hasattr(module, "get_rng_state"):
-            states.append((module, place, module.get_rng_state(place)))
-    return states
-
-
-def _set_states(states: _States) -> None:
-    for module, place, state in states:
-        module.set_rng_state(state, place)
 
 
 def _written(func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> torch.Tensor | None:

@@ -18,7 +18,6 @@ from lockstep.model.loss import Number
 from lockstep.pipelining.runner import Runner
 from lockstep.pipelining.stage_layers import Layers
 from lockstep.strategies.step import Step
-from lockstep.threads import recompute
 from lockstep.threads.random_streams import Streams, stream
 
 T = TypeVar("T")
@@ -51,7 +50,6 @@ class StagedStep(Step):
         # So many evaluation batches are under way at once.
         self._together = 1 if len(world.devices) == 1 else 2 * len(world.devices)
         if world.device.is_slot:
-            recompute.install()
             self.profiled = {"_stages": "stages"}  # on accelerators the calling thread itself goes through them
 
     def gradients(self, batch: Batch) -> tuple[Number, Number]:

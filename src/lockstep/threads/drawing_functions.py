@@ -46,22 +46,6 @@ def _scale(generator: Generator, input: Tensor, p: float, train: bool, per_chann
     return _kept(generator, noise, p).div_(1 - p)
 
 
-def _alpha(
-    generator: Generator, input: Tensor, p: float, train: bool, per_channel: bool
-) -> tuple[Tensor, Tensor | None] | None:
-    """What alpha dropout multiplies by and adds: mean 0 and variance 1 stay so (Klambauer and others, 2017)."""
-    _checked(p)
-    if p == 0 or not train or input.numel() == 0:
-        return None
-    if p == 1:
-        return torch.zeros((), dtype=input.dtype), None
-    noise = _kept(generator, _channels(input) if per_channel else torch.empty_like(input), p)
-    alpha = 1.7580993408473766  # the negative of SELU's limit at minus infinity
-    a = 1 / math.sqrt((alpha * alpha * p + 1) * (1 - p))
-    shift = noise.add(-1).mul_(alpha * a).add_(alpha * a * p)
-    return noise.mul_(a), shift
-
-
 def _dropping(per_channel: bool, in_place: bool) -> Callable[..., Tensor]:
     def dropout(generator: Generator, func: Any, input: Tensor, p: float, train: bool) -> Tensor:
         scale = _scale(generator, input, p, train, per_channel)
@@ -79,18 +63,6 @@ def _functional_dropout(
     if p < 0.0 or p > 1.0:
         raise ValueError(f"dropout probability has to be between 0 and 1, but got {p}")
     return (_DROPOUT_ if inplace else _DROPOUT)(generator, func, input, p, training)
-
-
-def _alpha_dropping(per_channel: bool, in_place: bool) -> Callable[..., Tensor]:
-    def alpha_dropout(generator: Generator, func: Any, input: Tensor, p: float, train: bool) -> Tensor:
-        found = _alpha(generator, input, p, train, per_channel)
-        if found is None:
-            return input
-        scale, shift = found
-        output = input.mul_(scale) if in_place else input * scale
-        return output if shift is None else output.add_(shift)
-
-    return alpha_dropout
 
 
 def _attention(
@@ -195,10 +167,6 @@ WRITTEN: dict[Any, Callable[..., Any]] = {
     torch.dropout_: _DROPOUT_,
     torch.feature_dropout: _dropping(per_channel=True, in_place=False),
     torch.feature_dropout_: _dropping(per_channel=True, in_place=True),
-    torch.alpha_dropout: _alpha_dropping(per_channel=False, in_place=False),
-    torch.alpha_dropout_: _alpha_dropping(per_channel=False, in_place=True),
-    torch.feature_alpha_dropout: _alpha_dropping(per_channel=True, in_place=False),
-    torch.feature_alpha_dropout_: _alpha_dropping(per_channel=True, in_place=True),
     torch._C._nn.scaled_dot_product_attention: _attention,
     torch.lstm: _recurrent,
     torch.gru: _recurrent,

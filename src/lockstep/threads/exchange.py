@@ -132,9 +132,8 @@ class _Room:
             box.put(_GONE)
 
     def abort(self) -> None:
-        for row in self.boxes:
-            for box in row:
-                box.put(_GONE)
+        for party in range(self.parties):
+            self.leave(party)
 
 
 class _Seat:
@@ -207,33 +206,27 @@ class RankExchange:
         self.parties = parties
 
     def session(self) -> Session:
-        """This rank's place in the present micro-batch."""
-        return _RankSeat(self._world, self.parties, self._groups.get(self.parties))
-
-    def __deepcopy__(self, memo: dict[int, Any]) -> RankExchange:
+        """This rank's place in the present micro-batch: ``begin`` comes after its backward."""
         return self
 
-
-class _RankSeat:
-    """One rank's place in one micro-batch."""
-
-    def __init__(self, world: World, parties: int, group: dist.ProcessGroup | None) -> None:
-        self.parties = parties
-        self._world = world
-        self._group = group
-
     def gather(self, tensor: torch.Tensor) -> torch.Tensor:
+        """Everybody's tensor, in the order of the ranks."""
         if self.parties == 1:
             return tensor[None]
         tensor = tensor.contiguous()
         found = [torch.empty_like(tensor) for _ in range(self.parties)]
+        group = self._groups.get(self.parties)
         if self._world.backend == "gloo":
-            wait_awake(dist.all_gather(found, tensor, group=self._group, async_op=True))
+            wait_awake(dist.all_gather(found, tensor, group=group, async_op=True))
         else:
-            dist.all_gather(found, tensor, group=self._group)
+            dist.all_gather(found, tensor, group=group)
         return torch.stack(found)
 
     def sum(self, tensor: torch.Tensor) -> torch.Tensor:
+        """The sum of everybody's tensors, the same bits for all."""
         if self.parties == 1:
             return tensor
-        return self._world.all_reduce(tensor.clone(), group=self._group)
+        return self._world.all_reduce(tensor.clone(), group=self._groups.get(self.parties))
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> RankExchange:
+        return self

@@ -212,16 +212,16 @@ def _routes() -> dict[Any, _Route]:
     for function, write in drawing_functions.WRITTEN.items():
         routes[function] = _drawn_here(write)
     for function in (
-        *(F.dropout1d, F.dropout2d, F.dropout3d, F.alpha_dropout, F.feature_alpha_dropout, F.rrelu),
-        *(F.gumbel_softmax, F.multi_head_attention_forward),
-        *(F.fractional_max_pool2d_with_indices, F.fractional_max_pool3d_with_indices),
+        *(F.dropout1d, F.dropout2d, F.dropout3d, F.rrelu, F.gumbel_softmax, F.multi_head_attention_forward),
     ):
         routes[function] = _seen_inside(function)
-    # These two ask under the name of the function that chooses between them and the ones with indices.
-    routes[F.fractional_max_pool2d] = _seen_inside(vars(F)["_fractional_max_pool2d"])
-    routes[F.fractional_max_pool3d] = _seen_inside(vars(F)["_fractional_max_pool3d"])
-    routes[torch.native_dropout] = _lent
-    return routes
+    rare = [
+        *(torch.native_dropout, F.alpha_dropout, torch.alpha_dropout, torch.alpha_dropout_),
+        *(F.feature_alpha_dropout, torch.feature_alpha_dropout, torch.feature_alpha_dropout_),
+        *(F.fractional_max_pool2d, F.fractional_max_pool2d_with_indices),
+        *(F.fractional_max_pool3d, F.fractional_max_pool3d_with_indices),
+    ]
+    return {**routes, **dict.fromkeys(rare, _lent)}
 
 
 _ROUTES = _routes()

@@ -24,6 +24,7 @@ from lockstep.threads import random_streams
 Later = Callable[[], Callable[[], contextlib.AbstractContextManager[Any]] | None]
 
 _installed = False
+_checkpoints = 0
 _asked: list[Later] = []
 
 
@@ -53,8 +54,15 @@ def install(later: Later | None = None) -> None:
     _checkpoint.CheckpointFunction.apply = replaying_apply  # type: ignore[method-assign]
 
 
+def checkpoints() -> int:
+    """How many have begun since they were made to replay."""
+    return _checkpoints
+
+
 def _replaying(function: Callable[..., Any], *, is_first: bool) -> Callable[..., Any]:
     """The function, which draws in each later run what it draws now."""
+    global _checkpoints
+    _checkpoints += 1
     around = [again for ask in _asked if (again := ask()) is not None]
     if (generator := random_streams.current()) is not None:
         around.append(_stream_again(generator))

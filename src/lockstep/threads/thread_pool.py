@@ -18,8 +18,9 @@ import os
 import threading
 import weakref
 from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import Future
 from queue import SimpleQueue
-from typing import Any, Generic, TypeVar
+from typing import Any, TypeVar
 
 import torch
 
@@ -87,9 +88,9 @@ class Team:
             self._raise(call)
         return call.results
 
-    def start(self, number: int, function: Callable[[], T]) -> Pending[T]:
+    def start(self, number: int, function: Callable[[], T]) -> Future[T]:
         """Call one function in the thread of device ``number``, after what it was given before, and don't wait."""
-        pending: Pending[T] = Pending()
+        pending: _Started[T] = _Started()
         if not self._workers[number].is_alive:
             self._workers[number] = _Worker(self.devices[number])
         self._workers[number].tasks.put((pending, number, function, Caller(self.devices)))
@@ -111,34 +112,15 @@ class Team:
             del error  # else its traceback holds this frame, which holds it
 
 
-class Pending(Generic[T]):
-    """A function that was started: what it returns, or raises."""
+class _Started(Future[T]):
+    """A function that was started."""
 
-    def __init__(self) -> None:
-        self._done = threading.Event()
-        self._result: Any = None
-        self._error: BaseException | None = None
-
-    def report(self, number: int, result: Any, error: BaseException | None) -> None:
+    def report(self, number: int, result: T, error: BaseException | None) -> None:
         """Called by the thread at the end."""
-        self._result, self._error = result, error
-        self._done.set()
-
-    @property
-    def is_done(self) -> bool:
-        """Whether ``result`` needn't wait."""
-        return self._done.is_set()
-
-    def result(self) -> T:
-        """Wait for the end; give what was returned, or raise what was raised."""
-        self._done.wait()
-        try:
-            if self._error is not None:
-                raise self._error
-            found: T = self._result
-            return found
-        finally:
-            self._error = self._result = None  # else its traceback holds this frame, which holds it
+        if error is None:
+            self.set_result(result)
+        else:
+            self.set_exception(error)
 
 
 class _Call:
