@@ -154,10 +154,11 @@ def add_partition(parser: argparse.ArgumentParser) -> None:
 
 def partition(options: argparse.Namespace, knobs: Mapping[str, str], settings: Mapping[str, Any]) -> int:
     """Find the partition that the options ask for, and print it."""
-    from lockstep.jobfile import JobFile
+    from lockstep.jobfile import JobFile, the_job
+    from lockstep.launch.devices import parse
     from lockstep.pipelining.planner import partition as found_by
     from lockstep.pipelining.planner.picture import key
-    from lockstep.pipelining.planner.plan import plan
+    from lockstep.pipelining.planner.plan import planned
     from lockstep.pipelining.schedule import SCHEDULES
 
     width = shutil.get_terminal_size().columns
@@ -171,7 +172,9 @@ def partition(options: argparse.Namespace, knobs: Mapping[str, str], settings: M
         if options.schedule not in ("auto", *names):
             raise InputError(f'--schedule: there is no "{options.schedule}"; {nearest(options.schedule, names)}')
         only = None if options.schedule == "auto" else [options.schedule]
-        found, choice = plan(job, devices=options.devices, schedules=only, memory=memory)
+        devices = parse(options.devices)
+        capacity = found_by.capacities(devices, memory)
+        found, choice = planned(the_job(job), devices, schedules=only, capacity=capacity)
         print("\n".join(found.lines(width)))
         print()
         print_timeline(choice.best.timeline, width)
