@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import io
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from lockstep.errors import InputError
 
@@ -43,9 +43,9 @@ def new_figure(width: float, height: float, what: str) -> Figure:
     return figure
 
 
-def plain_axes(figure: Figure, **named: Any) -> Axes:
+def plain_axes(figure: Figure) -> Axes:
     """Axes without a frame, and with faint lines across."""
-    axes: Axes = figure.add_subplot(**named)
+    axes: Axes = figure.add_subplot()
     for side in ("top", "right", "left", "bottom"):
         axes.spines[side].set_visible(False)
     axes.tick_params(length=0, labelsize=9, labelcolor=INK)
