@@ -86,7 +86,7 @@ def _schedule(options: argparse.Namespace) -> int:
         print_timeline(timeline, width)
         if options.words:
             print(printed([[span.action for span in spans] for spans in timeline.devices]))
-    print("\n".join(key(width, timelines.values())))
+    print("\n".join(key(width)))
     if options.out is not None:
         draw(timelines, options.out)
     return 0
@@ -178,7 +178,7 @@ def partition(options: argparse.Namespace, knobs: Mapping[str, str], settings: M
         print("\n".join(found.lines(width)))
         print()
         print_timeline(choice.best.timeline, width)
-        print("\n".join(key(width, [choice.best.timeline])))
+        print("\n".join(key(width)))
         print()
         print("\n".join(textwrap.wrap(choice.why, width)))
         return 0

@@ -9,7 +9,9 @@
 from __future__ import annotations
 
 import itertools
+import json
 import os
+import textwrap
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -18,7 +20,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from lockstep.errors import StrategyError
+from lockstep.errors import StrategyError, counted
 from lockstep.job import Job
 from lockstep.jobfile import JobFile, as_job, the_job, with_settings
 from lockstep.launch import devices as _devices
@@ -27,9 +29,8 @@ from lockstep.launch.placement import alone
 from lockstep.pipelining.device_map import DeviceMap, longest
 from lockstep.pipelining.planner.benchmark import Bench
 from lockstep.pipelining.planner.blocks import Block, Look, device_map
-from lockstep.pipelining.planner.partition_table import lines_of
 from lockstep.pipelining.planner.simulate import simulate
-from lockstep.pipelining.planner.split import split
+from lockstep.pipelining.planner.split import size, split
 from lockstep.pipelining.schedule import Schedule, one_f_one_b
 
 SLACK = 0.01
@@ -111,11 +112,52 @@ class Partition:
         return sum(times.values()) / slowest if slowest else 1.0
 
     def lines(self, width: int = 80) -> list[str]:
-        """A table with a bar for each stage, and the map to paste."""
-        return lines_of(self, width)
+        """A bar, the costs and the blocks of each stage, and the map to paste, at most ``width`` columns wide."""
+
+        def wrapped(text: str, indent: str = "") -> list[str]:
+            return textwrap.wrap(text, width, initial_indent=indent, subsequent_indent=indent)
+
+        how = f"measured on {self.stages[0].device}" if self.measured else "estimated, not measured"
+        stages, blocks = counted(len(self.stages), "stage"), counted(len(self.blocks), "block")
+        lines = wrapped(f"{stages} of {blocks}; {how}, a micro-batch of {counted(self.samples, 'sample')}")
+        slowest = max(stage.time for stage in self.stages) or 1.0
+        for number, stage in enumerate(self.stages):
+            first = f"stage {number}, {stage.device}  "
+            lines.append((first + _bar(stage.time / slowest, max(4, min(24, width - len(first))))).rstrip())
+            lines += wrapped(
+                f"forward {_milliseconds(stage.forward)}, backward {_milliseconds(stage.backward)}, "
+                f"weights {size(stage.parameters)}, activations {size(stage.activations)}",
+                "      ",
+            )
+            begin, end = stage.blocks[0].name or "the model", stage.blocks[-1].name
+            run = begin if len(stage.blocks) == 1 else f"{begin} to {end}, {len(stage.blocks)} blocks"
+            fits = f"; {size(stage.need)} of {size(stage.capacity)}" if stage.capacity is not None else ""
+            lines += wrapped(run + fits, "      ")
+        if len(self.stages) > 1:
+            lines += wrapped(f"at most {self.speed_up:.3g} times as fast as one device")
+        for note in self.notes:
+            lines += wrapped(f"note: {note}")
+        lines += [*wrapped("below, for MP and PP; --map takes what is in braces, or a file of it"), ""]
+        pasted = f"device_map={json.dumps(self.device_map)}"
+        return lines + textwrap.wrap(
+            pasted, width, subsequent_indent="    ", break_long_words=False, break_on_hyphens=False
+        )
 
     def __str__(self) -> str:
         return "\n".join(self.lines())
+
+
+def _bar(share: float, width: int) -> str:
+    """A bar of up to ``width`` characters, to an eighth of one."""
+    eighths = round(share * width * 8)
+    return "█" * (eighths // 8) + (" ▏▎▍▌▋▊▉"[eighths % 8] if eighths % 8 else "")
+
+
+def _milliseconds(seconds: float) -> str:
+    value = seconds * 1e3
+    if value < 0.0995:
+        return f"{seconds * 1e6:.2f} µs" if value < 0.00995 else f"{seconds * 1e6:.3g} µs"
+    return f"{value:.3g} ms" if value < 999.5 else f"{value:,.0f} ms"
 
 
 def partition(
