@@ -21,12 +21,7 @@ DPI = 160
 
 
 def new_figure(width: float, height: float, what: str) -> Figure:
-    """An empty figure, in inches.
-
-    Args:
-        width: in inches.
-        height: in inches.
-        what: is to be drawn, for the message.
+    """An empty figure, so many inches wide and high; a message calls it ``what``.
 
     Raises:
         InputError: matplotlib isn't installed.
@@ -66,14 +61,10 @@ def png(figure: Figure) -> bytes:
 
 
 def check_file(path: Path, what: str) -> None:
-    """Refuse a file that can't be drawn to, before what is to be drawn is there.
-
-    Args:
-        path: the file; its ending says the format.
-        what: is to be drawn, for the message.
+    """Refuse a file that can't be drawn to, before what is to be drawn is there; a message calls that ``what``.
 
     Raises:
-        InputError: matplotlib isn't installed, the format isn't known, or there is no such folder.
+        InputError: matplotlib isn't installed, the format isn't unknown, or there is no such folder.
     """
     _format_of(path, new_figure(1.0, 1.0, what))
     if not path.absolute().parent.is_dir():
@@ -84,7 +75,7 @@ def save(figure: Figure, path: Path) -> None:
     """Write the figure to a file, whose ending says the format.
 
     Raises:
-        InputError: the format isn't known, or the file can't be written.
+        InputError: the format isn't unknown, or the file can't be written.
     """
     try:
         figure.savefig(path, format=_format_of(path, figure), dpi=DPI)

@@ -115,13 +115,9 @@ class Bench:
         *,
         seconds: float = 1.0,
     ) -> float | None:
-        """Seconds of forward and backward of the batch by a schedule; None where its micro-batches can't overlap.
+        """Seconds of forward and backward of the batch by a schedule, on slots; None where micro-batches can't overlap.
 
-        Args:
-            device_map: the stage of each layer.
-            schedule: what is tried.
-            devices: slots.
-            seconds: how long to go on, after those updates that show the route.
+        It goes on for so many ``seconds`` after the updates that show the route.
         """
         model = copy.deepcopy(self.model)  # a job may give the same model every time
         sizes = share_sizes(self.first.size, 1 + max(action.microbatch for action in schedule[0]))

@@ -40,7 +40,7 @@ def measured(
         model: on the device, in the mode in which it trains.
         blocks: as a look at the forward found them.
         total: one forward and the loss, a scalar.
-        device: where it runs.
+        device: the model's.
         adds: whether backward adds to gradients that are there, as it does for every micro-batch but a batch's first.
         seconds: how long to go on, after one round that doesn't count.
         rounds: how many rounds there are at least.

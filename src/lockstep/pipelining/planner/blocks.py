@@ -177,11 +177,8 @@ def block_names(
 def device_map(model: nn.Module, stages: Mapping[str, int]) -> dict[str, int]:
     """The map to paste: as few names as say it, each with everything below it on one stage.
 
-    A container whose layers are on several stages is not in it, but its parts are.
-
-    Args:
-        model: whose names they are.
-        stages: by block the stage, and by parameter or buffer for those that belong to no block.
+    A container whose layers are on several stages is not in it, but its parts are. ``stages`` has the stage of each
+    block by its name, and of each parameter or buffer that belongs to no block.
     """
     of_module = {id(module): stages[name] for name, module in model.named_modules() if name in stages}
     every = (*model.named_parameters(remove_duplicate=False), *model.named_buffers(remove_duplicate=False))

@@ -106,7 +106,12 @@ class Candidate:
 
     def corrected(self, plan: Plan, taken: float) -> Plan:
         """A plan with turns that cost as much as it takes for this candidate to last so many seconds, as it did."""
-        return replace(plan, turn=(taken - self.seconds) / max(map(len, self.order)))
+        return replace(plan, turn=self.plan.turn + (taken - self.seconds) / max(map(len, self.order)))
+
+    @property
+    def name(self) -> str:
+        """What tells it from all others: ``interleaved with 4 micro-batches, 6 stages``."""
+        return f"{self}, {counted(len(self.plan.places), 'stage')}"
 
     def __str__(self) -> str:
         return f"{self.schedule} with {counted(self.microbatches, 'micro-batch', 'es')}"
@@ -118,13 +123,27 @@ class Choice:
 
     Attributes:
         best: what to take.
-        why: a sentence or two.
+        samples: of a global batch.
         candidates: all of them, the fastest first.
     """
 
     best: Candidate
-    why: str
+    samples: int
     candidates: tuple[Candidate, ...]
+
+    @property
+    def why(self) -> str:
+        """A sentence or two."""
+        best = self.best
+        whole = best.seconds * best.timeline.speed_up / best.cutting
+        why = (
+            f"{best}: {best.seconds * 1e3:.3g} ms of forward and backward for {counted(self.samples, 'sample')}, "
+            f"{whole / best.seconds:.3g} times as fast as one device with the whole batch "
+            f"(bubble {100 * best.timeline.bubble:.1f} %, cutting and overlapping cost {best.cutting:.2f})"
+        )
+        if whole < best.seconds and best.plan.devices > 1:
+            why += "; cutting costs more here than overlapping gains: one device, or larger batches, would be faster"
+        return why
 
 
 def choose_schedule(
@@ -169,7 +188,7 @@ def choose_schedule(
         (candidate for candidate in fitting if candidate.seconds <= _NEAR * fastest),
         key=lambda c: (len(c.plan.places), max(c.peak), c.microbatches, c.schedule == "fitted", c.seconds),
     )
-    return Choice(best, _why(batch, best), tuple(sorted(found, key=lambda c: c.seconds)))
+    return Choice(best, batch, tuple(sorted(found, key=lambda c: c.seconds)))
 
 
 def at(points: Mapping[int, float], samples: int) -> float:
@@ -205,18 +224,6 @@ def _candidates(batch: int, plan: Plan, microbatches: int, capacity: Sequence[fl
             peak[device] += cost.fixed
         fits = capacity is None or all(need <= there for need, there in zip(peak, capacity, strict=True))
         yield Candidate(plan, name, microbatches, order, timeline, tuple(peak), cutting, fits)
-
-
-def _why(batch: int, best: Candidate) -> str:
-    whole = best.seconds * best.timeline.speed_up / best.cutting
-    why = (
-        f"{best}: {best.seconds * 1e3:.3g} ms of forward and backward for {counted(batch, 'sample')}, "
-        f"{whole / best.seconds:.3g} times as fast as one device with the whole batch "
-        f"(bubble {100 * best.timeline.bubble:.1f} %, cutting and overlapping cost {best.cutting:.2f})"
-    )
-    if whole < best.seconds and best.plan.devices > 1:
-        why += "; cutting costs more here than overlapping gains: one device, or larger batches, would be faster"
-    return why
 
 
 def _too_large(found: Sequence[Candidate], capacity: Sequence[float]) -> str:

@@ -27,9 +27,7 @@ def fitted(
     Args:
         places: for each stage the device that holds it.
         microbatches: how many.
-        forward: as in ``simulate``.
-        backward: as in ``simulate``.
-        transfer: as in ``simulate``.
+        forward: as in ``simulate``; so are ``backward`` and ``transfer``.
 
     Raises:
         StrategyError: there is no stage or no micro-batch.

@@ -35,10 +35,6 @@ def grid(timeline: Timeline, width: int = 80) -> list[str]:
 
     The scale is one for all: an action of the usual length is as wide as its name. Where the whole is wider than the
     terminal, its middle, in which the same goes on and on, is left out.
-
-    Args:
-        timeline: what to draw.
-        width: columns of the terminal.
     """
     spans = [span for mine in timeline.devices for span in mine]
     if not spans:

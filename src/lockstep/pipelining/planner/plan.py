@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-import functools
-from collections.abc import Mapping, Sequence
+import math
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 
 from lockstep.errors import TooFewLayers
 from lockstep.job import Job
@@ -12,12 +13,14 @@ from lockstep.launch.placement import alone
 from lockstep.pipelining.device_map import DeviceMap
 from lockstep.pipelining.planner.benchmark import Bench
 from lockstep.pipelining.planner.blocks import Look
-from lockstep.pipelining.planner.choice import NUMBERS, Choice, Costs, Plan, choose_schedule
+from lockstep.pipelining.planner.choice import NUMBERS, Candidate, Choice, Costs, Plan, choose_schedule
 from lockstep.pipelining.planner.partition import Partition, divided
 
 _CUTS = (8, 32)
 """Beside the whole batch it is measured cut in as many: near to what will be chosen (so the blocks are divided by these
 times), and in the smallest that may be."""
+
+_TRIALS = 3
 
 
 def planned(
@@ -43,7 +46,7 @@ def planned(
         chunks: how many stages a device may have.
         capacity: bytes of each device; None doesn't look at memory.
         seconds: how long to measure, for each of three sizes.
-        tried: whether to run what is chosen first for a moment, to choose with what turns cost.
+        tried: whether to run what is chosen for a moment, to choose with what turns cost.
 
     Returns:
         The partition that goes with the choice (of a device's several stages each is a stage of it), and the choice.
@@ -56,7 +59,8 @@ def planned(
         looks, too_small = _looks(bench, seconds)
     batch = bench.first.size
     near = next((size for size in looks if size == max(1, batch // _CUTS[0])), min(looks))
-    options: list[tuple[Plan, Partition]] = []
+    plans: list[Plan] = []
+    partitions: dict[tuple[int, ...], Partition] = {}  # by the places of a plan's stages
     for each in chunks:
         stages = each * len(devices)
         if device_map is None and each > 1 and (stages > len(looks[near].blocks) or len(devices) == 1):
@@ -64,8 +68,9 @@ def planned(
         places = tuple(stage % len(devices) for stage in range(stages))
         # What is held is looked at by the simulation, which knows the schedule.
         found = divided(bench, looks[near], near, [devices[place] for place in places], given=device_map)
-        options.append((Plan(places, _costs(bench, looks, found)), found))
-    if not options:
+        partitions[places] = found
+        plans.append(Plan(places, _costs(bench, looks, found)))
+    if not plans:
         raise TooFewLayers(
             f"partition: {min(chunks) * len(devices)} stages, but the model has {len(looks[near].blocks)} blocks that "
             "can be placed"
@@ -74,18 +79,41 @@ def planned(
     numbers = sorted({min(number, batch) for number in microbatches})
     # (Where none is left they were asked for, and the first update says what is wrong with them.)
     numbers = [number for number in numbers if batch // number > too_small] or numbers
-    choose = functools.partial(choose_schedule, batch, capacity=capacity, schedules=schedules, microbatches=numbers)
-    choice = choose([plan for plan, _ in options])
-    best = choice.best
-    if tried and bench.device.is_slot and len(devices) > 1 and best.microbatches > 1:
+
+    def choose(plans: Sequence[Plan]) -> Choice:
+        return choose_schedule(batch, plans, capacity=capacity, schedules=schedules, microbatches=numbers)
+
+    def seconds_of(best: Candidate) -> float | None:
+        if best.microbatches == 1:
+            return best.seconds
+        device_map = partitions[best.plan.places].device_map
         try:
-            taken = bench.seconds_taken(_found(options, choice).device_map, best.order, devices, seconds=seconds)
+            return bench.seconds_taken(device_map, best.order, devices, seconds=seconds)
         except Exception:  # the first update will say why
-            taken = None
-        if taken is not None:
-            options = [(best.corrected(plan, taken), found) for plan, found in options]
-            choice = choose([plan for plan, _ in options])
-    return _found(options, choice), choice
+            return None
+
+    several = bench.device.is_slot and len(devices) > 1
+    choice = _tried(plans, choose, seconds_of) if tried and several else choose(plans)
+    return partitions[choice.best.plan.places], choice
+
+
+def _tried(
+    plans: Sequence[Plan], choose: Callable[[Sequence[Plan]], Choice], seconds_of: Callable[[Candidate], float | None]
+) -> Choice:
+    """The fastest of up to three choices that were run, each made with what turns cost in the one before."""
+    fastest = math.inf
+    choice = found = choose(plans)
+    names: set[str] = set()
+    for _ in range(_TRIALS):
+        best = choice.best
+        if best.name in names or (taken := seconds_of(best)) is None:
+            break
+        names.add(best.name)
+        choice = choose([best.corrected(plan, taken) for plan in plans])
+        if taken < fastest:
+            fastest = taken
+            found = replace(choice, best=next(one for one in choice.candidates if one.name == best.name))
+    return found
 
 
 def _looks(bench: Bench, seconds: float) -> tuple[dict[int, Look], int]:
@@ -119,8 +147,3 @@ def _costs(bench: Bench, looks: Mapping[int, Look], found: Partition) -> tuple[C
         )
         for stage in found.stages
     )
-
-
-def _found(options: Sequence[tuple[Plan, Partition]], choice: Choice) -> Partition:
-    """The partition that goes with a choice."""
-    return next(found for plan, found in options if plan is choice.best.plan)

@@ -109,14 +109,7 @@ def _traced(model: nn.Module, inputs: Any, forward: Callable[[Any], Any], kind: 
 def watched(
     model: nn.Module, names: Iterable[str], before: Callable[[str, Any], None], after: Callable[[str, Any], None]
 ) -> Iterator[None]:
-    """Be told of each call of some modules, for a while.
-
-    Args:
-        model: whose modules they are.
-        names: of the modules.
-        before: called with the module's name and its inputs, when it begins.
-        after: called with its name and its outputs, when it ends.
-    """
+    """For a while each of these modules calls ``before`` with its name and inputs, ``after`` with name and outputs."""
     modules = dict(model.named_modules())
     with ExitStack() as stack:
         for name in names:
