@@ -64,7 +64,7 @@ def check_file(path: Path, what: str) -> None:
     """Refuse a file that can't be drawn to, before what is to be drawn is there; a message calls that ``what``.
 
     Raises:
-        InputError: matplotlib isn't installed, the format isn't unknown, or there is no such folder.
+        InputError: matplotlib isn't installed, the format isn't known, or there is no such folder.
     """
     _format_of(path, new_figure(1.0, 1.0, what))
     if not path.absolute().parent.is_dir():
@@ -75,7 +75,7 @@ def save(figure: Figure, path: Path) -> None:
     """Write the figure to a file, whose ending says the format.
 
     Raises:
-        InputError: the format isn't unknown, or the file can't be written.
+        InputError: the format isn't known, or the file can't be written.
     """
     try:
         figure.savefig(path, format=_format_of(path, figure), dpi=DPI)
