@@ -21,8 +21,8 @@ from lockstep.compare.timing import in_turns
 from lockstep.data import Batch
 from lockstep.launch.devices import slots
 from lockstep.launch.placement import alone
-from lockstep.model.build import build_model
-from lockstep.pipelining.planner.partition import Bench, first_part, map_of
+from lockstep.pipelining.planner.benchmark import Bench
+from lockstep.pipelining.planner.partition import map_of
 from lockstep.pipelining.planner.plan import planned
 from lockstep.strategies.pp import PP
 from lockstep.tensors.allocator import keep_freed_memory
@@ -63,9 +63,9 @@ def ready(name: str) -> lockstep.Job:
 def maps_of(job: lockstep.Job) -> Callable[[int], dict[str, int]]:
     """The device map that cuts before a block, by its number; what has no parameters is on its neighbours' stage."""
     with alone(slots(2)[:1]) as world:
-        bench = Bench(job, build_model(job, world), world)
-        blocks, seen, _ = bench.blocks(first_part(job, world), measure=False, seconds=0.0)
-    return lambda place: map_of(bench.model, seen, (0, place, len(blocks)))
+        bench = Bench(job, world)
+        look = bench.look(bench.part(bench.first.size), measure=False)
+    return lambda place: map_of(bench.model, look, (0, place, len(look.blocks)))
 
 
 def split(name: str) -> dict[str, Any]:

@@ -64,7 +64,7 @@ class Bound:
             schedules=[way.schedule],
             microbatches=[way.num_microbatches(self._job)],
             chunks=[way.chunks_on(2)],
-            rehearsed=False,
+            tried=False,
         )
         return self._last * choice.best.timeline.speed_up
 

@@ -19,10 +19,11 @@ from lockstep.cli.command import main
 from lockstep.errors import StrategyError
 from lockstep.launch.devices import slots
 from lockstep.pipelining.device_map import stage_of
+from lockstep.pipelining.planner.benchmark import state_copies
 from lockstep.pipelining.planner.block_timing import measured
-from lockstep.pipelining.planner.cost_estimate import Look, blocks_of
-from lockstep.pipelining.planner.partition import map_of, state_copies
-from lockstep.pipelining.planner.plan import plan
+from lockstep.pipelining.planner.blocks import Look, blocks_of
+from lockstep.pipelining.planner.partition import map_of
+from lockstep.pipelining.planner.plan import planned
 from lockstep.pipelining.planner.trace import trace
 from lockstep.tensors.pytree import call
 
@@ -285,13 +286,13 @@ def test_partition_in_python() -> None:
     assert sum(stage.activations for stage in micro.stages) < sum(stage.activations for stage in found.stages)
 
 
-def test_what_is_chosen_is_rehearsed_on_a_copy_of_the_model() -> None:
+def test_what_is_chosen_is_tried_on_a_copy_of_the_model() -> None:
     """A job may give the same model every time: what trains it then finds no hook, gradient or statistic of a trial."""
     net = nn.Sequential(nn.Linear(4, 8), nn.BatchNorm1d(8), nn.Linear(8, 3))
     before = {name: value.clone() for name, value in net.state_dict().items()}
     job = small_job().replace(model=lambda: net)
     drawn = torch.get_rng_state(), random.getstate()
-    _, choice = plan(job, devices="2xcpu", microbatches=[4], chunks=(1,), seconds=0.0)
+    _, choice = planned(job, slots(2), microbatches=[4], chunks=(1,), seconds=0.0)
     assert choice.best.microbatches == 4
     assert all(value.equal(before[name]) for name, value in net.state_dict().items())
     assert all(p.grad is None for p in net.parameters())
@@ -302,7 +303,7 @@ def test_what_is_chosen_is_rehearsed_on_a_copy_of_the_model() -> None:
 def test_micro_batches_that_the_model_can_not_take_are_not_chosen() -> None:
     """One sample alone has nothing that BatchNorm could normalise over."""
     job = small_job().replace(model=lambda: nn.Sequential(nn.Linear(4, 8), nn.BatchNorm1d(8), nn.Linear(8, 3)))
-    _, choice = plan(job, devices="2xcpu", seconds=0.0)
+    _, choice = planned(job, slots(2), seconds=0.0)
     assert {candidate.microbatches for candidate in choice.candidates} == {1, 2, 3, 4, 6, 8}, "of 16 samples"
 
 
@@ -321,17 +322,17 @@ def test_a_model_that_does_not_fit_is_estimated_and_that_is_said(monkeypatch) ->
     def full(*args: Any, **kwargs: Any) -> Any:
         raise torch.OutOfMemoryError("out of memory")
 
-    monkeypatch.setattr("lockstep.pipelining.planner.partition._measured", full)
+    monkeypatch.setattr("lockstep.pipelining.planner.benchmark.measured", full)
     found = lockstep.partition(small_job(), devices="2xcpu")
     assert not found.measured and "doesn't fit on cpu:0: times are estimated" in found.notes[0]
 
 
 def test_the_plan_chooses_schedule_and_microbatches() -> None:
-    found, choice = plan(small_job(), devices="2xcpu", seconds=0.0)
+    found, choice = planned(small_job(), slots(2), seconds=0.0)
     assert len(found.stages) == len(choice.best.plan.places) and choice.best.microbatches <= 16
     assert "times as fast as one device with the whole batch" in choice.why and len(choice.candidates) > 10
     stage_of(Backwards(), found.device_map, len(found.stages))
-    _, only = plan(small_job(), devices="2xcpu", schedules=["gpipe"], microbatches=[4], seconds=0.0)
+    _, only = planned(small_job(), slots(2), schedules=["gpipe"], microbatches=[4], seconds=0.0)
     assert str(only.best) == "gpipe with 4 micro-batches"
 
 

@@ -44,12 +44,8 @@ def test_many_microbatches_are_shortened_in_the_middle(monkeypatch, capsys) -> N
     ]
 
 
-def test_the_key_explains_the_signs_that_are_there() -> None:
-    plain, long = (simulate(SCHEDULES["1f1b"](2, count), 1.0, 2.0) for count in (1, 512))
-    assert "─" not in " ".join(key(80)) and "…" not in " ".join(key(80))
-    said = " ".join(key(60, [simulate(SCHEDULES["1f1b"](2, 4)), long]))
-    assert "··· a device that waits, F0── an action that goes on, … the middle, left out. Bubble" in said
-    assert "F0── an action" in " ".join(key(80, [plain])) and "…" not in " ".join(key(80, [plain]))
+def test_the_key_explains_every_sign() -> None:
+    assert "··· a device that waits, F0── an action that goes on, … the middle, left out. Bubble" in " ".join(key(60))
 
 
 @pytest.mark.parametrize("width", [60, 80, 140])

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import random
+from collections.abc import Sequence
 
 import pytest
 
@@ -16,6 +17,10 @@ def blocks(times: list[float], weights: list[int] | None = None, crossing: list[
     weights, crossing = weights or [0] * len(times), crossing or [0] * len(times)
     every = zip(times, weights, crossing, strict=True)
     return [Block(f"b{i}", forward=t, parameters=w, crossing=c) for i, (t, w, c) in enumerate(every)]
+
+
+def need(stage: int, run: Sequence[Block]) -> float:
+    return sum(block.parameters for block in run)
 
 
 def by_brute_force(of: list[Block], stages: int, capacity: list[int]) -> float | None:
@@ -38,9 +43,6 @@ def test_no_other_split_has_a_faster_slowest_stage() -> None:
         capacity = [drawn.randint(8, 40) for _ in range(stages)]
         best = by_brute_force(of, stages, capacity)
 
-        def need(stage: int, first: int, last: int, of: list[Block] = of) -> float:
-            return sum(block.parameters for block in of[first:last])
-
         if best is None:
             refused += 1
             with pytest.raises(StrategyError, match="no split fits"):
@@ -50,7 +52,7 @@ def test_no_other_split_has_a_faster_slowest_stage() -> None:
         runs = list(itertools.pairwise(bounds))
         assert bounds[0] == 0 and bounds[-1] == count and all(i < j for i, j in runs)
         assert max(sum(b.forward for b in of[i:j]) for i, j in runs) == pytest.approx(best)
-        assert all(need(s, i, j) <= capacity[s] for s, (i, j) in enumerate(runs))
+        assert all(need(s, of[i:j]) <= capacity[s] for s, (i, j) in enumerate(runs))
     assert 20 < refused < 200
 
 
@@ -74,7 +76,7 @@ def test_a_device_that_is_too_small_is_named_with_both_sizes() -> None:
         split(
             of,
             2,
-            need=lambda stage, i, j: sum(block.parameters for block in of[i:j]),
+            need=need,
             capacity=[4 * 2**30, 3 * 2**30],
             devices=["cuda:0", "cuda:1"],
         )

@@ -45,9 +45,11 @@ def add_partition(commands: Any) -> None:
 def _partition(options: argparse.Namespace) -> int:
     """Find the partition that the options ask for, and print it."""
     prepare()
-    from lockstep.pipelining.planner.partition import partition
+    from lockstep.jobfile import the_job
+    from lockstep.launch.devices import parse
+    from lockstep.pipelining.planner.partition import capacities, partition
     from lockstep.pipelining.planner.picture import key
-    from lockstep.pipelining.planner.plan import plan
+    from lockstep.pipelining.planner.plan import planned
 
     width = shutil.get_terminal_size().columns
     job = job_in(options)
@@ -57,10 +59,11 @@ def _partition(options: argparse.Namespace) -> int:
         if options.estimate:
             raise InputError("--microbatches auto needs measured times: leave --estimate out")
         only = None if options.schedule == "auto" else [_known(options.schedule)]
-        found, choice = plan(job, devices=options.devices, schedules=only, memory=memory)
+        devices = parse(options.devices)
+        found, choice = planned(the_job(job), devices, schedules=only, capacity=capacities(devices, memory))
         print("\n".join([*found.lines(width), ""]))
         _print_timeline(choice.best.timeline, width)
-        print("\n".join([*key(width, [choice.best.timeline]), "", *textwrap.wrap(choice.why, width)]))
+        print("\n".join([*key(width), "", *textwrap.wrap(choice.why, width)]))
         return 0
     if not options.microbatches.isdigit():
         raise InputError(f"--microbatches {options.microbatches}: write a number, or auto")
@@ -132,7 +135,7 @@ def _schedule(options: argparse.Namespace) -> int:
         _print_timeline(timeline, width)
         if options.words:
             print(printed([[span.action for span in spans] for spans in timeline.devices]))
-    print("\n".join(key(width, timelines.values())))
+    print("\n".join(key(width)))
     if options.out is not None:
         draw(timelines, options.out)
     return 0

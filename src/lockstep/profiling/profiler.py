@@ -162,7 +162,7 @@ class Profiler:
             drawings=(
                 functools.partial(table_of, found),
                 *(functools.partial(lines_of, title, one) for title, one in timelines.items()),
-                *((functools.partial(key, shown=tuple(timelines.values())),) if timelines else ()),
+                *((key,) if timelines else ()),
             ),
         )
         self._folder.write_json(

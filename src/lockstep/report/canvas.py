@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import io
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from lockstep.errors import InputError
 
@@ -21,12 +21,7 @@ DPI = 160
 
 
 def new_figure(width: float, height: float, what: str) -> Figure:
-    """An empty figure, in inches.
-
-    Args:
-        width: in inches.
-        height: in inches.
-        what: is to be drawn, for the message.
+    """An empty figure, so many inches wide and high; a message calls it ``what``.
 
     Raises:
         InputError: matplotlib isn't installed.
@@ -43,9 +38,9 @@ def new_figure(width: float, height: float, what: str) -> Figure:
     return figure
 
 
-def plain_axes(figure: Figure, **named: Any) -> Axes:
+def plain_axes(figure: Figure) -> Axes:
     """Axes without a frame, and with faint lines across."""
-    axes: Axes = figure.add_subplot(**named)
+    axes: Axes = figure.add_subplot()
     for side in ("top", "right", "left", "bottom"):
         axes.spines[side].set_visible(False)
     axes.tick_params(length=0, labelsize=9, labelcolor=INK)
@@ -66,11 +61,7 @@ def png(figure: Figure) -> bytes:
 
 
 def check_file(path: Path, what: str) -> None:
-    """Refuse a file that can't be drawn to, before what is to be drawn is there.
-
-    Args:
-        path: the file; its ending says the format.
-        what: is to be drawn, for the message.
+    """Refuse a file that can't be drawn to, before what is to be drawn is there; a message calls that ``what``.
 
     Raises:
         InputError: matplotlib isn't installed, the format isn't known, or there is no such folder.

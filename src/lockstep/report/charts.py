@@ -8,7 +8,7 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Literal, Protocol
+from typing import TYPE_CHECKING, Any, Literal, Protocol
 
 from lockstep.report.canvas import COLOURS, FAINT, GRID, INK, new_figure, plain_axes, words
 
@@ -21,13 +21,10 @@ _NARROW = 5.0
 
 Cell = str | float | int | None
 
+Numbers = tuple[Sequence[str], Sequence[Sequence[Cell]]]
+"""What a chart shows, as a table: a head, and rows."""
 
-@dataclass(frozen=True)
-class Numbers:
-    """What a chart shows, as a table: a head, and rows."""
-
-    head: tuple[str, ...]
-    rows: tuple[tuple[Cell, ...], ...]
+_SPREAD: dict[str, Any] = {"fmt": "none", "ecolor": INK, "elinewidth": 1.2, "capsize": 3, "zorder": 3}
 
 
 class Chart(Protocol):
@@ -77,7 +74,7 @@ class Bars:
         if self.notes is not None:
             columns.append(self.notes)
             head.append("note")
-        return Numbers(tuple(head), tuple(zip(*columns, strict=True)))
+        return head, list(zip(*columns, strict=True))
 
     def told(self) -> str:
         """``Bars of samples per second: single 4,000; ddp 7,400.``"""
@@ -90,23 +87,15 @@ class Bars:
         axes = plain_axes(figure)
         kinds = list(dict.fromkeys(self.kinds or ()))
         colours = [COLOURS[kinds.index(k) % len(COLOURS)] for k in self.kinds] if self.kinds else COLOURS[0]
-        places = range(len(self.names))
-        errors = None
+        axes.barh(range(len(self.names)), self.values, height=0.68, color=colours)
+        spreads = self.spreads or [(value, value) for value in self.values]
         if self.spreads is not None:
-            pairs = zip(self.values, self.spreads, strict=True)
-            errors = list(zip(*((max(0.0, v - low), max(0.0, high - v)) for v, (low, high) in pairs), strict=True))
-        axes.barh(places, self.values, height=0.68, color=colours)
-        if errors:
-            axes.errorbar(self.values, places, xerr=errors, fmt="none", ecolor=INK, elinewidth=1.2, capsize=3)
-        longest = max([*self.values, *(high for _, high in self.spreads or ())], default=0.0)
-        for i, value in enumerate(self.values):
-            end = max(value, self.spreads[i][1]) if self.spreads is not None else value
-            note = f"  {self.notes[i]}" if self.notes is not None and self.notes[i] else ""
-            axes.annotate(
-                words(f"{short(value)}{note}"), (end, i), (5, 0), textcoords="offset points", va="center", fontsize=8.5
-            )
+            axes.errorbar(self.values, range(len(self.names)), xerr=_errors(self.values, spreads), **_SPREAD)
+        notes = [f"  {note}" if note else "" for note in self.notes or [""] * len(self.names)]
+        ends = [max(value, high) for value, (_, high) in zip(self.values, spreads, strict=True)]
+        _mark(axes, ends, [f"{short(value)}{note}" for value, note in zip(self.values, notes, strict=True)])
         room = 1.3 if width >= _NARROW else 1.75
-        _finish(axes, self.names, self.unit, longest * (room if self.notes is not None else room - 0.12), width)
+        _finish(axes, self.names, self.unit, max(ends, default=0.0) * (room if self.notes else room - 0.12), width)
         return figure
 
 
@@ -126,10 +115,8 @@ class Stacks:
 
     def numbers(self) -> Numbers:
         """Name, then each part."""
-        return Numbers(
-            ("", *(f"{name}, {self.unit}" for name in self.parts)),
-            tuple(zip(self.names, *self.parts.values(), strict=True)),
-        )
+        head = ["", *(f"{name}, {self.unit}" for name in self.parts)]
+        return head, list(zip(self.names, *self.parts.values(), strict=True))
 
     def told(self) -> str:
         """Each bar with its parts."""
@@ -152,8 +139,7 @@ class Stacks:
                 edgecolor="white", linewidth=0.5,
             )  # fmt: skip
             begins = [begin + length for begin, length in zip(begins, lengths, strict=True)]
-        for i, end in enumerate(begins):
-            axes.annotate(short(end), (end, i), (5, 0), textcoords="offset points", va="center", fontsize=8.5)
+        _mark(axes, begins, list(map(short, begins)))
         _finish(axes, self.names, self.unit, max(begins, default=0.0) * 1.14, width)
         columns = len(self.parts) if rows == 1 else math.ceil(len(self.parts) / rows)
         figure.legend(loc="outside upper left", ncols=columns, frameon=False, fontsize=8.5, handlelength=1.1)
@@ -191,8 +177,7 @@ class Lines:
                 columns[f"{name}, lowest"] = {x: low for x, low, _ in ends}
                 columns[f"{name}, highest"] = {x: high for x, _, high in ends}
         columns |= {name: dict.fromkeys(self._places, level) for name, level in self.levels.items()}
-        rows = tuple((x, *(column.get(x) for column in columns.values())) for x in self._places)
-        return Numbers((self.x, *columns), rows)
+        return [self.x, *columns], [(x, *(column.get(x) for column in columns.values())) for x in self._places]
 
     @property
     def _places(self) -> list[float]:
@@ -230,15 +215,8 @@ class Lines:
                 markersize=3.5,
             )
             if name in self.spreads:
-                pairs = list(zip(points, self.spreads[name], strict=True))
-                ends = [
-                    [max(0.0, y - low) for (_, y), (low, _) in pairs],
-                    [max(0.0, h - y) for (_, y), (_, h) in pairs],
-                ]
-                axes.errorbar(
-                    [x for x, _ in points], [y for _, y in points], yerr=ends, fmt="none", ecolor=INK, elinewidth=1.2,
-                    capsize=3, zorder=3,
-                )  # fmt: skip
+                xs, ys = zip(*points, strict=True)
+                axes.errorbar(xs, ys, yerr=_errors(ys, self.spreads[name]), **_SPREAD)
         for i, (name, level) in enumerate(self.levels.items()):
             colour = COLOURS[(len(self.series) + i) % len(COLOURS)]
             axes.axhline(level, color=colour, label=words(name), linewidth=1.4, linestyle=dashes[1 + i % 3])
@@ -258,7 +236,20 @@ class Lines:
         return figure
 
 
+def _errors(values: Sequence[float], spreads: Sequence[tuple[float, float]]) -> list[list[float]]:
+    """How far each spread goes below its value, and how far above."""
+    pairs = list(zip(values, spreads, strict=True))
+    return [[max(0.0, v - low) for v, (low, _) in pairs], [max(0.0, high - v) for v, (_, high) in pairs]]
+
+
+def _mark(axes: Axes, ends: Sequence[float], texts: Sequence[str]) -> None:
+    """A text behind the end of each bar."""
+    for i, (end, text) in enumerate(zip(ends, texts, strict=True)):
+        axes.annotate(words(text), (end, i), (5, 0), textcoords="offset points", va="center", fontsize=8.5)
+
+
 def _finish(axes: Axes, names: Sequence[str], unit: str, end: float, width: float) -> None:
+    """Names to the left of lying bars, and the axis of their values."""
     axes.set_yticks(range(len(names)), [words(_folded(name, 16 if width < _NARROW else 34)) for name in names])
     axes.set_ylim(len(names) - 0.4, -0.6)
     axes.set_xlim(0, end or 1.0)

@@ -15,12 +15,13 @@ import csv
 import importlib.resources
 import io
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from lockstep.errors import FolderError, InputError
 from lockstep.report.canvas import png
-from lockstep.report.charts import Cell, Chart, Numbers, short
+from lockstep.report.charts import Cell, Chart, short
 
 WIDE, SLIM = 8.6, 3.8
 """Inches of a drawing for a desk, and for a telephone."""
@@ -94,22 +95,6 @@ class Page:
     advice: str = ""
 
 
-@dataclass
-class _Shown:
-    """A part of a section, as the template has it."""
-
-    kind: str
-    title: str
-    caption: str
-    head: Sequence[str]
-    rows: Sequence[Sequence[str]]
-    csv: str
-    name: str
-    wordy: frozenset[int]
-    told: str = ""
-    pictures: dict[str, str] = field(default_factory=dict)
-
-
 def write(page: Page, folder: Path) -> Path:
     """Write the page into a folder; gives the path of the HTML file.
 
@@ -136,50 +121,22 @@ def write(page: Page, folder: Path) -> Path:
     return out
 
 
-def _shown(part: Figure | Table, folder: Path) -> _Shown:
-    """A part with its files written."""
-    if isinstance(part, Table):
-        text = _csv(part.head, part.rows)
-        shown = _Shown(
-            "table",
-            part.title,
-            part.caption,
-            part.head,
-            part.rows,
-            _data("text/csv", text),
-            part.name,
-            _wordy(part.rows),
-        )
-    else:
-        numbers: Numbers = part.chart.numbers()
-        text = _csv(numbers.head, numbers.rows)
+def _shown(part: Figure | Table, folder: Path) -> dict[str, Any]:
+    """A part of a section as the template has it, with its files written."""
+    head, rows = (part.head, part.rows) if isinstance(part, Table) else part.chart.numbers()
+    text = _csv(head, rows)
+    (folder / f"{part.name}.csv").write_text(text)
+    words = [["" if cell is None else cell if isinstance(cell, str) else short(cell) for cell in row] for row in rows]
+    # Columns, counted from 1, whose cells are sentences rather than numbers.
+    wordy = {i for i, column in enumerate(zip(*words, strict=True), 1) if max(map(len, column)) > 30}
+    shown: dict[str, Any] = {"part": part, "head": head, "rows": words, "wordy": wordy, "csv": _data("text/csv", text)}
+    if isinstance(part, Figure):
         wide = png(part.chart.draw(WIDE))
         (folder / f"{part.name}.png").write_bytes(wide)
-        shown = _Shown(
-            "figure",
-            part.title,
-            part.caption,
-            numbers.head,
-            [[_word(cell) for cell in row] for row in numbers.rows],
-            _data("text/csv", text),
-            part.name,
-            frozenset(),
-            part.chart.told(),
-            {"wide": _data("image/png", wide), "slim": _data("image/png", png(part.chart.draw(SLIM)))},
-        )
-    (folder / f"{part.name}.csv").write_text(text)
+        shown["told"] = part.chart.told()
+        shown["wide"] = _data("image/png", wide)
+        shown["slim"] = _data("image/png", png(part.chart.draw(SLIM)))
     return shown
-
-
-def _wordy(rows: Sequence[Sequence[str]]) -> frozenset[int]:
-    """The columns, counted from 1, whose cells are sentences rather than numbers."""
-    return frozenset(i for i, column in enumerate(zip(*rows, strict=True), 1) if max(map(len, column)) > 30)
-
-
-def _word(cell: Cell) -> str:
-    if cell is None:
-        return ""
-    return cell if isinstance(cell, str) else short(float(cell))
 
 
 def _csv(head: Sequence[str], rows: Sequence[Sequence[Cell]]) -> str:

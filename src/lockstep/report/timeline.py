@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -127,10 +128,8 @@ class Timeline:
 
     def held_by_stage(self) -> dict[int, int]:
         """By stage, how many micro-batches it holds at most."""
-        peaks: dict[int, int] = {}
-        now: dict[int, int] = {}
-        for spans in self.devices:
-            for action, _, _ in spans:
-                now[action.stage] = now.get(action.stage, 0) + (1 if action.kind == "F" else -1)
-                peaks[action.stage] = max(peaks.get(action.stage, 0), now[action.stage])
-        return peaks
+        of_stage: dict[int, list[Span]] = {}
+        for span in itertools.chain.from_iterable(self.devices):
+            of_stage.setdefault(span.action.stage, []).append(span)
+        held = Timeline(tuple(map(tuple, of_stage.values()))).held()
+        return {stage: int(peak) for stage, peak in zip(of_stage, held, strict=True)}

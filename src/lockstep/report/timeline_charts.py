@@ -34,13 +34,13 @@ class Timelines:
 
     def numbers(self) -> Numbers:
         """A row for each action: whose timeline, device, stage, kind, micro-batch, start, end."""
-        rows = tuple(
+        rows = [
             (title, device, span.action.stage, span.action.kind, span.action.microbatch, span.start, span.end)
             for title, timeline in self.timelines.items()
             for device, spans in enumerate(timeline.devices)
             for span in spans
-        )
-        return Numbers(("", "device", "stage", "kind", "micro-batch", "start", "end"), rows)
+        ]
+        return ["", "device", "stage", "kind", "micro-batch", "start", "end"], rows
 
     def told(self) -> str:
         """How long each takes, on how many devices."""
@@ -52,13 +52,11 @@ class Timelines:
 
     def draw(self, width: float) -> Figure:
         """A row for each device; forwards blue, backwards orange, with the number of the micro-batch."""
-        timelines = self.timelines
-        rows = sum(len(timeline.devices) for timeline in timelines.values())
-        figure = new_figure(width, 1.0 + 0.42 * rows + 0.75 * len(timelines), "a timeline")
-        heights = [len(timeline.devices) + 1 for timeline in timelines.values()]
-        axes = figure.subplots(len(timelines), 1, sharex=True, squeeze=False, gridspec_kw={"height_ratios": heights})
-        longest = max((timeline.makespan for timeline in timelines.values()), default=0.0)
-        for (title, timeline), axis in zip(timelines.items(), axes[:, 0], strict=True):
+        heights = [len(timeline.devices) + 1 for timeline in self.timelines.values()]
+        figure = new_figure(width, 1.0 + 0.42 * sum(heights) + 0.33 * len(heights), "a timeline")
+        axes = figure.subplots(len(heights), 1, sharex=True, squeeze=False, gridspec_kw={"height_ratios": heights})
+        longest = max((timeline.makespan for timeline in self.timelines.values()), default=0.0)
+        for (title, timeline), axis in zip(self.timelines.items(), axes[:, 0], strict=True):
             _draw_one(axis, title, timeline, longest)
         axes[-1, 0].set_xlabel(f"time, {self.unit}" if self.unit else "time")
         self._explain(figure, narrow=width < 5.0)
@@ -104,9 +102,8 @@ def _draw_one(axis: Axes, title: str, timeline: Timeline, longest: float) -> Non
             colour = _colour(action.kind, action.stage // len(timeline.devices), chunks)
             axis.barh(device, end - start, left=begin, height=0.86, color=colour, edgecolor="white", linewidth=0.6)
             if end - start > longest / 110:
-                label = f"{action.microbatch}"
                 middle = begin + (end - start) / 2
-                axis.text(middle, device, label, ha="center", va="center", fontsize=7, color="white")
+                axis.text(middle, device, str(action.microbatch), ha="center", va="center", fontsize=7, color="white")
     axis.set_yticks(range(len(timeline.devices)), [f"device {d}" for d in range(len(timeline.devices))])
     axis.set_ylim(len(timeline.devices) - 0.5, -0.5)
     axis.set_xlim(0, longest)

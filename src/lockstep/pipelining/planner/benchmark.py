@@ -1,7 +1,8 @@
-"""A few updates with the found stages: what they really take, to choose by.
+"""A job's model on one device: looked at, timed block by block, and tried for a moment with its stages on all devices.
 
 What blocks take one after the other says nothing of turns: a thread is woken, its caches are another micro-batch's, the
-interpreter is busy with the other stage. Each is small, and there are two turns of each stage for each micro-batch::
+interpreter and the memory are busy with the other stage. Each is small, and there are two turns of each stage for each
+micro-batch::
 
     taken     |0F0 ·|0F1 ·|  ..  |0B0 ·|             a turn's cost: what is between both ends,
     simulated |0F0|0F1| .. |0B0|                     by the turns of a device
@@ -9,67 +10,158 @@ interpreter is busy with the other stage. Each is small, and there are two turns
 
 from __future__ import annotations
 
+import copy
+import itertools
 import statistics
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
+from typing import Any
 
 import torch
+from torch import nn
 
-from lockstep.data import Part
+from lockstep.data import Part, job_loader, resolve
+from lockstep.job import Job
 from lockstep.launch.devices import Device
+from lockstep.launch.memory import is_out_of_memory
 from lockstep.launch.placement import alone
+from lockstep.launch.world import World
+from lockstep.model.build import build_model
+from lockstep.model.loss import Totalled
+from lockstep.model.precision import Precision, converted_loss
 from lockstep.pipelining.device_map import stage_of
-from lockstep.pipelining.planner.choice import Candidate
-from lockstep.pipelining.planner.partition import Bench
+from lockstep.pipelining.planner.block_timing import measured
+from lockstep.pipelining.planner.blocks import Block, Look, blocks_of
+from lockstep.pipelining.planner.trace import trace
 from lockstep.pipelining.runner import Runner
+from lockstep.pipelining.schedule import Schedule, devices_of
 from lockstep.pipelining.stage_layers import Layers
-from lockstep.tensors.seeding import kept_states
+from lockstep.tensors.pytree import call, cut, share_sizes, to_device
 from lockstep.threads.random_streams import stream
 
 
-def seconds_taken(
-    bench: Bench,
-    parts: Sequence[Part],
-    device_map: Mapping[str, int],
-    candidate: Candidate,
-    devices: Sequence[Device],
-    *,
-    seconds: float = 1.0,
-) -> float | None:
-    """Seconds of forward and backward of a batch; None where its micro-batches can't overlap.
+class Bench:
+    """A model with all that a step of it needs, and the job's first micro-batch.
 
     Args:
-        bench: whose model gets hooks, and other gradients and buffers: it is of no use afterwards.
-        parts: the micro-batches, placed.
-        device_map: the stage of each layer.
-        candidate: the schedule, and where its stages are.
-        devices: slots.
-        seconds: how long to go on, after those that show the route.
+        job: whose settings count.
+        world: with the one device.
     """
-    places = candidate.plan.places
-    model = bench.model
-    found = stage_of(model, device_map, len(places))
-    Layers(model, found, [devices[place] for place in places])
-    with alone(tuple(devices)) as world, kept_states():
-        runner = Runner(model, world, lambda count: candidate.order, places)
 
-        def forward(number: int) -> torch.Tensor:
-            # As a step does: each micro-batch draws for itself, if it does.
-            with stream(torch.Generator() if runner.overlaps and runner.draws else None):
-                return bench.total(parts[number])()
+    def __init__(self, job: Job, world: World) -> None:
+        job = job.replace(loader_workers=0)
+        self.model = build_model(job, world)
+        self.device = world.device
+        loader = job_loader(job, world, resolve(job.train_data, world, "train_data"))
+        try:
+            self.first: Part = next(iter(loader.epoch(0))).parts[0]
+        finally:
+            loader.close()
+        self._state_copies = state_copies(job)
+        self._channels_last = job.channels_last
+        self._loss = Totalled.of(converted_loss(job.loss, job.precision))
+        self._precision = Precision(job.precision, world.device.type)
 
-        def update() -> float:
-            model.zero_grad()
-            began = time.perf_counter()
-            runner.run(lambda number: None, forward, lambda number, loss: torch.autograd.backward(loss), len(parts))
-            return time.perf_counter() - began
+    def fixed(self, block: Block) -> float:
+        """Bytes that a block takes besides activations: parameters, their gradients, the optimizer's state."""
+        return block.parameters + (1 + self._state_copies) * block.trained
 
-        update()
-        update()
-        if not runner.overlaps:
-            return None
-        taken: list[float] = []
-        end = time.perf_counter() + seconds
-        while len(taken) < 3 or time.perf_counter() < end:
-            taken.append(update())
-    return statistics.median(taken)
+    def part(self, size: int, start: int = 0) -> Part:
+        """So many samples of the first micro-batch, on the device, in the job's format and layout."""
+        device, dtype, whole = self.device.torch, self._precision.whole, self.first.size
+        inputs, targets = (
+            nest if size == whole else cut(nest, start=start, size=size, whole=whole)
+            for nest in (self.first.inputs, self.first.targets)
+        )
+        inputs = to_device(inputs, device, dtype, channels_last=self._channels_last)
+        return Part(inputs, to_device(targets, device, dtype), size, self.first.of)
+
+    def look(self, part: Part, *, measure: bool = True, seconds: float = 1.0) -> Look:
+        """The blocks with their costs for a part; estimated where the model and the part don't fit on the device."""
+
+        def forward(inputs: Any) -> Any:
+            with self._precision.autocast():
+                return call(self.model, inputs)
+
+        seen = blocks_of(self.model, trace(self.model, part.inputs, forward, self.device.type))
+        if not measure:
+            return seen
+        adds = part.size < self.first.size  # it is one of several of a batch
+        try:
+            blocks = measured(
+                self.model, seen.blocks, self.total(part, self.model), self.device, adds=adds, seconds=seconds
+            )
+        except (torch.OutOfMemoryError, MemoryError, RuntimeError) as error:
+            if not is_out_of_memory(error):
+                raise
+            return seen
+        return replace(seen, blocks=blocks, measured=True)
+
+    def total(self, part: Part, model: nn.Module) -> Callable[[], torch.Tensor]:
+        """One forward of a part and its loss."""
+
+        def total() -> torch.Tensor:
+            with self._precision.autocast():
+                return self._loss(call(model, part.inputs), part.targets, part.size)[0]
+
+        return total
+
+    def seconds_taken(
+        self,
+        device_map: Mapping[str, int],
+        schedule: Schedule,
+        devices: Sequence[Device],
+        *,
+        seconds: float = 1.0,
+    ) -> float | None:
+        """Seconds of forward and backward of the batch by a schedule, on slots; None where micro-batches can't overlap.
+
+        It goes on for so many ``seconds`` after the updates that show the route.
+        """
+        model = copy.deepcopy(self.model)  # a job may give the same model every time
+        sizes = share_sizes(self.first.size, 1 + max(action.microbatch for action in schedule[0]))
+        starts = itertools.accumulate(sizes, initial=0)
+        totals = [self.total(self.part(size, start), model) for size, start in zip(sizes, starts, strict=False)]
+        place_of = devices_of(schedule)
+        places = [place_of[stage] for stage in range(len(place_of))]
+        Layers(model, stage_of(model, device_map, len(places)), [devices[place] for place in places])
+        with alone(tuple(devices)) as world:
+            runner = Runner(model, world, lambda count: schedule, places)
+
+            def forward(number: int) -> torch.Tensor:
+                # As a step does: each micro-batch draws for itself, if it does.
+                with stream(torch.Generator() if runner.overlaps and runner.draws else None):
+                    return totals[number]()
+
+            def update() -> float:
+                model.zero_grad()
+                began = time.perf_counter()
+                runner.run(lambda number: None, forward, lambda number, loss: torch.autograd.backward(loss), len(sizes))
+                return time.perf_counter() - began
+
+            update()
+            update()
+            if not runner.overlaps:
+                return None
+            taken: list[float] = []
+            end = time.perf_counter() + seconds
+            while len(taken) < 3 or time.perf_counter() < end:
+                taken.append(update())
+        return statistics.median(taken)
+
+
+def state_copies(job: Job) -> float:
+    """How many times its parameters the job's optimizer keeps beside them: 0 for SGD, 1 with momentum, 2 for Adam.
+
+    It is asked with one small parameter; where it won't take that, it is taken for Adam.
+    """
+    probe = nn.Parameter(torch.zeros(8))
+    try:
+        optimizer = job.optimizer([("weight", probe)])
+        probe.grad = torch.ones(8)
+        optimizer.step()
+        kept = optimizer.state.get(probe, {}).values()
+        return sum(t.numel() for t in kept if isinstance(t, torch.Tensor) and t.numel() > 1) / probe.numel()
+    except Exception:  # groups by name, say, which this parameter isn't in
+        return 2.0

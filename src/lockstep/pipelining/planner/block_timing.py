@@ -10,7 +10,6 @@ concern::
 
 from __future__ import annotations
 
-import functools
 import statistics
 import time
 from collections.abc import Callable, Sequence
@@ -20,10 +19,9 @@ import torch
 from torch import nn
 
 from lockstep.launch.devices import Device, occupied
-from lockstep.pipelining.planner.blocks import Block, watched
-from lockstep.pipelining.planner.trace import as_before
+from lockstep.pipelining.planner.blocks import Block
+from lockstep.pipelining.planner.trace import as_before, watched
 from lockstep.tensors.pytree import tensors
-from lockstep.threads.thread_pool import borrowed
 
 
 def measured(
@@ -35,123 +33,67 @@ def measured(
     adds: bool = False,
     seconds: float = 1.0,
     rounds: int = 3,
-) -> list[Block]:
+) -> tuple[Block, ...]:
     """The same blocks with measured times, medians of a few rounds. The model is left as it is.
 
     Args:
         model: on the device, in the mode in which it trains.
         blocks: as a look at the forward found them.
         total: one forward and the loss, a scalar.
-        device: where it runs.
+        device: the model's.
         adds: whether backward adds to gradients that are there, as it does for every micro-batch but a batch's first.
         seconds: how long to go on, after one round that doesn't count.
         rounds: how many rounds there are at least.
     """
-    clock = _Clock(len(blocks), device)
+    names = [block.name for block in blocks]
+    taken: list[dict[tuple[str, str], float]] = []
     with as_before(model), occupied(device):
         model.zero_grad()
-        _round(model, blocks, total, clock)
-        clock.rounds.clear()
+        _round(model, names, total, device)
         end = time.perf_counter() + seconds
-        while len(clock.rounds) < rounds or (time.perf_counter() < end and len(clock.rounds) < 50):
+        while len(taken) < rounds or (time.perf_counter() < end and len(taken) < 50):
             if not adds:
                 model.zero_grad()
-            _round(model, blocks, total, clock)
-    return [
+            taken.append(_round(model, names, total, device))
+    return tuple(
         replace(
             block,
-            forward=statistics.median(taken["F", place] for taken in clock.rounds),
-            backward=statistics.median(taken["B", place] for taken in clock.rounds),
+            forward=statistics.median(one["F", block.name] for one in taken),
+            backward=statistics.median(one["B", block.name] for one in taken),
         )
-        for place, block in enumerate(blocks)
-    ]
+        for block in blocks
+    )
 
 
-_TURNS = 3
+def _round(
+    model: nn.Module, names: Sequence[str], total: Callable[[], torch.Tensor], device: Device
+) -> dict[tuple[str, str], float]:
+    """Seconds of one forward ("F") and backward ("B") by kind and block."""
+    taken = {(kind, name): 0.0 for kind in "FB" for name in names}
 
-
-def contention(
-    model: nn.Module,
-    total: Callable[[], torch.Tensor],
-    other: Callable[[], torch.Tensor],
-    devices: Sequence[Device],
-    *,
-    seconds: float = 0.6,
-) -> float:
-    """How many times longer forward and backward take on a slot while another slot computes them too; 1 or more.
-
-    Threads of one process share Python's interpreter lock, which small operators wait for, and the machine's memory.
-
-    Args:
-        model: is left as it is.
-        total: one forward and the loss, a scalar.
-        other: the same of a copy of the model.
-        devices: slots; the first two are used.
-        seconds: how long it goes on alone, and as long together.
-    """
-
-    def rounds(total: Callable[[], torch.Tensor]) -> float:
-        began = time.perf_counter()
-        count = 0
-        while count < 1 or time.perf_counter() < began + seconds / _TURNS:
-            loss = total()
-            if loss.requires_grad:
-                torch.autograd.backward(loss)
-            count += 1
-        return (time.perf_counter() - began) / count
-
-    with as_before(model), borrowed(devices[:2]) as team:
-        one, two = functools.partial(rounds, total), functools.partial(rounds, other)
-        team.run([one, two])  # warms up
-        ratios = []
-        for _ in range(_TURNS):  # in turns, because a machine that does something else meanwhile spoils one of them
-            (alone, _), together = team.run([one, None]), team.run([one, two])
-            assert alone is not None
-            ratios.append(statistics.mean(taken for taken in together if taken is not None) / alone)
-    return max(1.0, statistics.median(ratios))
-
-
-class _Clock:
-    """Gives the time between two marks to what began at the first."""
-
-    def __init__(self, blocks: int, device: Device) -> None:
-        self.rounds: list[dict[tuple[str, int], float]] = []
-        self._blocks = blocks
-        self._device = device
-        self._kind = "F"
-        self._place = 0
-        self._since = 0.0
-
-    def begin(self) -> None:
-        """A round begins, with the first block."""
-        self.rounds.append({(kind, place): 0.0 for kind in "FB" for place in range(self._blocks)})
-        self._kind, self._place = "F", 0
-        self._since = self._now()
-
-    def mark(self, place: int | None = None, kind: str | None = None) -> None:
-        """A block begins; None means the same one goes on."""
-        now = self._now()
-        self.rounds[-1][self._kind, self._place] += now - self._since
-        self._place = self._place if place is None else place
-        self._kind = kind or self._kind
-        self._since = now
-
-    def _now(self) -> float:
-        if not self._device.is_slot:
-            torch.accelerator.synchronize(self._device.index)
+    def now() -> float:
+        if not device.is_slot:
+            torch.accelerator.synchronize(device.index)
         return time.perf_counter()
 
+    here, since = ("F", names[0]), now()
 
-def _round(model: nn.Module, blocks: Sequence[Block], total: Callable[[], torch.Tensor], clock: _Clock) -> None:
-    def ended(place: int, outputs: object) -> None:
+    def mark(kind: str, name: str) -> None:
+        """The time until now was that of what began last; this begins."""
+        nonlocal here, since
+        moment = now()
+        taken[here] += moment - since
+        here, since = (kind, name), moment
+
+    def ended(name: str, outputs: object) -> None:
         for tensor in tensors(outputs):
             if tensor.requires_grad:
-                tensor.register_hook(lambda gradient: clock.mark(place, "B"))  # type: ignore[no-untyped-call]
+                tensor.register_hook(lambda gradient: mark("B", name))  # type: ignore[no-untyped-call]
 
-    with watched(model, [block.name for block in blocks], clock.mark, ended):
-        clock.begin()
+    with watched(model, names, lambda name, inputs: mark("F", name), ended):
         loss = total()
-        clock.mark(kind="B")
+        mark("B", here[1])
         if loss.requires_grad:
             torch.autograd.backward(loss)
-        clock.mark()
+        mark("B", here[1])
+    return taken

@@ -4,15 +4,20 @@ A block is a module that is called and holds parameters or buffers: a layer, or 
 attention that uses its output layer's weights without calling it). Everything else that forward does, activations
 without parameters, additions, reshaping, belongs to the block before it: it runs where that one left its result. So no
 container needs to be called (a ``ModuleList`` never is), and skips, dictionaries and control flow are of no concern.
+
+What a block costs is estimated from a look at one forward (`trace`), so without a run: matrix products and convolutions
+by their operations, the rest by the bytes that it moves, backward by what it has to compute. Bytes are exact.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
+import torch
 from torch import nn
+
+from lockstep.pipelining.planner.trace import Segment, Trace
 
 
 @dataclass(frozen=True)
@@ -45,9 +50,92 @@ class Block:
         return self.forward + self.backward
 
 
-def has_state(module: nn.Module) -> bool:
-    """Whether a module holds parameters or buffers itself."""
-    return any(p is not None for p in (*module._parameters.values(), *module._buffers.values()))
+@dataclass(frozen=True)
+class Look:
+    """The blocks of a model, in the order in which forward comes to them.
+
+    Attributes:
+        blocks: with their costs.
+        loose: by parameter or buffer that belongs to no block, the place of the first block that uses it.
+        fake: whether the forward was followed without running.
+        measured: whether times were measured, or estimated.
+    """
+
+    blocks: tuple[Block, ...]
+    loose: dict[str, int]
+    fake: bool
+    measured: bool = False
+
+
+def blocks_of(model: nn.Module, seen: Trace) -> Look:
+    """Find a model's blocks in what was seen of its forward."""
+    whole = sum(segment.seconds for segment in seen.segments)
+    shares = {name: seconds / whole if whole else 0.0 for name, seconds in seen.seconds.items()}
+    names = block_names(model, shares, {name for name, times in seen.calls.items() if times > 1})
+    begun = [segment.name for segment in seen.segments]
+    names.sort(key=lambda name: begun.index(name) if name in begun else 0)
+    places = {name: place for place, name in enumerate(names)}
+    inside: list[list[Segment]] = [[] for _ in names]
+    here = 0
+    for segment in seen.segments:
+        here = places.get(segment.name, here)
+        inside[here].append(segment)
+    first: dict[int, int] = {}
+    last: dict[int, int] = {}
+    for place, segments in enumerate(inside):
+        for storage in set().union(*(segment.storages for segment in segments)):
+            first.setdefault(storage, place)
+            last[storage] = place
+    crossing = [0] * len(names)
+    for storage in first.keys() - seen.state.keys():
+        for place in range(first[storage], last[storage]):
+            crossing[place] += seen.sizes.get(storage, 0)
+    blocks = []
+    for name, segments, bytes_on in zip(names, inside, crossing, strict=True):
+        module = model.get_submodule(name)
+        trained = [p for p in module.parameters() if p.requires_grad]
+        forward = sum(segment.seconds for segment in segments)
+        # Backward computes gradients of inputs, where those depend on a parameter, and of weights.
+        kinds = any(segment.has_gradient for segment in segments if segment.name == name) + bool(trained)
+        blocks.append(
+            Block(
+                name=name,
+                forward=forward,
+                backward=kinds * forward,
+                parameters=_bytes([*module.parameters(), *module.buffers()]),
+                trained=_bytes(trained),
+                activations=sum(segment.kept for segment in segments),
+                crossing=bytes_on,
+                calls=max(seen.calls[name], 1),
+            )
+        )
+    first_use = {name: first[storage] for storage, names in seen.state.items() if storage in first for name in names}
+    return Look(tuple(blocks), _loose(model, places, first_use), seen.fake)
+
+
+def _bytes(tensors: Sequence[torch.Tensor]) -> int:
+    return sum(t.numel() * t.element_size() for t in tensors)
+
+
+def _loose(model: nn.Module, places: Mapping[str, int], first_use: Mapping[str, int]) -> dict[str, int]:
+    """The parameters and buffers outside of all blocks; one that forward doesn't use goes with what is named before."""
+    of_block = {id(m): place for name, place in places.items() for m in model.get_submodule(name).modules()}
+    found: dict[str, int] = {}
+    latest = 0
+    for prefix, module in model.named_modules():
+        latest = of_block.get(id(module), latest)
+        if id(module) not in of_block:
+            for key, _ in _own_state(module):
+                name = f"{prefix}.{key}".lstrip(".")
+                found[name] = first_use.get(name, latest)
+    return found
+
+
+def _own_state(module: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
+    """The parameters and buffers that a module holds itself."""
+    for key, tensor in (*module._parameters.items(), *module._buffers.items()):
+        if tensor is not None:
+            yield key, tensor
 
 
 def block_names(
@@ -70,7 +158,7 @@ def block_names(
     def inside(module: nn.Module) -> tuple[list[str], bool]:
         """The blocks in a module, and whether anything in it that has state belongs to none of them."""
         found: list[str] = []
-        left = has_state(module)
+        left = any(True for _ in _own_state(module))
         for child in module._modules.values():
             if child is not None and names.get(id(child), "").startswith(names[id(module)]):
                 blocks, open_end = inside(child)
@@ -86,77 +174,35 @@ def block_names(
     return inside(model)[0] or [""]
 
 
-@contextmanager
-def watched(
-    model: nn.Module, names: Sequence[str], before: Callable[[int], None], after: Callable[[int, object], None]
-) -> Iterator[None]:
-    """Be told of each call of some modules, for a while.
-
-    Args:
-        model: whose modules they are.
-        names: of the modules.
-        before: called with the module's place in ``names``, when it begins.
-        after: called with it and the module's outputs, when it ends.
-    """
-    modules = dict(model.named_modules())
-    handles = []
-    try:
-        for place, name in enumerate(names):
-            # Nested functions, so that each hook has its own place.
-            def begins(module: nn.Module, args: object, place: int = place) -> None:
-                before(place)
-
-            def ends(module: nn.Module, args: object, outputs: object, place: int = place) -> None:
-                after(place, outputs)
-
-            handles.append(modules[name].register_forward_pre_hook(begins))
-            handles.append(modules[name].register_forward_hook(ends))
-        yield
-    finally:
-        for handle in handles:
-            handle.remove()
-
-
 def device_map(model: nn.Module, stages: Mapping[str, int]) -> dict[str, int]:
     """The map to paste: as few names as say it, each with everything below it on one stage.
 
-    A container whose layers are on several stages is not in it, but its parts are.
-
-    Args:
-        model: whose names they are.
-        stages: by block the stage, and by parameter or buffer for those that belong to no block.
+    A container whose layers are on several stages is not in it, but its parts are. ``stages`` has the stage of each
+    block by its name, and of each parameter or buffer that belongs to no block.
     """
-    names = {id(module): name for name, module in model.named_modules()}
     of_module = {id(module): stages[name] for name, module in model.named_modules() if name in stages}
+    every = (*model.named_parameters(remove_duplicate=False), *model.named_buffers(remove_duplicate=False))
+    loose = {id(tensor): stages[name] for name, tensor in every if name in stages}
     found: dict[str, int] = {}
 
-    def held(module: nn.Module, name: str) -> set[int]:
+    def held(module: nn.Module) -> set[int]:
         """The stages of what is in a module."""
         if id(module) in of_module:
             return {of_module[id(module)]}
-        first = names[id(module)]
-        mine = {stages[key] for key in _own_names(module, first) if key in stages}
-        return mine.union(
-            *(held(child, f"{name}.{key}") for key, child in module._modules.items() if child is not None)
-        )
+        own = {loose[id(tensor)] for _, tensor in _own_state(module) if id(tensor) in loose}
+        return own.union(*map(held, module.children()))
 
     def write(module: nn.Module, name: str) -> None:
-        all_here = held(module, name)
+        all_here = held(module)
         if len(all_here) == 1:
             found[name] = all_here.pop()
             return
-        for key, own in zip(_own_names(module, name), _own_names(module, names[id(module)]), strict=True):
-            if own in stages:
-                found[key] = stages[own]
+        for key, tensor in _own_state(module):
+            if id(tensor) in loose:
+                found[f"{name}.{key}".lstrip(".")] = loose[id(tensor)]
         for key, child in module._modules.items():
             if child is not None:
                 write(child, f"{name}.{key}".lstrip("."))
 
     write(model, "")
     return found
-
-
-def _own_names(module: nn.Module, name: str) -> list[str]:
-    """The full names of the parameters and buffers that a module holds itself."""
-    own = [*module._parameters.items(), *module._buffers.items()]
-    return [f"{name}.{key}".lstrip(".") for key, tensor in own if tensor is not None]

@@ -45,13 +45,6 @@ class Costs:
     kept: float = 0.0
     fixed: float = 0.0
 
-    def times(self, factor: float) -> Costs:
-        """The same with other times."""
-        forward, backward = (
-            {size: factor * seconds for size, seconds in points.items()} for points in (self.forward, self.backward)
-        )
-        return replace(self, forward=forward, backward=backward)
-
 
 @dataclass(frozen=True)
 class Plan:
@@ -59,14 +52,12 @@ class Plan:
 
     Attributes:
         places: for each stage the device that holds it.
-        costs: of each stage, while other devices compute too.
-        alone: seconds of one device for the whole batch; None is the sum of the stages' costs.
+        costs: of each stage.
         turn: seconds that each turn of a stage takes beyond its costs, where micro-batches overlap.
     """
 
     places: tuple[int, ...]
     costs: tuple[Costs, ...]
-    alone: float | None = None
     turn: float = 0.0
 
     @property
@@ -95,7 +86,7 @@ class Candidate:
         order: the schedule itself.
         timeline: when what would be done.
         peak: bytes that each device holds at most.
-        cutting: how many times the work of the whole batch its micro-batches take together, while they overlap.
+        cutting: how many times the work of the whole batch its micro-batches take together, with what turns cost.
         fits: whether that is within each device's memory.
     """
 
@@ -114,13 +105,13 @@ class Candidate:
         return self.timeline.makespan
 
     def corrected(self, plan: Plan, taken: float) -> Plan:
-        """A plan with costs such that this candidate would take so many seconds, as it was found to.
+        """A plan with turns that cost as much as it takes for this candidate to last so many seconds, as it did."""
+        return replace(plan, turn=self.plan.turn + (taken - self.seconds) / max(map(len, self.order)))
 
-        What it takes more is the turns'; where it takes less, stages disturb each other less than was thought.
-        """
-        if taken >= self.seconds:
-            return replace(plan, turn=(taken - self.seconds) / max(map(len, self.order)))
-        return replace(plan, costs=tuple(cost.times(taken / self.seconds) for cost in plan.costs))
+    @property
+    def name(self) -> str:
+        """What tells it from all others: ``interleaved with 4 micro-batches, 6 stages``."""
+        return f"{self}, {counted(len(self.plan.places), 'stage')}"
 
     def __str__(self) -> str:
         return f"{self.schedule} with {counted(self.microbatches, 'micro-batch', 'es')}"
@@ -132,13 +123,27 @@ class Choice:
 
     Attributes:
         best: what to take.
-        why: a sentence or two.
+        samples: of a global batch.
         candidates: all of them, the fastest first.
     """
 
     best: Candidate
-    why: str
+    samples: int
     candidates: tuple[Candidate, ...]
+
+    @property
+    def why(self) -> str:
+        """A sentence or two."""
+        best = self.best
+        whole = best.seconds * best.timeline.speed_up / best.cutting
+        why = (
+            f"{best}: {best.seconds * 1e3:.3g} ms of forward and backward for {counted(self.samples, 'sample')}, "
+            f"{whole / best.seconds:.3g} times as fast as one device with the whole batch "
+            f"(bubble {100 * best.timeline.bubble:.1f} %, cutting and overlapping cost {best.cutting:.2f})"
+        )
+        if whole < best.seconds and best.plan.devices > 1:
+            why += "; cutting costs more here than overlapping gains: one device, or larger batches, would be faster"
+        return why
 
 
 def choose_schedule(
@@ -148,7 +153,6 @@ def choose_schedule(
     capacity: Sequence[float] | None = None,
     schedules: Sequence[str] | None = None,
     microbatches: Sequence[int] = NUMBERS,
-    transfer: float = 0.0,
 ) -> Choice:
     """Simulate every schedule with every number of micro-batches, and take the fastest that fits.
 
@@ -158,7 +162,6 @@ def choose_schedule(
         capacity: bytes of each device; None doesn't look at memory.
         schedules: those that may be taken; None is all.
         microbatches: the numbers that may be taken; those above ``batch`` are not tried.
-        transfer: seconds from device to device.
 
     Raises:
         StrategyError: nothing fits (both sizes are said), or there is nothing to choose from.
@@ -168,7 +171,7 @@ def choose_schedule(
         candidate
         for plan in plans
         for m in numbers
-        for candidate in _candidates(batch, plan, m, capacity, transfer)
+        for candidate in _candidates(batch, plan, m, capacity)
         if schedules is None or candidate.schedule in schedules
     ]
     if not found:
@@ -185,8 +188,7 @@ def choose_schedule(
         (candidate for candidate in fitting if candidate.seconds <= _NEAR * fastest),
         key=lambda c: (len(c.plan.places), max(c.peak), c.microbatches, c.schedule == "fitted", c.seconds),
     )
-    ranked = sorted(found, key=lambda c: c.seconds)
-    return Choice(best, _why(batch, best, ranked), tuple(ranked))
+    return Choice(best, batch, tuple(sorted(found, key=lambda c: c.seconds)))
 
 
 def at(points: Mapping[int, float], samples: int) -> float:
@@ -207,64 +209,31 @@ def at(points: Mapping[int, float], samples: int) -> float:
     return max(value, points[sizes[0]] * samples / sizes[0]) if samples < sizes[0] else value
 
 
-def _candidates(
-    batch: int, plan: Plan, microbatches: int, capacity: Sequence[float] | None, transfer: float
-) -> Iterator[Candidate]:
+def _candidates(batch: int, plan: Plan, microbatches: int, capacity: Sequence[float] | None) -> Iterator[Candidate]:
     sizes = share_sizes(batch, microbatches)
-    turn = plan.turn if microbatches > 1 else 0.0
-    forward = [[at(cost.forward, size) + turn for size in sizes] for cost in plan.costs]
-    backward = [[at(cost.backward, size) + turn for size in sizes] for cost in plan.costs]
+    turn = plan.turn if microbatches > 1 else 0.0  # one alone has nobody to take turns with
+    forward = [[max(0.0, at(cost.forward, size) + turn) for size in sizes] for cost in plan.costs]
+    backward = [[max(0.0, at(cost.backward, size) + turn) for size in sizes] for cost in plan.costs]
     whole = sum(at(cost.forward, batch) + at(cost.backward, batch) for cost in plan.costs)
-    if plan.alone is not None:
-        if microbatches == 1:  # nothing overlaps, so nobody disturbs
-            forward, backward = (
-                [[one * plan.alone / whole for one in stage] for stage in w] for w in (forward, backward)
-            )
-        whole = plan.alone
     cutting = sum(map(sum, [*forward, *backward])) / whole if whole else 1.0
     for name, order in plan.schedules(microbatches):
-        if order is None:
-            order = fitted(plan.places, microbatches, forward, backward, transfer)
-        timeline = simulate(order, forward, backward, transfer)
-        held = timeline.held({stage: cost.kept * sizes[0] for stage, cost in enumerate(plan.costs)})
-        fixed = [0.0] * plan.devices
+        order = order or fitted(plan.places, microbatches, forward, backward)
+        timeline = simulate(order, forward, backward)
+        peak = list(timeline.held({stage: cost.kept * sizes[0] for stage, cost in enumerate(plan.costs)}))
         for device, cost in zip(plan.places, plan.costs, strict=True):
-            fixed[device] += cost.fixed
-        peak = tuple(a + b for a, b in zip(held, fixed, strict=True))
+            peak[device] += cost.fixed
         fits = capacity is None or all(need <= there for need, there in zip(peak, capacity, strict=True))
-        yield Candidate(plan, name, microbatches, order, timeline, peak, cutting, fits)
-
-
-def _why(batch: int, best: Candidate, ranked: Sequence[Candidate]) -> str:
-    whole = best.seconds * best.timeline.speed_up / best.cutting
-    said_of = [
-        f"{best}: {best.seconds * 1e3:.3g} ms of forward and backward for {counted(batch, 'sample')}, "
-        f"{whole / best.seconds:.3g} times as fast as one device with the whole batch "
-        f"(bubble {100 * best.timeline.bubble:.1f} %, cutting and overlapping cost {best.cutting:.2f})"
-    ]
-    same = [c for c in ranked if c.schedule == best.schedule and c.plan == best.plan]
-    more = next((c for c in sorted(same, key=lambda c: c.microbatches) if c.microbatches > best.microbatches), None)
-    if more is not None and more.fits and more.timeline.bubble < best.timeline.bubble:
-        said_of.append(
-            f"{more.microbatches} would wait less ({100 * more.timeline.bubble:.1f} %) "
-            f"and cost more ({more.cutting:.2f}): {more.seconds * 1e3:.3g} ms"
-        )
-    quicker = next((c for c in ranked if not c.fits and c.seconds < best.seconds), None)
-    if quicker is not None:
-        said_of.append(f"{quicker} would take {quicker.seconds * 1e3:.3g} ms, and doesn't fit")
-    if whole < best.seconds and best.plan.devices > 1:
-        said_of.append("cutting costs more here than overlapping gains: one device, or larger batches, would be faster")
-    return "; ".join(said_of)
+        yield Candidate(plan, name, microbatches, order, timeline, tuple(peak), cutting, fits)
 
 
 def _too_large(found: Sequence[Candidate], capacity: Sequence[float]) -> str:
     """What is wrong with the candidate that comes nearest to fitting."""
 
-    def over(candidate: Candidate) -> float:
-        return max(need / max(there, 1.0) for need, there in zip(candidate.peak, capacity, strict=True))
+    def over(candidate: Candidate) -> list[float]:
+        return [need / max(there, 1.0) for need, there in zip(candidate.peak, capacity, strict=True)]
 
-    nearest = min(found, key=over)
-    device = max(range(len(capacity)), key=lambda d: nearest.peak[d] / max(capacity[d], 1.0))
+    nearest = min(found, key=lambda candidate: max(over(candidate)))
+    device = over(nearest).index(max(over(nearest)))
     return (
         f"schedule: nothing fits: {nearest} needs {said(nearest.peak[device])} on device {device}, which has "
         f"{said(capacity[device])}: use more devices, a smaller batch_size, or activation_checkpointing"

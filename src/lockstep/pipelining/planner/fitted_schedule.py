@@ -8,8 +8,7 @@ so equal runs still sum in the same order.
 from __future__ import annotations
 
 import heapq
-from collections.abc import Iterator, Sequence
-from typing import Literal
+from collections.abc import Sequence
 
 from lockstep.errors import StrategyError
 from lockstep.pipelining.planner.simulate import Times, needs, simulate, time_of
@@ -18,44 +17,31 @@ from lockstep.report.timeline import Action
 
 
 def fitted(
-    places: Sequence[int],
-    microbatches: int,
-    forward: Times = 1.0,
-    backward: Times = 1.0,
-    transfer: float = 0.0,
-    in_flight: int | None = None,
+    places: Sequence[int], microbatches: int, forward: Times = 1.0, backward: Times = 1.0, transfer: float = 0.0
 ) -> Schedule:
     """The shortest of a few greedy schedules: forwards first or backwards first, with more or fewer micro-batches held.
 
-    With equal times and one stage on each device this is 1F1B.
+    With equal times and one stage on each device this is 1F1B. The first stage may hold up to two micro-batches more
+    than there are stages: they bridge uneven times, for their memory.
 
     Args:
         places: for each stage the device that holds it.
         microbatches: how many.
-        forward: as in ``simulate``.
-        backward: as in ``simulate``.
-        transfer: as in ``simulate``.
-        in_flight: the micro-batches that the first stage may hold; each stage behind it holds one less, but may hold
-            one. None is two more than there are stages: they bridge uneven times, for their memory.
+        forward: as in ``simulate``; so are ``backward`` and ``transfer``.
 
     Raises:
-        StrategyError: there is no stage or no micro-batch, or a device without a stage.
+        StrategyError: there is no stage or no micro-batch.
     """
-    stages = len(places)
-    if not stages or microbatches < 1:
+    if not places or microbatches < 1:
         raise StrategyError(
-            f"schedule: {stages} stages and {microbatches} micro-batches; there is at least one of each"
+            f"schedule: {len(places)} stages and {microbatches} micro-batches; there is at least one of each"
         )
-    if empty := set(range(max(places) + 1)) - set(places):
-        raise StrategyError(f"schedule: device {min(empty)} has no stage")
-    most = stages + 2 if in_flight is None else max(1, in_flight)
-
-    def tries() -> Iterator[Schedule]:
-        for held in range(min(stages, most), most + 1):
-            for first in ("F", "B"):
-                yield _greedy(places, microbatches, forward, backward, transfer, held, first)
-
-    return min(tries(), key=lambda schedule: round(simulate(schedule, forward, backward, transfer).makespan, 9))
+    tries = [
+        _greedy(places, microbatches, forward, backward, transfer, len(places) + more, first)
+        for more in range(3)
+        for first in ("F", "B")
+    ]
+    return min(tries, key=lambda schedule: round(simulate(schedule, forward, backward, transfer).makespan, 9))
 
 
 def _greedy(
@@ -65,11 +51,12 @@ def _greedy(
     backward: Times,
     transfer: float,
     in_flight: int,
-    first: Literal["F", "B"],
+    first: str,
 ) -> Schedule:
     """Every device, whenever it is free, takes what it can: of the ``first`` kind, else of the other.
 
-    Of several stages' forwards on a device the last stage's goes first, of their backwards the first stage's: both are
+    The first stage holds so many micro-batches ``in_flight``; each stage behind it holds one less, but may hold one. Of
+    several stages' forwards on a device the last stage's goes first, of their backwards the first stage's: both are
     nearest to their end. It never comes to a stop: a stage that may hold no more waits for backwards, which wait for
     nothing but the stages behind, and the last one always goes on.
     """

@@ -8,38 +8,30 @@
 
 from __future__ import annotations
 
-import copy
+import itertools
+import json
 import os
+import textwrap
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import nn
 
-from lockstep.data import Part, job_loader, resolve
-from lockstep.errors import StrategyError
+from lockstep.errors import StrategyError, counted
 from lockstep.job import Job
 from lockstep.jobfile import JobFile, as_job, the_job, with_settings
 from lockstep.launch import devices as _devices
 from lockstep.launch.devices import Device, Devices
-from lockstep.launch.memory import is_out_of_memory
 from lockstep.launch.placement import alone
-from lockstep.launch.world import World
-from lockstep.model.build import build_model
-from lockstep.model.loss import Totalled
-from lockstep.model.precision import Precision, converted_loss
-from lockstep.pipelining.planner.block_timing import contention as _contention
-from lockstep.pipelining.planner.block_timing import measured as _measured
-from lockstep.pipelining.planner.blocks import Block, device_map
-from lockstep.pipelining.planner.cost_estimate import Look, blocks_of
-from lockstep.pipelining.planner.partition_table import lines_of
+from lockstep.pipelining.device_map import DeviceMap, longest
+from lockstep.pipelining.planner.benchmark import Bench
+from lockstep.pipelining.planner.blocks import Block, Look, device_map
 from lockstep.pipelining.planner.simulate import simulate
-from lockstep.pipelining.planner.split import split
-from lockstep.pipelining.planner.trace import trace
+from lockstep.pipelining.planner.split import size, split
 from lockstep.pipelining.schedule import Schedule, one_f_one_b
-from lockstep.tensors.pytree import call, to_device
 
 SLACK = 0.01
 """How much slower the slowest stage may be, as a share, for fewer bytes to go on to the next: less than noise."""
@@ -120,11 +112,52 @@ class Partition:
         return sum(times.values()) / slowest if slowest else 1.0
 
     def lines(self, width: int = 80) -> list[str]:
-        """A table with a bar for each stage, and the map to paste."""
-        return lines_of(self, width)
+        """A bar, the costs and the blocks of each stage, and the map to paste, at most ``width`` columns wide."""
+
+        def wrapped(text: str, indent: str = "") -> list[str]:
+            return textwrap.wrap(text, width, initial_indent=indent, subsequent_indent=indent)
+
+        how = f"measured on {self.stages[0].device}" if self.measured else "estimated, not measured"
+        stages, blocks = counted(len(self.stages), "stage"), counted(len(self.blocks), "block")
+        lines = wrapped(f"{stages} of {blocks}; {how}, a micro-batch of {counted(self.samples, 'sample')}")
+        slowest = max(stage.time for stage in self.stages) or 1.0
+        for number, stage in enumerate(self.stages):
+            first = f"stage {number}, {stage.device}  "
+            lines.append((first + _bar(stage.time / slowest, max(4, min(24, width - len(first))))).rstrip())
+            lines += wrapped(
+                f"forward {_milliseconds(stage.forward)}, backward {_milliseconds(stage.backward)}, "
+                f"weights {size(stage.parameters)}, activations {size(stage.activations)}",
+                "      ",
+            )
+            begin, end = stage.blocks[0].name or "the model", stage.blocks[-1].name
+            run = begin if len(stage.blocks) == 1 else f"{begin} to {end}, {len(stage.blocks)} blocks"
+            fits = f"; {size(stage.need)} of {size(stage.capacity)}" if stage.capacity is not None else ""
+            lines += wrapped(run + fits, "      ")
+        if len(self.stages) > 1:
+            lines += wrapped(f"at most {self.speed_up:.3g} times as fast as one device")
+        for note in self.notes:
+            lines += wrapped(f"note: {note}")
+        lines += [*wrapped("below, for MP and PP; --map takes what is in braces, or a file of it"), ""]
+        pasted = f"device_map={json.dumps(self.device_map)}"
+        return lines + textwrap.wrap(
+            pasted, width, subsequent_indent="    ", break_long_words=False, break_on_hyphens=False
+        )
 
     def __str__(self) -> str:
         return "\n".join(self.lines())
+
+
+def _bar(share: float, width: int) -> str:
+    """A bar of up to ``width`` characters, to an eighth of one."""
+    eighths = round(share * width * 8)
+    return "█" * (eighths // 8) + (" ▏▎▍▌▋▊▉"[eighths % 8] if eighths % 8 else "")
+
+
+def _milliseconds(seconds: float) -> str:
+    value = seconds * 1e3
+    if value < 0.0995:
+        return f"{seconds * 1e6:.2f} µs" if value < 0.00995 else f"{seconds * 1e6:.3g} µs"
+    return f"{value:.3g} ms" if value < 999.5 else f"{value:,.0f} ms"
 
 
 def partition(
@@ -163,14 +196,9 @@ def partition(
         raise StrategyError(f"partition: {microbatches} micro-batches; there is at least one")
     chosen = _devices.parse(devices)
     loaded = the_job(with_settings(as_job(job), settings))
-    return found_for(
-        loaded.replace(accumulate=loaded.accumulate * microbatches),
-        chosen,
-        one_f_one_b(len(chosen), microbatches),
-        capacities(chosen, memory),
-        measure=measured,
-        seconds=seconds,
-    )
+    loaded = loaded.replace(accumulate=loaded.accumulate * microbatches)
+    schedule = one_f_one_b(len(chosen), microbatches)
+    return found_for(loaded, chosen, schedule, capacities(chosen, memory), measure=measured, seconds=seconds)
 
 
 def found_for(
@@ -182,187 +210,82 @@ def found_for(
     measure: bool = True,
     seconds: float = 1.0,
 ) -> Partition:
-    """As ``partition``, for a job that is loaded.
+    """As ``partition``, for a job that is loaded; its first micro-batch is what is looked at.
 
-    Args:
-        job: its first micro-batch is what is looked at.
-        devices: one for each stage.
-        schedule: says how many micro-batches a stage holds.
-        capacity: bytes of each device; None doesn't look at memory.
-        measure: False estimates times.
-        seconds: how long to measure.
+    The schedule says how many micro-batches a stage holds; without capacities memory isn't looked at.
     """
-    job = job.replace(loader_workers=0)
     with alone(tuple(devices[:1])) as world:
-        bench = Bench(job, build_model(job, world), world)
-        part = first_part(job, world)
-        blocks, seen, timed = bench.blocks(part, measure=measure, seconds=seconds)
-        found = divided(bench, blocks, seen, devices, capacity, simulate(schedule).held_by_stage())
-    if measure and not timed:
-        doubt = f"the model with a micro-batch of {part.size} doesn't fit on {bench.device}: times are estimated"
-        found = replace(found, notes=(doubt, *found.notes))
-    return replace(found, samples=part.size, measured=timed)
-
-
-def first_part(job: Job, world: World) -> Part:
-    """The job's first micro-batch."""
-    loader = job_loader(job, world, resolve(job.train_data, world, "train_data"))
-    try:
-        batch = next(iter(loader.epoch(0)))
-    finally:
-        loader.close()
-    return batch.parts[0]
-
-
-class Bench:
-    """A model with all that a step of it needs, to be looked at and timed.
-
-    Args:
-        job: whose settings count.
-        model: on the device, in the mode in which it trains.
-        world: with the one device.
-    """
-
-    def __init__(self, job: Job, model: nn.Module, world: World) -> None:
-        self.model = model
-        self.device = world.device
-        self.state_copies = state_copies(job)
-        self._job = job
-        self._loss = Totalled.of(converted_loss(job.loss, job.precision))
-        self._precision = Precision(job.precision, world.device.type)
-
-    def copied(self) -> Bench:
-        """The same with a copy of the model, for what changes one: a job may give the same model every time."""
-        found = copy.copy(self)
-        found.model = copy.deepcopy(self.model)
-        return found
-
-    def fixed(self, block: Block) -> float:
-        """Bytes that a block takes besides activations: parameters, their gradients, the optimizer's state."""
-        return block.parameters + (1 + self.state_copies) * block.trained
-
-    def placed(self, part: Part) -> Part:
-        """The part on the device, in the job's format and layout."""
-        device, dtype = self.device.torch, self._precision.whole
-        inputs = to_device(part.inputs, device, dtype, channels_last=self._job.channels_last)
-        return Part(inputs, to_device(part.targets, device, dtype), part.size, part.of)
-
-    def blocks(
-        self, part: Part, *, measure: bool, seconds: float, adds: bool = False
-    ) -> tuple[list[Block], Look, bool]:
-        """The blocks with their costs for a part, what was seen of the forward, and whether times are measured.
-
-        Whether backward ``adds`` to gradients says whether the part is one of several of a batch. Where the model and
-        the part don't fit on the device, they are estimated.
-        """
-        part = self.placed(part)
-
-        def forward(inputs: Any) -> Any:
-            with self._precision.autocast():
-                return call(self.model, inputs)
-
-        seen = blocks_of(self.model, trace(self.model, part.inputs, forward, self.device.type))
-
-        if measure:
-            try:
-                blocks = _measured(self.model, seen.blocks, self.total(part), self.device, adds=adds, seconds=seconds)
-                return blocks, seen, True
-            except (torch.OutOfMemoryError, MemoryError, RuntimeError) as error:
-                if not is_out_of_memory(error):
-                    raise
-        return list(seen.blocks), seen, False
-
-    def contention(self, part: Part, devices: Sequence[Device]) -> float:
-        """How many times longer a part takes while another of these devices computes; 1 on accelerators."""
-        if len(devices) < 2 or not self.device.is_slot:
-            return 1.0
-        try:
-            placed = self.placed(part)
-            # A model that keeps something of its forward can't be called by two threads at once.
-            return _contention(self.model, self.total(placed), self.copied().total(placed), devices)
-        except Exception:  # what can't be called by two threads at once says so in training
-            return 1.0
-
-    def total(self, part: Part) -> Callable[[], torch.Tensor]:
-        """One forward of a part and its loss."""
-
-        def total() -> torch.Tensor:
-            with self._precision.autocast():
-                return self._loss(call(self.model, part.inputs), part.targets, part.size)[0]
-
-        return total
+        bench = Bench(job, world)
+        look = bench.look(bench.part(bench.first.size), measure=measure, seconds=seconds)
+    notes = []
+    if measure and not look.measured:
+        notes.append(
+            f"the model with a micro-batch of {bench.first.size} doesn't fit on {bench.device}: times are estimated"
+        )
+    held = simulate(schedule).held_by_stage()
+    return divided(bench, look, bench.first.size, devices, capacity=capacity, held=held, notes=notes)
 
 
 def divided(
     bench: Bench,
-    blocks: Sequence[Block],
-    seen: Look,
+    look: Look,
+    samples: int,
     devices: Sequence[Device],
-    capacity: Sequence[float] | None,
-    held: Mapping[int, float],
+    *,
+    given: DeviceMap | None = None,
+    capacity: Sequence[float] | None = None,
+    held: Mapping[int, float] | None = None,
+    notes: Sequence[str] = (),
 ) -> Partition:
-    """The best run of blocks for each stage.
+    """The best run of blocks for each stage, or those that a device map says.
 
     Args:
         bench: whose blocks they are.
-        blocks: with their costs.
-        seen: where the parameters outside of blocks are used.
+        look: the blocks with their costs.
+        samples: of the micro-batch that these are costs of.
         devices: of each stage.
+        given: the stage of each layer, where that is known; the blocks of a stage need not follow one another then.
         capacity: bytes that each stage may take; None doesn't look at memory.
-        held: by stage, how many micro-batches it holds.
+        held: by stage, how many micro-batches it holds; None is one.
+        notes: what a person should know of the look.
     """
+    blocks = look.blocks
+    held = held or dict.fromkeys(range(len(devices)), 1.0)
 
-    def need(stage: int, first: int, last: int) -> float:
-        return sum(bench.fixed(b) + held[stage] * b.activations for b in blocks[first:last])
+    def need(stage: int, run: Sequence[Block]) -> float:
+        return sum(bench.fixed(block) + held[stage] * block.activations for block in run)
 
-    bounds = split(
-        blocks,
-        len(devices),
-        need=None if capacity is None else need,
-        capacity=capacity or (),
-        devices=list(map(str, devices)),
-        slack=SLACK,
-    )
+    if given is None:
+        bounds = split(blocks, len(devices), need=need, capacity=capacity, devices=list(map(str, devices)), slack=SLACK)
+        runs = [blocks[i:j] for i, j in itertools.pairwise(bounds)]
+        found = map_of(bench.model, look, bounds)
+    else:
+        runs = [tuple(b for b in blocks if (longest(b.name, given) or 0) == stage) for stage in range(len(devices))]
+        found = dict(given)
     stages = tuple(
-        Stage(device, tuple(blocks[i:j]), need(s, i, j), None if capacity is None else capacity[s])
-        for s, (device, i, j) in enumerate(zip(devices, bounds[:-1], bounds[1:], strict=True))
+        Stage(device, run, need(s, run), None if capacity is None else capacity[s])
+        for s, (device, run) in enumerate(zip(devices, runs, strict=True))
     )
-    notes = [
+    again = [
         f'"{block.name}" is called {block.calls} times, and counted where it is called first'
         for block in blocks
         if block.calls > 1 and len(devices) > 1
     ]
-    return Partition(map_of(bench.model, seen, bounds), stages, 0, False, tuple(notes))
+    return Partition(found, stages, samples, look.measured, (*notes, *again))
 
 
-def map_of(model: nn.Module, seen: Look, bounds: Sequence[int]) -> dict[str, int]:
+def map_of(model: nn.Module, look: Look, bounds: Sequence[int]) -> dict[str, int]:
     """The device map of a split."""
 
     def stage(place: int) -> int:
         return next(s for s, end in enumerate(bounds[1:]) if place < end)
 
-    by_name = {block.name: stage(place) for place, block in enumerate(seen.blocks)}
-    return device_map(model, {**by_name, **{name: stage(place) for name, place in seen.loose.items()}})
-
-
-def state_copies(job: Job) -> float:
-    """How many times its parameters the job's optimizer keeps beside them: 0 for SGD, 1 with momentum, 2 for Adam.
-
-    It is asked with one small parameter; where it won't take that, it is taken for Adam.
-    """
-    probe = nn.Parameter(torch.zeros(8))
-    try:
-        optimizer = job.optimizer([("weight", probe)])
-        probe.grad = torch.ones(8)
-        optimizer.step()
-        kept = optimizer.state.get(probe, {}).values()
-        return sum(t.numel() for t in kept if isinstance(t, torch.Tensor) and t.numel() > 1) / probe.numel()
-    except Exception:  # groups by name, say, which this parameter isn't in
-        return 2.0
+    by_name = {block.name: stage(place) for place, block in enumerate(look.blocks)}
+    return device_map(model, {**by_name, **{name: stage(place) for name, place in look.loose.items()}})
 
 
 def capacities(devices: Sequence[Device], memory: int | Sequence[int] | None) -> list[float] | None:
-    """The bytes of each stage's device."""
+    """The bytes of each stage's device; None where PyTorch doesn't tell."""
     if memory is not None:
         sizes = [memory] * len(devices) if isinstance(memory, int) else list(memory)
         if len(sizes) != len(devices):

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import statistics
 import textwrap
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -22,7 +22,8 @@ LONG = "─"
 CUT = " … "
 
 KEY = (
-    f"F0 is the forward of micro-batch 0, B0 its backward (2F0: on stage 2), {IDLE * 3} a device that waits. "
+    f"F0 is the forward of micro-batch 0, B0 its backward (2F0: on stage 2), {IDLE * 3} a device that waits, "
+    f"F0{LONG * 2} an action that goes on,{CUT}the middle, left out. "
     "Bubble: the share of the devices' time that is waited; speed-up: over one device that does the same alone; "
     "held: forward is done and backward is not, for each device"
 )
@@ -34,10 +35,6 @@ def grid(timeline: Timeline, width: int = 80) -> list[str]:
 
     The scale is one for all: an action of the usual length is as wide as its name. Where the whole is wider than the
     terminal, its middle, in which the same goes on and on, is left out.
-
-    Args:
-        timeline: what to draw.
-        width: columns of the terminal.
     """
     spans = [span for mine in timeline.devices for span in mine]
     if not spans:
@@ -117,18 +114,9 @@ def summary(timeline: Timeline) -> str:
     )
 
 
-def key(width: int = 80, shown: Iterable[Timeline] = ()) -> list[str]:
-    """What should be known to read a grid and the line below it, once for several.
-
-    Args:
-        width: columns of the terminal.
-        shown: those that were drawn: what stands in their grids at this width is explained too.
-    """
-    signs = {sign for timeline in shown for row in grid(timeline, width) for sign in row}
-    more = [f"F0{LONG * 2} an action that goes on"] if LONG in signs else []
-    more += [f"{CUT.strip()} the middle, left out"] if CUT.strip() in signs else []
-    said = KEY.replace(" a device that waits.", f" a device that waits, {', '.join(more)}.") if more else KEY
-    return textwrap.wrap(said, width, break_on_hyphens=False)
+def key(width: int = 80) -> list[str]:
+    """``KEY``, at most ``width`` columns wide."""
+    return textwrap.wrap(KEY, width, break_on_hyphens=False)
 
 
 def draw(timelines: Mapping[str, Timeline], path: str | Path, unit: str = "") -> None:

@@ -10,6 +10,7 @@ may take a time, in which both compute on. So::
 
 from __future__ import annotations
 
+import itertools
 import statistics
 from collections.abc import Mapping, Sequence
 from typing import Literal
@@ -34,7 +35,7 @@ def simulate(schedule: Schedule, forward: Times = 1.0, backward: Times = 1.0, tr
     Raises:
         StrategyError: an action is missing, twice or too early, or the devices would wait for each other for ever.
     """
-    validate_actions(schedule)
+    _check_actions(schedule)
     place = devices_of(schedule)
     last = len(place) - 1
     ended: dict[Action, float] = {}
@@ -72,19 +73,16 @@ def ideal(schedule: Schedule, measured: Sequence[Timeline]) -> Timeline:
         measured: timelines of it, of equal updates. Several visits of a stage count as one; an action that is in none
             (the backward of a frozen stage) takes no time.
     """
-    taken: dict[Action, list[float]] = {action: [] for order in schedule for action in order}
+    taken: list[dict[Action, float]] = []
     for timeline in measured:
-        together: dict[Action, float] = dict.fromkeys(taken, 0.0)
-        for spans in timeline.devices:
-            for action, start, end in spans:
-                together[action] += end - start
-        for action, seconds in together.items():
-            taken[action].append(seconds)
-    stages = len(devices_of(schedule))
-    microbatches = 1 + max(action.microbatch for action in taken)
+        taken.append({action: 0.0 for order in schedule for action in order})
+        for action, start, end in itertools.chain.from_iterable(timeline.devices):
+            taken[-1][action] += end - start
+    stages = range(len(devices_of(schedule)))
+    microbatches = range(1 + max(action.microbatch for action in taken[0]))
 
     def times(kind: Literal["F", "B"]) -> list[list[float]]:
-        return [[statistics.median(taken[Action(s, kind, m)]) for m in range(microbatches)] for s in range(stages)]
+        return [[statistics.median(one[Action(s, kind, m)] for one in taken) for m in microbatches] for s in stages]
 
     return simulate(schedule, times("F"), times("B"))
 
@@ -106,40 +104,24 @@ def time_of(action: Action, times: Times) -> float:
     return of_stage if isinstance(of_stage, int | float) else of_stage[action.microbatch]
 
 
-def validate(schedule: Schedule) -> None:
-    """Make sure that a schedule can be run.
-
-    Raises:
-        StrategyError: an action is missing, twice or too early, or the devices would wait for each other for ever.
-    """
-    simulate(schedule)
-
-
-def validate_actions(schedule: Schedule) -> None:
-    """Make sure that each stage has each micro-batch's forward and backward once, and the forward first.
-
-    Raises:
-        StrategyError: it hasn't; the first such action is named.
-    """
+def _check_actions(schedule: Schedule) -> None:
+    """Make sure that each stage has each micro-batch's forward and backward once, and the forward first."""
     stages = devices_of(schedule)
-    actions = [action for order in schedule for action in order]
-    if not actions:
+    if not stages:
         raise StrategyError("schedule: there is no action in it")
     if missing := [s for s in range(max(stages)) if s not in stages]:
         raise StrategyError(f"schedule: there is a stage {max(stages)}, and no stage {missing[0]}")
-    microbatches = 1 + max(action.microbatch for action in actions)
     seen: set[Action] = set()
-    for action in actions:
+    for action in itertools.chain.from_iterable(schedule):
         if action in seen:
             raise StrategyError(f"schedule: {action} is there twice")
-        if action.kind == "B" and Action(action.stage, "F", action.microbatch) not in seen:
-            raise StrategyError(f"schedule: {action} comes before {action.stage}F{action.microbatch}")
+        if action.kind == "B" and (forward := Action(action.stage, "F", action.microbatch)) not in seen:
+            raise StrategyError(f"schedule: {action} comes before {forward}")
         seen.add(action)
-    for stage in range(len(stages)):
-        for microbatch in range(microbatches):
-            for action in (Action(stage, "F", microbatch), Action(stage, "B", microbatch)):
-                if action not in seen:
-                    raise StrategyError(f"schedule: {action} is missing")
+    microbatches = 1 + max(action.microbatch for action in seen)
+    for action in itertools.starmap(Action, itertools.product(sorted(stages), "FB", range(microbatches))):
+        if action not in seen:
+            raise StrategyError(f"schedule: {action} is missing")
 
 
 def _stuck(schedule: Schedule, spans: Sequence[Sequence[Span]], ended: Mapping[Action, float], last: int) -> str:

@@ -15,19 +15,19 @@ import itertools
 import math
 from collections.abc import Callable, Sequence
 
-from lockstep.errors import StrategyError, TooFewLayers
+from lockstep.errors import StrategyError, TooFewLayers, counted
 from lockstep.pipelining.planner.blocks import Block
 
-Need = Callable[[int, int, int], float]
-"""(stage, first block, last block + 1) -> bytes."""
+Need = Callable[[int, Sequence[Block]], float]
+"""(stage, its blocks) -> bytes."""
 
 
 def split(
     blocks: Sequence[Block],
     stages: int,
     *,
-    need: Need | None = None,
-    capacity: Sequence[float] = (),
+    need: Need = lambda stage, run: 0.0,
+    capacity: Sequence[float] | None = None,
     devices: Sequence[str] = (),
     slack: float = 0.0,
 ) -> list[int]:
@@ -36,8 +36,8 @@ def split(
     Args:
         blocks: in the order of execution.
         stages: how many runs of them, none empty.
-        need: the bytes that a stage needs; None doesn't look at memory.
-        capacity: of each stage's device, in bytes.
+        need: the bytes that a stage needs.
+        capacity: of each stage's device, in bytes; None doesn't look at memory.
         devices: their names, for messages.
         slack: how much slower than the fastest the slowest stage may be for fewer bytes to cross, as a share.
 
@@ -45,31 +45,28 @@ def split(
         TooFewLayers: there are more stages than blocks.
         StrategyError: a device is too small for its stage.
     """
-    if stages < 1:
-        raise StrategyError(f"partition: {stages} stages; there is at least one")
     if stages > len(blocks):
         names = ", ".join(block.name or "the model" for block in blocks[:4]) + (", ..." if len(blocks) > 4 else "")
         raise TooFewLayers(
-            f"partition: {stages} stages, but the model has {len(blocks)} block{'s' * (len(blocks) != 1)} that can be "
-            f"placed ({names}): use {max(len(blocks), 1)} device{'s' * (len(blocks) != 1)}"
+            f"partition: {stages} stages, but the model has {counted(len(blocks), 'block')} that can be "
+            f"placed ({names}): use {counted(max(len(blocks), 1), 'device')}"
         )
     before = list(itertools.accumulate((block.time for block in blocks), initial=0.0))
 
     def time(stage: int, first: int, last: int) -> float:
+        """Of a stage, where it fits."""
+        if capacity is not None and need(stage, blocks[first:last]) > capacity[stage]:
+            return math.inf
         return before[last] - before[first]
 
-    def fits(stage: int, first: int, last: int) -> bool:
-        return need is None or need(stage, first, last) <= capacity[stage]
-
-    fastest, bounds = _best(len(blocks), stages, lambda *run: time(*run) if fits(*run) else math.inf, max)
+    fastest, bounds = _best(len(blocks), stages, time, max)
     if math.isinf(fastest):
-        assert need is not None
-        raise StrategyError(_too_small(blocks, stages, need, capacity, devices))
+        raise StrategyError(_too_small(blocks, stages, need, capacity or (), devices))
     limit = fastest * (1 + slack) + 1e-12
 
     def sent(stage: int, first: int, last: int) -> float:
         """The bytes that this stage's end sends on; of equal ones the upper cut in the tree of modules."""
-        if not fits(stage, first, last) or time(stage, first, last) > limit:
+        if time(stage, first, last) > limit:
             return math.inf
         if last == len(blocks):
             return 0.0
@@ -83,21 +80,19 @@ def _best(
     blocks: int, stages: int, cost: Callable[[int, int, int], float], together: Callable[[float, float], float]
 ) -> tuple[float, list[int]]:
     """The least cost of a split, and its bounds; infinite where there is none."""
-    best = [[math.inf] * (blocks + 1) for _ in range(stages + 1)]
-    begin = [[0] * (blocks + 1) for _ in range(stages + 1)]
-    best[0][0] = 0.0
-    for s in range(1, stages + 1):
+    best: dict[int, tuple[float, list[int]]] = {0: (0.0, [0])}  # by the number of blocks before, the best split of them
+    for stage in range(stages):
+        found: dict[int, tuple[float, list[int]]] = {}
         # Each stage before and behind this one has a block at least.
-        for j in range(s, blocks - (stages - s) + 1):
-            for i in range(s - 1, j):
-                if best[s - 1][i] < best[s][j]:
-                    value = together(best[s - 1][i], cost(s - 1, i, j))
-                    if value < best[s][j]:
-                        best[s][j], begin[s][j] = value, i
-    bounds = [blocks]
-    for s in range(stages, 0, -1):
-        bounds.append(begin[s][bounds[-1]])
-    return best[stages][blocks], bounds[::-1]
+        for last in range(stage + 1, blocks - (stages - stage - 1) + 1):
+            found[last] = math.inf, []
+            for first, (so_far, bounds) in best.items():
+                if first < last and so_far < found[last][0]:
+                    value = together(so_far, cost(stage, first, last))
+                    if value < found[last][0]:
+                        found[last] = value, [*bounds, last]
+        best = found
+    return best[blocks]
 
 
 def _depth(before: str, behind: str) -> int:
@@ -112,16 +107,15 @@ def _too_small(
     """What is wrong with the split that comes nearest to fitting."""
 
     def over(stage: int, first: int, last: int) -> float:
-        return need(stage, first, last) / max(capacity[stage], 1.0)
+        return need(stage, blocks[first:last]) / max(capacity[stage], 1.0)
 
     _, bounds = _best(len(blocks), stages, over, max)
-    runs = list(zip(range(stages), bounds[:-1], bounds[1:], strict=True))
-    stage, first, last = max(runs, key=lambda run: over(*run))
-    device = devices[stage] if devices else f"device {stage}"
+    stage = max(range(stages), key=lambda s: over(s, bounds[s], bounds[s + 1]))
+    run = blocks[bounds[stage] : bounds[stage + 1]]
     return (
-        f"partition: no split fits: stage {stage} ({blocks[first].name} to {blocks[last - 1].name}) needs "
-        f"{size(need(stage, first, last))}, and {device} has {size(capacity[stage])}: use more devices, a smaller "
-        "batch_size, more micro-batches, or activation_checkpointing"
+        f"partition: no split fits: stage {stage} ({run[0].name} to {run[-1].name}) needs {size(need(stage, run))}, "
+        f"and {devices[stage] if devices else f'device {stage}'} has {size(capacity[stage])}: use more devices, "
+        "a smaller batch_size, more micro-batches, or activation_checkpointing"
     )
 
 

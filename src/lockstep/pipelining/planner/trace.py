@@ -4,14 +4,15 @@ The model's tensors are replaced by fake ones (PyTorch's FakeTensorMode), which 
 any size is looked at in a moment and without memory. A forward that asks for values (``if h.sum() > 0``) can't be
 followed so; it is run.
 
-What is seen is a list of events, in which nothing is decided yet: modules begin, operators read and write tensors.
-Where the blocks are is found afterwards.
+What is seen is a list of segments, one from each module's begin to the next one's, in which nothing is decided yet.
+Which of them make a block is found afterwards.
 """
 
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Iterator
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 from typing import Any
@@ -30,46 +31,22 @@ _RATES = {"cpu": (4e10, 8e9), "cuda": (5e13, 1.5e12)}
 
 
 @dataclass
-class Operator:
-    """One operator of the forward.
+class Segment:
+    """What forward does from the begin of a module to the begin of the next.
 
     Attributes:
-        flops: multiplications and additions of matrix products and convolutions.
-        moved: bytes that it reads and writes.
-        reads: the storages that it reads, each under a number of its own.
-        writes: those that it writes, with their bytes.
+        name: of the module; "" before the first.
+        has_gradient: whether anything that the module takes depends on a parameter.
+        seconds: an estimate: what is slower, computing or moving bytes.
+        kept: bytes that are kept for backward, and were not before.
+        storages: those that are read or written, each under a number of its own.
     """
 
-    flops: int
-    moved: int
-    reads: tuple[int, ...]
-    writes: tuple[tuple[int, int], ...]
-
-
-@dataclass
-class Begins:
-    """A module begins; whether anything that it takes depends on a parameter."""
-
     name: str
-    has_gradient: bool
-
-
-@dataclass
-class Ends:
-    """A module ends."""
-
-    name: str
-
-
-@dataclass
-class Keeps:
-    """A tensor is kept for backward: its storage, and its bytes."""
-
-    storage: int
-    size: int
-
-
-Happening = Operator | Begins | Ends | Keeps
+    has_gradient: bool = False
+    seconds: float = 0.0
+    kept: int = 0
+    storages: set[int] = field(default_factory=set)
 
 
 @dataclass
@@ -77,23 +54,20 @@ class Trace:
     """One forward.
 
     Attributes:
-        events: in order.
+        segments: in order.
+        seconds: by module what it takes, with all that it calls.
+        calls: by module how often it is called.
+        sizes: bytes of the storages of the inputs, and of those that are written.
         state: by storage the names of the parameters and buffers in it.
-        given: the storages of the inputs, with their bytes.
-        kind: the type of the device that it is for.
         fake: whether it was followed without running.
     """
 
-    events: list[Happening] = field(default_factory=list)
-    state: dict[int, list[str]] = field(default_factory=dict)
-    given: dict[int, int] = field(default_factory=dict)
-    kind: str = "cpu"
-    fake: bool = True
-
-    def seconds(self, operator: Operator) -> float:
-        """An estimate: what is slower, computing or moving."""
-        flops, moved = _RATES.get(self.kind, _RATES["cuda"])
-        return max(operator.flops / flops, operator.moved / moved)
+    segments: list[Segment]
+    seconds: dict[str, float]
+    calls: Counter[str]
+    sizes: dict[int, int]
+    state: dict[int, list[str]]
+    fake: bool
 
 
 def trace(model: nn.Module, inputs: Any, forward: Callable[[Any], Any] | None = None, kind: str = "cpu") -> Trace:
@@ -114,9 +88,6 @@ def trace(model: nn.Module, inputs: Any, forward: Callable[[Any], Any] | None = 
 
 
 def _traced(model: nn.Module, inputs: Any, forward: Callable[[Any], Any], kind: str, *, fake: bool) -> Trace:
-    found = Trace(kind=kind, fake=fake)
-    names = [name for name, _ in model.named_modules()]
-    storages = _Storages()
     with ExitStack() as stack:
         stack.enter_context(as_before(model))
         if fake:
@@ -124,31 +95,34 @@ def _traced(model: nn.Module, inputs: Any, forward: Callable[[Any], Any], kind: 
             mode = stack.enter_context(FakeTensorMode(allow_non_fake_inputs=True))
             stack.enter_context(_faked(model, mode))
             inputs = each(mode.from_tensor, inputs)
-        for name, tensor in (*_named(model, "_parameters"), *_named(model, "_buffers")):
-            found.state.setdefault(storages.number(tensor), []).append(name)
-        found.given = {storages.number(t): _bytes(t) for t in tensors(inputs)}
-
-        def keep(tensor: torch.Tensor) -> torch.Tensor:
-            if storages.has(tensor):
-                found.events.append(Keeps(storages.number(tensor), _bytes(tensor)))
-            return tensor
-
-        def begins(module: nn.Module, args: Any, kwargs: Any, name: str) -> None:
-            gradient = any(t.requires_grad for t in (*tensors(list(args)), *tensors(list(kwargs.values()))))
-            found.events.append(Begins(name, gradient))
-
-        def ends(module: nn.Module, args: Any, outputs: Any, name: str) -> None:
-            found.events.append(Ends(name))
-
-        modules = dict(model.named_modules())
-        for name in names:
-            stack.callback(modules[name].register_forward_pre_hook(_with(begins, name), with_kwargs=True).remove)
-            stack.callback(modules[name].register_forward_hook(_with(ends, name)).remove)
-        stack.enter_context(torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor))
-        stack.enter_context(_Recorder(found, storages))
+        recorder = _Recorder(model, inputs, kind, fake)
+        names = [name for name, _ in model.named_modules()]
+        stack.enter_context(watched(model, names, recorder.begin, recorder.end))
+        stack.enter_context(torch.autograd.graph.saved_tensors_hooks(recorder.keep, lambda tensor: tensor))
+        stack.enter_context(recorder)
         stack.enter_context(torch.enable_grad())
         forward(inputs)
-    return found
+    return recorder.found
+
+
+@contextmanager
+def watched(
+    model: nn.Module, names: Iterable[str], before: Callable[[str, Any], None], after: Callable[[str, Any], None]
+) -> Iterator[None]:
+    """For a while each of these modules calls ``before`` with its name and inputs, ``after`` with name and outputs."""
+    modules = dict(model.named_modules())
+    with ExitStack() as stack:
+        for name in names:
+            # Nested functions, so that each hook has its own name.
+            def begins(module: nn.Module, args: Any, kwargs: Any, name: str = name) -> None:
+                before(name, [*args, *kwargs.values()])
+
+            def ends(module: nn.Module, args: Any, outputs: Any, name: str = name) -> None:
+                after(name, outputs)
+
+            stack.callback(modules[name].register_forward_pre_hook(begins, with_kwargs=True).remove)
+            stack.callback(modules[name].register_forward_hook(ends).remove)
+        yield
 
 
 @contextmanager
@@ -162,65 +136,72 @@ def _without_log_of_errors() -> Iterator[None]:
         log.disabled = before
 
 
-def _with(function: Callable[..., None], name: str) -> Callable[..., None]:
-    return lambda *given: function(*given, name)
-
-
-class _Storages:
-    """Numbers for storages. They are held, so that none is used again under the same address."""
-
-    def __init__(self) -> None:
-        self._numbers: dict[int, int] = {}
-        self._held: list[Any] = []
-
-    def number(self, tensor: torch.Tensor) -> int:
-        storage = tensor.untyped_storage()
-        address = storage._cdata
-        if address not in self._numbers:
-            self._numbers[address] = len(self._numbers)
-            self._held.append(storage)
-        return self._numbers[address]
-
-    @staticmethod
-    def has(tensor: torch.Tensor) -> bool:
-        return tensor.layout == torch.strided
-
-
 class _Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
-    """Writes down every operator."""
+    """Adds what every operator does to the segment in which it comes."""
 
-    def __init__(self, found: Trace, storages: _Storages) -> None:
+    def __init__(self, model: nn.Module, inputs: Any, kind: str, fake: bool) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
-        self._found = found
-        self._storages = storages
+        self._rates = _RATES.get(kind, _RATES["cuda"])
+        self._held: dict[int, Any] = {}
+        self._open: list[str] = []
+        sizes = {self._number(t): _bytes(t) for t in tensors(inputs)}
+        state: dict[int, list[str]] = {}
+        for named in (model.named_parameters(remove_duplicate=False), model.named_buffers(remove_duplicate=False)):
+            for name, tensor in named:
+                state.setdefault(self._number(tensor), []).append(name)
+        self.found = Trace([Segment("", storages=set(sizes))], {}, Counter(), sizes, state, fake)
+        self._kept = set(state)
+
+    def begin(self, name: str, inputs: Any) -> None:
+        """A module begins."""
+        self._open.append(name)
+        self.found.calls[name] += 1
+        self.found.seconds.setdefault(name, 0.0)
+        self.found.segments.append(Segment(name, any(t.requires_grad for t in tensors(inputs))))
+
+    def end(self, name: str, outputs: Any) -> None:
+        """A module ends, and those inside of it that raised what somebody caught."""
+        if name in self._open:
+            while self._open.pop() != name:
+                pass
+
+    def keep(self, tensor: torch.Tensor) -> torch.Tensor:
+        """A tensor is kept for backward; what is the model's own is there anyway."""
+        if tensor.layout == torch.strided and (number := self._number(tensor)) not in self._kept:
+            self._kept.add(number)
+            self.found.segments[-1].kept += _bytes(tensor)
+        return tensor
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
         out = func(*args, **kwargs)
-        number = self._storages.number
-        ins = [t for t in _flat((args, kwargs)) if self._storages.has(t)]
-        outs = [t for t in _flat(out) if self._storages.has(t)]
-        read = {number(t): _bytes(t) for t in ins}
-        written = {number(t): _bytes(t) for t in outs}
+        read, written = self._sizes([args, kwargs]), self._sizes(out)
         is_view = bool(written) and set(written) <= set(read) and not func._schema.is_mutable
         moved = 0 if is_view else sum(read.values()) + sum(written.values())
-        operator = Operator(_flops(func, args, kwargs, out), moved, tuple(read), tuple(written.items()))
-        self._found.events.append(operator)
+        flops_rate, bytes_rate = self._rates
+        seconds = max(_flops(func, args, kwargs, out) / flops_rate, moved / bytes_rate)
+        segment = self.found.segments[-1]
+        segment.seconds += seconds
+        segment.storages.update(read, written)
+        for name in set(self._open):
+            self.found.seconds[name] += seconds
+        for number, size in written.items():
+            self.found.sizes.setdefault(number, size)
         return out
 
+    def _sizes(self, nest: Any) -> dict[int, int]:
+        """The bytes of an operator's arguments or results, by their storages."""
+        return {self._number(t): _bytes(t) for t in tensors(nest) if t.layout == torch.strided}
 
-def _flat(nest: Any) -> Iterator[torch.Tensor]:
-    """The tensors among an operator's arguments or results: lists, tuples and dicts are all there is."""
-    if isinstance(nest, torch.Tensor):
-        yield nest
-    elif isinstance(nest, list | tuple):
-        for part in nest:
-            yield from _flat(part)
-    elif isinstance(nest, dict):
-        yield from _flat(list(nest.values()))
+    def _number(self, tensor: torch.Tensor) -> int:
+        """Of the tensor's storage, which is held, so that none is used again under the same address."""
+        storage = tensor.untyped_storage()
+        self._held[storage._cdata] = storage
+        return int(storage._cdata)
 
 
 def _flops(func: Any, args: Any, kwargs: Any, out: Any) -> int:
+    """Multiplications and additions of matrix products and convolutions."""
     if func._overloadpacket in flop_registry:
         return int(flop_registry[func._overloadpacket](*args, **kwargs, out_val=out))
     if "scaled_dot_product" in str(func):  # that of the CPU, which PyTorch doesn't count (torch 2.13)
@@ -232,14 +213,6 @@ def _flops(func: Any, args: Any, kwargs: Any, out: Any) -> int:
 
 def _bytes(tensor: torch.Tensor) -> int:
     return tensor.numel() * tensor.element_size()
-
-
-def _named(model: nn.Module, kind: str) -> Iterator[tuple[str, torch.Tensor]]:
-    """Parameters or buffers under every name of them."""
-    for prefix, module in model.named_modules():
-        for key, tensor in getattr(module, kind).items():
-            if tensor is not None:
-                yield f"{prefix}.{key}".lstrip("."), tensor
 
 
 @contextmanager
