@@ -3,7 +3,7 @@
 ::
 
     answer         all of it, in order                        verification    the answer, as a table and as plain values
-    preflight      in which number format, how large a batch  batches         which batches both sides train on
+    preflight      in which number format, how large a batch  batches         which batches, and which differ in kind
     training_run   one side, an update at a time              paired_run      both at once, compared after each update
     comparison     what is compared, and what was found       rounding_noise  how far two runs of single differ
     layer_watch    the first layer that gave other values     determinism     dropout, or batch norm, taken out

@@ -1,11 +1,12 @@
-"""Batches: those of a job that both sides train on: the first ones, and the smaller last one.
+"""Batches: those of a job that both sides train on: the first ones, the smaller last one, and those of another kind.
 
 ::
 
-    epoch 0   | 0 | 1 | ............. | last, smaller |      where the job has a smaller last batch
+    epoch 0   | 0 | 1 | ..... | k | ... | last, smaller |      where the job has a smaller last batch
     epoch 1   | 0 | 1 |
 
-The first of epoch 1 shows the update after the smaller batch. Of each evaluation set the batches are 0, 1 and the last.
+k stands for up to three batches whose targets differ in kind from the others: a mask, a rare class, NaN. The first of
+epoch 1 shows the update after the smaller batch. Of each evaluation set the batches are 0, 1 and the last.
 
 They come from the job's own loader in its own order. A stream, which can't be skipped through, is taken to end after
 two and a half batches.
@@ -14,24 +15,29 @@ two and a half batches.
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterator
+import time
+from collections.abc import Collection, Iterator
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from lockstep.data import AnyLoader, Batch, is_stream
+from lockstep.tensors.pytree import holds_packed, named_tensors
 
 EPOCHS = 2
 
 
-def places_of(loader: AnyLoader, batch_size: int, epoch: int) -> list[int]:
-    """The numbers of the batches of the course in an epoch."""
+def places_of(loader: AnyLoader, batch_size: int, epoch: int, more: Collection[int] = ()) -> list[int]:
+    """The numbers of the batches of the course in an epoch, with ``more`` in the first one."""
     batches = loader.batches_of(epoch)
     if batches is None:  # a stream that ends early: all of it, but no more than is wanted
         return [0, 1, 2] if epoch == 0 else [0, 1]
     assert loader.samples is not None
-    ends_smaller = epoch == 0 and loader.samples % batch_size > 0
-    return sorted(place for place in {0, 1, *([batches - 1] if ends_smaller else [])} if place < batches)
+    wanted = {0, 1}
+    if epoch == 0:
+        wanted |= {*more, batches - 1} if loader.samples % batch_size else {*more}
+    return sorted(place for place in wanted if place < batches)
 
 
 def evaluated_places(loader: AnyLoader) -> list[int]:
@@ -77,3 +83,68 @@ class _Begun(torch.utils.data.IterableDataset[Any]):
 
     def __iter__(self) -> Iterator[Any]:
         return itertools.islice(iter(self._stream), self._samples)
+
+
+_MOST = 3
+"""Batches that are taken beside."""
+
+_FEW = 32
+"""Different whole numbers in a batch, up to which each is looked at."""
+
+Trait = tuple[str, Any, Any]
+
+
+def others_in_kind(loader: AnyLoader, taken: Collection[int], seconds: float) -> tuple[tuple[int, ...], int]:
+    """Batches of the first epoch whose targets have something that those of no other batch taken have.
+
+    Args:
+        loader: of ``single``.
+        taken: numbers of the batches that are verified anyway.
+        seconds: to look at targets for, at most.
+
+    Returns:
+        Their numbers, the most different first, and how many batches were looked at.
+    """
+    end = time.perf_counter() + seconds
+    found: dict[int, set[Trait]] = {}
+    for number, batch in enumerate(loader.epoch(0)):
+        found[number] = set().union(*(traits(p.targets, p.size) for p in batch.parts if p.size))
+        if time.perf_counter() > end:
+            break
+    known = set().union(*(found.get(number, ()) for number in taken))
+    chosen: list[int] = []
+    for _ in range(_MOST):
+        best = max(found, key=lambda number: len(found[number] - known))
+        if found[best] <= known:
+            break
+        chosen.append(best)
+        known |= found[best]
+    return tuple(chosen), len(found)
+
+
+def traits(targets: Any, size: int) -> set[Trait]:
+    """What is to be seen of the targets of ``size`` samples: how often NaN and the extremes come, and rare numbers."""
+    found: set[Trait] = set()
+    for name, tensor in () if holds_packed(targets) else named_tensors(targets):
+        if not tensor.dim() or tensor.shape[0] != size or not tensor.numel() or tensor.is_complex():
+            continue
+        rows = tensor.reshape(size, -1).double()
+        missing = rows.isnan()
+        found.add((name, "NaN", _spread(missing)))
+        if bool(missing.all()):
+            continue
+        for which, value in zip(("lowest", "highest"), rows[~missing].aminmax(), strict=True):
+            found.add((name, which, _spread(rows == value)))
+        if not tensor.is_floating_point():
+            values = torch.unique(tensor).tolist()
+            found.add((name, "negative", values[0] < 0))
+            found |= {(name, "value", value) for value in values} if len(values) <= _FEW else set()
+    return found
+
+
+def _spread(hits: Tensor) -> str:
+    """How something is spread over the samples of a batch: (samples, numbers of each)."""
+    each = hits.sum(dim=1)
+    if int(each.sum()) <= 1:
+        return "at most once"
+    return "evenly" if bool((each == each[0]).all()) else "unevenly"

@@ -204,6 +204,7 @@ class Experiment:
     devices: tuple[Device, ...]
     parts: int  # micro-batches of a global batch on one device
     settings: dict[str, Any] = field(default_factory=dict)  # fields of the job to replace on both sides
+    more: tuple[int, ...] = ()  # batches of the first epoch that are verified beside, for their targets
     cut: int | None = None  # micro-batches on the side in question, where not the strategy's own
     updates: int | None = None  # how many; None goes to the end, and evaluates
     still: frozenset[Thing] = frozenset()  # what is taken out of the model on both sides

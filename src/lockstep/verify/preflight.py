@@ -5,6 +5,7 @@ from __future__ import annotations
 import time
 from typing import Any
 
+from lockstep.data import job_loader, resolve
 from lockstep.job import Job
 from lockstep.jobfile import JobFile
 from lockstep.launch.devices import Device
@@ -12,6 +13,7 @@ from lockstep.launch.placement import alone
 from lockstep.launch.world import place_of
 from lockstep.strategies import Strategy
 from lockstep.strategies.single import Single
+from lockstep.verify.batches import others_in_kind, places_of
 from lockstep.verify.comparison import Experiment
 from lockstep.verify.training_run import Side
 
@@ -20,6 +22,9 @@ _LONGEST = 0.5
 
 _DOUBT = 1.5
 """How many times the longest an update may take, where a second one is timed: the first prepares much."""
+
+_LOOK = 2.0
+"""Seconds to look at targets for."""
 
 
 def preflight(
@@ -63,8 +68,25 @@ def preflight(
         size = _uneven(job, max(fewest, most), shared)
         settings |= {"batch_size": size, "eval_batch_size": min(size, job.eval_batch_size or job.batch_size)}
         notes.append(f"batches of {size} samples instead of {job.batch_size}, to save time (--whole takes them whole)")
+    more = _more(job.replace(**settings), devices, notes)
     parts = strategy.num_microbatches(job.replace(**settings))
-    return Experiment(source, strategy, devices, parts, settings), notes
+    return Experiment(source, strategy, devices, parts, settings, more), notes
+
+
+def _more(job: Job, devices: tuple[Device, ...], notes: list[str]) -> tuple[int, ...]:
+    """Batches to verify for their targets; what wasn't looked at is noted."""
+    with alone((place_of(devices),)) as world:
+        loader = job_loader(job.replace(accumulate=1), world, resolve(job.train_data, world, "train_data"))
+        try:
+            batches = loader.batches_of(0)
+            if batches is None:
+                return ()
+            more, looked = others_in_kind(loader, places_of(loader, job.batch_size, 0), _LOOK)
+        finally:
+            loader.close()
+    if looked < batches:
+        notes.append(f"batches were looked for whose targets differ in kind, among the first {looked:,} of {batches:,}")
+    return more
 
 
 def _most(job: Job, devices: tuple[Device, ...], size: int, seconds: float) -> int:

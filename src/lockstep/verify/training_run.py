@@ -76,7 +76,7 @@ class Side:
         """The batches of the course, and whether each is the last one of its epoch here."""
         for epoch in range(EPOCHS):
             held: Batch | None = None
-            places = places_of(self.loader, self.job.batch_size, epoch)
+            places = places_of(self.loader, self.job.batch_size, epoch, self._experiment.more)
             for batch in Excerpt(self.loader, places).epoch(epoch):
                 if held is not None:
                     yield held, False
