@@ -21,6 +21,8 @@ from __future__ import annotations
 
 import copy
 import functools
+import io
+import pickle
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any, Literal
@@ -95,8 +97,12 @@ class Seen:
         )
         return Caveat("auxiliary loss", text)
 
-    def of_microbatches(self) -> Iterator[Caveat]:
-        """What differs where one model computes a batch in micro-batches."""
+    def of_microbatches(self, *, with_dropout: bool) -> Iterator[Caveat]:
+        """What differs where one model computes a batch in micro-batches.
+
+        Args:
+            with_dropout: whether the model has dropout layers, of which it is known that they draw.
+        """
         if self.writes is not None:
             text = (
                 f'the model writes its parameter "{self.writes}" in forward, once per micro-batch, not once per batch'
@@ -104,6 +110,15 @@ class Seen:
             yield Caveat("state", text)
         for name in self.written:
             yield Caveat("buffer", f'buffer "{name}" is written in forward, once per micro-batch, not once per batch')
+        if self.draws and not with_dropout:
+            text = "the model draws random numbers in forward, which differ from single-device training; they are"
+            yield Caveat("drawing", f"{text} reproducible")
+        if self.remembers:
+            text = (
+                "the model remembers something that is neither parameter nor buffer (the same inputs give other "
+                "outputs the second time), and each micro-batch changes it, not each batch"
+            )
+            yield Caveat("state", text, "single or mp without accumulate keeps the results")
         if self.mixes:
             text = "outputs depend on other samples of the batch, and each micro-batch is computed alone"
             yield Caveat("mixing", text, "single or mp without accumulate keeps the results")
@@ -125,6 +140,13 @@ class Seen:
         """What differs where devices evaluate, or predict, a local batch each."""
         if self.mixes:
             yield MIXES
+        for name in self.written:
+            yield Caveat("buffer", f'buffer "{name}" is written in evaluation, by each replica from its local batch')
+        if self.remembers:
+            text = (
+                "in evaluation the model remembers something that is neither parameter nor buffer, each replica its own"
+            )
+            yield Caveat("state", text, "make it a buffer that training writes")
         if self.draws:
             text = "the model draws random numbers in evaluation, which differ from single-device ones; they are"
             yield Caveat("drawing", f"{text} reproducible")
@@ -421,3 +443,31 @@ def _differ(ones: list[torch.Tensor], others: list[torch.Tensor]) -> bool:
         if bool(torch.isfinite(largest)) and bool((a - b).abs().max() > rounding * largest):
             return True
     return False
+
+
+def plain_attributes(model: nn.Module) -> dict[str, bytes]:
+    """A print of every attribute of a module that is neither parameter, buffer nor module: ``{"body.calls": ...}``.
+
+    What can't be pickled is left out. The model's own tensors go by their names (an RNN lists its weights).
+    """
+    own = {id(t): name for name, t in (*model.named_parameters(), *model.named_buffers())}
+
+    class Pickler(pickle.Pickler):
+        def persistent_id(self, held: Any) -> str | None:
+            return own.get(id(held)) if isinstance(held, torch.Tensor) else None
+
+    found = {}
+    for name, module in model.named_modules():
+        for key, value in vars(module).items():
+            if key in _OF_EVERY_MODULE or isinstance(value, nn.Module) or callable(value):
+                continue
+            written = io.BytesIO()
+            try:
+                Pickler(written).dump(value)
+            except Exception:
+                continue
+            found[f"{name}.{key}" if name else key] = written.getvalue()
+    return found
+
+
+_OF_EVERY_MODULE = {*vars(nn.Module()), "_compiled_call_impl", "forward"}

@@ -20,6 +20,7 @@ from __future__ import annotations
 
 import copy
 import functools
+import pickle
 import types
 from collections.abc import Callable
 from typing import Any
@@ -98,6 +99,16 @@ class Totalled:
     def may_have_state(self) -> bool:
         """Whether it is an object with attributes."""
         return bool(getattr(self.loss, "__dict__", None)) and not isinstance(self.loss, types.FunctionType)
+
+    def state(self) -> bytes | None:
+        """What the loss holds that a call may change: its attributes, or what a function has closed over."""
+        held: Any = vars(self.loss) if self.may_have_state else None
+        if isinstance(self.loss, types.FunctionType):
+            held = [cell.cell_contents for cell in self.loss.__closure__ or ()]
+        try:
+            return pickle.dumps(held) if held else None
+        except Exception:  # what can't be pickled can't be compared
+            return None
 
     def copied(self, *, double: bool = False) -> Totalled:
         """One whose calls leave the state of a loss that is an object alone; a module in float64, if ``double``."""

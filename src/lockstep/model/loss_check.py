@@ -295,13 +295,18 @@ class LossCheck:
             return wrong  # it can't compute in float64
         wrong_again = _first_wrong(sums, _tolerance(doubled, [of.whole.total for of in sums], waits=False))
         if wrong_again is None and self._loss.may_have_state and not self._has_state:
-            self._has_state = True
-            if self._cuts:
-                self.notes.append(
-                    f"{self._loss.name} remembers something from call to call, and is called for each local batch, not "
-                    "once a batch: results differ from single-device training; single without accumulate keeps them"
-                )
+            self.remembers()
         return wrong_again
+
+    def remembers(self) -> None:
+        """The loss has changed what it holds; several threads may say so."""
+        self._has_state = True
+        if self._cuts:
+            self.notes.append(
+                f"{self._loss.name} remembers something from call to call, and is called for each local batch, not "
+                "once a batch: where its value depends on that, results differ from single-device training; single "
+                "without accumulate keeps them"
+            )
 
     def _refuse(self, wrong: Sum, step: int) -> NoReturn:
         whole, one, other = wrong

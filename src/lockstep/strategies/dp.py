@@ -29,17 +29,19 @@ from lockstep.launch.events import Caveat
 from lockstep.launch.layout import Layout
 from lockstep.launch.world import World
 from lockstep.model.build import buffers_of, build_model
-from lockstep.model.inspection import drops
+from lockstep.model.inspection import drops, plain_attributes
 from lockstep.model.loss import Number
 from lockstep.model.optimizer import build_optimizer
 from lockstep.parallel import gather
 from lockstep.strategies.replicas import (
     follow_settings,
+    refuse_changes,
+    refuse_other_parameters,
     refuse_what_replicas_would_share,
     replica_of,
     structure_of,
 )
-from lockstep.strategies.step import Step
+from lockstep.strategies.step import Result, Step
 from lockstep.strategies.strategy import Strategy
 from lockstep.tensors.pytree import call, cut, share_sizes, to_device
 from lockstep.threads import recompute
@@ -118,6 +120,7 @@ class DPStep(Step):
         if exchange is not None:
             self._team.on_abort.append(exchange.abort)
         self._streams = [torch.Generator() for _ in world.devices] if self._shared else []
+        self._kept: dict[str, bytes] | None = None
         self._recomputes = job.activation_checkpointing is not None
         recompute.install()
         self._begin_streams(job.seed, world.step)
@@ -159,6 +162,20 @@ class DPStep(Step):
         elif device.type == "cuda":
             torch.cuda.default_generators[device.index].manual_seed(key)
 
+    def update(self, batch: Batch) -> Result:
+        """As every step's.
+
+        Raises:
+            StrategyError: the loop has changed something of the model that its replicas don't follow.
+        """
+        if not self.own_loop or self.replicas == 1:
+            return super().update(batch)
+        if self._kept is not None:
+            refuse_changes(self.model, self._kept)
+        result = super().update(batch)
+        self._kept = plain_attributes(self.model) if self.looks_again else None
+        return result
+
     def gradients(self, batch: Batch) -> tuple[Number, Number]:
         """Gradients of total / size, summed over micro-batches and replicas."""
         self._refresh()
@@ -178,7 +195,7 @@ class DPStep(Step):
         super()._look(batch)
         if self.seen.seeds:
             text = "the model seeds PyTorch's generator in forward, which is not what replicas of dp draw from"
-            self._tell([Caveat("drawing", text, "give what draws a torch.Generator of its own, or take ddp")])
+            self.tell_once([Caveat("drawing", text, "give what draws a torch.Generator of its own, or take ddp")])
         if self._recomputes and self.seen.draws_elsewhere:
             raise StrategyError(
                 "dp: activation_checkpointing, and the model draws from Python's or numpy's random in forward, which "
@@ -239,6 +256,8 @@ class DPStep(Step):
                 if j and self._stream is not None:
                     self._seed_replica(i, mixed(*self._stream[:2], i, j))
                 part_total, part_count = self.forward_loss(self._replicas[i], part, where)
+                if i and self.looks_again:
+                    refuse_other_parameters(part_total, self.model)
                 self.backward(part_total, 1 / size)
                 total = total + part_total.detach()
                 count = count + part_count

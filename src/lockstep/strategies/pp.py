@@ -245,9 +245,6 @@ class PP(Strategy):
         """What micro-batches change, and fewer samples than there are micro-batches."""
         parts = self.num_microbatches(job)
         found = super().caveats(job.replace(accumulate=parts), model, 1)
-        if parts > 1 and any(m.training for m in model.modules() if isinstance(m, nn.modules.batchnorm._BatchNorm)):
-            text = f"BatchNorm normalizes over each micro-batch, as single with accumulate={parts} does"
-            found.append(Caveat("batchnorm", text))
         if job.batch_size < parts:
             text = f"batches of {job.batch_size} samples are {job.batch_size} micro-batches, not {parts}"
             found.append(Caveat("few samples", text))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+from collections.abc import Mapping
 from typing import Any
 
 import torch
@@ -12,6 +13,7 @@ from lockstep.errors import JobError, StrategyError
 from lockstep.launch.devices import Device
 from lockstep.launch.processes.call import closed_over
 from lockstep.model.build import hooked_parameters
+from lockstep.model.inspection import plain_attributes
 from lockstep.threads.parametrized import cache_apart
 
 
@@ -81,6 +83,25 @@ def _is_plain(value: Any) -> bool:
     return all(isinstance(item, _PLAIN) for item in value)
 
 
+def refuse_changes(model: nn.Module, before: Mapping[str, bytes]) -> None:
+    """Refuse what a loop has changed between two updates, where replicas can't follow it.
+
+    Args:
+        model: the loop's.
+        before: its attributes after the last update, as `plain_attributes` gives them.
+
+    Raises:
+        StrategyError: an attribute is another one, and no plain value.
+    """
+    for name, value in plain_attributes(model).items():
+        around, _, own = name.rpartition(".")
+        if before.get(name) != value and not _is_plain(getattr(model.get_submodule(around), own, None)):
+            raise StrategyError(
+                f'dp: "{name}" of the model has changed since the last step, and replicas follow numbers, texts and '
+                "flat lists of them only: make it a buffer, or call lockstep.parallelize again, or take ddp"
+            )
+
+
 def _computed_tensor(model: nn.Module) -> str | None:
     """The first attribute that is a tensor with a history, as the old ``weight_norm`` leaves them."""
     for name, module in model.named_modules():
@@ -106,3 +127,28 @@ def refuse_what_replicas_would_share(model: nn.Module) -> None:
             if any(id(thing) in own for thing in closed_over(function)):
                 where = f'"{name}"' if name else "the model"
                 raise StrategyError(f"dp: a function in {where} holds on to the model it was made in{advice}")
+
+
+def refuse_other_parameters(total: torch.Tensor, model: nn.Module) -> None:
+    """Refuse the loss of another replica whose graph comes to parameters of ``model``, of which that is a copy.
+
+    Several threads would add to their gradients at the same time, and those of the replica would miss them.
+
+    Raises:
+        StrategyError: it does, through the loss or something that the model holds.
+    """
+    names = {id(p): name for name, p in model.named_parameters()}
+    todo, seen = [total.grad_fn], set()
+    while todo:
+        node = todo.pop()
+        if node is None or node in seen:
+            continue
+        seen.add(node)
+        if (name := names.get(id(getattr(node, "variable", None)))) is not None:
+            raise StrategyError(
+                f'dp: the loss, or something that the model holds, uses "{name}" of the model itself (by a global, a '
+                "closure or a reference), not that of the replica",
+                kind="state",
+                fix="take ddp, which has no copies",
+            )
+        todo += [following for following, _ in node.next_functions]

@@ -246,7 +246,7 @@ class Step(Evaluator, ABC):
             if line is not None:
                 self.loss_check.notes.append(line)
         if self.loss_check.notes:
-            self._tell(dict.fromkeys(self.loss_check.notes) if self.world.is_first else ())
+            self.tell_once(dict.fromkeys(self.loss_check.notes) if self.world.is_first else ())
             self.loss_check.notes.clear()
         if self.world.size == 1:
             self.stopping = self.world.asked_to_stop()
@@ -282,8 +282,9 @@ class Step(Evaluator, ABC):
         if seen.writes is not None or seen.uncopied is not None:
             self.last_look = 1
         self.loss_check.of_batch = seen.of_batch
+        with_dropout = any(map(drops, self.model.modules()))
         if self.replicas == 1:
-            self._tell(seen.of_microbatches())
+            self.tell_once(seen.of_microbatches(with_dropout=with_dropout))
             return
         if seen.writes is not None:
             raise StrategyError(
@@ -298,9 +299,9 @@ class Step(Evaluator, ABC):
                 kind="mixing",
                 fix="take single or mp, or leave it out",
             )
-        self._tell(seen.of_replicas(with_dropout=any(map(drops, self.model.modules()))))
+        self.tell_once(seen.of_replicas(with_dropout=with_dropout))
 
-    def _tell(self, notes: Iterable[Caveat | str]) -> None:
+    def tell_once(self, notes: Iterable[Caveat | str]) -> None:
         """Say what hasn't been said."""
         for note in notes:
             if note not in self._noted:
@@ -356,7 +357,7 @@ class Step(Evaluator, ABC):
         if not self._weighs:
             self._weighs = True
             if hooked_parameters(self.model) and self.replicas * self._accumulate == 1:
-                self._tell(
+                self.tell_once(
                     ["hooks on parameters see gradients of total / samples, before they become those of the loss"]
                 )
         grads = [p.grad for p in self._parameters if p.grad is not None]
@@ -377,7 +378,10 @@ class Step(Evaluator, ABC):
         """Total and count of one micro-batch's share under ``model``; the loss is probed where that is needed."""
         with self._precision.autocast():
             outputs = self.forward(model, part)
+            before = self.loss.state() if self.looks_again else None
             total, count = self.loss(outputs, part.targets, part.size)
+        if before is not None and self.loss.state() != before:
+            self.loss_check.remembers()
         if self.on_forward is not None:
             self.on_forward(where, part, outputs)
         if self.loss_check.wants(self._updates):
@@ -430,7 +434,7 @@ class Step(Evaluator, ABC):
         """Say which outputs of the model, computed over a whole local batch, act in the loss."""
         for name in self.loss_check.reads if self.cuts_batch and self.world.is_first else ():
             if (caveat := self.seen.of_output(name)) is not None:
-                self._tell([caveat])
+                self.tell_once([caveat])
 
     def _finite(self, model: nn.Module, part: Part, outputs: Any, total: torch.Tensor, where: str) -> None:
         value = total.item()
@@ -546,7 +550,9 @@ class Step(Evaluator, ABC):
         self.share_buffers()
         scaler = {} if self._scaler is None else {"scaler": self._scaler.state_dict()}
         optimizer = named_optimizer_state(self.optimizer, self.model)
-        return {"model": self.model.state_dict(), "optimizer": optimizer, **scaler}
+        kept = self.model.state_dict()
+        others = {name: b for name, b in self.model.named_buffers() if name not in kept}  # those not persistent
+        return {"model": kept, "optimizer": optimizer, **scaler, **({"buffers": others} if others else {})}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Take over what ``state_dict`` gave, under any strategy and number of devices.
@@ -558,9 +564,18 @@ class Step(Evaluator, ABC):
             self.model.load_state_dict(state["model"])
         except RuntimeError as error:
             raise InputError(f"the saved model is another one: {str(error).splitlines()[-1].strip()}") from error
+        self._load_buffers(state.get("buffers", {}))
         load_named_optimizer_state(self.optimizer, self.model, state["optimizer"])
         if self._scaler is not None and "scaler" in state:
             self._scaler.load_state_dict(state["scaler"])
+
+    def _load_buffers(self, saved: Mapping[str, torch.Tensor]) -> None:
+        """Take over buffers that aren't persistent, which a model's own state leaves out."""
+        for name, value in saved.items():
+            around, _, own = name.rpartition(".")
+            module = self.model.get_submodule(around)
+            now = module._buffers.get(own)
+            module._buffers[own] = value.to(value.device if now is None else now.device)
 
 
 def _no_items(step: int) -> str:

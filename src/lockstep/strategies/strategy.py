@@ -132,6 +132,9 @@ class Strategy(ABC):
             if any(m.training or not m.track_running_stats for m in norms) and not job.sync_batchnorm and replicas > 1:
                 text = "BatchNorm normalizes over each replica's local batch, not over the global batch"
                 found.append(Caveat("batchnorm", text, "sync_batchnorm=True keeps the results"))
+            elif any(m.training for m in norms) and job.accumulate > 1:
+                text = f"BatchNorm normalizes over each micro-batch, as single with accumulate={job.accumulate} does"
+                found.append(Caveat("batchnorm", text))
             if any(not m.track_running_stats for m in norms) and job.sync_batchnorm and replicas > 1:
                 text = "BatchNorm without running statistics normalizes over the local batch in evaluation"
                 found.append(Caveat("batchnorm evaluation", text))
@@ -147,13 +150,14 @@ class Strategy(ABC):
         if parts > 1 and hooked_parameters(model):
             text = "hooks on parameters see the gradient of a local batch, before it is summed and weighted"
             found.append(Caveat("hook", text))
-        if replicas > 1 and job.collate is not None:
+        if parts > 1 and job.collate is not None:
+            what = "each device's local batch" if replicas > 1 else "each micro-batch"
             text = (
-                "collate is given each device's local batch, not the global batch: padding and mixing (and a count "
-                "that includes padding) follow the local batch"
+                f"collate is given {what}, not the global batch: padding and mixing (and a count that includes "
+                "padding) follow it"
             )
             found.append(Caveat("collate", text))
-        if replicas > 1 and any(drops(m) for m in model.modules()):
+        if parts > 1 and any(drops(m) for m in model.modules()):
             found.append(DRAWS)
         return found
 

@@ -224,8 +224,14 @@ def share_sizes(total: int, parts: int) -> list[int]:
 
 
 def holds_samples(items: list[Any], samples: int) -> bool:
-    """Whether a list has an item for each sample: boxes of each image, sentences. (Its items aren't batches.)"""
-    return len(items) == samples and not any(t.dim() and t.shape[0] == samples for i in items for t in tensors(i))
+    """Whether a list has an item for each sample: the boxes of each image, sentences.
+
+    A dictionary is one sample's. Tensors are as many batches, where each of them has a row for each sample.
+    """
+    if len(items) != samples or all(isinstance(item, MutableMapping) for item in items):
+        return len(items) == samples
+    found = [t for item in items for t in tensors(item)]
+    return not found or not all(t.dim() and t.shape[0] == samples for t in found)
 
 
 def cut(tree: Any, start: int, size: int, whole: int) -> Any:

@@ -68,8 +68,7 @@ def look_at_evaluation(step: Step, batch: Batch) -> None:
         return
     part = step.first_share(batch)
     if part.size:
-        for caveat in look(step.model, part.inputs, part.size).of_evaluation():
-            step.world.tell(Line.note(caveat))
+        step.tell_once(look(step.model, part.inputs, part.size).of_evaluation())
 
 
 def evaluate_sets(

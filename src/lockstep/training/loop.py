@@ -118,6 +118,7 @@ class _Training:
         self.eval_loaders = eval_loaders(job, world, self.eval_data)
         moves = self._steps if job.lr_scheduler_every == "step" else self._epochs
         self.on_schedule = note_on_length(self.scheduler, moves, job.lr_scheduler_every)
+        self.evaluated = False
         self.epoch = 0  # epochs that are done
         self.position = 0  # batches done of the epoch that is not
         self.partial: tuple[Any, Any] = (0.0, 0.0)
@@ -225,7 +226,10 @@ class _Training:
         self.record = {"train_loss": loss}
         self.told.event("epoch", number, self.world.step, self.record)
         if self.eval_loaders:
-            values = evaluate_sets(self.step, self.eval_loaders, self.job.metrics, self.world, self.job.seed)
+            values = evaluate_sets(
+                self.step, self.eval_loaders, self.job.metrics, self.world, self.job.seed, looks=not self.evaluated
+            )
+            self.evaluated = True
             self.record |= {"eval_loss": values.pop("loss"), **values}
         self.record |= {"lr": lr, "seconds": seconds, "samples_per_second": samples / seconds if seconds else 0.0}
         self._stop_if_told(self.told.event("evaluated", number, self.world.step, self.record))

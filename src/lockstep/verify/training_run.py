@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import copy
-import io
-import pickle
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any
@@ -15,7 +13,7 @@ from torch import nn
 from lockstep.data import Batch, Part, eval_loaders, resolve, resolve_sets
 from lockstep.job import Job
 from lockstep.launch.world import World
-from lockstep.model.inspection import acting_buffers
+from lockstep.model.inspection import acting_buffers, plain_attributes
 from lockstep.strategies.step import Result, Step
 from lockstep.tensors.digest import digest
 from lockstep.tensors.pytree import each, holds_samples, tensors
@@ -196,34 +194,6 @@ def _in_order(nest: Any, order: torch.Tensor) -> Any:
 def buffer_digests(model: nn.Module) -> dict[str, Any]:
     """By name, what tells the values of buffers from others; running statistics, which don't act, are left out."""
     return {name: digest(b) for name, b in acting_buffers(model).items()}
-
-
-def plain_attributes(model: nn.Module) -> dict[str, bytes]:
-    """A print of every attribute of a module that is neither parameter, buffer nor module: ``{"body.calls": ...}``.
-
-    What can't be pickled is left out. The model's own tensors go by their names (an RNN lists its weights).
-    """
-    own = {id(t): name for name, t in (*model.named_parameters(), *model.named_buffers())}
-
-    class Pickler(pickle.Pickler):
-        def persistent_id(self, held: Any) -> str | None:
-            return own.get(id(held)) if isinstance(held, torch.Tensor) else None
-
-    found = {}
-    for name, module in model.named_modules():
-        for key, value in vars(module).items():
-            if key in _OF_EVERY_MODULE or isinstance(value, nn.Module) or callable(value):
-                continue
-            written = io.BytesIO()
-            try:
-                Pickler(written).dump(value)
-            except Exception:
-                continue
-            found[f"{name}.{key}" if name else key] = written.getvalue()
-    return found
-
-
-_OF_EVERY_MODULE = {*vars(nn.Module()), "_compiled_call_impl", "forward"}
 
 
 def own_functions(outputs: Any) -> set[str]:

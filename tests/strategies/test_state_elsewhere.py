@@ -1,0 +1,167 @@
+"""State in other places than parameters and buffers: kept right where it can be, and else said or refused."""
+
+from __future__ import annotations
+
+import dataclasses
+import types
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from torch.nn import functional as F
+
+import lockstep
+from lockstep import train
+from lockstep.errors import StrategyError
+from lockstep.tensors.pytree import cut
+from lockstep.verify import same_bits
+
+from zoo import ZOO, drawn, labels, mlp, sgd  # isort: skip
+
+DP = {"strategy": "dp", "devices": "2xcpu"}
+ACCUMULATE = {"strategy": "single", "devices": "1xcpu", "accumulate": 2}
+
+
+class Penalty:
+    """A loss with a penalty on weights, of the model that it was built with."""
+
+    model: nn.Module
+
+    def build(self) -> nn.Module:
+        self.model = mlp()
+        return self.model
+
+    def __call__(self, outputs: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
+        return F.cross_entropy(outputs, targets) + 0.01 * sum(p.pow(2).sum() for p in self.model.parameters())
+
+
+def test_a_loss_that_uses_the_model_itself_is_refused_under_dp(tmp_path: Path) -> None:
+    loss = Penalty()
+    job = dataclasses.replace(ZOO["mlp"], model=loss.build, loss=loss)
+    with pytest.raises(StrategyError, match="of the model itself"):
+        train(job, **DP, folder=tmp_path, quiet=True)
+
+
+def test_a_child_that_refers_to_its_parent_is_refused_under_dp(tmp_path: Path) -> None:
+    class Child(nn.Module):
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return x * model.scale
+
+    model = nn.Sequential(nn.Linear(6, 3), Child())
+    model.scale = nn.Parameter(torch.ones(3))
+    with pytest.raises(StrategyError, match='uses "scale" of the model itself'):
+        train(dataclasses.replace(ZOO["mlp"], model=lambda: model), **DP, folder=tmp_path, quiet=True)
+
+
+class Warming:
+    """A loss whose second term grows with its calls in training."""
+
+    def __init__(self) -> None:
+        self.calls = 0
+
+    def __call__(self, outputs: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
+        if outputs.requires_grad:
+            self.calls += 1
+        return F.cross_entropy(outputs, targets) + min(1.0, self.calls / 100) * outputs.abs().mean()
+
+
+class Remembering(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.body, self.calls = mlp(), 0
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        self.calls += self.training
+        return self.body(x) * (1 + 0.1 * self.calls)
+
+
+class MixingInEvaluation(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.body = mlp()
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        outputs = self.body(x)
+        return outputs if self.training else outputs - outputs.mean(dim=0)
+
+
+def padded(samples: list[tuple[torch.Tensor, torch.Tensor]]) -> tuple[torch.Tensor, torch.Tensor]:
+    inputs, targets = (torch.stack(list(of)) for of in zip(*samples, strict=True))
+    return 0.7 * inputs + 0.3 * inputs.flip(0), targets
+
+
+def normed() -> nn.Module:
+    return nn.Sequential(nn.Linear(6, 8), nn.BatchNorm1d(8), nn.Linear(8, 3))
+
+
+def dropping() -> nn.Module:
+    return nn.Sequential(nn.Linear(6, 8), nn.Dropout(0.1), nn.Linear(8, 3))
+
+
+@pytest.mark.parametrize(
+    ("changes", "way", "says"),
+    [
+        ({"loss": Warming()}, DP, "remembers something from call to call"),
+        ({"loss": Warming()}, ACCUMULATE, "remembers something from call to call"),
+        ({"model": Remembering}, ACCUMULATE, "each micro-batch changes it, not each batch"),
+        ({"model": MixingInEvaluation}, DP, "outputs depend on other samples of the batch"),
+        ({"model": normed}, ACCUMULATE, "BatchNorm normalizes over each micro-batch"),
+        ({"model": dropping}, ACCUMULATE, "dropout masks differ from single-device training"),
+        ({"collate": padded}, ACCUMULATE, "collate is given each micro-batch, not the global batch"),
+    ],
+    ids=lambda value: "",
+)
+def test_it_is_said(changes: Any, way: Any, says: str, tmp_path: Path, capsys: Any) -> None:
+    train(dataclasses.replace(ZOO["mlp"], **changes), **way, folder=tmp_path)
+    assert says in capsys.readouterr().out
+
+
+class Fading(nn.Module):
+    """Its outputs fade by a buffer that isn't persistent."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.body = mlp()
+        self.register_buffer("strength", torch.ones(()), persistent=False)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        if self.training:
+            self.strength = self.strength * 0.9
+        return self.body(x) * self.strength
+
+
+def test_a_buffer_that_is_not_persistent_is_resumed(tmp_path: Path) -> None:
+    job = dataclasses.replace(ZOO["mlp"], model=Fading)
+    whole = train(job.replace(epochs=2), devices="1xcpu", folder=tmp_path / "a", quiet=True)
+    half = train(job.replace(epochs=1), devices="1xcpu", folder=tmp_path / "b", quiet=True)
+    resumed = train(job.replace(epochs=2), devices="1xcpu", resume=half.folder, quiet=True)
+    assert same_bits(resumed.model(), whole.model())
+    assert resumed.history[-1]["train_loss"] == whole.history[-1]["train_loss"]
+
+
+class Configured(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.body, self.config = mlp(), types.SimpleNamespace(temperature=1.0)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.body(x) * self.config.temperature
+
+
+def test_what_a_loop_changes_and_replicas_cannot_follow_is_refused() -> None:
+    model = Configured()
+    step = lockstep.parallelize(model, nn.CrossEntropyLoss(), sgd(model.parameters()), strategy="dp", devices="2xcpu")
+    step(drawn(8, 6), labels(8, 3))
+    model.config.temperature = 0.5
+    with pytest.raises(StrategyError, match='"config" of the model has changed since the last step'):
+        step(drawn(8, 6), labels(8, 3))
+
+
+def test_lists_of_dictionaries_are_cut_by_sample_whatever_their_rows() -> None:
+    boxes = [{"boxes": torch.full((7 if i == 5 else 3, 4), float(i))} for i in range(7)]
+    first = cut(boxes, 0, 4, 7)
+    assert len(first) == 4 and first[0]["boxes"].shape == (3, 4)
+    assert [one["boxes"].shape[0] for one in cut(boxes, 4, 3, 7)] == [3, 7, 3]
+    assert len(cut([{"boxes": torch.ones(1, 4)}], 0, 1, 1)) == 1
