@@ -21,7 +21,7 @@ from lockstep.strategies.strategy import Strategy
 class EveryOther(Strategy):
     """One device that updates in some steps only.
 
-    Args:
+    Attributes:
         every: it updates in each step whose number is a multiple of it.
     """
 

@@ -44,6 +44,9 @@ def face() -> dict[str, Any]:
         name: sorted(option for action in parser._actions for option in (action.option_strings or [action.dest]))
         for name, parser in commands.items()
     }
+    settings = {f"--{setting.replace('_', '-')}" for kind in STRATEGIES.values() for setting in kind.settings()}
+    for name in ("train", "verify"):
+        options[name] = sorted({*options[name], *settings})
     strategies = {name: [f.name for f in dataclasses.fields(kind)] for name, kind in STRATEGIES.items()}
     return {"names": names, "options": options, "strategies": strategies}
 

@@ -19,6 +19,7 @@ from typing import NoReturn
 import lockstep
 from lockstep.cli.compare_commands import add_compare, add_tune, add_verify
 from lockstep.cli.interrupt import Interrupt
+from lockstep.cli.options import add_strategy, refuse_settings
 from lockstep.cli.pipeline_commands import add_partition, add_schedule
 from lockstep.cli.run_commands import add_evaluate, add_predict, add_report, add_train
 from lockstep.errors import InputError, LockstepError, RankFailed, near_names, nearest, own_traceback
@@ -123,7 +124,14 @@ def _terminated(number: int, frame: FrameType | None) -> None:
 
 def _run(words: list[str]) -> int:
     parser, commands = _parser()
+    if {"-h", "--help"} & set(words) and "--strategy" in words[:-1] and words[0] in commands:
+        add_strategy(commands[words[0]], words[words.index("--strategy") + 1])
     options, rest = parser.parse_known_args(words)
+    if rest and hasattr(options, "of_strategy"):
+        if options.strategy is not None:
+            add_strategy(commands[options.command], options.strategy)
+            options, rest = parser.parse_known_args(words)
+        refuse_settings(rest, options.strategy)
     if rest:
         raise commands.get(options.command, parser).unknown(rest, commands)
     if options.command is None:

@@ -123,31 +123,53 @@ def add_placement(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument("--devices", default="auto", help="auto, 4, 2xcpu, cuda, cuda:0,2 (default: auto)")
     parser.add_argument("--backend", help="of the process group (default: nccl on CUDA, gloo elsewhere)")
-    group = parser.add_argument_group("settings of pp, and the map of mp")
-    group.add_argument(
-        "--microbatches", metavar="NUMBER", help="that each batch is cut in; auto chooses by simulation (default: 4)"
-    )
-    group.add_argument("--split-size", metavar="SAMPLES", help="of a micro-batch, instead of their number")
-    group.add_argument(
-        "--schedule",
-        metavar="NAME",
-        help="gpipe, 1f1b, interleaved (two stages on each device), fitted (to measured times) or auto (default: 1f1b)",
-    )
-    group.add_argument(
+    parser.epilog = "Each setting of a strategy is an option too: --strategy pp --help lists those of pp."
+    parser.add_argument(
         "--map",
         metavar="FILE_OR_JSON",
-        help='which layer is on which device: \'{"stem": 0, "layer3": 1}\' (default: found by measuring)',
+        help='of mp and pp, which layer is on which device: \'{"stem": 0, "layer3": 1}\' (default: found by measuring)',
     )
+    parser.set_defaults(of_strategy=())
+
+
+def add_strategy(parser: argparse.ArgumentParser, name: str) -> None:
+    """The settings of the strategy of that name. This imports torch, so it is done only where one is asked for."""
+    from lockstep.strategies import STRATEGIES
+
+    if name not in STRATEGIES:
+        return
+    described = STRATEGIES[name].settings()
+    group = parser.add_argument_group(f"settings of {name}")
+    for setting, what in described.items():
+        group.add_argument(f"--{setting.replace('_', '-')}", metavar="VALUE", help=what.replace("%", "%%"))
+    parser.set_defaults(of_strategy=tuple(described))
+
+
+def refuse_settings(words: Sequence[str], strategy: str | None) -> None:
+    """Refuse a setting of another strategy than the one that was named, or that of one where none was.
+
+    Raises:
+        InputError: with a strategy that has it.
+    """
+    from lockstep.strategies import STRATEGIES, named
+
+    for word in words:
+        option = word.split("=")[0]
+        setting = option.removeprefix("--").replace("-", "_")
+        having = [name for name, kind in STRATEGIES.items() if setting in kind.settings()]
+        if having and strategy is None:
+            raise InputError(f"{option} is a setting of a strategy: name that too (--strategy {having[-1]})")
+        if having:
+            named(strategy or "", **{setting: ""})
 
 
 def strategy_in(options: argparse.Namespace) -> Any:
     """The strategy's name, or the strategy itself where settings of its own were given."""
-    settings = _given(options, ["microbatches", "split_size", "schedule", "map"])
+    settings = _given(options, ["map", *options.of_strategy])
     if not settings:
         return options.strategy
     if options.strategy is None:
-        option = next(iter(settings)).replace("_", "-")
-        raise InputError(f"--{option} is a setting of a strategy: name that too (--strategy pp)")
+        raise InputError("--map is a setting of a strategy: name that too (--strategy pp)")
     from lockstep.pipelining.device_map import read_map
     from lockstep.strategies import named
 

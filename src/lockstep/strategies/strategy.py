@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import inspect
+import re
 from abc import ABC, abstractmethod
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, fields
@@ -41,6 +43,14 @@ class Strategy(ABC):
     def choices(cls) -> set[str]:
         """The names of its settings that can have other values than the usual one."""
         return {field.name for field in fields(cls)}
+
+    @classmethod
+    def settings(cls) -> dict[str, str]:
+        """Its settings that are words of a command line, with what its docstring says of each."""
+        texts = "\n".join(inspect.cleandoc(kind.__doc__ or "") for kind in reversed(cls.__mro__))
+        entries = dict(re.findall(r"^    (\w+): (.*(?:\n {6,}.*)*)", texts, re.MULTILINE))
+        words = [f.name for f in fields(cls) if f.name in cls.choices() and not re.search("Mapping|tuple", str(f.type))]
+        return {name: " ".join(entries.get(name, "").replace("``", "").split()) for name in words}
 
     @abstractmethod
     def layout(self, devices: int) -> Layout:
