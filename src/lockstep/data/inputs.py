@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch.utils.data import Subset, TensorDataset
 
-from lockstep.data.fetch import unwrapped
+from lockstep.data.fetch import base_of, lookup_of
 from lockstep.errors import InputError
 
 
@@ -30,7 +30,7 @@ def inputs_of(dataset: Any, name: str, *, whole: bool) -> Any:
             f"{name}: a stream has no length, and predicting needs one: give a list of the samples, or a dataset with "
             "__getitem__ and __len__"
         )
-    base, lookup = unwrapped(dataset)
+    base, lookup = base_of(dataset), lookup_of(dataset)
     if whole or (type(base) is TensorDataset and len(base.tensors) == 2):
         return dataset
     if isinstance(base, torch.Tensor) and base.is_cpu:
@@ -40,7 +40,7 @@ def inputs_of(dataset: Any, name: str, *, whole: bool) -> Any:
     else:
         kind = _InputsAtOnce if callable(getattr(base, "__getitems__", None)) else _Inputs
         base = kind(base, getattr(dataset, "draws_random", getattr(base, "draws_random", True)))
-    return base if lookup is None else Subset(base, lookup[torch.arange(len(dataset))].tolist())
+    return base if lookup is None else Subset(base, lookup.tolist())
 
 
 class _Inputs:

@@ -180,39 +180,10 @@ def numbered(order: Order) -> int:
     return number & ((1 << 62) - 1)
 
 
-class Lookup:
-    """For a ``Subset`` (of a ``Subset`` ...): the index in the dataset below of some of its samples.
-
-    Args:
-        levels: the indices of each ``Subset``, the outermost first. A range is computed, tensors and arrays of any
-            integer format are used as they are, and a list becomes a tensor when it is first needed.
-        base: the dataset below them all; its length is asked for where an index is negative.
-    """
-
-    def __init__(self, levels: list[Any], base: Any) -> None:
-        self._levels = levels
-        self._base = base
-        self._ready = False
-
-    def __getitem__(self, samples: Tensor) -> Tensor:
-        if not self._ready:
-            self._levels = [i if isinstance(i, range) else torch.as_tensor(i) for i in self._levels]
-            self._ready = True
-        for indices in self._levels:
-            if isinstance(indices, range):
-                samples = torch.where(samples < 0, samples + len(indices), samples)
-                samples = samples * indices.step + indices.start
-            else:
-                samples = indices[samples].to(torch.int64)
-        if samples.numel() and int(samples.min()) < 0:
-            samples = torch.where(samples < 0, samples + len(self._base), samples)
-        return samples
-
-
 class Places:
     """An order by the indices of the dataset under a ``Subset``."""
 
-    def __init__(self, lookup: Lookup, order: Order) -> None:
+    def __init__(self, lookup: Tensor, order: Order) -> None:
         self._lookup, self._order = lookup, order
 
     def __len__(self) -> int:

@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from lockstep.data import Batch, Part, mixed
+from lockstep.data.shares import Batch, Part, mixed, over_ranks
 from lockstep.errors import InputError
 from lockstep.launch.world import World
 from lockstep.tensors.pytree import batch_size_of, cut, share_sizes, tensors
@@ -32,7 +32,7 @@ def batch_of(
     mine = 0 if inputs is None else batch_size_of(inputs)
     if accumulate > 1 or len(world.devices) > 1:
         _refuse_other_rows(mine, targets)
-    sizes = _sizes_of_all(mine, world)
+    sizes = [size for (size,) in over_ranks(world, mine)]
     parts = []
     start = 0
     for size in share_sizes(mine, accumulate):
@@ -58,13 +58,6 @@ def _refuse_other_rows(rows: int, targets: Any) -> None:
             f"inputs have {rows} rows and targets {theirs[0]}, so they can't be cut together: the first dimension of "
             "both has to be the batch (batch_first=True, or transpose inside of the model)"
         )
-
-
-def _sizes_of_all(mine: int, world: World) -> list[int]:
-    sizes = torch.zeros(world.size, dtype=torch.int64)
-    sizes[world.rank] = mine
-    found: list[int] = world.all_reduce(sizes.to(world.device.torch)).tolist()
-    return found
 
 
 @contextmanager

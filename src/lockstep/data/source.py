@@ -6,16 +6,10 @@ from collections.abc import Callable, Iterator, Mapping
 from types import GeneratorType
 from typing import Any
 
-import torch
-from torch.utils.data import DataLoader, IterableDataset, TensorDataset
+from torch.utils.data import DataLoader, IterableDataset
 
-from lockstep.data.fetch import unwrapped
-from lockstep.data.stream import number_of
 from lockstep.errors import JobError, LockstepError, told
 from lockstep.launch.world import World
-
-_LOOKED_AT = 1000
-"""Indices and rows by which data are known."""
 
 
 def resolve(source: Any, world: World, name: str = "train_data") -> Any:
@@ -80,44 +74,6 @@ def resolve_sets(source: Any, world: World, name: str = "eval_data") -> dict[str
         if not isinstance(key, str) or not key:
             raise JobError(f"{name}: the name of a set is {key!r}, a text is expected")
     return {key: resolve(value, world, f'{name}["{key}"]') for key, value in source.items()}
-
-
-def same_on_every_rank(dataset: Any, world: World, name: str) -> None:
-    """Make sure that all ranks have the same data, as far as that shows without asking a dataset for samples.
-
-    A dataset of a class of one's own is only compared by its length: fetching would open files before loader workers
-    are made. Streams are compared while they are read.
-
-    Raises:
-        JobError: they haven't; every rank raises.
-    """
-    if world.size == 1 or is_stream(dataset):
-        return
-    (length, number), *others = world.gather_objects((len(dataset), _number(dataset)))
-    for rank, (other_length, other) in enumerate(others, start=1):
-        if other_length != length:
-            raise JobError(
-                f"{name}: it has {length} samples on rank 0 and {other_length} on rank {rank}: every rank has to have "
-                "all of it (don't cut it by rank), and keeps its share"
-            )
-        if other != number:
-            raise JobError(
-                f"{name}: its samples are others on rank {rank} than on rank 0",
-                kind="unseeded data",
-                fix="seed what makes or splits them (random_state=0 in scikit-learn, default_rng(0) in numpy)",
-            )
-
-
-def _number(dataset: Any) -> int:
-    """A number made of some indices of a ``Subset`` and of some rows of tensors, 0 where neither is there."""
-    base, lookup = unwrapped(dataset)
-    made: list[Any] = []
-    if lookup is not None:
-        places = torch.arange(min(len(dataset), _LOOKED_AT))
-        made.append(int((lookup[places] * (places + 1)).sum()))
-    if type(base) is TensorDataset:
-        made += [t[:: max(1, len(t) // _LOOKED_AT)][:_LOOKED_AT] for t in base.tensors]
-    return number_of(made)
 
 
 class Recalled:
