@@ -6,6 +6,7 @@ the same names and wins; there is no third place where a setting can hide.
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import math
 import types
@@ -145,9 +146,6 @@ class Job:
         Raises:
             JobError: a setting doesn't exist (the nearest is offered), or its value is wrong.
         """
-        for name in settings:
-            if name not in _FIELDS:
-                raise JobError(f"{name}: a job has no such setting; {nearest(name, list(_FIELDS))}")
         return dataclasses.replace(self, **settings)
 
     @property
@@ -156,27 +154,22 @@ class Job:
         return {name: getattr(self, name) for name in SETTINGS}
 
 
-_FIELDS = {f.name: f for f in dataclasses.fields(Job)}
-
 _POSITIVE = {"batch_size", "epochs", "steps", "accumulate", "clip_norm", "eval_batch_size"}
 """Settings that are above zero; other numbers may be zero."""
 
 
-def _plain_types() -> dict[str, Any]:
-    hints = typing.get_type_hints(Job)
-    return {name: hints[name] for name in _FIELDS if _is_plain(hints[name])}
+def _options(hint: Any) -> tuple[Any, ...]:
+    """The members of a union; of anything else, itself."""
+    return typing.get_args(hint) if typing.get_origin(hint) in (typing.Union, types.UnionType) else (hint,)
 
 
-def _is_plain(hint: Any) -> bool:
-    options = (
-        typing.get_args(hint)
-        if isinstance(hint, types.UnionType) or typing.get_origin(hint) is typing.Union
-        else (hint,)
-    )
-    return all(o in (int, float, bool, str, type(None)) or typing.get_origin(o) is Literal for o in options)
+def _is_plain(option: Any) -> bool:
+    return option in (int, float, bool, str, type(None)) or typing.get_origin(option) is Literal
 
 
-SETTINGS: dict[str, Any] = _plain_types()
+SETTINGS: dict[str, Any] = {
+    name: hint for name, hint in typing.get_type_hints(Job).items() if all(map(_is_plain, _options(hint)))
+}
 """The settings that a command line can give, with their types."""
 
 
@@ -204,36 +197,32 @@ def convert(value: Any, hint: Any, name: str) -> Any:
     Raises:
         JobError: it isn't one.
     """
-    options = typing.get_args(hint) if typing.get_origin(hint) in (typing.Union, types.UnionType) else (hint,)
+    options = _options(hint)
     if type(None) in options and (value is None or (isinstance(value, str) and value.lower() == "none")):
         return None
-    wanted = [o for o in options if o is not type(None)]
+    wanted = [option for option in options if option is not type(None)]
     for option in wanted:
-        converted = _as(value, option)
-        if converted is not _NO:
-            return converted
-    raise JobError(f"{name}: {value!r} is not {' or '.join(_called(o) for o in wanted)}")
+        with contextlib.suppress(KeyError, TypeError, ValueError):
+            return _as(value, option)
+    raise JobError(f"{name}: {value!r} is not {' or '.join(map(_called, wanted))}")
 
 
-_NO = object()
 _WORDS = {"true": True, "yes": True, "on": True, "1": True, "false": False, "no": False, "off": False, "0": False}
 
 
 def _as(value: Any, option: Any) -> Any:
+    """The value in this type; one of KeyError, TypeError and ValueError where it is of another."""
     if typing.get_origin(option) is Literal:
-        return next((choice for choice in typing.get_args(option) if str(choice) == str(value)), _NO)
+        return {str(choice): choice for choice in typing.get_args(option)}[str(value)]
     if option is bool:
-        return value if isinstance(value, bool) else _WORDS.get(str(value).lower(), _NO)
-    if option is str or option is Path:
-        return option(value) if isinstance(value, str | Path) else _NO
-    if option in (int, float):
-        if isinstance(value, bool) or (option is int and isinstance(value, float) and not value.is_integer()):
-            return _NO
-        try:
-            return option(value)
-        except (TypeError, ValueError):
-            return _NO
-    return value
+        return _WORDS[str(value).lower()]
+    if option in (str, Path) and not isinstance(value, str | Path):
+        raise TypeError
+    if option in (int, float) and isinstance(value, bool):
+        raise TypeError
+    if option is int and isinstance(value, float) and not value.is_integer():
+        raise ValueError
+    return option(value) if option in (str, Path, int, float) else value
 
 
 def _called(option: Any) -> str:
