@@ -11,7 +11,7 @@ from torch import Tensor
 
 from lockstep.data.fetch import Collate, Fetcher
 from lockstep.data.loader_workers import Workers, default_workers, free_cores
-from lockstep.data.order import Orders, Places, numbered
+from lockstep.data.order import Ascending, Places, by_person, numbered, permutation
 from lockstep.data.prefetch import copied_ahead
 from lockstep.data.shares import Batch, Cutting, Order, Part
 from lockstep.errors import JobError
@@ -140,9 +140,10 @@ class Loader(AnyLoader):
     def _fetcher(self) -> Fetcher:
         if not (length := len(self._dataset)):
             raise JobError(f"{self._name}: it is empty")
-        self.orders = Orders(length, seed=self._seed, shuffle=self._shuffle, by_person=self._by_person)
+        self._length = length
+        self._held: tuple[int, Order] | None = None
+        self._looked = self._said = False
         self.samples: int = length if self._by_person is None else len(self.orders(0))
-        self._said = False
         return Fetcher(
             self._dataset, seed=self._seed, evaluation=self._evaluation, collate=self._collate, name=self._name
         )
@@ -202,6 +203,35 @@ class Loader(AnyLoader):
             world = _world.current()
             if world is not None and not self._cutting.rank:
                 world.tell(Line.note(note))
+
+    def orders(self, epoch: int) -> Order:
+        """The order of an epoch; the last one asked for is kept.
+
+        Raises:
+            JobError: the person's can't be, or doesn't depend on the epoch alone.
+        """
+        if self._held is None or self._held[0] != epoch:
+            self._held = None  # a long one goes before the next comes
+            self._held = epoch, self._order_of(epoch)
+        return self._held[1]
+
+    def _order_of(self, epoch: int) -> Order:
+        if self._by_person is None:
+            return permutation(self._length, self._seed, epoch) if self._shuffle else Ascending(self._length)
+        order = by_person(self._by_person, self._length, self._seed, epoch)
+        if not self._looked:  # once, ask again: a generator of its own would have moved
+            self._looked = True
+            number = numbered(order)
+            del order
+            order = by_person(self._by_person, self._length, self._seed, epoch)
+            if numbered(order) != number:
+                raise JobError(
+                    f"order: for epoch {epoch} it gave other indices when it was called again: it draws from a "
+                    "generator of its own",
+                    kind="sampler",
+                    fix="take torch's, random's or numpy's global one, which are seeded",
+                )
+        return order
 
     def _compare(self, epoch: int, order: Order) -> None:
         """Make sure that the person's order is the same on every rank.
