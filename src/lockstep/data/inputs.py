@@ -38,8 +38,7 @@ def inputs_of(dataset: Any, name: str, *, whole: bool) -> Any:
     if type(base) is TensorDataset and len(base.tensors) == 1:
         base = TensorDataset(base.tensors[0], torch.zeros(1).expand(len(base)))
     else:
-        kind = _InputsAtOnce if callable(getattr(base, "__getitems__", None)) else _Inputs
-        base = kind(base, getattr(dataset, "draws_random", getattr(base, "draws_random", True)))
+        base = _Inputs(base, getattr(dataset, "draws_random", getattr(base, "draws_random", True)))
     return base if lookup is None else Subset(base, lookup.tolist())
 
 
@@ -49,19 +48,14 @@ class _Inputs:
     def __init__(self, dataset: Any, draws_random: bool) -> None:
         self._dataset = dataset
         self.draws_random = draws_random
+        if callable(at_once := getattr(dataset, "__getitems__", None)):
+            self.__getitems__ = lambda indices: [(_inputs(sample), 0) for sample in at_once(indices)]
 
     def __len__(self) -> int:
         return len(self._dataset)
 
     def __getitem__(self, index: int) -> tuple[Any, int]:
         return _inputs(self._dataset[index]), 0
-
-
-class _InputsAtOnce(_Inputs):
-    """The same of a dataset that hands out several samples at once."""
-
-    def __getitems__(self, indices: list[int]) -> list[tuple[Any, int]]:
-        return [(_inputs(sample), 0) for sample in self._dataset.__getitems__(indices)]
 
 
 def _inputs(sample: Any) -> Any:

@@ -69,14 +69,9 @@ def own_stream(world: World, seed: int) -> Iterator[None]:
     if world.size == 1:
         yield
         return
-    generators = [torch.default_generator]
-    if world.device.type == "cuda":
-        generators.append(torch.cuda.default_generators[world.device.index])
-    kept = [generator.get_state() for generator in generators]
-    for generator in generators:
-        generator.manual_seed(mixed(seed, world.step + 1, world.rank))
-    try:
+    mine = mixed(seed, world.step + 1, world.rank)
+    cards = [world.device.index] if world.device.type == "cuda" else []
+    with torch.random.fork_rng(cards):
+        for generator in (torch.default_generator, *(torch.cuda.default_generators[card] for card in cards)):
+            generator.manual_seed(mine)
         yield
-    finally:
-        for generator, state in zip(generators, kept, strict=True):
-            generator.set_state(state)

@@ -28,9 +28,7 @@ def resolve(source: Any, world: World, name: str = "train_data") -> Any:
     Raises:
         JobError: it is no dataset, it is empty, or the callable raised (what it says itself, if that is one of ours).
     """
-    if callable(source) and (isinstance(source, type) or not (_is_map_style(source) or is_stream(source))):
-        made = _called(source, world, name)
-        source = Recalled(source) if _is_read_once(made) else made
+    source = _given(source, world, name)
     _refuse_loaders(source, name)
     if is_stream(source):
         if isinstance(source, GeneratorType):
@@ -62,10 +60,7 @@ def resolve_sets(source: Any, world: World, name: str = "eval_data") -> dict[str
     Raises:
         JobError: as in ``resolve``; a name is no text.
     """
-    if callable(source) and not isinstance(source, type) and not (_is_map_style(source) or is_stream(source)):
-        made = _called(source, world, name)
-        # Else it may be a stream, whose callable is needed again.
-        source = source if _is_read_once(made) else made
+    source = _given(source, world, name)
     if not isinstance(source, Mapping):
         return {"": resolve(source, world, name)}
     if not source:
@@ -96,10 +91,6 @@ def _is_map_style(source: Any) -> bool:
     return hasattr(source, "__getitem__") and hasattr(source, "__len__") and not isinstance(source, IterableDataset)
 
 
-def _is_read_once(source: Any) -> bool:
-    return isinstance(source, Iterator) and not isinstance(source, IterableDataset)
-
-
 def _is_by_name(source: Any) -> bool:
     return isinstance(source, Mapping) and bool(source) and all(isinstance(key, str) for key in source)
 
@@ -116,6 +107,15 @@ def _refuse_loaders(source: Any, name: str) -> None:
     raise JobError(
         f"{name}: {what} batches for one device: give {give} and say batch_size, collate and loader_workers in the job"
     )
+
+
+def _given(source: Any, world: World, name: str) -> Any:
+    """What a callable gives; anything else is the data itself."""
+    if not callable(source) or (not isinstance(source, type) and (_is_map_style(source) or is_stream(source))):
+        return source
+    made = _called(source, world, name)
+    read_once = isinstance(made, Iterator) and not isinstance(made, IterableDataset)
+    return Recalled(source) if read_once else made
 
 
 def _called(source: Any, world: World, name: str) -> Any:
