@@ -104,28 +104,25 @@ class Job:
 
     def __new__(cls, *values: Any, **fields: Any) -> Self:
         """Say what is wrong with the names, in place of Python's own words."""
-        known = {f.name: f for f in dataclasses.fields(cls)}
         if values:
             raise JobError(f"a Job takes its fields by name (model=..., loss=...), not a {type(values[0]).__name__}")
         for name in fields:
-            if name not in known:
-                raise JobError(f"{name}: a job has no such field; {nearest(name, list(known))}")
-        has_default = {n for n, f in known.items() if {f.default, f.default_factory} != {dataclasses.MISSING}}
-        if fields and (missing := [name for name in known if name not in fields and name not in has_default]):
+            if name not in _FIELDS:
+                raise JobError(f"{name}: a job has no such field; {nearest(name, list(_FIELDS))}")
+        needed = [n for n, f in _FIELDS.items() if f.default is f.default_factory is dataclasses.MISSING]
+        if fields and (missing := [name for name in needed if name not in fields]):
             raise JobError(f"{missing[0]}: a job needs one; Job(model=, loss=, optimizer=, train_data=, batch_size=)")
         return super().__new__(cls)
 
     def __post_init__(self) -> None:
         if isinstance(self.optimizer, torch.optim.Optimizer):
             raise JobError("optimizer: give a function that makes it: lambda params: torch.optim.SGD(params, lr=0.1)")
-        for name in ("model", "loss", "optimizer"):
-            if not callable(getattr(self, name)):
-                raise JobError(f"{name}: {getattr(self, name)!r} can't be called")
+        for name in ("model", "loss", "optimizer", "lr_scheduler", "order", "collate"):
+            value = getattr(self, name)
+            if not callable(value) and (value is not None or _FIELDS[name].default is not None):
+                raise JobError(f"{name}: {value!r} can't be called")
         if isinstance(self.model, nn.Module):
             raise JobError("model: give a function that builds it (lambda: Net()), it is built wherever it is needed")
-        for name in ("lr_scheduler", "order", "collate"):
-            if getattr(self, name) is not None and not callable(getattr(self, name)):
-                raise JobError(f"{name}: {getattr(self, name)!r} can't be called")
         if self.train_data is None:
             raise JobError(
                 "train_data: there is none; give a dataset of (inputs, targets), or a callable that gives one"
@@ -153,6 +150,8 @@ class Job:
         """The settings that are plain values, by name: what a run's ``config.json`` keeps."""
         return {name: getattr(self, name) for name in SETTINGS}
 
+
+_FIELDS = {f.name: f for f in dataclasses.fields(Job)}
 
 _POSITIVE = {"batch_size", "epochs", "steps", "accumulate", "clip_norm", "eval_batch_size"}
 """Settings that are above zero; other numbers may be zero."""

@@ -185,8 +185,7 @@ class _Training:
 
     def _write_config(self, given: JobFile | None) -> None:
         """What the run is made of; the strategies under which it went before are kept."""
-        before = self.folder.read_json(self.folder.config) if self.folder.config.is_file() else None
-        settings = self.job.settings
+        before, settings = self.before, self.job.settings
         config = {
             "job": self.plan.name,
             "file": str(Path(given.path).resolve()) if given else None,
