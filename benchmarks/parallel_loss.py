@@ -49,8 +49,8 @@ def _steps(place: torch.device | None = None) -> tuple[nn.Module, dict[str, Call
     core = Device("cpu", 0, usable_cores()[:1])
     team = Team([core])
     return layer, {
-        "plain, one slot": lambda: team.run([plain]) and None,
-        "one slot": parallel([core]),
+        "plain, one CPU device": lambda: team.run([plain]) and None,
+        "one CPU device": parallel([core]),
         "two slots": parallel([Device("cpu", i, (usable_cores()[i],)) for i in range(2)]),
     }
 
@@ -110,11 +110,13 @@ def _rarity(step: Callable[[], None]) -> Callable[[], float]:
 
 PARALLEL_LOSS = {
     "loss": Benchmark(
-        speed, (Ratio("one slot", "plain, one slot", 1 / 1.1), Ratio("two slots", "one slot", 1.8)), unit="tokens/s"
+        speed,
+        (Ratio("one CPU device", "plain, one CPU device", 1 / 1.1), Ratio("two slots", "one CPU device", 1.8)),
+        unit="tokens/s",
     ),
     "loss-memory": Benchmark(
         memory,
-        (Ratio("one slot", "plain, one slot", 4.0), Ratio("two slots", "plain, one slot")),
+        (Ratio("one CPU device", "plain, one CPU device", 4.0), Ratio("two slots", "plain, one CPU device")),
         rounds=1,
         unit="1 / GB at the peak, above the weights",
     ),

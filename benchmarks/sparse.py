@@ -60,7 +60,7 @@ def samples() -> tuple[torch.Tensor, torch.Tensor]:
 
 
 def job(epochs: int = 12, lr: float = 16.0) -> lockstep.Job:
-    """Every tenth sample is held out."""
+    """Every tenth sample is for evaluation."""
     rows, labels = samples()
     held_out = torch.arange(len(rows)) % 10 == 0
     return lockstep.Job(

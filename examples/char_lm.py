@@ -4,7 +4,7 @@ lockstep train examples/char_lm.py --strategy ddp --devices 2
 
 Windows of whole lines, of lengths that vary, are padded in ``collate``, and the loss ignores the padding. Perplexity is
 ``exp(loss)``, the loss being a mean over bytes; the metric ``bits`` is its logarithm to base 2. After the 1,200 updates
-(about six minutes of two cores) it is 5.3 on the files held out; a bigram model's is 11.9, about 2.2 times as much.
+(about six minutes of two cores) it is 5.3 on the evaluation files; a bigram model's is 11.9, about 2.2 times as much.
 """
 
 import math
@@ -26,9 +26,9 @@ PADDING = -100
 
 
 def standard_library(size: int) -> tuple[bytes, bytes]:
-    """The first ``size`` bytes of the modules of the standard library, by name: to train on, and held out.
+    """The first ``size`` bytes of the modules of the standard library, by name: to train on, and for evaluation.
 
-    As many of the last files are held out as make a tenth.
+    As many of the last files are for evaluation as make a tenth.
     """
     folder = Path(sysconfig.get_paths()["stdlib"])
     files: list[bytes] = []

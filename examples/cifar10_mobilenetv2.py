@@ -111,12 +111,12 @@ def job(
         lr: the learning rate at the start.
         epochs: also the length of the annealing; ``--epochs 10`` sets it.
         generated: take a stand-in of the same shape for the images.
-        samples: of the stand-in for training; a fifth of that is held out.
+        samples: of the stand-in for training; a fifth of that is for evaluation.
     """
     if image_size < 32:
         raise JobError(f"image_size: {image_size} is smaller than the images, which are 32 x 32")
     if samples < 5:
-        raise JobError(f"samples: {samples} is too small, a fifth is held out")
+        raise JobError(f"samples: {samples} is too small, a fifth is for evaluation")
     train_data: Callable[[], TensorDataset] = lambda: cifar10(data, TRAINING)  # noqa: E731
     eval_data: Callable[[], TensorDataset] = lambda: cifar10(data, HELD_OUT)  # noqa: E731
     if generated:

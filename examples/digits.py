@@ -30,7 +30,7 @@ class Net(nn.Module):
 
 
 def digits(held_out: bool) -> TensorDataset:
-    """Every fifth image is held out."""
+    """Every fifth image is for evaluation."""
     from sklearn.datasets import load_digits
 
     data = load_digits()

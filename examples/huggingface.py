@@ -18,7 +18,7 @@ LONGEST = 128
 
 
 def paragraphs(held_out: bool) -> list[torch.Tensor]:
-    """Paragraphs of the reference as bytes (time,), of many lengths; every tenth is held out."""
+    """Paragraphs of the reference as bytes (time,), of many lengths; every tenth is for evaluation."""
     texts = sorted({part.strip() for text in topics.values() for part in text.split("\n\n")})
     chosen = [text.encode()[:LONGEST] for i, text in enumerate(texts) if (i % 10 == 0) == held_out]
     return [torch.tensor(list(text)) for text in chosen if len(text) > 1]

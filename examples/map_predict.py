@@ -23,7 +23,7 @@ def upright(image: torch.Tensor) -> torch.Tensor:
 
 
 def main(devices: str = "2xcpu", epochs: int = 10) -> float:
-    """Train on upright images, read those that were held out; gives the part that was read right."""
+    """Train on upright images, read those that were for evaluation; gives the part that was read right."""
     (images, labels), (unseen, expected) = digits(held_out=False).tensors, digits(held_out=True).tensors
     straight = torch.stack(list(lockstep.map(upright, images, devices)))
 

@@ -1,4 +1,4 @@
-"""Your own loop: on two slots of this CPU by ddp, a process for each.
+"""Your own loop: on two CPU devices, which share its cores by ddp, a process for each.
 
 python examples/own_loop.py
 """

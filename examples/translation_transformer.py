@@ -2,10 +2,11 @@
 
 python examples/translation_transformer.py [--parallel]
 
-A loop of your own. Source, target and output layer share one embedding; the loss has label smoothing, the learning rate
-a warm-up. With ``--parallel`` the trunk runs on two slots, its outputs stay there, and ``ParallelLoss`` works through
-them there, four time steps at a time, with the same numbers. A tenth of the numbers from 100 to 999,999 is held out;
-after the 1,600 updates (two to three minutes of two cores) 2,000 of 2,000 of those were named right to the last word.
+A loop of your own. Source, target and output layer share one embedding; the loss has label smoothing, the learning
+rate a warm-up. With ``--parallel`` the trunk runs on two slots, its outputs stay there, and ``ParallelLoss`` works
+through them there, four time steps at a time, with the same numbers. A tenth of the numbers from 100 to 999,999 is
+for evaluation; after the 1,600 updates (two to three minutes of two cores) 2,000 of 2,000 of those were named right
+to the last word.
 """
 
 import argparse
@@ -46,7 +47,7 @@ def is_held_out(n: int) -> bool:
 
 
 def numbers(count: int, held_out: bool, draw: random.Random) -> list[int]:
-    """Numbers of one to six digits, short ones as often as long ones, all held out or none."""
+    """Numbers of one to six digits, short ones as often as long ones, all for evaluation or none."""
     found: list[int] = []
     while len(found) < count:
         digits = draw.randint(1, 6)
@@ -131,4 +132,4 @@ if __name__ == "__main__":
     for n in held_out[:5]:
         said = model.eval().greedy(translated([n])[0], START, LONGEST)[0].tolist()
         print(n, " ".join(TOKENS[t] for t in said[: said.index(END) if END in said else None]))
-    print(f"{100 * exact(model, held_out):.1f} % of 2,000 numbers held out are named right to the last word")
+    print(f"{100 * exact(model, held_out):.1f} % of 2,000 numbers for evaluation are named right to the last word")

@@ -3,9 +3,9 @@
 lockstep train examples/unet.py --devices 2
 lockstep partition examples/unet.py --devices 2
 
-A fifth is held out. The images, 8 x 8 pixels, are enlarged to 16 x 16, and get noise of deviation 0.5 (pixels are 0 to
-1). An image's noise depends on its number, so each run and each number of devices sees the same. Leaving an image as it
-is has a mean square error of 0.25; the job's metric says what is left of that.
+A fifth is for evaluation. The images, 8 x 8 pixels, are enlarged to 16 x 16, and get noise of deviation 0.5 (pixels
+are 0 to 1). An image's noise depends on its number, so each run and each number of devices sees the same. Leaving an
+image as it is has a mean square error of 0.25; the job's metric says what is left of that.
 """
 
 import torch
@@ -19,7 +19,7 @@ DEVIATION = 0.5
 
 
 def noisy_digits(held_out: bool) -> TensorDataset:
-    """Noisy images and clean ones, each (count, 1, 16, 16); every fifth is held out."""
+    """Noisy images and clean ones, each (count, 1, 16, 16); every fifth is for evaluation."""
     from sklearn.datasets import load_digits
 
     clean = torch.tensor(load_digits().images, dtype=torch.float32).unsqueeze(1) / 16

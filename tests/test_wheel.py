@@ -60,4 +60,4 @@ def test_a_plain_install_trains_evaluates_predicts_and_resumes(tmp_path: Path) -
     run = out.splitlines()[-1].removeprefix("run: ")
     assert "loss" in called(lockstep, "evaluate", run, folder=tmp_path)
     assert "predictions" in called(lockstep, "predict", run, folder=tmp_path)
-    assert "going on after epoch 2" in called(lockstep, "train", "--resume", run, "--epochs", "3", folder=tmp_path)
+    assert "resuming after epoch 2" in called(lockstep, "train", "--resume", run, "--epochs", "3", folder=tmp_path)

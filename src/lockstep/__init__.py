@@ -45,7 +45,7 @@ _HOME = {
     "evaluate": "lockstep.train",
     "launch": "lockstep.launch",
     "map": "lockstep.map",
-    "parallel": "lockstep",
+    "parallel": "lockstep.parallel",
     "parallelize": "lockstep.parallelize",
     "partition": "lockstep.pipelining.planner.partition",
     "predict": "lockstep.prediction.predict",
@@ -68,9 +68,8 @@ class _Package(types.ModuleType):
     def __getattr__(self, name: str) -> Any:
         if name not in _HOME:
             raise AttributeError(f"module 'lockstep' has no attribute {name!r}")
-        if name == "parallel":
-            return importlib.import_module("lockstep.parallel")
-        value = getattr(importlib.import_module(_HOME[name]), name)
+        module = importlib.import_module(_HOME[name])
+        value = module if name == "parallel" else getattr(module, name)
         super().__setattr__(name, value)
         return value
 

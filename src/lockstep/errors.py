@@ -97,9 +97,6 @@ class RankFailed(RunError):
         self.step = step
         self.traceback = traceback
 
-    def __reduce__(self) -> tuple[type[RankFailed], tuple[str, int, int | None, str]]:
-        return type(self), (str(self), self.rank, self.step, self.traceback)
-
 
 class NonFiniteLoss(RunError):
     """The loss became NaN or infinite."""
@@ -121,9 +118,6 @@ class ItemFailed(RunError):
         super().__init__(message)
         self.index = index
         self.traceback = traceback
-
-    def __reduce__(self) -> tuple[type[ItemFailed], tuple[str, int | None, str]]:
-        return type(self), (str(self), self.index, self.traceback)
 
 
 class OutOfMemory(RunError):
@@ -196,21 +190,13 @@ def is_own_code(file: str) -> bool:
     return not file.startswith((*installed, str(Path(__file__).parent), "<frozen"))
 
 
-def told(error: BaseException, path: str | None = None) -> str:
-    """``TypeError: what (file.py, line 12)``: an error in one line, with where the person's own code raised it.
-
-    Args:
-        error: what was raised.
-        path: the last place in this file is meant; None means the last one outside of installed packages.
-    """
+def told(error: BaseException) -> str:
+    """``TypeError: what (file.py, line 12)``: an error in one line, with where the person's own code raised it."""
     import traceback
     from pathlib import Path
 
     frames = traceback.extract_tb(error.__traceback__)
-    if path is not None:
-        own = [f for f in frames if Path(f.filename).resolve() == Path(path).resolve()]
-    else:
-        own = [f for f in frames if is_own_code(f.filename) and not f.filename.startswith("<")]
+    own = [f for f in frames if is_own_code(f.filename) and not f.filename.startswith("<")]
     where = f" ({Path(own[-1].filename).name}, line {own[-1].lineno})" if own else ""
     text = str(error).strip().split("\n")[0]
     return f"{type(error).__name__}{': ' if text else ''}{text}{where}{_hint(error)}"

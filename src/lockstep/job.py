@@ -6,6 +6,7 @@ the same names and wins; there is no third place where a setting can hide.
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import math
 import types
@@ -62,7 +63,7 @@ class Job:
             ``"auto"`` finds the model's lists of blocks, or names with commas between (see
             lockstep.model.activation_checkpointing).
         fused: the fused implementation of the optimizer; None takes it where PyTorch has one that is right.
-        keep_memory: on CPU slots, what a step frees is kept for the next one instead of going back to the system:
+        keep_memory: on CPU devices, what a step frees is kept for the next one instead of going back to the system:
             faster where activations are large, with a larger peak (see lockstep.tensors.allocator).
         eval_batch_size: of evaluation; None is ``batch_size``.
         loader_workers: processes that fetch samples, for each rank; None chooses by the cores and the dataset. A
@@ -103,28 +104,25 @@ class Job:
 
     def __new__(cls, *values: Any, **fields: Any) -> Self:
         """Say what is wrong with the names, in place of Python's own words."""
-        known = {f.name: f for f in dataclasses.fields(cls)}
         if values:
             raise JobError(f"a Job takes its fields by name (model=..., loss=...), not a {type(values[0]).__name__}")
         for name in fields:
-            if name not in known:
-                raise JobError(f"{name}: a job has no such field; {nearest(name, list(known))}")
-        has_default = {n for n, f in known.items() if {f.default, f.default_factory} != {dataclasses.MISSING}}
-        if fields and (missing := [name for name in known if name not in fields and name not in has_default]):
+            if name not in _FIELDS:
+                raise JobError(f"{name}: a job has no such field; {nearest(name, list(_FIELDS))}")
+        needed = [n for n, f in _FIELDS.items() if f.default is f.default_factory is dataclasses.MISSING]
+        if fields and (missing := [name for name in needed if name not in fields]):
             raise JobError(f"{missing[0]}: a job needs one; Job(model=, loss=, optimizer=, train_data=, batch_size=)")
         return super().__new__(cls)
 
     def __post_init__(self) -> None:
         if isinstance(self.optimizer, torch.optim.Optimizer):
             raise JobError("optimizer: give a function that makes it: lambda params: torch.optim.SGD(params, lr=0.1)")
-        for name in ("model", "loss", "optimizer"):
-            if not callable(getattr(self, name)):
-                raise JobError(f"{name}: {getattr(self, name)!r} can't be called")
+        for name in ("model", "loss", "optimizer", "lr_scheduler", "order", "collate"):
+            value = getattr(self, name)
+            if not callable(value) and (value is not None or _FIELDS[name].default is not None):
+                raise JobError(f"{name}: {value!r} can't be called")
         if isinstance(self.model, nn.Module):
             raise JobError("model: give a function that builds it (lambda: Net()), it is built wherever it is needed")
-        for name in ("lr_scheduler", "order", "collate"):
-            if getattr(self, name) is not None and not callable(getattr(self, name)):
-                raise JobError(f"{name}: {getattr(self, name)!r} can't be called")
         if self.train_data is None:
             raise JobError(
                 "train_data: there is none; give a dataset of (inputs, targets), or a callable that gives one"
@@ -145,9 +143,6 @@ class Job:
         Raises:
             JobError: a setting doesn't exist (the nearest is offered), or its value is wrong.
         """
-        for name in settings:
-            if name not in _FIELDS:
-                raise JobError(f"{name}: a job has no such setting; {nearest(name, list(_FIELDS))}")
         return dataclasses.replace(self, **settings)
 
     @property
@@ -162,21 +157,18 @@ _POSITIVE = {"batch_size", "epochs", "steps", "accumulate", "clip_norm", "eval_b
 """Settings that are above zero; other numbers may be zero."""
 
 
-def _plain_types() -> dict[str, Any]:
-    hints = typing.get_type_hints(Job)
-    return {name: hints[name] for name in _FIELDS if _is_plain(hints[name])}
+def _options(hint: Any) -> tuple[Any, ...]:
+    """The members of a union; of anything else, itself."""
+    return typing.get_args(hint) if typing.get_origin(hint) in (typing.Union, types.UnionType) else (hint,)
 
 
-def _is_plain(hint: Any) -> bool:
-    options = (
-        typing.get_args(hint)
-        if isinstance(hint, types.UnionType) or typing.get_origin(hint) is typing.Union
-        else (hint,)
-    )
-    return all(o in (int, float, bool, str, type(None)) or typing.get_origin(o) is Literal for o in options)
+def _is_plain(option: Any) -> bool:
+    return option in (int, float, bool, str, type(None)) or typing.get_origin(option) is Literal
 
 
-SETTINGS: dict[str, Any] = _plain_types()
+SETTINGS: dict[str, Any] = {
+    name: hint for name, hint in typing.get_type_hints(Job).items() if all(map(_is_plain, _options(hint)))
+}
 """The settings that a command line can give, with their types."""
 
 
@@ -204,36 +196,32 @@ def convert(value: Any, hint: Any, name: str) -> Any:
     Raises:
         JobError: it isn't one.
     """
-    options = typing.get_args(hint) if typing.get_origin(hint) in (typing.Union, types.UnionType) else (hint,)
+    options = _options(hint)
     if type(None) in options and (value is None or (isinstance(value, str) and value.lower() == "none")):
         return None
-    wanted = [o for o in options if o is not type(None)]
+    wanted = [option for option in options if option is not type(None)]
     for option in wanted:
-        converted = _as(value, option)
-        if converted is not _NO:
-            return converted
-    raise JobError(f"{name}: {value!r} is not {' or '.join(_called(o) for o in wanted)}")
+        with contextlib.suppress(KeyError, TypeError, ValueError):
+            return _as(value, option)
+    raise JobError(f"{name}: {value!r} is not {' or '.join(map(_called, wanted))}")
 
 
-_NO = object()
 _WORDS = {"true": True, "yes": True, "on": True, "1": True, "false": False, "no": False, "off": False, "0": False}
 
 
 def _as(value: Any, option: Any) -> Any:
+    """The value in this type; one of KeyError, TypeError and ValueError where it is of another."""
     if typing.get_origin(option) is Literal:
-        return next((choice for choice in typing.get_args(option) if str(choice) == str(value)), _NO)
+        return {str(choice): choice for choice in typing.get_args(option)}[str(value)]
     if option is bool:
-        return value if isinstance(value, bool) else _WORDS.get(str(value).lower(), _NO)
-    if option is str or option is Path:
-        return option(value) if isinstance(value, str | Path) else _NO
-    if option in (int, float):
-        if isinstance(value, bool) or (option is int and isinstance(value, float) and not value.is_integer()):
-            return _NO
-        try:
-            return option(value)
-        except (TypeError, ValueError):
-            return _NO
-    return value
+        return _WORDS[str(value).lower()]
+    if option in (str, Path) and not isinstance(value, str | Path):
+        raise TypeError
+    if option in (int, float) and isinstance(value, bool):
+        raise TypeError
+    if option is int and isinstance(value, float) and not value.is_integer():
+        raise ValueError
+    return option(value) if option in (str, Path, int, float) else value
 
 
 def _called(option: Any) -> str:

@@ -8,13 +8,10 @@ Each rank loads the file from its path, so nothing in it needs to be picklable.
 from __future__ import annotations
 
 import ast
-import contextlib
 import dataclasses
-import hashlib
 import importlib.util
 import inspect
 import sys
-import sysconfig
 import typing
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
@@ -89,7 +86,7 @@ class JobFile:
         except LockstepError:
             raise
         except Exception as error:
-            raise JobError(f"{self.path}: job() raised {told(error, self.path)}") from error
+            raise JobError(f"{self.path}: job() raised {told(error)}") from error
         if not isinstance(job, Job):
             raise JobError(f"{self.path}: job() returned a {type(job).__name__}, not a lockstep.Job")
         return job
@@ -148,23 +145,6 @@ def loaded(path: str) -> ModuleType:
         return _run(Path(path))
 
 
-def sources(path: str) -> dict[str, str]:
-    """The job file, and the modules that were imported from its folder, by their place there: hashes of their text."""
-    folder = Path(path).resolve().parent
-    installed = sysconfig.get_path("stdlib"), sysconfig.get_path("purelib"), sysconfig.get_path("platlib")
-    files = {Path(path).resolve()}
-    for module in list(sys.modules.values()):
-        file = getattr(module, "__file__", None)
-        if file is not None and file.endswith(".py") and not file.startswith(installed):
-            files.add(Path(file))
-    found = {}
-    for file in files:
-        if file.is_relative_to(folder):
-            with contextlib.suppress(OSError):
-                found[str(file.relative_to(folder))] = hashlib.sha256(file.read_bytes()).hexdigest()[:16]
-    return found
-
-
 def _run(path: Path) -> ModuleType:
     if path.is_dir():
         what = "the folder of a run: --resume it, or evaluate it" if (path / "config.json").is_file() else "a folder"
@@ -189,13 +169,13 @@ def _run(path: Path) -> ModuleType:
         raise
     except SystemExit as error:
         raise JobError(
-            f"{path}: it called sys.exit while it was read ({told(error, str(path))}): put that below if __name__ == "
+            f"{path}: it called sys.exit while it was read ({told(error)}): put that below if __name__ == "
             '"__main__":, and read arguments as job(lr=0.1) and --set lr=0.2'
         ) from error
     except SyntaxError as error:
         raise JobError(f"{path}: line {error.lineno} is not Python: {error.msg}") from error
     except Exception as error:
-        raise JobError(f"{path}: it raised {told(error, str(path))}") from error
+        raise JobError(f"{path}: it raised {told(error)}") from error
     return module
 
 

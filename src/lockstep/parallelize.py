@@ -59,7 +59,12 @@ def parallelize(
         strategy = "ddp" if world.size > 1 else "dp" if len(world.devices) > 1 else "single"
     # The data are the person's own; a Job wants to be told of some.
     job = Job(
-        model=lambda: model, loss=loss, optimizer=_factory(optimizer), train_data=(), batch_size=2**31, **settings
+        model=lambda: model,
+        loss=loss,
+        optimizer=(lambda named: optimizer) if isinstance(optimizer, torch.optim.Optimizer) else optimizer,
+        train_data=(),
+        batch_size=2**31,
+        **settings,
     )
     if job.keep_memory:
         keep_freed_memory()  # the loop is the person's: nobody can say when it ends
@@ -92,11 +97,3 @@ def _frames_of_libraries() -> int:
     while frame.f_back is not None and frame.f_globals.get("__name__", "").partition(".")[0] in ("lockstep", "torch"):
         frame, level = frame.f_back, level + 1
     return level
-
-
-def _factory(
-    optimizer: torch.optim.Optimizer | Callable[..., torch.optim.Optimizer],
-) -> Callable[..., torch.optim.Optimizer]:
-    if isinstance(optimizer, torch.optim.Optimizer):
-        return lambda named: optimizer
-    return optimizer

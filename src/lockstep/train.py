@@ -6,16 +6,16 @@ import contextlib
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any
 
 from lockstep.data import eval_loaders, resolve_sets
 from lockstep.errors import FolderError, InputError, JobError, LockstepError, StrategyError, told
 from lockstep.job import Job
 from lockstep.jobfile import JobFile, as_job, the_job, with_settings
 from lockstep.launch import devices as _devices
-from lockstep.launch import launch, started_as_rank, started_ranks
+from lockstep.launch import started_as_rank, started_ranks
 from lockstep.launch import world as _world
-from lockstep.launch.devices import Device, Devices
+from lockstep.launch.devices import Devices
 from lockstep.launch.display import Display
 from lockstep.launch.placement import check_backend, on_devices
 from lockstep.launch.run_folder import RunFolder
@@ -27,8 +27,6 @@ from lockstep.training.evaluation import evaluate_sets
 from lockstep.training.loop import Plan, train_on
 from lockstep.training.resume import as_it_went
 from lockstep.training.run import Run, trained_of
-
-T = TypeVar("T")
 
 
 def train(
@@ -67,28 +65,37 @@ def train(
         SystemExit: SIGTERM; likewise, with 143.
     """
     job = with_settings(as_job(job), settings)
-    with Display(quiet=quiet) as display:
+    torchrun = started_as_rank()
+    # Rank 0 makes the folder and has the display; the others hear of the folder when all have met.
+    first = not torchrun or started_ranks.place().rank == 0
+    with Display(quiet=quiet or not first) as display:
         if resume is not None:
-            strategy, devices = as_it_went(resume, strategy, devices, own_devices=not started_as_rank())
+            strategy, devices = as_it_went(resume, strategy, devices, own_devices=not torchrun)
         chosen = _devices.parse(devices)
         check_backend(backend, chosen)
-        if started_as_rank():
-            return _train_under_torchrun(
-                job, strategy, chosen, resume, str(folder), backend, tensorboard, profile, display
+        way = choose(strategy or "ddp", ()) if torchrun else choose(strategy, chosen)
+        if torchrun and way.layout(2).processes == 1:
+            raise StrategyError(
+                f"{way.name} is one process for all devices, and torchrun starts one for each: take ddp"
             )
-        way = choose(strategy, chosen)
         name = job.name if isinstance(job, JobFile) else "job"
-        run = RunFolder.existing(resume) if resume is not None else RunFolder.new(folder, f"{name}-{way.name}")
-        path = str(run.path.resolve())
+        run = None
+        if resume is not None:
+            run = RunFolder.existing(resume)
+        elif first:
+            run = RunFolder.new(folder, f"{name}-{way.name}")
+        path = None if run is None else str(run.path.resolve())
         plan = Plan(job, way, name, path, resume=resume is not None, tensorboard=tensorboard, profile=profile)
         try:
             with StopRequest(_has_begun) as request:
-                summary = on_devices(train_on, plan, chosen, backend, path, display)
+                summary, path = on_devices(train_on, plan, chosen, backend, path, display)
             if not summary:
                 request.raise_if_asked()
         except BaseException as error:
-            _left_behind(run, error, display, resumed=resume is not None)
+            if run is not None and first:
+                _left_behind(run, error, display, resumed=resume is not None)
             raise
+        run = run or RunFolder(path)
         display.line(f"run: {run.path}")
         return Run(run.path, summary, job)
 
@@ -116,49 +123,6 @@ def _left_behind(run: RunFolder, error: BaseException, display: Display, *, resu
                 run.write_json(run.failure, {"error": said})
         go_on = f"; go on with --resume {run.path}" if run.state.is_file() else ""
         display.line(f"run: {run.path}{go_on}")
-
-
-def _train_under_torchrun(
-    job: Job | JobFile,
-    strategy: str | Strategy | None,
-    devices: tuple[Device, ...],
-    resume: str | Path | None,
-    runs: str,
-    backend: str | None,
-    tensorboard: bool,
-    profile: bool,
-    display: Display,
-) -> Run:
-    way = choose(strategy or "ddp", ())
-    if way.layout(2).processes == 1:
-        raise StrategyError(f"{way.name} is one process for all devices, and torchrun starts one for each: take ddp")
-    name = job.name if isinstance(job, JobFile) else "job"
-    kept = None if resume is None else str(RunFolder.existing(resume).path.resolve())
-    plan = Plan(job, way, name, kept, runs, resume is not None, tensorboard, profile)
-    with StopRequest(_has_begun) as request:
-        summary, path = launch(_train_here, devices, (plan, display), backend=backend)[0]
-    if not summary:
-        if started_ranks.place().rank == 0:
-            _left_behind(RunFolder(path), KeyboardInterrupt(), display, resumed=plan.resume)
-        request.raise_if_asked()
-    if started_ranks.place().rank == 0:
-        display.line(f"run: {path}")
-    return Run(Path(path), summary, job)
-
-
-def _train_here(world: World, plan: Plan, display: Display) -> tuple[dict[str, Any], str]:
-    """Train in this very process, one of torchrun's; rank 0 has the display."""
-    if world.is_first:
-        world.tell = display.tell
-    try:
-        summary = train_on(world, plan)
-    except Exception as error:
-        if world.is_first and world.folder is not None:
-            _left_behind(RunFolder(world.folder), error, display, resumed=plan.resume)
-        raise
-    path = plan.folder or world.folder
-    assert path is not None
-    return summary, path
 
 
 @dataclass(frozen=True)

@@ -140,7 +140,7 @@ def test_a_run_from_the_command_line_is_resumed_and_evaluated(job: Path, capfd) 
     folder = out.strip().splitlines()[-1].removeprefix("run: ")
     assert "a_job: ddp on 2 devices (cpu:0, cpu:1), gloo" in out
     assert main(["train", "--resume", folder, "--strategy", "dp", "--devices", "2xcpu", "--epochs", "3"]) == 0
-    assert "going on after epoch 2, step 6" in capfd.readouterr().out
+    assert "resuming after epoch 2, step 6" in capfd.readouterr().out
 
 
 def test_more_micro_batches_than_samples_are_counted_right_at_once(job: Path, capfd) -> None:

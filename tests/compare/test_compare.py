@@ -115,19 +115,19 @@ def compared(**settings: Any) -> Comparison:
 def test_the_table_fits_80_columns(machine: Callable[..., Any]) -> None:
     machine(steady)
     assert lines_of(compared(), 80) == [
-        "job: batches of 8 samples, on 2 slots of 2 cores",
+        "job: batches of 8 samples, on 2 CPU devices of 2 cores",
         "each in fresh processes, 3 turns of 2 s or more, one after the other; the median",
         "of them",
         "",
-        "                    samples/s lowest, highest x slot x cores effic.       memory",
+        "                    samples/s lowest, highest x one x cores effic.       memory",
         "single, 2 cores         4,000    3,920, 4,040   1.00    0.59             413 MiB",
         "single, 4 cores         6,800    6,664, 6,868   1.70    1.00             413 MiB",
         "dp                      5,200    5,096, 5,252   1.30    0.76   65 %      413 MiB",
         "ddp                     7,400    7,252, 7,474   1.85    1.09   92 %  2 x 391 MiB",
         "mp                      3,900    3,822, 3,939   0.97    0.57   49 %      413 MiB",
         "pp                      6,600    6,468, 6,666   1.65    0.97   82 %      413 MiB",
-        "x slot: times one slot; x cores: times all 4 cores without a strategy; memory:",
-        "of a process. Slots are cores of one machine, not GPUs: what gains here may gain",
+        "x one: times one CPU device; x cores: times all 4 cores without a strategy; memory:",
+        "of a process. CPU devices are cores of one machine, not GPUs: what gains here may gain",
         "more or less there",
         "",
         "                     comp. comm. wait load other     moved  start         parity",
@@ -143,7 +143,7 @@ def test_the_table_fits_80_columns(machine: Callable[..., Any]) -> None:
         "  single, 2 cores, single, 4 cores, dp, ddp, mp, pp: 4 x 6 -> 4 x 3",
         "dp: BatchNorm normalizes over each replica's local batch",
         "",
-        "Take ddp: 1.85 times one slot of 2 cores, 1.09 times all 4 cores without a",
+        "Take ddp: 1.85 times one CPU device of 2 cores, 1.09 times all 4 cores without a",
         "strategy, with the numbers of one device; pp comes next, at 0.89 of its rate.",
         '  lockstep.train(job, strategy="ddp", devices="2xcpu")',
     ]
@@ -188,7 +188,7 @@ def test_where_nothing_could_be_measured_there_is_no_empty_table(machine: Callab
     machine(broken)
     lines = lines_of(compared(strategies=["ddp"]), 80)
     assert lines.count("    out of memory") == 3 and lines[-1].startswith("Nothing here can train this job")
-    assert not any("samples/s" in line or "x slot" in line for line in lines)
+    assert not any("samples/s" in line or "x one" in line for line in lines)
 
 
 def test_what_fails_is_a_row_with_its_reason(machine: Callable[..., Any]) -> None:
@@ -219,8 +219,8 @@ def test_the_fastest_with_one_devices_numbers_is_the_one_to_take(machine: Callab
     best = best_of(found)
     assert best is not None and best.name == "pp"
     assert sentence(found) == (
-        "Take pp: 2.48 times one slot of 2 cores, 1.46 times all 4 cores without a strategy, with the numbers of one "
-        "device; dp comes next, at 0.53 of its rate."
+        "Take pp: 2.48 times one CPU device of 2 cores, 1.46 times all 4 cores without a strategy, with the numbers of "
+        "one device; dp comes next, at 0.53 of its rate."
     )
     machine(steady, wrong)
     assert "; ddp is 1.09 times as fast, but not with the numbers of one device." in sentence(
@@ -234,7 +234,7 @@ def test_of_equally_fast_ones_the_simplest_is_taken(machine: Callable[..., Any])
 
     machine(close)
     said = sentence(compared(strategies=["dp", "ddp"]))
-    assert said.startswith("Take dp: 1.80 times one slot") and said.endswith("; ddp is as fast.")
+    assert said.startswith("Take dp: 1.80 times one CPU device") and said.endswith("; ddp is as fast.")
 
 
 def test_turns_that_differ_much_are_said_to(machine: Callable[..., Any]) -> None:
@@ -345,7 +345,7 @@ def test_a_map_that_fits_the_model_nowhere_is_said_before_the_turns(machine: Cal
 def test_the_head_names_every_batch_of_a_sweep(machine: Callable[..., Any]) -> None:
     machine(steady)
     found = compared(strategies=["dp"], sweep={"batch_size": ["32", "64"]})
-    assert lines_of(found, 80)[0].startswith("job: batches of 32 or 64 samples, on 2 slots")
+    assert lines_of(found, 80)[0].startswith("job: batches of 32 or 64 samples, on 2 CPU devices")
     assert page_of(found).notes[0].startswith("Batches of 32 or 64 samples; ")
     assert lines_of(compared(strategies=["dp"]), 80)[0].startswith("job: batches of 8 samples, on")
 

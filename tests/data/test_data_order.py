@@ -19,9 +19,10 @@ from torch.utils.data import Dataset, Subset, TensorDataset
 
 import lockstep
 from lockstep import train
-from lockstep.data import Loader, SharedLoader, permutation
+from lockstep.data import Loader, permutation
 from lockstep.data import order as order_module
-from lockstep.data.order import Ascending, Lookup, Scattered
+from lockstep.data.fetch import lookup_of
+from lockstep.data.order import Ascending, Scattered
 from lockstep.errors import JobError
 from zoo import ZOO
 
@@ -132,7 +133,10 @@ def test_subsets_of_subsets_are_looked_up(indices: Any) -> None:
     levels = [indices([2, -1, 0]), range(10, 30, 5), indices([i * 3 - 40 for i in range(40)])]
     base = range(1000)
     found = [base[levels[2][levels[1][levels[0][i]]]] for i in range(3)]
-    assert Lookup(levels, base)[torch.arange(3)].tolist() == found == [20, 35, 990]
+    dataset: Any = base
+    for level in reversed(levels):
+        dataset = Subset(dataset, level)
+    assert lookup_of(dataset).tolist() == found == [20, 35, 990]
 
 
 # ---- orders by the person -------------------------------------------------------------------------------------------
@@ -189,7 +193,7 @@ def test_replicas_of_one_process_share_an_order() -> None:
         return torch.randperm(50)
 
     data = TensorDataset(torch.arange(50), torch.arange(50))
-    loader = SharedLoader(data, 3, batch_size=16, order=order)
+    loader = Loader(data, rank=None, world_size=3, batch_size=16, order=order)
     read = torch.cat([p.inputs for b in loader.epoch(1) for share in b.shares for p in share if p.size])
     assert sorted(read.tolist()) == list(range(50))
     assert called == [0, 0, 1], "twice at first, to see that it gives the same"

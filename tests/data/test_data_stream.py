@@ -365,7 +365,7 @@ def test_a_scheduler_and_the_lines_know_no_length(tmp_path: Path, capsys: pytest
         run = train(job, strategy="ddp", devices="2xcpu", folder=tmp_path)
         assert run.history[1]["lr"] == pytest.approx(0.1 * 0.9 ** (8 if every == "step" else 1))
     out = capsys.readouterr().out
-    assert "batches of 8 = 4 + 4 over the devices; a stream, a stream held out" in out
+    assert "batches of 8 = 4 + 4 over the devices; a stream, a stream for evaluation" in out
     assert out.count("note: train_data is a stream, which can't be shuffled") == 2
     train(streamed(shuffle=False), strategy="single", devices="1xcpu", folder=tmp_path)
     assert "note:" not in capsys.readouterr().out
@@ -442,7 +442,7 @@ def test_each_evaluation_set_is_told_by_its_name(
     assert list(run.metrics) == ["loss", "clean/loss", "clean/accuracy", "noisy/loss", "noisy/accuracy"]
     assert run.metrics == pytest.approx({"loss": wanted["clean/loss"], **wanted}, rel=1e-6)
     assert lockstep.evaluate(run, strategy="dp", devices="2xcpu") == pytest.approx(run.metrics, rel=1e-6)
-    assert "29 samples, 4 steps an epoch, a stream (clean) + 25 (noisy) held out" in out
+    assert "29 samples, 4 steps an epoch, a stream (clean) + 25 (noisy) for evaluation" in out
     (line,) = [line for line in out.splitlines() if line.startswith("epoch   2")]
     assert "clean/loss" in line and "noisy/accuracy" in line and "eval loss" not in line
     records = [json.loads(line) for line in (run.folder / "metrics.jsonl").read_text().splitlines()]

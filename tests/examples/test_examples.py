@@ -88,7 +88,7 @@ def test_a_stand_in_of_the_same_shape_is_for_timing_and_says_so(way: str, tmp_pa
     assert train_cifar(way, "generated=true", "samples=32", "image_size=32", "epochs=1") == 0
     said = capfd.readouterr().out
     assert said.count("generated noise in the place of CIFAR-10") == 1
-    assert "batches of 32 = 16 + 16 over the devices; 32 samples" in said and "6 held out" in said
+    assert "batches of 32 = 16 + 16 over the devices; 32 samples" in said and "6 for evaluation" in said
 
 
 def truncate(folder: Path) -> None:

@@ -1,4 +1,4 @@
-"""DataParallel on CPU slots: the numbers of the plain module, and the manners of torch.nn.DataParallel."""
+"""DataParallel on CPU devices: the numbers of the plain module, and the manners of torch.nn.DataParallel."""
 
 import contextlib
 import copy

@@ -132,7 +132,7 @@ def test_the_report_is_one_file_that_refers_to_nothing_else(tmp_path: Path) -> N
     assert not re.search(r"https?://|@import|url\(", text)
     assert "script" not in page.tags
     for said in (
-        "Take ddp: 1.90 times one slot",
+        "Take ddp: 1.90 times one CPU device",
         "not GPUs",
         "lockstep compare jobs/mine.py",
         "out of memory",
@@ -174,8 +174,8 @@ def test_a_sweep_is_drawn_with_its_spreads_and_what_it_is_held_against(tmp_path:
         rows.append(replace(found["pp microbatches=4"], name=f"pp microbatches={count}", rates=rates))
         rows[-1] = replace(rows[-1], settings={"microbatches": count})
     page = Read(write_page(replace(found, rows=(*found.rows[:2], found["ddp"], *rows))).read_text())
-    assert any("Lines of times one slot over micro-batches: pp from 0.9 to 1.6; " in alt for alt in page.pictures)
-    assert "Speed-up over one slot, by micro-batches" in page.words
+    assert any("Lines of times one CPU device over micro-batches: pp from 0.9 to 1.6; " in alt for alt in page.pictures)
+    assert "Speed-up over one CPU device, by micro-batches" in page.words
     table = list(csv.reader((tmp_path / "figures" / "sweep-microbatches.csv").read_text().splitlines()))
     assert table[0] == ["micro-batches", "pp", "pp, lowest", "pp, highest", "single, 2 cores", "ddp"]
     assert [float(cell) for cell in table[2]] == pytest.approx([2, 1.3, 1.3, 1.3, 1.7, 1.9])
@@ -208,7 +208,7 @@ def test_charts_have_nothing_outside_of_their_canvas(width: float) -> None:
         Lines("epoch", "loss", {name: [(1.0, 2.0), (2.0, 1.0)] for name in names}),
         Lines(
             "micro-batches",
-            "times one slot",
+            "times one CPU device",
             {names[0]: [(1.0, 0.9), (64.0, 1.5)]},
             {names[0]: [(0.8, 0.9), (1.4, 1.6)]},
             {names[1]: 1.2},
@@ -226,7 +226,7 @@ def test_charts_have_nothing_outside_of_their_canvas(width: float) -> None:
 
 def test_values_that_were_chosen_are_marked_on_their_axis() -> None:
     for values, chosen in (((32, 48, 64), "even"), ((1, 2, 8), "doubling")):
-        chart = Lines("samples", "times one slot", {"dp": [(x, 1.0) for x in values]}, chosen=chosen)
+        chart = Lines("samples", "times one CPU device", {"dp": [(x, 1.0) for x in values]}, chosen=chosen)
         (axes,) = chart.draw(WIDE).axes
         assert [label.get_text() for label in axes.get_xticklabels()] == [str(x) for x in values]
 

@@ -59,7 +59,7 @@ def test_the_command_that_is_told_nothing_goes_on_as_the_run_went(tmp_path: Path
         said = capfd.readouterr().out
         assert "digits: pp on 2 devices" in said and "in 2 micro-batches" in said and "note: was" not in said
     assert main(["train", "--resume", str(folder), "--strategy", "single", "--epochs", "5"]) == 0
-    assert "note: was pp on 2 slots, goes on as single on 1 slot" in capfd.readouterr().out
+    assert "note: was pp on 2 CPU devices, goes on as single on 1 CPU device" in capfd.readouterr().out
     assert config(folder)["resumed"] == ["pp"] * 4
 
 
@@ -80,7 +80,7 @@ def test_a_run_on_another_number_of_devices_has_other_stages_and_says_so(tmp_pat
     folder = half(tmp_path, PP(MAP, 3))
     train(classify(epochs=2), devices="1xcpu", resume=folder)
     said = capsys.readouterr().out
-    assert "note: was pp on 2 slots, goes on as pp on 1 slot" in said and "in 3 micro-batches" in said
+    assert "note: was pp on 2 CPU devices, goes on as pp on 1 CPU device" in said and "in 3 micro-batches" in said
     assert config(folder)["strategy_settings"]["device_map"] == {"": 0}
     train(classify(epochs=3), devices="2xcpu", resume=folder)
     assert "stages: " in capsys.readouterr().out

@@ -33,7 +33,7 @@ SETTINGS = {
     "compile": "by torch.compile; a word is its backend (default: false)",
     "activation-checkpointing": "auto, or names of blocks with commas between (default: none)",
     "fused": "fused optimizer (default: where right)",
-    "keep-memory": "of a step for the next one, on CPU slots (default: false)",
+    "keep-memory": "of a step for the next one, on CPU devices (default: false)",
     "eval-batch-size": "samples of an evaluation batch (default: batch-size)",
     "loader-workers": "processes that fetch, for each rank (default: by the cores and the dataset)",
 }

@@ -66,7 +66,7 @@ def clocked_apart(found: Comparison) -> str:
 
 
 def clearing(found: Comparison) -> str:
-    """A hint where one slot spends much of its time in the system, on new memory as a rule; else ""."""
+    """A hint where one CPU device spends much of its time in the system, on new memory as a rule; else ""."""
     slow = [row for row in found.measured if row.role == "one device" and row.system > _SYSTEM]
     if not slow or not found.on_slots or found.keeps_memory:
         return ""
@@ -78,7 +78,7 @@ def clearing(found: Comparison) -> str:
 
 
 def sentence(found: Comparison) -> str:
-    """``Take ddp: 1.87 times one slot, 1.14 times all 2 cores, with the numbers of one device; ...``."""
+    """``Take ddp: 1.87 times one CPU device, 1.14 times all 2 cores, with the numbers of one device; ...``."""
     best = best_of(found)
     if best is None:
         others = [row.name for row in found.measured if row.role != "peer"]
@@ -115,7 +115,7 @@ def _why(found: Comparison, best: Row) -> str:
     if speed_up is None:
         why.append(f"one device can't train it ({found[best.one].reason})")
     else:
-        one = found[best.one].where.replace("1 slot", "one slot") if found.on_slots else "one device"
+        one = found[best.one].where.replace("1 slot", "one CPU device") if found.on_slots else "one device"
         why.append(f"{speed_up.median:.2f} times {one}")
     if cores is not None and best.cores != best.one:
         why.append(f"{cores.median:.2f} times {all_cores(found)} without a strategy")

@@ -60,7 +60,7 @@ def page_of(found: Comparison) -> Page:
     ]
     if found.on_slots:
         notes.append(
-            "The devices are slots: cores of one machine, which share its memory and its caches. They are not GPUs: "
+            "The devices are CPU devices: cores of one machine, which share its memory and caches. They are not GPUs: "
             "what gains here may gain more or less there."
         )
     best = best_of(found)
@@ -94,7 +94,7 @@ def _sections(found: Comparison) -> Iterator[Section]:
 
 
 def _one(found: Comparison) -> str:
-    return "one slot" if found.on_slots else "one device"
+    return "one CPU device" if found.on_slots else "one device"
 
 
 def _kind(row: Row) -> str:
@@ -178,7 +178,7 @@ def _sweep(found: Comparison, sweep: Swept) -> Figure:
 
 def _overview(found: Comparison) -> Table:
     columns = speed_columns(found)
-    heads = {"x slot": "times one slot", "x one": "times one device", "effic.": "efficiency"}
+    heads = {"x one": "times one CPU device" if found.on_slots else "times one device", "effic.": "efficiency"}
     heads["x cores"] = f"times {all_cores(found)}"
     rows = [
         [row.name, *(column.cell(row) for column in columns), start(row), moved(row), row.where]
@@ -200,7 +200,7 @@ def _memory(found: Comparison) -> Figure:
         for i, peak in enumerate(row.peaks)
     ]
     names, values, kinds = zip(*bars, strict=True)
-    what = "process; one that drives several slots has one bar" if found.on_slots else "device"
+    what = "process; one that drives several CPU devices has one bar" if found.on_slots else "device"
     return Figure("memory", "Memory at most", Bars("MiB", names, values, kinds=kinds), f"Of each {what}.")
 
 

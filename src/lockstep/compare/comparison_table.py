@@ -37,7 +37,7 @@ def speed_columns(found: Comparison) -> list[Column]:
     columns = [
         Column("samples/s", lambda row: _rate(row.timing.median), 10),
         Column("lowest, highest", lambda row: ", ".join(map(_rate, row.timing.spread)), 16),
-        Column("x slot" if found.on_slots else "x one", lambda row: ratio(found.speed_up(row)), 7),
+        Column("x one", lambda row: ratio(found.speed_up(row)), 7),
     ]
     if found.on_slots:
         columns.append(Column("x cores", lambda row: ratio(found.against_cores(row)), 8))
@@ -118,8 +118,8 @@ def lines_of(found: Comparison, width: int = 80) -> list[str]:
     measured = found.measured
     if found.on_slots and measured:
         lines += _wrapped(
-            f"x slot: times one slot; x cores: times {all_cores(found)} without a strategy; memory: of a process. "
-            "Slots are cores of one machine, not GPUs: what gains here may gain more or less there",
+            f"x one: times one CPU device; x cores: times {all_cores(found)} without a strategy; memory: of a process. "
+            "CPU devices are cores of one machine, not GPUs: what gains here may gain more or less there",
             width,
         )
     if measured:

@@ -2,7 +2,7 @@
 
 ::
 
-    single on one device             the "one device" of a speed-up: one slot where slots are the devices
+    single on one device             the "one device" of a speed-up: one CPU device where slots are the devices
     single on all cores              only where slots are the devices: what the machine does without any strategy
     dp, ddp, mp, pp, ...             on the devices that were asked for
 """
@@ -39,7 +39,7 @@ class Way:
 
     Attributes:
         strategy: by name.
-        devices: as a person writes them, or the devices themselves (one slot of several has no word).
+        devices: as a person writes them, or the devices themselves (one CPU device of several has no word).
         settings: fields of the job that are replaced.
         options: settings of the strategy's own.
     """
@@ -115,11 +115,11 @@ class Entry:
 
     @property
     def where(self) -> str:
-        """``2 slots of 1 core``, ``cuda:0, cuda:1``."""
+        """``2 CPU devices of 1 core``, ``cuda:0, cuda:1``."""
         first = self.devices[0]
         if not first.is_slot:
             return ", ".join(map(str, self.devices))
-        return f"{counted(len(self.devices), 'slot')} of {counted(first.threads, 'core')}"
+        return f"{counted(len(self.devices), 'CPU device')} of {counted(first.threads, 'core')}"
 
 
 def line_up(
@@ -181,7 +181,7 @@ def _references(chosen: tuple[Device, ...], settings: dict[str, Any]) -> list[En
     every = _devices.slots(1)
     whole_way = Way("single", "1xcpu", settings)
     name = _named(f"single, {counted(first.threads, 'core')}", settings)
-    if first.cores == every[0].cores:  # one slot has them all
+    if first.cores == every[0].cores:  # one CPU device has them all
         return [Entry(name, "one device", whole_way, every, name, name)]
     whole = _named(f"single, {len(every[0].cores)} cores", settings)
     return [

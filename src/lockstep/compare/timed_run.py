@@ -21,7 +21,7 @@ from torch.utils.data import TensorDataset
 from lockstep.compare.entries import Way
 from lockstep.compare.snapshot import Glance, Onlooker
 from lockstep.data import Batch, default_workers, is_stream, resolve
-from lockstep.data.fetch import unwrapped
+from lockstep.data.fetch import base_of
 from lockstep.data.loader_workers import free_cores
 from lockstep.job import Job
 from lockstep.jobfile import JobFile, the_job, with_settings
@@ -189,7 +189,7 @@ def _system(before: os.times_result, after: os.times_result) -> float:
 
 
 def _workers(job: Job, world: World, data: Any) -> int | None:
-    if not is_stream(data) and type(unwrapped(data)[0]) is TensorDataset:
+    if not is_stream(data) and type(base_of(data)) is TensorDataset:
         return None
     if job.loader_workers is not None:
         return job.loader_workers

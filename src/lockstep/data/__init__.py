@@ -2,24 +2,22 @@
 
 ::
 
-    order.py     the indices of an epoch, computed slice by slice where they are many
-    shares.py    which samples make global batch k of an epoch, and which of them a process gets
-    fetch.py     samples made into (inputs, targets), with random numbers that belong to the sample
-    workers.py   the same in loader workers
-    stream.py    a dataset that can only be gone through: every rank reads it, and keeps its share
-    ahead.py     copied to an accelerator while the batch before is used
-    loader.py    all of that, epoch by epoch
-    ofjob.py     the loaders of a job, by its settings
-    inputs.py    datasets of which only the inputs are wanted
-    fingerprint.py  whether they are those that a run was begun with
-    source.py    the dataset of a job, or the callable that gives one; evaluation sets by name
+    order.py           the indices of an epoch, computed slice by slice where they are many
+    shares.py          which samples make global batch k of an epoch, and which of them a process gets
+    fetch.py           samples made into (inputs, targets), with random numbers that belong to the sample
+    loader_workers.py  the same in loader workers
+    prefetch.py        copied to an accelerator while the batch before is used
+    loader.py          all of that, epoch by epoch
+    stream.py          the same for a dataset that can only be gone through: every rank reads it, and keeps its share
+    source.py          the dataset of a job, or the callable that gives one; evaluation sets by name
+    fingerprint.py     whether data are the same on every rank, and as when a run was begun
+    loaders.py         the loaders of a job, and of a loop of one's own
 """
 
-from lockstep.data.fetch import Fetcher
 from lockstep.data.fingerprint import change_of, fingerprint
-from lockstep.data.loader import AnyLoader, Loader, SharedLoader, batches, loader_of
+from lockstep.data.loader import AnyLoader, Loader
 from lockstep.data.loader_workers import default_workers, note_on_workers
-from lockstep.data.loaders import eval_loaders, job_loader
+from lockstep.data.loaders import batches, eval_loaders, job_loader
 from lockstep.data.order import permutation
 from lockstep.data.shares import Batch, Part, mixed
 from lockstep.data.source import is_stream, resolve, resolve_sets
@@ -28,10 +26,8 @@ from lockstep.data.stream import StreamLoader, stream_notes
 __all__ = [
     "AnyLoader",
     "Batch",
-    "Fetcher",
     "Loader",
     "Part",
-    "SharedLoader",
     "StreamLoader",
     "batches",
     "change_of",
@@ -40,7 +36,6 @@ __all__ = [
     "fingerprint",
     "is_stream",
     "job_loader",
-    "loader_of",
     "mixed",
     "note_on_workers",
     "permutation",

@@ -8,16 +8,18 @@ long as it draws nothing, which is seen by the generators' states.
 
 from __future__ import annotations
 
+import zlib
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import nullcontext
 from typing import Any
 
 import torch
 from torch import Tensor
 from torch.utils.data import Subset, TensorDataset, default_collate
 
-from lockstep.data.order import Lookup
 from lockstep.data.shares import COLLATE, EVALUATION, TRAINING, absorbed
 from lockstep.errors import JobError, SampleError, told
+from lockstep.tensors.digest import digest
 from lockstep.tensors.pytree import parts
 from lockstep.tensors.seeding import kept_states, same, seed_all, states
 
@@ -57,7 +59,7 @@ class Fetcher:
         collate: Collate | None = None,
         name: str = "train_data",
     ) -> None:
-        self._base, self.lookup = unwrapped(dataset)
+        self._base, self.lookup = base_of(dataset), lookup_of(dataset)
         self._collate = collate
         self._name = name
         self._stream = absorbed(absorbed(0, seed), EVALUATION if evaluation else TRAINING)
@@ -82,9 +84,7 @@ class Fetcher:
             SampleError: a sample raised; its index is named.
             JobError: samples aren't pairs, or can't be put together.
         """
-        if not self._draws:
-            return [self._pair(epoch, share) for share in shares]
-        with kept_states():
+        with kept_states() if self._draws else nullcontext():
             return [self._pair(epoch, share) for share in shares]
 
     def _pair(self, epoch: int, share: Sequence[int]) -> Pair:
@@ -92,10 +92,9 @@ class Fetcher:
         if self.tensors is not None:
             picked = torch.as_tensor(indices)
             return self.tensors[0][picked], self.tensors[1][picked]
-        samples = self._at_once(indices, share) if self._whole else None
-        samples = samples or self._one_by_one(epoch, indices, share)
+        samples = self._samples(epoch, indices, share)
         if not self._looked:
-            self._look(epoch, indices[:_LOOKED_AT], share, samples)
+            self._look(epoch, indices[:_LOOKED_AT], share[:_LOOKED_AT], samples)
         if self._collate is not None and self._draws:
             seed_all(absorbed(absorbed(absorbed(self._stream, epoch), indices[0]), COLLATE) >> 1)
         return together(samples, self._collate, self._name)
@@ -103,15 +102,16 @@ class Fetcher:
     def _look(self, epoch: int, indices: Sequence[int], share: Sequence[int], samples: list[Any]) -> None:
         """Fetch some samples again, which are the same unless they depend on more than their seed."""
         self._looked = True
-        share = share[: len(indices)]
-        again = (self._at_once(indices, share) if self._whole else None) or self._one_by_one(epoch, indices, share)
-        for index, one, other in zip(share, samples, again, strict=False):
-            if not _alike(one, other):
+        for index, one, other in zip(share, samples, self._samples(epoch, indices, share), strict=False):
+            if number_of(one) != number_of(other):
                 self.note = (
                     f"{self._name}: sample {index} came out otherwise when it was fetched again under one seed: it "
                     "draws from a generator of its own; take torch's, random's or numpy.random's, which are seeded"
                 )
                 return
+
+    def _samples(self, epoch: int, indices: Sequence[int], share: Sequence[int]) -> list[Any]:
+        return (self._at_once(indices, share) if self._whole else None) or self._one_by_one(epoch, indices, share)
 
     def _at_once(self, indices: Sequence[int], share: Sequence[int]) -> list[Any] | None:
         """The samples by one call, or None where they draw random numbers, which one seed for all would get wrong."""
@@ -142,27 +142,40 @@ class Fetcher:
         return samples
 
 
-def _alike(one: Any, other: Any) -> bool:
-    """Whether two fetches of a sample gave the same, as far as can be told."""
-    if isinstance(one, Tensor) and isinstance(other, Tensor):
-        return one.shape == other.shape and torch.equal(torch.nan_to_num(one), torch.nan_to_num(other))
-    if hasattr(one, "tobytes") and hasattr(other, "tobytes"):  # arrays and images
-        return bool(one.tobytes() == other.tobytes())
-    if isinstance(one, str | bytes | int | float):
-        return bool(one == other) or (one != one and other != other)
-    mine, theirs = parts(one), parts(other)
-    if mine is None or theirs is None:
-        return True
-    return len(mine) == len(theirs) and all(map(_alike, mine, theirs))
+def number_of(nest: Any) -> int:
+    """A number of 64 bits made of a sample, the same in each process."""
+    inside = parts(nest)
+    if inside is not None:
+        state = len(inside)
+        for part in inside:
+            state = absorbed(state, number_of(part))
+        return state
+    if isinstance(nest, Tensor):
+        sums = digest(nest)
+        return 0 if sums is None else absorbed(*sums)
+    if isinstance(nest, int | float | str | bytes):
+        return zlib.crc32(repr(nest).encode())
+    return zlib.crc32(nest.tobytes()) if hasattr(nest, "tobytes") else 0
 
 
-def unwrapped(dataset: Any) -> tuple[Any, Lookup | None]:
-    """The dataset under any ``Subset``s, and the index in it of each sample (None where that is its own)."""
-    levels: list[Any] = []
+def base_of(dataset: Any) -> Any:
+    """The dataset under any ``Subset``s."""
     while type(dataset) is Subset:
-        levels.append(dataset.indices)
         dataset = dataset.dataset
-    return dataset, Lookup(levels, dataset) if levels else None
+    return dataset
+
+
+def lookup_of(dataset: Any) -> Tensor | None:
+    """For a ``Subset`` (of a ``Subset`` ...): the index in the dataset below of each of its samples; else None."""
+    if type(dataset) is not Subset:
+        return None
+    given: Any = dataset.indices
+    taken = torch.arange(given.start, given.stop, given.step) if isinstance(given, range) else torch.as_tensor(given)
+    taken = taken.to(torch.int64)
+    below: Any = dataset.dataset
+    if (deeper := lookup_of(below)) is not None:
+        return deeper[taken]
+    return torch.where(taken < 0, taken + len(below), taken) if bool((taken < 0).any()) else taken
 
 
 def together(samples: list[Any], collate: Collate | None, name: str) -> Pair:

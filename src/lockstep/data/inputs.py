@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch.utils.data import Subset, TensorDataset
 
-from lockstep.data.fetch import unwrapped
+from lockstep.data.fetch import base_of, lookup_of
 from lockstep.errors import InputError
 
 
@@ -30,7 +30,7 @@ def inputs_of(dataset: Any, name: str, *, whole: bool) -> Any:
             f"{name}: a stream has no length, and predicting needs one: give a list of the samples, or a dataset with "
             "__getitem__ and __len__"
         )
-    base, lookup = unwrapped(dataset)
+    base, lookup = base_of(dataset), lookup_of(dataset)
     if whole or (type(base) is TensorDataset and len(base.tensors) == 2):
         return dataset
     if isinstance(base, torch.Tensor) and base.is_cpu:
@@ -38,9 +38,8 @@ def inputs_of(dataset: Any, name: str, *, whole: bool) -> Any:
     if type(base) is TensorDataset and len(base.tensors) == 1:
         base = TensorDataset(base.tensors[0], torch.zeros(1).expand(len(base)))
     else:
-        kind = _InputsAtOnce if callable(getattr(base, "__getitems__", None)) else _Inputs
-        base = kind(base, getattr(dataset, "draws_random", getattr(base, "draws_random", True)))
-    return base if lookup is None else Subset(base, lookup[torch.arange(len(dataset))].tolist())
+        base = _Inputs(base, getattr(dataset, "draws_random", getattr(base, "draws_random", True)))
+    return base if lookup is None else Subset(base, lookup.tolist())
 
 
 class _Inputs:
@@ -49,19 +48,14 @@ class _Inputs:
     def __init__(self, dataset: Any, draws_random: bool) -> None:
         self._dataset = dataset
         self.draws_random = draws_random
+        if callable(at_once := getattr(dataset, "__getitems__", None)):
+            self.__getitems__ = lambda indices: [(_inputs(sample), 0) for sample in at_once(indices)]
 
     def __len__(self) -> int:
         return len(self._dataset)
 
     def __getitem__(self, index: int) -> tuple[Any, int]:
         return _inputs(self._dataset[index]), 0
-
-
-class _InputsAtOnce(_Inputs):
-    """The same of a dataset that hands out several samples at once."""
-
-    def __getitems__(self, indices: list[int]) -> list[tuple[Any, int]]:
-        return [(_inputs(sample), 0) for sample in self._dataset.__getitems__(indices)]
 
 
 def _inputs(sample: Any) -> Any:

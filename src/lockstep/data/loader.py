@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
 import torch
@@ -10,49 +11,53 @@ from torch import Tensor
 
 from lockstep.data.fetch import Collate, Fetcher
 from lockstep.data.loader_workers import Workers, default_workers, free_cores
-from lockstep.data.order import Orders, Places, numbered
+from lockstep.data.order import Ascending, Places, by_person, numbered, permutation
 from lockstep.data.prefetch import copied_ahead
-from lockstep.data.shares import Batch, Order, Part, Spans, checked_cutting, cuts, pieces
-from lockstep.data.source import is_stream, resolve, same_on_every_rank
-from lockstep.data.stream import StreamLoader
+from lockstep.data.shares import Batch, Cutting, Order, Part
 from lockstep.errors import JobError
-from lockstep.launch import here
 from lockstep.launch import world as _world
 from lockstep.launch.events import Line
 from lockstep.launch.world import World
 
 
-class Loader:
+class AnyLoader(ABC):
     """Global batch k of epoch e is the same set of samples for any number of processes; here is one process's share.
 
     Args:
-        dataset: map-style, of ``(inputs, targets)``.
+        dataset: map-style, or a stream, of ``(inputs, targets)``.
         batch_size: samples of the *global* batch.
-        rank: this process's number.
-        world_size: how many processes share each batch.
+        rank: this process's number; None where one process drives all ``world_size`` devices: its batches have
+            ``shares``, each put together as by a rank. (Cutting a whole batch afterwards would have to guess which of
+            its tensors and lists have a row for each sample.)
+        world_size: how many processes, or devices of the one process, share each batch.
         accumulate: micro-batches that each global batch is cut in.
         seed: of the order and of the samples' random numbers.
-        shuffle: a permutation from (seed, epoch); otherwise the dataset's own order.
+        shuffle: a permutation from (seed, epoch); otherwise the dataset's own order. A stream isn't shuffled.
         order: ``order(epoch)`` gives the indices of an epoch instead. It is called under a seed made of (seed, epoch),
-            so that every process gets the same.
+            so that every process gets the same. A stream has none.
         collate: makes (inputs, targets) of a list of samples; None is PyTorch's default.
-        workers: loader workers of this process; None chooses by the cores and the dataset.
+        workers: loader workers for each rank or device; None chooses by the cores and the dataset. A stream has at most
+            one: a second one would read the whole stream too.
         device: an accelerator to which batches are copied ahead; None, or the CPU, leaves them where they are.
         evaluation: samples draw their random numbers from a stream of their own.
-        pin: copy through pinned memory; None does so for CUDA and XPU.
         name: the job's field, for messages; None is ``train_data`` or ``eval_data``.
-        orders: those of another loader of the same dataset, to have them computed once.
+
+    Attributes:
+        samples: of an epoch (the first, where the person's order gives epochs of different lengths); of a stream None
+            until it has been gone through.
 
     Raises:
         JobError: a setting is wrong, or the dataset is empty.
     """
+
+    samples: int | None
 
     def __init__(
         self,
         dataset: Any,
         *,
         batch_size: int,
-        rank: int = 0,
+        rank: int | None = 0,
         world_size: int = 1,
         accumulate: int = 1,
         seed: int = 0,
@@ -62,44 +67,36 @@ class Loader:
         workers: int | None = None,
         device: torch.device | None = None,
         evaluation: bool = False,
-        pin: bool | None = None,
         name: str | None = None,
-        orders: Orders | None = None,
     ) -> None:
-        checked_cutting(batch_size, accumulate, rank, world_size)
+        self._cutting = Cutting(batch_size, accumulate, rank, world_size)
         if order is not None and not callable(order):
             raise JobError(f"order: a function of the epoch is expected, not a {type(order).__name__}")
-        self._name = name or ("eval_data" if evaluation else "train_data")
-        self._length = len(dataset)
-        if not self._length:
-            raise JobError(f"{self._name}: it is empty")
-        self._batch_size, self._rank, self._world_size, self._accumulate = batch_size, rank, world_size, accumulate
-        self._by_person = order
-        self.orders = orders or Orders(self._length, seed=seed, shuffle=shuffle, by_person=order)
-        self._fetcher = Fetcher(dataset, seed=seed, evaluation=evaluation, collate=collate, name=self._name)
-        self._device = None if device is None or device.type == "cpu" else device
-        self._pin = self._device is not None and (self._device.type in ("cuda", "xpu") if pin is None else pin)
-        if workers is None:
-            world = _world.current()
-            workers = default_workers(len(free_cores()), world.local_size if world else 1, dataset)
-        if workers < 0:
+        if workers is not None and workers < 0:
             raise JobError(f"loader_workers: {workers}, a whole number from 0 is expected")
-        self._workers = Workers(self._fetcher, workers, self._pin) if workers else None
+        self._name = name or ("eval_data" if evaluation else "train_data")
+        self._dataset, self._seed, self._shuffle, self._by_person = dataset, seed, shuffle, order
+        self._collate, self._evaluation = collate, evaluation
+        self._device = None if device is None or device.type == "cpu" else device
+        self._pin = self._device is not None and self._device.type in ("cuda", "xpu")
+        self._fetching = self._fetcher()
+        count = self._count_of_workers(workers)
+        self._workers = Workers(self._fetching, count, self._pin) if count else None
         self._next = 0
-        self._said = False
 
-    @property
-    def samples(self) -> int:
-        """Samples of an epoch (the first, where the person's order gives epochs of different lengths)."""
-        return self._length if self._by_person is None else len(self.orders(0))
+    @abstractmethod
+    def _fetcher(self) -> Any:
+        """What makes samples (loader workers hold a copy), by this dataset and these settings."""
 
-    def __len__(self) -> int:
-        """Global batches of an epoch (the first)."""
-        return -(-self.samples // self._batch_size)
+    def _count_of_workers(self, wanted: int | None) -> int:
+        if wanted is None:
+            world = _world.current()
+            wanted = default_workers(len(free_cores()), world.local_size if world else 1, self._dataset)
+        return wanted * len(self._cutting.ranks)
 
-    def batches_of(self, epoch: int) -> int:
-        """Global batches of this epoch, where the person's order gives epochs of different lengths."""
-        return len(self) if self._by_person is None else -(-len(self.orders(epoch)) // self._batch_size)
+    @abstractmethod
+    def batches_of(self, epoch: int) -> int | None:
+        """Global batches of this epoch; None for a stream, of which only its end tells."""
 
     def __iter__(self) -> Iterator[Batch]:
         """The next epoch: the first time epoch 0."""
@@ -110,16 +107,131 @@ class Loader:
         """This process's share of the batches of an epoch, from global batch ``start`` on.
 
         Raises:
-            JobError: the person's order gives indices that don't exist; a sample isn't a pair.
+            JobError: the person's order gives indices that don't exist, a sample isn't a pair, or a stream is empty.
+            JobError, RunError: ranks read different streams, or one can't be gone through a second time.
             SampleError: a sample raised; its index is named.
         """
         batches = self._batches(epoch, start)
         return batches if self._device is None else copied_ahead(batches, self._device, self._pin)
 
+    @abstractmethod
+    def _batches(self, epoch: int, start: int) -> Iterator[Batch]: ...
+
+    def _answers(self, requests: Iterable[tuple[Any, ...]]) -> Iterator[Any]:
+        """What ``_fetching`` gives for each request, here or in loader workers, which are asked ahead."""
+        return (self._fetching(*r) for r in requests) if self._workers is None else self._workers.fetch(requests)
+
+    def _world_to_compare(self) -> World | None:
+        """The ranks that share these batches, where there are several."""
+        world = _world.current()
+        return None if world is None or world.size == 1 or world.size != self._cutting.world_size else world
+
     def close(self) -> None:
         """End the loader workers, where there are any."""
         if self._workers is not None:
             self._workers.close()
+
+
+class Loader(AnyLoader):
+    """The loader of a map-style dataset."""
+
+    _fetching: Fetcher
+
+    def _fetcher(self) -> Fetcher:
+        if not (length := len(self._dataset)):
+            raise JobError(f"{self._name}: it is empty")
+        self._length = length
+        self._held: tuple[int, Order] | None = None
+        self._looked = self._said = False
+        self.samples: int = length if self._by_person is None else len(self.orders(0))
+        return Fetcher(
+            self._dataset, seed=self._seed, evaluation=self._evaluation, collate=self._collate, name=self._name
+        )
+
+    def __len__(self) -> int:
+        """Global batches of an epoch (the first)."""
+        return -(-self.samples // self._cutting.batch_size)
+
+    def batches_of(self, epoch: int) -> int:
+        """Global batches of this epoch, where the person's order gives epochs of different lengths."""
+        return len(self) if self._by_person is None else -(-len(self.orders(epoch)) // self._cutting.batch_size)
+
+    def _batches(self, epoch: int, start: int) -> Iterator[Batch]:
+        order = self.orders(epoch)
+        self._compare(epoch, order)
+        if self._workers is None and self._fetching.tensors is not None:
+            yield from self._of_tensors(epoch, order, start)
+            return
+        # Loader workers are asked ahead of what is used, so each side has rows of its own.
+        wanted, rows = (self._cutting.rows(order, start) for _ in range(2))
+        answers = self._answers((epoch, [s.tolist() for s in shares]) for row in wanted for shares in self._asked(row))
+        for index, row in enumerate(rows, start):
+            pairs = [pair for _ in self._asked(row) for pair in next(answers)]
+            self._say_note()
+            yield self._cutting.batch(self._cutting.parts(row, pairs), row[0], index, epoch)
+
+    def _of_tensors(self, epoch: int, order: Order, start: int) -> Iterator[Batch]:
+        """By indexing two tensors. The hot path of a small step: nothing here that a batch doesn't need."""
+        assert self._fetching.tensors is not None
+        inputs, targets = self._fetching.tensors
+        lookup = self._fetching.lookup
+        take = _pinned_rows if self._pin else _rows
+        rows = self._cutting.rows(order, start)
+        # Under a Subset, the places to read differ from the indices to tell.
+        places = None if lookup is None else self._cutting.rows(Places(lookup, order), start)
+        full, last = divmod(len(order), self._cutting.batch_size)
+        spans = self._cutting.spans(self._cutting.batch_size)
+        for index, row in enumerate(rows, start):
+            place = row if places is None else next(places)
+            if index == full:
+                spans = self._cutting.spans(last)
+            parts = [
+                Part(take(inputs, at), take(targets, at), b - a, of, share) if b > a else Part(None, None, 0, of, share)
+                for at, share, (a, b, of) in zip(place[1:], row[1:], spans, strict=True)
+            ]
+            yield self._cutting.batch(parts, row[0], index, epoch)
+
+    def _asked(self, row: tuple[Tensor, ...]) -> list[list[Tensor]]:
+        """The shares of a row that aren't empty, those of each rank together: a request each."""
+        by_rank = ([share for share in shares if len(share)] for shares in self._cutting.by_rank(row[1:]))
+        return [shares for shares in by_rank if shares]
+
+    def _say_note(self) -> None:
+        note = self._fetching.note if self._workers is None else self._workers.note
+        if note is not None and not self._said:
+            self._said = True
+            world = _world.current()
+            if world is not None and not self._cutting.rank:
+                world.tell(Line.note(note))
+
+    def orders(self, epoch: int) -> Order:
+        """The order of an epoch; the last one asked for is kept.
+
+        Raises:
+            JobError: the person's can't be, or doesn't depend on the epoch alone.
+        """
+        if self._held is None or self._held[0] != epoch:
+            self._held = None  # a long one goes before the next comes
+            self._held = epoch, self._order_of(epoch)
+        return self._held[1]
+
+    def _order_of(self, epoch: int) -> Order:
+        if self._by_person is None:
+            return permutation(self._length, self._seed, epoch) if self._shuffle else Ascending(self._length)
+        order = by_person(self._by_person, self._length, self._seed, epoch)
+        if not self._looked:  # once, ask again: a generator of its own would have moved
+            self._looked = True
+            number = numbered(order)
+            del order
+            order = by_person(self._by_person, self._length, self._seed, epoch)
+            if numbered(order) != number:
+                raise JobError(
+                    f"order: for epoch {epoch} it gave other indices when it was called again: it draws from a "
+                    "generator of its own",
+                    kind="sampler",
+                    fix="take torch's, random's or numpy's global one, which are seeded",
+                )
+        return order
 
     def _compare(self, epoch: int, order: Order) -> None:
         """Make sure that the person's order is the same on every rank.
@@ -127,13 +239,9 @@ class Loader:
         Raises:
             JobError: it isn't; every rank raises.
         """
-        world = _world.current()
-        if self._by_person is None or world is None or world.size == 1 or world.size != self._world_size:
+        if self._by_person is None or (world := self._world_to_compare()) is None:
             return
-        device = torch.device("cpu") if world.backend == "gloo" else world.device.torch
-        every = torch.zeros(world.size, dtype=torch.int64)
-        every[world.rank] = numbered(order)
-        numbers = world.all_reduce(every.to(device)).tolist()
+        numbers = world.gather_objects(numbered(order))
         for rank, number in enumerate(numbers):
             if number != numbers[0]:
                 raise JobError(
@@ -142,64 +250,6 @@ class Loader:
                     kind="sampler",
                     fix="draw from torch's, random's or numpy's global generator, which are seeded",
                 )
-
-    # ---- three ways to fetch ----------------------------------------------------------------------------------------
-
-    def _batches(self, epoch: int, start: int) -> Iterator[Batch]:
-        order = self.orders(epoch)
-        self._compare(epoch, order)
-        last = len(order) % self._batch_size
-        spans = Spans(
-            cuts(self._batch_size, self._accumulate, self._rank, self._world_size),
-            cuts(last, self._accumulate, self._rank, self._world_size) if last else [],
-        )
-        full = len(order) // self._batch_size
-        rows = pieces(order, self._batch_size, spans, start)
-        if self._workers is None and self._fetcher.tensors is not None:
-            yield from self._of_tensors(epoch, start, rows, order, spans)
-            return
-        wanted = pieces(order, self._batch_size, spans, start)  # apart from `rows`: loader workers are asked ahead
-        requests = ((epoch, shares) for row in wanted if (shares := [s.tolist() for s in row[1:] if len(s)]))
-        fetched = (self._fetcher(*r) for r in requests) if self._workers is None else self._workers.fetch(requests)
-        for index, row in enumerate(rows, start):
-            pairs = iter(next(fetched) if any(map(len, row[1:])) else ())
-            self._say_note()
-            parts = []
-            for share, (_, _, of) in zip(row[1:], spans.full if index < full else spans.last, strict=True):
-                size = len(share)
-                inputs, targets = next(pairs) if size else (None, None)
-                parts.append(Part(inputs, targets, size, of, share))
-            yield Batch(parts, len(row[0]), index, epoch, row[0])
-
-    def _say_note(self) -> None:
-        note = self._fetcher.note if self._workers is None else self._workers.note
-        if note is not None and not self._said:
-            self._said = True
-            world = _world.current()
-            if world is not None and self._rank == 0:
-                world.tell(Line.note(note))
-
-    def _of_tensors(
-        self, epoch: int, start: int, rows: Iterator[tuple[Tensor, ...]], order: Order, spans: Spans
-    ) -> Iterator[Batch]:
-        """By indexing two tensors. The hot path of a small step: nothing here that a batch doesn't need."""
-        assert self._fetcher.tensors is not None
-        take = _pinned_rows if self._pin else _rows
-        inputs, targets = self._fetcher.tensors
-        lookup = self._fetcher.lookup
-        sizes = [(b - a, of) for a, b, of in spans.full]
-        full = len(order) // self._batch_size
-        # Under a Subset, the places to read differ from the indices to tell.
-        places = None if lookup is None else pieces(Places(lookup, order), self._batch_size, spans, start)
-        for index, row in enumerate(rows, start):
-            place = row if places is None else next(places)
-            if index == full:
-                sizes = [(b - a, of) for a, b, of in spans.last]
-            parts = [
-                Part(take(inputs, at), take(targets, at), size, of, share) if size else Part(None, None, 0, of, share)
-                for at, share, (size, of) in zip(place[1:], row[1:], sizes, strict=True)
-            ]
-            yield Batch(parts, len(row[0]), index, epoch, row[0])
 
 
 def _rows(tensor: Tensor, at: Tensor) -> Tensor:
@@ -211,96 +261,3 @@ def _pinned_rows(tensor: Tensor, at: Tensor) -> Tensor:
         return _rows(tensor, at)
     out = torch.empty((len(at), *tensor.shape[1:]), dtype=tensor.dtype, pin_memory=True)
     return torch.index_select(tensor, 0, at, out=out)
-
-
-class SharedLoader:
-    """For one process that drives several devices: each one's share, put together as by a rank.
-
-    A batch has ``shares``: for each device, its part of each micro-batch. Cutting a whole batch afterwards would have
-    to guess which of its tensors and lists have a row for each sample.
-
-    Args:
-        devices: how many shares.
-        settings: as those of ``Loader``.
-    """
-
-    def __init__(self, dataset: Any, devices: int, **settings: Any) -> None:
-        first = Loader(dataset, rank=0, world_size=devices, **settings)
-        settings["orders"] = first.orders
-        self._loaders = [first, *(Loader(dataset, rank=i, world_size=devices, **settings) for i in range(1, devices))]
-        self.samples = self._loaders[0].samples
-        self.batches_of = self._loaders[0].batches_of
-
-    def __len__(self) -> int:
-        """Global batches of an epoch (the first)."""
-        return len(self._loaders[0])
-
-    def epoch(self, epoch: int, start: int = 0) -> Iterator[Batch]:
-        """The batches of an epoch, from global batch ``start`` on; see ``Loader.epoch``."""
-        for together in zip(*(loader.epoch(epoch, start) for loader in self._loaders), strict=True):
-            first = together[0]
-            wholes = [Part(None, None, part.of, part.of) for part in first.parts]
-            shares = [batch.parts for batch in together]
-            yield Batch(wholes, first.size, first.index, first.epoch, first.samples, shares)
-
-    def close(self) -> None:
-        """End the loader workers, where there are any."""
-        for loader in self._loaders:
-            loader.close()
-
-
-AnyLoader = Loader | SharedLoader | StreamLoader
-"""What goes through a dataset of any kind, epoch by epoch."""
-
-
-def loader_of(dataset: Any, rank: int, world_size: int, devices: int = 1, **settings: Any) -> AnyLoader:
-    """The loader of a process for a dataset or a stream.
-
-    Args:
-        dataset: as ``resolve`` gives it.
-        rank: this process's number.
-        world_size: how many processes share each batch.
-        devices: how many this process drives; each gets its share where there are several.
-        settings: the others are as those of ``Loader``.
-
-    Raises:
-        JobError: the ranks have other data, or a setting is wrong.
-    """
-    world = _world.current()
-    if world is not None and world.size == world_size:
-        named = settings.get("name") or ("eval_data" if settings.get("evaluation") else "train_data")
-        same_on_every_rank(dataset, world, named)
-    if is_stream(dataset):
-        if devices > 1:
-            return StreamLoader(dataset, rank=None, world_size=devices, **settings)
-        return StreamLoader(dataset, rank=rank, world_size=world_size, **settings)
-    if devices > 1:
-        return SharedLoader(dataset, devices, **settings)
-    return Loader(dataset, rank=rank, world_size=world_size, **settings)
-
-
-def batches(dataset: Any, batch_size: int, **settings: Any) -> Loader | StreamLoader:
-    """This process's share of every global batch, for a loop of your own.
-
-    ::
-
-        for inputs, targets in lockstep.batches(dataset, batch_size=256):
-            step(inputs, targets)
-
-    Each pass over the result is the next epoch. Inside ``launch``, or under torchrun, it knows the rank by itself.
-
-    Args:
-        dataset: of ``(inputs, targets)``; one that can only be gone through (a stream) isn't shuffled.
-        batch_size: samples of the *global* batch.
-        **settings: as those of ``Loader``.
-
-    Raises:
-        JobError: a setting is wrong, or the dataset is empty.
-    """
-    world = here()
-    if world is not None and world.size > 1:
-        device = None if world.device.is_slot else world.device.torch
-        settings = {"rank": world.rank, "world_size": world.size, "device": device, **settings}
-    dataset = resolve(dataset, world or World(), settings.get("name") or "train_data")
-    kind = StreamLoader if is_stream(dataset) else Loader
-    return kind(dataset, batch_size=batch_size, **settings)

@@ -9,16 +9,16 @@ import os
 import signal
 import sys
 import threading
-import traceback
 import warnings
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from multiprocessing.pool import ExceptionWithTraceback  # type: ignore[attr-defined]  # not in the stubs
 from typing import Any
 
 import cloudpickle
 import torch
 from torch.utils.data import DataLoader, TensorDataset
 
-from lockstep.data.fetch import unwrapped
+from lockstep.data.fetch import base_of
 from lockstep.errors import JobError, LockstepError, RunError, counted
 from lockstep.launch.devices import usable_cores
 
@@ -36,7 +36,7 @@ def default_workers(cores: int, ranks_on_node: int, dataset: Any) -> int:
 
     A tensor dataset gets none: indexing it is cheaper than sending the result.
     """
-    if type(unwrapped(dataset)[0]) is TensorDataset:
+    if type(base_of(dataset)) is TensorDataset:
         return 0
     return max(0, min(2, (cores - ranks_on_node) // ranks_on_node))
 
@@ -68,22 +68,6 @@ def free_cores() -> tuple[int, ...]:
     return tuple(sorted(found))
 
 
-class WorkerTraceback(Exception):
-    """The traceback of a loader worker, as text: the cause of the exception raised here for it."""
-
-    def __str__(self) -> str:
-        return f"\n{self.args[0]}"
-
-
-class _Failure:
-    """An exception on its way out of a worker: its kind and its one line, and the traceback for who looks deeper."""
-
-    def __init__(self, error: LockstepError) -> None:
-        self.kind = type(error)
-        self.message = str(error)
-        self.traceback = traceback.format_exc()
-
-
 class _Remote:
     """What a worker holds: for each request, what the fetcher gives and has to say, or the failure."""
 
@@ -94,7 +78,7 @@ class _Remote:
         try:
             return self._fetcher(*request), getattr(self._fetcher, "note", None)
         except LockstepError as error:
-            return _Failure(error)
+            return ExceptionWithTraceback(error, error.__traceback__)
 
     def __reduce__(self) -> tuple[Any, ...]:
         # Where workers can't be forked, the dataset may still be a local class, or hold a lambda.
@@ -159,25 +143,20 @@ class Workers:
         with warnings.catch_warnings():  # a training says it, in a line
             warnings.filterwarnings("ignore", message="This DataLoader will create")
             answers = iter(self._loader)
-        for found in _alive(answers):
-            if isinstance(found, _Failure):
-                raise found.kind(found.message) from WorkerTraceback(found.traceback)
-            pairs, self.note = found
-            yield pairs
+        try:
+            for found in answers:
+                if isinstance(found, LockstepError):
+                    raise found
+                pairs, self.note = found
+                yield pairs
+        except RuntimeError as error:
+            if "exited unexpectedly" not in str(error):
+                raise
+            raise RunError("a loader worker was killed (out of memory?): take fewer, or loader_workers=0") from error
 
     def close(self) -> None:
         """End the workers."""
         self._loader = None
-
-
-def _alive(answers: Iterator[Any]) -> Iterator[Any]:
-    """The same; says what to do where a worker has died."""
-    try:
-        yield from answers
-    except RuntimeError as error:
-        if "exited unexpectedly" not in str(error):
-            raise
-        raise RunError("a loader worker was killed (out of memory?): take fewer, or loader_workers=0") from error
 
 
 def _as_it_is(found: Any) -> Any:

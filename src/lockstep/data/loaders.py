@@ -1,38 +1,76 @@
-"""Loaders with the settings of a job."""
+"""Which loader goes through a dataset: of a job, by its settings, and for a loop of one's own."""
 
 from __future__ import annotations
 
 from typing import Any
 
-from lockstep.data.loader import AnyLoader, loader_of
+from lockstep.data.fingerprint import same_on_every_rank
+from lockstep.data.loader import AnyLoader, Loader
+from lockstep.data.source import is_stream, resolve
+from lockstep.data.stream import StreamLoader
 from lockstep.job import Job
+from lockstep.launch import here
 from lockstep.launch.world import World
+
+
+def batches(dataset: Any, batch_size: int, **settings: Any) -> AnyLoader:
+    """This process's share of every global batch, for a loop of your own.
+
+    ::
+
+        for inputs, targets in lockstep.batches(dataset, batch_size=256):
+            step(inputs, targets)
+
+    Each pass over the result is the next epoch. Inside ``launch``, or under torchrun, it knows the rank by itself.
+
+    Args:
+        dataset: of ``(inputs, targets)``; one that can only be gone through (a stream) isn't shuffled.
+        batch_size: samples of the *global* batch.
+        **settings: as those of ``lockstep.data.AnyLoader``.
+
+    Raises:
+        JobError: a setting is wrong, or the dataset is empty.
+    """
+    world = here()
+    if world is not None and world.size > 1:
+        device = None if world.device.is_slot else world.device.torch
+        settings = {"rank": world.rank, "world_size": world.size, "device": device, **settings}
+    dataset = resolve(dataset, world or World(), settings.get("name") or "train_data")
+    kind = StreamLoader if is_stream(dataset) else Loader
+    return kind(dataset, batch_size=batch_size, **settings)
 
 
 def eval_loaders(job: Job, world: World, sets: dict[str, Any]) -> dict[str, AnyLoader]:
     """A loader for each evaluation set, by its name."""
     return {
-        name: job_loader(job, world, dataset, evaluation=True, name=f'eval_data["{name}"]' if name else None)
+        name: job_loader(job, world, dataset, evaluation=True, name=f'eval_data["{name}"]' if name else "eval_data")
         for name, dataset in sets.items()
     }
 
 
-def job_loader(job: Job, world: World, dataset: Any, *, evaluation: bool = False, name: str | None = None) -> AnyLoader:
+def job_loader(
+    job: Job, world: World, dataset: Any, *, evaluation: bool = False, name: str = "train_data"
+) -> AnyLoader:
     """The loader of this rank's shares of a dataset, with the settings of a job.
 
     Args:
         job: whose settings they are.
-        world: this rank's place.
+        world: this rank's place. Where it has several devices, each gets its share.
         dataset: as ``resolve`` gives it.
         evaluation: in the dataset's order, in batches of ``eval_batch_size``, whole.
         name: what the dataset is called in messages.
+
+    Raises:
+        JobError: the ranks have other data, or a setting is wrong.
     """
-    several = len(world.devices) > 1
+    same_on_every_rank(dataset, world, name)
+    kind = StreamLoader if is_stream(dataset) else Loader
     # A strategy that drives several accelerators itself sends each its share; the loader leaves the batch where it is.
-    device = None if several or world.device.is_slot else world.device.torch
-    return loader_of(
+    several, data = len(world.devices) > 1, world.data
+    return kind(
         dataset,
-        *world.data,
+        rank=None if data.local_batches > 1 else data.rank,
+        world_size=data.local_batches if data.local_batches > 1 else data.size,
         batch_size=(job.eval_batch_size or job.batch_size) if evaluation else job.batch_size,
         accumulate=1 if evaluation else job.accumulate,
         seed=job.seed,
@@ -40,7 +78,7 @@ def job_loader(job: Job, world: World, dataset: Any, *, evaluation: bool = False
         order=None if evaluation else job.order,
         collate=job.collate,
         workers=job.loader_workers,
-        device=device,
+        device=None if several or world.device.is_slot else world.device.torch,
         evaluation=evaluation,
         name=name,
     )

@@ -125,51 +125,6 @@ def by_person(function: Callable[[int], Any], n: int, seed: int, epoch: int) -> 
     return order
 
 
-class Orders:
-    """The order of each epoch; the last one asked for is kept.
-
-    Args:
-        length: of the dataset.
-        seed: of the permutations, and of what the person's order draws.
-        shuffle: a permutation for each epoch; otherwise the dataset's own order.
-        by_person: gives the indices of an epoch instead.
-    """
-
-    def __init__(self, length: int, *, seed: int, shuffle: bool, by_person: Callable[[int], Any] | None) -> None:
-        self._length, self._seed, self._shuffle, self._by_person = length, seed, shuffle, by_person
-        self._held: tuple[int, Order] | None = None
-        self._looked = False
-
-    def __call__(self, epoch: int) -> Order:
-        """The order of an epoch.
-
-        Raises:
-            JobError: the person's can't be, or doesn't depend on the epoch alone.
-        """
-        if self._held is None or self._held[0] != epoch:
-            self._held = None  # a long one goes before the next comes
-            self._held = epoch, self._made(epoch)
-        return self._held[1]
-
-    def _made(self, epoch: int) -> Order:
-        if self._by_person is None:
-            return permutation(self._length, self._seed, epoch) if self._shuffle else Ascending(self._length)
-        order = by_person(self._by_person, self._length, self._seed, epoch)
-        if not self._looked:  # once, ask again: a generator of its own would have moved
-            self._looked = True
-            number = numbered(order)
-            del order
-            order = by_person(self._by_person, self._length, self._seed, epoch)
-            if numbered(order) != number:
-                raise JobError(
-                    f"order: for epoch {epoch} it gave other indices when it was called again: it draws from a "
-                    "generator of its own",
-                    kind="sampler",
-                    fix="take torch's, random's or numpy's global one, which are seeded",
-                )
-        return order
-
-
 def numbered(order: Order) -> int:
     """A number in 62 bits made of an order, other for other indices or other places."""
     number = len(order)
@@ -180,39 +135,10 @@ def numbered(order: Order) -> int:
     return number & ((1 << 62) - 1)
 
 
-class Lookup:
-    """For a ``Subset`` (of a ``Subset`` ...): the index in the dataset below of some of its samples.
-
-    Args:
-        levels: the indices of each ``Subset``, the outermost first. A range is computed, tensors and arrays of any
-            integer format are used as they are, and a list becomes a tensor when it is first needed.
-        base: the dataset below them all; its length is asked for where an index is negative.
-    """
-
-    def __init__(self, levels: list[Any], base: Any) -> None:
-        self._levels = levels
-        self._base = base
-        self._ready = False
-
-    def __getitem__(self, samples: Tensor) -> Tensor:
-        if not self._ready:
-            self._levels = [i if isinstance(i, range) else torch.as_tensor(i) for i in self._levels]
-            self._ready = True
-        for indices in self._levels:
-            if isinstance(indices, range):
-                samples = torch.where(samples < 0, samples + len(indices), samples)
-                samples = samples * indices.step + indices.start
-            else:
-                samples = indices[samples].to(torch.int64)
-        if samples.numel() and int(samples.min()) < 0:
-            samples = torch.where(samples < 0, samples + len(self._base), samples)
-        return samples
-
-
 class Places:
     """An order by the indices of the dataset under a ``Subset``."""
 
-    def __init__(self, lookup: Lookup, order: Order) -> None:
+    def __init__(self, lookup: Tensor, order: Order) -> None:
         self._lookup, self._order = lookup, order
 
     def __len__(self) -> int:

@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from lockstep.data import Batch, Part, mixed
+from lockstep.data.shares import Batch, Part, mixed, over_ranks
 from lockstep.errors import InputError
 from lockstep.launch.world import World
 from lockstep.tensors.pytree import batch_size_of, cut, share_sizes, tensors
@@ -32,7 +32,7 @@ def batch_of(
     mine = 0 if inputs is None else batch_size_of(inputs)
     if accumulate > 1 or len(world.devices) > 1:
         _refuse_other_rows(mine, targets)
-    sizes = _sizes_of_all(mine, world)
+    sizes = [size for (size,) in over_ranks(world, mine)]
     parts = []
     start = 0
     for size in share_sizes(mine, accumulate):
@@ -60,13 +60,6 @@ def _refuse_other_rows(rows: int, targets: Any) -> None:
         )
 
 
-def _sizes_of_all(mine: int, world: World) -> list[int]:
-    sizes = torch.zeros(world.size, dtype=torch.int64)
-    sizes[world.rank] = mine
-    found: list[int] = world.all_reduce(sizes.to(world.device.torch)).tolist()
-    return found
-
-
 @contextmanager
 def own_stream(world: World, seed: int) -> Iterator[None]:
     """Random numbers of this rank's own for a step.
@@ -76,14 +69,9 @@ def own_stream(world: World, seed: int) -> Iterator[None]:
     if world.size == 1:
         yield
         return
-    generators = [torch.default_generator]
-    if world.device.type == "cuda":
-        generators.append(torch.cuda.default_generators[world.device.index])
-    kept = [generator.get_state() for generator in generators]
-    for generator in generators:
-        generator.manual_seed(mixed(seed, world.step + 1, world.rank))
-    try:
+    mine = mixed(seed, world.step + 1, world.rank)
+    cards = [world.device.index] if world.device.type == "cuda" else []
+    with torch.random.fork_rng(cards):
+        for generator in (torch.default_generator, *(torch.cuda.default_generators[card] for card in cards)):
+            generator.manual_seed(mine)
         yield
-    finally:
-        for generator, state in zip(generators, kept, strict=True):
-            generator.set_state(state)

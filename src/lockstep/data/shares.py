@@ -11,14 +11,18 @@ each of them in shares, always as evenly as can be and the larger first. With B 
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any, Protocol, TypeVar
 
+import torch
 from torch import Tensor
 
 from lockstep.errors import JobError
+from lockstep.launch.world import World
 from lockstep.tensors.pytree import share_sizes
+
+T = TypeVar("T")
 
 _MASK = (1 << 64) - 1
 
@@ -104,49 +108,100 @@ class Batch:
         yield full[0].targets if full else None
 
 
-def cuts(size: int, accumulate: int, rank: int, world_size: int) -> list[tuple[int, int, int]]:
-    """A process's share of each micro-batch of a global batch: (start, end, samples of the micro-batch).
-
-    Micro-batches without samples (where there are fewer samples than micro-batches) are left out.
-    """
-    found = []
-    start = 0
-    for micro in share_sizes(size, min(accumulate, size)):
-        sizes = share_sizes(micro, world_size)
-        mine = start + sum(sizes[:rank])
-        found.append((mine, mine + sizes[rank], micro))
-        start += micro
-    return found
-
-
-def pieces(order: Order, batch_size: int, spans: Spans, start: int = 0) -> Iterator[tuple[Tensor, ...]]:
-    """For each global batch from number ``start``: its indices, then those of this process's share of each micro-batch.
+class Cutting:
+    """How the global batches of an epoch are cut, and whose shares are wanted.
 
     Args:
-        order: the indices of an epoch, asked for in blocks of some batches.
-        spans: the shares of a full batch, and those of the last, smaller one.
-    """
-    full = len(order) // batch_size
-    at_once = max(1, min(_AT_ONCE, _INDICES_AT_ONCE // batch_size))
-    for first in range(start, full, at_once):
-        block = order[first * batch_size : min(first + at_once, full) * batch_size].view(-1, batch_size)
-        yield from zip(block.unbind(), *(block[:, a:b].unbind() for a, b, _ in spans.full), strict=True)
-    last = order[full * batch_size :]
-    if len(last) and start <= full:
-        yield (last, *(last[a:b] for a, b, _ in spans.last))
+        batch_size: samples of the *global* batch.
+        accumulate: micro-batches that each is cut in.
+        rank: of the process whose shares are wanted; None for all shares, where one process drives several devices.
+        world_size: among how many each micro-batch is shared out.
 
-
-def checked_cutting(batch_size: int, accumulate: int, rank: int, world_size: int) -> None:
-    """Make sure that batches can be cut so.
+    Attributes:
+        ranks: whose shares are wanted.
 
     Raises:
-        JobError: with the setting that is wrong.
+        JobError: a setting is wrong.
     """
-    for setting, value in (("batch_size", batch_size), ("accumulate", accumulate), ("world_size", world_size)):
-        if not isinstance(value, int) or value < 1:
-            raise JobError(f"{setting}: {value!r}, a whole number of at least 1 is expected")
-    if not 0 <= rank < world_size:
-        raise JobError(f"rank: {rank} is not one of {world_size}")
+
+    def __init__(self, batch_size: int, accumulate: int, rank: int | None, world_size: int) -> None:
+        for setting, value in (("batch_size", batch_size), ("accumulate", accumulate), ("world_size", world_size)):
+            if not isinstance(value, int) or value < 1:
+                raise JobError(f"{setting}: {value!r}, a whole number of at least 1 is expected")
+        if rank is not None and not 0 <= rank < world_size:
+            raise JobError(f"rank: {rank} is not one of {world_size}")
+        self.batch_size, self.world_size, self.rank = batch_size, world_size, rank
+        self._accumulate = accumulate
+        self.ranks = range(world_size) if rank is None else (rank,)
+        self._of_full = self._spans(batch_size)
+
+    def spans(self, size: int) -> list[tuple[int, int, int]]:
+        """The wanted shares of a global batch of ``size`` samples: (start, end, samples of the micro-batch).
+
+        Rank by rank, and for each of them micro-batch by micro-batch. Micro-batches without samples (where there are
+        fewer samples than micro-batches) are left out.
+        """
+        return self._of_full if size == self.batch_size else self._spans(size)
+
+    def _spans(self, size: int) -> list[tuple[int, int, int]]:
+        found = []
+        for rank in self.ranks:
+            start = 0
+            for micro in share_sizes(size, min(self._accumulate, size)) if size else ():
+                sizes = share_sizes(micro, self.world_size)
+                mine = start + sum(sizes[:rank])
+                found.append((mine, mine + sizes[rank], micro))
+                start += micro
+        return found
+
+    def row(self, samples: Tensor) -> tuple[Tensor, ...]:
+        """The indices of a global batch, then those of each wanted share."""
+        return samples, *(samples[a:b] for a, b, _ in self.spans(len(samples)))
+
+    def rows(self, order: Order, start: int = 0) -> Iterator[tuple[Tensor, ...]]:
+        """The row of each global batch from number ``start`` on; the order is asked for in blocks of some batches."""
+        full = len(order) // self.batch_size
+        at_once = max(1, min(_AT_ONCE, _INDICES_AT_ONCE // self.batch_size))
+        for first in range(start, full, at_once):
+            block = order[first * self.batch_size : min(first + at_once, full) * self.batch_size]
+            block = block.view(-1, self.batch_size)
+            yield from zip(block.unbind(), *(block[:, a:b].unbind() for a, b, _ in self._of_full), strict=True)
+        last = order[full * self.batch_size :]
+        if len(last) and start <= full:
+            yield self.row(last)
+
+    def by_rank(self, shares: Sequence[T]) -> list[list[T]]:
+        """What there is of each wanted share (in the order of ``spans``), put together by ranks."""
+        each = len(shares) // len(self.ranks)
+        return [list(shares[i : i + each]) for i in range(0, len(shares), each)]
+
+    def parts(self, row: tuple[Tensor, ...], pairs: Iterable[tuple[Any, Any]]) -> list[Part]:
+        """The wanted shares of a row, of the inputs and targets of each that isn't empty."""
+        made = iter(pairs)
+        parts = []
+        for share, (a, b, of) in zip(row[1:], self.spans(len(row[0])), strict=True):
+            inputs, targets = next(made) if b > a else (None, None)
+            parts.append(Part(inputs, targets, b - a, of, share))
+        return parts
+
+    def batch(self, parts: list[Part], samples: Tensor, index: int, epoch: int) -> Batch:
+        """The batch that has these shares."""
+        if self.rank is not None:
+            return Batch(parts, len(samples), index, epoch, samples)
+        shares = self.by_rank(parts)
+        wholes = [Part(None, None, part.of, part.of) for part in shares[0]]
+        return Batch(wholes, len(samples), index, epoch, samples, shares)
+
+
+def over_ranks(world: World, *numbers: int) -> list[list[int]]:
+    """The whole numbers that each rank has, in rank order; every rank calls it. Quicker than any objects."""
+    if world.size == 1:
+        return [[*numbers]]
+    every = torch.zeros(world.size, len(numbers), dtype=torch.int64)
+    every[world.rank] = torch.tensor(numbers)
+    device = torch.device("cpu") if world.backend == "gloo" else world.device.torch
+    found: list[list[int]] = world.all_reduce(every.to(device)).tolist()
+    return found
 
 
 class Order(Protocol):
@@ -155,11 +210,3 @@ class Order(Protocol):
     def __len__(self) -> int: ...
 
     def __getitem__(self, span: slice, /) -> Tensor: ...
-
-
-@dataclass(frozen=True)
-class Spans:
-    """The shares of a process in a full global batch and in the last one of an epoch, as ``cuts`` gives them."""
-
-    full: list[tuple[int, int, int]]
-    last: list[tuple[int, int, int]]

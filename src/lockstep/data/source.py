@@ -6,16 +6,10 @@ from collections.abc import Callable, Iterator, Mapping
 from types import GeneratorType
 from typing import Any
 
-import torch
-from torch.utils.data import DataLoader, IterableDataset, TensorDataset
+from torch.utils.data import DataLoader, IterableDataset
 
-from lockstep.data.fetch import unwrapped
-from lockstep.data.stream import number_of
 from lockstep.errors import JobError, LockstepError, told
 from lockstep.launch.world import World
-
-_LOOKED_AT = 1000
-"""Indices and rows by which data are known."""
 
 
 def resolve(source: Any, world: World, name: str = "train_data") -> Any:
@@ -34,9 +28,7 @@ def resolve(source: Any, world: World, name: str = "train_data") -> Any:
     Raises:
         JobError: it is no dataset, it is empty, or the callable raised (what it says itself, if that is one of ours).
     """
-    if callable(source) and (isinstance(source, type) or not (_is_map_style(source) or is_stream(source))):
-        made = _called(source, world, name)
-        source = Recalled(source) if _is_read_once(made) else made
+    source = _given(source, world, name)
     _refuse_loaders(source, name)
     if is_stream(source):
         if isinstance(source, GeneratorType):
@@ -68,10 +60,7 @@ def resolve_sets(source: Any, world: World, name: str = "eval_data") -> dict[str
     Raises:
         JobError: as in ``resolve``; a name is no text.
     """
-    if callable(source) and not isinstance(source, type) and not (_is_map_style(source) or is_stream(source)):
-        made = _called(source, world, name)
-        # Else it may be a stream, whose callable is needed again.
-        source = source if _is_read_once(made) else made
+    source = _given(source, world, name)
     if not isinstance(source, Mapping):
         return {"": resolve(source, world, name)}
     if not source:
@@ -80,44 +69,6 @@ def resolve_sets(source: Any, world: World, name: str = "eval_data") -> dict[str
         if not isinstance(key, str) or not key:
             raise JobError(f"{name}: the name of a set is {key!r}, a text is expected")
     return {key: resolve(value, world, f'{name}["{key}"]') for key, value in source.items()}
-
-
-def same_on_every_rank(dataset: Any, world: World, name: str) -> None:
-    """Make sure that all ranks have the same data, as far as that shows without asking a dataset for samples.
-
-    A dataset of a class of one's own is only compared by its length: fetching would open files before loader workers
-    are made. Streams are compared while they are read.
-
-    Raises:
-        JobError: they haven't; every rank raises.
-    """
-    if world.size == 1 or is_stream(dataset):
-        return
-    (length, number), *others = world.gather_objects((len(dataset), _number(dataset)))
-    for rank, (other_length, other) in enumerate(others, start=1):
-        if other_length != length:
-            raise JobError(
-                f"{name}: it has {length} samples on rank 0 and {other_length} on rank {rank}: every rank has to have "
-                "all of it (don't cut it by rank), and keeps its share"
-            )
-        if other != number:
-            raise JobError(
-                f"{name}: its samples are others on rank {rank} than on rank 0",
-                kind="unseeded data",
-                fix="seed what makes or splits them (random_state=0 in scikit-learn, default_rng(0) in numpy)",
-            )
-
-
-def _number(dataset: Any) -> int:
-    """A number made of some indices of a ``Subset`` and of some rows of tensors, 0 where neither is there."""
-    base, lookup = unwrapped(dataset)
-    made: list[Any] = []
-    if lookup is not None:
-        places = torch.arange(min(len(dataset), _LOOKED_AT))
-        made.append(int((lookup[places] * (places + 1)).sum()))
-    if type(base) is TensorDataset:
-        made += [t[:: max(1, len(t) // _LOOKED_AT)][:_LOOKED_AT] for t in base.tensors]
-    return number_of(made)
 
 
 class Recalled:
@@ -140,10 +91,6 @@ def _is_map_style(source: Any) -> bool:
     return hasattr(source, "__getitem__") and hasattr(source, "__len__") and not isinstance(source, IterableDataset)
 
 
-def _is_read_once(source: Any) -> bool:
-    return isinstance(source, Iterator) and not isinstance(source, IterableDataset)
-
-
 def _is_by_name(source: Any) -> bool:
     return isinstance(source, Mapping) and bool(source) and all(isinstance(key, str) for key in source)
 
@@ -160,6 +107,15 @@ def _refuse_loaders(source: Any, name: str) -> None:
     raise JobError(
         f"{name}: {what} batches for one device: give {give} and say batch_size, collate and loader_workers in the job"
     )
+
+
+def _given(source: Any, world: World, name: str) -> Any:
+    """What a callable gives; anything else is the data itself."""
+    if not callable(source) or (not isinstance(source, type) and (_is_map_style(source) or is_stream(source))):
+        return source
+    made = _called(source, world, name)
+    read_once = isinstance(made, Iterator) and not isinstance(made, IterableDataset)
+    return Recalled(source) if read_once else made
 
 
 def _called(source: Any, world: World, name: str) -> Any:

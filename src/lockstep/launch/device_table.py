@@ -21,11 +21,11 @@ def table() -> str:
         lines.append("  ".join([f"{device!s:8}", *_facts(device)]))
     cores = usable_cores()
     many = "numbers" if len(cores) > 1 else "number"
-    slots = f"up to {len(cores)} slots" if len(cores) > 1 else "1 slot"
+    slots = f"up to {len(cores)} CPU devices" if len(cores) > 1 else "1 CPU device"
     mine = f"{counted(len(cores), 'core')} ({many} {_ranges(cores)})"
     lines.append(f"{'cpu':8}  {_processor()}  {_gib(_host_memory())}  {mine}, {slots}")
     if not here:
-        lines.append("no accelerator: --devices 2 means two slots of this CPU")
+        lines.append("no accelerator: --devices 2 means two CPU devices, which share its cores")
     links = _links(here)
     return "\n".join([*lines, *links])
 

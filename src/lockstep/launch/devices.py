@@ -6,7 +6,7 @@ found through ``torch.accelerator``, so any that PyTorch knows works by its name
 A person writes devices as
 
 =============  ================================================================================
-``auto``       every accelerator; without one, one slot with all cores
+``auto``       every accelerator; without one, one CPU device with all cores
 ``4``          the first four accelerators; without one, four slots
 ``2xcpu``      two slots, whatever else is here (more slots than cores is allowed: they share)
 ``cuda``       every device of that type
@@ -117,7 +117,7 @@ def parse(wanted: Devices = "auto") -> tuple[Device, ...]:
 
 
 def parse_several(wanted: Devices = "auto") -> tuple[Device, ...]:
-    """As ``parse``, but ``auto`` without an accelerator is a slot for each core: of one slot nothing can be shared."""
+    """As ``parse``, but ``auto`` without an accelerator is a CPU device for each core: one has nothing to share."""
     chosen = parse(wanted)
     if wanted in ("auto", None) and len(chosen) == 1 and chosen[0].is_slot:
         return slots(len(usable_cores()))
@@ -136,7 +136,7 @@ def _from_list(wanted: Sequence[Device | torch.device | str | int]) -> tuple[Dev
             continue
         here = accelerators()
         if int(word) >= len(here):
-            slots_too = "" if here else ' (two slots of the CPU are "2xcpu")'
+            slots_too = "" if here else ' (two CPU devices are "2xcpu")'
             raise DeviceError(f"device {word} doesn't exist: there are {len(here)} accelerators here{slots_too}")
         found.append(here[int(word)])
     return tuple(found)
@@ -159,7 +159,7 @@ def _first(count: int, here: tuple[Device, ...]) -> tuple[Device, ...]:
     if count > cores:
         raise DeviceError(
             f"{count} devices, but this machine has {counted(cores, 'core')} and no accelerator: "
-            f"use {cores}, or {count}xcpu to let slots share cores"
+            f"use {cores}, or {count}xcpu to let CPU devices share cores"
         )
     return slots(count)
 

@@ -85,7 +85,7 @@ class DataParallel(nn.Module, Generic[M]):
         module: has its parameters and buffers on the first device.
         device_ids: numbers of accelerators, or whatever ``lockstep.launch.devices.parse`` reads: ``"2xcpu"``,
             ``"cuda:0,1"``, a list of devices. One accelerator may occur several times. None means all accelerators, or
-            one slot.
+            one CPU device.
         output_device: where outputs are gathered; the first device by default.
         dim: the dimension of the batch.
         balanced: gather nothing: the result is a ``Balanced``, with each replica's outputs on its device.

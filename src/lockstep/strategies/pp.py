@@ -209,7 +209,7 @@ class PP(Strategy):
         """
         self.refuse_other_processes(world)
         if (why := refuse_mixed(world.devices)) is not None:
-            raise StrategyError(f"{self.name}: {why}: use slots, or accelerators of one type")
+            raise StrategyError(f"{self.name}: {why}: use CPU devices, or accelerators of one type")
         if job.sync_batchnorm and self.num_microbatches(job) > 1:
             raise StrategyError(
                 f"{self.name}: sync_batchnorm would let no micro-batch go on before all have come to it: leave it out "

@@ -1,6 +1,6 @@
 r"""Synchronised batch norm: every replica normalises over the micro-batch that one device would have seen.
 
-``torch.nn.SyncBatchNorm`` works between processes with GPUs only. This one works on CPU slots too, between threads or
+``torch.nn.SyncBatchNorm`` works between processes with GPUs only. This one works on CPU devices too, between threads or
 ranks, with shares of any size, and is exact. With the count :math:`n_i`, mean :math:`m_i` and sum of squared deviations
 :math:`M_i` of each replica's share, those of the whole are (Chan, Golub, LeVeque 1979)
 

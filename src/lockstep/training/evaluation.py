@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import copy
 import itertools
+import math
 from collections.abc import Iterator, Mapping
 from typing import Any
 
@@ -141,10 +142,10 @@ def evaluate(
                 for name, metric in objects.items():
                     with _naming(name):
                         metric.update(outputs, targets)
-    summed = world.all_reduce(torch.tensor(sums, dtype=torch.float64, device=_summing_device(world))).tolist()
-    values = {"loss": summed[0][0] / summed[0][1] if summed[0][1] else float("nan")}
-    for name, (total, count) in zip(functions, summed[1:], strict=True):
-        values[name] = total / count if count else float("nan")
+    device = torch.device("cpu") if world.backend in (None, "gloo") else world.device.torch
+    summed = world.all_reduce(torch.tensor(sums, dtype=torch.float64, device=device)).tolist()
+    means = [total / count if count else math.nan for total, count in summed]
+    values = dict(zip(("loss", *functions), means, strict=True))
     found = {"loss": values["loss"]}
     for name in metrics:
         if name in objects:
@@ -166,10 +167,6 @@ def _naming(name: str) -> Iterator[None]:
         if is_out_of_memory(error):
             raise
         raise JobError(f'metrics: "{name}" raised {told(error)}') from error
-
-
-def _summing_device(world: World) -> torch.device:
-    return torch.device("cpu") if world.backend in (None, "gloo") else world.device.torch
 
 
 def _add(sums: list[float], total: Any, count: Any) -> None:
@@ -221,13 +218,8 @@ def _merged(metric: Any, world: World) -> dict[str, float]:
     value = every[0].compute()
     if isinstance(value, torch.Tensor):
         value = value.tolist()
-    named = (
-        {f"/{key}": v for key, v in value.items()}
-        if isinstance(value, Mapping)
-        else {f"/{i}": v for i, v in enumerate(value)}
-        if isinstance(value, list | tuple)
-        else {"": value}
-    )
+    several = dict(enumerate(value)) if isinstance(value, list | tuple) else value
+    named = {f"/{key}": one for key, one in several.items()} if isinstance(several, Mapping) else {"": value}
     try:
         return {below: float(v) for below, v in named.items()}
     except (TypeError, ValueError) as error:

@@ -7,16 +7,19 @@ from numbers that have been summed over them, or is told by rank 0.
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import itertools
 import math
 import platform
 import time
 from collections.abc import Iterator
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import torch
 
+from lockstep import __version__
 from lockstep.data import (
     Batch,
     change_of,
@@ -28,10 +31,10 @@ from lockstep.data import (
     resolve_sets,
     stream_notes,
 )
-from lockstep.errors import JobError
+from lockstep.errors import JobError, counted
 from lockstep.job import Job
 from lockstep.jobfile import JobFile, the_job
-from lockstep.launch.devices import Device, note_on_threads
+from lockstep.launch.devices import note_on_threads
 from lockstep.launch.display import duration, words_of
 from lockstep.launch.events import Line
 from lockstep.launch.memory import peak_memory
@@ -47,8 +50,7 @@ from lockstep.tensors.pytree import share_sizes
 from lockstep.training.evaluation import evaluate_sets, try_out
 from lockstep.training.first_step import FirstStep, line_of
 from lockstep.training.progress import Pace, Teller, held_out
-from lockstep.training.resume import moved
-from lockstep.training.run_config import edited_files, write_config
+from lockstep.training.resume import edited_files, moved, sources
 from lockstep.training.scheduler import move_on, note_on_length, scheduler_of
 
 
@@ -60,8 +62,7 @@ class Plan:
         job: a job, or the file that each rank loads it from.
         strategy: with its settings.
         name: what the job is called.
-        folder: the run's folder; None lets rank 0 make one in ``runs``.
-        runs: where new folders are made.
+        folder: the run's folder; None on a rank that hears of it from rank 0.
         resume: go on from the folder's state.
         tensorboard: write events for it.
         profile: profile some steps.
@@ -71,32 +72,24 @@ class Plan:
     strategy: Strategy
     name: str
     folder: str | None
-    runs: str = "runs"
     resume: bool = False
     tensorboard: bool = False
     profile: bool = False
 
-    def load(self) -> Job:
-        """The job itself."""
-        return the_job(self.job)
 
-
-def train_on(world: World, plan: Plan) -> dict[str, Any]:
-    """Train on this rank; gives the run's summary, the same on every rank."""
-    job = plan.load()
-    path = plan.folder
-    if path is None:
-        name = f"{plan.name}-{plan.strategy.name}"
-        path = world.broadcast_object(str(RunFolder.new(plan.runs, name).path) if world.is_first else None)
-        assert path is not None
-        world.folder = path
+def train_on(world: World, plan: Plan) -> tuple[dict[str, Any], str]:
+    """Train on this rank; gives the run's summary (empty where it was stopped) and its folder, alike on every rank."""
+    job = the_job(plan.job)
+    path = world.broadcast_object(plan.folder)
+    assert path is not None
+    world.folder = path
     folder = RunFolder(path)
     with contextlib.ExitStack() as stack:
         if world.is_first:
             stack.enter_context(folder.held())
         if job.keep_memory:
             stack.enter_context(freed_memory_kept())
-        return _Training(world, plan, job, folder).run()
+        return _Training(world, plan, job, folder).run(), path
 
 
 class _Training:
@@ -157,11 +150,12 @@ class _Training:
             given = self.plan.job if isinstance(self.plan.job, JobFile) else None
             if self.plan.resume:
                 self._note_changes(given)
-            write_config(self.folder, self.plan.name, given, self.strategy, self.job, self.world, self.devices)
+            self._write_config(given)
             self.folder.keep_metrics(self.world.step, self.kept_record)
             self.folder.failure.unlink(missing_ok=True)
         self.told = Teller(self.world, self.job, self.folder, self.plan.tensorboard)
-        self._say_what_will_happen()
+        for told_of in self._opening() if self.world.is_first else ():
+            self.world.tell(told_of)
         self.told.event("started", self.epoch, self.world.step, {})
         if self.plan.profile:
             to_go = None if self._steps is None else self._steps - self.world.step
@@ -186,9 +180,28 @@ class _Training:
 
     def _note_changes(self, given: JobFile | None) -> None:
         """What is other than when the run was begun."""
-        edited = None if given is None else edited_files(self.before, given)
+        edited = None if given is None else edited_files(self.before.get("sources", {}), given.path)
         change = change_of(self.data, self.train_data, seed=self.job.seed, name="train_data")
         self.planning += [Line.note(said) for said in (edited, change) if said is not None]
+
+    def _write_config(self, given: JobFile | None) -> None:
+        """What the run is made of; the strategies under which it went before are kept."""
+        before, settings = self.before, self.job.settings
+        config = {
+            "job": self.plan.name,
+            "file": str(Path(given.path).resolve()) if given else None,
+            "sources": sources(given.path) if given else {},
+            "set": dict(given.knobs) if given else {},
+            "given": {n: settings[n] for n in given.settings if n in settings} if given else {},
+            "settings": settings,
+            "strategy": self.strategy.name,
+            "strategy_settings": dataclasses.asdict(self.strategy),
+            "devices": self.devices,
+            "world_size": self.world.size,
+            "backend": self.world.backend,
+            "resumed": [*before["resumed"], before["strategy"]] if before else [],
+        }
+        self.folder.write_json(self.folder.config, config)
 
     def _is_done(self) -> bool:
         if self.stopped or self._is_at_last_step:
@@ -309,7 +322,7 @@ class _Training:
         self.first = None
         line = line_of(self.shapes, self.parts)
         if self.world.is_first and line is not None:
-            self.told.line(line)
+            self.world.tell(Line(line))
 
     def _stop_if_told(self, answer: bool) -> None:
         if self.job.on_event:
@@ -373,27 +386,27 @@ class _Training:
 
     # ---- what a person reads ----------------------------------------------------------------------------------------
 
-    def _say_what_will_happen(self) -> None:
-        world, job, plan = self.world, self.job, self.plan
-        if not world.is_first:
-            return
-        devices = self.devices
-        on = f"{len(devices)} devices ({_abridged(devices)})" if len(devices) > 1 else _described(world.device)
+    def _opening(self) -> Iterator[Any]:
+        """What is told before the first step."""
+        world, job, devices = self.world, self.job, self.devices
+        on = f"{len(devices)} devices ({_abridged(devices)})" if len(devices) > 1 else str(world.device)
+        if len(devices) == 1 and world.device.is_slot:
+            on = f"one CPU device of {counted(world.device.threads, 'core')}"
         via = f", {world.backend}" if world.backend else ""
-        self.told.line(f"{plan.name}: {plan.strategy.name} on {on}{via}")
+        yield Line(f"{self.plan.name}: {self.strategy.name} on {on}{via}")
         shares = share_sizes(job.batch_size, world.layout.local_batches)
         cut = min(self.parts, job.batch_size)  # no micro-batch is empty
         parts = f", in {cut} micro-batches" if cut > 1 else ""
         split = f" = {_abridged([str(s) for s in shares], ' + ')} over the devices" if len(shares) > 1 else ""
         of = self.loader.batches_of(0)
-        epoch = f"{self.loader.samples:,} samples, {of:,} step{'s' if of > 1 else ''} an epoch" if of else "a stream"
-        self.told.line(f"batches of {job.batch_size:,}{split}{parts}; {epoch}{held_out(self.eval_loaders)}")
+        epoch = f"{self.loader.samples:,} samples, {counted(of, 'step')} an epoch" if of else "a stream"
+        yield Line(f"batches of {job.batch_size:,}{split}{parts}; {epoch}{held_out(self.eval_loaders)}")
         if self.plan.resume:
-            self.told.line(f"going on after epoch {self.epoch}, step {world.step}")
-            if told_of := moved(self.before, plan.strategy.name, devices):
-                self.told.note(told_of)
+            yield Line(f"resuming after epoch {self.epoch}, step {world.step}")
+            if told_of := moved(self.before, self.strategy.name, devices):
+                yield Line.note(told_of)
             if self.scheduler is not None and not any(group["lr"] for group in self.step.optimizer.param_groups):
-                self.told.note("the learning rate is 0: the scheduler goes on as it was saved, at its end")
+                yield Line.note("the learning rate is 0: the scheduler goes on as it was saved, at its end")
         notes = [
             note_on_threads(world.device),
             note_on_workers(job.loader_workers, world.local_size),
@@ -402,16 +415,14 @@ class _Training:
         ]
         if is_stream(self.train_data):
             notes += stream_notes(job.shuffle, meets=world.size > 1 and not self.step.together)
-        for note in filter(None, notes):
-            self.told.note(note)
-        for told_of in self.planning:
-            world.tell(told_of)
-        for caveat in self.strategy.caveats(job, self.step.model, len(devices)):
-            self.told.note(caveat)
+        yield from (Line.note(note) for note in notes if note)
+        yield from self.planning
+        yield from map(Line.note, self.strategy.caveats(job, self.step.model, len(devices)))
 
     def _summary(self, seconds: float) -> dict[str, Any]:
         peaks = [peak for peaks in self.world.gather_objects(peak_memory(self.world)) for peak in peaks]
         named = ("train_loss", "eval_loss", "lr", "seconds", "samples_per_second")
+        held = [loader.samples for loader in self.eval_loaders.values() if loader.samples is not None]
         summary = {
             "strategy": self.plan.strategy.name,
             "devices": self.devices,
@@ -422,38 +433,20 @@ class _Training:
             "shares": share_sizes(self.job.batch_size, self.world.layout.local_batches),
             "shapes": self.shapes,
             "train_samples": self.loader.samples,
-            "eval_samples": _sum_of_known([loader.samples for loader in self.eval_loaders.values()]),
+            "eval_samples": sum(held) if len(held) == len(self.eval_loaders) else None,
             "loss": self.record.get("eval_loss", self.record.get("train_loss")),
             "metrics": {name: value for name, value in self.record.items() if name not in named},
             "samples_per_second": self.samples / self.seconds if self.seconds else 0.0,
             "seconds": seconds,
             "peak_memory_bytes": peaks,
-            "versions": {"lockstep": _version(), "torch": torch.__version__, "python": platform.python_version()},
+            "versions": {"lockstep": __version__, "torch": torch.__version__, "python": platform.python_version()},
         }
         if self.world.is_first:
             self.folder.write_json(self.folder.summary, summary)
             last = "  ".join(words_of(self.record))
-            self.told.line(f"done in {duration(seconds)}: {last}")
+            self.world.tell(Line(f"done in {duration(seconds)}: {last}"))
         return summary
 
 
-def _sum_of_known(counts: list[int | None]) -> int | None:
-    known = [count for count in counts if count is not None]
-    return sum(known) if len(known) == len(counts) else None
-
-
-def _described(device: Device) -> str:
-    if device.is_slot:
-        return f"one slot of {device.threads} core{'s' if device.threads > 1 else ''}"
-    return str(device)
-
-
-def _abridged(words: Any, between: str = ", ") -> str:
-    words = list(words)
-    return between.join(words) if len(words) <= 8 else between.join([*words[:4], "...", *words[-1:]])
-
-
-def _version() -> str:
-    import lockstep
-
-    return lockstep.__version__
+def _abridged(words: list[str], between: str = ", ") -> str:
+    return between.join(words if len(words) <= 8 else [*words[:4], "...", words[-1]])

@@ -9,7 +9,7 @@ from typing import Any
 from lockstep.data import AnyLoader
 from lockstep.errors import JobError
 from lockstep.job import Job
-from lockstep.launch.events import Caveat, Event, Line, Memory, Progress
+from lockstep.launch.events import Event, Memory, Progress
 from lockstep.launch.memory import memory_now
 from lockstep.launch.run_folder import RunFolder
 from lockstep.launch.world import World
@@ -79,14 +79,6 @@ class Teller:
                 raise JobError("tensorboard: it isn't installed: pip install torch-lockstep[tensorboard]") from error
             self._writer = SummaryWriter(self._folder)
 
-    def line(self, text: str) -> None:
-        """Tell the person a line."""
-        self._world.tell(Line(text))
-
-    def note(self, what: Caveat | str) -> None:
-        """Tell the person what to look at."""
-        self._world.tell(Line.note(what))
-
     def event(self, kind: Any, epoch: int, step: int, metrics: dict[str, float]) -> bool:
         """Tell of an event; gives whether somebody answered that the training should stop."""
         if not self._world.is_first:
@@ -109,9 +101,9 @@ class Teller:
 
 
 def held_out(loaders: Mapping[str, AnyLoader]) -> str:
-    """``, 1,000 (clean) + a stream (noisy) held out``."""
+    """``, 1,000 (clean) + a stream (noisy) for evaluation``."""
     said = []
     for name, loader in loaders.items():
         size = "a stream" if loader.samples is None else f"{loader.samples:,}"
         said.append(f"{size} ({name})" if name else size)
-    return f", {' + '.join(said)} held out" if said else ""
+    return f", {' + '.join(said)} for evaluation" if said else ""

@@ -1,8 +1,12 @@
-"""What a run that is taken up goes on with, where a person doesn't say: its own strategy, its settings, its devices."""
+"""A run that is taken up: its own strategy and devices, where a person doesn't say, and what has changed since."""
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
+import hashlib
+import sys
+import sysconfig
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -66,7 +70,7 @@ def _still_here(names: Sequence[str]) -> tuple[Device, ...]:
 
 
 def moved(before: Mapping[str, Any], strategy: str, devices: Sequence[str]) -> str:
-    """``was pp on 2 slots, goes on as single on 1 slot``; "" where it goes on as it went.
+    """``was pp on 2 CPU devices, goes on as single on 1 CPU device``; "" where it goes on as it went.
 
     Args:
         before: the run's ``config.json``.
@@ -79,4 +83,28 @@ def moved(before: Mapping[str, Any], strategy: str, devices: Sequence[str]) -> s
 
 
 def _counted(devices: Sequence[str]) -> str:
-    return counted(len(devices), "slot" if all(name.startswith("cpu:") for name in devices) else "device")
+    return counted(len(devices), "CPU device" if all(name.startswith("cpu:") for name in devices) else "device")
+
+
+def sources(path: str) -> dict[str, str]:
+    """The job file, and the modules that were imported from its folder, by their place there: hashes of their text."""
+    folder = Path(path).resolve().parent
+    installed = sysconfig.get_path("stdlib"), sysconfig.get_path("purelib"), sysconfig.get_path("platlib")
+    files = {Path(path).resolve()}
+    for module in list(sys.modules.values()):
+        file = getattr(module, "__file__", None)
+        if file is not None and file.endswith(".py") and not file.startswith(installed):
+            files.add(Path(file))
+    found = {}
+    for file in files:
+        if file.is_relative_to(folder):
+            with contextlib.suppress(OSError):
+                found[str(file.relative_to(folder))] = hashlib.sha256(file.read_bytes()).hexdigest()[:16]
+    return found
+
+
+def edited_files(before: Mapping[str, str], path: str) -> str | None:
+    """Which of the job's files are other than ``sources`` told before, in a line; None where none is."""
+    now = sources(path)
+    edited = sorted(name for name in before if name in now and now[name] != before[name])
+    return f"{', '.join(edited)} has changed since the run was begun" if edited else None

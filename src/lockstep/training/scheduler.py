@@ -42,13 +42,11 @@ def note_on_length(scheduler: Any, moves: int | None, every: str) -> str | None:
     if moves is None or not isinstance(scheduler, torch.optim.lr_scheduler.OneCycleLR):
         return None
     length = scheduler.total_steps
-    said = f"OneCycleLR is made for total_steps={length}, and is moved on {moves} times, once {_ONCE[every]}"
+    once = "once a step" if every == "step" else "once an epoch"
+    said = f"OneCycleLR is made for total_steps={length}, and is moved on {moves} times, {once}"
     if moves > length:
         raise JobError(f"lr_scheduler: {said}")
     return f'{said}: lr_scheduler_every="step" moves it on more often' if every == "epoch" and moves < length else None
-
-
-_ONCE = {"step": "a step", "epoch": "an epoch"}
 
 
 def move_on(scheduler: Any, loss: float | Result) -> None:
