@@ -141,6 +141,7 @@ class HogwildStep(Step):
         self._shared = shared
         self._share = 0
         self._samples = 0
+        self.last_look = 1  # other ranks write the weights meanwhile, which would look like the model's doing
 
     def _follow_flags(self, name: str) -> None:
         super()._follow_flags(name)
