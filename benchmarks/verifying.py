@@ -23,8 +23,8 @@ from benchmarks.timing import HERE
 from lockstep.data import eval_loaders, job_loader, resolve, resolve_sets
 from lockstep.jobfile import JobFile
 from lockstep.launch.devices import parse
-from lockstep.launch.display import Display
 from lockstep.launch.placement import on_devices
+from lockstep.launch.terminal import Display
 from lockstep.launch.world import World
 from lockstep.strategies import Strategy, choose
 from lockstep.training.evaluation import evaluate_sets

@@ -16,10 +16,10 @@ from lockstep.launch import devices as _devices
 from lockstep.launch import started_as_rank, started_ranks
 from lockstep.launch import world as _world
 from lockstep.launch.devices import Devices
-from lockstep.launch.display import Display
 from lockstep.launch.placement import check_backend, on_devices
 from lockstep.launch.run_folder import RunFolder
-from lockstep.launch.stopping import StopRequest
+from lockstep.launch.stop_request import StopRequest
+from lockstep.launch.terminal import Display
 from lockstep.launch.world import World
 from lockstep.model.checkpoint import take_weights
 from lockstep.strategies import Strategy, choose

@@ -25,7 +25,7 @@ from lockstep.compare.agreement import Agreement, agreement_of
 from lockstep.compare.comparison_page import page_of, sweeps_of
 from lockstep.compare.comparison_table import csv_of, lines_of
 from lockstep.compare.entries import Way, line_up
-from lockstep.compare.peers import attempt_peer
+from lockstep.compare.other_libraries import attempt_peer
 from lockstep.compare.result import Comparison
 from lockstep.compare.snapshot import Glance, Seen
 from lockstep.compare.timed_run import Tried, attempt

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from lockstep.cli.command import main
-from lockstep.pipelining.planner.picture import draw, grid, key, summary
+from lockstep.pipelining.planner.schedule_picture import draw, grid, key, summary
 from lockstep.pipelining.planner.simulate import simulate
 from lockstep.pipelining.schedule import SCHEDULES
 from lockstep.report.timeline import Action, Span, Timeline

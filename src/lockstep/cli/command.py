@@ -18,7 +18,7 @@ from typing import NoReturn
 
 import lockstep
 from lockstep.cli.compare_commands import add_compare, add_tune, add_verify
-from lockstep.cli.interrupt import Interrupt
+from lockstep.cli.ctrl_c_message import Interrupt
 from lockstep.cli.options import add_strategy, refuse_settings
 from lockstep.cli.pipeline_commands import add_partition, add_schedule
 from lockstep.cli.run_commands import add_evaluate, add_predict, add_report, add_train

@@ -48,8 +48,8 @@ def _partition(options: argparse.Namespace) -> int:
     from lockstep.jobfile import the_job
     from lockstep.launch.devices import parse
     from lockstep.pipelining.planner.partition import capacities, partition
-    from lockstep.pipelining.planner.picture import key
     from lockstep.pipelining.planner.plan import planned
+    from lockstep.pipelining.planner.schedule_picture import key
 
     width = shutil.get_terminal_size().columns
     job = job_in(options)
@@ -113,7 +113,7 @@ def add_schedule(commands: Any) -> None:
 
 
 def _schedule(options: argparse.Namespace) -> int:
-    from lockstep.pipelining.planner.picture import draw, key
+    from lockstep.pipelining.planner.schedule_picture import draw, key
     from lockstep.pipelining.schedule import printed
 
     if not 0 <= options.transfer < math.inf:
@@ -186,7 +186,7 @@ def _times(options: argparse.Namespace, which: str, stages: int) -> list[float]:
 
 def _print_timeline(timeline: Timeline, width: int) -> None:
     """The grid, in colours on a terminal, and below it the bubble."""
-    from lockstep.pipelining.planner.picture import IDLE, grid, summary
+    from lockstep.pipelining.planner.schedule_picture import IDLE, grid, summary
 
     lines = grid(timeline, width)
     if sys.stdout.isatty():

@@ -18,7 +18,7 @@ from typing import Any
 from lockstep.compare import comparison_folder
 from lockstep.compare.agreement import agreement_of
 from lockstep.compare.entries import Entry, Sweep, line_up
-from lockstep.compare.peers import attempt_peer, check_peers
+from lockstep.compare.other_libraries import attempt_peer, check_peers
 from lockstep.compare.result import Comparison, Row
 from lockstep.compare.timed_run import Tried, attempt
 from lockstep.errors import DeviceError, LockstepError, first_line

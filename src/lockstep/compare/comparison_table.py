@@ -12,9 +12,9 @@ from lockstep.compare.advice import all_cores, best_of, cautions, sentence
 from lockstep.compare.result import Comparison, Row
 from lockstep.compare.timing import Timing
 from lockstep.errors import counted
-from lockstep.pipelining.planner.split import size
+from lockstep.pipelining.planner.balanced_split import size
 from lockstep.profiling.time_breakdown import KINDS
-from lockstep.training.first_step import written
+from lockstep.training.batch_shapes import written
 
 _BESIDE, _LEAST = 22, 4
 """Columns that names get beside the numbers, where there is room; with less than the least there is no table."""

@@ -13,11 +13,11 @@ from typing import Any
 from lockstep.data import Batch, Part
 from lockstep.launch.events import TimesOf
 from lockstep.profiling.clock import Clock
-from lockstep.profiling.instruments import Methods
+from lockstep.profiling.clocked_methods import Methods
 from lockstep.profiling.stage_times import timelines_of
 from lockstep.profiling.time_breakdown import times_of
 from lockstep.strategies.step import Step
-from lockstep.training.first_step import FirstStep
+from lockstep.training.batch_shapes import FirstStep
 
 CLOCKED = 6
 """Updates that are clocked."""

@@ -15,9 +15,9 @@
 """
 
 from lockstep.data.fingerprint import change_of, fingerprint
+from lockstep.data.job_loaders import batches, eval_loaders, job_loader
 from lockstep.data.loader import AnyLoader, Loader
 from lockstep.data.loader_workers import default_workers, note_on_workers
-from lockstep.data.loaders import batches, eval_loaders, job_loader
 from lockstep.data.order import permutation
 from lockstep.data.shares import Batch, Part, mixed
 from lockstep.data.source import is_stream, resolve, resolve_sets

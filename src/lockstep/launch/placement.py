@@ -11,7 +11,7 @@ import torch.distributed as dist
 from lockstep.errors import DeviceError
 from lockstep.launch import launch, started_as_rank
 from lockstep.launch.devices import Device
-from lockstep.launch.display import Display
+from lockstep.launch.terminal import Display
 from lockstep.launch.world import World, lone
 from lockstep.tensors.seeding import kept_states
 

@@ -20,7 +20,7 @@ from torch.distributed.distributed_c10d import Store
 
 from lockstep.errors import InputError
 from lockstep.launch import devices as _devices
-from lockstep.launch import stopping
+from lockstep.launch import stop_request
 from lockstep.launch.devices import Device
 from lockstep.launch.layout import DataShare, Layout
 
@@ -145,7 +145,7 @@ class World:
 
     def asked_to_stop(self) -> bool:
         """Whether a person, or the system, has asked for the training to be saved and stopped."""
-        return stopping.asked()
+        return stop_request.asked()
 
     def announce(self, step: int) -> None:
         """Let the other ranks see that this one is about to enter a step, where they can (``step_of``)."""

@@ -19,7 +19,7 @@ from torch import nn
 from lockstep.errors import InputError
 from lockstep.launch.devices import Devices
 from lockstep.parallel import target_devices
-from lockstep.threads.parametrized import cache_apart
+from lockstep.threads.parametrization_cache import cache_apart
 
 M = TypeVar("M", bound=nn.Module)
 

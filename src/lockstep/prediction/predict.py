@@ -27,14 +27,14 @@ from lockstep.jobfile import JobFile, the_job, with_settings
 from lockstep.launch import devices as _devices
 from lockstep.launch import started_as_rank, started_ranks
 from lockstep.launch.devices import Devices
-from lockstep.launch.display import Display
 from lockstep.launch.events import Line
 from lockstep.launch.memory import is_out_of_memory
 from lockstep.launch.placement import check_backend, on_devices
+from lockstep.launch.terminal import Display
 from lockstep.launch.world import World
 from lockstep.model.build import trained_model
-from lockstep.prediction.line_file import LineWriter, merge
-from lockstep.prediction.output_form import Items, Left, Rows, filled, form_of, in_lines, leaves, taken
+from lockstep.prediction.jsonl_file import LineWriter, merge
+from lockstep.prediction.output_structure import Items, Left, Rows, filled, form_of, in_lines, leaves, taken
 from lockstep.strategies import Strategy, choose
 from lockstep.strategies.step import Step
 from lockstep.tensors.array_file import Array, Layout, RowWriter, archive, create, layout, mapped, writing

@@ -27,9 +27,9 @@ from lockstep.errors import SaveError
 from lockstep.launch.events import Line, Profile
 from lockstep.launch.run_folder import RunFolder
 from lockstep.launch.world import World
-from lockstep.pipelining.planner.picture import key, lines_of
+from lockstep.pipelining.planner.schedule_picture import key, lines_of
 from lockstep.profiling.clock import Clock
-from lockstep.profiling.instruments import Methods
+from lockstep.profiling.clocked_methods import Methods
 from lockstep.profiling.stage_times import save, timelines_of
 from lockstep.profiling.time_breakdown import lines_of as table_of
 from lockstep.profiling.time_breakdown import times_of

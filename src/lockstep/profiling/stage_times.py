@@ -14,7 +14,7 @@ from collections.abc import Mapping
 from importlib.util import find_spec
 from pathlib import Path
 
-from lockstep.pipelining.planner.picture import draw
+from lockstep.pipelining.planner.schedule_picture import draw
 from lockstep.pipelining.planner.simulate import ideal
 from lockstep.pipelining.runner import Runner
 from lockstep.report.timeline import Timeline

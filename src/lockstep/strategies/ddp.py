@@ -31,11 +31,11 @@ from lockstep.launch.world import World
 from lockstep.model.build import buffers_of, build_model, differing_tensors
 from lockstep.model.loss import Number
 from lockstep.model.optimizer import build_optimizer, gives_sparse_gradients
+from lockstep.strategies.buffer_broadcast import FollowedBuffers, take_first
 from lockstep.strategies.flat_gradients import FlatGradients
-from lockstep.strategies.followed_buffers import FollowedBuffers, take_first
 from lockstep.strategies.step import Step
 from lockstep.strategies.strategy import Strategy
-from lockstep.threads.exchange import RankExchange
+from lockstep.threads.replica_collectives import RankExchange
 from lockstep.threads.sync_batchnorm import synchronise
 
 _SMALL_GRADIENTS = 2 << 20

@@ -45,8 +45,8 @@ from lockstep.strategies.step import Result, Step
 from lockstep.strategies.strategy import Strategy
 from lockstep.tensors.pytree import call, cut, share_sizes, to_device
 from lockstep.threads import recompute
-from lockstep.threads.exchange import ThreadExchange
 from lockstep.threads.random_streams import stream
+from lockstep.threads.replica_collectives import ThreadExchange
 from lockstep.threads.sync_batchnorm import synchronise
 from lockstep.threads.thread_pool import Team
 

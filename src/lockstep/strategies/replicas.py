@@ -14,7 +14,7 @@ from lockstep.launch.devices import Device
 from lockstep.launch.processes.call import closed_over
 from lockstep.model.build import hooked_parameters
 from lockstep.model.inspection import plain_attributes
-from lockstep.threads.parametrized import cache_apart
+from lockstep.threads.parametrization_cache import cache_apart
 
 
 def replica_of(model: nn.Module, device: Device) -> nn.Module:

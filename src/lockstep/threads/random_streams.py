@@ -32,7 +32,7 @@ import torch.nn.functional as F
 from torch import nn
 from torch.overrides import TorchFunctionMode
 
-from lockstep.threads import drawing_functions
+from lockstep.threads import random_functions
 
 Source = torch.Generator | Callable[[], torch.Generator]
 
@@ -209,7 +209,7 @@ def _routes() -> dict[Any, _Route]:
         ),
     ]
     routes: dict[Any, _Route] = dict.fromkeys(taking, _with_generator)
-    for function, write in drawing_functions.WRITTEN.items():
+    for function, write in random_functions.WRITTEN.items():
         routes[function] = _drawn_here(write)
     for function in (
         *(F.dropout1d, F.dropout2d, F.dropout3d, F.rrelu, F.gumbel_softmax, F.multi_head_attention_forward),

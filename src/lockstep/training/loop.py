@@ -35,10 +35,10 @@ from lockstep.errors import JobError, counted
 from lockstep.job import Job
 from lockstep.jobfile import JobFile, the_job
 from lockstep.launch.devices import note_on_threads
-from lockstep.launch.display import duration, words_of
 from lockstep.launch.events import Line
 from lockstep.launch.memory import peak_memory
 from lockstep.launch.run_folder import RunFolder
+from lockstep.launch.terminal import duration, words_of
 from lockstep.launch.world import World
 from lockstep.model.checkpoint import load_state, save_state, save_weights
 from lockstep.model.loss import Number
@@ -47,8 +47,8 @@ from lockstep.strategies import Strategy
 from lockstep.strategies.step import Step
 from lockstep.tensors.allocator import freed_memory_kept
 from lockstep.tensors.pytree import share_sizes
+from lockstep.training.batch_shapes import FirstStep, line_of
 from lockstep.training.evaluation import evaluate_sets, try_out
-from lockstep.training.first_step import FirstStep, line_of
 from lockstep.training.progress import Pace, Teller, held_out
 from lockstep.training.resume import edited_files, moved, sources
 from lockstep.training.scheduler import move_on, note_on_length, scheduler_of

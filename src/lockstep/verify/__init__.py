@@ -11,10 +11,10 @@
     causes         the table of causes: kind, text, fix       harness         whole trainings compared, for tests
 """
 
-from lockstep.verify.answer import verify
 from lockstep.verify.comparison import Comparison, Update
 from lockstep.verify.harness import Differences, differences, parity, same_bits
 from lockstep.verify.verification import Verification
+from lockstep.verify.verify_job import verify
 
 __all__ = [
     "Comparison",

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from typing import IO, Any, TypeVar
 
 from lockstep.errors import FolderError, RunError
-from lockstep.launch import stopping
+from lockstep.launch import stop_request
 from lockstep.launch.devices import Device
 from lockstep.launch.processes import call
 from lockstep.launch.processes.rank import next_message
@@ -38,7 +38,7 @@ def run(
     """Call ``fn(world, *args)`` in one local process per device; see `lockstep.launch.launch`."""
     ranks = _started(fn, devices, args, backend, folder, timeout=timeout, on_event=on_event, on_output=on_output)
     with ranks as supervisor:
-        request = stopping.current()
+        request = stop_request.current()
         with contextlib.nullcontext() if request is None else request.reaching(supervisor.board):
             supervisor.watch()
         return [rank.result for rank in supervisor.ranks]

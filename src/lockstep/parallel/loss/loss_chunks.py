@@ -26,7 +26,7 @@ from lockstep.model.torch_losses import Count
 from lockstep.parallel.loss.inplace_gradient import Adding
 from lockstep.parallel.loss.token_loss import Criterion
 from lockstep.tensors import pytree
-from lockstep.threads.parametrized import uncached
+from lockstep.threads.parametrization_cache import uncached
 
 
 @dataclass

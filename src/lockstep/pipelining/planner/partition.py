@@ -27,10 +27,10 @@ from lockstep.launch import devices as _devices
 from lockstep.launch.devices import Device, Devices
 from lockstep.launch.placement import alone
 from lockstep.pipelining.device_map import DeviceMap, longest
+from lockstep.pipelining.planner.balanced_split import size, split
 from lockstep.pipelining.planner.benchmark import Bench
 from lockstep.pipelining.planner.blocks import Block, Look, device_map
 from lockstep.pipelining.planner.simulate import simulate
-from lockstep.pipelining.planner.split import size, split
 from lockstep.pipelining.schedule import Schedule, one_f_one_b
 
 SLACK = 0.01

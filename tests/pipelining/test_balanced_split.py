@@ -9,8 +9,8 @@ from collections.abc import Sequence
 import pytest
 
 from lockstep.errors import StrategyError
+from lockstep.pipelining.planner.balanced_split import size, split
 from lockstep.pipelining.planner.blocks import Block
-from lockstep.pipelining.planner.split import size, split
 
 
 def blocks(times: list[float], weights: list[int] | None = None, crossing: list[int] | None = None) -> list[Block]:

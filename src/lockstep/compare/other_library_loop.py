@@ -1,6 +1,6 @@
 """The loop that a person writes by hand, on each rank that torchrun started: one for all peers.
 
-python -m torch.distributed.run --nproc-per-node 2 -m lockstep.compare.peer_loop PLAN OUT
+python -m torch.distributed.run --nproc-per-node 2 -m lockstep.compare.other_library_loop PLAN OUT
 """
 
 from __future__ import annotations

@@ -16,7 +16,7 @@ from lockstep.launch.world import World, now
 from lockstep.pipelining.runner import Runner
 from lockstep.profiling.clock import Clock
 from lockstep.strategies.step import Step
-from lockstep.threads.exchange import Session
+from lockstep.threads.replica_collectives import Session
 
 _COMPUTING = {"forward_loss": "forward and loss", "backward": "backward", "_weight": "weight", "clip": "clip"}
 _COLLECTIVES = ("all_reduce", "broadcast", "broadcast_object", "gather_objects")

@@ -85,7 +85,7 @@ def _run(entry: Entry, plan: Path, out: Path) -> None:
         mine = [str(d.index) if numbers is None else numbers[d.index] for d in entry.devices]
         environment["CUDA_VISIBLE_DEVICES"] = ",".join(mine)
     torchrun = ["torch.distributed.run", "--standalone", f"--nproc-per-node={len(entry.devices)}"]
-    command = [sys.executable, "-m", *torchrun, "-m", "lockstep.compare.peer_loop", str(plan), str(out)]
+    command = [sys.executable, "-m", *torchrun, "-m", "lockstep.compare.other_library_loop", str(plan), str(out)]
     process = subprocess.Popen(
         command, env=environment, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, start_new_session=True
     )
