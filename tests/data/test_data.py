@@ -240,6 +240,27 @@ def test_a_sample_comes_out_the_same_wherever_it_is_made() -> None:
         assert shares == wanted
 
 
+@pytest.mark.parametrize("workers", [0, 1])
+@pytest.mark.parametrize("dataset", [Noisy(), numbers(23), Subset(numbers(40), range(3, 26))])
+def test_a_process_of_several_devices_gives_each_what_a_rank_would_get(dataset: Any, workers: int) -> None:
+    settings: Any = {"batch_size": 7, "world_size": 3, "accumulate": 2, "seed": 5, "workers": workers}
+    ranks = [Loader(dataset, rank=rank, **settings) for rank in range(3)]
+    together = Loader(dataset, rank=None, **settings)
+    for epoch, start in ((0, 0), (1, 2)):
+        for batch, *own in zip(together.epoch(epoch, start), *(r.epoch(epoch, start) for r in ranks), strict=True):
+            assert (batch.size, batch.index, batch.epoch) == (own[0].size, own[0].index, epoch)
+            assert [(p.inputs, p.size, p.of) for p in batch.parts] == [(None, p.of, p.of) for p in own[0].parts]
+            assert batch.shares is not None and len(batch.shares) == 3
+            for share, parts in zip(batch.shares, (b.parts for b in own), strict=True):
+                for one, other in zip(share, parts, strict=True):
+                    assert (one.size, one.of) == (other.size, other.of)
+                    assert torch.equal(one.samples, other.samples)
+                    assert one.size == 0 or torch.equal(one.inputs, other.inputs)
+                    assert one.size == 0 or torch.equal(one.targets, other.targets)
+    for loader in (together, *ranks):
+        loader.close()
+
+
 def test_other_epochs_seeds_and_evaluation_draw_other_numbers() -> None:
     loader = Loader(Noisy(), batch_size=5, seed=5, workers=0)
     streams = [drawn(loader), drawn(loader, 1), drawn(Loader(Noisy(), batch_size=5, seed=6, workers=0))]
