@@ -40,6 +40,7 @@ class AnyLoader(ABC):
             one: a second one would read the whole stream too.
         device: an accelerator to which batches are copied ahead; None, or the CPU, leaves them where they are.
         evaluation: samples draw their random numbers from a stream of their own.
+        pin: copy through pinned memory; None does so for CUDA and XPU.
         name: the job's field, for messages; None is ``train_data`` or ``eval_data``.
 
     Attributes:
@@ -67,6 +68,7 @@ class AnyLoader(ABC):
         workers: int | None = None,
         device: torch.device | None = None,
         evaluation: bool = False,
+        pin: bool | None = None,
         name: str | None = None,
     ) -> None:
         self._cutting = Cutting(batch_size, accumulate, rank, world_size)
@@ -78,7 +80,7 @@ class AnyLoader(ABC):
         self._dataset, self._seed, self._shuffle, self._by_person = dataset, seed, shuffle, order
         self._collate, self._evaluation = collate, evaluation
         self._device = None if device is None or device.type == "cpu" else device
-        self._pin = self._device is not None and self._device.type in ("cuda", "xpu")
+        self._pin = self._device is not None and (self._device.type in ("cuda", "xpu") if pin is None else pin)
         self._fetching = self._fetcher()
         count = self._count_of_workers(workers)
         self._workers = Workers(self._fetching, count, self._pin) if count else None

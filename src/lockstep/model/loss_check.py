@@ -24,6 +24,7 @@ from __future__ import annotations
 import contextlib
 import itertools
 import math
+import warnings
 from collections.abc import Collection, Iterator
 from dataclasses import dataclass
 from typing import Any, NamedTuple, NoReturn
@@ -128,7 +129,7 @@ class LossCheck:
         nest = each(Tensor.detach, outputs), targets
         try:
             tolerance = _tolerance(nest, [whole.total], waits=waits)
-            with torch.no_grad(), _kept_generators(nest) as drawn:
+            with torch.no_grad(), _kept_generators(nest) as drawn, self._without_warnings():
                 sums = self._sums(nest, whole.samples, whole, step=step, waits=waits)
                 if not waits:
                     return _are_wrong(sums, tolerance)
@@ -145,6 +146,16 @@ class LossCheck:
         elif wrong is not None and (self._cuts or _is_sum(wrong)):
             self._refuse(wrong, step)
         return None
+
+    @contextlib.contextmanager
+    def _without_warnings(self) -> Iterator[None]:
+        """Where batches aren't cut: what a loss says of parts that nobody but the check gives it."""
+        if self._cuts:  # perhaps by several threads, which have their warnings in common
+            yield
+            return
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            yield
 
     def refuse_late(self, step: int) -> NoReturn:
         """Raise for an update that an accelerator has found wrong.
