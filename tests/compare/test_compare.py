@@ -119,7 +119,7 @@ def test_the_table_fits_80_columns(machine: Callable[..., Any]) -> None:
         "each in fresh processes, 3 turns of 2 s or more, one after the other; the median",
         "of them",
         "",
-        "                    samples/s lowest, highest x one x cores effic.       memory",
+        "                    samples/s lowest, highest  x one x cores effic.       memory",
         "single, 2 cores         4,000    3,920, 4,040   1.00    0.59             413 MiB",
         "single, 4 cores         6,800    6,664, 6,868   1.70    1.00             413 MiB",
         "dp                      5,200    5,096, 5,252   1.30    0.76   65 %      413 MiB",

@@ -115,7 +115,7 @@ def _why(found: Comparison, best: Row) -> str:
     if speed_up is None:
         why.append(f"one device can't train it ({found[best.one].reason})")
     else:
-        one = found[best.one].where.replace("1 slot", "one CPU device") if found.on_slots else "one device"
+        one = found[best.one].where.replace("1 CPU device", "one CPU device") if found.on_slots else "one device"
         why.append(f"{speed_up.median:.2f} times {one}")
     if cores is not None and best.cores != best.one:
         why.append(f"{cores.median:.2f} times {all_cores(found)} without a strategy")
