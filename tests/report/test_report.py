@@ -76,7 +76,7 @@ def planted(folder: Path, **settings: Any) -> Comparison:
             strategy=strategy,
             settings={},
             devices=devices,
-            where=f"{count} slots of 1 core",
+            where=f"{count} CPU devices of 1 core",
             line=f"lockstep train jobs/mine.py --strategy {strategy}",
             one="single, 1 core",
             cores="single, 2 cores",

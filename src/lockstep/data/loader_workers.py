@@ -155,8 +155,11 @@ class Workers:
             raise RunError("a loader worker was killed (out of memory?): take fewer, or loader_workers=0") from error
 
     def close(self) -> None:
-        """End the workers."""
+        """End the workers, now: an error's traceback may hold the loader until nobody can tell them any more."""
+        iterator = getattr(self._loader, "_iterator", None)
         self._loader = None
+        if iterator is not None:
+            iterator._shutdown_workers()
 
 
 def _as_it_is(found: Any) -> Any:

@@ -160,7 +160,12 @@ class _Training:
         if self.plan.profile:
             to_go = None if self._steps is None else self._steps - self.world.step
             self.profiler = Profiler(self.world, self.step, self.folder, to_go)
-        with contextlib.closing(self.told), self.profiler or contextlib.nullcontext():
+        with contextlib.ExitStack() as stack:
+            stack.callback(self.told.close)
+            for loader in (self.loader, *self.eval_loaders.values()):
+                stack.callback(loader.close)
+            if self.profiler is not None:
+                stack.enter_context(self.profiler)
             if not self.plan.resume and not any(map(is_stream, self.eval_data.values())):
                 try_out(self.step, self.eval_loaders, self.job.metrics, self.world, self.job.seed)
             while not self._is_done():
@@ -173,9 +178,6 @@ class _Training:
                 save_weights(self.folder.model, state["model"])
             summary = self._summary(time.perf_counter() - began)
             self.told.event("finished", self.epoch, self.world.step, self.record)
-        self.loader.close()
-        for loader in self.eval_loaders.values():
-            loader.close()
         return summary
 
     def _note_changes(self, given: JobFile | None) -> None:
