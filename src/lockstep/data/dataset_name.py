@@ -20,7 +20,9 @@ def check_name(data: Any) -> None:
     if not colon and data.endswith(".py"):
         raise InputError(f"{data}: which dataset in it? write {data}:NAME")
     if not colon or not name:
-        raise InputError(f'data: there are no "{data}"; {nearest(data, ["eval", "train", "file.py:NAME"])}')
+        raise InputError(
+            f'data: there is no dataset "{data}"; {nearest(data, ["eval", "eval:NAME", "train", "FILE.py:NAME"])}'
+        )
     if not Path(file).is_file():
         raise InputError(f"{data}: there is no file {file}")
 

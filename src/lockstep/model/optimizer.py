@@ -29,7 +29,9 @@ def build_optimizer(job: Job, model: nn.Module) -> torch.optim.Optimizer:
     closure = inspect.signature(optimizer.step).parameters.get("closure")
     if closure is not None and closure.default is inspect.Parameter.empty:
         name = type(optimizer).__name__
-        raise JobError(f"optimizer: {name} calls the model itself (by a closure), which a step can't let it do")
+        raise JobError(
+            f"optimizer: {name}.step() requires a closure, and is called without one: use one that needs none, as AdamW"
+        )
     held = {id(p) for group in optimizer.param_groups for p in group["params"]}
     if held - {id(p) for p in model.parameters()}:
         raise JobError(

@@ -124,7 +124,9 @@ class DataParallel(nn.Module, Generic[M]):
         if not isinstance(module, nn.Module):
             raise InputError(f"DataParallel takes a module, not {type(module).__name__}: wrap a function in one")
         if balanced and output_device is not None:
-            raise InputError("balanced outputs stay on their devices: leave output_device out, or balanced")
+            raise InputError(
+                "balanced=True leaves outputs on their devices, so output_device has no meaning: give one of the two"
+            )
         self.module = module
         self.devices = target_devices.many(device_ids)
         self.device_ids = [device.index for device in self.devices]

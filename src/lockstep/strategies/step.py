@@ -297,7 +297,7 @@ class Step(Evaluator, ABC):
                 "the model calls embedding with scale_grad_by_freq=True, which divides gradients by how often a word "
                 "is in the batch, and each replica sees its local batch only",
                 kind="mixing",
-                fix="take single or mp, or leave it out",
+                fix="use single or mp, or scale_grad_by_freq=False",
             )
         self.tell_once(seen.of_replicas(with_dropout=with_dropout))
 

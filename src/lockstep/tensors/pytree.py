@@ -28,7 +28,7 @@ def parts(nest: Any) -> list[Any] | None:
         return None
     if isinstance(nest, PackedSequence):
         raise InputError(
-            "a PackedSequence can't be cut or put together: pass the padded batch and its lengths, and pack inside"
+            "a PackedSequence can't be split: pass the padded batch and its lengths, and pack them in forward"
         )
     if isinstance(nest, (list, tuple)):
         return list(nest)

@@ -110,7 +110,7 @@ class ParallelLoss:
         if generator is not None and not isinstance(generator, nn.Module):
             raise InputError(f"generator is a {type(generator).__name__}, a module or None is expected")
         if chunk_size is not None and (isinstance(chunk_size, bool) or not isinstance(chunk_size, int)):
-            raise InputError(f"chunk_size is a {type(chunk_size).__name__}, a number of time steps is expected")
+            raise InputError(f"chunk_size is a {type(chunk_size).__name__}, an int (time steps) or None is expected")
         if chunk_size is not None and chunk_size < 1:
             raise InputError(f"chunk_size {chunk_size}: a chunk has at least 1 time step")
         self.generator = generator
