@@ -332,6 +332,7 @@ def test_under_torchrun_too_it_is_saved(tmp_path: Path) -> None:
     assert 0 < checkpoint.load_state(run / "state.pt")["step"] < 76
 
 
+@pytest.mark.slow
 def test_a_second_signal_stops_at_once_and_says_that_nothing_was_saved(tmp_path: Path) -> None:
     (tmp_path / "slow.py").write_text(SLOW)
     began = time.monotonic()
