@@ -74,7 +74,7 @@ def train(
         chosen = _devices.parse(devices)
         check_backend(backend, chosen)
         way = choose(strategy or "ddp", ()) if torchrun else choose(strategy, chosen)
-        if torchrun and way.layout(2).processes == 1:
+        if torchrun and way.in_one_process:
             raise StrategyError(
                 f"{way.name} is one process for all devices, and torchrun starts one for each: take ddp"
             )

@@ -19,7 +19,7 @@ from typing import NoReturn
 import lockstep
 from lockstep.cli.compare_commands import add_compare, add_tune, add_verify
 from lockstep.cli.ctrl_c_message import Interrupt
-from lockstep.cli.options import add_strategy, refuse_settings
+from lockstep.cli.options import add_strategy, refuse_settings, warm_up
 from lockstep.cli.pipeline_commands import add_partition, add_schedule
 from lockstep.cli.run_commands import add_evaluate, add_predict, add_report, add_train
 from lockstep.errors import InputError, LockstepError, RankFailed, near_names, nearest, own_traceback
@@ -128,6 +128,7 @@ def _run(words: list[str]) -> int:
         add_strategy(commands[words[0]], words[words.index("--strategy") + 1])
     options, rest = parser.parse_known_args(words)
     if rest and hasattr(options, "of_strategy"):
+        warm_up(options)  # what follows imports torch
         if options.strategy is not None:
             add_strategy(commands[options.command], options.strategy)
             options, rest = parser.parse_known_args(words)

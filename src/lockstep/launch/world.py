@@ -70,13 +70,12 @@ class World:
     folder: str | None = None
     own_group: bool = True
     tell: Callable[[Any], None] = field(default=lambda event: None, repr=False)
-    layout: Layout = None  # type: ignore[assignment]  # see __post_init__
+    layout: Layout = field(init=False)
     in_step: bool = field(default=False, repr=False)
     _meetings: int = field(default=0, init=False, repr=False)
 
     def __post_init__(self) -> None:
-        if self.layout is None:
-            self.layout = Layout({"data": self.size * len(self.devices)}, max(1, len(self.devices)))
+        self.layout = Layout({"data": self.size * len(self.devices)}, max(1, len(self.devices)))
 
     @property
     def device(self) -> Device:

@@ -56,6 +56,11 @@ class Strategy(ABC):
     def layout(self, devices: int) -> Layout:
         """What it does with so many devices."""
 
+    @property
+    def in_one_process(self) -> bool:
+        """Whether one process drives all devices, however many there are."""
+        return self.layout(2).processes == 1
+
     def prepare(self, job: Job, world: World) -> Step:
         """Lay out the devices, and build what trains on them.
 

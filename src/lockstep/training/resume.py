@@ -46,7 +46,7 @@ def as_it_went(
     kind = STRATEGIES[before]
     if strategy is None and (
         (before == "single" and devices is not None and len(_devices.parse(devices)) > 1)
-        or (not own_devices and kind().layout(2).processes == 1)
+        or (not own_devices and kind().in_one_process)
     ):
         return None, devices
     return _with_settings_of(kind, config["strategy_settings"]), devices
