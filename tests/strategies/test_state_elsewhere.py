@@ -14,7 +14,7 @@ from torch.nn import functional as F
 
 import lockstep
 from lockstep import train
-from lockstep.errors import StrategyError
+from lockstep.errors import LockstepError, StrategyError
 from lockstep.tensors.pytree import cut
 from lockstep.verify import same_bits
 
@@ -165,3 +165,70 @@ def test_lists_of_dictionaries_are_cut_by_sample_whatever_their_rows() -> None:
     assert len(first) == 4 and first[0]["boxes"].shape == (3, 4)
     assert [one["boxes"].shape[0] for one in cut(boxes, 4, 3, 7)] == [3, 7, 3]
     assert len(cut([{"boxes": torch.ones(1, 4)}], 0, 1, 1)) == 1
+
+
+CALLS = 0
+SEEN: dict[str, torch.Tensor] = {}
+
+
+def counted_loss(outputs: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
+    global CALLS
+    CALLS += 1
+    return F.cross_entropy(outputs, targets) * (1 + 0.1 * CALLS)
+
+
+class Counted(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.body = mlp()
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        global CALLS
+        CALLS += 1
+        return self.body(x) * (1 + 0.1 * CALLS)
+
+
+@pytest.mark.parametrize("changes", [{"loss": counted_loss}, {"model": Counted}], ids=["loss", "model"])
+def test_a_global_counter_counts_updates_only(changes: Any, tmp_path: Path) -> None:
+    global CALLS
+    CALLS = 0
+    job = dataclasses.replace(ZOO["mlp"], eval_data=None, **changes)
+    run = train(job, strategy="single", devices="1xcpu", folder=tmp_path, quiet=True)
+    assert run.summary["steps"] == CALLS
+
+
+@pytest.mark.parametrize("changes", [{"loss": counted_loss}, {"model": Counted}], ids=["loss", "model"])
+@pytest.mark.parametrize("way", [DP, ACCUMULATE], ids=["dp", "accumulate"])
+def test_a_global_counter_is_said(changes: Any, way: Any, tmp_path: Path, capsys: Any) -> None:
+    train(dataclasses.replace(ZOO["mlp"], **changes), **way, folder=tmp_path)
+    assert "remembers something" in capsys.readouterr().out
+
+
+def hooked() -> nn.Module:
+    model = mlp()
+
+    def keep(module: nn.Module, inputs: Any, output: torch.Tensor) -> None:
+        SEEN["hidden"] = output
+
+    model[0].register_forward_hook(keep)
+    return model
+
+
+def penalty_on_hidden(outputs: torch.Tensor, targets: torch.Tensor) -> tuple[torch.Tensor, int]:
+    penalty = SEEN["hidden"].square().mean(dim=1).sum()
+    return F.cross_entropy(outputs, targets, reduction="sum") + penalty, len(outputs)
+
+
+def test_a_hook_that_writes_to_a_global_keeps_its_numbers_under_mp(tmp_path: Path) -> None:
+    job = dataclasses.replace(ZOO["mlp"], model=hooked, loss=penalty_on_hidden)
+    expected = train(job, strategy="single", devices="1xcpu", folder=tmp_path, quiet=True)
+    got = train(job, strategy="mp", devices="2xcpu", folder=tmp_path, quiet=True)
+    assert got.metrics == pytest.approx(expected.metrics, rel=1e-12)
+    assert got.history[-1]["train_loss"] == pytest.approx(expected.history[-1]["train_loss"], rel=1e-12)
+
+
+@pytest.mark.parametrize("way", [DP, ACCUMULATE, {"strategy": "pp", "devices": "2xcpu", "accumulate": 2}], ids=str)
+def test_a_hook_that_writes_to_a_global_is_refused_where_batches_are_cut(way: Any, tmp_path: Path) -> None:
+    job = dataclasses.replace(ZOO["mlp"], model=hooked, loss=penalty_on_hidden, eval_data=None)
+    with pytest.raises(LockstepError, match=r"SEEN.*outside of the model|is not a sum over samples"):
+        train(job, **way, folder=tmp_path, quiet=True)

@@ -34,6 +34,7 @@ from torch.overrides import TorchFunctionMode
 
 from lockstep.errors import StrategyError, told
 from lockstep.launch.events import Caveat
+from lockstep.model.outside_variables import OutsideVariables
 from lockstep.tensors.digest import digest
 from lockstep.tensors.pytree import call, cut, each, named_tensors, tensors, to_device
 from lockstep.tensors.seeding import kept_states, noted_seeding, same, same_others, states
@@ -55,6 +56,8 @@ class Seen:
         seeds: whether it seeds PyTorch's generator.
         counts_words: whether an embedding scales gradients by how often a word is in the batch.
         backward: the first parameter whose gradient depends on the share, though outputs and the loss don't.
+        changes: the names of variables outside of the model that forward changes (`lockstep.model.outside_variables`).
+        passes_on: the first of them that holds tensors, which other functions may read.
         uncopied: why nothing was seen: the model can't be copied.
         of_batch: names of outputs that are computed over all samples: whether they are a sum, a mean, or neither.
     """
@@ -70,6 +73,8 @@ class Seen:
     seeds: bool = False
     counts_words: bool = False
     backward: str | None = None
+    changes: tuple[str, ...] = ()
+    passes_on: str | None = None
     uncopied: str | None = None
     of_batch: dict[str, Literal["sum", "mean", "neither"]] = field(default_factory=dict)
 
@@ -113,6 +118,8 @@ class Seen:
         if self.draws and not with_dropout:
             text = "the model draws random numbers in forward, which differ from single-device training; they are"
             yield Caveat("drawing", f"{text} reproducible")
+        for name in () if self.remembers else self.changes:
+            yield Caveat("state", f'forward changes "{name}", which is outside of the model, once per micro-batch')
         if self.remembers:
             text = (
                 "the model remembers something that is neither parameter nor buffer (the same inputs give other "
@@ -240,7 +247,9 @@ def look(
                 samples *= times
             if few or again:
                 batch, samples = cut(batch, 0, _FEWEST, samples), _FEWEST
-            _see(copied, batch, samples, seen, None if again else total)
+            outside = OutsideVariables.of_model(copied)
+            with outside.kept():
+                _see(copied, batch, samples, seen, None if again else total, outside)
         except Exception:  # what is wrong with the model, its first step says
             return seen
     return seen
@@ -296,7 +305,14 @@ def drops(module: nn.Module) -> bool:
     return isinstance(getattr(module, "dropout", None), float) and getattr(module, "dropout", 0.0) > 0
 
 
-def _see(model: nn.Module, batch: tuple[Any, Any], samples: int, seen: Seen, total: Total | None) -> None:
+def _see(
+    model: nn.Module,
+    batch: tuple[Any, Any],
+    samples: int,
+    seen: Seen,
+    total: Total | None,
+    outside: OutsideVariables,
+) -> None:
     inputs, targets = batch
     first = samples // 2
     begin = {name: b.clone() for name, b in model.named_buffers()}
@@ -318,8 +334,11 @@ def _see(model: nn.Module, batch: tuple[Any, Any], samples: int, seen: Seen, tot
 
     accelerators = accelerators_of(inputs)
     before = states(accelerators)
+    prints = outside.prints()
     with noted_seeding() as seeds:
         whole = run(0, samples)
+    seen.changes = tuple(name for name, was in outside.prints().items() if prints.get(name) != was)
+    seen.passes_on = next((name for name in seen.changes if outside.holds_tensors(name)), None)
     seen.seeds = bool(seeds)
     after = states(accelerators)
     draws = not same(before, after)

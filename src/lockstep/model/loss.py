@@ -29,6 +29,7 @@ from torch import Tensor, nn
 
 from lockstep.errors import LockstepError, LossError, first_line
 from lockstep.launch.memory import is_out_of_memory
+from lockstep.model.outside_variables import OutsideVariables
 from lockstep.model.torch_losses import HALF, Count, Misshapen, SummedMean
 from lockstep.tensors.pytree import tensors
 
@@ -100,15 +101,20 @@ class Totalled:
         """Whether it is an object with attributes."""
         return bool(getattr(self.loss, "__dict__", None)) and not isinstance(self.loss, types.FunctionType)
 
-    def state(self) -> bytes | None:
-        """What the loss holds that a call may change: its attributes, or what a function has closed over."""
-        held: Any = vars(self.loss) if self.may_have_state else None
-        if isinstance(self.loss, types.FunctionType):
-            held = [cell.cell_contents for cell in self.loss.__closure__ or ()]
+    def state(self) -> tuple[bytes, dict[str, bytes]]:
+        """What the loss holds that a call may change: its attributes, and variables that its functions use."""
+        if self.is_known:
+            return b"", {}
         try:
-            return pickle.dumps(held) if held else None
+            attributes = pickle.dumps(vars(self.loss)) if self.may_have_state else b""
         except Exception:  # what can't be pickled can't be compared
-            return None
+            attributes = b""
+        return attributes, self.outside.prints()
+
+    @functools.cached_property
+    def outside(self) -> OutsideVariables:
+        """The variables that its functions use and don't own."""
+        return OutsideVariables([type(self.loss) if self.may_have_state else self.loss])
 
     def copied(self, *, double: bool = False) -> Totalled:
         """One whose calls leave the state of a loss that is an object alone; a module in float64, if ``double``."""

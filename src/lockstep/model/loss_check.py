@@ -309,14 +309,19 @@ class LossCheck:
             self.remembers()
         return wrong_again
 
-    def remembers(self) -> None:
-        """The loss has changed what it holds; several threads may say so."""
+    def remembers(self, *, outside: bool = False) -> None:
+        """The loss has changed what it holds; several threads may say so.
+
+        Args:
+            outside: it is held in a variable that no copy of the loss has for itself. Then it is checked no more.
+        """
         self._has_state = True
+        self._trusted |= outside
         if self._cuts:
             self.notes.append(
                 f"{self._loss.name} remembers something from call to call, and is called for each local batch, not "
                 "once a batch: where its value depends on that, results differ from single-device training; single "
-                "without accumulate keeps them"
+                f"without accumulate keeps them{'; whether it is additive over samples is not checked' * outside}"
             )
 
     def _refuse(self, wrong: Sum, step: int) -> NoReturn:

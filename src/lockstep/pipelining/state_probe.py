@@ -22,6 +22,7 @@ import torch
 from torch import nn
 from torch.overrides import TorchFunctionMode
 
+from lockstep.model.outside_variables import OutsideVariables
 from lockstep.pipelining.microbatch import Flight
 from lockstep.pipelining.module_contents import Contents, joined, prints
 from lockstep.tensors.digest import digest
@@ -64,6 +65,8 @@ class StateProbe:
         self._names = {module: name for name, module in model.named_modules()}
         self._contents = Contents(self._names)
         self._prints = prints(self._names)
+        self._outside = OutsideVariables.of_model(model)
+        self._outside_prints = self._outside.prints()
         self._held = list(_held_by(self._names))
         self._before = [held.value for held in self._held]
         self._required = [held.tensor.requires_grad for held in self._held]
@@ -112,6 +115,9 @@ class StateProbe:
             if after.get((module, name)) != was:
                 what = joined(self._names[module], name)
                 return f'forward changes what "{what}" holds, which is one for all micro-batches'
+        for name, now in self._outside.prints().items():
+            if self._outside_prints.get(name) != now:
+                return f'forward changes "{name}", which is outside of the model, and one for all micro-batches'
         if self._uses.switched is not None:
             return f'forward sets "{self._uses.switched}", which holds for other micro-batches too'
         return None

@@ -27,6 +27,11 @@ from lockstep.tensors.seeding import seed_all
 T = TypeVar("T")
 
 
+def is_power_of_two(number: int) -> bool:
+    """Whether it is 1, 2, 4, 8, ...; what may change is looked at so often."""
+    return number & (number - 1) == 0
+
+
 class Evaluator:
     """One model on this process's devices.
 
@@ -143,11 +148,19 @@ class Evaluator:
         """What ``model`` makes of a part that is on its device: outputs, total and count."""
         with self._precision.autocast():
             outputs = self.forward(model, part)
-            total, count = self.loss(outputs, part.targets, part.size)
+            total, count = self.loss_of(outputs, part, looks=self.cuts_batch and is_power_of_two(self._judged + 1))
         self._judged += 1
         if self.cuts_batch and self.loss_check.wants(self._judged):
             self.loss_check(outputs, part.targets, Piece(total, count, part.size))
         return outputs, total, count
+
+    def loss_of(self, outputs: Any, part: Part, *, looks: bool) -> tuple[torch.Tensor, Number]:
+        """Total and count; where it ``looks``, it is noted whether the loss remembers something."""
+        before = self.loss.state() if looks else None
+        total, count = self.loss(outputs, part.targets, part.size)
+        if before is not None and (after := self.loss.state()) != before:
+            self.loss_check.remembers(outside=after[1] != before[1])
+        return total, count
 
     def forward(self, model: nn.Module, part: Part) -> Any:
         """Outputs of ``model`` for a part.

@@ -40,7 +40,7 @@ from lockstep.model.loss import Number
 from lockstep.model.loss_check import Piece
 from lockstep.model.nonfinite import why_not_finite
 from lockstep.model.optimizer import begin_momentum, clip_gradients, load_named_optimizer_state, named_optimizer_state
-from lockstep.strategies.evaluator import Evaluator
+from lockstep.strategies.evaluator import Evaluator, is_power_of_two
 from lockstep.tensors.seeding import kept_states
 
 _STATE = "state.pt"
@@ -278,7 +278,8 @@ class Step(Evaluator, ABC):
             return self.loss.copied()(outputs, targets, size)[0]
 
         again = self._updates > 1
-        self.seen = seen = look(self.model, part.inputs, part.size, targets=part.targets, total=total, again=again)
+        with self.loss.outside.kept():
+            self.seen = seen = look(self.model, part.inputs, part.size, targets=part.targets, total=total, again=again)
         if seen.writes is not None or seen.uncopied is not None:
             self.last_look = 1
         self.loss_check.of_batch = seen.of_batch
@@ -291,6 +292,13 @@ class Step(Evaluator, ABC):
                 f'the model writes its parameter "{seen.writes}" in forward, differently on each replica',
                 kind="state",
                 fix="take single",
+            )
+        if seen.passes_on is not None and len(self.world.devices) > 1:
+            raise StrategyError(
+                f'forward writes tensors to "{seen.passes_on}", which is outside of the model, so that all replicas of '
+                "this process would write to one",
+                kind="state",
+                fix="return them from forward, or use ddp, which has a process for each replica",
             )
         if seen.counts_words:
             raise StrategyError(
@@ -311,7 +319,7 @@ class Step(Evaluator, ABC):
     @property
     def looks_again(self) -> bool:
         """Whether this update is one of those (1, 2, 4, 8, ...) in which what may change is looked at again."""
-        return self._updates & (self._updates - 1) == 0
+        return is_power_of_two(self._updates)
 
     def _compile_models(self) -> None:
         """In place, so that the modules keep their names."""
@@ -378,10 +386,7 @@ class Step(Evaluator, ABC):
         """Total and count of one micro-batch's share under ``model``; the loss is probed where that is needed."""
         with self._precision.autocast():
             outputs = self.forward(model, part)
-            before = self.loss.state() if self.looks_again else None
-            total, count = self.loss(outputs, part.targets, part.size)
-        if before is not None and self.loss.state() != before:
-            self.loss_check.remembers()
+            total, count = self.loss_of(outputs, part, looks=self.looks_again)
         if self.on_forward is not None:
             self.on_forward(where, part, outputs)
         if self.loss_check.wants(self._updates):

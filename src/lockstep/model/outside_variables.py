@@ -1,0 +1,222 @@
+"""Outside variables: those that functions of a person's own use and don't own, global and closed over.
+
+::
+
+    seen = {}                                           a global, or a local variable of the function around
+
+    def hook(module, inputs, output):
+        seen["hidden"] = output                         a forward hook that writes it
+
+    def loss(outputs, targets):
+        return cross_entropy(outputs, targets) + 0.01 * seen["hidden"].abs().mean()
+
+A copy of the model has the same ones, replicas in one process share them, and no checkpoint holds them.
+"""
+
+from __future__ import annotations
+
+import copy
+import functools
+import hashlib
+import pickle
+import types
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import nn
+
+from lockstep.errors import is_own_code
+from lockstep.tensors.digest import digest
+
+_CODE = (type, types.FunctionType, types.MethodType, types.BuiltinFunctionType, functools.partial)
+_HOOKS = ("_forward_pre_hooks", "_forward_hooks", "_backward_pre_hooks", "_backward_hooks")
+
+
+@dataclass
+class _Variable:
+    get: Callable[[], Any]
+    set: Callable[[Any], None]
+
+
+class OutsideVariables:
+    """Those of some functions, and of the functions and classes that these name.
+
+    Args:
+        roots: functions, methods, classes, or objects, whose classes are meant.
+    """
+
+    def __init__(self, roots: Iterable[Any]) -> None:
+        self._variables: dict[str, _Variable] = {}
+        self._pending = list(roots)
+        seen: set[int] = set()
+        while self._pending:
+            root = self._pending.pop()
+            if id(root) in seen:
+                continue
+            seen.add(id(root))
+            if isinstance(root, functools.partial):
+                self._pending.append(root.func)
+            elif isinstance(root, types.MethodType):
+                self._pending.append(root.__func__)
+                self._add(type(root.__self__).__name__, root.__self__)
+            elif isinstance(root, types.FunctionType):
+                self._find_in_function(root)
+            elif isinstance(root, type):
+                self._find_in_class(root)
+            else:
+                self._add(type(root).__name__, root)
+
+    @classmethod
+    def of_model(cls, model: nn.Module) -> OutsideVariables:
+        """Those of its modules' classes, of their hooks and of functions among their attributes."""
+        roots: list[Any] = []
+        for module in model.modules():
+            roots.append(type(module))
+            roots += (hook for kind in _HOOKS for hook in getattr(module, kind).values())
+            roots += (one for one in vars(module).values() if isinstance(one, types.FunctionType | types.MethodType))
+        return cls(roots)
+
+    def prints(self) -> dict[str, bytes]:
+        """A hash of what each holds; of none that can't be pickled."""
+        found = {}
+        for name, variable in self._variables.items():
+            written = _Hash()
+            try:
+                _Pickler(written).dump(variable.get())
+            except Exception:
+                continue
+            found[name] = written.hash.digest()
+        return found
+
+    def holds_tensors(self, name: str) -> bool:
+        """Whether the variable of that name does."""
+        held = [value for value, _ in _copies(self._variables[name].get(), set())]
+        return any(isinstance(value, torch.Tensor) for value in held)
+
+    @contextmanager
+    def kept(self) -> Iterator[None]:
+        """Put back afterwards what they hold now, in the same objects."""
+        seen: set[int] = set()
+        before = [(variable, variable.get()) for variable in self._variables.values()]
+        copies = [pair for _, value in before for pair in _copies(value, seen)]
+        try:
+            yield
+        finally:
+            for value, copied in copies:
+                _put_back(value, copied)
+            for variable, value in before:
+                if variable.get() is not value:
+                    variable.set(value)
+
+    # ---- finding them -----------------------------------------------------------------------------------------------
+
+    def _find_in_function(self, function: types.FunctionType) -> None:
+        if not is_own_code(function.__code__.co_filename):
+            if hasattr(function, "__wrapped__"):  # by a decorator of PyTorch's, say
+                self._pending.append(function.__wrapped__)
+            return
+        for name, cell in zip(function.__code__.co_freevars, function.__closure__ or (), strict=True):
+            self._add(name, cell, "cell_contents")
+        names = list(_names_in(function.__code__))
+        for name in names:
+            if name in function.__globals__:
+                value = function.__globals__[name]
+                if isinstance(value, types.ModuleType):
+                    if is_own_code(getattr(value, "__file__", None) or "<frozen"):
+                        for inner in set(names) & set(vars(value)):
+                            self._add(f"{name}.{inner}", value, inner)
+                else:
+                    self._add(name, function.__globals__, name)
+
+    def _find_in_class(self, kind: type) -> None:
+        for base in kind.__mro__:
+            if _is_own(base):
+                self._pending += _functions_of(base)
+                for name in [n for n in vars(base) if not n.startswith("__")]:
+                    self._add(f"{base.__name__}.{name}", base, name)
+
+    def _add(self, name: str, holder: Any, key: str | None = None) -> None:
+        """The variable ``key`` of a dict, a cell, a class or a module; or the holder itself, an object."""
+        if key is None:
+            variable = _Variable(lambda: holder, lambda value: None)
+        elif isinstance(holder, dict):
+            variable = _Variable(lambda: holder.get(key), lambda value: holder.__setitem__(key, value))
+        else:
+            variable = _Variable(lambda: getattr(holder, key, None), lambda value: setattr(holder, key, value))
+        value = variable.get()
+        if isinstance(value, _CODE):
+            self._pending.append(value)
+        elif not isinstance(value, nn.Module | types.ModuleType | property):  # (modules are looked at on their own)
+            self._pending.append(type(value))
+            self._variables[name] = variable
+
+
+def _functions_of(kind: type) -> list[types.FunctionType]:
+    members = (getattr(m, "__func__", getattr(m, "fget", m)) for m in vars(kind).values())
+    return [m for m in members if isinstance(m, types.FunctionType)]
+
+
+def _is_own(kind: type) -> bool:
+    """Whether it is a class of the person's own."""
+    return any(is_own_code(function.__code__.co_filename) for function in _functions_of(kind))
+
+
+def _names_in(code: types.CodeType) -> Iterator[str]:
+    """The names that code uses, and the functions in it; those of attributes too."""
+    yield from code.co_names
+    for constant in code.co_consts:
+        if isinstance(constant, types.CodeType):
+            yield from _names_in(constant)
+
+
+# ---- what they hold -------------------------------------------------------------------------------------------------
+
+
+class _Hash:
+    """A file to write to."""
+
+    def __init__(self) -> None:
+        self.hash = hashlib.blake2b(digest_size=16)
+
+    def write(self, data: Any) -> None:
+        self.hash.update(data)
+
+
+class _Pickler(pickle.Pickler):
+    def persistent_id(self, value: Any) -> Any:
+        if isinstance(value, nn.Module):
+            return id(value)  # it is looked at on its own
+        return (tuple(value.shape), digest(value)) if isinstance(value, torch.Tensor) else None
+
+
+def _copies(value: Any, seen: set[int]) -> Iterator[tuple[Any, Any]]:
+    """An object that a call may change, with a copy of it; and the same of each that it contains."""
+    if id(value) in seen or isinstance(value, nn.Module | type | types.FunctionType | types.ModuleType):
+        return
+    seen.add(id(value))
+    if isinstance(value, torch.Tensor):
+        yield value, (value._version, value.detach().clone())
+        return
+    if _is_own(type(value)) or isinstance(value, types.SimpleNamespace):
+        value = vars(value)
+    if isinstance(value, dict | list | set | deque):
+        yield value, copy.copy(value)
+    if isinstance(value, dict | list | set | deque | tuple):
+        for inner in list(value.values() if isinstance(value, dict) else value):
+            yield from _copies(inner, seen)
+
+
+def _put_back(value: Any, copied: Any) -> None:
+    if isinstance(value, torch.Tensor):
+        if value._version != copied[0]:
+            value.data.copy_(copied[1])
+        return
+    value.clear()
+    if isinstance(value, list | deque):
+        value.extend(copied)
+    else:
+        value.update(copied)
