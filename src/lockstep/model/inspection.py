@@ -21,8 +21,6 @@ from __future__ import annotations
 
 import copy
 import functools
-import io
-import pickle
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any, Literal
@@ -182,7 +180,7 @@ class Seen:
         if self.remembers:
             text = (
                 "the model remembers something that is neither parameter nor buffer (the same inputs give other "
-                "outputs the second time): each replica has its own, and no checkpoint keeps it"
+                "outputs the second time): each replica has its own"
             )
             yield Caveat("state", text, "make it a buffer")
         if self.mixes:
@@ -462,31 +460,3 @@ def _differ(ones: list[torch.Tensor], others: list[torch.Tensor]) -> bool:
         if bool(torch.isfinite(largest)) and bool((a - b).abs().max() > rounding * largest):
             return True
     return False
-
-
-def plain_attributes(model: nn.Module) -> dict[str, bytes]:
-    """A print of every attribute of a module that is neither parameter, buffer nor module: ``{"body.calls": ...}``.
-
-    What can't be pickled is left out. The model's own tensors go by their names (an RNN lists its weights).
-    """
-    own = {id(t): name for name, t in (*model.named_parameters(), *model.named_buffers())}
-
-    class Pickler(pickle.Pickler):
-        def persistent_id(self, held: Any) -> str | None:
-            return own.get(id(held)) if isinstance(held, torch.Tensor) else None
-
-    found = {}
-    for name, module in model.named_modules():
-        for key, value in vars(module).items():
-            if key in _OF_EVERY_MODULE or isinstance(value, nn.Module) or callable(value):
-                continue
-            written = io.BytesIO()
-            try:
-                Pickler(written).dump(value)
-            except Exception:
-                continue
-            found[f"{name}.{key}" if name else key] = written.getvalue()
-    return found
-
-
-_OF_EVERY_MODULE = {*vars(nn.Module()), "_compiled_call_impl", "forward"}

@@ -28,8 +28,9 @@ from lockstep.job import Job
 from lockstep.launch.events import Caveat
 from lockstep.launch.layout import Layout
 from lockstep.launch.world import World
+from lockstep.model.attributes import attribute_prints
 from lockstep.model.build import buffers_of, build_model
-from lockstep.model.inspection import drops, plain_attributes
+from lockstep.model.inspection import drops
 from lockstep.model.loss import Number
 from lockstep.model.optimizer import build_optimizer
 from lockstep.parallel import gather
@@ -173,7 +174,7 @@ class DPStep(Step):
         if self._kept is not None:
             refuse_changes(self.model, self._kept)
         result = super().update(batch)
-        self._kept = plain_attributes(self.model) if self.looks_again else None
+        self._kept = attribute_prints(self.model) if self.looks_again else None
         return result
 
     def gradients(self, batch: Batch) -> tuple[Number, Number]:

@@ -12,8 +12,8 @@ from torch import nn
 from lockstep.errors import JobError, StrategyError
 from lockstep.launch.devices import Device
 from lockstep.launch.processes.call import closed_over
+from lockstep.model.attributes import attribute_prints, is_plain
 from lockstep.model.build import hooked_parameters
-from lockstep.model.inspection import plain_attributes
 from lockstep.threads.parametrization_cache import cache_apart
 
 
@@ -63,24 +63,14 @@ def structure_of(model: nn.Module) -> list[Any]:
 
 
 _INTERNAL = set(vars(nn.Module())) - {"training"}
-_PLAIN = (bool, int, float, complex, str, type(None))
 
 
 def follow_settings(replica: nn.Module, model: nn.Module) -> None:
     """Give a module of a replica the plain attributes of the model's own: ``training``, a temperature, a switch."""
     theirs = vars(replica)
     for name, value in vars(model).items():
-        if theirs.get(name) is not value and name not in _INTERNAL and _is_plain(value):
+        if theirs.get(name) is not value and name not in _INTERNAL and is_plain(value):
             theirs[name] = copy.copy(value)
-
-
-def _is_plain(value: Any) -> bool:
-    """Whether it is a number, a text, a switch, or a list, tuple or dictionary of some."""
-    if isinstance(value, dict):
-        value = value.values()
-    elif not isinstance(value, list | tuple):
-        return isinstance(value, _PLAIN)
-    return all(isinstance(item, _PLAIN) for item in value)
 
 
 def refuse_changes(model: nn.Module, before: Mapping[str, bytes]) -> None:
@@ -88,14 +78,14 @@ def refuse_changes(model: nn.Module, before: Mapping[str, bytes]) -> None:
 
     Args:
         model: the loop's.
-        before: its attributes after the last update, as `plain_attributes` gives them.
+        before: its attributes after the last update, as `attribute_prints` gives them.
 
     Raises:
         StrategyError: an attribute is another one, and no plain value.
     """
-    for name, value in plain_attributes(model).items():
+    for name, value in attribute_prints(model).items():
         around, _, own = name.rpartition(".")
-        if before.get(name) != value and not _is_plain(getattr(model.get_submodule(around), own, None)):
+        if before.get(name) != value and not is_plain(getattr(model.get_submodule(around), own, None)):
             raise StrategyError(
                 f'dp: "{name}" of the model has changed since the last step, and replicas follow numbers, texts and '
                 "flat lists of them only: make it a buffer, or call lockstep.parallelize again, or take ddp"

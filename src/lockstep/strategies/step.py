@@ -30,6 +30,7 @@ from lockstep.job import Job
 from lockstep.launch.events import Caveat, Line
 from lockstep.launch.memory import is_out_of_memory
 from lockstep.launch.world import World
+from lockstep.model.attributes import attribute_prints, changed_attributes, set_attributes
 from lockstep.model.build import hooked_parameters
 from lockstep.model.checkpoint import load_state, save_state
 from lockstep.model.compile import compile_models, not_compilable
@@ -40,6 +41,7 @@ from lockstep.model.loss import Number
 from lockstep.model.loss_check import Piece
 from lockstep.model.nonfinite import why_not_finite
 from lockstep.model.optimizer import begin_momentum, clip_gradients, load_named_optimizer_state, named_optimizer_state
+from lockstep.model.outside_variables import OutsideVariables
 from lockstep.strategies.evaluator import Evaluator, is_power_of_two
 from lockstep.tensors.seeding import kept_states
 
@@ -117,6 +119,9 @@ class Step(Evaluator, ABC):
         self._asked: Number = 0
         self.last_look: float = 1 if job.compile else math.inf
         self.seen = Seen()
+        self._attributes = attribute_prints(model)
+        self._outside = OutsideVariables.of_model(model)
+        self._outside_prints, self._loss_state = self._outside.prints(), self.loss.state()
         self._noted: set[Caveat | str] = set()
         self._on_devices = DeviceChecks()
         self._factors: dict[tuple[float, torch.dtype, torch.device], torch.Tensor] = {}
@@ -557,7 +562,19 @@ class Step(Evaluator, ABC):
         optimizer = named_optimizer_state(self.optimizer, self.model)
         kept = self.model.state_dict()
         others = {name: b for name, b in self.model.named_buffers() if name not in kept}  # those not persistent
-        return {"model": kept, "optimizer": optimizer, **scaler, **({"buffers": others} if others else {})}
+        attributes, lost = changed_attributes(self.model, self._attributes)
+        self._say_what_is_lost(lost)
+        beside = {"buffers": others, "attributes": attributes}
+        return {"model": kept, "optimizer": optimizer, **scaler, **{name: of for name, of in beside.items() if of}}
+
+    def _say_what_is_lost(self, attributes: Iterable[str]) -> None:
+        """Say what the training has changed, and a resumed one would begin with anew."""
+        now = self._outside.prints()
+        lost = [f'the model\'s attribute "{name}"' for name in attributes]
+        lost += (f'"{n}", which is outside of the model,' for n, was in self._outside_prints.items() if now[n] != was)
+        lost += ["what the loss remembers"] if self.loss.state() != self._loss_state else []
+        why = "changes in training, and no checkpoint keeps it: a resumed run begins anew with it"
+        self.tell_once(Caveat("state", f"{what} {why}", "make it a buffer of the model") for what in lost)
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Take over what ``state_dict`` gave, under any strategy and number of devices.
@@ -570,6 +587,7 @@ class Step(Evaluator, ABC):
         except RuntimeError as error:
             raise InputError(f"the saved model is another one: {str(error).splitlines()[-1].strip()}") from error
         self._load_buffers(state.get("buffers", {}))
+        set_attributes(self.model, state.get("attributes", {}))
         load_named_optimizer_state(self.optimizer, self.model, state["optimizer"])
         if self._scaler is not None and "scaler" in state:
             self._scaler.load_state_dict(state["scaler"])

@@ -13,7 +13,8 @@ from torch import nn
 from lockstep.data import Batch, Part, eval_loaders, resolve, resolve_sets
 from lockstep.job import Job
 from lockstep.launch.world import World
-from lockstep.model.inspection import acting_buffers, plain_attributes
+from lockstep.model.attributes import attribute_prints
+from lockstep.model.inspection import acting_buffers
 from lockstep.strategies.step import Result, Step
 from lockstep.tensors.digest import digest
 from lockstep.tensors.pytree import each, holds_samples, tensors
@@ -61,7 +62,7 @@ class Side:
         self.rows: list[bytes] = []
         self.drew: set[str] = set()
         self.functions: set[str] = set()
-        self._attributes = plain_attributes(self.step.model)
+        self._attributes = attribute_prints(self.step.model)
         self.buffers = buffer_digests(self.step.model)
         self._totals = [0.0, 0.0]
         self._clip, self.step.clip = self.step.clip, self._clipped  # type: ignore[method-assign]
@@ -117,7 +118,7 @@ class Side:
 
     def changed_attributes(self) -> dict[str, bytes]:
         """Plain attributes of modules that are other ones than at the start, with a print of their values."""
-        now = plain_attributes(self.step.model)
+        now = attribute_prints(self.step.model)
         return {name: value for name, value in now.items() if value != self._attributes.get(name)}
 
     # ---- what is looked at in an update -----------------------------------------------------------------------------

@@ -1,0 +1,91 @@
+"""Attributes of modules that are neither parameter, buffer nor module: a counter, a temperature, a tensor."""
+
+from __future__ import annotations
+
+import hashlib
+import io
+import pickle
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch import nn
+
+_OF_EVERY_MODULE = {*vars(nn.Module()), "_compiled_call_impl", "forward"}
+_PLAIN = (bool, int, float, complex, str, type(None))
+
+
+def attribute_prints(model: nn.Module) -> dict[str, bytes]:
+    """A hash of every such attribute: ``{"body.calls": ...}``.
+
+    What can't be pickled is left out. The model's own tensors go by their names (an RNN lists its weights).
+    """
+    own = {id(t): name for name, t in (*model.named_parameters(), *model.named_buffers())}
+
+    class Pickler(pickle.Pickler):
+        def persistent_id(self, held: Any) -> str | None:
+            return own.get(id(held)) if isinstance(held, torch.Tensor) else None
+
+    found = {}
+    for name, module in model.named_modules():
+        for key, value in vars(module).items():
+            if key in _OF_EVERY_MODULE or isinstance(value, nn.Module) or callable(value):
+                continue
+            written = io.BytesIO()
+            try:
+                Pickler(written).dump(value)
+            except Exception:
+                continue
+            found[f"{name}.{key}" if name else key] = hashlib.blake2b(written.getbuffer(), digest_size=16).digest()
+    return found
+
+
+def changed_attributes(model: nn.Module, before: Mapping[str, bytes]) -> tuple[dict[str, Any], list[str]]:
+    """What has changed since ``attribute_prints`` gave ``before``.
+
+    Returns:
+        values: by name, those of numbers, texts, tensors, and lists, tuples and dicts of them.
+        others: names of attributes that are something else.
+    """
+    values: dict[str, Any] = {}
+    others = []
+    for name, now in attribute_prints(model).items():
+        if before.get(name) != now:
+            around, _, own = name.rpartition(".")
+            try:
+                values[name] = _kept(getattr(model.get_submodule(around), own))
+            except TypeError:
+                others.append(name)
+    return values, others
+
+
+def set_attributes(model: nn.Module, values: Mapping[str, Any]) -> None:
+    """Give modules what ``changed_attributes`` gave; tensors stay on the device that the attribute's are on."""
+    for name, value in values.items():
+        around, _, own = name.rpartition(".")
+        module = model.get_submodule(around)
+        now = getattr(module, own, None)
+        if isinstance(value, torch.Tensor) and isinstance(now, torch.Tensor):
+            value = value.to(now.device)
+        setattr(module, own, value)
+
+
+def is_plain(value: Any) -> bool:
+    """Whether it is a number, a text, a switch, or a list, tuple or dictionary of some."""
+    if isinstance(value, dict):
+        value = value.values()
+    elif not isinstance(value, list | tuple):
+        return isinstance(value, _PLAIN)
+    return all(isinstance(item, _PLAIN) for item in value)
+
+
+def _kept(value: Any) -> Any:
+    if type(value) in _PLAIN:
+        return value
+    if type(value) in (torch.Tensor, nn.Parameter):
+        return value.detach().clone()
+    if type(value) in (list, tuple):
+        return type(value)(map(_kept, value))
+    if type(value) is dict:
+        return {_kept(key): _kept(item) for key, item in value.items()}
+    raise TypeError
