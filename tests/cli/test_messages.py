@@ -290,9 +290,10 @@ def test_what_is_wrong_with_an_evaluation_is_found_before_the_first_step(
     assert not list(tmp_path.iterdir())
 
 
-def test_a_metric_that_is_no_sum_is_said(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+@pytest.mark.parametrize("batch", [8, 1])
+def test_a_metric_that_is_no_sum_is_said(batch: int, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     job = MLP.replace(eval_data=TensorDataset(drawn(8, 6), labels(8, 3)), metrics={"longest": longest}, epochs=1)
-    lockstep.train(job, devices="1xcpu", folder=tmp_path)
+    lockstep.train(job, devices="1xcpu", folder=tmp_path, eval_batch_size=batch)
     assert 'note: metric "longest" is no sum over samples' in capsys.readouterr().out.replace("\n  ", " ")
     lockstep.train(job.replace(eval_data=None), devices="1xcpu", folder=tmp_path)
     assert "note: metrics are computed on eval_data, and the job has none" in capsys.readouterr().out

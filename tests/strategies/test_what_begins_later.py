@@ -116,6 +116,17 @@ def test_it_is_said_once(model: Any, way: str, devices: str, accumulate: int, tm
     assert capsys.readouterr().out.count(f"note: {SAYS[model]}") == 1
 
 
+def test_what_the_last_update_begins_is_said(tmp_path: Path, capsys: Any) -> None:
+    class InTheFifth(Beginning):
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            self.forwards += self.training
+            return nn.Linear.forward(self, x - x.mean(dim=0) if self.forwards > 4 else x)
+
+    job = dataclasses.replace(ZOO["mlp"], model=InTheFifth, epochs=None, steps=5)
+    train(job, strategy="ddp", devices="2xcpu", folder=tmp_path)
+    assert capsys.readouterr().out.count(f"note: {SAYS[Beginning]}") == 1
+
+
 class Plain(nn.Module):
     """Attention, an embedding, dropout by module and by function, batch norm, a frozen and an unused layer."""
 

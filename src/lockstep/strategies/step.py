@@ -89,7 +89,8 @@ class Step(Evaluator, ABC):
         on_forward: told of each forward of an update: which replica, its part, its outputs (see ``first_step``).
         stopping: whether the ranks have agreed, in the last update, that the training is to be saved and stopped.
         last_look: the last update in which it is looked at what the model does in forward, by some more forwards; that
-            is done in updates 1, 2, 4, 8 and so on.
+            is done in updates 1, 2, 4, 8 and so on, and in the last one of all.
+        last_step: that update's step, where it is known.
         seen: what was seen.
     """
 
@@ -118,6 +119,7 @@ class Step(Evaluator, ABC):
         self.stopping = False
         self._asked: Number = 0
         self.last_look: float = 1 if job.compile else math.inf
+        self.last_step: int | None = None
         self.seen = Seen()
         self._attributes = attribute_prints(model)
         self._outside = OutsideVariables.of_model(model)
@@ -323,8 +325,8 @@ class Step(Evaluator, ABC):
 
     @property
     def looks_again(self) -> bool:
-        """Whether this update is one of those (1, 2, 4, 8, ...) in which what may change is looked at again."""
-        return is_power_of_two(self._updates)
+        """Whether what may change is looked at again in this update: the 1st, 2nd, 4th, 8th, ..., and the last."""
+        return is_power_of_two(self._updates) or self.world.step == self.last_step
 
     def _compile_models(self) -> None:
         """In place, so that the modules keep their names."""

@@ -18,7 +18,7 @@ from lockstep.launch.memory import is_out_of_memory
 from lockstep.launch.world import World
 from lockstep.model.inspection import look
 from lockstep.strategies.step import Step
-from lockstep.tensors.pytree import cut, holds_packed, tensors
+from lockstep.tensors.pytree import cut, each, holds_packed, joined, tensors
 from lockstep.tensors.seeding import kept_states
 
 
@@ -50,10 +50,17 @@ def try_out(step: Step, loaders: Mapping[str, AnyLoader], metrics: Mapping[str, 
 def _is_sum(metric: Any, whole: tuple[Any, Any], outputs: Any, targets: Any) -> bool:
     """Whether a metric's pair for all samples is the sum of those for two parts of them."""
     samples = next((len(t) for t in tensors(outputs) if t.dim()), 0)
-    if samples < 2 or holds_packed((outputs, targets)):
+    if not samples or holds_packed((outputs, targets)):
         return True
-    half = samples // 2
     try:
+        if samples == 1:  # too few to cut: twice as many
+            halved = each(lambda t: t / 2 if t.is_floating_point() else t, outputs)
+            both = joined((outputs, targets), 1, (halved, targets), 1)
+            if both is None:
+                return True
+            (outputs, targets), samples = both, 2
+            whole = metric(outputs, targets)
+        half = samples // 2
         parts = [
             metric(*cut((outputs, targets), start, n, samples)) for start, n in ((0, half), (half, samples - half))
         ]

@@ -109,6 +109,7 @@ class _Training:
         self.parts = self.strategy.num_microbatches(job)
         self.loader = self.strategy.training_loader(job, world, self.train_data)
         self.eval_loaders = eval_loaders(job, world, self.eval_data)
+        self.step.last_step = self._steps
         moves = self._steps if job.lr_scheduler_every == "step" else self._epochs
         self.on_schedule = note_on_length(self.scheduler, moves, job.lr_scheduler_every)
         self.evaluated = False
