@@ -19,8 +19,9 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from lockstep.errors import LossError
+from lockstep.model.additivity import Piece
 from lockstep.model.loss import Totalled, totalled
-from lockstep.model.loss_check import LossCheck, Piece
+from lockstep.model.loss_check import LossCheck
 
 N, C = 13, 5
 

@@ -29,7 +29,7 @@ from torch import Tensor, nn
 
 from lockstep.errors import LockstepError, LossError, first_line
 from lockstep.launch.memory import is_out_of_memory
-from lockstep.model.outside_variables import OutsideVariables
+from lockstep.model.inspection import OutsideVariables
 from lockstep.model.torch_losses import HALF, Count, Misshapen, SummedMean
 from lockstep.tensors.pytree import tensors
 

@@ -26,19 +26,31 @@ import itertools
 import math
 import warnings
 from collections.abc import Collection, Iterator
-from dataclasses import dataclass
-from typing import Any, NamedTuple, NoReturn
+from typing import Any, NoReturn
 
 import torch
 from torch import Tensor
 
 from lockstep.errors import LossError, first_line
 from lockstep.launch.memory import is_out_of_memory
-from lockstep.model.loss import Number, Totalled
-from lockstep.model.torch_losses import HALF
-from lockstep.tensors.pytree import cut, each, holds_packed, holds_samples, joined, named_tensors, tensors
-from lockstep.tensors.seeding import put_state_on, state_on
-from lockstep.threads.random_streams import source, stream
+from lockstep.model.additivity import (
+    DOUBLED,
+    Nest,
+    Piece,
+    Sum,
+    are_wrong,
+    doubled,
+    first_wrong,
+    is_apart,
+    is_nan,
+    is_sum,
+    kept_generators,
+    tolerance_of,
+    with_nan,
+    without_rows,
+)
+from lockstep.model.loss import Totalled
+from lockstep.tensors.pytree import cut, each, holds_packed, joined, named_tensors, tensors
 
 _ADVICE = "return (total, count) from it, or use single (or mp) without accumulate"
 
@@ -51,26 +63,6 @@ _TIMED = range(2, 6)
 _ALL = range(_TIMED.stop)
 _SOME = 8
 """A pair says what it counts: local batches are held against one another in these updates only, and every so many."""
-
-Nest = tuple[Any, Any]
-"""Outputs and targets."""
-
-
-@dataclass(frozen=True, slots=True)
-class Piece:
-    """What the loss made of some samples."""
-
-    total: Tensor
-    count: Number
-    samples: int
-
-
-class Sum(NamedTuple):
-    """A piece, and the two that it is made of."""
-
-    whole: Piece
-    one: Piece
-    other: Piece
 
 
 class LossCheck:
@@ -128,12 +120,12 @@ class LossCheck:
             return None
         nest = each(Tensor.detach, outputs), targets
         try:
-            tolerance = _tolerance(nest, [whole.total], waits=waits)
-            with torch.no_grad(), _kept_generators(nest) as drawn, self._without_warnings():
+            tolerance = tolerance_of(nest, [whole.total], waits=waits)
+            with torch.no_grad(), kept_generators(nest) as drawn, self._without_warnings():
                 sums = self._sums(nest, whole.samples, whole, step=step, waits=waits)
                 if not waits:
-                    return _are_wrong(sums, tolerance)
-                wrong = _first_wrong(sums, tolerance)
+                    return are_wrong(sums, tolerance)
+                wrong = first_wrong(sums, tolerance)
                 if wrong is not None:
                     wrong = self._still_wrong(nest, whole.samples, wrong, step)
         except _CantTell as error:
@@ -143,7 +135,7 @@ class LossCheck:
             return None
         if wrong is not None and any(drawn):
             self._draws()
-        elif wrong is not None and (self._cuts or _is_sum(wrong)):
+        elif wrong is not None and (self._cuts or is_sum(wrong)):
             self._refuse(wrong, step)
         return None
 
@@ -213,7 +205,7 @@ class LossCheck:
         """The sums that must hold; where the whole isn't known, each piece is computed by a loss in the same state."""
         loss, knows = self._loss.copied(double=double), whole is not None and not self._has_state
         known = {id(t) for name, t in named_tensors(nest[0]) if name in self.of_batch}
-        uncut = [t for t in _without_rows(nest, samples, known) if t.is_floating_point()]
+        uncut = [t for t in without_rows(nest, samples, known) if t.is_floating_point()]
 
         def piece(of: Nest, size: int) -> Piece:
             its = loss if knows else loss.copied()
@@ -224,7 +216,7 @@ class LossCheck:
                 raise
 
         whole = whole if whole is not None and knows else piece(nest, samples)
-        rows = _with_nan(nest, uncut)
+        rows = with_nan(nest, uncut)
         sums = []
         if samples > 1:
             first = next(size for size in range((samples + 1) // 2, 0, -1) if math.gcd(size, samples) == 1)
@@ -233,10 +225,10 @@ class LossCheck:
         if samples == 1 or not self._loss.gives_pairs or step in _ALL or not step % _SOME:
             one = cut(rows, 0, 1, samples) if samples > 1 else rows
             both, earlier = self._with_earlier(one, alone=samples == 1)
-            earlier = _doubled(earlier) if double else earlier
+            earlier = doubled(earlier) if double else earlier
             sums.append(Sum(piece(both, 2), whole if samples == 1 else piece(one, 1), piece(earlier, 1)))
-        if uncut and waits and not _is_nan(whole) and any(map(_is_nan, itertools.chain(*sums))):
-            self._look_at_read([t for t in uncut if _is_nan(piece(_with_nan(nest, [t]), samples))], nest, samples)
+        if uncut and waits and not is_nan(whole) and any(map(is_nan, itertools.chain(*sums))):
+            self._look_at_read([t for t in uncut if is_nan(piece(with_nan(nest, [t]), samples))], nest, samples)
         return sums
 
     def _with_earlier(self, one: Nest, *, alone: bool) -> tuple[Nest, Nest]:
@@ -296,15 +288,15 @@ class LossCheck:
     def _still_wrong(self, nest: Nest, samples: int, wrong: Sum, step: int) -> Sum | None:
         """What is wrong in float64 too, and where a loss that counts its calls, say, doesn't see that it is called."""
         kind = next((t.device.type for t in tensors(nest)), "cpu")
-        doubled = _doubled(nest)
+        in_double = doubled(nest)
         try:
             with torch.autocast(kind, enabled=False):
-                sums = self._sums(doubled, samples, step=step, double=True)
+                sums = self._sums(in_double, samples, step=step, double=True)
         except (LossError, TypeError, RuntimeError) as error:
             if is_out_of_memory(error):
                 raise
             return wrong  # it can't compute in float64
-        wrong_again = _first_wrong(sums, _tolerance(doubled, [of.whole.total for of in sums], waits=False))
+        wrong_again = first_wrong(sums, tolerance_of(in_double, [of.whole.total for of in sums], waits=False))
         if wrong_again is None and self._loss.may_have_state and not self._has_state:
             self.remembers()
         return wrong_again
@@ -330,7 +322,7 @@ class LossCheck:
         if self._loss.gives_pairs:
             totals = [float(piece.total) for piece in wrong]
             what, (a, b, c) = "total", totals
-            if not _is_apart(a, b, c, tolerance=_DOUBLED):
+            if not is_apart(a, b, c, tolerance=DOUBLED):
                 what, (a, b, c) = "count", [float(piece.count) for piece in wrong]
             raise LossError(
                 f"{self._loss.name}: the {what} is not a sum over samples{when} (whole {a:.6g}, its two parts {b:.6g} "
@@ -338,7 +330,7 @@ class LossCheck:
                 fix=self._advice,
             )
         means = [float(piece.total) / piece.samples for piece in wrong]
-        if _is_sum(wrong):
+        if is_sum(wrong):
             raise LossError(
                 f"{self._loss.name} is not a mean over samples but a sum, its value depends on the batch size "
                 f"(whole {means[0]:.6g}, its parts add up to it)",
@@ -363,102 +355,3 @@ class LossCheck:
 
 class _CantTell(Exception):
     """A loss of which nothing can be checked; the text says why, where the person has to know."""
-
-
-_DOUBLED = 1e-8
-"""How far two ways to round may lie apart in float64, as a part of what is added."""
-
-
-def _tolerance(nest: Nest, totals: list[Tensor], *, waits: bool) -> float:
-    """The same by the format that the totals are computed in; more where nobody will look again in float64."""
-    if any(t.dtype in HALF for t in (*tensors(nest[0]), *totals)):
-        return 2e-2
-    return _DOUBLED if all(t.dtype == torch.float64 for t in totals) else 1e-5 if waits else 1e-4
-
-
-def _is_apart(whole: float, one: float, other: float, *, tolerance: float) -> bool:
-    # A part that isn't finite, of a whole that is, is wrong too: the variance of one sample, say.
-    return math.isfinite(whole) and not abs(one + other - whole) <= tolerance * (abs(whole) + abs(one) + abs(other))
-
-
-def _first_wrong(sums: list[Sum], tolerance: float) -> Sum | None:
-    for of in sums:
-        for whole, one, other in ([p.total for p in of], [p.count for p in of]):
-            if _is_apart(float(whole), float(one), float(other), tolerance=tolerance):
-                return of
-    return None
-
-
-def _are_wrong(sums: list[Sum], tolerance: float) -> Tensor:
-    """Whether one of them is, found by the accelerator; Python numbers are looked at here."""
-    wrong = torch.zeros_like(sums[0].whole.total, dtype=torch.bool)
-    for of in sums:
-        for number in ("total", "count"):
-            values: list[Any] = [getattr(piece, number) for piece in of]
-            whole, one, other = values
-            if isinstance(whole, Tensor):
-                bound = tolerance * (abs(whole) + abs(one) + abs(other))
-                wrong = wrong | (torch.isfinite(whole) & ~(abs(one + other - whole) <= bound))
-            elif _is_apart(float(whole), float(one), float(other), tolerance=tolerance):
-                wrong = torch.ones_like(wrong)
-    return wrong
-
-
-def _is_sum(of: Sum) -> bool:
-    """Whether a scalar's values, rather than its means, add up."""
-    whole, one, other = (float(piece.total) / piece.samples for piece in of)
-    return not _is_apart(whole, one, other, tolerance=1e-4)
-
-
-def _is_nan(piece: Piece) -> bool:
-    return math.isnan(float(piece.total)) or math.isnan(float(piece.count))
-
-
-def _doubled(nest: Nest) -> Nest:
-    made: Nest = each(lambda t: t.double() if t.is_floating_point() else t, nest)
-    return made
-
-
-def _without_rows(nest: Nest, samples: int, known: Collection[int]) -> list[Tensor]:
-    """The tensors that aren't one row for each sample, and those with an id that is ``known``."""
-    found: list[Tensor] = []
-
-    def look(tensor: Tensor) -> Tensor:
-        if not tensor.dim() or tensor.shape[0] != samples or id(tensor) in known:
-            found.append(tensor)
-        return tensor
-
-    each(look, nest, on_list=lambda items: items if holds_samples(items, samples) else None)
-    return found
-
-
-def _with_nan(nest: Nest, unknown: list[Tensor]) -> Nest:
-    """The nest with NaN in the place of some tensors."""
-    if not unknown:
-        return nest
-    ids = set(map(id, unknown))
-    made: Nest = each(lambda t: t.new_full((), math.nan).expand(t.shape) if id(t) in ids else t, nest)
-    return made
-
-
-@contextlib.contextmanager
-def _kept_generators(nest: Nest) -> Iterator[list[Any]]:
-    """Leave PyTorch's random numbers as they are; gives a list in which something is true where some were drawn."""
-    drawn: list[Any] = []
-    devices = {t.device: None for t in tensors(nest[0]) if t.device.type != "meta"} or [torch.device("cpu")]
-    if source() is not None and torch.device("cpu") in devices:  # this thread has a stream of its own
-
-        def noted() -> torch.Generator:
-            drawn.append(True)
-            return torch.Generator()
-
-        with stream(noted):
-            yield drawn
-        return
-    before = {device: state_on(device) for device in devices}
-    try:
-        yield drawn
-    finally:
-        for device, state in before.items():
-            drawn.append(not torch.equal(state, state_on(device)))
-            put_state_on(device, state)

@@ -22,7 +22,7 @@ import torch
 from torch import nn
 from torch.overrides import TorchFunctionMode
 
-from lockstep.model.outside_variables import OutsideVariables
+from lockstep.model.inspection import OutsideVariables
 from lockstep.pipelining.microbatch import Flight
 from lockstep.pipelining.module_contents import Contents, joined, prints
 from lockstep.tensors.digest import digest

@@ -28,9 +28,8 @@ from lockstep.job import Job
 from lockstep.launch.events import Caveat
 from lockstep.launch.layout import Layout
 from lockstep.launch.world import World
-from lockstep.model.attributes import attribute_prints
 from lockstep.model.build import buffers_of, build_model
-from lockstep.model.inspection import drops
+from lockstep.model.inspection import attribute_prints, drops
 from lockstep.model.loss import Number
 from lockstep.model.optimizer import build_optimizer
 from lockstep.parallel import gather

@@ -17,9 +17,10 @@ from lockstep.data import Batch, Part, mixed
 from lockstep.job import Job
 from lockstep.launch.devices import Device
 from lockstep.launch.world import World
+from lockstep.model.additivity import Piece
 from lockstep.model.layer_error import layer_error
 from lockstep.model.loss import Number, Totalled
-from lockstep.model.loss_check import LossCheck, Piece
+from lockstep.model.loss_check import LossCheck
 from lockstep.model.precision import Precision, converted_loss
 from lockstep.tensors.pytree import batch_size_of, call, to_device
 from lockstep.tensors.seeding import seed_all

@@ -30,18 +30,25 @@ from lockstep.job import Job
 from lockstep.launch.events import Caveat, Line
 from lockstep.launch.memory import is_out_of_memory
 from lockstep.launch.world import World
-from lockstep.model.attributes import attribute_prints, changed_attributes, set_attributes
+from lockstep.model.additivity import Piece
 from lockstep.model.build import hooked_parameters
 from lockstep.model.checkpoint import load_state, save_state
 from lockstep.model.compile import compile_models, not_compilable
 from lockstep.model.device_checks import DeviceChecks
-from lockstep.model.inspection import Seen, drops, look, refuse_written_buffers
+from lockstep.model.inspection import (
+    OutsideVariables,
+    Seen,
+    attribute_prints,
+    changed_attributes,
+    drops,
+    look,
+    refuse_written_buffers,
+    set_attributes,
+)
 from lockstep.model.layer_error import is_of_one_sample
 from lockstep.model.loss import Number
-from lockstep.model.loss_check import Piece
 from lockstep.model.nonfinite import why_not_finite
 from lockstep.model.optimizer import begin_momentum, clip_gradients, load_named_optimizer_state, named_optimizer_state
-from lockstep.model.outside_variables import OutsideVariables
 from lockstep.strategies.evaluator import Evaluator, is_power_of_two
 from lockstep.tensors.seeding import kept_states
 

@@ -13,8 +13,7 @@ from torch import nn
 from lockstep.data import Batch, Part, eval_loaders, resolve, resolve_sets
 from lockstep.job import Job
 from lockstep.launch.world import World
-from lockstep.model.attributes import attribute_prints
-from lockstep.model.inspection import acting_buffers
+from lockstep.model.inspection import acting_buffers, attribute_prints
 from lockstep.strategies.step import Result, Step
 from lockstep.tensors.digest import digest
 from lockstep.tensors.pytree import each, holds_samples, tensors

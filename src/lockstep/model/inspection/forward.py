@@ -21,8 +21,7 @@ from __future__ import annotations
 
 import copy
 import functools
-from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass, field
+from collections.abc import Callable, Mapping
 from typing import Any, Literal
 
 import torch
@@ -31,168 +30,11 @@ from torch.nn import functional as F
 from torch.overrides import TorchFunctionMode
 
 from lockstep.errors import StrategyError, told
-from lockstep.launch.events import Caveat
-from lockstep.model.outside_variables import OutsideVariables
+from lockstep.model.inspection.findings import Seen
+from lockstep.model.inspection.outside_variables import OutsideVariables
 from lockstep.tensors.digest import digest
 from lockstep.tensors.pytree import call, cut, each, named_tensors, tensors, to_device
 from lockstep.tensors.seeding import kept_states, noted_seeding, same, same_others, states
-
-
-@dataclass
-class Seen:
-    """What a model was seen to do in forward.
-
-    Attributes:
-        writes: the first parameter that changed.
-        freezes: the first parameter whose ``requires_grad`` changed.
-        mixes: whether samples act on one another.
-        remembers: whether there is state that is neither parameter nor buffer.
-        written: names of the buffers that forward writes.
-        follows: names of those that depend on the share.
-        draws: whether layers other than dropout draw random numbers.
-        draws_elsewhere: whether they come from Python's or numpy's generator.
-        seeds: whether it seeds PyTorch's generator.
-        counts_words: whether an embedding scales gradients by how often a word is in the batch.
-        backward: the first parameter whose gradient depends on the share, though outputs and the loss don't.
-        changes: the names of variables outside of the model that forward changes (`lockstep.model.outside_variables`).
-        passes_on: the first of them that holds tensors, which other functions may read.
-        uncopied: why nothing was seen: the model can't be copied.
-        of_batch: names of outputs that are computed over all samples: whether they are a sum, a mean, or neither.
-    """
-
-    writes: str | None = None
-    freezes: str | None = None
-    mixes: bool = False
-    remembers: bool = False
-    written: tuple[str, ...] = ()
-    follows: tuple[str, ...] = ()
-    draws: bool = False
-    draws_elsewhere: bool = False
-    seeds: bool = False
-    counts_words: bool = False
-    backward: str | None = None
-    changes: tuple[str, ...] = ()
-    passes_on: str | None = None
-    uncopied: str | None = None
-    of_batch: dict[str, Literal["sum", "mean", "neither"]] = field(default_factory=dict)
-
-    def of_output(self, name: str) -> Caveat | None:
-        """What the person has to know where the loss reads an output that isn't one row for each sample."""
-        kind = self.of_batch.get(name)
-        read = f'the loss reads the model\'s output "{name}", ' if name else "the loss reads an output of the model, "
-        if kind == "sum":
-            return None
-        if kind == "mean":
-            text = (
-                f"{read}a mean over the samples of one forward: where a later batch leaves some out (labels that are "
-                "ignored), local batches are weighted wrongly"
-            )
-            return Caveat("auxiliary loss", text, "let the model return the sum")
-        if kind == "neither":
-            text = (
-                f"{read}which is no sum or mean over samples (a loss for load balancing, say): each forward "
-                "computes it over its local batch, so results differ from single-device training"
-            )
-            return Caveat("auxiliary loss", text, "mp and single keep them")
-        text = (
-            f"{read}computed over the samples of one forward: results are those of single-device training only if it "
-            "is a sum over samples"
-        )
-        return Caveat("auxiliary loss", text)
-
-    def of_microbatches(self, *, with_dropout: bool) -> Iterator[Caveat]:
-        """What differs where one model computes a batch in micro-batches.
-
-        Args:
-            with_dropout: whether the model has dropout layers, of which it is known that they draw.
-        """
-        if self.writes is not None:
-            text = (
-                f'the model writes its parameter "{self.writes}" in forward, once per micro-batch, not once per batch'
-            )
-            yield Caveat("state", text)
-        for name in self.written:
-            yield Caveat("buffer", f'buffer "{name}" is written in forward, once per micro-batch, not once per batch')
-        if self.draws and not with_dropout:
-            text = "the model draws random numbers in forward, which differ from single-device training; they are"
-            yield Caveat("drawing", f"{text} reproducible")
-        for name in () if self.remembers else self.changes:
-            yield Caveat("state", f'forward changes "{name}", which is outside of the model, once per micro-batch')
-        if self.remembers:
-            text = (
-                "the model remembers something that is neither parameter nor buffer (the same inputs give other "
-                "outputs the second time), and each micro-batch changes it, not each batch"
-            )
-            yield Caveat("state", text, "single or mp without accumulate keeps the results")
-        if self.mixes:
-            text = "outputs depend on other samples of the batch, and each micro-batch is computed alone"
-            yield Caveat("mixing", text, "single or mp without accumulate keeps the results")
-        yield from self._of_shares()
-
-    def _of_shares(self) -> Iterator[Caveat]:
-        """What differs where a batch is computed in parts, on however many devices."""
-        if self.freezes is not None:
-            text = f'the model changes requires_grad of "{self.freezes}" in forward, for each part of a batch'
-            yield Caveat("state", text, "set it between updates")
-        if self.backward is not None:
-            text = (
-                f'the gradient of "{self.backward}" is not the sum of those of parts of the batch, though the loss is: '
-                "a hook or an autograd function depends on what the other samples are"
-            )
-            yield Caveat("autograd function", text, "single or mp without accumulate keeps the results")
-
-    def of_evaluation(self) -> Iterator[Caveat]:
-        """What differs where devices evaluate, or predict, a local batch each."""
-        if self.mixes:
-            yield MIXES
-        for name in self.written:
-            yield Caveat("buffer", f'buffer "{name}" is written in evaluation, by each replica from its local batch')
-        if self.remembers:
-            text = (
-                "in evaluation the model remembers something that is neither parameter nor buffer, each replica its own"
-            )
-            yield Caveat("state", text, "make it a buffer that training writes")
-        if self.draws:
-            text = "the model draws random numbers in evaluation, which differ from single-device ones; they are"
-            yield Caveat("drawing", f"{text} reproducible")
-
-    def of_replicas(self, *, with_dropout: bool) -> Iterator[Caveat]:
-        """What differs where replicas compute a local batch each.
-
-        Args:
-            with_dropout: whether the model has dropout layers, of which it is known that they draw.
-        """
-        if self.uncopied is not None:
-            text = f"the model's forward was not inspected, since the model can't be copied ({self.uncopied})"
-            yield Caveat("uncopied", text, "lockstep verify shows whether results are those of single-device training")
-        if self.draws_elsewhere:
-            text = (
-                "the model draws from Python's or numpy's random in forward: the numbers differ from single-device "
-                "training, and under dp their order is left to chance"
-            )
-            yield Caveat("drawing", text, "draw from torch")
-        elif self.draws and not with_dropout:
-            text = "the model draws random numbers in forward, which differ from single-device training; they are"
-            yield Caveat("drawing", f"{text} reproducible")
-        for name in self.follows:
-            text = f'buffer "{name}" depends on the local batch: all replicas follow the first, one device would not'
-            yield Caveat("buffer", text)
-        if self.remembers:
-            text = (
-                "the model remembers something that is neither parameter nor buffer (the same inputs give other "
-                "outputs the second time): each replica has its own"
-            )
-            yield Caveat("state", text, "make it a buffer")
-        if self.mixes:
-            yield MIXES
-        yield from self._of_shares()
-
-
-MIXES = Caveat(
-    "mixing",
-    "outputs depend on other samples of the batch, and each replica sees only its local batch",
-    "single keeps the results",
-)
 
 _FEWEST = 4
 """Samples that are looked at, at least."""

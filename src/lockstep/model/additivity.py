@@ -1,0 +1,141 @@
+"""The sums that hold for an additive loss: a whole, and its two parts."""
+
+from __future__ import annotations
+
+import contextlib
+import math
+from collections.abc import Collection, Iterator
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from lockstep.model.loss import Number
+from lockstep.model.torch_losses import HALF
+from lockstep.tensors.pytree import each, holds_samples, tensors
+from lockstep.tensors.seeding import put_state_on, state_on
+from lockstep.threads.random_streams import source, stream
+
+Nest = tuple[Any, Any]
+"""Outputs and targets."""
+
+
+@dataclass(frozen=True, slots=True)
+class Piece:
+    """What the loss made of some samples."""
+
+    total: Tensor
+    count: Number
+    samples: int
+
+
+class Sum(NamedTuple):
+    """A piece, and the two that it is made of."""
+
+    whole: Piece
+    one: Piece
+    other: Piece
+
+
+DOUBLED = 1e-8
+"""How far two ways to round may lie apart in float64, as a part of what is added."""
+
+
+def tolerance_of(nest: Nest, totals: list[Tensor], *, waits: bool) -> float:
+    """The same by the format that the totals are computed in; more where nobody will look again in float64."""
+    if any(t.dtype in HALF for t in (*tensors(nest[0]), *totals)):
+        return 2e-2
+    return DOUBLED if all(t.dtype == torch.float64 for t in totals) else 1e-5 if waits else 1e-4
+
+
+def is_apart(whole: float, one: float, other: float, *, tolerance: float) -> bool:
+    """Whether two parts don't add up to the whole."""
+    # A part that isn't finite, of a whole that is, is wrong too: the variance of one sample, say.
+    return math.isfinite(whole) and not abs(one + other - whole) <= tolerance * (abs(whole) + abs(one) + abs(other))
+
+
+def first_wrong(sums: list[Sum], tolerance: float) -> Sum | None:
+    """The first sum that doesn't hold."""
+    for of in sums:
+        for whole, one, other in ([p.total for p in of], [p.count for p in of]):
+            if is_apart(float(whole), float(one), float(other), tolerance=tolerance):
+                return of
+    return None
+
+
+def are_wrong(sums: list[Sum], tolerance: float) -> Tensor:
+    """Whether one of them is, found by the accelerator; Python numbers are looked at here."""
+    wrong = torch.zeros_like(sums[0].whole.total, dtype=torch.bool)
+    for of in sums:
+        for number in ("total", "count"):
+            values: list[Any] = [getattr(piece, number) for piece in of]
+            whole, one, other = values
+            if isinstance(whole, Tensor):
+                bound = tolerance * (abs(whole) + abs(one) + abs(other))
+                wrong = wrong | (torch.isfinite(whole) & ~(abs(one + other - whole) <= bound))
+            elif is_apart(float(whole), float(one), float(other), tolerance=tolerance):
+                wrong = torch.ones_like(wrong)
+    return wrong
+
+
+def is_sum(of: Sum) -> bool:
+    """Whether a scalar's values, rather than its means, add up."""
+    whole, one, other = (float(piece.total) / piece.samples for piece in of)
+    return not is_apart(whole, one, other, tolerance=1e-4)
+
+
+def is_nan(piece: Piece) -> bool:
+    """Whether its total or its count is."""
+    return math.isnan(float(piece.total)) or math.isnan(float(piece.count))
+
+
+def doubled(nest: Nest) -> Nest:
+    """The nest in float64."""
+    made: Nest = each(lambda t: t.double() if t.is_floating_point() else t, nest)
+    return made
+
+
+def without_rows(nest: Nest, samples: int, known: Collection[int]) -> list[Tensor]:
+    """The tensors that aren't one row for each sample, and those with an id that is ``known``."""
+    found: list[Tensor] = []
+
+    def look(tensor: Tensor) -> Tensor:
+        if not tensor.dim() or tensor.shape[0] != samples or id(tensor) in known:
+            found.append(tensor)
+        return tensor
+
+    each(look, nest, on_list=lambda items: items if holds_samples(items, samples) else None)
+    return found
+
+
+def with_nan(nest: Nest, unknown: list[Tensor]) -> Nest:
+    """The nest with NaN in the place of some tensors."""
+    if not unknown:
+        return nest
+    ids = set(map(id, unknown))
+    made: Nest = each(lambda t: t.new_full((), math.nan).expand(t.shape) if id(t) in ids else t, nest)
+    return made
+
+
+@contextlib.contextmanager
+def kept_generators(nest: Nest) -> Iterator[list[Any]]:
+    """Leave PyTorch's random numbers as they are; gives a list in which something is true where some were drawn."""
+    drawn: list[Any] = []
+    devices = {t.device: None for t in tensors(nest[0]) if t.device.type != "meta"} or [torch.device("cpu")]
+    if source() is not None and torch.device("cpu") in devices:  # this thread has a stream of its own
+
+        def noted() -> torch.Generator:
+            drawn.append(True)
+            return torch.Generator()
+
+        with stream(noted):
+            yield drawn
+        return
+    before = {device: state_on(device) for device in devices}
+    try:
+        yield drawn
+    finally:
+        for device, state in before.items():
+            drawn.append(not torch.equal(state, state_on(device)))
+            put_state_on(device, state)

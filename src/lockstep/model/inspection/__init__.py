@@ -1,0 +1,19 @@
+"""What a model does in forward that parts of a batch, or replicas, can't do as one device would."""
+
+from lockstep.model.inspection.attributes import attribute_prints, changed_attributes, is_plain, set_attributes
+from lockstep.model.inspection.findings import Seen
+from lockstep.model.inspection.forward import acting_buffers, drops, look, refuse_written_buffers
+from lockstep.model.inspection.outside_variables import OutsideVariables
+
+__all__ = [
+    "OutsideVariables",
+    "Seen",
+    "acting_buffers",
+    "attribute_prints",
+    "changed_attributes",
+    "drops",
+    "is_plain",
+    "look",
+    "refuse_written_buffers",
+    "set_attributes",
+]
