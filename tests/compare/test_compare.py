@@ -33,6 +33,7 @@ from lockstep.errors import InputError, OutOfMemory, StrategyError
 from lockstep.jobfile import JobFile
 from lockstep.launch.devices import slots
 from lockstep.launch.events import Caveat, TimesOf
+from lockstep.report.charts import Lines
 from lockstep.strategies.pp import PP
 from zoo import drawn, labels
 
@@ -419,22 +420,28 @@ def test_a_sweep_is_a_line_for_each_strategy_that_has_the_setting(machine: Calla
         return steady(way, turn) * (1.0 if way.strategy != "pp" else {1: 0.6, 2: 0.8, 4: 1.0}[cut])
 
     machine(rule)
-    (sweep,) = sweeps_of(compared(strategies=["single", "mp", "pp"], sweep={"microbatches": ["4", "1", "2"]}))
-    assert (sweep.axis, list(sweep.lines), list(sweep.levels)) == ("micro-batches", ["pp"], ["single, 4 cores", "mp"])
-    assert [(value, round(ratio.median, 2)) for value, ratio in sweep.lines["pp"]] == [(1, 0.99), (2, 1.32), (4, 1.65)]
-    assert round(sweep.levels["mp"].median, 3) == 0.975
+    chart = swept(compared(strategies=["single", "mp", "pp"], sweep={"microbatches": ["4", "1", "2"]}), "microbatches")
+    assert (chart.x, list(chart.series), list(chart.levels)) == ("micro-batches", ["pp"], ["single, 4 cores", "mp"])
+    assert [(value, round(ratio, 2)) for value, ratio in chart.series["pp"]] == [(1, 0.99), (2, 1.32), (4, 1.65)]
+    assert round(chart.levels["mp"], 3) == 0.975
+
+
+def swept(found: Comparison, setting: str) -> Lines:
+    """The chart of the one setting that was swept."""
+    (figure,) = sweeps_of(found)
+    assert figure.name == f"sweep-{setting}" and isinstance(figure.chart, Lines)
+    return figure.chart
 
 
 def test_a_sweep_of_the_job_has_a_line_for_each_row_against_one_device(machine: Callable[..., Any]) -> None:
     machine(steady)
-    found = compared(strategies=["ddp"], sweep={"batch_size": ["4", "8"], "seed": ["1"]})
-    (sweep,) = sweeps_of(found)
-    assert sweep.key == "batch_size" and list(sweep.lines) == ["single, 4 cores seed=1", "ddp seed=1"]
-    assert not sweep.levels and [value for value, _ in sweep.lines["ddp seed=1"]] == [4, 8]
-    (sweep,) = sweeps_of(compared(strategies=["ddp"], devices="auto", sweep={"devices": ["2", "4"]}))
-    assert sweep.key == "devices" and [value for value, _ in sweep.lines["ddp"]] == [2, 4]
-    (sweep,) = sweeps_of(compared(strategies=["mp", "pp"], sweep={"split_size": ["4", "2"]}))
-    assert sweep.axis == "samples of a micro-batch, at most" and [value for value, _ in sweep.lines["pp"]] == [2, 4]
+    chart = swept(compared(strategies=["ddp"], sweep={"batch_size": ["4", "8"], "seed": ["1"]}), "batch_size")
+    assert list(chart.series) == ["single, 4 cores seed=1", "ddp seed=1"]
+    assert not chart.levels and [value for value, _ in chart.series["ddp seed=1"]] == [4, 8]
+    chart = swept(compared(strategies=["ddp"], devices="auto", sweep={"devices": ["2", "4"]}), "devices")
+    assert [value for value, _ in chart.series["ddp"]] == [2, 4]
+    chart = swept(compared(strategies=["mp", "pp"], sweep={"split_size": ["4", "2"]}), "split_size")
+    assert chart.x == "samples of a micro-batch, at most" and [value for value, _ in chart.series["pp"]] == [2, 4]
     assert not list(sweeps_of(compared()))
 
 

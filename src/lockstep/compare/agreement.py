@@ -10,12 +10,13 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 
 from lockstep.compare.entries import Entry
-from lockstep.compare.timed_run import Plan, in_fresh_processes
+from lockstep.compare.timed_run import in_fresh_processes
 from lockstep.errors import LockstepError, first_line
 from lockstep.job import Job
-from lockstep.jobfile import JobFile, the_job, with_settings
+from lockstep.jobfile import JobFile
+from lockstep.launch.devices import Device
 from lockstep.launch.world import World
-from lockstep.strategies import choose
+from lockstep.strategies import Strategy
 from lockstep.verify.comparison import Experiment
 from lockstep.verify.paired_run import both_sides
 
@@ -27,21 +28,13 @@ _EQUAL = {"fp64": 1e-9, "": 1e-4}
 
 @dataclass(frozen=True)
 class Agreement:
-    """Whether the numbers are those of one device.
+    """Whether the numbers are those of one device."""
 
-    Attributes:
-        equal: up to rounding; None where that can't be told.
-        difference: the largest of any parameter, as a part of how far it went.
-        precision: what both sides computed in: ``fp64``, or "" for the job's own format.
-        reason: why it can't be told.
-        micro_batches: in how many one device was given each batch too, where the strategy cuts it for itself.
-    """
-
-    equal: bool | None
-    difference: float | None = None
-    precision: str = ""
-    reason: str = ""
-    micro_batches: int = 1
+    equal: bool | None  # up to rounding; None where that can't be told
+    difference: float | None = None  # the largest of any parameter, as a part of how far it went
+    precision: str = ""  # what both sides computed in: ``fp64``, or "" for the job's own format
+    reason: str = ""  # why it can't be told
+    micro_batches: int = 1  # in how many one device was given each batch too, where the strategy cuts it for itself
 
     @property
     def word(self) -> str:
@@ -59,22 +52,17 @@ def agreement_of(job: Job | JobFile, entry: Entry) -> Agreement:
         settings = {"precision": precision, "compile": False} if precision else {}
         way = replace(entry.way, settings={**entry.way.settings, **settings})
         try:
-            difference = in_fresh_processes(_apart, job, way)
+            difference, cut = in_fresh_processes(_apart, job, way)
         except LockstepError as error:
             reason = first_line(error)
-            continue
-        its = the_job(with_settings(job, way.settings))
-        parts = choose(way.strategy, entry.devices, **way.options).num_microbatches(its)
-        cut = parts if parts != its.accumulate else 1
-        return Agreement(difference <= _EQUAL[precision], difference, precision, micro_batches=cut)
+        else:
+            return Agreement(difference <= _EQUAL[precision], difference, precision, micro_batches=cut)
     return Agreement(None, reason=reason)
 
 
-def _apart(world: World, job: Job, plan: Plan) -> float:
-    """On this rank: the largest difference of any parameter or buffer after the updates."""
-    parts = plan.strategy.num_microbatches(job)
-    found = both_sides(world, Experiment(job, plan.strategy, plan.devices, parts, updates=UPDATES), job)
-    if found is None:
-        return 0.0
-    last = found.updates[-1]
-    return max([*last.parameters.values(), *last.buffers.values()], default=0.0)
+def _apart(world: World, job: Job, strategy: Strategy, devices: tuple[Device, ...]) -> tuple[float, int]:
+    """The largest difference of any parameter or buffer after the updates, and the strategy's own micro-batches."""
+    parts = strategy.num_microbatches(job)
+    found = both_sides(world, Experiment(job, strategy, devices, parts, updates=UPDATES), job)
+    apart = [] if found is None else [*found.updates[-1].parameters.values(), *found.updates[-1].buffers.values()]
+    return max(apart, default=0.0), parts if parts != job.accumulate else 1

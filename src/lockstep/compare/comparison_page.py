@@ -9,7 +9,6 @@ A sweep is a figure of the speed-up of each strategy over the values that were t
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass, field
 from pathlib import Path
 
 from lockstep.compare.advice import all_cores, best_of, cautions, sentence
@@ -78,8 +77,7 @@ def page_of(found: Comparison) -> Page:
 def _sections(found: Comparison) -> Iterator[Section]:
     rows = found.measured
     if rows:
-        sweeps = [_sweep(found, one) for one in sweeps_of(found)]
-        yield Section("How fast", [_speed(found), *sweeps, _overview(found)])
+        yield Section("How fast", [_speed(found), *sweeps_of(found), _overview(found)])
     failed = [[row.name, row.reason] for row in found.rows if not row.rates]
     if failed:
         yield Section("What could not be measured", [Table("failed", "And why", ["", "reason"], failed)])
@@ -116,64 +114,48 @@ def _speed(found: Comparison) -> Figure:
     return Figure("speed", "Samples per second", chart, f"Longer is faster; x: times {_one(found)}.")
 
 
-@dataclass
-class Swept:
-    """One setting with the values that were tried.
+def sweeps_of(found: Comparison) -> Iterator[Figure]:
+    """Each setting of which some strategy was measured with several numbers, in the order of the rows.
 
-    Attributes:
-        key: the setting's name, or ``devices``.
-        lines: by the rest of the row's name, its speed-up at each value, from the smallest value on.
-        levels: by name, the speed-up of what has one row for all values.
+    A line is named by the rest of its rows' names, and a level by its row, which has no such setting.
     """
-
-    key: str
-    lines: dict[str, list[tuple[float, Timing]]] = field(default_factory=dict)
-    levels: dict[str, Timing] = field(default_factory=dict)
-
-    @property
-    def axis(self) -> str:
-        """What its axis is called."""
-        return _AXES.get(self.key, self.key.replace("_", " "))
-
-
-def sweeps_of(found: Comparison) -> Iterator[Swept]:
-    """Each setting of which some strategy was measured with several numbers, in the order of the rows."""
     ratios = {row.name: found.speed_up(row) for row in found.measured if row.role != "one device"}
     numbers = {name: _numbers_of(found[name]) for name in ratios}
     for key in dict.fromkeys(key for its in numbers.values() for key in its):
-        sweep = Swept(key)
+        lines: dict[str, list[tuple[float, Timing]]] = {}
+        levels: dict[str, float] = {}
         for name, ratio in ratios.items():
             if ratio is None:
                 continue
             if key in numbers[name]:
                 rest = " ".join(word for word in name.split(" ") if not word.startswith(f"{key}="))
-                sweep.lines.setdefault(rest, []).append((numbers[name][key], ratio))
+                lines.setdefault(rest, []).append((numbers[name][key], ratio))
             elif key not in found[name].settings:
-                sweep.levels[name] = ratio
-        for points in sweep.lines.values():
-            points.sort(key=lambda point: point[0])
-        if any(len(points) > 1 for points in sweep.lines.values()):
-            yield sweep
+                levels[name] = ratio.median
+        if all(len(points) < 2 for points in lines.values()):
+            continue
+        lines = {name: sorted(points, key=lambda point: point[0]) for name, points in lines.items()}
+        least, *_, most = sorted(value for points in lines.values() for value, _ in points)
+        axis = _AXES.get(key, key.replace("_", " "))
+        chart = Lines(
+            axis,
+            f"times {_one(found)}",
+            {name: [(value, ratio.median) for value, ratio in points] for name, points in lines.items()},
+            {name: [ratio.spread for _, ratio in points] for name, points in lines.items()},
+            levels,
+            # Values that were chosen by factors rather than by steps are as far apart as their factors.
+            chosen="doubling" if least > 0 and most >= 4 * least else "even",
+        )
+        caption = "Each at the median of its turns, from the lowest to the highest; higher is faster."
+        if levels:
+            caption += " Lines that are level all the way are of rows without that setting."
+        yield Figure(f"sweep-{key}", f"Speed-up over {_one(found)}, by {axis}", chart, caption)
 
 
 def _numbers_of(row: Row) -> dict[str, float]:
     """The settings of a row that are numbers; the number of devices too, where the rows' names have it."""
     numbers = {key: float(v) for key, v in row.settings.items() if type(v) in (int, float)}
     return numbers | ({"devices": float(len(row.devices))} if " devices=" in row.name else {})
-
-
-def _sweep(found: Comparison, sweep: Swept) -> Figure:
-    lines = {name: [(value, ratio.median) for value, ratio in points] for name, points in sweep.lines.items()}
-    spreads = {name: [ratio.spread for _, ratio in points] for name, points in sweep.lines.items()}
-    levels = {name: ratio.median for name, ratio in sweep.levels.items()}
-    values = sorted({value for points in lines.values() for value, _ in points})
-    # Values that were chosen by factors rather than by steps are as far apart as their factors.
-    doubling = values[0] > 0 and values[-1] >= 4 * values[0]
-    chart = Lines(sweep.axis, f"times {_one(found)}", lines, spreads, levels, chosen="doubling" if doubling else "even")
-    caption = "Each at the median of its turns, from the lowest to the highest; higher is faster."
-    if levels:
-        caption += " Lines that are level all the way are of rows without that setting."
-    return Figure(f"sweep-{sweep.key}", f"Speed-up over {_one(found)}, by {sweep.axis}", chart, caption)
 
 
 def _overview(found: Comparison) -> Table:

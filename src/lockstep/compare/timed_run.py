@@ -12,6 +12,7 @@ import itertools
 import os
 import time
 from collections.abc import Callable, Generator, Iterator
+from contextlib import nullcontext
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
@@ -41,35 +42,20 @@ T = TypeVar("T")
 
 @dataclass(frozen=True)
 class Tried:
-    """What a trial found.
+    """What a trial found."""
 
-    Attributes:
-        rate: samples per second.
-        first: seconds of the first update, in which compilers compile.
-        peaks: bytes that each process held at most, or each accelerator.
-        fused: whether the optimizer's implementation is a fused one.
-        convolves: whether the model has convolutions, whose weights have a layout.
-        dtype: the format of the parameters.
-        workers: loader workers of each rank; None where they would only slow it down (a dataset of tensors).
-        caveats: where results differ from single-device training.
-        plans: what was chosen for it: the stages of a pipeline, say.
-        started: seconds from asking for the trial until the first update was done.
-        system: the part of this process's processor time that the system took, while updates were timed.
-        glance: what was seen of some updates, where that was asked for.
-    """
-
-    rate: float
-    first: float
-    peaks: tuple[int, ...]
-    fused: bool = False
-    convolves: bool = False
-    dtype: torch.dtype = torch.float32
-    workers: int | None = None
-    caveats: tuple[Caveat, ...] = ()
-    plans: tuple[str, ...] = ()
-    started: float = 0.0
-    system: float = 0.0
-    glance: Glance | None = None
+    rate: float  # samples per second
+    first: float  # seconds of the first update, in which compilers compile
+    peaks: tuple[int, ...]  # bytes that each process held at most, or each accelerator
+    fused: bool = False  # whether the optimizer's implementation is a fused one
+    convolves: bool = False  # whether the model has convolutions, whose weights have a layout
+    dtype: torch.dtype = torch.float32  # the format of the parameters
+    workers: int | None = None  # of each rank's loader; None where they would only slow it down (a dataset of tensors)
+    caveats: tuple[Caveat, ...] = ()  # where results differ from single-device training
+    plans: tuple[str, ...] = ()  # what was chosen for it: the stages of a pipeline, say
+    started: float = 0.0  # seconds from asking for the trial until the first update was done
+    system: float = 0.0  # the part of this process's processor time that the system took, while updates were timed
+    glance: Glance | None = None  # what was seen of some updates, where that was asked for
 
     @property
     def peak(self) -> int:
@@ -92,19 +78,18 @@ def attempt(
     Raises:
         LockstepError: this way is refused, or fails.
     """
-    return in_fresh_processes(_tried, job, way, seconds=seconds, patience=patience, looks=looks)
+    return in_fresh_processes(_tried, job, way, asked=now(), seconds=seconds, patience=patience, looks=looks)
 
 
-def in_fresh_processes(function: Callable[[World, Job, Plan], T], job: Job | JobFile, way: Way, **settings: Any) -> T:
-    """Call it on every rank that the way wants; gives rank 0's result."""
+def in_fresh_processes(function: Callable[..., T], job: Job | JobFile, way: Way, **settings: Any) -> T:
+    """Call ``function(world, job, strategy, devices, **settings)`` on every rank of the way; gives rank 0's result."""
     chosen = _devices.parse(way.devices)
     strategy = choose(way.strategy, chosen, **way.options)
-    plan = Plan(with_settings(job, way.settings), strategy, chosen, asked=now(), **settings)
     places = (place_of(chosen),) if needs_one_process(strategy, chosen) else chosen
     found: T = run_locally(
         _on_rank,
         places,
-        (function, plan),
+        (function, with_settings(job, way.settings), strategy, chosen, settings),
         backend=None,
         folder=None,
         on_event=None,
@@ -114,46 +99,48 @@ def in_fresh_processes(function: Callable[[World, Job, Plan], T], job: Job | Job
     return found
 
 
-@dataclass(frozen=True)
-class Plan:
-    """What the ranks of a trial are told."""
-
-    job: Job | JobFile
-    strategy: Strategy
-    devices: tuple[Device, ...]
-    asked: float
-    seconds: float = 0.0
-    patience: float | None = None
-    looks: bool = False
-
-
-def _on_rank(world: World, function: Callable[[World, Job, Plan], T], plan: Plan) -> T:
-    job = the_job(plan.job)
+def _on_rank(
+    world: World,
+    function: Callable[..., T],
+    source: Job | JobFile,
+    strategy: Strategy,
+    devices: tuple[Device, ...],
+    settings: dict[str, Any],
+) -> T:
+    job = the_job(source)
     if job.keep_memory:
         keep_freed_memory()  # the process ends with the trial
-    if needs_one_process(plan.strategy, plan.devices):
-        with alone(plan.devices) as mine:
-            return function(mine, job, plan)
-    return function(world, job, plan)
+    with alone(devices) if needs_one_process(strategy, devices) else nullcontext(world) as mine:
+        return function(mine, job, strategy, devices, **settings)
 
 
-def _tried(world: World, job: Job, plan: Plan) -> Tried:
+def _tried(
+    world: World,
+    job: Job,
+    strategy: Strategy,
+    devices: tuple[Device, ...],
+    *,
+    asked: float,
+    seconds: float,
+    patience: float | None,
+    looks: bool,
+) -> Tried:
     lines: list[Line] = []
     world.tell = lambda told: lines.append(told) if isinstance(told, Line) else None
     data = resolve(job.train_data, world, "train_data")
-    strategy = plan.strategy.planned(job.replace(train_data=data), world)
+    strategy = strategy.planned(job.replace(train_data=data), world)
     step = strategy.prepare(job, world)
     step.last_look = 1  # the later ones are few in a training, and many in the updates of a turn
     loader = strategy.training_loader(job, world, data)
     batches = _endless(loader)
-    onlooker = Onlooker(step) if plan.looks else None
+    onlooker = Onlooker(step) if looks else None
     first, size = _timed(step, batches if onlooker is None else onlooker.first(batches), 1, job.seed)
-    rate, started = size / first, now() - plan.asked
+    rate, started = size / first, now() - asked
     before = os.times()
     count = 1
-    if plan.patience is None or first < plan.patience:
+    if patience is None or first < patience:
         elapsed = 0.0
-        while elapsed < plan.seconds:
+        while elapsed < seconds:
             count *= 2
             elapsed, size = _timed(step, batches, count, job.seed)
         rate = size / elapsed
