@@ -14,6 +14,7 @@ from lockstep.report.canvas import COLOURS, FAINT, GRID, INK, new_figure, plain_
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
+    from matplotlib.container import BarContainer
     from matplotlib.figure import Figure
 
 _NARROW = 5.0
@@ -24,7 +25,7 @@ Cell = str | float | int | None
 Numbers = tuple[Sequence[str], Sequence[Sequence[Cell]]]
 """What a chart shows, as a table: a head, and rows."""
 
-_SPREAD: dict[str, Any] = {"fmt": "none", "ecolor": INK, "elinewidth": 1.2, "capsize": 3, "zorder": 3}
+_SPREAD: dict[str, Any] = {"ecolor": INK, "elinewidth": 1.2, "capsize": 3, "zorder": 3}
 
 
 class Chart(Protocol):
@@ -46,23 +47,14 @@ class Chart(Protocol):
 
 @dataclass(frozen=True)
 class Bars:
-    """A bar for each name, with its spread.
+    """A bar for each name, with its spread; from the top."""
 
-    Attributes:
-        unit: of the values: ``samples per second``.
-        names: of the bars, from the top.
-        values: how long they are.
-        spreads: from where to where a value goes; None where it has none.
-        kinds: by which they are coloured; None colours all alike.
-        notes: a few words behind each bar, beside its value.
-    """
-
-    unit: str
+    unit: str  # of the values: ``samples per second``
     names: Sequence[str]
     values: Sequence[float]
-    spreads: Sequence[tuple[float, float]] | None = None
-    kinds: Sequence[str] | None = None
-    notes: Sequence[str] | None = None
+    spreads: Sequence[tuple[float, float]] | None = None  # from where to where each value goes
+    kinds: Sequence[str] | None = None  # by which they are coloured; None colours all alike
+    notes: Sequence[str] | None = None  # a few words behind each bar, beside its value
 
     def numbers(self) -> Numbers:
         """Name, value, lowest, highest, note."""
@@ -87,13 +79,11 @@ class Bars:
         axes = plain_axes(figure)
         kinds = list(dict.fromkeys(self.kinds or ()))
         colours = [COLOURS[kinds.index(k) % len(COLOURS)] for k in self.kinds] if self.kinds else COLOURS[0]
-        axes.barh(range(len(self.names)), self.values, height=0.68, color=colours)
-        spreads = self.spreads or [(value, value) for value in self.values]
-        if self.spreads is not None:
-            axes.errorbar(self.values, range(len(self.names)), xerr=_errors(self.values, spreads), **_SPREAD)
+        errors = None if self.spreads is None else _errors(self.values, self.spreads)
+        bars = axes.barh(range(len(self.names)), self.values, xerr=errors, error_kw=_SPREAD, height=0.68, color=colours)
         notes = [f"  {note}" if note else "" for note in self.notes or [""] * len(self.names)]
-        ends = [max(value, high) for value, (_, high) in zip(self.values, spreads, strict=True)]
-        _mark(axes, ends, [f"{short(value)}{note}" for value, note in zip(self.values, notes, strict=True)])
+        _mark(axes, bars, [f"{short(value)}{note}" for value, note in zip(self.values, notes, strict=True)])
+        ends = [*self.values, *(high for _, high in self.spreads or ())]
         room = 1.3 if width >= _NARROW else 1.75
         _finish(axes, self.names, self.unit, max(ends, default=0.0) * (room if self.notes else room - 0.12), width)
         return figure
@@ -101,17 +91,11 @@ class Bars:
 
 @dataclass(frozen=True)
 class Stacks:
-    """A bar for each name, made of parts.
+    """A bar for each name, made of parts; from the top."""
 
-    Attributes:
-        unit: of the values.
-        names: of the bars, from the top.
-        parts: by name, its length in each bar.
-    """
-
-    unit: str
+    unit: str  # of the values
     names: Sequence[str]
-    parts: Mapping[str, Sequence[float]]
+    parts: Mapping[str, Sequence[float]]  # by name, its length in each bar
 
     def numbers(self) -> Numbers:
         """Name, then each part."""
@@ -134,12 +118,12 @@ class Stacks:
         begins = [0.0] * len(self.names)
         for colour, (part, values) in zip(COLOURS, self.parts.items(), strict=False):
             lengths = [max(0.0, value) for value in values]
-            axes.barh(
+            bars = axes.barh(
                 range(len(self.names)), lengths, left=begins, height=0.68, color=colour, label=words(part),
                 edgecolor="white", linewidth=0.5,
             )  # fmt: skip
             begins = [begin + length for begin, length in zip(begins, lengths, strict=True)]
-        _mark(axes, begins, list(map(short, begins)))
+        _mark(axes, bars, list(map(short, begins)))
         _finish(axes, self.names, self.unit, max(begins, default=0.0) * 1.14, width)
         columns = len(self.parts) if rows == 1 else math.ceil(len(self.parts) / rows)
         figure.legend(loc="outside upper left", ncols=columns, frameon=False, fontsize=8.5, handlelength=1.1)
@@ -216,7 +200,7 @@ class Lines:
             )
             if name in self.spreads:
                 xs, ys = zip(*points, strict=True)
-                axes.errorbar(xs, ys, yerr=_errors(ys, self.spreads[name]), **_SPREAD)
+                axes.errorbar(xs, ys, yerr=_errors(ys, self.spreads[name]), fmt="none", **_SPREAD)
         for i, (name, level) in enumerate(self.levels.items()):
             colour = COLOURS[(len(self.series) + i) % len(COLOURS)]
             axes.axhline(level, color=colour, label=words(name), linewidth=1.4, linestyle=dashes[1 + i % 3])
@@ -242,10 +226,9 @@ def _errors(values: Sequence[float], spreads: Sequence[tuple[float, float]]) -> 
     return [[max(0.0, v - low) for v, (low, _) in pairs], [max(0.0, high - v) for v, (_, high) in pairs]]
 
 
-def _mark(axes: Axes, ends: Sequence[float], texts: Sequence[str]) -> None:
+def _mark(axes: Axes, bars: BarContainer, texts: Sequence[str]) -> None:
     """A text behind the end of each bar."""
-    for i, (end, text) in enumerate(zip(ends, texts, strict=True)):
-        axes.annotate(words(text), (end, i), (5, 0), textcoords="offset points", va="center", fontsize=8.5)
+    axes.bar_label(bars, list(map(words, texts)), padding=5, fontsize=8.5)
 
 
 def _finish(axes: Axes, names: Sequence[str], unit: str, end: float, width: float) -> None:

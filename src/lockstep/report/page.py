@@ -29,38 +29,23 @@ WIDE, SLIM = 8.6, 3.8
 
 @dataclass(frozen=True)
 class Figure:
-    """A chart on a page.
+    """A chart on a page."""
 
-    Attributes:
-        name: of its files.
-        title: in a few words.
-        chart: what it shows.
-        caption: what should be known to read it.
-    """
-
-    name: str
+    name: str  # of its files
     title: str
     chart: Chart
-    caption: str = ""
+    caption: str = ""  # what should be known to read it
 
 
 @dataclass(frozen=True)
 class Table:
-    """A table on a page.
+    """A table on a page."""
 
-    Attributes:
-        name: of its file.
-        title: in a few words.
-        head: of the columns.
-        rows: of words, as they are shown.
-        caption: what should be known to read it.
-    """
-
-    name: str
+    name: str  # of its file
     title: str
     head: Sequence[str]
-    rows: Sequence[Sequence[str]]
-    caption: str = ""
+    rows: Sequence[Sequence[str]]  # of words, as they are shown
+    caption: str = ""  # what should be known to read it
 
 
 @dataclass(frozen=True)
@@ -74,25 +59,15 @@ class Section:
 
 @dataclass(frozen=True)
 class Page:
-    """All of it.
-
-    Attributes:
-        title: of the page.
-        verdict: what came out, in a sentence.
-        notes: what has to be known to believe it.
-        sections: in order.
-        facts: of the machine and the versions.
-        command: what repeats it; "" where there is none.
-        advice: the command that the verdict comes to; "" where there is none.
-    """
+    """All of it."""
 
     title: str
-    verdict: str
-    notes: Sequence[str] = ()
+    verdict: str  # what came out, in a sentence
+    notes: Sequence[str] = ()  # what has to be known to believe it
     sections: Sequence[Section] = ()
-    facts: Sequence[tuple[str, str]] = ()
-    command: str = ""
-    advice: str = ""
+    facts: Sequence[tuple[str, str]] = ()  # of the machine and the versions
+    command: str = ""  # what repeats it; "" where there is none
+    advice: str = ""  # the command that the verdict comes to; "" where there is none
 
 
 def write(page: Page, folder: Path) -> Path:

@@ -22,15 +22,10 @@ _WAITING = "#eeeeee"
 
 @dataclass(frozen=True)
 class Timelines:
-    """A chart of timelines, simulated or measured.
+    """A chart of timelines, simulated or measured."""
 
-    Attributes:
-        timelines: by title: ``{"ideal": ..., "measured": ...}``.
-        unit: of the time axis.
-    """
-
-    timelines: Mapping[str, Timeline]
-    unit: str = ""
+    timelines: Mapping[str, Timeline]  # by title: ``{"ideal": ..., "measured": ...}``
+    unit: str = ""  # of the time axis
 
     def numbers(self) -> Numbers:
         """A row for each action: whose timeline, device, stage, kind, micro-batch, start, end."""
