@@ -11,11 +11,12 @@ from __future__ import annotations
 from collections.abc import Iterator
 from pathlib import Path
 
-from lockstep.compare.advice import all_cores, best_of, cautions, sentence
+from lockstep.compare.advice import best_of, cautions, sentence
 from lockstep.compare.comparison_table import (
     batches_of,
     caveats_of,
     moved,
+    one_device,
     outcome_columns,
     plans_of,
     speed_columns,
@@ -91,10 +92,6 @@ def _sections(found: Comparison) -> Iterator[Section]:
         yield Section("What each device sees of a batch", [_seen(found)])
 
 
-def _one(found: Comparison) -> str:
-    return "one CPU device" if found.on_slots else "one device"
-
-
 def _kind(row: Row) -> str:
     """By which its bars are coloured."""
     return "peer" if row.role == "peer" else row.strategy
@@ -111,7 +108,7 @@ def _speed(found: Comparison) -> Figure:
         [_kind(row) for row in rows],
         ["" if ratio is None else f"{ratio.median:.2f} x" for ratio in ratios],
     )
-    return Figure("speed", "Samples per second", chart, f"Longer is faster; x: times {_one(found)}.")
+    return Figure("speed", "Samples per second", chart, f"Longer is faster; x: times {one_device(found)}.")
 
 
 def sweeps_of(found: Comparison) -> Iterator[Figure]:
@@ -139,7 +136,7 @@ def sweeps_of(found: Comparison) -> Iterator[Figure]:
         axis = _AXES.get(key, key.replace("_", " "))
         chart = Lines(
             axis,
-            f"times {_one(found)}",
+            f"times {one_device(found)}",
             {name: [(value, ratio.median) for value, ratio in points] for name, points in lines.items()},
             {name: [ratio.spread for _, ratio in points] for name, points in lines.items()},
             levels,
@@ -149,7 +146,7 @@ def sweeps_of(found: Comparison) -> Iterator[Figure]:
         caption = "Each at the median of its turns, from the lowest to the highest; higher is faster."
         if levels:
             caption += " Lines that are level all the way are of rows without that setting."
-        yield Figure(f"sweep-{key}", f"Speed-up over {_one(found)}, by {axis}", chart, caption)
+        yield Figure(f"sweep-{key}", f"Speed-up over {one_device(found)}, by {axis}", chart, caption)
 
 
 def _numbers_of(row: Row) -> dict[str, float]:
@@ -160,13 +157,11 @@ def _numbers_of(row: Row) -> dict[str, float]:
 
 def _overview(found: Comparison) -> Table:
     columns = speed_columns(found)
-    heads = {"x one": "times one CPU device" if found.on_slots else "times one device", "effic.": "efficiency"}
-    heads["x cores"] = f"times {all_cores(found)}"
     rows = [
         [row.name, *(column.cell(row) for column in columns), start(row), moved(row), row.where]
         for row in found.measured
     ]
-    head = ["", *(heads.get(column.head, column.head) for column in columns), "start", "moved", "devices"]
+    head = ["", *(column.title or column.head for column in columns), "start", "moved", "devices"]
     caption = (
         "Efficiency: the speed-up over one device, for each device. Memory: the largest, of a process or an "
         "accelerator. Start: until the first step is done. Moved: what a device gives to the others in a step, where "

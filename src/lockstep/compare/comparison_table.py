@@ -21,11 +21,12 @@ _BESIDE, _LEAST = 22, 4
 
 
 class Column(NamedTuple):
-    """A column of a table: its name, the words for a row, how wide it is in a terminal."""
+    """A column of a table: its name, the words for a row, how wide it is in a terminal, its name on a page."""
 
     head: str
     cell: Callable[[Row], str]
     width: int
+    title: str = ""
 
 
 def speed_columns(found: Comparison) -> list[Column]:
@@ -34,18 +35,20 @@ def speed_columns(found: Comparison) -> list[Column]:
     def ratio(timing: Timing | None) -> str:
         return "" if timing is None else f"{timing.median:.2f}"
 
-    columns = [
+    cores = Column("x cores", lambda row: ratio(found.against_cores(row)), 8, f"times {all_cores(found)}")
+    return [
         Column("samples/s", lambda row: _rate(row.timing.median), 10),
         Column("lowest, highest", lambda row: ", ".join(map(_rate, row.timing.spread)), 16),
-        Column("x one", lambda row: ratio(found.speed_up(row)), 7),
-    ]
-    if found.on_slots:
-        columns.append(Column("x cores", lambda row: ratio(found.against_cores(row)), 8))
-    return [
-        *columns,
-        Column("effic.", lambda row: _percent(found.efficiency(row)) if len(row.devices) > 1 else "", 7),
+        Column("x one", lambda row: ratio(found.speed_up(row)), 7, f"times {one_device(found)}"),
+        *([cores] if found.on_slots else []),
+        Column("effic.", lambda row: _percent(found.efficiency(row)) if len(row.devices) > 1 else "", 7, "efficiency"),
         Column("memory", _memory, 13),
     ]
+
+
+def one_device(found: Comparison) -> str:
+    """What ratios are taken to."""
+    return "one CPU device" if found.on_slots else "one device"
 
 
 def time_columns() -> list[Column]:

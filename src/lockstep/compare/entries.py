@@ -35,19 +35,14 @@ Sweep = Mapping[str, Sequence[Any]]
 
 @dataclass(frozen=True)
 class Way:
-    """A way to train a job on this machine.
+    """A way to train a job on this machine."""
 
-    Attributes:
-        strategy: by name.
-        devices: as a person writes them, or the devices themselves (one CPU device of several has no word).
-        settings: fields of the job that are replaced.
-        options: settings of the strategy's own.
-    """
-
-    strategy: str
-    devices: str | tuple[Device, ...]
-    settings: dict[str, Any] = field(default_factory=dict)
-    options: dict[str, Any] = field(default_factory=dict)
+    strategy: str  # by name
+    devices: (
+        str | tuple[Device, ...]
+    )  # as a person writes them; the devices where there is no word (one slot of several)
+    settings: dict[str, Any] = field(default_factory=dict)  # fields of the job that are replaced
+    options: dict[str, Any] = field(default_factory=dict)  # settings of the strategy's own
 
     def replace(self, **settings: Any) -> Way:
         """The same with some settings changed."""
@@ -98,20 +93,14 @@ def _arguments(values: Mapping[str, Any]) -> str:
 
 @dataclass(frozen=True)
 class Entry:
-    """One row that is to be measured, such as ``pp microbatches=4``.
-
-    Attributes:
-        devices: the devices themselves.
-        one: the name of the row that is its one device.
-        cores: the name of the row that is all cores of the machine, where slots are the devices.
-    """
+    """One row that is to be measured, such as ``pp microbatches=4``."""
 
     name: str
     role: Role
     way: Way
-    devices: tuple[Device, ...]
-    one: str
-    cores: str | None
+    devices: tuple[Device, ...]  # the devices themselves
+    one: str  # the name of the row that is its one device
+    cores: str | None  # the name of the row that is all cores of the machine, where slots are the devices
 
     @property
     def where(self) -> str:

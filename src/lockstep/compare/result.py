@@ -17,40 +17,28 @@ from lockstep.strategies import STRATEGIES
 
 @dataclass(frozen=True)
 class Row:
-    """One way to train, measured; the first nine are those of its ``Entry``.
-
-    Attributes:
-        settings: of the job and of the strategy, that this row has and others may not.
-        line: what trains the job so; "" where there is no such line.
-        rates: samples per second, round by round; empty where it failed, for a ``reason``.
-        started: seconds from asking until the first update was done; the median of all rounds.
-        peaks: bytes that each process, or each accelerator, held at most.
-        caveats: where its results differ from single-device training, as it says itself.
-        plans: what was chosen for it: the stages of a pipeline, say.
-        history: with ``epochs``, a record for each; ``run`` is the folder then.
-        system: the part of the (first) process's processor time that the system took; the median of all rounds.
-    """
+    """One way to train, measured; the first nine are those of its ``Entry``."""
 
     name: str
     role: Role
     strategy: str
-    settings: dict[str, Any]
+    settings: dict[str, Any]  # of the job and of the strategy, that this row has and others may not
     devices: Sequence[str]
     where: str
-    line: str
+    line: str  # what trains the job so; "" where there is no such line
     one: str
     cores: str | None
-    rates: Sequence[float] = field(default_factory=list)
-    reason: str = ""
-    started: float | None = None
-    peaks: Sequence[int] = field(default_factory=list)
-    caveats: Sequence[str] = field(default_factory=list)
-    plans: Sequence[str] = field(default_factory=list)
+    rates: Sequence[float] = field(default_factory=list)  # samples/s, round by round; empty where it failed
+    reason: str = ""  # why it failed
+    started: float | None = None  # seconds from asking until the first update was done; the median of all rounds
+    peaks: Sequence[int] = field(default_factory=list)  # bytes that each process, or each accelerator, held at most
+    caveats: Sequence[str] = field(default_factory=list)  # where results differ from single-device training
+    plans: Sequence[str] = field(default_factory=list)  # what was chosen for it: the stages of a pipeline, say
     agreement: Agreement | None = None
     glance: Glance | None = None
-    history: Sequence[dict[str, Any]] = field(default_factory=list)
-    run: str = ""
-    system: float = 0.0
+    history: Sequence[dict[str, Any]] = field(default_factory=list)  # with ``epochs``, a record for each
+    run: str = ""  # the folder of that training
+    system: float = 0.0  # the part of the (first) process's processor time that the system took; the median of rounds
 
     @property
     def timing(self) -> Timing:

@@ -25,40 +25,27 @@ CLOCKED = 6
 
 @dataclass(frozen=True)
 class Seen:
-    """What a device sees of the first global batch.
-
-    Attributes:
-        samples: the indices in the dataset of its share, in order; None where they aren't known (a stream).
-        inputs, outputs: the shape of each tensor, of the first micro-batch, by the way to it.
-    """
+    """What a device sees of the first global batch."""
 
     device: str
-    samples: Sequence[int] | None
-    inputs: dict[str, Any]
+    samples: Sequence[int] | None  # indices in the dataset of its share, in order; None where not known (a stream)
+    inputs: dict[str, Any]  # the shape of each tensor, of the first micro-batch, by the way to it
     outputs: dict[str, Any]
 
 
 @dataclass(frozen=True)
 class Glance:
-    """What was seen of some updates.
+    """What was seen of some updates."""
 
-    Attributes:
-        devices: what each sees; those without a sample are left out. Where devices hold layers there is one entry,
-            named after all of them: each micro-batch goes through them all.
-        inputs, outputs: the shape of each tensor of the global batch.
-        times: the mean update of each rank or replica; empty where that isn't known.
-        overlaps: whether gradients were summed while backward ran, so that only the rest of it counts as communicating.
-        moved: bytes that a device gives to the others in an update; None where that isn't known.
-        timelines: by title, when the stages of each device computed (``Timeline.plain``); empty where there are none.
-    """
-
+    # What each device sees; those without a sample are left out. Where devices hold layers there is one entry, named
+    # after all of them: each micro-batch goes through them all.
     devices: Sequence[Seen]
-    inputs: dict[str, Any]
+    inputs: dict[str, Any]  # the shape of each tensor of the global batch
     outputs: dict[str, Any]
-    times: Sequence[TimesOf]
-    overlaps: bool
-    moved: int | None
-    timelines: dict[str, Any] = field(default_factory=dict)
+    times: Sequence[TimesOf]  # the mean update of each rank or replica; empty where that isn't known
+    overlaps: bool  # whether gradients were summed while backward ran: only the rest of it counts as communicating
+    moved: int | None  # bytes that a device gives to the others in an update; None where that isn't known
+    timelines: dict[str, Any] = field(default_factory=dict)  # by title, when stages computed (``Timeline.plain``)
 
 
 class Onlooker:

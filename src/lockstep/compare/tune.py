@@ -45,27 +45,16 @@ _PATIENCE = 4.0
 
 @dataclass(frozen=True)
 class Row:
-    """One setting, measured.
+    """One setting, measured."""
 
-    Attributes:
-        effect: whether the numbers of the job stay what they are.
-        stage: what the setting is about.
-        setting: what was tried.
-        samples_per_second: the median; None where it failed.
-        gain: against the best before it, a ratio from each round.
-        peak: its largest memory against that.
-        taken: whether the stages after it build on it.
-        remark: why it failed, or what it does to the numbers.
-    """
-
-    effect: Effect
-    stage: str
-    setting: str
-    samples_per_second: float | None = None
-    gain: Timing | None = None
-    peak: float | None = None
-    taken: bool = False
-    remark: str = ""
+    effect: Effect  # whether the numbers of the job stay what they are
+    stage: str  # what the setting is about
+    setting: str  # what was tried
+    samples_per_second: float | None = None  # the median; None where it failed
+    gain: Timing | None = None  # against the best before it, a ratio from each round
+    peak: float | None = None  # its largest memory against that
+    taken: bool = False  # whether the stages after it build on it
+    remark: str = ""  # why it failed, or what it does to the numbers
 
 
 @dataclass(frozen=True)
