@@ -2,19 +2,17 @@
 
 ::
 
-    answer         all of it, in order                        verification    the answer, as a table and as plain values
-    preflight      in which number format, how large a batch  batches         which batches, and which differ in kind
-    training_run   one side, an update at a time              paired_run      both at once, compared after each update
-    comparison     what is compared, and what was found       rounding_noise  how far two runs of single differ
-    layer_watch    the first layer that gave other values     determinism     dropout, or batch norm, taken out
-    experiments    where experiments run                      diagnosis       the experiments that find why they differ
-    causes         the table of causes: kind, text, fix       harness         whole trainings compared, for tests
+    verification   the answer, and how it is found          preflight      in which number format, how large a batch
+    batches        which batches, and which differ in kind  training_run   one side, an update at a time
+    paired_run     both at once, compared after each update comparison     what is compared, and what was found
+    layer_watch    the first layer that gave other values   determinism    dropout, or batch norm, taken out
+    experiments    where experiments run, and noise there   diagnosis      the experiments that find why they differ
+    causes         the table of causes: kind, text, fix     harness        whole trainings compared, for tests
 """
 
 from lockstep.verify.comparison import Comparison, Update
 from lockstep.verify.harness import Differences, differences, parity, same_bits
-from lockstep.verify.verification import Verification
-from lockstep.verify.verify_job import verify
+from lockstep.verify.verification import Verification, verify
 
 __all__ = [
     "Comparison",

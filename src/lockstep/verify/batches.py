@@ -47,12 +47,7 @@ def evaluated_places(loader: AnyLoader) -> list[int]:
 
 
 class Excerpt:
-    """Some batches of a loader, as a loader.
-
-    Args:
-        loader: of one side.
-        places: the numbers of the batches, in order.
-    """
+    """Some batches of a loader, by their numbers in order, as a loader."""
 
     def __init__(self, loader: AnyLoader, places: list[int]) -> None:
         self._loader, self._places = loader, places
@@ -95,15 +90,9 @@ Trait = tuple[str, Any, Any]
 
 
 def others_in_kind(loader: AnyLoader, taken: Collection[int], seconds: float) -> tuple[tuple[int, ...], int]:
-    """Batches of the first epoch whose targets have something that those of no other batch taken have.
+    """Batches of the first epoch whose targets have something that those of no batch ``taken`` have.
 
-    Args:
-        loader: of ``single``.
-        taken: numbers of the batches that are verified anyway.
-        seconds: to look at targets for, at most.
-
-    Returns:
-        Their numbers, the most different first, and how many batches were looked at.
+    Gives their numbers, the most different first, and how many batches were looked at in so many seconds at most.
     """
     end = time.perf_counter() + seconds
     found: dict[int, set[Trait]] = {}

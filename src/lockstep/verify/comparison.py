@@ -137,15 +137,10 @@ class Comparison:
 
 @dataclass(frozen=True)
 class Bounds:
-    """Up to where a difference is rounding.
+    """Up to where a difference is rounding."""
 
-    Args:
-        least: for any number.
-        noise: two runs of one device whose sums were taken in other orders.
-    """
-
-    least: float
-    noise: Comparison | None = None
+    least: float  # for any number
+    noise: Comparison | None = None  # two runs of one device whose sums were taken in other orders
 
     def of(self, kind: str, name: str) -> float:
         """The bound for a difference of a kind, such as ``gradients``, in any update."""
@@ -251,12 +246,9 @@ def row_ids(inputs: Any, targets: Any, size: int) -> list[bytes] | None:
 
 
 def rows_apart(ours: list[bytes], theirs: list[bytes], samples: list[int] | None) -> Rows:
-    """Compare the row ids of one device (``theirs``) with those of a strategy.
+    """Compare the row ids of one device (``theirs``) with those of a strategy, in any order.
 
-    Args:
-        ours: of the strategy's devices, in any order.
-        theirs: of one device.
-        samples: the numbers in the dataset of ``theirs``, where they are known; else places in the batch are given.
+    ``samples`` are the numbers in the dataset of ``theirs``; where they aren't known, places in the batch are given.
     """
     names = dict(zip(theirs, samples if samples is not None else range(len(theirs)), strict=True))
     counts, wanted = Counter(ours), Counter(theirs)

@@ -21,25 +21,14 @@ from lockstep.launch.events import Caveat
 from lockstep.verify.causes import cause, listed, named, of_refusal, quoted
 from lockstep.verify.comparison import Bounds, Comparison, Experiment, Update
 from lockstep.verify.determinism import Thing
-from lockstep.verify.experiments import Laboratory
-from lockstep.verify.rounding_noise import Noise
+from lockstep.verify.experiments import Laboratory, Noise
 
 Layer = tuple[str, str]
 """Name and class."""
 
 
 class Diagnosis:
-    """The search for why two sides part.
-
-    Args:
-        laboratory: where experiments are made.
-        experiment: the one that did.
-        found: what it found.
-        noise: up to where a difference is rounding.
-
-    Attributes:
-        first: the first update that differs, if any.
-    """
+    """The search for why the two sides of an experiment part; ``first`` is the first update that differs, if any."""
 
     def __init__(self, laboratory: Laboratory, experiment: Experiment, found: Comparison, noise: Noise) -> None:
         self.laboratory, self.experiment, self.found, self.noise = laboratory, experiment, found, noise

@@ -25,11 +25,7 @@ Told = dict[Place, torch.Tensor]
 
 
 class Watch:
-    """Looks at every module of some replicas while they run, each in a thread of its own, or in several.
-
-    Attributes:
-        told: what was seen.
-    """
+    """Looks at every module of some replicas while they run, each in a thread of its own, or in several."""
 
     def __init__(self) -> None:
         self.told: Told = {}
@@ -95,10 +91,7 @@ def _add(whole: Told, part: Told) -> None:
 def first_apart(every: Iterable[Told], theirs: Told, bound: float) -> tuple[str, str] | None:
     """Name and class of the first module, in the order of one device (``theirs``), that gave other numbers.
 
-    Args:
-        every: what each rank of the strategy saw.
-        theirs: what one device did.
-        bound: up to which part of the numbers' size a difference is rounding.
+    ``every`` is what each rank of the strategy saw; differences up to ``bound`` of the numbers' size are rounding.
     """
     ours: Told = {}
     for told in every:

@@ -39,18 +39,13 @@ from lockstep.verify.training_run import Side, buffer_digests
 
 
 def both_sides(world: World, experiment: Experiment, job: Job) -> Comparison | None:
-    """An experiment, on this rank.
-
-    Args:
-        world: this rank's place.
-        experiment: what is held against what.
-        job: its job, with its settings.
-
-    Returns:
-        What was found; None on other ranks than the first.
-    """
-    # Each update of a large model would have its memory cleared by the kernel again.
-    with _deterministic(experiment.deterministic), freed_memory_kept():
+    """An experiment on this rank, with its job; what was found, None on other ranks than the first."""
+    with contextlib.ExitStack() as stack:
+        # Each update of a large model would have its memory cleared by the kernel again.
+        stack.enter_context(freed_memory_kept())
+        stack.callback(torch.use_deterministic_algorithms, torch.are_deterministic_algorithms_enabled())
+        if experiment.deterministic:
+            torch.use_deterministic_algorithms(True)
         found = _PairedRun(world, experiment, job).run()
     return found if world.is_first else None
 
@@ -66,17 +61,6 @@ def _as_single(world: World, devices: tuple[Device, ...]) -> Iterator[None]:
             _devices.pin(place)
             stack.enter_context(_devices.occupied(place))
         yield
-
-
-@contextlib.contextmanager
-def _deterministic(wanted: bool) -> Iterator[None]:
-    before = torch.are_deterministic_algorithms_enabled()
-    if wanted:
-        torch.use_deterministic_algorithms(True)
-    try:
-        yield
-    finally:
-        torch.use_deterministic_algorithms(before)
 
 
 class _PairedRun:

@@ -32,12 +32,7 @@ def preflight(
 ) -> tuple[Experiment, list[str]]:
     """Find what to verify a job with: the experiment, and notes on what of the job is replaced, and why.
 
-    Args:
-        source: where ranks take the job from.
-        job: as the person has it.
-        strategy: the one in question.
-        devices: its devices.
-        whole: never cut batches to fewer samples.
+    Ranks take the job from ``source``. With ``whole``, batches are never cut to fewer samples.
 
     Raises:
         LockstepError: ``single`` can't train the job.
