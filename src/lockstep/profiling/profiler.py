@@ -44,13 +44,9 @@ STEPS = 10
 
 
 class Profiler:
-    """Profiles some steps of a training on this rank.
+    """Profiles some steps of a training on this rank; each rank has one.
 
-    Args:
-        world: this process's place among the ranks; each of them has a profiler.
-        step: whose updates are looked at.
-        folder: of the run; traces and ``summary.json`` go to its ``profile``.
-        steps: how many steps there will be, where that is known: a short training is warmed up for fewer.
+    Traces and ``summary.json`` go to the run's folder. A training known to be short is warmed up for fewer ``steps``.
     """
 
     def __init__(self, world: World, step: Step, folder: RunFolder, steps: int | None) -> None:
@@ -113,11 +109,11 @@ class Profiler:
 
     def _begin(self) -> None:
         # Kineto says on standard error that it begins and ends, unless told otherwise before its first use.
-        with _environment("KINETO_LOG_LEVEL", "99"):
-            wanted = {"CPU", self._world.device.type.upper()}
-            activities = [one for one in supported_activities() if one.name in wanted]  # type: ignore[no-untyped-call]
-            self._trace = profile(activities=activities, experimental_config=_all_threads(len(self._world.devices)))
-            self._trace.start()
+        os.environ.setdefault("KINETO_LOG_LEVEL", "99")
+        wanted = {"CPU", self._world.device.type.upper()}
+        activities = [one for one in supported_activities() if one.name in wanted]  # type: ignore[no-untyped-call]
+        self._trace = profile(activities=activities, experimental_config=_all_threads(len(self._world.devices)))
+        self._trace.start()
         self._methods.replace()
 
     def _stop(self) -> dict[str, Timeline]:
@@ -205,16 +201,3 @@ def _all_threads(devices: int) -> Any:
 
         return _ExperimentalConfig(profile_all_threads=True)
     return None
-
-
-@contextlib.contextmanager
-def _environment(name: str, value: str) -> Iterator[None]:
-    """A variable of the environment, where it isn't set, for a while."""
-    if name in os.environ:
-        yield
-        return
-    os.environ[name] = value
-    try:
-        yield
-    finally:
-        del os.environ[name]

@@ -34,16 +34,11 @@ _WIDE = 79
 
 @dataclass
 class StepTimes:
-    """What one rank, or one replica, noted in one step. Times are in seconds.
+    """What one rank, or one replica, noted in one step. Times are in seconds."""
 
-    Attributes:
-        wall: from asking for the batch until the loop comes back to ask for the next.
-        spent: by kind and phase, without what is noted inside it.
-        collectives: for each kind of collective the moments of entering and leaving, in the order of the calls.
-    """
-
-    wall: float = 0.0
-    spent: dict[tuple[Kind, str], float] = field(default_factory=dict)
+    wall: float = 0.0  # from asking for the batch until the loop comes back to ask for the next
+    spent: dict[tuple[Kind, str], float] = field(default_factory=dict)  # by kind and phase, without what is inside it
+    # For each kind of collective the moments of entering and leaving, in the order of the calls.
     collectives: dict[Collective, list[tuple[float, float]]] = field(default_factory=dict)
 
     def add(self, kind: Kind, phase: str, seconds: float) -> None:
@@ -63,9 +58,8 @@ class Track:
 def times_of(tracks: Sequence[Track], *, one_clock: bool) -> tuple[TimesOf, ...]:
     """The mean step of each track, its collectives divided in waiting and communicating.
 
-    Args:
-        tracks: of all ranks (or replicas), in order, with equally many steps.
-        one_clock: whether moments of different tracks can be compared.
+    The tracks are those of all ranks (or replicas), in order, with equally many steps. With ``one_clock``, moments of
+    different tracks can be compared.
     """
     for together in zip(*(track.steps for track in tracks), strict=True):
         _divide(together, one_clock)
@@ -112,7 +106,7 @@ def lines_of(profile: Profile, width: int = 80) -> list[str]:
     """A table with a row for each rank, or in a narrow terminal a few lines for each."""
     steps = f"steps {profile.first} to {profile.last}" if profile.last > profile.first else f"step {profile.first}"
     lines = _wrapped(f"profile of {steps}, in ms per step and % of it:", width)
-    shown = profile.rows if len(profile.rows) <= _ROWS else profile.rows[:_ROWS]
+    shown = profile.rows[:_ROWS]
     lines += _table(profile.whose, shown) if width >= _WIDE else _list(profile.whose, shown)
     if len(shown) < len(profile.rows):
         lines += _wrapped(f"and {len(profile.rows) - len(shown)} more, in summary.json", width)
