@@ -14,7 +14,7 @@ from lockstep.data import Batch, Part
 from lockstep.launch.events import TimesOf
 from lockstep.profiling.clock import Clock
 from lockstep.profiling.clocked_methods import Methods
-from lockstep.profiling.stage_times import timelines_of
+from lockstep.profiling.profiler import timelines_of
 from lockstep.profiling.time_breakdown import times_of
 from lockstep.strategies.step import Step
 from lockstep.training.batch_shapes import FirstStep

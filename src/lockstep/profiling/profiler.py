@@ -14,9 +14,13 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import functools
+import json
 import os
 import shutil
-from collections.abc import Iterator
+from collections import Counter
+from collections.abc import Iterator, Mapping
+from importlib.util import find_spec
+from pathlib import Path
 from types import TracebackType
 from typing import Any
 
@@ -27,10 +31,11 @@ from lockstep.errors import SaveError
 from lockstep.launch.events import Line, Profile
 from lockstep.launch.run_folder import RunFolder
 from lockstep.launch.world import World
-from lockstep.pipelining.planner.schedule_picture import key, lines_of
+from lockstep.pipelining.planner.schedule_picture import draw, key, lines_of
+from lockstep.pipelining.planner.simulate import ideal
+from lockstep.pipelining.runner import Runner
 from lockstep.profiling.clock import Clock
 from lockstep.profiling.clocked_methods import Methods
-from lockstep.profiling.stage_times import save, timelines_of
 from lockstep.profiling.time_breakdown import lines_of as table_of
 from lockstep.profiling.time_breakdown import times_of
 from lockstep.report.timeline import Timeline
@@ -134,7 +139,7 @@ class Profiler:
         try:
             folder.mkdir(parents=True, exist_ok=True)
             self._trace.export_chrome_trace(str(folder / f"rank{world.rank}.json.gz"))
-            said = save(timelines, folder) if timelines else []
+            said = _save(timelines, folder) if timelines else []
         except OSError as error:
             raise SaveError(f"{folder}: the profile could not be written: {error.strerror or error}") from error
         self._trace = None
@@ -201,3 +206,29 @@ def _all_threads(devices: int) -> Any:
 
         return _ExperimentalConfig(profile_all_threads=True)
     return None
+
+
+def timelines_of(runner: Runner) -> dict[str, Timeline]:
+    """When each stage computed in a usual update, and when it ideally would have; empty where nothing was noted.
+
+    Usual is the one of middle length, among those with as many micro-batches as most have.
+    """
+    noted = [timeline for timeline in runner.timelines or () if any(timeline.devices)]
+    if not noted:
+        return {}
+    counts = [1 + max(span.action.microbatch for mine in one.devices for span in mine) for one in noted]
+    count = Counter(counts).most_common(1)[0][0]
+    equal = [timeline for timeline, its in zip(noted, counts, strict=True) if its == count]
+    middle = sorted(equal, key=lambda timeline: timeline.makespan)[(len(equal) - 1) // 2]
+    return {"measured": middle, "ideal, with the same stage times": ideal(runner.schedule(count), equal)}
+
+
+def _save(timelines: Mapping[str, Timeline], folder: Path) -> list[str]:
+    """Write them as ``timeline.json``, and ``timeline.png`` where matplotlib is; gives what should be said."""
+    told = {title: one.plain() for title, one in timelines.items()}
+    (folder / "timeline.json").write_text(json.dumps({"unit": "seconds", "timelines": told}))
+    if find_spec("matplotlib") is None:
+        return ["timeline.png needs matplotlib: pip install 'torch-lockstep[pictures]'"]
+    in_ms = {title: one.times(1e3) for title, one in timelines.items()}
+    draw(in_ms, folder / "timeline.png", "ms")
+    return []
