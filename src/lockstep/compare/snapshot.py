@@ -6,6 +6,7 @@ trace. The timed updates lie between, and have nothing of either.
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -96,14 +97,10 @@ def _clocked(step: Step, batches: Iterator[Batch], seed: int) -> tuple[Clock, di
     methods = Methods(step, clock)
     methods.replace()
     try:
-        for _ in range(CLOCKED):
-            clock.begin_step()
-            with clock.phase("loading", "load"):
-                batch = next(batches)
-            clock.name_step(step.world.step + 1)
+        for batch in itertools.islice(clock.over(batches), CLOCKED):
             step.seed(seed)
             step.update(batch)
-            clock.end_step()
+        clock.end_step()
         timelines = {} if methods.runner is None else timelines_of(methods.runner)
     finally:
         methods.put_back()

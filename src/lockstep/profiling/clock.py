@@ -11,6 +11,7 @@ from typing import Any
 import torch
 from torch.profiler import record_function
 
+from lockstep.data import Batch
 from lockstep.launch.world import now
 from lockstep.profiling.time_breakdown import Kind, StepTimes, Track
 from lockstep.strategies.step import Step
@@ -35,7 +36,7 @@ class Clock:
     """
 
     def __init__(self, step: Step) -> None:
-        world = step.world
+        self._world = world = step.world
         self.track = Track(world.rank, str(world.device))
         self.overlaps = False
         words = step.profiled.values()
@@ -53,18 +54,26 @@ class Clock:
         """A track for each device that this process drives: its own thread's time, and the loop's."""
         return self._threads or [self.track]
 
-    def begin_step(self) -> None:
-        """A step begins here, with asking for its batch."""
+    def over(self, batches: Iterator[Batch]) -> Iterator[Batch]:
+        """The same batches; a step begins with asking for its batch, and ends when the next is asked for."""
+        while True:
+            self._begin_step()
+            with self.phase("loading", "load"):
+                batch = next(batches, None)
+            if batch is None:
+                self.forget_step()
+                return
+            self._named = record_function(f"step {self._world.step + 1}")
+            self._named.__enter__()
+            yield batch
+            self.end_step()
+
+    def _begin_step(self) -> None:
         self._began = now()
         self._here.place = _Place(StepTimes())
         self._stays = {}
         for track in self._threads:
             track.steps.append(StepTimes())
-
-    def name_step(self, number: int) -> None:
-        """There is a batch, so this step is really one; its number is for the trace."""
-        self._named = record_function(f"step {number}")
-        self._named.__enter__()
 
     def end_step(self) -> None:
         """The step ends here, where one is open."""

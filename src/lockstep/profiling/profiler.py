@@ -14,6 +14,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import functools
+import itertools
 import json
 import os
 import shutil
@@ -63,7 +64,6 @@ class Profiler:
         self._clock = Clock(step)
         self._methods = Methods(step, self._clock)
         self._trace: profile | None = None
-        self._seen = 0
         self._done = False
         if world.is_first:
             shutil.rmtree(folder.profile, ignore_errors=True)  # of an earlier part of this run
@@ -80,27 +80,15 @@ class Profiler:
 
     def over(self, batches: Iterator[Batch]) -> Iterator[Batch]:
         """The same batches; what happens between them is looked at."""
-        while not self._done:
+        for batch in itertools.islice(batches, self._warm_up):
+            self._warm_up -= 1
+            yield batch
+        if not self._done and not self._warm_up:
+            self._begin()
+            yield from itertools.islice(self._clock.over(batches), STEPS)
             self._clock.end_step()
             if len(self._clock.track.steps) == STEPS:
                 self._finish()
-                break
-            if self._trace is None and self._seen >= self._warm_up:
-                self._begin()
-            self._seen += 1
-            if self._trace is None:
-                batch = next(batches, None)
-            else:
-                self._clock.begin_step()
-                with self._clock.phase("loading", "load"):
-                    batch = next(batches, None)
-            if batch is None:
-                self._clock.forget_step()
-                self._seen -= 1
-                return
-            if self._trace is not None:
-                self._clock.name_step(self._world.step + 1)
-            yield batch
         yield from batches
 
     def end_epoch(self) -> None:
