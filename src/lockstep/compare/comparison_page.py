@@ -13,14 +13,14 @@ from pathlib import Path
 
 from lockstep.compare.advice import best_of, cautions, sentence
 from lockstep.compare.comparison_table import (
+    MOVED,
+    START,
     batches_of,
     caveats_of,
-    moved,
     one_device,
     outcome_columns,
     plans_of,
     speed_columns,
-    start,
 )
 from lockstep.compare.result import Comparison, Row
 from lockstep.compare.timing import Timing
@@ -156,12 +156,9 @@ def _numbers_of(row: Row) -> dict[str, float]:
 
 
 def _overview(found: Comparison) -> Table:
-    columns = speed_columns(found)
-    rows = [
-        [row.name, *(column.cell(row) for column in columns), start(row), moved(row), row.where]
-        for row in found.measured
-    ]
-    head = ["", *(column.title or column.head for column in columns), "start", "moved", "devices"]
+    columns = [*speed_columns(found), START, MOVED]
+    rows = [[row.name, *(column.cell(row) for column in columns), row.where] for row in found.measured]
+    head = ["", *(column.title or column.head for column in columns), "devices"]
     caption = (
         "Efficiency: the speed-up over one device, for each device. Memory: the largest, of a process or an "
         "accelerator. Start: until the first step is done. Moved: what a device gives to the others in a step, where "

@@ -51,6 +51,10 @@ def one_device(found: Comparison) -> str:
     return "one CPU device" if found.on_slots else "one device"
 
 
+MOVED = Column("moved", lambda row: _moved(row), 10)
+START = Column("start", lambda row: f"{row.started:.1f} s", 7)
+
+
 def time_columns() -> list[Column]:
     """Where the time of a step goes, what moves, the numbers."""
 
@@ -63,8 +67,8 @@ def time_columns() -> list[Column]:
         Column("wait", share("waiting"), 5),
         Column("load", share("loading"), 5),
         Column("other", share("other"), 6),
-        Column("moved", moved, 10),
-        Column("start", start, 7),
+        MOVED,
+        START,
         Column("parity", lambda row: "" if row.agreement is None else str(row.agreement), 15),
     ]
 
@@ -98,15 +102,10 @@ def _memory(row: Row) -> str:
     return f"{len(row.peaks)} x {size(max(row.peaks))}" if len(row.peaks) > 1 else size(row.peaks[0])
 
 
-def moved(row: Row) -> str:
+def _moved(row: Row) -> str:
     """``591 KiB``, "" where it isn't known."""
     known = None if row.glance is None else row.glance.moved
     return "" if known is None or len(row.devices) == 1 else size(known)
-
-
-def start(row: Row) -> str:
-    """``1.5 s``."""
-    return f"{row.started:.1f} s"
 
 
 def lines_of(found: Comparison, width: int = 80) -> list[str]:

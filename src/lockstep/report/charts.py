@@ -1,4 +1,4 @@
-"""Charts as data: what is shown, its numbers as a table, a text in its place, and its drawing at any width.
+"""Charts as data: what is shown, its ``numbers`` as a table, what is ``told`` in its place, its drawing at any width.
 
 Bars lie, with their names to the left: names are long, and a telephone is narrow.
 """
@@ -8,7 +8,7 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, Literal, Protocol
+from typing import TYPE_CHECKING, Any, Literal
 
 from lockstep.report.canvas import COLOURS, FAINT, GRID, INK, new_figure, plain_axes, words
 
@@ -26,23 +26,6 @@ Numbers = tuple[Sequence[str], Sequence[Sequence[Cell]]]
 """What a chart shows, as a table: a head, and rows."""
 
 _SPREAD: dict[str, Any] = {"ecolor": INK, "elinewidth": 1.2, "capsize": 3, "zorder": 3}
-
-
-class Chart(Protocol):
-    """What a page can show."""
-
-    def numbers(self) -> Numbers:
-        """All that is drawn."""
-
-    def told(self) -> str:
-        """The same in a sentence or two, for who doesn't see it."""
-
-    def draw(self, width: float) -> Figure:
-        """Draw it, so many inches wide.
-
-        Raises:
-            InputError: matplotlib isn't installed.
-        """
 
 
 @dataclass(frozen=True)
@@ -132,23 +115,16 @@ class Stacks:
 
 @dataclass(frozen=True)
 class Lines:
-    """Lines over one axis.
+    """Lines over one axis."""
 
-    Attributes:
-        x: what the axis is: ``epoch``.
-        y: what is shown: ``loss``.
-        series: by name, the points (x, y).
-        spreads: by name, from where to where the y of each point goes; those that have any.
-        levels: by name, a y that is the same everywhere: what the lines are held against.
-        chosen: the axis is one of values that were chosen, and they are marked: "doubling" where they are factors apart
-            (1, 2, 4, 8), each then as far from the next; "even" where they are steps apart (32, 48, 64).
-    """
-
-    x: str
-    y: str
-    series: Mapping[str, Sequence[tuple[float, float]]]
+    x: str  # what the axis is: ``epoch``
+    y: str  # what is shown: ``loss``
+    series: Mapping[str, Sequence[tuple[float, float]]]  # by name, the points (x, y)
+    # By name, from where to where the y of each point goes; those that have any.
     spreads: Mapping[str, Sequence[tuple[float, float]]] = field(default_factory=dict)
-    levels: Mapping[str, float] = field(default_factory=dict)
+    levels: Mapping[str, float] = field(default_factory=dict)  # by name, what the lines are held against: a y
+    # The axis is one of values that were chosen, and they are marked: "doubling" where they are factors apart (1, 2, 4,
+    # 8), each then as far from the next; "even" where they are steps apart (32, 48, 64).
     chosen: Literal["", "doubling", "even"] = ""
 
     def numbers(self) -> Numbers:

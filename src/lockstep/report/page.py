@@ -21,7 +21,8 @@ from typing import Any
 
 from lockstep.errors import FolderError, InputError
 from lockstep.report.canvas import png
-from lockstep.report.charts import Cell, Chart, short
+from lockstep.report.charts import Bars, Cell, Lines, Stacks, short
+from lockstep.report.timeline_charts import Timelines
 
 WIDE, SLIM = 8.6, 3.8
 """Inches of a drawing for a desk, and for a telephone."""
@@ -33,7 +34,7 @@ class Figure:
 
     name: str  # of its files
     title: str
-    chart: Chart
+    chart: Bars | Stacks | Lines | Timelines
     caption: str = ""  # what should be known to read it
 
 

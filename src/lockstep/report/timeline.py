@@ -12,13 +12,7 @@ from lockstep.errors import StrategyError
 
 
 class Action(NamedTuple):
-    """One turn of a stage.
-
-    Attributes:
-        stage: from 0.
-        kind: ``"F"``, the forward, or ``"B"``, the backward.
-        microbatch: from 0.
-    """
+    """One turn of a stage: the forward (``"F"``) or the backward (``"B"``) of a micro-batch, each from 0."""
 
     stage: int
     kind: Literal["F", "B"]
@@ -50,11 +44,7 @@ class Span(NamedTuple):
 
 @dataclass(frozen=True)
 class Timeline:
-    """When what was done, simulated or measured.
-
-    Attributes:
-        devices: for each device its spans, in order.
-    """
+    """When what was done, simulated or measured: for each device its spans, in order."""
 
     devices: tuple[tuple[Span, ...], ...]
 

@@ -127,7 +127,9 @@ class _PairedRun:
         self.start = {name: p.detach().clone() for name, p in theirs.step.model.named_parameters()}
         mine, its = (dict(side.step.model.state_dict(keep_vars=True)) for side in (self.ours, theirs))
         tensors = {name: tensor for name, tensor in its.items() if isinstance(tensor, torch.Tensor)}
-        self.found.start = tuple(n for n, t in tensors.items() if n not in mine or _differ(mine[n], t))
+        self.found.start = tuple(
+            n for n, t in tensors.items() if n not in mine or mine[n].shape != t.shape or digest(mine[n]) != digest(t)
+        )
 
     # ---- after an update --------------------------------------------------------------------------------------------
 
@@ -231,12 +233,6 @@ class _PairedRun:
         found.hooked = tuple(hooked_parameters(model))
         said = self.experiment.strategy.caveats(ours.job, ours.step.model, ours.step.replicas)
         found.notes = tuple(dict.fromkeys([*said, *self.notes]))
-
-
-def _differ(one: torch.Tensor, other: torch.Tensor) -> bool:
-    if one.shape != other.shape:
-        return True
-    return not torch.equal(one.cpu(), other.cpu()) and digest(one) != digest(other)  # NaN isn't equal to itself
 
 
 def _gradients_apart(ours: Side, theirs: Side) -> tuple[dict[str, float], dict[str, float]]:
