@@ -66,10 +66,7 @@ def json_of(found: Comparison) -> str:
 def command(source: Job | JobFile, asked: Mapping[str, Any], settings: Mapping[str, Any]) -> str:
     """What repeats the comparison: a command, or a call where the job isn't a file or a strategy is an object.
 
-    Args:
-        source: the job, with the settings in it.
-        asked: the other arguments of ``compare``, by name; None for what is as usual.
-        settings: fields of the job that were replaced.
+    ``asked`` are arguments of ``compare``, None for what is as usual; ``settings`` are in ``source`` too.
     """
     given = {name: value for name, value in asked.items() if value is not None}
     objects = [one for one in (*given.get("strategies", ()), given["devices"]) if not isinstance(one, str | int)]

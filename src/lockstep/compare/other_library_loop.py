@@ -22,6 +22,7 @@ from torch import nn
 from torch.utils.data import DataLoader
 from torch.utils.data.distributed import DistributedSampler
 
+from lockstep.compare.timing import rate_of
 from lockstep.data import is_stream, resolve
 from lockstep.errors import InputError
 from lockstep.job import Job
@@ -57,13 +58,9 @@ def main() -> None:
     parts = _BY_NAME[name](job, where, len(devices))
     _devices.pin(device)
     batches = _endless(parts.loader)
-    first, size = _timed(job, parts, batches, where, 1)
+    first, _ = _timed(job, parts, batches, where, 1)
     started = now()
-    count, rate, elapsed = 1, size / first, 0.0
-    while elapsed < seconds:
-        count *= 2
-        elapsed, size = _timed(job, parts, batches, where, count)
-        rate = size / elapsed
+    rate = rate_of(lambda count: _timed(job, parts, batches, where, count), seconds)
     # ``peak_memory`` asks only which devices are this process's.
     mine = World(devices=(Device(device.type, where.index or 0, device.cores),))
     peaks = [byte for of in _of_all(peak_memory(mine)) for byte in of]

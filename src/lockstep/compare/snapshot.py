@@ -50,11 +50,7 @@ class Glance:
 
 
 class Onlooker:
-    """Looks at the updates of a step on this rank; each rank has one.
-
-    Args:
-        step: before its first update.
-    """
+    """Looks at the updates of a step on this rank, from its first one on; each rank has one."""
 
     def __init__(self, step: Step) -> None:
         self._step = step

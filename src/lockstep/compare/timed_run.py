@@ -21,6 +21,7 @@ from torch.utils.data import TensorDataset
 
 from lockstep.compare.entries import Way
 from lockstep.compare.snapshot import Glance, Onlooker
+from lockstep.compare.timing import rate_of
 from lockstep.data import Batch, default_workers, is_stream, resolve
 from lockstep.data.fetch import base_of
 from lockstep.data.loader_workers import free_cores
@@ -68,12 +69,8 @@ def attempt(
 ) -> Tried:
     """Try a way to train, in processes that end with the trial.
 
-    Args:
-        job: what to train.
-        way: the strategy, the devices and the settings.
-        seconds: how long the timed updates take at least.
-        patience: where the first update alone takes longer than that, its rate is the trial's.
-        looks: after the timed updates, look at some more: what each device sees, and where its time goes.
+    The timed updates take so many seconds at least; where the first one takes longer than ``patience``, its rate is the
+    trial's. One that ``looks`` goes on with a few more: what each device sees, and where its time goes.
 
     Raises:
         LockstepError: this way is refused, or fails.
@@ -137,13 +134,8 @@ def _tried(
     first, size = _timed(step, batches if onlooker is None else onlooker.first(batches), 1, job.seed)
     rate, started = size / first, now() - asked
     before = os.times()
-    count = 1
     if patience is None or first < patience:
-        elapsed = 0.0
-        while elapsed < seconds:
-            count *= 2
-            elapsed, size = _timed(step, batches, count, job.seed)
-        rate = size / elapsed
+        rate = rate_of(lambda count: _timed(step, batches, count, job.seed), seconds)
     after = os.times()
     step.check()
     glance = None if onlooker is None else onlooker.seen(batches, job.seed)

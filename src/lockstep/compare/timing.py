@@ -37,6 +37,18 @@ class Timing:
         return f"{self.median:,.5g} ({self.spread[0]:,.5g} to {self.spread[1]:,.5g})"
 
 
+def rate_of(timed: Callable[[int], tuple[float, int]], seconds: float) -> float:
+    """Samples per second of 2, 4, 8, ... updates, as soon as so many take that long.
+
+    ``timed`` makes so many updates, and gives the seconds and the samples.
+    """
+    count, elapsed, samples = 1, 0.0, 0
+    while elapsed < seconds:
+        count *= 2
+        elapsed, samples = timed(count)
+    return samples / elapsed
+
+
 def in_turns(
     alternatives: Mapping[str, Callable[[], float]],
     *,
@@ -44,13 +56,9 @@ def in_turns(
     warm_up: int = 1,
     told: Callable[[str], None] | None = None,
 ) -> dict[str, Timing]:
-    """Time alternatives in turns: A B C, A B C, ...
+    """Time alternatives in turns: A B C, A B C, ...; each does its work once and gives its rate (more is faster).
 
-    Args:
-        alternatives: by name, a function that does its work once and gives its rate (more is faster).
-        rounds: how many rates to take of each.
-        warm_up: rounds before these that don't count.
-        told: called with a line after each round.
+    The first ``warm_up`` rounds don't count; after each of the ``rounds`` that do, ``told`` is called with a line.
     """
     rates: dict[str, list[float]] = {name: [] for name in alternatives}
     for turn in range(-warm_up, rounds):

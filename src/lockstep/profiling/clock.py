@@ -27,19 +27,14 @@ class _Place:
 
 
 class Clock:
-    """Notes when this process's threads begin and end what.
-
-    Attributes:
-        track: of the thread that runs the loop.
-        whose: what has a track: ``"rank"``, or ``"replica"`` or ``"device"`` where threads compute.
-        overlaps: whether a sum ran inside of a backward.
-    """
+    """Notes when this process's threads begin and end what."""
 
     def __init__(self, step: Step) -> None:
         self._world = world = step.world
-        self.track = Track(world.rank, str(world.device))
-        self.overlaps = False
+        self.track = Track(world.rank, str(world.device))  # of the thread that runs the loop
+        self.overlaps = False  # whether a sum ran inside of a backward
         words = step.profiled.values()
+        # What has a track: threads do where they compute.
         self.whose = "replica" if "replica" in words else "device" if "stages" in words else "rank"
         devices = () if self.whose == "rank" else world.devices
         self._threads = [Track(i, str(device)) for i, device in enumerate(devices)]

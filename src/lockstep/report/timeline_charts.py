@@ -74,11 +74,7 @@ class Timelines:
 
 
 def turns_of(kept: Mapping[str, Any]) -> tuple[Timelines, str]:
-    """A pipeline's turns as a chart in milliseconds, and below it what should be known to read it, with the bubbles.
-
-    Args:
-        kept: by title, what ``Timeline.plain`` gave, in seconds.
-    """
+    """A pipeline's turns (by title, ``Timeline.plain`` in seconds) as a chart in ms; its caption with the bubbles."""
     timelines = {title: Timeline.of(one).times(1e3) for title, one in kept.items()}
     bubbles = "; ".join(f"{title}: {100 * one.bubble:.1f} %" for title, one in timelines.items())
     caption = (

@@ -81,7 +81,7 @@ def _filled(value: float) -> Callable[..., torch.Tensor]:
 
 
 def _chance(made: torch.Tensor, chance: Any) -> torch.Tensor:
-    return made.copy_(chance) if isinstance(chance, torch.Tensor) else made.fill_(chance)
+    return made.copy_(torch.as_tensor(chance, dtype=made.dtype))
 
 
 def _lowest(made: torch.Tensor, *args: Any) -> torch.Tensor:
@@ -94,12 +94,6 @@ def _likeliest(made: torch.Tensor, weights: torch.Tensor, count: int, *args: Any
     """The likeliest categories; where they may come again, the likeliest each time."""
     again = bool(args and args[0]) or count > weights.shape[-1]
     return made.copy_(weights.topk(1 if again else count).indices)
-
-
-def _middle(made: torch.Tensor, *args: Any) -> torch.Tensor:
-    """``uniform_``: the middle of its bounds."""
-    bounds = (*args[1:3], *(0.0, 1.0)[len(args[1:3]) :])
-    return made.fill_(sum(bounds) / 2)
 
 
 def _slope(
@@ -121,7 +115,7 @@ _INSTEAD: dict[str, Callable[..., Any]] = {
     "bernoulli": lambda made, chances, chance=None: _chance(made, chances if chance is None else chance),
     "bernoulli_": lambda made, itself, chance=0.5: _chance(made, chance),
     **dict.fromkeys(("randint", "randint_like", "random_"), _lowest),
-    "uniform_": _middle,
+    "uniform_": lambda made, itself, lower=0.0, upper=1.0: made.fill_((lower + upper) / 2),
     "randperm": lambda made, *args: made.copy_(torch.arange(len(made))),
     "multinomial": _likeliest,
     **dict.fromkeys(("poisson", "_standard_gamma"), lambda made, mean, *args: mean.clone()),

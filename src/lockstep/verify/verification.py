@@ -213,7 +213,11 @@ def verify(
             "verify: name a strategy to hold against one device, and its devices (--strategy ddp --devices 2)"
         )
     loaded = the_job(source)
-    way = _planned(choose(strategy, chosen), loaded, chosen)
+    way = choose(strategy, chosen)
+    if needs_one_process(way, chosen):  # what it leaves open is settled as in a training, once for all experiments
+        with alone(chosen) as world:
+            world.tell = lambda told: None
+            way = way.planned(loaded.replace(train_data=resolve(loaded.train_data, world, "train_data")), world)
     with Laboratory(way, chosen) as laboratory:
         said = _answer(source, loaded, way, chosen, laboratory, whole=whole)
     return replace(said, seconds=time.perf_counter() - began)
@@ -273,12 +277,3 @@ def _answer(
         causes=tuple(diagnosis.causes()),
         layer=diagnosis.first_layer(),
     )
-
-
-def _planned(way: Strategy, job: Job, devices: tuple[Device, ...]) -> Strategy:
-    """The strategy with what it leaves open settled, as a training would, so that all experiments have the same."""
-    if not needs_one_process(way, devices):
-        return way
-    with alone(devices) as world:
-        world.tell = lambda told: None
-        return way.planned(job.replace(train_data=resolve(job.train_data, world, "train_data")), world)
