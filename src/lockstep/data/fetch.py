@@ -44,7 +44,6 @@ class Fetcher:
     Attributes:
         tensors: inputs and targets of a tensor dataset, to be indexed directly; None otherwise.
         note: what a person has to know of the dataset, once something was seen; None before.
-        lookup: for a ``Subset``, the index in its base of each of its samples; None otherwise.
 
     Raises:
         JobError: a tensor dataset that doesn't have two tensors.
@@ -59,12 +58,12 @@ class Fetcher:
         collate: Collate | None = None,
         name: str = "train_data",
     ) -> None:
-        self._base, self.lookup = base_of(dataset), lookup_of(dataset)
+        self._base, self._lookup = base_of(dataset), lookup_of(dataset)
         self._collate = collate
         self._name = name
         self._stream = absorbed(absorbed(0, seed), EVALUATION if evaluation else TRAINING)
         is_tensors = type(self._base) is TensorDataset
-        if is_tensors and len(self._base.tensors) != 2:
+        if is_tensors and collate is None and len(self._base.tensors) != 2:
             raise JobError(
                 f"{name}: its TensorDataset has {len(self._base.tensors)} tensors, (inputs, targets) is expected; of "
                 "several inputs a dataset gives ((a, b), targets), which is called as model(a, b)"
@@ -88,16 +87,21 @@ class Fetcher:
             return [self._pair(epoch, share) for share in shares]
 
     def _pair(self, epoch: int, share: Sequence[int]) -> Pair:
-        indices = share if self.lookup is None else self.lookup[torch.as_tensor(share)].tolist()
         if self.tensors is not None:
-            picked = torch.as_tensor(indices)
-            return self.tensors[0][picked], self.tensors[1][picked]
+            return self.indexed(torch.as_tensor(share))
+        indices = share if self._lookup is None else self._lookup[torch.as_tensor(share)].tolist()
         samples = self._samples(epoch, indices, share)
         if not self._looked:
             self._look(epoch, indices[:_LOOKED_AT], share[:_LOOKED_AT], samples)
         if self._collate is not None and self._draws:
             seed_all(absorbed(absorbed(absorbed(self._stream, epoch), indices[0]), COLLATE) >> 1)
         return together(samples, self._collate, self._name)
+
+    def indexed(self, share: Tensor, pin: bool = False) -> Pair:
+        """The rows of a tensor dataset that are a share."""
+        assert self.tensors is not None
+        at = share if self._lookup is None else self._lookup[share]
+        return _rows(self.tensors[0], at, pin), _rows(self.tensors[1], at, pin)
 
     def _look(self, epoch: int, indices: Sequence[int], share: Sequence[int], samples: list[Any]) -> None:
         """Fetch some samples again, which are the same unless they depend on more than their seed."""
@@ -140,6 +144,15 @@ class Fetcher:
             except Exception as error:
                 raise SampleError(f"{self._name}: sample {share[i]} raised {told(error)}") from error
         return samples
+
+
+def _rows(tensor: Tensor, at: Tensor, pin: bool) -> Tensor:
+    if not tensor.is_cpu:
+        return tensor.index_select(0, at.to(tensor.device))
+    if not pin:
+        return tensor.index_select(0, at)
+    out = torch.empty((len(at), *tensor.shape[1:]), dtype=tensor.dtype, pin_memory=True)
+    return torch.index_select(tensor, 0, at, out=out)
 
 
 def number_of(nest: Any) -> int:
@@ -187,6 +200,8 @@ def together(samples: list[Any], collate: Collate | None, name: str) -> Pair:
     if collate is not None:
         try:
             made = collate(samples)
+        except JobError:
+            raise
         except Exception as error:
             raise JobError(f"collate: it raised {told(error)}") from error
         if not _is_pair(made):

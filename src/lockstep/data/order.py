@@ -133,16 +133,3 @@ def numbered(order: Order) -> int:
         places = torch.arange(start, start + len(indices))
         number += int(_hashed(indices * _FACTORS[0] + places, 0, 1 << 31).sum())
     return number & ((1 << 62) - 1)
-
-
-class Places:
-    """An order by the indices of the dataset under a ``Subset``."""
-
-    def __init__(self, lookup: Tensor, order: Order) -> None:
-        self._lookup, self._order = lookup, order
-
-    def __len__(self) -> int:
-        return len(self._order)
-
-    def __getitem__(self, span: slice, /) -> Tensor:
-        return self._lookup[self._order[span]]

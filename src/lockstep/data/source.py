@@ -1,14 +1,23 @@
-"""The dataset of a job: given as it is, or by a callable that may have to make it first (a download, say)."""
+"""The dataset of a job: given as it is, or by a callable that may have to make it first (a download, say).
+
+``predict`` takes data by name, too (``eval``, ``eval:NAME``, ``train``, ``FILE.py:NAME``), and samples without targets.
+"""
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Iterator, Mapping
-from types import GeneratorType
+from pathlib import Path
+from types import GeneratorType, ModuleType
 from typing import Any
 
-from torch.utils.data import DataLoader, IterableDataset
+import torch
+from torch.utils.data import DataLoader, IterableDataset, Subset, TensorDataset
 
-from lockstep.errors import JobError, LockstepError, told
+from lockstep.data.fetch import Collate, base_of, lookup_of, together
+from lockstep.errors import InputError, JobError, LockstepError, nearest, told
+from lockstep.job import Job
+from lockstep.jobfile import loaded
 from lockstep.launch.world import World
 
 
@@ -69,6 +78,97 @@ def resolve_sets(source: Any, world: World, name: str = "eval_data") -> dict[str
         if not isinstance(key, str) or not key:
             raise JobError(f"{name}: the name of a set is {key!r}, a text is expected")
     return {key: resolve(value, world, f'{name}["{key}"]') for key, value in source.items()}
+
+
+def check_name(data: Any) -> None:
+    """Refuse words that name no data, before anything is started."""
+    if not isinstance(data, str) or data in ("eval", "train") or data.startswith("eval:"):
+        return
+    file, colon, name = data.rpartition(":")
+    if not colon and data.endswith(".py"):
+        raise InputError(f"{data}: which dataset in it? write {data}:NAME")
+    if not colon or not name:
+        raise InputError(
+            f'data: there is no dataset "{data}"; {nearest(data, ["eval", "eval:NAME", "train", "FILE.py:NAME"])}'
+        )
+    if not Path(file).is_file():
+        raise InputError(f"{data}: there is no file {file}")
+
+
+def source_of(job: Job, data: Any) -> tuple[str, Any]:
+    """What the data are called in messages, and what gives them."""
+    if not isinstance(data, str):
+        return "data", data
+    if data == "train":
+        return "train_data", job.train_data
+    if data == "eval" or data.startswith("eval:"):
+        if job.eval_data is None:
+            raise JobError("eval_data: the job has none; predict on train, or name data as file.py:NAME")
+        return "eval_data", job.eval_data
+    file, _, name = data.rpartition(":")
+    module = vars(loaded(file))
+    if name not in module:
+        known = [
+            word
+            for word, value in module.items()
+            if not word.startswith("_") and word != "job" and not isinstance(value, type | ModuleType)
+        ]
+        raise InputError(
+            f'{file}: there is no "{name}" in it; {nearest(name, known or ["nothing that could be data"])}'
+        )
+    return data, module[name]
+
+
+def one_of(sets: Mapping[str, Any], wanted: str) -> Any:
+    """The evaluation set that ``eval`` or ``eval:NAME`` means."""
+    name = wanted.partition(":")[2]
+    if name in sets:
+        return sets[name]
+    names = [known for known in sets if known]
+    if not names:
+        raise InputError(f"{wanted}: the job has one evaluation set, without a name: say eval")
+    if not name:
+        raise InputError(
+            f"eval: the job has {len(names)} evaluation sets: say which, {' or '.join('eval:' + n for n in names)}"
+        )
+    raise InputError(f'{wanted}: there is no evaluation set "{name}"; {nearest(name, names)}')
+
+
+def inputs_of(dataset: Any, collate: Collate | None, name: str) -> tuple[Any, Collate | None]:
+    """For predicting: the dataset, and a collate of samples that may be ``(inputs, targets)`` or inputs alone.
+
+    Args:
+        dataset: map-style.
+        collate: the job's, which is given the samples as they are; it gives a pair, or inputs alone.
+        name: what the dataset is called in messages.
+
+    Raises:
+        InputError: it has no length.
+    """
+    if not _is_map_style(dataset):
+        raise InputError(
+            f"{name}: a stream has no length, and predicting needs one: give a list of the samples, or a dataset with "
+            "__getitem__ and __len__"
+        )
+    base, lookup = base_of(dataset), lookup_of(dataset)
+    own = (base,) if isinstance(base, torch.Tensor) and base.is_cpu else ()
+    tensors = base.tensors if type(base) is TensorDataset else own
+    if collate is not None or len(tensors) not in (1, 2):
+        return dataset, functools.partial(_collated, collate, name)
+    if len(tensors) == 1:
+        pairs = TensorDataset(tensors[0], torch.zeros(1).expand(len(base)))
+        dataset = pairs if lookup is None else Subset(pairs, lookup.tolist())
+    return dataset, None  # tensors are indexed, as in training
+
+
+def _collated(collate: Collate | None, name: str, samples: list[Any]) -> tuple[Any, Any]:
+    if collate is not None:
+        return _inputs(collate(samples)), None
+    return together([(_inputs(sample), 0) for sample in samples], None, name)
+
+
+def _inputs(sample: Any) -> Any:
+    return sample[0] if isinstance(sample, tuple | list) and len(sample) == 2 else sample
 
 
 class Recalled:

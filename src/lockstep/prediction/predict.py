@@ -19,8 +19,7 @@ from typing import Any
 import torch
 
 from lockstep.data import Batch, job_loader, resolve, resolve_sets
-from lockstep.data.dataset_name import check_name, one_of, source_of
-from lockstep.data.inputs import inputs_collated, inputs_of
+from lockstep.data.source import check_name, inputs_of, one_of, source_of
 from lockstep.errors import FolderError, InputError, LockstepError, OutOfMemory, told
 from lockstep.job import Job
 from lockstep.jobfile import JobFile, the_job, with_settings
@@ -192,14 +191,14 @@ class _Prediction:
             found = one_of(resolve_sets(source, world), plan.data)
         else:
             found = resolve(source, world, self.name)
-        dataset = inputs_of(found, self.name, whole=job.collate is not None)
+        dataset, collate = inputs_of(found, job.collate, self.name)
         self.job = job.replace(
             # With the weights in it from the start, so that replicas are copies of it.
             model=functools.partial(trained_model, job, plan.weights),
             optimizer=_NoOptimizer,
             fused=False,
             sync_batchnorm=False,
-            collate=None if job.collate is None else functools.partial(inputs_collated, job.collate),
+            collate=collate,
         )
         self.step: Step = plan.strategy.prepare(self.job, world)
         self.rows = len(dataset)
