@@ -11,16 +11,17 @@ each of them in shares, always as evenly as can be and the larger first. With B 
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any, Protocol, TypeVar
 
 import torch
 from torch import Tensor
 
-from lockstep.errors import JobError
+from lockstep.errors import InputError, JobError
 from lockstep.launch.world import World
-from lockstep.tensors.pytree import share_sizes
+from lockstep.tensors.pytree import batch_size_of, cut, share_sizes, tensors
 
 T = TypeVar("T")
 
@@ -199,9 +200,65 @@ def over_ranks(world: World, *numbers: int) -> list[list[int]]:
         return [[*numbers]]
     every = torch.zeros(world.size, len(numbers), dtype=torch.int64)
     every[world.rank] = torch.tensor(numbers)
-    device = torch.device("cpu") if world.backend == "gloo" else world.device.torch
-    found: list[list[int]] = world.all_reduce(every.to(device)).tolist()
+    found: list[list[int]] = world.all_reduce(every.to(world.exchange_device)).tolist()
     return found
+
+
+def batch_of(
+    inputs: Any, targets: Any, accumulate: int, world: World, refuse_gaps: Callable[[list[bool]], None]
+) -> Batch:
+    """This rank's share as a Batch. Every rank calls it, and learns what the others have.
+
+    Args:
+        inputs, targets: of this rank's samples; None where it has none.
+        accumulate: micro-batches to cut them in.
+        world: the ranks.
+        refuse_gaps: called with which ranks have samples of a micro-batch, where one has none and a later one has.
+
+    Raises:
+        InputError: inputs and targets can't be cut together.
+    """
+    mine = 0 if inputs is None else batch_size_of(inputs)
+    theirs = [t.shape[0] for t in tensors(targets) if t.dim()]
+    if (accumulate > 1 or len(world.devices) > 1) and mine and theirs and mine not in theirs:  # sequence-first, say
+        raise InputError(
+            f"inputs have {mine} rows and targets {theirs[0]}, so they can't be cut together: the first dimension of "
+            "both has to be the batch (batch_first=True, or transpose inside of the model)"
+        )
+    sizes = [size for (size,) in over_ranks(world, mine)]
+    parts = []
+    start = 0
+    for size in share_sizes(mine, accumulate):
+        part_inputs, part_targets = cut((inputs, targets), start, size, mine) if size < mine else (inputs, targets)
+        parts.append(Part(part_inputs, part_targets, size, size) if size else Part(None, None, 0, 0))
+        start += size
+    if world.size > 1:
+        every = [share_sizes(s, accumulate) for s in sizes]
+        for i, part in enumerate(parts):
+            here = [shares[i] > 0 for shares in every]
+            # Fewer than there are ranks says that some have none; these are the last ones wherever it matters.
+            part.of = sum(shares[i] for shares in every) if all(here) else sum(here)
+            if not all(here[: sum(here)]):
+                refuse_gaps(here)
+    return Batch(parts, sum(sizes), 0, 0, None)
+
+
+@contextmanager
+def own_stream(world: World, seed: int) -> Iterator[None]:
+    """Random numbers of this rank's own for a step.
+
+    A script seeds all ranks alike, so that they agree on what it draws; masks must differ all the same.
+    """
+    if world.size == 1:
+        yield
+        return
+    mine = mixed(seed, world.step + 1, world.rank)
+    cards = [world.device.index] if world.device.type == "cuda" else []
+    with torch.random.fork_rng(cards):
+        torch.default_generator.manual_seed(mine)
+        for card in cards:
+            torch.cuda.default_generators[card].manual_seed(mine)
+        yield
 
 
 class Order(Protocol):

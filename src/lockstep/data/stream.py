@@ -26,8 +26,8 @@ from lockstep.data.shares import COLLATE, EVALUATION, ORDER, TRAINING, Batch, Cu
 from lockstep.errors import JobError, RunError, SampleError, told
 from lockstep.tensors.seeding import kept_states, seed_all
 
-Read = tuple[int, int, int, list[Pair]]
-"""Of a global batch: its place in the stream, its samples, a number made of some, and each share that isn't empty."""
+Read = tuple[int, int, list[Pair]]
+"""Of a global batch: its samples, a number made of some, and each share that isn't empty."""
 
 
 def stream_notes(shuffle: bool, meets: bool) -> Iterator[str]:
@@ -75,8 +75,9 @@ class StreamLoader(AnyLoader):
 
     def _batches(self, epoch: int, start: int) -> Iterator[Batch]:
         read: Iterator[Read] = self._answers((epoch, k, k == start) for k in itertools.count(start))
-        for index, (first, size, made, pairs) in enumerate(read, start):
+        for index, (size, made, pairs) in enumerate(read, start):
             self._compare(index, size, made)
+            first = index * self._cutting.batch_size
             if size:
                 row = self._cutting.row(torch.arange(first, first + size))
                 yield self._cutting.batch(self._cutting.parts(row, pairs), row[0], index, epoch)
@@ -162,7 +163,7 @@ class Reader:
                 pairs.append(together(samples[a:b], self._collate, self._name))
         # At batches 0, 1, 2, 4, 8, ...: enough to see streams that were cut by rank.
         looks = self._compared and samples and index & (index - 1) == 0
-        return first, len(samples), number_of([samples[0], samples[-1]]) >> 1 if looks else 0, pairs
+        return len(samples), number_of([samples[0], samples[-1]]) >> 1 if looks else 0, pairs
 
     def _begin(self, epoch: int, state: int, start: int) -> None:
         self._place = 0

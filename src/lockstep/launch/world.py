@@ -125,7 +125,7 @@ class World:
         if self.size == 1:
             return value
         box: list[Any] = [value]
-        dist.broadcast_object_list(box, source, device=self._object_device)
+        dist.broadcast_object_list(box, source, device=self.exchange_device)
         result: T = box[0]
         return result
 
@@ -140,7 +140,7 @@ class World:
     def barrier(self) -> None:
         """Wait until every rank is here."""
         if self.size > 1:
-            self.all_reduce(torch.zeros(1, device=self._object_device))
+            self.all_reduce(torch.zeros(1, device=self.exchange_device))
 
     def asked_to_stop(self) -> bool:
         """Whether a person, or the system, has asked for the training to be saved and stopped."""
@@ -191,7 +191,8 @@ class World:
                 raise InputError(f"{what} has to be on every rank, and on rank {rank} it was {said}")
 
     @property
-    def _object_device(self) -> torch.device:
+    def exchange_device(self) -> torch.device:
+        """Where a tensor must be that the ranks exchange."""
         return torch.device("cpu") if self.backend in (None, "gloo") else self.device.torch
 
 

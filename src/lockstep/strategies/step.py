@@ -24,7 +24,7 @@ import torch
 from torch import nn
 
 from lockstep.data import Batch, Part, mixed
-from lockstep.data.own_loop import batch_of, own_stream
+from lockstep.data.shares import batch_of, own_stream
 from lockstep.errors import InputError, LossError, NonFiniteLoss, OutOfMemory, RunError, StrategyError
 from lockstep.job import Job
 from lockstep.launch.events import Caveat, Line

@@ -149,8 +149,7 @@ def evaluate(
                 for name, metric in objects.items():
                     with _naming(name):
                         metric.update(outputs, targets)
-    device = torch.device("cpu") if world.backend in (None, "gloo") else world.device.torch
-    summed = world.all_reduce(torch.tensor(sums, dtype=torch.float64, device=device)).tolist()
+    summed = world.all_reduce(torch.tensor(sums, dtype=torch.float64, device=world.exchange_device)).tolist()
     means = [total / count if count else math.nan for total, count in summed]
     values = dict(zip(("loss", *functions), means, strict=True))
     found = {"loss": values["loss"]}
