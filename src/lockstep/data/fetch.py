@@ -31,22 +31,13 @@ Pair = tuple[Any, Any]
 
 
 class Fetcher:
-    """Gives ``(inputs, targets)`` for indices of a map-style dataset.
+    """Gives ``(inputs, targets)`` for indices of a map-style dataset; the arguments are those of ``AnyLoader``.
 
-    Args:
-        dataset: samples are ``(inputs, targets)``. ``draws_random = False`` on it says that it draws no random numbers,
-            which saves looking.
-        seed: of the samples' random numbers.
-        evaluation: draw from the stream of evaluation.
-        collate: makes (inputs, targets) of a list of samples; None is PyTorch's default.
-        name: the job's field, for messages.
+    ``draws_random = False`` on the dataset says that it draws no random numbers, which saves looking.
 
     Attributes:
         tensors: inputs and targets of a tensor dataset, to be indexed directly; None otherwise.
         note: what a person has to know of the dataset, once something was seen; None before.
-
-    Raises:
-        JobError: a tensor dataset that doesn't have two tensors.
     """
 
     def __init__(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Iterator
 from typing import Any
@@ -11,7 +12,7 @@ from torch import Tensor
 
 from lockstep.data.fetch import Collate, Fetcher
 from lockstep.data.loader_workers import Workers, default_workers, free_cores
-from lockstep.data.order import Ascending, by_person, numbered, permutation
+from lockstep.data.order import Ascending, by_person, permutation
 from lockstep.data.prefetch import copied_ahead
 from lockstep.data.shares import Batch, Cutting, Order
 from lockstep.errors import JobError
@@ -203,10 +204,10 @@ class Loader(AnyLoader):
         order = by_person(self._by_person, self._length, self._seed, epoch)
         if not self._looked:  # once, ask again: a generator of its own would have moved
             self._looked = True
-            number = numbered(order)
+            before = _hash(order)
             del order
             order = by_person(self._by_person, self._length, self._seed, epoch)
-            if numbered(order) != number:
+            if _hash(order) != before:
                 raise JobError(
                     f"order: for epoch {epoch} it gave other indices when it was called again: it draws from a "
                     "generator of its own",
@@ -216,19 +217,19 @@ class Loader(AnyLoader):
         return order
 
     def _compare(self, epoch: int, order: Order) -> None:
-        """Make sure that the person's order is the same on every rank.
-
-        Raises:
-            JobError: it isn't; every rank raises.
-        """
-        if self._by_person is None or (world := self._world_to_compare()) is None:
+        """Raise on every rank where the person's order isn't the same on all of them."""
+        if not isinstance(order, Tensor) or self._by_person is None or (world := self._world_to_compare()) is None:
             return
-        numbers = world.gather_objects(numbered(order))
-        for rank, number in enumerate(numbers):
-            if number != numbers[0]:
+        hashes = world.gather_objects(_hash(order))
+        for rank, theirs in enumerate(hashes):
+            if theirs != hashes[0]:
                 raise JobError(
                     f"order: for epoch {epoch} it gave other indices on rank {rank} than on rank 0: it has to depend "
                     "on the epoch alone",
                     kind="sampler",
                     fix="draw from torch's, random's or numpy's global generator, which are seeded",
                 )
+
+
+def _hash(order: Tensor) -> bytes:
+    return hashlib.blake2b(order.numpy().data, digest_size=16).digest()

@@ -100,13 +100,7 @@ class _Requests:
 
 
 class Workers:
-    """Loader workers of one rank. They start with the first request.
-
-    Args:
-        fetcher: what each of them holds a copy of.
-        count: how many; at least 1.
-        pin: give tensors in pinned memory.
-    """
+    """Loader workers of one rank, each with a copy of the fetcher. They start with the first request."""
 
     def __init__(self, fetcher: Fetching, count: int, pin: bool) -> None:
         self._requests = _Requests()
@@ -132,11 +126,7 @@ class Workers:
             )
 
     def fetch(self, requests: Iterable[Request]) -> Iterator[Any]:
-        """What the fetcher gives for each request, in order. A second call ends the first.
-
-        Raises:
-            SampleError: as the fetcher's, with the worker's traceback as its cause.
-        """
+        """What the fetcher gives for each request, in order, or its error. A second call ends the first."""
         if self._loader is None:
             raise JobError("loader_workers: this loader is closed")
         self._requests.now = requests

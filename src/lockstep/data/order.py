@@ -30,9 +30,6 @@ from lockstep.tensors.seeding import kept_states, seed_all
 _IN_MEMORY = 1 << 20
 """Samples up to which a permutation is kept as a tensor, of 8 MB then."""
 
-_AT_ONCE = 1 << 18
-"""Places that a long order is looked at together, in 2 MB."""
-
 _ROUNDS = 8
 _FACTORS = (0xBF58476D1CE4E5B9 - (1 << 64), 0x94D049BB133111EB - (1 << 64))  # those of splitmix64, as signed numbers
 
@@ -123,13 +120,3 @@ def by_person(function: Callable[[int], Any], n: int, seed: int, epoch: int) -> 
         wrong = low if low < 0 else high
         raise JobError(f"order: for epoch {epoch} it gave index {wrong}, the dataset has 0 to {n - 1}")
     return order
-
-
-def numbered(order: Order) -> int:
-    """A number in 62 bits made of an order, other for other indices or other places."""
-    number = len(order)
-    for start in range(0, len(order), _AT_ONCE):
-        indices = order[start : start + _AT_ONCE]
-        places = torch.arange(start, start + len(indices))
-        number += int(_hashed(indices * _FACTORS[0] + places, 0, 1 << 31).sum())
-    return number & ((1 << 62) - 1)

@@ -229,15 +229,10 @@ def _called(source: Any, world: World, name: str) -> Any:
             except Exception as error:
                 failure = error
         # Also the barrier: the others wait here for the first, and learn whether to go on.
-        for rank, said in enumerate(world.gather_objects(None if failure is None else _said(failure))):
-            if said is not None:
-                message, own = said
+        own = isinstance(failure, LockstepError)  # then its words are written for the person who reads them
+        said = None if failure is None else str(failure) if own else told(failure)
+        for rank, (message, is_own) in enumerate(world.gather_objects((said, own))):
+            if message is not None:
                 where = f" on rank {rank}" if world.size > 1 else ""
-                raise JobError(message if own else f"{name}: calling it{where} raised {message}") from failure
+                raise JobError(message if is_own else f"{name}: calling it{where} raised {message}") from failure
     return made
-
-
-def _said(failure: Exception) -> tuple[str, bool]:
-    """What went wrong in one line, and whether that was written for the person who reads it."""
-    own = isinstance(failure, LockstepError)
-    return (str(failure) if own else told(failure)), own

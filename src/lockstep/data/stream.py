@@ -86,11 +86,7 @@ class StreamLoader(AnyLoader):
                 return
 
     def _compare(self, index: int, size: int, made: int) -> None:
-        """Make sure that all ranks have read the same: as many samples, and now and then the same ones.
-
-        Raises:
-            JobError, RunError: they haven't; every rank raises.
-        """
+        """Raise on every rank where they haven't read the same: as many samples, and now and then the same ones."""
         if (world := self._world_to_compare()) is None:
             return
         (here, number), *others = over_ranks(world, size, made)
@@ -116,10 +112,6 @@ class Reader:
 
     Random numbers that the stream draws are seeded by (seed, epoch, place) before each sample, so every rank reads the
     same, and a skipped sample leaves the stream in the state that a used one would.
-
-    Args:
-        cutting: how a batch is cut, and whose shares are wanted.
-        settings: the others are as those of ``AnyLoader``.
     """
 
     def __init__(
@@ -134,17 +126,9 @@ class Reader:
         self._gave = False
 
     def __call__(self, epoch: int, index: int, begins: bool) -> Read:
-        """The batch number ``index`` of an epoch; of no samples once the stream has come to its end.
+        """Batch ``index`` of an epoch, the one after that of the last call, unless the epoch begins here.
 
-        Args:
-            epoch: the number of the epoch.
-            index: one more than that of the call before, unless it begins.
-            begins: go through the stream from its beginning.
-
-        Raises:
-            JobError: there is no sample at all, or they can't be put together.
-            RunError: there is none left.
-            SampleError: the stream raised.
+        It has no samples once the stream has come to its end.
         """
         with kept_states() if self._draws else nullcontext():
             state = absorbed(self._stream, epoch)
@@ -153,7 +137,12 @@ class Reader:
             first = self._place
             samples = list(itertools.islice(self._left(state), self._cutting.batch_size))
             if begins and index == 0 and not samples:
-                self._refuse_empty()
+                if not self._gave:
+                    raise JobError(f"{self._name}: it is empty")
+                raise RunError(
+                    f"{self._name}: the stream has no samples left: it can be gone through only once; "
+                    "give a function that makes it anew (a generator function, say), or train with epochs=1"
+                )
             pairs = []
             for a, b, _ in self._cutting.spans(len(samples)):
                 if b == a:
@@ -199,11 +188,3 @@ class Reader:
             self._place += 1
             self._gave = True
             yield sample
-
-    def _refuse_empty(self) -> None:
-        if not self._gave:
-            raise JobError(f"{self._name}: it is empty")
-        raise RunError(
-            f"{self._name}: the stream has no samples left: it can be gone through only once; "
-            "give a function that makes it anew (a generator function, say), or train with epochs=1"
-        )
