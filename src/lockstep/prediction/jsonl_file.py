@@ -13,55 +13,40 @@ import contextlib
 import itertools
 import json
 import math
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
+import torch
+
+from lockstep.prediction.output_structure import Items, Leaf, Left, taken
 from lockstep.tensors.array_file import writing
-from lockstep.tensors.pytree import share_sizes
+from lockstep.tensors.pytree import named_parts, parts, share_sizes
 
 
-class LineWriter:
-    """Writes the lines of one rank; each method raises a SaveError where that can't be done."""
+def write_lines(folder: Path, rank: int, form: Any, outputs: Any, size: int) -> None:
+    """Add a line of JSON for each sample. Numbers that JSON lacks become ``"NaN"``, ``"Infinity"``.
 
-    def __init__(self, folder: Path, rank: int) -> None:
-        self._path = _part(folder, rank)
-        with writing(self._path):
-            self._file = self._path.open("x", encoding="utf-8")
-
-    def write(self, values: Iterable[Any]) -> None:
-        """Write a line of JSON for each value. Numbers that JSON lacks become ``"NaN"``, ``"Infinity"``."""
-        with writing(self._path):
-            for value in values:
-                self._file.write(_json(value) + "\n")
-
-    def close(self) -> None:
-        """Write what is still held back."""
-        with writing(self._path):
-            self._file.close()
+    Raises:
+        InputError: these outputs are of another form.
+        SaveError: they can't be written.
+    """
+    lines = [_json(value) + "\n" for value in _in_lines(form, outputs, size)] if size else []
+    with writing(_part(folder, rank)), _part(folder, rank).open("a", encoding="utf-8") as file:
+        file.writelines(lines)
 
 
 def merge(target: Path, folder: Path, ranks: int, batches: Iterable[int]) -> None:
-    """Put the lines of all ranks together.
-
-    Args:
-        target: the file to make.
-        folder: where the ranks' parts are.
-        ranks: how many.
-        batches: samples of each global batch, in order.
-
-    Raises:
-        SaveError: it can't be written.
-    """
+    """Put the lines of all ranks together, given the samples of each global batch."""
     if ranks == 1:
         _part(folder, 0).replace(target)
         return
     with contextlib.ExitStack() as stack:
-        parts = [stack.enter_context(_part(folder, rank).open(encoding="utf-8")) for rank in range(ranks)]
-        with writing(target), target.open("x", encoding="utf-8") as whole:
-            for size in batches:
-                for part, lines in zip(parts, share_sizes(size, ranks), strict=True):
-                    whole.writelines(itertools.islice(part, lines))
+        files = [stack.enter_context(_part(folder, rank).open(encoding="utf-8")) for rank in range(ranks)]
+        whole = stack.enter_context(target.open("x", encoding="utf-8"))
+        for size in batches:
+            for file, lines in zip(files, share_sizes(size, ranks), strict=True):
+                whole.writelines(itertools.islice(file, lines))
 
 
 def _part(folder: Path, rank: int) -> Path:
@@ -83,3 +68,37 @@ def _finite(value: Any) -> Any:
     if isinstance(value, dict):
         return {key: _finite(part) for key, part in value.items()}
     return value
+
+
+def _in_lines(form: Any, outputs: Any, size: int) -> list[Any]:
+    """For each sample, its outputs as JSON has them: tensors as lists, dicts and dataclasses as objects."""
+    kept = {leaf.name: value for leaf, value in taken(form, outputs, size)}
+    return _lines(form, kept, size)
+
+
+def _lines(form: Any, kept: Mapping[str, Any], size: int) -> list[Any]:
+    if isinstance(form, Left):
+        return [None] * size
+    if isinstance(form, Leaf):
+        return [_plain(item) for item in kept[form.name]] if isinstance(form, Items) else _plain(kept[form.name])
+    if not _is_by_name(form):
+        return [list(row) for row in zip(*(_lines(part, kept, size) for part in parts(form) or ()), strict=True)]
+    columns = {key: _lines(part, kept, size) for key, part in named_parts(form) if not isinstance(part, Left)}
+    return [{key: column[i] for key, column in columns.items()} for i in range(size)]
+
+
+def _plain(value: Any) -> Any:
+    """A value as JSON has it; a complex number is a pair."""
+    if isinstance(value, torch.Tensor):
+        value = value.detach().resolve_conj()
+        return (torch.view_as_real(value) if value.is_complex() else value).tolist()
+    inside = parts(value)
+    if inside is None:
+        return value if isinstance(value, bool | int | float | str | None) else str(value)
+    if _is_by_name(value):
+        return {key: _plain(part) for key, part in named_parts(value)}
+    return [_plain(part) for part in inside]
+
+
+def _is_by_name(nest: Any) -> bool:
+    return not isinstance(nest, list) and (not isinstance(nest, tuple) or hasattr(nest, "_fields"))

@@ -17,18 +17,12 @@ from typing import Any
 import torch
 
 from lockstep.errors import InputError
-from lockstep.tensors.pytree import described, named_parts, parts, rebuilt, same_kind, tensors
+from lockstep.tensors.pytree import described, holds_samples, named_parts, parts, rebuilt, same_kind
 
 
 @dataclass(frozen=True)
 class Rows:
-    """A tensor with a row for each sample.
-
-    Attributes:
-        name: the way to it.
-        shape: of a row.
-        dtype: of its numbers.
-    """
+    """A tensor with a row for each sample, of this shape."""
 
     name: str
     shape: tuple[int, ...]
@@ -51,7 +45,6 @@ class Left:
 
 
 Leaf = Rows | Items | Left
-_JSON_PLAIN = bool | int | float | str | None
 
 
 def form_of(outputs: Any, size: int) -> Any:
@@ -82,19 +75,11 @@ def _formed(outputs: Any, size: int, name: str) -> Any:
     inside = parts(outputs)
     if inside is None:
         return Left(called, said=outputs is not None)
-    if _has_items(outputs, size):
+    if type(outputs) is list and holds_samples(outputs, size):
         return Items(called)
     return rebuilt(
         outputs, [_formed(part, size, f"{name}.{key}" if name else key) for key, part in named_parts(outputs)]
     )
-
-
-def _has_items(outputs: Any, size: int) -> bool:
-    """Whether it is a list of an item for each sample, and not one of batches (the hidden states of each layer)."""
-    if type(outputs) is not list or len(outputs) != size:
-        return False
-    inside = list(tensors(outputs))
-    return not inside or not all(t.dim() and t.shape[0] == size for t in inside)
 
 
 def leaves(form: Any) -> Iterator[Leaf]:
@@ -144,41 +129,3 @@ def filled(form: Any, arrays: Mapping[str, torch.Tensor]) -> Any:
     if isinstance(form, Leaf):
         return None
     return rebuilt(form, [filled(part, arrays) for part in parts(form) or ()])
-
-
-def in_lines(form: Any, outputs: Any, size: int) -> list[Any]:
-    """For each sample, its outputs as JSON has them: tensors as lists, dicts and dataclasses as objects.
-
-    Raises:
-        InputError: these are of another form.
-    """
-    kept = {leaf.name: value for leaf, value in taken(form, outputs, size)}
-    return _lines(form, kept, size)
-
-
-def _lines(form: Any, kept: Mapping[str, Any], size: int) -> list[Any]:
-    if isinstance(form, Left):
-        return [None] * size
-    if isinstance(form, Leaf):
-        return [_plain(item) for item in kept[form.name]] if isinstance(form, Items) else _plain(kept[form.name])
-    if not _is_by_name(form):
-        return [list(row) for row in zip(*(_lines(part, kept, size) for part in parts(form) or ()), strict=True)]
-    columns = {key: _lines(part, kept, size) for key, part in named_parts(form) if not isinstance(part, Left)}
-    return [{key: column[i] for key, column in columns.items()} for i in range(size)]
-
-
-def _plain(value: Any) -> Any:
-    """A value as JSON has it; a complex number is a pair."""
-    if isinstance(value, torch.Tensor):
-        value = value.detach().resolve_conj()
-        return (torch.view_as_real(value) if value.is_complex() else value).tolist()
-    inside = parts(value)
-    if inside is None:
-        return value if isinstance(value, _JSON_PLAIN) else str(value)
-    if _is_by_name(value):
-        return {key: _plain(part) for key, part in named_parts(value)}
-    return [_plain(part) for part in inside]
-
-
-def _is_by_name(nest: Any) -> bool:
-    return not isinstance(nest, list) and (not isinstance(nest, tuple) or hasattr(nest, "_fields"))

@@ -6,7 +6,6 @@ hidden folder beside its place and is moved there at the end, so nothing half-wr
 
 from __future__ import annotations
 
-import contextlib
 import functools
 import os
 import shutil
@@ -32,11 +31,11 @@ from lockstep.launch.placement import check_backend, on_devices
 from lockstep.launch.terminal import Display
 from lockstep.launch.world import World
 from lockstep.model.build import trained_model
-from lockstep.prediction.jsonl_file import LineWriter, merge
-from lockstep.prediction.output_structure import Items, Left, Rows, filled, form_of, in_lines, leaves, taken
+from lockstep.prediction.jsonl_file import merge, write_lines
+from lockstep.prediction.output_structure import Items, Left, Rows, filled, form_of, leaves, taken
 from lockstep.strategies import Strategy, choose
 from lockstep.strategies.step import Step
-from lockstep.tensors.array_file import Array, Layout, RowWriter, archive, create, layout, mapped, writing
+from lockstep.tensors.array_file import Array, Layout, archive, create, layout, mapped, write_rows, writing
 from lockstep.tensors.pytree import described
 from lockstep.training.evaluation import look_at_evaluation
 from lockstep.training.run import Run, trained_of
@@ -111,8 +110,8 @@ def predict(
                 assert folder is not None
                 form, places = made
                 return filled(form, mapped(folder, places))
-            if not spread or started_ranks.place().rank == 0:
-                display.line(f"predictions: {_as_named(made, out)}")
+            if not spread or started_ranks.place().rank == 0:  # as the person wrote it, with the ending that was added
+                display.line(f"predictions: {out}{'' if target.suffix else Path(made).suffix}")
             return Path(made)
     finally:
         if folder is not None:
@@ -129,11 +128,6 @@ class _Plan:
     data: Any
     target: Path | None
     folder: Path | None
-
-    @property
-    def ending(self) -> str:
-        """Of the file that is wanted; "" where what the outputs are decides."""
-        return "" if self.target is None else self.target.suffix
 
 
 # ---- what is asked for ----------------------------------------------------------------------------------------------
@@ -159,11 +153,6 @@ def _folder_beside(target: Path | None) -> Path:
         raise FolderError(f"{target.parent}: there is no such folder for out") from None
     except OSError as error:
         raise FolderError(f"{target}: can't be written: {error.strerror}; name another file with --out") from error
-
-
-def _as_named(path: str, out: Any) -> str:
-    """The path as the person wrote it, with the ending that was added."""
-    return str(out) if Path(out).suffix else f"{out}{Path(path).suffix}"
 
 
 # ---- on each rank ---------------------------------------------------------------------------------------------------
@@ -205,8 +194,8 @@ class _Prediction:
         self.batch_size = job.eval_batch_size or job.batch_size
         self.loader = job_loader(self.job, world, dataset, evaluation=True, name=self.name)
         self.form: Any = None
+        self.ending = "" if plan.target is None else plan.target.suffix  # "" is for memory, in the end
         self.layout: Layout | None = None
-        self.writer: RowWriter | LineWriter | None = None
 
     def run(self) -> Any:
         try:
@@ -216,24 +205,16 @@ class _Prediction:
                     if batch.index == 0:
                         look_at_evaluation(self.step, batch)
                     self._write_batch(batch, shares)
-            if self.writer is not None:
-                self.writer.close()
         finally:
             self.loader.close()
-            if self.writer is not None:
-                with contextlib.suppress(LockstepError):  # what it says then is not what went wrong first
-                    self.writer.close()
         self.world.barrier()  # all have written
         if self.plan.target is None:
             return self.form, self.layout
-        made = ""
-        if self.world.is_first:
-            made = str(self._moved())
         # Under torchrun the others would begin to take the folder away.
-        return self.world.broadcast_object(made)
+        return self.world.broadcast_object(str(self._moved()) if self.world.is_first else "")
 
     def _write_batch(self, batch: Batch, shares: list[tuple[int, Any]]) -> None:
-        if self.writer is None:
+        if batch.index == 0:
             self._begin(shares)
         samples = batch.samples if batch.shares is not None else batch.parts[0].samples
         assert samples is not None
@@ -276,16 +257,15 @@ class _Prediction:
             mine = list(leaves(self.form))
         first, *others = self.world.gather_objects(mine)
         assert first is not None
+        names = ", ".join(leaf.name for leaf in first)
         for rank, theirs in enumerate(others, start=1):
-            if theirs is not None and [leaf.name for leaf in theirs] != [leaf.name for leaf in first]:
-                raise InputError(
-                    f"outputs: rank 0 has {_listed(first)}, rank {rank} {_listed(theirs)}: they should be the same"
-                )
+            if theirs is not None and (their_names := ", ".join(leaf.name for leaf in theirs)) != names:
+                raise InputError(f"outputs: rank 0 has {names}, rank {rank} {their_names}: they should be the same")
         left = [leaf.name for leaf in first if isinstance(leaf, Left) and leaf.said]
         if left and self.world.is_first:
             self.world.tell(Line.note(f"left out, since they have no row for each sample: {', '.join(left)}"))
-        if self.plan.ending == ".jsonl":
-            self.writer = LineWriter(self.folder, self.world.rank)
+        if self.ending == ".jsonl":
+            write_lines(self.folder, self.world.rank, self.form, None, 0)  # each rank has a file, if an empty one
             return
         for leaf in first:
             if isinstance(leaf, Items):
@@ -294,27 +274,21 @@ class _Prediction:
                     "write them to a .jsonl file"
                 )
         arrays = [Array(leaf.name, leaf.dtype, (self.rows, *leaf.shape)) for leaf in first if isinstance(leaf, Rows)]
-        self.layout = layout(self._ending(len(arrays)), arrays)
+        if self.plan.target is not None:
+            self.ending = self.ending or (".npy" if len(arrays) == 1 else ".npz")
+        self.layout = layout(self.ending, arrays)
         if self.world.is_first:
             create(self.folder, self.layout)
         self.world.barrier()
-        self.writer = RowWriter(self.folder, self.layout)
-
-    def _ending(self, arrays: int) -> str:
-        """Of the file to write; "" for memory."""
-        if self.plan.target is None:
-            return ""
-        return self.plan.ending or (".npy" if arrays == 1 else ".npz")
 
     def _write(self, first: int, size: int, outputs: Any) -> None:
-        if isinstance(self.writer, LineWriter):
-            self.writer.write(in_lines(self.form, outputs, size))
+        if self.layout is None:
+            write_lines(self.folder, self.world.rank, self.form, outputs, size)
             return
-        assert self.writer is not None
         for leaf, rows in taken(self.form, outputs, size):
             if isinstance(leaf, Rows) and rows.dtype != leaf.dtype:
                 raise InputError(f'outputs: "{leaf.name}" is {leaf.dtype} in the first batch, {rows.dtype} in another')
-            self.writer.write(leaf.name, first, rows)
+            write_rows(self.folder, self.layout, leaf.name, first, rows)
 
     def _moved(self) -> Path:
         """Put together what the ranks have written, and move it to its place."""
@@ -323,12 +297,12 @@ class _Prediction:
         if self.layout is None:
             whole = self.folder / "merged"
             sizes = (min(self.batch_size, self.rows - i) for i in range(0, self.rows, self.batch_size))
-            merge(whole, self.folder, self.world.size, sizes)
+            with writing(whole):
+                merge(whole, self.folder, self.world.size, sizes)
         else:
-            ending = self._ending(len(self.layout.arrays))
-            target = target.with_suffix(ending)
+            target = target.with_suffix(self.ending)
             whole = self.folder / next(iter(self.layout.headers))
-            if ending == ".npz":
+            if self.ending == ".npz":
                 whole = self.folder / "archive"
                 archive(whole, self.folder, self.layout)
         with writing(whole):
@@ -336,10 +310,6 @@ class _Prediction:
                 os.fsync(file.fileno())
             os.replace(whole, target)
         return target
-
-
-def _listed(found: list[Any]) -> str:
-    return ", ".join(leaf.name for leaf in found)
 
 
 class _NoOptimizer(torch.optim.Optimizer):

@@ -36,9 +36,7 @@ class Array:
     """An array to be written.
 
     Attributes:
-        name: that it is kept under.
-        dtype: the format that it is kept in.
-        shape: rows first.
+        name, dtype, shape: as it is kept, rows first.
         file, start: where its first row begins; see ``layout``.
     """
 
@@ -61,12 +59,7 @@ class Array:
 
 @dataclass(frozen=True)
 class Layout:
-    """Files, and where in them the rows of each array begin.
-
-    Attributes:
-        headers: by file name, what it begins with.
-        arrays: by name.
-    """
+    """What each file begins with, by its name, and the arrays by theirs."""
 
     headers: dict[str, bytes]
     arrays: dict[str, Array]
@@ -124,10 +117,10 @@ def _numpy_format(dtype: torch.dtype) -> str | None:
 
 
 def _numpy_header(array: Array) -> bytes:
+    file = io.BytesIO()
     header = {"descr": _numpy_format(array.dtype), "fortran_order": False, "shape": array.shape}
-    with io.BytesIO() as file:
-        numpy.lib.format.write_array_header_1_0(file, header)
-        return file.getvalue()
+    numpy.lib.format.write_array_header_1_0(file, header)
+    return file.getvalue()
 
 
 def _safetensors(arrays: list[Array]) -> Layout:
@@ -146,11 +139,7 @@ def _safetensors(arrays: list[Array]) -> Layout:
 
 
 def create(folder: Path, layout: Layout) -> None:
-    """Make the files, with their headers, and take the room that they need.
-
-    Raises:
-        SaveError: there isn't as much.
-    """
+    """Make the files, with their headers, and take the room that they need."""
     for name, header in layout.headers.items():
         size = layout.size(name)
         with writing(folder / name, size), (folder / name).open("xb") as file:
@@ -170,59 +159,33 @@ def _take_room(file: int, size: int) -> None:
     os.truncate(file, size)
 
 
-class RowWriter:
-    """Writes rows of the arrays of a layout, in files that ``create`` has made.
+def write_rows(folder: Path, layout: Layout, name: str, first: int, rows: torch.Tensor) -> None:
+    """Write ``rows`` of the array of that name, from row ``first`` on, in the files that ``create`` has made.
 
     Raises:
-        SaveError: the files can't be opened (ranks on other machines see another folder).
+        InputError: they are of another shape than those before.
+        SaveError: they can't be written.
     """
-
-    def __init__(self, folder: Path, layout: Layout) -> None:
-        self._folder, self._layout = folder, layout
-        self._files: dict[str, int] = {}
-        for name in layout.headers:
-            try:
-                self._files[name] = os.open(folder / name, os.O_WRONLY)
-            except OSError as error:
-                self.close()
-                raise SaveError(
-                    f"{folder / name}: can't be opened on every rank ({error.strerror}): on several machines, name a "
-                    "file in a folder that all of them share"
-                ) from error
-
-    def write(self, name: str, first: int, rows: torch.Tensor) -> None:
-        """Write ``rows`` of the array of that name, from row ``first`` on.
-
-        Raises:
-            InputError: they are of another shape than those before.
-            SaveError: they can't be written.
-        """
-        array = self._layout.arrays[name]
-        if tuple(rows.shape[1:]) != array.shape[1:]:
-            raise InputError(
-                f'outputs: rows of "{name}" have shape {array.shape[1:]} in the first batch and '
-                f"{tuple(rows.shape[1:])} in another, which no array can hold: take .jsonl"
-            )
-        rows = rows.detach().to("cpu", array.dtype).resolve_conj().resolve_neg().contiguous()
-        rest = rows.view(-1).view(torch.uint8).numpy().data
-        offset = array.start + first * array.row
-        with writing(self._folder / array.file, self._layout.size(array.file)):
-            while rest:
-                done = os.pwrite(self._files[array.file], rest, offset)
-                rest, offset = rest[done:], offset + done
-
-    def close(self) -> None:
-        """Let go of the files."""
-        while self._files:
-            os.close(self._files.popitem()[1])
+    array = layout.arrays[name]
+    if tuple(rows.shape[1:]) != array.shape[1:]:
+        raise InputError(
+            f'outputs: rows of "{name}" have shape {array.shape[1:]} in the first batch and '
+            f"{tuple(rows.shape[1:])} in another, which no array can hold: take .jsonl"
+        )
+    rows = rows.detach().to("cpu", array.dtype).resolve_conj().resolve_neg().contiguous()
+    path = folder / array.file
+    if not path.is_file():
+        raise SaveError(
+            f"{path}: can't be opened on every rank: on several machines, name a file in a folder that all of them "
+            "share"
+        )
+    with writing(path, layout.size(array.file)), path.open("rb+") as file:
+        file.seek(array.start + first * array.row)
+        file.write(rows.view(-1).view(torch.uint8).numpy().data)
 
 
 def archive(target: Path, folder: Path, layout: Layout) -> None:
-    """Put the files of a layout together as an .npz, each taken away when it is in.
-
-    Raises:
-        SaveError: it can't be written.
-    """
+    """Put the files of a layout together as an .npz, each taken away when it is in."""
     size = sum(map(layout.size, layout.headers))
     with writing(target, size), zipfile.ZipFile(target, "w", zipfile.ZIP_STORED) as whole:
         for name, array in layout.arrays.items():
@@ -243,15 +206,7 @@ def mapped(folder: Path, layout: Layout) -> dict[str, torch.Tensor]:
 
 @contextlib.contextmanager
 def writing(path: Path, size: int | None = None) -> Iterator[None]:
-    """Say in one line why a file can't be written.
-
-    Args:
-        path: of the file, in a folder of its own beside the person's.
-        size: bytes that it needs, where that is known.
-
-    Raises:
-        SaveError: it can't be written.
-    """
+    """Raise a ``SaveError`` of one line where the file, in a folder beside the person's, can't be written."""
     try:
         yield
     except OSError as error:
