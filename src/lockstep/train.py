@@ -73,7 +73,7 @@ def train(
             strategy, devices = as_it_went(resume, strategy, devices, own_devices=not torchrun)
         chosen = _devices.parse(devices)
         check_backend(backend, chosen)
-        way = choose(strategy or "ddp", ()) if torchrun else choose(strategy, chosen)
+        way = choose(strategy, () if torchrun else chosen)
         if torchrun and way.in_one_process:
             raise StrategyError(
                 f"{way.name} is one process for all devices, and torchrun starts one for each: take ddp"

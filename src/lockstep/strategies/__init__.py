@@ -8,6 +8,7 @@ from typing import Any
 
 from lockstep.errors import StrategyError, nearest
 from lockstep.job import convert
+from lockstep.launch import started_as_rank
 from lockstep.launch.devices import Device
 from lockstep.strategies.ddp import DDP
 from lockstep.strategies.dp import DP
@@ -23,7 +24,7 @@ __all__ = ["DDP", "DP", "MP", "PP", "STRATEGIES", "Hogwild", "Single", "Strategy
 
 
 def choose(wanted: str | Strategy | None, devices: tuple[Device, ...], **settings: Any) -> Strategy:
-    """The strategy that a person named: ``single`` on one device and ``ddp`` on several where none was.
+    """The strategy that a person named: where none was, ``single`` on one device, else ``ddp`` (under torchrun too).
 
     Args:
         wanted: a name, a strategy with its settings, or None.
@@ -34,7 +35,7 @@ def choose(wanted: str | Strategy | None, devices: tuple[Device, ...], **setting
         StrategyError: there is none of that name (the nearest is offered), or it can't use these devices.
     """
     if wanted is None:
-        wanted = "single" if len(devices) == 1 else "ddp"
+        wanted = "single" if len(devices) == 1 and not started_as_rank() else "ddp"
     if not isinstance(wanted, Strategy):
         wanted = named(wanted, **settings)
     if wanted.name == "single" and len(devices) > 1:
