@@ -26,11 +26,11 @@ from lockstep.errors import InputError
 from lockstep.launch.devices import Device, Devices
 from lockstep.parallel import backward_threads, target_devices, trace_shapes
 from lockstep.parallel.gather import gathered
-from lockstep.parallel.parallel_apply import in_stream, parallel_apply
+from lockstep.parallel.parallel_apply import in_streams, parallel_apply
 from lockstep.parallel.replicate import replicas_of, replicate, tensors_of
 from lockstep.parallel.scatter import is_plain, scatter_kwargs
 from lockstep.tensors import pytree
-from lockstep.threads import random_streams, recompute
+from lockstep.threads import recompute
 from lockstep.threads.thread_pool import borrowed
 
 M = TypeVar("M", bound=nn.Module)
@@ -302,15 +302,14 @@ def _on_slots(
         leaves.append(dict(enumerate(stand_ins.values())))
         copies.append([stand_ins.get(id(tensor), tensor) for tensor in followed])
     replicas = replicas_of(module, [device.torch for device in devices], followed, copies, own)
-    streams = random_streams.Streams()
     calls: list[Callable[[], Any]] = []
     for i, (replica, share) in enumerate(zip(replicas, shares, strict=True)):
         args, kwargs = pytree.each(functools.partial(_of_its_own, shared, leaves[i]), share)
         watched.extend(_versions((args, kwargs)))
-        calls.append(functools.partial(in_stream, functools.partial(streams.generator, i), replica, *args, **kwargs))
+        calls.append(functools.partial(replica, *args, **kwargs))
     before = _versions(followed)
     with borrowed(devices) as team:
-        outputs = team.run(calls)
+        outputs = team.run(in_streams(calls))
     for tensor, version in before:
         if tensor._version != version:
             raise InputError(

@@ -69,10 +69,16 @@ def parallel_apply(
         return team.run(calls)
 
 
-def in_stream(source: random_streams.Source | None, function: Callable[..., T], *args: Any, **kwargs: Any) -> T:
+def in_stream(source: random_streams.Source | None, call: Callable[[], T]) -> T:
     """Call a function that draws its random numbers from ``source``."""
     with random_streams.stream(source):
-        return function(*args, **kwargs)
+        return call()
+
+
+def in_streams(calls: Sequence[Callable[[], T]]) -> list[Callable[[], T]]:
+    """The same calls, each of which draws from a stream of its own, seeded by the caller's."""
+    streams = random_streams.Streams()
+    return [functools.partial(in_stream, functools.partial(streams.generator, i), call) for i, call in enumerate(calls)]
 
 
 def _one_after_another(calls: Sequence[Callable[[], Any]], device: Device) -> list[Any]:

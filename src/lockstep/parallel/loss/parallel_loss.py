@@ -15,7 +15,8 @@ parameters. Gradients of weights are added up as soon as they are there, so that
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Iterator
+import operator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -30,7 +31,7 @@ from lockstep.parallel import target_devices
 from lockstep.parallel.data_parallel import Balanced
 from lockstep.parallel.loss.loss_chunks import Share
 from lockstep.parallel.loss.token_loss import Criterion
-from lockstep.parallel.parallel_apply import in_stream
+from lockstep.parallel.parallel_apply import in_stream, in_streams
 from lockstep.parallel.replicate import replicate
 from lockstep.parallel.scatter import refuse_uncuttable, scatter
 from lockstep.tensors import pytree
@@ -206,65 +207,45 @@ def _refuse_batch_norm(generator: nn.Module) -> None:
 
 
 def _total_of(shares: list[Share], generator: nn.Module | None) -> tuple[Tensor, Count]:
-    """Total and count of all shares, the total with gradient where something wants one.
-
-    Args:
-        shares: at least one, none of them empty; their generator is set here.
-        generator: the original.
-    """
+    """Total and count of all shares (none of them empty), the total with gradient where something wants one."""
     weights = [] if generator is None else [p for p in generator.parameters() if p.requires_grad]
     inputs = [*(tensor for share in shares for tensor in pytree.tensors(share.outputs)), *weights]
     learns = torch.is_grad_enabled() and any(tensor.requires_grad for tensor in inputs)
+    devices = [share.device for share in shares]
+    calls: list[Callable[[], Any]] = [functools.partial(share.work, learns) for share in shares]
+    if all(device.is_slot for device in devices):
+        calls = in_streams(calls) if len(calls) > 1 else [functools.partial(in_stream, random_streams.source(), *calls)]
     with torch.no_grad():
+        replicas: list[nn.Module] = []
         if generator is not None:
-            _replicate(generator, shares)
-        with borrowed([share.device for share in shares]) as team:
-            found = team.run(_calls(shares, learns))
-        results = [result for result in found if result is not None]
-        total, count = _added([result[0] for result in results], [result[1] for result in results], inputs[0].device)
+            replicas = replicate(generator, devices, detach=True)
+            for share, replica in zip(shares, replicas, strict=True):
+                share.generator = replica
+                for mine, original in zip(replica.parameters(), generator.parameters(), strict=True):
+                    mine.requires_grad_(original.requires_grad)
+        with borrowed(devices) as team:
+            results = [result for result in team.run(calls) if result is not None]
+        home = inputs[0].device
+        # In the order of the shares: the same bits each time.
+        totals = [target_devices.move(found, home) for found, _, _ in results if found is not None]
+        total = functools.reduce(torch.add, totals) if totals else torch.zeros((), device=home)
+        counts = [target_devices.move(c, home) if isinstance(c, Tensor) else c for _, c, _ in results]
+        count = functools.reduce(operator.add, counts)
         grads = [grad for _, _, those in results for grad in those]
-        grads += [_weight_gradient(shares, number, weight) for number, weight in enumerate(weights)]
+        trained = [[p for p in replica.parameters() if p.requires_grad] for replica in replicas]
+        columns = zip(*trained, strict=True)
+        grads += [_sum_of(column, weight.device) for column, weight in zip(columns, weights, strict=True)]
     if learns:
         total = _Total.apply([total, *grads], *inputs)  # type: ignore[no-untyped-call]
     return total, count
 
 
-def _replicate(generator: nn.Module, shares: list[Share]) -> None:
-    replicas = replicate(generator, [share.device for share in shares], detach=True)
-    for share, replica in zip(shares, replicas, strict=True):
-        for mine, original in zip(replica.parameters(), generator.parameters(), strict=True):
-            mine.requires_grad_(original.requires_grad)
-        share.generator = replica
-
-
-def _calls(shares: list[Share], learns: bool) -> list[Callable[[], tuple[Tensor | None, Count, list[Tensor | None]]]]:
-    """What each device is to do; on slots each draws random numbers from a stream of its own."""
-    sources: list[random_streams.Source | None] = [None] * len(shares)
-    if all(share.device.is_slot for share in shares):
-        several = random_streams.Streams()
-        sources = [functools.partial(several.generator, i) for i in range(len(shares))]
-        if len(shares) == 1:
-            sources = [random_streams.source()]
-    pairs = zip(shares, sources, strict=True)
-    return [functools.partial(in_stream, source, share.work, learns) for share, source in pairs]
-
-
-def _added(totals: list[Tensor | None], counts: list[Count], home: torch.device) -> tuple[Tensor, Count]:
-    """In the order of the shares: the same bits each time."""
-    moved = [target_devices.move(total, home) for total in totals if total is not None]
-    total = functools.reduce(torch.add, moved) if moved else torch.zeros((), device=home)
-    here = [target_devices.move(c, home) if isinstance(c, Tensor) else c for c in counts]
-    return total, functools.reduce(lambda one, other: one + other, here)
-
-
-def _weight_gradient(shares: list[Share], number: int, weight: Tensor) -> Tensor | None:
-    """The sum of what the replicas found for one trained weight of the generator, on its device."""
+def _sum_of(replicas: Iterable[Tensor], home: torch.device) -> Tensor | None:
+    """The sum of the gradients that replicas of a weight have."""
     total: Tensor | None = None
-    for share in shares:
-        assert share.generator is not None
-        mine = [p for p in share.generator.parameters() if p.requires_grad][number]
+    for mine in replicas:
         if mine.grad is not None:
-            grad, mine.grad = target_devices.move(mine.grad, weight.device), None
+            grad, mine.grad = target_devices.move(mine.grad, home), None
             total = grad if total is None else total.add_(grad)
     return total
 
