@@ -96,76 +96,58 @@ def joined(
     roots = [[t for t in pytree.tensors(output) if t.requires_grad] for output in outputs]
     if not shared or not any(roots):
         return list(outputs)
-    graphs = _Graphs(devices, leaves, roots, overlaps)
-    flat = iter(_Joined.apply(graphs, [t for found in roots for t in found], *shared))  # type: ignore[no-untyped-call]
-    return [pytree.each(lambda t: next(flat) if t.requires_grad else t, output) for output in outputs]
+    flat = [t for found in roots for t in found]
+    # Not the outputs themselves: once they are gathered, their memory needn't be held.
+    edges = [[get_gradient_edge(root) for root in found] for found in roots]
+    made = iter(_Joined.apply(devices, leaves, edges, overlaps, flat, *shared))  # type: ignore[no-untyped-call]
+    return [pytree.each(lambda t: next(made) if t.requires_grad else t, output) for output in outputs]
 
 
 class _Joined(torch.autograd.Function):
-    """All replicas as one node."""
+    """All replicas as one node: ``(devices, leaves, edges, overlaps, outputs, *shared) -> outputs``."""
 
     @staticmethod
     def forward(
-        ctx: Any, graphs: _Graphs, roots: list[torch.Tensor], *shared: torch.Tensor
+        ctx: Any, devices: Any, leaves: Any, edges: Any, overlaps: bool, roots: list[torch.Tensor], *shared: Any
     ) -> tuple[torch.Tensor, ...]:
-        ctx.graphs = graphs
+        ctx.graphs = devices, leaves, edges
+        ctx.overlaps = overlaps  # the first to run must leave the others what they need
         ctx.save_for_backward(*shared)
         ctx.set_materialize_grads(False)
         return tuple(root.detach() for root in roots)  # with its version: autograd sees what is changed in place
 
     @staticmethod
     def backward(ctx: Any, *grads: torch.Tensor | None) -> tuple[torch.Tensor | None, ...]:
-        # Asking for saved tensors refuses those that were written since, which only a second derivative would need.
-        shared = ctx.saved_tensors if torch.is_grad_enabled() else ()
-        return None, None, *ctx.graphs.gradients(len(ctx.needs_input_grad) - 2, grads, shared)
+        """The gradients of the shared tensors, summed in the order of the replicas.
 
-
-class _Graphs:
-    """The graphs of all replicas, from their leaves to their outputs."""
-
-    def __init__(
-        self,
-        devices: Sequence[Device],
-        leaves: Sequence[dict[int, torch.Tensor]],
-        roots: Sequence[Sequence[torch.Tensor]],
-        overlaps: bool,
-    ) -> None:
-        self.devices = devices
-        self.leaves = leaves
-        self.overlaps = overlaps  # the first to run must leave the others what they need
-        # Not the outputs themselves: once they are gathered, their memory needn't be held.
-        self.edges = [[get_gradient_edge(root) for root in found] for found in roots]
-
-    def gradients(
-        self, count: int, grads: Sequence[torch.Tensor | None], shared: Sequence[torch.Tensor]
-    ) -> list[torch.Tensor | None]:
-        """Those of the ``count`` tensors that the leaves stand for, summed in the order of the replicas.
-
-        Where they are to be differentiated themselves, they have a graph to these tensors, ``shared``, in which the
-        gradients of the outputs are tensors to differentiate by, too.
+        Where they are to be differentiated themselves, they have a graph to these tensors, in which the gradients of
+        the outputs are tensors to differentiate by, too.
         """
+        devices, leaves, edges = ctx.graphs
         differentiable = torch.is_grad_enabled()
-        self.overlaps = self.overlaps or differentiable
-        keep, everything = self.overlaps or _keeps_graph(), _goes_everywhere()
-        sources, leaves, given = list(shared), [dict(mine) for mine in self.leaves], list(grads)
+        ctx.overlaps = ctx.overlaps or differentiable
+        keep, everything = ctx.overlaps or _keeps_graph(), _goes_everywhere()
+        # Asking for saved tensors refuses those that were written since, which only a second derivative would need.
+        sources = list(ctx.saved_tensors) if differentiable else []
+        again, given = [dict(mine) for mine in leaves], list(grads)
         if differentiable:
-            owners = [i for i, edges in enumerate(self.edges) for _ in edges]
+            owners = [i for i, its in enumerate(edges) for _ in its]
             for k, (i, grad) in enumerate(zip(owners, grads, strict=True)):
                 if grad is not None and grad.requires_grad:
-                    given[k] = leaves[i][len(sources)] = stand_in(grad)
+                    given[k] = again[i][len(sources)] = stand_in(grad)
                     sources.append(grad)
         tasks: list[Callable[[], dict[int, torch.Tensor | None]] | None] = []
         start = 0
-        for mine, edges in zip(self.leaves, self.edges, strict=True):
-            used = [(edge, grad) for edge, grad in zip(edges, given[start:], strict=False) if grad is not None]
-            start += len(edges)
+        for mine, its in zip(leaves, edges, strict=True):
+            used = [(edge, grad) for edge, grad in zip(its, given[start:], strict=False) if grad is not None]
+            start += len(its)
             work = functools.partial(_collected, mine, used, everything, create_graph=differentiable, retain_graph=keep)
             tasks.append(work if used else None)
-        with borrowed(self.devices) as team:
+        with borrowed(devices) as team:
             found = [theirs or {} for theirs in team.run(tasks)]
         if differentiable:
-            found = joined(found, self.devices, sources, leaves, overlaps=True)
-        sums: list[torch.Tensor | None] = [None] * count
+            found = joined(found, devices, sources, again, overlaps=True)
+        sums: list[torch.Tensor | None] = [None] * (len(ctx.needs_input_grad) - 5)
         for theirs in found:
             for number, grad in theirs.items():
                 so_far = sums[number]
@@ -175,20 +157,16 @@ class _Graphs:
                     so_far.add_(grad)
                 else:  # what ``autograd.grad`` gives may be the gradient of several tensors at once
                     sums[number] = so_far + grad
-        return sums
+        return None, None, None, None, None, *sums
 
 
 def _collected(
     leaves: dict[int, torch.Tensor], used: list[tuple[GradientEdge, torch.Tensor]], everything: bool, **settings: Any
 ) -> dict[int, torch.Tensor | None]:
-    """Backward of one replica, in its thread: the gradients of its leaves, by their numbers.
+    """Backward of one replica from the outputs that have a gradient, in its thread: the gradients of its leaves.
 
-    Args:
-        leaves: by their numbers.
-        used: its outputs that have a gradient, each with that.
-        everything: the caller's backward goes to all leaves, those that the module has closed over too; PyTorch's
-            reentrant checkpoints want that.
-        settings: as for ``torch.autograd.backward``.
+    With ``everything`` the caller's backward goes to all leaves, those that the module has closed over too; PyTorch's
+    reentrant checkpoints want that.
     """
     edges, given = zip(*used, strict=True)
     if not everything:
