@@ -86,7 +86,13 @@ def replicas_of(
         for module, name, _ in modules:
             known[id(module)] = _shell(module, name)
         for module, _, attributes in modules:
-            _fill(known[id(module)], module, attributes, known)
+            replica = known[id(module)]
+            inside = vars(replica)
+            for kind in ("_parameters", "_buffers", "_modules"):
+                parts = vars(module)[kind]
+                inside[kind] = {key: None if part is None else known[id(part)] for key, part in parts.items()}
+            inside.update((key, _of_replica(value, known)) for key, value in attributes)
+            cache_apart(replica, module)
         replicas.append(known[id(network)])
     return replicas
 
@@ -123,29 +129,18 @@ def _shell(module: nn.Module, name: str) -> Any:
         raise InputError(f"{name or kind.__name__} ({kind.__name__}) can't be replicated: {error}") from error
 
 
-def _fill(replica: Any, module: nn.Module, attributes: list[tuple[str, Any]], known: Mapping[int, Any]) -> None:
-    """Put the replica's own modules, parameters and buffers in the place of the original's."""
-    inside = vars(replica)
-    for kind in ("_parameters", "_buffers", "_modules"):
-        parts = vars(module)[kind]
-        inside[kind] = {key: None if part is None else known[id(part)] for key, part in parts.items()}
-    for key, value in attributes:
-        inside[key] = _of_replica(value, known)
-    cache_apart(replica, module)
-
-
 def _attributes(module: nn.Module) -> list[tuple[str, Any]]:
     """Those that may hold a part of the module: neither numbers nor words, nor what every module has.
 
     With ``self.forward = self.forward_impl``, ``self.blocks = [self.a, self.b]`` or ``self.f = lambda x: self.norm(x)``
     a replica would compute with the original's layers, in all threads at once, and write into their buffers.
     """
-    return [(k, v) for k, v in vars(module).items() if k not in _BARE and not _is_plain(v)]
-
-
-def _is_plain(value: Any) -> bool:
-    kind = type(value)
-    return kind in _PLAIN or (kind is tuple and _PLAIN.issuperset(map(type, value)))
+    found = []
+    for key, value in vars(module).items():
+        kinds = map(type, value) if type(value) is tuple else (type(value),)
+        if key not in _BARE and not _PLAIN.issuperset(kinds):
+            found.append((key, value))
+    return found
 
 
 def _of_replica(value: Any, known: Mapping[int, Any], depth: int = _DEPTH) -> Any:
@@ -179,11 +174,10 @@ def _of_replica(value: Any, known: Mapping[int, Any], depth: int = _DEPTH) -> An
 def _function(function: types.FunctionType, known: Mapping[int, Any]) -> types.FunctionType:
     """The same function, closed over the replica's parts."""
     cells = function.__closure__ or ()
-    if not any(id(_content(cell)) in known for cell in cells):
+    inside = [known.get(id(_content(cell))) for cell in cells]
+    if not any(part is not None for part in inside):
         return function
-    closure = tuple(
-        types.CellType(known[id(_content(cell))]) if id(_content(cell)) in known else cell for cell in cells
-    )
+    closure = tuple(cell if part is None else types.CellType(part) for cell, part in zip(cells, inside, strict=True))
     made = types.FunctionType(
         function.__code__, function.__globals__, function.__name__, function.__defaults__, closure
     )
@@ -203,22 +197,15 @@ def _spread(tensors: list[torch.Tensor], places: list[torch.device], detach: boo
     """For each place the tensors as its replica has them; gradients are summed, unless they are cut off."""
     if not tensors:
         return [() for _ in places]
+    several = len(set(places)) == len(places) and all(place.type == "cuda" for place in places)
     with torch.set_grad_enabled(torch.is_grad_enabled() and not detach):
-        if _can_broadcast(tensors, places):
+        if several and all(tensor.device == places[0] for tensor in tensors):
             from torch.nn.parallel._functions import Broadcast  # few large copies instead of many small ones
 
             flat = Broadcast.apply([place.index for place in places], *tensors)  # type: ignore[no-untyped-call]
         else:
             flat = _Spread.apply(places, *tensors)  # type: ignore[no-untyped-call]
     return [flat[start : start + len(tensors)] for start in range(0, len(flat), len(tensors))]
-
-
-def _can_broadcast(tensors: list[torch.Tensor], places: list[torch.device]) -> bool:
-    return (
-        len(set(places)) == len(places)
-        and all(place.type == "cuda" for place in places)
-        and all(tensor.device == places[0] for tensor in tensors)
-    )
 
 
 class _Spread(torch.autograd.Function):

@@ -34,10 +34,8 @@ class Share:
     """A device's part of the batch, and what it does with it.
 
     Attributes:
-        device: where both are.
         outputs: hidden states (batch, time, width) or (batch, width); without a generator, any nesting.
         targets: a nest of tensors (batch, time, ...), or what the criterion takes.
-        criterion: what sums.
         steps: time steps of a chunk; None takes all of it at once, as it is.
         count: as given by the person.
         generator: this device's replica, whose parameters are leaves; None takes the outputs as they are.
@@ -71,7 +69,8 @@ class Share:
             if weights:
                 stack.enter_context(Adding(weights))
             for outputs, targets in self._chunks(leaves):
-                found, items = self._summed(outputs, targets)
+                # (No name holds on to the logits while backward runs.)
+                found, items = self.criterion(self._generated(outputs), targets, self.count)
                 if found.requires_grad:
                     _refuse_others(found, [*pytree.tensors(outputs), *weights])
                     found.backward()  # type: ignore[no-untyped-call]
@@ -93,10 +92,6 @@ class Share:
             yield chunk, pytree.each(lambda t: _rows(t, place), self.targets)  # noqa: B023
             if chunk.grad is not None:
                 leaves.grad[:, place] = chunk.grad
-
-    def _summed(self, outputs: Any, targets: Any) -> tuple[Tensor, Count]:
-        """Total and count of a chunk. No name holds on to the logits while backward runs."""
-        return self.criterion(self._generated(outputs), targets, self.count)
 
     def _generated(self, hidden: Any) -> Any:
         """Logits (rows, vocabulary) of hidden states (batch, time, width) or (batch, width)."""

@@ -31,11 +31,7 @@ from lockstep.tensors import pytree
 class Criterion:
     """``(outputs, targets) -> (total, count)`` made of a person's criterion; several threads may call it at once.
 
-    Args:
-        criterion: ``criterion(outputs, targets)``. A module's tensors are used on the device of the outputs.
-
-    Raises:
-        LossError: it can't be called, or has parameters that learn.
+    A module's tensors are used on the device of the outputs.
     """
 
     def __init__(self, criterion: Callable[..., Any]) -> None:
@@ -43,17 +39,9 @@ class Criterion:
         self._probed = self._totalled.is_known
 
     def __call__(self, outputs: Any, targets: Any, count: Count | None = None) -> tuple[Tensor, Count]:
-        """Total and count of some rows.
+        """Total and count of some rows: outputs (rows, classes), targets (rows, ...), or what the criterion takes.
 
-        Args:
-            outputs: (rows, classes), or whatever the criterion takes.
-            targets: (rows, ...), likewise.
-            count: takes the place of the criterion's own count where the caller knows that of all rows together; what
-                is returned as count then means nothing.
-
-        Raises:
-            LossError: it raised in its first call, returned something else than it may, is a scalar and ``count`` isn't
-                given, or isn't a sum over rows.
+        Where the caller knows the ``count`` of all rows together, what is returned as count means nothing.
         """
         total, found = self._totalled(outputs, targets, 1)  # a mean over one sample is a sum
         if self._totalled.counts_items:
@@ -80,8 +68,9 @@ class Criterion:
             its_outputs, its_targets = (pytree.cut(nest, start, size, rows) for nest in (outputs, targets))
             found.append(self._totalled(its_outputs, its_targets, 1)[0].item())
         together = sum(found)
-        scale = max(abs(value), sum(map(abs, found)))
-        if abs(together - value) > _tolerance(outputs) * scale:
+        formats = {tensor.dtype for tensor in pytree.tensors(outputs) if tensor.is_floating_point()}
+        tolerance = 2e-2 if formats & set(HALF) else 1e-8 if formats <= {torch.float64} else 1e-4
+        if abs(together - value) > tolerance * max(abs(value), sum(map(abs, found))):
             raise LossError(
                 f"{self._totalled.name} is not a sum over tokens (whole {value:.6g}, its two parts "
                 f'add up to {together:.6g}): use reduction="sum", or return (total, count)'
@@ -100,10 +89,3 @@ def _as_mean(criterion: Any) -> Any:
     if criterion.func in (F.cross_entropy, F.nll_loss) and criterion.keywords.get("reduction") == "sum":
         return functools.partial(criterion.func, **{**criterion.keywords, "reduction": "mean"})
     return criterion
-
-
-def _tolerance(outputs: Any) -> float:
-    formats = {tensor.dtype for tensor in pytree.tensors(outputs) if tensor.is_floating_point()}
-    if formats & set(HALF):
-        return 2e-2
-    return 1e-8 if formats <= {torch.float64} else 1e-4
