@@ -39,21 +39,18 @@ def parts(nest: Any) -> list[Any] | None:
     return None
 
 
-def names(nest: Any) -> list[str]:
-    """What the parts of a nest are called, in the order of ``parts``: keys, fields, or numbers from 0."""
-    if isinstance(nest, MutableMapping):
-        return [str(key) for key in nest]
-    if isinstance(nest, tuple) and hasattr(nest, "_fields"):
-        return list(nest._fields)
-    if _is_dataclass(nest) and not isinstance(nest, (list, tuple)):
-        return [f.name for f in dataclasses.fields(nest)]
-    return [str(i) for i in range(len(nest))]
-
-
 def named_parts(nest: Any) -> list[tuple[str, Any]]:
-    """What lies directly inside a nest, with what it is called; none in a leaf."""
-    inside = parts(nest)
-    return [] if inside is None else list(zip(names(nest), inside, strict=True))
+    """What lies directly inside a nest with its key, field, or number from 0; none in a leaf."""
+    inside = parts(nest) or []
+    if isinstance(nest, MutableMapping):
+        names: Any = map(str, nest)
+    elif isinstance(nest, tuple) and hasattr(nest, "_fields"):
+        names = nest._fields
+    elif _is_dataclass(nest) and not isinstance(nest, (list, tuple)):
+        names = [f.name for f in dataclasses.fields(nest)]
+    else:
+        names = map(str, range(len(inside)))
+    return list(zip(names, inside, strict=True))
 
 
 def rebuilt(nest: Any, new: Sequence[Any]) -> Any:
@@ -170,24 +167,18 @@ def call(model: Any, inputs: Any) -> Any:
     Raises:
         InputError: the model's forward doesn't take so many, or not by these names.
     """
-    args, kwargs = _as_arguments(inputs)
+    args: Any = inputs if type(inputs) in (tuple, list) else () if isinstance(inputs, Mapping) else (inputs,)
+    kwargs = inputs if isinstance(inputs, Mapping) else {}
     try:
         return model(*args, **kwargs)
     except TypeError as error:
-        if (why := _unfit(model, inputs)) is None:
+        if (why := _unfit(model, inputs, args, kwargs)) is None:
             raise
         raise InputError(why) from error
 
 
-def _as_arguments(inputs: Any) -> tuple[Any, Mapping[str, Any]]:
-    if type(inputs) is tuple or type(inputs) is list:
-        return inputs, {}
-    return ((), inputs) if isinstance(inputs, Mapping) else ((inputs,), {})
-
-
-def _unfit(model: Any, inputs: Any) -> str | None:
+def _unfit(model: Any, inputs: Any, args: Any, kwargs: Mapping[str, Any]) -> str | None:
     """Why the arguments that ``inputs`` are don't fit the model's forward; None where they do, or nobody can tell."""
-    args, kwargs = _as_arguments(inputs)
     try:
         signature = inspect.signature(getattr(model, "forward", model))
     except (TypeError, ValueError):
