@@ -6,12 +6,11 @@
     shares.py          which samples make global batch k of an epoch, and which of them a process gets
     fetch.py           samples made into (inputs, targets), with random numbers that belong to the sample
     loader_workers.py  the same in loader workers
-    prefetch.py        copied to an accelerator while the batch before is used
-    loader.py          all of that, epoch by epoch
+    loader.py          all of that, epoch by epoch, copied to an accelerator while the batch before is used
     stream.py          the same for a dataset that can only be gone through: every rank reads it, and keeps its share
     source.py          the dataset of a job, or the callable that gives one; evaluation sets by name
     fingerprint.py     whether data are the same on every rank, and as when a run was begun
-    loaders.py         the loaders of a job, and of a loop of one's own
+    job_loaders.py     the loaders of a job, and of a loop of one's own
 """
 
 from lockstep.data.fingerprint import change_of, fingerprint

@@ -13,12 +13,12 @@ from torch import Tensor
 from lockstep.data.fetch import Collate, Fetcher
 from lockstep.data.loader_workers import Workers, default_workers, free_cores
 from lockstep.data.order import Ascending, by_person, permutation
-from lockstep.data.prefetch import copied_ahead
 from lockstep.data.shares import Batch, Cutting, Order
 from lockstep.errors import JobError
 from lockstep.launch import world as _world
 from lockstep.launch.events import Line
 from lockstep.launch.world import World
+from lockstep.tensors.pytree import each, tensors
 
 
 class AnyLoader(ABC):
@@ -115,7 +115,7 @@ class AnyLoader(ABC):
             SampleError: a sample raised; its index is named.
         """
         batches = self._batches(epoch, start)
-        return batches if self._device is None else copied_ahead(batches, self._device, self._pin)
+        return batches if self._device is None else _copied_ahead(batches, self._device, self._pin)
 
     @abstractmethod
     def _batches(self, epoch: int, start: int) -> Iterator[Batch]: ...
@@ -172,7 +172,7 @@ class Loader(AnyLoader):
             else:
                 pairs = [pair for _ in self._asked(row) for pair in next(answers)]
                 self._say_note()
-            yield self._cutting.batch(self._cutting.parts(row, pairs), row[0], index, epoch)
+            yield self._cutting.batch(row, pairs, index, epoch)
 
     def _asked(self, row: tuple[Tensor, ...]) -> list[list[Tensor]]:
         """The shares of a row that aren't empty, those of each rank together: a request each."""
@@ -233,3 +233,50 @@ class Loader(AnyLoader):
 
 def _hash(order: Tensor) -> bytes:
     return hashlib.blake2b(order.numpy().data, digest_size=16).digest()
+
+
+def _copied_ahead(batches: Iterator[Batch], device: torch.device, pin: bool) -> Iterator[Batch]:
+    """The same batches on an accelerator. On CUDA each is copied while the one before is used::
+
+        copying stream     | copy 0 | copy 1 |       | copy 2 |
+        computing stream            | step 0         | step 1         | ...
+
+    With ``pin``, what isn't pinned yet is: from pageable memory a copy would wait.
+    """
+    if device.type != "cuda":
+        for batch in batches:
+            _move(batch, device, pin)
+            yield batch
+        return
+    copying = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
+    before: tuple[Batch, torch.cuda.Event] | None = None
+    for batch in batches:
+        with torch.cuda.stream(copying):
+            _move(batch, device, pin)
+            done = copying.record_event()
+        if before is not None:
+            yield _received(*before, device)
+        before = batch, done
+    if before is not None:
+        yield _received(*before, device)
+
+
+def _move(batch: Batch, device: torch.device, pin: bool) -> None:
+    def moved(tensor: Tensor) -> Tensor:
+        if pin and tensor.device.type == "cpu" and not tensor.is_pinned():
+            tensor = tensor.pin_memory()
+        return tensor.to(device, non_blocking=True)
+
+    for part in batch.parts:
+        part.inputs, part.targets = each(moved, part.inputs), each(moved, part.targets)
+
+
+def _received(batch: Batch, done: Any, device: torch.device) -> Batch:
+    """Let the computing stream wait for the copy, and keep its memory from being given away before it is used."""
+    computing = torch.cuda.current_stream(device)
+    computing.wait_event(done)
+    for part in batch.parts:
+        for tensor in tensors((part.inputs, part.targets)):
+            if tensor.is_cuda:
+                tensor.record_stream(computing)
+    return batch

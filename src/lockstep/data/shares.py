@@ -176,17 +176,12 @@ class Cutting:
         each = len(shares) // len(self.ranks)
         return [list(shares[i : i + each]) for i in range(0, len(shares), each)]
 
-    def parts(self, row: tuple[Tensor, ...], pairs: Iterable[tuple[Any, Any]]) -> list[Part]:
-        """The wanted shares of a row, of the inputs and targets of each that isn't empty."""
-        made = iter(pairs)
-        parts = []
-        for share, (a, b, of) in zip(row[1:], self.spans(len(row[0])), strict=True):
+    def batch(self, row: tuple[Tensor, ...], pairs: Iterable[tuple[Any, Any]], index: int, epoch: int) -> Batch:
+        """The batch of a row, with the inputs and targets of each share that isn't empty."""
+        samples, made, parts = row[0], iter(pairs), []
+        for share, (a, b, of) in zip(row[1:], self.spans(len(samples)), strict=True):
             inputs, targets = next(made) if b > a else (None, None)
             parts.append(Part(inputs, targets, b - a, of, share))
-        return parts
-
-    def batch(self, parts: list[Part], samples: Tensor, index: int, epoch: int) -> Batch:
-        """The batch that has these shares."""
         if self.rank is not None:
             return Batch(parts, len(samples), index, epoch, samples)
         shares = self.by_rank(parts)

@@ -45,7 +45,7 @@ def resolve(source: Any, world: World, name: str = "train_data") -> Any:
         return source
     if not _is_map_style(source):
         raise JobError(f"{name}: {type(source).__name__} is no dataset: it needs __getitem__ and __len__, or __iter__")
-    if _is_by_name(source):
+    if isinstance(source, Mapping) and source and all(isinstance(key, str) for key in source):
         raise JobError(
             f"{name}: sets by name are for eval_data; put them together in one with torch.utils.data.ConcatDataset"
         )
@@ -189,10 +189,6 @@ def is_stream(source: Any) -> bool:
 
 def _is_map_style(source: Any) -> bool:
     return hasattr(source, "__getitem__") and hasattr(source, "__len__") and not isinstance(source, IterableDataset)
-
-
-def _is_by_name(source: Any) -> bool:
-    return isinstance(source, Mapping) and bool(source) and all(isinstance(key, str) for key in source)
 
 
 def _refuse_loaders(source: Any, name: str) -> None:

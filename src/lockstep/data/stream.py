@@ -80,7 +80,7 @@ class StreamLoader(AnyLoader):
             first = index * self._cutting.batch_size
             if size:
                 row = self._cutting.row(torch.arange(first, first + size))
-                yield self._cutting.batch(self._cutting.parts(row, pairs), row[0], index, epoch)
+                yield self._cutting.batch(row, pairs, index, epoch)
             if size < self._cutting.batch_size:
                 self.samples = first + size
                 return
