@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import contextlib
 import signal
+import subprocess
 import sys
 import threading
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +19,29 @@ sys.path.insert(0, str(Path(__file__).parent))
 # A suite that a shell runs in the background ignores Ctrl-C, and all that it starts would too.
 if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
     signal.signal(signal.SIGINT, signal.default_int_handler)
+
+
+@pytest.fixture
+def float64() -> Iterator[None]:
+    """Seeded, with float64 as the default format."""
+    import torch
+
+    torch.manual_seed(0)
+    torch.set_default_dtype(torch.float64)
+    yield
+    torch.set_default_dtype(torch.float32)
+
+
+@pytest.fixture
+def small_disk(tmp_path: Path) -> Iterator[Path]:
+    """A disk of 64 KiB."""
+    disk = tmp_path / "disk"
+    disk.mkdir()
+    mounted = subprocess.run(["mount", "-t", "tmpfs", "-osize=64k", "none", disk], capture_output=True, check=False)
+    if mounted.returncode:
+        pytest.skip("no right to mount a small disk")
+    yield disk
+    subprocess.run(["umount", str(disk)], check=True)
 
 
 _BEFORE = 5.0

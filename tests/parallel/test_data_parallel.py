@@ -9,7 +9,7 @@ import os
 import threading
 import warnings
 from collections import OrderedDict
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -27,12 +27,7 @@ from lockstep.parallel import Balanced, DataParallel, data_parallel, replicate
 EXACT = {"rtol": 1e-12, "atol": 1e-12}
 
 
-@pytest.fixture(autouse=True)
-def float64() -> Iterator[None]:
-    torch.manual_seed(0)
-    torch.set_default_dtype(torch.float64)
-    yield
-    torch.set_default_dtype(torch.float32)
+pytestmark = pytest.mark.usefixtures("float64")
 
 
 class Net(nn.Module):

@@ -31,6 +31,16 @@ def _net() -> nn.Sequential:
     return nn.Sequential(nn.Linear(3, 4), nn.BatchNorm1d(4), nn.Linear(4, 2)).double()
 
 
+def replicas_give_the_same_gradients(net: nn.Module, x: torch.Tensor, slots: str, bound: float) -> None:
+    net(x).square().sum().backward()
+    wanted = [p.grad for p in net.parameters()]
+    net.zero_grad()
+    outputs = parallel_apply(replicate(net, slots), scatter(x, slots), devices=slots)
+    gather(outputs, "cpu").square().sum().backward()
+    for p, grad in zip(net.parameters(), wanted, strict=True):
+        torch.testing.assert_close(p.grad, grad, rtol=bound, atol=bound)
+
+
 def test_replicas_share_the_memory_of_the_parameters_and_their_names() -> None:
     net = _net()
     for replica in replicate(net, "3xcpu"):
@@ -51,14 +61,7 @@ def test_replicas_see_what_the_optimizer_writes() -> None:
 
 
 def test_gradients_of_all_replicas_are_summed_into_the_original() -> None:
-    net, x = _net().eval(), torch.randn(7, 3, dtype=torch.float64)
-    net(x).square().sum().backward()
-    wanted = [p.grad for p in net.parameters()]
-    net.zero_grad()
-    outputs = parallel_apply(replicate(net, "3xcpu"), scatter(x, "3xcpu"), devices="3xcpu")
-    gather(outputs, "cpu").square().sum().backward()
-    for p, grad in zip(net.parameters(), wanted, strict=True):
-        torch.testing.assert_close(p.grad, grad, rtol=1e-13, atol=1e-13)
+    replicas_give_the_same_gradients(_net().eval(), torch.randn(7, 3, dtype=torch.float64), "3xcpu", 1e-13)
 
 
 def test_backward_through_one_replica_alone_leaves_unused_parameters_without_gradients() -> None:
@@ -116,14 +119,7 @@ def test_recurrent_layers_lists_of_parameters_and_parametrizations_work_in_repli
         def forward(self, x: torch.Tensor) -> torch.Tensor:
             return self.linear(self.rnn(x)[0]) * self.list[1] * self.list[0] + self.dict["a"]
 
-    net, x = Odd().double(), torch.randn(4, 5, 3, dtype=torch.float64)
-    net(x).square().sum().backward()
-    wanted = [p.grad for p in net.parameters()]
-    net.zero_grad()
-    outputs = parallel_apply(replicate(net, "2xcpu"), scatter(x, "2xcpu"), devices="2xcpu")
-    gather(outputs, "cpu").square().sum().backward()
-    for p, grad in zip(net.parameters(), wanted, strict=True):
-        torch.testing.assert_close(p.grad, grad, rtol=1e-12, atol=1e-12)
+    replicas_give_the_same_gradients(Odd().double(), torch.randn(4, 5, 3, dtype=torch.float64), "2xcpu", 1e-12)
 
 
 def test_methods_and_modules_kept_as_attributes_are_those_of_the_replica() -> None:

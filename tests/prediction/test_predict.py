@@ -375,20 +375,12 @@ def test_a_file_that_can_not_be_written_is_refused(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("way", ["single", *TWO])
-def test_a_full_disk_leaves_nothing_behind(way: str, tmp_path: Path) -> None:
-    disk = tmp_path / "disk"
-    disk.mkdir()
-    mounted = subprocess.run(["mount", "-t", "tmpfs", "-osize=64k", "none", disk], capture_output=True, check=False)
-    if mounted.returncode:
-        pytest.skip("no right to mount a small disk")
-    try:
-        run = trained(tmp_path, lambda: nn.Linear(6, 3000))
-        for ending in (".npy", ".jsonl", ".safetensors"):
-            with pytest.raises(SaveError, match=r"disk: the outputs can't be written: the disk is full"):
-                predict(run, out=disk / f"out{ending}", quiet=True, **on(way))
-            assert not list(disk.iterdir())
-    finally:
-        subprocess.run(["umount", str(disk)], check=True)
+def test_a_full_disk_leaves_nothing_behind(way: str, tmp_path: Path, small_disk: Path) -> None:
+    run = trained(tmp_path, lambda: nn.Linear(6, 3000))
+    for ending in (".npy", ".jsonl", ".safetensors"):
+        with pytest.raises(SaveError, match=r"disk: the outputs can't be written: the disk is full"):
+            predict(run, out=small_disk / f"out{ending}", quiet=True, **on(way))
+        assert not list(small_disk.iterdir())
 
 
 # ---- the command ----------------------------------------------------------------------------------------------------

@@ -23,6 +23,10 @@ def weights(model: nn.Module) -> torch.Tensor:
     return torch.cat([value.flatten() for value in model.state_dict().values()])
 
 
+def step_of(model: nn.Module, optimizer: Any = plain_sgd, **settings: Any) -> Any:
+    return lockstep.parallelize(model, nn.CrossEntropyLoss(), optimizer(model.named_parameters()), **settings)
+
+
 def looped(way: str, loop: Any, *args: Any) -> list[Any]:
     """What a loop that takes (strategy, devices) gives: on every rank under ddp, else in this process."""
     strategy, devices = WAYS[way]
@@ -248,14 +252,7 @@ class Tempered(nn.Module):
 def tempered(strategy: str, devices: str) -> torch.Tensor:
     torch.manual_seed(0)
     model = Tempered().double()
-    step = lockstep.parallelize(
-        model,
-        nn.CrossEntropyLoss(),
-        sgd(model.named_parameters()),
-        strategy=strategy,
-        devices=devices,
-        precision="fp64",
-    )
+    step = step_of(model, sgd, strategy=strategy, devices=devices, precision="fp64")
     for number, batch in enumerate(lockstep.batches(DATA, batch_size=8)):
         model.temperature, model.settings["scale"], model.has_more = 2 / (1 + number), 1 + number / 4, number > 2
         step(batch)
@@ -307,9 +304,7 @@ CHANGES: dict[str, Any] = {
 @pytest.mark.parametrize("change", CHANGES)
 def test_what_the_replicas_of_dp_would_not_have_is_refused(change: str) -> None:
     model = mlp()
-    step = lockstep.parallelize(
-        model, nn.CrossEntropyLoss(), plain_sgd(model.named_parameters()), strategy="dp", devices="2xcpu"
-    )
+    step = step_of(model, strategy="dp", devices="2xcpu")
     step(drawn(8, 6), labels(8, 3))
     CHANGES[change](model)
     with pytest.raises(InputError, match=r"dp: modules, parameters or hooks .* call lockstep.parallelize again"):
@@ -342,14 +337,7 @@ def test_a_loop_is_warned_where_its_numbers_will_differ(model: Any, way: str, se
     """Found by trial: what a training says in a note, a loop of one's own was never told."""
     built, (strategy, devices) = model(), WAYS[way]
     with pytest.warns(UserWarning, match=says) as warned:
-        step = lockstep.parallelize(
-            built,
-            nn.CrossEntropyLoss(),
-            plain_sgd(built.named_parameters()),
-            strategy=strategy,
-            devices=devices,
-            **settings,
-        )
+        step = step_of(built, strategy=strategy, devices=devices, **settings)
         step(drawn(12, 6), labels(12, 3))
     assert {one.filename for one in warned} == {__file__}
 
@@ -359,7 +347,7 @@ def test_a_rank_that_ends_its_loop_early_is_named() -> None:
 
     def loop(world: Any) -> None:
         model = mlp()
-        step = lockstep.parallelize(model, nn.CrossEntropyLoss(), plain_sgd(model.named_parameters()))
+        step = step_of(model)
         for _ in range(2 + world.rank):
             step(drawn(8, 6), labels(8, 3))
 
@@ -371,14 +359,7 @@ def test_a_rank_that_ends_its_loop_early_is_named() -> None:
 
 def test_batch_norm_outside_of_a_step_says_what_to_do() -> None:
     model = nn.Sequential(nn.BatchNorm1d(6), nn.Linear(6, 3))
-    step = lockstep.parallelize(
-        model,
-        nn.CrossEntropyLoss(),
-        plain_sgd(model.named_parameters()),
-        strategy="dp",
-        devices="2xcpu",
-        sync_batchnorm=True,
-    )
+    step = step_of(model, strategy="dp", devices="2xcpu", sync_batchnorm=True)
     step(drawn(8, 6), labels(8, 3))
     with pytest.raises(InputError, match=r"call model.eval\(\) before a forward of your own"):
         model(drawn(8, 6))

@@ -21,12 +21,12 @@ from lockstep.parallel import DataParallel, ParallelLoss, data_parallel
 EXACT = {"rtol": 1e-12, "atol": 1e-12}
 
 
+pytestmark = pytest.mark.usefixtures("float64")
+
+
 @pytest.fixture(autouse=True)
-def float64() -> Iterator[None]:
-    torch.manual_seed(0)
-    torch.set_default_dtype(torch.float64)
+def nothing_stays_cached() -> Iterator[None]:
     yield
-    torch.set_default_dtype(torch.float32)
     assert not parametrize._cache_enabled and not parametrize._cache
 
 
