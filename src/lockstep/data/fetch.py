@@ -37,7 +37,6 @@ class Fetcher:
 
     Attributes:
         tensors: inputs and targets of a tensor dataset, to be indexed directly; None otherwise.
-        note: what a person has to know of the dataset, once something was seen; None before.
     """
 
     def __init__(
@@ -65,17 +64,19 @@ class Fetcher:
         self._draws = (not is_tensors or collate is not None) and drawing
         self._whole = callable(getattr(self._base, "__getitems__", None))
         self._looked = is_tensors or not drawing
-        self.note: str | None = None
+        self._note: str | None = None
 
-    def __call__(self, epoch: int, shares: Sequence[Sequence[int]]) -> list[Pair]:
-        """Inputs and targets of each share; the three random states are as before afterwards.
+    def __call__(self, epoch: int, shares: Sequence[Sequence[int]]) -> tuple[list[Pair], str | None]:
+        """Inputs and targets of each share, and what a person has to know of the dataset, if something was seen.
+
+        The three random states are as before afterwards.
 
         Raises:
             SampleError: a sample raised; its index is named.
             JobError: samples aren't pairs, or can't be put together.
         """
         with kept_states() if self._draws else nullcontext():
-            return [self._pair(epoch, share) for share in shares]
+            return [self._pair(epoch, share) for share in shares], self._note
 
     def _pair(self, epoch: int, share: Sequence[int]) -> Pair:
         if self.tensors is not None:
@@ -99,7 +100,7 @@ class Fetcher:
         self._looked = True
         for index, one, other in zip(share, samples, self._samples(epoch, indices, share), strict=False):
             if number_of(one) != number_of(other):
-                self.note = (
+                self._note = (
                     f"{self._name}: sample {index} came out otherwise when it was fetched again under one seed: it "
                     "draws from a generator of its own; take torch's, random's or numpy.random's, which are seeded"
                 )

@@ -86,7 +86,7 @@ def change_of(before: dict[str, Any], dataset: Any, *, seed: int, name: str) -> 
     if "hash" not in before:
         return None
     index = before["sample"]
-    hashes = [_hash(Fetcher(dataset, seed=seed)(before["epoch"], [[index]])[0]) for _ in range(2)]
+    hashes = [_hash(Fetcher(dataset, seed=seed)(before["epoch"], [[index]])[0][0]) for _ in range(2)]
     if before["hash"] in hashes or len(set(hashes)) == 2:  # one that is other each time says nothing
         return None
     return f"{name} has changed since the run was begun: sample {index} is another one"

@@ -170,8 +170,11 @@ class Loader(AnyLoader):
             if is_indexed:  # the hot path of a small step
                 pairs = [self._fetching.indexed(share, self._pin) for share in row[1:] if len(share)]
             else:
-                pairs = [pair for _ in self._asked(row) for pair in next(answers)]
-                self._say_note()
+                pairs = []
+                for _ in self._asked(row):
+                    found, note = next(answers)
+                    pairs += found
+                    self._say(note)
             yield self._cutting.batch(row, pairs, index, epoch)
 
     def _asked(self, row: tuple[Tensor, ...]) -> list[list[Tensor]]:
@@ -179,8 +182,7 @@ class Loader(AnyLoader):
         by_rank = ([share for share in shares if len(share)] for shares in self._cutting.by_rank(row[1:]))
         return [shares for shares in by_rank if shares]
 
-    def _say_note(self) -> None:
-        note = self._fetching.note if self._workers is None else self._workers.note
+    def _say(self, note: str | None) -> None:
         if note is not None and not self._said:
             self._said = True
             world = _world.current()

@@ -69,14 +69,14 @@ def free_cores() -> tuple[int, ...]:
 
 
 class _Remote:
-    """What a worker holds: for each request, what the fetcher gives and has to say, or the failure."""
+    """What a worker holds: for each request, what the fetcher gives, or the failure."""
 
     def __init__(self, fetcher: Fetching) -> None:
         self._fetcher = fetcher
 
     def __getitem__(self, request: Request) -> Any:
         try:
-            return self._fetcher(*request), getattr(self._fetcher, "note", None)
+            return self._fetcher(*request)
         except LockstepError as error:
             return ExceptionWithTraceback(error, error.__traceback__)
 
@@ -104,7 +104,6 @@ class Workers:
 
     def __init__(self, fetcher: Fetching, count: int, pin: bool) -> None:
         self._requests = _Requests()
-        self.note: str | None = None
         on_linux = sys.platform == "linux" and "fork" in multiprocessing.get_all_start_methods()
         with warnings.catch_warnings():
             # PyTorch counts only the cores of this thread, which may be pinned.
@@ -137,8 +136,7 @@ class Workers:
             for found in answers:
                 if isinstance(found, LockstepError):
                     raise found
-                pairs, self.note = found
-                yield pairs
+                yield found
         except RuntimeError as error:
             if "exited unexpectedly" not in str(error):
                 raise

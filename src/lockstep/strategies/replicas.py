@@ -14,6 +14,7 @@ from lockstep.launch.devices import Device
 from lockstep.launch.processes.call import closed_over
 from lockstep.model.build import hooked_parameters
 from lockstep.model.inspection import attribute_prints, is_plain
+from lockstep.tensors.pytree import graph_nodes
 from lockstep.threads.parametrization_cache import cache_apart
 
 
@@ -128,12 +129,7 @@ def refuse_other_parameters(total: torch.Tensor, model: nn.Module) -> None:
         StrategyError: it does, through the loss or something that the model holds.
     """
     names = {id(p): name for name, p in model.named_parameters()}
-    todo, seen = [total.grad_fn], set()
-    while todo:
-        node = todo.pop()
-        if node is None or node in seen:
-            continue
-        seen.add(node)
+    for node in graph_nodes(total):
         if (name := names.get(id(getattr(node, "variable", None)))) is not None:
             raise StrategyError(
                 f'dp: the loss, or something that the model holds, uses "{name}" of the model itself (by a global, a '
@@ -141,4 +137,3 @@ def refuse_other_parameters(total: torch.Tensor, model: nn.Module) -> None:
                 kind="state",
                 fix="take ddp, which has no copies",
             )
-        todo += [following for following, _ in node.next_functions]

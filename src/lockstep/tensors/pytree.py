@@ -91,6 +91,17 @@ def named_tensors(nest: Any, way: str = "") -> Iterator[tuple[str, torch.Tensor]
         yield from named_tensors(part, f"{way}.{name}" if way else name)
 
 
+def graph_nodes(nest: Any) -> Iterator[Any]:
+    """Every node of the autograd graph behind the tensors of a nest."""
+    todo: list[Any] = [tensor.grad_fn for tensor in tensors(nest)]
+    seen = {None}
+    while todo:
+        if (node := todo.pop()) not in seen:
+            seen.add(node)
+            yield node
+            todo += [before for before, _ in node.next_functions]
+
+
 def described(nest: Any) -> str:
     """The structure of a nest in one line: ``{'logits': float32(8, 10), 'hidden': [float32(8, 4)]}``."""
     if isinstance(nest, torch.Tensor):

@@ -16,7 +16,7 @@ from lockstep.launch.world import World
 from lockstep.model.inspection import acting_buffers, attribute_prints
 from lockstep.strategies.step import Result, Step
 from lockstep.tensors.digest import digest
-from lockstep.tensors.pytree import each, holds_samples, tensors
+from lockstep.tensors.pytree import each, graph_nodes, holds_samples
 from lockstep.tensors.seeding import same, same_others, states
 from lockstep.training.evaluation import evaluate_sets
 from lockstep.training.scheduler import move_on, scheduler_of
@@ -198,15 +198,5 @@ def buffer_digests(model: nn.Module) -> dict[str, Any]:
 
 def own_functions(outputs: Any) -> set[str]:
     """The autograd functions in the graph of some outputs that are written in Python: their names."""
-    todo = [t.grad_fn for t in tensors(outputs) if t.grad_fn is not None]
-    seen: set[Any] = set(todo)
-    found: set[str] = set()
-    while todo:
-        node = todo.pop()
-        kind: Any = getattr(node, "_forward_cls", None)
-        if kind is not None and not kind.__module__.startswith(("torch.", "lockstep.")):
-            found.add(kind.__name__)
-        following = {after for after, _ in node.next_functions if after is not None} - seen
-        seen |= following
-        todo += following
-    return found
+    kinds: set[Any] = {getattr(node, "_forward_cls", None) for node in graph_nodes(outputs)} - {None}
+    return {kind.__name__ for kind in kinds if not kind.__module__.startswith(("torch.", "lockstep."))}

@@ -114,17 +114,10 @@ def _rows(tensor: Tensor, place: slice) -> Tensor:
 def _refuse_others(total: Tensor, known: list[Tensor]) -> None:
     """Refuse a graph that reaches other leaves: their gradients would come unscaled, or not at all."""
     own = {id(tensor) for tensor in known}
-    todo = [total.grad_fn]
-    seen = set()
-    while todo:
-        node = todo.pop()
-        if node is None or node in seen:
-            continue
-        seen.add(node)
+    for node in pytree.graph_nodes(total):
         leaf = getattr(node, "variable", None)
         if leaf is not None and id(leaf) not in own:
             raise InputError(
                 f"a tensor {tuple(leaf.shape)} that wants gradients is used by the loss, and is neither a parameter of "
                 "the generator nor its input: make it a parameter of the generator, or detach it"
             )
-        todo.extend(before for before, _ in node.next_functions)
