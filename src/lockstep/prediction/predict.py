@@ -220,7 +220,15 @@ class _Prediction:
         assert samples is not None
         first = int(samples[0]) if shares else 0
         for size, outputs in shares:
-            self._write(first, size, outputs)
+            if self.layout is None:
+                write_lines(self.folder, self.world.rank, self.form, outputs, size)
+                continue
+            for leaf, rows in taken(self.form, outputs, size):
+                if isinstance(leaf, Rows) and rows.dtype != leaf.dtype:
+                    raise InputError(
+                        f'outputs: "{leaf.name}" is {leaf.dtype} in the first batch, {rows.dtype} in another'
+                    )
+                write_rows(self.folder, self.layout, leaf.name, first, rows)
             first += size
 
     def _outputs(self, batch: Batch) -> list[tuple[int, Any]]:
@@ -280,15 +288,6 @@ class _Prediction:
         if self.world.is_first:
             create(self.folder, self.layout)
         self.world.barrier()
-
-    def _write(self, first: int, size: int, outputs: Any) -> None:
-        if self.layout is None:
-            write_lines(self.folder, self.world.rank, self.form, outputs, size)
-            return
-        for leaf, rows in taken(self.form, outputs, size):
-            if isinstance(leaf, Rows) and rows.dtype != leaf.dtype:
-                raise InputError(f'outputs: "{leaf.name}" is {leaf.dtype} in the first batch, {rows.dtype} in another')
-            write_rows(self.folder, self.layout, leaf.name, first, rows)
 
     def _moved(self) -> Path:
         """Put together what the ranks have written, and move it to its place."""

@@ -145,18 +145,12 @@ def create(folder: Path, layout: Layout) -> None:
         with writing(folder / name, size), (folder / name).open("xb") as file:
             file.write(header)
             file.flush()
-            _take_room(file.fileno(), size)
-
-
-def _take_room(file: int, size: int) -> None:
-    if size and hasattr(os, "posix_fallocate"):
-        try:
-            os.posix_fallocate(file, 0, size)
-            return
-        except OSError as error:
-            if error.errno not in (errno.EOPNOTSUPP, errno.EINVAL):
-                raise
-    os.truncate(file, size)
+            try:
+                os.posix_fallocate(file.fileno(), 0, size)
+            except (AttributeError, OSError) as error:  # not on this system, or not on this disk
+                if getattr(error, "errno", None) not in (None, errno.EOPNOTSUPP, errno.EINVAL):
+                    raise
+                os.truncate(file.fileno(), size)
 
 
 def write_rows(folder: Path, layout: Layout, name: str, first: int, rows: torch.Tensor) -> None:
