@@ -116,8 +116,8 @@ class StateProbe:
                 what = joined(self._names[module], name)
                 return f'forward changes what "{what}" holds, which is one for all micro-batches'
         for name, now in self._outside.prints().items():
-            if self._outside_prints.get(name) != now:
-                return f'forward changes "{name}", which is outside of the model, and one for all micro-batches'
+            if self._outside_prints.get(name) != now and self._outside.holds_tensors(name):
+                return f'forward writes tensors to "{name}", which is outside of the model: one for all micro-batches'
         if self._uses.switched is not None:
             return f'forward sets "{self._uses.switched}", which holds for other micro-batches too'
         return None
