@@ -1,4 +1,4 @@
-"""Lockstep trains an ordinary PyTorch model on many devices, with the numbers of one.
+"""Lockstep trains an ordinary PyTorch model on many devices, with the results of one.
 
 The public names are those of ``__all__``. They are loaded when first used: the command starts its server of ranks
 before it imports torch, so importing this package must not import torch.

@@ -61,7 +61,7 @@ class DeviceError(InputError):
 
 
 class StrategyError(InputError):
-    """An unknown strategy, or a combination that can't keep the numbers of one device."""
+    """An unknown strategy, or a combination that can't keep the results of single-device training."""
 
 
 class TooFewLayers(StrategyError):

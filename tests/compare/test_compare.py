@@ -145,7 +145,7 @@ def test_the_table_fits_80_columns(machine: Callable[..., Any]) -> None:
         "dp: BatchNorm normalizes over each replica's local batch",
         "",
         "Take ddp: 1.85 times one CPU device of 2 cores, 1.09 times all 4 cores without a",
-        "strategy, with the numbers of one device; pp comes next, at 0.89 of its rate.",
+        "strategy, with single-device results; pp comes next, at 0.89 of its rate.",
         '  lockstep.train(job, strategy="ddp", devices="2xcpu")',
     ]
 
@@ -220,11 +220,11 @@ def test_the_fastest_with_one_devices_numbers_is_the_one_to_take(machine: Callab
     best = best_of(found)
     assert best is not None and best.name == "pp"
     assert sentence(found) == (
-        "Take pp: 2.48 times one CPU device of 2 cores, 1.46 times all 4 cores without a strategy, with the numbers of "
-        "one device; dp comes next, at 0.53 of its rate."
+        "Take pp: 2.48 times one CPU device of 2 cores, 1.46 times all 4 cores without a strategy, with "
+        "single-device results; dp comes next, at 0.53 of its rate."
     )
     machine(steady, wrong)
-    assert "; ddp is 1.09 times as fast, but not with the numbers of one device." in sentence(
+    assert "; ddp is 1.09 times as fast, but with other results than one device." in sentence(
         compared(strategies=["dp", "ddp", "pp"])
     )
 
@@ -287,9 +287,9 @@ def test_the_numbers_of_one_device_that_cuts_its_batches_too_are_said_to_be_thos
         return steady(way, turn) * (2.0 if way.strategy == "pp" else 1.0)
 
     machine(faster, lambda strategy: Agreement(True, 3e-16, "fp64", micro_batches=4 if strategy == "pp" else 1))
-    assert "with the numbers of one device in 4 micro-batches" in sentence(compared(strategies=["pp"]))
+    assert "with single-device results in 4 micro-batches" in sentence(compared(strategies=["pp"]))
     found = compared(strategies=["pp", "dp"])
-    (table,) = (one for one in page_of(found).sections if one.title == "The same numbers?")
+    (table,) = (one for one in page_of(found).sections if one.title == "The same results?")
     assert [row[-1] for row in table.parts[0].rows] == ["single in 4 micro-batches", "single"]
 
 
@@ -371,7 +371,7 @@ def test_where_one_device_is_not_enough_the_sentence_says_so(machine: Callable[.
 
     machine(rule)
     assert sentence(compared(strategies=["mp"])) == (
-        "Take mp: one device can't train it (out of memory on cpu:0), with the numbers of one device."
+        "Take mp: one device can't train it (out of memory on cpu:0), with single-device results."
     )
 
     def nothing(way: Way, turn: int) -> float:

@@ -1,4 +1,4 @@
-"""Synchronised batch norm: the numbers of one batch norm on the whole batch, between threads and between ranks."""
+"""Synchronised batch norm: the results of one batch norm on the whole batch, between threads and between ranks."""
 
 import copy
 import functools

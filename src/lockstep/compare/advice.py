@@ -18,7 +18,7 @@ _SYSTEM = 0.2
 
 
 def best_of(found: Comparison) -> Row | None:
-    """The row to take: the fastest with the numbers of one device; of equally fast ones the least trouble.
+    """The row to take: the fastest with single-device results; of equally fast ones the least trouble.
 
     ``single`` is less trouble than any strategy; of these, what takes least memory.
     """
@@ -78,13 +78,13 @@ def clearing(found: Comparison) -> str:
 
 
 def sentence(found: Comparison) -> str:
-    """``Take ddp: 1.87 times one CPU device, 1.14 times all 2 cores, with the numbers of one device; ...``."""
+    """``Take ddp: 1.87 times one CPU device, 1.14 times all 2 cores, with single-device results; ...``."""
     best = best_of(found)
     if best is None:
         others = [row.name for row in found.measured if row.role != "peer"]
         if not others:
             return "Nothing here can train this job: each row says why."
-        return f"Take none of them for the numbers of one device: {_listed(others)} differ from it."
+        return f"Take none of them: the results of {_listed(others)} differ from single-device training."
     said = [f"Take {best.name}: {_why(found, best)}"]
     rest = [row for row in found.measured if row.name != best.name]
     exact = [row for row in rest if row.is_exact and row.role == "strategy"]
@@ -96,7 +96,7 @@ def sentence(found: Comparison) -> str:
             said.append(f"{second.name} comes next, at {_times(second, best)} of its rate")
     for row in rest:
         if not row.is_exact and row.timing.over(best.timing).median > _SAME:
-            said.append(f"{row.name} is {_times(row, best)} times as fast, but not with the numbers of one device")
+            said.append(f"{row.name} is {_times(row, best)} times as fast, but with other results than one device")
     return "; ".join(said) + "."
 
 
@@ -109,7 +109,7 @@ def _why(found: Comparison, best: Row) -> str:
             return f"{said} here, {ahead.name} is at {_times(ahead, best)} of its rate"
         if failed := [row.name for row in asked if not row.rates]:
             return f"{_listed(failed)} could not be measured (each row says why)"
-        return f"no strategy {'has the numbers of one device here' if asked else 'was measured'}"
+        return f"no strategy {'has single-device results here' if asked else 'was measured'}"
     why = []
     speed_up, cores = found.speed_up(best), found.against_cores(best)
     if speed_up is None:
@@ -121,7 +121,7 @@ def _why(found: Comparison, best: Row) -> str:
         why.append(f"{cores.median:.2f} times {all_cores(found)} without a strategy")
     if best.agreement is not None and best.agreement.equal:
         cut = best.agreement.micro_batches
-        why.append("with the numbers of one device" + (f" in {cut} micro-batches" if cut > 1 else ""))
+        why.append("with single-device results" + (f" in {cut} micro-batches" if cut > 1 else ""))
     return ", ".join(why)
 
 

@@ -221,7 +221,7 @@ def _losses(found: Comparison) -> Iterator[Section]:
         }
         if any(series.values()):
             chart = Lines("epoch", title.lower(), {key: points for key, points in series.items() if points})
-            caption = "Laid over one another: with the numbers of one device all are one line."
+            caption = "Laid over one another: with single-device results all are one line."
             figures.append(Figure(name.replace("_", "-"), title, chart, caption))
     columns = outcome_columns(found)
     rows = [[row.name, str(len(row.history)), *(column.cell(row) for column in columns)] for row in trained]
@@ -241,14 +241,14 @@ def _numbers(found: Comparison) -> Section:
         rows.append([row.name, agreement.word, difference, agreement.precision or "the job's own", against])
         reasons += [f"{row.name}: {agreement.reason}"] if agreement.reason else []
     if not rows:
-        return Section("The same numbers?")
+        return Section("The same results?")
     caption = (
         "The largest difference of any parameter after three steps, one of them on a smaller batch, as a part of how "
         "far it went. In fp64 rounding is near 1e-15, and a fault shows as 1e-3."
     )
     head = ["", "numbers", "difference", "format", "held against"]
     table = Table("parity", "Each against one device", head, rows, caption)
-    return Section("The same numbers?", [table], [*reasons, *caveats_of(found)])
+    return Section("The same results?", [table], [*reasons, *caveats_of(found)])
 
 
 def _seen(found: Comparison) -> Table:

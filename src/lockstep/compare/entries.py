@@ -27,7 +27,7 @@ from lockstep.strategies import STRATEGIES, Strategy, named
 Role = Literal["one device", "all cores", "strategy", "peer"]
 
 LINE_UP = ("single", "dp", "ddp", "mp", "pp")
-"""What is compared where nothing was said: those with the numbers of one device."""
+"""What is compared where nothing was said: those with the results of single-device training."""
 
 Sweep = Mapping[str, Sequence[Any]]
 """Values by the name of a setting of the job, of a setting of a strategy, or ``devices``."""

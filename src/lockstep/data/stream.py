@@ -6,7 +6,7 @@ Global batch k is samples k*B to (k+1)*B of the stream, and a sample's place in 
     rank 0    | 0 1 2 3         | 8 9 10 11             | 16
     rank 1    |         4 5 6 7 |           12 13 14 15 |
 
-Each sample is read by every rank (its decoding too), which is the price of the numbers of one device; of a map-style
+Each sample is read by every rank (its decoding too), the price of the same batches as on one device; of a map-style
 dataset a rank makes only the samples of its share. The epoch ends where the stream ends. The ranks compare what they
 have read, so that streams that differ are named, and no rank waits for a batch that another one doesn't have.
 """

@@ -61,7 +61,7 @@ class Hogwild(Strategy):
     )
     exact: ClassVar[Literal[True] | str] = (
         "hogwild is not exact: ranks write the same weights without waiting for one another, so that no two runs end "
-        "at the same numbers; ddp keeps those of one device"
+        "with the same results; ddp keeps those of one device"
     )
 
     def layout(self, devices: int) -> Layout:

@@ -176,7 +176,7 @@ def verify(
     whole: bool = False,
     **settings: Any,
 ) -> Verification:
-    """Hold a strategy against one device: the same numbers, or where they part, and why.
+    """Hold a strategy against one device: the same results, or where they part, and why.
 
     ::
 
