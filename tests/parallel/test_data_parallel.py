@@ -1005,7 +1005,7 @@ def test_bad_input_gets_one_clear_error_each() -> None:
     with pytest.raises(InputError, match="a batch of 0"):
         net(torch.randn(0, 6))
     both = DataParallel(Applied(lambda a, b: a), "2xcpu")
-    with pytest.raises(InputError, match="4 and 5 along dimension 0"):
+    with pytest.raises(InputError, match=r"different sizes along dimension 0 \(shapes \(4, 1\) and \(5, 1\)\)"):
         both(torch.randn(4, 1), torch.randn(5, 1))
     different = DataParallel(Applied(lambda x: x if x.sum() > 0 else [x]), "2xcpu")
     with pytest.raises(InputError, match=r"different structure.*float64\(1, 1\).*\[float64\(1, 1\)\]"):

@@ -578,7 +578,7 @@ def test_a_generator_that_can_not_be_cut_in_chunks_is_refused() -> None:
     def loss_of(*layers: nn.Module) -> Any:
         return ParallelLoss(nn.Sequential(*layers), nn.CrossEntropyLoss(), "2xcpu", 2)(hidden, targets)
 
-    with pytest.raises(InputError, match="0 is a BatchNorm1d, which would normalise each chunk by itself"):
+    with pytest.raises(InputError, match="0 is a BatchNorm1d, which would normalize each chunk of tokens by itself"):
         loss_of(nn.BatchNorm1d(4), nn.Linear(WIDTH, WORDS))
     with pytest.raises(InputError, match=r"gave float64\(24, 13\).*\(2, 2, vocabulary\) is expected"):
         loss_of(nn.Flatten(0, 1), nn.Linear(WIDTH, WORDS), _Repeated())

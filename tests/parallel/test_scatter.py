@@ -118,9 +118,9 @@ def test_sizes_that_do_not_fit_are_refused(sizes: list[int]) -> None:
 
 
 def test_tensors_of_different_sizes_are_refused_with_both_sizes() -> None:
-    with pytest.raises(InputError, match=r"tensors of 6 and 4 along dimension 0 .*\(6, 2\) and \(4,\)"):
+    with pytest.raises(InputError, match=r"different sizes along dimension 0 \(shapes \(6, 2\) and \(4,\)\)"):
         scatter({"x": torch.zeros(6, 2), "mask": torch.zeros(4)}, "2xcpu")
-    with pytest.raises(InputError, match="6 and 4"):
+    with pytest.raises(InputError, match=r"\(6,\) and \(4,\)"):
         scatter_kwargs((torch.zeros(6),), {"mask": torch.zeros(4)}, "2xcpu")
 
 

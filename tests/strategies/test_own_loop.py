@@ -219,7 +219,7 @@ def test_a_function_that_freezes_a_layer_on_rank_0_is_found_in_the_next_step(kin
 
 @pytest.mark.parametrize("kind", ["started", "epoch", "evaluated", "saved"])
 def test_a_function_that_writes_a_parameter_on_rank_0_is_found_in_the_next_step(kind: str, tmp_path: Path) -> None:
-    with pytest.raises(RunError, match=r'parameter "2.weight" has come to differ between ranks'):
+    with pytest.raises(RunError, match=r'parameter "2.weight" is no longer the same on all ranks'):
         lockstep.train(job_that(shrink, kind), strategy="ddp", devices="2xcpu", folder=tmp_path, quiet=True)
 
 

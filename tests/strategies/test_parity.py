@@ -260,7 +260,7 @@ def test_a_share_of_one_sample_is_told_what_batch_norm_needs(way, samples, setti
 
 def test_ranks_whose_parameters_come_to_differ_are_stopped(tmp_path) -> None:
     job = dataclasses.replace(ZOO["mlp"], optimizer=lambda params: Jittering(params, lr=0.1))
-    with pytest.raises(RunError, match=r'parameter "0\.weight" has come to differ between ranks'):
+    with pytest.raises(RunError, match=r'parameter "0\.weight" is no longer the same on all ranks'):
         train(job, strategy="ddp", devices="2xcpu", folder=tmp_path, quiet=True)
 
 

@@ -216,7 +216,7 @@ def test_a_loader_worker_that_is_killed_is_said(tmp_path) -> None:
 def test_a_damaged_state_is_said(tmp_path) -> None:
     run = train(job_of(epochs=1), folder=tmp_path, quiet=True)
     (run.folder / "state.pt").write_bytes(b"nonsense")
-    with pytest.raises(FolderError, match=r"state\.pt: it can't be read"):
+    with pytest.raises(FolderError, match=r"state\.pt: the file is damaged"):
         train(job_of(), resume=run.folder, quiet=True)
 
 

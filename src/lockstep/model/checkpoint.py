@@ -122,7 +122,10 @@ def load_state(path: Path) -> dict[str, Any]:
     try:
         state: dict[str, Any] = torch.load(path, map_location="cpu", weights_only=True)
     except Exception as error:
-        raise FolderError(f"{path}: it can't be read ({first_line(error)})") from error
+        raise FolderError(
+            f"{path}: the file is damaged, or wasn't written by Lockstep ({first_line(error)}): take another run, or "
+            "begin anew"
+        ) from error
     return state
 
 

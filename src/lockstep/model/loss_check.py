@@ -274,7 +274,7 @@ class LossCheck:
                 self.reads = tuple(named)
             for name, shape in named.items():
                 called = f' "{name}"' if name else ""
-                self._trust(f"{what}{called} {tuple(shape)}, which isn't one row for each of {samples} samples")
+                self._trust(f"{what}{called} {tuple(shape)}, which hasn't one row for each of the {samples} samples")
         raise _CantTell
 
     def _trust(self, reads: str = "") -> None:

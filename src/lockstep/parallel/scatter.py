@@ -136,14 +136,16 @@ def _batch_size(inputs: Any, dim: int) -> int | None:
             first = tensor
         elif tensor.shape[dim] != first.shape[dim]:
             raise InputError(
-                f"tensors of {first.shape[dim]} and {tensor.shape[dim]} along dimension {dim} (shapes "
-                f"{tuple(first.shape)} and {tuple(tensor.shape)}) can't be cut together: give both one size there, "
-                "or keep what isn't part of the batch in the module"
+                f"the tensors of a batch have different sizes along dimension {dim} (shapes {tuple(first.shape)} and "
+                f"{tuple(tensor.shape)}): give them all the same size there, or keep what isn't part of the batch in "
+                "the module"
             )
     if first is None:
         return None
     if first.shape[dim] == 0:
-        raise InputError(f"a batch of 0 (shape {tuple(first.shape)}, dimension {dim}) can't be cut: skip it")
+        raise InputError(
+            f"a batch of 0 samples (shape {tuple(first.shape)}, dimension {dim}) can't be scattered: skip it"
+        )
     return first.shape[dim]
 
 

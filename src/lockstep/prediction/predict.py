@@ -226,7 +226,8 @@ class _Prediction:
             for leaf, rows in taken(self.form, outputs, size):
                 if isinstance(leaf, Rows) and rows.dtype != leaf.dtype:
                     raise InputError(
-                        f'outputs: "{leaf.name}" is {leaf.dtype} in the first batch, {rows.dtype} in another'
+                        f'outputs: "{leaf.name}" was {leaf.dtype} in the first batch and is {rows.dtype} in another: '
+                        "return one dtype"
                     )
                 write_rows(self.folder, self.layout, leaf.name, first, rows)
             first += size

@@ -131,10 +131,10 @@ class DDPStep(Step):
         drifted = differing_tensors(self.model.named_parameters(), self.world) if self.world.size > 1 else None
         if drifted is not None:
             raise RunError(
-                f'parameter "{drifted}" has come to differ between ranks',
+                f'parameter "{drifted}" is no longer the same on all ranks: not only the optimizer has written it',
                 kind="drift",
-                fix="only the optimizer may write it, alike on all ranks (without random numbers): not the model in "
-                "forward, nor on_event, which runs on rank 0 only",
+                fix="don't write it in forward, nor in on_event, which runs on rank 0 only; an optimizer must not draw "
+                "random numbers",
             )
 
     def _overlapping(self, all_have_samples: bool) -> DistributedDataParallel | None:

@@ -201,8 +201,8 @@ def _refuse_batch_norm(generator: nn.Module) -> None:
     for name, module in generator.named_modules():
         if isinstance(module, _BatchNorm) and (module.training or module.running_mean is None):
             raise InputError(
-                f"{name or 'the generator'} is a {type(module).__name__}, which would normalise each chunk by itself: "
-                "put it in the trunk"
+                f"{name or 'the generator'} is a {type(module).__name__}, which would normalize each chunk of tokens "
+                "by itself: move it to the model in front of the generator, or call its eval()"
             )
 
 

@@ -72,8 +72,8 @@ class Criterion:
         tolerance = 2e-2 if formats & set(HALF) else 1e-8 if formats <= {torch.float64} else 1e-4
         if abs(together - value) > tolerance * max(abs(value), sum(map(abs, found))):
             raise LossError(
-                f"{self._totalled.name} is not a sum over tokens (whole {value:.6g}, its two parts "
-                f'add up to {together:.6g}): use reduction="sum", or return (total, count)'
+                f"{self._totalled.name} is not a sum over tokens ({value:.6g} for all of them, and "
+                f'{together:.6g} for two parts added): use reduction="sum", or return (total, count)'
             )
         self._probed = value != 0  # zeros (all ignored, say) show nothing
 
