@@ -37,11 +37,6 @@ Number = float | Tensor
 """A total, or a count."""
 
 
-def totalled(loss: Callable[..., Any]) -> Totalled:
-    """``Totalled.of(loss)``."""
-    return Totalled.of(loss)
-
-
 class Totalled:
     """``(outputs, targets, samples) -> (total, count)`` made of a person's loss.
 
