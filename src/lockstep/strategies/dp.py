@@ -15,7 +15,7 @@ refreshed once a step.
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
@@ -27,6 +27,7 @@ from lockstep.errors import StrategyError
 from lockstep.job import Job
 from lockstep.launch.events import Caveat
 from lockstep.launch.layout import Layout
+from lockstep.launch.observer import observed, phase
 from lockstep.launch.world import World
 from lockstep.model.build import buffers_of, build_model
 from lockstep.model.inspection import attribute_prints, drops
@@ -78,7 +79,7 @@ class DP(Strategy):
                 raise StrategyError(
                     "sync_batchnorm needs a device for each replica: on one device they would wait forever"
                 )
-            exchange = ThreadExchange(len(world.devices))
+            exchange = ThreadExchange(len(world.devices), world.observers)
             synchronise(model, exchange)
         return DPStep(model, build_optimizer(job, model), job, world, exchange)
 
@@ -86,12 +87,7 @@ class DP(Strategy):
 class DPStep(Step):
     """All replicas, their threads, and the one optimizer over the first replica's parameters."""
 
-    profiled: Mapping[str, str] = {
-        "_refresh": "refresh replicas",
-        "_scatter": "scatter",
-        "_on_replica": "replica",
-        "_add_gradients": "reduce",
-    }
+    timed = "replica"
 
     def __init__(
         self,
@@ -221,6 +217,7 @@ class DPStep(Step):
         """The first replica's share of the first micro-batch, on its device."""
         return self._scatter(batch)[0][0]
 
+    @phase("communicating", "scatter")
     def _scatter(self, batch: Batch) -> list[list[Part]]:
         """For each replica, its share of each micro-batch (even shares, so that no device waits long for another)."""
         if batch.shares is not None:
@@ -240,6 +237,7 @@ class DPStep(Step):
                 start += size
         return shares
 
+    @observed(lambda observer, step, number, *args: observer.replica(number))
     def _on_replica(self, i: int, parts: list[Part], size: int) -> tuple[Number, Number]:
         """Forward, loss and backward of one replica's shares; in its thread."""
         where = f"replica {i} ({self._devices[i]})"
@@ -265,6 +263,7 @@ class DPStep(Step):
                     self._exchange.leave(i, j)
         return total, count
 
+    @phase("communicating", "reduce")
     def _add_gradients(self, active: list[int]) -> None:
         """Sum the replicas' gradients into the first one's, each thread a span of the parameters."""
         if 0 not in active:
@@ -297,6 +296,7 @@ class DPStep(Step):
                 elif g.is_sparse:
                     p.grad = p.grad + g
 
+    @phase("communicating", "refresh replicas")
     @torch.no_grad()
     def _refresh(self) -> None:
         """Make every replica equal to the first before a step.

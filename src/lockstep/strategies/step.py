@@ -15,10 +15,10 @@ from __future__ import annotations
 import math
 import time
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from torch import nn
@@ -29,6 +29,7 @@ from lockstep.errors import InputError, LossError, NonFiniteLoss, OutOfMemory, R
 from lockstep.job import Job
 from lockstep.launch.events import Caveat, Line
 from lockstep.launch.memory import is_out_of_memory
+from lockstep.launch.observer import observed, phase
 from lockstep.launch.world import World
 from lockstep.model.additivity import Piece
 from lockstep.model.build import hooked_parameters
@@ -93,7 +94,7 @@ class Step(Evaluator, ABC):
         model: the model under its one-device names.
         optimizer: the one optimizer of this process.
         world: this process's place among the ranks.
-        on_forward: told of each forward of an update: which replica, its part, its outputs (see ``first_step``).
+        observers: of this step, those of its world.
         stopping: whether the ranks have agreed, in the last update, that the training is to be saved and stopped.
         last_look: the last update in which it is looked at what the model does in forward, by some more forwards; that
             is done in updates 1, 2, 4, 8 and so on, and in the last one of all.
@@ -101,16 +102,18 @@ class Step(Evaluator, ABC):
         seen: what was seen.
     """
 
-    on_forward: Callable[[str, Part, Any], None] | None = None
+    reduces = False
+    """Whether PyTorch's reducer sums gradients over the ranks while the next backward runs."""
 
     own_loop = False
     """Whether a person's own loop calls it, perhaps on some of the ranks only."""
 
-    profiled: Mapping[str, str] = {}
-    """Methods of a strategy's own that a profile names: ``"replica"`` (one runs for each), or how gradients move."""
+    timed: Literal["rank", "replica", "device"] = "rank"
+    """What a profile has times of: the process, its replicas on threads, or the devices of its stages."""
 
     def __init__(self, model: nn.Module, optimizer: torch.optim.Optimizer, job: Job, world: World) -> None:
         super().__init__(model, job, world)
+        self.observers = world.observers
         self.optimizer = optimizer
         self._clip_norm = job.clip_norm
         self._scaler = self._precision.scaler
@@ -356,13 +359,20 @@ class Step(Evaluator, ABC):
         if self._scaler is not None:
             self._scaler.unscale_(self.optimizer)
         self._weight(size, count)
+        for observer in self.observers:
+            observer.gradients_ready()
         self.clip()
+        self._optimize()
+
+    @phase("computing", "optimizer")
+    def _optimize(self) -> None:
         if self._scaler is None:
             self.optimizer.step()
         else:  # a step whose gradients overflowed is left out, on every rank, and the scale halved
             self._scaler.step(self.optimizer)
             self._scaler.update()
 
+    @phase("computing", "weight")
     def _weight(self, size: int, count: Number) -> None:
         """Make the gradients of total / size those of total / count."""
         if isinstance(count, torch.Tensor) and not self._on_accelerator:
@@ -391,18 +401,20 @@ class Step(Evaluator, ABC):
             for grad in grads:
                 grad.mul_(factor)
 
+    @phase("computing", "clip")
     def clip(self) -> None:
         """Hold the norm of all gradients together under ``clip_norm``."""
         if self._clip_norm is not None:
             clip_gradients(self._parameters, self._clip_norm)
 
+    @phase("computing", "forward and loss")
     def forward_loss(self, model: nn.Module, part: Part, where: str = "") -> tuple[torch.Tensor, Number]:
         """Total and count of one micro-batch's share under ``model``; the loss is probed where that is needed."""
         with self._precision.autocast():
             outputs = self.forward(model, part)
             total, count = self.loss_of(outputs, part, looks=self.looks_again)
-        if self.on_forward is not None:
-            self.on_forward(where, part, outputs)
+        for observer in self.observers:
+            observer.forwarded(where, part, outputs)
         if self.loss_check.wants(self._updates):
             self._check_loss(outputs, part, total, count)
         if self._waits:
@@ -413,6 +425,7 @@ class Step(Evaluator, ABC):
             )
         return total, count
 
+    @phase("computing", "backward")
     def backward(self, total: torch.Tensor, factor: float) -> None:
         """Add the gradient of ``factor * total`` to every ``parameter.grad``."""
         # Autograd begins with the factor, which saves a small step two operators and a node of the graph.
@@ -422,7 +435,11 @@ class Step(Evaluator, ABC):
         if total.requires_grad:
             if self._scaler is not None:
                 total = self._scaler.scale(total)
-            torch.autograd.backward(total, self._factors[key])
+            self._run_backward(total, self._factors[key])
+
+    @observed(lambda observer, step, total, factor: observer.backward(total, sums=step.reduces))
+    def _run_backward(self, total: torch.Tensor, factor: torch.Tensor) -> None:
+        torch.autograd.backward(total, factor)
 
     @property
     def _waits(self) -> bool:
@@ -506,6 +523,7 @@ class Step(Evaluator, ABC):
         """The sums over all ranks of what this one's results of an epoch came to."""
         return total, count
 
+    @observed(lambda observer, step, number: observer.microbatch(number))
     def begin_part(self, number: int) -> None:
         """Give micro-batch ``number`` a random stream of its own, so that it draws the same whenever it is computed."""
         if number and self._stream is not None:
