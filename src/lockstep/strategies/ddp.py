@@ -32,8 +32,7 @@ from lockstep.launch.world import World
 from lockstep.model.build import buffers_of, build_model, differing_tensors
 from lockstep.model.loss import Number
 from lockstep.model.optimizer import build_optimizer, gives_sparse_gradients
-from lockstep.strategies.buffer_broadcast import FollowedBuffers, take_first
-from lockstep.strategies.flat_gradients import FlatGradients
+from lockstep.strategies.rank_tensors import FlatGradients, FollowedBuffers, take_first
 from lockstep.strategies.step import Step
 from lockstep.strategies.strategy import Strategy
 from lockstep.threads.replica_collectives import RankExchange

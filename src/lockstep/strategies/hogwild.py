@@ -44,7 +44,7 @@ from lockstep.launch.world import World
 from lockstep.model.build import buffers_of, build_model
 from lockstep.model.loss import Number
 from lockstep.model.optimizer import build_optimizer
-from lockstep.strategies.buffer_broadcast import take_first
+from lockstep.strategies.rank_tensors import take_first
 from lockstep.strategies.shared_weights import SharedWeights
 from lockstep.strategies.step import Result, Step
 from lockstep.strategies.strategy import Strategy
