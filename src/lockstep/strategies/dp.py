@@ -14,10 +14,12 @@ refreshed once a step.
 
 from __future__ import annotations
 
+import bisect
 import functools
+import itertools
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
-from typing import Any, ClassVar
+from typing import Any, ClassVar, TypeVar, cast
 
 import torch
 from torch import nn
@@ -44,12 +46,14 @@ from lockstep.strategies.replicas import (
 )
 from lockstep.strategies.step import Result, Step
 from lockstep.strategies.strategy import Strategy
-from lockstep.tensors.pytree import call, cut, share_sizes, to_device
+from lockstep.tensors.pytree import cut, share_sizes, to_device
 from lockstep.threads import recompute
 from lockstep.threads.random_streams import stream
 from lockstep.threads.replica_collectives import ThreadExchange
 from lockstep.threads.sync_batchnorm import synchronise
 from lockstep.threads.thread_pool import Team
+
+T = TypeVar("T")
 
 
 @dataclass(frozen=True)
@@ -272,11 +276,10 @@ class DPStep(Step):
         others = [i for i in active if i > 0]
         if not others:
             return
-        if not self._shared:
-            for i in others:
-                self._add_span(0, len(self._parameters), [i])
-            return
-        self._team.run([functools.partial(self._add_span, start, end, others) for start, end in self._spans])
+        if self._shared:
+            self._team.run([functools.partial(self._add_span, start, end, others) for start, end in self._spans])
+        else:
+            self._add_span(0, len(self._parameters), others)
 
     def _add_span(self, start: int, end: int, others: list[int]) -> None:
         mine = self._parameters[start:end]
@@ -351,20 +354,17 @@ class DPStep(Step):
     def results(self, batch: Batch) -> list[tuple[Any, Any, Number, Number]]:
         """Those of each replica; what metrics need comes to the first device, and nothing is gathered."""
         first = self._devices[0].torch
-        return [
-            (to_device(result[0], first), to_device(part.targets, first), result[1], result[2])
-            for part, result in self._of_each(self._outputs_of, batch)
-        ]
+        return [(to_device(o, first), to_device(t, first), *sums) for o, t, *sums in super().results(batch)]
 
-    def predictions(self, batch: Batch) -> list[tuple[int, Any]]:
-        """Those of each replica, on its device."""
-        return [(part.size, outputs) for part, outputs in self._of_each(self._prediction_of, batch)]
-
-    def _of_each(self, function: Callable[[int, Part], Any], batch: Batch) -> list[tuple[Part, Any]]:
-        """Call a function for each replica and its share of a batch, in its thread; gives each share and its result."""
+    def _of_each(self, function: Callable[[nn.Module, Part], T], batch: Batch) -> list[tuple[Part, T]]:
         parts = [share[0] for share in self._scatter(batch)]
-        work = [functools.partial(function, i, part) if part.size else None for i, part in enumerate(parts)]
-        return [(part, found) for part, found in zip(parts, self._team.run(work), strict=True) if part.size]
+
+        def compute(i: int) -> T:
+            with stream(self._streams[i] if self._streams else None):
+                return function(self._replicas[i], parts[i])
+
+        work = [functools.partial(compute, i) if part.size else None for i, part in enumerate(parts)]
+        return [(part, cast(T, one)) for part, one in zip(parts, self._team.run(work), strict=True) if part.size]
 
     def outputs(self, part: Part) -> tuple[Any, Number, Number]:
         """Outputs gathered on the first device, and the totals of all replicas."""
@@ -376,24 +376,9 @@ class DPStep(Step):
         first = self._devices[0].torch
         return sum(v.to(first) if isinstance(v, torch.Tensor) else v for v in values)
 
-    @torch.no_grad()
-    def _outputs_of(self, i: int, part: Part) -> tuple[Any, Number, Number]:
-        with stream(self._streams[i] if self._streams else None):
-            return self.judged(self._replicas[i], part)
-
-    def _prediction_of(self, i: int, part: Part) -> Any:
-        with stream(self._streams[i] if self._streams else None), self._precision.autocast():
-            return call(self._replicas[i], part.inputs)
-
 
 def _even_spans(parameters: list[nn.Parameter], pieces: int) -> list[tuple[int, int]]:
     """Cut the list of parameters in spans of about equal numbers of elements."""
-    whole = sum(p.numel() for p in parameters)
-    ends: list[int] = []
-    done = 0
-    for i, p in enumerate(parameters, start=1):
-        done += p.numel()
-        while len(ends) < pieces - 1 and done * pieces >= whole * (len(ends) + 1):
-            ends.append(i)
-    ends += [len(parameters)] * (pieces - len(ends))
-    return list(zip([0, *ends[:-1]], ends, strict=True))
+    done = list(itertools.accumulate((p.numel() for p in parameters), initial=0))
+    cuts = [bisect.bisect_left(done, done[-1] * i / pieces) for i in range(pieces)]
+    return list(itertools.pairwise([*cuts, len(parameters)]))

@@ -128,20 +128,25 @@ class Evaluator:
 
     def results(self, batch: Batch) -> list[tuple[Any, Any, Number, Number]]:
         """Outputs, targets, total and count of each of this process's shares of an evaluation batch, not empty ones."""
-        part = batch.parts[0]
-        if not part.size:
-            return []
-        outputs, total, count = self.outputs(part)
-        return [(outputs, self.placed(part).targets, total, count)]
+        return [(found[0], part.targets, *found[1:]) for part, found in self._of_each(self.judged, batch)]
 
     def predictions(self, batch: Batch) -> list[tuple[int, Any]]:
         """Samples and outputs of each of this process's shares of a batch that isn't empty.
 
         The loss isn't called.
         """
-        part = batch.parts[0]
+        return [(part.size, outputs) for part, outputs in self._of_each(self._predicted, batch)]
+
+    def _of_each(self, function: Callable[[nn.Module, Part], T], batch: Batch) -> list[tuple[Part, T]]:
+        """Call a function for each replica of this process that has a share of a batch; gives each share too."""
+        if not batch.parts[0].size:
+            return []
+        part = self.placed(batch.parts[0])
+        return [(part, function(self.model, part))]
+
+    def _predicted(self, model: nn.Module, part: Part) -> Any:
         with self._precision.autocast():
-            return [(part.size, call(self.model, self.placed(part).inputs))] if part.size else []
+            return call(model, part.inputs)
 
     def outputs(self, part: Part) -> tuple[Any, Number, Number]:
         """As ``evaluate``."""

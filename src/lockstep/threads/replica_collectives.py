@@ -14,7 +14,7 @@ from __future__ import annotations
 import threading
 from collections.abc import Sequence
 from queue import SimpleQueue
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -23,29 +23,7 @@ from lockstep.errors import InputError, StrategyError
 from lockstep.launch.observer import Observer, observed
 from lockstep.launch.world import World, wait_awake
 
-
-class Session(Protocol):
-    """What one party needs in one micro-batch, in forward and in backward."""
-
-    @property
-    def parties(self) -> int:
-        """How many take part."""
-
-    def gather(self, tensor: torch.Tensor) -> torch.Tensor:
-        """Everybody's tensor, in the order of the parties: ``(parties, *tensor.shape)``."""
-
-    def sum(self, tensor: torch.Tensor) -> torch.Tensor:
-        """The sum of everybody's tensors, the same bits for all."""
-
-
 _exchanging = observed(lambda observer, session, tensor: observer.collective("batch norm", session.parties))
-
-
-class Exchange(Protocol):
-    """How the parties of a micro-batch find each other."""
-
-    def session(self) -> Session:
-        """The calling party's place in the micro-batch that it is computing."""
 
 
 class ThreadExchange:
@@ -154,6 +132,7 @@ class _Seat:
 
     @_exchanging
     def gather(self, tensor: torch.Tensor) -> torch.Tensor:
+        """Everybody's tensor, in the order of the parties: ``(parties, *tensor.shape)``."""
         boxes, me = self.room.boxes, self._number
         for other in range(self.parties):
             if other != me:
@@ -242,3 +221,10 @@ class RankExchange:
 
     def __deepcopy__(self, memo: dict[int, Any]) -> RankExchange:
         return self
+
+
+Exchange = ThreadExchange | RankExchange
+"""How the parties of a micro-batch find each other."""
+
+Session = _Seat | RankExchange
+"""What one party needs in one micro-batch, in forward and in backward."""
