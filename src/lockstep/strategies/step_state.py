@@ -180,16 +180,7 @@ class StepState(Evaluator):
             self.model.load_state_dict(state["model"])
         except RuntimeError as error:
             raise InputError(f"the saved model is another one: {str(error).splitlines()[-1].strip()}") from error
-        self._load_buffers(state.get("buffers", {}))
-        set_attributes(self.model, state.get("attributes", {}))
+        set_attributes(self.model, {**state.get("buffers", {}), **state.get("attributes", {})})
         load_named_optimizer_state(self.optimizer, self.model, state["optimizer"])
         if self._scaler is not None and "scaler" in state:
             self._scaler.load_state_dict(state["scaler"])
-
-    def _load_buffers(self, saved: Mapping[str, torch.Tensor]) -> None:
-        """Take over buffers that aren't persistent, which a model's own state leaves out."""
-        for name, value in saved.items():
-            around, _, own = name.rpartition(".")
-            module = self.model.get_submodule(around)
-            now = module._buffers.get(own)
-            module._buffers[own] = value.to(value.device if now is None else now.device)

@@ -77,16 +77,7 @@ def no_items(step: int) -> RunError:
 def refuse_not_finite(
     total: torch.Tensor, model: nn.Module, part: Part, outputs: Any, world: World, *, where: str, first: bool
 ) -> None:
-    """Look at the loss of a part of a batch; this waits for its value.
-
-    Args:
-        total: the loss.
-        model: that gave the outputs.
-        part: of the batch.
-        outputs: of the model.
-        world: this process's place.
-        where: which replica computed it, where there are several.
-        first: whether this is the first update.
+    """Look at the loss of a part of a batch, computed by the replica ``where``; this waits for its value.
 
     Raises:
         NonFiniteLoss: with what was not finite first.
@@ -103,12 +94,7 @@ def explained(
 ) -> LockstepError | None:
     """What an error in an update means, and what to do; None for one of the model's own.
 
-    Args:
-        error: as it was raised.
-        batch: of the update.
-        world: this process's place.
-        accumulate: the job's.
-        may_synchronise: whether ``sync_batchnorm`` would let a batch norm see more samples.
+    ``sync_batchnorm`` is only offered where it may be used, and would let a batch norm see more samples.
     """
     if is_out_of_memory(error):
         share = max(part.size for part in batch.parts)

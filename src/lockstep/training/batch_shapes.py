@@ -24,11 +24,7 @@ Shapes = dict[str, Shape]
 
 
 class FirstStep(Observer):
-    """Listens to a step during its first update.
-
-    Args:
-        step: whose next update it is.
-    """
+    """Listens to a step during its next update."""
 
     def __init__(self, step: Step) -> None:
         self._step = step
@@ -42,12 +38,7 @@ class FirstStep(Observer):
         self._seen[where] = part.size, shapes_of(part.inputs), shapes_of(outputs)
 
     def done(self, world: World, devices: list[str], size: int) -> dict[str, Any]:
-        """After the update: the shapes over all ranks, the same on each.
-
-        Args:
-            world: who takes part.
-            devices: of all ranks, in their order.
-            size: samples of the global batch.
+        """After the update on a global batch of ``size``: the shapes over all ranks and their devices, alike on each.
 
         Returns:
             ``inputs`` and ``outputs`` of the global batch, and of the first micro-batch in each of the ``devices``.

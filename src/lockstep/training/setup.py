@@ -26,45 +26,19 @@ from lockstep.training.scheduler import note_on_length, scheduler_of
 
 @dataclass(frozen=True)
 class Plan:
-    """What each rank is told: the job, the strategy, and where the run is kept.
+    """What each rank is told: the job, the strategy, and where the run is kept."""
 
-    Attributes:
-        job: a job, or the file that each rank loads it from.
-        strategy: with its settings.
-        name: what the job is called.
-        folder: the run's folder; None on a rank that hears of it from rank 0.
-        resume: go on from the folder's state.
-        tensorboard: write events for it.
-        profile: profile some steps.
-    """
-
-    job: Job | JobFile
+    job: Job | JobFile  # or the file that each rank loads it from
     strategy: Strategy
-    name: str
-    folder: str | None
-    resume: bool = False
-    tensorboard: bool = False
-    profile: bool = False
+    name: str  # what the job is called
+    folder: str | None  # None on a rank that hears of it from rank 0
+    resume: bool = False  # go on from the folder's state
+    tensorboard: bool = False  # write events for it
+    profile: bool = False  # profile some steps
 
 
 class Setup:
-    """All that a training needs, built.
-
-    Args:
-        world: this process's place.
-        plan: what the rank was told.
-        job: the plan's.
-        folder: of the run.
-
-    Attributes:
-        strategy: with all that it left open settled.
-        step: what trains.
-        scheduler: over the step's optimizer, or None.
-        parts: micro-batches of a global batch.
-        loader: of the training's batches.
-        eval_loaders: of each evaluation set, by name.
-        devices: those of all ranks, by name.
-    """
+    """All that a training needs, built on this rank."""
 
     def __init__(self, world: World, plan: Plan, job: Job, folder: RunFolder) -> None:
         self.world = world
@@ -77,12 +51,13 @@ class Setup:
         self.strategy = self._planned_strategy()
         self.step: Step = self.strategy.prepare(job, world)
         self.scheduler = scheduler_of(job, self.step)
-        self.parts = self.strategy.num_microbatches(job)
+        self.parts = self.strategy.num_microbatches(job)  # micro-batches of a global batch
         self.loader = self.strategy.training_loader(job, world, self.train_data)
         self.eval_loaders = eval_loaders(job, world, self.eval_data)
         self.step.last_step = self.steps
         moves = self.steps if job.lr_scheduler_every == "step" else self.epochs
         self._on_schedule = note_on_length(self.scheduler, moves, job.lr_scheduler_every)
+        # Those of all ranks.
         self.devices = [str(d) for mine in world.gather_objects(world.devices) for d in mine]
 
     def _planned_strategy(self) -> Strategy:
