@@ -10,7 +10,7 @@ import contextlib
 import functools
 from collections.abc import Callable
 from contextlib import AbstractContextManager
-from typing import Any, Literal, ParamSpec, TypeVar, cast
+from typing import Any, Literal, ParamSpec, TypeVar
 
 P = ParamSpec("P")
 R = TypeVar("R")
@@ -72,7 +72,7 @@ def observed(around: Callable[..., _Context]) -> Callable[[Callable[P, R]], Call
     def mark(function: Callable[P, R]) -> Callable[P, R]:
         @functools.wraps(function)
         def run(*args: P.args, **named: P.kwargs) -> R:
-            observers: list[Observer] = cast(Any, args[0]).observers
+            observers: list[Observer] = args[0].observers  # type: ignore[attr-defined]
             if not observers:
                 return function(*args, **named)
             with contextlib.ExitStack() as stack:
