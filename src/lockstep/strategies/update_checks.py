@@ -103,7 +103,8 @@ def explained(
             f"use a smaller batch_size, or accumulate={2 * accumulate}"
         )
     if is_of_one_sample(error):
-        said = f"step {world.step}: BatchNorm was given one sample only, of a batch of {batch.size}"
+        size = sum(part.of for part in batch.parts)
+        said = f"step {world.step}: BatchNorm was given one sample only, of a batch of {size}"
         if may_synchronise and max(part.of for part in batch.parts) > 1:
             return RunError(
                 f"{said}: sync_batchnorm=True lets it see those of all replicas; or choose another batch_size"
