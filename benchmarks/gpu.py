@@ -19,7 +19,7 @@ from lockstep.data import Batch, Loader, Part
 from lockstep.launch.devices import Device
 from lockstep.launch.world import World
 from lockstep.parallel import DataParallel
-from lockstep.strategies.mp import MP
+from lockstep.strategies import MP
 
 BATCH = 256
 

@@ -24,7 +24,7 @@ from lockstep.jobfile import JobFile
 from lockstep.launch.devices import Device, slots, usable_cores
 from lockstep.pipelining.microbatch import current
 from lockstep.pipelining.planner.plan import planned
-from lockstep.strategies.mp import MP
+from lockstep.strategies import MP
 from lockstep.strategies.pp import PP
 
 HALVES = {f"layers.{i}": i // 4 for i in range(8)}

@@ -24,9 +24,10 @@ from lockstep.launch.world import World
 from lockstep.model.checkpoint import take_weights
 from lockstep.strategies import Strategy, choose
 from lockstep.training.evaluation import evaluate_sets
-from lockstep.training.loop import Plan, train_on
+from lockstep.training.loop import train_on
 from lockstep.training.resume import as_it_went
 from lockstep.training.run import Run, trained_of
+from lockstep.training.setup import Plan
 
 
 def train(

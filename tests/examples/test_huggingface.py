@@ -20,7 +20,7 @@ from transformers import (
 
 from lockstep import Job, predict, train
 from lockstep.parallel import DataParallel
-from lockstep.strategies.mp import MP
+from lockstep.strategies import MP
 from lockstep.strategies.pp import PP
 from lockstep.verify import differences, parity
 from zoo import labels, sgd

@@ -15,7 +15,7 @@ from torch.utils.checkpoint import checkpoint
 
 from lockstep import Job, evaluate, parallelize, predict, train
 from lockstep.errors import LossError, StrategyError
-from lockstep.strategies.mp import MP
+from lockstep.strategies import MP
 from lockstep.strategies.pp import PP
 from lockstep.training.run import Run
 from lockstep.verify import differences, same_bits

@@ -20,7 +20,7 @@ from torch.utils.checkpoint import checkpoint
 from lockstep import Job, parallelize, train
 from lockstep.errors import StrategyError
 from lockstep.pipelining.state_probe import Begun
-from lockstep.strategies.mp import MP
+from lockstep.strategies import MP
 from lockstep.strategies.pp import PP
 from lockstep.verify import differences
 

@@ -19,8 +19,8 @@ from lockstep.launch.devices import slots
 from lockstep.launch.world import World
 from lockstep.pipelining import transfer
 from lockstep.pipelining.device_map import even_split, stage_of
+from lockstep.strategies import MP
 from lockstep.strategies import pp as _pp
-from lockstep.strategies.mp import MP
 from lockstep.strategies.pp import PP
 from lockstep.strategies.single import Single
 from lockstep.strategies.step import Step

@@ -17,7 +17,8 @@ from torch import nn
 
 from lockstep.errors import InputError, StrategyError
 from lockstep.launch import devices
-from lockstep.threads.sync_batchnorm import ThreadExchange, synchronise
+from lockstep.threads.replica_collectives import ThreadExchange
+from lockstep.threads.sync_batchnorm import synchronise
 from lockstep.threads.thread_pool import Team
 
 EXACT = {"rtol": 1e-12, "atol": 1e-12}
@@ -374,7 +375,8 @@ def test_ranks_give_the_numbers_of_the_whole_batch_also_where_some_sit_out(tmp_p
         from torch import nn
         import torch.distributed as dist
         from lockstep.launch import devices
-        from lockstep.threads.sync_batchnorm import RankExchange, synchronise
+        from lockstep.threads.replica_collectives import RankExchange
+        from lockstep.threads.sync_batchnorm import synchronise
         from lockstep.launch.world import World, join, leave
 
         torch.set_num_threads(1)

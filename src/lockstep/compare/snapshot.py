@@ -14,8 +14,6 @@ from typing import Any
 from lockstep.data import Batch, Part
 from lockstep.launch.events import TimesOf
 from lockstep.profiling.clock import Clock
-from lockstep.profiling.clocked_methods import Methods
-from lockstep.profiling.profiler import timelines_of
 from lockstep.profiling.time_breakdown import times_of
 from lockstep.strategies.step import Step
 from lockstep.training.batch_shapes import FirstStep
@@ -78,7 +76,8 @@ class Onlooker:
             Seen(name, ids, inside["inputs"], inside["outputs"])
             for name, ids, inside in zip(names, samples, shapes["devices"], strict=False)
         ]
-        clock, timelines = _clocked(step, batches, seed)
+        clock = _clocked(step, batches, seed)
+        timelines = {title: one.plain() for title, one in clock.timelines.items()}
         tracks = [track for mine in world.gather_objects(clock.replicas) for track in mine]
         # One clock for several stages would tell of none of them.
         known = "stage" not in world.layout.axes or len(tracks) == len(world.devices)
@@ -87,21 +86,15 @@ class Onlooker:
         return Glance(devices, shapes["inputs"], shapes["outputs"], times, clock.overlaps, moved, timelines)
 
 
-def _clocked(step: Step, batches: Iterator[Batch], seed: int) -> tuple[Clock, dict[str, Any]]:
-    """Clock some updates; gives the timelines of the stages too, where there are any."""
+def _clocked(step: Step, batches: Iterator[Batch], seed: int) -> Clock:
+    """Clock some updates."""
     clock = Clock(step)
-    methods = Methods(step, clock)
-    methods.replace()
-    try:
+    with clock.observing():
         for batch in itertools.islice(clock.over(batches), CLOCKED):
             step.seed(seed)
             step.update(batch)
         clock.end_step()
-        timelines = {} if methods.runner is None else timelines_of(methods.runner)
-    finally:
-        methods.put_back()
-        clock.forget_step()
-    return clock, {title: one.plain() for title, one in timelines.items()}
+    return clock
 
 
 def _ids(share: list[Part]) -> list[int] | None:

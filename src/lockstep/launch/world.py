@@ -12,7 +12,7 @@ import os
 import time
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
-from typing import Any, TypeVar
+from typing import Any, ParamSpec, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -23,8 +23,22 @@ from lockstep.launch import devices as _devices
 from lockstep.launch import stop_request
 from lockstep.launch.devices import Device
 from lockstep.launch.layout import DataShare, Layout
+from lockstep.launch.observer import Observer, observed
 
+P = ParamSpec("P")
 T = TypeVar("T")
+
+
+def _collective(function: Callable[P, T]) -> Callable[P, T]:
+    """Mark a method of World in which ranks wait for one another."""
+
+    def around(observer: Observer, world: World, *args: Any, **named: Any) -> contextlib.AbstractContextManager[None]:
+        group = named.get("group")
+        parties = world.size if group is None else dist.get_world_size(group)
+        return observer.collective(function.__name__, parties)
+
+    return observed(around)(function)
+
 
 _SMALL = 1 << 18
 """Bytes up to which a sum costs less than being woken up for it."""
@@ -56,6 +70,7 @@ class World:
         tell: sends an event to the process that launched the ranks (does nothing elsewhere).
         layout: what a strategy does with the devices; by itself each of them has a local batch.
         in_step: the ranks make their steps together, so that all end after the same one.
+        observers: look at the updates that are made in this world, and at what its ranks do together.
     """
 
     rank: int = 0
@@ -72,6 +87,7 @@ class World:
     tell: Callable[[Any], None] = field(default=lambda event: None, repr=False)
     layout: Layout = field(init=False)
     in_step: bool = field(default=False, repr=False)
+    observers: list[Observer] = field(default_factory=list, init=False, repr=False)
     _meetings: int = field(default=0, init=False, repr=False)
 
     def __post_init__(self) -> None:
@@ -92,6 +108,7 @@ class World:
         """Whether this is rank 0."""
         return self.rank == 0
 
+    @_collective
     def all_reduce(self, tensor: torch.Tensor, group: dist.ProcessGroup | None = None) -> torch.Tensor:
         """Sum ``tensor`` over the ranks, in place, and give it back.
 
@@ -114,12 +131,14 @@ class World:
             wait_awake(dist.all_reduce(tensor, group=group, async_op=True))
         return tensor
 
+    @_collective
     def broadcast(self, tensor: torch.Tensor, source: int = 0) -> torch.Tensor:
         """Overwrite ``tensor`` on every rank with that of rank ``source``, and give it back."""
         if self.size > 1:
             dist.broadcast(tensor, source)
         return tensor
 
+    @_collective
     def broadcast_object(self, value: T, source: int = 0) -> T:
         """The object that rank ``source`` gave; the others' are ignored."""
         if self.size == 1:
@@ -129,6 +148,7 @@ class World:
         result: T = box[0]
         return result
 
+    @_collective
     def gather_objects(self, value: T) -> list[T]:
         """Every rank's object, in rank order, on every rank."""
         if self.size == 1:

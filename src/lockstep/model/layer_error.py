@@ -44,6 +44,6 @@ def layer_error(model: nn.Module, error: Exception) -> JobError | None:
     return JobError(f"model: {name}({type(layer).__name__}), given {shapes}: {first_line(error)}{advice}")
 
 
-def is_of_one_sample(error: Exception) -> bool:
+def is_of_one_sample(error: BaseException) -> bool:
     """Whether BatchNorm raised it, given one value per channel, which has no variance."""
     return isinstance(error, ValueError) and "more than 1 value per channel" in str(error)

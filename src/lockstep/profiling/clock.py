@@ -1,19 +1,28 @@
-"""The clock of a profile: what each thread of this process does when, in one step after another."""
+"""The clock of a profile: what each thread of this process does when, in one step after another.
+
+It is an observer of the steps that it clocks. No other step has one, so a training without a profile has nothing of it.
+"""
 
 from __future__ import annotations
 
 import contextlib
 import threading
-from collections.abc import Iterator, Sequence
+from collections import Counter
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import Any
 
 import torch
+from torch.autograd import Variable
 from torch.profiler import record_function
 
 from lockstep.data import Batch
+from lockstep.launch.observer import Kind, Observer
 from lockstep.launch.world import now
-from lockstep.profiling.time_breakdown import Kind, StepTimes, Track
+from lockstep.pipelining.planner.simulate import ideal
+from lockstep.pipelining.runner import Runner
+from lockstep.profiling.time_breakdown import StepTimes, Track
+from lockstep.report.timeline import Timeline
 from lockstep.strategies.step import Step
 
 
@@ -26,16 +35,16 @@ class _Place:
     is_in_collective: bool = False
 
 
-class Clock:
-    """Notes when this process's threads begin and end what."""
+class Clock(Observer):
+    """Notes when this process's threads begin and end what, while it is ``observing`` the updates of a step."""
 
     def __init__(self, step: Step) -> None:
         self._world = world = step.world
         self.track = Track(world.rank, str(world.device))  # of the thread that runs the loop
         self.overlaps = False  # whether a sum ran inside of a backward
-        words = step.profiled.values()
-        # What has a track: threads do where they compute.
-        self.whose = "replica" if "replica" in words else "device" if "stages" in words else "rank"
+        self._runner: Runner | None = getattr(step, "runner", None)
+        self.timelines: dict[str, Timeline] = {}  # by title, when stages computed, once it has observed
+        self.whose = step.timed  # what has a track: threads do where they compute
         devices = () if self.whose == "rank" else world.devices
         self._threads = [Track(i, str(device)) for i, device in enumerate(devices)]
         self._on_accelerator = not world.device.is_slot
@@ -48,6 +57,21 @@ class Clock:
     def replicas(self) -> list[Track]:
         """A track for each device that this process drives: its own thread's time, and the loop's."""
         return self._threads or [self.track]
+
+    @contextlib.contextmanager
+    def observing(self) -> Iterator[None]:
+        """Meanwhile it is among the step's observers; a step that is open at the end is forgotten."""
+        self._world.observers.append(self)
+        if self._runner is not None:
+            self._runner.timelines = []
+        try:
+            yield
+        finally:
+            self._world.observers.remove(self)
+            if self._runner is not None:
+                self.timelines = _timelines_of(self._runner)
+                self._runner.timelines = None
+            self.forget_step()
 
     def over(self, batches: Iterator[Batch]) -> Iterator[Batch]:
         """The same batches; a step begins with asking for its batch, and ends when the next is asked for."""
@@ -146,9 +170,9 @@ class Clock:
                 self.wait()
         finally:
             place.is_in_collective = False
-        self.was_in(name, parties, entered)
+        self._was_in(name, parties, entered)
 
-    def was_in(self, name: str, parties: int, entered: float) -> None:
+    def _was_in(self, name: str, parties: int, entered: float) -> None:
         """This thread has left a collective that it entered at that moment."""
         place: _Place = self._here.place
         left = now()
@@ -156,12 +180,18 @@ class Clock:
         if place.inner:
             place.inner[-1] += left - entered
 
-    def stages(self, seconds: float, busy: Sequence[float]) -> None:
-        """The devices' stages have computed for so long each, in a time in which this thread waited for them."""
+    @contextlib.contextmanager
+    def stages(self) -> Iterator[None]:
+        """The devices' stages compute, and this thread waits for them."""
+        began = now()
+        yield
+        if self.whose != "device" or self._runner is None or not self._runner.timelines:
+            return
+        seconds = now() - began
         place: _Place = self._here.place
         if place.inner:
             place.inner[-1] += seconds
-        for track, computed in zip(self._threads, busy, strict=True):
+        for track, computed in zip(self._threads, self._runner.timelines[-1].busy, strict=True):
             track.steps[-1].add("computing", "stages", computed)
             track.steps[-1].add("waiting", "other stages", max(0.0, seconds - computed))
 
@@ -177,3 +207,46 @@ class Clock:
         finally:
             self._stays[number] = began, now()
             del self._here.place
+
+    @contextlib.contextmanager
+    def backward(self, total: torch.Tensor, *, sums: bool) -> Iterator[None]:
+        """PyTorch's reducer sums while backward runs; what is left when backward's own work is done is a collective.
+
+        The reducer waits for it in a callback at the end of backward, and one that was asked for before the reducer's
+        runs before it.
+        """
+        if not sums:
+            yield
+            return
+        computed: list[float] = []
+
+        def note() -> None:
+            if self._on_accelerator:
+                torch.accelerator.current_stream().synchronize()
+            computed.append(now())
+
+        def begun(gradient: torch.Tensor) -> None:
+            Variable._execution_engine.queue_callback(note)
+
+        hook = total.register_hook(begun)  # type: ignore[no-untyped-call]
+        yield
+        hook.remove()
+        if computed:
+            self.wait()
+            self._was_in("reduce", self._world.size, computed[0])
+            self.overlaps = True
+
+
+def _timelines_of(runner: Runner) -> dict[str, Timeline]:
+    """When each stage computed in a usual update, and when it ideally would have; empty where nothing was noted.
+
+    Usual is the one of middle length, among those with as many micro-batches as most have.
+    """
+    noted = [timeline for timeline in runner.timelines or () if any(timeline.devices)]
+    if not noted:
+        return {}
+    counts = [1 + max(span.action.microbatch for mine in one.devices for span in mine) for one in noted]
+    count = Counter(counts).most_common(1)[0][0]
+    equal = [timeline for timeline, its in zip(noted, counts, strict=True) if its == count]
+    middle = sorted(equal, key=lambda timeline: timeline.makespan)[(len(equal) - 1) // 2]
+    return {"measured": middle, "ideal, with the same stage times": ideal(runner.schedule(count), equal)}

@@ -1,7 +1,6 @@
 """Which steps are profiled, the trace of each rank, and what is told.
 
-While these steps run, a few methods of the step, the optimizer and the world are replaced on their objects by ones that
-look at the clock before and after. Then they are taken away again, so a training without a profile has nothing of it::
+While these steps run, a clock is among their observers::
 
     step    1   2 | 3   4   ...   12 | 13 ...
           warm-up |     profiled     | as if nothing had been
@@ -18,7 +17,6 @@ import itertools
 import json
 import os
 import shutil
-from collections import Counter
 from collections.abc import Iterator, Mapping
 from importlib.util import find_spec
 from pathlib import Path
@@ -33,10 +31,7 @@ from lockstep.launch.events import Line, Profile
 from lockstep.launch.run_folder import RunFolder
 from lockstep.launch.world import World
 from lockstep.pipelining.planner.schedule_picture import draw, key, lines_of
-from lockstep.pipelining.planner.simulate import ideal
-from lockstep.pipelining.runner import Runner
 from lockstep.profiling.clock import Clock
-from lockstep.profiling.clocked_methods import Methods
 from lockstep.profiling.time_breakdown import lines_of as table_of
 from lockstep.profiling.time_breakdown import times_of
 from lockstep.report.timeline import Timeline
@@ -62,7 +57,7 @@ class Profiler:
         self._folder = folder
         self._warm_up = WARM_UP if steps is None else max(0, min(WARM_UP, steps - 1))
         self._clock = Clock(step)
-        self._methods = Methods(step, self._clock)
+        self._observing = contextlib.ExitStack()
         self._trace: profile | None = None
         self._done = False
         if world.is_first:
@@ -107,20 +102,17 @@ class Profiler:
         activities = [one for one in supported_activities() if one.name in wanted]  # type: ignore[no-untyped-call]
         self._trace = profile(activities=activities, experimental_config=_all_threads(len(self._world.devices)))
         self._trace.start()
-        self._methods.replace()
+        self._observing.enter_context(self._clock.observing())
 
-    def _stop(self) -> dict[str, Timeline]:
-        runner = self._methods.runner
-        timelines = {} if runner is None else timelines_of(runner)
-        self._methods.put_back()
-        self._clock.forget_step()
+    def _stop(self) -> None:
+        self._observing.close()
         if self._trace is not None and not self._done:
             self._trace.stop()
-        return timelines
 
     def _finish(self) -> None:
         """Write this rank's trace; lay the clocks of all ranks side by side, and tell. Every rank calls this."""
-        timelines = self._stop()
+        self._stop()
+        timelines = self._clock.timelines
         self._done = True
         assert self._trace is not None
         world, folder = self._world, self._folder.profile
@@ -194,21 +186,6 @@ def _all_threads(devices: int) -> Any:
 
         return _ExperimentalConfig(profile_all_threads=True)
     return None
-
-
-def timelines_of(runner: Runner) -> dict[str, Timeline]:
-    """When each stage computed in a usual update, and when it ideally would have; empty where nothing was noted.
-
-    Usual is the one of middle length, among those with as many micro-batches as most have.
-    """
-    noted = [timeline for timeline in runner.timelines or () if any(timeline.devices)]
-    if not noted:
-        return {}
-    counts = [1 + max(span.action.microbatch for mine in one.devices for span in mine) for one in noted]
-    count = Counter(counts).most_common(1)[0][0]
-    equal = [timeline for timeline, its in zip(noted, counts, strict=True) if its == count]
-    middle = sorted(equal, key=lambda timeline: timeline.makespan)[(len(equal) - 1) // 2]
-    return {"measured": middle, "ideal, with the same stage times": ideal(runner.schedule(count), equal)}
 
 
 def _save(timelines: Mapping[str, Timeline], folder: Path) -> list[str]:

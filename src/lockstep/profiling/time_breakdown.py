@@ -15,11 +15,10 @@ from __future__ import annotations
 import textwrap
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
-from typing import Literal
 
 from lockstep.launch.events import Profile, TimesOf
+from lockstep.launch.observer import Kind
 
-Kind = Literal["computing", "communicating", "waiting", "loading", "other"]
 KINDS: tuple[Kind, ...] = ("computing", "communicating", "waiting", "loading", "other")
 
 Collective = tuple[str, int]

@@ -1,4 +1,4 @@
-"""The strategies, one file each. A new one is one file and one line in this list."""
+"""The strategies, one file each (``mp`` is with ``pp``). A new one is one file and one line in this list."""
 
 from __future__ import annotations
 
@@ -13,8 +13,7 @@ from lockstep.launch.devices import Device
 from lockstep.strategies.ddp import DDP
 from lockstep.strategies.dp import DP
 from lockstep.strategies.hogwild import Hogwild
-from lockstep.strategies.mp import MP
-from lockstep.strategies.pp import PP
+from lockstep.strategies.pp import MP, PP
 from lockstep.strategies.single import Single
 from lockstep.strategies.strategy import Strategy
 

@@ -14,7 +14,7 @@ import inspect
 import os
 import sys
 import tempfile
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from contextlib import nullcontext
 from dataclasses import dataclass
 from typing import ClassVar, Literal
@@ -27,12 +27,12 @@ from lockstep.data import Batch, Part
 from lockstep.errors import InputError, RunError, StrategyError
 from lockstep.job import Job
 from lockstep.launch.layout import Layout
+from lockstep.launch.observer import phase
 from lockstep.launch.world import World
 from lockstep.model.build import buffers_of, build_model, differing_tensors
 from lockstep.model.loss import Number
 from lockstep.model.optimizer import build_optimizer, gives_sparse_gradients
-from lockstep.strategies.buffer_broadcast import FollowedBuffers, take_first
-from lockstep.strategies.flat_gradients import FlatGradients
+from lockstep.strategies.rank_tensors import FlatGradients, FollowedBuffers, take_first
 from lockstep.strategies.step import Step
 from lockstep.strategies.strategy import Strategy
 from lockstep.threads.replica_collectives import RankExchange
@@ -86,8 +86,6 @@ class DDP(Strategy):
 
 class DDPStep(Step):
     """One rank's replica."""
-
-    profiled: Mapping[str, str] = {"_summed": "reduce", "_summed_flat": "reduce"}
 
     def __init__(
         self,
@@ -184,6 +182,7 @@ class DDPStep(Step):
                 continue
             self.begin_part(i)
             part = self.placed(part)
+            self.reduces = ddp is not None and is_last
             with nullcontext() if ddp is None or is_last else ddp.no_sync():
                 part_total, part_count = self._forward(ddp, part, sums=is_last)
                 total = total + part_total.detach()
@@ -212,6 +211,7 @@ class DDPStep(Step):
                 "give samples to the first ranks first, as lockstep.batches does"
             )
 
+    @phase("communicating", "reduce")
     def _summed(self, total: Number, count: Number) -> tuple[Number, Number]:
         device = self.world.device.torch
         values = (total, count, self.world.asked_to_stop())
@@ -221,6 +221,7 @@ class DDPStep(Step):
         self.agree_to_stop(asked)
         return total, count
 
+    @phase("communicating", "reduce")
     def _summed_flat(self, total: Number, count: Number) -> tuple[Number, Number]:
         if self._flat is None:
             modules = [m for m in self.model.modules() if getattr(m, "sparse", False) is True]

@@ -14,10 +14,12 @@ refreshed once a step.
 
 from __future__ import annotations
 
+import bisect
 import functools
-from collections.abc import Callable, Iterable, Mapping
+import itertools
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
-from typing import Any, ClassVar
+from typing import Any, ClassVar, TypeVar, cast
 
 import torch
 from torch import nn
@@ -27,6 +29,7 @@ from lockstep.errors import StrategyError
 from lockstep.job import Job
 from lockstep.launch.events import Caveat
 from lockstep.launch.layout import Layout
+from lockstep.launch.observer import observed, phase
 from lockstep.launch.world import World
 from lockstep.model.build import buffers_of, build_model
 from lockstep.model.inspection import attribute_prints, drops
@@ -43,12 +46,14 @@ from lockstep.strategies.replicas import (
 )
 from lockstep.strategies.step import Result, Step
 from lockstep.strategies.strategy import Strategy
-from lockstep.tensors.pytree import call, cut, share_sizes, to_device
+from lockstep.tensors.pytree import cut, share_sizes, to_device
 from lockstep.threads import recompute
 from lockstep.threads.random_streams import stream
 from lockstep.threads.replica_collectives import ThreadExchange
 from lockstep.threads.sync_batchnorm import synchronise
 from lockstep.threads.thread_pool import Team
+
+T = TypeVar("T")
 
 
 @dataclass(frozen=True)
@@ -78,7 +83,7 @@ class DP(Strategy):
                 raise StrategyError(
                     "sync_batchnorm needs a device for each replica: on one device they would wait forever"
                 )
-            exchange = ThreadExchange(len(world.devices))
+            exchange = ThreadExchange(len(world.devices), world.observers)
             synchronise(model, exchange)
         return DPStep(model, build_optimizer(job, model), job, world, exchange)
 
@@ -86,12 +91,7 @@ class DP(Strategy):
 class DPStep(Step):
     """All replicas, their threads, and the one optimizer over the first replica's parameters."""
 
-    profiled: Mapping[str, str] = {
-        "_refresh": "refresh replicas",
-        "_scatter": "scatter",
-        "_on_replica": "replica",
-        "_add_gradients": "reduce",
-    }
+    timed = "replica"
 
     def __init__(
         self,
@@ -221,6 +221,7 @@ class DPStep(Step):
         """The first replica's share of the first micro-batch, on its device."""
         return self._scatter(batch)[0][0]
 
+    @phase("communicating", "scatter")
     def _scatter(self, batch: Batch) -> list[list[Part]]:
         """For each replica, its share of each micro-batch (even shares, so that no device waits long for another)."""
         if batch.shares is not None:
@@ -240,6 +241,7 @@ class DPStep(Step):
                 start += size
         return shares
 
+    @observed(lambda observer, step, number, *args: observer.replica(number))
     def _on_replica(self, i: int, parts: list[Part], size: int) -> tuple[Number, Number]:
         """Forward, loss and backward of one replica's shares; in its thread."""
         where = f"replica {i} ({self._devices[i]})"
@@ -265,6 +267,7 @@ class DPStep(Step):
                     self._exchange.leave(i, j)
         return total, count
 
+    @phase("communicating", "reduce")
     def _add_gradients(self, active: list[int]) -> None:
         """Sum the replicas' gradients into the first one's, each thread a span of the parameters."""
         if 0 not in active:
@@ -273,11 +276,10 @@ class DPStep(Step):
         others = [i for i in active if i > 0]
         if not others:
             return
-        if not self._shared:
-            for i in others:
-                self._add_span(0, len(self._parameters), [i])
-            return
-        self._team.run([functools.partial(self._add_span, start, end, others) for start, end in self._spans])
+        if self._shared:
+            self._team.run([functools.partial(self._add_span, start, end, others) for start, end in self._spans])
+        else:
+            self._add_span(0, len(self._parameters), others)
 
     def _add_span(self, start: int, end: int, others: list[int]) -> None:
         mine = self._parameters[start:end]
@@ -297,6 +299,7 @@ class DPStep(Step):
                 elif g.is_sparse:
                     p.grad = p.grad + g
 
+    @phase("communicating", "refresh replicas")
     @torch.no_grad()
     def _refresh(self) -> None:
         """Make every replica equal to the first before a step.
@@ -351,20 +354,17 @@ class DPStep(Step):
     def results(self, batch: Batch) -> list[tuple[Any, Any, Number, Number]]:
         """Those of each replica; what metrics need comes to the first device, and nothing is gathered."""
         first = self._devices[0].torch
-        return [
-            (to_device(result[0], first), to_device(part.targets, first), result[1], result[2])
-            for part, result in self._of_each(self._outputs_of, batch)
-        ]
+        return [(to_device(o, first), to_device(t, first), *sums) for o, t, *sums in super().results(batch)]
 
-    def predictions(self, batch: Batch) -> list[tuple[int, Any]]:
-        """Those of each replica, on its device."""
-        return [(part.size, outputs) for part, outputs in self._of_each(self._prediction_of, batch)]
-
-    def _of_each(self, function: Callable[[int, Part], Any], batch: Batch) -> list[tuple[Part, Any]]:
-        """Call a function for each replica and its share of a batch, in its thread; gives each share and its result."""
+    def _of_each(self, function: Callable[[nn.Module, Part], T], batch: Batch) -> list[tuple[Part, T]]:
         parts = [share[0] for share in self._scatter(batch)]
-        work = [functools.partial(function, i, part) if part.size else None for i, part in enumerate(parts)]
-        return [(part, found) for part, found in zip(parts, self._team.run(work), strict=True) if part.size]
+
+        def compute(i: int) -> T:
+            with stream(self._streams[i] if self._streams else None):
+                return function(self._replicas[i], parts[i])
+
+        work = [functools.partial(compute, i) if part.size else None for i, part in enumerate(parts)]
+        return [(part, cast(T, one)) for part, one in zip(parts, self._team.run(work), strict=True) if part.size]
 
     def outputs(self, part: Part) -> tuple[Any, Number, Number]:
         """Outputs gathered on the first device, and the totals of all replicas."""
@@ -376,24 +376,9 @@ class DPStep(Step):
         first = self._devices[0].torch
         return sum(v.to(first) if isinstance(v, torch.Tensor) else v for v in values)
 
-    @torch.no_grad()
-    def _outputs_of(self, i: int, part: Part) -> tuple[Any, Number, Number]:
-        with stream(self._streams[i] if self._streams else None):
-            return self.judged(self._replicas[i], part)
-
-    def _prediction_of(self, i: int, part: Part) -> Any:
-        with stream(self._streams[i] if self._streams else None), self._precision.autocast():
-            return call(self._replicas[i], part.inputs)
-
 
 def _even_spans(parameters: list[nn.Parameter], pieces: int) -> list[tuple[int, int]]:
     """Cut the list of parameters in spans of about equal numbers of elements."""
-    whole = sum(p.numel() for p in parameters)
-    ends: list[int] = []
-    done = 0
-    for i, p in enumerate(parameters, start=1):
-        done += p.numel()
-        while len(ends) < pieces - 1 and done * pieces >= whole * (len(ends) + 1):
-            ends.append(i)
-    ends += [len(parameters)] * (pieces - len(ends))
-    return list(zip([0, *ends[:-1]], ends, strict=True))
+    done = list(itertools.accumulate((p.numel() for p in parameters), initial=0))
+    cuts = [bisect.bisect_left(done, done[-1] * i / pieces) for i in range(pieces)]
+    return list(itertools.pairwise([*cuts, len(parameters)]))

@@ -16,6 +16,7 @@ from torch import nn
 from lockstep.data import Batch, Part, mixed
 from lockstep.job import Job
 from lockstep.launch.devices import Device
+from lockstep.launch.observer import observed
 from lockstep.launch.world import World
 from lockstep.model.additivity import Piece
 from lockstep.model.layer_error import layer_error
@@ -23,7 +24,7 @@ from lockstep.model.loss import Number, Totalled
 from lockstep.model.loss_check import LossCheck
 from lockstep.model.precision import Precision, converted_loss
 from lockstep.tensors.pytree import batch_size_of, call, to_device
-from lockstep.tensors.seeding import seed_all
+from lockstep.tensors.seeding import kept_states, seed_all
 
 T = TypeVar("T")
 
@@ -45,6 +46,7 @@ class Evaluator:
     def __init__(self, model: nn.Module, job: Job, world: World) -> None:
         self.model = model
         self.world = world
+        self.observers = world.observers
         self.loss = Totalled.of(converted_loss(job.loss, job.precision))
         self._channels_last = job.channels_last
         self._precision = Precision(job.precision, world.device.type)
@@ -126,20 +128,25 @@ class Evaluator:
 
     def results(self, batch: Batch) -> list[tuple[Any, Any, Number, Number]]:
         """Outputs, targets, total and count of each of this process's shares of an evaluation batch, not empty ones."""
-        part = batch.parts[0]
-        if not part.size:
-            return []
-        outputs, total, count = self.outputs(part)
-        return [(outputs, self.placed(part).targets, total, count)]
+        return [(found[0], part.targets, *found[1:]) for part, found in self._of_each(self.judged, batch)]
 
     def predictions(self, batch: Batch) -> list[tuple[int, Any]]:
         """Samples and outputs of each of this process's shares of a batch that isn't empty.
 
         The loss isn't called.
         """
-        part = batch.parts[0]
+        return [(part.size, outputs) for part, outputs in self._of_each(self._predicted, batch)]
+
+    def _of_each(self, function: Callable[[nn.Module, Part], T], batch: Batch) -> list[tuple[Part, T]]:
+        """Call a function for each replica of this process that has a share of a batch; gives each share too."""
+        if not batch.parts[0].size:
+            return []
+        part = self.placed(batch.parts[0])
+        return [(part, function(self.model, part))]
+
+    def _predicted(self, model: nn.Module, part: Part) -> Any:
         with self._precision.autocast():
-            return [(part.size, call(self.model, self.placed(part).inputs))] if part.size else []
+            return call(model, part.inputs)
 
     def outputs(self, part: Part) -> tuple[Any, Number, Number]:
         """As ``evaluate``."""
@@ -195,3 +202,32 @@ class Evaluator:
         seed_all(key)
         if self._on_accelerator and self.world.device.type == "cuda":
             torch.cuda.default_generators[self.world.device.index].manual_seed(key)
+
+    @property
+    def _accelerators(self) -> tuple[torch.device, ...]:
+        return tuple(d.torch for d in self.world.devices if d.type not in ("cpu", "meta"))
+
+    @contextmanager
+    def _own_streams_of_parts(self, parts: int) -> Iterator[None]:
+        """Give the micro-batches of a step random streams of their own, where nobody has called ``seed``.
+
+        They come from one number of the caller's stream, so that they are the same in whichever order, or how far
+        overlapped, a strategy computes them.
+        """
+        if self.world.size > 1 or parts == 1 or self._stream is not None:
+            yield
+            return
+        key = int(torch.randint(2**62, ()))
+        with kept_states(self._accelerators):
+            self._stream = (key,)
+            self._seed_all(mixed(key))
+            try:
+                yield
+            finally:
+                self._stream = None
+
+    @observed(lambda observer, step, number: observer.microbatch(number))
+    def begin_part(self, number: int) -> None:
+        """Give micro-batch ``number`` a random stream of its own, so that it draws the same whenever it is computed."""
+        if number and self._stream is not None:
+            self._seed_all(mixed(*self._stream, number))

@@ -44,8 +44,9 @@ from lockstep.launch.world import World
 from lockstep.model.build import buffers_of, build_model
 from lockstep.model.loss import Number
 from lockstep.model.optimizer import build_optimizer
-from lockstep.strategies.buffer_broadcast import take_first
+from lockstep.strategies.rank_tensors import take_first
 from lockstep.strategies.shared_weights import SharedWeights
+from lockstep.strategies.single import SingleStep
 from lockstep.strategies.step import Result, Step
 from lockstep.strategies.strategy import Strategy
 
@@ -126,7 +127,7 @@ def _refuse_unscaled(optimizer: torch.optim.Optimizer) -> None:
             )
 
 
-class HogwildStep(Step):
+class HogwildStep(SingleStep):
     """One rank: its own model object and optimizer, on weights that are everybody's."""
 
     def __init__(
@@ -139,7 +140,6 @@ class HogwildStep(Step):
     ) -> None:
         super().__init__(model, optimizer, job, world)
         self._shared = shared
-        self._share = 0
         self._samples = 0
         self.last_look = 1  # other ranks write the weights meanwhile, which would look like the model's doing
 
@@ -150,35 +150,20 @@ class HogwildStep(Step):
                 f'parameter "{own[0]}" was frozen when weights were shared: hogwild can\'t train it from now on'
             )
 
+    def bytes_communicated(self) -> None:
+        """That depends on which core has a weight in its cache."""
+
     def update(self, batch: Batch) -> Result:
         """One update from this rank's share; total and count are those of the share."""
         self.stopping = self.world.asked_to_stop()  # the others needn't have heard of it yet
-        self._share = sum(part.size for part in batch.parts)
-        self._samples += self._share
-        if not self._share:
+        share = sum(part.size for part in batch.parts)
+        self._samples += share
+        if not share:
             self.world.step += 1
             return Result(0.0, 0, batch.size)  # nothing of it is this rank's
-        with self._part_of_rate(self._share / batch.size):
-            return super().update(batch)
-
-    def gradients(self, batch: Batch) -> tuple[Number, Number]:
-        """Gradients of total / share, summed over the micro-batches by autograd itself."""
-        total: Number = 0.0
-        count: Number = 0
-        for p in self._parameters:
-            p.grad = None
-        for part in batch.parts:
-            if not part.size:
-                continue
-            part = self.placed(part)
-            part_total, part_count = self.forward_loss(self.model, part)
-            self.backward(part_total, 1 / self._share)
-            total = total + part_total.detach()
-            count = count + part_count
-        return total, count
-
-    def _weight(self, size: int, count: Number) -> None:
-        super()._weight(self._share, count)
+        with self._part_of_rate(share / batch.size):
+            result = super().update(dataclasses.replace(batch, size=share))
+        return Result(result.total, result.count, batch.size)
 
     @contextmanager
     def _part_of_rate(self, part: float) -> Iterator[None]:

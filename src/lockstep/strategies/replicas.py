@@ -75,11 +75,7 @@ def follow_settings(replica: nn.Module, model: nn.Module) -> None:
 
 
 def refuse_changes(model: nn.Module, before: Mapping[str, bytes]) -> None:
-    """Refuse what a loop has changed between two updates, where replicas can't follow it.
-
-    Args:
-        model: the loop's.
-        before: its attributes after the last update, as `attribute_prints` gives them.
+    """Refuse what a loop has changed since `attribute_prints` gave ``before``, where replicas can't follow it.
 
     Raises:
         StrategyError: an attribute is another one, and no plain value.

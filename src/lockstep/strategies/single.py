@@ -37,7 +37,7 @@ class Single(Strategy):
 class SingleStep(Step):
     """Forward and backward of each micro-batch in turn."""
 
-    def bytes_communicated(self) -> int:
+    def bytes_communicated(self) -> int | None:
         """There is nobody to give anything to."""
         return 0
 

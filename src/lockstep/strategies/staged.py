@@ -13,6 +13,7 @@ from torch import nn
 from lockstep.data import Batch, mixed
 from lockstep.job import Job
 from lockstep.launch.devices import Device, occupied
+from lockstep.launch.observer import observed
 from lockstep.launch.world import World
 from lockstep.model.loss import Number
 from lockstep.pipelining.runner import Runner
@@ -49,8 +50,8 @@ class StagedStep(Step):
         self._is_small = world.device.is_slot and sum(p.numel() for p in self._parameters) <= _FEW
         # So many evaluation batches are under way at once.
         self._together = 1 if len(world.devices) == 1 else 2 * len(world.devices)
-        if world.device.is_slot:
-            self.profiled = {"_stages": "stages"}  # on accelerators the calling thread itself goes through them
+        # (On accelerators the calling thread itself goes through the stages.)
+        self.timed = "device" if world.device.is_slot else "rank"
 
     def gradients(self, batch: Batch) -> tuple[Number, Number]:
         """Gradients of total / size, summed over the micro-batches by autograd itself."""
@@ -91,6 +92,7 @@ class StagedStep(Step):
             return value
         return value.to(self.world.device.torch, non_blocking=True)
 
+    @observed(lambda observer, *args: observer.stages())
     def _stages(self, *go: Any) -> Any:
         """All stages' turns."""
         return self.runner.run(*go)

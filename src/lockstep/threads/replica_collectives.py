@@ -14,34 +14,16 @@ from __future__ import annotations
 import threading
 from collections.abc import Sequence
 from queue import SimpleQueue
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 import torch.distributed as dist
 
 from lockstep.errors import InputError, StrategyError
+from lockstep.launch.observer import Observer, observed
 from lockstep.launch.world import World, wait_awake
 
-
-class Session(Protocol):
-    """What one party needs in one micro-batch, in forward and in backward."""
-
-    @property
-    def parties(self) -> int:
-        """How many take part."""
-
-    def gather(self, tensor: torch.Tensor) -> torch.Tensor:
-        """Everybody's tensor, in the order of the parties: ``(parties, *tensor.shape)``."""
-
-    def sum(self, tensor: torch.Tensor) -> torch.Tensor:
-        """The sum of everybody's tensors, the same bits for all."""
-
-
-class Exchange(Protocol):
-    """How the parties of a micro-batch find each other."""
-
-    def session(self) -> Session:
-        """The calling party's place in the micro-batch that it is computing."""
+_exchanging = observed(lambda observer, session, tensor: observer.collective("batch norm", session.parties))
 
 
 class ThreadExchange:
@@ -53,12 +35,14 @@ class ThreadExchange:
 
     Args:
         parties: how many replicas there are.
+        observers: are told of each exchange.
     """
 
-    def __init__(self, parties: int) -> None:
+    def __init__(self, parties: int, observers: list[Observer] | None = None) -> None:
         if parties < 1:
             raise InputError(f"an exchange between {parties} replicas: there must be at least one")
         self.size = parties
+        self._observers = [] if observers is None else observers
         self._here = threading.local()
         self._rooms: list[_Room] = []
         self.begin(parties)
@@ -91,7 +75,7 @@ class ThreadExchange:
         room = self._rooms[micro_batch]
         if not 0 <= replica < room.parties:
             raise InputError(f"replica {replica} can't enter micro-batch {micro_batch}: {room.parties} take part in it")
-        self._here.session = _Seat(room, replica)
+        self._here.session = _Seat(room, replica, self._observers)
 
     def leave(self, replica: int, micro_batch: int = 0) -> None:
         """This replica's share of this micro-batch is done, backward too: one that still waits for it stops waiting."""
@@ -139,13 +123,16 @@ class _Room:
 class _Seat:
     """One replica's place in one micro-batch."""
 
-    def __init__(self, room: _Room, number: int) -> None:
+    def __init__(self, room: _Room, number: int, observers: list[Observer]) -> None:
+        self.observers = observers
         self.room = room
         self.parties = room.parties
         self._number = number
         self._thread = threading.get_ident()
 
+    @_exchanging
     def gather(self, tensor: torch.Tensor) -> torch.Tensor:
+        """Everybody's tensor, in the order of the parties: ``(parties, *tensor.shape)``."""
         boxes, me = self.room.boxes, self._number
         for other in range(self.parties):
             if other != me:
@@ -162,6 +149,7 @@ class _Seat:
             )
         return torch.stack([item.to(tensor.device) for item in found])
 
+    @_exchanging
     def sum(self, tensor: torch.Tensor) -> torch.Tensor:
         if tensor.device.type == "cpu" and threading.get_ident() != self._thread and self.parties > 1:
             raise StrategyError(
@@ -183,6 +171,7 @@ class RankExchange:
 
     def __init__(self, world: World) -> None:
         self.parties = world.size
+        self.observers = world.observers
         self._world = world
         self._groups: dict[int, dist.ProcessGroup] = {}
 
@@ -209,6 +198,7 @@ class RankExchange:
         """This rank's place in the present micro-batch: ``begin`` comes after its backward."""
         return self
 
+    @_exchanging
     def gather(self, tensor: torch.Tensor) -> torch.Tensor:
         """Everybody's tensor, in the order of the ranks."""
         if self.parties == 1:
@@ -222,6 +212,7 @@ class RankExchange:
             dist.all_gather(found, tensor, group=group)
         return torch.stack(found)
 
+    @_exchanging
     def sum(self, tensor: torch.Tensor) -> torch.Tensor:
         """The sum of everybody's tensors, the same bits for all."""
         if self.parties == 1:
@@ -230,3 +221,10 @@ class RankExchange:
 
     def __deepcopy__(self, memo: dict[int, Any]) -> RankExchange:
         return self
+
+
+Exchange = ThreadExchange | RankExchange
+"""How the parties of a micro-batch find each other."""
+
+Session = _Seat | RankExchange
+"""What one party needs in one micro-batch, in forward and in backward."""

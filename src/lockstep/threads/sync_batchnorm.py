@@ -25,8 +25,6 @@ from torch.nn.modules.batchnorm import _BatchNorm
 
 from lockstep.errors import InputError, StrategyError
 from lockstep.threads.replica_collectives import Exchange, Session
-from lockstep.threads.replica_collectives import RankExchange as RankExchange
-from lockstep.threads.replica_collectives import ThreadExchange as ThreadExchange
 
 
 def synchronise(module: nn.Module, exchange: Exchange) -> int:

@@ -8,6 +8,7 @@ from __future__ import annotations
 from typing import Any
 
 from lockstep.data import Part
+from lockstep.launch.observer import Observer
 from lockstep.launch.world import World
 from lockstep.strategies.step import Step
 from lockstep.tensors.pytree import each, named_tensors
@@ -22,36 +23,27 @@ Shapes = dict[str, Shape]
 """By the way to the tensor: ``logits``, ``hidden.2``, or "" where there is one only."""
 
 
-class FirstStep:
-    """Listens to a step during its first update.
-
-    Args:
-        step: whose next update it is.
-    """
+class FirstStep(Observer):
+    """Listens to a step during its next update."""
 
     def __init__(self, step: Step) -> None:
         self._step = step
         self._seen: dict[str, tuple[int, Shapes, Shapes]] = {}
-        step.on_forward = self._saw
+        step.observers.append(self)
 
-    def _saw(self, where: str, part: Part, outputs: Any) -> None:
+    def forwarded(self, where: str, part: Part, outputs: Any) -> None:
         """Take note of a forward; replicas on threads do so at the same time."""
         if where in self._seen:
             return  # another micro-batch
         self._seen[where] = part.size, shapes_of(part.inputs), shapes_of(outputs)
 
     def done(self, world: World, devices: list[str], size: int) -> dict[str, Any]:
-        """After the update: the shapes over all ranks, the same on each.
-
-        Args:
-            world: who takes part.
-            devices: of all ranks, in their order.
-            size: samples of the global batch.
+        """After the update on a global batch of ``size``: the shapes over all ranks and their devices, alike on each.
 
         Returns:
             ``inputs`` and ``outputs`` of the global batch, and of the first micro-batch in each of the ``devices``.
         """
-        self._step.on_forward = None
+        self._step.observers.remove(self)
         mine = [self._seen[where] for where in sorted(self._seen, key=lambda where: (len(where), where))]
         found = [one for theirs in world.gather_objects(mine) for one in theirs]
         if not found:  # a strategy whose forward is its own

@@ -90,14 +90,7 @@ def evaluate_sets(
 ) -> dict[str, float]:
     """The loss and each metric of each set, as ``"clean/loss"``, after the first one's loss as ``"loss"``.
 
-    Args:
-        step: the model under its strategy.
-        loaders: this rank's shares of each set, by name; a set whose name is "" is the only one, and its metrics have
-            their own names.
-        metrics: as in ``evaluate``.
-        world: who evaluates.
-        seed: for models that draw random numbers in evaluation too: the same for a batch in each evaluation.
-        looks: whether to say what the model does in evaluation that depends on the number of devices.
+    A set whose name is "" is the only one, and its metrics have their own names. The rest is as in ``evaluate``.
     """
     found = {
         name: evaluate(step, loader, metrics, world, seed, looks=looks and i == 0)
@@ -127,8 +120,8 @@ def evaluate(
         metrics: by name, functions ``(outputs, targets) -> (total, count)``, or torchmetrics ``Metric`` objects, which
             are updated on each rank and merged on all.
         world: who evaluates.
-        seed: gives each batch a random stream of its own.
-        looks: as in ``evaluate_sets``.
+        seed: gives each batch a random stream, the same in each evaluation, for models that draw in evaluation too.
+        looks: whether to say what the model does in evaluation that depends on the number of devices.
         most: batches, at most.
 
     Raises:

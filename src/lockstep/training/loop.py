@@ -1,4 +1,4 @@
-"""The training loop that every rank runs: epochs, evaluation, saving, and what is told of it.
+"""The training loop that every rank runs: epochs, evaluation, saving.
 
 The loop is the same under every strategy. Whatever the ranks must agree on (the end, the best epoch, a stop) follows
 from numbers that have been summed over them, or is told by rank 0.
@@ -7,34 +7,20 @@ from numbers that have been summed over them, or is told by rank 0.
 from __future__ import annotations
 
 import contextlib
-import dataclasses
 import itertools
 import math
 import platform
 import time
 from collections.abc import Iterator
-from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 import torch
 
 from lockstep import __version__
-from lockstep.data import (
-    Batch,
-    change_of,
-    eval_loaders,
-    fingerprint,
-    is_stream,
-    note_on_workers,
-    resolve,
-    resolve_sets,
-    stream_notes,
-)
-from lockstep.errors import JobError, counted
+from lockstep.data import Batch, fingerprint, is_stream
+from lockstep.errors import JobError
 from lockstep.job import Job
-from lockstep.jobfile import JobFile, the_job
-from lockstep.launch.devices import note_on_threads
+from lockstep.jobfile import the_job
 from lockstep.launch.events import Line
 from lockstep.launch.memory import peak_memory
 from lockstep.launch.run_folder import RunFolder
@@ -43,38 +29,13 @@ from lockstep.launch.world import World
 from lockstep.model.checkpoint import load_state, save_state, save_weights
 from lockstep.model.loss import Number
 from lockstep.profiling import Profiler
-from lockstep.strategies import Strategy
-from lockstep.strategies.step import Step
 from lockstep.tensors.allocator import freed_memory_kept
 from lockstep.tensors.pytree import share_sizes
 from lockstep.training.batch_shapes import FirstStep, line_of
 from lockstep.training.evaluation import evaluate_sets, try_out
-from lockstep.training.progress import Pace, Teller, held_out
-from lockstep.training.resume import edited_files, moved, sources
-from lockstep.training.scheduler import move_on, note_on_length, scheduler_of
-
-
-@dataclass(frozen=True)
-class Plan:
-    """What each rank is told: the job, the strategy, and where the run is kept.
-
-    Attributes:
-        job: a job, or the file that each rank loads it from.
-        strategy: with its settings.
-        name: what the job is called.
-        folder: the run's folder; None on a rank that hears of it from rank 0.
-        resume: go on from the folder's state.
-        tensorboard: write events for it.
-        profile: profile some steps.
-    """
-
-    job: Job | JobFile
-    strategy: Strategy
-    name: str
-    folder: str | None
-    resume: bool = False
-    tensorboard: bool = False
-    profile: bool = False
+from lockstep.training.progress import Pace, Teller
+from lockstep.training.scheduler import move_on
+from lockstep.training.setup import Plan, Setup
 
 
 def train_on(world: World, plan: Plan) -> tuple[dict[str, Any], str]:
@@ -92,26 +53,11 @@ def train_on(world: World, plan: Plan) -> tuple[dict[str, Any], str]:
         return _Training(world, plan, job, folder).run(), path
 
 
-class _Training:
+class _Training(Setup):
     """The state of one training on one rank."""
 
     def __init__(self, world: World, plan: Plan, job: Job, folder: RunFolder) -> None:
-        self.world = world
-        self.plan = plan
-        self.job = job
-        self.folder = folder
-        self.train_data = resolve(job.train_data, world, "train_data")
-        self.eval_data = {} if job.eval_data is None else resolve_sets(job.eval_data, world)
-        self.planning: list[Any] = []
-        self.strategy = self._planned_strategy()
-        self.step: Step = self.strategy.prepare(job, world)
-        self.scheduler = scheduler_of(job, self.step)
-        self.parts = self.strategy.num_microbatches(job)
-        self.loader = self.strategy.training_loader(job, world, self.train_data)
-        self.eval_loaders = eval_loaders(job, world, self.eval_data)
-        self.step.last_step = self._steps
-        moves = self._steps if job.lr_scheduler_every == "step" else self._epochs
-        self.on_schedule = note_on_length(self.scheduler, moves, job.lr_scheduler_every)
+        super().__init__(world, plan, job, folder)
         self.evaluated = False
         self.epoch = 0  # epochs that are done
         self.position = 0  # batches done of the epoch that is not
@@ -127,18 +73,6 @@ class _Training:
         self.profiler: Profiler | None = None
         self.first: FirstStep | None = FirstStep(self.step)
         self.shapes: dict[str, Any] = {}
-        self.devices = [str(d) for mine in world.gather_objects(world.devices) for d in mine]
-
-    def _planned_strategy(self) -> Strategy:
-        """The strategy with all that it left open; a run that is taken up under it goes on as it went."""
-        self.before = before = self.folder.read_json(self.folder.config) if self.plan.resume else {}
-        same = before.get("strategy") == self.plan.strategy.name
-        job = self.job.replace(train_data=self.train_data)
-        tell, self.world.tell = self.world.tell, self.planning.append  # it is said after what the training is
-        try:
-            return self.plan.strategy.planned(job, self.world, before["strategy_settings"] if same else None)
-        finally:
-            self.world.tell = tell
 
     # ---- the whole --------------------------------------------------------------------------------------------------
 
@@ -148,18 +82,17 @@ class _Training:
             self._resume()
         # Only now that nothing can be refused any more does the folder change.
         if self.world.is_first:
-            given = self.plan.job if isinstance(self.plan.job, JobFile) else None
             if self.plan.resume:
-                self._note_changes(given)
-            self._write_config(given)
+                self.note_changes(self.data)
+            self.write_config()
             self.folder.keep_metrics(self.world.step, self.kept_record)
             self.folder.failure.unlink(missing_ok=True)
         self.told = Teller(self.world, self.job, self.folder, self.plan.tensorboard)
-        for told_of in self._opening() if self.world.is_first else ():
+        for told_of in self.opening(self.epoch) if self.world.is_first else ():
             self.world.tell(told_of)
         self.told.event("started", self.epoch, self.world.step, {})
         if self.plan.profile:
-            to_go = None if self._steps is None else self._steps - self.world.step
+            to_go = None if self.steps is None else self.steps - self.world.step
             self.profiler = Profiler(self.world, self.step, self.folder, to_go)
         with contextlib.ExitStack() as stack:
             stack.callback(self.told.close)
@@ -181,49 +114,10 @@ class _Training:
             self.told.event("finished", self.epoch, self.world.step, self.record)
         return summary
 
-    def _note_changes(self, given: JobFile | None) -> None:
-        """What is other than when the run was begun."""
-        edited = None if given is None else edited_files(self.before.get("sources", {}), given.path)
-        change = change_of(self.data, self.train_data, seed=self.job.seed, name="train_data")
-        self.planning += [Line.note(said) for said in (edited, change) if said is not None]
-
-    def _write_config(self, given: JobFile | None) -> None:
-        """What the run is made of; the strategies under which it went before are kept."""
-        before, settings = self.before, self.job.settings
-        config = {
-            "job": self.plan.name,
-            "file": str(Path(given.path).resolve()) if given else None,
-            "sources": sources(given.path) if given else {},
-            "set": dict(given.knobs) if given else {},
-            "given": {n: settings[n] for n in given.settings if n in settings} if given else {},
-            "settings": settings,
-            "strategy": self.strategy.name,
-            "strategy_settings": dataclasses.asdict(self.strategy),
-            "devices": self.devices,
-            "world_size": self.world.size,
-            "backend": self.world.backend,
-            "resumed": [*before["resumed"], before["strategy"]] if before else [],
-        }
-        self.folder.write_json(self.folder.config, config)
-
     def _is_done(self) -> bool:
         if self.stopped or self._is_at_last_step:
             return True
-        return self._epochs is not None and self.epoch >= self._epochs
-
-    @property
-    def _epochs(self) -> int | None:
-        if self.job.epochs is not None:
-            return self.job.epochs
-        return 1 if self.job.steps is None else None
-
-    @property
-    def _steps(self) -> int | None:
-        """The step at which the training ends, where that is known."""
-        batches = self.loader.batches_of(0)
-        ends = [self.job.steps, None if self._epochs is None or batches is None else self._epochs * batches]
-        known = [end for end in ends if end is not None]
-        return min(known) if known else None
+        return self.epochs is not None and self.epoch >= self.epochs
 
     # ---- one epoch --------------------------------------------------------------------------------------------------
 
@@ -267,7 +161,7 @@ class _Training:
         batches = self.loader.epoch(self.epoch, self.position)
         if self.profiler is not None:
             batches = self.profiler.over(batches)
-        pace = Pace(world, self._epochs, self._steps)
+        pace = Pace(world, self.epochs, self.steps)
         if job.on_event:
             step.after_events()
         for batch in self._until_all_stop(batches):
@@ -382,45 +276,12 @@ class _Training:
                 f"steps: the run has done {self.world.step}: ask for more, --steps {2 * self.world.step} say"
             )
         if self._is_done():
-            done, more = self.epoch, self.epoch + (self._epochs or 1)
+            done, more = self.epoch, self.epoch + (self.epochs or 1)
             raise JobError(
                 f"epochs: the run has done {done} ({self.world.step} steps): ask for more, --epochs {more} say"
             )
 
     # ---- what a person reads ----------------------------------------------------------------------------------------
-
-    def _opening(self) -> Iterator[Any]:
-        """What is told before the first step."""
-        world, job, devices = self.world, self.job, self.devices
-        on = f"{len(devices)} devices ({_abridged(devices)})" if len(devices) > 1 else str(world.device)
-        if len(devices) == 1 and world.device.is_slot:
-            on = f"one CPU device of {counted(world.device.threads, 'core')}"
-        via = f", {world.backend}" if world.backend else ""
-        yield Line(f"{self.plan.name}: {self.strategy.name} on {on}{via}")
-        shares = share_sizes(job.batch_size, world.layout.local_batches)
-        cut = min(self.parts, job.batch_size)  # no micro-batch is empty
-        parts = f", in {cut} micro-batches" if cut > 1 else ""
-        split = f" = {_abridged([str(s) for s in shares], ' + ')} over the devices" if len(shares) > 1 else ""
-        of = self.loader.batches_of(0)
-        epoch = f"{self.loader.samples:,} samples, {counted(of, 'step')} an epoch" if of else "a stream"
-        yield Line(f"batches of {job.batch_size:,}{split}{parts}; {epoch}{held_out(self.eval_loaders)}")
-        if self.plan.resume:
-            yield Line(f"resuming after epoch {self.epoch}, step {world.step}")
-            if told_of := moved(self.before, self.strategy.name, devices):
-                yield Line.note(told_of)
-            if self.scheduler is not None and not any(group["lr"] for group in self.step.optimizer.param_groups):
-                yield Line.note("the learning rate is 0: the scheduler goes on as it was saved, at its end")
-        notes = [
-            note_on_threads(world.device),
-            note_on_workers(job.loader_workers, world.local_size),
-            self.on_schedule,
-            "metrics are computed on eval_data, and the job has none" if job.metrics and not self.eval_data else None,
-        ]
-        if is_stream(self.train_data):
-            notes += stream_notes(job.shuffle, meets=world.size > 1 and not self.step.together)
-        yield from (Line.note(note) for note in notes if note)
-        yield from self.planning
-        yield from map(Line.note, self.strategy.caveats(job, self.step.model, len(devices)))
 
     def _summary(self, seconds: float) -> dict[str, Any]:
         peaks = [peak for peaks in self.world.gather_objects(peak_memory(self.world)) for peak in peaks]
@@ -449,7 +310,3 @@ class _Training:
             last = "  ".join(words_of(self.record))
             self.world.tell(Line(f"done in {duration(seconds)}: {last}"))
         return summary
-
-
-def _abridged(words: list[str], between: str = ", ") -> str:
-    return between.join(words if len(words) <= 8 else [*words[:4], "...", words[-1]])

@@ -16,13 +16,7 @@ from lockstep.launch.world import World
 
 
 class Pace:
-    """Tells the display where the training is, some times a second.
-
-    Args:
-        world: whose step counts.
-        epochs: how many there will be, where that is known.
-        steps: the step at which the training ends, where that is known.
-    """
+    """Tells the display where the training is, some times a second; ``epochs`` and ``steps`` are all, where known."""
 
     def __init__(self, world: World, epochs: int | None, steps: int | None) -> None:
         self._world = world
@@ -34,11 +28,7 @@ class Pace:
     def show(self, epoch: int, samples: int, total: Any, count: Any) -> None:
         """Tell, unless it was told a moment ago. Ranks other than 0 tell their memory only.
 
-        Args:
-            epoch: the present one, from 1.
-            samples: done since the pace began.
-            total: the sum of the loss over the epoch so far.
-            count: the items that it sums over.
+        Epochs count from 1, ``samples`` since the pace began; the loss is that of the epoch so far, total / count.
         """
         now = time.perf_counter()
         if now - self._last < (0.2 if self._world.is_first else 1.0):

@@ -72,10 +72,7 @@ def _still_here(names: Sequence[str]) -> tuple[Device, ...]:
 def moved(before: Mapping[str, Any], strategy: str, devices: Sequence[str]) -> str:
     """``was pp on 2 CPU devices, goes on as single on 1 CPU device``; "" where it goes on as it went.
 
-    Args:
-        before: the run's ``config.json``.
-        strategy: that it goes on under.
-        devices: their names.
+    ``before`` is the run's ``config.json``.
     """
     if (before["strategy"], len(before["devices"])) == (strategy, len(devices)):
         return ""

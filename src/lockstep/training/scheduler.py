@@ -31,10 +31,7 @@ def scheduler_of(job: Job, step: Step) -> Any:
 def note_on_length(scheduler: Any, moves: int | None, every: str) -> str | None:
     """What the person has to know where a scheduler of a fixed length is moved on more or less often than that.
 
-    Args:
-        scheduler: or None.
-        moves: how often the training moves it on; None where that isn't known.
-        every: ``"step"`` or ``"epoch"``.
+    ``moves`` is how often the training moves it on, once in ``every`` step or epoch; None where that isn't known.
 
     Raises:
         JobError: it would raise before the end.

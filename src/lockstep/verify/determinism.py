@@ -6,7 +6,8 @@ Both sides get the same. Where they are then equal, what was taken out is the ca
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from typing import Any, Literal
 
 import torch
@@ -33,14 +34,16 @@ def hold_still(model: nn.Module, things: frozenset[Thing]) -> None:
         model.forward = functools.partial(_drawing_nothing, model.forward)
 
 
-def still_backward(backward: Callable[..., Any], things: frozenset[Thing]) -> Callable[..., Any]:
-    """A step's backward in which nothing is drawn, where draws are among the things."""
-    return functools.partial(_drawing_nothing, backward) if "draws" in things else backward
-
-
 def _drawing_nothing(function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-    with _NoDropoutInAttention(), _Means():  # type: ignore[no-untyped-call]
+    with drawing_nothing():
         return function(*args, **kwargs)
+
+
+@contextmanager
+def drawing_nothing() -> Iterator[None]:
+    """Meanwhile this thread draws nothing."""
+    with _NoDropoutInAttention(), _Means():  # type: ignore[no-untyped-call]
+        yield
 
 
 class _NoDropoutInAttention(TorchFunctionMode):

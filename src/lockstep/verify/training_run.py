@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Iterator
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any
 
 import torch
@@ -12,6 +12,7 @@ from torch import nn
 
 from lockstep.data import Batch, Part, eval_loaders, resolve, resolve_sets
 from lockstep.job import Job
+from lockstep.launch.observer import Observer
 from lockstep.launch.world import World
 from lockstep.model.inspection import acting_buffers, attribute_prints
 from lockstep.strategies.step import Result, Step
@@ -22,11 +23,11 @@ from lockstep.training.evaluation import evaluate_sets
 from lockstep.training.scheduler import move_on, scheduler_of
 from lockstep.verify.batches import EPOCHS, Excerpt, begun, evaluated_places, places_of
 from lockstep.verify.comparison import Experiment, row_ids
-from lockstep.verify.determinism import hold_still, still_backward
+from lockstep.verify.determinism import drawing_nothing, hold_still
 from lockstep.verify.layer_watch import Watch
 
 
-class Side:
+class Side(Observer):
     """A job under one strategy.
 
     Args:
@@ -64,11 +65,7 @@ class Side:
         self._attributes = attribute_prints(self.step.model)
         self.buffers = buffer_digests(self.step.model)
         self._totals = [0.0, 0.0]
-        self._clip, self.step.clip = self.step.clip, self._clipped  # type: ignore[method-assign]
-        self._begin_part, self.step.begin_part = self.step.begin_part, self._begins_part  # type: ignore[method-assign]
-        self._backward = still_backward(self.step.backward, experiment.still)
-        self.step.backward = self._went_back  # type: ignore[method-assign]
-        self.step.on_forward = self._saw
+        self.step.observers.append(self)
 
     def batches(self) -> Iterator[tuple[Batch, bool]]:
         """The batches of the course, and whether each is the last one of its epoch here."""
@@ -126,16 +123,17 @@ class Side:
         watched = self._number == self._experiment.watched
         return self.watch.looking(self.step.models()) if watched else nullcontext()
 
-    def _clipped(self) -> None:
+    def gradients_ready(self) -> None:
+        """Take note of them, before they are clipped."""
         grads = {name: p.grad for name, p in self.step.model.named_parameters() if p.grad is not None}
         changes = self.job.clip_norm is not None or type(self.step).clip is not Step.clip
         self.gradients = {name: g.detach().clone() if changes else g.detach() for name, g in grads.items()}
-        self._clip()
 
-    def _begins_part(self, number: int) -> None:
+    @contextmanager
+    def microbatch(self, number: int) -> Iterator[None]:
         """A micro-batch of a process with one replica begins, with a random stream of its own."""
         self._see_draws()
-        self._begin_part(number)
+        yield
         self._generators = states(self._accelerators)
 
     def _see_draws(self) -> None:
@@ -145,13 +143,16 @@ class Side:
             if not same_others(self._generators.others, now.others):
                 self.drew.add("elsewhere")
 
-    def _went_back(self, total: torch.Tensor, factor: float) -> None:
+    @contextmanager
+    def backward(self, total: torch.Tensor, *, sums: bool) -> Iterator[None]:
+        """Take note of what it draws; it draws nothing in an experiment without draws."""
         generators = states(self._accelerators) if self._number == 1 else None
-        self._backward(total, factor)
+        with drawing_nothing() if "draws" in self._experiment.still else nullcontext():
+            yield
         if generators is not None and not same(generators, states(self._accelerators)):
             self.drew.add("backward")
 
-    def _saw(self, where: str, part: Part, outputs: Any) -> None:
+    def forwarded(self, where: str, part: Part, outputs: Any) -> None:
         """A forward; replicas on threads have theirs at the same time."""
         del where
         self.rows.extend(row_ids(part.inputs, part.targets, part.size) or ())

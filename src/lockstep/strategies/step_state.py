@@ -1,0 +1,186 @@
+"""StepState: a model and its optimizer, which of its parameters are trained, and what is saved of both.
+
+What is saved has the names and the shapes of the single-device model under every strategy.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+
+from lockstep.errors import InputError, StrategyError
+from lockstep.job import Job
+from lockstep.launch.events import Caveat, Line
+from lockstep.launch.world import World
+from lockstep.model.checkpoint import load_state, save_state
+from lockstep.model.inspection import OutsideVariables, attribute_prints, changed_attributes, set_attributes
+from lockstep.model.optimizer import begin_momentum, load_named_optimizer_state, named_optimizer_state
+from lockstep.strategies.evaluator import Evaluator
+
+_STATE = "state.pt"
+
+
+class StepState(Evaluator):
+    """A model and its optimizer under one strategy, on this process's devices.
+
+    Attributes:
+        model: the model under its one-device names.
+        optimizer: the one optimizer of this process.
+        world: this process's place among the ranks.
+    """
+
+    own_loop = False
+    """Whether a person's own loop calls it, perhaps on some of the ranks only."""
+
+    def __init__(self, model: nn.Module, optimizer: torch.optim.Optimizer, job: Job, world: World) -> None:
+        super().__init__(model, job, world)
+        self.optimizer = optimizer
+        self._scaler = self._precision.scaler
+        self._optimized = self._in_optimizer()
+        held = set(self._optimized)
+        self._held = {name: p for name, p in model.named_parameters() if id(p) in held}
+        self._find_trained()
+        self._attributes = attribute_prints(model)
+        self._outside = OutsideVariables.of_model(model)
+        self._outside_prints, self._loss_state = self._outside.prints(), self.loss.state()
+        self._noted: set[Caveat | str] = set()
+
+    @property
+    def together(self) -> bool:
+        """Whether the ranks meet in each update."""
+        return self.world.layout.together
+
+    def _find_trained(self) -> None:
+        """The parameters that are trained now: those of the optimizer that aren't frozen."""
+        self._flags = [p.requires_grad for p in self._held.values()]
+        self._names = [name for name, p in self._held.items() if p.requires_grad]
+        self._parameters = [p for p in self._held.values() if p.requires_grad]
+
+    def _in_optimizer(self) -> list[int]:
+        return [id(p) for group in self.optimizer.param_groups for p in group["params"]]
+
+    def _look_at_flags(self) -> None:
+        """Look for parameters that were frozen or trained anew.
+
+        Raises:
+            StrategyError: the optimizer was given others.
+        """
+        if self._in_optimizer() != self._optimized:
+            if self.own_loop:
+                how = "call lockstep.parallelize again, with the model as it is now"
+            else:
+                how = "give it all from the beginning, and freeze and train them with requires_grad_()"
+            raise StrategyError(f"the optimizer has other parameters than when the step was made: {how}")
+        flags = [p.requires_grad for p in self._held.values()]
+        if flags != self._flags:
+            changed = zip(self._held, flags, self._flags, strict=True)
+            self._follow_flags(next(name for name, now, before in changed if now != before))
+
+    def _follow_flags(self, name: str) -> None:
+        """A person has frozen parameters of the optimizer, or trains frozen ones from now on; ``name`` is the first."""
+        del name
+        for p in self._parameters:
+            p.grad = None
+        self._find_trained()
+        begin_momentum(self.optimizer)
+
+    def tell_once(self, notes: Iterable[Caveat | str]) -> None:
+        """Say what hasn't been said."""
+        for note in notes:
+            if note not in self._noted:
+                self._noted.add(note)
+                self.world.tell(Line.note(note))
+
+    # ---- state, under one-device names; all of these are called on every rank ----------------------------------------
+
+    @contextmanager
+    def evaluating(self) -> Iterator[None]:
+        """As every evaluator's."""
+        self.meet("step.evaluate(...)")
+        with super().evaluating():
+            yield
+
+    def meet(self, what: str) -> None:
+        """In a loop of a person's own, make sure that every rank calls ``what``.
+
+        Raises:
+            InputError: one doesn't.
+        """
+        if self.own_loop:
+            self.world.meet(what, together=self.together)
+
+    def save(self, folder: str | Path) -> None:
+        """Write all that a loop needs to go on: weights and the optimizer's state, under one-device names.
+
+        ``load`` takes it up under any strategy and number of devices. A crash leaves what was there before.
+
+        Raises:
+            SaveError: it can't be written.
+            InputError: this isn't called on every rank.
+        """
+        self.meet("step.save(...)")
+        state = self.state_dict()
+        if self.world.is_first:
+            Path(folder).mkdir(parents=True, exist_ok=True)
+            save_state(Path(folder) / _STATE, {**state, "step": self.world.step})
+        self.world.barrier()
+
+    def load(self, folder: str | Path) -> None:
+        """Take over what ``save`` wrote.
+
+        Raises:
+            FolderError: it isn't there, or can't be read.
+            InputError: it is of another model, or this isn't called on every rank.
+        """
+        self.meet("step.load(...)")
+        state = load_state(Path(folder) / _STATE)
+        self.load_state_dict(state)
+        self.world.step = state["step"]
+
+    def state_dict(self) -> dict[str, Any]:
+        """``{"model": ..., "optimizer": ...}`` under the names of the one-device model.
+
+        The optimizer's state is by parameter name too, so it does not depend on the order of its groups.
+
+        Raises:
+            InputError: this isn't called on every rank.
+        """
+        self.meet("step.state_dict()")
+        self.share_buffers()
+        scaler = {} if self._scaler is None else {"scaler": self._scaler.state_dict()}
+        optimizer = named_optimizer_state(self.optimizer, self.model)
+        kept = self.model.state_dict()
+        others = {name: b for name, b in self.model.named_buffers() if name not in kept}  # those not persistent
+        attributes, lost = changed_attributes(self.model, self._attributes)
+        self._say_what_is_lost(lost)
+        beside = {"buffers": others, "attributes": attributes}
+        return {"model": kept, "optimizer": optimizer, **scaler, **{name: of for name, of in beside.items() if of}}
+
+    def _say_what_is_lost(self, attributes: Iterable[str]) -> None:
+        """Say what the training has changed, and a resumed one would begin with anew."""
+        now = self._outside.prints()
+        lost = [f'the model\'s attribute "{name}"' for name in attributes]
+        lost += (f'"{n}", which is outside of the model,' for n, was in self._outside_prints.items() if now[n] != was)
+        lost += ["what the loss remembers"] if self.loss.state() != self._loss_state else []
+        why = "changes in training, and no checkpoint keeps it: a resumed run begins anew with it"
+        self.tell_once(Caveat("state", f"{what} {why}", "make it a buffer of the model") for what in lost)
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Take over what ``state_dict`` gave, under any strategy and number of devices.
+
+        Raises:
+            InputError: the names or shapes are another model's.
+        """
+        try:
+            self.model.load_state_dict(state["model"])
+        except RuntimeError as error:
+            raise InputError(f"the saved model is another one: {str(error).splitlines()[-1].strip()}") from error
+        set_attributes(self.model, {**state.get("buffers", {}), **state.get("attributes", {})})
+        load_named_optimizer_state(self.optimizer, self.model, state["optimizer"])
+        if self._scaler is not None and "scaler" in state:
+            self._scaler.load_state_dict(state["scaler"])

@@ -1,0 +1,154 @@
+"""What a training is made of, on one rank: data, strategy, step, scheduler, loaders; and what is told of it before."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from lockstep.data import change_of, eval_loaders, is_stream, note_on_workers, resolve, resolve_sets, stream_notes
+from lockstep.errors import counted
+from lockstep.job import Job
+from lockstep.jobfile import JobFile
+from lockstep.launch.devices import note_on_threads
+from lockstep.launch.events import Line
+from lockstep.launch.run_folder import RunFolder
+from lockstep.launch.world import World
+from lockstep.strategies import Strategy
+from lockstep.strategies.step import Step
+from lockstep.tensors.pytree import share_sizes
+from lockstep.training.progress import held_out
+from lockstep.training.resume import edited_files, moved, sources
+from lockstep.training.scheduler import note_on_length, scheduler_of
+
+
+@dataclass(frozen=True)
+class Plan:
+    """What each rank is told: the job, the strategy, and where the run is kept."""
+
+    job: Job | JobFile  # or the file that each rank loads it from
+    strategy: Strategy
+    name: str  # what the job is called
+    folder: str | None  # None on a rank that hears of it from rank 0
+    resume: bool = False  # go on from the folder's state
+    tensorboard: bool = False  # write events for it
+    profile: bool = False  # profile some steps
+
+
+class Setup:
+    """All that a training needs, built on this rank."""
+
+    def __init__(self, world: World, plan: Plan, job: Job, folder: RunFolder) -> None:
+        self.world = world
+        self.plan = plan
+        self.job = job
+        self.folder = folder
+        self.train_data = resolve(job.train_data, world, "train_data")
+        self.eval_data = {} if job.eval_data is None else resolve_sets(job.eval_data, world)
+        self._said_before: list[Any] = []
+        self.strategy = self._planned_strategy()
+        self.step: Step = self.strategy.prepare(job, world)
+        self.scheduler = scheduler_of(job, self.step)
+        self.parts = self.strategy.num_microbatches(job)  # micro-batches of a global batch
+        self.loader = self.strategy.training_loader(job, world, self.train_data)
+        self.eval_loaders = eval_loaders(job, world, self.eval_data)
+        self.step.last_step = self.steps
+        moves = self.steps if job.lr_scheduler_every == "step" else self.epochs
+        self._on_schedule = note_on_length(self.scheduler, moves, job.lr_scheduler_every)
+        # Those of all ranks.
+        self.devices = [str(d) for mine in world.gather_objects(world.devices) for d in mine]
+
+    def _planned_strategy(self) -> Strategy:
+        """The strategy with all that it left open; a run that is taken up under it goes on as it went."""
+        self.before = before = self.folder.read_json(self.folder.config) if self.plan.resume else {}
+        same = before.get("strategy") == self.plan.strategy.name
+        job = self.job.replace(train_data=self.train_data)
+        tell, self.world.tell = self.world.tell, self._said_before.append  # it is said after what the training is
+        try:
+            return self.plan.strategy.planned(job, self.world, before["strategy_settings"] if same else None)
+        finally:
+            self.world.tell = tell
+
+    @property
+    def epochs(self) -> int | None:
+        """How many epochs there are; None where only the steps are counted."""
+        if self.job.epochs is not None:
+            return self.job.epochs
+        return 1 if self.job.steps is None else None
+
+    @property
+    def steps(self) -> int | None:
+        """The step at which the training ends, where that is known."""
+        batches = self.loader.batches_of(0)
+        ends = [self.job.steps, None if self.epochs is None or batches is None else self.epochs * batches]
+        known = [end for end in ends if end is not None]
+        return min(known) if known else None
+
+    @property
+    def _file(self) -> JobFile | None:
+        return self.plan.job if isinstance(self.plan.job, JobFile) else None
+
+    def note_changes(self, data: dict[str, Any]) -> None:
+        """Say what is other than when the run was begun, with training data of that fingerprint."""
+        given = self._file
+        edited = None if given is None else edited_files(self.before.get("sources", {}), given.path)
+        change = change_of(data, self.train_data, seed=self.job.seed, name="train_data")
+        self._said_before += [Line.note(said) for said in (edited, change) if said is not None]
+
+    def write_config(self) -> None:
+        """What the run is made of; the strategies under which it went before are kept."""
+        given, before, settings = self._file, self.before, self.job.settings
+        config = {
+            "job": self.plan.name,
+            "file": str(Path(given.path).resolve()) if given else None,
+            "sources": sources(given.path) if given else {},
+            "set": dict(given.knobs) if given else {},
+            "given": {n: settings[n] for n in given.settings if n in settings} if given else {},
+            "settings": settings,
+            "strategy": self.strategy.name,
+            "strategy_settings": dataclasses.asdict(self.strategy),
+            "devices": self.devices,
+            "world_size": self.world.size,
+            "backend": self.world.backend,
+            "resumed": [*before["resumed"], before["strategy"]] if before else [],
+        }
+        self.folder.write_json(self.folder.config, config)
+
+    def opening(self, epoch: int) -> Iterator[Any]:
+        """What is told before the first step, ``epoch`` epochs being done."""
+        world, job, devices = self.world, self.job, self.devices
+        on = f"{len(devices)} devices ({_abridged(devices)})" if len(devices) > 1 else str(world.device)
+        if len(devices) == 1 and world.device.is_slot:
+            on = f"one CPU device of {counted(world.device.threads, 'core')}"
+        via = f", {world.backend}" if world.backend else ""
+        yield Line(f"{self.plan.name}: {self.strategy.name} on {on}{via}")
+        shares = share_sizes(job.batch_size, world.layout.local_batches)
+        cut = min(self.parts, job.batch_size)  # no micro-batch is empty
+        parts = f", in {cut} micro-batches" if cut > 1 else ""
+        split = f" = {_abridged([str(s) for s in shares], ' + ')} over the devices" if len(shares) > 1 else ""
+        of = self.loader.batches_of(0)
+        length = f"{self.loader.samples:,} samples, {counted(of, 'step')} an epoch" if of else "a stream"
+        yield Line(f"batches of {job.batch_size:,}{split}{parts}; {length}{held_out(self.eval_loaders)}")
+        if self.plan.resume:
+            yield Line(f"resuming after epoch {epoch}, step {world.step}")
+            if told_of := moved(self.before, self.strategy.name, devices):
+                yield Line.note(told_of)
+            if self.scheduler is not None and not any(group["lr"] for group in self.step.optimizer.param_groups):
+                yield Line.note("the learning rate is 0: the scheduler goes on as it was saved, at its end")
+        notes = [
+            note_on_threads(world.device),
+            note_on_workers(job.loader_workers, world.local_size),
+            self._on_schedule,
+            "metrics are computed on eval_data, and the job has none" if job.metrics and not self.eval_data else None,
+        ]
+        if is_stream(self.train_data):
+            notes += stream_notes(job.shuffle, meets=world.size > 1 and not self.step.together)
+        yield from (Line.note(note) for note in notes if note)
+        yield from self._said_before
+        yield from map(Line.note, self.strategy.caveats(job, self.step.model, len(devices)))
+
+
+def _abridged(words: list[str], between: str = ", ") -> str:
+    return between.join(words if len(words) <= 8 else [*words[:4], "...", words[-1]])
