@@ -9,10 +9,10 @@ It is a ``TorchFunctionMode``, which sees every call of a PyTorch function in it
 
 ==========================================  =============================================================
 functions that take a ``generator``         are given ours, unless the caller gave one
-dropout, attention                          draw inside, where no generator can be passed: their mask is drawn here
+dropout of all kinds, attention, RNNs       draw inside, where no generator can be passed: their mask is drawn here
 functions of torch.nn.functional that call  run as they are, with what they call seen too
 others
-RNNs, dropout of channels, and a few more   one at a time, with our state lent to PyTorch's generator
+a few rare ones                             one at a time, with our state lent to PyTorch's generator
 ==========================================  =============================================================
 
 Not seen: what custom operators draw (``torch.ops``, C++ extensions), compiled code, and Python's and NumPy's random.
@@ -22,7 +22,6 @@ Accelerators have a generator per device already, and what is drawn there is lef
 from __future__ import annotations
 
 import contextlib
-import math
 import threading
 import types
 from collections.abc import Callable, Mapping
@@ -33,7 +32,8 @@ import torch.nn.functional as F
 from torch import nn
 from torch.overrides import TorchFunctionMode
 
-Tensor = torch.Tensor
+from lockstep.threads import random_functions
+
 Source = torch.Generator | Callable[[], torch.Generator]
 
 
@@ -194,89 +194,6 @@ def _lent(mode: _Stream, func: Any, args: tuple[Any, ...], kwargs: Mapping[str, 
             torch.default_generator.set_state(kept)
 
 
-def _recurrent(mode: _Stream, func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
-    """``torch._VF.lstm`` and its like: a padded batch, or packed data and its batch sizes."""
-    dropout, training = args[6:8] if isinstance(args[3], (list, tuple)) else args[5:7]
-    return _lent(mode, func, args, kwargs) if dropout and training else func(*args, **kwargs)
-
-
-# ---- functions that draw inside, with the same calls in the same order on the CPU ------------------------------------
-
-
-def _scale(generator: torch.Generator, input: Tensor, p: float, train: bool) -> Tensor | None:
-    """What dropout multiplies by, or None for one that does nothing."""
-    if not 0 <= p <= 1:
-        raise RuntimeError(f"dropout probability has to be between 0 and 1, but got {p}")
-    if p == 0 or not train or input.numel() == 0:
-        return None
-    if p == 1:
-        return torch.zeros((), dtype=input.dtype)
-    return torch.empty_like(input).bernoulli_(1 - p, generator=generator).div_(1 - p)
-
-
-def _dropout(generator: torch.Generator, func: Any, input: Tensor, p: float, train: bool) -> Tensor:
-    scale = _scale(generator, input, p, train)
-    return input if scale is None else input * scale
-
-
-def _dropout_(generator: torch.Generator, func: Any, input: Tensor, p: float, train: bool) -> Tensor:
-    scale = _scale(generator, input, p, train)
-    return input if scale is None else input.mul_(scale)
-
-
-def _functional_dropout(
-    generator: torch.Generator, func: Any, input: Tensor, p: float = 0.5, training: bool = True, inplace: bool = False
-) -> Tensor:
-    """``F.dropout``, which would call ``torch.dropout``: the one that is called most goes the short way."""
-    if p < 0.0 or p > 1.0:
-        raise ValueError(f"dropout probability has to be between 0 and 1, but got {p}")
-    return (_dropout_ if inplace else _dropout)(generator, func, input, p, training)
-
-
-def _attention(
-    generator: torch.Generator,
-    func: Any,
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    attn_mask: Tensor | None = None,
-    dropout_p: float = 0.0,
-    is_causal: bool = False,
-    scale: float | None = None,
-    enable_gqa: bool = False,
-) -> Tensor:
-    """Attention with its dropout mask. query: (..., length, width); key, value: (..., source, width).
-
-    With dropout the CPU has no fused kernel. This is what it does instead, step by step: both sides take the root of
-    the scale, and a row in which all is masked gives zeros.
-    """
-    if dropout_p == 0.0:
-        output: Tensor = func(
-            query, key, value, attn_mask=attn_mask, is_causal=is_causal, scale=scale, enable_gqa=enable_gqa
-        )
-        return output
-    if is_causal and attn_mask is not None:
-        raise RuntimeError("scaled_dot_product_attention takes attn_mask or is_causal, not both")
-    dtype = query.dtype
-    if dtype in (torch.float16, torch.bfloat16):
-        query, key, value = query.float(), key.float(), value.float()
-    root = math.sqrt(1 / math.sqrt(query.shape[-1]) if scale is None else abs(scale))
-    if enable_gqa:
-        key = key.repeat_interleave(query.shape[-3] // key.shape[-3], -3)
-        value = value.repeat_interleave(query.shape[-3] // value.shape[-3], -3)
-    if is_causal:
-        attn_mask = torch.ones(query.shape[-2], key.shape[-2], dtype=torch.bool).tril()
-    signed = -root if scale is not None and scale < 0 else root
-    scores = (query * signed) @ (key.transpose(-2, -1) * root)
-    if attn_mask is not None:
-        if attn_mask.dtype == torch.bool:
-            attn_mask = torch.zeros(attn_mask.shape, dtype=scores.dtype).masked_fill_(~attn_mask, -math.inf)
-        scores = scores + attn_mask
-    weights = torch._safe_softmax(scores, -1)
-    noise = _scale(generator, weights, dropout_p, True)
-    return ((weights if noise is None else weights * noise) @ value).to(dtype)
-
-
 def _routes() -> dict[Any, _Route]:
     taking = [
         *(torch.rand, torch.randn, torch.randint, torch.randperm, torch.rand_like, torch.randn_like),
@@ -291,27 +208,20 @@ def _routes() -> dict[Any, _Route]:
             )
         ),
     ]
-    written: dict[Any, Callable[..., Any]] = {
-        F.dropout: _functional_dropout,
-        torch.dropout: _dropout,
-        torch.dropout_: _dropout_,
-        torch._C._nn.scaled_dot_product_attention: _attention,
-    }
-    seen = (F.dropout1d, F.dropout2d, F.dropout3d, F.rrelu, F.gumbel_softmax, F.multi_head_attention_forward)
-    lent = [
-        *(torch.native_dropout, torch.feature_dropout, torch.feature_dropout_),
-        *(F.alpha_dropout, torch.alpha_dropout, torch.alpha_dropout_),
+    routes: dict[Any, _Route] = dict.fromkeys(taking, _with_generator)
+    for function, write in random_functions.WRITTEN.items():
+        routes[function] = _drawn_here(write)
+    for function in (
+        *(F.dropout1d, F.dropout2d, F.dropout3d, F.rrelu, F.gumbel_softmax, F.multi_head_attention_forward),
+    ):
+        routes[function] = _seen_inside(function)
+    rare = [
+        *(torch.native_dropout, F.alpha_dropout, torch.alpha_dropout, torch.alpha_dropout_),
         *(F.feature_alpha_dropout, torch.feature_alpha_dropout, torch.feature_alpha_dropout_),
         *(F.fractional_max_pool2d, F.fractional_max_pool2d_with_indices),
         *(F.fractional_max_pool3d, F.fractional_max_pool3d_with_indices),
     ]
-    return {
-        **dict.fromkeys(taking, _with_generator),
-        **{function: _drawn_here(write) for function, write in written.items()},
-        **{function: _seen_inside(function) for function in seen},
-        **dict.fromkeys((torch.lstm, torch.gru, torch.rnn_tanh, torch.rnn_relu), _recurrent),
-        **dict.fromkeys(lent, _lent),
-    }
+    return {**routes, **dict.fromkeys(rare, _lent)}
 
 
 _ROUTES = _routes()
