@@ -11,6 +11,7 @@ import pytest
 import torch
 from torch import nn
 from torch.nn import functional as F
+from torch.utils.data import TensorDataset
 
 import lockstep
 from lockstep import train
@@ -277,3 +278,77 @@ def test_a_hook_that_writes_to_a_global_is_refused_where_batches_are_cut(way: An
     job = dataclasses.replace(ZOO["mlp"], model=hooked, loss=penalty_on_hidden, eval_data=None)
     with pytest.raises(LockstepError, match=r"SEEN.*outside of the model|is not a sum over samples"):
         train(job, **way, folder=tmp_path, quiet=True)
+
+
+def late_mask(outputs: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
+    """A mean over the samples that aren't of class 0."""
+    return F.cross_entropy(outputs, targets.where(targets != 0, -100))
+
+
+def test_a_masked_mean_is_no_sum_where_the_first_part_of_a_batch_is_masked(tmp_path: Path) -> None:
+    data = TensorDataset(drawn(8, 6), torch.tensor([0, 0, 0, 0, 0, 1, 2, 1]))
+    job = dataclasses.replace(
+        ZOO["mlp"], loss=late_mask, train_data=data, eval_data=None, batch_size=8, shuffle=False, epochs=1
+    )
+    train(job, strategy="single", devices="1xcpu", folder=tmp_path, quiet=True)
+
+
+def counted_by_default(outputs: torch.Tensor, targets: torch.Tensor, calls: list[int] = [0]) -> torch.Tensor:  # noqa: B006
+    calls[0] += 1
+    return F.cross_entropy(outputs, targets) * (1 + 0.1 * calls[0])
+
+
+def counted_by_attribute(outputs: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
+    counted_by_attribute.calls = getattr(counted_by_attribute, "calls", 0) + 1  # type: ignore[attr-defined]
+    return F.cross_entropy(outputs, targets) * (1 + 0.1 * counted_by_attribute.calls)  # type: ignore[attr-defined]
+
+
+@pytest.mark.parametrize("loss", [counted_by_default, counted_by_attribute])
+def test_what_a_function_keeps_for_itself_is_said(loss: Any, tmp_path: Path, capsys: Any) -> None:
+    train(dataclasses.replace(ZOO["mlp"], loss=loss), **ACCUMULATE, folder=tmp_path)
+    assert "remembers something from call to call" in capsys.readouterr().out
+
+
+class CentringLate(nn.Module):
+    """Centres its batch in evaluation where a sample is large."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.body = mlp()
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        outputs = self.body(x)
+        return outputs - outputs.mean(dim=0) if not self.training and bool(x.max() > 4) else outputs
+
+
+def test_what_begins_in_the_second_batch_of_an_evaluation_is_said(tmp_path: Path, capsys: Any) -> None:
+    inputs = drawn(16, 6)
+    inputs[8:] *= 4
+    job = dataclasses.replace(
+        ZOO["mlp"], model=CentringLate, eval_data=TensorDataset(inputs, labels(16, 3)), eval_batch_size=8
+    )
+    train(job, **DP, folder=tmp_path)
+    assert "outputs depend on other samples of the batch" in capsys.readouterr().out
+
+
+class Tempered(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.body, self.temperature = mlp(), 1.0
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.body(x) / self.temperature
+
+
+def test_replicas_follow_an_attribute_in_evaluation_too() -> None:
+    inputs, targets = drawn(8, 6), labels(8, 3)
+    found = []
+    for way, devices in (("single", "1xcpu"), ("dp", "2xcpu")):
+        torch.manual_seed(0)
+        model = Tempered()
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        step = lockstep.parallelize(model, F.cross_entropy, optimizer, strategy=way, devices=devices)
+        step(inputs, targets)
+        model.temperature = 0.25
+        found.append(float(step.evaluate(inputs, targets)[1]))
+    assert found[0] == pytest.approx(found[1], rel=1e-5)

@@ -80,9 +80,9 @@ def are_wrong(sums: list[Sum], tolerance: float) -> Tensor:
 
 
 def is_sum(of: Sum) -> bool:
-    """Whether a scalar's values, rather than its means, add up."""
+    """Whether a scalar's values, rather than its means, add up; those of a part that is masked say nothing."""
     whole, one, other = (float(piece.total) / piece.samples for piece in of)
-    return not is_apart(whole, one, other, tolerance=1e-4)
+    return one != 0 and other != 0 and not is_apart(whole, one, other, tolerance=1e-4)
 
 
 def is_nan(piece: Piece) -> bool:

@@ -312,10 +312,13 @@ class DPStep(Step):
                 "dp: modules, parameters or hooks of the model have changed since its replicas were made: call "
                 "lockstep.parallelize again, or take ddp"
             )
+        self._follow_settings()
+        self._share_parameters()
+
+    def _follow_settings(self) -> None:
         for modules in self._modules[1:]:
             for mine, theirs in zip(self._modules[0], modules, strict=True):
                 follow_settings(theirs, mine)
-        self._share_parameters()
         self._copy_buffers(self._acting)
 
     def _share_parameters(self) -> None:
@@ -329,6 +332,7 @@ class DPStep(Step):
     @torch.no_grad()
     def share_buffers(self) -> None:
         """Give every replica the first one's parameters, which a step or loaded weights have changed, and buffers."""
+        self._follow_settings()
         self._share_parameters()
         self._copy_buffers(range(len(self._buffers[0])))
 

@@ -17,6 +17,7 @@ from lockstep.launch.events import Line
 from lockstep.launch.memory import is_out_of_memory
 from lockstep.launch.world import World
 from lockstep.model.inspection import look
+from lockstep.strategies.evaluator import is_power_of_two
 from lockstep.strategies.step import Step
 from lockstep.tensors.pytree import cut, each, holds_packed, joined, tensors
 from lockstep.tensors.seeding import kept_states
@@ -76,7 +77,7 @@ def look_at_evaluation(step: Step, batch: Batch) -> None:
         return
     part = step.first_share(batch)
     if part.size:
-        step.tell_once(look(step.model, part.inputs, part.size).of_evaluation())
+        step.tell_once(look(step.model, part.inputs, part.size, again=batch.index > 0).of_evaluation())
 
 
 def evaluate_sets(
@@ -92,10 +93,7 @@ def evaluate_sets(
 
     A set whose name is "" is the only one, and its metrics have their own names. The rest is as in ``evaluate``.
     """
-    found = {
-        name: evaluate(step, loader, metrics, world, seed, looks=looks and i == 0)
-        for i, (name, loader) in enumerate(loaders.items())
-    }
+    found = {name: evaluate(step, loader, metrics, world, seed, looks=looks) for name, loader in loaders.items()}
     if "" in found:
         return found[""]
     values = {f"{name}/{metric}": value for name, values in found.items() for metric, value in values.items()}
@@ -132,7 +130,7 @@ def evaluate(
     sums = [[0.0, 0.0] for _ in range(1 + len(functions))]
     with step.evaluating(), kept_states():
         for batch, results in step.over(itertools.islice(loader.epoch(0), most), step.results, seed):
-            if looks and batch.index == 0:
+            if looks and is_power_of_two(batch.index + 1):
                 look_at_evaluation(step, batch)
             for outputs, targets, total, count in results:
                 _add(sums[0], total, count)

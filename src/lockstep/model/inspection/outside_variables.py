@@ -119,6 +119,10 @@ class OutsideVariables:
             if hasattr(function, "__wrapped__"):  # by a decorator of PyTorch's, say
                 self._pending.append(function.__wrapped__)
             return
+        self._add(f"attributes of {function.__name__}", vars(function))
+        defaults = [*(function.__defaults__ or ()), *(function.__kwdefaults__ or {}).values()]
+        for number, value in enumerate(defaults):
+            self._add(f"{function.__name__}() default {number}", {"value": value}, "value")
         for name, cell in zip(function.__code__.co_freevars, function.__closure__ or (), strict=True):
             self._add(name, cell, "cell_contents")
         names = list(_names_in(function.__code__))
