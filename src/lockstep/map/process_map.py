@@ -232,22 +232,21 @@ class _Mapping:
         worker = max(range(len(self._free)), key=lambda w: len(self._free[w]))
         slot = self._free[worker].pop(0)
         block = self._blocks[worker][slot]
-        try:
-            packed = pack(units, block)
-        except Exception:
-            packed = None
-        if packed is None:  # outside of the handler: how pickling went wrong inside tells a person nothing
+        size = 0
+        with contextlib.suppress(Exception):
+            size = pack(units, block)
+        if not size:  # outside of the handler: how pickling went wrong inside tells a person nothing
             units = self._sendable(units, block)
-            packed = pack(units, block)
+            size = pack(units, block)
         if not units:
             self._free[worker].append(slot)
             return
         first = self._sent * (self._batch or 1)
         self._sent += len(units)
-        chunk = _Chunk(first, len(units), worker, slot, block, packed.bytes)
+        chunk = _Chunk(first, len(units), worker, slot, block, size)
         self._waiting.append(chunk)
         self._at[first] = chunk
-        self._workers.send(worker, pickle.dumps(Task(first, slot, packed)))
+        self._workers.send(worker, pickle.dumps(Task(first, slot)))
 
     def _draw(self, size: int) -> list[Any]:
         """The next items: ``size`` of them, or fewer where they are slow to come, or end."""
@@ -288,12 +287,12 @@ class _Mapping:
     def _hear(self, worker: int, reply: Reply) -> None:
         chunk = self._at.pop(reply.first)
         try:
-            results = unpack(reply.packed, chunk.block)
+            results = unpack(chunk.block)
         except Exception as error:
             raise ItemFailed(f"{self._named(chunk)}: the results can't be read here: {error}", chunk.first) from error
         self._free[worker].append(chunk.slot)
-        self._pace.learn(chunk.units, reply.seconds, max(chunk.bytes, reply.packed.bytes))
-        chunk.bytes = reply.packed.bytes
+        self._pace.learn(chunk.units, reply.seconds, max(chunk.bytes, reply.bytes))
+        chunk.bytes = reply.bytes
         self._held += chunk.bytes
         chunk.results, chunk.failure = deque(results), reply.failure
         if reply.failure is not None:
