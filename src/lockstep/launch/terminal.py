@@ -79,11 +79,22 @@ class Display:
     def output(self, text: str, stream: str) -> None:
         """What rank 0 printed, above the live line."""
         if self._console is not None:
-            self._console.print(text.rstrip("\n"), markup=False, soft_wrap=True, highlight=False)
+            print_above(self._console, text)
         else:
-            out = sys.stderr if stream == "stderr" else sys.stdout
-            out.write(text)
-            out.flush()
+            to_own_streams(text, stream)
+
+
+def print_above(console: Console, text: str) -> None:
+    """Print what a rank or a worker printed, above the live line of a console."""
+    console.print(text.rstrip("\n"), markup=False, soft_wrap=True, highlight=False)
+
+
+def to_own_streams(text: str, stream: str) -> None:
+    """Print what rank 0 printed, on whatever ``sys.stdout`` or ``sys.stderr`` is now (a notebook's, say)."""
+    target = sys.stdout if stream == "stdout" else sys.stderr
+    if target is not None:
+        target.write(text)
+        target.flush()
 
 
 def epoch_line(event: Event) -> str:

@@ -293,12 +293,6 @@ def join(world: World, store: Store, *, backend: str | None = None, timeout: flo
     """Join the process group of ``world`` and make it the current world.
 
     The computing thread gets its device's thread limit at once, and is pinned only when the group exists.
-
-    Args:
-        world: rank, size and devices are read; ``backend`` is set.
-        store: where the ranks find one another.
-        backend: instead of the device's own.
-        timeout: seconds after which a collective that waits for a rank gives up.
     """
     device = world.device
     _devices.settle(device)

@@ -86,13 +86,7 @@ def connect() -> socket.socket:
 
 
 def start_rank(connection: socket.socket, rank: int, files: Sequence[int]) -> None:
-    """Ask for one rank of a launch.
-
-    Args:
-        connection: of the launch.
-        rank: its number.
-        files: the open files that it is to have: call, channel, standard output, standard error, and any others.
-    """
+    """Ask for a rank that has these open files: call, channel, standard output, standard error, and any others."""
     socket.send_fds(connection, [START.pack(rank)], files)
 
 

@@ -74,12 +74,9 @@ def next_message() -> bytes:
 
 @dataclass(eq=False)
 class WorkerContext:
-    """What a worker has to do with.
+    """What a worker has to do with: its number and device, and the caller's modes.
 
     Attributes:
-        number: the worker's, from 0.
-        device: the worker's own.
-        modes: the caller's, to compute in.
         blocks: files that the caller has open too.
         channel: the way to the caller. Only heads go there, a few kilobytes at most; what is large goes in blocks.
         board: the call's.
@@ -111,14 +108,7 @@ def current_worker() -> WorkerContext | None:
 
 
 def run(number: int, call_file: int, channel_file: int, blocks: Sequence[int]) -> NoReturn:
-    """Live as rank ``number``.
-
-    Args:
-        number: this rank's.
-        call_file: the file of the call, open.
-        channel_file: the connection to the process that launched it, open.
-        blocks: what a worker has beside, see `WorkerContext`.
-    """
+    """Live as rank ``number``, with these open files; one with ``blocks`` is a worker of a map."""
     global _channel
     _channel = Channel(channel_file)
     call = Call(call_file)
@@ -201,7 +191,6 @@ def _work(fn: Callable[..., Any], args: tuple[Any, ...], context: WorkerContext)
 
 def _own_streams() -> None:
     """Let what is printed come out at once, line by line, and a crash in compiled code say where it was."""
-    sys.stdin = open(os.devnull)  # noqa: SIM115
     sys.stdout = sys.__stdout__ = _lines_to(1)  # type: ignore[misc]
     sys.stderr = sys.__stderr__ = _lines_to(2)  # type: ignore[misc]
     faulthandler.enable(sys.stderr)
