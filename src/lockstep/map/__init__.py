@@ -134,7 +134,8 @@ def map(
         if len(places) == 1:
             results = process_map.in_this_one(call, drawn, places[0])
         else:
-            results = process_map.mapped(call, drawn, places, total, None if bar is None else bar.print)
+            on_output = None if bar is None else bar.print
+            results = process_map.ProcessMap(call, drawn, places, total, on_output).results()
     if bar is not None:
         results = bar.over(results)
     return results if reduce is None else _reduced(results, reduce)
@@ -218,4 +219,6 @@ class _Bar:
 
     def print(self, text: str, stream: str) -> None:
         """Print what workers have printed, above the bar."""
-        self._console.print(text.rstrip("\n"), markup=False, soft_wrap=True, highlight=False)
+        from lockstep.launch.terminal import print_above
+
+        print_above(self._console, text)

@@ -120,10 +120,7 @@ def _reply(worker: WorkerContext, fn: Call, task: Task) -> Reply:
 
 
 def _record(error: BaseException, worker: WorkerContext) -> Record:
-    trace = error.__traceback__
-    while trace is not None and trace.tb_next is not None and trace.tb_frame.f_globals["__name__"] == __name__:
-        trace = trace.tb_next
-    return Record.of(error.with_traceback(trace), time.monotonic(), worker.number, worker.item)
+    return Record.of(error, time.monotonic(), worker.number, worker.item)
 
 
 def _sendable(results: list[Any], task: Task, worker: WorkerContext, fn: Call) -> tuple[int, Record]:
@@ -133,6 +130,11 @@ def _sendable(results: list[Any], task: Task, worker: WorkerContext, fn: Call) -
     worker.item = task.first + place * (fn.batch or 1)
     what = f"its result (a {type(results[place]).__qualname__}) can't be sent back: {error}"
     return pack(results[:place], block), _record(TypeError(what), worker)
+
+
+def named(first: int, size: int) -> str:
+    """``item 3``, or ``items 3 to 5``."""
+    return f"item {first}" if size == 1 else f"items {first} to {first + size - 1}"
 
 
 def failed(record: Record, device: object) -> BaseException:
