@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Mapping
-from types import TracebackType
 from typing import TYPE_CHECKING, Any, Self
 
 from lockstep.launch.events import Event, Line, Memory, Profile, Progress
@@ -37,9 +36,7 @@ class Display:
             self._live.start()
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *of_an_error: object) -> None:
         if self._live is not None:
             self._live.stop()
             self._live = None

@@ -99,24 +99,20 @@ def stop() -> None:
 def _running() -> _Server:
     global _server
     if _server is None:
-        _server = _begin()
+        ours, theirs = socket.socketpair()
+        with theirs:
+            process = subprocess.Popen(
+                # -P: a file in the current folder must not stand in for a module of the same name.
+                [sys.executable, "-P", "-c", _PROGRAM, str(theirs.fileno()), str(os.getpid())],
+                stdin=subprocess.DEVNULL,
+                stdout=subprocess.DEVNULL,
+                # A session of its own: Ctrl-C in a terminal reaches the person's process, which decides.
+                start_new_session=True,
+                pass_fds=[theirs.fileno()],
+                env=_environment(),
+            )
+        _server = _Server(process, ours)
     return _server
-
-
-def _begin() -> _Server:
-    ours, theirs = socket.socketpair()
-    with theirs:
-        process = subprocess.Popen(
-            # -P: a file in the current folder must not stand in for a module of the same name.
-            [sys.executable, "-P", "-c", _PROGRAM, str(theirs.fileno()), str(os.getpid())],
-            stdin=subprocess.DEVNULL,
-            stdout=subprocess.DEVNULL,
-            # A session of its own: Ctrl-C in a terminal reaches the person's process, which decides.
-            start_new_session=True,
-            pass_fds=[theirs.fileno()],
-            env=_environment(),
-        )
-    return _Server(process, ours)
 
 
 _PROGRAM = "import sys; from lockstep.launch.processes import fork; fork.main(int(sys.argv[1]), int(sys.argv[2]))"
