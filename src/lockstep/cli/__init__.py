@@ -1,3 +1,3 @@
-"""The command: a file for each, shared options, Ctrl-C."""
+"""The command: a file for each kind, and shared options."""
 
 from lockstep.cli.command import main as main

@@ -7,6 +7,7 @@ needed their server starts to import torch while this process does.
 from __future__ import annotations
 
 import argparse
+import math
 import os
 import re
 import signal
@@ -18,11 +19,11 @@ from typing import NoReturn
 
 import lockstep
 from lockstep.cli.compare_commands import add_compare, add_tune, add_verify
-from lockstep.cli.ctrl_c_message import Interrupt
 from lockstep.cli.options import add_strategy, refuse_settings, warm_up
 from lockstep.cli.pipeline_commands import add_partition, add_schedule
 from lockstep.cli.run_commands import add_evaluate, add_predict, add_report, add_train
 from lockstep.errors import InputError, LockstepError, RankFailed, near_names, nearest, own_traceback
+from lockstep.launch.processes import fork_server
 
 
 class _Parser(argparse.ArgumentParser):
@@ -69,6 +70,50 @@ def main(words: Sequence[str] | None = None) -> int:
     finally:
         interrupt.over()
         signal.signal(signal.SIGTERM, before)
+
+
+class Interrupt:
+    """Listens for Ctrl-C from now until ``over``; pressed twice in a row it is one, since ending takes a moment.
+
+    Modules that are being imported make other exceptions of it (NumPy an `ImportError`), so its time is kept; and torch
+    swallows it when it looks for NumPy, but then nothing was begun, and the process may end where it stands.
+
+    Args:
+        line: what is said of it.
+    """
+
+    _ONE = 2.0
+    """Seconds that belong to one Ctrl-C."""
+
+    def __init__(self, line: str) -> None:
+        self._line = line
+        self._pressed = -math.inf
+        self._before = signal.getsignal(signal.SIGINT)
+        if self._before is signal.default_int_handler:  # elsewhere somebody has decided otherwise: nohup, say
+            signal.signal(signal.SIGINT, self._press)
+
+    def _press(self, number: int, frame: FrameType | None) -> None:
+        if self.just_now():
+            return
+        self._pressed = time.monotonic()
+        if getattr(getattr(sys.modules.get("torch"), "__spec__", None), "_initializing", False):
+            fork_server.stop()
+            os._exit(self.said())
+        raise KeyboardInterrupt
+
+    def just_now(self) -> bool:
+        """Whether what is raised now may be for its sake."""
+        return time.monotonic() - self._pressed < self._ONE
+
+    def said(self) -> int:
+        """Say it; gives the exit code of a command that was stopped so."""
+        _say(self._line)
+        return 130
+
+    def over(self) -> None:
+        """Listen no more."""
+        if self._before is signal.default_int_handler:
+            signal.signal(signal.SIGINT, self._before)
 
 
 def _told(error: Exception) -> int:

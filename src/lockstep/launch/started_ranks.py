@@ -9,6 +9,7 @@ import atexit
 import datetime
 import functools
 import gc
+import itertools
 import os
 import pickle
 import socket
@@ -121,7 +122,7 @@ def _join(world: World, *, backend: str | None = None, timeout: float = 1800.0) 
         _world.join(world, _store(timeout), backend=backend, timeout=timeout)
 
 
-_stores = 0
+_stores = itertools.count(1)
 
 
 def _store(timeout: float) -> Store:
@@ -129,10 +130,8 @@ def _store(timeout: float) -> Store:
 
     It outlives a process group, and a second group would find the addresses of the first in it.
     """
-    global _stores
-    _stores += 1
     store, _, _ = next(rendezvous("env://", timeout=datetime.timedelta(seconds=timeout)))
-    return PrefixStore(f"lockstep_{_stores}", store)
+    return PrefixStore(f"lockstep_{next(_stores)}", store)
 
 
 def _leave(world: World) -> None:

@@ -31,9 +31,17 @@ def asked() -> bool:
     return _current is not None and _current.number is not None
 
 
-def current() -> StopRequest | None:
-    """What listens in this process, or None."""
-    return _current
+@contextlib.contextmanager
+def reaching(ranks: memoryview) -> Iterator[None]:
+    """Pass a signal on to ranks of ours for a while, by their board, where this process listens for one."""
+    request = _current
+    if request is not None:
+        request.ranks = ranks
+    try:
+        yield
+    finally:
+        if request is not None:
+            request.ranks = None
 
 
 class StopRequest:
@@ -71,15 +79,6 @@ class StopRequest:
             self._timer.cancel()
         for number, before in self._before.items():
             signal.signal(number, before)
-
-    @contextlib.contextmanager
-    def reaching(self, ranks: memoryview) -> Iterator[None]:
-        """Pass it on to ranks of ours for a while."""
-        self.ranks = ranks
-        try:
-            yield
-        finally:
-            self.ranks = None
 
     def raise_if_asked(self) -> None:
         """Raise what the signal would have raised by itself.

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Mapping
-from types import TracebackType
 from typing import TYPE_CHECKING, Any, Self
 
 from lockstep.launch.events import Event, Line, Memory, Profile, Progress
@@ -37,9 +36,7 @@ class Display:
             self._live.start()
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *of_an_error: object) -> None:
         if self._live is not None:
             self._live.stop()
             self._live = None
@@ -79,11 +76,22 @@ class Display:
     def output(self, text: str, stream: str) -> None:
         """What rank 0 printed, above the live line."""
         if self._console is not None:
-            self._console.print(text.rstrip("\n"), markup=False, soft_wrap=True, highlight=False)
+            print_above(self._console, text)
         else:
-            out = sys.stderr if stream == "stderr" else sys.stdout
-            out.write(text)
-            out.flush()
+            to_own_streams(text, stream)
+
+
+def print_above(console: Console, text: str) -> None:
+    """Print what a rank or a worker printed, above the live line of a console."""
+    console.print(text.rstrip("\n"), markup=False, soft_wrap=True, highlight=False)
+
+
+def to_own_streams(text: str, stream: str) -> None:
+    """Print what rank 0 printed, on whatever ``sys.stdout`` or ``sys.stderr`` is now (a notebook's, say)."""
+    target = sys.stdout if stream == "stdout" else sys.stderr
+    if target is not None:
+        target.write(text)
+        target.flush()
 
 
 def epoch_line(event: Event) -> str:

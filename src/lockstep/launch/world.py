@@ -12,7 +12,7 @@ import os
 import time
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
-from typing import Any, ParamSpec, TypeVar
+from typing import Any, ParamSpec, TypeVar, cast
 
 import torch
 import torch.distributed as dist
@@ -89,9 +89,16 @@ class World:
     in_step: bool = field(default=False, repr=False)
     observers: list[Observer] = field(default_factory=list, init=False, repr=False)
     _meetings: int = field(default=0, init=False, repr=False)
+    _board = cast("memoryview | None", None)
+    """Where the ranks of one launch keep their steps for all to see (see ``processes.call``); no field of the class."""
 
     def __post_init__(self) -> None:
         self.layout = Layout({"data": self.size * len(self.devices)}, max(1, len(self.devices)))
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        object.__setattr__(self, name, value)
+        if name == "step":
+            self.announce(value)
 
     @property
     def device(self) -> Device:
@@ -164,15 +171,16 @@ class World:
 
     def asked_to_stop(self) -> bool:
         """Whether a person, or the system, has asked for the training to be saved and stopped."""
-        return stop_request.asked()
+        return stop_request.asked() if self._board is None else bool(self._board[self.size])
 
     def announce(self, step: int) -> None:
         """Let the other ranks see that this one is about to enter a step, where they can (``step_of``)."""
+        if self._board is not None:
+            self._board[self.rank] = step
 
     def step_of(self, rank: int) -> int:
         """The step that a rank is in, or about to enter, as far as this one can see."""
-        del rank
-        return self.step
+        return self.step if self._board is None else self._board[rank]
 
     def meet(self, what: str, *, waits: float = 30.0, together: bool = True) -> None:
         """Wait until every rank has called this with the same words.
@@ -285,12 +293,6 @@ def join(world: World, store: Store, *, backend: str | None = None, timeout: flo
     """Join the process group of ``world`` and make it the current world.
 
     The computing thread gets its device's thread limit at once, and is pinned only when the group exists.
-
-    Args:
-        world: rank, size and devices are read; ``backend`` is set.
-        store: where the ranks find one another.
-        backend: instead of the device's own.
-        timeout: seconds after which a collective that waits for a rank gives up.
     """
     device = world.device
     _devices.settle(device)

@@ -18,11 +18,14 @@ from typing import TYPE_CHECKING, Any, overload
 from lockstep.errors import InputError
 
 if TYPE_CHECKING:
+    from rich.progress import Progress
+
     from lockstep.launch.devices import Device, Devices
 
 __all__ = ["map"]
 
 
+# Without `reduce`: an iterator of the results.
 @overload
 def map(
     fn: Callable[..., Any],
@@ -37,6 +40,7 @@ def map(
 ) -> Iterator[Any]: ...
 
 
+# With it: the one value that it makes of them.
 @overload
 def map(
     fn: Callable[..., Any],
@@ -117,7 +121,7 @@ def map(
     total = len(items) if isinstance(items, Sized) else None
     is_module = isinstance(fn, nn.Module)
     places = _places(devices, is_module)
-    bar = _Bar(total, getattr(fn, "__name__", type(fn).__name__).strip("<>")) if progress and _is_terminal() else None
+    bar = _bar() if progress and sys.stdout is not None and sys.stdout.isatty() else None
     if isinstance(fn, nn.Module):
         from lockstep.map import module_map
 
@@ -134,9 +138,12 @@ def map(
         if len(places) == 1:
             results = process_map.in_this_one(call, drawn, places[0])
         else:
-            results = process_map.mapped(call, drawn, places, total, None if bar is None else bar.print)
+            from lockstep.launch.terminal import print_above
+
+            on_output = None if bar is None else lambda text, stream: print_above(bar.console, text)
+            results = process_map.ProcessMap(call, drawn, places, total, on_output).results()
     if bar is not None:
-        results = bar.over(results)
+        results = _counted(results, bar, getattr(fn, "__name__", type(fn).__name__).strip("<>"), total)
     return results if reduce is None else _reduced(results, reduce)
 
 
@@ -188,34 +195,18 @@ def _a(value: object) -> str:
     return f"{'an' if name[0] in 'aeiou' else 'a'} {name}"
 
 
-def _is_terminal() -> bool:
-    return sys.stdout is not None and sys.stdout.isatty()
+def _bar() -> Progress:
+    from rich.console import Console
+    from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
+
+    columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
+    return Progress(*columns, console=Console(highlight=False), transient=True)
 
 
-class _Bar:
-    """How far a map is, on a terminal.
-
-    Args:
-        total: items, where that is known.
-        name: what stands before it.
-    """
-
-    def __init__(self, total: int | None, name: str) -> None:
-        self._total, self._name = total, name
-
-    def over(self, results: Iterator[Any]) -> Iterator[Any]:
-        """The same results, counted as they are given; the bar goes when they end, or are closed."""
-        from rich.console import Console
-        from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
-
-        columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
-        self._console = Console(highlight=False)
-        with Progress(*columns, console=self._console, transient=True) as progress:
-            task = progress.add_task(self._name, total=self._total)
-            for result in results:
-                progress.advance(task)
-                yield result
-
-    def print(self, text: str, stream: str) -> None:
-        """Print what workers have printed, above the bar."""
-        self._console.print(text.rstrip("\n"), markup=False, soft_wrap=True, highlight=False)
+def _counted(results: Iterator[Any], bar: Progress, name: str, total: int | None) -> Iterator[Any]:
+    """The same results, counted as they are given; the bar goes when they end, or are closed."""
+    with bar:
+        task = bar.add_task(name, total=total)
+        for result in results:
+            bar.advance(task)
+            yield result

@@ -14,7 +14,7 @@ from lockstep.data.shares import MAP, absorbed
 from lockstep.errors import InputError, ItemFailed
 from lockstep.launch.processes.failure_records import Record, caused
 from lockstep.launch.processes.rank import WorkerContext
-from lockstep.map.shared_values import Packed, first_that_cant_be_packed, pack, unpack
+from lockstep.map.shared_values import first_that_cant_be_packed, pack, unpack
 from lockstep.tensors.seeding import seed_all
 
 
@@ -23,13 +23,12 @@ class Task(NamedTuple):
 
     Attributes:
         first: the index of its first item, by which it is known.
-        slot: of the worker's blocks, the one that holds the items, and is to hold the results.
-        packed: a list: the items, or lists of items where ``batch`` isn't None.
+        slot: of the worker's blocks, the one that holds a list of the items (or of lists of them, where ``batch`` isn't
+            None), and is to hold a list of the results up to the first failure.
     """
 
     first: int
     slot: int
-    packed: Packed
 
 
 class Reply(NamedTuple):
@@ -38,13 +37,13 @@ class Reply(NamedTuple):
     Attributes:
         first: of the chunk.
         seconds: that computing it took.
-        packed: a list: the results up to the first failure.
-        failure: that, with ``step`` the index of its item; None where there was none.
+        bytes: of the results.
+        failure: the first, with ``step`` the index of its item; None where there was none.
     """
 
     first: int
     seconds: float
-    packed: Packed
+    bytes: int
     failure: Record | None
 
 
@@ -103,7 +102,7 @@ def _reply(worker: WorkerContext, fn: Call, task: Task) -> Reply:
     failure = None
     began = time.perf_counter()
     try:
-        units = unpack(task.packed, block)
+        units = unpack(block)
         units.reverse()
         with worker.modes.entered():
             while units:
@@ -113,27 +112,29 @@ def _reply(worker: WorkerContext, fn: Call, task: Task) -> Reply:
         failure = _record(error, worker)
     seconds = time.perf_counter() - began
     try:
-        packed = pack(results, block)
+        size = pack(results, block)
     except Exception:
-        packed, failure = _sendable(results, task, worker, fn)
+        size, failure = _sendable(results, task, worker, fn)
     worker.item = -1
-    return Reply(task.first, seconds, packed, failure)
+    return Reply(task.first, seconds, size, failure)
 
 
 def _record(error: BaseException, worker: WorkerContext) -> Record:
-    trace = error.__traceback__
-    while trace is not None and trace.tb_next is not None and trace.tb_frame.f_globals["__name__"] == __name__:
-        trace = trace.tb_next
-    return Record.of(error.with_traceback(trace), time.monotonic(), worker.number, worker.item)
+    return Record.of(error, time.monotonic(), worker.number, worker.item)
 
 
-def _sendable(results: list[Any], task: Task, worker: WorkerContext, fn: Call) -> tuple[Packed, Record]:
+def _sendable(results: list[Any], task: Task, worker: WorkerContext, fn: Call) -> tuple[int, Record]:
     """The results before the first that can't be sent, and what is wrong with that."""
     block = worker.blocks[task.slot]
     place, error = first_that_cant_be_packed(results, block)
     worker.item = task.first + place * (fn.batch or 1)
     what = f"its result (a {type(results[place]).__qualname__}) can't be sent back: {error}"
     return pack(results[:place], block), _record(TypeError(what), worker)
+
+
+def named(first: int, size: int) -> str:
+    """``item 3``, or ``items 3 to 5``."""
+    return f"item {first}" if size == 1 else f"items {first} to {first + size - 1}"
 
 
 def failed(record: Record, device: object) -> BaseException:

@@ -21,6 +21,7 @@ from torch.utils.data import default_collate
 from lockstep.data.shares import MAP, mixed
 from lockstep.errors import InputError, ItemFailed, told
 from lockstep.launch.devices import Device
+from lockstep.map.map_worker import named
 from lockstep.map.shared_values import copied
 from lockstep.parallel.replicate import replicate
 from lockstep.tensors.pytree import call, described, each, named_parts, parts, rebuilt, tensors, to_device
@@ -74,7 +75,7 @@ def mapped(
             try:
                 outputs = pending.result()
             except Exception as error:
-                where = f"{_named(first, size)} failed on {devices[number]}"
+                where = f"{named(first, size)} failed on {devices[number]}"
                 raise ItemFailed(f"{where}: {told(error)}", first) from error
             busy[number] -= 1
             if batch_size is None:
@@ -101,7 +102,7 @@ def _together(batch: list[Any], collate: Callable[[list[Any]], Any] | None, firs
         return (collate or default_collate)(batch)
     except Exception as error:
         advice = "" if collate else "; give a collate that can"
-        raise InputError(f"{_named(first, len(batch))} can't be put together: {told(error)}{advice}") from error
+        raise InputError(f"{named(first, len(batch))} can't be put together: {told(error)}{advice}") from error
 
 
 def _rows(outputs: Any, size: int, name: str) -> list[Any]:
@@ -121,7 +122,3 @@ def _rows(outputs: Any, size: int, name: str) -> list[Any]:
         return outputs
     columns = [_rows(part, size, f"{name}.{below}".lstrip(".")) for below, part in named_parts(outputs)]
     return [rebuilt(outputs, [column[i] for column in columns]) for i in range(size)]
-
-
-def _named(first: int, size: int) -> str:
-    return f"item {first}" if size == 1 else f"items {first} to {first + size - 1}"

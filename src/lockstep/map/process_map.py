@@ -35,7 +35,7 @@ from lockstep.launch.processes import failure_records
 from lockstep.launch.processes.call import Modes, Setup
 from lockstep.launch.processes.failure_records import Record
 from lockstep.launch.processes.supervisor import Supervisor
-from lockstep.map.map_worker import Call, Reply, Task, failed, serve
+from lockstep.map.map_worker import Call, Reply, Task, failed, named, serve
 from lockstep.map.shared_values import copied, first_that_cant_be_packed, kept, new_block, pack, unpack
 from lockstep.tensors.pytree import each
 from lockstep.tensors.seeding import kept_states
@@ -86,37 +86,8 @@ class _Pace:
         self.size = max(1, int(min(by_time, by_size, 8 * self.size)))
 
 
-def mapped(
-    call: Call,
-    items: Iterator[Any],
-    devices: tuple[Device, ...],
-    total: int | None,
-    on_output: Callable[[str, str], None] | None,
-) -> Iterator[Any]:
-    """The result of each item, in order.
-
-    Args:
-        call: the function.
-        items: drawn from as chunks are made of them.
-        devices: a process for each.
-        total: how many items there are, where that is known.
-        on_output: as `lockstep.launch.launch`'s, for all workers.
-
-    Raises:
-        InputError: the function, or an item (it is named), can't be sent.
-        ItemFailed: the function raised for an item, or a worker died.
-    """
-    try:
-        packed = cloudpickle.dumps(call)
-    except Exception as error:
-        raise InputError(
-            f"the function can't be sent to a process: {told(error)}: make what it holds inside of it"
-        ) from None
-    return _Mapping(call, packed, items, devices, total, on_output).run()
-
-
 def in_this_one(call: Call, items: Iterator[Any], device: Device) -> Iterator[Any]:
-    """The same in the caller's process, whose generators of random numbers stay where they are, if there is a seed."""
+    """The results, computed in the caller's process; its random generators stay where they are if there is a seed."""
     index = 0
     for unit in items if call.batch is None else _batched(items, call.batch, copied):
         try:
@@ -135,19 +106,34 @@ def in_this_one(call: Call, items: Iterator[Any], device: Device) -> Iterator[An
         del result
 
 
-class _Mapping:
-    """The state of one map."""
+class ProcessMap:
+    """A map over processes.
+
+    Args:
+        call: the function.
+        items: drawn from as chunks are made of them.
+        devices: a process for each.
+        total: how many items there are, where that is known.
+        on_output: as `lockstep.launch.launch`'s, for all workers.
+
+    Raises:
+        InputError: the function can't be sent.
+    """
 
     def __init__(
         self,
         call: Call,
-        packed: bytes,
         items: Iterator[Any],
         devices: tuple[Device, ...],
         total: int | None,
         on_output: Callable[[str, str], None] | None,
     ) -> None:
-        self._packed = packed
+        try:
+            self._packed = cloudpickle.dumps(call)
+        except Exception as error:
+            raise InputError(
+                f"the function can't be sent to a process: {told(error)}: make what it holds inside of it"
+            ) from None
         self._on_output = on_output
         self._batch = call.batch
         self._units = items if call.batch is None else _batched(items, call.batch, kept)
@@ -162,7 +148,13 @@ class _Mapping:
         self._ending: BaseException | None = None
         self._is_drawn = False
 
-    def run(self) -> Iterator[Any]:
+    def results(self) -> Iterator[Any]:
+        """The result of each item, in order.
+
+        Raises:
+            InputError: an item (it is named) can't be sent.
+            ItemFailed: the function raised for an item, or a worker died.
+        """
         with contextlib.ExitStack() as stack:
             self._blocks = [[new_block(stack) for _ in free] for free in self._free]
             self._workers = workers = stack.enter_context(
@@ -232,22 +224,21 @@ class _Mapping:
         worker = max(range(len(self._free)), key=lambda w: len(self._free[w]))
         slot = self._free[worker].pop(0)
         block = self._blocks[worker][slot]
-        try:
-            packed = pack(units, block)
-        except Exception:
-            packed = None
-        if packed is None:  # outside of the handler: how pickling went wrong inside tells a person nothing
+        size = 0
+        with contextlib.suppress(Exception):
+            size = pack(units, block)
+        if not size:  # outside of the handler: how pickling went wrong inside tells a person nothing
             units = self._sendable(units, block)
-            packed = pack(units, block)
+            size = pack(units, block)
         if not units:
             self._free[worker].append(slot)
             return
         first = self._sent * (self._batch or 1)
         self._sent += len(units)
-        chunk = _Chunk(first, len(units), worker, slot, block, packed.bytes)
+        chunk = _Chunk(first, len(units), worker, slot, block, size)
         self._waiting.append(chunk)
         self._at[first] = chunk
-        self._workers.send(worker, pickle.dumps(Task(first, slot, packed)))
+        self._workers.send(worker, pickle.dumps(Task(first, slot)))
 
     def _draw(self, size: int) -> list[Any]:
         """The next items: ``size`` of them, or fewer where they are slow to come, or end."""
@@ -288,20 +279,17 @@ class _Mapping:
     def _hear(self, worker: int, reply: Reply) -> None:
         chunk = self._at.pop(reply.first)
         try:
-            results = unpack(reply.packed, chunk.block)
+            results = unpack(chunk.block)
         except Exception as error:
-            raise ItemFailed(f"{self._named(chunk)}: the results can't be read here: {error}", chunk.first) from error
+            items = named(chunk.first, chunk.units * (self._batch or 1))
+            raise ItemFailed(f"{items}: the results can't be read here: {error}", chunk.first) from error
         self._free[worker].append(chunk.slot)
-        self._pace.learn(chunk.units, reply.seconds, max(chunk.bytes, reply.packed.bytes))
-        chunk.bytes = reply.packed.bytes
+        self._pace.learn(chunk.units, reply.seconds, max(chunk.bytes, reply.bytes))
+        chunk.bytes = reply.bytes
         self._held += chunk.bytes
         chunk.results, chunk.failure = deque(results), reply.failure
         if reply.failure is not None:
             self._is_drawn = True  # what comes after it will not be given
-
-    def _named(self, chunk: _Chunk) -> str:
-        last = chunk.first + chunk.units * (self._batch or 1) - 1
-        return f"item {chunk.first}" if last == chunk.first else f"items {chunk.first} to {last}"
 
     def _death(self, failure: Record | failure_records.Death) -> BaseException:
         device = self._devices[failure.rank]

@@ -1,13 +1,12 @@
-"""Values on their way to another process: tensors and arrays go through a shared file in memory, the rest is pickled.
+"""Values on their way to another process: tensors and arrays go as they lie in memory, the rest is pickled.
 
 ::
 
-    {"loss": 0.1, "logits": tensor}    a head:  pickled, with the places of what lies in the block
-                                       a block: | bytes of the tensor | ...
+    {"loss": 0.1, "logits": tensor}  ──>  a block:  | sizes | the pickle | bytes of the tensor | ...
 
 They are found in any nesting, also inside of a person's own objects, since it is the pickler that meets them. A block
-is a file without a name that both processes have open: nothing can be left behind, and it is written over by the next
-parcel, so that its size is that of the largest. What is read out of it is a copy of the reader's own.
+is a file in memory without a name that both processes have open: nothing can be left behind, and it is written over by
+the next value, so that its size is that of the largest. What is read out of it is a copy of the reader's own.
 """
 
 from __future__ import annotations
@@ -18,7 +17,7 @@ import io
 import os
 import pickle
 import tempfile
-from typing import Any, NamedTuple
+from typing import Any
 
 import cloudpickle
 import torch
@@ -27,24 +26,10 @@ from torch import nn
 from lockstep.errors import RunError
 
 _LARGE = 1 << 11
-"""Bytes from which a pickle, a tensor or an array goes through the block: two heads must fit in a pipe."""
+"""Bytes from which a tensor or an array isn't copied into the pickle."""
 
 _KEPT = 16 << 20
-"""Bytes of a block that are kept for the next parcel, however small that is."""
-
-
-class Packed(NamedTuple):
-    """The head of a parcel, which is small.
-
-    Attributes:
-        body: the pickle, where it is small; else it is the first piece in the block.
-        index_size: bytes at the beginning of the block that say how large its pieces are; 0 where there are none.
-        bytes: of the whole parcel.
-    """
-
-    body: bytes | None
-    index_size: int
-    bytes: int
+"""Bytes of a block that are kept for the next value, however small that is."""
 
 
 _CONSTANT = (int, float, complex, bool, str, bytes, type(None))
@@ -103,8 +88,8 @@ def new_block(stack: contextlib.ExitStack) -> int:
     return number
 
 
-def pack(value: Any, block: int) -> Packed:
-    """Write a value for another process, which ``unpack``s it. A tensor of a graph goes without its graph.
+def pack(value: Any, block: int) -> int:
+    """Write a value for another process, which ``unpack``s it; gives its bytes. A tensor goes without its graph.
 
     Args:
         value: anything that cloudpickle can send.
@@ -116,35 +101,27 @@ def pack(value: Any, block: int) -> Packed:
     file = io.BytesIO()
     pickler = _Pickler(file)
     pickler.dump(value)
-    pieces = pickler.pieces
-    body: bytes | None = file.getvalue()
-    if len(file.getbuffer()) >= _LARGE:
-        pieces = [memoryview(file.getbuffer()), *pieces]
-        body = None
-    total = sum(piece.nbytes for piece in pieces) + len(body or b"")
-    if not pieces:
-        return Packed(body, 0, total)
-    index = pickle.dumps([piece.nbytes for piece in pieces])
-    if (held := os.fstat(block).st_size) > _KEPT and held > 4 * total:
+    pieces = [file.getbuffer(), *pickler.pieces]
+    sizes = [piece.nbytes for piece in pieces]
+    total = sum(sizes)
+    if os.fstat(block).st_size > max(_KEPT, 4 * total):
         os.ftruncate(block, 0)
-    place = 0
-    for piece in (memoryview(index), *pieces):
-        while piece.nbytes:
-            written = os.pwrite(block, piece, place)
-            place += written
-            piece = piece[written:]
-    return Packed(body, len(index), total)
+    with open(block, "wb", closefd=False) as target:
+        target.seek(0)
+        pickle.dump(sizes, target)
+        target.writelines(pieces)
+    return total
 
 
-def unpack(packed: Packed, block: int) -> Any:
+def unpack(block: int) -> Any:
     """Read what ``pack`` wrote; the block is free again afterwards."""
-    pieces = []
-    place = packed.index_size
-    for size in pickle.loads(_read(block, place, 0)) if packed.index_size else ():
-        pieces.append(_read(block, size, place))
-        place += size
-    body = packed.body if packed.body is not None else pieces.pop(0)
-    return pickle.loads(body, buffers=pieces)
+    with open(block, "rb", closefd=False) as file:
+        file.seek(0)
+        body, *buffers = (bytearray(size) for size in pickle.load(file))
+        for piece in (body, *buffers):
+            if file.readinto(piece) < len(piece):
+                raise EOFError("a value is shorter than its head says")
+    return pickle.loads(body, buffers=buffers)
 
 
 def first_that_cant_be_packed(values: list[Any], block: int) -> tuple[int, Exception]:
@@ -155,18 +132,6 @@ def first_that_cant_be_packed(values: list[Any], block: int) -> tuple[int, Excep
         except Exception as error:
             return place, error
     raise RunError("values that can be sent one by one can't be sent together")
-
-
-def _read(block: int, size: int, place: int) -> bytearray:
-    piece = bytearray(size)
-    rest = memoryview(piece)
-    while rest.nbytes:
-        taken = os.preadv(block, [rest], place)
-        if not taken:
-            raise EOFError("a parcel is shorter than its head says")
-        place += taken
-        rest = rest[taken:]
-    return piece
 
 
 class _Pickler(cloudpickle.Pickler):  # type: ignore[misc]  # it has no types

@@ -30,17 +30,12 @@ _LOOPBACK = "lo" if sys.platform == "linux" else "lo0"
 
 
 class Modes(NamedTuple):
-    """PyTorch's modes of a thread, in which another process is to compute for it.
-
-    Attributes:
-        grad: whether gradients are followed.
-        inference: whether that is inference mode.
-        autocast: for each type of device whether it is on, and to what.
-    """
+    """PyTorch's modes of a thread, in which another process is to compute for it."""
 
     grad: bool
     inference: bool
     autocast: tuple[tuple[str, bool, torch.dtype], ...]
+    """By type of device: whether it is on, and to what."""
 
     @classmethod
     def here(cls, devices: tuple[Device, ...]) -> Modes:
@@ -126,11 +121,7 @@ class Setup:
 
 
 def write(setup: Setup, fn: Callable[..., Any], args: tuple[Any, ...]) -> IO[bytes]:
-    """Write a call to a new file without a name.
-
-    Raises:
-        InputError: the function or an argument can't be pickled; it says which.
-    """
+    """Write a call to a new file without a name; raises as `pickled`."""
     body = pickled(fn, args)
     file = tempfile.TemporaryFile()  # noqa: SIM115
     size = len(setup.devices)

@@ -18,7 +18,7 @@ from dataclasses import dataclass
 
 import cloudpickle
 
-from lockstep.errors import LockstepError, RankFailed, own_traceback
+from lockstep.errors import LockstepError, RankFailed, first_line, own_traceback
 from lockstep.launch.devices import Device
 
 _PEER_TYPES = {"DistError", "DistBackendError", "DistNetworkError", "DistStoreError"}
@@ -39,11 +39,9 @@ class Record:
     """A rank's own account of its failure.
 
     Attributes:
-        rank: which.
         time: when the exception was caught, on the clock that all processes share.
         step: the step it was in.
-        reason: the exception's type and the first line of its message.
-        traceback: its traceback as text, from the person's function on.
+        reason, traceback: as `reason` and `own_traceback` give them.
         peer: whether it looks like the failure of a rank that lost another.
         pickled: the exception itself, where it can be pickled.
     """
@@ -75,7 +73,6 @@ class Death:
     """The end of a rank that left neither a record nor a result.
 
     Attributes:
-        rank: which.
         time: when it was noticed.
         step: the step it was in.
         code: its exit code, or minus the number of the signal that ended it.
@@ -108,13 +105,7 @@ def _class_of(one: Record | Death) -> int:
 
 
 def to_raise(one: Record | Death, device: Device, silent: list[int]) -> BaseException:
-    """The exception by which a launch reports the failure of a rank.
-
-    Args:
-        one: the guilty failure.
-        device: that rank's.
-        silent: ranks of which nothing was heard, for an error that may be due to one of them.
-    """
+    """The exception for the failure of a rank; ``silent`` ranks, of which nothing was heard, may be why it failed."""
     who = f"rank {one.rank} ({device})"
     if isinstance(one, Death):
         before = ", before its function returned" if one.code >= 0 else ""
@@ -156,9 +147,8 @@ def reason(error: BaseException) -> str:
     """An exception's type and the first line of its message."""
     if isinstance(error, SystemExit):
         return f"sys.exit({error.code!r})"
-    lines = str(error).strip().splitlines()
-    name = type(error).__name__
-    return f"{name}: {lines[0]}" if lines else name
+    name, line = type(error).__name__, first_line(error)
+    return f"{name}: {line}" if str(error).strip() else name
 
 
 def looks_like_peers(error: BaseException) -> bool:
@@ -183,18 +173,9 @@ def _pickled(error: BaseException) -> bytes | None:
 
 
 def ending(code: int, where: str) -> str:
-    """How a process ended that wasn't asked to.
-
-    Args:
-        code: its exit code, or minus the number of the signal that ended it.
-        where: ``at step 17``, say.
-    """
+    """How a process ended that wasn't asked to: by an exit code, or minus the number of a signal."""
     if code >= 0:
         return f"exited with code {code} {where}"
-    try:
-        name = signal.Signals(-code).name
-    except ValueError:
-        name = f"signal {-code}"
-    if name == "SIGKILL":
-        return f"was killed by SIGKILL {where} (out of memory? the system's log knows)"
-    return f"was killed by {name} {where}"
+    names = {number.value: number.name for number in signal.Signals}
+    advice = " (out of memory? the system's log knows)" if code == -signal.SIGKILL else ""
+    return f"was killed by {names.get(-code, f'signal {-code}')} {where}{advice}"

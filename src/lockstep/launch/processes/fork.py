@@ -48,12 +48,7 @@ _PR_SET_PDEATHSIG, _PR_SET_CHILD_SUBREAPER = 1, 36
 
 
 def main(control: int, parent: int) -> NoReturn:
-    """Serve until the person's process is gone.
-
-    Args:
-        control: the control connection, an open file.
-        parent: the process id of the person's process.
-    """
+    """Serve on the open file ``control`` until the person's process, of the id ``parent``, is gone."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     signal.signal(signal.SIGTERM, signal.SIG_DFL)
     signal.pthread_sigmask(signal.SIG_SETMASK, [])

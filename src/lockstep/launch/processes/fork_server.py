@@ -86,13 +86,7 @@ def connect() -> socket.socket:
 
 
 def start_rank(connection: socket.socket, rank: int, files: Sequence[int]) -> None:
-    """Ask for one rank of a launch.
-
-    Args:
-        connection: of the launch.
-        rank: its number.
-        files: the open files that it is to have: call, channel, standard output, standard error, and any others.
-    """
+    """Ask for a rank that has these open files: call, channel, standard output, standard error, and any others."""
     socket.send_fds(connection, [START.pack(rank)], files)
 
 
@@ -105,24 +99,20 @@ def stop() -> None:
 def _running() -> _Server:
     global _server
     if _server is None:
-        _server = _begin()
+        ours, theirs = socket.socketpair()
+        with theirs:
+            process = subprocess.Popen(
+                # -P: a file in the current folder must not stand in for a module of the same name.
+                [sys.executable, "-P", "-c", _PROGRAM, str(theirs.fileno()), str(os.getpid())],
+                stdin=subprocess.DEVNULL,
+                stdout=subprocess.DEVNULL,
+                # A session of its own: Ctrl-C in a terminal reaches the person's process, which decides.
+                start_new_session=True,
+                pass_fds=[theirs.fileno()],
+                env=_environment(),
+            )
+        _server = _Server(process, ours)
     return _server
-
-
-def _begin() -> _Server:
-    ours, theirs = socket.socketpair()
-    with theirs:
-        process = subprocess.Popen(
-            # -P: a file in the current folder must not stand in for a module of the same name.
-            [sys.executable, "-P", "-c", _PROGRAM, str(theirs.fileno()), str(os.getpid())],
-            stdin=subprocess.DEVNULL,
-            stdout=subprocess.DEVNULL,
-            # A session of its own: Ctrl-C in a terminal reaches the person's process, which decides.
-            start_new_session=True,
-            pass_fds=[theirs.fileno()],
-            env=_environment(),
-        )
-    return _Server(process, ours)
 
 
 _PROGRAM = "import sys; from lockstep.launch.processes import fork; fork.main(int(sys.argv[1]), int(sys.argv[2]))"

@@ -38,8 +38,7 @@ def run(
     """Call ``fn(world, *args)`` in one local process per device; see `lockstep.launch.launch`."""
     ranks = _started(fn, devices, args, backend, folder, timeout=timeout, on_event=on_event, on_output=on_output)
     with ranks as supervisor:
-        request = stop_request.current()
-        with contextlib.nullcontext() if request is None else request.reaching(supervisor.board):
+        with stop_request.reaching(supervisor.board):
             supervisor.watch()
         return [rank.result for rank in supervisor.ranks]
 

@@ -30,6 +30,7 @@ from lockstep.launch import world as _world
 from lockstep.launch.devices import Device
 from lockstep.launch.processes.call import Call, Modes, Setup, dumps
 from lockstep.launch.processes.failure_records import Record
+from lockstep.launch.world import World
 
 EVENT, RESULT, FAILURE = "event", "result", "failure"
 """Kinds of messages to the process that launched this one; each comes with a value."""
@@ -71,41 +72,11 @@ def next_message() -> bytes:
     return _channel.next()
 
 
-class RankWorld(_world.World):
-    """A world whose step is also seen by the process that launched it, on the call's board."""
-
-    _board: memoryview
-
-    def __init__(self, board: memoryview, **fields: Any) -> None:
-        object.__setattr__(self, "_board", board)
-        super().__init__(**fields)
-
-    def __setattr__(self, name: str, value: Any) -> None:
-        object.__setattr__(self, name, value)
-        if name == "step":
-            self.announce(value)
-
-    def announce(self, step: int) -> None:
-        """Keep it on the board."""
-        self._board[self.rank] = step
-
-    def asked_to_stop(self) -> bool:
-        """Whether the process that launched this one has been asked to."""
-        return bool(self._board[self.size])
-
-    def step_of(self, rank: int) -> int:
-        """The step that a rank is in, or about to enter."""
-        return self._board[rank]
-
-
 @dataclass(eq=False)
 class WorkerContext:
-    """What a worker has to do with.
+    """What a worker has to do with: its number and device, and the caller's modes.
 
     Attributes:
-        number: the worker's, from 0.
-        device: the worker's own.
-        modes: the caller's, to compute in.
         blocks: files that the caller has open too.
         channel: the way to the caller. Only heads go there, a few kilobytes at most; what is large goes in blocks.
         board: the call's.
@@ -137,14 +108,7 @@ def current_worker() -> WorkerContext | None:
 
 
 def run(number: int, call_file: int, channel_file: int, blocks: Sequence[int]) -> NoReturn:
-    """Live as rank ``number``.
-
-    Args:
-        number: this rank's.
-        call_file: the file of the call, open.
-        channel_file: the connection to the process that launched it, open.
-        blocks: what a worker has beside, see `WorkerContext`.
-    """
+    """Live as rank ``number``, with these open files; one with ``blocks`` is a worker of a map."""
     global _channel
     _channel = Channel(channel_file)
     call = Call(call_file)
@@ -175,8 +139,7 @@ def run(number: int, call_file: int, channel_file: int, blocks: Sequence[int]) -
 def _call(fn: Callable[..., Any], args: tuple[Any, ...], setup: Setup, number: int, board: memoryview) -> None:
     """Call the function as a rank, in a process group, and send its result."""
     size = len(setup.devices)
-    world = RankWorld(
-        board,
+    world = World(
         rank=number,
         size=size,
         devices=(setup.devices[number],),
@@ -185,6 +148,7 @@ def _call(fn: Callable[..., Any], args: tuple[Any, ...], setup: Setup, number: i
         folder=setup.folder,
         tell=_channel.tell,
     )
+    world._board = board
     assert setup.rendezvous is not None
     store = FileStore(setup.rendezvous, size)
     _world.join(world, store, backend=setup.backend, timeout=setup.timeout)
@@ -201,7 +165,7 @@ def _call(fn: Callable[..., Any], args: tuple[Any, ...], setup: Setup, number: i
     _channel.write(body)
 
 
-def _end_together(world: RankWorld) -> None:
+def _end_together(world: World) -> None:
     """Wait for the other ranks to end, unless one of them makes a step in which this one is missed."""
     try:
         world.meet("the end", waits=math.inf)
@@ -218,7 +182,7 @@ def _work(fn: Callable[..., Any], args: tuple[Any, ...], context: WorkerContext)
     # It isn't pinned to the cores of its slot, as ranks are: it has no equals to be in step with, and the caller, whose
     # thread also computes, takes now the one core and now the other.
     _devices.settle(context.device)
-    _world.enter(_world.World(devices=(context.device,)))
+    _world.enter(World(devices=(context.device,)))
     _worker = context
     for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK"):  # it is alone, whatever its caller is
         os.environ.pop(name, None)
@@ -227,7 +191,6 @@ def _work(fn: Callable[..., Any], args: tuple[Any, ...], context: WorkerContext)
 
 def _own_streams() -> None:
     """Let what is printed come out at once, line by line, and a crash in compiled code say where it was."""
-    sys.stdin = open(os.devnull)  # noqa: SIM115
     sys.stdout = sys.__stdout__ = _lines_to(1)  # type: ignore[misc]
     sys.stderr = sys.__stderr__ = _lines_to(2)  # type: ignore[misc]
     faulthandler.enable(sys.stderr)

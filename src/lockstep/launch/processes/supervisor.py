@@ -17,7 +17,6 @@ import pickle
 import selectors
 import signal
 import socket
-import sys
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -31,6 +30,7 @@ from lockstep.launch.processes import call, failure_records, fork_server
 from lockstep.launch.processes.failure_records import Death, Record
 from lockstep.launch.processes.fork_server import REPORT, Report
 from lockstep.launch.processes.rank import EVENT, FAILURE
+from lockstep.launch.terminal import to_own_streams
 
 _PATIENCE = 0.4
 """Seconds from the first failure in which the other ranks may report theirs."""
@@ -61,14 +61,6 @@ class Lines:
         """Pass on what is left."""
         if self._rest:
             self._write(self._rest.decode("utf-8", "replace"))
-
-
-def to_own_streams(text: str, stream: str) -> None:
-    """Print what rank 0 printed, on whatever ``sys.stdout`` or ``sys.stderr`` is now (a notebook's, say)."""
-    target = sys.stdout if stream == "stdout" else sys.stderr
-    if target is not None:
-        target.write(text)
-        target.flush()
 
 
 @dataclass(eq=False)
@@ -160,10 +152,6 @@ class Supervisor:
         return self
 
     def __exit__(self, *of_an_error: object) -> None:
-        self.close()
-
-    def close(self) -> None:
-        """Make sure that none of them runs."""
         self._stack.close()
 
     def _start(self, number: int, device: Device, file: int, log: IO[bytes] | None, blocks: Sequence[int]) -> None:
@@ -201,13 +189,14 @@ class Supervisor:
     def watch(self) -> None:
         """Wait until all ranks have ended; raise where one has failed."""
         while not all(rank.ended is not None for rank in self.ranks) and not self._is_gone:
-            if self.failed_at is not None and self._killed_at is None:
-                over = time.monotonic() - self.failed_at
-                if over >= _PATIENCE or all(rank.heard for rank in self.ranks):
+            left = None
+            if self.failed_at is not None:
+                left = self.failed_at + _PATIENCE - time.monotonic()
+                if left <= 0 or all(rank.heard for rank in self.ranks):
                     self._kill()
-            self.turn(self._until())
-            if self._killed_at is not None and time.monotonic() > self._killed_at + _KILLING:
+            if self._killed_at is not None and (left := self._killed_at + _KILLING - time.monotonic()) <= 0:
                 break
+            self.turn(left)
         self._drain()
         if failures := self.failures():
             first = failure_records.guilty(failures)
@@ -249,7 +238,7 @@ class Supervisor:
         while rank.channel.poll() and self._hear(rank):
             """All that it sent before it ended is there by now."""
         if not rank.has_result:
-            self._suspect()
+            self.failed_at = self.failed_at or time.monotonic()
 
     def _hear(self, rank: Rank) -> bool:
         """Take a message of a rank; False where no more will come."""
@@ -265,7 +254,7 @@ class Supervisor:
             raise RunError(f"what rank {rank.number} has sent can't be read here: {error}") from error
         if kind == FAILURE:
             rank.record = value
-            self._suspect()
+            self.failed_at = self.failed_at or time.monotonic()
         elif kind != EVENT:
             rank.has_result, rank.result = True, value
         elif self._on_event is not None:
@@ -291,18 +280,6 @@ class Supervisor:
             lines.end()
 
     # ---- ending -----------------------------------------------------------------------------------------------------
-
-    def _suspect(self) -> None:
-        if self.failed_at is None:
-            self.failed_at = time.monotonic()
-
-    def _until(self) -> float | None:
-        """How long the loop may sleep."""
-        if self._killed_at is not None:
-            return max(0.0, self._killed_at + _KILLING - time.monotonic())
-        if self.failed_at is not None:
-            return max(0.0, self.failed_at + _PATIENCE - time.monotonic())
-        return None
 
     def _kill(self) -> None:
         """Let the forking process kill every rank that still runs."""
