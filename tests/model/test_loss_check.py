@@ -246,7 +246,7 @@ def test_what_a_pair_reads_that_is_of_the_whole_batch_is_named() -> None:
 
 def test_a_scalar_that_reads_it_is_refused_by_its_name() -> None:
     outputs = {"loss": torch.tensor(1.5), "logits": drawn(8, 3)}
-    with pytest.raises(LossError, match=r'reads outputs "loss" \(\), which isn\'t one row for each of 8 samples'):
+    with pytest.raises(LossError, match=r'reads outputs "loss" \(\), which hasn\'t one row for each of the 8 samples'):
         checked(lambda o, t: o["loss"], [(outputs, drawn(8, 3), 8)])
 
 
