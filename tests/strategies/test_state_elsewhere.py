@@ -15,7 +15,7 @@ from torch.utils.data import TensorDataset
 
 import lockstep
 from lockstep import train
-from lockstep.errors import LockstepError, StrategyError
+from lockstep.errors import JobError, LockstepError, StrategyError
 from lockstep.tensors.pytree import cut
 from lockstep.verify import same_bits
 
@@ -352,3 +352,27 @@ def test_replicas_follow_an_attribute_in_evaluation_too() -> None:
         model.temperature = 0.25
         found.append(float(step.evaluate(inputs, targets)[1]))
     assert found[0] == pytest.approx(found[1], rel=1e-5)
+
+
+class Counting(torch.optim.SGD):
+    """Its learning rate falls with its steps, which it counts under a name of its own in its state."""
+
+    def step(self, closure: Any = None) -> None:
+        self.state["all"]["steps"] = self.state["all"].get("steps", 0) + 1
+        for group in self.param_groups:
+            group["lr"] = 0.1 / self.state["all"]["steps"]
+        super().step(closure)
+
+
+def test_an_optimizers_state_of_no_parameter_is_resumed(tmp_path: Path) -> None:
+    job = dataclasses.replace(ZOO["mlp"], optimizer=lambda parameters: Counting(parameters, lr=0.1), eval_data=None)
+    whole = train(job.replace(epochs=2), devices="1xcpu", folder=tmp_path / "a", quiet=True)
+    half = train(job.replace(epochs=1), devices="1xcpu", folder=tmp_path / "b", quiet=True)
+    resumed = train(job.replace(epochs=2), devices="1xcpu", resume=half.folder, quiet=True)
+    assert same_bits(resumed.model(), whole.model())
+
+
+def test_a_scheduler_without_state_is_refused(tmp_path: Path) -> None:
+    job = dataclasses.replace(ZOO["mlp"], lr_scheduler=lambda optimizer: types.SimpleNamespace(step=lambda: None))
+    with pytest.raises(JobError, match="SimpleNamespace has no state_dict"):
+        train(job, devices="1xcpu", folder=tmp_path, quiet=True)

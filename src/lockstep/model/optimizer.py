@@ -132,7 +132,8 @@ def _names_of(model: nn.Module) -> dict[int, str]:
 def named_optimizer_state(optimizer: torch.optim.Optimizer, model: nn.Module) -> dict[str, Any]:
     """An optimizer's state by parameter name, not number: ``{"kind": "Adam", "state": {name: ...}, "groups": []}``."""
     names = _names_of(model)
-    state = {names[id(p)]: dict(values) for p, values in optimizer.state.items()}
+    state = {names[id(p)]: dict(values) for p, values in optimizer.state.items() if isinstance(p, torch.Tensor)}
+    others = {key: value for key, value in optimizer.state.items() if not isinstance(key, torch.Tensor)}
     groups = [
         {
             **{key: value for key, value in group.items() if key not in ("params", "param_names")},
@@ -140,7 +141,8 @@ def named_optimizer_state(optimizer: torch.optim.Optimizer, model: nn.Module) ->
         }
         for group in optimizer.param_groups
     ]
-    return {"kind": type(optimizer).__name__, "state": state, "groups": groups}
+    kept = {"kind": type(optimizer).__name__, "state": state, "groups": groups}
+    return {**kept, "others": others} if others else kept
 
 
 def load_named_optimizer_state(optimizer: torch.optim.Optimizer, model: nn.Module, saved: Mapping[str, Any]) -> None:
@@ -170,6 +172,6 @@ def load_named_optimizer_state(optimizer: torch.optim.Optimizer, model: nn.Modul
         raise InputError(
             f"the saved optimizer has {len(saved['groups'])} parameter groups, this job's {len(optimizer.param_groups)}"
         )
-    own["state"] = {number[name]: values for name, values in saved["state"].items()}
+    own["state"] = {number[name]: values for name, values in saved["state"].items()} | saved.get("others", {})
     optimizer.load_state_dict(own)
     begin_momentum(optimizer)

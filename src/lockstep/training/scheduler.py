@@ -25,6 +25,8 @@ def scheduler_of(job: Job, step: Step) -> Any:
         raise JobError(f"lr_scheduler: making it raised {told(error)}") from error
     if getattr(scheduler, "optimizer", step.optimizer) is not step.optimizer:
         raise JobError("lr_scheduler: it was made over another optimizer than the one that the function is given")
+    if not hasattr(scheduler, "state_dict"):
+        raise JobError(f"lr_scheduler: {type(scheduler).__name__} has no state_dict, which a run saves to be resumed")
     return scheduler
 
 
