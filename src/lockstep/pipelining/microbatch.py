@@ -19,13 +19,13 @@ import threading
 import time
 from bisect import bisect_right
 from collections.abc import Callable
-from typing import Any
+from typing import Any, Literal
 
 import torch
 
 from lockstep.errors import StrategyError
-from lockstep.pipelining.routes import Route, Visit
-from lockstep.pipelining.turns import Key, Stuck, Turns
+from lockstep.pipelining.schedule import Key, Route, Visit
+from lockstep.pipelining.turns import Stuck, Turns
 from lockstep.tensors.pytree import tensors
 
 _here = threading.local()
@@ -76,7 +76,7 @@ class Flight:
     ) -> None:
         self.number = number
         self.stage: int | None = None
-        self.kind = "F"
+        self.kind: Literal["F", "B"] = "F"
         self.seen: list[Visit] = []
         self.strayed = False
         self.calls: dict[torch.nn.Module, set[int]] | None = None

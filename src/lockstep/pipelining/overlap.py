@@ -19,7 +19,8 @@ from lockstep.launch.events import Line
 from lockstep.launch.world import World
 from lockstep.pipelining.microbatch import Flight
 from lockstep.pipelining.rng_probe import Drawing
-from lockstep.pipelining.routes import Route, merged, whole
+from lockstep.pipelining.routes import merged, whole
+from lockstep.pipelining.schedule import Route
 from lockstep.pipelining.state_probe import Begun, StateProbe
 
 _LONGEST = 8

@@ -7,48 +7,23 @@ The route is seen, not traced: the first micro-batch goes alone, and notes where
     frozen stem  0F 1F 2F   2B 1B
 
 A straight route, some visits left out perhaps, takes its turns by the schedule. For another one the turns are found by
-letting the micro-batches go through stages that take equally long, each choosing as the schedule would.
+letting the micro-batches go through stages that take equally long: a forward one tick, a backward two.
 """
 
 from __future__ import annotations
 
 import itertools
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from difflib import SequenceMatcher
-from typing import NamedTuple
 
-from lockstep.pipelining.schedule import Schedule, devices_of
-from lockstep.pipelining.turns import Key
-from lockstep.report.timeline import Action
-
-
-class Visit(NamedTuple):
-    """One stay on a stage."""
-
-    stage: int
-    kind: str
-
-    def __str__(self) -> str:
-        return f"{self.stage}{self.kind}"
-
-
-Route = tuple[Visit, ...]
-
-
-def action_of(visit: Visit, microbatch: int) -> Action:
-    """What a micro-batch does in a visit."""
-    return Action(visit.stage, "F" if visit.kind == "F" else "B", microbatch)
+from lockstep.pipelining.schedule import Key, Route, Schedule, Visit, devices_of, greedy, straight
 
 
 def whole(route: Route, stages: int) -> Route:
     """A straight route with the visits that it leaves out; another one as it is."""
     forwards = [visit.stage for visit in route if visit.kind == "F"]
     backs = [visit.stage for visit in route if visit.kind == "B"]
-    return _straight(stages) if _rises(forwards) and _rises(backs[::-1]) else route
-
-
-def _straight(stages: int) -> Route:
-    return (*(Visit(s, "F") for s in range(stages)), *(Visit(s, "B") for s in reversed(range(stages))))
+    return straight(stages) if _rises(forwards) and _rises(backs[::-1]) else route
 
 
 def _rises(numbers: Sequence[int]) -> bool:
@@ -76,58 +51,20 @@ def orders_of(route: Route, schedule: Schedule, microbatches: int) -> list[list[
         microbatches: how many go.
     """
     places = devices_of(schedule)
-    stages = len(places)
-    if route == _straight(stages):  # another one may be as long: 1F 0F 0B 1B
+    if route == straight(len(places)):  # another one may be as long: 1F 0F 0B 1B
         at = {visit: i for i, visit in enumerate(route)}
         return [[(at[Visit(a.stage, a.kind)], a.microbatch) for a in actions] for actions in schedule]
-    return _tried(route, schedule, microbatches, places)
-
-
-def _tried(route: Route, schedule: Schedule, microbatches: int, places: Mapping[int, int]) -> list[list[Key]]:
-    """Let micro-batches go through the route; a backward takes two ticks, a forward one.
-
-    A micro-batch starts while no more are under way than the schedule would have, or than it visits stages.
-    """
-    devices = len(schedule)
     kinds = [action.kind for action in schedule[-1]]
     forward_first = microbatches > 1 and "B" not in kinds[: len(kinds) // 2]
-    most = microbatches if forward_first else max(_held(schedule), sum(visit.kind == "F" for visit in route))
-    orders: list[list[Key]] = [[] for _ in range(devices)]
-    at = [0] * microbatches  # the next visit of each
-    free = [0] * devices  # from which tick on
-    ready = [0] * microbatches
-    tick = 0
-    first = started = 0  # those before the first are done
-    while first < microbatches:
-        for device in range(devices):
-            if free[device] > tick:
-                continue
-            forwards = forward_first and any(route[a].kind == "F" for a in at[first:])
-            able = [
-                m
-                for m in range(first, min(started + 1, first + most, microbatches))
-                if at[m] < len(route) and ready[m] <= tick and places[route[at[m]].stage] == device
-                # In the order of micro-batches, as one device would: running statistics, sums.
-                if (m == 0 or at[m - 1] > at[m]) and not (forwards and route[at[m]].kind == "B")
-            ]
-            if not able:
-                continue
-            m = min(able, key=lambda m: (route[at[m]].kind == "F", m))
-            orders[device].append((at[m], m))
-            free[device] = ready[m] = tick + (1 if route[at[m]].kind == "F" else 2)
-            at[m] += 1
-            started = max(started, m + 1)
-            while first < microbatches and at[first] == len(route):
-                first += 1
-        tick += 1
-    return orders
+    forwards = [i for i, visit in enumerate(route) if visit.kind == "F"]
+    # A micro-batch starts while no more are under way than the schedule would have, or than it visits stages.
+    held = itertools.accumulate(1 if action.kind == "F" else -1 for action in schedule[0] if action.stage == 0)
+    most = microbatches if forward_first else max(*held, len(forwards))
 
+    def may(i: int, microbatch: int, begun: Sequence[int]) -> bool:
+        if route[i].kind == "B":
+            return not forward_first or begun[forwards[-1]] == microbatches
+        return i > 0 or microbatch - begun[-1] < most
 
-def _held(schedule: Schedule) -> int:
-    """The most micro-batches that the schedule has under way at once: those that its first stage holds."""
-    held = most = 0
-    for action in schedule[0]:
-        if action.stage == 0:
-            held += 1 if action.kind == "F" else -1
-            most = max(most, held)
-    return most
+    order = [places[stage] for stage in range(len(places))]
+    return greedy(route, order, microbatches, lambda i, _: 1.0 if route[i].kind == "F" else 2.0, may)

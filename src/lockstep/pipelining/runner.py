@@ -31,10 +31,10 @@ from lockstep.launch.devices import Device
 from lockstep.launch.world import World
 from lockstep.pipelining.microbatch import Flight
 from lockstep.pipelining.overlap import Overlap
-from lockstep.pipelining.routes import Route, action_of, orders_of
-from lockstep.pipelining.schedule import Schedule, by_stage
-from lockstep.pipelining.turns import Aborted, Key, Turns
-from lockstep.report.timeline import Span, Timeline
+from lockstep.pipelining.routes import orders_of
+from lockstep.pipelining.schedule import Key, Route, Schedule, by_stage
+from lockstep.pipelining.turns import Aborted, Turns
+from lockstep.report.timeline import Action, Span, Timeline
 from lockstep.threads.thread_pool import Team
 
 T = TypeVar("T")
@@ -270,7 +270,7 @@ class Runner:
         spans: list[list[Span]] = [[] for _ in self._world.devices]
         for flight in flights:
             for visit, start, end in flight.stays or ():
-                spans[self._places[visit.stage]].append(Span(action_of(visit, flight.number), start, end))
+                spans[self._places[visit.stage]].append(Span(Action(*visit, flight.number), start, end))
         self.timelines.append(Timeline(tuple(tuple(sorted(mine, key=lambda span: span.start)) for mine in spans)))
 
     # ---- on accelerators --------------------------------------------------------------------------------------------

@@ -13,13 +13,34 @@ accumulates would sum them.
 
 from __future__ import annotations
 
+import heapq
 from collections.abc import Callable, Sequence
+from typing import Literal, NamedTuple
 
 from lockstep.errors import StrategyError
 from lockstep.report.timeline import Action
 
 Schedule = list[list[Action]]
 """For each device its actions, in order."""
+
+
+class Visit(NamedTuple):
+    """One stay of a micro-batch on a stage."""
+
+    stage: int
+    kind: Literal["F", "B"]
+
+
+Route = tuple[Visit, ...]
+"""The visits of a micro-batch, forwards and back."""
+
+Key = tuple[int, int]
+"""Which visit of its route, of which micro-batch."""
+
+
+def straight(stages: int) -> Route:
+    """Through all stages and back."""
+    return (*(Visit(s, "F") for s in range(stages)), *(Visit(s, "B") for s in reversed(range(stages))))
 
 
 def gpipe(stages: int, microbatches: int) -> Schedule:
@@ -117,6 +138,62 @@ def _alternating(forwards: list[Action], backwards: list[Action], ahead: int) ->
     for i, backward in enumerate(backwards):
         order += [*forwards[ahead + i : ahead + i + 1], backward]
     return order
+
+
+def greedy(
+    route: Route,
+    places: Sequence[int],
+    microbatches: int,
+    seconds: Callable[[int, int], float],
+    may: Callable[[int, int, Sequence[int]], bool],
+    *,
+    first: str = "B",
+    transfer: float = 0.0,
+) -> list[list[Key]]:
+    """For each device an order of visits: whenever it is free, it takes what it can at that moment.
+
+    Of several visits the one that is nearest to the end of the route goes first, each in the order of micro-batches.
+
+    Args:
+        route: of each micro-batch.
+        places: for each stage the device that holds it.
+        microbatches: how many.
+        seconds: of a visit of the route, of a micro-batch.
+        may: whether a visit of a micro-batch may begin, given how many have begun each visit. A backward must be
+            allowed once all forwards have begun, so that the devices never wait for each other for ever.
+        first: the kind, forward or backward, that goes before the other.
+        transfer: how long what a stage gives is on its way to another device.
+    """
+    orders: list[list[Key]] = [[] for _ in range(max(places) + 1)]
+    free = [0.0] * len(orders)
+    begun = [0] * len(route)
+    ended: dict[Key, float] = {}
+    wanted = sorted(range(len(route)), key=lambda i: (route[i].kind == first, i), reverse=True)
+
+    def can(i: int, now: float) -> bool:
+        m = begun[i]
+        if m == microbatches or not may(i, m, begun):
+            return False
+        if not i:
+            return True
+        moved = transfer if places[route[i - 1].stage] != places[route[i].stage] else 0.0
+        return (i - 1, m) in ended and ended[i - 1, m] + moved <= now
+
+    moments = [0.0]  # something ends or arrives: only then can a device that waits find something to do
+    while moments:
+        now = heapq.heappop(moments)
+        for device, order in enumerate(orders):
+            if free[device] > now:
+                continue
+            i = next((i for i in wanted if places[route[i].stage] == device and can(i, now)), None)
+            if i is not None:
+                key = i, begun[i]
+                order.append(key)
+                begun[i] += 1
+                free[device] = ended[key] = now + seconds(*key)
+                heapq.heappush(moments, free[device])
+                heapq.heappush(moments, free[device] + transfer)
+    return orders
 
 
 SCHEDULES: dict[str, Callable[[int, int], Schedule]] = {"gpipe": gpipe, "1f1b": one_f_one_b, "interleaved": interleaved}

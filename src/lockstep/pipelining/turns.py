@@ -13,9 +13,7 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 
 from lockstep.errors import LockstepError
-
-Key = tuple[int, int]
-"""Which visit of its route, of which micro-batch."""
+from lockstep.pipelining.schedule import Key
 
 
 class Aborted(LockstepError):

@@ -28,11 +28,11 @@ from lockstep.launch.world import World
 from lockstep.model.build import build_model
 from lockstep.model.inspection import drops
 from lockstep.model.optimizer import build_optimizer
-from lockstep.pipelining.device_map import even_split, stage_of
+from lockstep.pipelining.device_map import stage_of
 from lockstep.pipelining.planner.choice import NUMBERS
-from lockstep.pipelining.planner.fitted_schedule import fitted
-from lockstep.pipelining.planner.partition import Partition, capacities, found_for
+from lockstep.pipelining.planner.partition import Partition, capacities, even_split, found_for
 from lockstep.pipelining.planner.plan import planned
+from lockstep.pipelining.planner.simulate import fitted
 from lockstep.pipelining.runner import Runner, refuse_mixed
 from lockstep.pipelining.schedule import Schedule, gpipe, interleaved, one_f_one_b
 from lockstep.pipelining.stage_layers import Layers

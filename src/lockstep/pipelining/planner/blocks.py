@@ -110,16 +110,16 @@ def blocks_of(model: nn.Module, seen: Trace) -> Look:
             )
         )
     first_use = {name: first[storage] for storage, names in seen.state.items() if storage in first for name in names}
-    return Look(tuple(blocks), _loose(model, places, first_use), seen.fake)
+    return Look(tuple(blocks), loose_of(model, names, first_use), seen.fake)
 
 
 def _bytes(tensors: Sequence[torch.Tensor]) -> int:
     return sum(t.numel() * t.element_size() for t in tensors)
 
 
-def _loose(model: nn.Module, places: Mapping[str, int], first_use: Mapping[str, int]) -> dict[str, int]:
+def loose_of(model: nn.Module, names: Sequence[str], first_use: Mapping[str, int]) -> dict[str, int]:
     """The parameters and buffers outside of all blocks; one that forward doesn't use goes with what is named before."""
-    of_block = {id(m): place for name, place in places.items() for m in model.get_submodule(name).modules()}
+    of_block = {id(m): place for place, name in enumerate(names) for m in model.get_submodule(name).modules()}
     found: dict[str, int] = {}
     latest = 0
     for prefix, module in model.named_modules():

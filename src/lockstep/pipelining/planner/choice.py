@@ -16,8 +16,7 @@ from dataclasses import dataclass, replace
 
 from lockstep.errors import StrategyError, counted
 from lockstep.pipelining.planner.balanced_split import size as said
-from lockstep.pipelining.planner.fitted_schedule import fitted
-from lockstep.pipelining.planner.simulate import simulate
+from lockstep.pipelining.planner.simulate import fitted, simulate
 from lockstep.pipelining.schedule import Schedule, gpipe, interleaved, one_f_one_b
 from lockstep.report.timeline import Timeline
 from lockstep.tensors.pytree import share_sizes

@@ -26,10 +26,11 @@ from lockstep.jobfile import JobFile, as_job, the_job, with_settings
 from lockstep.launch import devices as _devices
 from lockstep.launch.devices import Device, Devices
 from lockstep.launch.placement import alone
+from lockstep.model.activation_checkpointing import found_blocks
 from lockstep.pipelining.device_map import DeviceMap, longest
 from lockstep.pipelining.planner.balanced_split import size, split
 from lockstep.pipelining.planner.benchmark import Bench
-from lockstep.pipelining.planner.blocks import Block, Look, device_map
+from lockstep.pipelining.planner.blocks import Block, Look, block_names, device_map, loose_of
 from lockstep.pipelining.planner.simulate import simulate
 from lockstep.pipelining.schedule import Schedule, one_f_one_b
 
@@ -282,6 +283,35 @@ def map_of(model: nn.Module, look: Look, bounds: Sequence[int]) -> dict[str, int
 
     by_name = {block.name: stage(place) for place, block in enumerate(look.blocks)}
     return device_map(model, {**by_name, **{name: stage(place) for name, place in look.loose.items()}})
+
+
+def even_split(model: nn.Module, stages: int, each: int = 1) -> dict[str, int]:
+    """A device map by the layers' parameters, in the order in which they were registered, without any forward.
+
+    The blocks of a list stay whole where there are enough of them. A device has ``each`` stages.
+
+    Raises:
+        StrategyError: there are fewer layers than stages.
+    """
+    numbers = {name: sum(p.numel() for p in module.parameters()) for name, module in model.named_modules()}
+    whole = tuple(f"{name}." for name in found_blocks(model))
+    coarse = {name: number / max(numbers[""], 1) for name, number in numbers.items() if not name.startswith(whole)}
+    names = block_names(model, coarse)
+    if len(names) < stages:
+        names = block_names(model, dict.fromkeys(numbers, 1.0))
+    if len(names) < stages:
+        many = f"{stages} stages, {each} on each device" if each > 1 else counted(stages, "device")
+        raise StrategyError(
+            f"{many}, but the model has layers for {len(names)} only: use fewer devices"
+            + (", or fewer stages on each" if each > 1 else "")
+        )
+    seen: set[nn.Parameter] = set()
+    blocks = []
+    for name in names:
+        parameters = set(model.get_submodule(name).parameters()) - seen  # tied ones count once
+        seen |= parameters
+        blocks.append(Block(name, forward=sum(p.numel() for p in parameters)))
+    return map_of(model, Look(tuple(blocks), loose_of(model, names, {}), fake=True), split(blocks, stages))
 
 
 def capacities(devices: Sequence[Device], memory: int | Sequence[int] | None) -> list[float] | None:
