@@ -31,8 +31,7 @@ from lockstep.launch.devices import Device
 from lockstep.launch.world import World
 from lockstep.pipelining.microbatch import Flight
 from lockstep.pipelining.overlap import Overlap
-from lockstep.pipelining.routes import orders_of
-from lockstep.pipelining.schedule import Key, Route, Schedule, by_stage
+from lockstep.pipelining.schedule import Key, Route, Schedule, by_stage, orders_of
 from lockstep.pipelining.turns import Aborted, Turns
 from lockstep.report.timeline import Action, Span, Timeline
 from lockstep.threads.thread_pool import Team

@@ -14,6 +14,7 @@ accumulates would sum them.
 from __future__ import annotations
 
 import heapq
+import itertools
 from collections.abc import Callable, Sequence
 from typing import Literal, NamedTuple
 
@@ -32,7 +33,14 @@ class Visit(NamedTuple):
 
 
 Route = tuple[Visit, ...]
-"""The visits of a micro-batch, forwards and back."""
+"""The visits of a micro-batch, forwards and back. It is seen, not traced: the first one goes alone, and notes them.
+
+::
+
+    straight     0F 1F 2F   2B 1B 0B
+    U-Net        0F 1F 0F   0B 1B 0B        the decoder beside the encoder
+    frozen stem  0F 1F 2F   2B 1B
+"""
 
 Key = tuple[int, int]
 """Which visit of its route, of which micro-batch."""
@@ -226,3 +234,46 @@ def _checked(stages: int, microbatches: int) -> None:
         raise StrategyError(f"schedule: {stages} stages; there is at least one")
     if microbatches < 1:
         raise StrategyError(f"schedule: {microbatches} micro-batches; there is at least one")
+
+
+# ---- routes ----------------------------------------------------------------------------------------------------------
+
+
+def whole(route: Route, stages: int) -> Route:
+    """A straight route with the visits that it leaves out; another one as it is."""
+    numbers = [visit.stage if visit.kind == "F" else -visit.stage for visit in route]
+    turn = sum(visit.kind == "F" for visit in route)
+    rises = all(a < b for way in (numbers[:turn], numbers[turn:]) for a, b in itertools.pairwise(way))
+    return straight(stages) if rises else route
+
+
+def has_way(route: Route, other: Route) -> bool:
+    """Whether a route has all visits of another one, in their order."""
+    rest = iter(route)
+    return all(visit in rest for visit in other)
+
+
+def orders_of(route: Route, schedule: Schedule, microbatches: int) -> list[list[Key]]:
+    """For each device the visits in their order, by a schedule for so many micro-batches.
+
+    A straight route takes its turns by the schedule. For another one they are found by letting the micro-batches go
+    through stages that take equally long: a forward one tick, a backward two.
+    """
+    places = devices_of(schedule)
+    if route == straight(len(places)):  # another one may be as long: 1F 0F 0B 1B
+        at = {visit: i for i, visit in enumerate(route)}
+        return [[(at[Visit(a.stage, a.kind)], a.microbatch) for a in actions] for actions in schedule]
+    kinds = [action.kind for action in schedule[-1]]
+    forward_first = microbatches > 1 and "B" not in kinds[: len(kinds) // 2]
+    forwards = [i for i, visit in enumerate(route) if visit.kind == "F"]
+    # A micro-batch starts while no more are under way than the schedule would have, or than it visits stages.
+    held = itertools.accumulate(1 if action.kind == "F" else -1 for action in schedule[0] if action.stage == 0)
+    most = microbatches if forward_first else max(*held, len(forwards))
+
+    def may(i: int, microbatch: int, begun: Sequence[int]) -> bool:
+        if route[i].kind == "B":
+            return not forward_first or begun[forwards[-1]] == microbatches
+        return i > 0 or microbatch - begun[-1] < most
+
+    order = [places[stage] for stage in range(len(places))]
+    return greedy(route, order, microbatches, lambda i, _: 1.0 if route[i].kind == "F" else 2.0, may)
