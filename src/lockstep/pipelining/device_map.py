@@ -51,9 +51,9 @@ def stage_of(model: nn.Module, device_map: DeviceMap, stages: int | None = None)
         if not isinstance(stage, int) or isinstance(stage, bool) or stage < 0:
             raise StrategyError(f'device map: "{prefix}" is on stage {stage!r}: give a whole number, from 0')
         if stages is not None and stage >= stages:
+            those = "1 device is stage 0 alone" if stages == 1 else f"{stages} devices are stages 0 to {stages - 1}"
             raise StrategyError(
-                f'device map: "{prefix}" is on stage {stage}, but {_on(stages)}: '
-                f"use {stage + 1} devices, or another map"
+                f'device map: "{prefix}" is on stage {stage}, but {those}: use {stage + 1} devices, or another map'
             )
     every = {name: longest(name, device_map) for name in sorted(known)}
     found = {name: stage for name, stage in every.items() if stage is not None}
@@ -71,10 +71,6 @@ def stage_of(model: nn.Module, device_map: DeviceMap, stages: int | None = None)
             f"use {counted(len(used), 'device')}, or give it a layer"
         )
     return found
-
-
-def _on(stages: int) -> str:
-    return "1 device is stage 0 alone" if stages == 1 else f"{stages} devices are stages 0 to {stages - 1}"
 
 
 def read_map(word: str) -> dict[str, int]:
@@ -106,9 +102,10 @@ _EXAMPLE = '{"stem": 0, "layer3": 1}'
 
 def longest(name: str, device_map: DeviceMap) -> int | None:
     """The stage of the longest prefix of a name; None where none fits."""
+    return next((device_map[prefix] for prefix in (name, *modules_around(name)[::-1]) if prefix in device_map), None)
+
+
+def modules_around(name: str) -> list[str]:
+    """The names of the modules that a name lies in: ``""``, ``"a"``, ``"a.b"`` for ``"a.b.c"``."""
     words = name.split(".") if name else []
-    for length in range(len(words), -1, -1):
-        prefix = ".".join(words[:length])
-        if prefix in device_map:
-            return device_map[prefix]
-    return None
+    return [".".join(words[:length]) for length in range(len(words))]

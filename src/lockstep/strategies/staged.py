@@ -137,7 +137,7 @@ class StagedStep(Step):
                 with torch.no_grad(), self._drawing_of(batch, streams, seed):
                     return compute(batch)
 
-            yield from zip(together, self.runner.evaluate(begin, forward, len(together)), strict=True)
+            yield from zip(together, self.runner.run(begin, forward, None, len(together)), strict=True)
 
     def _drawing_of(self, batch: Batch, streams: Streams, seed: int | None) -> AbstractContextManager[Any]:
         """The random stream of a batch that isn't trained on; under a seed the one that any step gives it."""
