@@ -11,6 +11,7 @@ by their operations, the rest by the bytes that it moves, backward by what it ha
 
 from __future__ import annotations
 
+import bisect
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
@@ -80,15 +81,13 @@ def blocks_of(model: nn.Module, seen: Trace) -> Look:
     for segment in seen.segments:
         here = places.get(segment.name, here)
         inside[here].append(segment)
-    first: dict[int, int] = {}
-    last: dict[int, int] = {}
+    used: dict[int, list[int]] = {}  # by storage the places where it is used, in order
     for place, segments in enumerate(inside):
         for storage in set().union(*(segment.storages for segment in segments)):
-            first.setdefault(storage, place)
-            last[storage] = place
+            used.setdefault(storage, []).append(place)
     crossing = [0] * len(names)
-    for storage in first.keys() - seen.state.keys():
-        for place in range(first[storage], last[storage]):
+    for storage in used.keys() - seen.state.keys():
+        for place in range(used[storage][0], used[storage][-1]):
             crossing[place] += seen.sizes.get(storage, 0)
     blocks = []
     for name, segments, bytes_on in zip(names, inside, crossing, strict=True):
@@ -109,7 +108,7 @@ def blocks_of(model: nn.Module, seen: Trace) -> Look:
                 calls=max(seen.calls[name], 1),
             )
         )
-    first_use = {name: first[storage] for storage, names in seen.state.items() if storage in first for name in names}
+    first_use = {name: used[storage][0] for storage, names in seen.state.items() if storage in used for name in names}
     return Look(tuple(blocks), loose_of(model, names, first_use), seen.fake)
 
 
@@ -174,12 +173,13 @@ def block_names(
     return inside(model)[0] or [""]
 
 
-def device_map(model: nn.Module, stages: Mapping[str, int]) -> dict[str, int]:
-    """The map to paste: as few names as say it, each with everything below it on one stage.
+def map_of(model: nn.Module, look: Look, bounds: Sequence[int]) -> dict[str, int]:
+    """The device map of a split: as few names as say it, each with everything below it on one stage.
 
-    A container whose layers are on several stages is not in it, but its parts are. ``stages`` has the stage of each
-    block by its name, and of each parameter or buffer that belongs to no block.
+    A container whose layers are on several stages is not in it, but its parts are.
     """
+    places = {**{block.name: place for place, block in enumerate(look.blocks)}, **look.loose}
+    stages = {name: bisect.bisect_right(bounds, place) - 1 for name, place in places.items()}
     of_module = {id(module): stages[name] for name, module in model.named_modules() if name in stages}
     every = (*model.named_parameters(remove_duplicate=False), *model.named_buffers(remove_duplicate=False))
     loose = {id(tensor): stages[name] for name, tensor in every if name in stages}

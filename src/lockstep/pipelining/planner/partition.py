@@ -30,7 +30,7 @@ from lockstep.model.activation_checkpointing import found_blocks
 from lockstep.pipelining.device_map import DeviceMap, longest
 from lockstep.pipelining.planner.balanced_split import size, split
 from lockstep.pipelining.planner.benchmark import Bench
-from lockstep.pipelining.planner.blocks import Block, Look, block_names, device_map, loose_of
+from lockstep.pipelining.planner.blocks import Block, Look, block_names, loose_of, map_of
 from lockstep.pipelining.planner.simulate import simulate
 from lockstep.pipelining.schedule import Schedule, one_f_one_b
 
@@ -273,16 +273,6 @@ def divided(
         if block.calls > 1 and len(devices) > 1
     ]
     return Partition(found, stages, samples, look.measured, (*notes, *again))
-
-
-def map_of(model: nn.Module, look: Look, bounds: Sequence[int]) -> dict[str, int]:
-    """The device map of a split."""
-
-    def stage(place: int) -> int:
-        return next(s for s, end in enumerate(bounds[1:]) if place < end)
-
-    by_name = {block.name: stage(place) for place, block in enumerate(look.blocks)}
-    return device_map(model, {**by_name, **{name: stage(place) for name, place in look.loose.items()}})
 
 
 def even_split(model: nn.Module, stages: int, each: int = 1) -> dict[str, int]:
