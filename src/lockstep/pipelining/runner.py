@@ -63,6 +63,7 @@ class Runner:
 
     Attributes:
         overlaps: whether micro-batches are under way at the same time, each in its thread.
+        streamed: whether they are, and each needs a random stream of its own.
         spoiled: whether the last update is to be computed again: the model began to draw in it as no stream gave it.
         schedule: as given.
         timelines: when each stage computed in each update, where that is noted (a list is there), not on accelerators.
@@ -80,14 +81,8 @@ class Runner:
         self._evaluation = Overlap(model, world, len(places), tells=False)
         self._orders: dict[tuple[bool, Route, int], list[list[Key]]] = {}
         self._team: Team | None = None
-        self.spoiled = False
-        self.overlaps = False
+        self.overlaps = self.streamed = self.spoiled = False
         self.timelines: list[Timeline] | None = None
-
-    @property
-    def draws(self) -> bool:
-        """Whether micro-batches that overlap need random streams of their own."""
-        return self._training.draws
 
     def run(
         self,
@@ -118,6 +113,7 @@ class Runner:
             return self._queued(work)
         overlap = self._evaluation if backward is None else self._training
         self.overlaps = count > 1 and overlap.allowed
+        self.streamed = self.overlaps and (backward is None or overlap.draws)
         flights: list[Flight] = []
         found = (self._overlapped if self.overlaps else self._in_turn)(overlap, work, flights)
         if backward is not None:

@@ -29,9 +29,8 @@ from lockstep.model.build import build_model
 from lockstep.model.inspection import drops
 from lockstep.model.optimizer import build_optimizer
 from lockstep.pipelining.device_map import stage_of
-from lockstep.pipelining.planner.choice import NUMBERS
 from lockstep.pipelining.planner.partition import Partition, capacities, even_split, found_for
-from lockstep.pipelining.planner.plan import planned
+from lockstep.pipelining.planner.plan import NUMBERS, planned
 from lockstep.pipelining.planner.simulate import fitted
 from lockstep.pipelining.runner import Runner, refuse_mixed
 from lockstep.pipelining.schedule import Schedule, gpipe, interleaved, one_f_one_b
@@ -75,19 +74,18 @@ class PP(Strategy):
     times: tuple[tuple[float, float], ...] | None = None
 
     def __post_init__(self) -> None:
-        for what, value in (("micro-batches", self.microbatches), ("stages on each device", self.chunks)):
-            if value in (None, "auto") and (what, value) != ("stages on each device", "auto"):
-                continue
-            if not isinstance(value, int) or isinstance(value, bool) or value < 1:
-                raise StrategyError(f"{self.name}: {value!r} {what}: give a whole number from 1")
-        if self.split_size is not None:
-            if not isinstance(self.split_size, int) or isinstance(self.split_size, bool) or self.split_size < 1:
-                raise StrategyError(f"{self.name}: micro-batches of {self.split_size!r} samples: give a number from 1")
-            if self.microbatches is not None:
-                raise StrategyError(
-                    f"{self.name}: microbatches={self.microbatches} and split_size={self.split_size} "
-                    "say the same thing: give one of them"
-                )
+        for value, what in (
+            (None if self.microbatches == "auto" else self.microbatches, "{!r} micro-batches: give a whole number"),
+            (self.chunks, "{!r} stages on each device: give a whole number"),
+            (self.split_size, "micro-batches of {!r} samples: give a number"),
+        ):
+            if value is not None and (not isinstance(value, int) or isinstance(value, bool) or value < 1):
+                raise StrategyError(f"{self.name}: {what.format(value)} from 1")
+        if self.split_size is not None and self.microbatches is not None:
+            raise StrategyError(
+                f"{self.name}: microbatches={self.microbatches} and split_size={self.split_size} "
+                "say the same thing: give one of them"
+            )
         if self.schedule not in (*SCHEDULES, "auto"):
             raise StrategyError(
                 f'{self.name}: there is no schedule "{self.schedule}": {nearest(self.schedule, [*SCHEDULES, "auto"])}'
@@ -137,35 +135,33 @@ class PP(Strategy):
                 )
             return way
         capacity = _memory_of(world)
+        number = way.num_microbatches(job) // job.accumulate
+        choice = None
         try:
             if not choosing and way.chunks_on(len(world.devices)) == 1:
-                held = _order_of(way, len(world.devices))(way.num_microbatches(job) // job.accumulate)
                 cut = job.replace(accumulate=way.num_microbatches(job))
-                found = found_for(cut, world.devices, held, capacity)
-                world.tell(Line(_stages_in_words(found), "plan"))
-                return replace(way, device_map=found.device_map)
-            found, choice = planned(
-                job,
-                world.devices,
-                device_map=way.device_map,
-                schedules=None if way.schedule == "auto" else [way.schedule],
-                microbatches=NUMBERS if way.microbatches == "auto" else [way.num_microbatches(job) // job.accumulate],
-                chunks=way._chunks_to_try(len(world.devices)),
-                capacity=capacity,
-            )
-        except TooFewLayers:
-            if auto:
-                raise
-            return way  # cut by parameters, those that this forward didn't come to too
-        except LockstepError:
-            raise
+                found = found_for(cut, world.devices, _order_of(way, len(world.devices))(number), capacity)
+            else:
+                found, choice = planned(
+                    job,
+                    world.devices,
+                    device_map=way.device_map,
+                    schedules=None if way.schedule == "auto" else [way.schedule],
+                    microbatches=NUMBERS if way.microbatches == "auto" else [number],
+                    chunks=way._chunks_to_try(len(world.devices)),
+                    capacity=capacity,
+                )
         except Exception as error:
-            if auto:
+            if auto or (isinstance(error, LockstepError) and not isinstance(error, TooFewLayers)):
                 raise
-            world.tell(Line(f"looking at a forward raised {told(error)}: stages by their parameters", "plan"))
+            # Cut by parameters, those that this forward didn't come to too.
+            if not isinstance(error, TooFewLayers):
+                world.tell(Line(f"looking at a forward raised {told(error)}: stages by their parameters", "plan"))
             return way
-        best = choice.best
         world.tell(Line(_stages_in_words(found), "plan"))
+        if choice is None:
+            return replace(way, device_map=found.device_map)
+        best = choice.best
         if choosing:
             world.tell(Line(choice.why, "plan"))
         return replace(
@@ -219,8 +215,13 @@ class PP(Strategy):
             raise StrategyError(
                 f"{self.name}: compile, and layers that take turns: leave it out, or compile layers in the model itself"
             )
-        if isinstance(job.train_data, tuple) and not job.train_data:  # ``parallelize`` knows of none
-            self._refuse_in_own_loop()
+        given = next((f'{w}="auto"' for w in ("microbatches", "schedule") if getattr(self, w) == "auto"), None)
+        given = given or ("split_size" if self.split_size is not None else None)
+        if given and isinstance(job.train_data, tuple) and not job.train_data:  # ``parallelize`` knows of none
+            raise StrategyError(
+                f"{self.name}: {given} is for jobs, whose batches are known before: "
+                "give a number and a name (lockstep partition finds them)"
+            )
         model = build_model(job, world, place=False)
         each = self.chunks_on(len(world.devices))
         stages = len(world.devices) * each
@@ -231,15 +232,6 @@ class PP(Strategy):
         return StagedStep(
             model, build_optimizer(job, model), job, world, layers, runner, self.num_microbatches(job) // job.accumulate
         )
-
-    def _refuse_in_own_loop(self) -> None:
-        word = next((word for word in ("microbatches", "schedule") if getattr(self, word) == "auto"), None)
-        if word is not None or self.split_size is not None:
-            given = f'{word}="auto"' if word is not None else "split_size"
-            raise StrategyError(
-                f"{self.name}: {given} is for jobs, whose batches are known before: "
-                "give a number and a name (lockstep partition finds them)"
-            )
 
     def caveats(self, job: Job, model: nn.Module, replicas: int) -> list[Caveat]:
         """What micro-batches change, and fewer samples than there are micro-batches."""

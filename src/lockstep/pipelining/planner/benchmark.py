@@ -130,7 +130,7 @@ class Bench:
 
             def forward(number: int) -> torch.Tensor:
                 # As a step does: each micro-batch draws for itself, if it does.
-                with stream(torch.Generator() if runner.overlaps and runner.draws else None):
+                with stream(torch.Generator() if runner.streamed else None):
                     return totals[number]()
 
             def update() -> float:
