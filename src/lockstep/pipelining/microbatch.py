@@ -58,11 +58,11 @@ class Flight:
         stage: where it computes, or None before the first.
         kind: ``"F"`` on its way forward, ``"B"`` on its way back.
         seen: where it has been.
+        stays: when each visit began and ended: (visit, seconds, seconds).
         strayed: whether it went where it was not expected.
         calls: for each module the visits of the forward in which it was called, where somebody wants to know.
         crossed: called where it leaves a stage for another one, or turns back, if somebody wants to look then.
         outer: the module that was called and is on this stage with all that is in it; hooks inside have nothing to do.
-        stays: when each visit began and ended, where somebody wants to know: (visit, seconds, seconds).
     """
 
     def __init__(
@@ -78,12 +78,12 @@ class Flight:
         self.stage: int | None = None
         self.kind: Literal["F", "B"] = "F"
         self.seen: list[Visit] = []
+        self.stays: list[tuple[Visit, float, float]] = []
         self.strayed = False
         self.calls: dict[torch.nn.Module, set[int]] | None = None
         self.crossed: Callable[[], None] | None = None
         self.outer: torch.nn.Module | None = None
         self.marks = marks
-        self.stays: list[tuple[Visit, float, float]] | None = None
         self._since = 0.0
         self._occupy = occupy
         self._route = route
@@ -125,24 +125,21 @@ class Flight:
             place = next((i for i in range(self._at, len(self._route)) if self._route[i] == visit), None)
             if place is None:
                 self.strayed = True
-                self._take(stage, None)
             else:
                 self._skip_to(place)
                 self._at = place + 1
-                self._take(stage, (place, self.number))
+            self._take(self._turns, stage, None if place is None else (place, self.number))
         self.stage = stage
         self._occupy(stage)
         self.seen.append(visit)
-        if self.stays is not None:
-            self._since = time.perf_counter()
+        self._since = time.perf_counter()
         if self.kind == "F":
             self._starts.append(_number())
             self._stages.append(stage)
 
-    def _take(self, stage: int, key: Key | None) -> None:
-        assert self._turns is not None
+    def _take(self, turns: Turns, stage: int, key: Key | None) -> None:
         try:
-            self._turns.take(stage, key)
+            turns.take(stage, key)
         except Stuck as error:
             way = "forward" if self.kind == "F" else "backward"
             raise StrategyError(
@@ -165,11 +162,12 @@ class Flight:
         self.enter(stage)
 
     def _leave(self) -> None:
-        if self.stage is not None and self.crossed is not None:
+        if self.stage is None:
+            return
+        if self.crossed is not None:
             self.crossed()
-        if self.stage is not None and self.stays is not None:
-            self.stays.append((self.seen[-1], self._since, time.perf_counter()))
-        if self.stage is not None and self._turns is not None:
+        self.stays.append((self.seen[-1], self._since, time.perf_counter()))
+        if self._turns is not None:
             self._turns.leave(self.stage)
         self.stage = None
 

@@ -209,11 +209,8 @@ class Runner:
             return work.backward(flight.number, made)
 
     def _flight(self, number: int, overlap: Overlap, turns: Turns | None = None) -> Flight:
-        is_training = overlap is self._training
-        flight = Flight(number, self._occupy, overlap.route if turns else (), turns, marks=is_training)
-        if is_training and self.timelines is not None:
-            flight.stays = []
-        return flight
+        route = overlap.route if turns else ()
+        return Flight(number, self._occupy, route, turns, marks=overlap is self._training)
 
     @contextlib.contextmanager
     def _told(self, flight: Flight):  # type: ignore[no-untyped-def]
@@ -236,7 +233,7 @@ class Runner:
             return
         spans: list[list[Span]] = [[] for _ in self._world.devices]
         for flight in flights:
-            for visit, start, end in flight.stays or ():
+            for visit, start, end in flight.stays:
                 spans[self._places[visit.stage]].append(Span(Action(*visit, flight.number), start, end))
         self.timelines.append(Timeline(tuple(tuple(sorted(mine, key=lambda span: span.start)) for mine in spans)))
 
