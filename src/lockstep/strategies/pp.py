@@ -268,9 +268,5 @@ def _memory_of(world: World) -> list[float] | None:
 def _stages_in_words(found: Partition) -> str:
     """``stages: conv1 to layer2.3 (51 %) | layer3.0 to fc (49 %), measured``."""
     whole = sum(stage.time for stage in found.stages) or 1.0
-    runs = []
-    for stage in found.stages:
-        names = [block.name or "the model" for block in stage.blocks] or ["nothing"]
-        run = names[0] if len(names) == 1 else f"{names[0]} to {names[-1]}"
-        runs.append(f"{run} ({100 * stage.time / whole:.0f} %)")
+    runs = [f"{stage.name} ({100 * stage.time / whole:.0f} %)" for stage in found.stages]
     return f"stages: {' | '.join(runs)} of the time, {'measured' if found.measured else 'estimated'}"

@@ -15,7 +15,7 @@ import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 
-from lockstep.errors import StrategyError, TooFewLayers, counted
+from lockstep.errors import StrategyError, counted
 from lockstep.job import Job
 from lockstep.launch.devices import Device
 from lockstep.launch.placement import alone
@@ -91,14 +91,9 @@ class Candidate:
     """One schedule with one number of micro-batches, simulated.
 
     Attributes:
-        plan: which of the plans.
-        schedule: its name.
-        microbatches: of a global batch.
-        order: the schedule itself.
-        timeline: when what would be done.
         peak: bytes that each device holds at most.
+        filled: those, as shares of what each device has; 0 where memory isn't looked at.
         cutting: how many times the work of the whole batch its micro-batches take together, with what turns cost.
-        fits: whether that is within each device's memory.
     """
 
     plan: Plan
@@ -107,8 +102,13 @@ class Candidate:
     order: Schedule
     timeline: Timeline
     peak: tuple[float, ...]
+    filled: tuple[float, ...]
     cutting: float
-    fits: bool
+
+    @property
+    def fits(self) -> bool:
+        """Whether each device has the memory."""
+        return max(self.filled) <= 1
 
     @property
     def seconds(self) -> float:
@@ -130,13 +130,7 @@ class Candidate:
 
 @dataclass(frozen=True)
 class Choice:
-    """The best candidate.
-
-    Attributes:
-        best: what to take.
-        samples: of a global batch.
-        candidates: all of them, the fastest first.
-    """
+    """The best candidate for a global batch of so many samples, and all of them, the fastest first."""
 
     best: Candidate
     samples: int
@@ -167,12 +161,7 @@ def choose_schedule(
 ) -> Choice:
     """Simulate every schedule with every number of micro-batches, and take the fastest that fits.
 
-    Args:
-        batch: samples of a global batch.
-        plans: the layouts to choose from: one stage on each device, two, ...
-        capacity: bytes of each device; None doesn't look at memory.
-        schedules: those that may be taken; None is all.
-        microbatches: the numbers that may be taken; those above ``batch`` are not tried.
+    The batch is of so many samples; its micro-batches have one at least. Arguments are as in ``planned``.
 
     Raises:
         StrategyError: nothing fits (both sizes are said), or there is nothing to choose from.
@@ -192,12 +181,8 @@ def choose_schedule(
         )
     fitting = [candidate for candidate in found if candidate.fits]
     if not fitting and capacity is not None:
-        over = {
-            candidate.name: [need / max(there, 1.0) for need, there in zip(candidate.peak, capacity, strict=True)]
-            for candidate in found
-        }
-        nearest = min(found, key=lambda candidate: max(over[candidate.name]))
-        device = over[nearest.name].index(max(over[nearest.name]))
+        nearest = min(found, key=lambda candidate: max(candidate.filled))
+        device = nearest.filled.index(max(nearest.filled))
         raise StrategyError(
             f"schedule: nothing fits: {nearest} needs {said(nearest.peak[device])} on device {device}, which has "
             f"{said(capacity[device])}: use more devices, a smaller batch_size, or activation_checkpointing"
@@ -241,8 +226,9 @@ def _candidates(batch: int, plan: Plan, microbatches: int, capacity: Sequence[fl
         peak = list(timeline.held({stage: cost.kept * sizes[0] for stage, cost in enumerate(plan.costs)}))
         for device, cost in zip(plan.places, plan.costs, strict=True):
             peak[device] += cost.fixed
-        fits = capacity is None or all(need <= there for need, there in zip(peak, capacity, strict=True))
-        yield Candidate(plan, name, microbatches, order, timeline, tuple(peak), cutting, fits)
+        room = capacity or [math.inf] * len(peak)
+        filled = tuple(need / max(there, 1.0) for need, there in zip(peak, room, strict=True))
+        yield Candidate(plan, name, microbatches, order, timeline, tuple(peak), filled, cutting)
 
 
 def planned(
@@ -274,7 +260,8 @@ def planned(
         The partition that goes with the choice (of a device's several stages each is a stage of it), and the choice.
 
     Raises:
-        StrategyError: nothing fits, or there are more stages than blocks.
+        TooFewLayers: there are more stages than blocks.
+        StrategyError: nothing fits.
     """
     with alone(tuple(devices[:1])) as world:
         bench = Bench(job, world)
@@ -285,18 +272,13 @@ def planned(
     partitions: dict[tuple[int, ...], Partition] = {}  # by the places of a plan's stages
     for each in chunks:
         stages = each * len(devices)
-        if device_map is None and each > 1 and (stages > len(looks[near].blocks) or len(devices) == 1):
+        if plans and device_map is None and (stages > len(looks[near].blocks) or len(devices) == 1):
             continue
         places = tuple(stage % len(devices) for stage in range(stages))
         # What is held is looked at by the simulation, which knows the schedule.
         found = divided(bench, looks[near], near, [devices[place] for place in places], given=device_map)
         partitions[places] = found
         plans.append(Plan(places, _costs(bench, looks, found)))
-    if not plans:
-        raise TooFewLayers(
-            f"partition: {min(chunks) * len(devices)} stages, but the model has {len(looks[near].blocks)} blocks that "
-            "can be placed"
-        )
     # A batch is in no more micro-batches than it has samples, whatever was asked for.
     numbers = sorted({min(number, batch) for number in microbatches})
     # (Where none is left they were asked for, and the first update says what is wrong with them.)

@@ -10,6 +10,7 @@ Which of them make a block is found afterwards.
 
 from __future__ import annotations
 
+import functools
 import logging
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator
@@ -60,7 +61,7 @@ def trace(model: nn.Module, inputs: Any, forward: Callable[[Any], Any] | None = 
             loss) is looked at too.
         kind: the type of device that estimates are for.
     """
-    forward = forward or (lambda given: call(model, given))
+    forward = forward or functools.partial(call, model)
     try:
         return _traced(model, inputs, forward, kind, fake=True)
     except Exception:  # it asks for values, or has an operator without a fake; what is wrong with it a real run says
@@ -130,7 +131,7 @@ class Trace(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self.fake = fake
         self.seconds: dict[str, float] = {}
         self.calls: Counter[str] = Counter()
-        self.sizes = {self._number(t): _bytes(t) for t in tensors(inputs)}
+        self.sizes = {self._number(t): bytes_of([t]) for t in tensors(inputs)}
         self.segments = [Segment("", storages=set(self.sizes))]
         self.state: dict[int, list[str]] = {}
         for named in (model.named_parameters(remove_duplicate=False), model.named_buffers(remove_duplicate=False)):
@@ -155,7 +156,7 @@ class Trace(TorchDispatchMode):  # type: ignore[no-untyped-call]
         """A tensor is kept for backward; what is the model's own is there anyway."""
         if tensor.layout == torch.strided and (number := self._number(tensor)) not in self._kept:
             self._kept.add(number)
-            self.segments[-1].kept += _bytes(tensor)
+            self.segments[-1].kept += bytes_of([tensor])
         return tensor
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -177,7 +178,7 @@ class Trace(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
     def _sizes(self, nest: Any) -> dict[int, int]:
         """The bytes of an operator's arguments or results, by their storages."""
-        return {self._number(t): _bytes(t) for t in tensors(nest) if t.layout == torch.strided}
+        return {self._number(t): bytes_of([t]) for t in tensors(nest) if t.layout == torch.strided}
 
     def _number(self, tensor: torch.Tensor) -> int:
         """Of the tensor's storage, which is held, so that none is used again under the same address."""
@@ -197,8 +198,9 @@ def _flops(func: Any, args: Any, kwargs: Any, out: Any) -> int:
     return 0
 
 
-def _bytes(tensor: torch.Tensor) -> int:
-    return tensor.numel() * tensor.element_size()
+def bytes_of(held: Iterable[torch.Tensor]) -> int:
+    """The bytes of some tensors together."""
+    return sum(t.numel() * t.element_size() for t in held)
 
 
 @contextmanager
