@@ -95,7 +95,7 @@ class Runner:
         """Forward and backward of each micro-batch, or forward alone of several batches; what each gave.
 
         Batches without backward that go another way than the first ones did get turns between those of the others: no
-        sums depend on their order.
+        sums depend on their order. Errors get a note that names the micro-batch and the stage.
 
         Args:
             begin: called before the forward of a micro-batch that others don't overlap.
@@ -103,9 +103,6 @@ class Runner:
             backward: of the same, given what forward gave; None in evaluation.
             count: how many there are.
             seeded: random streams have seeds of their own, which they don't draw from PyTorch's generator.
-
-        Raises:
-            Exception: the first that a micro-batch raised, with a note that names it and the stage.
         """
         work = _Work(begin, forward, backward, count)
         self.spoiled = False
@@ -261,9 +258,3 @@ class Runner:
                     results.append(work.backward(flight.number, made.pop(flight.number)))
         self._occupy(0)
         return results
-
-
-def refuse_mixed(devices: Sequence[Device]) -> str | None:
-    """Why these can't be the stages of one model, or None."""
-    kinds = sorted({device.type for device in devices})
-    return f"its devices are of different types: {', '.join(kinds)}" if len(kinds) > 1 else None

@@ -32,7 +32,7 @@ from lockstep.pipelining.device_map import stage_of
 from lockstep.pipelining.planner.partition import Partition, capacities, even_split, found_for
 from lockstep.pipelining.planner.plan import NUMBERS, planned
 from lockstep.pipelining.planner.simulate import fitted
-from lockstep.pipelining.runner import Runner, refuse_mixed
+from lockstep.pipelining.runner import Runner
 from lockstep.pipelining.schedule import Schedule, gpipe, interleaved, one_f_one_b
 from lockstep.pipelining.stage_layers import Layers
 from lockstep.strategies.staged import StagedStep
@@ -204,8 +204,11 @@ class PP(Strategy):
             StrategyError: this process is one of several, the map doesn't fit, a setting can't be kept.
         """
         self.refuse_other_processes(world)
-        if (why := refuse_mixed(world.devices)) is not None:
-            raise StrategyError(f"{self.name}: {why}: use CPU devices, or accelerators of one type")
+        if len(kinds := sorted({device.type for device in world.devices})) > 1:
+            raise StrategyError(
+                f"{self.name}: its devices are of different types: {', '.join(kinds)}: use CPU devices, or "
+                "accelerators of one type"
+            )
         if job.sync_batchnorm and self.num_microbatches(job) > 1:
             raise StrategyError(
                 f"{self.name}: sync_batchnorm would let no micro-batch go on before all have come to it: leave it out "
