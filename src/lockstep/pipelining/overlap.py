@@ -21,6 +21,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
 
 import torch
 from torch import nn
@@ -40,29 +41,24 @@ _CHANCE = ", in an order that would be left to chance"
 _OTHERS = f"forward draws from Python's or numpy's random{_CHANCE}"
 
 
+@dataclass(eq=False)
 class Overlap:
-    """What is known of a model.
+    """What is known of a model."""
 
-    Args:
-        model: whose micro-batches are seen.
-        world: which is told why they don't overlap, and at which step.
-        stages: how many there are.
-        tells: whether it is.
+    model: nn.Module
+    world: World  # which is told why micro-batches don't overlap, and at which step
+    stages: int
+    tells: bool = True  # whether it is
+    route: Route = ()  # the stages that micro-batches visit, in order; empty before the first one
+    in_turn: str | None = None  # why they have to follow one another, as far as is known
+    _begun: Begun | None = None  # there is one once a micro-batch was watched
+    _doubtful: dict[int, str] = field(default_factory=dict)  # by update what began to change while they overlapped
+    _draws: bool = False
+    _drawn: str | None = None  # what no stream gives
+    _streamed: bool = False
+    _said_strayed: bool = False
 
-    Attributes:
-        route: the stages that micro-batches visit, in order; empty before the first one.
-        in_turn: why micro-batches have to follow one another; None where they needn't, as far as is known.
-    """
-
-    def __init__(self, model: nn.Module, world: World, stages: int, *, tells: bool = True) -> None:
-        self.route: Route = ()
-        self.in_turn: str | None = None
-        self._model, self._world, self._stages, self._tells = model, world, stages, tells
-        self._begun: Begun | None = None  # there is one once a micro-batch was watched
-        self._doubtful: dict[int, str] = {}  # what began to change in which update, while micro-batches overlapped
-        self._draws = False
-        self._drawn: str | None = None  # what no stream gives
-        self._streamed = self._said_strayed = False
+    def __post_init__(self) -> None:
         recompute.install()
 
     @property
@@ -86,7 +82,7 @@ class Overlap:
         self._look()
         # (By the last one what is set once is there.)
         is_watched = self._begun is None and 0 < flight.number == count - 1
-        probe = StateProbe(self._model, flight) if is_watched else None
+        probe = StateProbe(self.model, flight) if is_watched else None
         seeds: list[int] = []
         turned = self._before.torch
 
@@ -111,7 +107,7 @@ class Overlap:
         if self._begun is None:
             self._learn(flight)
         if probe is not None:
-            self._begun = Begun(self._model, probe.written())
+            self._begun = Begun(self.model, probe.written())
             # Tensors that each micro-batch may write to are in order as they overlap.
             self._doubtful = {at: name for at, name in self._doubtful.items() if name not in self._begun.written}
             why = probe.why_in_turn() or self._drawn
@@ -128,19 +124,14 @@ class Overlap:
         self._look()
 
     def spoiled(self, flights: Sequence[Flight], *, seeded: bool) -> bool:
-        """It is over: whether it has to be computed again, since the model began to draw as no stream gave it.
-
-        Args:
-            flights: of its micro-batches.
-            seeded: random streams had seeds of their own, which they don't draw from PyTorch's generator.
-        """
+        """It is over: whether it has to be computed again, since the model began to draw as no stream gave it."""
         assert self._begun is not None
         written, changed = self._begun.written, self._begun.changed()
         if changed is not None:
             self._begun = None  # the next one is watched
-            self._doubtful[self._world.step] = changed
+            self._doubtful[self.world.step] = changed
         others = not same_others(states().others, self._before.others)
-        # (Streams that draw their seeds from PyTorch's generator move it.)
+        # (Streams without seeds of their own draw them from PyTorch's generator.)
         drew = (seeded or not self._streamed) and self._moved()
         self._draws = self._draws or drew or self._checkpoints != recompute.checkpoints()
         spoiled = others or drew
@@ -150,7 +141,7 @@ class Overlap:
         if spoiled and (changed is not None or written):
             spoiled = False
             self._say(
-                f"at step {self._world.step} the model began to draw random numbers and to write buffers or "
+                f"at step {self.world.step} the model began to draw random numbers and to write buffers or "
                 "attributes: its numbers may be other ones there"
             )
         if others:
@@ -180,10 +171,10 @@ class Overlap:
         if flight.strayed and not self._said_strayed:
             self._said_strayed = True
             self._say(
-                f"at step {self._world.step} a micro-batch took another way through the stages than those before; "
+                f"at step {self.world.step} a micro-batch took another way through the stages than those before; "
                 "where that happens, the order of sums, and so the last bits, may differ from run to run"
             )
-        way = whole(tuple(flight.seen), self._stages)
+        way = whole(tuple(flight.seen), self.stages)
         if has_way(way, self.route):
             self.route = way
         elif not has_way(self.route, way) and self.in_turn is None:
@@ -198,5 +189,5 @@ class Overlap:
         self._say(f"{why}: micro-batches follow one another, and nothing overlaps{doubt}")
 
     def _say(self, note: str) -> None:
-        if self._tells:
-            self._world.tell(Line.note(note))
+        if self.tells:
+            self.world.tell(Line.note(note))

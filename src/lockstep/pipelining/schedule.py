@@ -166,9 +166,9 @@ def greedy(
         route: of each micro-batch.
         places: for each stage the device that holds it.
         microbatches: how many.
-        seconds: of a visit of the route, of a micro-batch.
-        may: whether a visit of a micro-batch may begin, given how many have begun each visit. A backward must be
-            allowed once all forwards have begun, so that the devices never wait for each other for ever.
+        seconds: of a visit (its number in the route) of a micro-batch.
+        may: whether that visit may begin, given how many micro-batches have begun each. So that devices never wait for
+            each other for ever, a backward must be allowed once all forwards have begun.
         first: the kind, forward or backward, that goes before the other.
         transfer: how long what a stage gives is on its way to another device.
     """

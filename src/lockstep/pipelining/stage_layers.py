@@ -25,10 +25,10 @@ from lockstep.threads import recompute
 
 
 class Layers:
-    """A model with hooks.
+    """A model with hooks, which is changed in place.
 
     Args:
-        model: is changed in place.
+        model: whose layers they are.
         stage_of: the stage of each name, as ``device_map.stage_of`` gives it.
         devices: of each stage.
 
@@ -102,18 +102,11 @@ def _wholes(model: nn.Module, stage_of: Mapping[str, int]) -> dict[str, int]:
 @torch.no_grad()
 def place_tensors(model: nn.Module, places: Mapping[str, torch.device], rest: torch.device) -> None:
     """Move each parameter and buffer to its place, or to ``rest``; one with several names to that of the first."""
-    for name, p in model.named_parameters():
-        if p.device != places[name]:
-            p.data = p.data.to(places[name])
-            if p.grad is not None:
-                p.grad = None
-    homes = {id(b): places.get(name, rest) for name, b in model.named_buffers()}
-    moved: dict[int, torch.Tensor] = {}
-    for module in model.modules():
-        for own, buffer in module._buffers.items():
-            if buffer is not None and buffer.device != homes[id(buffer)]:
-                moved.setdefault(id(buffer), buffer.to(homes[id(buffer)]))
-                module._buffers[own] = moved[id(buffer)]
+    for name, tensor in (*model.named_parameters(), *model.named_buffers()):
+        place = places.get(name, rest)
+        if tensor.device != place:
+            tensor.data = tensor.data.to(place)
+            tensor.grad = None
 
 
 class _Hook:
