@@ -22,7 +22,7 @@ from lockstep.data import Batch
 from lockstep.launch.devices import slots
 from lockstep.launch.placement import alone
 from lockstep.pipelining.planner.benchmark import Bench
-from lockstep.pipelining.planner.partition import map_of
+from lockstep.pipelining.planner.blocks import map_of
 from lockstep.pipelining.planner.plan import planned
 from lockstep.strategies.pp import PP
 from lockstep.tensors.allocator import keep_freed_memory

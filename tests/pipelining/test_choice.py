@@ -8,8 +8,7 @@ from collections.abc import Sequence
 import pytest
 
 from lockstep.errors import StrategyError
-from lockstep.pipelining.planner.choice import Candidate, Choice, Costs, Plan, at, choose_schedule
-from lockstep.pipelining.planner.plan import _tried
+from lockstep.pipelining.planner.plan import Candidate, Choice, Costs, Plan, _tried, at, choose_schedule
 
 
 def stage(fixed_time: float = 0.0, per_sample: float = 1.0, kept: float = 1.0, fixed: float = 0.0) -> Costs:

@@ -10,7 +10,7 @@ from torch import nn
 from torch.utils.data import TensorDataset
 
 from lockstep import Job, train
-from lockstep.pipelining.module_contents import prints
+from lockstep.pipelining.state_probe import prints
 from lockstep.strategies.pp import PP
 from lockstep.verify import differences
 
@@ -117,4 +117,4 @@ def test_objects_that_nobody_changes_cost_no_overlap(tmp_path, capsys) -> None:
 def test_only_what_can_not_be_compared_as_it_is_has_a_print() -> None:
     model = Configured()
     model.sizes, model.cache, model.last = [1, 2], {"x": torch.zeros(2)}, torch.zeros(3)
-    assert [name for _, name in prints(model.modules())] == ["memory"]
+    assert list(prints({module: name for name, module in model.named_modules()})) == ["memory"]

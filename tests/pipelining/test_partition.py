@@ -19,10 +19,8 @@ from lockstep.cli.command import main
 from lockstep.errors import StrategyError
 from lockstep.launch.devices import slots
 from lockstep.pipelining.device_map import stage_of
-from lockstep.pipelining.planner.benchmark import state_copies
-from lockstep.pipelining.planner.block_timing import measured
-from lockstep.pipelining.planner.blocks import Look, blocks_of
-from lockstep.pipelining.planner.partition import map_of
+from lockstep.pipelining.planner.benchmark import measured, state_copies
+from lockstep.pipelining.planner.blocks import Look, blocks_of, map_of
 from lockstep.pipelining.planner.plan import planned
 from lockstep.pipelining.planner.trace import trace
 from lockstep.tensors.pytree import call

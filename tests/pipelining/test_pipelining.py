@@ -436,9 +436,9 @@ def test_stages_overlap_in_evaluation() -> None:
             return model(torch.full((2, 6), float(number)))
 
     begun: list[int] = []
-    first = step.runner.evaluate(begun.append, forward, 2)  # goes in turn
+    first = step.runner.run(begun.append, forward, None, 2)  # goes in turn
     alone = False
-    for one, other in zip(first, step.runner.evaluate(begun.append, forward, 2), strict=True):
+    for one, other in zip(first, step.runner.run(begun.append, forward, None, 2), strict=True):
         assert torch.equal(one, other)
     assert begun == [0, 1]
 

@@ -7,8 +7,7 @@ import random
 import pytest
 
 from lockstep.errors import StrategyError
-from lockstep.pipelining.planner.fitted_schedule import fitted
-from lockstep.pipelining.planner.simulate import simulate
+from lockstep.pipelining.planner.simulate import fitted, simulate
 from lockstep.pipelining.schedule import SCHEDULES, Schedule, devices_of, gpipe, interleaved, one_f_one_b, printed
 from lockstep.report.timeline import Action, Timeline
 

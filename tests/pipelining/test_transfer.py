@@ -18,7 +18,8 @@ from lockstep.errors import LossError, StrategyError
 from lockstep.launch.devices import slots
 from lockstep.launch.world import World
 from lockstep.pipelining import transfer
-from lockstep.pipelining.device_map import even_split, stage_of
+from lockstep.pipelining.device_map import stage_of
+from lockstep.pipelining.planner.partition import even_split
 from lockstep.strategies import MP
 from lockstep.strategies import pp as _pp
 from lockstep.strategies.pp import PP

@@ -14,8 +14,8 @@ from lockstep.errors import StrategyError
 from lockstep.launch.devices import slots, usable_cores
 from lockstep.launch.placement import alone
 from lockstep.pipelining.microbatch import Flight
-from lockstep.pipelining.routes import Visit
 from lockstep.pipelining.runner import Runner
+from lockstep.pipelining.schedule import Visit
 from lockstep.pipelining.turns import Aborted, Turns
 
 

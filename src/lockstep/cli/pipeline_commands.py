@@ -155,8 +155,7 @@ def _known(name: str) -> str:
 
 
 def _simulated(name: str, options: argparse.Namespace) -> Timeline:
-    from lockstep.pipelining.planner.fitted_schedule import fitted
-    from lockstep.pipelining.planner.simulate import simulate
+    from lockstep.pipelining.planner.simulate import fitted, simulate
     from lockstep.pipelining.schedule import SCHEDULES, devices_of
 
     if _known(name) == "fitted":

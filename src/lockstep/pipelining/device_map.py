@@ -21,7 +21,6 @@ from pathlib import Path
 from torch import nn
 
 from lockstep.errors import StrategyError, counted, nearest
-from lockstep.model.activation_checkpointing import found_blocks
 
 DeviceMap = Mapping[str, int]
 """Prefix of names -> stage, from 0."""
@@ -52,9 +51,9 @@ def stage_of(model: nn.Module, device_map: DeviceMap, stages: int | None = None)
         if not isinstance(stage, int) or isinstance(stage, bool) or stage < 0:
             raise StrategyError(f'device map: "{prefix}" is on stage {stage!r}: give a whole number, from 0')
         if stages is not None and stage >= stages:
+            those = "1 device is stage 0 alone" if stages == 1 else f"{stages} devices are stages 0 to {stages - 1}"
             raise StrategyError(
-                f'device map: "{prefix}" is on stage {stage}, but {_on(stages)}: '
-                f"use {stage + 1} devices, or another map"
+                f'device map: "{prefix}" is on stage {stage}, but {those}: use {stage + 1} devices, or another map'
             )
     every = {name: longest(name, device_map) for name in sorted(known)}
     found = {name: stage for name, stage in every.items() if stage is not None}
@@ -72,10 +71,6 @@ def stage_of(model: nn.Module, device_map: DeviceMap, stages: int | None = None)
             f"use {counted(len(used), 'device')}, or give it a layer"
         )
     return found
-
-
-def _on(stages: int) -> str:
-    return "1 device is stage 0 alone" if stages == 1 else f"{stages} devices are stages 0 to {stages - 1}"
 
 
 def read_map(word: str) -> dict[str, int]:
@@ -107,83 +102,10 @@ _EXAMPLE = '{"stem": 0, "layer3": 1}'
 
 def longest(name: str, device_map: DeviceMap) -> int | None:
     """The stage of the longest prefix of a name; None where none fits."""
+    return next((device_map[prefix] for prefix in (name, *modules_around(name)[::-1]) if prefix in device_map), None)
+
+
+def modules_around(name: str) -> list[str]:
+    """The names of the modules that a name lies in: ``""``, ``"a"``, ``"a.b"`` for ``"a.b.c"``."""
     words = name.split(".") if name else []
-    for length in range(len(words), -1, -1):
-        prefix = ".".join(words[:length])
-        if prefix in device_map:
-            return device_map[prefix]
-    return None
-
-
-def even_split(model: nn.Module, stages: int, each: int = 1) -> dict[str, int]:
-    """A device map that cuts the model in as many runs of layers, in the order in which they were registered.
-
-    A device has ``each`` of them.
-
-    Each run has about equally many parameters; those between blocks of a list go by themselves.
-
-    Raises:
-        StrategyError: there are fewer layers than stages.
-    """
-    blocks = set(found_blocks(model))
-    pieces = _pieces(model, "", blocks)
-    cut: list[str] = []
-    while len(pieces) < stages:
-        cut += [name for name, _ in pieces]
-        finer = _pieces(model, "", blocks, cut)
-        if len(finer) == len(pieces) and [name for name, _ in finer] == [name for name, _ in pieces]:
-            break
-        pieces = finer
-    if len(pieces) < stages:
-        many = f"{stages} stages, {each} on each device" if each > 1 else counted(stages, "device")
-        raise StrategyError(
-            f"{many}, but the model has layers for {len(pieces)} only: use fewer devices"
-            + (", or fewer stages on each" if each > 1 else "")
-        )
-    seen: set[int] = set()
-    sizes = [sum(p.numel() for p in _new(tensors, seen)) for _, tensors in pieces]
-    total, done, stage = sum(sizes), 0, 0
-    found: dict[str, int] = {}
-    for i, ((name, _), size) in enumerate(zip(pieces, sizes, strict=True)):
-        left = len(pieces) - i
-        # On to the next stage where more than half of this piece is beyond this one's end, or the rest are needed.
-        if (
-            stage < stages - 1
-            and found
-            and (left <= stages - 1 - stage or (done + size / 2) * stages > total * (stage + 1))
-            and stage in found.values()
-        ):
-            stage += 1
-        found[name] = stage
-        done += size
-    return found
-
-
-def _pieces(
-    model: nn.Module, name: str, blocks: set[str], cut: list[str] | None = None
-) -> list[tuple[str, list[nn.Parameter]]]:
-    """What a model is made of, in order: blocks, layers between them, parameters of its own.
-
-    Args:
-        model: the module of that name.
-        name: within the whole model.
-        blocks: names of modules that stay whole.
-        cut: of modules that don't stay whole any more.
-    """
-    inside = [child for child, _ in model.named_modules(prefix=name)][1:]
-    children = list(model.named_children())
-    open_up = not name or (cut is not None and name in cut) or any(child in blocks for child in inside)
-    if (name in blocks and not (cut and name in cut)) or not children or not open_up:
-        parameters = list(model.parameters())
-        return [(name, parameters)] if parameters or any(True for _ in model.buffers()) else []
-    pieces = [(f"{name}.{own}".lstrip("."), [p]) for own, p in model.named_parameters(recurse=False)]
-    for child, module in children:
-        pieces += _pieces(module, f"{name}.{child}".lstrip("."), blocks, cut)
-    return pieces
-
-
-def _new(parameters: list[nn.Parameter], seen: set[int]) -> list[nn.Parameter]:
-    """Those that were not seen before: tied ones count once."""
-    new = [p for p in parameters if id(p) not in seen]
-    seen.update(id(p) for p in new)
-    return new
+    return [".".join(words[:length]) for length in range(len(words))]

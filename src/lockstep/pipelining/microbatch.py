@@ -19,13 +19,14 @@ import threading
 import time
 from bisect import bisect_right
 from collections.abc import Callable
-from typing import Any
+from dataclasses import dataclass, field
+from typing import Any, Literal
 
 import torch
 
 from lockstep.errors import StrategyError
-from lockstep.pipelining.routes import Route, Visit
-from lockstep.pipelining.turns import Key, Stuck, Turns
+from lockstep.pipelining.schedule import Key, Route, Visit
+from lockstep.pipelining.turns import Stuck, Turns
 from lockstep.tensors.pytree import tensors
 
 _here = threading.local()
@@ -44,59 +45,36 @@ def current() -> Flight | None:
     return getattr(_here, "flight", None)
 
 
+@dataclass(eq=False)
 class Flight:
-    """One micro-batch on its way.
+    """One micro-batch on its way."""
 
-    Args:
-        number: of the micro-batch.
-        occupy: called with a stage that begins to compute in this thread.
-        route: where it is expected to go; empty where that isn't known yet.
-        turns: what to wait for; None is for one that goes alone.
-        marks: whether backward has to know where it is (on accelerators it runs in threads of PyTorch's).
-
-    Attributes:
-        stage: where it computes, or None before the first.
-        kind: ``"F"`` on its way forward, ``"B"`` on its way back.
-        seen: where it has been.
-        strayed: whether it went where it was not expected.
-        calls: for each module the visits of the forward in which it was called, where somebody wants to know.
-        crossed: called where it leaves a stage for another one, or turns back, if somebody wants to look then.
-        outer: the module that was called and is on this stage with all that is in it; hooks inside have nothing to do.
-        stays: when each visit began and ended, where somebody wants to know: (visit, seconds, seconds).
-    """
-
-    def __init__(
-        self,
-        number: int,
-        occupy: Callable[[int], None],
-        route: Route = (),
-        turns: Turns | None = None,
-        *,
-        marks: bool = True,
-    ) -> None:
-        self.number = number
-        self.stage: int | None = None
-        self.kind = "F"
-        self.seen: list[Visit] = []
-        self.strayed = False
-        self.calls: dict[torch.nn.Module, set[int]] | None = None
-        self.crossed: Callable[[], None] | None = None
-        self.outer: torch.nn.Module | None = None
-        self.marks = marks
-        self.stays: list[tuple[Visit, float, float]] | None = None
-        self._since = 0.0
-        self._occupy = occupy
-        self._route = route
-        self._turns = turns
-        self._at = 0  # the next visit of the route
-        self._starts: list[int] = []  # the number of the first node of each visit of the forward
-        self._stages: list[int] = []  # and its stage
-        self._marked: set[int] = set()
+    number: int
+    occupy: Callable[[int], None]  # called with a stage that begins to compute in this thread
+    route: Route = ()  # where it is expected to go; empty where that isn't known yet
+    turns: Turns | None = None  # what to wait for; None is for one that goes alone
+    marks: bool = True  # whether backward has to know where it is (on accelerators it runs in threads of PyTorch's)
+    stage: int | None = None  # where it computes
+    kind: Literal["F", "B"] = "F"  # on its way forward, or back
+    seen: list[Visit] = field(default_factory=list)  # where it has been
+    stays: list[tuple[Visit, float, float]] = field(default_factory=list)  # when each visit began and ended, in seconds
+    strayed: bool = False  # whether it went where it was not expected
+    # For each module the visits of the forward in which it was called, where somebody wants to know.
+    calls: dict[torch.nn.Module, set[int]] | None = None
+    # Called where it leaves a stage for another one, or turns back, if somebody wants to look then.
+    crossed: Callable[[], None] | None = None
+    # The module that was called and is on this stage with all that is in it; hooks inside have nothing to do.
+    outer: torch.nn.Module | None = None
+    _since: float = 0.0
+    _at: int = 0  # the next visit of the route
+    _starts: list[int] = field(default_factory=list)  # the number of the first node of each visit of the forward
+    _stages: list[int] = field(default_factory=list)  # and its stage
+    _marked: set[int] = field(default_factory=set)
 
     def __enter__(self) -> Flight:
         """Begin, with the turn of the first stage: the model's own code before any layer is in order too."""
-        if self._route:
-            self.enter(self._route[0].stage)
+        if self.route:
+            self.enter(self.route[0].stage)
         _here.flight = self
         return self
 
@@ -104,9 +82,9 @@ class Flight:
         """Arrived: what was expected of it otherwise will not come."""
         _here.flight = None
         self._leave()
-        self._skip_to(len(self._route))
-        if self._turns is not None and error[0] is None:  # where one fails, that is what all are freed with
-            self._turns.arrive()
+        self._skip_to(len(self.route))
+        if self.turns is not None and error[0] is None:  # where one fails, that is what all are freed with
+            self.turns.arrive()
 
     def turn_back(self) -> None:
         """The forward and its loss are done: backward is to begin where they ended."""
@@ -121,28 +99,25 @@ class Flight:
             return
         self._leave()
         visit = Visit(stage, self.kind)
-        if self._turns is not None:
-            place = next((i for i in range(self._at, len(self._route)) if self._route[i] == visit), None)
+        if self.turns is not None:
+            place = next((i for i in range(self._at, len(self.route)) if self.route[i] == visit), None)
             if place is None:
                 self.strayed = True
-                self._take(stage, None)
             else:
                 self._skip_to(place)
                 self._at = place + 1
-                self._take(stage, (place, self.number))
+            self._take(self.turns, stage, None if place is None else (place, self.number))
         self.stage = stage
-        self._occupy(stage)
+        self.occupy(stage)
         self.seen.append(visit)
-        if self.stays is not None:
-            self._since = time.perf_counter()
+        self._since = time.perf_counter()
         if self.kind == "F":
             self._starts.append(_number())
             self._stages.append(stage)
 
-    def _take(self, stage: int, key: Key | None) -> None:
-        assert self._turns is not None
+    def _take(self, turns: Turns, stage: int, key: Key | None) -> None:
         try:
-            self._turns.take(stage, key)
+            turns.take(stage, key)
         except Stuck as error:
             way = "forward" if self.kind == "F" else "backward"
             raise StrategyError(
@@ -157,7 +132,7 @@ class Flight:
             StrategyError: it is that of another micro-batch, which has turns of its own.
         """
         here = current()
-        if here is not None and here is not self and self._turns is not None:
+        if here is not None and here is not self and self.turns is not None:
             raise StrategyError(
                 f"stage {stage}, backward of micro-batch {here.number}: it came to what micro-batch {self.number} has "
                 f"computed: {_MET}"
@@ -165,18 +140,19 @@ class Flight:
         self.enter(stage)
 
     def _leave(self) -> None:
-        if self.stage is not None and self.crossed is not None:
+        if self.stage is None:
+            return
+        if self.crossed is not None:
             self.crossed()
-        if self.stage is not None and self.stays is not None:
-            self.stays.append((self.seen[-1], self._since, time.perf_counter()))
-        if self.stage is not None and self._turns is not None:
-            self._turns.leave(self.stage)
+        self.stays.append((self.seen[-1], self._since, time.perf_counter()))
+        if self.turns is not None:
+            self.turns.leave(self.stage)
         self.stage = None
 
     def _skip_to(self, place: int) -> None:
-        if self._turns is not None:
+        if self.turns is not None:
             for i in range(self._at, place):
-                self._turns.skip(self._route[i].stage, [(i, self.number)])
+                self.turns.skip(self.route[i].stage, [(i, self.number)])
 
     def mark(self, nest: Any) -> None:
         """Let the backward of what was made so far take the turn of the stage where it was made."""

@@ -20,6 +20,7 @@ import functools
 import os
 import threading
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from typing import Any, TypeVar
 
 import torch
@@ -31,16 +32,24 @@ from lockstep.launch.devices import Device
 from lockstep.launch.world import World
 from lockstep.pipelining.microbatch import Flight
 from lockstep.pipelining.overlap import Overlap
-from lockstep.pipelining.routes import Route, action_of, orders_of
-from lockstep.pipelining.schedule import Schedule, by_stage
-from lockstep.pipelining.turns import Aborted, Key, Turns
-from lockstep.report.timeline import Span, Timeline
+from lockstep.pipelining.schedule import Key, Route, Schedule, by_stage, orders_of
+from lockstep.pipelining.turns import Aborted, Turns
+from lockstep.report.timeline import Action, Span, Timeline
 from lockstep.threads.thread_pool import Team
 
 T = TypeVar("T")
-R = TypeVar("R")
 
 _cores = threading.local()
+
+
+@dataclass(frozen=True)
+class _Work:
+    """As ``Runner.run`` was given it."""
+
+    begin: Callable[[int], None]
+    forward: Callable[[int], Any]
+    backward: Callable[[int, Any], Any] | None
+    count: int
 
 
 class Runner:
@@ -54,6 +63,7 @@ class Runner:
 
     Attributes:
         overlaps: whether micro-batches are under way at the same time, each in its thread.
+        streamed: whether they are, and each needs a random stream of its own.
         spoiled: whether the last update is to be computed again: the model began to draw in it as no stream gave it.
         schedule: as given.
         timelines: when each stage computed in each update, where that is noted (a list is there), not on accelerators.
@@ -71,76 +81,41 @@ class Runner:
         self._evaluation = Overlap(model, world, len(places), tells=False)
         self._orders: dict[tuple[bool, Route, int], list[list[Key]]] = {}
         self._team: Team | None = None
-        self.spoiled = False
-        self.overlaps = False
+        self.overlaps = self.streamed = self.spoiled = False
         self.timelines: list[Timeline] | None = None
-
-    @property
-    def draws(self) -> bool:
-        """Whether micro-batches that overlap need random streams of their own."""
-        return self._training.draws
 
     def run(
         self,
         begin: Callable[[int], None],
-        forward: Callable[[int], T],
-        backward: Callable[[int, T], R],
+        forward: Callable[[int], Any],
+        backward: Callable[[int, Any], Any] | None,
         count: int,
         seeded: bool = False,
-    ) -> list[R]:
-        """Forward and backward of each micro-batch.
+    ) -> list[Any]:
+        """Forward and backward of each micro-batch, or forward alone of several batches; what each gave.
+
+        Batches without backward that go another way than the first ones did get turns between those of the others: no
+        sums depend on their order. Errors get a note that names the micro-batch and the stage.
 
         Args:
             begin: called before the forward of a micro-batch that others don't overlap.
             forward: of the micro-batch of that number: model and loss.
-            backward: of the same, given what forward gave.
+            backward: of the same, given what forward gave; None in evaluation.
             count: how many there are.
             seeded: random streams have seeds of their own, which they don't draw from PyTorch's generator.
-
-        Returns:
-            What each backward gave.
-
-        Raises:
-            Exception: the first that a micro-batch raised, with a note that names it and the stage.
         """
+        work = _Work(begin, forward, backward, count)
         self.spoiled = False
         if not self._slots:
-            return self._queued(begin, forward, backward, count)
-        self.overlaps = count > 1 and self._training.allowed
-        if not self.overlaps:
-            return self._one_by_one(self._training, begin, forward, backward, count)
-
-        def there_and_back(flight: Flight) -> R:
-            made = forward(flight.number)
-            flight.turn_back()
-            return backward(flight.number, made)
-
-        self._training.look()
-        found, flights = self._overlapped(self._training, there_and_back, count)
-        self.spoiled = self._training.spoiled(flights, seeded=seeded)
-        self._note(flights)
-        return found
-
-    def evaluate(self, begin: Callable[[int], None], forward: Callable[[int], T], count: int) -> list[T]:
-        """Forward of several batches, without gradients; what each gave.
-
-        The first ones go one after the other, as in the first update. Whoever goes another way than they did gets
-        turns between those of the others: no sums depend on their order.
-
-        Args:
-            begin: called before the forward of a batch that others don't overlap.
-            forward: of the batch of that number.
-            count: how many there are.
-        """
-        self.overlaps = self._slots and count > 1 and self._evaluation.allowed
-        if self.overlaps:
-            return self._overlapped(self._evaluation, lambda flight: forward(flight.number), count)[0]
-        if self._slots and count > 1:
-            return self._one_by_one(self._evaluation, begin, forward, None, count)
-        found = []
-        for number in range(count):
-            begin(number)
-            found.append(forward(number))
+            return self._queued(work)
+        overlap = self._evaluation if backward is None else self._training
+        self.overlaps = count > 1 and overlap.allowed
+        self.streamed = self.overlaps and (backward is None or overlap.draws)
+        flights: list[Flight] = []
+        found = (self._overlapped if self.overlaps else self._in_turn)(overlap, work, flights)
+        if backward is not None:
+            self.spoiled = self.overlaps and overlap.spoiled(flights, seeded=seeded)
+            self._note(flights)
         return found
 
     def _in_threads(
@@ -188,39 +163,51 @@ class Runner:
             with contextlib.suppress(OSError):
                 os.sched_setaffinity(thread, device.cores)
 
-    # ---- one after the other ----------------------------------------------------------------------------------------
+    # ---- on slots ---------------------------------------------------------------------------------------------------
 
-    def _one_by_one(
-        self,
-        overlap: Overlap,
-        begin: Callable[[int], None],
-        forward: Callable[[int], T],
-        backward: Callable[[int, T], R] | None,
-        count: int,
-    ) -> list[Any]:
-        """Forward and backward of each micro-batch, or forward alone, in one thread."""
-        results: list[Any] = []
-        flights = []
+    def _in_turn(self, overlap: Overlap, work: _Work, flights: list[Flight]) -> list[Any]:
+        """One micro-batch after the other, in one thread."""
 
-        def go() -> None:
-            for number in range(count):
-                begin(number)
-                flight = self._flight(number, overlap)
-                flights.append(flight)
-                with overlap.alone(flight, count) as in_forward, flight, self._told(flight):
-                    with in_forward:
-                        made = forward(number)
-                    if backward is None:
-                        results.append(made)
-                    else:
-                        flight.turn_back()
-                        results.append(backward(number, made))
-                    del made
+        def go() -> list[Any]:
+            results = []
+            for number in range(work.count):
+                work.begin(number)
+                flights.append(self._flight(number, overlap))
+                with overlap.alone(flights[-1], work.count) as in_forward:
+                    results.append(self._fly(flights[-1], work, in_forward))
+            return results
 
-        self._in_threads([go], count)
-        if backward is not None:
-            self._note(flights)
-        return results
+        return self._in_threads([go], work.count)[0]
+
+    def _overlapped(self, overlap: Overlap, work: _Work, flights: list[Flight]) -> list[Any]:
+        """Each micro-batch in a thread of its own; they wait for their turns."""
+        key = overlap is self._training, overlap.route, work.count
+        if key not in self._orders:
+            schedule = by_stage(self._places, work.count) if work.backward is None else self.schedule(work.count)
+            self._orders[key] = orders_of(overlap.route, schedule, work.count)
+        turns = Turns(self._orders[key], self._places, self._beckon, work.count)
+        flights += [self._flight(number, overlap, turns) for number in range(work.count)]
+
+        def go(flight: Flight) -> Any:
+            torch.set_autocast_cache_enabled(False)  # a weight's copy would belong to one micro-batch's graph
+            return self._fly(flight, work, contextlib.nullcontext())
+
+        if work.backward is not None:
+            overlap.look()
+        return self._in_threads([functools.partial(go, flight) for flight in flights], work.count, [turns.abort])
+
+    def _fly(self, flight: Flight, work: _Work, in_forward: contextlib.AbstractContextManager[None]) -> Any:
+        with flight, self._told(flight):
+            with in_forward:
+                made = work.forward(flight.number)
+            if work.backward is None:
+                return made
+            flight.turn_back()
+            return work.backward(flight.number, made)
+
+    def _flight(self, number: int, overlap: Overlap, turns: Turns | None = None) -> Flight:
+        route = overlap.route if turns else ()
+        return Flight(number, self._occupy, route, turns, marks=overlap is self._training)
 
     @contextlib.contextmanager
     def _told(self, flight: Flight):  # type: ignore[no-untyped-def]
@@ -237,70 +224,37 @@ class Runner:
                 )
             raise
 
-    # ---- overlapped -------------------------------------------------------------------------------------------------
-
-    def _overlapped(self, overlap: Overlap, fly: Callable[[Flight], T], count: int) -> tuple[list[T], list[Flight]]:
-        """Each flight in a thread of its own; they wait for their turns."""
-        is_training = overlap is self._training
-        key = is_training, overlap.route, count
-        if key not in self._orders:
-            schedule = self.schedule(count) if is_training else by_stage(self._places, count)
-            self._orders[key] = orders_of(overlap.route, schedule, count)
-        turns = Turns(self._orders[key], self._places, self._beckon, count)
-        flights = [self._flight(number, overlap, turns) for number in range(count)]
-
-        def go(flight: Flight) -> T:
-            torch.set_autocast_cache_enabled(False)  # a weight's copy would belong to one micro-batch's graph
-            with flight, self._told(flight):
-                return fly(flight)
-
-        return self._in_threads([functools.partial(go, flight) for flight in flights], count, [turns.abort]), flights
-
-    def _flight(self, number: int, overlap: Overlap, turns: Turns | None = None) -> Flight:
-        is_training = overlap is self._training
-        flight = Flight(number, self._occupy, overlap.route if turns else (), turns, marks=is_training)
-        if is_training and self.timelines is not None:
-            flight.stays = []
-        return flight
-
     def _note(self, flights: Sequence[Flight]) -> None:
         """An update is over: keep when its stages computed."""
         if self.timelines is None:
             return
         spans: list[list[Span]] = [[] for _ in self._world.devices]
         for flight in flights:
-            for visit, start, end in flight.stays or ():
-                spans[self._places[visit.stage]].append(Span(action_of(visit, flight.number), start, end))
+            for visit, start, end in flight.stays:
+                spans[self._places[visit.stage]].append(Span(Action(*visit, flight.number), start, end))
         self.timelines.append(Timeline(tuple(tuple(sorted(mine, key=lambda span: span.start)) for mine in spans)))
 
     # ---- on accelerators --------------------------------------------------------------------------------------------
 
-    def _queued(
-        self,
-        begin: Callable[[int], None],
-        forward: Callable[[int], T],
-        backward: Callable[[int, T], R],
-        count: int,
-    ) -> list[R]:
-        made: dict[int, T] = {}
-        results: list[R] = []
-        flights = [Flight(number, self._occupy, marks=False) for number in range(count)]
-        for action in self.schedule(count)[0]:
+    def _queued(self, work: _Work) -> list[Any]:
+        made: dict[int, Any] = {}
+        results: list[Any] = []
+        if work.backward is None:
+            for number in range(work.count):
+                work.begin(number)
+                results.append(work.forward(number))
+            return results
+        flights = [Flight(number, self._occupy, marks=False) for number in range(work.count)]
+        for action in self.schedule(work.count)[0]:
             if action.stage:
                 continue  # a later stage of the first device
             flight = flights[action.microbatch]
             with flight, self._told(flight):
                 if action.kind == "F":
-                    begin(flight.number)
-                    made[flight.number] = forward(flight.number)
+                    work.begin(flight.number)
+                    made[flight.number] = work.forward(flight.number)
                 else:
                     flight.kind = "B"
-                    results.append(backward(flight.number, made.pop(flight.number)))
+                    results.append(work.backward(flight.number, made.pop(flight.number)))
         self._occupy(0)
         return results
-
-
-def refuse_mixed(devices: Sequence[Device]) -> str | None:
-    """Why these can't be the stages of one model, or None."""
-    kinds = sorted({device.type for device in devices})
-    return f"its devices are of different types: {', '.join(kinds)}" if len(kinds) > 1 else None

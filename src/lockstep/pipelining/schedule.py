@@ -13,13 +13,42 @@ accumulates would sum them.
 
 from __future__ import annotations
 
+import heapq
+import itertools
 from collections.abc import Callable, Sequence
+from typing import Literal, NamedTuple
 
 from lockstep.errors import StrategyError
 from lockstep.report.timeline import Action
 
 Schedule = list[list[Action]]
 """For each device its actions, in order."""
+
+
+class Visit(NamedTuple):
+    """One stay of a micro-batch on a stage."""
+
+    stage: int
+    kind: Literal["F", "B"]
+
+
+Route = tuple[Visit, ...]
+"""The visits of a micro-batch, forwards and back. It is seen, not traced: the first one goes alone, and notes them.
+
+::
+
+    straight     0F 1F 2F   2B 1B 0B
+    U-Net        0F 1F 0F   0B 1B 0B        the decoder beside the encoder
+    frozen stem  0F 1F 2F   2B 1B
+"""
+
+Key = tuple[int, int]
+"""Which visit of its route, of which micro-batch."""
+
+
+def straight(stages: int) -> Route:
+    """Through all stages and back."""
+    return (*(Visit(s, "F") for s in range(stages)), *(Visit(s, "B") for s in reversed(range(stages))))
 
 
 def gpipe(stages: int, microbatches: int) -> Schedule:
@@ -119,6 +148,62 @@ def _alternating(forwards: list[Action], backwards: list[Action], ahead: int) ->
     return order
 
 
+def greedy(
+    route: Route,
+    places: Sequence[int],
+    microbatches: int,
+    seconds: Callable[[int, int], float],
+    may: Callable[[int, int, Sequence[int]], bool],
+    *,
+    first: str = "B",
+    transfer: float = 0.0,
+) -> list[list[Key]]:
+    """For each device an order of visits: whenever it is free, it takes what it can at that moment.
+
+    Of several visits the one that is nearest to the end of the route goes first, each in the order of micro-batches.
+
+    Args:
+        route: of each micro-batch.
+        places: for each stage the device that holds it.
+        microbatches: how many.
+        seconds: of a visit (its number in the route) of a micro-batch.
+        may: whether that visit may begin, given how many micro-batches have begun each. So that devices never wait for
+            each other for ever, a backward must be allowed once all forwards have begun.
+        first: the kind, forward or backward, that goes before the other.
+        transfer: how long what a stage gives is on its way to another device.
+    """
+    orders: list[list[Key]] = [[] for _ in range(max(places) + 1)]
+    free = [0.0] * len(orders)
+    begun = [0] * len(route)
+    ended: dict[Key, float] = {}
+    wanted = sorted(range(len(route)), key=lambda i: (route[i].kind == first, i), reverse=True)
+
+    def can(i: int, now: float) -> bool:
+        m = begun[i]
+        if m == microbatches or not may(i, m, begun):
+            return False
+        if not i:
+            return True
+        moved = transfer if places[route[i - 1].stage] != places[route[i].stage] else 0.0
+        return (i - 1, m) in ended and ended[i - 1, m] + moved <= now
+
+    moments = [0.0]  # something ends or arrives: only then can a device that waits find something to do
+    while moments:
+        now = heapq.heappop(moments)
+        for device, order in enumerate(orders):
+            if free[device] > now:
+                continue
+            i = next((i for i in wanted if places[route[i].stage] == device and can(i, now)), None)
+            if i is not None:
+                key = i, begun[i]
+                order.append(key)
+                begun[i] += 1
+                free[device] = ended[key] = now + seconds(*key)
+                heapq.heappush(moments, free[device])
+                heapq.heappush(moments, free[device] + transfer)
+    return orders
+
+
 SCHEDULES: dict[str, Callable[[int, int], Schedule]] = {"gpipe": gpipe, "1f1b": one_f_one_b, "interleaved": interleaved}
 """By the word that a person gives, a function of devices and micro-batches."""
 
@@ -149,3 +234,46 @@ def _checked(stages: int, microbatches: int) -> None:
         raise StrategyError(f"schedule: {stages} stages; there is at least one")
     if microbatches < 1:
         raise StrategyError(f"schedule: {microbatches} micro-batches; there is at least one")
+
+
+# ---- routes ----------------------------------------------------------------------------------------------------------
+
+
+def whole(route: Route, stages: int) -> Route:
+    """A straight route with the visits that it leaves out; another one as it is."""
+    numbers = [visit.stage if visit.kind == "F" else -visit.stage for visit in route]
+    turn = sum(visit.kind == "F" for visit in route)
+    rises = all(a < b for way in (numbers[:turn], numbers[turn:]) for a, b in itertools.pairwise(way))
+    return straight(stages) if rises else route
+
+
+def has_way(route: Route, other: Route) -> bool:
+    """Whether a route has all visits of another one, in their order."""
+    rest = iter(route)
+    return all(visit in rest for visit in other)
+
+
+def orders_of(route: Route, schedule: Schedule, microbatches: int) -> list[list[Key]]:
+    """For each device the visits in their order, by a schedule for so many micro-batches.
+
+    A straight route takes its turns by the schedule. For another one they are found by letting the micro-batches go
+    through stages that take equally long: a forward one tick, a backward two.
+    """
+    places = devices_of(schedule)
+    if route == straight(len(places)):  # another one may be as long: 1F 0F 0B 1B
+        at = {visit: i for i, visit in enumerate(route)}
+        return [[(at[Visit(a.stage, a.kind)], a.microbatch) for a in actions] for actions in schedule]
+    kinds = [action.kind for action in schedule[-1]]
+    forward_first = microbatches > 1 and "B" not in kinds[: len(kinds) // 2]
+    forwards = [i for i, visit in enumerate(route) if visit.kind == "F"]
+    # A micro-batch starts while no more are under way than the schedule would have, or than it visits stages.
+    held = itertools.accumulate(1 if action.kind == "F" else -1 for action in schedule[0] if action.stage == 0)
+    most = microbatches if forward_first else max(*held, len(forwards))
+
+    def may(i: int, microbatch: int, begun: Sequence[int]) -> bool:
+        if route[i].kind == "B":
+            return not forward_first or begun[forwards[-1]] == microbatches
+        return i > 0 or microbatch - begun[-1] < most
+
+    order = [places[stage] for stage in range(len(places))]
+    return greedy(route, order, microbatches, lambda i, _: 1.0 if route[i].kind == "F" else 2.0, may)

@@ -8,7 +8,8 @@ modules.
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterator, Mapping, Sequence
+import functools
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -17,17 +18,18 @@ from torch import nn
 from lockstep.errors import StrategyError
 from lockstep.launch.devices import Device
 from lockstep.pipelining import transfer
+from lockstep.pipelining.device_map import modules_around
 from lockstep.pipelining.microbatch import current
 from lockstep.pipelining.transfer import Moving
 from lockstep.threads import recompute
 
 
 class Layers:
-    """A model with hooks.
+    """A model with hooks, which is changed in place.
 
     Args:
-        model: is changed in place.
-        stage_of: the stage of each name, as ``stages.stage_of`` gives it.
+        model: whose layers they are.
+        stage_of: the stage of each name, as ``device_map.stage_of`` gives it.
         devices: of each stage.
 
     Attributes:
@@ -44,38 +46,30 @@ class Layers:
         mixed = {
             around
             for name, stage in stage_of.items()
-            for around in _around(name)
+            for around in modules_around(name)
             if stage_of.get(around, stage) != stage
         }
         stage_of = {**stage_of, **_wholes(model, stage_of)}
-        for name, module in model.named_modules():
-            if name in stage_of and name not in mixed and not any(map(_is_compiled, _modules_around(model, name))):
+        modules = dict(model.named_modules())
+        for name, module in modules.items():
+            in_compiled = any(_is_compiled(modules[around]) for around in modules_around(name))
+            if name in stage_of and name not in mixed and not in_compiled:
                 stage = stage_of[name]
                 place = places[stage] if self.moves else None
-                module.register_forward_pre_hook(_Arriving(stage, place), with_kwargs=True, prepend=True)
-                module.register_forward_hook(_Leaving())
+                arriving = _Hook(functools.partial(_arriving, stage, place))
+                module.register_forward_pre_hook(arriving, with_kwargs=True, prepend=True)
+                module.register_forward_hook(_Hook(_leaving))
         if self.moves:
             recompute.install(transfer.later)
             transfer.install()
-            model.register_forward_pre_hook(_Entering(places), prepend=True)
-            model.register_forward_hook(_Exiting(), always_call=True)
+            model.register_forward_pre_hook(_Hook(functools.partial(_entering, places)), prepend=True)
+            model.register_forward_hook(_Hook(_exiting), always_call=True)
         if not devices[0].is_slot:
             place_tensors(model, {name: places[stage] for name, stage in stage_of.items()}, places[0])
 
     def moving(self) -> contextlib.AbstractContextManager[Any]:
         """What a forward and its loss run in."""
         return Moving(self._places) if self.moves else contextlib.nullcontext()
-
-
-def _around(name: str) -> Iterator[str]:
-    """The names of the modules that a name lies in: ``""``, ``"a"``, ``"a.b"`` for ``"a.b.c"``."""
-    words = name.split(".") if name else []
-    for length in range(len(words)):
-        yield ".".join(words[:length])
-
-
-def _modules_around(model: nn.Module, name: str) -> Iterator[nn.Module]:
-    return (model.get_submodule(around) for around in _around(name))
 
 
 def _is_compiled(module: nn.Module) -> bool:
@@ -108,102 +102,73 @@ def _wholes(model: nn.Module, stage_of: Mapping[str, int]) -> dict[str, int]:
 @torch.no_grad()
 def place_tensors(model: nn.Module, places: Mapping[str, torch.device], rest: torch.device) -> None:
     """Move each parameter and buffer to its place, or to ``rest``; one with several names to that of the first."""
-    for name, p in model.named_parameters():
-        if p.device != places[name]:
-            p.data = p.data.to(places[name])
-            if p.grad is not None:
-                p.grad = None
-    homes = {id(b): places.get(name, rest) for name, b in model.named_buffers()}
-    moved: dict[int, torch.Tensor] = {}
-    for module in model.modules():
-        for own, buffer in module._buffers.items():
-            if buffer is not None and buffer.device != homes[id(buffer)]:
-                moved.setdefault(id(buffer), buffer.to(homes[id(buffer)]))
-                module._buffers[own] = moved[id(buffer)]
+    for name, tensor in (*model.named_parameters(), *model.named_buffers()):
+        place = places.get(name, rest)
+        if tensor.device != place:
+            tensor.data = tensor.data.to(place)
+            tensor.grad = None
 
 
 class _Hook:
-    """A hook that isn't copied or pickled with its module."""
+    """A hook that isn't copied or pickled with its module: a copy of it does nothing."""
 
-    def __reduce__(self) -> tuple[Callable[[], Callable[..., None]], tuple[()]]:
-        return _unhooked, ()
+    def __init__(self, function: Callable[..., Any]) -> None:
+        self._function = function
 
+    def __call__(self, *args: Any) -> Any:
+        return self._function(*args)
 
-def _unhooked() -> Callable[..., None]:
-    return _nothing
+    def __reduce__(self) -> tuple[type[_Hook], tuple[Callable[..., None]]]:
+        return _Hook, (_nothing,)
 
 
 def _nothing(*args: Any) -> None:
     """What a copy of a hook does."""
 
 
-class _Arriving(_Hook):
-    """Before a module's forward.
-
-    Args:
-        stage: where the module is.
-        place: where its inputs must be, or None where all stages are on one device.
-    """
-
-    def __init__(self, stage: int, place: torch.device | None) -> None:
-        self._stage = stage
-        self._place = place
-
-    def __call__(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        flight = current()
-        if flight is not None:
-            stage = self._stage
-            if flight.calls is not None and flight.kind == "F":
-                flight.enter(stage)
-                flight.calls.setdefault(module, set()).add(len(flight.seen))
-            if flight.outer is not None and stage == flight.stage:
-                return None
-            if flight.kind == "B":  # computed again, by a checkpoint
-                flight.enter(stage)
-            else:
-                if stage != flight.stage:
-                    flight.enter(stage)
-                if flight.marks:
-                    flight.mark(args)
-                    flight.mark(kwargs)
-                if flight.outer is None:
-                    flight.outer = module
-        return None if self._place is None else self._moved(args, kwargs)
-
-    def _moved(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
-        assert self._place is not None
-        # (There is none where a layer is called by itself.)
-        mode = transfer.current() or Moving([self._place])
-        mode.place = self._place
-        return tuple(map(mode.nest_moved, args)), {name: mode.nest_moved(value) for name, value in kwargs.items()}
-
-
-class _Leaving(_Hook):
-    """After a module's forward, on whose stage all was that is in it."""
-
-    def __call__(self, module: nn.Module, args: tuple[Any, ...], output: Any) -> None:
-        flight = current()
-        if flight is not None and flight.outer is module:
-            flight.outer = None
+def _arriving(
+    stage: int, place: torch.device | None, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> Any:
+    """Before the forward of a module on a stage, where its inputs must be; None where all stages are on one device."""
+    flight = current()
+    if flight is not None:
+        if flight.calls is not None and flight.kind == "F":
+            flight.enter(stage)
+            flight.calls.setdefault(module, set()).add(len(flight.seen))
+        if flight.outer is not None and stage == flight.stage:
+            return None
+        flight.enter(stage)
+        if flight.kind == "F":  # else it is computed again, by a checkpoint
             if flight.marks:
-                flight.mark(output)
+                flight.mark(args)
+                flight.mark(kwargs)
+            if flight.outer is None:
+                flight.outer = module
+    if place is None:
+        return None
+    # (There is none where a layer is called by itself.)
+    mode = transfer.current() or Moving([place])
+    mode.place = place
+    return tuple(map(mode.nest_moved, args)), {name: mode.nest_moved(value) for name, value in kwargs.items()}
 
 
-class _Entering(_Hook):
+def _leaving(module: nn.Module, args: tuple[Any, ...], output: Any) -> None:
+    """After a module's forward, on whose stage all was that is in it."""
+    flight = current()
+    if flight is not None and flight.outer is module:
+        flight.outer = None
+        if flight.marks:
+            flight.mark(output)
+
+
+def _entering(places: list[torch.device], module: nn.Module, args: tuple[Any, ...]) -> None:
     """Before the forward of a whole model that is called outside of a step: what meets in it is moved too."""
-
-    def __init__(self, places: list[torch.device]) -> None:
-        self._places = places
-
-    def __call__(self, module: nn.Module, args: tuple[Any, ...]) -> None:
-        if transfer.current() is None:
-            Moving(self._places, owner=module).__enter__()
+    if transfer.current() is None:
+        Moving(places, owner=module).__enter__()
 
 
-class _Exiting(_Hook):
+def _exiting(module: nn.Module, args: tuple[Any, ...], output: Any) -> None:
     """After it, however it ended."""
-
-    def __call__(self, module: nn.Module, args: tuple[Any, ...], output: Any) -> None:
-        mode = transfer.current()
-        if mode is not None and mode.owner is module:
-            mode.__exit__(None, None, None)
+    mode = transfer.current()
+    if mode is not None and mode.owner is module:
+        mode.__exit__(None, None, None)

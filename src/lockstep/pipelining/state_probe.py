@@ -1,4 +1,4 @@
-"""Probe: watches one micro-batch, which no other overlaps, for what would harm others that do.
+"""State probe: watches one micro-batch, which no other overlaps, for what would harm others that do.
 
 Micro-batches that overlap can't leave anything for the next one in the order in which one device would, unless all of
 it is written and used in one visit of one stage (running statistics of a batch norm, say). Nor may one see what another
@@ -10,11 +10,19 @@ has set only for a while: a turn ends where a micro-batch goes on to another sta
 
 What a layer sets and puts back within its own call harms nobody. What isn't found to be harmless is a reason to compute
 micro-batches in turn.
+
+Attributes, parameters, buffers, modules and hooks are compared as objects, numbers and words as what they say; lists,
+dicts and sets by what is in them. What lies deeper (a generator, an object of a class of one's own, a dict in a dict)
+has no look from outside, so it is pickled, into a hash.
 """
 
 from __future__ import annotations
 
 import contextlib
+import hashlib
+import io
+import operator
+import pickle
 from collections.abc import Iterable, Iterator, Mapping
 from typing import Any, NamedTuple
 
@@ -24,7 +32,6 @@ from torch.overrides import TorchFunctionMode
 
 from lockstep.model.inspection import OutsideVariables
 from lockstep.pipelining.microbatch import Flight
-from lockstep.pipelining.module_contents import Contents, joined, prints
 from lockstep.tensors.digest import digest
 from lockstep.tensors.pytree import is_lazy, tensors
 
@@ -36,42 +43,25 @@ _SETTERS = {
     torch.Tensor.requires_grad.__set__: "requires_grad",  # type: ignore[attr-defined]
     torch.Tensor.data.__set__: "data",  # type: ignore[attr-defined]
 }
-
-
-class _Held(NamedTuple):
-    """A tensor that a module holds: as a buffer, as a parameter, or as another attribute."""
-
-    kind: str
-    module: nn.Module
-    name: str
-    tensor: torch.Tensor
-
-    @property
-    def value(self) -> tuple[int, object]:
-        """What tells whether it was written to: PyTorch's count, and a digest."""
-        is_large = self.kind == "parameter" and self.tensor.numel() > _LARGE
-        return _writes(self.tensor), None if is_large else digest(self.tensor)
+_MISSING = object()
+_PLAIN = (int, float, complex, str, bytes, torch.Size, torch.dtype, torch.device, type(None))
+_NAMED = ("_parameters", "_buffers", "_modules")
+"""The dicts of a module whose items a person knows by the name of the module and their own."""
 
 
 class StateProbe:
-    """The state of a model before a micro-batch, and what becomes of it.
-
-    Args:
-        model: which computes it.
-        flight: the micro-batch.
-    """
+    """The state of a model before a micro-batch, and what becomes of it."""
 
     def __init__(self, model: nn.Module, flight: Flight) -> None:
         self._names = {module: name for name, module in model.named_modules()}
-        self._contents = Contents(self._names)
+        self._contents = _Contents(self._names)
         self._prints = prints(self._names)
         self._outside = OutsideVariables.of_model(model)
         self._outside_prints = self._outside.prints()
         self._held = list(_held_by(self._names))
-        self._before = [held.value for held in self._held]
+        self._before = self._forward = [held.value for held in self._held]
         self._required = [held.tensor.requires_grad for held in self._held]
-        self._forward = self._before
-        self._uses = _Uses(flight, {id(held.tensor): self._full(held) for held in self._held})
+        self._uses = _Uses(flight, {id(held.tensor): held.name for held in self._held})
         self._crossed: dict[str, None] = {}  # what was other at a crossing, in the order in which it was seen
         self._calls = flight.calls = {}
         flight.crossed = self._look
@@ -92,12 +82,12 @@ class StateProbe:
             self._crossed.update(dict.fromkeys(self._contents.changed()))
             for held, required in zip(self._held, self._required, strict=True):
                 if held.tensor.requires_grad != required:  # in a model with compiled layers nothing else sees it
-                    self._uses.switched = self._uses.switched or f"{self._full(held)}.requires_grad"
+                    self._uses.switched = self._uses.switched or f"{held.name}.requires_grad"
 
     def why_in_turn(self) -> str | None:
         """Afterwards: why micro-batches can't overlap, or None."""
         for held, before, between in zip(self._held, self._before, self._forward, strict=True):
-            what = f'{held.kind} "{self._full(held)}"'
+            what = f'{held.kind} "{held.name}"'
             if held.value != between:
                 return f"{what} is written in backward"
             if between == before:
@@ -111,9 +101,8 @@ class StateProbe:
         for what in self._crossed:
             return f'forward sets "{what}" and puts it back, and another micro-batch would see it in between'
         after = prints(self._names)
-        for (module, name), was in self._prints.items():
-            if after.get((module, name)) != was:
-                what = joined(self._names[module], name)
+        for what, was in self._prints.items():
+            if after.get(what) != was:
                 return f'forward changes what "{what}" holds, which is one for all micro-batches'
         for name, now in self._outside.prints().items():
             if self._outside_prints.get(name) != now and self._outside.holds_tensors(name):
@@ -125,10 +114,7 @@ class StateProbe:
     def written(self) -> set[str]:
         """The names of the tensors that forward wrote to: each micro-batch may."""
         pairs = zip(self._held, self._before, self._forward, strict=True)
-        return {self._full(held) for held, before, between in pairs if between != before}
-
-    def _full(self, held: _Held) -> str:
-        return joined(self._names[held.module], held.name)
+        return {held.name for held, before, between in pairs if between != before}
 
     def _visits(self, module: nn.Module) -> set[int]:
         """Those in which the module was called, or the nearest one around it that was."""
@@ -144,12 +130,8 @@ class Begun:
 
     Not seen: what lies deeper than in a list or dict that a module holds, and what isn't in PyTorch's count of writes.
 
-    Args:
-        model: which computes the updates.
-        written: names of the tensors that may be written to.
-
     Attributes:
-        written: as given.
+        written: names of the tensors that may be written to.
     """
 
     def __init__(self, model: nn.Module, written: set[str]) -> None:
@@ -161,27 +143,22 @@ class Begun:
         """Before an update."""
         if not self._contents.stands:
             self._note()
-        self._writes = [_writes(tensor) for _, tensor in self._tensors]
+        self._writes = [_writes(held.tensor) for held in self._held]
 
     def changed(self) -> str | None:
         """After it: the name of what has changed, or None."""
         if not self._contents.stands and (name := next(self._contents.changed(), None)) is not None:
             return name
-        pairs = zip(self._tensors, self._writes, strict=True)
-        return next((name for (name, tensor), before in pairs if _writes(tensor) != before), None)
+        pairs = zip(self._held, self._writes, strict=True)
+        return next((held.name for held, before in pairs if _writes(held.tensor) != before), None)
 
     def _note(self) -> None:
-        self._contents = Contents(self._names)
-        named = ((joined(self._names[held.module], held.name), held.tensor) for held in _held_by(self._names))
-        self._tensors = [(name, tensor) for name, tensor in named if name not in self.written]
+        self._contents = _Contents(self._names)
+        self._held = [held for held in _held_by(self._names) if held.name not in self.written]
 
 
 class _Uses(TorchFunctionMode):
     """In which visits of the forward each tensor that a module holds was given to a function, and what backward needs.
-
-    Args:
-        flight: the micro-batch.
-        names: of the tensors, by their ids.
 
     Attributes:
         saved: the storages that were kept for backward.
@@ -191,7 +168,7 @@ class _Uses(TorchFunctionMode):
     def __init__(self, flight: Flight, names: Mapping[int, str]) -> None:
         super().__init__()
         self._flight = flight
-        self._names = names
+        self._names = names  # of the tensors, by their ids
         self._of: dict[int, set[int]] = {}
         self.saved: set[int] = set()
         self.switched: str | None = None
@@ -216,23 +193,105 @@ class _Uses(TorchFunctionMode):
         return func(*args, **kwargs)
 
 
-def _held_by(modules: Iterable[nn.Module]) -> Iterator[_Held]:
+class _Held(NamedTuple):
+    """A tensor that a module holds: as a buffer, as a parameter, or as another attribute."""
+
+    kind: str
+    module: nn.Module
+    name: str
+    tensor: torch.Tensor
+
+    @property
+    def value(self) -> tuple[int, object]:
+        """What tells whether it was written to: PyTorch's count, and a digest."""
+        is_large = self.kind == "parameter" and self.tensor.numel() > _LARGE
+        return _writes(self.tensor), None if is_large else digest(self.tensor)
+
+
+def _held_by(modules: Mapping[nn.Module, str]) -> Iterator[_Held]:
     """Each tensor that modules hold themselves, once; for those of a list, or a dict, its name."""
     seen: set[int] = set()
-    for module in modules:
-        attributes: list[tuple[str, str, Any]] = [
-            *(("buffer", name, buffer) for name, buffer in module._buffers.items()),
-            *(("parameter", name, parameter) for name, parameter in module._parameters.items()),
-        ]
+    for module, around in modules.items():
+        attributes: list[tuple[str, str, Any]] = [("buffer", *item) for item in module._buffers.items()]
+        attributes += (("parameter", *item) for item in module._parameters.items())
         for name, value in vars(module).items():
-            inner = value.values() if isinstance(value, dict) else value
-            attributes += (
-                ("tensor", name, one) for one in (inner if isinstance(value, dict | list | set) else [value])
-            )
+            attributes += (("tensor", name, inner) for inner in _inside(value))
         for kind, name, value in attributes:
             if isinstance(value, torch.Tensor) and not is_lazy(value) and id(value) not in seen:
                 seen.add(id(value))
-                yield _Held(kind, module, name, value)
+                yield _Held(kind, module, _joined(around, name), value)
+
+
+class _Contents:
+    """What modules hold now, beside the values of tensors."""
+
+    def __init__(self, modules: Mapping[nn.Module, str]) -> None:
+        self._of: list[tuple[str, str]] = []  # the module's name, and that of its container; "" for all attributes
+        self._held: list[Any] = []
+        for module, name in modules.items():
+            containers = {own: held for own, held in vars(module).items() if isinstance(held, dict | list | set)}
+            for own, held in {"": vars(module), **containers}.items():
+                self._of.append((name, own))
+                self._held.append(held)
+        self._copies = [held.copy() for held in self._held]
+
+    @property
+    def stands(self) -> bool:
+        """Whether nothing is other now, at a glance: a tensor that was replaced by an equal number may be missed."""
+        try:
+            return self._held == self._copies
+        except Exception:  # what can't be asked whether it is equal, as a tensor of several numbers, is another one
+            return False
+
+    def changed(self) -> Iterator[str]:
+        """The names of what is other now."""
+        for (module, container), held, copy in zip(self._of, self._held, self._copies, strict=True):
+            before, now = (one if isinstance(one, dict) else dict(enumerate(one)) for one in (copy, held))
+            if len(before) == len(now) and all(map(operator.is_, before.values(), now.values())):
+                continue
+            for key in {**before, **now}:
+                if not _alike(before.get(key, _MISSING), now.get(key, _MISSING)):
+                    yield _joined(module, str(key) if container in ("", *_NAMED) else container)
+
+
+def prints(modules: Mapping[nn.Module, str]) -> dict[str, bytes]:
+    """A hash of each attribute that comparing objects says nothing of; of none that can't be pickled."""
+    found: dict[str, bytes] = {}
+    for module, around in modules.items():
+        for name, value in vars(module).items():
+            compared = all(isinstance(inner, (*_PLAIN, torch.Tensor, nn.Module)) for inner in _inside(value))
+            if not compared and not name.endswith("_hooks"):
+                file = io.BytesIO()
+                with contextlib.suppress(Exception):
+                    _Pickler(file, pickle.HIGHEST_PROTOCOL).dump(value)
+                    found[_joined(around, name)] = hashlib.blake2b(file.getbuffer(), digest_size=16).digest()
+    return found
+
+
+class _Pickler(pickle.Pickler):
+    def persistent_id(self, value: Any) -> int | None:
+        return id(value) if isinstance(value, nn.Module) else None  # it has contents of its own
+
+
+def _inside(value: Any) -> Iterable[Any]:
+    """What is in a list or a dict; else the value itself."""
+    if isinstance(value, dict):
+        return value.values()
+    return value if isinstance(value, list | tuple | set) else (value,)
+
+
+def _alike(one: Any, other: Any) -> bool:
+    """Whether two are the same object, an equal number or word, or a list and its like that hold alike things."""
+    if one is other:
+        return True
+    if isinstance(one, list | tuple) and type(one) is type(other):
+        return len(one) == len(other) and all(map(_alike, one, other))
+    return isinstance(one, _PLAIN) and isinstance(other, _PLAIN) and one == other
+
+
+def _joined(module: str, name: str) -> str:
+    """The full name of what a module of that name holds."""
+    return f"{module}.{name}".lstrip(".")
 
 
 def _writes(tensor: torch.Tensor) -> int:

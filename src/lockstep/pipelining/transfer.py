@@ -1,4 +1,4 @@
-"""Moving: operands that meet on different accelerators are brought to the stage that computes.
+"""Transfer: operands that meet on different accelerators are brought to the stage that computes.
 
 A model's hooks move what a layer is given (see ``stage_layers``). What meets between layers (``cat`` of a skip
 connection, a tied weight, a mask made on the CPU) is seen by a mode, which PyTorch asks at each of its functions::
@@ -16,6 +16,7 @@ forward gave outputs; so the operands of one are brought together before it (``i
 from __future__ import annotations
 
 import contextlib
+import functools
 import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
@@ -35,8 +36,7 @@ _here = threading.local()
 
 def current() -> Moving | None:
     """The mode that this thread is in, or None."""
-    mode: Moving | None = getattr(_here, "mode", None)
-    return mode
+    return getattr(_here, "mode", None)
 
 
 class Moving(TorchFunctionMode):
@@ -46,9 +46,6 @@ class Moving(TorchFunctionMode):
         places: the devices of all stages.
         place: where to begin; None is on the first.
         owner: the model whose hooks enter and leave it, if they do.
-
-    Attributes:
-        place: that of the stage that computes.
     """
 
     def __init__(
@@ -123,27 +120,21 @@ class Moving(TorchFunctionMode):
         written = _written(func, args, kwargs)
         stage, self.place = self.place, self.place if written is None else written.device
         try:
-            moved = tuple(each(self.moved, arg, on_packed=_same) for arg in args)
+            moved, named = each(self.moved, (args, dict(kwargs)), on_packed=lambda packed: packed)
             if func in _SECOND_ON_CPU and isinstance(args[1], torch.Tensor):
                 moved = (moved[0], args[1], *moved[2:])
-            return moved, {key: each(self.moved, value, on_packed=_same) for key, value in kwargs.items()}
+            return moved, named
         finally:
             self.place = stage
 
 
-_installed = False
-
-
+@functools.cache
 def install() -> None:
     """Have autograd functions ask the mode of their thread, if there is one; once for this process.
 
     It takes the place of the method of PyTorch's base class that ``Function.apply`` ends in, so that an ``apply`` which
     somebody has kept under a name of his own comes here too. (torch 2.11 to 2.13.)
     """
-    global _installed
-    if _installed:
-        return
-    _installed = True
     base: Any = _function._SingleLevelFunction
 
     def apply(cls: Any, *args: Any, **kwargs: Any) -> Any:
@@ -231,13 +222,5 @@ def _version(tensor: torch.Tensor) -> int:
     return 0 if tensor.is_inference() else tensor._version
 
 
-def _same(packed: Any) -> Any:
-    return packed
-
-
 def _operands(nest: Any) -> list[torch.Tensor]:
-    if isinstance(nest, torch.Tensor):
-        return [nest]
-    if isinstance(nest, (list, tuple)):
-        return [t for part in nest for t in tensors(part)] if len(nest) < 64 else list(tensors(nest))
-    return []
+    return list(tensors(nest)) if isinstance(nest, (torch.Tensor, list, tuple)) else []

@@ -7,15 +7,14 @@ way than the first one did) gets a turn between those of the list, as soon as th
 
 from __future__ import annotations
 
+import itertools
 import threading
 from collections import deque
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 
 from lockstep.errors import LockstepError
-
-Key = tuple[int, int]
-"""Which visit of its route, of which micro-batch."""
+from lockstep.pipelining.schedule import Key
 
 
 class Aborted(LockstepError):
@@ -72,21 +71,18 @@ class Turns:
             Stuck: all of them wait.
         """
         device = self._places[stage]
+        mine = _Waiting(threading.Lock(), threading.get_native_id())
         with self._lock:
-            if self._aborted:
-                raise Aborted("stopped, because another micro-batch failed")
-            if self._is_next(device, key):
-                self._busy[device] = key
-                return
-            mine = _Waiting(threading.Lock(), threading.get_native_id())
-            mine.lock.acquire()
-            if key is None:
-                self._others[device].append(mine)
-            else:
-                if (other := self._waiting.get(key)) is not None:  # it came by what that one had computed
-                    self._others[device].append(other)
-                self._waiting[key] = mine
-            self._look()
+            if not self._aborted:
+                mine.lock.acquire()
+                if key is None:
+                    self._others[device].append(mine)
+                else:
+                    if (other := self._waiting.get(key)) is not None:  # it came by what that one had computed
+                        self._others[device].append(other)
+                    self._waiting[key] = mine
+                self._wake(device)
+                self._look()
         mine.lock.acquire()
         if mine.stuck:
             raise Stuck("all micro-batches wait")
@@ -120,11 +116,10 @@ class Turns:
         """Free all that wait, now and later."""
         with self._lock:
             self._aborted = True
-            for mine in (*self._waiting.values(), *(one for others in self._others for one in others)):
+            for mine in (*self._waiting.values(), *itertools.chain.from_iterable(self._others)):
                 mine.lock.release()
             self._waiting.clear()
-            for others in self._others:
-                others.clear()
+            self._others = [deque() for _ in self._orders]
 
     def _look(self) -> None:
         """Free one of those that wait, if nobody is left who could: it fails, and that frees the others."""
@@ -136,22 +131,14 @@ class Turns:
         one.stuck = True
         one.lock.release()
 
-    def _is_next(self, device: int, key: Key | None) -> bool:
-        if self._busy[device] is not False:
-            return False
-        return key is None or self._head(device) == key
-
-    def _head(self, device: int) -> Key | None:
-        order = self._orders[device]
-        while self._heads[device] < len(order) and order[self._heads[device]] in self._skipped:
-            self._heads[device] += 1
-        return order[self._heads[device]] if self._heads[device] < len(order) else None
-
     def _wake(self, device: int) -> None:
         """Give the free device to who is next, if it is here."""
         if self._busy[device] is not False:
             return
-        head = self._head(device)
+        order = self._orders[device]
+        while self._heads[device] < len(order) and order[self._heads[device]] in self._skipped:
+            self._heads[device] += 1
+        head = order[self._heads[device]] if self._heads[device] < len(order) else None
         if head is not None and (mine := self._waiting.pop(head, None)) is not None:
             self._busy[device] = head
         elif self._others[device]:
@@ -159,5 +146,6 @@ class Turns:
             mine = self._others[device].popleft()
         else:
             return
-        self._beckon(mine.thread, device)
+        if mine.thread != threading.get_native_id():
+            self._beckon(mine.thread, device)
         mine.lock.release()

@@ -31,12 +31,11 @@ from lockstep.launch.world import World
 from lockstep.model.build import build_model
 from lockstep.model.inspection import drops
 from lockstep.model.optimizer import build_optimizer
-from lockstep.pipelining.device_map import even_split, stage_of
-from lockstep.pipelining.planner.choice import NUMBERS
-from lockstep.pipelining.planner.fitted_schedule import fitted
-from lockstep.pipelining.planner.partition import Partition, capacities, found_for
-from lockstep.pipelining.planner.plan import planned
-from lockstep.pipelining.runner import Runner, refuse_mixed
+from lockstep.pipelining.device_map import stage_of
+from lockstep.pipelining.planner.partition import Partition, capacities, even_split, found_for
+from lockstep.pipelining.planner.plan import NUMBERS, planned
+from lockstep.pipelining.planner.simulate import fitted
+from lockstep.pipelining.runner import Runner
 from lockstep.pipelining.schedule import Schedule, gpipe, interleaved, one_f_one_b
 from lockstep.pipelining.stage_layers import Layers
 from lockstep.strategies.staged import StagedStep
@@ -78,19 +77,18 @@ class PP(Strategy):
     times: tuple[tuple[float, float], ...] | None = None
 
     def __post_init__(self) -> None:
-        for what, value in (("micro-batches", self.microbatches), ("stages on each device", self.chunks)):
-            if value in (None, "auto") and (what, value) != ("stages on each device", "auto"):
-                continue
-            if not isinstance(value, int) or isinstance(value, bool) or value < 1:
-                raise StrategyError(f"{self.name}: {value!r} {what}: give a whole number from 1")
-        if self.split_size is not None:
-            if not isinstance(self.split_size, int) or isinstance(self.split_size, bool) or self.split_size < 1:
-                raise StrategyError(f"{self.name}: micro-batches of {self.split_size!r} samples: give a number from 1")
-            if self.microbatches is not None:
-                raise StrategyError(
-                    f"{self.name}: microbatches={self.microbatches} and split_size={self.split_size} "
-                    "say the same thing: give one of them"
-                )
+        for value, what in (
+            (None if self.microbatches == "auto" else self.microbatches, "{!r} micro-batches: give a whole number"),
+            (self.chunks, "{!r} stages on each device: give a whole number"),
+            (self.split_size, "micro-batches of {!r} samples: give a number"),
+        ):
+            if value is not None and (not isinstance(value, int) or isinstance(value, bool) or value < 1):
+                raise StrategyError(f"{self.name}: {what.format(value)} from 1")
+        if self.split_size is not None and self.microbatches is not None:
+            raise StrategyError(
+                f"{self.name}: microbatches={self.microbatches} and split_size={self.split_size} "
+                "say the same thing: give one of them"
+            )
         if self.schedule not in (*SCHEDULES, "auto"):
             raise StrategyError(
                 f'{self.name}: there is no schedule "{self.schedule}": {nearest(self.schedule, [*SCHEDULES, "auto"])}'
@@ -140,35 +138,33 @@ class PP(Strategy):
                 )
             return way
         capacity = _memory_of(world)
+        number = way.num_microbatches(job) // job.accumulate
+        choice = None
         try:
             if not choosing and way.chunks_on(len(world.devices)) == 1:
-                held = _order_of(way, len(world.devices))(way.num_microbatches(job) // job.accumulate)
                 cut = job.replace(accumulate=way.num_microbatches(job))
-                found = found_for(cut, world.devices, held, capacity)
-                world.tell(Line(_stages_in_words(found), "plan"))
-                return replace(way, device_map=found.device_map)
-            found, choice = planned(
-                job,
-                world.devices,
-                device_map=way.device_map,
-                schedules=None if way.schedule == "auto" else [way.schedule],
-                microbatches=NUMBERS if way.microbatches == "auto" else [way.num_microbatches(job) // job.accumulate],
-                chunks=way._chunks_to_try(len(world.devices)),
-                capacity=capacity,
-            )
-        except TooFewLayers:
-            if auto:
-                raise
-            return way  # cut by parameters, those that this forward didn't come to too
-        except LockstepError:
-            raise
+                found = found_for(cut, world.devices, _order_of(way, len(world.devices))(number), capacity)
+            else:
+                found, choice = planned(
+                    job,
+                    world.devices,
+                    device_map=way.device_map,
+                    schedules=None if way.schedule == "auto" else [way.schedule],
+                    microbatches=NUMBERS if way.microbatches == "auto" else [number],
+                    chunks=way._chunks_to_try(len(world.devices)),
+                    capacity=capacity,
+                )
         except Exception as error:
-            if auto:
+            if auto or (isinstance(error, LockstepError) and not isinstance(error, TooFewLayers)):
                 raise
-            world.tell(Line(f"looking at a forward raised {told(error)}: stages by their parameters", "plan"))
+            # Cut by parameters, those that this forward didn't come to too.
+            if not isinstance(error, TooFewLayers):
+                world.tell(Line(f"looking at a forward raised {told(error)}: stages by their parameters", "plan"))
             return way
-        best = choice.best
         world.tell(Line(_stages_in_words(found), "plan"))
+        if choice is None:
+            return replace(way, device_map=found.device_map)
+        best = choice.best
         if choosing:
             world.tell(Line(choice.why, "plan"))
         return replace(
@@ -211,8 +207,11 @@ class PP(Strategy):
             StrategyError: this process is one of several, the map doesn't fit, a setting can't be kept.
         """
         self.refuse_other_processes(world)
-        if (why := refuse_mixed(world.devices)) is not None:
-            raise StrategyError(f"{self.name}: {why}: use CPU devices, or accelerators of one type")
+        if len(kinds := sorted({device.type for device in world.devices})) > 1:
+            raise StrategyError(
+                f"{self.name}: its devices are of different types: {', '.join(kinds)}: use CPU devices, or "
+                "accelerators of one type"
+            )
         if job.sync_batchnorm and self.num_microbatches(job) > 1:
             raise StrategyError(
                 f"{self.name}: sync_batchnorm would let no micro-batch go on before all have come to it: leave it out "
@@ -222,8 +221,13 @@ class PP(Strategy):
             raise StrategyError(
                 f"{self.name}: compile, and layers that take turns: leave it out, or compile layers in the model itself"
             )
-        if isinstance(job.train_data, tuple) and not job.train_data:  # ``parallelize`` knows of none
-            self._refuse_in_own_loop()
+        given = next((f'{w}="auto"' for w in ("microbatches", "schedule") if getattr(self, w) == "auto"), None)
+        given = given or ("split_size" if self.split_size is not None else None)
+        if given and isinstance(job.train_data, tuple) and not job.train_data:  # ``parallelize`` knows of none
+            raise StrategyError(
+                f"{self.name}: {given} is for jobs, whose batches are known before: "
+                "give a number and a name (lockstep partition finds them)"
+            )
         model = build_model(job, world, place=False)
         each = self.chunks_on(len(world.devices))
         stages = len(world.devices) * each
@@ -234,15 +238,6 @@ class PP(Strategy):
         return StagedStep(
             model, build_optimizer(job, model), job, world, layers, runner, self.num_microbatches(job) // job.accumulate
         )
-
-    def _refuse_in_own_loop(self) -> None:
-        word = next((word for word in ("microbatches", "schedule") if getattr(self, word) == "auto"), None)
-        if word is not None or self.split_size is not None:
-            given = f'{word}="auto"' if word is not None else "split_size"
-            raise StrategyError(
-                f"{self.name}: {given} is for jobs, whose batches are known before: "
-                "give a number and a name (lockstep partition finds them)"
-            )
 
     def caveats(self, job: Job, model: nn.Module, replicas: int) -> list[Caveat]:
         """What micro-batches change, and fewer samples than there are micro-batches."""
@@ -301,9 +296,5 @@ def _memory_of(world: World) -> list[float] | None:
 def _stages_in_words(found: Partition) -> str:
     """``stages: conv1 to layer2.3 (51 %) | layer3.0 to fc (49 %), measured``."""
     whole = sum(stage.time for stage in found.stages) or 1.0
-    runs = []
-    for stage in found.stages:
-        names = [block.name or "the model" for block in stage.blocks] or ["nothing"]
-        run = names[0] if len(names) == 1 else f"{names[0]} to {names[-1]}"
-        runs.append(f"{run} ({100 * stage.time / whole:.0f} %)")
+    runs = [f"{stage.name} ({100 * stage.time / whole:.0f} %)" for stage in found.stages]
     return f"stages: {' | '.join(runs)} of the time, {'measured' if found.measured else 'estimated'}"

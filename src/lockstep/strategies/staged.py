@@ -55,14 +55,6 @@ class StagedStep(Step):
 
     def gradients(self, batch: Batch) -> tuple[Number, Number]:
         """Gradients of total / size, summed over the micro-batches by autograd itself."""
-        found = self._summed(batch)
-        while self.runner.spoiled:  # with streams now, and if that won't do, in turn
-            found = self._summed(batch)
-        return found
-
-    def _summed(self, batch: Batch) -> tuple[Number, Number]:
-        for p in self._parameters:
-            p.grad = None
         streams = Streams()
         parts = [(number, part) for number, part in enumerate(batch.parts) if part.size]
 
@@ -71,20 +63,22 @@ class StagedStep(Step):
 
         def forward(i: int) -> tuple[torch.Tensor, Number]:
             number, part = parts[i]
-            with self._drawing(number, streams), self._layers.moving():
+            # (Its key is as ``begin_part`` has it.)
+            key = None if self._stream is None else mixed(*self._stream, *([number] if number else []))
+            with self._drawing(number, streams, key), self._layers.moving():
                 return self.forward_loss(self.model, self.placed(part))
 
         def backward(i: int, made: tuple[torch.Tensor, Number]) -> tuple[Number, Number]:
             self.backward(made[0], 1 / batch.size)
             return self._at_home(made[0].detach()), self._at_home(made[1])
 
-        total: Number = 0.0
-        count: Number = 0
-        seeded = self._stream is not None
-        for part_total, part_count in self._stages(begin, forward, backward, len(parts), seeded):
-            total = total + part_total
-            count = count + part_count
-        return total, count
+        while True:
+            for p in self._parameters:
+                p.grad = None
+            found = self._stages(begin, forward, backward, len(parts), self._stream is not None)
+            if not self.runner.spoiled:  # else once more, with streams now, and if that won't do, in turn
+                return sum(total for total, _ in found), sum(count for _, count in found)
+            streams = Streams()
 
     def _at_home(self, value: Number) -> Number:
         """A total or a count on the first device: the targets, and so a count of them, are not where the loss is."""
@@ -97,14 +91,11 @@ class StagedStep(Step):
         """All stages' turns."""
         return self.runner.run(*go)
 
-    def _drawing(self, number: int, streams: Streams) -> AbstractContextManager[Any]:
-        """The random stream of a micro-batch, if it needs one: the one that it has under ``single``."""
-        if not self.runner.overlaps or not self.runner.draws:
+    def _drawing(self, number: int, streams: Streams, key: int | None) -> AbstractContextManager[Any]:
+        """The random stream of a micro-batch, if it needs one; under a key the one that any step gives it."""
+        if not self.runner.streamed:
             return nullcontext()
-        if self._stream is None:
-            return stream(lambda: streams.generator(number))
-        key = (*self._stream, number) if number else self._stream
-        return stream(_seeded(mixed(*key)))
+        return stream(lambda: streams.generator(number) if key is None else torch.Generator().manual_seed(key))
 
     def _seed_all(self, key: int) -> None:
         super()._seed_all(key)
@@ -136,24 +127,14 @@ class StagedStep(Step):
 
             def forward(number: int, together: list[Batch] = together) -> T:
                 batch = together[number]
-                with torch.no_grad(), self._drawing_of(batch, streams, seed):
+                key = None if seed is None else mixed(seed, batch.index + 1, self.world.data.rank)
+                with torch.no_grad(), self._drawing(batch.index, streams, key):
                     return compute(batch)
 
-            yield from zip(together, self.runner.evaluate(begin, forward, len(together)), strict=True)
-
-    def _drawing_of(self, batch: Batch, streams: Streams, seed: int | None) -> AbstractContextManager[Any]:
-        """The random stream of a batch that isn't trained on; under a seed the one that any step gives it."""
-        if not self.runner.overlaps:
-            return nullcontext()
-        key = None if seed is None else mixed(seed, batch.index + 1, self.world.data.rank)
-        return stream(lambda: streams.generator(batch.index) if key is None else _seeded(key))
+            yield from zip(together, self.runner.run(begin, forward, None, len(together)), strict=True)
 
     @contextmanager
     def evaluating(self) -> Iterator[None]:
         """As every step's; what meets on different devices is moved."""
         with super().evaluating(), self._layers.moving():
             yield
-
-
-def _seeded(key: int) -> torch.Generator:
-    return torch.Generator().manual_seed(key)

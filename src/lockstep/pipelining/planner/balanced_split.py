@@ -21,6 +21,9 @@ from lockstep.pipelining.planner.blocks import Block
 Need = Callable[[int, Sequence[Block]], float]
 """(stage, its blocks) -> bytes."""
 
+Cost = tuple[float, float]
+"""Compared by the first number, and where that is equal by the second."""
+
 
 def split(
     blocks: Sequence[Block],
@@ -53,39 +56,51 @@ def split(
         )
     before = list(itertools.accumulate((block.time for block in blocks), initial=0.0))
 
-    def time(stage: int, first: int, last: int) -> float:
-        """Of a stage, where it fits."""
-        if capacity is not None and need(stage, blocks[first:last]) > capacity[stage]:
-            return math.inf
-        return before[last] - before[first]
+    def cost(stage: int, first: int, last: int) -> Cost:
+        """How many times too large a stage is for its device, and its time."""
+        share = 0.0 if capacity is None else need(stage, blocks[first:last]) / max(capacity[stage], 1.0)
+        return share if share > 1 else 0.0, before[last] - before[first]
 
-    fastest, bounds = _best(len(blocks), stages, time, max)
-    if math.isinf(fastest):
-        raise StrategyError(_too_small(blocks, stages, need, capacity or (), devices))
-    limit = fastest * (1 + slack) + 1e-12
+    def slower(one: Cost, other: Cost) -> Cost:
+        return max(one[0], other[0]), max(one[1], other[1])
 
-    def sent(stage: int, first: int, last: int) -> float:
+    (over, fastest), bounds = _best(len(blocks), stages, cost, slower)
+    if over and capacity is not None:
+        stage = max(range(stages), key=lambda s: cost(s, bounds[s], bounds[s + 1]))
+        run = blocks[bounds[stage] : bounds[stage + 1]]
+        raise StrategyError(
+            f"partition: no split fits: stage {stage} ({run[0].name} to {run[-1].name}) needs "
+            f"{size(need(stage, run))}, and {devices[stage] if devices else f'device {stage}'} has "
+            f"{size(capacity[stage])}: use more devices, "
+            "a smaller batch_size, more micro-batches, or activation_checkpointing"
+        )
+    limit = 0.0, fastest * (1 + slack) + 1e-12
+
+    def sent(stage: int, first: int, last: int) -> Cost:
         """The bytes that this stage's end sends on; of equal ones the upper cut in the tree of modules."""
-        if time(stage, first, last) > limit:
-            return math.inf
-        if last == len(blocks):
-            return 0.0
-        return blocks[last - 1].crossing + 1e-3 * _depth(blocks[last - 1].name, blocks[last].name)
+        if any(of_stage > most for of_stage, most in zip(cost(stage, first, last), limit, strict=True)):
+            return math.inf, 0.0
+        return (0.0, 0.0) if last == len(blocks) else (blocks[last - 1].crossing, _depth(blocks, last))
 
-    least, bounds_of_least = _best(len(blocks), stages, sent, lambda a, b: a + b)
+    (least, _), bounds_of_least = _best(len(blocks), stages, sent, lambda a, b: (a[0] + b[0], a[1] + b[1]))
     return bounds if math.isinf(least) else bounds_of_least
 
 
 def _best(
-    blocks: int, stages: int, cost: Callable[[int, int, int], float], together: Callable[[float, float], float]
-) -> tuple[float, list[int]]:
-    """The least cost of a split, and its bounds; infinite where there is none."""
-    best: dict[int, tuple[float, list[int]]] = {0: (0.0, [0])}  # by the number of blocks before, the best split of them
+    blocks: int,
+    stages: int,
+    cost: Callable[[int, int, int], Cost],
+    together: Callable[[Cost, Cost], Cost],
+) -> tuple[Cost, list[int]]:
+    """The least cost of a split, and its bounds."""
+    best: dict[int, tuple[Cost, list[int]]] = {
+        0: ((0.0, 0.0), [0])
+    }  # by the number of blocks before, the best split of them
     for stage in range(stages):
-        found: dict[int, tuple[float, list[int]]] = {}
+        found: dict[int, tuple[Cost, list[int]]] = {}
         # Each stage before and behind this one has a block at least.
         for last in range(stage + 1, blocks - (stages - stage - 1) + 1):
-            found[last] = math.inf, []
+            found[last] = (math.inf, 0.0), []
             for first, (so_far, bounds) in best.items():
                 if first < last and so_far < found[last][0]:
                     value = together(so_far, cost(stage, first, last))
@@ -95,28 +110,10 @@ def _best(
     return best[blocks]
 
 
-def _depth(before: str, behind: str) -> int:
-    """How deep inside of modules a cut between two blocks lies: the length of their names' common beginning."""
-    both = zip(before.split("."), behind.split("."), strict=False)
+def _depth(blocks: Sequence[Block], place: int) -> int:
+    """How deep inside of modules a cut before a block lies: the length of both names' common beginning."""
+    both = zip(blocks[place - 1].name.split("."), blocks[place].name.split("."), strict=False)
     return sum(1 for _ in itertools.takewhile(lambda pair: pair[0] == pair[1], both))
-
-
-def _too_small(
-    blocks: Sequence[Block], stages: int, need: Need, capacity: Sequence[float], devices: Sequence[str]
-) -> str:
-    """What is wrong with the split that comes nearest to fitting."""
-
-    def over(stage: int, first: int, last: int) -> float:
-        return need(stage, blocks[first:last]) / max(capacity[stage], 1.0)
-
-    _, bounds = _best(len(blocks), stages, over, max)
-    stage = max(range(stages), key=lambda s: over(s, bounds[s], bounds[s + 1]))
-    run = blocks[bounds[stage] : bounds[stage + 1]]
-    return (
-        f"partition: no split fits: stage {stage} ({run[0].name} to {run[-1].name}) needs {size(need(stage, run))}, "
-        f"and {devices[stage] if devices else f'device {stage}'} has {size(capacity[stage])}: use more devices, "
-        "a smaller batch_size, more micro-batches, or activation_checkpointing"
-    )
 
 
 def size(count: float) -> str:

@@ -23,7 +23,7 @@ from torch import nn
 
 from lockstep.data import Part, job_loader, resolve
 from lockstep.job import Job
-from lockstep.launch.devices import Device
+from lockstep.launch.devices import Device, occupied
 from lockstep.launch.memory import is_out_of_memory
 from lockstep.launch.placement import alone
 from lockstep.launch.world import World
@@ -31,13 +31,12 @@ from lockstep.model.build import build_model
 from lockstep.model.loss import Totalled
 from lockstep.model.precision import Precision, converted_loss
 from lockstep.pipelining.device_map import stage_of
-from lockstep.pipelining.planner.block_timing import measured
 from lockstep.pipelining.planner.blocks import Block, Look, blocks_of
-from lockstep.pipelining.planner.trace import trace
+from lockstep.pipelining.planner.trace import as_before, trace, watched
 from lockstep.pipelining.runner import Runner
 from lockstep.pipelining.schedule import Schedule, devices_of
 from lockstep.pipelining.stage_layers import Layers
-from lockstep.tensors.pytree import call, cut, share_sizes, to_device
+from lockstep.tensors.pytree import call, cut, share_sizes, tensors, to_device
 from lockstep.threads.random_streams import stream
 
 
@@ -131,7 +130,7 @@ class Bench:
 
             def forward(number: int) -> torch.Tensor:
                 # As a step does: each micro-batch draws for itself, if it does.
-                with stream(torch.Generator() if runner.overlaps and runner.draws else None):
+                with stream(torch.Generator() if runner.streamed else None):
                     return totals[number]()
 
             def update() -> float:
@@ -165,3 +164,85 @@ def state_copies(job: Job) -> float:
         return sum(t.numel() for t in kept if isinstance(t, torch.Tensor) and t.numel() > 1) / probe.numel()
     except Exception:  # groups by name, say, which this parameter isn't in
         return 2.0
+
+
+def measured(
+    model: nn.Module,
+    blocks: Sequence[Block],
+    total: Callable[[], torch.Tensor],
+    device: Device,
+    *,
+    adds: bool = False,
+    seconds: float = 1.0,
+    rounds: int = 3,
+) -> tuple[Block, ...]:
+    """The same blocks with measured times, medians of a few rounds. The model is left as it is.
+
+    One clock, and marks: when a block begins, the time until the next one begins is its own. In backward the gradient
+    of a block's output is what says that its backward begins. Nothing is put into the graph, so operators in place are
+    of no concern::
+
+        forward     |block 0      |block 1   |block 2        |loss
+        backward    |loss, block 2     |block 1    |block 0              marks at the gradients of their outputs
+
+    Args:
+        model: on the device, in the mode in which it trains.
+        blocks: as a look at the forward found them.
+        total: one forward and the loss, a scalar.
+        device: the model's.
+        adds: whether backward adds to gradients that are there, as it does for every micro-batch but a batch's first.
+        seconds: how long to go on, after one round that doesn't count.
+        rounds: how many rounds there are at least.
+    """
+    names = [block.name for block in blocks]
+    taken: list[dict[tuple[str, str], float]] = []
+    with as_before(model), occupied(device):
+        model.zero_grad()
+        _round(model, names, total, device)
+        end = time.perf_counter() + seconds
+        while len(taken) < rounds or (time.perf_counter() < end and len(taken) < 50):
+            if not adds:
+                model.zero_grad()
+            taken.append(_round(model, names, total, device))
+    return tuple(
+        replace(
+            block,
+            forward=statistics.median(one["F", block.name] for one in taken),
+            backward=statistics.median(one["B", block.name] for one in taken),
+        )
+        for block in blocks
+    )
+
+
+def _round(
+    model: nn.Module, names: Sequence[str], total: Callable[[], torch.Tensor], device: Device
+) -> dict[tuple[str, str], float]:
+    """Seconds of one forward ("F") and backward ("B") by kind and block."""
+    taken = {(kind, name): 0.0 for kind in "FB" for name in names}
+
+    def now() -> float:
+        if not device.is_slot:
+            torch.accelerator.synchronize(device.index)
+        return time.perf_counter()
+
+    here, since = ("F", names[0]), now()
+
+    def mark(kind: str, name: str) -> None:
+        """The time until now was that of what began last; this begins."""
+        nonlocal here, since
+        moment = now()
+        taken[here] += moment - since
+        here, since = (kind, name), moment
+
+    def ended(name: str, outputs: object) -> None:
+        for tensor in tensors(outputs):
+            if tensor.requires_grad:
+                tensor.register_hook(lambda gradient: mark("B", name))  # type: ignore[no-untyped-call]
+
+    with watched(model, names, lambda name, inputs: mark("F", name), ended):
+        loss = total()
+        mark("B", here[1])
+        if loss.requires_grad:
+            torch.autograd.backward(loss)
+        mark("B", here[1])
+    return taken

@@ -11,23 +11,26 @@ by their operations, the rest by the bytes that it moves, backward by what it ha
 
 from __future__ import annotations
 
+import bisect
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
 from torch import nn
 
-from lockstep.pipelining.planner.trace import Segment, Trace
+from lockstep.pipelining.planner.trace import Segment, Trace, bytes_of
+
+_LARGE = 0.125
+"""The share above which a module with parameters of its own is taken apart too."""
 
 
 @dataclass(frozen=True)
 class Block:
-    """A part of a model that stays whole.
+    """A part of a model that stays whole: a module.
 
     Attributes:
-        name: of the module.
-        forward: seconds, of the batch it was measured with, or what is estimated to be in proportion to them.
-        backward: likewise.
+        forward: seconds, of the batch it was measured with, or what is estimated to be in proportion to them; so is
+            ``backward``.
         parameters: bytes of its parameters and buffers.
         trained: bytes of those that get a gradient.
         activations: bytes that it keeps for backward, of that batch.
@@ -80,46 +83,34 @@ def blocks_of(model: nn.Module, seen: Trace) -> Look:
     for segment in seen.segments:
         here = places.get(segment.name, here)
         inside[here].append(segment)
-    first: dict[int, int] = {}
-    last: dict[int, int] = {}
+    used: dict[int, list[int]] = {}  # by storage the places where it is used, in order
     for place, segments in enumerate(inside):
         for storage in set().union(*(segment.storages for segment in segments)):
-            first.setdefault(storage, place)
-            last[storage] = place
+            used.setdefault(storage, []).append(place)
     crossing = [0] * len(names)
-    for storage in first.keys() - seen.state.keys():
-        for place in range(first[storage], last[storage]):
+    for storage in used.keys() - seen.state.keys():
+        for place in range(used[storage][0], used[storage][-1]):
             crossing[place] += seen.sizes.get(storage, 0)
-    blocks = []
-    for name, segments, bytes_on in zip(names, inside, crossing, strict=True):
+
+    def block(name: str, segments: list[Segment], crossing: int) -> Block:
         module = model.get_submodule(name)
         trained = [p for p in module.parameters() if p.requires_grad]
         forward = sum(segment.seconds for segment in segments)
         # Backward computes gradients of inputs, where those depend on a parameter, and of weights.
         kinds = any(segment.has_gradient for segment in segments if segment.name == name) + bool(trained)
-        blocks.append(
-            Block(
-                name=name,
-                forward=forward,
-                backward=kinds * forward,
-                parameters=_bytes([*module.parameters(), *module.buffers()]),
-                trained=_bytes(trained),
-                activations=sum(segment.kept for segment in segments),
-                crossing=bytes_on,
-                calls=max(seen.calls[name], 1),
-            )
-        )
-    first_use = {name: first[storage] for storage, names in seen.state.items() if storage in first for name in names}
-    return Look(tuple(blocks), _loose(model, places, first_use), seen.fake)
+        parameters = bytes_of([*module.parameters(), *module.buffers()])
+        kept = sum(segment.kept for segment in segments)
+        calls = max(seen.calls[name], 1)
+        return Block(name, forward, kinds * forward, parameters, bytes_of(trained), kept, crossing, calls)
+
+    blocks = tuple(map(block, names, inside, crossing))
+    first_use = {name: used[storage][0] for storage, names in seen.state.items() if storage in used for name in names}
+    return Look(blocks, loose_of(model, names, first_use), seen.fake)
 
 
-def _bytes(tensors: Sequence[torch.Tensor]) -> int:
-    return sum(t.numel() * t.element_size() for t in tensors)
-
-
-def _loose(model: nn.Module, places: Mapping[str, int], first_use: Mapping[str, int]) -> dict[str, int]:
+def loose_of(model: nn.Module, names: Sequence[str], first_use: Mapping[str, int]) -> dict[str, int]:
     """The parameters and buffers outside of all blocks; one that forward doesn't use goes with what is named before."""
-    of_block = {id(m): place for name, place in places.items() for m in model.get_submodule(name).modules()}
+    of_block = {id(m): place for place, name in enumerate(names) for m in model.get_submodule(name).modules()}
     found: dict[str, int] = {}
     latest = 0
     for prefix, module in model.named_modules():
@@ -138,9 +129,7 @@ def _own_state(module: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
             yield key, tensor
 
 
-def block_names(
-    model: nn.Module, called: Mapping[str, float], repeated: Collection[str] = (), large: float = 0.125
-) -> list[str]:
+def block_names(model: nn.Module, called: Mapping[str, float], repeated: Collection[str] = ()) -> list[str]:
     """The names of a model's blocks, in the order of the model's modules.
 
     A module is taken apart where all its parameters belong to modules inside that are called. Where some don't (a table
@@ -151,7 +140,6 @@ def block_names(
         model: whose blocks they are.
         called: for each module that forward calls, by name, which share of the whole it takes, from 0 to 1.
         repeated: those that it calls more than once. They stay whole: cut inside, each call would go to and fro.
-        large: the share above which a module with parameters of its own is taken apart too.
     """
     names = {id(module): name for name, module in model.named_modules()}
 
@@ -167,19 +155,20 @@ def block_names(
         name = names[id(module)]
         if name not in called or module is model:
             return found, left
-        if len(found) > 1 and name not in repeated and (not left or called[name] > large):
+        if len(found) > 1 and name not in repeated and (not left or called[name] > _LARGE):
             return found, False
         return ([name], False) if left or found else ([], False)
 
     return inside(model)[0] or [""]
 
 
-def device_map(model: nn.Module, stages: Mapping[str, int]) -> dict[str, int]:
-    """The map to paste: as few names as say it, each with everything below it on one stage.
+def map_of(model: nn.Module, look: Look, bounds: Sequence[int]) -> dict[str, int]:
+    """The device map of a split: as few names as say it, each with everything below it on one stage.
 
-    A container whose layers are on several stages is not in it, but its parts are. ``stages`` has the stage of each
-    block by its name, and of each parameter or buffer that belongs to no block.
+    A container whose layers are on several stages is not in it, but its parts are.
     """
+    places = {**{block.name: place for place, block in enumerate(look.blocks)}, **look.loose}
+    stages = {name: bisect.bisect_right(bounds, place) - 1 for name, place in places.items()}
     of_module = {id(module): stages[name] for name, module in model.named_modules() if name in stages}
     every = (*model.named_parameters(remove_duplicate=False), *model.named_buffers(remove_duplicate=False))
     loose = {id(tensor): stages[name] for name, tensor in every if name in stages}

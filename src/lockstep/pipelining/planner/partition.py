@@ -26,24 +26,24 @@ from lockstep.jobfile import JobFile, as_job, the_job, with_settings
 from lockstep.launch import devices as _devices
 from lockstep.launch.devices import Device, Devices
 from lockstep.launch.placement import alone
+from lockstep.model.activation_checkpointing import found_blocks
 from lockstep.pipelining.device_map import DeviceMap, longest
 from lockstep.pipelining.planner.balanced_split import size, split
 from lockstep.pipelining.planner.benchmark import Bench
-from lockstep.pipelining.planner.blocks import Block, Look, device_map
+from lockstep.pipelining.planner.blocks import Block, Look, block_names, loose_of, map_of
 from lockstep.pipelining.planner.simulate import simulate
 from lockstep.pipelining.schedule import Schedule, one_f_one_b
 
+_SUMMED = ("forward", "backward", "parameters", "trained", "activations")
 SLACK = 0.01
 """How much slower the slowest stage may be, as a share, for fewer bytes to go on to the next: less than noise."""
 
 
-@dataclass(frozen=True)
-class Stage:
-    """A run of blocks, and what it costs.
+@dataclass(frozen=True, kw_only=True)
+class Stage(Block):
+    """A run of blocks on a device, and what they cost together.
 
     Attributes:
-        device: that holds it.
-        blocks: in order of execution.
         need: bytes: parameters, their gradients, the optimizer's state, the activations of the micro-batches it holds.
         capacity: bytes of the device; None where that isn't known.
     """
@@ -52,31 +52,6 @@ class Stage:
     blocks: tuple[Block, ...]
     need: float
     capacity: float | None
-
-    @property
-    def forward(self) -> float:
-        """Seconds of a micro-batch's forward."""
-        return sum(block.forward for block in self.blocks)
-
-    @property
-    def backward(self) -> float:
-        """Seconds of a micro-batch's backward."""
-        return sum(block.backward for block in self.blocks)
-
-    @property
-    def time(self) -> float:
-        """Both."""
-        return self.forward + self.backward
-
-    @property
-    def parameters(self) -> int:
-        """Bytes of parameters and buffers."""
-        return sum(block.parameters for block in self.blocks)
-
-    @property
-    def activations(self) -> int:
-        """Bytes that a micro-batch leaves for backward."""
-        return sum(block.activations for block in self.blocks)
 
 
 @dataclass(frozen=True)
@@ -129,10 +104,9 @@ class Partition:
                 f"weights {size(stage.parameters)}, activations {size(stage.activations)}",
                 "      ",
             )
-            begin, end = stage.blocks[0].name or "the model", stage.blocks[-1].name
-            run = begin if len(stage.blocks) == 1 else f"{begin} to {end}, {len(stage.blocks)} blocks"
+            several = f", {len(stage.blocks)} blocks" if len(stage.blocks) > 1 else ""
             fits = f"; {size(stage.need)} of {size(stage.capacity)}" if stage.capacity is not None else ""
-            lines += wrapped(run + fits, "      ")
+            lines += wrapped(f"{stage.name}{several}{fits}", "      ")
         if len(self.stages) > 1:
             lines += wrapped(f"at most {self.speed_up:.3g} times as fast as one device")
         for note in self.notes:
@@ -262,26 +236,48 @@ def divided(
     else:
         runs = [tuple(b for b in blocks if (longest(b.name, given) or 0) == stage) for stage in range(len(devices))]
         found = dict(given)
-    stages = tuple(
-        Stage(device, run, need(s, run), None if capacity is None else capacity[s])
-        for s, (device, run) in enumerate(zip(devices, runs, strict=True))
-    )
+    stages = []
+    for number, (device, run) in enumerate(zip(devices, runs, strict=True)):
+        names = [block.name or "the model" for block in run] or ["nothing"]
+        sums: dict[str, Any] = {what: sum(getattr(block, what) for block in run) for what in _SUMMED}
+        room = None if capacity is None else capacity[number]
+        name = " to ".join(dict.fromkeys((names[0], names[-1])))
+        stages.append(Stage(name=name, device=device, blocks=run, need=need(number, run), capacity=room, **sums))
     again = [
         f'"{block.name}" is called {block.calls} times, and counted where it is called first'
         for block in blocks
         if block.calls > 1 and len(devices) > 1
     ]
-    return Partition(found, stages, samples, look.measured, (*notes, *again))
+    return Partition(found, tuple(stages), samples, look.measured, (*notes, *again))
 
 
-def map_of(model: nn.Module, look: Look, bounds: Sequence[int]) -> dict[str, int]:
-    """The device map of a split."""
+def even_split(model: nn.Module, stages: int, each: int = 1) -> dict[str, int]:
+    """A device map by the layers' parameters, in the order in which they were registered, without any forward.
 
-    def stage(place: int) -> int:
-        return next(s for s, end in enumerate(bounds[1:]) if place < end)
+    The blocks of a list stay whole where there are enough of them. A device has ``each`` stages.
 
-    by_name = {block.name: stage(place) for place, block in enumerate(look.blocks)}
-    return device_map(model, {**by_name, **{name: stage(place) for name, place in look.loose.items()}})
+    Raises:
+        StrategyError: there are fewer layers than stages.
+    """
+    numbers = {name: sum(p.numel() for p in module.parameters()) for name, module in model.named_modules()}
+    whole = tuple(f"{name}." for name in found_blocks(model))
+    coarse = {name: number / max(numbers[""], 1) for name, number in numbers.items() if not name.startswith(whole)}
+    names = block_names(model, coarse)
+    if len(names) < stages:
+        names = block_names(model, dict.fromkeys(numbers, 1.0))
+    if len(names) < stages:
+        many = f"{stages} stages, {each} on each device" if each > 1 else counted(stages, "device")
+        raise StrategyError(
+            f"{many}, but the model has layers for {len(names)} only: use fewer devices"
+            + (", or fewer stages on each" if each > 1 else "")
+        )
+    seen: set[nn.Parameter] = set()
+    blocks = []
+    for name in names:
+        parameters = set(model.get_submodule(name).parameters()) - seen  # tied ones count once
+        seen |= parameters
+        blocks.append(Block(name, forward=sum(p.numel() for p in parameters)))
+    return map_of(model, Look(tuple(blocks), loose_of(model, names, {}), fake=True), split(blocks, stages))
 
 
 def capacities(devices: Sequence[Device], memory: int | Sequence[int] | None) -> list[float] | None:

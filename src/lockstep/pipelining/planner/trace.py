@@ -10,6 +10,7 @@ Which of them make a block is found afterwards.
 
 from __future__ import annotations
 
+import functools
 import logging
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator
@@ -20,6 +21,7 @@ from typing import Any
 import torch
 from torch import nn
 from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.nn.utils.stateless import _reparametrize_module
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.flop_counter import flop_registry
 
@@ -49,27 +51,6 @@ class Segment:
     storages: set[int] = field(default_factory=set)
 
 
-@dataclass
-class Trace:
-    """One forward.
-
-    Attributes:
-        segments: in order.
-        seconds: by module what it takes, with all that it calls.
-        calls: by module how often it is called.
-        sizes: bytes of the storages of the inputs, and of those that are written.
-        state: by storage the names of the parameters and buffers in it.
-        fake: whether it was followed without running.
-    """
-
-    segments: list[Segment]
-    seconds: dict[str, float]
-    calls: Counter[str]
-    sizes: dict[int, int]
-    state: dict[int, list[str]]
-    fake: bool
-
-
 def trace(model: nn.Module, inputs: Any, forward: Callable[[Any], Any] | None = None, kind: str = "cpu") -> Trace:
     """Look at one forward of a model. The model is left as it is.
 
@@ -80,7 +61,7 @@ def trace(model: nn.Module, inputs: Any, forward: Callable[[Any], Any] | None = 
             loss) is looked at too.
         kind: the type of device that estimates are for.
     """
-    forward = forward or (lambda given: call(model, given))
+    forward = forward or functools.partial(call, model)
     try:
         return _traced(model, inputs, forward, kind, fake=True)
     except Exception:  # it asks for values, or has an operator without a fake; what is wrong with it a real run says
@@ -91,18 +72,23 @@ def _traced(model: nn.Module, inputs: Any, forward: Callable[[Any], Any], kind: 
     with ExitStack() as stack:
         stack.enter_context(as_before(model))
         if fake:
-            stack.enter_context(_without_log_of_errors())
+            # What the person's model raises is raised again where it is run; PyTorch's fake tensors log it too.
+            log = logging.getLogger("torch._subclasses.fake_tensor")
+            stack.callback(setattr, log, "disabled", log.disabled)
+            log.disabled = True
             mode = stack.enter_context(FakeTensorMode(allow_non_fake_inputs=True))
-            stack.enter_context(_faked(model, mode))
+            state = dict((*model.named_parameters(), *model.named_buffers()))
+            fakes: dict[str, torch.Tensor] = {name: mode.from_tensor(tensor) for name, tensor in state.items()}
+            stack.enter_context(_reparametrize_module(model, fakes, tie_weights=True))
             inputs = each(mode.from_tensor, inputs)
-        recorder = _Recorder(model, inputs, kind, fake)
+        found = Trace(model, inputs, kind, fake)
         names = [name for name, _ in model.named_modules()]
-        stack.enter_context(watched(model, names, recorder.begin, recorder.end))
-        stack.enter_context(torch.autograd.graph.saved_tensors_hooks(recorder.keep, lambda tensor: tensor))
-        stack.enter_context(recorder)
+        stack.enter_context(watched(model, names, found.begin, found.end))
+        stack.enter_context(torch.autograd.graph.saved_tensors_hooks(found.keep, lambda tensor: tensor))
+        stack.enter_context(found)
         stack.enter_context(torch.enable_grad())
         forward(inputs)
-    return recorder.found
+    return found
 
 
 @contextmanager
@@ -125,39 +111,40 @@ def watched(
         yield
 
 
-@contextmanager
-def _without_log_of_errors() -> Iterator[None]:
-    """What the person's model raises is raised again where it is run; PyTorch's fake tensors log it too."""
-    log = logging.getLogger("torch._subclasses.fake_tensor")
-    before, log.disabled = log.disabled, True
-    try:
-        yield
-    finally:
-        log.disabled = before
+class Trace(TorchDispatchMode):  # type: ignore[no-untyped-call]
+    """One forward: adds what every operator does to the segment in which it comes.
 
-
-class _Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
-    """Adds what every operator does to the segment in which it comes."""
+    Attributes:
+        segments: in order.
+        seconds: by module what it takes, with all that it calls.
+        calls: by module how often it is called.
+        sizes: bytes of the storages of the inputs, and of those that are written.
+        state: by storage the names of the parameters and buffers in it.
+        fake: whether it was followed without running.
+    """
 
     def __init__(self, model: nn.Module, inputs: Any, kind: str, fake: bool) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self._rates = _RATES.get(kind, _RATES["cuda"])
         self._held: dict[int, Any] = {}
         self._open: list[str] = []
-        sizes = {self._number(t): _bytes(t) for t in tensors(inputs)}
-        state: dict[int, list[str]] = {}
+        self.fake = fake
+        self.seconds: dict[str, float] = {}
+        self.calls: Counter[str] = Counter()
+        self.sizes = {self._number(t): bytes_of([t]) for t in tensors(inputs)}
+        self.segments = [Segment("", storages=set(self.sizes))]
+        self.state: dict[int, list[str]] = {}
         for named in (model.named_parameters(remove_duplicate=False), model.named_buffers(remove_duplicate=False)):
             for name, tensor in named:
-                state.setdefault(self._number(tensor), []).append(name)
-        self.found = Trace([Segment("", storages=set(sizes))], {}, Counter(), sizes, state, fake)
-        self._kept = set(state)
+                self.state.setdefault(self._number(tensor), []).append(name)
+        self._kept = set(self.state)
 
     def begin(self, name: str, inputs: Any) -> None:
         """A module begins."""
         self._open.append(name)
-        self.found.calls[name] += 1
-        self.found.seconds.setdefault(name, 0.0)
-        self.found.segments.append(Segment(name, any(t.requires_grad for t in tensors(inputs))))
+        self.calls[name] += 1
+        self.seconds.setdefault(name, 0.0)
+        self.segments.append(Segment(name, any(t.requires_grad for t in tensors(inputs))))
 
     def end(self, name: str, outputs: Any) -> None:
         """A module ends, and those inside of it that raised what somebody caught."""
@@ -169,7 +156,7 @@ class _Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         """A tensor is kept for backward; what is the model's own is there anyway."""
         if tensor.layout == torch.strided and (number := self._number(tensor)) not in self._kept:
             self._kept.add(number)
-            self.found.segments[-1].kept += _bytes(tensor)
+            self.segments[-1].kept += bytes_of([tensor])
         return tensor
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -180,18 +167,18 @@ class _Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         moved = 0 if is_view else sum(read.values()) + sum(written.values())
         flops_rate, bytes_rate = self._rates
         seconds = max(_flops(func, args, kwargs, out) / flops_rate, moved / bytes_rate)
-        segment = self.found.segments[-1]
+        segment = self.segments[-1]
         segment.seconds += seconds
         segment.storages.update(read, written)
         for name in set(self._open):
-            self.found.seconds[name] += seconds
+            self.seconds[name] += seconds
         for number, size in written.items():
-            self.found.sizes.setdefault(number, size)
+            self.sizes.setdefault(number, size)
         return out
 
     def _sizes(self, nest: Any) -> dict[int, int]:
         """The bytes of an operator's arguments or results, by their storages."""
-        return {self._number(t): _bytes(t) for t in tensors(nest) if t.layout == torch.strided}
+        return {self._number(t): bytes_of([t]) for t in tensors(nest) if t.layout == torch.strided}
 
     def _number(self, tensor: torch.Tensor) -> int:
         """Of the tensor's storage, which is held, so that none is used again under the same address."""
@@ -211,24 +198,9 @@ def _flops(func: Any, args: Any, kwargs: Any, out: Any) -> int:
     return 0
 
 
-def _bytes(tensor: torch.Tensor) -> int:
-    return tensor.numel() * tensor.element_size()
-
-
-@contextmanager
-def _faked(model: nn.Module, mode: FakeTensorMode) -> Iterator[None]:
-    """The model with fake parameters and buffers for a while; those that are shared stay shared."""
-    tables: list[dict[str, Any]] = [table for m in model.modules() for table in (m._parameters, m._buffers)]
-    held = [dict(table) for table in tables]
-    fakes = {id(t): mode.from_tensor(t) for real in held for t in real.values() if t is not None}
-    try:
-        for table in tables:
-            table.update({key: fakes[id(t)] for key, t in table.items() if t is not None})
-        yield
-    finally:
-        for table, real in zip(tables, held, strict=True):
-            table.clear()
-            table.update(real)
+def bytes_of(held: Iterable[torch.Tensor]) -> int:
+    """The bytes of some tensors together."""
+    return sum(t.numel() * t.element_size() for t in held)
 
 
 @contextmanager
