@@ -195,12 +195,7 @@ class Step(StepState, ABC):
         if self.replicas == 1:
             self.tell_once(seen.of_microbatches(with_dropout=with_dropout))
             return
-        if seen.writes is not None:
-            raise StrategyError(
-                f'the model writes its parameter "{seen.writes}" in forward, differently on each replica',
-                kind="state",
-                fix="take single",
-            )
+        seen.refuse_writes()
         if seen.passes_on is not None and len(self.world.devices) > 1:
             raise StrategyError(
                 f'forward writes tensors to "{seen.passes_on}", which is outside of the model, so that all replicas of '

@@ -72,12 +72,18 @@ def _is_sum(metric: Any, whole: tuple[Any, Any], outputs: Any, targets: Any) -> 
 
 
 def look_at_evaluation(step: Step, batch: Batch) -> None:
-    """Say what the model does in evaluation that replicas with a share each can't do as one device would."""
+    """Say what the model does in evaluation that replicas with a share each can't do as one device would.
+
+    Raises:
+        StrategyError: it writes its parameters.
+    """
     if step.replicas == 1 or not step.world.is_first:
         return
     part = step.first_share(batch)
     if part.size:
-        step.tell_once(look(step.model, part.inputs, part.size, again=batch.index > 0).of_evaluation())
+        seen = look(step.model, part.inputs, part.size, again=batch.index > 0)
+        seen.refuse_writes()
+        step.tell_once(seen.of_evaluation())
 
 
 def evaluate_sets(

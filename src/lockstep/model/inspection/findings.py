@@ -6,6 +6,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import Literal
 
+from lockstep.errors import StrategyError
 from lockstep.launch.events import Caveat
 
 
@@ -46,6 +47,19 @@ class Seen:
     passes_on: str | None = None
     uncopied: str | None = None
     of_batch: dict[str, Literal["sum", "mean", "neither"]] = field(default_factory=dict)
+
+    def refuse_writes(self) -> None:
+        """Refuse a model that writes its parameters, where replicas compute a local batch each.
+
+        Raises:
+            StrategyError: it writes one.
+        """
+        if self.writes is not None:
+            raise StrategyError(
+                f'the model writes its parameter "{self.writes}" in forward, differently on each replica',
+                kind="state",
+                fix="take single",
+            )
 
     def of_output(self, name: str) -> Caveat | None:
         """What the person has to know where the loss reads an output that isn't one row for each sample."""

@@ -40,7 +40,7 @@ _FEWEST = 4
 """Samples that are looked at, at least."""
 
 _LARGEST = 2**30
-"""Bytes of parameters up to which gradients are looked at too, since they take as much again, twice."""
+"""Bytes of parameters up to which they are always copied, and gradients are looked at too."""
 
 Total = Callable[[Any, Any, int], torch.Tensor]
 """The total of the loss, given outputs, targets and the number of samples."""
@@ -65,13 +65,14 @@ def look(
         samples: their number.
         targets: of the same.
         total: gives the total of the loss; without it gradients aren't looked at.
-        again: with as few samples as can be cut, no gradients and no copy of the parameters, to spare the memory.
+        again: with as few samples as can be cut, no gradients, and no copy of large parameters, to spare the memory.
     """
     batch = inputs, targets
     seen = Seen()
     with torch.no_grad(), kept_states(accelerators_of(inputs)):
         try:
-            copied = copy.deepcopy(model, _same_parameters(model) if again else None)
+            size = sum(p.numel() * p.element_size() for p in model.parameters())
+            copied = copy.deepcopy(model, _same_parameters(model) if again and size > _LARGEST else None)
         except Exception as error:
             return Seen(uncopied=told(error))
         try:
