@@ -389,17 +389,3 @@ def test_a_job_file_that_can_t_be_read(text: str, words: str, says: str, job: Pa
     (job / "a_job.py").write_text(text)
     assert main(["train", "a_job.py", *words.split()]) == 2
     assert says in capfd.readouterr().err
-
-
-def test_a_hook_that_sees_other_gradients_than_it_would_on_its_own_is_said(tmp_path: Path, capsys: Any) -> None:
-    def hooked() -> nn.Module:
-        model = mlp()
-        model[0].weight.register_hook(lambda gradient: gradient.clamp(-1e-3, 1e-3))
-        return model
-
-    ignoring = labels(16, 3)
-    ignoring[::3] = -100
-    for targets, is_said in ((ignoring, True), (labels(16, 3), False)):
-        job = MLP.replace(model=hooked, train_data=TensorDataset(drawn(16, 6), targets), epochs=1)
-        lockstep.train(job, devices="1xcpu", folder=tmp_path)
-        assert ("hooks on parameters see gradients of total / samples" in capsys.readouterr().out) == is_said

@@ -123,6 +123,27 @@ def test_running_statistics_move_once(tmp_path) -> None:
     assert same_bits(checkpointed.model(), plain.model())
 
 
+class Counting(Block):
+    """A block with a counter that is no buffer."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.calls = 0
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        self.calls += self.training
+        return super().forward(x) / (1 + 0.1 * self.calls)
+
+
+def test_attributes_that_count_move_once(tmp_path) -> None:
+    job = job_of(lambda: nn.Sequential(Counting(), Counting(), nn.Linear(6, 3)), optimizer=sgd, precision="fp64")
+    plain, checkpointed = (
+        train(job, devices="1xcpu", folder=tmp_path, quiet=True, activation_checkpointing=wanted)
+        for wanted in (None, "0,1")
+    )
+    assert same_bits(checkpointed.model(), plain.model())
+
+
 def test_auto_finds_the_blocks_of_a_transformer_and_of_a_residual_net() -> None:
     transformer = nn.Transformer(8, 2, 3, 2, 16, batch_first=True)
     assert list(found_blocks(transformer)) == [

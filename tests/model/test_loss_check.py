@@ -241,12 +241,31 @@ def test_what_a_pair_reads_that_is_of_the_whole_batch_is_named() -> None:
     outputs = {"loss": torch.tensor(1.5), "logits": drawn(8, 3)}
     check = checked(lambda o, t: (o["logits"].sum() + o["loss"], len(t)), [(outputs, drawn(8, 3), 8)])
     assert check.reads == ("loss",)
-    assert not check.wants(2)
+    assert check.wants(2)
+
+
+def test_a_pair_is_held_to_the_rest_where_it_reads_what_is_of_the_whole_batch() -> None:
+    outputs = {"loss": torch.tensor(1.5), "logits": drawn(8, 3)}
+
+    def masked(outputs: Any, targets: Tensor) -> tuple[Tensor, int]:
+        kept = targets[:, 0] > 0
+        return outputs["logits"][kept].mean() * len(targets) + outputs["loss"], len(targets)
+
+    with pytest.raises(LossError, match="the total is not a sum over samples"):
+        checked(masked, [(outputs, drawn(8, 3), 8)])
+
+
+def test_a_pair_over_a_packed_sequence_is_said_not_to_be_checked() -> None:
+    packed = nn.utils.rnn.pack_sequence([drawn(3), drawn(2)])
+    check = checked(lambda o, t: (o.data.sum(), 2), [(packed, labels(2, 3), 2)])
+    assert check.notes == [
+        "whether loss is additive over samples can't be checked: it reads a PackedSequence, which can't be cut"
+    ]
 
 
 def test_a_scalar_that_reads_it_is_refused_by_its_name() -> None:
     outputs = {"loss": torch.tensor(1.5), "logits": drawn(8, 3)}
-    with pytest.raises(LossError, match=r'reads outputs "loss" \(\), which hasn\'t one row for each of the 8 samples'):
+    with pytest.raises(LossError, match=r'reads outputs "loss" \(\), without one row for each of the 8 samples'):
         checked(lambda o, t: o["loss"], [(outputs, drawn(8, 3), 8)])
 
 

@@ -134,6 +134,18 @@ def test_the_harness_says_how_far_two_strategies_are_apart() -> None:
     assert "largest difference" in str(found)
 
 
+def by_a_plain_loop(job: Job, model: nn.Module) -> nn.Module:
+    """Two epochs of batches of 8."""
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9, weight_decay=1e-3)
+    inputs, targets = job.train_data.tensors
+    for _ in range(2):
+        for x, y in zip(inputs.split(8), targets.split(8), strict=True):
+            optimizer.zero_grad()
+            nn.functional.cross_entropy(model(x.to(next(model.parameters()).dtype)), y).backward()
+            optimizer.step()
+    return model
+
+
 def test_a_parameter_with_gaps_is_trained_as_by_a_plain_loop(tmp_path) -> None:
     """Fused kernels go by address; float64 would hide it, since turning the model to it closes the gaps."""
     job = ZOO["mlp"].replace(shuffle=False)
@@ -141,14 +153,25 @@ def test_a_parameter_with_gaps_is_trained_as_by_a_plain_loop(tmp_path) -> None:
     run = train(job, strategy="single", devices="1xcpu", folder=tmp_path, quiet=True)
     with seeded(job.seed):
         model = Gappy()
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9, weight_decay=1e-3)
-    inputs, targets = job.train_data.tensors
-    for _ in range(2):
-        for x, y in zip(inputs.split(8), targets.split(8), strict=True):
-            optimizer.zero_grad()
-            nn.functional.cross_entropy(model(x), y).backward()
-            optimizer.step()
-    assert torch.allclose(run.model().gappy, model.gappy, atol=1e-5)
+    assert torch.allclose(run.model().gappy, by_a_plain_loop(job, model).gappy, atol=1e-5)
+
+
+@pytest.mark.parametrize("way", ["single", "mp"])
+def test_a_hook_that_clamps_sees_gradients_of_the_mean_that_ignores_targets(way: str, tmp_path) -> None:
+    def clamped() -> nn.Module:
+        model = mlp().double()
+        model[0].weight.register_hook(lambda gradient: gradient.clamp(-1e-3, 1e-3))
+        return model
+
+    inputs, targets = ZOO["mlp"].train_data.tensors
+    job = ZOO["mlp"].replace(shuffle=False, precision="fp64")
+    ignoring = TensorDataset(inputs, targets.where(torch.arange(len(targets)) % 3 > 0, -100))
+    job = dataclasses.replace(job, model=clamped, optimizer=sgd, train_data=ignoring)
+    run = train(job, strategy=way, devices="1xcpu" if way == "single" else "2xcpu", folder=tmp_path, quiet=True)
+    with seeded(job.seed):
+        plain = by_a_plain_loop(job, clamped())
+    for mine, its in zip(run.model().parameters(), plain.parameters(), strict=True):
+        assert torch.allclose(mine, its, atol=1e-12)
 
 
 class Renormed(nn.Module):

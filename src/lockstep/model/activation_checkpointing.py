@@ -1,7 +1,8 @@
 """Activation checkpointing: blocks of a model keep only their inputs, and compute the rest again in backward.
 
-PyTorch's ``checkpoint`` (without reentrance) does it, with some things added here. Buffers: in the second run they have
-the values that they had in the first, and afterwards those that they had before, so that running statistics move once.
+PyTorch's ``checkpoint`` (without reentrance) does it, with some things added here. Buffers, and attributes that are
+numbers or tensors: in the second run they have the values that they had in the first, and afterwards those that they
+had before, so that running statistics and counters move once.
 Names: a block stays the same object, only its class changes to a subclass of what it was, so parameters keep theirs.
 Random numbers are drawn again the same, Python's and numpy's too; in the threads of ``dp``
 `lockstep.threads.recompute` sees to those of torch, and a model that draws others is refused.
@@ -121,9 +122,10 @@ def _compilable() -> type[_Checkpointed]:
 
 
 class _Start:
-    """What a block began its first run with: its buffers, and the states of Python's and numpy's random numbers."""
+    """What a block began its first run with: buffers, attributes, and states of Python's and numpy's random numbers."""
 
     def __init__(self, block: nn.Module) -> None:
+        self._attributes = [(vars(module), _plain_attributes(module)) for module in block.modules()]
         self._places = [(m, name) for m in block.modules() for name, b in m._buffers.items() if b is not None]
         self._then = [self._value(place).clone() for place in self._places]
         self._drawn = other_states()
@@ -135,7 +137,10 @@ class _Start:
 
     @contextlib.contextmanager
     def again(self) -> Iterator[None]:
-        """The block has them again for a while; what is written to buffers meanwhile is forgotten."""
+        """The block has them again for a while; what is written to them meanwhile is forgotten."""
+        attributes = [(held, {name: held[name] for name in then if name in held}) for held, then in self._attributes]
+        for held, then in self._attributes:
+            held.update(then)
         now = [self._value(place) for place in self._places]
         drawn = other_states()
         set_other_states(self._drawn)
@@ -145,5 +150,11 @@ class _Start:
             yield
         finally:
             set_other_states(drawn)
+            for held, its in attributes:
+                held.update(its)
             for (module, name), value in zip(self._places, now, strict=True):
                 module._buffers[name] = value
+
+
+def _plain_attributes(module: nn.Module) -> dict[str, Any]:
+    return {name: value for name, value in vars(module).items() if isinstance(value, int | float | torch.Tensor)}

@@ -109,12 +109,12 @@ def without_rows(nest: Nest, samples: int, known: Collection[int]) -> list[Tenso
     return found
 
 
-def with_nan(nest: Nest, unknown: list[Tensor]) -> Nest:
-    """The nest with NaN in the place of some tensors."""
-    if not unknown:
+def with_value(nest: Nest, some: list[Tensor], value: float) -> Nest:
+    """The nest with a number in the place of each element of some tensors."""
+    if not some:
         return nest
-    ids = set(map(id, unknown))
-    made: Nest = each(lambda t: t.new_full((), math.nan).expand(t.shape) if id(t) in ids else t, nest)
+    ids = set(map(id, some))
+    made: Nest = each(lambda t: t.new_full((), value).expand(t.shape) if id(t) in ids else t, nest)
     return made
 
 

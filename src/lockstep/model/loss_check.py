@@ -16,7 +16,8 @@ one over samples, once the mask leaves more items of one sample than of another.
 (`lockstep.model.torch_losses`) need no check.
 
 Outputs that aren't one row for each sample (the model's own scalar loss, say) can't be cut. Whether the loss reads them
-is found by giving it NaN in their place.
+is found by giving it NaN in their place. A scalar that reads them is refused; of a pair that reads what the model sums
+over samples the rest is checked, with zeros in its place.
 """
 
 from __future__ import annotations
@@ -46,7 +47,7 @@ from lockstep.model.additivity import (
     is_sum,
     kept_generators,
     tolerance_of,
-    with_nan,
+    with_value,
     without_rows,
 )
 from lockstep.model.loss import Totalled
@@ -86,6 +87,7 @@ class LossCheck:
         self._trusted = loss.is_known
         self._earlier: dict[torch.device, Nest] = {}
         self._has_state = False
+        self._reads_uncut = False
         self._seconds: list[float] = []
         self._share = math.inf
         self.every = 1
@@ -116,7 +118,13 @@ class LossCheck:
             LossError: it isn't additive, or can't be checked.
         """
         if holds_packed((outputs, targets)):
-            self._trust("a PackedSequence, which can't be cut")
+            what = "a PackedSequence, which can't be cut"
+            self._refuse_scalar(what)
+            self._trusted = True
+            if self._cuts:
+                self.notes.append(
+                    f"whether {self._loss.name} is additive over samples can't be checked: it reads {what}"
+                )
             return None
         nest = each(Tensor.detach, outputs), targets
         try:
@@ -129,7 +137,7 @@ class LossCheck:
                 if wrong is not None:
                     wrong = self._still_wrong(nest, whole.samples, wrong, step)
         except _CantTell as error:
-            self._trust()
+            self._trusted = True
             if str(error):
                 self.notes.append(f"whether {self._loss.name} is additive over samples can't be checked: {error}")
             return None
@@ -215,8 +223,11 @@ class LossCheck:
                 self._cant_take(error, size, samples)
                 raise
 
-        whole = whole if whole is not None and knows else piece(nest, samples)
-        rows = with_nan(nest, uncut)
+        rows = with_value(nest, uncut, 0.0 if self._reads_uncut else math.nan)
+        if uncut and self._reads_uncut:
+            whole = piece(rows, samples)
+        elif whole is None or not knows:
+            whole = piece(nest, samples)
         sums = []
         if samples > 1:
             first = next(size for size in range((samples + 1) // 2, 0, -1) if math.gcd(size, samples) == 1)
@@ -227,8 +238,14 @@ class LossCheck:
             both, earlier = self._with_earlier(one, alone=samples == 1)
             earlier = doubled(earlier) if double else earlier
             sums.append(Sum(piece(both, 2), whole if samples == 1 else piece(one, 1), piece(earlier, 1)))
-        if uncut and waits and not is_nan(whole) and any(map(is_nan, itertools.chain(*sums))):
-            self._look_at_read([t for t in uncut if is_nan(piece(with_nan(nest, [t]), samples))], nest, samples)
+        if uncut and waits and not self._reads_uncut and not is_nan(whole) and any(map(is_nan, itertools.chain(*sums))):
+            read = [t for t in uncut if is_nan(piece(with_value(nest, [t], math.nan), samples))]
+            self._look_at_read(read, nest, samples)
+            if not self._loss.gives_pairs or any(t.dim() and id(t) not in known for t in read):
+                raise _CantTell  # (Of graphs with several nodes each, say: the number of rows is no constant.)
+            self._reads_uncut = True
+            self._earlier.clear()
+            return self._sums(nest, samples, whole, step=step, waits=waits, double=double)
         return sums
 
     def _with_earlier(self, one: Nest, *, alone: bool) -> tuple[Nest, Nest]:
@@ -260,28 +277,29 @@ class LossCheck:
         what = f"{self._loss.name} draws random numbers"
         if self._cuts and not self._loss.gives_pairs:
             raise LossError(f"{what}, so whether it is a mean over samples can't be checked", fix=_ADVICE)
-        self._trust()
+        self._trusted = True
         if self._cuts:
             self.notes.append(
                 f"{what}, others than one device would; whether it is additive over samples isn't checked"
             )
 
     def _look_at_read(self, read: list[Tensor], nest: Nest, samples: int) -> None:
-        """What the loss reads can't be cut."""
+        """What the loss reads can't be cut.
+
+        Raises:
+            LossError: and it gives a scalar.
+        """
         for what, its in zip(("outputs", "targets"), nest, strict=True):
             named = {name: t.shape for name, t in named_tensors(its) if any(t is one for one in read)}
             if what == "outputs":
                 self.reads = tuple(named)
             for name, shape in named.items():
                 called = f' "{name}"' if name else ""
-                self._trust(f"{what}{called} {tuple(shape)}, which hasn't one row for each of the {samples} samples")
-        raise _CantTell
+                self._refuse_scalar(f"{what}{called} {tuple(shape)}, without one row for each of the {samples} samples")
 
-    def _trust(self, reads: str = "") -> None:
-        """Check no more, since nothing can be told of a pair; of a scalar that is an error."""
-        if reads and self._cuts and not self._loss.gives_pairs:
+    def _refuse_scalar(self, reads: str) -> None:
+        if self._cuts and not self._loss.gives_pairs:
             raise LossError(f"{self._loss.name} can't be checked: it reads {reads}", fix=_ADVICE)
-        self._trusted = True
 
     # ---- the verdict ------------------------------------------------------------------------------------------------
 

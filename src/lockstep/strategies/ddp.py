@@ -171,7 +171,6 @@ class DDPStep(Step):
         ddp = self._overlapping(all(part.of >= world.size for part in batch.parts))
         # Under fp16 that factor comes after the sum: before, it would let gradients overflow that don't on one device.
         early = 1 if ddp is None or self._scaler is not None else world.size
-        factor = early / batch.size
         total: Number = 0.0
         count: Number = 0
         for i, part in enumerate(batch.parts):
@@ -187,7 +186,7 @@ class DDPStep(Step):
                 part_total, part_count = self._forward(ddp, part, sums=is_last)
                 total = total + part_total.detach()
                 count = count + part_count
-                self.backward(part_total, factor)
+                self.backward(part_total, self.divisor(batch.size, part_count) / early)
         if ddp is not None:
             if early < world.size:
                 for p in self._parameters:
@@ -239,14 +238,14 @@ class DDPStep(Step):
             found: tuple[torch.Tensor, Number] = ddp(part)
             return found
 
-    def backward(self, total: torch.Tensor, factor: float) -> None:
-        """Add the gradient of ``factor * total`` to every ``parameter.grad``.
+    def backward(self, total: torch.Tensor, divisor: Number) -> None:
+        """Add the gradient of ``total / divisor`` to every ``parameter.grad``.
 
         Raises:
             StrategyError: the model uses reentrant activation checkpointing, which PyTorch's reducer can't follow.
         """
         try:
-            super().backward(total, factor)
+            super().backward(total, divisor)
         except RuntimeError as error:
             if "mark a variable ready only once" not in str(error):
                 raise

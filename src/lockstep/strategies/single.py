@@ -42,7 +42,7 @@ class SingleStep(Step):
         return 0
 
     def gradients(self, batch: Batch) -> tuple[Number, Number]:
-        """Gradients of total / size, summed over the micro-batches by autograd itself."""
+        """Gradients summed over the micro-batches by autograd itself."""
         total: Number = 0.0
         count: Number = 0
         for p in self._parameters:
@@ -53,7 +53,7 @@ class SingleStep(Step):
             self.begin_part(number)
             part = self.placed(part)
             part_total, part_count = self.forward_loss(self.model, part)
-            self.backward(part_total, 1 / batch.size)
+            self.backward(part_total, self.divisor(batch.size, part_count))
             total = total + part_total.detach()
             count = count + part_count
         return total, count

@@ -54,7 +54,7 @@ class StagedStep(Step):
         self.timed = "device" if world.device.is_slot else "rank"
 
     def gradients(self, batch: Batch) -> tuple[Number, Number]:
-        """Gradients of total / size, summed over the micro-batches by autograd itself."""
+        """Gradients summed over the micro-batches by autograd itself."""
         streams = Streams()
         parts = [(number, part) for number, part in enumerate(batch.parts) if part.size]
 
@@ -69,7 +69,7 @@ class StagedStep(Step):
                 return self.forward_loss(self.model, self.placed(part))
 
         def backward(i: int, made: tuple[torch.Tensor, Number]) -> tuple[Number, Number]:
-            self.backward(made[0], 1 / batch.size)
+            self.backward(made[0], self.divisor(batch.size, made[1]))
             return self._at_home(made[0].detach()), self._at_home(made[1])
 
         while True:

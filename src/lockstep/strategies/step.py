@@ -8,10 +8,13 @@ The weighting, with n the samples of the global batch and (total, count) the los
     backward runs on  total / n       every rank knows n before it starts
     gradients are     summed          over micro-batches, replicas and ranks; total and count beside them
     and multiplied by n / count       so that they are those of  sum(totals) / sum(counts)
+
+Where nothing is cut, backward runs on total / count, as it would for the mean.
 """
 
 from __future__ import annotations
 
+import functools
 import math
 import time
 from abc import ABC, abstractmethod
@@ -27,7 +30,6 @@ from lockstep.job import Job
 from lockstep.launch.observer import observed, phase
 from lockstep.launch.world import World
 from lockstep.model.additivity import Piece
-from lockstep.model.build import hooked_parameters
 from lockstep.model.compile import compile_models, not_compilable
 from lockstep.model.inspection import Seen, drops, look, refuse_written_buffers
 from lockstep.model.loss import Number
@@ -90,14 +92,12 @@ class Step(StepState, ABC):
         self._synchronises = job.sync_batchnorm
         self._seed = job.seed
         self._updates = 0
-        self._weighs = False
         self.stopping = False
         self._asked: Number = 0
         self.last_look: float = 1 if job.compile else math.inf
         self.last_step: int | None = None
         self.seen = Seen()
         self._on_devices = DeviceChecks()
-        self._factors: dict[tuple[float, torch.dtype, torch.device], torch.Tensor] = {}
 
     def after_events(self) -> None:
         """Look for what a person's functions, which run on rank 0 only, may have changed."""
@@ -228,13 +228,13 @@ class Step(StepState, ABC):
 
     @abstractmethod
     def gradients(self, batch: Batch) -> tuple[Number, Number]:
-        """Leave in every ``parameter.grad`` the gradient of total / batch.size over the global batch.
+        """Leave in every ``parameter.grad`` the gradient of total / ``divisor`` over the global batch.
 
         A gradient that no device computed is None. Gives the total and the count of the global batch.
         """
 
     def _move_parameters(self, size: int, count: Number) -> None:
-        """With gradients of total / size, where the loss counted so many items."""
+        """With gradients of a batch of so many samples, of which the loss counted so many items."""
         if self._scaler is not None:
             self._scaler.unscale_(self.optimizer)
         self._weight(size, count)
@@ -253,7 +253,7 @@ class Step(StepState, ABC):
 
     @phase("computing", "weight")
     def _weight(self, size: int, count: Number) -> None:
-        """Make the gradients of total / size those of total / count."""
+        """Make gradients of total / size, where the batch was cut, those of total / count."""
         if isinstance(count, torch.Tensor) and not self._on_accelerator:
             count = float(count)
         if isinstance(count, torch.Tensor):
@@ -261,16 +261,10 @@ class Step(StepState, ABC):
             factor: Number = torch.where(count == 0, 0.0, size / count)
         elif count == 0:
             raise no_items(self.world.step)
-        elif count == size:
-            return
         else:
             factor = size / count
-        if not self._weighs:
-            self._weighs = True
-            if hooked_parameters(self.model) and self.replicas * self._accumulate == 1:
-                self.tell_once(
-                    ["hooks on parameters see gradients of total / samples, before they become those of the loss"]
-                )
+        if not self.cuts_batch or (not isinstance(factor, torch.Tensor) and factor == 1):
+            return
         grads = [p.grad for p in self._parameters if p.grad is not None]
         if not grads:
             return
@@ -305,17 +299,23 @@ class Step(StepState, ABC):
             )
         return total, count
 
+    def divisor(self, size: int, count: Number) -> Number:
+        """What the total of a part of a batch is divided by for its backward; ``_weight`` does the rest."""
+        return size if self.cuts_batch else count
+
     @phase("computing", "backward")
-    def backward(self, total: torch.Tensor, factor: float) -> None:
-        """Add the gradient of ``factor * total`` to every ``parameter.grad``."""
+    def backward(self, total: torch.Tensor, divisor: Number) -> None:
+        """Add the gradient of ``total / divisor`` to every ``parameter.grad``."""
+        if not total.requires_grad:
+            return
         # Autograd begins with the factor, which saves a small step two operators and a node of the graph.
-        key = (factor, total.dtype, total.device)
-        if key not in self._factors:
-            self._factors[key] = torch.full((), factor, dtype=total.dtype, device=total.device)
-        if total.requires_grad:
-            if self._scaler is not None:
-                total = self._scaler.scale(total)
-            self._run_backward(total, self._factors[key])
+        if isinstance(divisor, torch.Tensor) and self._on_accelerator:
+            factor = torch.where(divisor == 0, 0.0, 1.0 / divisor).to(total)
+        else:
+            factor = _scalar(1.0 / float(divisor) if divisor else 0.0, total.dtype, total.device)
+        if self._scaler is not None:
+            total = self._scaler.scale(total)
+        self._run_backward(total, factor)
 
     @observed(lambda observer, step, total, factor: observer.backward(total, sums=step.reduces))
     def _run_backward(self, total: torch.Tensor, factor: torch.Tensor) -> None:
@@ -372,3 +372,8 @@ class Step(StepState, ABC):
     def over_ranks(self, total: Number, count: Number) -> tuple[Number, Number]:
         """The sums over all ranks of what this one's results of an epoch came to."""
         return total, count
+
+
+@functools.lru_cache(maxsize=64)
+def _scalar(value: float, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
+    return torch.full((), value, dtype=dtype, device=device)

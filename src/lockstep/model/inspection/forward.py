@@ -19,9 +19,10 @@ Dropout and normalisation layers, of which all that is known, are in eval mode m
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import functools
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any, Literal
 
 import torch
@@ -81,19 +82,27 @@ def look(
                     module.training = False
             if len({p.device for p in copied.parameters()}) > 1:  # a copy has no hooks that move what it is given
                 copied, batch = copied.cpu(), to_device(batch, torch.device("cpu"))
-            few = samples < _FEWEST
-            if few:  # too few to cut: as many again, and again, that differ
-                times = -(-_FEWEST // samples)
-                batch = each(functools.partial(_multiplied, samples, times), batch)
-                samples *= times
-            if few or again:
-                batch, samples = cut(batch, 0, _FEWEST, samples), _FEWEST
             outside = OutsideVariables.of_model(copied)
-            with outside.kept():
-                _see(copied, batch, samples, seen, None if again else total, outside)
-        except Exception:  # what is wrong with the model, its first step says
+            for some, number in _enough(batch, samples, again=again):
+                with (
+                    outside.kept(),
+                    contextlib.suppress(Exception),
+                ):  # what is wrong with the model, its first step says
+                    _see(copied, some, number, seen, None if again else total, outside)
+                    break
+        except Exception:
             return seen
     return seen
+
+
+def _enough(batch: tuple[Any, Any], samples: int, *, again: bool) -> Iterator[tuple[tuple[Any, Any], int]]:
+    """Samples that can be cut: those of the batch, then, if they are few, as many again, and again, that differ."""
+    if samples > 1:
+        yield (cut(batch, 0, _FEWEST, samples), _FEWEST) if again and samples > _FEWEST else (batch, samples)
+    if samples < _FEWEST:
+        times = -(-_FEWEST // samples)
+        more = each(functools.partial(_multiplied, samples, times), batch)
+        yield cut(more, 0, _FEWEST, samples * times), _FEWEST
 
 
 def _same_parameters(model: nn.Module) -> dict[int, Any]:
@@ -298,8 +307,11 @@ _ROUNDING = {torch.float64: 1e-8, torch.float32: 1e-3}
 def _differ(ones: list[torch.Tensor], others: list[torch.Tensor]) -> bool:
     """Whether two lists of outputs lie further apart than other ways to round would bring them."""
     for a, b in zip(ones, others, strict=True):
-        largest = a.abs().max() if a.numel() else torch.zeros(())
+        if not a.numel():
+            continue
+        largest = a.abs().max()
         rounding = _ROUNDING.get(a.dtype, 5e-2)
-        if bool(torch.isfinite(largest)) and bool((a - b).abs().max() > rounding * largest):
+        # (Not "greater": what isn't finite for a part only, the variance of one sample say, differs.)
+        if bool(torch.isfinite(largest)) and not bool((a - b).abs().max() <= rounding * largest):
             return True
     return False
