@@ -21,10 +21,12 @@
 The message of each is one line: what was wrong, and what to do. What a program acts upon is in attributes (``kind``,
 ``fix``), never in the words of a message. `lockstep.launch.events.Caveat` is a fact of the same form that is no error.
 
-The command imports this before all else, so it imports nothing.
+The command imports this before all else, so it imports next to nothing.
 """
 
 from __future__ import annotations
+
+import functools
 
 
 class LockstepError(Exception):
@@ -181,12 +183,15 @@ def own_traceback(error: BaseException) -> str:
     return "".join(traceback.format_exception(type(error), error, trace or first))
 
 
+@functools.cache
 def is_own_code(file: str) -> bool:
     """Whether a file is of the person's own code: neither installed (the command too is), nor of this package."""
     import sysconfig
     from pathlib import Path
 
-    installed = [sysconfig.get_path(kind) for kind in ("stdlib", "purelib", "platlib", "scripts")]
+    if "site-packages" in file or "dist-packages" in file:  # of the system too, which a virtual environment may see
+        return False
+    installed = [sysconfig.get_path(kind) for kind in ("stdlib", "scripts")]
     return not file.startswith((*installed, str(Path(__file__).parent), "<frozen"))
 
 
