@@ -359,7 +359,7 @@ def test_an_output_without_rows_for_samples_that_the_loss_reads_cant_be_checked(
         return squared(outputs[0], targets) + outputs[1]  # a balance over the whole batch, say
 
     with pytest.raises(
-        LossError, match=r'can\'t be checked: it reads outputs "1" \(\), which hasn\'t one row for each of the 13'
+        LossError, match=r'can\'t be checked: it reads outputs "1" \(\), without one row for each of the 13'
     ):
         check(loss, (logits(N, C), torch.tensor(0.3)), logits(N, C), N)
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import re
+from typing import Any
 
 import pytest
 import torch
@@ -156,20 +157,43 @@ def test_a_parameter_with_gaps_is_trained_as_by_a_plain_loop(tmp_path) -> None:
     assert torch.allclose(run.model().gappy, by_a_plain_loop(job, model).gappy, atol=1e-5)
 
 
-@pytest.mark.parametrize("way", ["single", "mp"])
-def test_a_hook_that_clamps_sees_gradients_of_the_mean_that_ignores_targets(way: str, tmp_path) -> None:
-    def clamped() -> nn.Module:
-        model = mlp().double()
-        model[0].weight.register_hook(lambda gradient: gradient.clamp(-1e-3, 1e-3))
-        return model
+class Clamping(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor) -> torch.Tensor:
+        return x.clone()
 
+    @staticmethod
+    def backward(ctx: Any, gradient: torch.Tensor) -> torch.Tensor:
+        return gradient.clamp(-1e-3, 1e-3)
+
+
+class Clamped(nn.Module):
+    """Gradients clamped by a hook on a parameter, by one on a tensor, or by an autograd function."""
+
+    def __init__(self, kind: str) -> None:
+        super().__init__()
+        self.kind, self.body, self.out = kind, mlp(), nn.Linear(3, 3)
+        self.double()
+        if kind == "parameter":
+            self.body[0].weight.register_hook(lambda gradient: gradient.clamp(-1e-3, 1e-3))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = self.body(x)
+        if self.kind == "tensor" and x.requires_grad:
+            x.register_hook(lambda gradient: gradient.clamp(-1e-3, 1e-3))
+        return self.out(Clamping.apply(x) if self.kind == "function" else x)
+
+
+@pytest.mark.parametrize("kind", ["parameter", "tensor", "function"])
+@pytest.mark.parametrize("way", ["single", "mp"])
+def test_what_clamps_in_backward_sees_gradients_of_the_mean_over_targets_that_count(way, kind, tmp_path) -> None:
     inputs, targets = ZOO["mlp"].train_data.tensors
     job = ZOO["mlp"].replace(shuffle=False, precision="fp64")
     ignoring = TensorDataset(inputs, targets.where(torch.arange(len(targets)) % 3 > 0, -100))
-    job = dataclasses.replace(job, model=clamped, optimizer=sgd, train_data=ignoring)
+    job = dataclasses.replace(job, model=lambda: Clamped(kind), optimizer=sgd, train_data=ignoring)
     run = train(job, strategy=way, devices="1xcpu" if way == "single" else "2xcpu", folder=tmp_path, quiet=True)
     with seeded(job.seed):
-        plain = by_a_plain_loop(job, clamped())
+        plain = by_a_plain_loop(job, Clamped(kind))
     for mine, its in zip(run.model().parameters(), plain.parameters(), strict=True):
         assert torch.allclose(mine, its, atol=1e-12)
 

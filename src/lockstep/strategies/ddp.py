@@ -186,7 +186,7 @@ class DDPStep(Step):
                 part_total, part_count = self._forward(ddp, part, sums=is_last)
                 total = total + part_total.detach()
                 count = count + part_count
-                self.backward(part_total, self.divisor(batch.size, part_count) / early)
+                self.backward(part_total, self.divisor(part_count, batch.size) / early)
         if ddp is not None:
             if early < world.size:
                 for p in self._parameters:

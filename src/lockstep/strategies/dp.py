@@ -260,7 +260,7 @@ class DPStep(Step):
                 part_total, part_count = self.forward_loss(self._replicas[i], part, where)
                 if i and self.looks_again:
                     refuse_other_parameters(part_total, self.model)
-                self.backward(part_total, self.divisor(size, part_count))
+                self.backward(part_total, self.divisor(part_count, size))
                 total = total + part_total.detach()
                 count = count + part_count
                 if self._exchange is not None:

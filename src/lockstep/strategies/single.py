@@ -53,7 +53,7 @@ class SingleStep(Step):
             self.begin_part(number)
             part = self.placed(part)
             part_total, part_count = self.forward_loss(self.model, part)
-            self.backward(part_total, self.divisor(batch.size, part_count))
+            self.backward(part_total, self.divisor(part_count, batch.size))
             total = total + part_total.detach()
             count = count + part_count
         return total, count

@@ -69,7 +69,7 @@ class StagedStep(Step):
                 return self.forward_loss(self.model, self.placed(part))
 
         def backward(i: int, made: tuple[torch.Tensor, Number]) -> tuple[Number, Number]:
-            self.backward(made[0], self.divisor(batch.size, made[1]))
+            self.backward(made[0], self.divisor(made[1], batch.size))
             return self._at_home(made[0].detach()), self._at_home(made[1])
 
         while True:

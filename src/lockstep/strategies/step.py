@@ -9,7 +9,7 @@ The weighting, with n the samples of the global batch and (total, count) the los
     gradients are     summed          over micro-batches, replicas and ranks; total and count beside them
     and multiplied by n / count       so that they are those of  sum(totals) / sum(counts)
 
-Where nothing is cut, backward runs on total / count, as it would for the mean.
+Where nothing is cut, and backward may be other than linear, it runs on total / count, as that of the mean would.
 """
 
 from __future__ import annotations
@@ -18,6 +18,7 @@ import functools
 import math
 import time
 from abc import ABC, abstractmethod
+from contextlib import nullcontext
 from typing import Any, Literal
 
 import torch
@@ -31,7 +32,14 @@ from lockstep.launch.observer import observed, phase
 from lockstep.launch.world import World
 from lockstep.model.additivity import Piece
 from lockstep.model.compile import compile_models, not_compilable
-from lockstep.model.inspection import Seen, drops, look, refuse_written_buffers
+from lockstep.model.inspection import (
+    NoticedHooks,
+    Seen,
+    drops,
+    look,
+    may_be_nonlinear,
+    refuse_written_buffers,
+)
 from lockstep.model.loss import Number
 from lockstep.model.optimizer import clip_gradients
 from lockstep.strategies.evaluator import is_power_of_two
@@ -92,6 +100,7 @@ class Step(StepState, ABC):
         self._synchronises = job.sync_batchnorm
         self._seed = job.seed
         self._updates = 0
+        self._by_count = False
         self.stopping = False
         self._asked: Number = 0
         self.last_look: float = 1 if job.compile else math.inf
@@ -253,7 +262,7 @@ class Step(StepState, ABC):
 
     @phase("computing", "weight")
     def _weight(self, size: int, count: Number) -> None:
-        """Make gradients of total / size, where the batch was cut, those of total / count."""
+        """Make gradients of total / size those of total / count."""
         if isinstance(count, torch.Tensor) and not self._on_accelerator:
             count = float(count)
         if isinstance(count, torch.Tensor):
@@ -263,7 +272,7 @@ class Step(StepState, ABC):
             raise no_items(self.world.step)
         else:
             factor = size / count
-        if not self.cuts_batch or (not isinstance(factor, torch.Tensor) and factor == 1):
+        if self._by_count or (not isinstance(factor, torch.Tensor) and factor == 1):
             return
         grads = [p.grad for p in self._parameters if p.grad is not None]
         if not grads:
@@ -283,9 +292,12 @@ class Step(StepState, ABC):
     @phase("computing", "forward and loss")
     def forward_loss(self, model: nn.Module, part: Part, where: str = "") -> tuple[torch.Tensor, Number]:
         """Total and count of one micro-batch's share under ``model``; the loss is probed where that is needed."""
-        with self._precision.autocast():
+        looks_at_hooks = self._updates == 1 and not (self.cuts_batch or self._compile or self._scaler is not None)
+        with self._precision.autocast(), NoticedHooks() if looks_at_hooks else nullcontext() as hooks:
             outputs = self.forward(model, part)
             total, count = self.loss_of(outputs, part, looks=self.looks_again)
+        if hooks is not None:
+            self._by_count = may_be_nonlinear(model, total, hooks)
         for observer in self.observers:
             observer.forwarded(where, part, outputs)
         if self.loss_check.wants(self._updates):
@@ -299,9 +311,9 @@ class Step(StepState, ABC):
             )
         return total, count
 
-    def divisor(self, size: int, count: Number) -> Number:
-        """What the total of a part of a batch is divided by for its backward; ``_weight`` does the rest."""
-        return size if self.cuts_batch else count
+    def divisor(self, count: Number, size: int) -> Number:
+        """What the total of a part of a batch of so many samples is divided by for its backward."""
+        return count if self._by_count else size
 
     @phase("computing", "backward")
     def backward(self, total: torch.Tensor, divisor: Number) -> None:

@@ -3,9 +3,11 @@
 from lockstep.model.inspection.attributes import attribute_prints, changed_attributes, is_plain, set_attributes
 from lockstep.model.inspection.findings import Seen
 from lockstep.model.inspection.forward import acting_buffers, drops, look, refuse_written_buffers
+from lockstep.model.inspection.nonlinear import NoticedHooks, may_be_nonlinear
 from lockstep.model.inspection.outside_variables import OutsideVariables
 
 __all__ = [
+    "NoticedHooks",
     "OutsideVariables",
     "Seen",
     "acting_buffers",
@@ -14,6 +16,7 @@ __all__ = [
     "drops",
     "is_plain",
     "look",
+    "may_be_nonlinear",
     "refuse_written_buffers",
     "set_attributes",
 ]
