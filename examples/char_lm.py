@@ -112,7 +112,7 @@ def job(
     updates: int = 1200,
     lr: float = 3e-3,
 ) -> lockstep.Job:
-    """The job; its knobs are given as `--set layers=8`.
+    """The job; its parameters are given as `--set layers=8`.
 
     Args:
         width, layers, heads: of the model.

@@ -103,7 +103,7 @@ def job(
     generated: bool = False,
     samples: int = 50_000,
 ) -> lockstep.Job:
-    """The job; its knobs are given as `--set image_size=224`.
+    """The job; its parameters are given as `--set image_size=224`.
 
     Args:
         data: the folder of the binary files, or one that has it as ``cifar-10-batches-bin``.

@@ -46,7 +46,7 @@ def accuracy(outputs: torch.Tensor, targets: torch.Tensor) -> tuple[torch.Tensor
 
 
 def job(lr: float = 0.05, width: int = 32, epochs: int = 10) -> lockstep.Job:
-    """The job; its knobs are given as `--set lr=0.1`, and `--epochs 5` comes in by its name, for the annealing."""
+    """The job; its parameters are given as `--set lr=0.1`, and `--epochs 5` comes in by its name, for the annealing."""
     return lockstep.Job(
         model=lambda: Net(width),
         loss=nn.CrossEntropyLoss(),

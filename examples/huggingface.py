@@ -69,7 +69,7 @@ def gpt2(width: int, layers: int, dropout: float) -> nn.Module:
 
 
 def job(lr: float = 0.003, width: int = 64, layers: int = 2, dropout: float = 0.0) -> lockstep.Job:
-    """The job; its knobs are given as `--set width=128`."""
+    """The job; its parameters are given as `--set width=128`."""
     return lockstep.Job(
         model=lambda: gpt2(width, layers, dropout),
         loss=total_and_count,

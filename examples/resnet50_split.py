@@ -72,7 +72,7 @@ def job(
     classes: int = 10,
     lr: float = 0.05,
 ) -> lockstep.Job:
-    """The job; its knobs are given as `--set image_size=224`.
+    """The job; its parameters are given as `--set image_size=224`.
 
     Args:
         data: a file of images and labels.

@@ -35,7 +35,7 @@ def left(outputs: torch.Tensor, targets: torch.Tensor) -> tuple[torch.Tensor, in
 
 
 def job(lr: float = 2e-3, width: int = 16, depth: int = 2, epochs: int = 5) -> lockstep.Job:
-    """The job; its knobs are given as `--set width=32`.
+    """The job; its parameters are given as `--set width=32`.
 
     Args:
         lr: the learning rate at the start.

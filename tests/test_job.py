@@ -1,4 +1,4 @@
-"""A job is checked when it is made; a job file is loaded with its knobs typed."""
+"""A job is checked when it is made; a job file is loaded with its parameters typed."""
 
 from __future__ import annotations
 
@@ -89,7 +89,7 @@ def make(lr, batch_size=4, **more):
 """
 
 
-def test_knobs_are_typed_by_annotation_or_default(tmp_path: Path) -> None:
+def test_parameters_are_typed_by_annotation_or_default(tmp_path: Path) -> None:
     file = written(
         tmp_path,
         HEAD
@@ -99,13 +99,13 @@ def job(lr: float, size=4, name: str = "a", deep: bool = False, steps: int | Non
     return make(lr, size, steps=steps)
 """,
     )
-    knobs = {"lr": "1", "size": "8", "name": "7", "deep": "yes", "steps": "none"}
-    job = JobFile(file.path, knobs, {"epochs": "5"}).load()
+    parameters = {"lr": "1", "size": "8", "name": "7", "deep": "yes", "steps": "none"}
+    job = JobFile(file.path, parameters, {"epochs": "5"}).load()
     assert (job.batch_size, job.steps, job.epochs) == (8, None, 5)
 
 
 @pytest.mark.parametrize(
-    ("text", "knobs", "says"),
+    ("text", "parameters", "says"),
     [
         ("x = 1", {}, "there is no `job`"),
         ("job = 3", {}, "is a int"),
@@ -118,14 +118,16 @@ def job(lr: float, size=4, name: str = "a", deep: bool = False, steps: int | Non
             {"rate": "fast"},
             "--set rate: 'fast' is not a number",
         ),
-        (HEAD + "job = make(0.1)", {"rate": "1"}, "takes no knobs"),
+        (HEAD + "job = make(0.1)", {"rate": "1"}, "takes no parameters"),
         (HEAD + "def job():\n    return make(1 / 0)", {}, r"job\(\) raised ZeroDivisionError.*line 9"),
     ],
 )
-def test_what_is_wrong_in_a_job_file_is_said_in_one_line(tmp_path: Path, text: str, knobs: dict, says: str) -> None:
+def test_what_is_wrong_in_a_job_file_is_said_in_one_line(
+    tmp_path: Path, text: str, parameters: dict, says: str
+) -> None:
     file = written(tmp_path, text)
     with pytest.raises(JobError, match=says) as found:
-        JobFile(file.path, knobs).load()
+        JobFile(file.path, parameters).load()
     assert "\n" not in str(found.value)
 
 

@@ -1,6 +1,6 @@
 """A job file: a Python file with a ``job``, which is a Job or a function that returns one.
 
-The function's keyword arguments are the job's own knobs, given as ``--set lr=0.05`` and typed by their annotations.
+The function's keyword arguments are parameters of the job, given as ``--set lr=0.05`` and typed by their annotations.
 One that has the name of a setting (``epochs``) is also given what ``--epochs 5`` says, for what depends on it.
 Each rank loads the file from its path, so nothing in it needs to be picklable.
 """
@@ -29,18 +29,18 @@ from lockstep.tensors.seeding import seeded
 
 @dataclass(frozen=True)
 class JobFile:
-    """Where a job comes from: a file, its knobs, and settings that win over the job's own.
+    """Where a job comes from: a file, its parameters, and settings that win over the job's own.
 
     Attributes:
         path: of the Python file.
-        knobs: keyword arguments of its ``job`` function, as words or values.
+        parameters: keyword arguments of its ``job`` function, as words or values.
         settings: fields of the Job to replace. A keyword argument of the function that has the name of one of them is
-            given it too, before what ``knobs`` say.
+            given it too, before what ``parameters`` say.
         kept: fields of the Job that a run was made with; the function isn't told of them.
     """
 
     path: str
-    knobs: Mapping[str, Any] = field(default_factory=dict)
+    parameters: Mapping[str, Any] = field(default_factory=dict)
     settings: Mapping[str, Any] = field(default_factory=dict)
     kept: Mapping[str, Any] = field(default_factory=dict)
 
@@ -53,7 +53,7 @@ class JobFile:
         """Run the file and give its job.
 
         Raises:
-            JobError: the file is missing, raises, has no ``job``, or a knob or setting doesn't exist.
+            JobError: the file is missing, raises, has no ``job``, or a parameter or setting doesn't exist.
         """
         # Layers or data that are made outside of the functions of the job are the same on every rank, and in each run.
         with seeded(0):
@@ -64,9 +64,9 @@ class JobFile:
         if found is None:
             raise JobError(f"{self.path}: there is no `job` in it; write `def job(): return lockstep.Job(...)`")
         if isinstance(found, Job):
-            if self.knobs:
+            if self.parameters:
                 raise JobError(
-                    f"--set {next(iter(self.knobs))}: the job in {self.path} takes no knobs; "
+                    f"--set {next(iter(self.parameters))}: the job in {self.path} takes no parameters; "
                     "make it a function with keyword arguments"
                 )
             job = found
@@ -80,9 +80,9 @@ class JobFile:
         return job.replace(**replaced) if replaced else job
 
     def _call(self, function: Callable[..., Any]) -> Job:
-        knobs = {**_typed(function, self.knobs), **self._settings_asked_for(function)}
+        parameters = {**_typed(function, self.parameters), **self._settings_asked_for(function)}
         try:
-            job = function(**knobs)
+            job = function(**parameters)
         except LockstepError:
             raise
         except Exception as error:
@@ -179,8 +179,8 @@ def _run(path: Path) -> ModuleType:
     return module
 
 
-def _typed(function: Callable[..., Any], knobs: Mapping[str, Any], label: str = "--set {}") -> dict[str, Any]:
-    """The knobs in the types that the function's annotations (or defaults) say; ``label`` names one in messages."""
+def _typed(function: Callable[..., Any], given: Mapping[str, Any], label: str = "--set {}") -> dict[str, Any]:
+    """What was given, in the types that the function's annotations or defaults say; ``label`` names one in messages."""
     parameters = inspect.signature(function).parameters
     open_ended = any(p.kind is p.VAR_KEYWORD for p in parameters.values())
     try:
@@ -188,14 +188,14 @@ def _typed(function: Callable[..., Any], knobs: Mapping[str, Any], label: str = 
     except NameError:
         hints = {}
     typed: dict[str, Any] = {}
-    for name, value in knobs.items():
+    for name, value in given.items():
         if name not in parameters and not open_ended:
             known = list(parameters)
             if name in SETTINGS:
                 option = "--" + name.replace("_", "-")
                 raise JobError(f"--set {name}: this is a setting of every job: give {option} {value}")
             raise JobError(
-                f"--set {name}: the job has no such knob; {nearest(name, known) if known else 'it has none'}"
+                f"--set {name}: the job has no such parameter; {nearest(name, known) if known else 'it has none'}"
             )
         typed[name] = convert(value, _hint(name, hints, parameters, value), label.format(name))
     return typed

@@ -122,7 +122,7 @@ def _left_behind(run: RunFolder, error: BaseException, display: Display, *, resu
             with contextlib.suppress(FolderError):  # a full disk, say: that is said already
                 said = str(error).partition("\n")[0] if isinstance(error, LockstepError) else told(error)
                 run.write_json(run.failure, {"error": said})
-        go_on = f"; go on with --resume {run.path}" if run.state.is_file() else ""
+        go_on = f"; resume it with --resume {run.path}" if run.state.is_file() else ""
         display.line(f"run: {run.path}{go_on}")
 
 
@@ -142,7 +142,7 @@ def evaluate(
     devices: Devices = "auto",
     backend: str | None = None,
     best: bool = False,
-    knobs: Mapping[str, Any] | None = None,
+    job_parameters: Mapping[str, Any] | None = None,
     **settings: Any,
 ) -> dict[str, float]:
     """Evaluate a run's weights, or an untrained job, on the job's evaluation set.
@@ -153,7 +153,7 @@ def evaluate(
         devices: as in ``train``.
         backend: as in ``train``.
         best: take the weights of the lowest evaluation loss.
-        knobs: keyword arguments for the function of a job file.
+        job_parameters: keyword arguments for the function of a job file.
         settings: fields of the job to replace.
 
     Returns:
@@ -163,9 +163,9 @@ def evaluate(
     weights: Path | None = None
     job: Job | JobFile
     if isinstance(what, Run) or (isinstance(what, str | Path) and Path(what).is_dir()):
-        job, weights = trained_of(what, best=best, knobs=knobs)
+        job, weights = trained_of(what, best=best, job_parameters=job_parameters)
     else:
-        job = JobFile(str(what), knobs or {}) if isinstance(what, str | Path) else as_job(what)
+        job = JobFile(str(what), job_parameters or {}) if isinstance(what, str | Path) else as_job(what)
         if best:
             raise InputError(f"{what}: --best is for a run, and this is a job that was not trained")
     job = with_settings(job, settings)

@@ -81,7 +81,7 @@ def said(capfd: pytest.CaptureFixture) -> list[str]:
         ("train a_job.py --devices 99", "99 devices, but"),
         ("train a_job.py --batch-size 0", "batch_size: 0 is too small"),
         ("train a_job.py --batchsize 3", "no option --batchsize here; did you mean \"--batch-size\""),
-        ("train a_job.py --set los=mse", '--set los: the job has no such knob; did you mean "loss"'),
+        ("train a_job.py --set los=mse", '--set los: the job has no such parameter; did you mean "loss"'),
         ("train a_job.py --set bad=x", "--set bad: 'x' is not a whole number"),
         ("train a_job.py --set loss", "--set key=value"),
         ("train a_job.py --set loss=vector", r"returned a tensor of shape \(8,\)"),
@@ -118,7 +118,7 @@ def test_bad_input_gets_one_line_and_exit_code_2_and_makes_nothing(words: str, s
 
 @pytest.mark.parametrize("on", ["--devices 1", "--strategy dp --devices 2xcpu", "--strategy ddp --devices 2xcpu"])
 @pytest.mark.parametrize(
-    ("knob", "says"),
+    ("parameter", "says"),
     [
         ("loss=nan", r"the loss became nan at step 1 on (rank|replica) \d \(cpu:\d\)"),
         ("bad=13", "sample 13.*OSError: broken file"),
@@ -126,9 +126,9 @@ def test_bad_input_gets_one_line_and_exit_code_2_and_makes_nothing(words: str, s
     ],
 )
 def test_a_fault_during_the_run_gets_exit_code_1_and_keeps_the_folder(
-    on: str, knob: str, says: str, job: Path, capfd
+    on: str, parameter: str, says: str, job: Path, capfd
 ) -> None:
-    assert main(["train", "a_job.py", "--set", knob, *on.split()]) == 1
+    assert main(["train", "a_job.py", "--set", parameter, *on.split()]) == 1
     lines = said(capfd)
     assert re.search(says, lines[-1]), lines
     assert len(list(job.parent.glob("runs/*"))) == 1

@@ -468,7 +468,7 @@ def test_what_trains_on_one_slot_of_several_has_a_line_too(machine: Callable[...
         ),
         (
             ["examples/digits.py", "--sweep", "lr=1,2"],
-            '"lr" is no setting of a job or of single, dp, ddp, mp, pp (and a knob',
+            '"lr" is no setting of a job or of single, dp, ddp, mp, pp (and a parameter',
         ),
         (
             ["examples/digits.py", "--strategies", "single dpp"],

@@ -268,7 +268,7 @@ class Unready:
 def test_a_stream_that_is_used_up_is_said_when_it_begins_again(workers: int) -> None:
     loader = StreamLoader(zip(range(10), range(10), strict=True), batch_size=4, workers=workers)
     assert len(list(loader.epoch(0))) == 3
-    with pytest.raises(RunError, match="train_data: the stream has no samples left: it can be gone through only once"):
+    with pytest.raises(RunError, match="train_data: the stream has no samples left: it can be iterated only once"):
         list(loader.epoch(1))
     loader.close()
 
@@ -287,7 +287,7 @@ SET = TensorDataset(torch.arange(3), torch.arange(3))
         (DataLoader(SET), "a DataLoader cuts batches for one device: give its dataset and say batch_size"),
         ([DataLoader(SET), DataLoader(SET)], "a list of DataLoaders cuts batches .* put together with ConcatDataset"),
         (lambda: (SET, DataLoader(SET)), "a tuple of DataLoaders cuts"),
-        ((i for i in range(3)), "a generator can be gone through only once: give the function that makes it"),
+        ((i for i in range(3)), "a generator can be iterated only once: give the function that makes it"),
         ({"a": SET}, "sets by name are for eval_data"),
         (5, "int is no dataset"),
     ],

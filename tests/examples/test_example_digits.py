@@ -22,5 +22,5 @@ def test_the_annealing_is_as_long_as_the_epochs_of_the_command_line_and_of_a_res
     (folder,) = tmp_path.iterdir()
     assert [round(epoch["lr"], 4) for epoch in lockstep.Run.open(folder).history] == [0.05, 0.025]
     assert job_of(folder).load().epochs == 2 and job_of(folder).settings == {"batch_size": 512, "epochs": 2}
-    assert job_of(folder, {"epochs": "3"}).load().epochs == 3, "a knob with the name of a setting, given now"
+    assert job_of(folder, {"epochs": "3"}).load().epochs == 3, "a parameter with the name of a setting, given now"
     assert job_of(folder, settings={"epochs": 4}).settings["epochs"] == 4

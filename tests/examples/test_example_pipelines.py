@@ -33,7 +33,7 @@ def test_stem_and_first_two_groups_are_on_one_device_and_the_rest_on_the_other()
 
 def test_the_split_resnet_trains_under_single(tmp_path: Path, monkeypatch, capsys) -> None:
     monkeypatch.chdir(tmp_path)
-    knobs = [word for knob in ("samples=12", "image_size=32") for word in ("--set", knob)]
+    knobs = [word for parameter in ("samples=12", "image_size=32") for word in ("--set", parameter)]
     words = ["train", RESNET, "--strategy", "single", "--devices", "1xcpu", "--batch-size", "6", "--steps", "2", *knobs]
     assert main(words) == 0
     assert "generated noise in the place of images" in capsys.readouterr().out
@@ -47,15 +47,15 @@ def test_images_come_from_a_file_of_tensors(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("knob", "says"),
+    ("parameter", "says"),
     [
         ("generated=false", "data: say a file of images, --set data=FILE.pt"),
         ("data=nowhere.pt", "there is no file nowhere.pt"),
     ],
 )
-def test_images_that_are_not_there_get_one_line(knob: str, says: str, tmp_path: Path, monkeypatch, capsys) -> None:
+def test_images_that_are_not_there_get_one_line(parameter: str, says: str, tmp_path: Path, monkeypatch, capsys) -> None:
     monkeypatch.chdir(tmp_path)
-    assert main(["train", RESNET, "--strategy", "single", "--devices", "1xcpu", "--set", knob]) == 2
+    assert main(["train", RESNET, "--strategy", "single", "--devices", "1xcpu", "--set", parameter]) == 2
     assert says in capsys.readouterr().err
 
 

@@ -43,7 +43,7 @@ def cifar(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 
 def train_cifar(way: str, *knobs: str) -> int:
-    sets = [word for knob in knobs for word in ("--set", knob)]
+    sets = [word for parameter in knobs for word in ("--set", parameter)]
     return main(["train", CIFAR, "--strategy", way, "--devices", WAYS[way], "--batch-size", "32", *sets])
 
 
@@ -129,7 +129,7 @@ def test_files_that_are_not_right_get_one_line_and_nothing_is_made(spoil, says: 
 
 
 @pytest.mark.parametrize(
-    ("knob", "says"),
+    ("parameter", "says"),
     [
         ("data=nowhere", "there is no data_batch_1.bin in nowhere"),
         ("data=", "say where CIFAR-10 is, --set data=FOLDER"),
@@ -137,9 +137,9 @@ def test_files_that_are_not_right_get_one_line_and_nothing_is_made(spoil, says: 
         ("samples=4", "samples: 4 is too small"),
     ],
 )
-def test_wrong_knobs_get_one_line(knob: str, says: str, tmp_path, monkeypatch, capfd) -> None:
+def test_wrong_parameters_get_one_line(parameter: str, says: str, tmp_path, monkeypatch, capfd) -> None:
     monkeypatch.chdir(tmp_path)
-    assert train_cifar("single", knob) == 2
+    assert train_cifar("single", parameter) == 2
     lines = capfd.readouterr().err.strip().splitlines()
     assert len(lines) == 1 and says in lines[0], lines
 

@@ -519,7 +519,7 @@ def test_a_function_that_cant_be_sent_or_begun_is_said() -> None:
     ("wrong", "says"),
     [
         (lambda: lockstep.map(3, range(3)), "a function or a module is expected first, not an int"),
-        (lambda: lockstep.map(abs, 3), "items: an int can't be gone through"),
+        (lambda: lockstep.map(abs, 3), "items: an int can't be iterated"),
         (lambda: lockstep.map(abs, [1], batch_size=0), "batch_size: 0, a whole number of at least 1"),
         (lambda: lockstep.map(abs, [1], "2xcpu", reduce=(max, 1, 2)), "reduce: a function of two results, or a pair"),
         (lambda: lockstep.map(abs, [1], collate=list), "collate: it is for a module"),

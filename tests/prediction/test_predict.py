@@ -416,8 +416,8 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     (tmp_path / "a_job.py").write_text(textwrap.dedent(FILE))
     (tmp_path / "stopped").mkdir()
     (tmp_path / "stopped" / "config.json").write_text('{"file": "a_job.py", "set": {}, "settings": {}}')
-    knobs = {"run": {"width": 4}, "blind": {"eval": False}}
-    for name, values in knobs.items():
+    parameters = {"run": {"width": 4}, "blind": {"eval": False}}
+    for name, values in parameters.items():
         job = lockstep.jobfile.JobFile(str(tmp_path / "a_job.py"), values)
         train(job, folder=tmp_path / "runs", devices=1, quiet=True).folder.rename(tmp_path / name)
     return tmp_path

@@ -302,7 +302,7 @@ def test_a_training_that_is_stopped_in_its_first_epoch_is_saved_and_goes_on(
     found, out, err = stopped(tmp_path, words, how)
     assert found == code, (out, err)
     (run,) = tmp_path.glob("runs/*")
-    assert f"go on with --resume runs/{run.name}" in out.splitlines()[-1]
+    assert f"resume it with --resume runs/{run.name}" in out.splitlines()[-1]
     assert "stopping at the end of this step" in err and "Traceback" not in err
     state = checkpoint.load_state(run / "state.pt")
     assert state["epoch"] == 0 and 0 < state["position"] == state["step"] < 38
@@ -320,7 +320,7 @@ def test_under_torchrun_too_it_is_saved(tmp_path: Path) -> None:
     torchrun = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2", "-m", "lockstep"]
     _, out, err = stopped(tmp_path, [*torchrun, "train", "slow.py"], signal.SIGTERM)
     (run,) = tmp_path.glob("runs/*")
-    assert "go on with --resume" in out, (out, err)
+    assert "resume it with --resume" in out, (out, err)
     assert 0 < checkpoint.load_state(run / "state.pt")["step"] < 76
 
 

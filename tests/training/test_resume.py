@@ -44,7 +44,7 @@ def test_a_run_goes_on_as_it_went_with_its_settings_its_map_and_its_devices(tmp_
     run = train(job, resume=folder)
     said = capsys.readouterr().out
     assert ": pp on 2 devices (cpu:0, cpu:1)" in said and "in 3 micro-batches" in said
-    assert "goes on as" not in said and "stages: " not in said, "nothing is new, nothing was measured"
+    assert "resumes as" not in said and "stages: " not in said, "nothing is new, nothing was measured"
     assert config(folder) == {**before, "settings": {**before["settings"], "epochs": 2}, "resumed": ["pp"]}
     assert run.summary["epochs"] == 2
 
@@ -59,7 +59,7 @@ def test_the_command_that_is_told_nothing_goes_on_as_the_run_went(tmp_path: Path
         said = capfd.readouterr().out
         assert "digits: pp on 2 devices" in said and "in 2 micro-batches" in said and "note: was" not in said
     assert main(["train", "--resume", str(folder), "--strategy", "single", "--epochs", "5"]) == 0
-    assert "note: was pp on 2 CPU devices, goes on as single on 1 CPU device" in capfd.readouterr().out
+    assert "note: was pp on 2 CPU devices, resumes as single on 1 CPU device" in capfd.readouterr().out
     assert config(folder)["resumed"] == ["pp"] * 4
 
 
@@ -80,7 +80,7 @@ def test_a_run_on_another_number_of_devices_has_other_stages_and_says_so(tmp_pat
     folder = half(tmp_path, PP(MAP, 3))
     train(classify(epochs=2), devices="1xcpu", resume=folder)
     said = capsys.readouterr().out
-    assert "note: was pp on 2 CPU devices, goes on as pp on 1 CPU device" in said and "in 3 micro-batches" in said
+    assert "note: was pp on 2 CPU devices, resumes as pp on 1 CPU device" in said and "in 3 micro-batches" in said
     assert config(folder)["strategy_settings"]["device_map"] == {"": 0}
     train(classify(epochs=3), devices="2xcpu", resume=folder)
     assert "stages: " in capsys.readouterr().out
@@ -221,7 +221,7 @@ def test_another_optimizer_is_refused(own: Path) -> None:
     """Found by trial: Adam was given the state of SGD without a line."""
     run = train(JobFile("own.py"), epochs=1)
     (own / "own.py").write_text(FILE.replace("torch.optim.SGD(p, lr=0.1, momentum=0.9)", "torch.optim.Adam(p)"))
-    with pytest.raises(InputError, match="the saved optimizer is SGD, this one Adam: go on with that, or"):
+    with pytest.raises(InputError, match="the saved optimizer is SGD, this one Adam: resume with that one, or"):
         train(JobFile("own.py"), resume=run.folder, epochs=2)
 
 

@@ -61,7 +61,7 @@ def test_building_the_model_moves_no_random_stream(tmp_path: Path) -> None:
     assert torch.equal(before, torch.get_rng_state())
 
 
-def test_the_run_of_a_job_file_is_opened_with_its_knobs(tmp_path: Path) -> None:
+def test_the_run_of_a_job_file_is_opened_with_its_parameters(tmp_path: Path) -> None:
     path = tmp_path / "wide.py"
     path.write_text(textwrap.dedent(FILE))
     run = train(lockstep.jobfile.JobFile(str(path), {"width": "5"}), folder=tmp_path / "runs", quiet=True)

@@ -189,7 +189,7 @@ def _run(words: list[str]) -> int:
 
 def _parser() -> tuple[_Parser, dict[str, _Parser]]:
     parser = _Parser(
-        prog="lockstep", description="Train an ordinary PyTorch model on many devices, with the numbers of one."
+        prog="lockstep", description="Train an ordinary PyTorch model on many devices, with the results of one."
     )
     parser.set_defaults(command=None)
     parser.add_argument("--version", action="version", version=f"lockstep {lockstep.__version__}")
@@ -199,7 +199,7 @@ def _parser() -> tuple[_Parser, dict[str, _Parser]]:
         add(commands)
     for add in (add_partition, add_schedule, add_report, add_verify):
         add(commands)
-    devices = commands.add_parser("devices", help="what is here", allow_abbrev=False)
+    devices = commands.add_parser("devices", help="the available devices", allow_abbrev=False)
     devices.set_defaults(function=_devices)
     return parser, dict(commands.choices)
 

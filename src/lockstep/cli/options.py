@@ -1,4 +1,4 @@
-"""What several commands have among their options: a strategy and its devices, a job's settings and knobs.
+"""What several commands have among their options: a strategy and its devices, a job's settings and parameters.
 
 Nothing here imports torch at the top.
 """
@@ -73,9 +73,13 @@ def check_writable(option: str, file: str | None) -> None:
 
 
 def add_settings(parser: argparse.ArgumentParser) -> None:
-    """The settings of a job, and its own knobs: ``--batch-size 32 --set lr=0.1``."""
+    """The settings of a job, and the parameters of its own: ``--batch-size 32 --set lr=0.1``."""
     parser.add_argument(
-        "--set", action="append", default=[], metavar="KEY=VALUE", help="a knob of the job; may be repeated"
+        "--set",
+        action="append",
+        default=[],
+        metavar="KEY=VALUE",
+        help="a parameter of the job function; may be repeated",
     )
     group = parser.add_argument_group("settings of the job (these win over the file)")
     for name, what in SETTINGS.items():
@@ -94,26 +98,26 @@ def _given(options: argparse.Namespace, names: Sequence[str]) -> dict[str, Any]:
     return {name: getattr(options, name) for name in names if getattr(options, name) is not None}
 
 
-def knobs_in(options: argparse.Namespace) -> dict[str, str]:
-    """Those knobs that were given.
+def job_parameters_in(options: argparse.Namespace) -> dict[str, str]:
+    """Those parameters of the job that were given.
 
     Raises:
         InputError: one isn't ``key=value``.
     """
-    knobs = {}
+    parameters = {}
     for pair in options.set:
         key, equals, value = pair.partition("=")
         if not equals or not key:
             raise InputError(f"--set {pair}: write it as --set key=value")
-        knobs[key] = value
-    return knobs
+        parameters[key] = value
+    return parameters
 
 
 def job_in(options: argparse.Namespace) -> JobFile:
-    """The job file that was named, with its knobs and settings."""
+    """The job file that was named, with its parameters and settings."""
     from lockstep.jobfile import JobFile
 
-    return JobFile(options.job, knobs_in(options), settings_in(options))
+    return JobFile(options.job, job_parameters_in(options), settings_in(options))
 
 
 def add_placement(parser: argparse.ArgumentParser) -> None:

@@ -6,7 +6,15 @@ import argparse
 import os
 from typing import Any
 
-from lockstep.cli.options import add_placement, add_settings, job_in, knobs_in, settings_in, strategy_in, warm_up
+from lockstep.cli.options import (
+    add_placement,
+    add_settings,
+    job_in,
+    job_parameters_in,
+    settings_in,
+    strategy_in,
+    warm_up,
+)
 from lockstep.errors import InputError
 
 
@@ -18,7 +26,7 @@ def add_train(commands: Any) -> None:
     parser.add_argument(
         "--resume",
         metavar="RUN",
-        help="go on with the run in this folder: with its own strategy and devices, or any others",
+        help="resume the run in this folder, with its own strategy and devices, or any others",
     )
     parser.add_argument("--folder", default="runs", help="where the run's folder is made (default: runs)")
     parser.add_argument("--tensorboard", action="store_true", help="also write events for TensorBoard")
@@ -37,7 +45,7 @@ def _train(options: argparse.Namespace) -> int:
     if options.job is not None:
         job = job_in(options)
     else:
-        job = job_of(options.resume, knobs_in(options), settings_in(options))
+        job = job_of(options.resume, job_parameters_in(options), settings_in(options))
     train(
         job,
         strategy=strategy_in(options),
@@ -135,6 +143,6 @@ def _how(options: argparse.Namespace) -> dict[str, Any]:
         "devices": options.devices,
         "backend": options.backend,
         "best": options.best,
-        "knobs": knobs_in(options),
+        "job_parameters": job_parameters_in(options),
         **settings_in(options),
     }

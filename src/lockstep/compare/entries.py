@@ -65,8 +65,8 @@ class Way:
 
 
 def job_words(job: JobFile) -> list[str]:
-    """A job file and its knobs, as words of the command."""
-    return [job.path, *(word for name, value in job.knobs.items() for word in ("--set", f"{name}={value}"))]
+    """A job file and its parameters, as words of the command."""
+    return [job.path, *(word for name, value in job.parameters.items() for word in ("--set", f"{name}={value}"))]
 
 
 def option_words(values: Mapping[str, Any]) -> list[str]:
@@ -209,8 +209,8 @@ def _checked(sweep: Sweep, strategies: Sequence[str]) -> dict[str, list[Any]]:
                 raise InputError(f"sweep: {key} is a setting of {' and '.join(others)}, which is not compared here")
             every = sorted({"devices", *SETTINGS, *(key for name in strategies for key in STRATEGIES[name].choices())})
             raise InputError(
-                f'sweep: "{key}" is no setting of a job or of {", ".join(strategies)} (and a knob of the job is the '
-                f"same for all, by --set); {nearest(key, every)}"
+                f'sweep: "{key}" is no setting of a job or of {", ".join(strategies)} (and a parameter '
+                f"of the job function is the same for all, by --set); {nearest(key, every)}"
             )
         if not values:
             raise InputError(f"sweep: {key} has no values; write {key}=1,2,4")

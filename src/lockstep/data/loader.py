@@ -111,7 +111,7 @@ class AnyLoader(ABC):
 
         Raises:
             JobError: the person's order gives indices that don't exist, a sample isn't a pair, or a stream is empty.
-            JobError, RunError: ranks read different streams, or one can't be gone through a second time.
+            JobError, RunError: ranks read different streams, or one can't be iterated a second time.
             SampleError: a sample raised; its index is named.
         """
         batches = self._batches(epoch, start)

@@ -41,7 +41,7 @@ def resolve(source: Any, world: World, name: str = "train_data") -> Any:
     _refuse_loaders(source, name)
     if is_stream(source):
         if isinstance(source, GeneratorType):
-            raise JobError(f"{name}: a generator can be gone through only once: give the function that makes it")
+            raise JobError(f"{name}: a generator can be iterated only once: give the function that makes it")
         return source
     if not _is_map_style(source):
         raise JobError(f"{name}: {type(source).__name__} is no dataset: it needs __getitem__ and __len__, or __iter__")
@@ -172,7 +172,7 @@ def _inputs(sample: Any) -> Any:
 
 
 class Recalled:
-    """A stream that is made anew by a function each time it is gone through."""
+    """A stream that is made anew by a function each time it is iterated."""
 
     def __init__(self, function: Callable[[], Iterator[Any]]) -> None:
         self._function = function
@@ -183,7 +183,7 @@ class Recalled:
 
 
 def is_stream(source: Any) -> bool:
-    """Whether it can only be gone through."""
+    """Whether it can only be iterated."""
     return isinstance(source, IterableDataset) or (hasattr(source, "__iter__") and not _is_map_style(source))
 
 

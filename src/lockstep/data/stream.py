@@ -1,4 +1,4 @@
-"""Datasets that can only be gone through: every rank reads the one stream, and keeps its share of each global batch.
+"""Datasets that can only be iterated: every rank reads the one stream, and keeps its share of each global batch.
 
 Global batch k is samples k*B to (k+1)*B of the stream, and a sample's place in the stream is its number::
 
@@ -140,7 +140,7 @@ class Reader:
                 if not self._gave:
                     raise JobError(f"{self._name}: it is empty")
                 raise RunError(
-                    f"{self._name}: the stream has no samples left: it can be gone through only once; "
+                    f"{self._name}: the stream has no samples left: it can be iterated only once; "
                     "give a function that makes it anew (a generator function, say), or train with epochs=1"
                 )
             pairs = []

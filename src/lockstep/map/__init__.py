@@ -117,7 +117,7 @@ def map(
     try:
         drawn = iter(items)
     except TypeError:
-        raise InputError(f"items: {_a(items)} can't be gone through") from None
+        raise InputError(f"items: {_a(items)} can't be iterated") from None
     total = len(items) if isinstance(items, Sized) else None
     is_module = isinstance(fn, nn.Module)
     places = _places(devices, is_module)

@@ -68,7 +68,7 @@ def load_weights(path: Path) -> dict[str, Any]:
         if path.name == "best.safetensors" and path.with_name("model.safetensors").is_file():
             raise FolderError(f"{path}: there are no best weights, since the run had no evaluation set: leave best out")
         others = [name for name in ("best.safetensors", "state.pt") if path.with_name(name).is_file()]
-        what = "--best takes the best so far, --resume goes on" if others else "it finished no epoch"
+        what = "--best takes the best so far, --resume resumes the run" if others else "it finished no epoch"
         raise FolderError(f"{path}: there are no such weights, the run did not reach its end: {what}")
     try:
         with safe_open(path, framework="pt") as file:

@@ -154,7 +154,8 @@ def load_named_optimizer_state(optimizer: torch.optim.Optimizer, model: nn.Modul
     kind = type(optimizer).__name__
     if (before := saved.get("kind", kind)) != kind:
         raise InputError(
-            f"the saved optimizer is {before}, this one {kind}: go on with that, or begin a run with the saved weights"
+            f"the saved optimizer is {before}, this one {kind}: resume with that one, or start a run from the saved "
+            "weights"
         )
     names = _names_of(model)
     own = optimizer.state_dict()

@@ -54,7 +54,7 @@ def predict(
     best: bool = False,
     overwrite: bool = False,
     quiet: bool = False,
-    knobs: Mapping[str, Any] | None = None,
+    job_parameters: Mapping[str, Any] | None = None,
     **settings: Any,
 ) -> Any:
     """What a run's model gives for each sample of a dataset, in the dataset's order.
@@ -75,7 +75,7 @@ def predict(
         best: take the weights of the lowest evaluation loss.
         overwrite: replace ``out`` where it is there already.
         quiet: print nothing.
-        knobs: keyword arguments for the function of the run's job file, over those it was run with.
+        job_parameters: keyword arguments for the function of the run's job file, over those it was run with.
         settings: fields of the job to replace; ``batch_size`` is that of predicting.
 
     Returns:
@@ -86,7 +86,7 @@ def predict(
         InputError: something asked for can't be done; nothing was made.
         RunError: it failed on the way; nothing is left behind.
     """
-    job, weights = trained_of(run, best=best, knobs=knobs)
+    job, weights = trained_of(run, best=best, job_parameters=job_parameters)
     if "batch_size" in settings:
         settings.setdefault("eval_batch_size", settings["batch_size"])
     job = with_settings(job, settings)

@@ -214,7 +214,7 @@ class PP(Strategy):
             )
         if job.sync_batchnorm and self.num_microbatches(job) > 1:
             raise StrategyError(
-                f"{self.name}: sync_batchnorm would let no micro-batch go on before all have come to it: leave it out "
+                f"{self.name}: sync_batchnorm would make every micro-batch wait for all the others: leave it out "
                 "(BatchNorm then normalises each micro-batch, as single with accumulate does), or take mp"
             )
         if job.compile:

@@ -70,13 +70,13 @@ def _still_here(names: Sequence[str]) -> tuple[Device, ...]:
 
 
 def moved(before: Mapping[str, Any], strategy: str, devices: Sequence[str]) -> str:
-    """``was pp on 2 CPU devices, goes on as single on 1 CPU device``; "" where it goes on as it went.
+    """``was pp on 2 CPU devices, resumes as single on 1 CPU device``; "" where it resumes as it was.
 
     ``before`` is the run's ``config.json``.
     """
     if (before["strategy"], len(before["devices"])) == (strategy, len(devices)):
         return ""
-    return f"was {before['strategy']} on {_counted(before['devices'])}, goes on as {strategy} on {_counted(devices)}"
+    return f"was {before['strategy']} on {_counted(before['devices'])}, resumes as {strategy} on {_counted(devices)}"
 
 
 def _counted(devices: Sequence[str]) -> str:

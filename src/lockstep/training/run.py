@@ -72,29 +72,29 @@ class Run:
 
 
 def trained_of(
-    run: Run | str | Path, *, best: bool = False, knobs: Mapping[str, Any] | None = None
+    run: Run | str | Path, *, best: bool = False, job_parameters: Mapping[str, Any] | None = None
 ) -> tuple[Job | JobFile, Path]:
     """The job of a run, and the file of its weights.
 
     Args:
         run: a Run or the path of its folder.
         best: the weights of the lowest evaluation loss.
-        knobs: keyword arguments for the function of its job file, over those it was run with.
+        job_parameters: keyword arguments for the function of its job file, over those it was run with.
 
     Raises:
         FolderError: there is no such run, or its job was not a file.
     """
     folder = RunFolder(run.folder) if isinstance(run, Run) else RunFolder.existing(run)
     known = run.job if isinstance(run, Run) else None
-    if isinstance(known, JobFile) and knobs:
-        known = dataclasses.replace(known, knobs={**known.knobs, **knobs})
-    return known or job_of(folder.path, knobs), folder.best if best else folder.model
+    if isinstance(known, JobFile) and job_parameters:
+        known = dataclasses.replace(known, parameters={**known.parameters, **job_parameters})
+    return known or job_of(folder.path, job_parameters), folder.best if best else folder.model
 
 
 def job_of(
-    run: str | Path, knobs: Mapping[str, Any] | None = None, settings: Mapping[str, Any] | None = None
+    run: str | Path, parameters: Mapping[str, Any] | None = None, settings: Mapping[str, Any] | None = None
 ) -> JobFile:
-    """The job of a run, as it was run, with some knobs and settings replaced.
+    """The job of a run, as it was run, with some parameters and settings replaced.
 
     Raises:
         FolderError: there is no such run, or its job was not a file.
@@ -106,10 +106,10 @@ def job_of(
             f"{folder.path}: its job was not a file, so it can't be built again: "
             "in Python, give it with lockstep.Run.open(folder, job)"
         )
-    knobs, settings = knobs or {}, settings or {}
-    # A knob with a setting's name, given now, wins over that setting as it was.
+    parameters, settings = parameters or {}, settings or {}
+    # A parameter with a setting's name, given now, wins over that setting as it was.
     before, given = (
-        {name: value for name, value in config.get(key, {}).items() if name not in knobs}
+        {name: value for name, value in config.get(key, {}).items() if name not in parameters}
         for key in ("settings", "given")
     )
-    return JobFile(config["file"], {**config["set"], **knobs}, {**given, **settings}, before)
+    return JobFile(config["file"], {**config["set"], **parameters}, {**given, **settings}, before)

@@ -104,7 +104,7 @@ class Setup:
             "job": self.plan.name,
             "file": str(Path(given.path).resolve()) if given else None,
             "sources": sources(given.path) if given else {},
-            "set": dict(given.knobs) if given else {},
+            "set": dict(given.parameters) if given else {},
             "given": {n: settings[n] for n in given.settings if n in settings} if given else {},
             "settings": settings,
             "strategy": self.strategy.name,
@@ -136,7 +136,7 @@ class Setup:
             if told_of := moved(self.before, self.strategy.name, devices):
                 yield Line.note(told_of)
             if self.scheduler is not None and not any(group["lr"] for group in self.step.optimizer.param_groups):
-                yield Line.note("the learning rate is 0: the scheduler goes on as it was saved, at its end")
+                yield Line.note("the learning rate is 0: the scheduler resumes as it was saved, at its end")
         notes = [
             note_on_threads(world.device),
             note_on_workers(job.loader_workers, world.local_size),

@@ -77,7 +77,7 @@ class _PairedRun:
         self.reach = 0.0
         if not world.is_first:
             return
-        # Made once: it may be large. (A stream may be one that can't be gone through by two at a time.)
+        # Made once: it may be large. (A stream may be one that can't be iterated by two at a time.)
         data = job.train_data if is_stream(self.ours.data) else self.ours.data
         with self._alone():
             job = job.replace(accumulate=experiment.parts, train_data=data)
