@@ -78,6 +78,21 @@ class Remembering(nn.Module):
         return self.body(x) * (1 + 0.1 * self.calls)
 
 
+class Averaging(nn.Module):
+    """Keeps the mean of its inputs in an attribute, for evaluation, and the last inputs, for nothing."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.body, self.mean, self.last = mlp(), torch.zeros(6), None
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        self.last = x.detach()
+        if self.training:
+            self.mean = 0.9 * self.mean + 0.1 * x.mean(dim=0)
+            return self.body(x)
+        return self.body(x - self.mean)
+
+
 class MixingInEvaluation(nn.Module):
     def __init__(self) -> None:
         super().__init__()
@@ -107,6 +122,8 @@ def dropping() -> nn.Module:
         ({"loss": Warming()}, DP, "remembers something from call to call"),
         ({"loss": Warming()}, ACCUMULATE, "remembers something from call to call"),
         ({"model": Remembering}, ACCUMULATE, "each micro-batch changes it, not each batch"),
+        ({"model": Averaging}, DP, 'forward writes attribute "mean" from its local batch: each replica has its own'),
+        ({"model": Averaging}, ACCUMULATE, 'forward writes attribute "mean" from the samples of each micro-batch'),
         ({"model": MixingInEvaluation}, DP, "outputs depend on other samples of the batch"),
         ({"model": normed}, ACCUMULATE, "BatchNorm normalizes over each micro-batch"),
         ({"model": dropping}, ACCUMULATE, "dropout masks differ from single-device training"),
@@ -116,7 +133,9 @@ def dropping() -> nn.Module:
 )
 def test_it_is_said(changes: Any, way: Any, says: str, tmp_path: Path, capsys: Any) -> None:
     train(dataclasses.replace(ZOO["mlp"], **changes), **way, folder=tmp_path)
-    assert says in capsys.readouterr().out
+    said = capsys.readouterr().out
+    assert says in said
+    assert '"last"' not in said
 
 
 class Fading(nn.Module):

@@ -20,6 +20,7 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 from lockstep.errors import JobError, nearest
+from lockstep.model.inspection.attributes import plain_attributes
 from lockstep.tensors.seeding import other_states, set_other_states
 
 
@@ -125,7 +126,7 @@ class _Start:
     """What a block began its first run with: buffers, attributes, and states of Python's and numpy's random numbers."""
 
     def __init__(self, block: nn.Module) -> None:
-        self._attributes = [(vars(module), _plain_attributes(module)) for module in block.modules()]
+        self._attributes = [(vars(module), plain_attributes(module)) for module in block.modules()]
         self._places = [(m, name) for m in block.modules() for name, b in m._buffers.items() if b is not None]
         self._then = [self._value(place).clone() for place in self._places]
         self._drawn = other_states()
@@ -154,7 +155,3 @@ class _Start:
                 held.update(its)
             for (module, name), value in zip(self._places, now, strict=True):
                 module._buffers[name] = value
-
-
-def _plain_attributes(module: nn.Module) -> dict[str, Any]:
-    return {name: value for name, value in vars(module).items() if isinstance(value, int | float | torch.Tensor)}

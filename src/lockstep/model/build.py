@@ -191,15 +191,6 @@ def differing_tensors(named: Iterable[tuple[str, torch.Tensor]], world: World) -
     return next(names)
 
 
-def hooked_parameters(model: nn.Module) -> list[str]:
-    """The names of parameters with a hook on their gradient, of either kind."""
-    return [
-        name
-        for name, p in model.named_parameters()
-        if p._backward_hooks or getattr(p, "_post_accumulate_grad_hooks", None)
-    ]
-
-
 def buffers_of(model: nn.Module) -> list[tuple[nn.Module, str]]:
     """Where each buffer of the model is kept: its module and its name there."""
     return [(module, name) for module in model.modules() for name, b in module._buffers.items() if b is not None]

@@ -30,6 +30,11 @@ def layer_error(model: nn.Module, error: Exception) -> JobError | None:
         if frame.f_code.co_name == "_call_impl" and isinstance(module, nn.Module):
             called = module, (frame.f_locals.get("args", ()), frame.f_locals.get("kwargs", {}))
         trace = trace.tb_next
+    if called is not None and is_of_one_sample(error) and not called[0].training:
+        return JobError(
+            "evaluation: BatchNorm without running statistics was given one sample only: choose an eval_batch_size "
+            "that leaves no local batch of one sample"
+        )
     if called is None or is_out_of_memory(error) or is_of_one_sample(error):
         return None  # (the step says what BatchNorm needs)
     layer, given = called

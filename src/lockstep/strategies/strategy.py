@@ -17,8 +17,8 @@ from lockstep.job import Job
 from lockstep.launch.events import Caveat
 from lockstep.launch.layout import Layout
 from lockstep.launch.world import World
-from lockstep.model.build import hooked_parameters
 from lockstep.model.inspection import drops
+from lockstep.model.inspection.nonlinear import hooked_parameters
 from lockstep.strategies.step import Step
 
 DRAWS = Caveat("dropout", "dropout masks differ from single-device training; they are reproducible")

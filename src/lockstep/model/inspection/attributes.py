@@ -70,6 +70,11 @@ def set_attributes(model: nn.Module, values: Mapping[str, Any]) -> None:
         setattr(module, own, value)
 
 
+def plain_attributes(module: nn.Module) -> dict[str, Any]:
+    """Those of a module's own that are numbers or tensors: they are replaced, seldom written in place."""
+    return {name: value for name, value in vars(module).items() if isinstance(value, int | float | torch.Tensor)}
+
+
 def is_plain(value: Any) -> bool:
     """Whether it is a number, a text, a switch, or a list, tuple or dictionary of some."""
     if isinstance(value, dict):

@@ -21,6 +21,7 @@ class Seen:
         remembers: whether there is state that is neither parameter nor buffer.
         written: names of the buffers that forward writes.
         follows: names of those that depend on the share.
+        collects: names of attributes of modules that forward makes of what they were and of the share.
         draws: whether layers other than dropout draw random numbers.
         draws_elsewhere: whether they come from Python's or numpy's generator.
         seeds: whether it seeds PyTorch's generator.
@@ -38,6 +39,7 @@ class Seen:
     remembers: bool = False
     written: tuple[str, ...] = ()
     follows: tuple[str, ...] = ()
+    collects: tuple[str, ...] = ()
     draws: bool = False
     draws_elsewhere: bool = False
     seeds: bool = False
@@ -101,6 +103,10 @@ class Seen:
         if self.draws and not with_dropout:
             text = "the model draws random numbers in forward, which differ from single-device training; they are"
             yield Caveat("drawing", f"{text} reproducible")
+        for name in self.collects:
+            yield Caveat(
+                "state", f'forward writes attribute "{name}" from the samples of each micro-batch, not of a batch'
+            )
         for name in () if self.remembers else self.changes:
             yield Caveat("state", f'forward changes "{name}", which is outside of the model, once per micro-batch')
         if self.remembers:
@@ -162,6 +168,9 @@ class Seen:
         for name in self.follows:
             text = f'buffer "{name}" depends on the local batch: all replicas follow the first, one device would not'
             yield Caveat("buffer", text)
+        for name in self.collects:
+            text = f'forward writes attribute "{name}" from its local batch: each replica has its own'
+            yield Caveat("state", text, "make it a buffer")
         if self.remembers:
             text = (
                 "the model remembers something that is neither parameter nor buffer (the same inputs give other "

@@ -7,7 +7,7 @@ through two parts of it, each time from the same buffers:
 - outputs of the whole that are not those of its parts say that samples act on one another (a statistic over the batch),
 - outputs without a row for each sample (a loss of the model's own) may be sums over samples, means, or neither,
 - the same inputs giving other outputs the second time, that the model remembers something outside of its buffers,
-- buffers that end otherwise after a part than after the whole, that they depend on the share,
+- buffers and attributes that end otherwise after a part than after the whole, that they depend on the share,
 - gradients of the whole that are not the sum of those of its parts, that backward depends on the share (a hook, an
   autograd function),
 - parameters that have changed, or are frozen, that the model does so itself,
@@ -31,6 +31,7 @@ from torch.nn import functional as F
 from torch.overrides import TorchFunctionMode
 
 from lockstep.errors import StrategyError, told
+from lockstep.model.inspection.attributes import attribute_prints, plain_attributes
 from lockstep.model.inspection.findings import Seen
 from lockstep.model.inspection.outside_variables import OutsideVariables
 from lockstep.tensors.digest import digest
@@ -166,6 +167,7 @@ def _see(
     inputs, targets = batch
     first = samples // 2
     begin = {name: b.clone() for name, b in model.named_buffers()}
+    attributes = [(vars(module), plain_attributes(module)) for module in model.modules()]
     parameters = {name: digest(p) for name, p in model.named_parameters()}
     trained = {name for name, p in model.named_parameters() if p.requires_grad}
 
@@ -187,6 +189,7 @@ def _see(
     prints = outside.prints()
     with noted_seeding() as seeds:
         whole = run(0, samples)
+    written = attribute_prints(model)
     seen.changes = tuple(name for name, was in outside.prints().items() if prints.get(name) != was)
     seen.passes_on = next((name for name in seen.changes if outside.holds_tensors(name)), None)
     seen.seeds = bool(seeds)
@@ -204,7 +207,13 @@ def _see(
     )
     # At once, and always: parts in between may bring a memory back to where it was.
     seen.remembers = _differ(_rows(whole, samples), _rows(run(0, samples), samples))
+    twice = attribute_prints(model)
+    for held, then in attributes:
+        held.update(then)
     head = run(0, first)
+    if not seen.remembers:  # Not what is only kept of the last samples.
+        of_head = attribute_prints(model)
+        seen.collects = tuple(n for n, its in written.items() if twice.get(n) != its != of_head.get(n))
     seen.follows = tuple(name for name, b in acting_buffers(model).items() if digest(b) != of_whole.get(name))
     if not seen.remembers and not seen.follows:
         tail = run(first, samples - first)

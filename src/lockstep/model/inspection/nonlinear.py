@@ -13,7 +13,6 @@ from torch import nn
 from torch.autograd.function import BackwardCFunction
 from torch.overrides import TorchFunctionMode
 
-from lockstep.model.build import hooked_parameters
 from lockstep.tensors.pytree import graph_nodes
 
 
@@ -31,6 +30,15 @@ class NoticedHooks(TorchFunctionMode):
     ) -> Any:
         self.found |= func is torch.Tensor.register_hook
         return func(*args, **(kwargs or {}))
+
+
+def hooked_parameters(model: nn.Module) -> list[str]:
+    """The names of parameters with a hook on their gradient, of either kind."""
+    return [
+        name
+        for name, p in model.named_parameters()
+        if p._backward_hooks or getattr(p, "_post_accumulate_grad_hooks", None)
+    ]
 
 
 def may_be_nonlinear(model: nn.Module, total: torch.Tensor, hooks: NoticedHooks) -> bool:
