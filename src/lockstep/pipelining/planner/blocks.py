@@ -26,26 +26,16 @@ _LARGE = 0.125
 
 @dataclass(frozen=True)
 class Block:
-    """A part of a model that stays whole: a module.
-
-    Attributes:
-        forward: seconds, of the batch it was measured with, or what is estimated to be in proportion to them; so is
-            ``backward``.
-        parameters: bytes of its parameters and buffers.
-        trained: bytes of those that get a gradient.
-        activations: bytes that it keeps for backward, of that batch.
-        crossing: bytes that go on to later blocks if the model is cut behind it, of that batch.
-        calls: how often forward calls it.
-    """
+    """A part of a model that stays whole: a module. Activations and what crosses are those of a batch."""
 
     name: str
-    forward: float = 0.0
+    forward: float = 0.0  # seconds, or what is estimated to be in proportion to them
     backward: float = 0.0
-    parameters: int = 0
-    trained: int = 0
-    activations: int = 0
-    crossing: int = 0
-    calls: int = 1
+    parameters: int = 0  # bytes of its parameters and buffers
+    trained: int = 0  # bytes of those that get a gradient
+    activations: int = 0  # bytes that it keeps for backward
+    crossing: int = 0  # bytes that go on to later blocks if the model is cut behind it
+    calls: int = 1  # how often forward calls it
 
     @property
     def time(self) -> float:
@@ -55,19 +45,12 @@ class Block:
 
 @dataclass(frozen=True)
 class Look:
-    """The blocks of a model, in the order in which forward comes to them.
-
-    Attributes:
-        blocks: with their costs.
-        loose: by parameter or buffer that belongs to no block, the place of the first block that uses it.
-        fake: whether the forward was followed without running.
-        measured: whether times were measured, or estimated.
-    """
+    """The blocks of a model with their costs, in the order in which forward comes to them."""
 
     blocks: tuple[Block, ...]
-    loose: dict[str, int]
-    fake: bool
-    measured: bool = False
+    loose: dict[str, int]  # by parameter or buffer that belongs to no block, the place of the first block that uses it
+    fake: bool  # whether the forward was followed without running
+    measured: bool = False  # whether times were measured, or estimated
 
 
 def blocks_of(model: nn.Module, seen: Trace) -> Look:

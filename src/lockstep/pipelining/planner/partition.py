@@ -41,17 +41,12 @@ SLACK = 0.01
 
 @dataclass(frozen=True, kw_only=True)
 class Stage(Block):
-    """A run of blocks on a device, and what they cost together.
-
-    Attributes:
-        need: bytes: parameters, their gradients, the optimizer's state, the activations of the micro-batches it holds.
-        capacity: bytes of the device; None where that isn't known.
-    """
+    """A run of blocks on a device, and what they cost together."""
 
     device: Device
     blocks: tuple[Block, ...]
-    need: float
-    capacity: float | None
+    need: float  # bytes: weights, their gradients, the optimizer's state, activations of the micro-batches it holds
+    capacity: float | None  # bytes of the device; None where that isn't known
 
 
 @dataclass(frozen=True)

@@ -44,32 +44,21 @@ _TRIALS = 3
 
 @dataclass(frozen=True)
 class Costs:
-    """What one stage costs: seconds by the samples of a micro-batch, for two sizes or more.
+    """What one stage costs."""
 
-    Attributes:
-        kept: bytes that a sample leaves for backward.
-        fixed: bytes that are there always: parameters, gradients, the optimizer's state.
-    """
-
-    forward: Mapping[int, float]
+    forward: Mapping[int, float]  # seconds by the samples of a micro-batch, for two sizes or more
     backward: Mapping[int, float]
-    kept: float = 0.0
-    fixed: float = 0.0
+    kept: float = 0.0  # bytes that a sample leaves for backward
+    fixed: float = 0.0  # bytes that are there always: parameters, gradients, the optimizer's state
 
 
 @dataclass(frozen=True)
 class Plan:
-    """A way to lay the model over the devices.
+    """A way to lay the model over the devices."""
 
-    Attributes:
-        places: for each stage the device that holds it.
-        costs: of each stage.
-        turn: seconds that each turn of a stage takes beyond its costs, where micro-batches overlap.
-    """
-
-    places: tuple[int, ...]
+    places: tuple[int, ...]  # for each stage the device that holds it
     costs: tuple[Costs, ...]
-    turn: float = 0.0
+    turn: float = 0.0  # seconds that each turn of a stage takes beyond its costs, where micro-batches overlap
 
     @property
     def devices(self) -> int:
@@ -88,22 +77,16 @@ class Plan:
 
 @dataclass(frozen=True)
 class Candidate:
-    """One schedule with one number of micro-batches, simulated.
-
-    Attributes:
-        peak: bytes that each device holds at most.
-        filled: those, as shares of what each device has; 0 where memory isn't looked at.
-        cutting: how many times the work of the whole batch its micro-batches take together, with what turns cost.
-    """
+    """One schedule with one number of micro-batches, simulated."""
 
     plan: Plan
     schedule: str
     microbatches: int
     order: Schedule
     timeline: Timeline
-    peak: tuple[float, ...]
-    filled: tuple[float, ...]
-    cutting: float
+    peak: tuple[float, ...]  # bytes that each device holds at most
+    filled: tuple[float, ...]  # those, as shares of what each device has; 0 where memory isn't looked at
+    cutting: float  # how many times the work of the whole batch its micro-batches take together, with what turns cost
 
     @property
     def fits(self) -> bool:

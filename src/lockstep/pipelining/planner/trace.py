@@ -34,21 +34,13 @@ _RATES = {"cpu": (4e10, 8e9), "cuda": (5e13, 1.5e12)}
 
 @dataclass
 class Segment:
-    """What forward does from the begin of a module to the begin of the next.
+    """What forward does from the begin of a module to the begin of the next."""
 
-    Attributes:
-        name: of the module; "" before the first.
-        has_gradient: whether anything that the module takes depends on a parameter.
-        seconds: an estimate: what is slower, computing or moving bytes.
-        kept: bytes that are kept for backward, and were not before.
-        storages: those that are read or written, each under a number of its own.
-    """
-
-    name: str
-    has_gradient: bool = False
-    seconds: float = 0.0
-    kept: int = 0
-    storages: set[int] = field(default_factory=set)
+    name: str  # of the module; "" before the first
+    has_gradient: bool = False  # whether anything that the module takes depends on a parameter
+    seconds: float = 0.0  # an estimate: what is slower, computing or moving bytes
+    kept: int = 0  # bytes that are kept for backward, and were not before
+    storages: set[int] = field(default_factory=set)  # those that are read or written, each under a number of its own
 
 
 def trace(model: nn.Module, inputs: Any, forward: Callable[[Any], Any] | None = None, kind: str = "cpu") -> Trace:
@@ -112,28 +104,20 @@ def watched(
 
 
 class Trace(TorchDispatchMode):  # type: ignore[no-untyped-call]
-    """One forward: adds what every operator does to the segment in which it comes.
-
-    Attributes:
-        segments: in order.
-        seconds: by module what it takes, with all that it calls.
-        calls: by module how often it is called.
-        sizes: bytes of the storages of the inputs, and of those that are written.
-        state: by storage the names of the parameters and buffers in it.
-        fake: whether it was followed without running.
-    """
+    """One forward: adds what every operator does to the segment in which it comes."""
 
     def __init__(self, model: nn.Module, inputs: Any, kind: str, fake: bool) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self._rates = _RATES.get(kind, _RATES["cuda"])
         self._held: dict[int, Any] = {}
         self._open: list[str] = []
-        self.fake = fake
-        self.seconds: dict[str, float] = {}
-        self.calls: Counter[str] = Counter()
+        self.fake = fake  # whether it was followed without running
+        self.seconds: dict[str, float] = {}  # by module what it takes, with all that it calls
+        self.calls: Counter[str] = Counter()  # by module how often it is called
+        # Bytes of the storages of the inputs, and of those that are written.
         self.sizes = {self._number(t): bytes_of([t]) for t in tensors(inputs)}
         self.segments = [Segment("", storages=set(self.sizes))]
-        self.state: dict[int, list[str]] = {}
+        self.state: dict[int, list[str]] = {}  # by storage the names of the parameters and buffers in it
         for named in (model.named_parameters(remove_duplicate=False), model.named_buffers(remove_duplicate=False)):
             for name, tensor in named:
                 self.state.setdefault(self._number(tensor), []).append(name)
