@@ -32,7 +32,7 @@ from lockstep.model.build import build_model
 from lockstep.model.inspection import drops
 from lockstep.model.optimizer import build_optimizer
 from lockstep.pipelining.device_map import stage_of
-from lockstep.pipelining.planner.partition import Partition, capacities, even_split, found_for
+from lockstep.pipelining.planner.partition import capacities, even_split, found_for
 from lockstep.pipelining.planner.plan import NUMBERS, planned
 from lockstep.pipelining.planner.simulate import fitted
 from lockstep.pipelining.runner import Runner
@@ -139,9 +139,11 @@ class PP(Strategy):
             return way
         capacity = _memory_of(world)
         number = way.num_microbatches(job) // job.accumulate
+        chunks = way.chunks_on(len(world.devices))
+        is_open = way.chunks is None and way.device_map is None and way.schedule in ("auto", "fitted")
         choice = None
         try:
-            if not choosing and way.chunks_on(len(world.devices)) == 1:
+            if not choosing and chunks == 1:
                 cut = job.replace(accumulate=way.num_microbatches(job))
                 found = found_for(cut, world.devices, _order_of(way, len(world.devices))(number), capacity)
             else:
@@ -151,7 +153,7 @@ class PP(Strategy):
                     device_map=way.device_map,
                     schedules=None if way.schedule == "auto" else [way.schedule],
                     microbatches=NUMBERS if way.microbatches == "auto" else [number],
-                    chunks=way._chunks_to_try(len(world.devices)),
+                    chunks=(1, 2) if is_open else (chunks,),
                     capacity=capacity,
                 )
         except Exception as error:
@@ -161,7 +163,10 @@ class PP(Strategy):
             if not isinstance(error, TooFewLayers):
                 world.tell(Line(f"looking at a forward raised {told(error)}: stages by their parameters", "plan"))
             return way
-        world.tell(Line(_stages_in_words(found), "plan"))
+        whole = sum(stage.time for stage in found.stages) or 1.0
+        stages = " | ".join(f"{stage.name} ({100 * stage.time / whole:.0f} %)" for stage in found.stages)
+        how = "measured" if found.measured else "estimated"
+        world.tell(Line(f"stages: {stages} of the time, {how}", "plan"))
         if choice is None:
             return replace(way, device_map=found.device_map)
         best = choice.best
@@ -185,16 +190,11 @@ class PP(Strategy):
             way = replace(way, schedule=before.get("schedule", "auto"), chunks=before.get("chunks"))
         device_map = before.get("device_map")
         if way.device_map is None and device_map is not None:
-            stages = 1 + max(device_map.values())
-            if stages == devices * replace(way, device_map=device_map).chunks_on(devices):
-                times = before.get("times")
-                way = replace(way, device_map=device_map, times=tuple(map(tuple, times)) if times else None)
+            times = before.get("times")
+            there = replace(way, device_map=device_map, times=tuple(map(tuple, times)) if times else None)
+            if 1 + max(device_map.values()) == devices * there.chunks_on(devices):
+                return there
         return way
-
-    def _chunks_to_try(self, devices: int) -> tuple[int, ...]:
-        if self.chunks is not None or self.device_map is not None or self.schedule == "interleaved":
-            return (self.chunks_on(devices),)
-        return (1,) if self.schedule in ("1f1b", "gpipe") else (1, 2)
 
     def layout(self, devices: int) -> Layout:
         """Layers for each device, all in one process."""
@@ -235,9 +235,8 @@ class PP(Strategy):
         places = [stage % len(world.devices) for stage in range(stages)]
         layers = Layers(model, found, [world.devices[place] for place in places])
         runner = Runner(model, world, _order_of(self, len(world.devices)), places)
-        return StagedStep(
-            model, build_optimizer(job, model), job, world, layers, runner, self.num_microbatches(job) // job.accumulate
-        )
+        cut = job.replace(accumulate=self.num_microbatches(job))
+        return StagedStep(model, build_optimizer(job, model), cut, world, layers, runner)
 
     def caveats(self, job: Job, model: nn.Module, replicas: int) -> list[Caveat]:
         """What micro-batches change, and fewer samples than there are micro-batches."""
@@ -246,8 +245,7 @@ class PP(Strategy):
         if job.batch_size < parts:
             text = f"batches of {job.batch_size} samples are {job.batch_size} micro-batches, not {parts}"
             found.append(Caveat("few samples", text))
-        several = len({p.device for p in model.parameters()}) > 1
-        if several and any(map(drops, model.modules())):
+        if len({p.device for p in model.parameters()}) > 1 and any(map(drops, model.modules())):
             found.append(DRAWS)
         return found
 
@@ -291,10 +289,3 @@ def _memory_of(world: World) -> list[float] | None:
     """Bytes that a stage may take on each device; slots share what the machine has."""
     each = capacities(world.devices, None)
     return [sum(each)] * len(each) if each is not None and world.device.is_slot else each
-
-
-def _stages_in_words(found: Partition) -> str:
-    """``stages: conv1 to layer2.3 (51 %) | layer3.0 to fc (49 %), measured``."""
-    whole = sum(stage.time for stage in found.stages) or 1.0
-    runs = [f"{stage.name} ({100 * stage.time / whole:.0f} %)" for stage in found.stages]
-    return f"stages: {' | '.join(runs)} of the time, {'measured' if found.measured else 'estimated'}"

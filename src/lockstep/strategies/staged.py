@@ -42,9 +42,8 @@ class StagedStep(Step):
         world: World,
         layers: Layers,
         runner: Runner,
-        microbatches: int,
     ) -> None:
-        super().__init__(model, optimizer, job.replace(accumulate=job.accumulate * microbatches), world)
+        super().__init__(model, optimizer, job, world)
         self._layers = layers
         self.runner = runner
         self._is_small = world.device.is_slot and sum(p.numel() for p in self._parameters) <= _FEW

@@ -41,12 +41,7 @@ from lockstep.threads.random_streams import stream
 
 
 class Bench:
-    """A model with all that a step of it needs, and the job's first micro-batch.
-
-    Args:
-        job: whose settings count.
-        world: with the one device.
-    """
+    """A model on one device with all that a step of it needs, and the job's first micro-batch."""
 
     def __init__(self, job: Job, world: World) -> None:
         job = job.replace(loader_workers=0)
@@ -188,11 +183,11 @@ def measured(
     Args:
         model: on the device, in the mode in which it trains.
         blocks: as a look at the forward found them.
-        total: one forward and the loss, a scalar.
+        total: one forward and the loss.
         device: the model's.
         adds: whether backward adds to gradients that are there, as it does for every micro-batch but a batch's first.
         seconds: how long to go on, after one round that doesn't count.
-        rounds: how many rounds there are at least.
+        rounds: how many there are at least.
     """
     names = [block.name for block in blocks]
     taken: list[dict[tuple[str, str], float]] = []
@@ -204,14 +199,8 @@ def measured(
             if not adds:
                 model.zero_grad()
             taken.append(_round(model, names, total, device))
-    return tuple(
-        replace(
-            block,
-            forward=statistics.median(one["F", block.name] for one in taken),
-            backward=statistics.median(one["B", block.name] for one in taken),
-        )
-        for block in blocks
-    )
+    usual = {key: statistics.median(one[key] for one in taken) for key in taken[0]}
+    return tuple(replace(one, forward=usual["F", one.name], backward=usual["B", one.name]) for one in blocks)
 
 
 def _round(

@@ -206,14 +206,14 @@ def divided(
     held: Mapping[int, float] | None = None,
     notes: Sequence[str] = (),
 ) -> Partition:
-    """The best run of blocks for each stage, or those that a device map says.
+    """The best run of blocks for each stage, or those that a device map says, which need not follow one another.
 
     Args:
         bench: whose blocks they are.
-        look: the blocks with their costs.
-        samples: of the micro-batch that these are costs of.
+        look: the blocks, with their costs for a micro-batch of so many samples.
+        samples: of it.
         devices: of each stage.
-        given: the stage of each layer, where that is known; the blocks of a stage need not follow one another then.
+        given: the stage of each layer, where that is known.
         capacity: bytes that each stage may take; None doesn't look at memory.
         held: by stage, how many micro-batches it holds; None is one.
         notes: what a person should know of the look.

@@ -1,8 +1,8 @@
 """The reader of schedules: when each action begins and ends, how much waiting that leaves, what is held meanwhile.
 
 The rules are few. A device does its actions in order, one at a time. A forward waits for the forward of the stage
-before it, a backward for the backward of the stage behind it and for its own forward. What goes from device to device
-may take a time, in which both compute on. So::
+before it, a backward for the backward of the stage behind it, at the last stage for its own forward. What goes from
+device to device may take a time, in which both compute on. So::
 
     a stage's forward of micro-batch m    0F0 -> 1F0 -> 2F0
     its backward                          0B0 <- 1B0 <- 2B0
@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import itertools
 import statistics
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from typing import Literal
 
 from lockstep.errors import StrategyError
@@ -43,12 +43,10 @@ def simulate(schedule: Schedule, forward: Times = 1.0, backward: Times = 1.0, tr
 
     def ready(action: Action) -> float | None:
         """When what the action needs is on its device; None while that isn't known."""
-        moment = 0.0
-        for need in needs(action, last):
-            if need not in ended:
-                return None
-            moment = max(moment, ended[need] + (transfer if place[need.stage] != place[action.stage] else 0.0))
-        return moment
+        need = _before(action, last)
+        if need is None or need not in ended:
+            return 0.0 if need is None else None
+        return ended[need] + (transfer if place[need.stage] != place[action.stage] else 0.0)
 
     left = sum(map(len, schedule))
     while left:
@@ -57,11 +55,16 @@ def simulate(schedule: Schedule, forward: Times = 1.0, backward: Times = 1.0, tr
             mine = spans[device]
             while len(mine) < len(order) and (moment := ready(action := order[len(mine)])) is not None:
                 start = max(moment, mine[-1].end if mine else 0.0)
-                ended[action] = start + time_of(action, forward if action.kind == "F" else backward)
+                ended[action] = start + _time_of(action, forward if action.kind == "F" else backward)
                 mine.append(Span(action, start, ended[action]))
                 left -= 1
         if left == before:
-            raise StrategyError(f"schedule: {_stuck(schedule, spans, ended, last)}")
+            waits = [
+                f"device {device} waits with {order[len(mine)]} for {_before(order[len(mine)], last)}"
+                for device, (order, mine) in enumerate(zip(schedule, spans, strict=True))
+                if len(mine) < len(order)
+            ]
+            raise StrategyError(f"schedule: the devices wait for each other for ever: {', '.join(waits)}")
     return Timeline(tuple(map(tuple, spans)))
 
 
@@ -118,7 +121,7 @@ def fitted(
             return i >= len(places) or microbatch - begun[len(route) - 1 - i] < most
 
         def seconds(i: int, microbatch: int) -> float:
-            return time_of(actions[i][microbatch], forward if i < len(places) else backward)
+            return _time_of(actions[i][microbatch], forward if i < len(places) else backward)
 
         orders = greedy(route, places, microbatches, seconds, may, first=first, transfer=transfer)
         return [[actions[i][m] for i, m in order] for order in orders]
@@ -127,16 +130,15 @@ def fitted(
     return min(tries, key=lambda schedule: round(simulate(schedule, forward, backward, transfer).makespan, 9))
 
 
-def needs(action: Action, last: int) -> list[Action]:
+def _before(action: Action, last: int) -> Action | None:
     """What has to be done before an action, ``last`` being the last stage."""
     stage, kind, microbatch = action
     if kind == "F":
-        return [Action(stage - 1, "F", microbatch)] if stage else []
-    behind = [Action(stage + 1, "B", microbatch)] if stage < last else []
-    return [Action(stage, "F", microbatch), *behind]
+        return Action(stage - 1, "F", microbatch) if stage else None
+    return Action(stage + 1, "B", microbatch) if stage < last else Action(stage, "F", microbatch)
 
 
-def time_of(action: Action, times: Times) -> float:
+def _time_of(action: Action, times: Times) -> float:
     """How long an action takes."""
     if isinstance(times, int | float):
         return times
@@ -162,13 +164,3 @@ def _check_actions(schedule: Schedule) -> None:
     for action in itertools.starmap(Action, itertools.product(sorted(stages), "FB", range(microbatches))):
         if action not in seen:
             raise StrategyError(f"schedule: {action} is missing")
-
-
-def _stuck(schedule: Schedule, spans: Sequence[Sequence[Span]], ended: Mapping[Action, float], last: int) -> str:
-    waiting = []
-    for device, (order, mine) in enumerate(zip(schedule, spans, strict=True)):
-        if len(mine) < len(order):
-            action = order[len(mine)]
-            need = next(need for need in needs(action, last) if need not in ended)
-            waiting.append(f"device {device} waits with {action} for {need}")
-    return f"the devices wait for each other for ever: {', '.join(waiting)}"
