@@ -63,7 +63,6 @@ def gpipe(stages: int, microbatches: int) -> Schedule:
 
     Huang et al., GPipe, 2019, https://arxiv.org/abs/1811.06965
     """
-    _checked(stages, microbatches)
     return by_stage(range(stages), microbatches)
 
 
@@ -80,14 +79,7 @@ def one_f_one_b(stages: int, microbatches: int) -> Schedule:
     As long as GPipe's where all stages take equally long, but stage s holds at most ``stages - s`` micro-batches.
     Narayanan et al., PipeDream, 2019, https://arxiv.org/abs/1806.03377
     """
-    _checked(stages, microbatches)
-    every = range(microbatches)
-    return [
-        _alternating(
-            [Action(s, "F", m) for m in every], [Action(s, "B", m) for m in every], min(stages - s - 1, microbatches)
-        )
-        for s in range(stages)
-    ]
+    return interleaved(stages, microbatches, chunks=1)
 
 
 def interleaved(devices: int, microbatches: int, chunks: int = 2) -> Schedule:
@@ -116,9 +108,11 @@ def interleaved(devices: int, microbatches: int, chunks: int = 2) -> Schedule:
         mine = [chunk * devices + device for chunk in range(chunks)]
         forwards = [Action(s, "F", m) for group in groups for s in mine for m in group]
         backwards = [Action(s, "B", m) for group in groups for s in reversed(mine) for m in group]
+        # So many forwards ahead, then a forward and a backward in turns while there are forwards, then what is left.
         ahead = 2 * (devices - device - 1) + (chunks - 1) * devices if chunks > 1 else devices - device - 1
-        order = _alternating(forwards, backwards, min(ahead, len(forwards)))
-        schedule.append([action for action in order if action.microbatch < microbatches])
+        pairs = itertools.zip_longest(forwards[ahead:], backwards)
+        order = [*forwards[:ahead], *itertools.chain.from_iterable(pairs)]
+        schedule.append([action for action in order if action is not None and action.microbatch < microbatches])
     return schedule
 
 
@@ -129,6 +123,7 @@ def by_stage(places: Sequence[int], microbatches: int) -> Schedule:
         places: for each stage the device that holds it.
         microbatches: how many.
     """
+    _checked(len(places), microbatches)
     every = range(microbatches)
     stages = range(len(places))
     return [
@@ -138,14 +133,6 @@ def by_stage(places: Sequence[int], microbatches: int) -> Schedule:
         ]
         for device in range(max(places) + 1)
     ]
-
-
-def _alternating(forwards: list[Action], backwards: list[Action], ahead: int) -> list[Action]:
-    """So many forwards ahead, then a forward and a backward in turns while there are forwards, then what is left."""
-    order = forwards[:ahead]
-    for i, backward in enumerate(backwards):
-        order += [*forwards[ahead + i : ahead + i + 1], backward]
-    return order
 
 
 def greedy(

@@ -11,6 +11,7 @@ micro-batch::
 from __future__ import annotations
 
 import copy
+import functools
 import itertools
 import statistics
 import time
@@ -82,24 +83,19 @@ class Bench:
         if not measure:
             return seen
         adds = part.size < self.first.size  # it is one of several of a batch
+        total = functools.partial(self.total, part, self.model)
         try:
-            blocks = measured(
-                self.model, seen.blocks, self.total(part, self.model), self.device, adds=adds, seconds=seconds
-            )
+            blocks = measured(self.model, seen.blocks, total, self.device, adds=adds, seconds=seconds)
         except (torch.OutOfMemoryError, MemoryError, RuntimeError) as error:
             if not is_out_of_memory(error):
                 raise
             return seen
         return replace(seen, blocks=blocks, measured=True)
 
-    def total(self, part: Part, model: nn.Module) -> Callable[[], torch.Tensor]:
+    def total(self, part: Part, model: nn.Module) -> torch.Tensor:
         """One forward of a part and its loss."""
-
-        def total() -> torch.Tensor:
-            with self._precision.autocast():
-                return self._loss(call(model, part.inputs), part.targets, part.size)[0]
-
-        return total
+        with self._precision.autocast():
+            return self._loss(call(model, part.inputs), part.targets, part.size)[0]
 
     def seconds_taken(
         self,
@@ -116,7 +112,7 @@ class Bench:
         model = copy.deepcopy(self.model)  # a job may give the same model every time
         sizes = share_sizes(self.first.size, 1 + max(action.microbatch for action in schedule[0]))
         starts = itertools.accumulate(sizes, initial=0)
-        totals = [self.total(self.part(size, start), model) for size, start in zip(sizes, starts, strict=False)]
+        parts = [self.part(size, start) for size, start in zip(sizes, starts, strict=False)]
         place_of = devices_of(schedule)
         places = [place_of[stage] for stage in range(len(place_of))]
         Layers(model, stage_of(model, device_map, len(places)), [devices[place] for place in places])
@@ -126,7 +122,7 @@ class Bench:
             def forward(number: int) -> torch.Tensor:
                 # As a step does: each micro-batch draws for itself, if it does.
                 with stream(torch.Generator() if runner.streamed else None):
-                    return totals[number]()
+                    return self.total(parts[number], model)
 
             def update() -> float:
                 model.zero_grad()
