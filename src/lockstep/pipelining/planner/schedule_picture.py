@@ -7,6 +7,7 @@
 
 from __future__ import annotations
 
+import re
 import statistics
 import textwrap
 from collections.abc import Mapping
@@ -52,7 +53,11 @@ def grid(timeline: Timeline, width: int = 80) -> list[str]:
     if length > room:
         left = (room - len(CUT) + 1) // 2
         right = room - len(CUT) - left
-        rows = [_without_half(row[:left], row[length - right :]) for row in rows]
+        # What was cut through is left out: half a name would be another one.
+        rows = [
+            re.sub(r"[\dFB]+$", _spaces, row[:left]) + CUT + re.sub(rf"^[\dFB{LONG}]+", _spaces, row[length - right :])
+            for row in rows
+        ]
     return [(head.format(device) + row).rstrip() for device, row in enumerate(rows)]
 
 
@@ -89,15 +94,8 @@ def _column(place: float) -> int:
     return int(place + 0.5 + 1e-6)
 
 
-def _without_half(left: str, right: str) -> str:
-    """The two ends of a line, without what was cut through: half a name would be another one."""
-    if left and left[-1] not in f" {IDLE}{LONG}":
-        kept = left.rstrip("0123456789FB")
-        left = kept + " " * (len(left) - len(kept))
-    if right and right[0] not in f" {IDLE}":
-        kept = right.lstrip("0123456789FB" + LONG)
-        right = " " * (len(right) - len(kept)) + kept
-    return left + CUT + right
+def _spaces(match: re.Match[str]) -> str:
+    return " " * len(match[0])
 
 
 def summary(timeline: Timeline) -> str:
