@@ -472,7 +472,7 @@ def pairs(outputs: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
 @pytest.mark.parametrize(
     ("way", "stages", "settings", "says"),
     [
-        (PP(), 2, {"sync_batchnorm": True}, "pp: sync_batchnorm would let no micro-batch go on"),
+        (PP(), 2, {"sync_batchnorm": True}, "pp: sync_batchnorm would make every micro-batch wait"),
         (PP(), 2, {"compile": True}, "pp: compile"),
         (PP(), 10, {}, "10 devices, but the model has layers for 5 only: use fewer devices"),
         (
