@@ -144,12 +144,10 @@ class Step(StepState, ABC):
         self._look_at_flags()
         self.world.step += 1
         self._updates += 1
-        if self.looks_again and self._updates <= self.last_look:
-            self._look(batch)
         if self._updates == 1:
-            if self._compile and (first := self.first_share(batch)).size:
-                refuse_written_buffers(self.model, first.inputs)
-            self._compile_models()
+            self.prepare(batch)
+        elif self.looks_again and self._updates <= self.last_look:
+            self._look(batch)
         began = self._time() if self.loss_check.is_timed(self._updates) else None
         try:
             total, count = self.gradients(batch)
@@ -179,6 +177,17 @@ class Step(StepState, ABC):
                 self.check()
                 self.stopping = self.stopping or bool(self._asked)
         return Result(total, count, batch.size)
+
+    def prepare(self, batch: Batch) -> None:
+        """Inspect the model with the first batch, then compile it. A strategy that shards it does so afterwards.
+
+        Raises:
+            StrategyError: the model does in forward what can't be kept.
+        """
+        self._look(batch)
+        if self._compile and (first := self.first_share(batch)).size:
+            refuse_written_buffers(self.model, first.inputs)
+        self._compile_models()
 
     def _look(self, batch: Batch) -> None:
         """See what the model does in forward that a share can't keep, and say it.
