@@ -184,7 +184,8 @@ class Step(StepState, ABC):
         Raises:
             StrategyError: the model does in forward what can't be kept.
         """
-        self._look(batch)
+        if self.last_look:
+            self._look(batch)
         if self._compile and (first := self.first_share(batch)).size:
             refuse_written_buffers(self.model, first.inputs)
         self._compile_models()
