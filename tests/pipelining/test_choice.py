@@ -102,6 +102,12 @@ def test_what_a_trial_took_is_what_is_expected_then(factor: float) -> None:
     assert again.seconds == pytest.approx(factor * best.seconds, rel=0.05)
 
 
+def test_a_try_that_took_far_less_than_was_simulated_leaves_some_of_each_time() -> None:
+    best = choose_schedule(32, [TWO], microbatches=[8], schedules=["1f1b"]).best
+    again = choose_schedule(32, [best.corrected(TWO, -1e6)])
+    assert again.best.seconds > 0 and "times as fast as one device" in again.why
+
+
 def test_the_fastest_of_the_choices_that_were_run_is_taken() -> None:
     """Overlapping costs a third more work, which no turn has: choosing by turns alone would go to too few of them."""
     ran: dict[str, float] = {}

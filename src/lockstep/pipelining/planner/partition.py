@@ -8,6 +8,7 @@
 
 from __future__ import annotations
 
+import bisect
 import itertools
 import json
 import os
@@ -260,19 +261,26 @@ def even_split(model: nn.Module, stages: int, each: int = 1) -> dict[str, int]:
     names = block_names(model, coarse)
     if len(names) < stages:
         names = block_names(model, dict.fromkeys(numbers, 1.0))
-    if len(names) < stages:
+    loose = loose_of(model, names, {})
+    pieces = names if len(names) >= stages else [*loose, *names]
+    if len(pieces) < stages:
         many = f"{stages} stages, {each} on each device" if each > 1 else counted(stages, "device")
         raise StrategyError(
-            f"{many}, but the model has layers for {len(names)} only: use fewer devices"
+            f"{many}, but the model has layers for {len(pieces)} only: use fewer devices"
             + (", or fewer stages on each" if each > 1 else "")
         )
     seen: set[nn.Parameter] = set()
     blocks = []
-    for name in names:
-        parameters = set(model.get_submodule(name).parameters()) - seen  # tied ones count once
+    own = dict(model.named_parameters())
+    for name in pieces:
+        its = {own[name]} if name in own else set() if name in loose else set(model.get_submodule(name).parameters())
+        parameters = its - seen  # tied ones count once
         seen |= parameters
         blocks.append(Block(name, forward=sum(p.numel() for p in parameters)))
-    return map_of(model, Look(tuple(blocks), loose_of(model, names, {}), fake=True), split(blocks, stages))
+    bounds = split(blocks, stages)
+    if pieces is names:
+        return map_of(model, Look(tuple(blocks), loose, fake=True), bounds)
+    return {name: bisect.bisect_right(bounds, place) - 1 for place, name in enumerate(pieces)}
 
 
 def capacities(devices: Sequence[Device], memory: int | Sequence[int] | None) -> list[float] | None:

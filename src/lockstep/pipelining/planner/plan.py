@@ -32,6 +32,9 @@ from lockstep.tensors.pytree import share_sizes
 NUMBERS = (1, 2, 3, 4, 6, 8, 12, 16, 24, 32, 48, 64)
 """The micro-batches that are tried."""
 
+_LEAST = 0.1
+"""Of a time that was measured, what is left where a try of the choice took less than was simulated."""
+
 _NEAR = 1.01
 """What is slower than the fastest by no more than that is as good, and then the one that holds less is taken."""
 
@@ -199,8 +202,11 @@ def at(points: Mapping[int, float], samples: int) -> float:
 def _candidates(batch: int, plan: Plan, microbatches: int, capacity: Sequence[float] | None) -> Iterator[Candidate]:
     sizes = share_sizes(batch, microbatches)
     turn = plan.turn if microbatches > 1 else 0.0  # one alone has nobody to take turns with
-    forward = [[max(0.0, at(cost.forward, size) + turn) for size in sizes] for cost in plan.costs]
-    backward = [[max(0.0, at(cost.backward, size) + turn) for size in sizes] for cost in plan.costs]
+
+    def times(points: Mapping[int, float]) -> list[float]:
+        return [max(_LEAST * at(points, size), at(points, size) + turn) for size in sizes]
+
+    forward, backward = [times(cost.forward) for cost in plan.costs], [times(cost.backward) for cost in plan.costs]
     whole = sum(at(cost.forward, batch) + at(cost.backward, batch) for cost in plan.costs)
     cutting = sum(map(sum, [*forward, *backward])) / whole if whole else 1.0
     for name, order in plan.schedules(microbatches):
