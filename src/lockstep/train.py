@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from lockstep.data import eval_loaders, resolve_sets
+from lockstep.data import eval_loaders, is_stream, resolve_sets
 from lockstep.errors import FolderError, InputError, JobError, LockstepError, StrategyError, told
 from lockstep.job import Job
 from lockstep.jobfile import JobFile, as_job, the_job, with_settings
@@ -23,7 +23,7 @@ from lockstep.launch.terminal import Display
 from lockstep.launch.world import World
 from lockstep.model.checkpoint import take_weights
 from lockstep.strategies import Strategy, choose
-from lockstep.training.evaluation import evaluate_sets
+from lockstep.training.evaluation import evaluate_sets, try_out
 from lockstep.training.loop import train_on
 from lockstep.training.resume import as_it_went
 from lockstep.training.run import Run, trained_of
@@ -185,7 +185,10 @@ def evaluate_on(world: World, plan: _Evaluation) -> dict[str, float]:
     step = plan.strategy.prepare(job, world)
     if plan.weights is not None:
         take_weights(step.model, plan.weights)
-    loaders = eval_loaders(job, world, resolve_sets(job.eval_data, world))
+    sets = resolve_sets(job.eval_data, world)
+    loaders = eval_loaders(job, world, sets)
+    if not any(map(is_stream, sets.values())):
+        try_out(step, loaders, job.metrics, world, job.seed)
     values = evaluate_sets(step, loaders, job.metrics, world, job.seed, looks=True)
     for loader in loaders.values():
         loader.close()

@@ -290,6 +290,24 @@ def test_what_is_wrong_with_an_evaluation_is_found_before_the_first_step(
     assert not list(tmp_path.iterdir())
 
 
+def accuracy_of_labelled(outputs: torch.Tensor, targets: torch.Tensor) -> tuple[torch.Tensor, int]:
+    known = targets >= 0
+    right = (outputs.argmax(1) == targets) & known
+    return right.sum() / known.sum().clamp(min=1) * len(targets), len(targets)
+
+
+@pytest.mark.parametrize("way", ["dp", "ddp"])
+def test_a_metric_that_is_no_sum_over_local_batches_is_said(way: str, tmp_path: Path, capsys) -> None:
+    """Found by trial: half the accuracy without a line, where the second half of each batch has no labels."""
+    model = MLP.model()
+    inputs = drawn(8, 6)
+    targets = model(inputs).argmax(1).where(torch.arange(8) < 4, -100)
+    job = MLP.replace(eval_data=TensorDataset(inputs, targets), metrics={"labelled": accuracy_of_labelled}, epochs=1)
+    job = job.replace(model=lambda: model, optimizer=lambda ps: torch.optim.SGD(ps, lr=0.0), batch_size=8)
+    lockstep.train(job, strategy=way, devices="2xcpu", folder=tmp_path, eval_batch_size=8)
+    assert 'note: metric "labelled" is no sum over samples' in " ".join(capsys.readouterr().out.split())
+
+
 @pytest.mark.parametrize("batch", [8, 1])
 def test_a_metric_that_is_no_sum_is_said(batch: int, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     job = MLP.replace(eval_data=TensorDataset(drawn(8, 6), labels(8, 3)), metrics={"longest": longest}, epochs=1)

@@ -51,6 +51,7 @@ def test_tensors_in_a_nest_have_names_and_lengths_that_differ_are_a_span() -> No
     nest = {"x": torch.zeros(2, 3), "more": (torch.zeros(2), "word", None)}
     assert shapes_of(nest) == {"x": [2, 3], "more.0": [2]}
     assert shapes_of(3) == {}
+    assert shapes_of(torch.nested.nested_tensor([torch.zeros(2), torch.zeros(3)], layout=torch.jagged)) == {}
     packed = nn.utils.rnn.pack_sequence([torch.zeros(3, 2)])
     assert shapes_of(packed) == {"data": [3, 2]}
     whole = {"inputs": {"": [4, [5, 7]]}, "outputs": {"loss": [], "logits": [4, 2]}, "devices": []}

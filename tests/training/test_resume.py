@@ -168,6 +168,13 @@ def test_an_edited_job_file_and_other_data_are_said(own: Path, capsys: pytest.Ca
     assert said.startswith("note: train_data has 48 samples, and had 40 when the run was begun")
 
 
+def test_an_order_of_fewer_samples_is_no_change_of_the_data(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    job = ZOO["mlp"].replace(order=lambda epoch: list(range(5, 25)))
+    run = train(job, folder=tmp_path, epochs=1)
+    train(job, resume=run.folder, epochs=2)
+    assert not [line for line in notes(capsys) if "train_data" in line]
+
+
 # ---- the records of a run --------------------------------------------------------------------------------------------
 
 

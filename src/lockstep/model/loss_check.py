@@ -7,6 +7,9 @@
     total(local batch) = total(a) + total(b)
     total(s and e)     = total(s) + total(e)
 
+The sample of an earlier local batch is the first rank's, on all of them: a mask may be even over each rank's local
+batch, and not over those of two.
+
 The sizes of the two parts have no common divisor. So a mask over samples can't leave the same part of both, unless it
 leaves all of them or none.
 
@@ -34,6 +37,7 @@ from torch import Tensor
 
 from lockstep.errors import LossError, first_line
 from lockstep.launch.memory import is_out_of_memory
+from lockstep.launch.world import World
 from lockstep.model.additivity import (
     DOUBLED,
     Nest,
@@ -51,7 +55,7 @@ from lockstep.model.additivity import (
     without_rows,
 )
 from lockstep.model.loss import Totalled
-from lockstep.tensors.pytree import cut, each, holds_packed, joined, named_tensors, tensors
+from lockstep.tensors.pytree import cut, each, holds_packed, joined, named_tensors, tensors, to_device
 
 _ADVICE = "return (total, count) from it, or use single (or mp) without accumulate"
 
@@ -62,6 +66,9 @@ _TIMED = range(2, 6)
 """The updates in which the check is timed: the first one prepares much."""
 
 _ALL = range(_TIMED.stop)
+_SUMS = 3
+"""The updates in each of which a loss of whole batches has to be a sum to be refused."""
+
 _SOME = 8
 """A pair says what it counts: local batches are held against one another in these updates only, and every so many."""
 
@@ -71,8 +78,9 @@ class LossCheck:
 
     Args:
         loss: it.
-        cuts: whether batches are cut. Otherwise only a sum over samples is refused, in the first update: a mean over
-            the batch is as good as any other loss then, but the scale of a sum depends on the size of the batch.
+        cuts: whether batches are cut. Otherwise only a sum over samples is refused, one in each of the first three
+            updates: a mean over the batch is as good as any other loss then, but the scale of a sum depends on the
+            size of the batch. (A loss divided by the positives of a batch, or by 1, is a sum where there are none.)
 
     Attributes:
         every: it is checked every so many updates.
@@ -85,7 +93,8 @@ class LossCheck:
         self._loss = loss
         self._cuts = cuts
         self._trusted = loss.is_known
-        self._earlier: dict[torch.device, Nest] = {}
+        self._earlier: dict[torch.device | None, Nest] = {}
+        self._sums_in_a_row = 0
         self._has_state = False
         self._reads_uncut = False
         self._seconds: list[float] = []
@@ -97,8 +106,8 @@ class LossCheck:
 
     def wants(self, update: int) -> bool:
         """Whether the loss is to be checked in this update, counted from 1."""
-        if self._trusted or (not self._cuts and update > 1):
-            return False
+        if self._trusted or not self._cuts:
+            return not self._trusted and update <= _SUMS
         return update < _TIMED.stop or update % self.every == 0
 
     def __call__(self, outputs: Any, targets: Any, whole: Piece, *, step: int = 0, waits: bool = True) -> Tensor | None:
@@ -143,8 +152,11 @@ class LossCheck:
             return None
         if wrong is not None and any(drawn):
             self._draws()
-        elif wrong is not None and (self._cuts or is_sum(wrong)):
-            self._refuse(wrong, step)
+        elif wrong is not None:
+            a_sum = is_sum(wrong) and self._doubles(nest, whole)
+            self._sums_in_a_row += a_sum
+            if self._cuts or self._sums_in_a_row == _SUMS:
+                self._refuse(wrong, step, is_sum=a_sum)
         return None
 
     @contextlib.contextmanager
@@ -164,6 +176,24 @@ class LossCheck:
             LossError: always.
         """
         raise LossError(f"{self._loss.name} {self._no_mean} in step {step}", fix=self._advice)
+
+    def compare_ranks(self, world: World) -> None:
+        """Hold a sample of this rank against one of the first rank, and keep that one. All ranks have to call it.
+
+        Raises:
+            LossError: it isn't additive.
+        """
+        if self._loss.is_known or not self._cuts or world.size == 1:
+            return
+        mine = self._earlier.get(None)
+        theirs = iter(world.broadcast_object([t.cpu() for t in tensors(mine)]))
+        if mine is None or self._trusted or world.is_first:
+            return
+        with contextlib.suppress(StopIteration):  # the first rank has none, or of another kind
+            self._earlier = {None: each(lambda t: next(theirs).to(t.device), mine)}
+            with torch.no_grad(), kept_generators(mine):
+                whole = Piece(*self._loss.copied()(*mine, 1), 1)
+            self(*mine, whole, step=world.step)
 
     # ---- how often --------------------------------------------------------------------------------------------------
 
@@ -193,9 +223,10 @@ class LossCheck:
             self.every = math.ceil(self._share / _LARGEST_SHARE)
         if update < _TIMED.stop - 1 or self.every == 1:
             return None
+        advice = "" if self._loss.gives_pairs else "; return (total, count) if it masks some items"
         return (
             f"whether the loss is additive over samples is checked in one of {self.every} updates, since a check takes "
-            f"{100 * self._share:.0f} % of the time of one; return (total, count) if it masks some items"
+            f"{100 * self._share:.0f} % of the time of one{advice}"
         )
 
     # ---- one check --------------------------------------------------------------------------------------------------
@@ -254,8 +285,11 @@ class LossCheck:
         Where it is ``alone`` in its local batch and no other came before, one is made of it.
         """
         place = next((t.device for t in tensors(one)), torch.device("cpu"))
-        earlier = self._earlier.get(place)
-        if earlier is None or (both := joined(one, 1, earlier, 1)) is None:
+        if place not in self._earlier:  # (perhaps in several threads)
+            first = self._earlier.setdefault(None, each(Tensor.clone, one))
+            self._earlier[place] = to_device(first, place)
+        earlier = self._earlier[place]
+        if (both := joined(one, 1, earlier, 1)) is None:
             self._earlier[place] = earlier = each(Tensor.clone, one)
             if alone:
                 earlier = each(lambda t: t / 2 if t.is_floating_point() else t, earlier[0]), earlier[1]
@@ -334,7 +368,16 @@ class LossCheck:
                 f"without accumulate keeps them{'; whether it is additive over samples is not checked' * outside}"
             )
 
-    def _refuse(self, wrong: Sum, step: int) -> NoReturn:
+    def _doubles(self, nest: Nest, whole: Piece) -> bool:
+        """Whether a scalar for every sample twice is twice as large (not where it is divided by what it counts)."""
+        twice = joined(nest, whole.samples, nest, whole.samples)
+        if twice is None or self._loss.gives_pairs:
+            return False
+        with torch.no_grad(), kept_generators(nest), self._without_warnings():
+            total = float(self._loss.copied()(twice[0], twice[1], 2 * whole.samples)[0])
+        return not is_apart(total, 2 * float(whole.total), 2 * float(whole.total), tolerance=1e-4)
+
+    def _refuse(self, wrong: Sum, step: int, *, is_sum: bool) -> NoReturn:
         whole, one, other = wrong
         when = f" in step {step}" if step > 1 else ""
         if self._loss.gives_pairs:
@@ -348,7 +391,7 @@ class LossCheck:
                 fix=self._advice,
             )
         means = [float(piece.total) / piece.samples for piece in wrong]
-        if is_sum(wrong):
+        if is_sum:
             raise LossError(
                 f"{self._loss.name} is not a mean over samples but a sum, its value depends on the batch size "
                 f"(whole {means[0]:.6g}, its parts add up to it)",

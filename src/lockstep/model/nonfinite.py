@@ -31,7 +31,18 @@ def why_not_finite(model: nn.Module, part: Part, outputs: Any, *, first: bool) -
             return f'{kind} "{name}" is not finite before the first update: look at how it is initialised, or loaded'
         if name is not None:
             return f'{kind} "{name}" is not finite since an earlier update: try a smaller learning rate, or clip_norm'
-    if not all(_is_finite(t) for _, t in named_tensors(outputs)):
+    not_finite = {name: t for name, t in named_tensors(outputs) if not _is_finite(t)}
+    if (
+        not_finite
+        and len(not_finite) < sum(1 for _ in named_tensors(outputs))
+        and not any(t.dim() for t in not_finite.values())
+    ):
+        name = next(iter(not_finite))
+        return (
+            f'the model\'s output "{name}" is not finite, though others are: does it divide by 0 (are all items of the '
+            "local batch masked)?"
+        )
+    if not_finite:
         if first:
             return (
                 "inputs and weights are finite, the model's outputs are not: does its forward divide by 0, or overflow?"

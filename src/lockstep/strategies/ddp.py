@@ -247,6 +247,12 @@ class DDPStep(Step):
         try:
             super().backward(total, divisor)
         except RuntimeError as error:
+            if "Expected sparse gradient to be defined" in str(error):
+                raise StrategyError(
+                    "ddp: an embedding with sparse gradients was not used by this rank's local batch, and PyTorch's "
+                    "reducer can't sum gradients then",
+                    fix="take DDP(reduce='flat')",
+                ) from error
             if "mark a variable ready only once" not in str(error):
                 raise
             raise StrategyError(

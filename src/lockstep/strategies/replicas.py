@@ -12,8 +12,7 @@ from torch import nn
 from lockstep.errors import JobError, StrategyError
 from lockstep.launch.devices import Device
 from lockstep.launch.processes.call import closed_over
-from lockstep.model.inspection import attribute_prints, is_plain
-from lockstep.model.inspection.nonlinear import hooked_parameters
+from lockstep.model.inspection import attribute_prints, hooked_parameters, is_plain
 from lockstep.tensors.pytree import graph_nodes
 from lockstep.threads.parametrization_cache import cache_apart
 

@@ -9,7 +9,8 @@ The weighting, with n the samples of the global batch and (total, count) the los
     gradients are     summed          over micro-batches, replicas and ranks; total and count beside them
     and multiplied by n / count       so that they are those of  sum(totals) / sum(counts)
 
-Where nothing is cut, and backward may be other than linear, it runs on total / count, as that of the mean would.
+Where nothing is cut, backward runs on total / count, as that of the mean would: it may be other than linear. (Not under
+fp16, where the same gradients have to overflow under every strategy.)
 """
 
 from __future__ import annotations
@@ -18,7 +19,6 @@ import functools
 import math
 import time
 from abc import ABC, abstractmethod
-from contextlib import nullcontext
 from typing import Any, Literal
 
 import torch
@@ -33,11 +33,9 @@ from lockstep.launch.world import World
 from lockstep.model.additivity import Piece
 from lockstep.model.compile import compile_models, not_compilable
 from lockstep.model.inspection import (
-    NoticedHooks,
     Seen,
     drops,
     look,
-    may_be_nonlinear,
     refuse_written_buffers,
 )
 from lockstep.model.loss import Number
@@ -100,12 +98,12 @@ class Step(StepState, ABC):
         self._synchronises = job.sync_batchnorm
         self._seed = job.seed
         self._updates = 0
-        self._by_count = False
         self.stopping = False
         self._asked: Number = 0
         self.last_look: float = 1 if job.compile else math.inf
         self.last_step: int | None = None
         self.seen = Seen()
+        self._said_read: set[str] = set()
         self._on_devices = DeviceChecks()
 
     def after_events(self) -> None:
@@ -151,6 +149,8 @@ class Step(StepState, ABC):
         began = self._time() if self.loss_check.is_timed(self._updates) else None
         try:
             total, count = self.gradients(batch)
+            if self._updates == 1 and self.together:
+                self.loss_check.compare_ranks(self.world)
             if self.looks_again:
                 self._say_what_the_loss_reads()
             self._move_parameters(batch.size, count)
@@ -284,6 +284,7 @@ class Step(StepState, ABC):
             factor = size / count
         if self._by_count or (not isinstance(factor, torch.Tensor) and factor == 1):
             return
+        self.tell_once(self.seen.of_weighting())
         grads = [p.grad for p in self._parameters if p.grad is not None]
         if not grads:
             return
@@ -302,12 +303,9 @@ class Step(StepState, ABC):
     @phase("computing", "forward and loss")
     def forward_loss(self, model: nn.Module, part: Part, where: str = "") -> tuple[torch.Tensor, Number]:
         """Total and count of one micro-batch's share under ``model``; the loss is probed where that is needed."""
-        looks_at_hooks = self._updates == 1 and not (self.cuts_batch or self._compile or self._scaler is not None)
-        with self._precision.autocast(), NoticedHooks() if looks_at_hooks else nullcontext() as hooks:
+        with self._precision.autocast():
             outputs = self.forward(model, part)
             total, count = self.loss_of(outputs, part, looks=self.looks_again)
-        if hooks is not None:
-            self._by_count = may_be_nonlinear(model, total, hooks)
         for observer in self.observers:
             observer.forwarded(where, part, outputs)
         if self.loss_check.wants(self._updates):
@@ -321,6 +319,10 @@ class Step(StepState, ABC):
             )
         return total, count
 
+    @property
+    def _by_count(self) -> bool:
+        return self._scaler is None and not self.cuts_batch
+
     def divisor(self, count: Number, size: int) -> Number:
         """What the total of a part of a batch of so many samples is divided by for its backward."""
         return count if self._by_count else size
@@ -332,7 +334,7 @@ class Step(StepState, ABC):
             return
         # Autograd begins with the factor, which saves a small step two operators and a node of the graph.
         if isinstance(divisor, torch.Tensor) and self._on_accelerator:
-            factor = torch.where(divisor == 0, 0.0, 1.0 / divisor).to(total)
+            factor = torch.where(divisor == 0, 0.0, 1.0 / divisor.to(total))
         else:
             factor = _scalar(1.0 / float(divisor) if divisor else 0.0, total.dtype, total.device)
         if self._scaler is not None:
@@ -367,7 +369,10 @@ class Step(StepState, ABC):
     def _say_what_the_loss_reads(self) -> None:
         """Say which outputs of the model, computed over a whole local batch, act in the loss."""
         for name in self.loss_check.reads if self.cuts_batch and self.world.is_first else ():
+            if name in self._said_read:
+                continue  # perhaps with fewer samples, which show less
             if (caveat := self.seen.of_output(name)) is not None:
+                self._said_read.add(name)
                 self.tell_once([caveat])
 
     def agree_to_stop(self, asked: Number) -> None:

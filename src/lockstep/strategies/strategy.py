@@ -17,8 +17,7 @@ from lockstep.job import Job
 from lockstep.launch.events import Caveat
 from lockstep.launch.layout import Layout
 from lockstep.launch.world import World
-from lockstep.model.inspection import drops
-from lockstep.model.inspection.nonlinear import hooked_parameters
+from lockstep.model.inspection import drops, hooked_parameters
 from lockstep.strategies.step import Step
 
 DRAWS = Caveat("dropout", "dropout masks differ from single-device training; they are reproducible")
@@ -155,7 +154,8 @@ class Strategy(ABC):
                 found.append(Caveat("batchnorm evaluation", text))
             instances = [m for m in model.modules() if isinstance(m, nn.modules.instancenorm._InstanceNorm)]
             if any(m.track_running_stats for m in instances):
-                text = "InstanceNorm's running statistics are those of the first replica's local batches"
+                of = "the first replica's local batches" if replicas > 1 else "micro-batches, which move them once each"
+                text = f"InstanceNorm's running statistics are those of {of}"
                 found.append(Caveat("buffer", text))
         if parts > 1 and any(module.scale_grad_by_freq for _, module in _embeddings(model)):
             text = (

@@ -61,9 +61,9 @@ class FirstStep(Observer):
 
 
 def shapes_of(nest: Any) -> Shapes:
-    """The shapes of all tensors in a nest."""
+    """The shapes of all tensors in a nest, but for nested ones, whose rows are of different sizes."""
     unpacked = each(lambda t: t, nest, on_packed=lambda packed: {"data": packed.data})
-    return {way: list(tensor.shape) for way, tensor in named_tensors(unpacked)}
+    return {way: list(tensor.shape) for way, tensor in named_tensors(unpacked) if not tensor.is_nested}
 
 
 def _together(every: list[Shapes], sizes: list[int], size: int) -> Shapes:

@@ -6,21 +6,23 @@ import contextlib
 import copy
 import itertools
 import math
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
 
 import torch
 
 from lockstep.data import AnyLoader, Batch
 from lockstep.errors import JobError, LockstepError, told
-from lockstep.launch.events import Line
 from lockstep.launch.memory import is_out_of_memory
 from lockstep.launch.world import World
 from lockstep.model.inspection import look
 from lockstep.strategies.evaluator import is_power_of_two
 from lockstep.strategies.step import Step
-from lockstep.tensors.pytree import cut, each, holds_packed, joined, tensors
+from lockstep.tensors.pytree import cut, each, holds_packed, joined, tensors, to_device
 from lockstep.tensors.seeding import kept_states
+
+_SOME = 4
+"""Samples of a local batch that are put together with those of others."""
 
 
 def try_out(step: Step, loaders: Mapping[str, AnyLoader], metrics: Mapping[str, Any], world: World, seed: int) -> None:
@@ -43,15 +45,54 @@ def try_out(step: Step, loaders: Mapping[str, AnyLoader], metrics: Mapping[str, 
     tried = {name: noting(name, metric) for name, metric in metrics.items()}
     for loader in loaders.values():
         evaluate(step, loader, tried, world, seed, most=1)
-    for name in no_sums if world.is_first else ():
+    step.loss_check.compare_ranks(world)
+    _say_no_sums(no_sums, step)
+
+
+def _say_no_sums(names: Iterable[str], step: Step) -> None:
+    for name in names if step.world.is_first else ():
         said = f'metric "{name}" is no sum over samples: its values for the local batches are averaged'
-        world.tell(Line.note(f"{said}; a metric of torchmetrics sees all samples together"))
+        step.tell_once([f"{said}; a metric of torchmetrics sees all samples together"])
 
 
-def _is_sum(metric: Any, whole: tuple[Any, Any], outputs: Any, targets: Any) -> bool:
+class _AcrossReplicas:
+    """Whether metrics are sums over samples of several local batches, whose targets may be masked differently.
+
+    They are called for some outputs of the first local batch with its own targets, then with those of another.
+    """
+
+    def __init__(self) -> None:
+        self._outputs: Any = None
+        self._targets: list[tuple[int, Any]] = []
+
+    def keep(self, outputs: Any, targets: Any) -> None:
+        """Keep some samples of a local batch."""
+        if samples := _samples_of(outputs, targets):
+            some = min(_SOME, samples)
+            outputs, targets = each(torch.clone, cut((outputs, targets), 0, some, samples))
+            self._outputs = outputs if self._outputs is None else self._outputs
+            self._targets.append((some, each(torch.Tensor.cpu, targets)))
+
+    def no_sums(self, functions: Mapping[str, Any], world: World) -> list[str]:
+        """The names of those that are none, on the first rank."""
+        every = to_device(list(itertools.chain(*world.gather_objects(self._targets))), world.device.torch)
+        if not world.is_first or not every:
+            return []
+        outputs, size = self._outputs, every[0][0]
+        twice = [joined((outputs, every[0][1]), size, (outputs, theirs), size) for n, theirs in every[1:] if n == size]
+        return [name for name, of in functions.items() if not all(_is_sum(of, None, *both) for both in twice if both)]
+
+
+def _samples_of(outputs: Any, targets: Any) -> int:
+    """How many samples they are of; 0 where they can't be cut."""
+    if holds_packed((outputs, targets)):
+        return 0
+    return next((len(t) for t in tensors(outputs) if t.dim()), 0)
+
+
+def _is_sum(metric: Any, whole: tuple[Any, Any] | None, outputs: Any, targets: Any) -> bool:
     """Whether a metric's pair for all samples is the sum of those for two parts of them."""
-    samples = next((len(t) for t in tensors(outputs) if t.dim()), 0)
-    if not samples or holds_packed((outputs, targets)):
+    if not (samples := _samples_of(outputs, targets)):
         return True
     try:
         if samples == 1:  # too few to cut: twice as many
@@ -60,7 +101,8 @@ def _is_sum(metric: Any, whole: tuple[Any, Any], outputs: Any, targets: Any) -> 
             if both is None:
                 return True
             (outputs, targets), samples = both, 2
-            whole = metric(outputs, targets)
+            whole = None
+        whole = metric(outputs, targets) if whole is None else whole
         half = samples // 2
         parts = [
             metric(*cut((outputs, targets), start, n, samples)) for start, n in ((0, half), (half, samples - half))
@@ -134,11 +176,14 @@ def evaluate(
     functions = {name: metric for name, metric in metrics.items() if not _is_torchmetric(metric)}
     objects = {name: _fresh(metric, step) for name, metric in metrics.items() if _is_torchmetric(metric)}
     sums = [[0.0, 0.0] for _ in range(1 + len(functions))]
+    across = _AcrossReplicas() if looks and functions and step.replicas > 1 else None
     with step.evaluating(), kept_states():
         for batch, results in step.over(itertools.islice(loader.epoch(0), most), step.results, seed):
             if looks and is_power_of_two(batch.index + 1):
                 look_at_evaluation(step, batch)
             for outputs, targets, total, count in results:
+                if across is not None and batch.index == 0:
+                    across.keep(outputs, targets)
                 _add(sums[0], total, count)
                 for place, (name, function) in zip(sums[1:], functions.items(), strict=True):
                     with _naming(name):
@@ -146,6 +191,8 @@ def evaluate(
                 for name, metric in objects.items():
                     with _naming(name):
                         metric.update(outputs, targets)
+    if across is not None:
+        _say_no_sums(across.no_sums(functions, world), step)
     summed = world.all_reduce(torch.tensor(sums, dtype=torch.float64, device=world.exchange_device)).tolist()
     means = [total / count if count else math.nan for total, count in summed]
     values = dict(zip(("loss", *functions), means, strict=True))

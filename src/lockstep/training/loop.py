@@ -166,7 +166,9 @@ class _Training(Setup):
             step.after_events()
         for batch in self._until_all_stop(batches):
             if not self.data:
-                self.data = fingerprint(batch, self.loader.samples, job.collate)
+                self.data = fingerprint(
+                    batch, None if is_stream(self.train_data) else len(self.train_data), job.collate
+                )
             step.seed(job.seed)
             result = step.update(batch)
             if self.first is not None and not samples and step.together:

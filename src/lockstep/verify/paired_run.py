@@ -26,8 +26,7 @@ from lockstep.launch import world as _world
 from lockstep.launch.devices import Device
 from lockstep.launch.events import Caveat, Line
 from lockstep.launch.world import World, place_of
-from lockstep.model.inspection import drops
-from lockstep.model.inspection.nonlinear import hooked_parameters
+from lockstep.model.inspection import drops, hooked_parameters
 from lockstep.strategies.single import Single
 from lockstep.strategies.step import Result
 from lockstep.tensors.allocator import freed_memory_kept

@@ -2,21 +2,19 @@
 
 from lockstep.model.inspection.attributes import attribute_prints, changed_attributes, is_plain, set_attributes
 from lockstep.model.inspection.findings import Seen
-from lockstep.model.inspection.forward import acting_buffers, drops, look, refuse_written_buffers
-from lockstep.model.inspection.nonlinear import NoticedHooks, may_be_nonlinear
+from lockstep.model.inspection.forward import acting_buffers, drops, hooked_parameters, look, refuse_written_buffers
 from lockstep.model.inspection.outside_variables import OutsideVariables
 
 __all__ = [
-    "NoticedHooks",
     "OutsideVariables",
     "Seen",
     "acting_buffers",
     "attribute_prints",
     "changed_attributes",
     "drops",
+    "hooked_parameters",
     "is_plain",
     "look",
-    "may_be_nonlinear",
     "refuse_written_buffers",
     "set_attributes",
 ]

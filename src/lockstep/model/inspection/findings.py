@@ -27,6 +27,8 @@ class Seen:
         seeds: whether it seeds PyTorch's generator.
         counts_words: whether an embedding scales gradients by how often a word is in the batch.
         backward: the first parameter whose gradient depends on the share, though outputs and the loss don't.
+        nonlinear: the first parameter whose gradient isn't so many times itself when backward begins with so many times
+            what it began with.
         changes: the names of variables outside of the model that forward changes (`outside_variables`).
         passes_on: the first of them that holds tensors, which other functions may read.
         uncopied: why nothing was seen: the model can't be copied.
@@ -45,6 +47,7 @@ class Seen:
     seeds: bool = False
     counts_words: bool = False
     backward: str | None = None
+    nonlinear: str | None = None
     changes: tuple[str, ...] = ()
     passes_on: str | None = None
     uncopied: str | None = None
@@ -129,6 +132,16 @@ class Seen:
             text = (
                 f'the gradient of "{self.backward}" is not the sum of those of parts of the batch, though the loss is: '
                 "a hook or an autograd function depends on what the other samples are"
+            )
+            yield Caveat("autograd function", text, "single or mp without accumulate keeps the results")
+
+    def of_weighting(self) -> Iterator[Caveat]:
+        """What differs where gradients are multiplied afterwards, by samples / items that the loss counted."""
+        if self.nonlinear is not None:
+            text = (
+                f'backward to "{self.nonlinear}" is not linear (a hook or an autograd function that clamps gradients, '
+                "say), and is given the gradient of the loss's total / samples, not of total / count: only afterwards "
+                "is it known what the loss counts in the whole batch"
             )
             yield Caveat("autograd function", text, "single or mp without accumulate keeps the results")
 

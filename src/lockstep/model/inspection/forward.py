@@ -9,7 +9,7 @@ through two parts of it, each time from the same buffers:
 - the same inputs giving other outputs the second time, that the model remembers something outside of its buffers,
 - buffers and attributes that end otherwise after a part than after the whole, that they depend on the share,
 - gradients of the whole that are not the sum of those of its parts, that backward depends on the share (a hook, an
-  autograd function),
+  autograd function); those of a million times the whole that are not a million times as large, that it isn't linear,
 - parameters that have changed, or are frozen, that the model does so itself,
 - generators that have moved, that it draws random numbers,
 - calls of ``embedding`` with ``scale_grad_by_freq``, that a gradient depends on how often a word is in the share.
@@ -22,7 +22,7 @@ from __future__ import annotations
 import contextlib
 import copy
 import functools
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, Literal
 
 import torch
@@ -40,6 +40,9 @@ from lockstep.tensors.seeding import kept_states, noted_seeding, same, same_othe
 
 _FEWEST = 4
 """Samples that are looked at, at least."""
+
+_TIMES = 2.0**20
+"""Backward of so many times the total gives so many times the gradients, rounding and all, where it is linear."""
 
 _LARGEST = 2**30
 """Bytes of parameters up to which they are always copied, and gradients are looked at too."""
@@ -149,6 +152,15 @@ def acting_buffers(model: nn.Module) -> dict[str, torch.Tensor]:
     return {name: b for name, b in model.named_buffers() if id(b) not in norms}
 
 
+def hooked_parameters(model: nn.Module) -> list[str]:
+    """The names of parameters with a hook on their gradient, of either kind."""
+    return [
+        name
+        for name, p in model.named_parameters()
+        if p._backward_hooks or getattr(p, "_post_accumulate_grad_hooks", None)
+    ]
+
+
 def drops(module: nn.Module) -> bool:
     """Whether it is a layer that is known to draw."""
     if isinstance(module, nn.modules.dropout._DropoutNd):
@@ -222,7 +234,8 @@ def _see(
         across = any(
             (n, part) == (samples, first) for a, b, _ in rows for n, part in zip(a.shape[1:], b.shape[1:], strict=False)
         )  # a column for each sample, as scores of each against each have
-        seen.mixes = across or _differ([a for a, _, _ in rows], [torch.cat((b, c)) for _, b, c in rows])
+        if not _is_ragged(inputs, samples):
+            seen.mixes = across or _differ([a for a, _, _ in rows], [torch.cat((b, c)) for _, b, c in rows])
         for name, t in whole.items():
             if name in head and name in tail and t.shape == head[name].shape == tail[name].shape:
                 kind = _kind_of(t, head[name], tail[name], first / samples)
@@ -234,34 +247,48 @@ def _see(
         def total_of(start: int, size: int) -> torch.Tensor:
             return total(outputs_of(start, size), cut(targets, start, size, samples), size)
 
-        seen.backward = _uneven_gradient(model, total_of, ((0, samples), (0, first), (first, samples - first)))
+        _see_gradients(model, total_of, ((0, samples), (0, first), (first, samples - first)), seen)
 
 
-def _uneven_gradient(
-    model: nn.Module, total_of: Callable[[int, int], torch.Tensor], shares: tuple[tuple[int, int], ...]
-) -> str | None:
-    """The first parameter whose gradient over a batch isn't the sum of those over two parts of it."""
+def _see_gradients(
+    model: nn.Module, total_of: Callable[[int, int], torch.Tensor], shares: tuple[tuple[int, int], ...], seen: Seen
+) -> None:
+    """Find parameters whose gradient over a batch isn't the sum of those over two parts of it, or isn't linear."""
     names, parameters = zip(*((n, p) for n, p in model.named_parameters() if p.requires_grad), strict=True)
+
+    def gradients(value: torch.Tensor, times: float = 1.0) -> list[torch.Tensor]:
+        begin = torch.full_like(value, times)
+        found = torch.autograd.grad(value, parameters, begin, allow_unused=True, retain_graph=times != 1)
+        return [torch.zeros(()) if g is None or g.layout != torch.strided else g.div(times) for g in found]
+
     totals: list[torch.Tensor] = []
-    gradients: list[list[torch.Tensor]] = []
+    parts: list[torch.Tensor] = []
     for start, size in shares:
         with torch.enable_grad():
             value = total_of(start, size)
         totals.append(value.detach())
-        found = torch.autograd.grad(value, parameters, allow_unused=True)
-        strided = [torch.zeros(()) if g is None or g.layout != torch.strided else g for g in found]
-        if len(gradients) < 2:
-            gradients.append(strided)
+        if len(totals) == 1:
+            enlarged = (
+                [] if torch.float16 in {value.dtype, *(p.dtype for p in parameters)} else gradients(value, _TIMES)
+            )
+            whole = gradients(value)
+            if enlarged:
+                seen.nonlinear = _first_apart(names, whole, enlarged)
+            del enlarged
         else:
-            gradients[1] = [b + c for b, c in zip(gradients[1], strided, strict=True)]
-    if _differ(totals[:1], [totals[1] + totals[2]]):
-        return None  # which `lockstep.model.loss_check` judges
-    largest = max((float(g.abs().max()) for g in gradients[0] if g.numel()), default=0.0)
-    for name, whole, parts in zip(names, *gradients, strict=True):
+            parts = [b + c for b, c in zip(parts, gradients(value), strict=True)] if parts else gradients(value)
+    if not _differ(totals[:1], [totals[1] + totals[2]]):  # else `lockstep.model.loss_check` judges
+        seen.backward = _first_apart(names, whole, parts)
+
+
+def _first_apart(names: Sequence[str], ones: list[torch.Tensor], others: list[torch.Tensor]) -> str | None:
+    """The name of the first gradient that isn't the other one."""
+    largest = max((float(g.abs().max()) for g in ones if g.numel()), default=0.0)
+    for name, one, other in zip(names, ones, others, strict=True):
         # (Some gradients are zero but for rounding, as that of the bias of keys in attention.)
-        beyond = whole.numel() and float((whole - parts).abs().max()) > _ROUNDING.get(whole.dtype, 1.0) * largest
-        if beyond and _differ([whole], [parts]):
-            return str(name)
+        beyond = one.numel() and not float((one - other).abs().max()) <= _ROUNDING.get(one.dtype, 1.0) * largest
+        if beyond and _differ([one], [other]):
+            return name
     return None
 
 
@@ -286,6 +313,11 @@ class _Watched(TorchFunctionMode):
 
 def _has_rows(tensor: torch.Tensor, samples: int) -> bool:
     return tensor.dim() > 0 and tensor.shape[0] == samples
+
+
+def _is_ragged(inputs: Any, samples: int) -> bool:
+    """Whether there are integers of all samples in one row (words, say, beside their offsets), which can't be cut."""
+    return any(t.dim() == 1 and len(t) != samples and not t.is_floating_point() for t in tensors(inputs))
 
 
 def _rows(outputs: dict[str, torch.Tensor], samples: int) -> list[torch.Tensor]:
