@@ -93,7 +93,7 @@ class LossCheck:
         self._loss = loss
         self._cuts = cuts
         self._trusted = loss.is_known
-        self._earlier: dict[torch.device | None, Nest] = {}
+        self._earlier: dict[tuple[torch.device | None, bool], Nest] = {}
         self._sums_in_a_row = 0
         self._has_state = False
         self._reads_uncut = False
@@ -185,12 +185,13 @@ class LossCheck:
         """
         if self._loss.is_known or not self._cuts or world.size == 1:
             return
-        mine = self._earlier.get(None)
+        key = None, self._reads_uncut
+        mine = self._earlier.get(key)
         theirs = iter(world.broadcast_object([t.cpu() for t in tensors(mine)]))
         if mine is None or self._trusted or world.is_first:
             return
         with contextlib.suppress(StopIteration):  # the first rank has none, or of another kind
-            self._earlier = {None: each(lambda t: next(theirs).to(t.device), mine)}
+            self._earlier = {key: each(lambda t: next(theirs).to(t.device), mine)}
             with torch.no_grad(), kept_generators(mine):
                 whole = Piece(*self._loss.copied()(*mine, 1), 1)
             self(*mine, whole, step=world.step)
@@ -249,13 +250,18 @@ class LossCheck:
         def piece(of: Nest, size: int) -> Piece:
             its = loss if knows else loss.copied()
             try:
-                return Piece(*its(*of, size), size)
+                total, count = its(*of, size)
+                if self._loss.gives_pairs:  # whose mean of no item, times 0, may be NaN
+                    none = torch.as_tensor(count, device=total.device) == 0
+                    total = torch.where(none, total.nan_to_num(), total)
+                return Piece(total, count, size)
             except Exception as error:
                 self._cant_take(error, size, samples)
                 raise
 
-        rows = with_value(nest, uncut, 0.0 if self._reads_uncut else math.nan)
-        if uncut and self._reads_uncut:
+        zeros = self._reads_uncut  # (which another thread may change meanwhile)
+        rows = with_value(nest, uncut, 0.0 if zeros else math.nan)
+        if uncut and zeros:
             whole = piece(rows, samples)
         elif whole is None or not knows:
             whole = piece(nest, samples)
@@ -266,31 +272,32 @@ class LossCheck:
             sums.append(Sum(whole, *(piece(cut(rows, start, size, samples), size) for start, size in parts)))
         if samples == 1 or not self._loss.gives_pairs or step in _ALL or not step % _SOME:
             one = cut(rows, 0, 1, samples) if samples > 1 else rows
-            both, earlier = self._with_earlier(one, alone=samples == 1)
+            both, earlier = self._with_earlier(one, zeros, alone=samples == 1)
             earlier = doubled(earlier) if double else earlier
             sums.append(Sum(piece(both, 2), whole if samples == 1 else piece(one, 1), piece(earlier, 1)))
-        if uncut and waits and not self._reads_uncut and not is_nan(whole) and any(map(is_nan, itertools.chain(*sums))):
+        if uncut and waits and not zeros and not is_nan(whole) and any(map(is_nan, itertools.chain(*sums))):
             read = [t for t in uncut if is_nan(piece(with_value(nest, [t], math.nan), samples))]
             self._look_at_read(read, nest, samples)
             if not self._loss.gives_pairs or any(t.dim() and id(t) not in known for t in read):
                 raise _CantTell  # (Of graphs with several nodes each, say: the number of rows is no constant.)
             self._reads_uncut = True
-            self._earlier.clear()
             return self._sums(nest, samples, whole, step=step, waits=waits, double=double)
         return sums
 
-    def _with_earlier(self, one: Nest, *, alone: bool) -> tuple[Nest, Nest]:
+    def _with_earlier(self, one: Nest, zeros: bool, *, alone: bool) -> tuple[Nest, Nest]:
         """A sample joined with one that came before, and that one. The first that goes with it is kept.
 
+        Of both, what isn't one row for each sample is NaN, or ``zeros``.
         Where it is ``alone`` in its local batch and no other came before, one is made of it.
         """
         place = next((t.device for t in tensors(one)), torch.device("cpu"))
-        if place not in self._earlier:  # (perhaps in several threads)
-            first = self._earlier.setdefault(None, each(Tensor.clone, one))
-            self._earlier[place] = to_device(first, place)
-        earlier = self._earlier[place]
+        key = place, zeros
+        if key not in self._earlier:  # (perhaps in several threads)
+            first = self._earlier.setdefault((None, zeros), each(Tensor.clone, one))
+            self._earlier[key] = to_device(first, place)
+        earlier = self._earlier[key]
         if (both := joined(one, 1, earlier, 1)) is None:
-            self._earlier[place] = earlier = each(Tensor.clone, one)
+            self._earlier[key] = earlier = each(Tensor.clone, one)
             if alone:
                 earlier = each(lambda t: t / 2 if t.is_floating_point() else t, earlier[0]), earlier[1]
             both = joined(one, 1, earlier, 1)

@@ -9,8 +9,7 @@ The weighting, with n the samples of the global batch and (total, count) the los
     gradients are     summed          over micro-batches, replicas and ranks; total and count beside them
     and multiplied by n / count       so that they are those of  sum(totals) / sum(counts)
 
-Where nothing is cut, backward runs on total / count, as that of the mean would: it may be other than linear. (Not under
-fp16, where the same gradients have to overflow under every strategy.)
+Where nothing is cut, and backward may be other than linear, it runs on total / count, as that of the mean would.
 """
 
 from __future__ import annotations
@@ -19,6 +18,7 @@ import functools
 import math
 import time
 from abc import ABC, abstractmethod
+from contextlib import nullcontext
 from typing import Any, Literal
 
 import torch
@@ -33,9 +33,11 @@ from lockstep.launch.world import World
 from lockstep.model.additivity import Piece
 from lockstep.model.compile import compile_models, not_compilable
 from lockstep.model.inspection import (
+    NoticedHooks,
     Seen,
     drops,
     look,
+    may_be_nonlinear,
     refuse_written_buffers,
 )
 from lockstep.model.loss import Number
@@ -98,6 +100,7 @@ class Step(StepState, ABC):
         self._synchronises = job.sync_batchnorm
         self._seed = job.seed
         self._updates = 0
+        self._by_count = False
         self.stopping = False
         self._asked: Number = 0
         self.last_look: float = 1 if job.compile else math.inf
@@ -303,9 +306,14 @@ class Step(StepState, ABC):
     @phase("computing", "forward and loss")
     def forward_loss(self, model: nn.Module, part: Part, where: str = "") -> tuple[torch.Tensor, Number]:
         """Total and count of one micro-batch's share under ``model``; the loss is probed where that is needed."""
-        with self._precision.autocast():
+        finds_out = self.looks_again and not (
+            self._by_count or self.cuts_batch or self._compile or self._scaler is not None
+        )
+        with self._precision.autocast(), NoticedHooks() if finds_out else nullcontext() as hooks:
             outputs = self.forward(model, part)
             total, count = self.loss_of(outputs, part, looks=self.looks_again)
+        if hooks is not None:
+            self._by_count = may_be_nonlinear(model, total, hooks)
         for observer in self.observers:
             observer.forwarded(where, part, outputs)
         if self.loss_check.wants(self._updates):
@@ -318,10 +326,6 @@ class Step(StepState, ABC):
                 "the loss doesn't depend on any parameter: is the model's output detached, or this inside of no_grad?"
             )
         return total, count
-
-    @property
-    def _by_count(self) -> bool:
-        return self._scaler is None and not self.cuts_batch
 
     def divisor(self, count: Number, size: int) -> Number:
         """What the total of a part of a batch of so many samples is divided by for its backward."""

@@ -2,10 +2,12 @@
 
 from lockstep.model.inspection.attributes import attribute_prints, changed_attributes, is_plain, set_attributes
 from lockstep.model.inspection.findings import Seen
-from lockstep.model.inspection.forward import acting_buffers, drops, hooked_parameters, look, refuse_written_buffers
+from lockstep.model.inspection.forward import acting_buffers, drops, look, refuse_written_buffers
+from lockstep.model.inspection.nonlinear import NoticedHooks, hooked_parameters, may_be_nonlinear
 from lockstep.model.inspection.outside_variables import OutsideVariables
 
 __all__ = [
+    "NoticedHooks",
     "OutsideVariables",
     "Seen",
     "acting_buffers",
@@ -15,6 +17,7 @@ __all__ = [
     "hooked_parameters",
     "is_plain",
     "look",
+    "may_be_nonlinear",
     "refuse_written_buffers",
     "set_attributes",
 ]

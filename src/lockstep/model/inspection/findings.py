@@ -75,7 +75,7 @@ class Seen:
         if kind == "mean":
             text = (
                 f"{read}a mean over the samples of one forward: where a later batch leaves some out (labels that are "
-                "ignored), local batches are weighted wrongly"
+                "ignored), local batches are weighted wrongly unless the loss multiplies it by the number of the others"
             )
             return Caveat("auxiliary loss", text, "let the model return the sum")
         if kind == "neither":

@@ -152,15 +152,6 @@ def acting_buffers(model: nn.Module) -> dict[str, torch.Tensor]:
     return {name: b for name, b in model.named_buffers() if id(b) not in norms}
 
 
-def hooked_parameters(model: nn.Module) -> list[str]:
-    """The names of parameters with a hook on their gradient, of either kind."""
-    return [
-        name
-        for name, p in model.named_parameters()
-        if p._backward_hooks or getattr(p, "_post_accumulate_grad_hooks", None)
-    ]
-
-
 def drops(module: nn.Module) -> bool:
     """Whether it is a layer that is known to draw."""
     if isinstance(module, nn.modules.dropout._DropoutNd):

@@ -1,0 +1,48 @@
+"""Whether a backward may be other than linear: twice the gradient that it begins with, another than twice the result.
+
+Hooks on parameters and on tensors, and autograd functions of a person's own, may do anything: clamp, count, draw.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch import nn
+from torch.autograd.function import BackwardCFunction
+from torch.overrides import TorchFunctionMode
+
+from lockstep.tensors.pytree import graph_nodes
+
+
+class NoticedHooks(TorchFunctionMode):
+    """Notices ``tensor.register_hook`` within the context.
+
+    Attributes:
+        found: whether it was called.
+    """
+
+    found = False
+
+    def __torch_function__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Mapping[str, Any] | None = None
+    ) -> Any:
+        self.found |= func is torch.Tensor.register_hook
+        return func(*args, **(kwargs or {}))
+
+
+def hooked_parameters(model: nn.Module) -> list[str]:
+    """The names of parameters with a hook on their gradient, of either kind."""
+    return [
+        name
+        for name, p in model.named_parameters()
+        if p._backward_hooks or getattr(p, "_post_accumulate_grad_hooks", None)
+    ]
+
+
+def may_be_nonlinear(model: nn.Module, total: torch.Tensor, hooks: NoticedHooks) -> bool:
+    """Whether the backward of ``total`` may be, of a forward within ``hooks``."""
+    if hooks.found or hooked_parameters(model):
+        return True
+    return any(isinstance(node, BackwardCFunction) for node in graph_nodes(total))
