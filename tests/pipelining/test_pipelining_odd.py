@@ -130,6 +130,36 @@ class Replacing(Averaging):
         return y - self.mean
 
 
+@odd("a layer mapped over samples by torch.func")
+class Mapped(Two):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.out(torch.func.vmap(lambda row: torch.tanh(self.b(row)))(self.a(x)))
+
+
+SCALES: dict[int, torch.Tensor] = {}
+
+
+@odd("a constant that is kept outside of the model")
+class Scaled(Two):
+    """Found by trial: a look at forward by fake tensors left one of them there."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        if x.shape[1] not in SCALES:
+            SCALES[x.shape[1]] = torch.arange(x.shape[1], dtype=torch.float64)
+        return super().forward(x * SCALES[x.shape[1]])
+
+
+@odd("a buffer that the first forward registers")
+class Registering(Two):
+    length = 0
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        if x.shape[1] > self.length:
+            self.length = x.shape[1]
+            self.register_buffer("scale", torch.arange(self.length, dtype=torch.float64), persistent=False)
+        return super().forward(x * self.scale)
+
+
 @odd("buffers that are replaced", None, 'forward sets "a.mean", which another micro-batch would overwrite')
 class Replaced(Two):
     layer = Replacing

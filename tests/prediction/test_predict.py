@@ -155,6 +155,36 @@ class Formats(nn.Module):
         }  # fmt: skip
 
 
+class Column(nn.Linear):
+    def __init__(self) -> None:
+        super().__init__(6, 3)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return super().forward(x)[:, 0]
+
+
+class WithState(nn.GRU):
+    """Its state of two layers has as many rows as a local batch of two samples."""
+
+    def __init__(self) -> None:
+        super().__init__(6, 3, num_layers=2, batch_first=True)
+
+    def forward(self, x: torch.Tensor) -> dict[str, torch.Tensor]:
+        outputs, state = super().forward(x[:, None])
+        return {"last": outputs[:, 0], "state": state}
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_a_column_of_one_sample_and_a_state_of_as_many_rows_are_written(way: str, tmp_path: Path) -> None:
+    run = trained(tmp_path, Column)
+    found = predict(run, drawn(9, 6).double(), batch_size=4, **on(way))
+    assert torch.allclose(found, run.model()(drawn(9, 6).double()))
+    run = trained(tmp_path, WithState)
+    found = predict(run, drawn(5, 6).double(), batch_size=5, **on(way))
+    assert found["last"].shape == (5, 3)
+    assert found["state"] is None
+
+
 def test_numbers_of_every_format_are_kept(tmp_path: Path) -> None:
     run = trained(tmp_path, Formats)
     whole = predict(run)

@@ -227,6 +227,34 @@ def test_what_clamps_in_backward_where_batches_are_cut_is_said(way, kind, tmp_pa
     assert said not in " ".join(capsys.readouterr().out.split())
 
 
+class ByDomain(nn.Module):
+    """A batch norm for each of two domains, of which each sample belongs to one."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.norms, self.out = nn.ModuleList(nn.BatchNorm1d(6) for _ in range(2)), nn.Linear(6, 3)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        first = x[:, 0] > 0
+        normed = torch.zeros_like(x)
+        for norm, its in zip(self.norms, (first, ~first), strict=True):
+            if its.any():
+                normed = normed.index_put((its.nonzero()[:, 0],), norm(x[its]))
+        return self.out(normed)
+
+
+@pytest.mark.parametrize("way", ["dp", "ddp"])
+def test_replicas_that_synchronise_different_batch_norms_are_refused(way, tmp_path) -> None:
+    """Found by trial: statistics of two layers were mixed without a line."""
+    inputs, targets = ZOO["mlp"].train_data.tensors
+    inputs = inputs.clone()
+    inputs[:, 0] = torch.where(torch.arange(len(inputs)) % 8 < 4, 1.0, -1.0)  # each local batch of 4 of one domain
+    job = ZOO["mlp"].replace(shuffle=False, sync_batchnorm=True, eval_data=None)
+    job = dataclasses.replace(job, model=ByDomain, train_data=TensorDataset(inputs, targets))
+    with pytest.raises(StrategyError, match="replicas have come to different batch norms at the same time"):
+        train(job, strategy=way, devices="2xcpu", folder=tmp_path, quiet=True)
+
+
 class RarelySparse(nn.Module):
     def __init__(self) -> None:
         super().__init__()

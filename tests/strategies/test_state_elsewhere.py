@@ -56,6 +56,26 @@ def test_a_child_that_refers_to_its_parent_is_refused_under_dp(tmp_path: Path) -
         train(dataclasses.replace(ZOO["mlp"], model=lambda: model), **DP, folder=tmp_path, quiet=True)
 
 
+scale: list[float] = []
+
+
+class Scaling(nn.Module):
+    """It has an attribute of the name of a global list, which it doesn't use."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.body, self.scale = mlp(), 2.0
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.body(x) * self.scale
+
+
+def test_a_global_of_the_name_of_an_attribute_is_not_taken_for_one_that_forward_uses(tmp_path: Path, capsys) -> None:
+    job = dataclasses.replace(ZOO["mlp"], model=Scaling).replace(on_event=[lambda event: scale.append(event.step)])
+    train(job, **DP, folder=tmp_path)
+    assert "outside of the model" not in capsys.readouterr().out
+
+
 class Warming:
     """A loss whose second term grows with its calls in training."""
 

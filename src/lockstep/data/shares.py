@@ -21,7 +21,7 @@ from torch import Tensor
 
 from lockstep.errors import InputError, JobError
 from lockstep.launch.world import World
-from lockstep.tensors.pytree import batch_size_of, cut, share_sizes, tensors
+from lockstep.tensors.pytree import batch_size_of, cut, joined, share_sizes, tensors, to_device
 
 T = TypeVar("T")
 
@@ -262,3 +262,23 @@ class Order(Protocol):
     def __len__(self) -> int: ...
 
     def __getitem__(self, span: slice, /) -> Tensor: ...
+
+
+def mixed_share(shares: list[Part]) -> Part:
+    """As many samples as the first share has (two, if it has one), some of it and some of the second one.
+
+    So they show what is alike within each share only, lengths say. Where shares can't be joined, it is the first one.
+    """
+    first, *others = shares
+    if not others or not others[0].size or not first.size:
+        return first
+    second = others[0]
+    some = (first.size + 1) // 2
+    more = min(max(1, first.size - some), second.size)
+    one, other = (first.inputs, first.targets), (second.inputs, second.targets)
+    place = next((t.device for t in tensors(one)), None)
+    if place is None or any(t.dim() and len(t) != first.size for t in tensors(one)):
+        return first  # what isn't cut can't be joined
+    head = cut(one, 0, some, first.size)
+    both = joined(head, some, to_device(cut(other, 0, more, second.size), place), more)
+    return first if both is None else Part(both[0], both[1], some + more, some + more)

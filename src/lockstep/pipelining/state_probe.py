@@ -304,7 +304,7 @@ def _storage(tensor: torch.Tensor) -> int:
 
     (Not the address of its memory, which temporary tensors hand on to one another.)
     """
-    if tensor.layout != torch.strided:
+    if tensor.layout != torch.strided or torch._C._functorch.is_functorch_wrapped_tensor(tensor):
         return 0
     with torch._C.DisableTorchFunction():
         return int(tensor.untyped_storage()._cdata)

@@ -10,7 +10,7 @@ leaves::
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -80,6 +80,14 @@ def _formed(outputs: Any, size: int, name: str) -> Any:
     return rebuilt(
         outputs, [_formed(part, size, f"{name}.{key}" if name else key) for key, part in named_parts(outputs)]
     )
+
+
+def left_out(form: Any, names: Collection[str]) -> Any:
+    """The form with the leaves of these names left out."""
+    if isinstance(form, Leaf):
+        return Left(form.name, said=True) if form.name in names and not isinstance(form, Left) else form
+    inside = parts(form)
+    return form if inside is None else rebuilt(form, [left_out(part, names) for part in inside])
 
 
 def leaves(form: Any) -> Iterator[Leaf]:

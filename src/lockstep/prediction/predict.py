@@ -32,7 +32,7 @@ from lockstep.launch.terminal import Display
 from lockstep.launch.world import World
 from lockstep.model.build import trained_model
 from lockstep.prediction.jsonl_file import merge, write_lines
-from lockstep.prediction.output_structure import Items, Left, Rows, filled, form_of, leaves, taken
+from lockstep.prediction.output_structure import Items, Left, Rows, filled, form_of, leaves, left_out, taken
 from lockstep.strategies import Strategy, choose
 from lockstep.strategies.step import Step
 from lockstep.tensors.array_file import Array, Layout, archive, create, layout, mapped, write_rows, writing
@@ -259,17 +259,16 @@ class _Prediction:
 
     def _begin(self, shares: list[tuple[int, Any]]) -> None:
         """After the first batch, agree on what will be written, and make room for it."""
-        mine = None
-        if shares:
-            size, outputs = shares[0]
-            self.form = form_of(outputs, size)
-            mine = list(leaves(self.form))
-        first, *others = self.world.gather_objects(mine)
-        assert first is not None
-        names = ", ".join(leaf.name for leaf in first)
-        for rank, theirs in enumerate(others, start=1):
-            if theirs is not None and (their_names := ", ".join(leaf.name for leaf in theirs)) != names:
-                raise InputError(f"outputs: rank 0 has {names}, rank {rank} {their_names}: they should be the same")
+        forms = [form_of(outputs, size) for size, outputs in shares]
+        every = [(rank, of) for rank, ofs in enumerate(self.world.gather_objects(forms)) for of in ofs]
+        names = ", ".join(leaf.name for leaf in leaves(every[0][1]))
+        for rank, form in every[1:]:
+            if (theirs := ", ".join(leaf.name for leaf in leaves(form))) != names:
+                raise InputError(f"outputs: rank 0 has {names}, rank {rank} {theirs}: they should be the same")
+        # By chance what has no row for each sample may have as many rows on one device.
+        no_rows = {leaf.name for _, form in every for leaf in leaves(form) if isinstance(leaf, Left)}
+        first = list(leaves(left_out(every[0][1], no_rows)))
+        self.form = left_out(forms[0], no_rows) if forms else None
         left = [leaf.name for leaf in first if isinstance(leaf, Left) and leaf.said]
         if left and self.world.is_first:
             self.world.tell(Line.note(f"left out, since they have no row for each sample: {', '.join(left)}"))

@@ -217,9 +217,9 @@ class DPStep(Step):
             self._streams = []  # compiled code can't draw from them
         super()._compile_models()
 
-    def first_share(self, batch: Batch) -> Part:
-        """The first replica's share of the first micro-batch, on its device."""
-        return self._scatter(batch)[0][0]
+    def first_shares(self, batch: Batch) -> list[Part]:
+        """The first replicas' shares of the first micro-batch, on their devices."""
+        return [parts[0] for parts in self._scatter(batch)[:2]]
 
     @phase("communicating", "scatter")
     def _scatter(self, batch: Batch) -> list[list[Part]]:

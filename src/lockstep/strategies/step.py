@@ -25,7 +25,7 @@ import torch
 from torch import nn
 
 from lockstep.data import Batch, Part
-from lockstep.data.shares import batch_of, own_stream
+from lockstep.data.shares import batch_of, mixed_share, own_stream
 from lockstep.errors import LossError, StrategyError
 from lockstep.job import Job
 from lockstep.launch.observer import observed, phase
@@ -202,14 +202,11 @@ class Step(StepState, ABC):
         parts = sum(1 for part in batch.parts if part.size)
         if self.replicas * parts <= 1 or not self.world.is_first:
             return
-        part = self.first_share(batch)
-
-        def total(outputs: Any, targets: Any, size: int) -> torch.Tensor:
-            return self.loss.copied()(outputs, targets, size)[0]
-
-        again = self._updates > 1
+        part, again = mixed_share(self.first_shares(batch)), self._updates > 1
         with self.loss.outside.kept():
-            self.seen = seen = look(self.model, part.inputs, part.size, targets=part.targets, total=total, again=again)
+            self.seen = seen = look(
+                self.model, part.inputs, part.size, targets=part.targets, total=self.loss.total, again=again
+            )
         if seen.writes is not None or seen.uncopied is not None:
             self.last_look = 1
         self.loss_check.of_batch = seen.of_batch
@@ -244,9 +241,13 @@ class Step(StepState, ABC):
         if self._compile:
             compile_models(self.models(), self._compile)
 
+    def first_shares(self, batch: Batch) -> list[Part]:
+        """The first two that this process computes on their own, or the one, on their devices."""
+        return [self.placed(part) for part in batch.parts[:2]]
+
     def first_share(self, batch: Batch) -> Part:
         """The first replica's share of the first micro-batch, on its device."""
-        return self.placed(batch.parts[0])
+        return self.first_shares(batch)[0]
 
     @abstractmethod
     def gradients(self, batch: Batch) -> tuple[Number, Number]:

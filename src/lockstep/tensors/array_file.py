@@ -175,7 +175,8 @@ def write_rows(folder: Path, layout: Layout, name: str, first: int, rows: torch.
         )
     with writing(path, layout.size(array.file)), path.open("rb+") as file:
         file.seek(array.start + first * array.row)
-        file.write(rows.view(-1).view(torch.uint8).numpy().data)
+        flat = rows.as_strided((rows.numel(),), (1,))  # (a single element may have any stride)
+        file.write(flat.view(torch.uint8).numpy().data)
 
 
 def archive(target: Path, folder: Path, layout: Layout) -> None:

@@ -92,7 +92,7 @@ class ThreadExchange:
         return seat
 
     def abort(self) -> None:
-        """Free those that wait for one another: they raise ``threading.BrokenBarrierError``. ``begin`` mends it."""
+        """Free those that wait for one another: they raise ``StrategyError``. ``begin`` mends it."""
         for room in self._rooms:
             room.abort()
 
@@ -139,13 +139,19 @@ class _Seat:
                 boxes[me][other].put(tensor)
         found = [tensor if other == me else boxes[other][me].get() for other in range(self.parties)]
         if any(item is _GONE for item in found):
-            raise threading.BrokenBarrierError(
-                f"replica {me} stopped waiting: another one failed, or took a branch without this batch norm"
+            raise StrategyError(
+                f"sync_batchnorm: replica {me} stopped waiting: another one failed, or took a branch without this "
+                "batch norm; let each forward call all of them, or leave sync_batchnorm off"
             )
         if tensor.device.type != "cpu" and len({item.device for item in found}) < self.parties:
             raise StrategyError(
                 f"{self.parties} replicas on {len({item.device for item in found})} {tensor.device.type} devices can't "
                 "synchronise batch norm: autograd has one thread for each device, so they would wait forever"
+            )
+        if any(item.shape != tensor.shape for item in found):
+            raise StrategyError(
+                "sync_batchnorm: replicas have come to different batch norms at the same time, since forward takes "
+                "branches by its samples: let each forward call all of them, or leave sync_batchnorm off"
             )
         return torch.stack([item.to(tensor.device) for item in found])
 

@@ -56,10 +56,10 @@ def synchronise(module: nn.Module, exchange: Exchange) -> int:
                 f"{name or 'the model'} is a {type(part).__name__}, and only PyTorch's own BatchNorm1d, 2d and 3d can "
                 "be synchronised: use one of those, or leave sync_batchnorm off"
             )
-    for part in found:
+    for number, part in enumerate(found):
         if not isinstance(part, _Synchronised):
             part.__class__ = _CLASSES[type(part)]
-        part.exchange = exchange  # type: ignore[assignment]
+        part.exchange, part.number = exchange, number  # type: ignore[assignment]
     return len(found)
 
 
@@ -67,6 +67,7 @@ class _Synchronised(_BatchNorm):
     """Batch norm whose statistics, in training, are those of all parties."""
 
     exchange: Exchange
+    number: int
 
     def forward(self, input: torch.Tensor) -> torch.Tensor:
         """Normalise. input: (batch, channels, ...)."""
@@ -83,7 +84,7 @@ class _Synchronised(_BatchNorm):
                 momentum = 1.0 / float(self.num_batches_tracked)
         tracked = (self.running_mean, self.running_var) if self.track_running_stats else (None, None)
         output: torch.Tensor = _Normalise.apply(  # type: ignore[no-untyped-call]
-            input, self.weight, self.bias, *tracked, momentum or 0.0, self.eps, session
+            input, self.weight, self.bias, *tracked, momentum or 0.0, self.eps, session, self.number
         )
         return output
 
@@ -121,13 +122,19 @@ class _Normalise(torch.autograd.Function):
         momentum: float,
         eps: float,
         session: Session,
+        number: int,
     ) -> torch.Tensor:
         dtype = torch.float64 if input.dtype == torch.float64 else torch.float32
         wide = torch.float32 if input.device.type == "mps" else torch.float64
         count = input.numel() // input.shape[1]
         mean, var = _statistics(input, dtype)
-        mine = torch.cat([mean.to(wide), var.to(wide) * count, mean.new_full((1,), count, dtype=wide)])
-        means, squares, counts = torch.split(session.gather(mine), [len(mean), len(mean), 1], dim=1)
+        mine = torch.cat([mean.to(wide), var.to(wide) * count, mean.new_tensor([count, number], dtype=wide)])
+        means, squares, counts, numbers = torch.split(session.gather(mine), [len(mean), len(mean), 1, 1], dim=1)
+        if input.device.type == "cpu" and not bool((numbers == number).all()):  # (an accelerator would be waited for)
+            raise StrategyError(
+                "sync_batchnorm: replicas have come to different batch norms at the same time, since forward takes "
+                "branches by its samples: let each forward call all of them, or leave sync_batchnorm off"
+            )
         total = counts.sum()
         if count <= 1 and total.item() <= 1:
             raise ValueError(
@@ -168,7 +175,7 @@ class _Normalise(torch.autograd.Function):
             grad_input if wants_input else None,
             grad_weight.to(weight.dtype) if wants_weight else None,
             grad_bias.to(ctx.bias_dtype) if wants_bias else None,
-            *(None,) * 5,
+            *(None,) * 6,
         )
 
 

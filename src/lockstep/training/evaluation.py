@@ -12,6 +12,7 @@ from typing import Any
 import torch
 
 from lockstep.data import AnyLoader, Batch
+from lockstep.data.shares import mixed_share
 from lockstep.errors import JobError, LockstepError, told
 from lockstep.launch.memory import is_out_of_memory
 from lockstep.launch.world import World
@@ -121,9 +122,19 @@ def look_at_evaluation(step: Step, batch: Batch) -> None:
     """
     if step.replicas == 1 or not step.world.is_first:
         return
-    part = step.first_share(batch)
+    part = mixed_share(step.first_shares(batch))
     if part.size:
-        seen = look(step.model, part.inputs, part.size, again=batch.index > 0)
+        total = step.loss.total if part.targets is not None else None
+        with step.loss.outside.kept():
+            seen = look(
+                step.model,
+                part.inputs,
+                part.size,
+                targets=part.targets,
+                total=total,
+                again=batch.index > 0,
+                trains=False,
+            )
         seen.refuse_writes()
         step.tell_once(seen.of_evaluation())
 

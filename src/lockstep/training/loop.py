@@ -132,7 +132,7 @@ class _Training(Setup):
             return
         self.samples += samples
         self.seconds += seconds
-        lr = float(self.step.optimizer.param_groups[0]["lr"])
+        lr = float(self.step.optimizer.param_groups[0].get("lr", math.nan))
         self.record = {"train_loss": loss}
         self.told.event("epoch", number, self.world.step, self.record)
         if self.eval_loaders:

@@ -130,8 +130,9 @@ class Seen:
             yield Caveat("state", text, "set it between updates")
         if self.backward is not None:
             text = (
-                f'the gradient of "{self.backward}" is not the sum of those of parts of the batch, though the loss is: '
-                "a hook or an autograd function depends on what the other samples are"
+                f'the gradient of "{self.backward}" is not the sum of those of parts of the batch, though the loss is '
+                "(as far as rounding shows): a hook, an autograd function or a small term of the loss depends on what "
+                "the other samples are"
             )
             yield Caveat("autograd function", text, "single or mp without accumulate keeps the results")
 

@@ -8,6 +8,8 @@ through two parts of it, each time from the same buffers:
 - outputs without a row for each sample (a loss of the model's own) may be sums over samples, means, or neither,
 - the same inputs giving other outputs the second time, that the model remembers something outside of its buffers,
 - buffers and attributes that end otherwise after a part than after the whole, that they depend on the share,
+- totals of the loss that are others for parts of the whole's outputs than for those of its parts, the same (outputs as
+  long as the longest sample, padded),
 - gradients of the whole that are not the sum of those of its parts, that backward depends on the share (a hook, an
   autograd function); those of a million times the whole that are not a million times as large, that it isn't linear,
 - parameters that have changed, or are frozen, that the model does so itself,
@@ -59,6 +61,7 @@ def look(
     targets: Any = None,
     total: Total | None = None,
     again: bool = False,
+    trains: bool = True,
 ) -> Seen:
     """See what ``model`` does with ``inputs`` of so many samples; it is left as it is, and so are all generators.
 
@@ -69,8 +72,9 @@ def look(
         inputs: of ``samples`` samples.
         samples: their number.
         targets: of the same.
-        total: gives the total of the loss; without it gradients aren't looked at.
+        total: gives the total of the loss; without it neither that nor gradients are looked at.
         again: with as few samples as can be cut, no gradients, and no copy of large parameters, to spare the memory.
+        trains: whether gradients matter.
     """
     batch = inputs, targets
     seen = Seen()
@@ -92,7 +96,7 @@ def look(
                     outside.kept(),
                     contextlib.suppress(Exception),
                 ):  # what is wrong with the model, its first step says
-                    _see(copied, some, number, seen, None if again else total, outside)
+                    _see(copied, some, number, seen, total, outside, gradients=trains and not again)
                     break
         except Exception:
             return seen
@@ -166,8 +170,11 @@ def _see(
     seen: Seen,
     total: Total | None,
     outside: OutsideVariables,
+    *,
+    gradients: bool,
 ) -> None:
     inputs, targets = batch
+    kept: dict[tuple[int, int], Any] = {}
     first = samples // 2
     begin = {name: b.clone() for name, b in model.named_buffers()}
     attributes = [(vars(module), plain_attributes(module)) for module in model.modules()]
@@ -185,7 +192,9 @@ def _see(
         return outputs
 
     def run(start: int, size: int) -> dict[str, torch.Tensor]:
-        return {name: t.clone() for name, t in named_tensors(outputs_of(start, size)) if t.is_floating_point()}
+        kept[start, size] = outputs = outputs_of(start, size)
+        named = [(n, _real(t)) for n, t in named_tensors(outputs)]
+        return {name: t.clone() for name, t in named if t.is_floating_point()}
 
     accelerators = accelerators_of(inputs)
     before = states(accelerators)
@@ -225,20 +234,31 @@ def _see(
         across = any(
             (n, part) == (samples, first) for a, b, _ in rows for n, part in zip(a.shape[1:], b.shape[1:], strict=False)
         )  # a column for each sample, as scores of each against each have
-        if not _is_ragged(inputs, samples):
-            seen.mixes = across or _differ([a for a, _, _ in rows], [torch.cat((b, c)) for _, b, c in rows])
+        ragged = _is_ragged(inputs, samples)
+        if not ragged:
+            alike = [_cropped(of) for of in rows]  # to the shortest, where outputs are as long as the longest sample
+            seen.mixes = across or _differ([a for a, _, _ in alike], [torch.cat((b, c)) for _, b, c in alike])
         for name, t in whole.items():
             if name in head and name in tail and t.shape == head[name].shape == tail[name].shape:
                 kind = _kind_of(t, head[name], tail[name], first / samples)
                 if kind is not None:
                     seen.of_batch[name] = kind
-    size = sum(p.numel() * p.element_size() for p in model.parameters())
-    if total is not None and size <= _LARGEST and not (seen.mixes or seen.remembers or seen.follows or seen.of_batch):
+    if total is None or seen.mixes or seen.remembers or seen.follows or seen.of_batch or ragged:
+        return
+    parts = (0, first), (first, samples - first)
+    with contextlib.suppress(Exception):  # a loss that can't take a part of the outputs
+        of_cut, of_parts = [], []
+        for start, size in parts:
+            wanted = cut(targets, start, size, samples)
+            of_cut.append(total(cut(kept[0, samples], start, size, samples), wanted, size))
+            of_parts.append(total(kept[start, size], wanted, size))
+        seen.mixes = _differ(of_cut, of_parts)
+    if gradients and not seen.mixes and sum(p.numel() * p.element_size() for p in model.parameters()) <= _LARGEST:
 
         def total_of(start: int, size: int) -> torch.Tensor:
             return total(outputs_of(start, size), cut(targets, start, size, samples), size)
 
-        _see_gradients(model, total_of, ((0, samples), (0, first), (first, samples - first)), seen)
+        _see_gradients(model, total_of, ((0, samples), *parts), seen)
 
 
 def _see_gradients(
@@ -302,6 +322,15 @@ class _Watched(TorchFunctionMode):
         return func(*args, **kwargs)
 
 
+def _real(tensor: torch.Tensor) -> torch.Tensor:
+    return torch.view_as_real(tensor.resolve_conj()) if tensor.is_complex() else tensor
+
+
+def _cropped(tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+    sizes = [min(column) for column in zip(*(t.shape[1:] for t in tensors), strict=True)]
+    return [t[(slice(None), *(slice(size) for size in sizes))] for t in tensors]
+
+
 def _has_rows(tensor: torch.Tensor, samples: int) -> bool:
     return tensor.dim() > 0 and tensor.shape[0] == samples
 
@@ -335,15 +364,27 @@ def _multiplied(samples: int, times: int, tensor: torch.Tensor) -> torch.Tensor:
 _ROUNDING = {torch.float64: 1e-8, torch.float32: 1e-3}
 """How far outputs of other ways to round lie apart, as a part of the largest."""
 
+_OF_CPU = 1e-4
+"""The same in float32 where no accelerator multiplies with fewer bits."""
+
 
 def _differ(ones: list[torch.Tensor], others: list[torch.Tensor]) -> bool:
     """Whether two lists of outputs lie further apart than other ways to round would bring them."""
     for a, b in zip(ones, others, strict=True):
         if not a.numel():
             continue
-        largest = a.abs().max()
         rounding = _ROUNDING.get(a.dtype, 5e-2)
+        if a.dtype == torch.float32 and a.device.type == "cpu":
+            rounding = _OF_CPU
+        finite = torch.isfinite(a)
+        apart = torch.where(finite, a - b, 0.0).abs()
+        # Of numbers that are the same the usual ones count only: not -1e9, which masks others.
+        sizes = a.abs().flatten()
+        usual = sizes.kthvalue(len(sizes) // 4 + 1).values
+        largest = torch.maximum(
+            torch.where(finite & (apart != 0), a.abs(), 0.0).max(), usual.nan_to_num(0.0, posinf=0.0)
+        )
         # (Not "greater": what isn't finite for a part only, the variance of one sample say, differs.)
-        if bool(torch.isfinite(largest)) and not bool((a - b).abs().max() <= rounding * largest):
+        if not bool(apart.max() <= rounding * largest):
             return True
     return False

@@ -16,6 +16,7 @@ A copy of the model has the same ones, replicas in one process share them, and n
 from __future__ import annotations
 
 import copy
+import dis
 import functools
 import hashlib
 import pickle
@@ -33,6 +34,7 @@ from lockstep.errors import is_own_code
 from lockstep.tensors.digest import digest
 
 _CODE = (type, types.FunctionType, types.MethodType, types.BuiltinFunctionType, functools.partial)
+_OF_GLOBALS = ("LOAD_GLOBAL", "STORE_GLOBAL", "LOAD_NAME")  # (the last one in the body of a class)
 _HOOKS = ("_forward_pre_hooks", "_forward_hooks", "_backward_pre_hooks", "_backward_hooks")
 
 
@@ -126,7 +128,7 @@ class OutsideVariables:
         for name, cell in zip(function.__code__.co_freevars, function.__closure__ or (), strict=True):
             self._add(name, cell, "cell_contents")
         names = list(_names_in(function.__code__))
-        for name in names:
+        for name in _globals_in(function.__code__):
             if name in function.__globals__:
                 value = function.__globals__[name]
                 if isinstance(value, types.ModuleType):
@@ -175,6 +177,14 @@ def _names_in(code: types.CodeType) -> Iterator[str]:
     for constant in code.co_consts:
         if isinstance(constant, types.CodeType):
             yield from _names_in(constant)
+
+
+def _globals_in(code: types.CodeType) -> Iterator[str]:
+    """The names of global variables that code uses, and the functions in it."""
+    yield from {one.argval for one in dis.get_instructions(code) if one.opname in _OF_GLOBALS}
+    for constant in code.co_consts:
+        if isinstance(constant, types.CodeType):
+            yield from _globals_in(constant)
 
 
 # ---- what they hold -------------------------------------------------------------------------------------------------

@@ -25,6 +25,7 @@ from torch.nn.utils.stateless import _reparametrize_module
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.flop_counter import flop_registry
 
+from lockstep.model.inspection import OutsideVariables
 from lockstep.tensors.pytree import call, each, tensors
 from lockstep.tensors.seeding import kept_states
 
@@ -63,6 +64,7 @@ def trace(model: nn.Module, inputs: Any, forward: Callable[[Any], Any] | None = 
 def _traced(model: nn.Module, inputs: Any, forward: Callable[[Any], Any], kind: str, *, fake: bool) -> Trace:
     with ExitStack() as stack:
         stack.enter_context(as_before(model))
+        stack.enter_context(OutsideVariables.of_model(model).kept())  # which a fake tensor must not get into
         if fake:
             # What the person's model raises is raised again where it is run; PyTorch's fake tensors log it too.
             log = logging.getLogger("torch._subclasses.fake_tensor")
@@ -189,17 +191,19 @@ def bytes_of(held: Iterable[torch.Tensor]) -> int:
 
 @contextmanager
 def as_before(model: nn.Module) -> Iterator[None]:
-    """Give buffers the values, parameters the gradients, and generators the states that they have now."""
-    places = [
-        (m._buffers, key, b, b.clone()) for m in model.modules() for key, b in m._buffers.items() if b is not None
-    ]
+    """Put attributes, values of buffers, gradients and the states of generators back to what they are now."""
+    tables = [(table, dict(table)) for m in model.modules() for table in (vars(m), m._buffers)]
+    values = [(b, b.clone()) for b in model.buffers()]
     gradients = [(p, p.grad) for p in model.parameters()]
     with kept_states():
         try:
             yield
         finally:
             with torch.no_grad():
-                for table, key, buffer, values in places:
-                    table[key] = buffer.copy_(values)
+                for table, before in tables:
+                    table.clear()
+                    table.update(before)
+                for buffer, value in values:
+                    buffer.copy_(value)
             for parameter, gradient in gradients:
                 parameter.grad = gradient
