@@ -413,5 +413,5 @@ def test_an_optimizers_state_of_no_parameter_is_resumed(tmp_path: Path) -> None:
 
 def test_a_scheduler_without_state_is_refused(tmp_path: Path) -> None:
     job = dataclasses.replace(ZOO["mlp"], lr_scheduler=lambda optimizer: types.SimpleNamespace(step=lambda: None))
-    with pytest.raises(JobError, match="SimpleNamespace has no state_dict"):
+    with pytest.raises(JobError, match="gave a SimpleNamespace, which has no state_dict"):
         train(job, devices="1xcpu", folder=tmp_path, quiet=True)

@@ -34,8 +34,8 @@ from lockstep.strategies.step import Result, Step
 from lockstep.strategies.strategy import Strategy
 from lockstep.tensors.pytree import each
 from lockstep.verify import Verification
-from lockstep.verify.causes import CAUSES
-from lockstep.verify.diagnosis import Diagnosis
+from lockstep.verify.cause_search import Diagnosis
+from lockstep.verify.cause_texts import CAUSES
 
 from planted import Averaging, Jittering, Noisy, NoisyGradient, SelfWriting  # isort: skip
 from zoo import LENGTHS, SAMPLES, ZOO, Conv, drawn, labels, mlp, plain_sgd, sgd  # isort: skip

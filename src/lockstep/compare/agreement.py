@@ -42,7 +42,9 @@ class Agreement:
         return {True: "equal", False: "differs", None: "not known"}[self.equal]
 
     def __str__(self) -> str:
-        return self.word if self.difference is None else f"{self.word} {self.difference:.0e}".replace(" 0e+00", " 0")
+        return (
+            self.word if self.difference is None else f"{self.word} {abs(self.difference):.0e}".replace(" 0e+00", " 0")
+        )
 
 
 def agreement_of(job: Job | JobFile, entry: Entry) -> Agreement:

@@ -140,7 +140,7 @@ class Workers:
         except RuntimeError as error:
             if "exited unexpectedly" not in str(error):
                 raise
-            raise RunError("a loader worker was killed (out of memory?): take fewer, or loader_workers=0") from error
+            raise RunError("a loader worker was killed (out of memory?): set fewer loader_workers, or 0") from error
 
     def close(self) -> None:
         """End the workers, now: an error's traceback may hold the loader until nobody can tell them any more."""

@@ -117,8 +117,8 @@ def load_state(path: Path) -> dict[str, Any]:
         FolderError: it isn't there, or can't be read.
     """
     if not path.is_file():
-        why = "the run had not finished an epoch" if path.parent.is_dir() else "there is no such folder"
-        raise FolderError(f"{path}: there is no state to resume from; {why}")
+        why = "nothing was saved in that folder" if path.parent.is_dir() else "there is no such folder"
+        raise FolderError(f"{path}: there is no state to resume from: {why}")
     try:
         state: dict[str, Any] = torch.load(path, map_location="cpu", weights_only=True)
     except Exception as error:

@@ -57,7 +57,10 @@ from lockstep.model.additivity import (
 from lockstep.model.loss import Totalled
 from lockstep.tensors.pytree import cut, each, holds_packed, joined, named_tensors, tensors, to_device
 
-_ADVICE = "return (total, count) from it, or use single (or mp) without accumulate"
+_ADVICE = (
+    "return (total, count), the sum over the items that count (not padding) and their number; or use single (or mp) "
+    "without accumulate"
+)
 
 _LARGEST_SHARE = 0.05
 """Of the time of an update, for checking its loss; beyond that it is checked every n-th update only."""

@@ -35,8 +35,8 @@ def build_optimizer(job: Job, model: nn.Module) -> torch.optim.Optimizer:
     held = {id(p) for group in optimizer.param_groups for p in group["params"]}
     if held - {id(p) for p in model.parameters()}:
         raise JobError(
-            "optimizer: it holds parameters that the model doesn't have: make it over those that it is given "
-            "(in a loop of your own, over model.parameters() of the same model)"
+            "optimizer: it holds parameters that the model doesn't have: make it over those that it is given, as "
+            "lambda parameters: SGD(parameters, ...) (in a loop of your own, over model.parameters() of the same model)"
         )
     dropped = [name for name, p in named if id(p) not in held]
     if dropped:

@@ -168,8 +168,8 @@ class Strategy(ABC):
         if parts > 1 and job.collate is not None:
             what = "each device's local batch" if replicas > 1 else "each micro-batch"
             text = (
-                f"collate is given {what}, not the global batch: padding and mixing (and a count that includes "
-                "padding) follow it"
+                f"collate is given {what}, not the global batch: it pads, or mixes, these samples only, so a loss must "
+                "not count padding"
             )
             found.append(Caveat("collate", text))
         if parts > 1 and any(drops(m) for m in model.modules()):

@@ -26,7 +26,10 @@ def scheduler_of(job: Job, step: Step) -> Any:
     if getattr(scheduler, "optimizer", step.optimizer) is not step.optimizer:
         raise JobError("lr_scheduler: it was made over another optimizer than the one that the function is given")
     if not hasattr(scheduler, "state_dict"):
-        raise JobError(f"lr_scheduler: {type(scheduler).__name__} has no state_dict, which a run saves to be resumed")
+        raise JobError(
+            f"lr_scheduler: the function gave a {type(scheduler).__name__}, which has no state_dict: give one that "
+            "makes a scheduler of the optimizer (lambda optimizer: StepLR(optimizer, 10))"
+        )
     return scheduler
 
 

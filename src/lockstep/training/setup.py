@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import os
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -137,8 +138,12 @@ class Setup:
                 yield Line.note(told_of)
             if self.scheduler is not None and not any(group["lr"] for group in self.step.optimizer.param_groups):
                 yield Line.note("the learning rate is 0: the scheduler resumes as it was saved, at its end")
+        idle = len(shares) - sum(map(bool, shares))
         notes = [
             note_on_threads(world.device),
+            _note_on_cores(len(devices)) if world.device.is_slot else None,
+            f"{counted(idle, 'device')} of {len(shares)} get no sample: increase batch_size" if idle else None,
+            f"{self.parts} micro-batches of {job.batch_size} samples: {cut} are made" if cut < self.parts else None,
             note_on_workers(job.loader_workers, world.local_size),
             self._on_schedule,
             "metrics are computed on eval_data, and the job has none" if job.metrics and not self.eval_data else None,
@@ -148,6 +153,11 @@ class Setup:
         yield from (Line.note(note) for note in notes if note)
         yield from self._said_before
         yield from map(Line.note, self.strategy.caveats(job, self.step.model, len(devices)))
+
+
+def _note_on_cores(devices: int) -> str | None:
+    cores = os.cpu_count() or 1
+    return f"{devices} CPU devices take turns on {counted(cores, 'core')}" if devices > 4 * cores else None
 
 
 def _abridged(words: list[str], between: str = ", ") -> str:

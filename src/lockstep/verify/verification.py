@@ -21,9 +21,9 @@ from lockstep.launch.events import Caveat
 from lockstep.launch.placement import alone, needs_one_process
 from lockstep.strategies import Strategy, choose
 from lockstep.strategies.single import Single
-from lockstep.verify.causes import named, of_refusal
+from lockstep.verify.cause_search import Diagnosis
+from lockstep.verify.cause_texts import named, of_refusal
 from lockstep.verify.comparison import Comparison, Update, relative
-from lockstep.verify.diagnosis import Diagnosis
 from lockstep.verify.experiments import Laboratory, Noise
 from lockstep.verify.preflight import preflight
 

@@ -61,9 +61,9 @@ class Seen:
         """
         if self.writes is not None:
             raise StrategyError(
-                f'the model writes its parameter "{self.writes}" in forward, differently on each replica',
+                f'the model writes its parameter "{self.writes}" in forward, and replicas would write other values',
                 kind="state",
-                fix="take single",
+                fix="make it a buffer, write it between updates, or use single",
             )
 
     def of_output(self, name: str) -> Caveat | None:

@@ -1,4 +1,4 @@
-"""Causes: every reason that ``verify`` can name, as a table: kind, text with places for what was seen, fix.
+"""Cause texts: the words of every cause that ``verify`` can name: kind, text with places for what was seen, fix.
 
 A kind with several texts has a word after a colon. `docs/verify.md` lists the kinds.
 """
@@ -40,8 +40,8 @@ CAUSES: dict[str, tuple[str, str]] = {
         "draw from torch in forward, or let the dataset draw, by sample",
     ),
     "mixing": (
-        "outputs depend on other samples of the batch in {layer}: single-device results change as well when the batch "
-        "is split",
+        "outputs depend on other samples of the batch in or before {layer}: single-device results change as well when "
+        "the batch is split",
         f"{_WHOLE_BATCH}; or a layer that sees one sample at a time",
     ),
     "mixing: in evaluation": (

@@ -1,4 +1,4 @@
-"""Diagnosis: why two sides part, found by experiments, each of which takes one thing out of the question.
+"""Cause search: why two sides part, found by experiments, each of which takes one thing out of the question.
 
 ::
 
@@ -18,7 +18,7 @@ from collections.abc import Mapping, Sequence
 
 from lockstep.errors import LockstepError, LossError, NonFiniteLoss
 from lockstep.launch.events import Caveat
-from lockstep.verify.causes import cause, listed, named, of_refusal, quoted
+from lockstep.verify.cause_texts import cause, listed, named, of_refusal, quoted
 from lockstep.verify.comparison import Bounds, Comparison, Experiment, Update
 from lockstep.verify.determinism import Thing
 from lockstep.verify.experiments import Laboratory, Noise
