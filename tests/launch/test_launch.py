@@ -150,12 +150,16 @@ def test_starting_the_forking_process_needs_no_torch() -> None:
 @pytest.fixture(scope="module")
 def unguarded(tmp_path_factory: pytest.TempPathFactory) -> subprocess.CompletedProcess[str]:
     body = """
+        import functools
         from lockstep.launch import launch
         print("the script")
         class Local:
             value = 3
+        @functools.lru_cache(maxsize=4)
+        def cached(value):
+            return value
         def fn(world):
-            return Local.value * world.rank
+            return cached(Local.value) * world.rank
         print(launch(fn, "2xcpu"))
         def breaks_here(world):
             if world.rank == 1:

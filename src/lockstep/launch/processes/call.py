@@ -10,7 +10,9 @@ the rank has died without a word, and the caller whether they are to stop::
 from __future__ import annotations
 
 import contextlib
+import functools
 import importlib
+import io
 import mmap
 import os
 import pickle
@@ -150,12 +152,28 @@ class Call:
 
 def dumps(value: Any) -> bytes:
     """A value by which the other process can make the same; what can't be imported there goes by value."""
-    import cloudpickle
-
     try:
         return pickle.dumps(value)  # ten times as fast, and enough for numbers and names
     except Exception:
-        return bytes(cloudpickle.dumps(value))
+        return _by_value(value)
+
+
+def _by_value(value: Any) -> bytes:
+    import cloudpickle
+
+    class Pickler(cloudpickle.Pickler):  # type: ignore[misc]  # it has no types
+        def reducer_override(self, held: Any) -> Any:
+            if isinstance(held, functools._lru_cache_wrapper) and held.__module__ == "__main__":
+                return _cached, (held.__wrapped__, held.cache_parameters())
+            return super().reducer_override(held)
+
+    file = io.BytesIO()
+    Pickler(file).dump(value)
+    return file.getvalue()
+
+
+def _cached(function: Callable[..., Any], settings: Any) -> Any:
+    return functools.lru_cache(**settings)(function)
 
 
 def pickled(fn: Callable[..., Any], args: tuple[Any, ...]) -> bytes:
@@ -164,8 +182,6 @@ def pickled(fn: Callable[..., Any], args: tuple[Any, ...]) -> bytes:
     Raises:
         InputError: one of them can't be pickled, or is a model in shared memory; it says which.
     """
-    import cloudpickle
-
     given = [(f"args[{i}]", arg) for i, arg in enumerate(args)]
     for name, value in (*given, *(("the function", one) for one in closed_over(fn))):
         model = value if isinstance(value, torch.nn.Module) else torch.nn.Identity()
@@ -175,11 +191,11 @@ def pickled(fn: Callable[..., Any], args: tuple[Any, ...]) -> bytes:
                 'or train it with strategy="hogwild"'
             )
     try:
-        return bytes(cloudpickle.dumps((fn, args)))
+        return _by_value((fn, args))
     except Exception as whole:
         for name, value in (("the function", fn), *given):
             try:
-                cloudpickle.dumps(value)
+                _by_value(value)
             except Exception as error:
                 raise InputError(
                     f"{name} ({_type_of(value)}) can't be sent to the ranks: {first_line(error)}: "
