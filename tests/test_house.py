@@ -18,7 +18,7 @@ LAYERS = [
     {"job", "report"},
     {"jobfile", "launch"},
     {"threads"},
-    {"data"},
+    {"data", "checkpoint"},
     {"model"},
     {"parallel", "pipelining"},
     {"strategies"},

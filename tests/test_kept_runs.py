@@ -47,5 +47,7 @@ def test_a_kept_run_goes_on_with_the_numbers_that_it_had_then(run: Path) -> None
     assert went_on.summary["strategy"] == name and went_on.summary["steps"] == step
     last = went_on.history[-1]
     assert last["train_loss"] == pytest.approx(train_loss, abs=1e-5)
-    assert last["eval_loss"] == pytest.approx(eval_loss, abs=1e-5)
+    # The bias before BatchNorm has a gradient of rounding errors only, by whose sign AdamW moves it, and the running
+    # mean lags behind: kernels of different processors (ATEN_CPU_CAPABILITY) give evaluations that differ by 3.5e-4.
+    assert last["eval_loss"] == pytest.approx(eval_loss, abs=1e-3)
     assert [record["step"] for record in went_on.history][-2:] == [HAVE[name][1], step]

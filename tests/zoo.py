@@ -7,13 +7,16 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Callable, Iterator
+from pathlib import Path
 from typing import Any
 
+import pytest
 import torch
 from torch import nn
 from torch.utils.data import TensorDataset
 
 from lockstep import Job
+from lockstep.checkpoint.folder import CheckpointFolder
 
 SAMPLES = 29  # in batches of 8: 8, 8, 8, 5
 
@@ -28,6 +31,13 @@ def labels(count: int, classes: int, seed: int = 2) -> torch.Tensor:
 
 def right(outputs: torch.Tensor, targets: torch.Tensor) -> tuple[torch.Tensor, int]:
     return (outputs.argmax(dim=-1) == targets).sum(), targets.numel()
+
+
+def state_of(run: Path) -> dict[str, Any]:
+    """All that a run has in its newest checkpoint, which must be whole, as every other one."""
+    whole = list(CheckpointFolder(run / "checkpoints").whole(pytest.fail))
+    path, index = whole[0]
+    return index.state(path)
 
 
 def sgd(params: Any) -> torch.optim.Optimizer:

@@ -9,6 +9,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import math
+import re
 import types
 import typing
 from collections.abc import Callable, Mapping, Sequence
@@ -66,6 +67,9 @@ class Job:
         keep_memory: on CPU devices, what a step frees is kept for the next one instead of going back to the system:
             faster where activations are large, with a larger peak (see lockstep.tensors.allocator).
         eval_batch_size: of evaluation; None is ``batch_size``.
+        save_every: also save a checkpoint within an epoch, every so many steps (``100``) or after a time
+            (``"10 min"``); one is saved at the end of each epoch anyway.
+        keep: how many checkpoints are kept, the newest ones.
         loader_workers: processes that fetch samples, for each rank; None chooses by the cores and the dataset. A
             stream has at most one, which reads ahead: each further one would read all of it.
         on_event: functions called with each ``Event`` on rank 0; one that returns ``"stop"`` ends the training.
@@ -99,6 +103,8 @@ class Job:
     fused: bool | None = None
     keep_memory: bool = False
     eval_batch_size: int | None = None
+    save_every: int | str | None = None
+    keep: int = 2
     loader_workers: int | None = None
     on_event: Sequence[Callable[[Any], str | None]] = ()
 
@@ -134,6 +140,8 @@ class Job:
                 raise JobError(f'metrics: "{metric}" is {function!r}, which can\'t be called')
         if not isinstance(self.on_event, Sequence):
             raise JobError("on_event: a list of functions is expected")
+        if self.save_every is not None:
+            steps_or_seconds(self.save_every, "save_every")
         for name in SETTINGS:
             object.__setattr__(self, name, checked_setting(name, getattr(self, name)))
 
@@ -153,7 +161,7 @@ class Job:
 
 _FIELDS = {f.name: f for f in dataclasses.fields(Job)}
 
-_POSITIVE = {"batch_size", "epochs", "steps", "accumulate", "clip_norm", "eval_batch_size"}
+_POSITIVE = {"batch_size", "epochs", "steps", "accumulate", "clip_norm", "eval_batch_size", "keep"}
 """Settings that are above zero; other numbers may be zero."""
 
 
@@ -170,6 +178,21 @@ SETTINGS: dict[str, Any] = {
     name: hint for name, hint in typing.get_type_hints(Job).items() if all(map(_is_plain, _options(hint)))
 }
 """The settings that a command line can give, with their types."""
+
+
+def steps_or_seconds(every: int | str, name: str) -> tuple[int | None, float | None]:
+    """A number of steps, or a time in seconds: of ``100``, ``"90 s"``, ``"10 min"``, ``"2 h"``.
+
+    Raises:
+        JobError: it is neither.
+    """
+    found = re.fullmatch(r"(\d+(?:\.\d+)?)\s*(s|min|h)?", str(every).strip())
+    number = float(found[1]) if found else 0.0
+    if found is None or number <= 0 or (found[2] is None and not number.is_integer()):
+        raise JobError(f"{name}: {every!r} is neither a number of steps above 0 nor a time, as 10min")
+    if found[2] is None:
+        return int(number), None
+    return None, number * {"s": 1, "min": 60, "h": 3600}[found[2]]
 
 
 def checked_setting(name: str, value: Any) -> Any:

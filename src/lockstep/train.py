@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from lockstep.checkpoint.weights import take_weights
 from lockstep.data import eval_loaders, is_stream, resolve_sets
 from lockstep.errors import FolderError, InputError, JobError, LockstepError, StrategyError, told
 from lockstep.job import Job
@@ -21,7 +22,6 @@ from lockstep.launch.run_folder import RunFolder
 from lockstep.launch.stop_request import StopRequest
 from lockstep.launch.terminal import Display
 from lockstep.launch.world import World
-from lockstep.model.checkpoint import take_weights
 from lockstep.strategies import Strategy, choose
 from lockstep.training.evaluation import evaluate_sets, try_out
 from lockstep.training.loop import train_on
@@ -113,16 +113,16 @@ def _left_behind(run: RunFolder, error: BaseException, display: Display, *, resu
     What failed is written there, for its report.
     """
     stopped = not isinstance(error, Exception)
-    if not resumed and not run.state.is_file() and (isinstance(error, InputError) or stopped):
+    if not resumed and not run.is_resumable and (isinstance(error, InputError) or stopped):
         run.remove()
         if stopped:
             display.line("nothing was saved yet, so no run is kept")
-    elif not isinstance(error, InputError) or (run.state.is_file() and not resumed):
+    elif not isinstance(error, InputError) or (run.is_resumable and not resumed):
         if not stopped:
             with contextlib.suppress(FolderError):  # a full disk, say: that is said already
                 said = str(error).partition("\n")[0] if isinstance(error, LockstepError) else told(error)
                 run.write_json(run.failure, {"error": said})
-        go_on = f"; resume it with --resume {run.path}" if run.state.is_file() else ""
+        go_on = f"; resume it with --resume {run.path}" if run.is_resumable else ""
         display.line(f"run: {run.path}{go_on}")
 
 

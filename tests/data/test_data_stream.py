@@ -391,7 +391,7 @@ def test_a_stream_that_is_used_up_ends_the_run_in_one_line_and_keeps_it(tmp_path
     with pytest.raises(RunError, match="train_data: the stream has no samples left"):
         train(job, strategy="single", devices="1xcpu", folder=tmp_path, quiet=True, loader_workers=0)
     (folder,) = tmp_path.iterdir()
-    assert (folder / "state.pt").is_file()
+    assert list((folder / "checkpoints").glob("step-*"))
 
 
 class ByRank(IterableDataset[Any]):

@@ -322,9 +322,9 @@ def test_a_model_that_draws_random_numbers_gives_the_same_each_time(tmp_path: Pa
 
 def test_the_best_weights_may_be_taken(tmp_path: Path) -> None:
     run = trained(tmp_path, Takes, steps=4, epochs=None)
-    kept = lockstep.model.checkpoint.load_weights(run.folder / "best.safetensors")
+    kept = lockstep.checkpoint.weights.load_weights(run.folder / "best.safetensors")
     kept["layer.bias"] += 100
-    lockstep.model.checkpoint.save_weights(run.folder / "best.safetensors", kept)
+    lockstep.checkpoint.weights.save_weights(run.folder / "best.safetensors", kept)
     assert predict(run, best=True).min() > 50 > predict(run).max()
 
 

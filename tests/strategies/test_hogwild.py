@@ -15,16 +15,16 @@ from torch.utils.data import Dataset, TensorDataset
 
 import lockstep
 from lockstep import Job, Run, train
+from lockstep.checkpoint.weights import load_weights
 from lockstep.cli.command import main
 from lockstep.errors import NonFiniteLoss, RankFailed, RunError, StrategyError
 from lockstep.launch import world as worlds
 from lockstep.launch.devices import Device, usable_cores
 from lockstep.launch.world import World
-from lockstep.model.checkpoint import load_state, load_weights
 from lockstep.strategies import STRATEGIES
 from lockstep.strategies.hogwild import Hogwild
 
-from zoo import ZOO  # isort: skip
+from zoo import ZOO, state_of  # isort: skip
 
 DIGITS = Path(__file__).parents[2] / "examples" / "digits.py"
 MARGIN = 0.03
@@ -187,7 +187,7 @@ def test_runs_go_on_under_another_strategy_and_back(optimizer: Any, tmp_path: Pa
     job = ZOO["mlp"].replace(precision="fp64", epochs=1, optimizer=optimizer)
     names = set(job.model().state_dict())
     run = train(job, strategy="hogwild", devices="2xcpu", folder=tmp_path, quiet=True)
-    state = load_state(Path(run.folder) / "state.pt")
+    state = state_of(Path(run.folder))
     assert set(state["model"]) == set(state["optimizer"]["state"]) == names == set(weights(run))
     for values in state["optimizer"]["state"].values():
         assert float(values.get("step", 4)) == 4, "a rank's counter counts global batches"
@@ -210,7 +210,7 @@ def test_the_saved_momentum_is_that_of_one_device(tmp_path: Path) -> None:
     states = []
     for way, devices in (("single", "1xcpu"), ("hogwild", "3xcpu")):
         run = train(job, strategy=way, devices=devices, folder=tmp_path, quiet=True)
-        states.append(load_state(Path(run.folder) / "state.pt")["optimizer"]["state"]["rows.weight"]["momentum_buffer"])
+        states.append(state_of(Path(run.folder))["optimizer"]["state"]["rows.weight"]["momentum_buffer"])
     assert (states[0] - states[1]).abs().max() < 1e-12
 
 

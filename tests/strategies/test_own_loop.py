@@ -176,7 +176,7 @@ def test_a_loop_goes_on_from_what_another_saved(first: str, second: str, tmp_pat
 
 def test_what_was_never_saved_is_said(tmp_path: Path) -> None:
     step = lockstep.parallelize(mlp(), nn.CrossEntropyLoss(), plain_sgd, devices="1xcpu")
-    with pytest.raises(FolderError, match="there is no state to resume from"):
+    with pytest.raises(FolderError, match="there is no checkpoint to resume from"):
         step.load(tmp_path)
 
 

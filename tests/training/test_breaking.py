@@ -18,12 +18,12 @@ from torch import nn
 from torch.utils.data import TensorDataset
 
 from lockstep import Job, train
+from lockstep.checkpoint import writer
 from lockstep.cli.command import main
 from lockstep.errors import FolderError, OutOfMemory, RankFailed, RunError, SaveError
 from lockstep.jobfile import JobFile
-from lockstep.model import checkpoint
 from lockstep.verify import same_bits
-from zoo import drawn, labels, mlp, plain_sgd
+from zoo import drawn, labels, mlp, plain_sgd, state_of
 
 JOB = """
 import os, time, torch, lockstep
@@ -63,7 +63,7 @@ def started(folder: Path, strategy: str) -> subprocess.Popen[str]:
     words = [*command, "--strategy", strategy, "--devices", ON[strategy]]
     process = subprocess.Popen(words, cwd=folder, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
     end = time.monotonic() + 60
-    while not list(folder.glob("runs/*/state.pt")):
+    while not list(folder.glob("runs/*/checkpoints/step-*")):
         assert process.poll() is None and time.monotonic() < end, process.communicate()
         time.sleep(0.05)
     return process
@@ -95,7 +95,7 @@ def test_a_stopped_training_keeps_its_folder_and_leaves_no_process(how, code, sa
     _, alive = psutil.wait_procs(children, timeout=5)
     assert not alive
     (run,) = folder.glob("runs/*")
-    assert checkpoint.load_state(run / "state.pt")["epoch"] >= 1
+    assert state_of(run)["epoch"] >= 1
 
 
 def test_what_a_rank_raises_is_shown_once_headed_by_rank_and_step(folder, monkeypatch, capfd) -> None:
@@ -156,19 +156,22 @@ def test_out_of_memory_names_device_step_share_and_the_setting_that_helps(strate
 def test_a_full_disk_at_the_end_of_an_epoch_keeps_what_was_saved(tmp_path, monkeypatch) -> None:
     saves = []
 
-    def full_the_second_time(*args, **kwargs) -> None:
+    def full_the_second_time(*args, **kwargs) -> Any:
         saves.append(args)
         if len(saves) > 1:
             raise OSError(28, "No space left on device")
-        real(*args, **kwargs)
+        return real(*args, **kwargs)
 
-    real = torch.save
-    monkeypatch.setattr(torch, "save", full_the_second_time)
-    with pytest.raises(SaveError, match=r"state\.pt: .* the disk is full; state\.pt of before is kept"):
+    real = writer.write_tensors
+    monkeypatch.setattr(writer, "write_tensors", full_the_second_time)
+    says = (
+        r"checkpoints: could not be written: the disk is full; the checkpoint of step 3 is kept; free some space, then"
+    )
+    with pytest.raises(SaveError, match=says):
         train(job_of(), folder=tmp_path, quiet=True)
     monkeypatch.undo()
     (run,) = tmp_path.glob("*")
-    assert checkpoint.load_state(run / "state.pt")["epoch"] == 1
+    assert state_of(run)["epoch"] == 1
     assert train(job_of(), resume=run, quiet=True).summary["epochs"] == 3
 
 
@@ -215,8 +218,9 @@ def test_a_loader_worker_that_is_killed_is_said(tmp_path) -> None:
 
 def test_a_damaged_state_is_said(tmp_path) -> None:
     run = train(job_of(epochs=1), folder=tmp_path, quiet=True)
-    (run.folder / "state.pt").write_bytes(b"nonsense")
-    with pytest.raises(FolderError, match=r"state\.pt: the file is damaged"):
+    for path in run.folder.glob("checkpoints/*/*"):
+        path.write_bytes(b"nonsense")
+    with pytest.raises(FolderError, match="no checkpoint is whole: take another run, or begin anew"):
         train(job_of(), resume=run.folder, quiet=True)
 
 
@@ -304,7 +308,7 @@ def test_a_training_that_is_stopped_in_its_first_epoch_is_saved_and_goes_on(
     (run,) = tmp_path.glob("runs/*")
     assert f"resume it with --resume runs/{run.name}" in out.splitlines()[-1]
     assert "stopping at the end of this step" in err and "Traceback" not in err
-    state = checkpoint.load_state(run / "state.pt")
+    state = state_of(run)
     assert state["epoch"] == 0 and 0 < state["position"] == state["step"] < 38
     job = JobFile(str(tmp_path / "slow.py"))
     went_on = train(job, resume=run, quiet=True)
@@ -321,7 +325,7 @@ def test_under_torchrun_too_it_is_saved(tmp_path: Path) -> None:
     _, out, err = stopped(tmp_path, [*torchrun, "train", "slow.py"], signal.SIGTERM)
     (run,) = tmp_path.glob("runs/*")
     assert "resume it with --resume" in out, (out, err)
-    assert 0 < checkpoint.load_state(run / "state.pt")["step"] < 76
+    assert 0 < state_of(run)["step"] < 76
 
 
 @pytest.mark.slow
@@ -374,7 +378,7 @@ def test_a_stop_at_the_end_of_an_epoch_loses_no_record(tmp_path: Path) -> None:
     with pytest.raises(KeyboardInterrupt):
         train(job, strategy="single", devices="1xcpu", folder=tmp_path, quiet=True)
     (run,) = tmp_path.iterdir()
-    state = checkpoint.load_state(run / "state.pt")
+    state = state_of(run)
     assert (state["epoch"], state["position"], state["step"]) == (0, 6, 6)
     went_on = train(job, resume=run, quiet=True)
     whole = train(job, strategy="single", devices="1xcpu", folder=tmp_path, quiet=True)

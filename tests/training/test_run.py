@@ -49,7 +49,7 @@ def test_the_model_of_a_run_is_in_evaluation_mode_with_the_last_or_the_best_weig
 
 def test_the_model_is_in_the_format_that_it_was_trained_in(tmp_path: Path) -> None:
     run = train(job_of(precision="fp64"), folder=tmp_path, quiet=True)
-    kept = lockstep.model.checkpoint.load_weights(run.folder / "model.safetensors")
+    kept = lockstep.checkpoint.weights.load_weights(run.folder / "model.safetensors")
     model = run.model()
     assert all(p.dtype == torch.float64 and torch.equal(p, kept[name]) for name, p in model.named_parameters())
 

@@ -48,7 +48,7 @@ def test_a_run_leaves_its_folder(strategy: str, tmp_path: Path) -> None:
     assert stat.S_IMODE(os.stat(run.folder).st_mode) == 0o700
     files = {path.name for path in run.folder.iterdir()}
     assert files - {"ranks"} == {
-        "best.safetensors", "config.json", "metrics.jsonl", "model.safetensors", "state.pt", "summary.json",
+        "best.safetensors", "checkpoints", "config.json", "metrics.jsonl", "model.safetensors", "summary.json",
     }  # fmt: skip
     summary = json.loads((run.folder / "summary.json").read_text())
     assert set(summary) == {

@@ -35,6 +35,8 @@ SETTINGS = {
     "fused": "fused optimizer (default: where right)",
     "keep-memory": "of a step for the next one, on CPU devices (default: false)",
     "eval-batch-size": "samples of an evaluation batch (default: batch-size)",
+    "save-every": "steps, or a time as 10min, after which a checkpoint is saved within an epoch (default: none)",
+    "keep": "checkpoints, the newest (default: 2)",
     "loader-workers": "processes that fetch, for each rank (default: by the cores and the dataset)",
 }
 """The settings of a Job, as options. A test holds this list against Job's own."""

@@ -98,7 +98,11 @@ class Fetcher:
     def _look(self, epoch: int, indices: Sequence[int], share: Sequence[int], samples: list[Any]) -> None:
         """Fetch some samples again, which are the same unless they depend on more than their seed."""
         self._looked = True
-        for index, one, other in zip(share, samples, self._samples(epoch, indices, share), strict=False):
+        state = self._base.state_dict() if hasattr(self._base, "load_state_dict") else None
+        again = self._samples(epoch, indices, share)
+        if state is not None:
+            self._base.load_state_dict(state)
+        for index, one, other in zip(share, samples, again, strict=False):
             if number_of(one) != number_of(other):
                 self._note = (
                     f"{self._name}: sample {index} came out otherwise when it was fetched again under one seed: it "

@@ -9,7 +9,8 @@
       profile/             with ``--profile``: a trace for each rank, and ``summary.json``
       model.safetensors    the final weights, under one-device names
       best.safetensors     those of the lowest evaluation loss
-      state.pt             what ``--resume`` needs, from the end of the last epoch
+      checkpoints/step-N/  what ``--resume`` needs (see ``lockstep.checkpoint``)
+      audit/               with ``--audit``: the samples of each step
       summary.json         how it ended
       failure.json         why it failed, if it did since it last began
 """
@@ -17,6 +18,7 @@
 from __future__ import annotations
 
 import contextlib
+import errno
 import fcntl
 import itertools
 import json
@@ -27,7 +29,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from lockstep.errors import FolderError
+from lockstep.errors import FolderError, SaveError
 
 
 class RunFolder:
@@ -39,10 +41,17 @@ class RunFolder:
         self.metrics = path / "metrics.jsonl"
         self.model = path / "model.safetensors"
         self.best = path / "best.safetensors"
-        self.state = path / "state.pt"
+        self.checkpoints = path / "checkpoints"
+        self.audit = path / "audit"
+        self.earlier_state = path / "state.pt"  # of earlier versions
         self.summary = path / "summary.json"
         self.failure = path / "failure.json"
         self.profile = path / "profile"
+
+    @property
+    def is_resumable(self) -> bool:
+        """Whether something was saved from which the run can go on."""
+        return self.earlier_state.is_file() or any(self.checkpoints.glob("step-*[0-9]"))
 
     @contextlib.contextmanager
     def held(self) -> Iterator[None]:
@@ -130,9 +139,19 @@ class RunFolder:
         return value
 
     def add_metrics(self, record: dict[str, Any]) -> None:
-        """Append the line of an epoch."""
-        with self.metrics.open("a") as file:
-            file.write(json.dumps(record, default=str) + "\n")
+        """Append the line of an epoch.
+
+        Raises:
+            SaveError: it can't be written.
+        """
+        try:
+            with self.metrics.open("a") as file:
+                file.write(json.dumps(record, default=str) + "\n")
+        except OSError as error:
+            why = "the disk is full" if error.errno in (errno.ENOSPC, errno.EDQUOT) else error.strerror
+            raise SaveError(
+                f"{self.metrics}: could not be written: {why}; the checkpoints of before are kept"
+            ) from error
 
     def read_metrics(self) -> list[dict[str, Any]]:
         """The lines so far, but for a last one that was cut off as it was written.

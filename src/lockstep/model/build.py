@@ -9,12 +9,12 @@ from pathlib import Path
 import torch
 from torch import nn
 
+from lockstep.checkpoint.weights import take_weights
 from lockstep.data import batches, resolve
 from lockstep.errors import JobError, LockstepError, told
 from lockstep.job import Job
 from lockstep.launch.world import World
 from lockstep.model.activation_checkpointing import checkpoint_blocks
-from lockstep.model.checkpoint import take_weights
 from lockstep.model.precision import convert_model
 from lockstep.tensors.digest import digest
 from lockstep.tensors.pytree import call, is_lazy, to_device

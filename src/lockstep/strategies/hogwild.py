@@ -130,6 +130,8 @@ def _refuse_unscaled(optimizer: torch.optim.Optimizer) -> None:
 class HogwildStep(SingleStep):
     """One rank: its own model object and optimizer, on weights that are everybody's."""
 
+    alike = False
+
     def __init__(
         self,
         model: nn.Module,

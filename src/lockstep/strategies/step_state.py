@@ -13,16 +13,16 @@ from typing import Any
 import torch
 from torch import nn
 
-from lockstep.errors import InputError, StrategyError
+from lockstep.checkpoint.folder import CheckpointFolder
+from lockstep.checkpoint.reading import load_earlier, load_newest
+from lockstep.checkpoint.writer import Writer
+from lockstep.errors import InputError, SaveError, StrategyError
 from lockstep.job import Job
 from lockstep.launch.events import Caveat, Line
 from lockstep.launch.world import World
-from lockstep.model.checkpoint import load_state, save_state
 from lockstep.model.inspection import OutsideVariables, attribute_prints, changed_attributes, set_attributes
 from lockstep.model.optimizer import begin_momentum, load_named_optimizer_state, named_optimizer_state
 from lockstep.strategies.evaluator import Evaluator
-
-_STATE = "state.pt"
 
 
 class StepState(Evaluator):
@@ -33,6 +33,9 @@ class StepState(Evaluator):
         optimizer: the one optimizer of this process.
         world: this process's place among the ranks.
     """
+
+    alike = True
+    """Whether ``state_dict`` is the same on every rank; else it is rank 0's."""
 
     own_loop = False
     """Whether a person's own loop calls it, perhaps on some of the ranks only."""
@@ -117,18 +120,24 @@ class StepState(Evaluator):
     def save(self, folder: str | Path) -> None:
         """Write all that a loop needs to go on: weights and the optimizer's state, under one-device names.
 
-        ``load`` takes it up under any strategy and number of devices. A crash leaves what was there before.
+        It is a checkpoint (`lockstep.checkpoint`), which ``load`` takes up under any strategy and number of devices.
+        A crash leaves what was there before.
 
         Raises:
             SaveError: it can't be written.
             InputError: this isn't called on every rank.
         """
         self.meet("step.save(...)")
-        state = self.state_dict()
-        if self.world.is_first:
-            Path(folder).mkdir(parents=True, exist_ok=True)
-            save_state(Path(folder) / _STATE, {**state, "step": self.world.step})
-        self.world.barrier()
+        writer = Writer(Path(folder), self.world, 1, alike=self.alike)
+        error: SaveError | None = None
+        try:
+            writer.save(self.world.step, {**self.state_dict(), "step": self.world.step}, {"step": self.world.step})
+            writer.finish()
+        except SaveError as raised:
+            error = raised
+        for one in self.world.gather_objects(error):
+            if one is not None:
+                raise one
 
     def load(self, folder: str | Path) -> None:
         """Take over what ``save`` wrote.
@@ -138,7 +147,11 @@ class StepState(Evaluator):
             InputError: it is of another model, or this isn't called on every rank.
         """
         self.meet("step.load(...)")
-        state = load_state(Path(folder) / _STATE)
+        path = Path(folder)
+        if not CheckpointFolder(path).steps() and (path / "state.pt").is_file():
+            state = load_earlier(path / "state.pt")
+        else:
+            state = load_newest(path, self.world, lambda said: self.tell_once([said]))
         self.load_state_dict(state)
         self.world.step = state["step"]
 

@@ -69,7 +69,7 @@ class Layout:
         return max(len(self.headers[file]), *(array.end for array in self.arrays.values() if array.file == file))
 
 
-_SAFE = {
+SAFETENSORS_TYPES = {
     torch.bool: "BOOL", torch.uint8: "U8", torch.int8: "I8", torch.int16: "I16", torch.int32: "I32",
     torch.int64: "I64", torch.uint16: "U16", torch.uint32: "U32", torch.uint64: "U64", torch.float16: "F16",
     torch.bfloat16: "BF16", torch.float32: "F32", torch.float64: "F64",
@@ -101,7 +101,11 @@ def layout(ending: str, arrays: list[Array]) -> Layout:
 
 
 def _kept(ending: str, array: Array) -> torch.dtype:
-    known = array.dtype in _SAFE if ending == ".safetensors" else not ending or _numpy_format(array.dtype) is not None
+    known = (
+        array.dtype in SAFETENSORS_TYPES
+        if ending == ".safetensors"
+        else not ending or _numpy_format(array.dtype) is not None
+    )
     if known:
         return array.dtype
     if array.dtype.is_floating_point:
@@ -129,7 +133,11 @@ def _safetensors(arrays: list[Array]) -> Layout:
     for array in sorted(arrays, key=lambda array: -array.dtype.itemsize):
         placed.append(replace(array, file="arrays", start=placed[-1].end if placed else 0))
     fields = {
-        array.name: {"dtype": _SAFE[array.dtype], "shape": array.shape, "data_offsets": [array.start, array.end]}
+        array.name: {
+            "dtype": SAFETENSORS_TYPES[array.dtype],
+            "shape": array.shape,
+            "data_offsets": [array.start, array.end],
+        }
         for array in placed
     }
     text = json.dumps({"__metadata__": {"format": "pt"}, **fields}).encode()

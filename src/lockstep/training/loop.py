@@ -17,6 +17,7 @@ from typing import Any
 import torch
 
 from lockstep import __version__
+from lockstep.checkpoint.weights import save_weights
 from lockstep.data import Batch, fingerprint, is_stream
 from lockstep.errors import JobError
 from lockstep.job import Job
@@ -26,7 +27,6 @@ from lockstep.launch.memory import peak_memory
 from lockstep.launch.run_folder import RunFolder
 from lockstep.launch.terminal import duration, words_of
 from lockstep.launch.world import World
-from lockstep.model.checkpoint import load_state, save_state, save_weights
 from lockstep.model.loss import Number
 from lockstep.profiling import Profiler
 from lockstep.tensors.allocator import freed_memory_kept
@@ -34,6 +34,7 @@ from lockstep.tensors.pytree import share_sizes
 from lockstep.training.batch_shapes import FirstStep, line_of
 from lockstep.training.evaluation import evaluate_sets, try_out
 from lockstep.training.progress import Pace, Teller
+from lockstep.training.saves import Saves, SaveTimes
 from lockstep.training.scheduler import move_on
 from lockstep.training.setup import Plan, Setup
 
@@ -62,7 +63,6 @@ class _Training(Setup):
         self.epoch = 0  # epochs that are done
         self.position = 0  # batches done of the epoch that is not
         self.partial: tuple[Any, Any] = (0.0, 0.0)
-        self.best = math.inf
         self.stopped = False
         self.interrupted = False  # by a signal: what was done is saved
         self.record: dict[str, float] = {}
@@ -73,6 +73,7 @@ class _Training(Setup):
         self.profiler: Profiler | None = None
         self.first: FirstStep | None = FirstStep(self.step)
         self.shapes: dict[str, Any] = {}
+        self.saves = Saves(job, world, folder, self.step, self.scheduler, self.train_data)
 
     # ---- the whole --------------------------------------------------------------------------------------------------
 
@@ -80,10 +81,15 @@ class _Training(Setup):
         began = time.perf_counter()
         if self.plan.resume:
             self._resume()
+            if self.world.is_first:
+                self.note_changes(self.data)
+            self.saves.load_data()
+        else:
+            self.saves.refuse_unsaveable()
+        self.times = SaveTimes(self.job, self.world, together=self.step.together)
+        self._said_before += [Line.note(note) for note in (*self.saves.notes, self.times.note) if note is not None]
         # Only now that nothing can be refused any more does the folder change.
         if self.world.is_first:
-            if self.plan.resume:
-                self.note_changes(self.data)
             self.write_config()
             self.folder.keep_metrics(self.world.step, self.kept_record)
             self.folder.failure.unlink(missing_ok=True)
@@ -95,6 +101,7 @@ class _Training(Setup):
             to_go = None if self.steps is None else self.steps - self.world.step
             self.profiler = Profiler(self.world, self.step, self.folder, to_go)
         with contextlib.ExitStack() as stack:
+            stack.callback(self.saves.settle)
             stack.callback(self.told.close)
             for loader in (self.loader, *self.eval_loaders.values()):
                 stack.callback(loader.close)
@@ -105,8 +112,10 @@ class _Training(Setup):
             while not self._is_done():
                 self._one_epoch()
                 if self.interrupted:
+                    self.saves.finish()
                     return {}
             self.step.check()
+            self.saves.finish()
             state = self.step.state_dict()
             if self.world.is_first:
                 save_weights(self.folder.model, state["model"])
@@ -153,9 +162,8 @@ class _Training(Setup):
         """Go through the rest of an epoch; gives its samples, its mean loss, and whether it came to its end."""
         world, job, step = self.world, self.job, self.step
         by_step = self.scheduler if job.lr_scheduler_every == "step" else None
-        total: Number = 0.0
-        count: Number = 0.0
-        earlier = self.partial  # of the part of this epoch that an earlier run has done
+        # Of the part of this epoch that an earlier run has done. (Where ranks sum up at the end, the first one has it.)
+        total, count = self.partial if step.together or world.is_first else (0.0, 0.0)
         samples = 0
         size = 0  # of the first batch
         batches = self.loader.epoch(self.epoch, self.position)
@@ -178,9 +186,12 @@ class _Training(Setup):
             size = size or batch.size
             samples += batch.size
             self.position += 1
+            self.saves.check()
             if by_step is not None:
                 move_on(by_step, result)
-            pace.show(self.epoch + 1, samples, earlier[0] + total, earlier[1] + count)
+            pace.show(self.epoch + 1, samples, total, count)
+            if self.times.is_due() and not step.stopping and self.position != self.loader.batches_of(self.epoch):
+                self._save_within(total, count)
         finished = not self.interrupted
         if finished and self._is_at_last_step:
             of = self.loader.batches_of(self.epoch)
@@ -191,7 +202,7 @@ class _Training(Setup):
         total, count = step.over_ranks(total, count)
         if self.first is not None and size:
             self._end_first(size)
-        total, count = float(earlier[0] + total), float(earlier[1] + count)
+        total, count = float(total), float(count)
         self.partial = (0.0, 0.0) if finished else (total, count)
         return samples, total / count if count else math.nan, finished
 
@@ -230,49 +241,47 @@ class _Training(Setup):
     # ---- saving and taking up ---------------------------------------------------------------------------------------
 
     def _save(self, number: int) -> None:
-        state = self.step.state_dict()
-        loss = self.record.get("eval_loss", math.nan)
-        is_best = loss < self.best
-        self.best = min(self.best, loss) if not math.isnan(loss) else self.best
+        """At the end of an epoch, or where the training was stopped."""
         if not self.interrupted:
             self.kept_record = {"epoch": number, "step": self.world.step, **self.record}
-        if self.world.is_first:
-            if is_best:
-                save_weights(self.folder.best, state["model"])
-            save_state(
-                self.folder.state,
-                {
-                    **state,
-                    "scheduler": self.scheduler.state_dict() if self.scheduler is not None else None,
-                    "epoch": self.epoch,
-                    "position": self.position,
-                    "step": self.world.step,
-                    "best": self.best,
-                    "partial": self.partial,
-                    "record": self.kept_record,
-                    "data": self.data,
-                    "seed": self.job.seed,
-                    "batch_size": self.job.batch_size,
-                },
-            )
-            if self.kept_record is not None and not self.interrupted:
-                self.folder.add_metrics(self.kept_record)
+        self._checkpoint(self.record.get("eval_loss"))
+        if self.world.is_first and self.kept_record is not None and not self.interrupted:
+            self.folder.add_metrics(self.kept_record)
         self._stop_if_told(self.told.event("saved", number, self.world.step, self.record) or self.stopped)
 
+    def _save_within(self, total: Number, count: Number) -> None:
+        """Within an epoch, whose loss so far came to that."""
+        self.step.check()
+        self.partial = float(total), float(count)
+        self._checkpoint()
+
+    def _checkpoint(self, eval_loss: float | None = None) -> None:
+        place = {
+            "epoch": self.epoch,
+            "position": self.position,
+            "step": self.world.step,
+            "partial": self.partial,
+            "record": self.kept_record,
+            "data": self.data,
+        }
+        self.saves.save(place, eval_loss)
+        self.times.saved()
+
+    def _has_summary(self) -> bool:
+        """Whether the run has come to its end at this step, down to its last file."""
+        summary = self.folder.summary
+        return summary.is_file() and self.folder.read_json(summary).get("steps") == self.world.step
+
     def _resume(self) -> None:
-        state = load_state(self.folder.state)
-        for name in ("seed", "batch_size"):
-            if state[name] != getattr(self.job, name):
-                raise JobError(
-                    f"{name}: the run was made with {state[name]}, not {getattr(self.job, name)}: resume it with that"
-                )
-        self.step.load_state_dict(state)
-        if self.scheduler is not None and state["scheduler"] is not None:
-            self.scheduler.load_state_dict(state["scheduler"])
-        self.epoch, self.position, self.best = state["epoch"], state["position"], state["best"]
-        self.partial = state["partial"]
+        state = self.saves.load()
+        self.epoch, self.position = state["epoch"], state["position"]
+        self.partial = tuple(state["partial"])
         self.kept_record, self.data = state.get("record"), state.get("data", {})
         self.world.step = state["step"]
+        if not self.world.broadcast_object(self._has_summary()):
+            if self.kept_record is not None:  # it may have reached its last step, and not its last file
+                self.record = {n: v for n, v in self.kept_record.items() if n not in ("epoch", "step")}
+            return
         if self._is_at_last_step:
             raise JobError(
                 f"steps: the run has done {self.world.step}: ask for more, --steps {2 * self.world.step} say"

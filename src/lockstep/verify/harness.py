@@ -18,12 +18,12 @@ from typing import Any
 import torch
 from torch import nn
 
+from lockstep.checkpoint.weights import load_weights
 from lockstep.job import Job
 from lockstep.launch.devices import Devices, parse
 from lockstep.launch.run_folder import RunFolder
 from lockstep.launch.world import World
 from lockstep.model.build import build_model
-from lockstep.model.checkpoint import load_weights
 from lockstep.model.precision import PrecisionName
 from lockstep.strategies import Strategy
 from lockstep.train import train

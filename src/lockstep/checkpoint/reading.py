@@ -1,0 +1,59 @@
+"""The newest whole checkpoint, read on every rank."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from lockstep.checkpoint.folder import CheckpointFolder
+from lockstep.checkpoint.index import Index
+from lockstep.errors import FolderError, LockstepError, first_line
+from lockstep.launch.world import World
+
+
+def load_newest(folder: Path, world: World, set_aside: Callable[[str], None]) -> dict[str, Any]:
+    """The state in the newest whole checkpoint of a folder, on the CPU; every rank calls it.
+
+    Args:
+        folder: of checkpoints, as rank 0 sees it. Where another rank doesn't, all of it is sent.
+        world: the ranks.
+        set_aside: called on rank 0 with a line for each checkpoint that is damaged.
+
+    Raises:
+        FolderError: there is none.
+    """
+    found: Path | LockstepError | None = None
+    if world.is_first:
+        try:
+            path, index = CheckpointFolder(folder.resolve()).newest(set_aside)
+            found = path
+        except LockstepError as error:
+            found = error
+    found = world.broadcast_object(found)
+    if not isinstance(found, Path):
+        assert found is not None
+        raise found
+    if all(world.gather_objects(found.is_dir())):
+        index = index if world.is_first else Index.read(found)
+        state: dict[str, Any] = index.state(found)
+        return state
+    return world.broadcast_object(index.state(found) if world.is_first else {})
+
+
+def load_earlier(path: Path) -> dict[str, Any]:
+    """The state that earlier versions kept in one file, ``state.pt``; nothing in it is executed.
+
+    Raises:
+        FolderError: it can't be read.
+    """
+    try:
+        state: dict[str, Any] = torch.load(path, map_location="cpu", weights_only=True)
+    except Exception as error:
+        raise FolderError(
+            f"{path}: the file is damaged, or wasn't written by Lockstep ({first_line(error)}): take another run, or "
+            "begin anew"
+        ) from error
+    return state

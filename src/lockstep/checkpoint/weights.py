@@ -1,0 +1,116 @@
+"""Files of weights alone, under one-device names: ``model.safetensors`` and ``best.safetensors``.
+
+Each carries the SHA-256 of its names and numbers, which is checked where they are read.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import safe_open
+from torch import nn
+
+from lockstep.checkpoint.safe_file import bytes_of, could_not_write, write_tensors
+from lockstep.errors import FolderError
+from lockstep.tensors.array_file import SAFETENSORS_TYPES
+from lockstep.tensors.pytree import is_lazy
+from lockstep.tensors.state_tree import decoded, encoded
+
+_TREE, _SUM = "tree", "sha256"
+
+
+def weights_on_cpu(weights: Mapping[str, Any]) -> dict[str, Any]:
+    """A copy of a state dict that later updates leave alone."""
+    return {n: v.detach().to("cpu", copy=True) if isinstance(v, torch.Tensor) else v for n, v in weights.items()}
+
+
+def save_weights(path: Path, weights: Mapping[str, Any]) -> None:
+    """Write a state dict as safetensors, tied tensors once for each of their names.
+
+    What that format has no place for (a module's extra state, complex numbers) is in the file's metadata, as
+    ``tensors.state_tree`` gives it.
+
+    Raises:
+        SaveError: it can't be written; the one before is still there.
+        InputError: an extra state can't be written.
+    """
+    plain = {name: value for name, value in weights.items() if _is_plain(value)}
+    tree, others = encoded({name: value for name, value in weights.items() if name not in plain})
+    tensors = {name: value.detach().to("cpu").contiguous() for name, value in (plain | others).items()}
+    beside = path.with_name(f".{path.name}.part")
+    metadata = {"format": "pt", _TREE: json.dumps(tree), _SUM: _sum_of(tensors, json.dumps(tree))}
+    try:
+        write_tensors(beside, tensors, metadata)
+        os.replace(beside, path)
+    except OSError as error:
+        beside.unlink(missing_ok=True)
+        kept = f"{path.name} of before" if path.exists() else ""
+        raise could_not_write(path, error, kept, resumable=bool(kept)) from error
+
+
+def _sum_of(tensors: Mapping[str, torch.Tensor], tree: str) -> str:
+    """The SHA-256 of names, types, shapes and numbers, in whichever order a file has them."""
+    summed = hashlib.sha256(tree.encode())
+    for name, tensor in sorted(tensors.items()):
+        summed.update(f"{name} {tensor.dtype} {tuple(tensor.shape)}".encode())
+        for piece in bytes_of(tensor):
+            summed.update(piece)
+    return summed.hexdigest()
+
+
+def _is_plain(value: Any) -> bool:
+    return isinstance(value, torch.Tensor) and value.dtype in SAFETENSORS_TYPES and value.layout == torch.strided
+
+
+def load_weights(path: Path) -> dict[str, Any]:
+    """The weights of a run, by one-device name.
+
+    Raises:
+        FolderError: the file isn't there, isn't one, or isn't as it was written.
+    """
+    if not path.is_file():
+        if path.name == "best.safetensors" and path.with_name("model.safetensors").is_file():
+            raise FolderError(f"{path}: there are no best weights, since the run had no evaluation set: leave best out")
+        others = [name for name in ("best.safetensors", "checkpoints", "state.pt") if path.with_name(name).exists()]
+        what = "--best takes the best so far, --resume resumes the run" if others else "it finished no epoch"
+        raise FolderError(f"{path}: there are no such weights, the run did not reach its end: {what}")
+    try:
+        with safe_open(path, framework="pt") as file:
+            metadata = file.metadata() or {}
+            tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118 — it isn't a dict
+            tree = metadata.get(_TREE, "{}")
+            others = decoded(json.loads(tree), tensors)
+    except Exception as error:
+        raise FolderError(f"{path}: not a safetensors file ({error})") from error
+    if metadata.get(_SUM, now := _sum_of(tensors, tree)) != now:
+        raise FolderError(
+            f"{path}: the file is damaged: its numbers aren't those that were written: take another copy of it, or "
+            "--resume the run, which writes it anew"
+        )
+    return {**{n: t for n, t in tensors.items() if n.partition("/")[0] not in others}, **others}
+
+
+def take_weights(model: nn.Module, path: Path) -> None:
+    """Give a model the weights of a run.
+
+    Raises:
+        FolderError: they aren't there, or another model's (the first name is given).
+    """
+    weights = load_weights(path)
+    own = model.state_dict()
+    for name in sorted(own.keys() ^ weights.keys()):
+        where = "the run" if name in weights else "this job's model"
+        raise FolderError(f'{path}: these are the weights of another model: "{name}" is in {where} only')
+    for name, value in own.items():
+        if not isinstance(value, torch.Tensor) or is_lazy(value):
+            continue
+        if value.shape != weights[name].shape:
+            shapes = f"{tuple(weights[name].shape)} in the run, {tuple(value.shape)} in this job's"
+            raise FolderError(f'{path}: these are the weights of another model: "{name}" is {shapes}')
+    model.load_state_dict(weights, strict=False)

@@ -1,0 +1,184 @@
+"""When a training is saved, what is in a checkpoint beside the step's state, and how it is taken up."""
+
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import Callable, Mapping
+from typing import Any
+
+from lockstep.checkpoint.reading import load_earlier, load_newest
+from lockstep.checkpoint.weights import save_weights, weights_on_cpu
+from lockstep.checkpoint.writer import Writer
+from lockstep.data import is_stream
+from lockstep.errors import InputError, JobError, told
+from lockstep.job import Job, steps_or_seconds
+from lockstep.launch.events import Line
+from lockstep.launch.run_folder import RunFolder
+from lockstep.launch.world import World
+from lockstep.strategies.step import Step
+from lockstep.tensors.state_tree import encoded
+
+
+class SaveTimes:
+    """When a checkpoint within an epoch is due, at the same step on every rank.
+
+    A time is looked at by rank 0, which then tells the others at which step it looks again: about when the time is
+    over, and at most after twice as many steps.
+    """
+
+    def __init__(self, job: Job, world: World, *, together: bool) -> None:
+        steps, seconds = (None, None) if job.save_every is None else steps_or_seconds(job.save_every, "save_every")
+        self._world = world
+        self._steps, self._seconds = (steps, seconds) if together else (None, None)
+        self.note = None
+        if job.save_every is not None and not together:
+            self.note = "save_every: these ranks meet at the end of an epoch only, and save there"
+        self._first = world.step
+        self._began = self._last = time.monotonic()
+        self._look = world.step + 1
+
+    def is_due(self) -> bool:
+        """Whether one is to be saved after this step."""
+        step = self._world.step
+        if self._steps is not None:
+            return step % self._steps == 0
+        if self._seconds is None or step < self._look:
+            return False
+        now = time.monotonic()
+        left = self._seconds - (now - self._last)
+        done = step - self._first
+        ahead = max(1, min(done, int((left if left > 0 else self._seconds) * done / (now - self._began))))
+        due, self._look = self._world.broadcast_object((left <= 0, step + ahead))
+        return due
+
+    def saved(self) -> None:
+        """One was saved, for this reason or another."""
+        self._last = time.monotonic()
+
+
+class Saves:
+    """Saves one training, and takes it up; the same on every rank."""
+
+    def __init__(self, job: Job, world: World, folder: RunFolder, step: Step, scheduler: Any, train_data: Any) -> None:
+        self._job, self._world, self._folder, self._step, self._scheduler = job, world, folder, step, scheduler
+        self._data = train_data if _has_state(train_data) and not is_stream(train_data) else None
+        self._functions: list[Any] = list(job.on_event) if world.is_first else []
+        self.notes: list[str] = []
+        if self._data is not None and job.loader_workers != 0:
+            self._data = None
+            self.notes.append("train_data has a state, which loader workers would change: loader_workers=0 saves it")
+        self._best = math.inf
+        self._data_states: list[Any] | None = None
+        self._writer = Writer(folder.checkpoints, world, job.keep, alike=step.alike)
+        self.check = self._writer.check
+        self.finish = self._writer.finish
+        self.settle = self._writer.settle
+
+    def refuse_unsaveable(self) -> None:
+        """Before the first step, refuse what no checkpoint can hold.
+
+        Raises:
+            JobError: something is no tensor and no plain value.
+        """
+        own = {"model": self._step.model.state_dict(), **self._beside()}
+        try:
+            encoded(own)
+        except InputError as error:
+            raise JobError(f"saving: {error}") from error
+
+    def _beside(self) -> dict[str, Any]:
+        """The states of what is around the step; those of ``on_event`` are rank 0's."""
+        return {
+            "scheduler": None if self._scheduler is None else self._scheduler.state_dict(),
+            "on_event": [f.state_dict() if _has_state(f) else None for f in self._functions],
+            "train_data": None if self._data is None else self._world.gather_objects(self._data.state_dict()),
+        }
+
+    def save(self, place: Mapping[str, Any], loss: float | None = None) -> None:
+        """Begin to write a checkpoint.
+
+        Args:
+            place: where the training is, as plain values; ``step`` and ``epoch`` among them.
+            loss: of an evaluation, which decides whether the weights are the best ones so far; None where none was.
+
+        Raises:
+            SaveError: it, or the one before, can't be written.
+        """
+        state = self._step.state_dict()
+        before: Callable[[], None] | None = None
+        if loss is not None and loss < self._best:
+            self._best = loss
+            if self._world.is_first:
+                weights = weights_on_cpu(state["model"])
+
+                def before() -> None:
+                    save_weights(self._folder.best, weights)
+
+        whole = {
+            **state,
+            **self._beside(),
+            **place,
+            "best": self._best,
+            "seed": self._job.seed,
+            "batch_size": self._job.batch_size,
+        }
+        about = {name: place[name] for name in ("step", "epoch", "position")}
+        self._writer.save(place["step"], whole, about, before)
+
+    def load(self) -> dict[str, Any]:
+        """Take up the newest whole checkpoint; gives its place.
+
+        Raises:
+            FolderError: there is none.
+            InputError: it is of another model, or optimizer.
+            JobError: it was made with another seed or batch size.
+        """
+        if self._folder.earlier_state.is_file() and not self._folder.checkpoints.is_dir():
+            state = load_earlier(self._folder.earlier_state)
+        else:
+            state = load_newest(self._folder.checkpoints, self._world, self.notes.append)
+        for name in ("seed", "batch_size"):
+            if state[name] != getattr(self._job, name):
+                raise JobError(
+                    f"{name}: the run was made with {state[name]}, not {getattr(self._job, name)}: resume it with that"
+                )
+        self._step.load_state_dict(state)
+        self._best = state["best"]
+        if self._scheduler is not None and state["scheduler"] is not None:
+            self._scheduler.load_state_dict(state["scheduler"])
+        for function, kept in zip(self._functions, state.get("on_event", []), strict=False):
+            if kept is not None and _has_state(function):
+                function.load_state_dict(kept)
+        self._data_states = state.get("train_data")
+        return state
+
+    def load_data(self) -> None:
+        """Give the training data their state back; nothing may look at a sample between this and the first step.
+
+        Raises:
+            JobError: they don't take it.
+        """
+        states = self._data_states
+        if self._data is None or not states:
+            return
+        if len(states) != self._world.size:
+            self.notes.append(
+                f"train_data's state was saved by {len(states)} processes, and these are {self._world.size}: each "
+                "begins with that of the first"
+            )
+            states = states[:1] * self._world.size
+        try:
+            self._data.load_state_dict(states[self._world.rank])
+        except Exception as error:
+            raise JobError(f"train_data: load_state_dict raised {told(error)}") from error
+
+    def tell_notes(self) -> None:
+        """Say what was found, on rank 0."""
+        for note in self.notes if self._world.is_first else ():
+            self._world.tell(Line.note(note))
+        self.notes.clear()
+
+
+def _has_state(thing: Any) -> bool:
+    return all(callable(getattr(thing, name, None)) for name in ("state_dict", "load_state_dict"))
