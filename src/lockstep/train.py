@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import contextlib
+import dataclasses
+import os
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -10,22 +12,23 @@ from typing import Any
 
 from lockstep.checkpoint.weights import take_weights
 from lockstep.data import eval_loaders, is_stream, resolve_sets
-from lockstep.errors import FolderError, InputError, JobError, LockstepError, StrategyError, told
+from lockstep.errors import FolderError, InputError, JobError, LockstepError, RankFailed, StrategyError, told
 from lockstep.job import Job
 from lockstep.jobfile import JobFile, as_job, the_job, with_settings
 from lockstep.launch import devices as _devices
 from lockstep.launch import started_as_rank, started_ranks
 from lockstep.launch import world as _world
-from lockstep.launch.devices import Devices
-from lockstep.launch.placement import check_backend, on_devices
+from lockstep.launch.devices import Device, Devices
+from lockstep.launch.placement import check_backend, needs_one_process, on_devices
 from lockstep.launch.run_folder import RunFolder
-from lockstep.launch.stop_request import StopRequest
+from lockstep.launch.stop_request import GRACE, StopRequest
 from lockstep.launch.terminal import Display
 from lockstep.launch.world import World
 from lockstep.strategies import Strategy, choose
 from lockstep.training.evaluation import evaluate_sets, try_out
 from lockstep.training.loop import train_on
-from lockstep.training.resume import as_it_went
+from lockstep.training.restarts import LostRanks
+from lockstep.training.resume import as_it_went, newest_of
 from lockstep.training.run import Run, trained_of
 from lockstep.training.setup import Plan
 
@@ -41,6 +44,10 @@ def train(
     tensorboard: bool = False,
     profile: bool = False,
     quiet: bool = False,
+    audit: bool = False,
+    grace: float = GRACE,
+    restarts: int = 0,
+    min_devices: int | None = None,
     **settings: Any,
 ) -> Run:
     """Train a job.
@@ -51,11 +58,17 @@ def train(
         devices: as in ``lockstep.launch.devices``: ``"auto"``, 4, ``"2xcpu"``, ``"cuda:0,2"``; None is ``"auto"``.
         resume: the folder of a run to go on with, under any strategy and number of devices. Where these are None it
             goes on under its own strategy, with that one's settings, and on its devices as far as they are here.
+            ``"auto"`` is the newest run of this job under ``folder`` that isn't at its end, or a new one. Ranks that
+            torchrun has started again go on with their run by themselves.
         folder: where the run's folder is made.
         backend: of the process group, instead of the devices' own.
         tensorboard: also write events for TensorBoard.
         profile: profile a few steps: a trace for each rank, and a table of where the time goes (docs/profile.md).
         quiet: print nothing.
+        audit: write down the samples of each step, for ``lockstep audit`` (see lockstep.training.audit).
+        grace: seconds that the step may take to end after Ctrl-C or SIGTERM, before the process stops all the same.
+        restarts: how many times ranks of this machine that were lost are started again, from the last checkpoint.
+        min_devices: go on with fewer devices, at least so many, where a rank is lost twice without coming further.
         settings: fields of the job to replace.
 
     Raises:
@@ -63,15 +76,24 @@ def train(
         RunError: the run failed; its folder is kept. What the job's own code raises in another process comes as a
             RankFailed with that as its cause; in this process, as itself.
         KeyboardInterrupt: Ctrl-C; the run is saved as it was at the end of that step, and can be resumed.
-        SystemExit: SIGTERM; likewise, with 143.
+        SystemExit: SIGTERM, or SIGUSR1; likewise, with 143.
     """
     job = with_settings(as_job(job), settings)
     torchrun = started_as_rank()
     # Rank 0 makes the folder and has the display; the others hear of the folder when all have met.
     first = not torchrun or started_ranks.place().rank == 0
+    name = job.name if isinstance(job, JobFile) else "job"
     with Display(quiet=quiet or not first) as display:
-        if resume is not None:
-            strategy, devices = as_it_went(resume, strategy, devices, own_devices=not torchrun)
+        run_id = os.environ.get("TORCHELASTIC_RUN_ID") if torchrun and started_ranks.restarts() else None
+        if resume is None and run_id is not None:
+            resume = "auto"
+
+        def find() -> tuple[str | None, dict[str, Any] | None]:
+            return _to_resume(resume, folder, job, name, run_id)
+
+        begun, config = started_ranks.from_first(find) if torchrun else find()
+        if config is not None:
+            strategy, devices = as_it_went(config, strategy, devices, own_devices=not torchrun)
         chosen = _devices.parse(devices)
         check_backend(backend, chosen)
         way = choose(strategy, () if torchrun else chosen)
@@ -79,26 +101,69 @@ def train(
             raise StrategyError(
                 f"{way.name} is one process for all devices, and torchrun starts one for each: take ddp"
             )
-        name = job.name if isinstance(job, JobFile) else "job"
-        run = None
-        if resume is not None:
-            run = RunFolder.existing(resume)
-        elif first:
-            run = RunFolder.new(folder, f"{name}-{way.name}")
+        lost = LostRanks(restarts, min_devices, chosen)
+        if restarts and (torchrun or needs_one_process(way, chosen)):
+            one = f"{way.name} is one process here: start the command again, with --resume auto"
+            raise InputError(f"restarts: {'torchrun has --max-restarts' if torchrun else one}")
+        run = RunFolder(begun) if begun is not None else RunFolder.new(folder, f"{name}-{way.name}") if first else None
         path = None if run is None else str(run.path.resolve())
-        plan = Plan(job, way, name, path, resume=resume is not None, tensorboard=tensorboard, profile=profile)
+        plan = Plan(job, way, name, path, config is not None, tensorboard, profile, audit, again=run_id is not None)
+        if begun is not None and resume == "auto":
+            display.line(f"{'resuming' if plan.resume else 'beginning again in'} {begun}")
         try:
-            with StopRequest(_has_begun) as request:
-                summary, path = on_devices(train_on, plan, chosen, backend, path, display)
+            with StopRequest(_has_begun, grace) as request:
+                summary, path = _with_restarts(plan, chosen, backend, display, None if torchrun else run, lost)
             if not summary:
                 request.raise_if_asked()
         except BaseException as error:
             if run is not None and first:
-                _left_behind(run, error, display, resumed=resume is not None)
+                _left_behind(run, error, display, resumed=plan.resume)
             raise
         run = run or RunFolder(path)
         display.line(f"run: {run.path}")
         return Run(run.path, summary, job)
+
+
+def _with_restarts(
+    plan: Plan,
+    devices: tuple[Device, ...],
+    backend: str | None,
+    display: Display,
+    run: RunFolder | None,
+    lost: LostRanks,
+) -> tuple[dict[str, Any], str]:
+    """Train, and go on with ranks that were lost; ``run`` is None where others start them again."""
+    before = None if run is None else run.written_at(run.summary)
+    while True:
+        try:
+            return on_devices(train_on, plan, devices, backend, plan.folder, display)
+        except RankFailed as error:
+            if run is None:
+                raise
+            if run.written_at(run.summary) != before:
+                # All that the run leaves is written: what was lost had nothing more to do.
+                display.line(f"note: {error}, after the end")
+                return run.read_json(run.summary), str(run.path)
+            devices, line = lost.after(error, run)
+            display.line(line)
+            plan = dataclasses.replace(plan, resume=run.is_resumable, again=True)
+
+
+def _to_resume(
+    resume: str | Path | None, parent: str | Path, job: Job | JobFile, name: str, run_id: str | None
+) -> tuple[str | None, dict[str, Any] | None]:
+    """The folder of the run to go on with, and its config; without config where it has to begin anew in its folder."""
+    if resume is None:
+        return None, None
+    if resume == "auto":
+        newest = newest_of(parent, job, name, run_id)
+        if newest is None:
+            return None, None
+        if not newest.is_resumable:
+            return str(newest.path), None
+        resume = newest.path
+    found = RunFolder.existing(resume)
+    return str(found.path), found.read_json(found.config)
 
 
 def _has_begun() -> bool:

@@ -7,6 +7,7 @@ import os
 from typing import Any
 
 from lockstep.cli.options import (
+    above_zero,
     add_placement,
     add_settings,
     job_in,
@@ -16,6 +17,7 @@ from lockstep.cli.options import (
     warm_up,
 )
 from lockstep.errors import InputError
+from lockstep.launch.stop_request import GRACE
 
 
 def add_train(commands: Any) -> None:
@@ -26,17 +28,36 @@ def add_train(commands: Any) -> None:
     parser.add_argument(
         "--resume",
         metavar="RUN",
-        help="resume the run in this folder, with its own strategy and devices, or any others",
+        help="resume the run in this folder, with its own strategy and devices, or any others; "
+        "auto: the newest of this job's that isn't finished, or a new one",
     )
     parser.add_argument("--folder", default="runs", help="where the run's folder is made (default: runs)")
     parser.add_argument("--tensorboard", action="store_true", help="also write events for TensorBoard")
     parser.add_argument("--profile", action="store_true", help="show where the time of a few steps goes; write traces")
+    parser.add_argument("--audit", action="store_true", help="write down the samples of each step: lockstep audit RUN")
+    parser.add_argument(
+        "--grace",
+        type=above_zero(float),
+        default=GRACE,
+        metavar="SECONDS",
+        help="that a step may take to end after Ctrl-C, SIGTERM or SIGUSR1 (default: 30)",
+    )
+    parser.add_argument(
+        "--restarts",
+        type=int,
+        default=0,
+        metavar="N",
+        help="start ranks of this machine that were lost again, from the last checkpoint, at most N times (default: 0)",
+    )
+    parser.add_argument(
+        "--min-devices", type=int, metavar="N", help="with --restarts: go on with fewer, at least N (default: all)"
+    )
     add_settings(parser)
     parser.set_defaults(function=_train, devices=None)  # auto, or those of the run that is resumed
 
 
 def _train(options: argparse.Namespace) -> int:
-    if options.job is None and options.resume is None:
+    if options.job is None and options.resume in (None, "auto"):
         raise InputError("train: name a job file (a Python file with a `job`), or --resume a run")
     warm_up(options)
     from lockstep.train import train
@@ -55,6 +76,10 @@ def _train(options: argparse.Namespace) -> int:
         backend=options.backend,
         tensorboard=options.tensorboard,
         profile=options.profile,
+        audit=options.audit,
+        grace=options.grace,
+        restarts=options.restarts,
+        min_devices=options.min_devices,
     )
     return 0
 
@@ -107,6 +132,35 @@ def _predict(options: argparse.Namespace) -> int:
     out = options.out or os.path.join(options.run, f"predictions-{word}")
     predict(options.run, options.data, out, overwrite=options.overwrite, **_how(options))
     return 0
+
+
+def add_checkpoints(commands: Any) -> None:
+    """Options of ``checkpoints``, and of ``audit``."""
+    parser = commands.add_parser("checkpoints", help="the checkpoints of a run", allow_abbrev=False)
+    parser.add_argument("run", help="the folder of a run")
+    parser.add_argument("--verify", action="store_true", help="read all of them and compare their sums")
+    parser.set_defaults(function=_checkpoints)
+    parser = commands.add_parser("audit", help="which samples a run has used, and how often", allow_abbrev=False)
+    parser.add_argument("run", help="the folder of a run that was trained with --audit")
+    parser.set_defaults(function=_audit)
+
+
+def _checkpoints(options: argparse.Namespace) -> int:
+    """List them; 1 where one is damaged."""
+    from lockstep.training.run import checkpoints_of
+
+    lines, whole = checkpoints_of(options.run, verify=options.verify)
+    print("\n".join(lines))
+    return 0 if whole else 1
+
+
+def _audit(options: argparse.Namespace) -> int:
+    """Add up what all starts of a run have used; 1 where a sample was used twice, or never."""
+    from lockstep.training.audit import added_up
+
+    lines, right = added_up(options.run)
+    print("\n".join(lines))
+    return 0 if right else 1
 
 
 def _add_weights(parser: argparse.ArgumentParser) -> None:

@@ -21,6 +21,7 @@ from torch.utils.data import DataLoader, TensorDataset
 from lockstep.data.fetch import base_of
 from lockstep.errors import JobError, LockstepError, RunError, counted
 from lockstep.launch.devices import usable_cores
+from lockstep.launch.stop_request import GRACE
 
 Request = tuple[Any, ...]
 """What a fetcher is called with: an epoch, and the indices of each share that isn't empty, say."""
@@ -157,7 +158,8 @@ def _as_it_is(found: Any) -> Any:
 def _begin(parent: int, by_main_thread: bool, cores: Sequence[int], worker: int) -> None:
     """In a new worker: die with the parent, leave signals to it, and use the cores that it doesn't compute on too."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)
-    signal.signal(signal.SIGTERM, signal.SIG_DFL)
+    signal.signal(signal.SIGUSR1, signal.SIG_IGN)
+    signal.signal(signal.SIGTERM, _end_later)
     if hasattr(os, "sched_setaffinity"):
         os.sched_setaffinity(0, cores)
     # The signal comes when the parent's *thread* ends, so only the main thread's end means the parent's.
@@ -165,3 +167,10 @@ def _begin(parent: int, by_main_thread: bool, cores: Sequence[int], worker: int)
         ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
         if os.getppid() != parent:  # it had ended before the line above
             os._exit(1)
+
+
+def _end_later(number: int, frame: object) -> None:
+    """Where a signal came to all processes, the training needs its samples until the step has ended."""
+    timer = threading.Timer(GRACE, os._exit, (128 + number,))
+    timer.daemon = True
+    timer.start()

@@ -24,10 +24,11 @@ import itertools
 import json
 import os
 import shutil
+import socket
 import time
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
+from typing import IO, Any
 
 from lockstep.errors import FolderError, SaveError
 
@@ -53,6 +54,13 @@ class RunFolder:
         """Whether something was saved from which the run can go on."""
         return self.earlier_state.is_file() or any(self.checkpoints.glob("step-*[0-9]"))
 
+    def written_at(self, path: Path) -> int | None:
+        """When one of the files was last written; None where it isn't there."""
+        try:
+            return path.stat().st_mtime_ns
+        except OSError:
+            return None
+
     @contextlib.contextmanager
     def held(self) -> Iterator[None]:
         """Keep other processes from training in this folder meanwhile.
@@ -65,15 +73,18 @@ class RunFolder:
             # A file system without locks has none; a full disk is told of when something is written.
             with contextlib.suppress(OSError):
                 file = stack.enter_context(path.open("a+"))
-                try:
-                    fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-                except BlockingIOError:
+                end = time.monotonic() + 10.0
+                while not _locked(file):
                     file.seek(0)
-                    who = f"process {file.read()} is training in this folder"
-                    raise FolderError(f"{self.path}: {who}: wait for it, or stop it") from None
+                    holder = file.read()
+                    if _is_ending(holder) and time.monotonic() < end:  # killed: what it had started still goes
+                        time.sleep(0.05)
+                        continue
+                    who = f"process {holder} is training in this folder"
+                    raise FolderError(f"{self.path}: {who}: wait for it, or stop it")
                 stack.callback(path.unlink, missing_ok=True)
                 file.truncate(0)
-                os.write(file.fileno(), str(os.getpid()).encode())
+                os.write(file.fileno(), f"{os.getpid()} on {socket.gethostname()}".encode())
             yield
 
     @classmethod
@@ -183,3 +194,26 @@ class RunFolder:
     def remove(self) -> None:
         """Take the folder away: nothing was trained."""
         shutil.rmtree(self.path, ignore_errors=True)
+
+
+def _locked(file: IO[str]) -> bool:
+    """Take the lock of an open file, which the system frees however its holder ends; whether it was free."""
+    try:
+        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return False
+    return True
+
+
+def _is_ending(holder: str) -> bool:
+    """Whether the process that wrote this in a lock is no more, on this machine."""
+    pid, _, host = holder.partition(" on ")
+    if host != socket.gethostname() or not pid.isdecimal():
+        return False
+    try:
+        os.kill(int(pid), 0)
+    except ProcessLookupError:
+        return True
+    except PermissionError:
+        return False
+    return False

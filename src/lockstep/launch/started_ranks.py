@@ -17,14 +17,14 @@ import sys
 import time
 from collections.abc import Callable
 from dataclasses import replace
-from typing import Any, TypeVar
+from typing import Any, TypeVar, cast
 
 import cloudpickle
 import torch.distributed as dist
 from torch.distributed.distributed_c10d import PrefixStore, Store
 from torch.distributed.rendezvous import rendezvous
 
-from lockstep.errors import DeviceError, counted
+from lockstep.errors import DeviceError, LockstepError, counted
 from lockstep.launch import devices as _devices
 from lockstep.launch import world as _world
 from lockstep.launch.devices import Device
@@ -71,6 +71,35 @@ def device_of_this_rank(chosen: tuple[Device, ...]) -> Device:
             f"start {len(chosen)} (torchrun --nproc-per-node {len(chosen)})"
         )
     return chosen[here.local_rank]
+
+
+def from_first(find: Callable[[], T]) -> T:
+    """What ``find`` gives on rank 0, or raises there, on every rank; before or after they have a process group."""
+    here = place()
+    found: Any = None
+    if here.rank == 0:
+        try:
+            found = find(), None
+        except LockstepError as error:
+            found = None, error
+    if dist.is_initialized():
+        box = [found]
+        dist.broadcast_object_list(box)
+        (found,) = box
+    elif here.size > 1:
+        store = _store(1800.0)
+        if here.rank == 0:
+            store.set("found", cloudpickle.dumps(found))
+        found = pickle.loads(store.get("found"))
+    result, failed = found
+    if failed is not None:
+        raise failed
+    return cast("T", result)
+
+
+def restarts() -> int:
+    """How many times torchrun has started this process's group again."""
+    return int(os.environ.get("TORCHELASTIC_RESTART_COUNT", 0))
 
 
 def run(
@@ -128,10 +157,11 @@ _stores = itertools.count(1)
 def _store(timeout: float) -> Store:
     """Torchrun's store, under keys of this launch's own.
 
-    It outlives a process group, and a second group would find the addresses of the first in it.
+    It outlives a process group, and the ranks: a second group, or ranks that were started again, would find the
+    addresses of the first in it.
     """
     store, _, _ = next(rendezvous("env://", timeout=datetime.timedelta(seconds=timeout)))
-    return PrefixStore(f"lockstep_{next(_stores)}", store)
+    return PrefixStore(f"lockstep_{restarts()}_{next(_stores)}", store)
 
 
 def _leave(world: World) -> None:

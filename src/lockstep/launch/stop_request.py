@@ -1,12 +1,12 @@
-"""Ctrl-C and SIGTERM while a training runs: it is saved at the end of its step, and can be resumed.
+"""Ctrl-C, SIGTERM and SIGUSR1 while a training runs: it is saved at the end of its step, and can be resumed.
 
 ::
 
     signal ──> StopRequest ──> this process, or the board of the ranks ──> world.asked_to_stop() ──> all ranks agree
                                                                            (in the step's sum)       and save
 
-A second signal, or half a minute in which the step doesn't end, stops at once. So does the first one before the first
-step, when there is nothing to save.
+A second signal, or some time in which the step doesn't end (``grace``), stops at once. So does the first one before the
+first step, when there is nothing to save.
 """
 
 from __future__ import annotations
@@ -20,8 +20,11 @@ from collections.abc import Callable, Iterator
 from types import FrameType
 from typing import Any, Self
 
-_PATIENCE = 30.0
-"""Seconds that the step may take to end."""
+GRACE = 30.0
+"""Seconds that the step may take to end, and the checkpoint to be written."""
+
+_CODES = {signal.SIGINT: 130, signal.SIGTERM: 143, signal.SIGUSR1: 143}
+"""Exit codes by signal. SLURM warns by SIGUSR1 of the SIGTERM that it will send."""
 
 _current: StopRequest | None = None
 
@@ -44,21 +47,36 @@ def reaching(ranks: memoryview) -> Iterator[None]:
             request.ranks = None
 
 
+@contextlib.contextmanager
+def left_to_the_launcher() -> Iterator[None]:
+    """In a rank of ours, hear nothing of a signal that came to all processes: the launching one tells the ranks.
+
+    (Not by ignoring it, which programs that are started here would inherit.)
+    """
+    before = {number: signal.signal(number, lambda *_: None) for number in (signal.SIGTERM, signal.SIGUSR1)}
+    try:
+        yield
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
+
+
 class StopRequest:
-    """Listens for Ctrl-C and SIGTERM, in a ``with``, in the main thread of the process that a person started.
+    """Listens for Ctrl-C, SIGTERM and SIGUSR1, in a ``with``, in the main thread of the process that a person started.
 
     Args:
         began: whether there is something to save; until then a signal does what it did before.
+        grace: seconds after which the process stops, whether or not the step has ended.
 
     Attributes:
         number: of the signal that came, or None.
         ranks: the board on which ranks of ours look (see ``launch.call``); None where there are none.
     """
 
-    def __init__(self, began: Callable[[], bool]) -> None:
+    def __init__(self, began: Callable[[], bool], grace: float = GRACE) -> None:
         self.number: int | None = None
         self.ranks: memoryview | None = None
-        self._began = began
+        self._began, self._grace = began, grace
         self._before: dict[int, Any] = {}
         self._timer: threading.Timer | None = None
 
@@ -66,7 +84,7 @@ class StopRequest:
         global _current
         self._outer, _current = _current, self
         if threading.current_thread() is threading.main_thread():
-            for number in (signal.SIGINT, signal.SIGTERM):
+            for number in _CODES:
                 before = signal.getsignal(number)
                 if before is not None and before != signal.SIG_IGN:
                     self._before[number] = signal.signal(number, self._hear)
@@ -85,12 +103,12 @@ class StopRequest:
 
         Raises:
             KeyboardInterrupt: it was Ctrl-C.
-            SystemExit: it was SIGTERM; with 143.
+            SystemExit: it was SIGTERM or SIGUSR1; with 143.
         """
         if self.number == signal.SIGINT:
             raise KeyboardInterrupt
         if self.number is not None:
-            raise SystemExit(128 + self.number)
+            raise SystemExit(_CODES[signal.Signals(self.number)])
 
     def _hear(self, number: int, frame: FrameType | None) -> None:
         began = self._began() if self.ranks is None else max(self.ranks[:-1]) > 1
@@ -100,7 +118,7 @@ class StopRequest:
         self.number = number
         if self.ranks is not None:
             self.ranks[-1] = 1
-        self._timer = threading.Timer(_PATIENCE, os.kill, (os.getpid(), number))
+        self._timer = threading.Timer(self._grace, os.kill, (os.getpid(), number))
         self._timer.daemon = True
         self._timer.start()
         # Not by print, in the middle of which this may have come.
@@ -114,4 +132,4 @@ class StopRequest:
         elif number == signal.SIGINT:
             raise KeyboardInterrupt
         else:
-            sys.exit(128 + number)
+            sys.exit(_CODES[signal.Signals(number)])

@@ -169,6 +169,11 @@ class World:
         if self.size > 1:
             self.all_reduce(torch.zeros(1, device=self.exchange_device))
 
+    @property
+    def is_local_rank(self) -> bool:
+        """Whether this process is one of several that a process of this machine has launched, and watches."""
+        return self._board is not None
+
     def asked_to_stop(self) -> bool:
         """Whether a person, or the system, has asked for the training to be saved and stopped."""
         return stop_request.asked() if self._board is None else bool(self._board[self.size])

@@ -25,12 +25,14 @@ from lockstep.jobfile import the_job
 from lockstep.launch.events import Line
 from lockstep.launch.memory import peak_memory
 from lockstep.launch.run_folder import RunFolder
+from lockstep.launch.stop_request import left_to_the_launcher
 from lockstep.launch.terminal import duration, words_of
 from lockstep.launch.world import World
 from lockstep.model.loss import Number
 from lockstep.profiling import Profiler
 from lockstep.tensors.allocator import freed_memory_kept
 from lockstep.tensors.pytree import share_sizes
+from lockstep.training.audit import Audit
 from lockstep.training.batch_shapes import FirstStep, line_of
 from lockstep.training.evaluation import evaluate_sets, try_out
 from lockstep.training.progress import Pace, Teller
@@ -49,6 +51,8 @@ def train_on(world: World, plan: Plan) -> tuple[dict[str, Any], str]:
     with contextlib.ExitStack() as stack:
         if world.is_first:
             stack.enter_context(folder.held())
+        if world.is_local_rank:
+            stack.enter_context(left_to_the_launcher())
         if job.keep_memory:
             stack.enter_context(freed_memory_kept())
         return _Training(world, plan, job, folder).run(), path
@@ -71,6 +75,7 @@ class _Training(Setup):
         self.samples = 0
         self.seconds = 0.0
         self.profiler: Profiler | None = None
+        self.audit: Audit | None = None
         self.first: FirstStep | None = FirstStep(self.step)
         self.shapes: dict[str, Any] = {}
         self.saves = Saves(job, world, folder, self.step, self.scheduler, self.train_data)
@@ -107,6 +112,9 @@ class _Training(Setup):
                 stack.callback(loader.close)
             if self.profiler is not None:
                 stack.enter_context(self.profiler)
+            if self.plan.audit:
+                self.audit = Audit(self.world, self.folder, self.train_data, order=self.job.order is not None)
+                stack.callback(self.audit.close)
             if not self.plan.resume and not any(map(is_stream, self.eval_data.values())):
                 try_out(self.step, self.eval_loaders, self.job.metrics, self.world, self.job.seed)
             while not self._is_done():
@@ -179,6 +187,8 @@ class _Training(Setup):
                 )
             step.seed(job.seed)
             result = step.update(batch)
+            if self.audit is not None:
+                self.audit.note(world.step, batch)
             if self.first is not None and not samples and step.together:
                 self._end_first(batch.size)
             total = total + result.total
@@ -278,7 +288,7 @@ class _Training(Setup):
         self.partial = tuple(state["partial"])
         self.kept_record, self.data = state.get("record"), state.get("data", {})
         self.world.step = state["step"]
-        if not self.world.broadcast_object(self._has_summary()):
+        if self.plan.again or not self.world.broadcast_object(self._has_summary()):
             if self.kept_record is not None:  # it may have reached its last step, and not its last file
                 self.record = {n: v for n, v in self.kept_record.items() if n not in ("epoch", "step")}
             return

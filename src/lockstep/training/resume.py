@@ -11,7 +11,9 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from lockstep.errors import counted
+from lockstep.errors import FolderError, counted
+from lockstep.job import Job
+from lockstep.jobfile import JobFile
 from lockstep.launch import devices as _devices
 from lockstep.launch.devices import Device, Devices
 from lockstep.launch.run_folder import RunFolder
@@ -22,21 +24,16 @@ _FOR_DEVICES = ("device_map", "times")
 
 
 def as_it_went(
-    run: str | Path, strategy: str | Strategy | None, devices: Devices, *, own_devices: bool = True
+    config: Mapping[str, Any], strategy: str | Strategy | None, devices: Devices, *, own_devices: bool = True
 ) -> tuple[str | Strategy | None, Devices]:
     """The strategy and the devices to go on with: those that a person gave, the run's own where none were.
 
     Args:
-        run: its folder.
+        config: of the run.
         strategy: as given; the name of the run's own means that with its settings.
         devices: as given; None leaves them open.
         own_devices: False where this process was given its devices already (torchrun).
-
-    Raises:
-        FolderError: there is no such run.
     """
-    folder = RunFolder.existing(run)
-    config = folder.read_json(folder.config)
     before, names = config["strategy"], config["devices"]
     wanted = strategy.name if isinstance(strategy, Strategy) else strategy or before
     if devices is None and own_devices and (wanted == before or (wanted != "single" and len(names) > 1)):
@@ -67,6 +64,35 @@ def _still_here(names: Sequence[str]) -> tuple[Device, ...]:
     if len(same) == len(names):
         return same
     return (alike or _devices.parse("auto"))[: len(names)]
+
+
+def newest_of(parent: str | Path, job: Job | JobFile, name: str, run_id: str | None = None) -> RunFolder | None:
+    """The newest run under a folder that ``--resume auto`` takes: of this job, and not at its end; None where none is.
+
+    Args:
+        parent: the folder of runs.
+        job: this job; of one that isn't a file only the name is known.
+        name: what the job is called.
+        run_id: torchrun's, where it has started the ranks again: only a run that the earlier ones began is taken.
+    """
+    found = []
+    for path in Path(parent).glob("*/config.json"):
+        folder = RunFolder(path.parent)
+        with contextlib.suppress(FolderError, AttributeError, TypeError):
+            config = folder.read_json(folder.config)
+            file = str(Path(job.path).resolve()) if isinstance(job, JobFile) else None
+            if (config.get("file"), config.get("job")) != (file, name) or run_id not in (None, config.get("run_id")):
+                continue
+            if run_id is not None or (folder.is_resumable and not _is_at_its_end(folder, config, job)):
+                found.append((path.stat().st_mtime, folder))
+    return max(found, key=lambda one: one[0])[1] if found else None
+
+
+def _is_at_its_end(folder: RunFolder, config: Mapping[str, Any], job: Job | JobFile) -> bool:
+    """Whether a run was finished, and as many epochs or steps are asked for as then."""
+    before = config["given"] if isinstance(job, JobFile) else config["settings"]
+    alike = all(str(job.settings.get(name)) == str(before.get(name)) for name in ("epochs", "steps"))
+    return folder.summary.is_file() and alike
 
 
 def moved(before: Mapping[str, Any], strategy: str, devices: Sequence[str]) -> str:

@@ -10,7 +10,9 @@ from typing import Any
 
 from torch import nn
 
-from lockstep.errors import FolderError
+from lockstep.checkpoint.folder import CheckpointFolder
+from lockstep.checkpoint.index import Index
+from lockstep.errors import FolderError, counted
 from lockstep.job import Job
 from lockstep.jobfile import JobFile, the_job
 from lockstep.launch.run_folder import RunFolder
@@ -69,6 +71,37 @@ class Run:
         """
         job, weights = trained_of(self, best=best)
         return trained_model(the_job(job), weights).eval()
+
+
+def checkpoints_of(run: str | Path, *, verify: bool = False) -> tuple[list[str], bool]:
+    """A line for each checkpoint of a run, newest first, and whether none is damaged.
+
+    Args:
+        run: its folder.
+        verify: read all of each, and compare the sums.
+
+    Raises:
+        FolderError: there is no such run.
+    """
+    folder = RunFolder.existing(run)
+    checkpoints = CheckpointFolder(folder.checkpoints)
+    lines, whole = [], True
+    for step in checkpoints.steps():
+        path = checkpoints.of_step(step)
+        try:
+            index = Index.read(path)
+            if verify:
+                index.check(path)
+        except FolderError as error:
+            whole = False
+            lines.append(f"step {step:>8}  damaged: {error}")
+            continue
+        size = sum(size for size, _ in index.files.values())
+        where = f"{counted(index.about['epoch'], 'epoch')} and {counted(index.about['position'], 'batch', 'es')}"
+        parts = counted(len(index.files), "part")
+        lines.append(f"step {step:>8}  after {where}, {parts}, {size / 1e6:,.1f} MB{', whole' if verify else ''}")
+    lines += [f"set aside: {path.name}" for path in sorted(folder.checkpoints.glob("*.damaged*"))]
+    return lines or [f"{folder.path}: it has no checkpoint"], whole
 
 
 def trained_of(

@@ -36,6 +36,8 @@ class Plan:
     resume: bool = False  # go on from the folder's state
     tensorboard: bool = False  # write events for it
     profile: bool = False  # profile some steps
+    audit: bool = False  # write down the samples of each step
+    again: bool = False  # started again after a failure: a run that has reached its end is left as it is
 
 
 class Setup:
@@ -63,7 +65,8 @@ class Setup:
 
     def _planned_strategy(self) -> Strategy:
         """The strategy with all that it left open; a run that is taken up under it goes on as it went."""
-        self.before = before = self.folder.read_json(self.folder.config) if self.plan.resume else {}
+        reads = self.plan.resume and self.world.is_first  # other hosts may not see the folder
+        self.before = before = self.world.broadcast_object(self.folder.read_json(self.folder.config) if reads else {})
         same = before.get("strategy") == self.plan.strategy.name
         job = self.job.replace(train_data=self.train_data)
         tell, self.world.tell = self.world.tell, self._said_before.append  # it is said after what the training is
@@ -113,6 +116,7 @@ class Setup:
             "devices": self.devices,
             "world_size": self.world.size,
             "backend": self.world.backend,
+            "run_id": os.environ.get("TORCHELASTIC_RUN_ID"),
             "resumed": [*before["resumed"], before["strategy"]] if before else [],
         }
         self.folder.write_json(self.folder.config, config)

@@ -50,7 +50,9 @@ _PR_SET_PDEATHSIG, _PR_SET_CHILD_SUBREAPER = 1, 36
 def main(control: int, parent: int) -> NoReturn:
     """Serve on the open file ``control`` until the person's process, of the id ``parent``, is gone."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)
-    signal.signal(signal.SIGTERM, signal.SIG_DFL)
+    # Who sends a signal to all processes at once means that the person's saves and ends: this one ends with it.
+    for number in (signal.SIGTERM, signal.SIGUSR1):
+        signal.signal(number, signal.SIG_IGN)
     signal.pthread_sigmask(signal.SIG_SETMASK, [])
     prepare()  # the ranks inherit it
     for name in _PRELOAD:
@@ -157,7 +159,8 @@ class _Forking:
             if os.getppid() != self.pid:  # it died before the line above
                 os._exit(1)
             signal.set_wakeup_fd(-1)
-            signal.signal(signal.SIGCHLD, signal.SIG_DFL)
+            for usual in (signal.SIGCHLD, signal.SIGTERM, signal.SIGUSR1):
+                signal.signal(usual, signal.SIG_DFL)
             self.selector.close()
             for held in (self.control, self.woken, self.wake, *(launch.connection for launch in self.launches)):
                 held.close()

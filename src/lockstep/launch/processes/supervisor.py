@@ -24,7 +24,7 @@ from functools import partial
 from multiprocessing.connection import Connection
 from typing import IO, Any, Self
 
-from lockstep.errors import RunError
+from lockstep.errors import RankFailed, RunError
 from lockstep.launch.devices import Device
 from lockstep.launch.processes import call, failure_records, fork_server
 from lockstep.launch.processes.failure_records import Death, Record
@@ -228,7 +228,7 @@ class Supervisor:
             self._selector.unregister(self._connection)
             self._is_gone = True
             if self._killed_at is None:
-                raise RunError("the process that forks the ranks has died, and they with it: launch again")
+                raise RankFailed("the process that forks the ranks has died, and they with it: launch again")
             return
         report = Report(*REPORT.unpack(data))
         rank = self.ranks[report.rank]
