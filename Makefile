@@ -15,7 +15,7 @@ test: lint types
 	$(BIN)/python -m pytest -n 2 --dist worksteal -m "not slow"
 
 test-all: lint types
-	$(BIN)/python -m pytest -n 2 --dist worksteal --timeout 600
+	$(BIN)/python -m pytest -n 2 --dist worksteal --timeout 600 --soak 1000
 
 lint: $(READY)
 	$(BIN)/ruff check .

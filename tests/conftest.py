@@ -21,6 +21,10 @@ if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
     signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption("--soak", type=int, default=12, help="kills in tests/training/test_soak.py")
+
+
 @pytest.fixture
 def float64() -> Iterator[None]:
     """Seeded, with float64 as the default format."""

@@ -11,7 +11,8 @@
     │   ├── LossError         a loss that can't be totalled, or can't take the outputs
     │   └── FolderError       a run folder that can't be made, read or written
     └── RunError              the run failed on the way; its folder is kept                 exit code 1
-        ├── RankFailed        a rank raised or died: which, at which step, its traceback
+        ├── Lost              a process of the training was killed; --restarts begins again from the last checkpoint
+        │   └── RankFailed    a rank raised or died: which, at which step, its traceback
         ├── NonFiniteLoss     the loss became NaN or infinite: rank and step
         ├── SampleError       a sample of the dataset raised: its index
         ├── ItemFailed        an item of a map raised, or its process died: its index, its traceback
@@ -84,7 +85,11 @@ class RunError(LockstepError):
     """The run failed on the way; what it had saved is kept."""
 
 
-class RankFailed(RunError):
+class Lost(RunError):
+    """A process of the training was killed, or failed; the training can go on from its last checkpoint."""
+
+
+class RankFailed(Lost):
     """A rank raised or died.
 
     Attributes:

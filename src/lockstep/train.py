@@ -12,7 +12,7 @@ from typing import Any
 
 from lockstep.checkpoint.weights import take_weights
 from lockstep.data import eval_loaders, is_stream, resolve_sets
-from lockstep.errors import FolderError, InputError, JobError, LockstepError, RankFailed, StrategyError, told
+from lockstep.errors import FolderError, InputError, JobError, LockstepError, Lost, StrategyError, told
 from lockstep.job import Job
 from lockstep.jobfile import JobFile, as_job, the_job, with_settings
 from lockstep.launch import devices as _devices
@@ -137,7 +137,7 @@ def _with_restarts(
     while True:
         try:
             return on_devices(train_on, plan, devices, backend, plan.folder, display)
-        except RankFailed as error:
+        except Lost as error:
             if run is None:
                 raise
             if run.written_at(run.summary) != before:

@@ -19,7 +19,7 @@ import torch
 from torch.utils.data import DataLoader, TensorDataset
 
 from lockstep.data.fetch import base_of
-from lockstep.errors import JobError, LockstepError, RunError, counted
+from lockstep.errors import JobError, LockstepError, Lost, counted
 from lockstep.launch.devices import usable_cores
 from lockstep.launch.stop_request import GRACE
 
@@ -141,7 +141,7 @@ class Workers:
         except RuntimeError as error:
             if "exited unexpectedly" not in str(error):
                 raise
-            raise RunError("a loader worker was killed (out of memory?): set fewer loader_workers, or 0") from error
+            raise Lost("a loader worker was killed (out of memory?): set fewer loader_workers, or 0") from error
 
     def close(self) -> None:
         """End the workers, now: an error's traceback may hold the loader until nobody can tell them any more."""

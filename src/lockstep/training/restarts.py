@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from lockstep.errors import DeviceError, InputError, RankFailed, counted
+from lockstep.errors import DeviceError, InputError, Lost, RankFailed, counted
 from lockstep.launch.devices import Device
 from lockstep.launch.run_folder import RunFolder
 from lockstep.launch.stop_request import asked
@@ -30,14 +30,14 @@ class LostRanks:
         self._number = 0
         self._reached = -1
 
-    def after(self, error: RankFailed, run: RunFolder) -> tuple[tuple[Device, ...], str]:
+    def after(self, error: Lost, run: RunFolder) -> tuple[tuple[Device, ...], str]:
         """The devices to go on with, and the line to say.
 
         A rank that is lost again, without the run having come further, is left out, where there are more devices than
         are needed.
 
         Raises:
-            RankFailed: it is not to go on.
+            Lost: it is not to go on.
         """
         if self._number >= self._restarts or asked():
             raise error
@@ -45,9 +45,9 @@ class LostRanks:
         newest = max(run.checkpoints.glob("step-*[0-9]"), key=lambda path: int(path.name[5:]), default=None)
         name = "the beginning" if newest is None else newest.name.replace("-", " ")
         left_out = ""
-        step = error.step or 0
-        if step <= self._reached and len(self._devices) > self._fewest:
-            gone = self._devices[error.rank]
+        rank, step = (error.rank, error.step or 0) if isinstance(error, RankFailed) else (None, self._reached + 1)
+        if rank is not None and step <= self._reached and len(self._devices) > self._fewest:
+            gone = self._devices[rank]
             self._devices = tuple(device for device in self._devices if device != gone)
             left_out = f", without {gone}"
         self._reached = max(step, self._reached)
