@@ -15,6 +15,7 @@ from lockstep.launch import devices as _devices
 from lockstep.launch import here
 from lockstep.launch.devices import Devices
 from lockstep.launch.events import Line
+from lockstep.launch.hang_report import Watch, is_watched
 from lockstep.launch.world import World
 from lockstep.strategies import Strategy, choose
 from lockstep.strategies.step import Step
@@ -72,6 +73,8 @@ def parallelize(
     step = chosen.prepare(job, world)
     step.own_loop = True
     world.in_step = world.in_step or step.together
+    if world.size > 1 and not is_watched():
+        Watch(world, always=False).__enter__()  # for as long as the process lives
     if world.is_first and not isinstance(world.tell, _Warns):
         world.tell = _Warns(world.tell)
     for caveat in chosen.caveats(job, model, step.replicas) if world.is_first else ():

@@ -48,6 +48,7 @@ def train(
     grace: float = GRACE,
     restarts: int = 0,
     min_devices: int | None = None,
+    timeout: float = 1800.0,
     **settings: Any,
 ) -> Run:
     """Train a job.
@@ -69,6 +70,8 @@ def train(
         grace: seconds that the step may take to end after Ctrl-C or SIGTERM, before the process stops all the same.
         restarts: how many times ranks of this machine that were lost are started again, from the last checkpoint.
         min_devices: go on with fewer devices, at least so many, where a rank is lost twice without coming further.
+        timeout: seconds without progress after which the run ends; 0 is never. Which rank the others wait for is said
+            after 30 s, or ten usual steps (see lockstep.launch.hang_report).
         settings: fields of the job to replace.
 
     Raises:
@@ -107,7 +110,9 @@ def train(
             raise InputError(f"restarts: {'torchrun has --max-restarts' if torchrun else one}")
         run = RunFolder(begun) if begun is not None else RunFolder.new(folder, f"{name}-{way.name}") if first else None
         path = None if run is None else str(run.path.resolve())
-        plan = Plan(job, way, name, path, config is not None, tensorboard, profile, audit, again=run_id is not None)
+        plan = Plan(
+            job, way, name, path, config is not None, tensorboard, profile, audit, timeout, again=run_id is not None
+        )
         if begun is not None and resume == "auto":
             display.line(f"{'resuming' if plan.resume else 'beginning again in'} {begun}")
         try:
@@ -124,6 +129,10 @@ def train(
         return Run(run.path, summary, job)
 
 
+_NEVER = 1e7
+"""Seconds that collectives wait where the run is never ended."""
+
+
 def _with_restarts(
     plan: Plan,
     devices: tuple[Device, ...],
@@ -136,7 +145,9 @@ def _with_restarts(
     before = None if run is None else run.written_at(run.summary)
     while True:
         try:
-            return on_devices(train_on, plan, devices, backend, plan.folder, display)
+            # A collective waits longer, so that the report of who has not arrived comes first.
+            longest = plan.timeout + 60 if plan.timeout else _NEVER
+            return on_devices(train_on, plan, devices, backend, plan.folder, display, longest)
         except Lost as error:
             if run is None:
                 raise

@@ -43,6 +43,13 @@ def add_train(commands: Any) -> None:
         help="that a step may take to end after Ctrl-C, SIGTERM or SIGUSR1 (default: 30)",
     )
     parser.add_argument(
+        "--timeout",
+        type=float,
+        default=1800.0,
+        metavar="SECONDS",
+        help="without progress, after which the run ends; 0 is never (default: 1800)",
+    )
+    parser.add_argument(
         "--restarts",
         type=int,
         default=0,
@@ -79,6 +86,7 @@ def _train(options: argparse.Namespace) -> int:
         audit=options.audit,
         grace=options.grace,
         restarts=options.restarts,
+        timeout=options.timeout,
         min_devices=options.min_devices,
     )
     return 0

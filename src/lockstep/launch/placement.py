@@ -9,7 +9,7 @@ from typing import Any, TypeVar
 import torch.distributed as dist
 
 from lockstep.errors import DeviceError
-from lockstep.launch import launch, started_as_rank
+from lockstep.launch import launch, started_as_rank, stop_request
 from lockstep.launch.devices import Device
 from lockstep.launch.terminal import Display
 from lockstep.launch.world import World, lone
@@ -35,12 +35,14 @@ def on_devices(
     backend: str | None,
     folder: str | None,
     display: Display,
+    timeout: float = 1800.0,
 ) -> T:
     """Call ``function(world, argument)`` on every rank that the strategy wants; gives rank 0's result."""
     if not started_as_rank() and needs_one_process(argument.strategy, devices):
         with alone(devices) as world:
             world.folder = folder
             world.tell = display.tell
+            world.fail = stop_request.fail
             return function(world, argument)
     return launch(
         function,
@@ -50,6 +52,7 @@ def on_devices(
         folder=folder,
         on_event=lambda rank, event: display.tell(event),
         on_output=display.output,
+        timeout=timeout,
     )[0]
 
 

@@ -18,7 +18,7 @@ import sys
 import threading
 from collections.abc import Callable, Iterator
 from types import FrameType
-from typing import Any, Self
+from typing import Any, Self, cast
 
 GRACE = 30.0
 """Seconds that the step may take to end, and the checkpoint to be written."""
@@ -47,6 +47,21 @@ def reaching(ranks: memoryview) -> Iterator[None]:
             request.ranks = None
 
 
+class _Raised(BaseException):
+    """Brings an error out of whatever the main thread is at, some of which catches exceptions."""
+
+    def __init__(self, error: Exception) -> None:
+        super().__init__(error)
+        self.error = error
+
+
+def fail(error: Exception) -> None:
+    """Raise an error in the training of this process, from another thread, where it runs in the main one."""
+    if _current is not None:
+        _current.error = error
+        signal.pthread_kill(cast("int", threading.main_thread().ident), signal.SIGUSR1)  # ends a wait, too
+
+
 @contextlib.contextmanager
 def left_to_the_launcher() -> Iterator[None]:
     """In a rank of ours, hear nothing of a signal that came to all processes: the launching one tells the ranks.
@@ -70,6 +85,7 @@ class StopRequest:
 
     Attributes:
         number: of the signal that came, or None.
+        error: what is to be raised in the main thread.
         ranks: the board on which ranks of ours look (see ``launch.call``); None where there are none.
     """
 
@@ -79,6 +95,7 @@ class StopRequest:
         self._began, self._grace = began, grace
         self._before: dict[int, Any] = {}
         self._timer: threading.Timer | None = None
+        self.error: Exception | None = None
 
     def __enter__(self) -> Self:
         global _current
@@ -90,13 +107,15 @@ class StopRequest:
                     self._before[number] = signal.signal(number, self._hear)
         return self
 
-    def __exit__(self, *of_an_error: object) -> None:
+    def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
         global _current
         _current = self._outer
         if self._timer is not None:
             self._timer.cancel()
         for number, before in self._before.items():
             signal.signal(number, before)
+        if isinstance(error, _Raised):
+            raise error.error from None
 
     def raise_if_asked(self) -> None:
         """Raise what the signal would have raised by itself.
@@ -111,6 +130,9 @@ class StopRequest:
             raise SystemExit(_CODES[signal.Signals(self.number)])
 
     def _hear(self, number: int, frame: FrameType | None) -> None:
+        if self.error is not None:
+            error, self.error = self.error, None
+            raise _Raised(error)
         began = self._began() if self.ranks is None else max(self.ranks[:-1]) > 1
         if self.number is not None or not began:
             self._as_before(number, frame)

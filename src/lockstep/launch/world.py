@@ -8,7 +8,9 @@ from __future__ import annotations
 
 import contextlib
 import datetime
+import functools
 import os
+import threading
 import time
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
@@ -29,6 +31,10 @@ P = ParamSpec("P")
 T = TypeVar("T")
 
 
+COLLECTIVES: set[str] = set()
+"""Names of the methods of World in which ranks wait for one another."""
+
+
 def _collective(function: Callable[P, T]) -> Callable[P, T]:
     """Mark a method of World in which ranks wait for one another."""
 
@@ -37,7 +43,16 @@ def _collective(function: Callable[P, T]) -> Callable[P, T]:
         parties = world.size if group is None else dist.get_world_size(group)
         return observer.collective(function.__name__, parties)
 
-    return observed(around)(function)
+    COLLECTIVES.add(function.__name__)
+    run = observed(around)(function)
+
+    @functools.wraps(function)
+    def counted(*args: P.args, **named: P.kwargs) -> T:
+        world: World = args[0]  # type: ignore[assignment]
+        world.collectives += 1
+        return run(*args, **named)
+
+    return counted
 
 
 _SMALL = 1 << 18
@@ -49,6 +64,15 @@ _FEW = 4
 _PATIENCE = 1e-3
 """Seconds to wait awake. Beyond that another process wants the core: newer Linux schedulers may then leave a yielding
 thread in front of gloo's own for a whole time slice (4 ms), where a sleeping one is out of the way."""
+
+
+def _to_stderr(text: str) -> None:
+    os.write(2, f"{text}\n".encode())  # in one piece, whichever thread prints meanwhile
+
+
+def _end_process(error: Exception) -> None:
+    _to_stderr(f"lockstep: {error}")
+    os._exit(1)
 
 
 @dataclass
@@ -68,6 +92,10 @@ class World:
         folder: where this run keeps its files, or None.
         own_group: whether Lockstep made the process group, and leaves it.
         tell: sends an event to the process that launched the ranks (does nothing elsewhere).
+        say: shows a text at once, from any rank.
+        fail: ends this process's part of the training with an error, from another thread than the training's.
+        thread: that in which the training runs.
+        collectives, beats: how many there were so far; a training in which neither they nor its step move stands still.
         layout: what a strategy does with the devices; by itself each of them has a local batch.
         in_step: the ranks make their steps together, so that all end after the same one.
         observers: look at the updates that are made in this world, and at what its ranks do together.
@@ -85,6 +113,11 @@ class World:
     folder: str | None = None
     own_group: bool = True
     tell: Callable[[Any], None] = field(default=lambda event: None, repr=False)
+    say: Callable[[str], None] = field(default=_to_stderr, repr=False)
+    fail: Callable[[Exception], None] = field(default=_end_process, repr=False)
+    thread: int = field(default_factory=threading.get_ident, repr=False)
+    collectives: int = field(default=0, init=False, repr=False)
+    beats: int = field(default=0, init=False, repr=False)
     layout: Layout = field(init=False)
     in_step: bool = field(default=False, repr=False)
     observers: list[Observer] = field(default_factory=list, init=False, repr=False)
@@ -99,6 +132,10 @@ class World:
         object.__setattr__(self, name, value)
         if name == "step":
             self.announce(value)
+
+    def beat(self) -> None:
+        """Note that the training comes further, where neither its step nor its collectives show that."""
+        self.beats += 1
 
     @property
     def device(self) -> Device:

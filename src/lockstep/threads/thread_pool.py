@@ -27,6 +27,7 @@ import torch
 from lockstep.errors import InputError
 from lockstep.launch import devices as _devices
 from lockstep.launch.devices import Device
+from lockstep.launch.hang_report import is_watched, report_after, threads_line
 from lockstep.threads.thread_context import Caller
 
 T = TypeVar("T")
@@ -155,7 +156,10 @@ class _Call:
 
     def wait(self) -> None:
         try:
-            self._finished.acquire()
+            if not self._finished.acquire(timeout=report_after()):
+                if not is_watched():  # a training says it of all its ranks
+                    os.write(2, f"lockstep: {threads_line(report_after())}\n".encode())
+                self._finished.acquire()
         except BaseException:  # Ctrl-C: the threads can't be stopped, but those that wait are freed, and soon all idle
             self._abort()
             self._finished.acquire(timeout=_PATIENCE)

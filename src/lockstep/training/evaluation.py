@@ -190,6 +190,7 @@ def evaluate(
     across = _AcrossReplicas() if looks and functions and step.replicas > 1 else None
     with step.evaluating(), kept_states():
         for batch, results in step.over(itertools.islice(loader.epoch(0), most), step.results, seed):
+            world.beat()
             if looks and is_power_of_two(batch.index + 1):
                 look_at_evaluation(step, batch)
             for outputs, targets, total, count in results:

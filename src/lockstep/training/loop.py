@@ -12,6 +12,7 @@ import math
 import platform
 import time
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -23,6 +24,7 @@ from lockstep.errors import JobError
 from lockstep.job import Job
 from lockstep.jobfile import the_job
 from lockstep.launch.events import Line
+from lockstep.launch.hang_report import Watch
 from lockstep.launch.memory import peak_memory
 from lockstep.launch.run_folder import RunFolder
 from lockstep.launch.stop_request import left_to_the_launcher
@@ -51,6 +53,7 @@ def train_on(world: World, plan: Plan) -> tuple[dict[str, Any], str]:
     with contextlib.ExitStack() as stack:
         if world.is_first:
             stack.enter_context(folder.held())
+        stack.enter_context(Watch(world, plan.timeout, Path(path)))
         if world.is_local_rank:
             stack.enter_context(left_to_the_launcher())
         if job.keep_memory:

@@ -37,6 +37,7 @@ class Plan:
     tensorboard: bool = False  # write events for it
     profile: bool = False  # profile some steps
     audit: bool = False  # write down the samples of each step
+    timeout: float = 0.0  # seconds without progress after which the run ends; 0 is never
     again: bool = False  # started again after a failure: a run that has reached its end is left as it is
 
 

@@ -32,7 +32,7 @@ from lockstep.launch.processes.call import Call, Modes, Setup, dumps
 from lockstep.launch.processes.failure_records import Record
 from lockstep.launch.world import World
 
-EVENT, RESULT, FAILURE = "event", "result", "failure"
+EVENT, SAID, RESULT, FAILURE = "event", "said", "result", "failure"
 """Kinds of messages to the process that launched this one; each comes with a value."""
 
 
@@ -123,13 +123,7 @@ def run(number: int, call_file: int, channel_file: int, blocks: Sequence[int]) -
         else:
             _call(fn, args, setup, number, call.board)
     except BaseException as error:
-        moment = time.monotonic()  # before anything else: the earliest is the one to blame
-        record = Record.of(error, moment, number, call.board[number])
-        _channel.send(FAILURE, record)
-        if number > 0 and not is_worker:  # kept in the rank's log; rank 0's would be shown twice
-            _print(record.traceback)
-        _flush()
-        os._exit(1)
+        _fail(error, number, call.board)
     if is_worker:  # it has nobody to take leave of; what is registered for the exit takes 0.1 s
         _flush()
         os._exit(0)
@@ -147,6 +141,8 @@ def _call(fn: Callable[..., Any], args: tuple[Any, ...], setup: Setup, number: i
         local_size=size,
         folder=setup.folder,
         tell=_channel.tell,
+        say=lambda text: _channel.send(SAID, text),
+        fail=lambda error: _fail(error, number, board),
     )
     world._board = board
     assert setup.rendezvous is not None
@@ -163,6 +159,17 @@ def _call(fn: Callable[..., Any], args: tuple[Any, ...], setup: Setup, number: i
         _end_together(world)
     _world.leave(world)
     _channel.write(body)
+
+
+def _fail(error: BaseException, number: int, board: memoryview) -> NoReturn:
+    """Tell of a failure, and end."""
+    moment = time.monotonic()  # before anything else: the earliest is the one to blame
+    record = Record.of(error, moment, number, board[number])
+    _channel.send(FAILURE, record)
+    if number > 0 and current_worker() is None:  # kept in the rank's log; rank 0's would be shown twice
+        _print(record.traceback)
+    _flush()
+    os._exit(1)
 
 
 def _end_together(world: World) -> None:

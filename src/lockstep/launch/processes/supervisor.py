@@ -29,7 +29,7 @@ from lockstep.launch.devices import Device
 from lockstep.launch.processes import call, failure_records, fork_server
 from lockstep.launch.processes.failure_records import Death, Record
 from lockstep.launch.processes.fork_server import REPORT, Report
-from lockstep.launch.processes.rank import EVENT, FAILURE
+from lockstep.launch.processes.rank import EVENT, FAILURE, SAID
 from lockstep.launch.terminal import to_own_streams
 
 _PATIENCE = 0.4
@@ -255,6 +255,8 @@ class Supervisor:
         if kind == FAILURE:
             rank.record = value
             self.failed_at = self.failed_at or time.monotonic()
+        elif kind == SAID:
+            self._on_output(f"{value}\n", "stderr")
         elif kind != EVENT:
             rank.has_result, rank.result = True, value
         elif self._on_event is not None:
