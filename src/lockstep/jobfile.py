@@ -11,6 +11,8 @@ import ast
 import dataclasses
 import importlib.util
 import inspect
+import os
+import re
 import sys
 import typing
 from collections.abc import Callable, Mapping
@@ -37,12 +39,14 @@ class JobFile:
         settings: fields of the Job to replace. A keyword argument of the function that has the name of one of them is
             given it too, before what ``parameters`` say.
         kept: fields of the Job that a run was made with; the function isn't told of them.
+        unfollowed: after ``load``, what the file says of those that it has otherwise.
     """
 
     path: str
     parameters: Mapping[str, Any] = field(default_factory=dict)
     settings: Mapping[str, Any] = field(default_factory=dict)
     kept: Mapping[str, Any] = field(default_factory=dict)
+    unfollowed: dict[str, Any] = field(default_factory=dict, init=False, compare=False)
 
     @property
     def name(self) -> str:
@@ -76,6 +80,8 @@ class JobFile:
             raise JobError(
                 f"{self.path}: its `job` is a {type(found).__name__}, not a Job or a function that returns one"
             )
+        own = {name: value for name, value in job.settings.items() if name in self.kept and name not in self.settings}
+        self.unfollowed.update((name, value) for name, value in own.items() if value != self.kept[name])
         replaced = {**self.kept, **self.settings}
         return job.replace(**replaced) if replaced else job
 
@@ -135,6 +141,21 @@ def with_settings(job: Job | JobFile, settings: Mapping[str, Any]) -> Job | JobF
     return job.replace(**settings)
 
 
+_SECRETS = {"password", "passwd", "passphrase", "secret", "secrets", "credential", "credentials"}
+HIDDEN = "***"
+
+
+def is_secret(name: str) -> bool:
+    """Whether a parameter's name is a secret's: ``api_key``, ``hfToken``, ``db_password``; not ``token_count``."""
+    words = [word.lower() for word in re.findall(r"[A-Z]?[a-z]+|[A-Z]+(?![a-z])", name)]
+    return not _SECRETS.isdisjoint(words) or words[-1:] in (["key"], ["apikey"], ["token"])
+
+
+def written(parameters: Mapping[str, Any]) -> dict[str, Any]:
+    """Parameters as they are kept in files: of secrets not the value."""
+    return {name: HIDDEN if is_secret(name) else value for name, value in parameters.items()}
+
+
 def loaded(path: str) -> ModuleType:
     """The module of a person's file, run as a job file is.
 
@@ -146,10 +167,10 @@ def loaded(path: str) -> ModuleType:
 
 
 def _run(path: Path) -> ModuleType:
-    if path.is_dir():
+    if os.path.isdir(path):
         what = "the folder of a run: --resume it, or evaluate it" if (path / "config.json").is_file() else "a folder"
         raise JobError(f"{path}: a Python file with a `job` is expected, and this is {what}")
-    if not path.is_file():
+    if not os.path.isfile(path):
         raise JobError(f"{path}: there is no such file (a run whose job file has moved: train FILE --resume RUN)")
     name = f"lockstep_job_{path.stem}"
     spec = importlib.util.spec_from_file_location(name, path)

@@ -219,6 +219,8 @@ def evaluate(
     backend: str | None = None,
     best: bool = False,
     job_parameters: Mapping[str, Any] | None = None,
+    job: Job | JobFile | Callable[[], Job] | str | Path | None = None,
+    trust_job: bool = False,
     **settings: Any,
 ) -> dict[str, float]:
     """Evaluate a run's weights, or an untrained job, on the job's evaluation set.
@@ -230,6 +232,8 @@ def evaluate(
         backend: as in ``train``.
         best: take the weights of the lowest evaluation loss.
         job_parameters: keyword arguments for the function of a job file.
+        job: of a run, instead of the job file that its folder names.
+        trust_job: take the job file that a run's folder names, though it isn't the one that was trained.
         settings: fields of the job to replace.
 
     Returns:
@@ -237,20 +241,20 @@ def evaluate(
         ``"loss"`` is then that of the first.
     """
     weights: Path | None = None
-    job: Job | JobFile
-    if isinstance(what, Run) or (isinstance(what, str | Path) and Path(what).is_dir()):
-        job, weights = trained_of(what, best=best, job_parameters=job_parameters)
+    its: Job | JobFile
+    if isinstance(what, Run) or (isinstance(what, str | Path) and os.path.isdir(what)):
+        its, weights = trained_of(what, best=best, job_parameters=job_parameters, job=job, trust=trust_job)
     else:
-        job = JobFile(str(what), job_parameters or {}) if isinstance(what, str | Path) else as_job(what)
-        if best:
-            raise InputError(f"{what}: --best is for a run, and this is a job that was not trained")
-    job = with_settings(job, settings)
+        its = JobFile(str(what), job_parameters or {}) if isinstance(what, str | Path) else as_job(what)
+        if best or job is not None:
+            option = "best" if best else "job"
+            raise InputError(f"{what}: --{option} is for a run, and this is a job that was not trained")
+    its = with_settings(its, settings)
     chosen = _devices.parse(devices)
     check_backend(backend, chosen)
+    plan = _Evaluation(its, choose(strategy, chosen), weights)
     with Display() as display:
-        return on_devices(
-            evaluate_on, _Evaluation(job, choose(strategy, chosen), weights), chosen, backend, None, display
-        )
+        return on_devices(evaluate_on, plan, chosen, backend, None, display)
 
 
 def evaluate_on(world: World, plan: _Evaluation) -> dict[str, float]:

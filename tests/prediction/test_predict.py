@@ -444,12 +444,12 @@ def job(width: int = 3, eval: bool = True):
 def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     monkeypatch.chdir(tmp_path)
     (tmp_path / "a_job.py").write_text(textwrap.dedent(FILE))
-    (tmp_path / "stopped").mkdir()
-    (tmp_path / "stopped" / "config.json").write_text('{"file": "a_job.py", "set": {}, "settings": {}}')
     parameters = {"run": {"width": 4}, "blind": {"eval": False}}
     for name, values in parameters.items():
         job = lockstep.jobfile.JobFile(str(tmp_path / "a_job.py"), values)
         train(job, folder=tmp_path / "runs", devices=1, quiet=True).folder.rename(tmp_path / name)
+    (tmp_path / "stopped").mkdir()
+    (tmp_path / "stopped" / "config.json").write_bytes((tmp_path / "run" / "config.json").read_bytes())
     return tmp_path
 
 

@@ -14,9 +14,10 @@ from typing import Any, Self
 import torch
 from safetensors import safe_open
 
-from lockstep.checkpoint.safe_file import opened_new, sha256_of
+from lockstep.checkpoint.safe_file import sha256_of
 from lockstep.errors import FolderError, first_line
 from lockstep.tensors.array_file import SAFETENSORS_TYPES
+from lockstep.tensors.new_file import opened_new
 from lockstep.tensors.pytree import share_sizes
 from lockstep.tensors.state_tree import decoded
 

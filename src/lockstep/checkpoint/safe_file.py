@@ -9,30 +9,17 @@ import errno
 import hashlib
 import itertools
 import json
-import os
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
 from pathlib import Path
-from typing import BinaryIO
 
 import torch
 
 from lockstep.errors import SaveError, first_line
 from lockstep.tensors.array_file import SAFETENSORS_TYPES
+from lockstep.tensors.new_file import opened_new
 
 _SPAN = 1 << 22
 """Bytes that are hashed and written at once: they stay in a core's cache."""
-
-
-@contextmanager
-def opened_new(path: Path) -> Iterator[BinaryIO]:
-    """A new file at this place, on the disk when the ``with`` ends; what was there, a link perhaps, is taken away."""
-    path.unlink(missing_ok=True)
-    flags = os.O_RDWR | os.O_CREAT | os.O_EXCL | getattr(os, "O_NOFOLLOW", 0)
-    with os.fdopen(os.open(path, flags, 0o644), "w+b") as file:
-        yield file
-        file.flush()
-        os.fsync(file.fileno())
 
 
 def write_tensors(path: Path, tensors: Mapping[str, torch.Tensor], metadata: Mapping[str, str]) -> tuple[int, str]:

@@ -25,9 +25,10 @@ import torch
 
 from lockstep.checkpoint.folder import CheckpointFolder
 from lockstep.checkpoint.index import Index, Rows, part_name, shared_out, table_of
-from lockstep.checkpoint.safe_file import could_not_write, opened_new, write_tensors
+from lockstep.checkpoint.safe_file import could_not_write, write_tensors
 from lockstep.errors import SaveError, first_line
 from lockstep.launch.world import World
+from lockstep.tensors.new_file import opened_new
 from lockstep.tensors.state_tree import encoded
 
 _LOOK = 0.01

@@ -31,6 +31,7 @@ def add_train(commands: Any) -> None:
         help="resume the run in this folder, with its own strategy and devices, or any others; "
         "auto: the newest of this job's that isn't finished, or a new one",
     )
+    _add_job_file(parser)
     parser.add_argument("--folder", default="runs", help="where the run's folder is made (default: runs)")
     parser.add_argument("--tensorboard", action="store_true", help="also write events for TensorBoard")
     parser.add_argument("--profile", action="store_true", help="show where the time of a few steps goes; write traces")
@@ -66,6 +67,8 @@ def add_train(commands: Any) -> None:
 def _train(options: argparse.Namespace) -> int:
     if options.job is None and options.resume in (None, "auto"):
         raise InputError("train: name a job file (a Python file with a `job`), or --resume a run")
+    if options.job_file is not None and (options.job is not None or options.resume is None):
+        raise InputError("--job is another job file for --resume RUN: leave it out, or the other one")
     warm_up(options)
     from lockstep.train import train
     from lockstep.training.run import job_of
@@ -73,7 +76,8 @@ def _train(options: argparse.Namespace) -> int:
     if options.job is not None:
         job = job_in(options)
     else:
-        job = job_of(options.resume, job_parameters_in(options), settings_in(options))
+        its = job_parameters_in(options), settings_in(options)
+        job = job_of(options.resume, *its, job=options.job_file, trust=options.trust_job)
     train(
         job,
         strategy=strategy_in(options),
@@ -174,7 +178,15 @@ def _audit(options: argparse.Namespace) -> int:
 def _add_weights(parser: argparse.ArgumentParser) -> None:
     add_placement(parser)
     parser.add_argument("--best", action="store_true", help="the weights of the lowest evaluation loss")
+    _add_job_file(parser)
     add_settings(parser)
+
+
+def _add_job_file(parser: argparse.ArgumentParser) -> None:
+    what = "the job file of the run, instead of the one that its folder names"
+    parser.add_argument("--job", dest="job_file", metavar="FILE", help=what)
+    what = "run the job file that the run's folder names, though it isn't the one that was trained"
+    parser.add_argument("--trust-job", action="store_true", help=what)
 
 
 def add_report(commands: Any) -> None:
@@ -206,5 +218,7 @@ def _how(options: argparse.Namespace) -> dict[str, Any]:
         "backend": options.backend,
         "best": options.best,
         "job_parameters": job_parameters_in(options),
+        "job": options.job_file,
+        "trust_job": options.trust_job,
         **settings_in(options),
     }

@@ -19,7 +19,7 @@ from typing import Any, Literal
 
 from lockstep.errors import InputError, counted, nearest
 from lockstep.job import SETTINGS, Job, checked_setting
-from lockstep.jobfile import JobFile
+from lockstep.jobfile import JobFile, written
 from lockstep.launch import devices as _devices
 from lockstep.launch.devices import Device, Devices
 from lockstep.strategies import STRATEGIES, Strategy, named
@@ -66,7 +66,10 @@ class Way:
 
 def job_words(job: JobFile) -> list[str]:
     """A job file and its parameters, as words of the command."""
-    return [job.path, *(word for name, value in job.parameters.items() for word in ("--set", f"{name}={value}"))]
+    return [
+        job.path,
+        *(word for name, value in written(job.parameters).items() for word in ("--set", f"{name}={value}")),
+    ]
 
 
 def option_words(values: Mapping[str, Any]) -> list[str]:

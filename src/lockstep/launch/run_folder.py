@@ -31,6 +31,15 @@ from pathlib import Path
 from typing import IO, Any
 
 from lockstep.errors import FolderError, SaveError
+from lockstep.tensors.new_file import not_followed, write_over
+
+_CONFIG: dict[str, Any] = {
+    **dict.fromkeys(("job", "strategy"), str),
+    "file": str | None,
+    **dict.fromkeys(("sources", "set", "given", "settings", "strategy_settings"), dict),
+    **dict.fromkeys(("devices", "resumed"), list),
+}
+"""What is read of ``config.json``. The devices are names, one at least."""
 
 
 class RunFolder:
@@ -72,7 +81,7 @@ class RunFolder:
         with contextlib.ExitStack() as stack:
             # A file system without locks has none; a full disk is told of when something is written.
             with contextlib.suppress(OSError):
-                file = stack.enter_context(path.open("a+"))
+                file = stack.enter_context(open(path, "a+", opener=not_followed))
                 end = time.monotonic() + 10.0
                 while not _locked(file):
                     file.seek(0)
@@ -118,9 +127,10 @@ class RunFolder:
             FolderError: there is none.
         """
         folder = cls(path)
-        if not folder.config.is_file():
-            here = "it has no config.json" if folder.path.is_dir() else "it is a file"
-            why = here if folder.path.exists() else "there is no such folder"
+        if not os.path.isfile(folder.config):
+            why = "it is a file" if os.path.exists(path) else "there is no such folder"
+            if os.path.isdir(path):
+                why = "it has no config.json" if os.access(path, os.X_OK) else "it can't be read"
             raise FolderError(f"{path}: no run is kept there ({why})")
         return folder
 
@@ -131,7 +141,7 @@ class RunFolder:
             FolderError: it can't be written.
         """
         try:
-            path.write_text(json.dumps(value, indent=2, default=str) + "\n")
+            write_over(path, json.dumps(value, indent=2, default=str) + "\n")
         except OSError as error:
             raise FolderError(
                 f"{path}: can't be written: {error.strerror}; choose another folder with --folder"
@@ -141,12 +151,22 @@ class RunFolder:
         """Read one of the run's JSON files.
 
         Raises:
-            FolderError: it isn't there, or isn't JSON.
+            FolderError: it isn't there, isn't a JSON object, or lacks something.
         """
         try:
-            value: dict[str, Any] = json.loads(path.read_text())
-        except (OSError, ValueError) as error:
+            value = json.loads(path.read_text())
+        except (OSError, ValueError, RecursionError) as error:
             raise FolderError(f"{path}: can't be read ({error})") from error
+        other = "it is damaged, or Lockstep didn't write it: take another run"
+        if not isinstance(value, dict):
+            raise FolderError(f"{path}: it isn't a JSON object: {other}")
+        if path == self.config:
+            value = {"sources": {}, "given": {}, **value}  # earlier versions had none
+            wrong = [n for n, kind in _CONFIG.items() if n not in value or not isinstance(value[n], kind)]
+            if not wrong and not (value["devices"] and all(isinstance(one, str) for one in value["devices"])):
+                wrong = ["devices"]
+            if wrong:
+                raise FolderError(f'{path}: "{wrong[0]}" is missing or of a wrong type: {other}')
         return value
 
     def add_metrics(self, record: dict[str, Any]) -> None:
@@ -156,7 +176,7 @@ class RunFolder:
             SaveError: it can't be written.
         """
         try:
-            with self.metrics.open("a") as file:
+            with open(self.metrics, "a", opener=not_followed) as file:
                 file.write(json.dumps(record, default=str) + "\n")
         except OSError as error:
             why = "the disk is full" if error.errno in (errno.ENOSPC, errno.EDQUOT) else error.strerror
@@ -168,14 +188,20 @@ class RunFolder:
         """The lines so far, but for a last one that was cut off as it was written.
 
         Raises:
-            FolderError: another line isn't JSON.
+            FolderError: another line isn't a JSON object with its step, or the file can't be read.
         """
-        lines = self.metrics.read_text().splitlines() if self.metrics.is_file() else []
+        try:
+            lines = self.metrics.read_text(errors="replace").splitlines() if self.metrics.is_file() else []
+        except OSError as error:
+            raise FolderError(f"{self.metrics}: can't be read ({error})") from error
         records: list[dict[str, Any]] = []
         for number, line in enumerate(lines, start=1):
             try:
-                records.append(json.loads(line))
-            except ValueError as error:
+                record = json.loads(line)
+                if not isinstance(record, dict) or not isinstance(record.get("step"), int):
+                    raise ValueError("no object with a step")
+                records.append(record)
+            except (ValueError, RecursionError) as error:
                 if number < len(lines):
                     raise FolderError(f"{self.metrics}: line {number} isn't JSON ({error}): take it out") from None
         return records
@@ -185,11 +211,12 @@ class RunFolder:
         kept = {record["step"]: record for record in self.read_metrics() if record["step"] <= step}
         if last is not None:
             kept.setdefault(last["step"], last)
-        if not kept and not self.metrics.is_file():
+        if not kept and not os.path.lexists(self.metrics):
             return
-        beside = self.metrics.with_name(f".{self.metrics.name}.part")
-        beside.write_text("".join(json.dumps(kept[step], default=str) + "\n" for step in sorted(kept)))
-        beside.replace(self.metrics)
+        try:
+            write_over(self.metrics, "".join(json.dumps(kept[step], default=str) + "\n" for step in sorted(kept)))
+        except OSError as error:
+            raise FolderError(f"{self.metrics}: can't be written: {error.strerror}") from error
 
     def remove(self) -> None:
         """Take the folder away: nothing was trained."""

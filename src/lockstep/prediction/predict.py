@@ -10,7 +10,7 @@ import functools
 import os
 import shutil
 import tempfile
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -55,6 +55,8 @@ def predict(
     overwrite: bool = False,
     quiet: bool = False,
     job_parameters: Mapping[str, Any] | None = None,
+    job: Job | JobFile | Callable[[], Job] | str | Path | None = None,
+    trust_job: bool = False,
     **settings: Any,
 ) -> Any:
     """What a run's model gives for each sample of a dataset, in the dataset's order.
@@ -76,6 +78,8 @@ def predict(
         overwrite: replace ``out`` where it is there already.
         quiet: print nothing.
         job_parameters: keyword arguments for the function of the run's job file, over those it was run with.
+        job: instead of the job file that the run's folder names.
+        trust_job: take the job file that the run's folder names, though it isn't the one that was trained.
         settings: fields of the job to replace; ``batch_size`` is that of predicting.
 
     Returns:
@@ -86,10 +90,10 @@ def predict(
         InputError: something asked for can't be done; nothing was made.
         RunError: it failed on the way; nothing is left behind.
     """
-    job, weights = trained_of(run, best=best, job_parameters=job_parameters)
+    its, weights = trained_of(run, best=best, job_parameters=job_parameters, job=job, trust=trust_job)
     if "batch_size" in settings:
         settings.setdefault("eval_batch_size", settings["batch_size"])
-    job = with_settings(job, settings)
+    its = with_settings(its, settings)
     chosen = _devices.parse(devices)
     check_backend(backend, chosen)
     way = choose(strategy, chosen)
@@ -102,7 +106,7 @@ def predict(
         _check_target(target, overwrite)
     # Under torchrun rank 0 makes it, since all processes must know the one name.
     folder = None if spread else _folder_beside(target)
-    plan = _Plan(job, way, weights.absolute(), data, target, folder)
+    plan = _Plan(its, way, weights.absolute(), data, target, folder)
     try:
         with Display(quiet=quiet) as display:
             made = on_devices(predict_on, plan, chosen, backend, None, display)

@@ -23,6 +23,7 @@ from lockstep.errors import FolderError, InputError
 from lockstep.report.canvas import png
 from lockstep.report.charts import Bars, Cell, Lines, Stacks, short
 from lockstep.report.timeline_charts import Timelines
+from lockstep.tensors.new_file import write_over
 
 WIDE, SLIM = 8.6, 3.8
 """Inches of a drawing for a desk, and for a telephone."""
@@ -91,7 +92,7 @@ def write(page: Page, folder: Path) -> Path:
         figures.mkdir(parents=True, exist_ok=True)
         sections = [(one, [_shown(part, figures) for part in one.parts]) for one in page.sections]
         out = folder / "report.html"
-        out.write_text(template.render(page=page, sections=sections, css=(here / "page.css").read_text()))
+        write_over(out, template.render(page=page, sections=sections, css=(here / "page.css").read_text()))
     except OSError as error:
         raise FolderError(f"{folder}: the report can't be written: {error.strerror or error}") from error
     return out
@@ -101,14 +102,14 @@ def _shown(part: Figure | Table, folder: Path) -> dict[str, Any]:
     """A part of a section as the template has it, with its files written."""
     head, rows = (part.head, part.rows) if isinstance(part, Table) else part.chart.numbers()
     text = _csv(head, rows)
-    (folder / f"{part.name}.csv").write_text(text)
+    write_over(folder / f"{part.name}.csv", text)
     words = [["" if cell is None else cell if isinstance(cell, str) else short(cell) for cell in row] for row in rows]
     # Columns, counted from 1, whose cells are sentences rather than numbers.
     wordy = {i for i, column in enumerate(zip(*words, strict=True), 1) if max(map(len, column)) > 30}
     shown: dict[str, Any] = {"part": part, "head": head, "rows": words, "wordy": wordy, "csv": _data("text/csv", text)}
     if isinstance(part, Figure):
         wide = png(part.chart.draw(WIDE))
-        (folder / f"{part.name}.png").write_bytes(wide)
+        write_over(folder / f"{part.name}.png", wide)
         shown["told"] = part.chart.told()
         shown["wide"] = _data("image/png", wide)
         shown["slim"] = _data("image/png", png(part.chart.draw(SLIM)))

@@ -46,7 +46,7 @@ class Audit:
             "samples": None if is_stream(train_data) else len(train_data),
             "order": order,
         }
-        flags = os.O_WRONLY | os.O_CREAT | os.O_APPEND
+        flags = os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_EXCL
         self._file = os.open(folder.audit / f"{start}-rank-{world.rank}.jsonl", flags, 0o600)
         self._write(head)
 

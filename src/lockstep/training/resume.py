@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import hashlib
+import os
 import sys
 import sysconfig
 from collections.abc import Mapping, Sequence
@@ -109,6 +110,10 @@ def _counted(devices: Sequence[str]) -> str:
     return counted(len(devices), "CPU device" if all(name.startswith("cpu:") for name in devices) else "device")
 
 
+def _sum_of(file: Path) -> str:
+    return hashlib.sha256(file.read_bytes()).hexdigest()
+
+
 def sources(path: str) -> dict[str, str]:
     """The job file, and the modules that were imported from its folder, by their place there: hashes of their text."""
     folder = Path(path).resolve().parent
@@ -122,12 +127,45 @@ def sources(path: str) -> dict[str, str]:
     for file in files:
         if file.is_relative_to(folder):
             with contextlib.suppress(OSError):
-                found[str(file.relative_to(folder))] = hashlib.sha256(file.read_bytes()).hexdigest()[:16]
+                found[str(file.relative_to(folder))] = _sum_of(file)
     return found
+
+
+def refuse_another_file(run: Path, config: Mapping[str, Any]) -> None:
+    """Refuse the job file that a run's folder names where it isn't the one that was trained.
+
+    Whoever names a job file by hand trusts it. One that is found through a folder is executed too, and somebody else
+    may have made that folder. No training leaves a job file in the folder, or names it without its whole path.
+
+    Raises:
+        FolderError: it is another one, or isn't there.
+    """
+    file = Path(config["file"])
+    its = f"{run}: its job file {file}"
+    ways = "--trust-job runs it as it is now, --job FILE gives another"
+    if not os.path.isfile(file) or not os.access(file, os.R_OK):
+        raise FolderError(f"{its} isn't there, or can't be read: --job FILE gives it from another place")
+    if not file.is_absolute() or file.resolve().is_relative_to(run.resolve()):
+        raise FolderError(f"{its} lies in that folder or isn't a whole path, so no training named it: {ways}")
+    now, before = _sum_of(file), str(config["sources"].get(file.name, ""))
+    if len(before) < 16:  # earlier versions kept that much
+        if os.environ.get("RANK", "0") == "0":
+            print(f"note: {run} doesn't say what was in its job file {file} when it was trained", file=sys.stderr)
+    elif not now.startswith(before):
+        raise FolderError(f"{its} isn't the one that was trained (SHA-256 {now[:8]}, was {before[:8]}): {ways}")
+
+
+def another_file(before: Mapping[str, Any], path: str) -> str | None:
+    """That ``before``, a run's config, names a job file of another place; None where it doesn't."""
+    now, was = Path(path).resolve(), Path(before["file"] or path)
+    if before["file"] is None or now == was:
+        return None
+    sums = _sum_of(now)[:8], str(before["sources"].get(was.name, "unknown"))[:8]
+    return f"the job file is {now} ({sums[0]}), and was {was} ({sums[1]}) when the run was begun"
 
 
 def edited_files(before: Mapping[str, str], path: str) -> str | None:
     """Which of the job's files are other than ``sources`` told before, in a line; None where none is."""
     now = sources(path)
-    edited = sorted(name for name in before if name in now and now[name] != before[name])
+    edited = sorted(name for name in before if name in now and not now[name].startswith(str(before[name])))
     return f"{', '.join(edited)} has changed since the run was begun" if edited else None

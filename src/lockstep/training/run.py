@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -14,9 +14,10 @@ from lockstep.checkpoint.folder import CheckpointFolder
 from lockstep.checkpoint.index import Index
 from lockstep.errors import FolderError, counted
 from lockstep.job import Job
-from lockstep.jobfile import JobFile, the_job
+from lockstep.jobfile import HIDDEN, JobFile, as_job, the_job
 from lockstep.launch.run_folder import RunFolder
 from lockstep.model.build import trained_model
+from lockstep.training.resume import refuse_another_file
 
 
 @dataclass(frozen=True)
@@ -34,18 +35,22 @@ class Run:
     job: Job | JobFile | None = None
 
     @classmethod
-    def open(cls, folder: str | Path, job: Job | None = None) -> Run:
+    def open(cls, folder: str | Path, job: Job | JobFile | str | Path | None = None, *, trust_job: bool = False) -> Run:
         """The run that is kept in a folder.
 
         Args:
             folder: of the run.
-            job: its job, where that was not a file, so that it can't be found again.
+            job: its job, where that was not a file, so that it can't be found again; or the path of its job file, where
+                that isn't the one that the folder names.
+            trust_job: take the job file that the folder names, though it isn't as it was when the run was trained.
 
         Raises:
             FolderError: no run is kept there.
         """
         kept = RunFolder.existing(folder)
         summary = kept.read_json(kept.summary) if kept.summary.is_file() else {}
+        if isinstance(job, str | Path) or (job is None and trust_job):
+            job = job_of(folder, job=job, trust=trust_job)
         return cls(kept.path, summary, job)
 
     def __repr__(self) -> str:
@@ -105,7 +110,12 @@ def checkpoints_of(run: str | Path, *, verify: bool = False) -> tuple[list[str],
 
 
 def trained_of(
-    run: Run | str | Path, *, best: bool = False, job_parameters: Mapping[str, Any] | None = None
+    run: Run | str | Path,
+    *,
+    best: bool = False,
+    job_parameters: Mapping[str, Any] | None = None,
+    job: Job | JobFile | Callable[[], Job] | str | Path | None = None,
+    trust: bool = False,
 ) -> tuple[Job | JobFile, Path]:
     """The job of a run, and the file of its weights.
 
@@ -113,36 +123,54 @@ def trained_of(
         run: a Run or the path of its folder.
         best: the weights of the lowest evaluation loss.
         job_parameters: keyword arguments for the function of its job file, over those it was run with.
+        job: another one, or the path of its job file.
+        trust: as for ``job_of``.
 
     Raises:
-        FolderError: there is no such run, or its job was not a file.
+        FolderError: there is no such run, or its job was not a file, or is another one now.
     """
     folder = RunFolder(run.folder) if isinstance(run, Run) else RunFolder.existing(run)
-    known = run.job if isinstance(run, Run) else None
+    weights = folder.best if best else folder.model
+    known = run.job if job is None and isinstance(run, Run) else job
+    if known is None or isinstance(known, str | Path):
+        return job_of(folder.path, job_parameters, job=known, trust=trust), weights
+    known = as_job(known)
     if isinstance(known, JobFile) and job_parameters:
         known = dataclasses.replace(known, parameters={**known.parameters, **job_parameters})
-    return known or job_of(folder.path, job_parameters), folder.best if best else folder.model
+    return known, weights
 
 
 def job_of(
-    run: str | Path, parameters: Mapping[str, Any] | None = None, settings: Mapping[str, Any] | None = None
+    run: str | Path,
+    parameters: Mapping[str, Any] | None = None,
+    settings: Mapping[str, Any] | None = None,
+    *,
+    job: str | Path | None = None,
+    trust: bool = False,
 ) -> JobFile:
     """The job of a run, as it was run, with some parameters and settings replaced.
 
+    ``job`` is the path of another job file than the one that the folder names; ``trust`` takes that one, whatever is
+    in it.
+
     Raises:
-        FolderError: there is no such run, or its job was not a file.
+        FolderError: there is no such run, its job was not a file or is another one now, or a secret has to be given.
     """
     folder = RunFolder.existing(run)
     config = folder.read_json(folder.config)
-    if config["file"] is None:
+    if job is None and config["file"] is None:
         raise FolderError(
             f"{folder.path}: its job was not a file, so it can't be built again: "
             "in Python, give it with lockstep.Run.open(folder, job)"
         )
+    if job is None and not trust:
+        refuse_another_file(folder.path, config)
     parameters, settings = parameters or {}, settings or {}
+    for name, value in config["set"].items():
+        if value == HIDDEN and name not in parameters:
+            raise FolderError(f"{folder.path}: {name} looks like a secret and isn't kept: give it, --set {name}=VALUE")
     # A parameter with a setting's name, given now, wins over that setting as it was.
     before, given = (
-        {name: value for name, value in config.get(key, {}).items() if name not in parameters}
-        for key in ("settings", "given")
+        {name: value for name, value in config[key].items() if name not in parameters} for key in ("settings", "given")
     )
-    return JobFile(config["file"], {**config["set"], **parameters}, {**given, **settings}, before)
+    return JobFile(str(job or config["file"]), {**config["set"], **parameters}, {**given, **settings}, before)

@@ -12,7 +12,7 @@ from typing import Any
 from lockstep.data import change_of, eval_loaders, is_stream, note_on_workers, resolve, resolve_sets, stream_notes
 from lockstep.errors import counted
 from lockstep.job import Job
-from lockstep.jobfile import JobFile
+from lockstep.jobfile import JobFile, written
 from lockstep.launch.devices import note_on_threads
 from lockstep.launch.events import Line
 from lockstep.launch.run_folder import RunFolder
@@ -21,7 +21,7 @@ from lockstep.strategies import Strategy
 from lockstep.strategies.step import Step
 from lockstep.tensors.pytree import share_sizes
 from lockstep.training.progress import held_out
-from lockstep.training.resume import edited_files, moved, sources
+from lockstep.training.resume import another_file, edited_files, moved, sources
 from lockstep.training.scheduler import note_on_length, scheduler_of
 
 
@@ -97,10 +97,16 @@ class Setup:
 
     def note_changes(self, data: dict[str, Any]) -> None:
         """Say what is other than when the run was begun, with training data of that fingerprint."""
-        given = self._file
-        edited = None if given is None else edited_files(self.before.get("sources", {}), given.path)
-        change = change_of(data, self.train_data, seed=self.job.seed, name="train_data")
-        self._said_before += [Line.note(said) for said in (edited, change) if said is not None]
+        said = [change_of(data, self.train_data, seed=self.job.seed, name="train_data")]
+        if (given := self._file) is not None:
+            files = another_file(self.before, given.path), edited_files(self.before["sources"], given.path)
+            said = [*files, *said]
+            for name, now in given.unfollowed.items():
+                takes = f"--{name.replace('_', '-')} {str(now).lower()} takes that"
+                way = "a run keeps it" if name in ("seed", "batch_size") else takes
+                its = getattr(self.job, name)
+                said.append(f"{name}: the run goes on with {its}, and the job file says {now} now: {way}")
+        self._said_before += [Line.note(one) for one in said if one is not None]
 
     def write_config(self) -> None:
         """What the run is made of; the strategies under which it went before are kept."""
@@ -109,7 +115,7 @@ class Setup:
             "job": self.plan.name,
             "file": str(Path(given.path).resolve()) if given else None,
             "sources": sources(given.path) if given else {},
-            "set": dict(given.parameters) if given else {},
+            "set": written(given.parameters) if given else {},
             "given": {n: settings[n] for n in given.settings if n in settings} if given else {},
             "settings": settings,
             "strategy": self.strategy.name,

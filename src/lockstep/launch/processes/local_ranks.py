@@ -19,6 +19,7 @@ from lockstep.launch.processes import call
 from lockstep.launch.processes.rank import next_message
 from lockstep.launch.processes.supervisor import Supervisor
 from lockstep.launch.world import World, not_within_a_rank
+from lockstep.tensors.new_file import not_followed
 from lockstep.tensors.seeding import kept_states
 
 T = TypeVar("T")
@@ -78,7 +79,7 @@ def _log(folder: str | None, rank: int) -> IO[bytes]:
     try:
         logs = os.path.join(folder, "ranks")
         os.makedirs(logs, exist_ok=True)
-        return open(os.path.join(logs, f"{rank}.log"), "a+b")
+        return open(os.path.join(logs, f"{rank}.log"), "a+b", opener=not_followed)
     except OSError as error:
         raise FolderError(f"the folder of the run can't be written: {error}") from error
 
