@@ -1,4 +1,4 @@
-"""docs/tour.md, docs/compare.md and the README: each block, run as it stands there, prints what the page shows."""
+"""The tour, the pages on comparing and resuming, and the README: each block, run as it stands, prints what is shown."""
 
 from __future__ import annotations
 
@@ -16,7 +16,8 @@ def each() -> list[Any]:
     """A parameter for each piece; the slow ones are marked."""
     found = []
     measured = pieces(ROOT / "docs" / "compare.md", ("console",))  # by make pictures
-    for number, piece in enumerate([*pieces(TOUR), *measured, *pieces(ROOT / "README.md", ("console",))]):
+    others = [*pieces(ROOT / "README.md", ("console",)), *pieces(ROOT / "docs" / "resume.md")]
+    for number, piece in enumerate([*pieces(TOUR), *measured, *others]):
         name = f"{piece.heading} {number}".replace("`", "")
         marks = [pytest.mark.slow] if "slow" in piece.block.said else []
         found.append(pytest.param(piece, id=name, marks=marks))
