@@ -94,7 +94,7 @@ def train(
         def find() -> tuple[str | None, dict[str, Any] | None]:
             return _to_resume(resume, folder, job, name, run_id)
 
-        begun, config = started_ranks.from_first(find) if torchrun else find()
+        begun, config = started_ranks.read_by_first(find) if torchrun else find()
         if config is not None:
             strategy, devices = as_it_went(config, strategy, devices, own_devices=not torchrun)
         chosen = _devices.parse(devices)

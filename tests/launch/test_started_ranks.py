@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import os
+import socket
 import subprocess
 import sys
 from collections.abc import Callable
@@ -14,6 +16,8 @@ from torch import nn
 
 import lockstep
 from lockstep.errors import DeviceError
+from lockstep.launch import started_as_rank, started_ranks
+from lockstep.launch.devices import Device
 from zoo import ZOO, mlp, plain_sgd
 
 SPAWNED = """
@@ -126,3 +130,166 @@ def test_who_is_alone_trains(variables: dict[str, str], monkeypatch: pytest.Monk
     for name, value in variables.items():
         monkeypatch.setenv(name, value)
     CALLS["train"](tmp_path)
+
+
+ADDRESS = {"MASTER_ADDR": "10.0.0.1", "MASTER_PORT": "29500"}
+FOUND = {
+    "SLURM": (
+        {"SLURM_PROCID": "5", "SLURM_NTASKS": "7", "SLURM_LOCALID": "1", "SLURM_NODEID": "2"}
+        | {"SLURM_STEP_TASKS_PER_NODE": "2(x3),1"},
+        (5, 7, 1, 2, 2, 4),
+    ),
+    "a step": (
+        {"SLURM_PROCID": "1", "SLURM_STEP_NUM_TASKS": "2", "SLURM_NTASKS": "8", "SLURM_LOCALID": "0"}
+        | {"SLURM_NODEID": "1", "SLURM_STEP_TASKS_PER_NODE": "1(x2)"},
+        (1, 2, 0, 1, 1, 2),
+    ),
+    "Open MPI in a SLURM job": (
+        {"OMPI_COMM_WORLD_RANK": "3", "OMPI_COMM_WORLD_SIZE": "4", "OMPI_COMM_WORLD_LOCAL_RANK": "1"}
+        | {"OMPI_COMM_WORLD_LOCAL_SIZE": "2", "SLURM_PROCID": "0", "SLURM_NTASKS": "4", "SLURM_LOCALID": "0"},
+        (3, 4, 1, 2, 1, 2),
+    ),
+    "MPICH": (
+        {"PMI_RANK": "1", "PMI_SIZE": "4", "MPI_LOCALRANKID": "1", "MPI_LOCALNRANKS": "4"},
+        (1, 4, 1, 4, 0, 1),
+    ),
+    "srun --mpi=pmi2": (
+        {"PMI_RANK": "1", "PMI_SIZE": "2", "SLURM_PROCID": "1", "SLURM_NTASKS": "2", "SLURM_LOCALID": "1"}
+        | {"SLURM_NODEID": "0", "SLURM_STEP_TASKS_PER_NODE": "2"},
+        (1, 2, 1, 2, 0, 1),
+    ),
+}
+
+
+@pytest.fixture
+def environment(monkeypatch: pytest.MonkeyPatch) -> dict[str, str]:
+    """The environment, as it may be changed by a test and by what it calls."""
+    environment = dict(os.environ)
+    monkeypatch.setattr(os, "environ", environment)
+    return environment
+
+
+@pytest.mark.parametrize("case", FOUND)
+def test_slurm_and_mpi_make_a_rank(case: str, environment: dict[str, str]) -> None:
+    variables, expected = FOUND[case]
+    environment.update(variables | ADDRESS)
+    assert started_as_rank()
+    place = started_ranks.place()
+    assert (place.rank, place.size, place.local_rank, place.local_size, place.node, place.nodes) == expected
+    assert [environment[name] for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK")] == [str(n) for n in expected[:3]]
+
+
+def test_what_is_missing_is_named(environment: dict[str, str]) -> None:
+    environment.update({"PMI_RANK": "1", "PMI_SIZE": "4", "MASTER_PORT": "29500"})
+    with pytest.raises(DeviceError, match=r"train alone: set MPI_LOCALRANKID and MASTER_ADDR \(docs/clusters.md\)"):
+        started_as_rank()
+
+
+CARDS = tuple(Device("cuda", number) for number in range(2))
+
+
+def test_one_accelerator_for_each_task_is_that_tasks_own(environment: dict[str, str]) -> None:
+    environment.update(FOUND["SLURM"][0] | ADDRESS)
+    environment["CUDA_VISIBLE_DEVICES"] = "0"
+    assert started_as_rank()
+    assert started_ranks.device_of_this_rank(CARDS[:1]) == CARDS[0]
+    environment["CUDA_VISIBLE_DEVICES"] = "0,1"
+    assert started_ranks.device_of_this_rank(CARDS) == CARDS[1]
+    with pytest.raises(DeviceError, match="2 processes were started for 1 device here"):
+        started_ranks.device_of_this_rank(CARDS[:1])
+
+
+def test_under_torchrun_one_accelerator_for_several_is_refused(environment: dict[str, str]) -> None:
+    environment.update(FOUND["SLURM"][0] | ADDRESS | {"CUDA_VISIBLE_DEVICES": "0", "TORCHELASTIC_RUN_ID": "none"})
+    assert started_as_rank()
+    with pytest.raises(DeviceError, match="2 processes were started for 1 device here"):
+        started_ranks.device_of_this_rank(CARDS[:1])
+
+
+# Which network interface is used between nodes
+
+
+def chosen(environment: dict[str, str]) -> list[str | None]:
+    return [environment.get(name) for name in ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME")]
+
+
+@pytest.fixture
+def network(environment: dict[str, str], monkeypatch: pytest.MonkeyPatch) -> dict[str, str]:
+    """A host with two interfaces, whose route to the first node is by the second."""
+    environment["MASTER_ADDR"] = "first"
+    monkeypatch.setattr(
+        started_ranks, "_interfaces", lambda: {"127.0.0.1": "lo", "10.0.0.7": "eth0", "10.1.0.7": "ib0"}
+    )
+    monkeypatch.setattr(started_ranks, "_address_towards", {"first": "10.1.0.7", "me": "127.0.0.1"}.__getitem__)
+    return environment
+
+
+def test_the_interface_is_that_of_the_route_to_the_first_node(network: dict[str, str]) -> None:
+    started_ranks._choose_interface(2)
+    assert chosen(network) == ["ib0", "=ib0"]
+
+
+def test_on_one_node_nothing_is_chosen(network: dict[str, str]) -> None:
+    network["MASTER_ADDR"] = "me"
+    started_ranks._choose_interface(1)
+    assert chosen(network) == [None, None]
+
+
+@pytest.mark.parametrize("name", ["GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME"])
+def test_an_interface_that_a_person_has_set_is_kept(name: str, network: dict[str, str]) -> None:
+    network |= {name: "eth0", "MASTER_ADDR": "me"}
+    started_ranks._choose_interface(2)
+    assert [one for one in chosen(network) if one] == ["eth0"]
+
+
+def test_loopback_is_refused_in_a_line(network: dict[str, str]) -> None:
+    network["MASTER_ADDR"] = "me"
+    with pytest.raises(
+        DeviceError, match="MASTER_ADDR me is a loopback address here, which the other 2 of 3"
+    ) as caught:
+        started_ranks._choose_interface(3)
+    assert "\n" not in str(caught.value) and chosen(network) == [None, None]
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="asks Linux")
+def test_addresses_and_interfaces_are_those_of_this_machine() -> None:
+    assert started_ranks._address_towards("127.0.0.1") == "127.0.0.1"
+    found = started_ranks._interfaces()
+    assert found["127.0.0.1"] == "lo"
+    assert set(found.values()) <= {name for _, name in socket.if_nameindex()}
+
+
+RESTARTED = """
+import os, time, torch
+from lockstep.launch import launch
+
+again = os.environ["TORCHELASTIC_RESTART_COUNT"] != "0"
+if again and os.environ["RANK"] == "0":
+    time.sleep(3)  # meanwhile rank 1 looks for it
+
+def fn(world):
+    world.all_reduce(torch.ones(1))
+    if not again:
+        raise ValueError("the first time")
+    return world.rank
+
+print(f"{launch(fn)}\\n", end="", flush=True)
+"""
+
+
+@pytest.mark.slow
+def test_ranks_that_torchrun_starts_again_find_one_another(tmp_path: Path) -> None:
+    """Torchrun keeps its store. A rank that came first once waited at the other's former address, for minutes."""
+    (tmp_path / "again.py").write_text(RESTARTED)
+    torchrun = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2", "--max-restarts=1", "again.py"]
+    done = subprocess.run([sys.executable, *torchrun], cwd=tmp_path, capture_output=True, text=True, timeout=100)
+    assert done.returncode == 0 and done.stdout.split("\n").count("[0, 1]") == 2, done.stderr
+
+
+def test_local_ranks_have_their_place_in_the_environment() -> None:
+    """Libraries look there: for whose turn it is to print, or to download."""
+    found = lockstep.launch(
+        lambda world: [os.environ[name] for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK")], devices="2xcpu"
+    )
+    assert found == [["0", "2", "0"], ["1", "2", "1"]]
+    assert "RANK" not in os.environ

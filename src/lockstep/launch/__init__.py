@@ -21,6 +21,7 @@ process first and import torch beside it.
 from __future__ import annotations
 
 import os
+import re
 import sys
 from collections.abc import Callable, Iterable
 from pathlib import Path
@@ -118,16 +119,27 @@ def here(devices: Devices = "auto") -> World | None:
 _TORCHRUN = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT")
 
 _OTHER_STARTERS = {
-    "SLURM": ("SLURM_PROCID", "SLURM_STEP_NUM_TASKS", "SLURM_NTASKS"),
-    "Open MPI": ("OMPI_COMM_WORLD_RANK", "OMPI_COMM_WORLD_SIZE"),
-    "MPI": ("PMI_RANK", "PMI_SIZE"),
-    "MVAPICH": ("MV2_COMM_WORLD_RANK", "MV2_COMM_WORLD_SIZE"),
+    "Open MPI": ("OMPI_COMM_WORLD_RANK", "OMPI_COMM_WORLD_LOCAL_RANK", "OMPI_COMM_WORLD_SIZE"),
+    "MVAPICH": ("MV2_COMM_WORLD_RANK", "MV2_COMM_WORLD_LOCAL_RANK", "MV2_COMM_WORLD_SIZE"),
+    "MPI": ("PMI_RANK", "MPI_LOCALRANKID", "PMI_SIZE"),
+    "SLURM": ("SLURM_PROCID", "SLURM_LOCALID", "SLURM_STEP_NUM_TASKS", "SLURM_NTASKS"),
 }
-"""By what starts processes, the environment variables of the rank and of their number (the first that is set)."""
+"""By what starts processes, the variables of the rank, of that on its node, and of their number (the first set).
+
+What mpirun starts within a SLURM job has SLURM's variables too, of another process; so SLURM is the last.
+"""
+
+_LOCAL_SIZES = {
+    "Open MPI": "OMPI_COMM_WORLD_LOCAL_SIZE",
+    "MVAPICH": "MV2_COMM_WORLD_LOCAL_SIZE",
+    "MPI": "MPI_LOCALNRANKS",
+}
 
 
 def started_as_rank() -> bool:
     """Whether this process was started as a rank: by torchrun, by what speaks like it, or by who made a process group.
+
+    What SLURM or MPI say is put into torchrun's variables, where there is an address to meet at.
 
     Raises:
         DeviceError: it was started as one of several which can't find one another, and would each train alone.
@@ -143,15 +155,37 @@ def started_as_rank() -> bool:
             f"{'is' if len(missing) == 1 else 'are'} not set, so that each would train alone: start them with "
             "torchrun, or set that too; to train in this process alone, unset RANK"
         )
-    for starter, (rank, *sizes) in _OTHER_STARTERS.items():
+    refused: list[tuple[int, str]] = []
+    for starter, (rank, local_rank, *sizes) in _OTHER_STARTERS.items():
         size = next((name for name in sizes if name in os.environ), None)
-        if rank in os.environ and size is not None and int(os.environ[size]) > 1:
-            raise DeviceError(
-                f"{starter} has started this process as one of {os.environ[size]} ({rank}, {size}), and each would "
-                "train alone: let each node start torchrun, or call torch.distributed.init_process_group before; "
-                f"to train in this process alone, unset {rank}"
-            )
+        if rank not in os.environ or size is None or int(os.environ[size]) == 1:
+            continue
+        missing = [name for name in (local_rank, "MASTER_ADDR", "MASTER_PORT") if name not in os.environ]
+        if not missing:
+            names = {"RANK": rank, "WORLD_SIZE": size, "LOCAL_RANK": local_rank}
+            os.environ.update({name: os.environ[its] for name, its in names.items()} | _on_nodes(starter))
+            return True
+        text = (
+            f"{starter} has started this process as one of {os.environ[size]} ({rank}, {size}), and each would "
+            f"train alone: set {' and '.join(missing)} (docs/clusters.md), or let each node start torchrun; "
+            f"to train in this process alone, unset {rank}"
+        )
+        refused.append((len(missing), text))
+    if refused:
+        raise DeviceError(min(refused, key=lambda one: one[0])[1])
     return False
+
+
+def _on_nodes(starter: str) -> dict[str, str]:
+    """Torchrun's variables of how many processes this node has, and which it is of the nodes, as far as it is said."""
+    tasks, node = os.environ.get("SLURM_STEP_TASKS_PER_NODE"), os.environ.get("SLURM_NODEID")
+    if starter == "SLURM" and tasks is not None and node is not None:
+        # "2(x3),1": 2 on each of three nodes, 1 on the fourth
+        groups = re.findall(r"(\d+)(?:\(x(\d+)\))?", tasks)
+        counts = [count for count, times in groups for _ in range(int(times or 1))]
+        return {"LOCAL_WORLD_SIZE": counts[int(node)], "GROUP_RANK": node, "GROUP_WORLD_SIZE": str(len(counts))}
+    local_size = os.environ.get(_LOCAL_SIZES.get(starter, ""))
+    return {} if local_size is None else {"LOCAL_WORLD_SIZE": local_size}
 
 
 def _has_group() -> bool:

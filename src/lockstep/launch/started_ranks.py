@@ -1,23 +1,28 @@
 """A launch where others have started the processes: this one is a rank already, and joins the others.
 
-That is torchrun, what sets the same environment variables, or a person's own code that has made a process group.
+That is torchrun, what sets the same environment variables, SLURM or MPI whose variables are read as these, or a
+person's own code that has made a process group.
 """
 
 from __future__ import annotations
 
 import atexit
+import contextlib
 import datetime
+import fcntl
 import functools
 import gc
+import ipaddress
 import itertools
 import os
 import pickle
 import socket
+import struct
 import sys
 import time
 from collections.abc import Callable
 from dataclasses import replace
-from typing import Any, TypeVar, cast
+from typing import Any, TypeVar
 
 import cloudpickle
 import torch.distributed as dist
@@ -66,6 +71,8 @@ def device_of_this_rank(chosen: tuple[Device, ...]) -> Device:
     if chosen[0].is_slot:
         return _devices.slots(here.local_size)[here.local_rank]
     if here.local_size > len(chosen):
+        if _sees_only_its_own():
+            return chosen[0]
         raise DeviceError(
             f"{here.local_size} processes were started for {counted(len(chosen), 'device')} here: "
             f"start {len(chosen)} (torchrun --nproc-per-node {len(chosen)})"
@@ -73,28 +80,44 @@ def device_of_this_rank(chosen: tuple[Device, ...]) -> Device:
     return chosen[here.local_rank]
 
 
-def from_first(find: Callable[[], T]) -> T:
-    """What ``find`` gives on rank 0, or raises there, on every rank; before or after they have a process group."""
+def read_by_first(read: Callable[[], T]) -> T:
+    """What rank 0 reads, on every rank: another node may not see the disk. What it raises, all raise."""
     here = place()
-    found: Any = None
+    if here.size == 1:
+        return read()
+    value: Any = None
     if here.rank == 0:
         try:
-            found = find(), None
+            value = read()
         except LockstepError as error:
-            found = None, error
+            value = error
     if dist.is_initialized():
-        box = [found]
-        dist.broadcast_object_list(box)
-        (found,) = box
-    elif here.size > 1:
+        box = [value]
+        dist.broadcast_object_list(box, 0)
+        value = box[0]
+    else:
+        _choose_interface(here.nodes)
         store = _store(1800.0)
         if here.rank == 0:
-            store.set("found", cloudpickle.dumps(found))
-        found = pickle.loads(store.get("found"))
-    result, failed = found
-    if failed is not None:
-        raise failed
-    return cast("T", result)
+            store.set("read", cloudpickle.dumps(value))
+        value = pickle.loads(store.get("read"))
+        end = time.monotonic() + 10
+        # The store may be this process's: it ends only when all have heard why.
+        while store.add("heard", int(here.rank > 0)) < here.size - 1 and here.rank == 0 and time.monotonic() < end:
+            time.sleep(1e-3)
+    if isinstance(value, LockstepError):
+        raise value
+    result: T = value
+    return result
+
+
+def _sees_only_its_own() -> bool:
+    """Whether this process was given one accelerator of its node's (``srun --gpus-per-task=1``).
+
+    Under torchrun all processes of a node see the same ones, so there one for several is a mistake.
+    """
+    seen = os.environ.get("CUDA_VISIBLE_DEVICES", "").split(",")
+    return len(seen) == 1 and seen != [""] and "TORCHELASTIC_RUN_ID" not in os.environ
 
 
 def restarts() -> int:
@@ -148,8 +171,59 @@ def _join(world: World, *, backend: str | None = None, timeout: float = 1800.0) 
     if dist.is_initialized():
         _world.adopt(world)
     else:
+        _choose_interface(world.nodes)
         _world.join(world, _store(timeout), backend=backend, timeout=timeout)
 
+
+def _choose_interface(nodes: int) -> None:
+    """Let gloo and NCCL of several nodes use the interface on the route to the rendezvous address (Linux).
+
+    By itself gloo takes the address of the host's own name. Many systems resolve that to 127.0.1.1, and then each rank
+    waits for others that it can't reach. What a person has set is kept.
+
+    Raises:
+        DeviceError: the rendezvous address is a loopback address, which no other node reaches.
+    """
+    names = {"GLOO_SOCKET_IFNAME": "", "NCCL_SOCKET_IFNAME": "="}  # "=": NCCL would take any that begins so
+    master = os.environ.get("MASTER_ADDR")
+    if nodes == 1 or master is None or sys.platform != "linux" or any(name in os.environ for name in names):
+        return
+    try:
+        own = _address_towards(master)
+    except OSError:  # IPv6 only, or no such name, which the rendezvous itself will say
+        return
+    if ipaddress.ip_address(own).is_loopback:
+        raise DeviceError(
+            f"MASTER_ADDR {master} is a loopback address here, which the other {nodes - 1} of {nodes} nodes can't "
+            "reach: give the first node's address in their network (torchrun --master-addr, or --local-addr on each "
+            "node), or set GLOO_SOCKET_IFNAME and NCCL_SOCKET_IFNAME to the interface there"
+        )
+    interface = _interfaces().get(own)
+    if interface is not None:
+        os.environ.update({name: before + interface for name, before in names.items()})
+
+
+def _address_towards(host: str) -> str:
+    """This host's address on the route to another; on that host itself, the very address. Nothing is sent."""
+    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
+        probe.connect((host, 9))
+        address: str = probe.getsockname()[0]
+        return address
+
+
+def _interfaces() -> dict[str, str]:
+    """From IPv4 address to the network interface that has it as its first."""
+    found = {}
+    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as asked:
+        for _, name in socket.if_nameindex():
+            with contextlib.suppress(OSError):  # it has none
+                answer = fcntl.ioctl(asked, _SIOCGIFADDR, struct.pack("256s", name.encode()))
+                found[socket.inet_ntoa(answer[20:24])] = name
+    return found
+
+
+_SIOCGIFADDR = 0x8915
+"""Linux's request for an interface's address."""
 
 _stores = itertools.count(1)
 
@@ -157,11 +231,13 @@ _stores = itertools.count(1)
 def _store(timeout: float) -> Store:
     """Torchrun's store, under keys of this launch's own.
 
-    It outlives a process group, and the ranks: a second group, or ranks that were started again, would find the
-    addresses of the first in it.
+    It outlives a process group, and a second group would find the addresses of the first in it; torchrun's agent keeps
+    one even when it starts its ranks again.
     """
     store, _, _ = next(rendezvous("env://", timeout=datetime.timedelta(seconds=timeout)))
-    return PrefixStore(f"lockstep_{restarts()}_{next(_stores)}", store)
+    by_agent = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
+    attempt = os.environ["TORCHELASTIC_RESTART_COUNT"] if by_agent else "0"
+    return PrefixStore(f"lockstep_{attempt}_{next(_stores)}", store)
 
 
 def _leave(world: World) -> None:

@@ -133,6 +133,7 @@ def run(number: int, call_file: int, channel_file: int, blocks: Sequence[int]) -
 def _call(fn: Callable[..., Any], args: tuple[Any, ...], setup: Setup, number: int, board: memoryview) -> None:
     """Call the function as a rank, in a process group, and send its result."""
     size = len(setup.devices)
+    os.environ |= {"RANK": str(number), "WORLD_SIZE": str(size), "LOCAL_RANK": str(number)}  # as libraries expect
     world = World(
         rank=number,
         size=size,
