@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import functools
 import os
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
@@ -87,14 +88,8 @@ def train(
     first = not torchrun or started_ranks.place().rank == 0
     name = job.name if isinstance(job, JobFile) else "job"
     with Display(quiet=quiet or not first) as display:
-        run_id = os.environ.get("TORCHELASTIC_RUN_ID") if torchrun and started_ranks.restarts() else None
-        if resume is None and run_id is not None:
-            resume = "auto"
-
-        def find() -> tuple[str | None, dict[str, Any] | None]:
-            return _to_resume(resume, folder, job, name, run_id)
-
-        begun, config = started_ranks.read_by_first(find) if torchrun else find()
+        find = functools.partial(_to_resume, resume, folder, job, name)
+        begun, config, again = started_ranks.read_by_first(find) if torchrun else find()
         if config is not None:
             strategy, devices = as_it_went(config, strategy, devices, own_devices=not torchrun)
         chosen = _devices.parse(devices)
@@ -110,10 +105,8 @@ def train(
             raise InputError(f"restarts: {'torchrun has --max-restarts' if torchrun else one}")
         run = RunFolder(begun) if begun is not None else RunFolder.new(folder, f"{name}-{way.name}") if first else None
         path = None if run is None else str(run.path.resolve())
-        plan = Plan(
-            job, way, name, path, config is not None, tensorboard, profile, audit, timeout, again=run_id is not None
-        )
-        if begun is not None and resume == "auto":
+        plan = Plan(job, way, name, path, config is not None, tensorboard, profile, audit, timeout, again=again)
+        if begun is not None and (again or resume == "auto"):
             display.line(f"{'resuming' if plan.resume else 'beginning again in'} {begun}")
         try:
             with StopRequest(_has_begun, grace) as request:
@@ -161,20 +154,23 @@ def _with_restarts(
 
 
 def _to_resume(
-    resume: str | Path | None, parent: str | Path, job: Job | JobFile, name: str, run_id: str | None
-) -> tuple[str | None, dict[str, Any] | None]:
-    """The folder of the run to go on with, and its config; without config where it has to begin anew in its folder."""
-    if resume is None:
-        return None, None
-    if resume == "auto":
+    resume: str | Path | None, parent: str | Path, job: Job | JobFile, name: str
+) -> tuple[str | None, dict[str, Any] | None, bool]:
+    """The folder of the run to go on with, its config, and whether torchrun has started the ranks again.
+
+    Without config the run has to begin anew in its folder.
+    """
+    run_id = os.environ.get("TORCHELASTIC_RUN_ID") if started_ranks.restarts() else None
+    again = run_id is not None
+    if resume is None and not again:
+        return None, None, again
+    if resume in (None, "auto"):
         newest = newest_of(parent, job, name, run_id)
-        if newest is None:
-            return None, None
-        if not newest.is_resumable:
-            return str(newest.path), None
+        if newest is None or not newest.is_resumable:
+            return None if newest is None else str(newest.path), None, again
         resume = newest.path
     found = RunFolder.existing(resume)
-    return str(found.path), found.read_json(found.config)
+    return str(found.path), found.read_json(found.config), again
 
 
 def _has_begun() -> bool:

@@ -25,22 +25,30 @@ def load_newest(folder: Path, world: World, set_aside: Callable[[str], None]) ->
     Raises:
         FolderError: there is none.
     """
-    found: Path | LockstepError | None = None
+    found: tuple[Path, Index] | LockstepError | None = None
     if world.is_first:
         try:
-            path, index = CheckpointFolder(folder.resolve()).newest(set_aside)
-            found = path
+            found = CheckpointFolder(folder.resolve()).newest(set_aside)
         except LockstepError as error:
             found = error
     found = world.broadcast_object(found)
-    if not isinstance(found, Path):
+    if not isinstance(found, tuple):
         assert found is not None
         raise found
-    if all(world.gather_objects(found.is_dir())):
-        index = index if world.is_first else Index.read(found)
-        state: dict[str, Any] = index.state(found)
+    path, index = found
+    state: dict[str, Any]
+    if all(world.gather_objects(_is_there(path, index))):
+        state = index.state(path)
         return state
-    return world.broadcast_object(index.state(found) if world.is_first else {})
+    return world.broadcast_object(index.state(path) if world.is_first else {})
+
+
+def _is_there(path: Path, index: Index) -> bool:
+    """Whether this host sees that checkpoint, not none, or another one of the same name."""
+    try:
+        return Index.read(path).files == index.files
+    except FolderError:
+        return False
 
 
 def load_earlier(path: Path) -> dict[str, Any]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import functools
 import os
 from typing import Any
 
@@ -70,6 +71,7 @@ def _train(options: argparse.Namespace) -> int:
     if options.job_file is not None and (options.job is not None or options.resume is None):
         raise InputError("--job is another job file for --resume RUN: leave it out, or the other one")
     warm_up(options)
+    from lockstep.launch import started_as_rank, started_ranks
     from lockstep.train import train
     from lockstep.training.run import job_of
 
@@ -77,7 +79,8 @@ def _train(options: argparse.Namespace) -> int:
         job = job_in(options)
     else:
         its = job_parameters_in(options), settings_in(options)
-        job = job_of(options.resume, *its, job=options.job_file, trust=options.trust_job)
+        read = functools.partial(job_of, options.resume, *its, job=options.job_file, trust=options.trust_job)
+        job = started_ranks.read_by_first(read) if started_as_rank() else read()
     train(
         job,
         strategy=strategy_in(options),

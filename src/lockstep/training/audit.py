@@ -37,7 +37,7 @@ class Audit:
         self._several = world.size > 1
         starts = [int(found[1]) for path in folder.audit.glob("*") if (found := _FILE.fullmatch(path.name))]
         start = world.broadcast_object(max(starts, default=0) + 1)
-        folder.audit.mkdir(exist_ok=True, mode=0o700)
+        folder.audit.mkdir(parents=True, exist_ok=True, mode=0o700)
         head = {
             "start": start,
             "rank": world.rank,
