@@ -46,6 +46,21 @@ class Host:
     switch: str
     own: Path
 
+    def words(self, command: Sequence[str | Path], own_disk: Path | None = None) -> list[str]:
+        """The words that run a command here.
+
+        Args:
+            command: what to run.
+            own_disk: a folder under which this host sees a disk of its own; the others don't see what is there.
+        """
+        steps = [f"mount --bind {self.own}/hosts /etc/hosts", f"hostname {self.name}"]
+        if own_disk is not None:
+            self.disk.mkdir(exist_ok=True)
+            steps.append(f"mount --bind {self.disk} {own_disk}")
+        # What is mounted is seen by this command alone: ip gives it a mount namespace.
+        inside = ["ip", "netns", "exec", self.namespace, "unshare", "--uts", "sh", "-c"]
+        return [*inside, " && ".join([*steps, 'exec "$@"']), "sh", *map(str, command)]
+
     def start(
         self,
         command: Sequence[str | Path],
@@ -55,22 +70,8 @@ class Host:
         own_disk: Path | None = None,
         **options: Any,
     ) -> subprocess.Popen[str]:
-        """Start a command here.
-
-        Args:
-            command: what to start.
-            folder: its working directory.
-            env: further variables.
-            own_disk: a folder under which this host sees a disk of its own; the others don't see what is there.
-            options: of `subprocess.Popen`.
-        """
-        steps = [f"mount --bind {self.own}/hosts /etc/hosts", f"hostname {self.name}"]
-        if own_disk is not None:
-            self.disk.mkdir(exist_ok=True)
-            steps.append(f"mount --bind {self.disk} {own_disk}")
-        # What is mounted is seen by this command alone: ip gives it a mount namespace.
-        inside = ["ip", "netns", "exec", self.namespace, "unshare", "--uts", "sh", "-c"]
-        words = [*inside, " && ".join([*steps, 'exec "$@"']), "sh", *map(str, command)]
+        """Start a command here, as ``words`` tell, in a folder, with these further variables."""
+        words = self.words(command, own_disk)
         return subprocess.Popen(words, cwd=folder, env={**os.environ, **(env or {})}, text=True, **options)
 
     @property

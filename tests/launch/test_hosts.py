@@ -203,7 +203,7 @@ def test_a_run_is_kept_and_resumed(own_disks: bool, tmp_path: Path, expected: An
 def test_a_host_that_was_cut_off_for_a_while_goes_on(tmp_path: Path, expected: Any) -> None:
     """What it sends meanwhile is sent again: nothing of ours, or of gloo's, gives up before the system does."""
     with cluster(2, tmp_path) as hosts:
-        processes = started(hosts, tmp_path, ["--set", "pause=0.05"])
+        processes = started(hosts, tmp_path, ["--set", "pause=0.1"])
         until(lambda: lines_of_metrics(tmp_path) >= 1, processes)
         hosts[1].cut_off()
         time.sleep(1)  # for what was on the way
