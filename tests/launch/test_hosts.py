@@ -67,14 +67,20 @@ def torchrun(number: int, hosts: Sequence[Host], ranks: int) -> list[str]:
 
 
 def started(
-    hosts: Sequence[Host], folder: Path, words: Sequence[str] = (), *, ranks: int = 2, own_disks: bool = False
+    hosts: Sequence[Host],
+    folder: Path,
+    words: Sequence[str] = (),
+    *,
+    ranks: int = 2,
+    own_disks: bool = False,
+    train: Sequence[str] = TRAIN,
 ) -> list[subprocess.Popen[str]]:
     """Start a training on all hosts."""
     (folder / "job.py").write_text(JOB)
     (folder / "runs").mkdir(exist_ok=True)
     return [
         host.start(
-            [*torchrun(number, hosts, ranks), *TRAIN, *([] if "--devices" in words else ["--devices", "cpu"]), *words],
+            [*torchrun(number, hosts, ranks), *train, *([] if "--devices" in words else ["--devices", "cpu"]), *words],
             folder,
             ENVIRONMENT,
             own_disk=folder / "runs" if own_disks else None,
@@ -163,19 +169,13 @@ def watched(hosts: Sequence[Host], processes: Sequence[subprocess.Popen[str]]) -
 
 
 def test_a_rendezvous_address_that_is_loopback_is_refused_in_a_line(tmp_path: Path) -> None:
+    """Without --local-addr torchrun tells all the first host's name."""
     with cluster(2, tmp_path, own_name_is_loopback=True) as hosts:
         (tmp_path / "job.py").write_text(JOB)
-        one_of_two = {"WORLD_SIZE": "2", "LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "1", "MASTER_PORT": "29500"}
-        process = hosts[0].start(
-            [sys.executable, *TRAIN],
-            tmp_path,
-            {**one_of_two, "RANK": "0", "MASTER_ADDR": "host0"},
-            stdout=subprocess.PIPE,
-            stderr=subprocess.STDOUT,
-        )
-        (said,) = ended([process], 2)
-    assert "MASTER_ADDR host0 is a loopback address here, which the other 1 of 2 nodes can't reach" in said
-    assert "Traceback" not in said and not list(tmp_path.glob("runs/*"))
+        said = ended([replaceable(number, hosts, tmp_path, with_address=False) for number in range(2)], 1)
+    lines = [line for text in said for line in text.splitlines() if line.startswith("lockstep: MASTER_ADDR")]
+    assert lines and "is a loopback address here, which the other 1 of 2 nodes can't reach" in lines[0]
+    assert not list(tmp_path.glob("runs/*"))
 
 
 # Where the run is kept
@@ -185,7 +185,8 @@ def resumed(folder: Path, words: Sequence[str], own_disks: bool) -> list[str]:
     with cluster(2, folder) as hosts:
         ended(started(hosts, folder, ["--epochs", "2"], own_disks=own_disks))
         (run,) = (hosts[0].disk if own_disks else folder / "runs").iterdir()
-        return ended(started(hosts, folder, [*words, "--resume", f"runs/{run.name}"], own_disks=own_disks))
+        again = [*words, "--resume", f"runs/{run.name}"]  # without the job file, which config.json names
+        return ended(started(hosts, folder, again, own_disks=own_disks, train=["-m", "lockstep", "train"]))
 
 
 @pytest.mark.parametrize("own_disks", [False, True], ids=["shared disk", "own disks"])
@@ -230,13 +231,16 @@ def until(is_so: Callable[[], bool], processes: Sequence[subprocess.Popen[str]],
         time.sleep(0.05)
 
 
-def replaceable(number: int, hosts: Sequence[Host], folder: Path, words: Sequence[str] = ()) -> subprocess.Popen[str]:
+def replaceable(
+    number: int, hosts: Sequence[Host], folder: Path, *, with_address: bool = True
+) -> subprocess.Popen[str]:
     """A training on a host, which torchrun starts again, with another host in the place of one that is lost."""
     meeting = ["--rdzv-backend", "c10d", "--rdzv-endpoint", f"{hosts[0].address}:29400", "--rdzv-id", "one"]
-    mine = ["--rdzv-conf", f"is_host={int(number == 0)}", "--local-addr", hosts[number].address]
-    run = [sys.executable, "-m", "torch.distributed.run", "--nnodes", "2", "--nproc-per-node", "2", "--max-restarts=3"]
+    meeting += ["--rdzv-conf", f"is_host={int(number == 0)}"]
+    meeting += ["--local-addr", hosts[number].address, "--max-restarts", "3"] if with_address else []
+    run = [sys.executable, "-m", "torch.distributed.run", "--nnodes", "2", "--nproc-per-node", "2", *meeting]
     return hosts[number].start(
-        [*run, *meeting, *mine, *TRAIN, "--devices", "cpu", "--set", "pause=0.1", *words],
+        [*run, *TRAIN, "--devices", "cpu", "--set", "pause=0.1"],
         folder,
         {**ENVIRONMENT, "TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1"},  # else the new host waits for the old store
         stdout=subprocess.PIPE,
@@ -268,3 +272,10 @@ def test_torchrun_puts_another_host_in_the_place_of_a_lost_one(with_a_lost_host:
 def test_what_torchrun_starts_again_resumes_by_itself(with_a_lost_host: Any) -> None:
     folder, said = with_a_lost_host
     assert "resuming after epoch" in said and len(list(folder.glob("runs/*"))) == 1
+
+
+def test_a_run_that_is_not_there_is_refused_everywhere_in_a_line(tmp_path: Path) -> None:
+    with cluster(2, tmp_path) as hosts:
+        said = ended(started(hosts, tmp_path, ["--resume", "runs/none"]), 1)
+    for text in said:
+        assert "lockstep: runs/none: no run is kept there" in text and text.count("Traceback") <= 1  # torchrun's own
