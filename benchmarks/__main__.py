@@ -11,7 +11,7 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
-from benchmarks import level, loss_checking, models
+from benchmarks import level, loss_checking, models, surviving
 from benchmarks.checkpointing import CHECKPOINTING
 from benchmarks.comparing import COMPARING
 from benchmarks.experiment import EXPERIMENT, GPU_EXPERIMENT
@@ -166,7 +166,7 @@ def main(names: list[str]) -> int:
         if len(accelerators()) > 1:
             level.run(accelerators())
         return 0
-    known = [*BENCHMARKS, "level", "loss-check", *PARTITIONING]
+    known = [*BENCHMARKS, "level", "loss-check", "surviving", *PARTITIONING]
     unknown = [name for name in names if name not in known]
     if unknown:
         print(f"there is no benchmark {unknown[0]}: there are {', '.join(known)}, gpu", file=sys.stderr)
@@ -176,6 +176,8 @@ def main(names: list[str]) -> int:
             level.run(slots(2))
         elif name == "loss-check":
             loss_checking.run()
+        elif name == "surviving":
+            surviving.run()
         elif name in PARTITIONING:
             PARTITIONING[name]()
         else:

@@ -105,7 +105,6 @@ def test_srun_makes_the_ranks_and_opens_only_what_the_page_says(tmp_path: Path, 
 
 
 @pytest.mark.slow
-@pytest.mark.xfail(strict=False, reason="--resume auto and SIGUSR1 aren't there yet")
 def test_an_sbatch_job_is_saved_before_its_time_limit_and_goes_on(tmp_path: Path, expected: Any) -> None:
     with cluster(2, tmp_path) as hosts:
         environment = stand_ins(hosts, tmp_path) | {"SLURM_JOB_NODELIST": "host[0-1]", "SLURM_JOB_ID": "40123"}

@@ -268,7 +268,6 @@ def test_torchrun_puts_another_host_in_the_place_of_a_lost_one(with_a_lost_host:
     assert last.read_bytes() == expected(8)
 
 
-@pytest.mark.xfail(strict=False, reason="what torchrun starts again doesn't resume by itself yet")
 def test_what_torchrun_starts_again_resumes_by_itself(with_a_lost_host: Any) -> None:
     folder, said = with_a_lost_host
     assert "resuming after epoch" in said and len(list(folder.glob("runs/*"))) == 1
