@@ -375,3 +375,27 @@ def test_metrics_and_lock_leave_no_thread_behind(own: Path) -> None:
     train(JobFile("own.py"), devices="1xcpu", quiet=True)
     assert threading.active_count() <= before
     assert not list(own.glob("runs/*/.*"))
+
+
+@pytest.mark.parametrize(
+    ("strategy", "devices"), [("single", "1xcpu"), pytest.param("ddp", "2xcpu", marks=pytest.mark.slow)]
+)
+def test_a_killed_loader_worker_is_named_with_its_sample_at_once(own: Path, strategy: str, devices: str) -> None:
+    (own / "own.py").write_text(
+        FILE.replace(
+            "        return super().__getitem__(index)",
+            "        time.sleep(0.05)\n        return super().__getitem__(index)",
+        )
+    )
+    words = ["own.py", "--strategy", strategy, "--devices", devices, "--loader-workers", "1"]
+    process = command(*words)
+    wait_for("runs/*/checkpoints/step-*")
+    below = psutil.Process(process.pid).children(recursive=True)
+    worker = max((one for one in below if not one.children()), key=lambda one: one.create_time())
+    worker.kill()
+    _, err = process.communicate(timeout=30)
+    assert process.returncode == 1 and "Traceback" not in err
+    last = err.strip().splitlines()[-1]
+    assert re.search(
+        r"loader worker 0 was killed while it read sample \d+ of train_data \(out of memory\?\): set fewer", last
+    )

@@ -30,6 +30,10 @@ Collate = Callable[[list[Any]], Any]
 Pair = tuple[Any, Any]
 
 
+reading: memoryview | None = None
+"""Where a loader worker notes the sample that it reads, for its parent to name should it be killed."""
+
+
 class Fetcher:
     """Gives ``(inputs, targets)`` for indices of a map-style dataset; the arguments are those of ``AnyLoader``.
 
@@ -135,6 +139,8 @@ class Fetcher:
         for i, index in enumerate(indices):
             if draws:
                 seed_all(absorbed(state, index) >> 1)
+            if reading is not None:
+                reading[0] = share[i] + 1
             try:
                 samples.append(base[index])
             except Exception as error:

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import ctypes
 import functools
+import mmap
 import multiprocessing
 import os
+import re
 import signal
 import sys
 import threading
@@ -16,8 +18,9 @@ from typing import Any
 
 import cloudpickle
 import torch
-from torch.utils.data import DataLoader, TensorDataset
+from torch.utils.data import DataLoader, TensorDataset, get_worker_info
 
+from lockstep.data import fetch
 from lockstep.data.fetch import base_of
 from lockstep.errors import JobError, LockstepError, Lost, counted
 from lockstep.launch.devices import usable_cores
@@ -72,10 +75,12 @@ def free_cores() -> tuple[int, ...]:
 class _Remote:
     """What a worker holds: for each request, what the fetcher gives, or the failure."""
 
-    def __init__(self, fetcher: Fetching) -> None:
-        self._fetcher = fetcher
+    def __init__(self, fetcher: Fetching, reading: mmap.mmap | None = None) -> None:
+        self._fetcher, self._reading = fetcher, reading
 
     def __getitem__(self, request: Request) -> Any:
+        if self._reading is not None and fetch.reading is None and (info := get_worker_info()) is not None:
+            fetch.reading = memoryview(self._reading).cast("q")[info.id : info.id + 1]
         try:
             return self._fetcher(*request)
         except LockstepError as error:
@@ -105,12 +110,13 @@ class Workers:
 
     def __init__(self, fetcher: Fetching, count: int, pin: bool) -> None:
         self._requests = _Requests()
+        self._name, self._reading = getattr(fetcher, "_name", "the data"), mmap.mmap(-1, 8 * count)
         on_linux = sys.platform == "linux" and "fork" in multiprocessing.get_all_start_methods()
         with warnings.catch_warnings():
             # PyTorch counts only the cores of this thread, which may be pinned.
             warnings.filterwarnings("ignore", message=".*worker processes in total.*")
             self._loader: DataLoader[Any] | None = DataLoader(
-                _Remote(fetcher),  # type: ignore[arg-type]
+                _Remote(fetcher, self._reading if on_linux else None),  # type: ignore[arg-type]
                 batch_size=None,
                 sampler=self._requests,
                 num_workers=count,
@@ -133,15 +139,32 @@ class Workers:
         with warnings.catch_warnings():  # a training says it, in a line
             warnings.filterwarnings("ignore", message="This DataLoader will create")
             answers = iter(self._loader)
-        try:
-            for found in answers:
-                if isinstance(found, LockstepError):
-                    raise found
-                yield found
-        except RuntimeError as error:
-            if "exited unexpectedly" not in str(error):
-                raise
-            raise Lost("a loader worker was killed (out of memory?): set fewer loader_workers, or 0") from error
+        _hear_deaths_where_waiting()
+        while True:
+            try:
+                with _waiting:
+                    found = next(answers)
+            except StopIteration:
+                return
+            except RuntimeError as error:
+                if "DataLoader worker" not in str(error):
+                    raise
+                raise Lost(f"{self._who(str(error))}: set fewer loader_workers, or 0") from error
+            if isinstance(found, LockstepError):
+                raise found
+            yield found
+
+    def _who(self, said: str) -> str:
+        """Which worker PyTorch says that it was killed, and the sample that it read."""
+        workers = getattr(getattr(self._loader, "_iterator", None), "_workers", [])
+        named = re.search(r"\(pid(?:\(s\))? ([\d, ]+)\)", said)
+        pids = named[1].split(", ") if named else []
+        number = next((i for i, worker in enumerate(workers) if str(worker.pid) in pids), None)
+        if number is None:
+            return "a loader worker was killed (out of memory?)"
+        sample = memoryview(self._reading).cast("q")[number]
+        at = f" while it read sample {sample - 1} of {self._name}" if sample else ""
+        return f"loader worker {number} was killed{at} (out of memory?)"
 
     def close(self) -> None:
         """End the workers, now: an error's traceback may hold the loader until nobody can tell them any more."""
@@ -149,6 +172,35 @@ class Workers:
         self._loader = None
         if iterator is not None:
             iterator._shutdown_workers()
+
+
+class _Waiting:
+    """Whether the main thread waits for a loader worker: only then may a death of one raise."""
+
+    def __init__(self) -> None:
+        self.now = False
+
+    def __enter__(self) -> None:
+        torch._C._error_if_any_worker_fails()
+        self.now = True
+
+    def __exit__(self, *of_an_error: object) -> None:
+        self.now = False
+
+
+_waiting = _Waiting()
+
+
+def _hear_deaths_where_waiting() -> None:
+    """Let PyTorch's handler of a child's death, which raises wherever the main thread is, do so in waiting only."""
+    theirs: Any = signal.getsignal(signal.SIGCHLD)
+    if getattr(theirs, "__module__", "") == "torch.utils.data._utils.signal_handling":
+
+        def handler(number: int, frame: object) -> None:
+            if _waiting.now:
+                theirs(number, frame)
+
+        signal.signal(signal.SIGCHLD, handler)
 
 
 def _as_it_is(found: Any) -> Any:
