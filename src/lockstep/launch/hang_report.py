@@ -263,6 +263,8 @@ class Watch:
                     due = idle + after
                 else:
                     self._answer(idle)
+                if said and ends:
+                    return
             except Exception as error:  # a report that fails must not end what it reports on
                 os.write(2, f"lockstep: no report of a training that stands still: {error!r}\n".encode())
                 return
@@ -304,8 +306,9 @@ class Watch:
             return False  # it comes further
         if min(accounts) == world.rank:
             line = headline(accounts, missing)
+            quiet = [f"rank {rank}: {why}" for rank, why in sorted(missing.items())]
             if shows:
-                self._tell([line, *(one.line() for _, one in sorted(accounts.items())), *missing.values()], accounts)
+                self._tell([line, *(one.line() for _, one in sorted(accounts.items())), *quiet], accounts)
             if ends:
                 world.fail(Lost(f"no progress for {mine.seconds:.0f} s, which is --timeout: {line}"))
         return True
@@ -314,7 +317,7 @@ class Watch:
         """What the system knows of a rank's process that says nothing."""
         key = f"lockstep/process/{rank}"
         host, pid = self._store.get(key).decode().split() if self._store.check([key]) else ("?", "0")
-        who = f"rank {rank} (process {pid} on {host})"
+        who = f"process {pid} on {host}"
         if host != socket.gethostname():
             return f"{who} gives no account of itself"
         try:

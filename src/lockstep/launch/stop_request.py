@@ -57,7 +57,7 @@ class _Raised(BaseException):
 
 def fail(error: Exception) -> None:
     """Raise an error in the training of this process, from another thread, where it runs in the main one."""
-    if _current is not None:
+    if _current is not None and _current.hears:
         _current.error = error
         signal.pthread_kill(cast("int", threading.main_thread().ident), signal.SIGUSR1)  # ends a wait, too
 
@@ -106,6 +106,11 @@ class StopRequest:
                 if before is not None and before != signal.SIG_IGN:
                     self._before[number] = signal.signal(number, self._hear)
         return self
+
+    @property
+    def hears(self) -> bool:
+        """Whether its handlers are there: not in a thread of a person's own."""
+        return bool(self._before)
 
     def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
         global _current
