@@ -163,10 +163,8 @@ class RunFolder:
         if path == self.config:
             value = {"sources": {}, "given": {}, **value}  # earlier versions had none
             wrong = [n for n, kind in _CONFIG.items() if n not in value or not isinstance(value[n], kind)]
-            if not wrong and not (value["devices"] and all(isinstance(one, str) for one in value["devices"])):
-                wrong = ["devices"]
-            if wrong:
-                raise FolderError(f'{path}: "{wrong[0]}" is missing or of a wrong type: {other}')
+            if wrong or not all(isinstance(one, str) for one in value["devices"] or [None]):
+                raise FolderError(f'{path}: "{[*wrong, "devices"][0]}" is missing or of a wrong type: {other}')
         return value
 
     def add_metrics(self, record: dict[str, Any]) -> None:

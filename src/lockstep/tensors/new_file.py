@@ -5,12 +5,11 @@ from __future__ import annotations
 import contextlib
 import os
 from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
 from typing import BinaryIO
 
 
-@contextmanager
+@contextlib.contextmanager
 def opened_new(path: Path) -> Iterator[BinaryIO]:
     """A new file at this place, on the disk when the ``with`` ends; what was there, a link perhaps, is taken away."""
     path.unlink(missing_ok=True)
@@ -21,11 +20,7 @@ def opened_new(path: Path) -> Iterator[BinaryIO]:
 
 
 def write_over(path: Path, content: str | bytes) -> None:
-    """Write a file beside its place, then move it there: it is whole or the one before, and a link is replaced.
-
-    Raises:
-        OSError: it can't be written; the one before is still there.
-    """
+    """Write a file beside its place, then move it there; an OSError leaves the one before. A link is replaced."""
     beside = path.with_name(f".{path.name}.part")
     try:
         with opened_new(beside) as file:

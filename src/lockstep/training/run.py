@@ -123,8 +123,7 @@ def trained_of(
         run: a Run or the path of its folder.
         best: the weights of the lowest evaluation loss.
         job_parameters: keyword arguments for the function of its job file, over those it was run with.
-        job: another one, or the path of its job file.
-        trust: as for ``job_of``.
+        job, trust: as for ``job_of``; a job itself too.
 
     Raises:
         FolderError: there is no such run, or its job was not a file, or is another one now.

@@ -97,15 +97,15 @@ class Setup:
 
     def note_changes(self, data: dict[str, Any]) -> None:
         """Say what is other than when the run was begun, with training data of that fingerprint."""
+        settings = self.job.settings
         said = [change_of(data, self.train_data, seed=self.job.seed, name="train_data")]
         if (given := self._file) is not None:
             files = another_file(self.before, given.path), edited_files(self.before["sources"], given.path)
             said = [*files, *said]
             for name, now in given.unfollowed.items():
-                takes = f"--{name.replace('_', '-')} {str(now).lower()} takes that"
-                way = "a run keeps it" if name in ("seed", "batch_size") else takes
-                its = getattr(self.job, name)
-                said.append(f"{name}: the run goes on with {its}, and the job file says {now} now: {way}")
+                way = f"--{name.replace('_', '-')} {str(now).lower()} takes that"
+                way = "a run keeps it" if name in ("seed", "batch_size") else way
+                said.append(f"{name}: the run goes on with {settings[name]}, the job file says {now} now: {way}")
         self._said_before += [Line.note(one) for one in said if one is not None]
 
     def write_config(self) -> None:
