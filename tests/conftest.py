@@ -22,7 +22,7 @@ if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
-    parser.addoption("--soak", type=int, default=12, help="kills in tests/training/test_soak.py")
+    parser.addoption("--soak", type=int, default=5, help="kills in tests/training/test_soak.py")
 
 
 @pytest.fixture

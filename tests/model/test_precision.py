@@ -12,10 +12,9 @@ from torch import nn
 
 from lockstep import train
 from lockstep.errors import JobError
-from lockstep.launch.run_folder import RunFolder
 from lockstep.strategies.ddp import DDP
 from lockstep.verify import differences, parity
-from zoo import ZOO, mlp, sgd
+from zoo import ZOO, mlp, sgd, state_of
 
 WAYS = [("dp", "2xcpu"), (DDP(reduce="flat"), "2xcpu"), (DDP(reduce="overlapped"), "2xcpu"), ("dp", "3xcpu")]
 
@@ -65,7 +64,7 @@ def steep(outputs: torch.Tensor, targets: torch.Tensor) -> tuple[torch.Tensor, i
 def test_a_step_that_overflows_is_left_out_by_all_and_the_scale_is_halved(way, devices, tmp_path) -> None:
     job = dataclasses.replace(ZOO["mlp"], model=Overflowing, loss=steep, optimizer=tiny, precision="fp16")
     run = train(job, strategy=way, devices=devices, folder=tmp_path, quiet=True)
-    state = torch.load(RunFolder(run.folder).state, weights_only=True)
+    state = state_of(run.folder)
     assert state["scaler"]["scale"] < 65536
     assert all(torch.isfinite(p).all() for p in run.model().parameters())
 
@@ -76,7 +75,7 @@ def test_what_overflows_on_one_device_is_what_overflows_on_several(way, devices,
     job = ZOO["a layer unused in some steps, the last one too"].replace(precision="fp16")
     single = train(job, strategy="single", devices="1xcpu", folder=tmp_path, quiet=True)
     several = train(job, strategy=way, devices=devices, folder=tmp_path, quiet=True)
-    states = [torch.load(RunFolder(run.folder).state, weights_only=True) for run in (single, several)]
+    states = [state_of(run.folder) for run in (single, several)]
     assert states[0]["scaler"]["scale"] == states[1]["scaler"]["scale"]
     assert differences(job, several, single).worst < 1e-2
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import random
@@ -13,6 +14,7 @@ import sys
 import threading
 import time
 from pathlib import Path
+from typing import Any
 
 import psutil
 import pytest
@@ -21,7 +23,7 @@ import torch
 from lockstep import Run, train
 from lockstep.checkpoint.folder import CheckpointFolder
 from lockstep.cli.command import main
-from lockstep.errors import DeviceError, FolderError, InputError, RankFailed
+from lockstep.errors import DeviceError, FolderError, InputError, RankFailed, SaveError
 from lockstep.jobfile import JobFile
 from lockstep.launch.run_folder import RunFolder
 from lockstep.training.audit import added_up
@@ -399,3 +401,64 @@ def test_a_killed_loader_worker_is_named_with_its_sample_at_once(own: Path, stra
     assert re.search(
         r"loader worker 0 was killed while it read sample \d+ of train_data \(out of memory\?\): set fewer", last
     )
+
+
+# ---- disks -----------------------------------------------------------------------------------------------------------
+
+
+def filled(disk: Path) -> None:
+    """Take all that is left of a disk, when what is being written is."""
+    while list(disk.glob("*/checkpoints/.step-*")):
+        time.sleep(0.01)
+    with contextlib.suppress(OSError), (disk / "filler").open("wb", buffering=0) as file:
+        while True:
+            file.write(b"0" * 512)
+
+
+@pytest.mark.parametrize("strategy", ["single", "ddp"])
+def test_a_disk_that_fills_up_leaves_the_checkpoint_of_before_and_nothing_half_written(
+    own: Path, strategy: str, small_disk: Path
+) -> None:
+    def fill(event: Any) -> None:
+        if event.kind == "epoch" and event.epoch == 2:
+            filled(small_disk)
+
+    job = JobFile("own.py").load().replace(on_event=[fill], save_every=None, keep=1)
+    devices = {"single": "1xcpu", "ddp": "2xcpu"}[strategy]
+    with pytest.raises(SaveError, match=r"could not be written: the disk is full; the checkpoint.* kept"):
+        train(job, strategy=strategy, devices=devices, folder=small_disk, quiet=True)
+    (run,) = small_disk.glob("job-*")
+    assert [path.name for path in (run / "checkpoints").iterdir()] == ["step-10"]
+    assert not [path for path in run.rglob("*") if path.is_file() and path.name.endswith(".part")]
+    (small_disk / "filler").unlink()
+    finished = train(job.replace(on_event=[]), resume=run, quiet=True)
+    same(finished, unbroken(own, strategy, devices))
+
+
+def test_a_disk_that_is_full_from_the_first_checkpoint_on_advises_to_begin_anew(
+    own: Path, small_disk: Path, capfd
+) -> None:
+    def fill(event: Any) -> None:
+        if event.kind == "epoch":
+            filled(small_disk)
+
+    job = JobFile("own.py").load().replace(on_event=[fill], save_every=None)
+    with pytest.raises(SaveError, match="the disk is full"):
+        train(job, devices="1xcpu", folder=small_disk)
+    assert "--resume" not in capfd.readouterr().out, "there is nothing to resume"
+
+
+@pytest.mark.parametrize("strategy", ["single", "ddp"])
+def test_a_disk_that_becomes_read_only_is_said(own: Path, strategy: str, small_disk: Path) -> None:
+    def remount(event: Any) -> None:
+        if event.kind == "epoch" and event.epoch == 2:
+            for how in (["--make-private"], ["--bind", str(small_disk)], ["-o", "remount,bind,ro"]):
+                subprocess.run(["mount", *how, str(small_disk)], check=True)
+
+    job = JobFile("own.py").load().replace(on_event=[remount], save_every=None)
+    devices = {"single": "1xcpu", "ddp": "2xcpu"}[strategy]
+    try:
+        with pytest.raises(SaveError, match=r"could not be written: Read-only file system"):
+            train(job, strategy=strategy, devices=devices, folder=small_disk, quiet=True)
+    finally:
+        subprocess.run(["umount", str(small_disk)], check=True)

@@ -6,11 +6,13 @@
     thread                                     | write the part | (rank 0) wait for the others' | index, rename
 
 The copy goes to buffers that are kept from one save to the next: new memory would cost as much again to be touched.
-Threads must not meet in collectives, so each rank leaves word beside its part: ``.1.done``, or ``.1.failed``.
+Threads must not meet in collectives, so each rank leaves word beside its part: ``.1.done``, or ``.1.failed-28``
+(the system's error number; an empty file, for which a full disk has room).
 """
 
 from __future__ import annotations
 
+import errno
 import hashlib
 import json
 import os
@@ -26,7 +28,7 @@ import torch
 from lockstep.checkpoint.folder import CheckpointFolder
 from lockstep.checkpoint.index import Index, Rows, part_name, shared_out, table_of
 from lockstep.checkpoint.safe_file import could_not_write, write_tensors
-from lockstep.errors import SaveError, first_line
+from lockstep.errors import SaveError
 from lockstep.launch.world import World
 from lockstep.tensors.new_file import opened_new
 from lockstep.tensors.state_tree import encoded
@@ -140,7 +142,7 @@ class Writer:
     def settle(self) -> None:
         """After something else has failed: let what was copied be written, for some seconds."""
         if self._thread is not None:
-            self._thread.join(_OTHERS)
+            self._thread.join(2 * _OTHERS)
 
     def _made(self, step: int) -> Path | SaveError | None:
         """On rank 0 the folder to write to, or why there is none."""
@@ -171,7 +173,9 @@ class Writer:
 
     def _write_part(self, beside: Path, part: int, parts: int) -> None:
         whole = write_tensors(beside / part_name(part, parts), self._buffers, {"format": "pt"})
-        _leave_word(beside / f".{part}.done", whole)
+        with opened_new(beside / f".{part}.part") as file:
+            file.write(json.dumps(whole).encode())
+        (beside / f".{part}.part").rename(beside / f".{part}.done")
 
     def _files(self, beside: Path, parts: int) -> dict[str, Any]:
         """What the ranks have said of their files, as soon as all have.
@@ -183,9 +187,9 @@ class Writer:
         files: dict[int, Any] = {}
         while left:
             for part in sorted(left):
-                if (failed := beside / f".{part}.failed").exists():
-                    number, why = json.loads(failed.read_text())
-                    raise OSError(number, why)
+                for failed in beside.glob(f".{part}.failed-*"):
+                    number = int(failed.name.rpartition("-")[2])
+                    raise OSError(number, os.strerror(number))
                 if (done := beside / f".{part}.done").exists():
                     files[part] = json.loads(done.read_text())
                     done.unlink()
@@ -200,24 +204,16 @@ class Writer:
             if part == 0:
                 self._error = self._failed(error)
                 end = time.monotonic() + _OTHERS
-                while time.monotonic() < end and not all(
-                    (beside / f".{p}.{how}").exists() for p in range(1, parts) for how in ("done", "failed")
+                while (
+                    time.monotonic() < end and len([*beside.glob(".*.done"), *beside.glob(".*.failed-*")]) < parts - 1
                 ):
                     time.sleep(_LOOK)
                 shutil.rmtree(beside, ignore_errors=True)
             elif beside.is_dir():  # else rank 0 has given up
                 (beside / part_name(part, parts)).unlink(missing_ok=True)
-                said = [getattr(error, "errno", None), getattr(error, "strerror", None) or first_line(error)]
-                _leave_word(beside / f".{part}.failed", said)
+                (beside / f".{part}.failed-{getattr(error, 'errno', None) or errno.EIO}").touch()
         except OSError:
             self._error = self._failed(error)
-
-
-def _leave_word(path: Path, word: Any) -> None:
-    beside = path.with_name(f"{path.name}.part")
-    with opened_new(beside) as file:
-        file.write(json.dumps(word).encode())
-    beside.rename(path)
 
 
 def _print(tensors: Mapping[str, torch.Tensor]) -> bytes:

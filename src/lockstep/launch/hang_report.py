@@ -174,7 +174,7 @@ def headline(accounts: Mapping[int, Account], missing: Mapping[int, str]) -> str
     if len(accounts) == 1:
         (only,) = accounts.values()
         busy = [n for n, s in only.stacks.items() if n.startswith("lockstep ") and not _is_waiting(s)]
-        who = f"the thread of {busy[0].removeprefix('lockstep ')}" if busy else "this process"
+        who = f"the thread of {busy[0].split()[1]}" if busy else "this process"
         return f"{who} has not come further for {only.seconds:.0f} s: {_at(only)}"
     if not others and len({tuple(one.collective or ()) for one in waiting}) > 1:
         each = "; ".join(f"rank {one.rank} in {one.named}" for one in waiting)

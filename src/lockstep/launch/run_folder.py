@@ -91,7 +91,7 @@ class RunFolder:
                         continue
                     who = f"process {holder} is training in this folder"
                     raise FolderError(f"{self.path}: {who}: wait for it, or stop it")
-                stack.callback(path.unlink, missing_ok=True)
+                stack.callback(_remove, path)
                 file.truncate(0)
                 os.write(file.fileno(), f"{os.getpid()} on {socket.gethostname()}".encode())
             yield
@@ -219,6 +219,12 @@ class RunFolder:
     def remove(self) -> None:
         """Take the folder away: nothing was trained."""
         shutil.rmtree(self.path, ignore_errors=True)
+
+
+def _remove(path: Path) -> None:
+    """Remove a file; one on a disk that has become read-only stays."""
+    with contextlib.suppress(OSError):
+        path.unlink()
 
 
 def _locked(file: IO[str]) -> bool:

@@ -13,7 +13,6 @@ from lockstep.checkpoint.writer import Writer
 from lockstep.data import is_stream
 from lockstep.errors import InputError, JobError, told
 from lockstep.job import Job, steps_or_seconds
-from lockstep.launch.events import Line
 from lockstep.launch.run_folder import RunFolder
 from lockstep.launch.world import World
 from lockstep.strategies.step import Step
@@ -172,12 +171,6 @@ class Saves:
             self._data.load_state_dict(states[self._world.rank])
         except Exception as error:
             raise JobError(f"train_data: load_state_dict raised {told(error)}") from error
-
-    def tell_notes(self) -> None:
-        """Say what was found, on rank 0."""
-        for note in self.notes if self._world.is_first else ():
-            self._world.tell(Line.note(note))
-        self.notes.clear()
 
 
 def _has_state(thing: Any) -> bool:
