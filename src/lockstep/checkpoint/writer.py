@@ -12,6 +12,7 @@ Threads must not meet in collectives, so each rank leaves word beside its part: 
 
 from __future__ import annotations
 
+import contextlib
 import errno
 import hashlib
 import json
@@ -60,6 +61,8 @@ class Writer:
         self._thread: threading.Thread | None = None
         self._error: SaveError | None = None
         self._see: list[int] | None = None
+        self._folder: Path | None = None
+        self._name, self._number = "", 0
 
     def save(
         self, step: int, state: Mapping[str, Any], about: Mapping[str, Any], before: Callable[[], None] | None = None
@@ -78,15 +81,8 @@ class Writer:
         """
         self.finish()
         tree, tensors = encoded(dict(state))
-        told = self._world.gather_objects((self._made(step), _print(tensors)))
-        beside = told[0][0]
-        if not isinstance(beside, Path):
-            assert beside is not None
-            raise beside
-        if self._see is None:
-            sees = self._world.gather_objects(beside.is_dir())
-            self._see = [rank for rank, does in enumerate(sees) if does]
-        ranks = self._see if self._alike and len({form for _, form in told}) == 1 else [0]
+        beside = self._made(step)
+        ranks = self._writing() if self._alike else [0]
         same = {name: tensor for name, tensor in tensors.items() if name.startswith(_ON_ALL)}
         rows = {name: [Rows(0)] for name in tensors} | shared_out(same, len(ranks))
         if self._world.rank not in ranks:
@@ -98,17 +94,19 @@ class Writer:
             self._buffers[name].copy_(source, non_blocking=True)
         devices = {source.device for source in mine.values() if source.device.type != "cpu"}
         queued = [torch.accelerator.current_stream(device).record_event() for device in devices]
+        form = _print(same)
         index = Index({}, table_of(tensors, rows), tree, dict(about)) if part == 0 else None
 
         def write() -> None:
+            _step_back()
             try:
                 for event in queued:
                     event.synchronize()
-                self._write_part(beside, part, len(ranks))
+                self._write_part(beside, part, len(ranks), form)
                 if index is not None:
                     if before is not None:
                         before()
-                    index.files = self._files(beside, len(ranks))
+                    index.files = self._files(beside, len(ranks), form)
                     index.write(beside)
                     self._checkpoints.put(beside, step, self._keep)
             except Exception as error:
@@ -144,17 +142,33 @@ class Writer:
         if self._thread is not None:
             self._thread.join(2 * _OTHERS)
 
-    def _made(self, step: int) -> Path | SaveError | None:
-        """On rank 0 the folder to write to, or why there is none."""
-        if not self._world.is_first:
-            return None
-        beside = self._checkpoints.path.resolve() / f".step-{step}-{os.getpid()}-{time.monotonic_ns()}.part"
-        try:
-            self._checkpoints.clear()
-            beside.mkdir(parents=True, mode=0o700)
-        except OSError as error:
-            return self._failed(error)
+    def _made(self, step: int) -> Path:
+        """The folder to write to, of a name that no other start of the run has used; rank 0 makes it.
+
+        Raises:
+            SaveError: it can't be made.
+        """
+        if self._folder is None:
+            own = self._checkpoints.path.resolve(), f"{os.getpid()}-{time.time_ns()}"
+            self._folder, self._name = self._world.broadcast_object(own)
+        self._number += 1
+        beside = self._folder / f".step-{step}-{self._name}-{self._number}.part"
+        if self._world.is_first:
+            try:
+                self._checkpoints.clear()
+                beside.mkdir(parents=True, mode=0o700)
+            except OSError as error:
+                raise self._failed(error) from error
         return beside
+
+    def _writing(self) -> list[int]:
+        """The ranks that see rank 0's folder, which was made just now."""
+        if self._see is None:
+            self._world.barrier()
+            assert self._folder is not None
+            sees = self._world.gather_objects(any(self._folder.glob(f".step-*-{self._name}-*.part")))
+            self._see = [rank for rank, does in enumerate(sees) if does]
+        return self._see
 
     def _failed(self, error: Exception) -> SaveError:
         if isinstance(error, SaveError):
@@ -171,17 +185,21 @@ class Writer:
 
     # ---- in the thread ----------------------------------------------------------------------------------------------
 
-    def _write_part(self, beside: Path, part: int, parts: int) -> None:
-        whole = write_tensors(beside / part_name(part, parts), self._buffers, {"format": "pt"})
+    def _write_part(self, beside: Path, part: int, parts: int, form: str) -> None:
+        end = time.monotonic() + _OTHERS
+        while not beside.is_dir() and time.monotonic() < end:  # rank 0 makes it
+            time.sleep(_LOOK)
+        whole = [*write_tensors(beside / part_name(part, parts), self._buffers, {"format": "pt"}), form]
         with opened_new(beside / f".{part}.part") as file:
             file.write(json.dumps(whole).encode())
         (beside / f".{part}.part").rename(beside / f".{part}.done")
 
-    def _files(self, beside: Path, parts: int) -> dict[str, Any]:
+    def _files(self, beside: Path, parts: int, form: str) -> dict[str, Any]:
         """What the ranks have said of their files, as soon as all have.
 
         Raises:
             OSError: one could not write its file.
+            SaveError: one has tensors of other names or shapes.
         """
         left = set(range(parts))
         files: dict[int, Any] = {}
@@ -191,7 +209,11 @@ class Writer:
                     number = int(failed.name.rpartition("-")[2])
                     raise OSError(number, os.strerror(number))
                 if (done := beside / f".{part}.done").exists():
-                    files[part] = json.loads(done.read_text())
+                    *files[part], its = json.loads(done.read_text())
+                    if its != form:
+                        raise SaveError(
+                            f"{self._checkpoints.path}: rank {part} has other parameters than rank 0, or states"
+                        )
                     done.unlink()
                     left.remove(part)
             if left:
@@ -216,7 +238,13 @@ class Writer:
             self._error = self._failed(error)
 
 
-def _print(tensors: Mapping[str, torch.Tensor]) -> bytes:
+def _step_back() -> None:
+    """Let this thread have its core when the computing one doesn't want it, where the system can (Linux)."""
+    with contextlib.suppress(OSError):
+        os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), 19)
+
+
+def _print(tensors: Mapping[str, torch.Tensor]) -> str:
     """A hash of names, types and shapes."""
     text = repr([(name, tensor.dtype, tuple(tensor.shape)) for name, tensor in tensors.items()])
-    return hashlib.blake2b(text.encode(), digest_size=16).digest()
+    return hashlib.blake2b(text.encode(), digest_size=16).hexdigest()

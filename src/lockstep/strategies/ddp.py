@@ -261,16 +261,11 @@ class DDPStep(Step):
             ) from error
 
     def share_buffers(self) -> None:
-        """Give every rank rank 0's buffers, and make sure that all have the same parameters.
-
-        Raises:
-            RunError: a parameter has come to differ, since something but the optimizer wrote it.
-        """
+        """Give every rank rank 0's buffers."""
         if self.world.size == 1:
             return
         self._buffers.look()
         take_first(self.world, buffers_of(self.model))
-        self.after_events()
 
 
 def _bytes(parameters: list[nn.Parameter]) -> int:

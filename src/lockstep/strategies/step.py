@@ -109,9 +109,6 @@ class Step(StepState, ABC):
         self._said_read: set[str] = set()
         self._on_devices = DeviceChecks()
 
-    def after_events(self) -> None:
-        """Look for what a person's functions, which run on rank 0 only, may have changed."""
-
     # ---- one update -------------------------------------------------------------------------------------------------
 
     def __call__(self, inputs: Any, targets: Any = None) -> Result:

@@ -105,8 +105,12 @@ class StepState(Evaluator):
     def evaluating(self) -> Iterator[None]:
         """As every evaluator's."""
         self.meet("step.evaluate(...)")
+        self.after_events()
         with super().evaluating():
             yield
+
+    def after_events(self) -> None:
+        """Look for what a person's functions, which run on rank 0 only, may have changed."""
 
     def meet(self, what: str) -> None:
         """In a loop of a person's own, make sure that every rank calls ``what``.
@@ -163,7 +167,9 @@ class StepState(Evaluator):
         Raises:
             InputError: this isn't called on every rank.
         """
-        self.meet("step.state_dict()")
+        if self.own_loop:
+            self.meet("step.state_dict()")
+            self.after_events()
         self.share_buffers()
         scaler = {} if self._scaler is None else {"scaler": self._scaler.state_dict()}
         optimizer = named_optimizer_state(self.optimizer, self.model)

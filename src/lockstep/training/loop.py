@@ -255,6 +255,8 @@ class _Training(Setup):
 
     def _save(self, number: int) -> None:
         """At the end of an epoch, or where the training was stopped."""
+        if not self.eval_loaders or self.interrupted:
+            self.step.after_events()  # as an evaluation does
         if not self.interrupted:
             self.kept_record = {"epoch": number, "step": self.world.step, **self.record}
         self._checkpoint(self.record.get("eval_loss"))
