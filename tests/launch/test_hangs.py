@@ -100,13 +100,15 @@ def test_ranks_in_different_collectives_are_a_mismatch(own: Path, monkeypatch, c
     )
 
 
+@pytest.mark.slow
 def test_a_loader_that_hangs(own: Path, monkeypatch, capfd) -> None:
     said = ended(own, monkeypatch, capfd, "loading 0 2", "single", "1xcpu")
     assert re.search(r"this process has not come further for \d+ s: it is in loading of step \d \(own.py, line", said)
     assert "lockstep: no progress for 4 s, which is --timeout" in said
 
 
-@pytest.mark.parametrize("strategy", ["dp", pytest.param("pp", marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("strategy", ["dp", "pp"])
 def test_a_thread_of_one_process_that_hangs(own: Path, strategy: str, monkeypatch, capfd) -> None:
     said = ended(own, monkeypatch, capfd, "thread cpu:1 4", strategy)
     assert re.search(
@@ -114,6 +116,7 @@ def test_a_thread_of_one_process_that_hangs(own: Path, strategy: str, monkeypatc
     )
 
 
+@pytest.mark.slow
 def test_a_stopped_process_is_recognised_and_the_run_is_ended(own: Path, monkeypatch) -> None:
     (own / "own.py").write_text(FILE.replace('["slow"]', "[]").replace("1.6", "0.1").replace("epochs=2", "epochs=999"))
     words = [
@@ -192,6 +195,7 @@ def test_under_torchrun(own: Path) -> None:
     assert re.search(r"lockstep: no progress for \d+ s, which is --timeout: rank 0 has not arrived", found.stderr)
 
 
+@pytest.mark.slow
 def test_in_a_loop_of_one_s_own_a_rank_that_others_wait_for_is_named(own: Path, capfd) -> None:
     def loop(world):
         step = lockstep.parallelize(torch.nn.Linear(4, 2), torch.nn.MSELoss(), lambda p: torch.optim.SGD(p, lr=0.1))

@@ -64,6 +64,7 @@ if __name__ == "__main__":
 """
 
 
+@pytest.mark.slow
 def test_a_process_group_made_by_hand_is_joined(tmp_path: Path) -> None:
     """Under ``mp.spawn`` each process once trained alone."""
     script = tmp_path / "spawned.py"

@@ -594,7 +594,7 @@ def test_ctrl_c_leaves_no_process_and_comes_as_itself() -> None:
     timer.join()
 
 
-@pytest.mark.parametrize("how", [signal.SIGKILL, signal.SIGINT])
+@pytest.mark.parametrize("how", [signal.SIGKILL, pytest.param(signal.SIGINT, marks=pytest.mark.slow)])
 def test_nothing_is_left_where_the_caller_is_killed(how: signal.Signals, tmp_path: Path) -> None:
     script = tmp_path / "script.py"
     script.write_text(

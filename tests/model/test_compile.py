@@ -17,7 +17,8 @@ from lockstep.strategies.ddp import DDP
 from lockstep.verify import differences, parity
 from zoo import ZOO
 
-WAYS = [("single", "1xcpu"), ("dp", "2xcpu"), (DDP(reduce="flat"), "2xcpu"), (DDP(reduce="overlapped"), "2xcpu")]
+FLAT = pytest.param(DDP(reduce="flat"), "2xcpu", marks=pytest.mark.slow)
+WAYS = [("single", "1xcpu"), ("dp", "2xcpu"), FLAT, (DDP(reduce="overlapped"), "2xcpu")]
 
 
 @pytest.mark.parametrize(("way", "devices"), WAYS)
@@ -175,7 +176,8 @@ job = lockstep.Job(
 """
 
 
-@pytest.mark.parametrize("way", ["dp", pytest.param("ddp", marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("way", ["dp", "ddp"])
 def test_without_a_compiler_compile_is_refused_in_one_line_and_nothing_is_made(way: str, tmp_path) -> None:
     (tmp_path / "job.py").write_text(FILE)
     # Code that was made before would be found in PyTorch's cache.

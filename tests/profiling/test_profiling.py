@@ -148,7 +148,7 @@ def test_the_others_wait_for_a_slow_one(way: str, tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("way", ["single", "dp", "ddp"])
-@pytest.mark.parametrize("workers", [0, 1])
+@pytest.mark.parametrize("workers", [0, pytest.param(1, marks=pytest.mark.slow)])
 def test_a_slow_dataset_is_loading(way: str, workers: int, tmp_path: Path) -> None:
     _, summary = profiled(job(train_data=SlowData(), loader_workers=workers, epochs=1, batch_size=2), way, tmp_path)
     for number in range(int(WAYS[way][1][0])):
@@ -345,7 +345,7 @@ class Sleeper(nn.Sequential):
 
 class Late(nn.Linear):
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        time.sleep(NAP / 10)
+        time.sleep(NAP / 4)
         return super().forward(x)
 
 

@@ -100,7 +100,7 @@ def wait_for(pattern: str, folder: Path = Path(), seconds: float = 60) -> None:
 # ---- lost ranks ------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("plan", ["1 2", "0 14"])
+@pytest.mark.parametrize("plan", [pytest.param("1 2", marks=pytest.mark.slow), "0 14"])
 def test_a_lost_rank_is_started_again_and_the_run_ends_as_it_would_have(
     own: Path, plan: str, monkeypatch, capfd
 ) -> None:
@@ -255,6 +255,7 @@ def test_auto_takes_the_newest_unfinished_run_of_this_job_or_begins_one(own: Pat
 TORCHRUN = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2", "--max-restarts=2"]
 
 
+@pytest.mark.slow
 def test_what_torchrun_starts_again_goes_on_by_itself(own: Path) -> None:
     whole = unbroken(own)
     environment = {**os.environ, "KILL": f"1 14 {own / 'done'}"}
@@ -290,8 +291,8 @@ def test_sigusr1_saves_and_ends_as_sigterm_does(own: Path) -> None:
     assert process.returncode == 143 and "resume it with --resume" in out and "Traceback" not in err
 
 
-@pytest.mark.parametrize("how", [signal.SIGTERM, signal.SIGINT])
-@pytest.mark.parametrize("strategy", ["ddp", "single"])
+@pytest.mark.parametrize("how", [signal.SIGTERM, pytest.param(signal.SIGINT, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("strategy", ["ddp", pytest.param("single", marks=pytest.mark.slow)])
 def test_a_signal_to_all_processes_saves_and_shows_no_traceback(own: Path, strategy: str, how: signal.Signals) -> None:
     """As systemd, SLURM and a terminal do."""
     words = ["own.py", "--strategy", strategy, "--devices", {"ddp": "2xcpu", "single": "1xcpu"}[strategy]]

@@ -174,8 +174,8 @@ def drawn_by_rank() -> TensorDataset:
 @pytest.mark.parametrize(
     ("data", "said"),
     [
-        (shorter_on_rank_1, "it has 24 samples on rank 0 and 23 on rank 1"),
-        (split_by_rank, "its samples are others on rank 1 than on rank 0"),
+        pytest.param(shorter_on_rank_1, "it has 24 samples on rank 0 and 23 on rank 1", marks=pytest.mark.slow),
+        pytest.param(split_by_rank, "its samples are others on rank 1 than on rank 0", marks=pytest.mark.slow),
         (drawn_by_rank, "its samples are others on rank 1 than on rank 0"),
     ],
 )
@@ -268,7 +268,9 @@ class OwnGenerator(torch.utils.data.Dataset):
         return torch.full((6,), float(i)) + torch.rand((), generator=self.generator), i % 3
 
 
-@pytest.mark.parametrize(("strategy", "workers"), [("dp", 0), ("ddp", 0), ("ddp", 1)])
+@pytest.mark.parametrize(
+    ("strategy", "workers"), [("dp", 0), pytest.param("ddp", 0, marks=pytest.mark.slow), ("ddp", 1)]
+)
 def test_a_dataset_that_draws_from_its_own_generator_is_named(strategy, workers, tmp_path, capfd) -> None:
     job = ZOO["mlp"].replace(train_data=OwnGenerator(), eval_data=None, loader_workers=workers)
     train(job, strategy=strategy, devices="2xcpu", folder=tmp_path)
