@@ -6,6 +6,9 @@ VENV := .venv
 BIN := $(VENV)/bin
 READY := $(VENV)/.ready
 
+# Each rank and each command imports a hundred modules of ours: not to be compiled anew, whatever the environment says.
+export PYTHONDONTWRITEBYTECODE :=
+
 .PHONY: demo test test-all lint types tour pictures bench bench-gpu clean
 
 demo: $(READY)

@@ -39,6 +39,7 @@ _PRELOAD = (
     "lockstep.launch.world",
     "lockstep.launch.processes.rank",
     "lockstep.map.map_worker",
+    "lockstep.training.loop",
 )
 
 _LOOK = 0.5
