@@ -163,7 +163,7 @@ class World:
         if self.size == 1:
             return tensor
         small = tensor.numel() * tensor.element_size() <= _SMALL
-        if self.backend != "gloo" or not small:
+        if not tensor.is_cpu or not small:
             dist.all_reduce(tensor, group=group)
         elif self.size <= _FEW and group is None and tensor.is_contiguous():
             found = [torch.empty_like(tensor) for _ in range(self.size)]
@@ -202,9 +202,9 @@ class World:
         return found
 
     def barrier(self) -> None:
-        """Wait until every rank is here."""
+        """Wait until every rank is here; the host waits, on accelerators too."""
         if self.size > 1:
-            self.all_reduce(torch.zeros(1, device=self.exchange_device))
+            self.all_reduce(torch.zeros(1, device=self.exchange_device)).item()
 
     @property
     def is_local_rank(self) -> bool:
@@ -262,8 +262,9 @@ class World:
 
     @property
     def exchange_device(self) -> torch.device:
-        """Where a tensor must be that the ranks exchange."""
-        return torch.device("cpu") if self.backend in (None, "gloo") else self.device.torch
+        """Where a few numbers or an object's bytes are put that the ranks exchange: on the CPU, if the group can."""
+        on_cpu = self.backend is None or "cpu:" in dist.get_backend_config()
+        return torch.device("cpu") if on_cpu else self.device.torch
 
 
 def wait_awake(work: dist.Work | None) -> None:
@@ -341,13 +342,14 @@ def join(world: World, store: Store, *, backend: str | None = None, timeout: flo
     world.backend = backend or default_backend(device)
     patience = datetime.timedelta(seconds=timeout)
     store.set_timeout(patience)
-    dist.init_process_group(
-        world.backend,
+    is_whole = device.type == "cpu" or world.backend == "gloo" or ":" in world.backend
+    dist.init_process_group(  # what the host waits for goes over the CPU: NCCL's collectives don't hold the host
+        world.backend if is_whole else f"cpu:gloo,{device.type}:{world.backend}",
         store=store,
         rank=world.rank,
         world_size=world.size,
         timeout=patience,
-        device_id=device.torch if world.backend == "nccl" else None,
+        device_id=device.torch if "nccl" in world.backend else None,
     )
     world.barrier()
     _devices.pin(device)

@@ -212,7 +212,7 @@ class RankExchange:
         tensor = tensor.contiguous()
         found = [torch.empty_like(tensor) for _ in range(self.parties)]
         group = self._groups.get(self.parties)
-        if self._world.backend == "gloo":
+        if tensor.is_cpu:
             wait_awake(dist.all_gather(found, tensor, group=group, async_op=True))
         else:
             dist.all_gather(found, tensor, group=group)

@@ -1,0 +1,74 @@
+"""World: what the ranks of accelerators exchange over the CPU, where the host waits for it."""
+
+from __future__ import annotations
+
+import time
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from lockstep.launch import launch
+from lockstep.launch import world as worlds
+from lockstep.launch.devices import Device
+from lockstep.launch.world import World
+
+
+def on_cards(world: World) -> None:
+    """From now on this rank's device is a card, whose collectives begin and don't hold the host, as NCCL's."""
+    world.devices, world.backend = (Device("meta", world.rank),), "nccl"
+    over_cpu = dist.all_reduce
+
+    def begun(tensor, *args, **named):
+        return over_cpu(tensor, *args, **named) if tensor.is_cpu else None
+
+    dist.all_reduce = begun
+
+
+def written_late(world: World, path: Path) -> bool:
+    on_cards(world)
+    if world.is_first:
+        time.sleep(0.5)
+        path.write_text("whole")
+    world.barrier()
+    return path.exists()
+
+
+def test_a_barrier_holds_the_host_where_collectives_of_the_device_do_not(tmp_path: Path) -> None:
+    """Ranks went on to open a file before rank 0 had written it."""
+    assert launch(written_late, "2xcpu", args=(tmp_path / "file",)) == [True, True]
+
+
+def told(world: World) -> tuple[list[int], str, str]:
+    on_cards(world)
+    told = world.broadcast_object("from the first" if world.is_first else "")
+    return world.gather_objects(world.rank), told, str(world.exchange_device)
+
+
+def test_objects_of_ranks_on_accelerators_go_over_the_cpu() -> None:
+    assert launch(told, "2xcpu") == [([0, 1], "from the first", "cpu")] * 2
+
+
+@pytest.mark.parametrize(
+    ("kind", "backend", "asked", "bound"),
+    [
+        ("cuda", None, "cpu:gloo,cuda:nccl", True),
+        ("xpu", None, "cpu:gloo,xpu:xccl", False),
+        ("cuda", "gloo", "gloo", False),
+        ("cuda", "cpu:gloo,cuda:nccl", "cpu:gloo,cuda:nccl", True),
+        ("cpu", None, "gloo", False),
+        ("cpu", "mpi", "mpi", False),
+    ],
+)
+def test_a_group_on_accelerators_has_gloo_beside_it(kind, backend, asked, bound, monkeypatch) -> None:
+    found = {}
+    monkeypatch.setattr(dist, "init_process_group", lambda name, **named: found.update(named, name=name))
+    for name in ("settle", "pin"):
+        monkeypatch.setattr(worlds._devices, name, lambda device: None)
+    monkeypatch.setattr(worlds, "enter", lambda world: None)
+    world = World(devices=(Device(kind, 0),))
+    worlds.join(world, SimpleNamespace(set_timeout=lambda patience: None), backend=backend)
+    assert found["name"] == asked
+    assert found["device_id"] == (torch.device(kind, 0) if bound else None)
