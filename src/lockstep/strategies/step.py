@@ -276,9 +276,12 @@ class Step(StepState, ABC):
         """Make gradients of total / size those of total / count."""
         if isinstance(count, torch.Tensor) and not self._on_accelerator:
             count = float(count)
+        grads = [p.grad for p in self._parameters if p.grad is not None]
         if isinstance(count, torch.Tensor):
+            # An integer's quotient would be of float32. (Not each accelerator has float64.)
+            wide = torch.float64 if any(grad.dtype == torch.float64 for grad in grads) else torch.float32
             # A count of 0 is an error that `check` raises; until then it must not spoil the parameters.
-            factor: Number = torch.where(count == 0, 0.0, size / count)
+            factor: Number = torch.where(count == 0, 0.0, size / count.to(wide))
         elif count == 0:
             raise no_items(self.world.step)
         else:
@@ -286,7 +289,6 @@ class Step(StepState, ABC):
         if self._by_count or (not isinstance(factor, torch.Tensor) and factor == 1):
             return
         self.tell_once(self.seen.of_weighting())
-        grads = [p.grad for p in self._parameters if p.grad is not None]
         if not grads:
             return
         if all(grad.layout == torch.strided for grad in grads):
