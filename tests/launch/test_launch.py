@@ -801,3 +801,33 @@ def test_one_process_under_torchrun_needs_no_group(monkeypatch: pytest.MonkeyPat
     }.items():
         monkeypatch.setenv(name, str(value))
     assert launch(lambda world: (world.size, world.backend, str(world.device))) == [(1, None, "cpu:0")]
+
+
+FLAGS = """
+import torch
+from lockstep.launch import launch
+from lockstep.launch.processes import call
+
+def ranks(world):
+    return call._switches()
+
+for change in CHANGES:
+    exec(change)
+    assert launch(ranks, "2xcpu") == [call._switches()] * 2, change
+"""
+CHANGES = [
+    "torch.set_float32_matmul_precision('high')",
+    "torch.backends.cudnn.allow_tf32 = False",
+    "torch.backends.cudnn.benchmark = True",
+    "torch.backends.cudnn.conv.fp32_precision = 'ieee'",
+    "torch.backends.cuda.matmul.fp32_precision = 'tf32'",  # the old names raise from here on
+    "torch.backends.mkldnn.matmul.fp32_precision = 'bf16'",
+    "torch.backends.fp32_precision = 'ieee'",
+]
+
+
+def test_precisions_that_were_set_by_old_and_by_new_names_reach_the_ranks(tmp_path: Path) -> None:
+    """After the new one of a matrix product was set, every launch died of reading the old one."""
+    (tmp_path / "flags.py").write_text(FLAGS.replace("CHANGES", repr(CHANGES)))
+    done = subprocess.run([sys.executable, "flags.py"], cwd=tmp_path, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr

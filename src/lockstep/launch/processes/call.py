@@ -14,6 +14,7 @@ import functools
 import importlib
 import io
 import mmap
+import operator
 import os
 import pickle
 import sys
@@ -59,10 +60,31 @@ class Modes(NamedTuple):
             yield
 
 
+_FLAGS = tuple(
+    f"{owner}.{name}"
+    for owner, names in {
+        "cuda.matmul": "allow_tf32 allow_fp16_reduced_precision_reduction allow_bf16_reduced_precision_reduction",
+        "cudnn": "allow_tf32 enabled benchmark deterministic fp32_precision",
+        **dict.fromkeys(("cudnn.conv", "cudnn.rnn", "mkldnn.matmul", "mkldnn.conv", "mkldnn.rnn"), "fp32_precision"),
+        "cuda": "matmul.fp32_precision matmul.allow_fp16_accumulation",
+    }.items()
+    for name in names.split()
+)
+"""Of ``torch.backends``, in an order in which they can be set: PyTorch's old names of a setting before its new ones."""
+
+
+def _flag(name: str) -> Any:
+    """Its value; None where PyTorch doesn't say it, because it was set under its new name and is asked by its old."""
+    with contextlib.suppress(RuntimeError):
+        return operator.attrgetter(name)(torch.backends) if name else torch.get_float32_matmul_precision()
+    return None
+
+
 def _switches() -> dict[str, Any]:
     return {
         "dtype": torch.get_default_dtype(),
-        "matmul": torch.get_float32_matmul_precision(),
+        "matmul": _flag(""),
+        "flags": {name: _flag(name) for name in _FLAGS},
         "deterministic": torch.are_deterministic_algorithms_enabled(),
         "warns": torch.is_deterministic_algorithms_warn_only_enabled(),
     }
@@ -116,7 +138,12 @@ class Setup:
             os.sched_setaffinity(0, self.cores)
         importlib.invalidate_caches()
         torch.set_default_dtype(self.switches["dtype"])
-        torch.set_float32_matmul_precision(self.switches["matmul"])
+        if self.switches["matmul"] is not None:
+            torch.set_float32_matmul_precision(self.switches["matmul"])
+        for flag, value in self.switches["flags"].items():
+            if value is not None and _flag(flag) != value:
+                owner, _, name = flag.rpartition(".")
+                setattr(operator.attrgetter(owner)(torch.backends), name, value)
         torch.use_deterministic_algorithms(self.switches["deterministic"], warn_only=self.switches["warns"])
         # The person's script is not imported here, and what it defines comes by value.
         sys.modules["__main__"] = types.ModuleType("__main__")
