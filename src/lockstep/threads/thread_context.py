@@ -84,5 +84,7 @@ class Caller:
             if self.default.type == device.type and not device.is_slot:
                 stack.enter_context(device.torch)  # "the accelerator" means each thread's own
             if device in self.streams:
-                stack.enter_context(self.streams[device])
+                one = self.streams[device]  # whose object only one of the threads on a card can enter
+                own = torch.Stream(stream_id=one.stream_id, device_index=one.device_index, device_type=one.device_type)
+                stack.enter_context(own)
             return context.run(function)
