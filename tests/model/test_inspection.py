@@ -231,6 +231,20 @@ def test_a_model_that_mixes_samples_of_a_sequence_first_batch_is_not_blamed() ->
     assert look(gru, drawn(5, 4, 6), 5) == Seen()
 
 
+class Rounding(nn.Linear):
+    """As a convolution in TF32, whose rounding depends on how it is computed, and so on how many samples there are."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        rounds = torch.backends.cudnn.conv.fp32_precision == "tf32"
+        return super().forward(x) * (1 + 1e-3 * len(x) if rounds else 1)
+
+
+def test_what_tf32_rounds_is_not_taken_for_samples_that_depend_on_one_another() -> None:
+    assert torch.backends.cudnn.allow_tf32, "as PyTorch has it"
+    assert look(Rounding(6, 3), drawn(7, 6), 7) == Seen()
+    assert torch.backends.cudnn.allow_tf32 and torch.backends.cudnn.conv.fp32_precision == "tf32"
+
+
 def of_lengths(*lengths: int) -> torch.Tensor:
     return torch.ones(len(lengths), 6).where(torch.arange(6) < torch.tensor(lengths)[:, None], 0.0)
 

@@ -121,8 +121,9 @@ def clip_gradients(parameters: list[nn.Parameter], largest: float) -> None:
         p.grad = p.grad.coalesce()  # each row once, as in a dense one
     grads = [p.grad._values() if p.grad.is_sparse else p.grad for p in parameters if p.grad is not None]
     norm = nn.utils.get_total_norm(grads)
+    factor = (largest / (norm + 1e-6)).clamp(max=1.0)
     for grad in grads:
-        grad.mul_((largest / (norm + 1e-6)).clamp(max=1.0))
+        grad.mul_(factor.to(grad.device))
 
 
 def _names_of(model: nn.Module) -> dict[int, str]:

@@ -15,6 +15,7 @@ from __future__ import annotations
 import contextlib
 import copy
 import warnings
+from collections.abc import Iterator
 from typing import Any, Literal
 
 import torch
@@ -26,6 +27,21 @@ PrecisionName = Literal["fp64", "fp32", "bf16", "fp16"]
 
 _WHOLE = {"fp64": torch.float64, "fp32": torch.float32}
 _MIXED = {"bf16": torch.bfloat16, "fp16": torch.float16}
+
+
+@contextlib.contextmanager
+def full_products() -> Iterator[None]:
+    """Compute products of float32 in float32 for a while: TF32 rounds each way of computing one otherwise."""
+    backends: Any = torch.backends
+    flags = backends.cuda.matmul, backends.cudnn.conv, backends.cudnn.rnn, backends.mkldnn.matmul, backends.mkldnn.conv
+    before = [flag.fp32_precision for flag in flags]
+    try:
+        for flag in flags:
+            flag.fp32_precision = "ieee"
+        yield
+    finally:
+        for flag, value in zip(flags, before, strict=True):
+            flag.fp32_precision = value
 
 
 class Precision:

@@ -36,6 +36,7 @@ from lockstep.errors import StrategyError, told
 from lockstep.model.inspection.attributes import attribute_prints, plain_attributes
 from lockstep.model.inspection.findings import Seen
 from lockstep.model.inspection.outside_variables import OutsideVariables
+from lockstep.model.precision import full_products
 from lockstep.tensors.digest import digest
 from lockstep.tensors.pytree import call, cut, each, named_tensors, tensors, to_device
 from lockstep.tensors.seeding import kept_states, noted_seeding, same, same_others, states
@@ -78,7 +79,7 @@ def look(
     """
     batch = inputs, targets
     seen = Seen()
-    with torch.no_grad(), kept_states(accelerators_of(inputs)):
+    with torch.no_grad(), kept_states(accelerators_of(inputs)), full_products():
         try:
             size = sum(p.numel() * p.element_size() for p in model.parameters())
             copied = copy.deepcopy(model, _same_parameters(model) if again and size > _LARGEST else None)
