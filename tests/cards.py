@@ -88,6 +88,16 @@ def _set(tensor: CardTensor, other: torch.Tensor) -> None:
 _set.__name__ = "__set__"
 
 
+class Generator:
+    """That of a card."""
+
+    def __init__(self, states: dict[int, torch.Tensor], index: int) -> None:
+        self.states, self.index = states, index
+
+    def manual_seed(self, seed: int) -> None:
+        self.states[self.index] = torch.Generator().manual_seed(seed).get_state()
+
+
 class Cards(TorchDispatchMode):
     """While it is on, ``device="meta:1"`` makes tensors of card 1, and what tensors of two cards meet in raises.
 
@@ -98,6 +108,20 @@ class Cards(TorchDispatchMode):
     def __init__(self) -> None:
         super().__init__()
         self.states: dict[int, torch.Tensor] = {}
+
+    def __enter__(self) -> Cards:
+        torch.get_device_module.cache_clear()  # it remembers the cards of the test before
+        torch.meta = self  # type: ignore[attr-defined]
+        return super().__enter__()
+
+    def __exit__(self, *error: Any) -> None:
+        del torch.meta  # type: ignore[attr-defined]
+        super().__exit__(*error)
+
+    @property
+    def default_generators(self) -> list[Generator]:
+        """As an accelerator's module in ``torch`` has them."""
+        return [Generator(self.states, i) for i in range(8)]
 
     def get_rng_state(self, device: torch.device) -> torch.Tensor:
         """As an accelerator's module in ``torch`` has it."""

@@ -461,13 +461,25 @@ def test_a_checkpoint_draws_again_what_its_card_drew(reentrant: bool, monkeypatc
 
     job = _job(lambda: Dropping(reentrant), loss=total, precision="fp64")
     with Cards() as here:
-        monkeypatch.setattr(torch, "meta", here, raising=False)
-        torch.get_device_module.cache_clear()  # it remembers the cards of the test before
         step = over_cards(job, MP({"first": 0, "second": 1}), 2, monkeypatch)
         step(drawn(8, 64).double(), labels(8, 3))
         assert here.states[1] is not here.states.get(0)
         # At a scale of 1 its gradient is the sum of the outputs over the batch.
         torch.testing.assert_close(plain(step.model.second.scale.grad), outputs[0].sum(0) / 8)
+
+
+def test_every_card_of_any_type_is_seeded_with_a_step(monkeypatch) -> None:
+    """Cards of CUDA alone once were: on others a resumed run drew other masks."""
+    job, device_map = PLACED["a weight on both cards"]
+    with Cards() as here:
+        step = over_cards(job, MP(device_map), 2, monkeypatch)
+        drawn_from = []
+        for seed in (5, 5, 6):
+            step.seed(seed)
+            drawn_from.append((here.states[0], here.states[1]))
+    (a, b), again, (c, d) = drawn_from
+    assert torch.equal(a, again[0]) and torch.equal(b, again[1])
+    assert not torch.equal(a, c) and not torch.equal(b, d)
 
 
 def test_a_model_over_cards_can_be_called_outside_of_a_step(monkeypatch) -> None:

@@ -11,8 +11,8 @@ each of them in shares, always as evenly as can be and the larger first. With B 
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any, Protocol, TypeVar
 
@@ -22,6 +22,7 @@ from torch import Tensor
 from lockstep.errors import InputError, JobError
 from lockstep.launch.world import World
 from lockstep.tensors.pytree import batch_size_of, cut, joined, share_sizes, tensors, to_device
+from lockstep.tensors.seeding import kept_state_on, seed_on
 
 T = TypeVar("T")
 
@@ -238,7 +239,7 @@ def batch_of(
     return Batch(parts, sum(sizes), 0, 0, None)
 
 
-@contextmanager
+@contextlib.contextmanager
 def own_stream(world: World, seed: int) -> Iterator[None]:
     """Random numbers of this rank's own for a step.
 
@@ -248,11 +249,10 @@ def own_stream(world: World, seed: int) -> Iterator[None]:
         yield
         return
     mine = mixed(seed, world.step + 1, world.rank)
-    cards = [world.device.index] if world.device.type == "cuda" else []
-    with torch.random.fork_rng(cards):
-        torch.default_generator.manual_seed(mine)
-        for card in cards:
-            torch.cuda.default_generators[card].manual_seed(mine)
+    with contextlib.ExitStack() as kept:
+        for device in {torch.device("cpu"), world.device.torch}:
+            kept.enter_context(kept_state_on(device))
+            seed_on(device, mine)
         yield
 
 

@@ -25,6 +25,7 @@ from lockstep.map.map_worker import named
 from lockstep.map.shared_values import copied
 from lockstep.parallel.replicate import replicate
 from lockstep.tensors.pytree import call, described, each, named_parts, parts, rebuilt, tensors, to_device
+from lockstep.tensors.seeding import seed_on
 from lockstep.threads.random_streams import stream
 from lockstep.threads.thread_pool import borrowed
 
@@ -90,8 +91,8 @@ def _outputs(replica: nn.Module, inputs: Any, device: Device, seed: int | None, 
     if seed is not None:
         key = mixed(seed, MAP, index)
         generator = torch.Generator().manual_seed(key)
-        if device.type == "cuda":
-            torch.cuda.default_generators[device.index].manual_seed(key)
+        if not device.is_slot:
+            seed_on(device.torch, key)
     with torch.no_grad(), stream(generator):
         outputs = call(replica, inputs if device.is_slot else to_device(inputs, device.torch))
         return outputs if device.is_slot else each(lambda tensor: tensor.cpu(), outputs)

@@ -47,6 +47,7 @@ from lockstep.strategies.replicas import (
 from lockstep.strategies.step import Result, Step
 from lockstep.strategies.strategy import Strategy
 from lockstep.tensors.pytree import cut, share_sizes, to_device
+from lockstep.tensors.seeding import seed_on
 from lockstep.threads import recompute
 from lockstep.threads.random_streams import stream
 from lockstep.threads.replica_collectives import ThreadExchange
@@ -159,8 +160,8 @@ class DPStep(Step):
         device = self._devices[i]
         if self._streams:
             self._streams[i].manual_seed(key)
-        elif device.type == "cuda":
-            torch.cuda.default_generators[device.index].manual_seed(key)
+        elif not device.is_slot:
+            seed_on(device.torch, key)
 
     def update(self, batch: Batch) -> Result:
         """As every step's.

@@ -24,7 +24,7 @@ from lockstep.model.loss import Number, Totalled
 from lockstep.model.loss_check import LossCheck
 from lockstep.model.precision import Precision, converted_loss
 from lockstep.tensors.pytree import batch_size_of, call, to_device
-from lockstep.tensors.seeding import kept_states, seed_all
+from lockstep.tensors.seeding import kept_states, seed_all, seed_on
 
 T = TypeVar("T")
 
@@ -200,8 +200,8 @@ class Evaluator:
 
     def _seed_all(self, key: int) -> None:
         seed_all(key)
-        if self._on_accelerator and self.world.device.type == "cuda":
-            torch.cuda.default_generators[self.world.device.index].manual_seed(key)
+        if self._on_accelerator:
+            seed_on(self.world.device.torch, key)
 
     @property
     def _accelerators(self) -> tuple[torch.device, ...]:

@@ -19,6 +19,7 @@ from lockstep.model.loss import Number
 from lockstep.pipelining.runner import Runner
 from lockstep.pipelining.stage_layers import Layers
 from lockstep.strategies.step import Step
+from lockstep.tensors.seeding import seed_on
 from lockstep.threads.random_streams import Streams, stream
 
 T = TypeVar("T")
@@ -99,8 +100,8 @@ class StagedStep(Step):
     def _seed_all(self, key: int) -> None:
         super()._seed_all(key)
         for device in self.world.devices[1:]:
-            if device.type == "cuda":
-                torch.cuda.default_generators[device.index].manual_seed(key)
+            if not device.is_slot:
+                seed_on(device.torch, key)
 
     def _move_parameters(self, size: int, count: Number) -> None:
         # The system wakes a second thread behind the first, where it waited for 6 to 12 ms until it was moved to the

@@ -28,6 +28,18 @@ def seed_all(key: int) -> None:
     numpy.random.seed(key & 0xFFFFFFFF)
 
 
+def seed_on(device: torch.device, key: int) -> None:
+    """Seed PyTorch's generator of one device."""
+    if device.type == "cpu":
+        torch.default_generator.manual_seed(key)
+        return
+    generators = getattr(torch.get_device_module(device), "default_generators", ())
+    if generators:
+        generators[device.index].manual_seed(key)
+    else:
+        put_state_on(device, torch.Generator(device).manual_seed(key).get_state())
+
+
 @contextmanager
 def kept_states(accelerators: Sequence[torch.device] = ()) -> Iterator[None]:
     """Give the three generators, and those of accelerators, back the states they have now."""
