@@ -5,11 +5,13 @@ Each model is trained over cards, forward, backward and update, and must end whe
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Any
 
 import pytest
 import torch
 from torch import nn
+from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_map
 from torch.utils.checkpoint import checkpoint
 
@@ -27,7 +29,7 @@ from lockstep.strategies.single import Single
 from lockstep.strategies.step import Step
 from lockstep.tensors.pytree import each
 
-from cards import Cards, cards, on_cards, plain  # isort: skip
+from cards import Cards, aten, cards, on_cards, plain  # isort: skip
 from test_pipelining import KINDS, MANY, SAMPLES  # isort: skip
 from zoo import _job, drawn, labels, sgd, tokens_and_next, wants  # isort: skip
 
@@ -466,6 +468,46 @@ def test_a_checkpoint_draws_again_what_its_card_drew(reentrant: bool, monkeypatc
         assert here.states[1] is not here.states.get(0)
         # At a scale of 1 its gradient is the sum of the outputs over the batch.
         torch.testing.assert_close(plain(step.model.second.scale.grad), outputs[0].sum(0) / 8)
+
+
+class Watched(TorchDispatchMode):
+    """Counts what the host reads of cards, and numbers that are moved from one device to another."""
+
+    reads = moves = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        wanted = (kwargs or {}).get("device")
+        if func is aten._local_scalar_dense.default:
+            self.reads += args[0].device.type != "cpu"
+        elif func is aten._to_copy.default and wanted is not None and not args[0].dim():
+            self.moves += wanted != args[0].device
+        return func(*args, **(kwargs or {}))
+
+
+@pytest.mark.parametrize("way", [MP, partial(PP, microbatches=4)])
+def test_an_update_over_cards_reads_nothing_and_moves_its_total_once(way: Any, monkeypatch) -> None:
+    """The total was moved once for each micro-batch, and the count was waited for."""
+    job, device_map = PLACED["a weight on both cards"]
+    job = job.replace(precision="fp64", loss=nn.CrossEntropyLoss(ignore_index=0))
+    with Cards():
+        step = over_cards(job, way(device_map), 2, monkeypatch)
+        step(*batch(job, 0, 8))
+        with Watched() as watched:
+            step(*batch(job, 1, 8))
+    assert watched.reads == 0
+    assert watched.moves <= 3  # total, count, and the weight of the gradients on the other card
+
+
+def test_after_an_error_the_callers_device_is_the_current_one_again(monkeypatch) -> None:
+    job, device_map = PLACED["a weight on both cards"]
+    with Cards():
+        step = over_cards(job, PP(device_map, 2), 2, monkeypatch)
+        current = []
+        monkeypatch.setattr(torch.accelerator, "set_device_index", current.append)
+        monkeypatch.setattr(step, "forward_loss", lambda *args: step.runner._occupy(1) or 1 / 0)
+        with pytest.raises(ZeroDivisionError):
+            step(*batch(job, 0, 8))
+    assert current == [1, 0]
 
 
 def test_every_card_of_any_type_is_seeded_with_a_step(monkeypatch) -> None:

@@ -245,16 +245,18 @@ class Runner:
                 results.append(work.forward(number))
             return results
         flights = [Flight(number, self._occupy, marks=False) for number in range(work.count)]
-        for action in self.schedule(work.count)[0]:
-            if action.stage:
-                continue  # a later stage of the first device
-            flight = flights[action.microbatch]
-            with flight, self._told(flight):
-                if action.kind == "F":
-                    work.begin(flight.number)
-                    made[flight.number] = work.forward(flight.number)
-                else:
-                    flight.kind = "B"
-                    results.append(work.backward(flight.number, made.pop(flight.number)))
-        self._occupy(0)
+        try:
+            for action in self.schedule(work.count)[0]:
+                if action.stage:
+                    continue  # a later stage of the first device
+                flight = flights[action.microbatch]
+                with flight, self._told(flight):
+                    if action.kind == "F":
+                        work.begin(flight.number)
+                        made[flight.number] = work.forward(flight.number)
+                    else:
+                        flight.kind = "B"
+                        results.append(work.backward(flight.number, made.pop(flight.number)))
+        finally:
+            self._occupy(0)
         return results

@@ -70,21 +70,31 @@ class StagedStep(Step):
 
         def backward(i: int, made: tuple[torch.Tensor, Number]) -> tuple[Number, Number]:
             self.backward(made[0], self.divisor(made[1], batch.size))
-            return self._at_home(made[0].detach()), self._at_home(made[1])
+            return made[0].detach(), made[1]
 
         while True:
             for p in self._parameters:
                 p.grad = None
             found = self._stages(begin, forward, backward, len(parts), self._stream is not None)
             if not self.runner.spoiled:  # else once more, with streams now, and if that won't do, in turn
-                return sum(total for total, _ in found), sum(count for _, count in found)
+                totals, counts = zip(*found, strict=True) if found else ((), ())
+                return self._sum_at_home(totals), self._sum_at_home(counts)
             streams = Streams()
 
-    def _at_home(self, value: Number) -> Number:
-        """A total or a count on the first device: the targets, and so a count of them, are not where the loss is."""
-        if not isinstance(value, torch.Tensor) or not self._layers.moves:
-            return value
-        return value.to(self.world.device.torch, non_blocking=True)
+    def _sum_at_home(self, values: Iterable[Number]) -> Number:
+        """Totals or counts of micro-batches on the first device. (Targets, and so counts, are not where the loss is.)
+
+        One number is moved from each device, at the end: a copy between accelerators holds the queues of both.
+        """
+        sums: dict[torch.device | None, Number] = {}
+        for value in values:
+            place = value.device if isinstance(value, torch.Tensor) and self._layers.moves else None
+            sums[place] = sums[place] + value if place in sums else value
+        home = self.world.device.torch
+        return sum(
+            value.to(home, non_blocking=True) if isinstance(value, torch.Tensor) and place is not None else value
+            for place, value in sums.items()
+        )
 
     @observed(lambda observer, *args: observer.stages())
     def _stages(self, *go: Any) -> Any:
@@ -108,10 +118,6 @@ class StagedStep(Step):
         # core that the last stage had left (Linux 6.18): as long as one thread takes for some million parameters.
         with occupied(Device("cpu", 0)) if self._is_small else nullcontext():
             super()._move_parameters(size, count)
-
-    def _weight(self, size: int, count: Number) -> None:
-        # Gradients are on several devices, the count is on one.
-        super()._weight(size, float(count) if self._layers.moves and isinstance(count, torch.Tensor) else count)
 
     def over(
         self, batches: Iterable[Batch], compute: Callable[[Batch], T], seed: int | None = None

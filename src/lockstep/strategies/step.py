@@ -291,11 +291,14 @@ class Step(StepState, ABC):
         self.tell_once(self.seen.of_weighting())
         if not grads:
             return
-        if all(grad.layout == torch.strided for grad in grads):
-            torch._foreach_mul_(grads, factor)
-        else:
-            for grad in grads:
-                grad.mul_(factor)
+        for device in dict.fromkeys(grad.device for grad in grads):
+            mine = [grad for grad in grads if grad.device == device]
+            here = factor.to(device, non_blocking=True) if isinstance(factor, torch.Tensor) else factor
+            if all(grad.layout == torch.strided for grad in mine):
+                torch._foreach_mul_(mine, here)
+            else:
+                for grad in mine:
+                    grad.mul_(here)
 
     @phase("computing", "clip")
     def clip(self) -> None:
