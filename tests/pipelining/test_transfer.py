@@ -16,6 +16,7 @@ from torch.utils._pytree import tree_map
 from torch.utils.checkpoint import checkpoint
 
 from lockstep import Job
+from lockstep.data import Part
 from lockstep.errors import LossError, StrategyError
 from lockstep.launch.devices import slots
 from lockstep.launch.world import World
@@ -468,6 +469,21 @@ def test_a_checkpoint_draws_again_what_its_card_drew(reentrant: bool, monkeypatc
         assert here.states[1] is not here.states.get(0)
         # At a scale of 1 its gradient is the sum of the outputs over the batch.
         torch.testing.assert_close(plain(step.model.second.scale.grad), outputs[0].sum(0) / 8)
+
+
+@pytest.mark.parametrize("way", [MP, partial(PP, microbatches=2)])
+def test_an_evaluation_over_cards_does_not_keep_what_was_moved(way: Any, monkeypatch) -> None:
+    """Every activation that goes from one card to the other was kept to the end of the set."""
+    job, device_map = PLACED["a weight on both cards"]
+    with Cards():
+        step = over_cards(job.replace(precision="fp64"), way(device_map), 2, monkeypatch)
+        step(*batch(job, 0, 8))
+        kept = []
+        with step.evaluating():
+            for _ in range(20):
+                step.outputs(Part(*batch(job, 0, 8), 8, 8))
+                kept.append(len(transfer.current()._copies))
+    assert max(kept) == kept[0] <= 2
 
 
 class Watched(TorchDispatchMode):

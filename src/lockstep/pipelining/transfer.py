@@ -18,6 +18,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import threading
+import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
@@ -55,7 +56,7 @@ class Moving(TorchFunctionMode):
         self.owner = owner
         self.place = places[0] if place is None else place
         self._places = places
-        self._copies: dict[tuple[int, torch.device], tuple[torch.Tensor, int, torch.Tensor]] = {}
+        self._copies: dict[tuple[int, torch.device], tuple[weakref.ref[torch.Tensor], int, torch.Tensor]] = {}
 
     def __enter__(self) -> Moving:
         self._before = current()
@@ -69,7 +70,10 @@ class Moving(TorchFunctionMode):
         self._copies.clear()
 
     def moved(self, tensor: torch.Tensor) -> torch.Tensor:
-        """The tensor on the stage that computes; masks and positions, which every layer is given, are copied once."""
+        """The tensor on the stage that computes; masks and positions, which every layer is given, are copied once.
+
+        A copy is kept for as long as what it was made of: an evaluation would keep all activations else.
+        """
         place = self.place
         if tensor.device == place or (tensor.is_cpu and not tensor.dim()):
             return tensor
@@ -78,8 +82,9 @@ class Moving(TorchFunctionMode):
                 return tensor.to(place, non_blocking=True)
             key = (id(tensor), place)
             kept = self._copies.get(key)
-            if kept is None or kept[0] is not tensor or kept[1] != tensor._version:
-                kept = tensor, tensor._version, tensor.to(place, non_blocking=True)
+            if kept is None or kept[0]() is not tensor or kept[1] != tensor._version:
+                source = weakref.ref(tensor, lambda _: self._copies.pop(key, None))
+                kept = source, tensor._version, tensor.to(place, non_blocking=True)
                 self._copies[key] = kept
             return kept[2]
 
