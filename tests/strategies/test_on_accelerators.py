@@ -2,15 +2,24 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
+
 import pytest
 import torch
 from torch import nn
 from torch.utils.data import TensorDataset
 
 import lockstep
-from cards import Cards, CardTensor, plain
+from cards import Cards, CardTensor, cards, plain
+from lockstep import Job
+from lockstep.launch.devices import Device
+from lockstep.launch.world import World
 from lockstep.model.optimizer import clip_gradients
-from zoo import drawn, labels, mlp
+from lockstep.pipelining.planner.benchmark import Bench
+from lockstep.pipelining.planner.partition import capacities
+from lockstep.profiling.clock import Clock
+from lockstep.strategies.single import Single
+from zoo import drawn, labels, mlp, plain_sgd
 
 
 def trained(strategy: str, devices: str, *, as_on_accelerator: bool) -> torch.Tensor:
@@ -49,3 +58,57 @@ def test_sparse_gradients_are_clipped_together_with_those_of_another_device() ->
         clip_gradients([there, rows], 1.0)
     torch.testing.assert_close(plain(there.grad), torch.tensor([0.0, 0.8, 0.0]), rtol=1e-5, atol=0)
     torch.testing.assert_close(rows.grad.to_dense()[1], torch.tensor([0.6, 0.0]), rtol=1e-5, atol=0)
+
+
+# ---- memory and time of several devices ------------------------------------------------------------------------------
+
+
+CARDS = tuple(Device("cuda", index) for index in range(2))
+
+
+def test_the_capacity_of_a_card_is_what_is_free_on_it(monkeypatch) -> None:
+    """It was all of its memory, whoever else had taken some."""
+    monkeypatch.setattr(torch.accelerator, "get_memory_info", lambda card: (5000 + card.index, 80000))
+    monkeypatch.setattr(torch.accelerator, "memory_reserved", lambda card: 300)
+    monkeypatch.setattr(torch.accelerator, "memory_allocated", lambda card: 100)
+    assert capacities(CARDS, None) == [5200.0, 5201.0]
+
+
+class TooLarge(nn.Sequential):
+    """A model for which one card has no room."""
+
+    def to(self, *args, **named):
+        if torch.device(args[0]).type != "cpu":
+            raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 90 GiB")
+        return super().to(*args, **named)
+
+
+def test_a_model_that_does_not_fit_on_one_card_is_planned_from_the_cpu() -> None:
+    """The planning of a pipeline put all of it on the first card."""
+    job = Job(
+        model=lambda: TooLarge(nn.Linear(6, 8), nn.Tanh(), nn.Linear(8, 3)), loss=nn.CrossEntropyLoss(), batch_size=8,
+        optimizer=plain_sgd, train_data=TensorDataset(drawn(16, 6), labels(16, 3)),
+    )  # fmt: skip
+    with Cards():
+        bench = Bench(job, World(devices=cards(1)))
+        look = bench.look(bench.part(8))
+    assert not look.measured and {block.name for block in look.blocks} == {"0", "1", "2"}
+    assert all(p.is_cpu for p in bench.model.parameters())
+
+
+def test_peaks_count_from_when_the_model_is_built(monkeypatch) -> None:
+    order: list[object] = []
+    monkeypatch.setattr(torch.accelerator, "is_available", lambda: True)
+    monkeypatch.setattr(torch.accelerator, "reset_peak_memory_stats", order.append)
+    monkeypatch.setattr(Single, "build", lambda self, job, world: order.append("built"))
+    Single().prepare(None, World(devices=CARDS))
+    assert order == ["built", torch.device("cuda", 0), torch.device("cuda", 1)]
+
+
+def test_a_profile_waits_for_all_cards(monkeypatch) -> None:
+    """It waited for the current one, so that a pipeline's later stages took no time."""
+    waited: list[torch.device] = []
+    monkeypatch.setattr(torch.accelerator, "synchronize", waited.append)
+    step = SimpleNamespace(world=World(devices=CARDS), timed="rank")
+    Clock(step).wait()
+    assert waited == [torch.device("cuda", 0), torch.device("cuda", 1)]

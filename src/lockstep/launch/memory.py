@@ -7,6 +7,7 @@ import sys
 
 import torch
 
+from lockstep.launch.devices import Device
 from lockstep.launch.world import World
 
 
@@ -18,18 +19,32 @@ def is_out_of_memory(error: BaseException) -> bool:
 
 
 def peak_memory(world: World) -> list[int]:
-    """Per process; on CUDA devices, per device."""
-    if world.device.type == "cuda":
-        return [torch.cuda.max_memory_allocated(d.index) for d in world.devices]
+    """Per process, since it began; on accelerators per device, since the last ``reset_peak_memory``."""
+    if not world.device.is_slot:
+        return [torch.accelerator.max_memory_allocated(d.torch) for d in world.devices]
     scale = 1 if sys.platform == "darwin" else 1024
     return [resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * scale]
+
+
+def reset_peak_memory(world: World) -> None:
+    """Count peaks of accelerators from here on: planning and building take memory that the training doesn't."""
+    if torch.accelerator.is_available():
+        for device in world.devices:
+            if not device.is_slot:
+                torch.accelerator.reset_peak_memory_stats(device.torch)
 
 
 def memory_now(world: World) -> tuple[tuple[str, int], ...]:
     """By the name of a device, or of this process: the bytes that it takes at present."""
     if world.device.is_slot:
         return ((str(world.device) if world.size > 1 else "memory", _resident()),)
-    return tuple((str(d), torch.cuda.memory_allocated(d.index)) for d in world.devices if d.type == "cuda")
+    return tuple((str(d), torch.accelerator.memory_allocated(d.torch)) for d in world.devices)
+
+
+def free_memory(device: Device) -> int:
+    """Bytes of an accelerator that tensors may still take: the system's, and what this process's allocator has kept."""
+    kept = torch.accelerator.memory_reserved(device.torch) - torch.accelerator.memory_allocated(device.torch)
+    return torch.accelerator.get_memory_info(device.torch)[0] + kept
 
 
 def _resident() -> int:

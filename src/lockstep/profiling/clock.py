@@ -133,7 +133,8 @@ class Clock(Observer):
     def wait(self) -> None:
         """On an accelerator: until all that was asked of it is done, so that the time is its own."""
         if self._on_accelerator:
-            torch.accelerator.synchronize()
+            for device in self._world.devices:
+                torch.accelerator.synchronize(device.torch)
 
     @contextlib.contextmanager
     def phase(self, kind: Kind, name: str) -> Iterator[None]:

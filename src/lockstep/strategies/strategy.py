@@ -16,6 +16,7 @@ from lockstep.errors import StrategyError
 from lockstep.job import Job
 from lockstep.launch.events import Caveat
 from lockstep.launch.layout import Layout
+from lockstep.launch.memory import reset_peak_memory
 from lockstep.launch.world import World
 from lockstep.model.inspection import drops, hooked_parameters
 from lockstep.strategies.step import Step
@@ -67,7 +68,9 @@ class Strategy(ABC):
             LockstepError: as ``build``.
         """
         world.layout = self.layout(world.size * len(world.devices))
-        return self.build(job, world)
+        step = self.build(job, world)
+        reset_peak_memory(world)
+        return step
 
     @abstractmethod
     def build(self, job: Job, world: World) -> Step:

@@ -46,8 +46,14 @@ class Bench:
 
     def __init__(self, job: Job, world: World) -> None:
         job = job.replace(loader_workers=0)
-        self.model = build_model(job, world)
+        self.model = build_model(job, world, place=False)
         self.device = world.device
+        self._home = self.device.torch
+        try:
+            self.model.to(self._home)
+        except torch.OutOfMemoryError:  # estimated only
+            self._home = torch.device("cpu")
+            self.model.to(self._home)
         loader = job_loader(job, world, resolve(job.train_data, world, "train_data"))
         try:
             self.first: Part = next(iter(loader.epoch(0))).parts[0]
@@ -64,7 +70,7 @@ class Bench:
 
     def part(self, size: int, start: int = 0) -> Part:
         """So many samples of the first micro-batch, on the device, in the job's format and layout."""
-        device, dtype, whole = self.device.torch, self._precision.whole, self.first.size
+        device, dtype, whole = self._home, self._precision.whole, self.first.size
         inputs, targets = (
             nest if size == whole else cut(nest, start=start, size=size, whole=whole)
             for nest in (self.first.inputs, self.first.targets)
@@ -80,7 +86,7 @@ class Bench:
                 return call(self.model, inputs)
 
         seen = blocks_of(self.model, trace(self.model, part.inputs, forward, self.device.type))
-        if not measure:
+        if not measure or self._home != self.device.torch:
             return seen
         adds = part.size < self.first.size  # it is one of several of a batch
         total = functools.partial(self.total, part, self.model)

@@ -18,7 +18,6 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import torch
 from torch import nn
 
 from lockstep.errors import StrategyError, counted
@@ -26,6 +25,7 @@ from lockstep.job import Job
 from lockstep.jobfile import JobFile, as_job, the_job, with_settings
 from lockstep.launch import devices as _devices
 from lockstep.launch.devices import Device, Devices
+from lockstep.launch.memory import free_memory
 from lockstep.launch.placement import alone
 from lockstep.model.activation_checkpointing import found_blocks
 from lockstep.pipelining.device_map import DeviceMap, longest
@@ -292,8 +292,9 @@ def capacities(devices: Sequence[Device], memory: int | Sequence[int] | None) ->
                 f"partition: {len(sizes)} sizes of memory for {len(devices)} devices: give one for each"
             )
         return [float(byte) for byte in sizes]
-    if devices[0].type == "cuda":
-        return [float(torch.cuda.get_device_properties(device.index).total_memory) for device in devices]
     if devices[0].is_slot:
         return [os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") / len(devices)] * len(devices)
-    return None
+    try:
+        return [float(free_memory(device)) for device in devices]
+    except RuntimeError:  # its allocator doesn't count
+        return None
