@@ -48,11 +48,11 @@ class Bench:
         job = job.replace(loader_workers=0)
         self.model = build_model(job, world, place=False)
         self.device = world.device
-        self._home = self.device.torch
+        self._home, self._fits = self.device.torch, True
         try:
             self.model.to(self._home)
-        except torch.OutOfMemoryError:  # estimated only
-            self._home = torch.device("cpu")
+        except torch.OutOfMemoryError:
+            self._home, self._fits = torch.device("cpu"), False
             self.model.to(self._home)
         loader = job_loader(job, world, resolve(job.train_data, world, "train_data"))
         try:
@@ -86,7 +86,7 @@ class Bench:
                 return call(self.model, inputs)
 
         seen = blocks_of(self.model, trace(self.model, part.inputs, forward, self.device.type))
-        if not measure or self._home != self.device.torch:
+        if not measure or not self._fits:
             return seen
         adds = part.size < self.first.size  # it is one of several of a batch
         total = functools.partial(self.total, part, self.model)
