@@ -287,6 +287,40 @@ def test_ranks_that_torchrun_starts_again_find_one_another(tmp_path: Path) -> No
     assert done.returncode == 0 and done.stdout.split("\n").count("[0, 1]") == 2, done.stderr
 
 
+LATE = """
+import os, time
+from lockstep.launch import launch, started_ranks
+
+if os.environ["RANK"] == "2":
+    time.sleep(2)  # the others have read by then, and rank 1 has begun to wait for the next thing
+read = started_ranks.read_by_first(lambda: 7)
+print(launch(lambda world: world.rank, "cpu"), read)
+"""
+
+
+@pytest.mark.slow
+def test_a_rank_that_comes_late_cuts_nobody_off(tmp_path: Path) -> None:
+    """Rank 0 served one store after the other at one port; who waited at the first for the second was cut off."""
+    (tmp_path / "late.py").write_text(LATE)
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = str(free.getsockname()[1])
+    environment = {**os.environ, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port, "WORLD_SIZE": "3"}
+    ranks = [
+        subprocess.Popen(
+            [sys.executable, "late.py"], cwd=tmp_path, env={**environment, "RANK": rank, "LOCAL_RANK": rank},
+            stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True,
+        )
+        for rank in "012"
+    ]  # fmt: skip
+    try:
+        said = [process.communicate(timeout=60)[0] for process in ranks]
+    finally:
+        for process in ranks:
+            process.kill()
+    assert said == ["[0, 1, 2] 7\n"] * 3
+
+
 def test_local_ranks_have_their_place_in_the_environment() -> None:
     """Libraries look there: for whose turn it is to print, or to download."""
     found = lockstep.launch(

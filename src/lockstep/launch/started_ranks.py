@@ -228,13 +228,26 @@ _SIOCGIFADDR = 0x8915
 _stores = itertools.count(1)
 
 
+@functools.cache
+def _met(address: str, port: str) -> Store:
+    """The connection to the store at this address, one for the process's life.
+
+    Without torchrun rank 0 serves it. One that ended and began again between two uses would cut off the ranks that came
+    to the second use early.
+    """
+    store: Store
+    store, _, _ = next(rendezvous("env://"))
+    return store
+
+
 def _store(timeout: float) -> Store:
-    """Torchrun's store, under keys of this launch's own.
+    """The store where all processes meet, under keys of this use's own.
 
     It outlives a process group, and a second group would find the addresses of the first in it; torchrun's agent keeps
     one even when it starts its ranks again.
     """
-    store, _, _ = next(rendezvous("env://", timeout=datetime.timedelta(seconds=timeout)))
+    store = _met(os.environ["MASTER_ADDR"], os.environ["MASTER_PORT"])
+    store.set_timeout(datetime.timedelta(seconds=timeout))
     by_agent = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
     attempt = os.environ["TORCHELASTIC_RESTART_COUNT"] if by_agent else "0"
     return PrefixStore(f"lockstep_{attempt}_{next(_stores)}", store)
