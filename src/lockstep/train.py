@@ -144,7 +144,7 @@ def _with_restarts(
         except Lost as error:
             if run is None:
                 raise
-            if run.written_at(run.summary) != before:
+            if run.written_at(run.summary) not in (None, before):
                 # All that the run leaves is written: what was lost had nothing more to do.
                 display.line(f"note: {error}, after the end")
                 return run.read_json(run.summary), str(run.path)

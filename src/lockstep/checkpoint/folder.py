@@ -70,8 +70,10 @@ class CheckpointFolder:
         for found in self.whole(say):
             return found
         if said:
-            raise FolderError(f"{self.path}: no checkpoint is whole: take another run, or begin anew")
+            raise FolderError(f"no checkpoint is whole: take another run, or begin anew ({'; '.join(said)})")
         why = "nothing was saved in that folder" if self.path.parent.is_dir() else "there is no such folder"
+        if aside := sorted(path.name for path in self.path.glob("step-*.damaged*")):
+            why = f"{', '.join(aside)} were found damaged"
         raise FolderError(f"{self.path}: there is no checkpoint to resume from: {why}")
 
     def put(self, beside: Path, step: int, keep: int) -> None:

@@ -16,6 +16,7 @@ import torch
 from safetensors import safe_open
 from torch import nn
 
+from lockstep.checkpoint.folder import CheckpointFolder
 from lockstep.checkpoint.safe_file import bytes_of, could_not_write, write_tensors
 from lockstep.errors import FolderError
 from lockstep.tensors.array_file import SAFETENSORS_TYPES
@@ -51,7 +52,8 @@ def save_weights(path: Path, weights: Mapping[str, Any]) -> None:
     except OSError as error:
         beside.unlink(missing_ok=True)
         kept = f"{path.name} of before" if path.exists() else ""
-        raise could_not_write(path, error, kept, resumable=bool(kept)) from error
+        saved = bool(CheckpointFolder(path.with_name("checkpoints")).steps())
+        raise could_not_write(path, error, kept, resumable=saved) from error
 
 
 def _sum_of(tensors: Mapping[str, torch.Tensor], tree: str) -> str:
@@ -76,7 +78,9 @@ def load_weights(path: Path) -> dict[str, Any]:
     """
     if not path.is_file():
         if path.name == "best.safetensors" and path.with_name("model.safetensors").is_file():
-            raise FolderError(f"{path}: there are no best weights, since the run had no evaluation set: leave best out")
+            raise FolderError(
+                f"{path}: there are no best weights (the run had no evaluation set, or lost them): leave best out"
+            )
         others = [name for name in ("best.safetensors", "checkpoints", "state.pt") if path.with_name(name).exists()]
         what = "--best takes the best so far, --resume resumes the run" if others else "it finished no epoch"
         raise FolderError(f"{path}: there are no such weights, the run did not reach its end: {what}")
@@ -90,8 +94,8 @@ def load_weights(path: Path) -> dict[str, Any]:
         raise FolderError(f"{path}: not a safetensors file ({error})") from error
     if metadata.get(_SUM, now := _sum_of(tensors, tree)) != now:
         raise FolderError(
-            f"{path}: the file is damaged: its numbers aren't those that were written: take another copy of it, or "
-            "--resume the run, which writes it anew"
+            f"{path}: the file is damaged: its numbers aren't those that were written: take another copy of it"
+            + (", or --resume the run, which writes it anew" if path.name == "model.safetensors" else "")
         )
     return {**{n: t for n, t in tensors.items() if n.partition("/")[0] not in others}, **others}
 

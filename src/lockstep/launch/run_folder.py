@@ -23,6 +23,7 @@ import fcntl
 import itertools
 import json
 import os
+import re
 import shutil
 import socket
 import time
@@ -32,6 +33,9 @@ from typing import IO, Any
 
 from lockstep.errors import FolderError, SaveError
 from lockstep.tensors.new_file import not_followed, write_over
+
+_CHECKPOINT = re.compile(r"step-\d+|\.step-\d+\.before")
+"""The second is of a death between two renames."""
 
 _CONFIG: dict[str, Any] = {
     **dict.fromkeys(("job", "strategy"), str),
@@ -61,7 +65,8 @@ class RunFolder:
     @property
     def is_resumable(self) -> bool:
         """Whether something was saved from which the run can go on."""
-        return self.earlier_state.is_file() or any(self.checkpoints.glob("step-*[0-9]"))
+        names = [path.name for path in self.checkpoints.glob("*")]
+        return self.earlier_state.is_file() or any(map(_CHECKPOINT.fullmatch, names))
 
     def written_at(self, path: Path) -> int | None:
         """When one of the files was last written; None where it isn't there."""
@@ -204,17 +209,18 @@ class RunFolder:
                     raise FolderError(f"{self.metrics}: line {number} isn't JSON ({error}): take it out") from None
         return records
 
-    def keep_metrics(self, step: int, last: dict[str, Any] | None) -> None:
-        """Leave the lines up to a step, of which ``last`` is one; those after it will be written again."""
+    def keep_metrics(self, step: int, last: dict[str, Any] | None) -> int:
+        """Leave the lines up to a step, of which ``last`` is one, and give their number; later ones come again."""
         kept = {record["step"]: record for record in self.read_metrics() if record["step"] <= step}
         if last is not None:
             kept.setdefault(last["step"], last)
         if not kept and not os.path.lexists(self.metrics):
-            return
+            return 0
         try:
             write_over(self.metrics, "".join(json.dumps(kept[step], default=str) + "\n" for step in sorted(kept)))
         except OSError as error:
             raise FolderError(f"{self.metrics}: can't be written: {error.strerror}") from error
+        return len(kept)
 
     def remove(self) -> None:
         """Take the folder away: nothing was trained."""

@@ -114,8 +114,10 @@ def added_up(folder: str | Path) -> tuple[list[str], bool]:
     for epoch in epochs.values():
         epoch.whole = epoch.number < max(epochs) + 1 or _has_ended(run, epoch.number)
     said = [_said(epoch, head) for _, epoch in sorted(epochs.items())]
+    first = began[numbers[0]]
     return [
         f"{counted(len(numbers), 'start')}, {counted(max(seen, default=0), 'step')}",
+        *([f"steps 1 to {first} were trained without --audit"] if first else []),
         *(line for line, _ in said),
     ], (all(right for _, right in said))
 

@@ -18,9 +18,9 @@ from typing import Any
 import torch
 
 from lockstep import __version__
-from lockstep.checkpoint.weights import save_weights
+from lockstep.checkpoint.weights import load_weights, save_weights
 from lockstep.data import Batch, fingerprint, is_stream
-from lockstep.errors import JobError
+from lockstep.errors import FolderError, JobError, counted
 from lockstep.job import Job
 from lockstep.jobfile import the_job
 from lockstep.launch.events import Line
@@ -99,8 +99,12 @@ class _Training(Setup):
         # Only now that nothing can be refused any more does the folder change.
         if self.world.is_first:
             self.write_config()
-            self.folder.keep_metrics(self.world.step, self.kept_record)
-            self.folder.failure.unlink(missing_ok=True)
+            kept = self.folder.keep_metrics(self.world.step, self.kept_record)
+            if kept < self.epoch:
+                lost = f"{self.folder.metrics}: {kept} of the {self.epoch} records are there, the others are lost"
+                self._said_before.append(Line.note(lost))
+            for ended in (self.folder.failure, self.folder.summary):
+                ended.unlink(missing_ok=True)
         self.told = Teller(self.world, self.job, self.folder, self.plan.tensorboard)
         for told_of in self.opening(self.epoch) if self.world.is_first else ():
             self.world.tell(told_of)
@@ -115,7 +119,8 @@ class _Training(Setup):
                 stack.callback(loader.close)
             if self.profiler is not None:
                 stack.enter_context(self.profiler)
-            if self.plan.audit:
+            before = self.plan.resume and self.world.broadcast_object(self.folder.audit.is_dir())
+            if self.plan.audit or before:  # an audit with a gap would say nothing
                 self.audit = Audit(self.world, self.folder, self.train_data, order=self.job.order is not None)
                 stack.callback(self.audit.close)
             if not self.plan.resume and not any(map(is_stream, self.eval_data.values())):
@@ -135,9 +140,14 @@ class _Training(Setup):
         return summary
 
     def _is_done(self) -> bool:
-        if self.stopped or self._is_at_last_step:
+        if self.stopped or (self._is_at_last_step and self._is_recorded):
             return True
         return self.epochs is not None and self.epoch >= self.epochs
+
+    @property
+    def _is_recorded(self) -> bool:
+        """Whether the training up to this step was evaluated: one that was stopped in its last step wasn't."""
+        return self.kept_record is not None and self.kept_record["step"] == self.world.step
 
     # ---- one epoch --------------------------------------------------------------------------------------------------
 
@@ -224,7 +234,7 @@ class _Training(Setup):
         step, world = self.step, self.world
         # (Ranks that read a stream wait for one another at each batch, so none may leave before the others.)
         may_stop = step.together or not is_stream(self.train_data)
-        for batch in batches:
+        for batch in () if self._is_at_last_step else batches:
             yield batch
             if self._is_at_last_step or (step.stopping and may_stop):
                 break
@@ -262,7 +272,10 @@ class _Training(Setup):
         self._checkpoint(self.record.get("eval_loss"))
         if self.world.is_first and self.kept_record is not None and not self.interrupted:
             self.folder.add_metrics(self.kept_record)
-        self._stop_if_told(self.told.event("saved", number, self.world.step, self.record) or self.stopped)
+        before = self.stopped
+        self._stop_if_told(self.told.event("saved", number, self.world.step, self.record) or before)
+        if self.stopped and not before:
+            self._checkpoint()  # with that
 
     def _save_within(self, total: Number, count: Number) -> None:
         """Within an epoch, whose loss so far came to that."""
@@ -278,14 +291,21 @@ class _Training(Setup):
             "partial": self.partial,
             "record": self.kept_record,
             "data": self.data,
+            "stopped": self.stopped,
         }
         self.saves.save(place, eval_loss)
         self.times.saved()
 
-    def _has_summary(self) -> bool:
-        """Whether the run has come to its end at this step, down to its last file."""
+    def _has_ended(self) -> bool:
+        """Whether the run has come to its end at this step, down to its last file, and that is whole."""
         summary = self.folder.summary
-        return summary.is_file() and self.folder.read_json(summary).get("steps") == self.world.step
+        if not summary.is_file() or self.folder.read_json(summary).get("steps") != self.world.step:
+            return False
+        try:
+            load_weights(self.folder.model)
+        except FolderError:
+            return False  # it is written anew
+        return True
 
     def _resume(self) -> None:
         state = self.saves.load()
@@ -293,10 +313,20 @@ class _Training(Setup):
         self.partial = tuple(state["partial"])
         self.kept_record, self.data = state.get("record"), state.get("data", {})
         self.world.step = state["step"]
-        if self.plan.again or not self.world.broadcast_object(self._has_summary()):
+        self.stopped = state.get("stopped", False)
+        has_ended = not self.plan.again and self.world.broadcast_object(self._has_ended())
+        steps, epochs = self.job.steps, self.epochs
+        if steps is not None and self.world.step > steps:
+            has_ended = True
+        if epochs is not None and (self.epoch, self.position) > (epochs, 0):
+            has_ended = True
+        if not has_ended:
             if self.kept_record is not None:  # it may have reached its last step, and not its last file
                 self.record = {n: v for n, v in self.kept_record.items() if n not in ("epoch", "step")}
             return
+        if self.stopped:
+            self.stopped = False
+            self.saves.notes.append(f"on_event had stopped the run after {counted(self.epoch, 'epoch')}: it goes on")
         if self._is_at_last_step:
             raise JobError(
                 f"steps: the run has done {self.world.step}: ask for more, --steps {2 * self.world.step} say"

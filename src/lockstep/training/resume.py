@@ -14,7 +14,7 @@ from typing import Any
 
 from lockstep.errors import FolderError, counted
 from lockstep.job import Job
-from lockstep.jobfile import JobFile
+from lockstep.jobfile import JobFile, written
 from lockstep.launch import devices as _devices
 from lockstep.launch.devices import Device, Devices
 from lockstep.launch.run_folder import RunFolder
@@ -84,9 +84,18 @@ def newest_of(parent: str | Path, job: Job | JobFile, name: str, run_id: str | N
             file = str(Path(job.path).resolve()) if isinstance(job, JobFile) else None
             if (config.get("file"), config.get("job")) != (file, name) or run_id not in (None, config.get("run_id")):
                 continue
+            if isinstance(job, JobFile) and changed_parameters(config, job):
+                continue
             if run_id is not None or (folder.is_resumable and not _is_at_its_end(folder, config, job)):
                 found.append((path.stat().st_mtime, folder))
     return max(found, key=lambda one: one[0])[1] if found else None
+
+
+def changed_parameters(config: Mapping[str, Any], job: JobFile) -> dict[str, tuple[Any, Any]]:
+    """The parameters of a job file (``--set``) that are others than a run's, by name: then and now; None is none."""
+    before, now = config.get("set", {}), written(job.parameters)
+    pairs = {name: (before.get(name), now.get(name)) for name in sorted(before.keys() | now.keys())}
+    return {name: pair for name, pair in pairs.items() if str(pair[0]) != str(pair[1])}
 
 
 def _is_at_its_end(folder: RunFolder, config: Mapping[str, Any], job: Job | JobFile) -> bool:

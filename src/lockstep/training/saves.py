@@ -8,10 +8,10 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 from lockstep.checkpoint.reading import load_earlier, load_newest
-from lockstep.checkpoint.weights import save_weights, weights_on_cpu
+from lockstep.checkpoint.weights import load_weights, save_weights, weights_on_cpu
 from lockstep.checkpoint.writer import Writer
 from lockstep.data import is_stream
-from lockstep.errors import InputError, JobError, told
+from lockstep.errors import FolderError, InputError, JobError, first_line, told
 from lockstep.job import Job, steps_or_seconds
 from lockstep.launch.run_folder import RunFolder
 from lockstep.launch.world import World
@@ -143,7 +143,7 @@ class Saves:
                     f"{name}: the run was made with {state[name]}, not {getattr(self._job, name)}: resume it with that"
                 )
         self._step.load_state_dict(state)
-        self._best = state["best"]
+        self._best = state["best"] if self._world.broadcast_object(self._has_best(state["best"])) else math.inf
         if self._scheduler is not None and state["scheduler"] is not None:
             self._scheduler.load_state_dict(state["scheduler"])
         for function, kept in zip(self._functions, state.get("on_event", []), strict=False):
@@ -151,6 +151,18 @@ class Saves:
                 function.load_state_dict(kept)
         self._data_states = state.get("train_data")
         return state
+
+    def _has_best(self, loss: float) -> bool:
+        """Whether the best weights so far, of that loss, are there as they were written."""
+        if math.isinf(loss) or not self._world.is_first:
+            return True
+        try:
+            load_weights(self._folder.best)
+        except FolderError as error:
+            why = first_line(error) if self._folder.best.is_file() else f"{self._folder.best} isn't there any more"
+            self.notes.append(f"{why}: the best weights are looked for anew from here on")
+            return False
+        return True
 
     def load_data(self) -> None:
         """Give the training data their state back; nothing may look at a sample between this and the first step.

@@ -21,7 +21,7 @@ from lockstep.strategies import Strategy
 from lockstep.strategies.step import Step
 from lockstep.tensors.pytree import share_sizes
 from lockstep.training.progress import held_out
-from lockstep.training.resume import another_file, edited_files, moved, sources
+from lockstep.training.resume import another_file, changed_parameters, edited_files, moved, sources
 from lockstep.training.scheduler import note_on_length, scheduler_of
 
 
@@ -54,6 +54,11 @@ class Setup:
         self._said_before: list[Any] = []
         self.strategy = self._planned_strategy()
         self.step: Step = self.strategy.prepare(job, world)
+        # As the job gives it; schedulers and saved states change it.
+        self.optimizer = [
+            {name: value for name, value in group.items() if isinstance(value, int | float)}
+            for group in self.step.optimizer.param_groups
+        ]
         self.scheduler = scheduler_of(job, self.step)
         self.parts = self.strategy.num_microbatches(job)  # micro-batches of a global batch
         self.loader = self.strategy.training_loader(job, world, self.train_data)
@@ -106,7 +111,12 @@ class Setup:
                 way = f"--{name.replace('_', '-')} {str(now).lower()} takes that"
                 way = "a run keeps it" if name in ("seed", "batch_size") else way
                 said.append(f"{name}: the run goes on with {settings[name]}, the job file says {now} now: {way}")
-        self._said_before += [Line.note(one) for one in said if one is not None]
+            for name, (then, new) in changed_parameters(self.before, given).items():
+                said.append(f"--set {name}: it is {_set(new)}, and was {_set(then)} when the run was begun")
+        for then, new in zip(self.before.get("optimizer", []), self.optimizer, strict=False):
+            for name in (n for n in then if n in new and then[n] != new[n]):
+                said.append(f"{name}: the optimizer goes on as it was saved, with {then[name]}, and not {new[name]}")
+        self._said_before += [Line.note(one) for one in dict.fromkeys(said) if one is not None]
 
     def write_config(self) -> None:
         """What the run is made of; the strategies under which it went before are kept."""
@@ -121,6 +131,7 @@ class Setup:
             "strategy": self.strategy.name,
             "strategy_settings": dataclasses.asdict(self.strategy),
             "devices": self.devices,
+            "optimizer": before.get("optimizer", self.optimizer),
             "world_size": self.world.size,
             "backend": self.world.backend,
             "run_id": os.environ.get("TORCHELASTIC_RUN_ID"),
@@ -164,6 +175,10 @@ class Setup:
         yield from (Line.note(note) for note in notes if note)
         yield from self._said_before
         yield from map(Line.note, self.strategy.caveats(job, self.step.model, len(devices)))
+
+
+def _set(value: Any) -> str:
+    return "as the job file has it" if value is None else str(value)
 
 
 def _note_on_cores(devices: int) -> str | None:

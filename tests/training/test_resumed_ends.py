@@ -1,0 +1,239 @@
+"""How a run ends that was stopped near its end, or of which something was changed or lost before it was taken up."""
+
+from __future__ import annotations
+
+import errno
+import os
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from torch.utils.data import TensorDataset
+
+from lockstep import Job, Run, train
+from lockstep.checkpoint import weights
+from lockstep.checkpoint.folder import CheckpointFolder
+from lockstep.errors import FolderError, JobError, LockstepError, SaveError
+from lockstep.jobfile import JobFile
+from lockstep.launch.run_folder import RunFolder
+from lockstep.training import loop
+from lockstep.training.audit import added_up
+from lockstep.training.resume import newest_of
+from lockstep.verify import same_bits
+from zoo import drawn, labels
+
+BATCHES = 5
+"""Of an epoch."""
+
+
+class Died(Exception):
+    """What a function raises where the process would die."""
+
+
+def a_job(lr: float = 0.05, **settings: Any) -> Job:
+    inputs, targets = drawn(40, 6), labels(40, 3)
+    usual: dict[str, Any] = {"epochs": 3, "precision": "fp64"}
+    return Job(
+        model=lambda: nn.Sequential(nn.Linear(6, 8), nn.Tanh(), nn.Dropout(0.2), nn.Linear(8, 3)),
+        loss=nn.CrossEntropyLoss(), optimizer=lambda p: torch.optim.SGD(p, lr=lr, momentum=0.9),
+        train_data=TensorDataset(inputs, targets), eval_data=TensorDataset(inputs[:30], targets[:30]), batch_size=8,
+        **(usual | settings),
+    )  # fmt: skip
+
+
+def dying(at: str, step: int) -> Callable[..., None]:
+    def function(event: Any) -> None:
+        if (event.kind, event.step) == (at, step):
+            raise Died
+
+    return function
+
+
+def begun(job: Job, folder: Path, at: str, step: int, strategy: str = "single", devices: str = "1xcpu") -> Path:
+    """The folder of a run that died in this event."""
+    dies = job.replace(on_event=[dying(at, step)])
+    with pytest.raises((Died, LockstepError)):
+        train(dies, strategy=strategy, devices=devices, folder=folder, quiet=True)
+    (run,) = folder.iterdir()
+    return run
+
+
+def resumed(job: Job, run: Path, **settings: Any) -> Run:
+    return train(job, resume=run, quiet=True, **settings)
+
+
+def same(run: Run, whole: Run) -> None:
+    assert same_bits(run.model(), whole.model()) and same_bits(run.model(best=True), whole.model(best=True))
+    assert [(r["step"], r["train_loss"], r["eval_loss"]) for r in run.history] == [
+        (r["step"], pytest.approx(r["train_loss"]), pytest.approx(r["eval_loss"])) for r in whole.history
+    ]
+    assert run.summary["loss"] == pytest.approx(whole.summary["loss"])
+
+
+@pytest.mark.parametrize("steps", [8, 10])
+@pytest.mark.parametrize(("strategy", "devices"), [("single", "1xcpu"), ("ddp", "2xcpu")])
+def test_who_died_in_the_last_evaluation_is_evaluated(strategy: str, devices: str, steps: int, tmp_path) -> None:
+    """Of a number of steps; the run once ended with the numbers of the epoch before, and its best weights."""
+    job = a_job(epochs=None, steps=steps, save_every=2)
+    run = begun(job, tmp_path / "runs", "epoch", steps, strategy, devices)
+    whole = train(job, strategy=strategy, devices=devices, folder=tmp_path / "whole", quiet=True)
+    same(resumed(job, run), whole)
+
+
+FILE = """
+from test_resumed_ends import a_job
+
+def job(lr: float = 0.05):
+    return a_job(lr)
+"""
+
+
+def a_file(tmp_path: Path) -> str:
+    (tmp_path / "own.py").write_text(FILE)
+    return str(tmp_path / "own.py")
+
+
+def test_auto_takes_a_finished_run_that_was_being_continued(tmp_path: Path, monkeypatch) -> None:
+    """The summary of its first end was taken for that of the second."""
+    file, runs = a_file(tmp_path), tmp_path / "runs"
+    run = train(JobFile(file), folder=runs, quiet=True)
+    more = JobFile(file, settings={"epochs": 5})
+    assert newest_of(runs, JobFile(file), "own") is None
+    monkeypatch.setattr(loop, "save_weights", lambda *args: 1 / 0)  # dies after its last step
+    with pytest.raises(ZeroDivisionError):
+        train(more, resume=run.folder, quiet=True)
+    assert newest_of(runs, more, "own").path == run.folder
+
+
+def test_auto_takes_no_run_of_other_parameters(tmp_path: Path, capfd) -> None:
+    file, runs = a_file(tmp_path), tmp_path / "runs"
+    run = train(JobFile(file, {"lr": "0.5"}), folder=runs, quiet=True)
+    longer = {"epochs": 4}
+    assert newest_of(runs, JobFile(file, {"lr": "0.5"}, longer), "own").path == run.folder
+    assert newest_of(runs, JobFile(file, {"lr": "0.1"}, longer), "own") is None
+    assert newest_of(runs, JobFile(file, {}, longer), "own") is None
+    train(JobFile(file, {"lr": "0.1"}, longer), resume=run.folder)
+    said = capfd.readouterr()
+    assert "note: --set lr: it is 0.1, and was 0.5 when the run was begun" in said.out + said.err
+    assert "note: lr: the optimizer goes on as it was saved, with 0.5, and not 0.1" in said.out + said.err
+
+
+@pytest.mark.parametrize("at", ["evaluated", "saved"])
+def test_what_a_function_has_stopped_stays_stopped(at: str, tmp_path: Path, monkeypatch, capfd) -> None:
+    def stops(event: Any) -> str | None:
+        return "stop" if event.kind == at and event.epoch >= 2 else None
+
+    job = a_job(epochs=4, on_event=[stops])
+    with monkeypatch.context() as dies:
+        dies.setattr(loop, "save_weights", lambda *args: 1 / 0)
+        with pytest.raises(ZeroDivisionError):
+            train(job, folder=tmp_path, quiet=True)
+    (run,) = tmp_path.iterdir()
+    assert [record["epoch"] for record in resumed(job, run).history] == [1, 2]
+    assert [record["epoch"] for record in train(job, resume=run).history] == [1, 2, 3]
+    assert "on_event had stopped the run after 2 epochs: it goes on" in "".join(capfd.readouterr())
+
+
+def test_asking_for_less_than_was_done_is_refused(tmp_path: Path) -> None:
+    job = a_job(save_every=3)
+    run = begun(job, tmp_path, "epoch", 2 * BATCHES)
+    for asked in ({"epochs": 1}, {"steps": 6}):
+        with pytest.raises(JobError, match=r"the run has done .*ask for more"):
+            resumed(job.replace(**asked), run)
+    assert resumed(job, run).summary["epochs"] == 3
+
+
+# ---- files that were lost --------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("damaged", [False, True])
+def test_best_weights_that_were_lost_are_looked_for_anew(damaged: bool, tmp_path: Path, capfd) -> None:
+    job = a_job()
+    run = begun(job, tmp_path, "epoch", 2 * BATCHES)
+    best = run / "best.safetensors"
+    if damaged:
+        with best.open("r+b") as file:
+            file.seek(-4, os.SEEK_END)
+            file.write(b"\0\1\2\3")
+    else:
+        best.unlink()
+    train(job, resume=run)
+    assert "the best weights are looked for anew from here on" in "".join(capfd.readouterr())
+    weights.load_weights(best)
+
+
+@pytest.mark.parametrize("damaged", [False, True])
+def test_the_weights_of_a_finished_run_are_written_anew(damaged: bool, tmp_path: Path) -> None:
+    """The advice was given, and led to a refusal."""
+    job = a_job()
+    run = train(job, folder=tmp_path, quiet=True)
+    path = run.folder / "model.safetensors"
+    whole = {name: value.clone() for name, value in weights.load_weights(path).items()}
+    if damaged:
+        path.write_bytes(path.read_bytes()[:-4] + b"\0\1\2\3")
+        with pytest.raises(FolderError, match="--resume the run, which writes it anew"):
+            weights.load_weights(path)
+    else:
+        path.unlink()
+    resumed(job, run.folder)
+    assert all(torch.equal(value, whole[name]) for name, value in weights.load_weights(path).items())
+    with pytest.raises(JobError, match="the run has done 3"):
+        resumed(job, run.folder)
+
+
+def test_a_death_between_two_renames_leaves_a_run_to_resume(tmp_path: Path) -> None:
+    job = a_job(keep=1)
+    run = begun(job, tmp_path, "epoch", 2 * BATCHES)
+    checkpoints = run / "checkpoints"
+    (checkpoints / "step-5").rename(checkpoints / ".step-5.before")
+    assert RunFolder(run).is_resumable
+    assert resumed(job, run).summary["epochs"] == 3
+
+
+def test_what_was_set_aside_is_nothing_to_resume_and_is_named(tmp_path: Path) -> None:
+    job = a_job(keep=2)
+    run = begun(job, tmp_path, "epoch", 3 * BATCHES)
+    for step in (5, 10):
+        (run / "checkpoints" / f"step-{step}" / "index.json").write_text("{}")
+    with pytest.raises(FolderError, match=r"no checkpoint is whole.*step-10.*step-5"):
+        resumed(job, run)
+    assert not RunFolder(run).is_resumable
+    with pytest.raises(FolderError, match=r"step-10.damaged, step-5.damaged were found damaged"):
+        CheckpointFolder(run / "checkpoints").newest(print)
+
+
+def test_records_that_were_lost_are_said(tmp_path: Path, capfd) -> None:
+    job = a_job()
+    run = begun(job, tmp_path, "epoch", 3 * BATCHES)
+    (run / "metrics.jsonl").unlink()
+    assert [record["epoch"] for record in train(job, resume=run).history] == [2, 3]
+    assert "1 of the 2 records are there, the others are lost" in "".join(capfd.readouterr())
+
+
+def test_an_audit_goes_on_and_says_where_it_began(tmp_path: Path) -> None:
+    job = a_job()
+    run = begun(job, tmp_path / "audited", "epoch", 2 * BATCHES)
+    resumed(job, run, audit=True)
+    lines, right = added_up(run)
+    assert right and lines[1] == f"steps 1 to {BATCHES} were trained without --audit"
+    whole = train(job, folder=tmp_path / "first", quiet=True, audit=True)
+    resumed(job.replace(epochs=4), whole.folder)
+    lines, right = added_up(whole.folder)
+    assert right and lines[-1] == "epoch 4: 40 samples, each once"
+
+
+def test_a_full_disk_under_the_best_weights_advises_to_resume_where_that_can_be_done(
+    tmp_path: Path, monkeypatch
+) -> None:
+    def full(*args: Any) -> None:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr(weights, "write_tensors", full)
+    for advice in ("begin anew", "--resume the run"):
+        if advice != "begin anew":
+            (tmp_path / "checkpoints" / "step-4").mkdir(parents=True)
+        with pytest.raises(SaveError, match=f"the disk is full; free some space, then {advice}"):
+            weights.save_weights(tmp_path / "best.safetensors", {"a": torch.ones(2)})
