@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import dataclasses
+import os
+import sys
 import textwrap
 from pathlib import Path
 
@@ -171,3 +173,14 @@ def on_a_rank(world, x): return Found(scaled(x) + world.rank)
     module = loaded(str(tmp_path / "tools.py"))
     assert [found.value for found in launch(module.on_a_rank, "2xcpu", args=(2,))] == [60, 61]
     assert launch(lambda world, found: found.value, "2xcpu", args=(module.Found(4),)) == [4, 4]
+
+
+def test_a_file_that_was_edited_within_a_second_is_read_anew(tmp_path: Path, monkeypatch) -> None:
+    """Python's bytecode is of the second and the length of its source; both stay where ``lr=0.1`` becomes 0.2."""
+    monkeypatch.setattr(sys, "dont_write_bytecode", False)
+    path = tmp_path / "numbers.py"
+    for number in (1, 2):
+        path.write_text(f"lr = 0.{number}\n")
+        os.utime(path, (1e9, 1e9))
+        assert loaded(str(path)).lr == number / 10
+    assert not list(tmp_path.glob("__pycache__"))

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import ast
 import dataclasses
+import importlib.machinery
 import importlib.util
 import inspect
 import os
@@ -18,7 +19,7 @@ import typing
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from types import ModuleType
+from types import CodeType, ModuleType
 from typing import Any
 
 import cloudpickle
@@ -166,6 +167,14 @@ def loaded(path: str) -> ModuleType:
         return _run(Path(path))
 
 
+class _Uncached(importlib.machinery.SourceFileLoader):
+    """Compiles a file each time: Python takes bytecode of the same second and length for that of an edited file."""
+
+    def get_code(self, fullname: str) -> CodeType:
+        code: CodeType = self.source_to_code(self.get_data(self.path), self.path)
+        return code
+
+
 def _run(path: Path) -> ModuleType:
     if os.path.isdir(path):
         what = "the folder of a run: --resume it, or evaluate it" if (path / "config.json").is_file() else "a folder"
@@ -173,9 +182,11 @@ def _run(path: Path) -> ModuleType:
     if not os.path.isfile(path):
         raise JobError(f"{path}: there is no such file (a run whose job file has moved: train FILE --resume RUN)")
     name = f"lockstep_job_{path.stem}"
-    spec = importlib.util.spec_from_file_location(name, path)
-    if spec is None or spec.loader is None:
+    if path.suffix != ".py":
         raise JobError(f"{path}: a job is a Python file, ending in .py")
+    loader = _Uncached(name, str(path))
+    spec = importlib.util.spec_from_file_location(name, path, loader=loader)
+    assert spec is not None
     module = importlib.util.module_from_spec(spec)
     folder = str(path.resolve().parent)
     if folder not in sys.path:
@@ -185,7 +196,7 @@ def _run(path: Path) -> ModuleType:
     # Ranks of a launch haven't loaded it: what is in it comes to them by value.
     cloudpickle.register_pickle_by_value(module)
     try:
-        spec.loader.exec_module(module)
+        loader.exec_module(module)
     except LockstepError:
         raise
     except SystemExit as error:

@@ -374,9 +374,11 @@ def test_the_list_of_checkpoints_and_what_is_damaged(own: Path, capsys) -> None:
 
 
 def test_metrics_and_lock_leave_no_thread_behind(own: Path) -> None:
-    before = threading.active_count()
+    before = set(threading.enumerate())
     train(JobFile("own.py"), devices="1xcpu", quiet=True)
-    assert threading.active_count() <= before
+    for thread in set(threading.enumerate()) - before:
+        thread.join(5)
+        assert not thread.is_alive(), thread
     assert not list(own.glob("runs/*/.*"))
 
 
