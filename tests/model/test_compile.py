@@ -11,6 +11,7 @@ import pytest
 import torch
 from torch import nn
 
+import lockstep
 from lockstep import train
 from lockstep.errors import JobError, StrategyError
 from lockstep.strategies.ddp import DDP
@@ -174,6 +175,19 @@ job = lockstep.Job(
     optimizer=lambda p: torch.optim.SGD(p, lr=0.1), train_data=TensorDataset(torch.zeros(8, 4), torch.zeros(8, 1)),
     batch_size=4, compile=True)
 """
+
+
+def test_each_replica_is_compiled_however_few_models_pytorch_compiles_by_one_code(monkeypatch) -> None:
+    """Replicas shared a code object, and beyond PyTorch's limit of 8 the rest ran as they were."""
+    monkeypatch.setattr(torch._dynamo.config, "recompile_limit", 1)
+    monkeypatch.setattr(torch._dynamo.config, "fail_on_recompile_limit_hit", True)
+    torch._dynamo.reset()
+    step = lockstep.parallelize(
+        nn.Sequential(nn.Linear(6, 8), nn.Tanh(), nn.Linear(8, 3)), nn.CrossEntropyLoss(),
+        lambda params: torch.optim.SGD(params, lr=0.1), strategy="dp", devices="3xcpu", compile="aot_eager",
+    )  # fmt: skip
+    step(torch.ones(9, 6), torch.zeros(9, dtype=torch.long))
+    torch._dynamo.reset()
 
 
 @pytest.mark.slow

@@ -23,6 +23,7 @@ from lockstep.launch.world import World
 from lockstep.pipelining import transfer
 from lockstep.pipelining.device_map import stage_of
 from lockstep.pipelining.planner.partition import even_split
+from lockstep.pipelining.stage_layers import place_tensors
 from lockstep.strategies import MP
 from lockstep.strategies import pp as _pp
 from lockstep.strategies.pp import PP
@@ -512,6 +513,21 @@ def test_an_update_over_cards_reads_nothing_and_moves_its_total_once(way: Any, m
             step(*batch(job, 1, 8))
     assert watched.reads == 0
     assert watched.moves <= 3  # total, count, and the weight of the gradients on the other card
+
+
+def test_weights_of_recurrent_layers_are_put_together_after_they_were_moved(monkeypatch) -> None:
+    """Else cuDNN copies them in every call, with a warning."""
+    flattened: list[str] = []
+
+    def flatten(self: nn.LSTM) -> None:
+        flattened.append(self.weight_hh_l0.device.type)
+
+    monkeypatch.setattr(nn.LSTM, "flatten_parameters", flatten)
+    model = nn.Sequential(nn.Linear(4, 4), nn.LSTM(4, 4))
+    flattened.clear()
+    with Cards():
+        place_tensors(on_cards(model), {}, torch.device("meta", 1))
+    assert flattened == ["meta"]
 
 
 def test_after_an_error_the_callers_device_is_the_current_one_again(monkeypatch) -> None:

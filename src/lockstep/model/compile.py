@@ -40,6 +40,8 @@ def _calling(function: Callable[..., Any]) -> Callable[..., Any]:
     def compiled(*args: Any, **kwargs: Any) -> Any:
         return function(*args, **kwargs)
 
+    # PyTorch compiles a code object for so many models only (8): further replicas would run as they are.
+    compiled.__code__ = compiled.__code__.replace()
     return compiled
 
 

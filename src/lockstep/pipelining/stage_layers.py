@@ -107,6 +107,9 @@ def place_tensors(model: nn.Module, places: Mapping[str, torch.device], rest: to
         if tensor.device != place:
             tensor.data = tensor.data.to(place)
             tensor.grad = None
+    for module in model.modules():
+        if isinstance(module, nn.RNNBase):  # cuDNN wants its weights in one piece, as ``model.to`` leaves them
+            module.flatten_parameters()
 
 
 class _Hook:
