@@ -314,13 +314,10 @@ class _Training(Setup):
         self.kept_record, self.data = state.get("record"), state.get("data", {})
         self.world.step = state["step"]
         self.stopped = state.get("stopped", False)
-        has_ended = not self.plan.again and self.world.broadcast_object(self._has_ended())
-        steps, epochs = self.job.steps, self.epochs
-        if steps is not None and self.world.step > steps:
-            has_ended = True
-        if epochs is not None and (self.epoch, self.position) > (epochs, 0):
-            has_ended = True
-        if not has_ended:
+        is_beyond = (self.job.steps is not None and self.world.step > self.job.steps) or (
+            self.epochs is not None and (self.epoch, self.position) > (self.epochs, 0)
+        )
+        if not is_beyond and (self.plan.again or not self.world.broadcast_object(self._has_ended())):
             if self.kept_record is not None:  # it may have reached its last step, and not its last file
                 self.record = {n: v for n, v in self.kept_record.items() if n not in ("epoch", "step")}
             return
