@@ -177,16 +177,15 @@ job = lockstep.Job(
 """
 
 
-def test_each_replica_is_compiled_however_few_models_pytorch_compiles_by_one_code(monkeypatch) -> None:
+def test_each_replica_is_compiled_however_few_models_pytorch_compiles_by_one_code() -> None:
     """Replicas shared a code object, and beyond PyTorch's limit of 8 the rest ran as they were."""
-    monkeypatch.setattr(torch._dynamo.config, "recompile_limit", 1)
-    monkeypatch.setattr(torch._dynamo.config, "fail_on_recompile_limit_hit", True)
     torch._dynamo.reset()
     step = lockstep.parallelize(
         nn.Sequential(nn.Linear(6, 8), nn.Tanh(), nn.Linear(8, 3)), nn.CrossEntropyLoss(),
         lambda params: torch.optim.SGD(params, lr=0.1), strategy="dp", devices="3xcpu", compile="aot_eager",
     )  # fmt: skip
-    step(torch.ones(9, 6), torch.zeros(9, dtype=torch.long))
+    with torch._dynamo.config.patch(recompile_limit=1, fail_on_recompile_limit_hit=True):
+        step(torch.ones(9, 6), torch.zeros(9, dtype=torch.long))
     torch._dynamo.reset()
 
 
