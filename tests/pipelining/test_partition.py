@@ -393,3 +393,41 @@ def test_wrong_words_get_one_line(words: list[str], says: str, file: str, capsys
     assert main(["partition", file, "--devices", "2xcpu", *words]) == 2
     lines = capsys.readouterr().err.strip().splitlines()
     assert len(lines) == 1 and says in lines[0], lines
+
+
+class Counting:
+    """A loss whose later calls weigh less."""
+
+    def __init__(self) -> None:
+        self.calls = 0
+
+    def __call__(self, outputs: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
+        self.calls += 1
+        return nn.functional.cross_entropy(outputs, targets) + outputs.square().mean() / self.calls
+
+
+def closed_over() -> Any:
+    calls = [0]
+
+    def loss(outputs: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
+        calls[0] += 1
+        return nn.functional.cross_entropy(outputs, targets) + outputs.square().mean() / calls[0]
+
+    return loss
+
+
+@pytest.mark.parametrize("loss", [Counting, closed_over])
+def test_measuring_the_stages_leaves_the_state_of_a_loss(loss: Any, tmp_path: Path) -> None:
+    """Found by trial: weights up to 16 % off under mp, without a line."""
+    data = TensorDataset(torch.randn(24, 6), torch.randint(3, (24,)))
+
+    def trained(strategy: str, devices: str) -> nn.Module:
+        job = lockstep.Job(
+            model=lambda: nn.Sequential(nn.Linear(6, 8), nn.Tanh(), nn.Linear(8, 3)), loss=loss(), batch_size=8,
+            optimizer=lambda p: torch.optim.SGD(p, lr=0.1), train_data=data, epochs=2, precision="fp64",
+        )  # fmt: skip
+        return lockstep.train(job, strategy=strategy, devices=devices, folder=tmp_path, quiet=True).model()
+
+    one, two = trained("single", "1xcpu"), trained("mp", "2xcpu")
+    for p, q in zip(one.parameters(), two.parameters(), strict=True):
+        torch.testing.assert_close(p, q, rtol=1e-10, atol=1e-12)

@@ -61,7 +61,7 @@ class Bench:
             loader.close()
         self._state_copies = state_copies(job)
         self._channels_last = job.channels_last
-        self._loss = Totalled.of(converted_loss(job.loss, job.precision))
+        self._loss = Totalled.of(converted_loss(job.loss, job.precision)).copied()  # its state is the training's
         self._precision = Precision(job.precision, world.device.type)
 
     def fixed(self, block: Block) -> float:
@@ -91,7 +91,8 @@ class Bench:
         adds = part.size < self.first.size  # it is one of several of a batch
         total = functools.partial(self.total, part, self.model)
         try:
-            blocks = measured(self.model, seen.blocks, total, self.device, adds=adds, seconds=seconds)
+            with self._loss.outside.kept():
+                blocks = measured(self.model, seen.blocks, total, self.device, adds=adds, seconds=seconds)
         except (torch.OutOfMemoryError, MemoryError, RuntimeError) as error:
             if not is_out_of_memory(error):
                 raise
@@ -122,7 +123,7 @@ class Bench:
         place_of = devices_of(schedule)
         places = [place_of[stage] for stage in range(len(place_of))]
         Layers(model, stage_of(model, device_map, len(places)), [devices[place] for place in places])
-        with alone(tuple(devices)) as world:
+        with alone(tuple(devices)) as world, self._loss.outside.kept():
             runner = Runner(model, world, lambda count: schedule, places)
 
             def forward(number: int) -> torch.Tensor:
