@@ -317,6 +317,27 @@ def test_a_metric_that_is_no_sum_is_said(batch: int, tmp_path: Path, capsys: pyt
     assert "note: metrics are computed on eval_data, and the job has none" in capsys.readouterr().out
 
 
+def root_of_mean_square(outputs: torch.Tensor, targets: torch.Tensor) -> tuple[torch.Tensor, int]:
+    return outputs.square().mean().sqrt() * len(targets), len(targets)
+
+
+@pytest.mark.parametrize("way", ["dp", "ddp"])
+def test_a_small_metric_that_is_no_sum_is_said(way: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    data = TensorDataset(1e-3 * drawn(8, 6), labels(8, 3))
+    job = MLP.replace(eval_data=data, metrics={"size": root_of_mean_square}, epochs=1, eval_batch_size=8)
+    job = job.replace(model=lambda: nn.Linear(6, 3, bias=False))
+    lockstep.train(job, strategy=way, devices="2xcpu", folder=tmp_path)
+    assert 'note: metric "size" is no sum over samples' in " ".join(capsys.readouterr().out.split())
+
+
+@pytest.mark.parametrize("way", ["dp", "ddp"])
+def test_a_metric_that_is_no_sum_of_a_later_batch_is_said(way: str, tmp_path: Path, capsys) -> None:
+    targets = labels(24, 3).where((torch.arange(24) < 8) | (torch.arange(24) % 3 < 2), -100)
+    job = MLP.replace(eval_data=TensorDataset(drawn(24, 6), targets), metrics={"labelled": accuracy_of_labelled})
+    lockstep.train(job.replace(epochs=1), strategy=way, devices="2xcpu", folder=tmp_path, eval_batch_size=8)
+    assert 'note: metric "labelled" is no sum over samples' in " ".join(capsys.readouterr().out.split())
+
+
 class Noisy(nn.Linear):
     def forward(self, inputs: torch.Tensor) -> torch.Tensor:
         return super().forward(inputs) + torch.randn(len(inputs), 3)

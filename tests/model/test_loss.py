@@ -492,3 +492,18 @@ def test_tensors_of_a_loss_follow_the_outputs() -> None:
         total, count = Totalled.of(loss)(logits(N, C).to("meta"), classes(N).to("meta"), N)
         assert total.device.type == "meta"
         assert count.device.type == "meta" if isinstance(count, Tensor) else count == N
+
+
+def test_a_count_that_depends_on_parameters_is_refused() -> None:
+    """Its gradient was left out without a line."""
+
+    def overlap(outputs: Tensor, targets: Tensor) -> tuple[Tensor, Tensor]:
+        chances = outputs.sigmoid()
+        return -2 * (chances * targets).sum(), (chances + targets).sum()
+
+    loss = Totalled(overlap)
+    outputs = logits(4, 2)
+    with pytest.raises(LossError, match=r"overlap: the count depends on parameters.*count\.detach\(\)"):
+        loss(outputs.requires_grad_(), torch.ones(4, 2), 4)
+    with torch.no_grad():
+        loss(outputs, torch.ones(4, 2), 4)

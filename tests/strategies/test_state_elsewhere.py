@@ -113,6 +113,43 @@ class Averaging(nn.Module):
         return self.body(x - self.mean)
 
 
+class WritingInBackward(nn.Module):
+    """Divides by a mean of the norms of its gradients."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.body = mlp()
+        self.register_buffer("norm", torch.ones(()))
+        self.body[-1].register_full_backward_hook(self.record)
+
+    def record(self, module: nn.Module, inputs: Any, outputs: Any) -> None:
+        self.norm.mul_(0.9).add_(outputs[0].norm())
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.body(x) / self.norm
+
+
+class Growing(nn.Module):
+    """Keeps the largest input, which of two local batches is in one only."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.body = mlp()
+        self.register_buffer("largest", torch.zeros(()))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        if self.training:
+            self.largest = torch.maximum(self.largest, x.detach().max())
+            return self.body(x)
+        return self.body(x / self.largest)
+
+
+def first_is_large() -> TensorDataset:
+    inputs = drawn(8, 6)
+    inputs[0, 0] = 9.0
+    return TensorDataset(inputs, labels(8, 3))
+
+
 class MixingInEvaluation(nn.Module):
     def __init__(self) -> None:
         super().__init__()
@@ -144,6 +181,9 @@ def dropping() -> nn.Module:
         ({"model": Remembering}, ACCUMULATE, "each micro-batch changes it, not each batch"),
         ({"model": Averaging}, DP, 'forward writes attribute "mean" from its local batch: each replica has its own'),
         ({"model": Averaging}, ACCUMULATE, 'forward writes attribute "mean" from the samples of each micro-batch'),
+        ({"model": WritingInBackward}, DP, 'backward writes "norm" from its local batch'),
+        ({"model": WritingInBackward}, ACCUMULATE, '"norm" is written in backward, once per micro-batch'),
+        ({"model": Growing, "train_data": first_is_large(), "shuffle": False}, DP, 'buffer "largest" depends on the'),
         ({"model": MixingInEvaluation}, DP, "outputs depend on other samples of the batch"),
         ({"model": normed}, ACCUMULATE, "BatchNorm normalizes over each micro-batch"),
         ({"model": dropping}, ACCUMULATE, "dropout masks differ from single-device training"),
@@ -368,6 +408,70 @@ def test_what_begins_in_the_second_batch_of_an_evaluation_is_said(tmp_path: Path
     )
     train(job, **DP, folder=tmp_path)
     assert "outputs depend on other samples of the batch" in capsys.readouterr().out
+
+
+HELD = {"weight": 1.0}
+
+
+def held_loss(outputs: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
+    return F.cross_entropy(outputs, targets) + HELD["weight"] * outputs.square().sum(1).mean()
+
+
+def anneal(event: Any) -> None:
+    if event.kind == "epoch":
+        HELD["weight"] *= 0.5
+
+
+@pytest.mark.parametrize(("way", "said"), [("ddp", True), ("dp", False)])
+def test_what_on_event_changes_on_one_rank_only_is_said(way: str, said: bool, tmp_path: Path, capsys: Any) -> None:
+    job = dataclasses.replace(ZOO["mlp"], loss=held_loss, eval_data=None, on_event=[anneal])
+    train(job, strategy=way, devices="2xcpu", folder=tmp_path)
+    says = 'on_event changes "HELD", which the loss or the model uses, on rank 0 only'
+    assert (says in " ".join(capsys.readouterr().out.split())) is said
+
+
+class CountingCalls(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.body, self.calls, self.lists = mlp(), 0, {"calls": [0]}
+        self.register_buffer("seen", torch.zeros(()))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        self.calls += 1
+        self.lists["calls"][0] += 1
+        self.seen += 1
+        return self.body(x) / (self.calls + self.lists["calls"][0] + self.seen)
+
+
+class LossOfCalls:
+    def __init__(self) -> None:
+        self.calls = 0
+
+    def __call__(self, outputs: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
+        self.calls += 1
+        return F.cross_entropy(outputs, targets) * (1 + 1 / self.calls)
+
+
+def with_fresh_default(job: lockstep.Job) -> lockstep.Job:
+    counted_by_default.__defaults__[0][0] = 0  # type: ignore[index]
+    return job.replace(loss=counted_by_default)
+
+
+@pytest.mark.parametrize(
+    "counting",
+    [
+        lambda job: job.replace(model=CountingCalls),
+        lambda job: job.replace(loss=LossOfCalls()),
+        with_fresh_default,
+    ],
+)
+def test_what_is_tried_before_the_training_is_not_counted(counting: Any, tmp_path: Path) -> None:
+    job = ZOO["mlp"].replace(epochs=1)
+    tried, plain = (
+        train(counting(its), devices="1xcpu", folder=tmp_path, quiet=True).model()
+        for its in (job, job.replace(eval_data=None))
+    )
+    assert all(map(torch.equal, tried.parameters(), plain.parameters()))
 
 
 class Tempered(nn.Module):

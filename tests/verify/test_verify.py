@@ -890,6 +890,24 @@ def with_balance(outputs: dict[str, torch.Tensor], targets: torch.Tensor) -> tup
 BALANCED = dataclasses.replace(MLP, model=Experts, loss=with_balance, metrics={})
 
 
+class Summed(Experts):
+    def forward(self, x: torch.Tensor) -> dict[str, torch.Tensor]:
+        outputs = super().forward(x)
+        return {"logits": outputs["logits"], "load": self.gate(x).softmax(-1).sum(0)[:3]}
+
+
+def with_load(outputs: dict[str, torch.Tensor], targets: torch.Tensor) -> tuple[torch.Tensor, int]:
+    total = nn.functional.cross_entropy(outputs["logits"], targets, reduction="sum")
+    return total + len(targets) * (outputs["load"] / len(targets)).square().sum(), len(targets)
+
+
+@pytest.mark.parametrize("way", ["dp", "ddp"])
+def test_a_loss_that_squares_a_sum_over_the_batch_is_named(way: str) -> None:
+    found = verified(BALANCED.replace(model=Summed, loss=with_load), way)
+    assert names(found) == {"auxiliary loss"}
+    assert 'output "load", which is no sum over samples, or of which it makes none' in found.causes[0].text
+
+
 @pytest.mark.parametrize("way", ["dp", "ddp"])
 def test_an_auxiliary_loss_over_the_batch_is_named(way: str, capsys: Any, tmp_path: Path) -> None:
     found = verified(BALANCED, way)

@@ -6,11 +6,13 @@ had before, so that running statistics and counters move once.
 Names: a block stays the same object, only its class changes to a subclass of what it was, so parameters keep theirs.
 Random numbers are drawn again the same, Python's and numpy's too; in the threads of ``dp``
 `lockstep.threads.recompute` sees to those of torch, and a model that draws others is refused.
+A block that changes anything else in its second run (a dictionary, a global variable) is refused.
 """
 
 from __future__ import annotations
 
 import contextlib
+import itertools
 from collections import Counter
 from collections.abc import Iterator
 from typing import Any
@@ -20,8 +22,12 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 from lockstep.errors import JobError, nearest
-from lockstep.model.inspection.attributes import plain_attributes
+from lockstep.model.inspection.attributes import attribute_prints, plain_attributes
+from lockstep.model.inspection.outside_variables import OutsideVariables
 from lockstep.tensors.seeding import other_states, set_other_states
+
+_LOOKED_AT = 8
+"""So many second runs of a block are looked at, and every 16th, 32nd, 64th one and so on."""
 
 
 def checkpoint_blocks(model: nn.Module, wanted: str, *, compiled: bool = False) -> list[str]:
@@ -48,7 +54,8 @@ def checkpoint_blocks(model: nn.Module, wanted: str, *, compiled: bool = False) 
             raise JobError(f'activation_checkpointing: "{name}" has had its forward replaced: name blocks inside of it')
         if not isinstance(block, _Checkpointed):
             kind = type(block)
-            block.__class__ = type(f"Checkpointed{kind.__name__}", (base, kind), {"__module__": __name__})
+            its = {"__module__": __name__, "_name": name, "_runs": itertools.count()}
+            block.__class__ = type(f"Checkpointed{kind.__name__}", (base, kind), its)
     return list(blocks)
 
 
@@ -102,6 +109,10 @@ def _named_blocks(model: nn.Module, wanted: str) -> dict[str, nn.Module]:
 class _Checkpointed(nn.Module):
     """A block that keeps its inputs alone."""
 
+    _name: str
+    _runs: Iterator[int]
+    """Numbers of the second runs of it and its copies."""
+
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """As the block's own."""
         run = super().forward
@@ -125,9 +136,11 @@ def _compilable() -> type[_Checkpointed]:
 class _Start:
     """What a block began its first run with: buffers, attributes, and states of Python's and numpy's random numbers."""
 
-    def __init__(self, block: nn.Module) -> None:
-        self._attributes = [(vars(module), plain_attributes(module)) for module in block.modules()]
-        self._places = [(m, name) for m in block.modules() for name, b in m._buffers.items() if b is not None]
+    def __init__(self, block: _Checkpointed) -> None:
+        self._block = block
+        modules = [*block.modules(), *_bound_by_hooks(block)]
+        self._attributes = [(vars(module), plain_attributes(module)) for module in modules]
+        self._places = [(m, name) for m in modules for name, b in m._buffers.items() if b is not None]
         self._then = [self._value(place).clone() for place in self._places]
         self._drawn = other_states()
 
@@ -147,6 +160,8 @@ class _Start:
         set_other_states(self._drawn)
         for (module, name), value in zip(self._places, self._then, strict=True):
             module._buffers[name] = value
+        run = next(self._block._runs)
+        others = _Others(self._block) if run < _LOOKED_AT or not run & (run - 1) else None
         try:
             yield
         finally:
@@ -155,3 +170,48 @@ class _Start:
                 held.update(its)
             for (module, name), value in zip(self._places, now, strict=True):
                 module._buffers[name] = value
+            if others is not None:  # (PyTorch ends the run by an exception, once it has what it wants.)
+                others.refuse_changes()
+
+
+class _Others:
+    """What a block's forward may change and is not put back."""
+
+    def __init__(self, block: _Checkpointed) -> None:
+        self._block = block
+        self._outside = OutsideVariables.of_model(block)
+        self._before = self._prints()
+
+    def _prints(self) -> dict[str, bytes]:
+        """A hash of each."""
+        plain = {
+            f"{name}.{key}" if name else key
+            for name, module in self._block.named_modules()
+            for key in plain_attributes(module)
+        }
+        attributes = {name: its for name, its in attribute_prints(self._block).items() if name not in plain}
+        return {**{f"{self._block._name}.{name}": its for name, its in attributes.items()}, **self._outside.prints()}
+
+    def refuse_changes(self) -> None:
+        """Refuse a block whose second run has changed something.
+
+        Raises:
+            JobError: it has.
+        """
+        for name, its in self._prints().items():
+            if self._before.get(name, its) != its:
+                raise JobError(
+                    f'activation_checkpointing: "{self._block._name}" changes "{name}" again as backward computes it a '
+                    "second time: make that a buffer, or a number of the module's own, or name other blocks"
+                ) from None
+
+
+def _bound_by_hooks(block: nn.Module) -> Iterator[nn.Module]:
+    """Modules elsewhere whose methods are hooks of the block's modules."""
+    within = set(block.modules())
+    for module in block.modules():
+        for hook in (*module._forward_hooks.values(), *module._forward_pre_hooks.values()):
+            its = getattr(hook, "__self__", None)
+            if isinstance(its, nn.Module) and its not in within:
+                within.add(its)
+                yield its

@@ -18,18 +18,19 @@ The last two are held to that in each update (``lockstep.model.loss_check``).
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import functools
 import pickle
 import types
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 from torch import Tensor, nn
 
 from lockstep.errors import LockstepError, LossError, first_line
 from lockstep.launch.memory import is_out_of_memory
-from lockstep.model.inspection import OutsideVariables
+from lockstep.model.inspection import OutsideVariables, kept_state
 from lockstep.model.torch_losses import HALF, Count, Misshapen, SummedMean
 from lockstep.tensors.pytree import tensors
 
@@ -116,6 +117,13 @@ class Totalled:
         """The variables that its functions use and don't own."""
         return OutsideVariables([type(self.loss) if self.may_have_state else self.loss])
 
+    @contextlib.contextmanager
+    def kept(self) -> Iterator[None]:
+        """Put back afterwards what it holds now."""
+        with kept_state([self.loss]):
+            yield
+        self._copies.clear()
+
     def copied(self, *, double: bool = False) -> Totalled:
         """One whose calls leave the state of a loss that is an object alone; a module in float64, if ``double``."""
         if not self.may_have_state:
@@ -191,7 +199,11 @@ class Totalled:
             self._validate(value)
         total, count = value
         if isinstance(count, Tensor) and count.requires_grad:
-            count = count.detach()
+            raise LossError(
+                f"{self.name}: the count depends on parameters, so that the gradient of total / count is no sum over "
+                "samples",
+                fix="count.detach(), if it is a number of items; or return the scalar, with single or mp",
+            )
         return total, count
 
     def _validate(self, value: Any) -> None:

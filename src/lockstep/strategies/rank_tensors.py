@@ -32,13 +32,15 @@ class FlatGradients:
 
     Args:
         parameters: those that are trained, in an order that is the same on all ranks.
-        sparse: the ids of those whose gradients are sparse; they are summed dense, and are sparse again afterwards.
+        sparse: the ids of those whose gradients are sparse; they are summed dense, and are sparse again afterwards,
+            with each row that any rank had.
     """
 
     def __init__(self, parameters: list[nn.Parameter], sparse: Collection[int] = ()) -> None:
         self._parameters = parameters
         self._sparse = [i for i, p in enumerate(parameters) if id(p) in sparse]
-        extras = len(parameters) + 3
+        rows = [len(parameters[i]) for i in self._sparse]
+        extras = len(parameters) + sum(rows) + 3
         formats = sorted({(str(p.dtype), str(p.device)) for p in parameters})
         self._buffers: list[torch.Tensor] = []
         self._views: list[torch.Tensor] = [torch.empty(0)] * len(parameters)
@@ -59,6 +61,7 @@ class FlatGradients:
             own = torch.zeros(extras, dtype=torch.float64, device=parameters[0].device)
             self._used, self._sums = own[:-3], own[-3:]
             self._buffers.append(own)
+        self._used, *self._rows = torch.split(self._used, [len(parameters), *rows])
 
     @property
     def bytes(self) -> int:
@@ -85,6 +88,10 @@ class FlatGradients:
             if mine:
                 torch._foreach_copy_(list(itertools.compress(self._views, here)), mine)
             self._used.copy_(torch.tensor(here, dtype=self._used.dtype))
+        for i, rows in zip(self._sparse, self._rows, strict=True):
+            rows.zero_()
+            if (grad := grads[i]) is not None:
+                rows[grad._indices()[0] if grad.is_sparse else slice(None)] = 1.0
         self._sums[0] = total
         self._sums[1] = count
         self._sums[2] = world.asked_to_stop()
@@ -93,9 +100,11 @@ class FlatGradients:
         used = here if all(here) else (self._used > 0).tolist()
         for p, view, anywhere in zip(self._parameters, self._views, used, strict=True):
             p.grad = view if anywhere else None
-        for i in self._sparse:
+        for i, rows in zip(self._sparse, self._rows, strict=True):
             p = self._parameters[i]
-            p.grad = None if p.grad is None else p.grad.to_sparse(1)
+            if p.grad is not None:  # (`to_sparse` would leave out rows whose gradients are 0, which SparseAdam moves)
+                of = rows.nonzero().T
+                p.grad = torch.sparse_coo_tensor(of, p.grad[of[0]], p.shape, is_coalesced=True)
         if self._sums.is_cpu:
             total, count, asked = self._sums.tolist()
         else:

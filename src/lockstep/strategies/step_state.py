@@ -112,6 +112,27 @@ class StepState(Evaluator):
     def after_events(self) -> None:
         """Look for what a person's functions, which run on rank 0 only, may have changed."""
 
+    @contextmanager
+    def changed_here_only(self, what: str) -> Iterator[None]:
+        """Say which variables of the loss and the model ``what``, which runs on this rank only, changes meanwhile."""
+        before = self._variables() if self.world.size > 1 else {}
+        yield
+        now = self._variables() if before else {}
+        self.tell_once(
+            Caveat(
+                "state",
+                f'{what} changes "{name}", which the loss or the model uses, on rank 0 only: the other ranks go on '
+                "with what they have",
+                "use a strategy of one process (single, dp), or let the model compute it from a buffer",
+            )
+            for name, was in before.items()
+            if now.get(name) != was
+        )
+
+    def _variables(self) -> dict[str, bytes]:
+        attributes, outside = self.loss.state()
+        return {f"the attributes of {self.loss.name}": attributes, **outside, **self._outside.prints()}
+
     def meet(self, what: str) -> None:
         """In a loop of a person's own, make sure that every rank calls ``what``.
 

@@ -16,7 +16,9 @@ from lockstep.data.shares import mixed_share
 from lockstep.errors import JobError, LockstepError, told
 from lockstep.launch.memory import is_out_of_memory
 from lockstep.launch.world import World
-from lockstep.model.inspection import look
+from lockstep.model.additivity import is_apart
+from lockstep.model.inspection import kept_state, look
+from lockstep.model.torch_losses import HALF
 from lockstep.strategies.evaluator import is_power_of_two
 from lockstep.strategies.step import Step
 from lockstep.tensors.pytree import cut, each, holds_packed, joined, tensors, to_device
@@ -29,30 +31,21 @@ _SOME = 4
 def try_out(step: Step, loaders: Mapping[str, AnyLoader], metrics: Mapping[str, Any], world: World, seed: int) -> None:
     """Evaluate the first batch of each set, so that what is wrong with it isn't found an epoch later.
 
+    What the model and the loss count or keep is afterwards as it was.
+
     Raises:
         JobError: a metric raises, or gives something other than a total and a count; a sample isn't a pair.
     """
-    no_sums: dict[str, None] = {}
-
-    def noting(name: str, metric: Any) -> Any:
-        def called(outputs: Any, targets: Any) -> Any:
-            value = metric(outputs, targets)
-            if not _is_sum(metric, _pair(name, value), outputs, targets):
-                no_sums[name] = None
-            return value
-
-        return metric if _is_torchmetric(metric) else called
-
-    tried = {name: noting(name, metric) for name, metric in metrics.items()}
-    for loader in loaders.values():
-        evaluate(step, loader, tried, world, seed, most=1)
+    with kept_state(step.models()), step.loss.kept():
+        for loader in loaders.values():
+            evaluate(step, loader, metrics, world, seed, most=1)
     step.loss_check.compare_ranks(world)
-    _say_no_sums(no_sums, step)
 
 
 def _say_no_sums(names: Iterable[str], step: Step) -> None:
+    of = "batches" if step.replicas == 1 else "local batches"
     for name in names if step.world.is_first else ():
-        said = f'metric "{name}" is no sum over samples: its values for the local batches are averaged'
+        said = f'metric "{name}" is no sum over samples: its values for the {of} are averaged'
         step.tell_once([f"{said}; a metric of torchmetrics sees all samples together"])
 
 
@@ -108,10 +101,11 @@ def _is_sum(metric: Any, whole: tuple[Any, Any] | None, outputs: Any, targets: A
         parts = [
             metric(*cut((outputs, targets), start, n, samples)) for start, n in ((0, half), (half, samples - half))
         ]
-        sums = [sum(float(part[i]) for part in parts) for i in (0, 1)]
+        sums = [[float(part[i]) for part in parts] for i in (0, 1)]
     except Exception:  # of fewer samples it can't be computed
         return False
-    return all(abs(float(a) - b) <= 1e-2 * max(1.0, abs(b)) for a, b in zip(whole, sums, strict=True))
+    tolerance = 1e-2 if any(t.dtype in HALF for t in tensors(outputs)) else 1e-4
+    return not any(is_apart(float(a), *of, tolerance=tolerance) for a, of in zip(whole, sums, strict=True))
 
 
 def look_at_evaluation(step: Step, batch: Batch) -> None:
@@ -186,7 +180,7 @@ def evaluate(
     """
     functions = {name: metric for name, metric in metrics.items() if not _is_torchmetric(metric)}
     objects = {name: _fresh(metric, step) for name, metric in metrics.items() if _is_torchmetric(metric)}
-    sums = [[0.0, 0.0] for _ in range(1 + len(functions))]
+    sums = [[0.0, 0.0, 0.0] for _ in range(1 + len(functions))]  # total, count, whether they are no sums
     across = _AcrossReplicas() if looks and functions and step.replicas > 1 else None
     with step.evaluating(), kept_states():
         for batch, results in step.over(itertools.islice(loader.epoch(0), most), step.results, seed):
@@ -194,19 +188,24 @@ def evaluate(
             if looks and is_power_of_two(batch.index + 1):
                 look_at_evaluation(step, batch)
             for outputs, targets, total, count in results:
-                if across is not None and batch.index == 0:
+                checks = is_power_of_two(batch.index + 1)
+                if across is not None and checks:
                     across.keep(outputs, targets)
                 _add(sums[0], total, count)
                 for place, (name, function) in zip(sums[1:], functions.items(), strict=True):
                     with _naming(name):
-                        _add(place, *_pair(name, function(outputs, targets)))
+                        value = _pair(name, function(outputs, targets))
+                    _add(place, *value)
+                    if checks and not _is_sum(function, value, outputs, targets):
+                        place[2] = 1.0
                 for name, metric in objects.items():
                     with _naming(name):
                         metric.update(outputs, targets)
     if across is not None:
         _say_no_sums(across.no_sums(functions, world), step)
     summed = world.all_reduce(torch.tensor(sums, dtype=torch.float64, device=world.exchange_device)).tolist()
-    means = [total / count if count else math.nan for total, count in summed]
+    _say_no_sums((name for name, of in zip(functions, summed[1:], strict=True) if of[2]), step)
+    means = [total / count if count else math.nan for total, count, _ in summed]
     values = dict(zip(("loss", *functions), means, strict=True))
     found = {"loss": values["loss"]}
     for name in metrics:

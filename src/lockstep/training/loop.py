@@ -105,7 +105,7 @@ class _Training(Setup):
                 self._said_before.append(Line.note(lost))
             for ended in (self.folder.failure, self.folder.summary):
                 ended.unlink(missing_ok=True)
-        self.told = Teller(self.world, self.job, self.folder, self.plan.tensorboard)
+        self.told = Teller(self.step, self.job, self.folder, self.plan.tensorboard)
         for told_of in self.opening(self.epoch) if self.world.is_first else ():
             self.world.tell(told_of)
         self.told.event("started", self.epoch, self.world.step, {})

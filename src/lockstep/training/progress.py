@@ -13,6 +13,7 @@ from lockstep.launch.events import Event, Memory, Progress
 from lockstep.launch.memory import memory_now
 from lockstep.launch.run_folder import RunFolder
 from lockstep.launch.world import World
+from lockstep.strategies.step import Step
 
 
 class Pace:
@@ -57,8 +58,9 @@ class Pace:
 class Teller:
     """Passes on what happens: to the display, to the person's functions on rank 0, to TensorBoard."""
 
-    def __init__(self, world: World, job: Job, folder: RunFolder, tensorboard: bool) -> None:
-        self._world = world
+    def __init__(self, step: Step, job: Job, folder: RunFolder, tensorboard: bool) -> None:
+        self._step = step
+        self._world = world = step.world
         self._functions = job.on_event if world.is_first else ()
         self._folder = str(folder.path)
         self._writer: Any = None
@@ -78,7 +80,8 @@ class Teller:
         if self._writer is not None and kind == "evaluated":
             for name, value in metrics.items():
                 self._writer.add_scalar(name, value, step)
-        answers = [function(event) for function in self._functions]
+        with self._step.changed_here_only("on_event"):
+            answers = [function(event) for function in self._functions]
         for answer in answers:
             if answer not in (None, "stop"):
                 raise JobError(f'on_event: a function answered {answer!r}; None or "stop" is expected')

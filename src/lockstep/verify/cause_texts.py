@@ -105,8 +105,8 @@ CAUSES: dict[str, tuple[str, str]] = {
         "return (total, count) from it, each summed over samples; mp and single give it the whole batch",
     ),
     "auxiliary loss": (
-        "the loss reads {output}, which is no sum over samples (a loss for load balancing, say): dp and ddp compute it "
-        "for each replica, over its local batch",
+        "the loss reads {output}, which is no sum over samples, or of which it makes none (a loss for load balancing, "
+        "say): dp and ddp compute it for each replica, over its local batch",
         f"{_WHOLE_BATCH}; or a term that is a sum over samples",
     ),
     "refused: shape": (

@@ -1,6 +1,12 @@
 """What a model does in forward that parts of a batch, or replicas, can't do as one device would."""
 
-from lockstep.model.inspection.attributes import attribute_prints, changed_attributes, is_plain, set_attributes
+from lockstep.model.inspection.attributes import (
+    attribute_prints,
+    changed_attributes,
+    is_plain,
+    kept_state,
+    set_attributes,
+)
 from lockstep.model.inspection.findings import Seen
 from lockstep.model.inspection.forward import acting_buffers, drops, look, refuse_written_buffers
 from lockstep.model.inspection.nonlinear import NoticedHooks, hooked_parameters, may_be_nonlinear
@@ -16,6 +22,7 @@ __all__ = [
     "drops",
     "hooked_parameters",
     "is_plain",
+    "kept_state",
     "look",
     "may_be_nonlinear",
     "refuse_written_buffers",

@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import io
 import pickle
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
 from torch import nn
+
+from lockstep.model.inspection.outside_variables import OutsideVariables, copies_of, put_back
 
 _OF_EVERY_MODULE = {*vars(nn.Module()), "_compiled_call_impl", "forward"}
 _PLAIN = (bool, int, float, complex, str, type(None))
@@ -68,6 +71,35 @@ def set_attributes(model: nn.Module, values: Mapping[str, Any]) -> None:
         if isinstance(value, torch.Tensor) and isinstance(now, torch.Tensor):
             value = value.to(now.device)
         setattr(module, own, value)
+
+
+@contextlib.contextmanager
+def kept_state(objects: Sequence[Any]) -> Iterator[None]:
+    """Put back afterwards what models and losses hold now: buffers, attributes, variables outside of them.
+
+    Args:
+        objects: modules, and functions or objects of another kind.
+    """
+    held: list[dict[str, Any]] = []
+    roots: list[Any] = []
+    for one in objects:
+        modules = list(one.modules()) if isinstance(one, nn.Module) else []
+        held += (of for module in modules for of in (module._buffers, vars(module)))
+        roots += [OutsideVariables.of_model(one)] if modules else [OutsideVariables([one])]
+        held += [] if modules or not hasattr(one, "__dict__") else [vars(one)]
+    before = [{name: value for name, value in of.items() if name not in _OF_EVERY_MODULE} for of in held]
+    seen = {id(p) for one in objects if isinstance(one, nn.Module) for p in one.parameters()}
+    copies = [pair for of in before for value in of.values() for pair in copies_of(value, seen)]
+    with contextlib.ExitStack() as stack:
+        for outside in roots:
+            stack.enter_context(outside.kept())
+        try:
+            yield
+        finally:
+            for value, copied in copies:
+                put_back(value, copied)
+            for of, then in zip(held, before, strict=True):
+                of.update(then)
 
 
 def plain_attributes(module: nn.Module) -> dict[str, Any]:

@@ -29,10 +29,13 @@ class Seen:
         backward: the first parameter whose gradient depends on the share, though outputs and the loss don't.
         nonlinear: the first parameter whose gradient isn't so many times itself when backward begins with so many times
             what it began with.
+        backward_writes: names of buffers and attributes that backward writes, in a hook, say.
+        backward_follows: names of those that depend on the share.
         changes: the names of variables outside of the model that forward changes (`outside_variables`).
         passes_on: the first of them that holds tensors, which other functions may read.
         uncopied: why nothing was seen: the model can't be copied.
         of_batch: names of outputs that are computed over all samples: whether they are a sum, a mean, or neither.
+        bends_sums: whether the loss makes something else of such outputs than a sum over samples (their square, say).
     """
 
     writes: str | None = None
@@ -48,10 +51,13 @@ class Seen:
     counts_words: bool = False
     backward: str | None = None
     nonlinear: str | None = None
+    backward_writes: tuple[str, ...] = ()
+    backward_follows: tuple[str, ...] = ()
     changes: tuple[str, ...] = ()
     passes_on: str | None = None
     uncopied: str | None = None
     of_batch: dict[str, Literal["sum", "mean", "neither"]] = field(default_factory=dict)
+    bends_sums: bool = False
 
     def refuse_writes(self) -> None:
         """Refuse a model that writes its parameters, where replicas compute a local batch each.
@@ -70,8 +76,14 @@ class Seen:
         """What the person has to know where the loss reads an output that isn't one row for each sample."""
         kind = self.of_batch.get(name)
         read = f'the loss reads the model\'s output "{name}", ' if name else "the loss reads an output of the model, "
-        if kind == "sum":
+        if kind == "sum" and not self.bends_sums:
             return None
+        if kind == "sum":
+            text = (
+                f"{read}a sum over the samples of one forward, and makes something else of it than a sum (its square, "
+                "say): each local batch has its own, so results differ from single-device training"
+            )
+            return Caveat("auxiliary loss", text, "mp and single keep them")
         if kind == "mean":
             text = (
                 f"{read}a mean over the samples of one forward: where a later batch leaves some out (labels that are "
@@ -103,6 +115,8 @@ class Seen:
             yield Caveat("state", text)
         for name in self.written:
             yield Caveat("buffer", f'buffer "{name}" is written in forward, once per micro-batch, not once per batch')
+        for name in self.backward_writes:
+            yield Caveat("state", f'"{name}" is written in backward, once per micro-batch, not once per batch')
         if self.draws and not with_dropout:
             text = "the model draws random numbers in forward, which differ from single-device training; they are"
             yield Caveat("drawing", f"{text} reproducible")
@@ -185,6 +199,9 @@ class Seen:
         for name in self.collects:
             text = f'forward writes attribute "{name}" from its local batch: each replica has its own'
             yield Caveat("state", text, "make it a buffer")
+        for name in self.backward_follows:
+            text = f'backward writes "{name}" from its local batch: each replica has its own, one device would not'
+            yield Caveat("state", text, "single keeps the results")
         if self.remembers:
             text = (
                 "the model remembers something that is neither parameter nor buffer (the same inputs give other "

@@ -5,9 +5,11 @@ and so on with a few samples, since a model may begin with something later. The 
 through two parts of it, each time from the same buffers:
 
 - outputs of the whole that are not those of its parts say that samples act on one another (a statistic over the batch),
-- outputs without a row for each sample (a loss of the model's own) may be sums over samples, means, or neither,
+- outputs without a row for each sample (a loss of the model's own) may be sums over samples, means, or neither; where
+  they are sums and totals of the loss aren't, the loss makes something else of them,
 - the same inputs giving other outputs the second time, that the model remembers something outside of its buffers,
-- buffers and attributes that end otherwise after a part than after the whole, that they depend on the share,
+- buffers and attributes that end otherwise after a part than after the whole, that they depend on the share, also those
+  that backward writes (in a hook, say),
 - totals of the loss that are others for parts of the whole's outputs than for those of its parts, the same (outputs as
   long as the longest sample, padded),
 - gradients of the whole that are not the sum of those of its parts, that backward depends on the share (a hook, an
@@ -146,6 +148,11 @@ def refuse_written_buffers(model: nn.Module, inputs: Any) -> None:
             )
 
 
+def _others(model: nn.Module, before: Mapping[str, Any]) -> tuple[str, ...]:
+    """The names of buffers that act in training and hold something else than what they held."""
+    return tuple(name for name, b in acting_buffers(model).items() if digest(b) != before.get(name))
+
+
 def accelerators_of(inputs: Any) -> tuple[torch.device, ...]:
     """Those on which some of the tensors are."""
     return tuple({t.device: None for t in tensors(inputs) if t.device.type not in ("cpu", "meta")})
@@ -227,9 +234,10 @@ def _see(
     if not seen.remembers:  # Not what is only kept of the last samples.
         of_head = attribute_prints(model)
         seen.collects = tuple(n for n, its in written.items() if twice.get(n) != its != of_head.get(n))
-    seen.follows = tuple(name for name, b in acting_buffers(model).items() if digest(b) != of_whole.get(name))
+    seen.follows = _others(model, of_whole)
     if not seen.remembers and not seen.follows:
         tail = run(first, samples - first)
+        seen.follows = _others(model, of_whole)  # what only grows is as after the whole where it grew in one part
         cut_up = [(whole[name], head[name], tail[name]) for name in whole if name in head and name in tail]
         rows = [of for of in cut_up if all(map(_has_rows, of, (samples, first, samples - first)))]
         across = any(
@@ -244,9 +252,15 @@ def _see(
                 kind = _kind_of(t, head[name], tail[name], first / samples)
                 if kind is not None:
                     seen.of_batch[name] = kind
-    if total is None or seen.mixes or seen.remembers or seen.follows or seen.of_batch or ragged:
+    if total is None or seen.mixes or seen.remembers or seen.follows or ragged:
         return
     parts = (0, first), (first, samples - first)
+    if seen.of_batch:
+        of_all, *of_each = ((kept[part], cut(targets, *part, samples), part[1]) for part in ((0, samples), *parts))
+        with contextlib.suppress(Exception):
+            bends = _differ([total(*of_all)], [total(*of_each[0]) + total(*of_each[1])])
+            seen.bends_sums = bends and "neither" not in seen.of_batch.values()
+        return
     with contextlib.suppress(Exception):  # a loss that can't take a part of the outputs
         of_cut, of_parts = [], []
         for start, size in parts:
@@ -257,6 +271,8 @@ def _see(
     if gradients and not seen.mixes and sum(p.numel() * p.element_size() for p in model.parameters()) <= _LARGEST:
 
         def total_of(start: int, size: int) -> torch.Tensor:
+            for held, then in attributes:
+                held.update(then)
             return total(outputs_of(start, size), cut(targets, start, size, samples), size)
 
         _see_gradients(model, total_of, ((0, samples), *parts), seen)
@@ -265,32 +281,41 @@ def _see(
 def _see_gradients(
     model: nn.Module, total_of: Callable[[int, int], torch.Tensor], shares: tuple[tuple[int, int], ...], seen: Seen
 ) -> None:
-    """Find parameters whose gradient over a batch isn't the sum of those over two parts of it, or isn't linear."""
+    """Find parameters whose gradient over a batch isn't the sum of those over two parts of it, or isn't linear.
+
+    And what backward writes.
+    """
     names, parameters = zip(*((n, p) for n, p in model.named_parameters() if p.requires_grad), strict=True)
 
     def gradients(value: torch.Tensor, times: float = 1.0) -> list[torch.Tensor]:
         begin = torch.full_like(value, times)
-        found = torch.autograd.grad(value, parameters, begin, allow_unused=True, retain_graph=times != 1)
+        found = torch.autograd.grad(value, parameters, begin, allow_unused=True, retain_graph=enlarges and times == 1)
         return [torch.zeros(()) if g is None or g.layout != torch.strided else g.div(times) for g in found]
 
     totals: list[torch.Tensor] = []
-    parts: list[torch.Tensor] = []
+    found: list[list[torch.Tensor]] = []
+    ends: list[dict[str, Any]] = []
+    enlarges = False
     for start, size in shares:
         with torch.enable_grad():
             value = total_of(start, size)
         totals.append(value.detach())
-        if len(totals) == 1:
-            enlarged = (
-                [] if torch.float16 in {value.dtype, *(p.dtype for p in parameters)} else gradients(value, _TIMES)
-            )
-            whole = gradients(value)
-            if enlarged:
-                seen.nonlinear = _first_apart(names, whole, enlarged)
-            del enlarged
-        else:
-            parts = [b + c for b, c in zip(parts, gradients(value), strict=True)] if parts else gradients(value)
+        begun = _state_prints(model)
+        enlarges = not found and torch.float16 not in {value.dtype, *(p.dtype for p in parameters)}
+        found.append(gradients(value))
+        ends.append(_state_prints(model))
+        written = (name for name, its in ends[-1].items() if begun.get(name) != its)
+        seen.backward_writes = tuple(dict.fromkeys((*seen.backward_writes, *written)))
+        if enlarges and not seen.backward_writes:  # (else the graph may hold what was written)
+            seen.nonlinear = _first_apart(names, found[0], gradients(value, _TIMES))
+    seen.backward_follows = tuple(n for n in seen.backward_writes if len({end.get(n) for end in ends}) > 1)
     if not _differ(totals[:1], [totals[1] + totals[2]]):  # else `lockstep.model.loss_check` judges
-        seen.backward = _first_apart(names, whole, parts)
+        seen.backward = _first_apart(names, found[0], [b + c for b, c in zip(*found[1:], strict=True)])
+
+
+def _state_prints(model: nn.Module) -> dict[str, Any]:
+    """A hash of each buffer that acts in training, and of each attribute."""
+    return {**{name: digest(b) for name, b in acting_buffers(model).items()}, **attribute_prints(model)}
 
 
 def _first_apart(names: Sequence[str], ones: list[torch.Tensor], others: list[torch.Tensor]) -> str | None:

@@ -96,7 +96,7 @@ class OutsideVariables:
 
     def holds_tensors(self, name: str) -> bool:
         """Whether the variable of that name does."""
-        held = [value for value, _ in _copies(self._variables[name].get(), set())]
+        held = [value for value, _ in copies_of(self._variables[name].get(), set())]
         return any(isinstance(value, torch.Tensor) for value in held)
 
     @contextmanager
@@ -104,12 +104,12 @@ class OutsideVariables:
         """Put back afterwards what they hold now, in the same objects."""
         seen: set[int] = set()
         before = [(variable, variable.get()) for variable in self._variables.values()]
-        copies = [pair for _, value in before for pair in _copies(value, seen)]
+        copies = [pair for _, value in before for pair in copies_of(value, seen)]
         try:
             yield
         finally:
             for value, copied in copies:
-                _put_back(value, copied)
+                put_back(value, copied)
             for variable, value in before:
                 if variable.get() is not value:
                     variable.set(value)
@@ -207,8 +207,13 @@ class _Pickler(pickle.Pickler):
         return (tuple(value.shape), digest(value)) if isinstance(value, torch.Tensor) else None
 
 
-def _copies(value: Any, seen: set[int]) -> Iterator[tuple[Any, Any]]:
-    """An object that a call may change, with a copy of it; and the same of each that it contains."""
+def copies_of(value: Any, seen: set[int]) -> Iterator[tuple[Any, Any]]:
+    """An object that a call may change, with a copy of it; and the same of each that it contains.
+
+    Args:
+        value: it; of modules, classes and functions there is none.
+        seen: the ids of objects of which there is one already; more come in.
+    """
     if id(value) in seen or isinstance(value, nn.Module | type | types.FunctionType | types.ModuleType):
         return
     seen.add(id(value))
@@ -221,10 +226,11 @@ def _copies(value: Any, seen: set[int]) -> Iterator[tuple[Any, Any]]:
         yield value, copy.copy(value)
     if isinstance(value, dict | list | set | deque | tuple):
         for inner in list(value.values() if isinstance(value, dict) else value):
-            yield from _copies(inner, seen)
+            yield from copies_of(inner, seen)
 
 
-def _put_back(value: Any, copied: Any) -> None:
+def put_back(value: Any, copied: Any) -> None:
+    """Make an object as its copy again."""
     if isinstance(value, torch.Tensor):
         if value._version != copied[0]:
             value.data.copy_(copied[1])
