@@ -231,7 +231,10 @@ def with_tuples(samples: list[Any]) -> tuple[torch.Tensor, tuple[int, ...]]:
 
 
 def over_tuples(outputs: torch.Tensor, targets: tuple[int, ...]) -> tuple[torch.Tensor, int]:
-    each = [nn.functional.cross_entropy(o[None], torch.tensor([t])) for o, t in zip(outputs, targets, strict=True)]
+    each = [
+        nn.functional.cross_entropy(o[None], torch.tensor([t], device=o.device))
+        for o, t in zip(outputs, targets, strict=True)
+    ]
     return torch.stack(each).sum(), len(each)
 
 

@@ -10,11 +10,9 @@ from torch import nn
 from torch.utils.data import TensorDataset
 
 import lockstep
-from cards import Cards, CardTensor, plain
 from lockstep import Job
 from lockstep.launch.devices import Device, slots
 from lockstep.launch.world import World
-from lockstep.model.optimizer import clip_gradients
 from lockstep.pipelining.planner.benchmark import Bench
 from lockstep.pipelining.planner.partition import capacities
 from lockstep.profiling.clock import Clock
@@ -47,17 +45,6 @@ def test_gradients_of_float64_are_weighted_in_float64(strategy: str, devices: st
     here = trained(strategy, devices, as_on_accelerator=False)
     there = trained(strategy, devices, as_on_accelerator=True)
     assert (here - there).abs().max() < 1e-14
-
-
-def test_sparse_gradients_are_clipped_together_with_those_of_another_device() -> None:
-    rows, dense = nn.Parameter(torch.zeros(4, 2)), nn.Parameter(torch.zeros(3))
-    rows.grad = torch.sparse_coo_tensor([[1, 1]], [[3.0, 0.0], [0.0, 0.0]], (4, 2), check_invariants=True)
-    with Cards():
-        there = nn.Parameter(CardTensor(dense.detach(), torch.device("meta:0")))
-        there.grad = CardTensor(torch.tensor([0.0, 4.0, 0.0]), torch.device("meta:0"))
-        clip_gradients([there, rows], 1.0)
-    torch.testing.assert_close(plain(there.grad), torch.tensor([0.0, 0.8, 0.0]), rtol=1e-5, atol=0)
-    torch.testing.assert_close(rows.grad.to_dense()[1], torch.tensor([0.6, 0.0]), rtol=1e-5, atol=0)
 
 
 # ---- memory and time of several devices ------------------------------------------------------------------------------

@@ -240,8 +240,6 @@ def occupied(device: Device) -> Iterator[None]:
             yield
         finally:
             torch.set_num_threads(before)
-    elif device.type == "cuda":
-        with torch.cuda.device(device.index):
-            yield
     else:
-        yield
+        with torch.accelerator.device_index(device.index):
+            yield

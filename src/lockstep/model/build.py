@@ -17,6 +17,7 @@ from lockstep.launch.world import World
 from lockstep.model.activation_checkpointing import checkpoint_blocks
 from lockstep.model.precision import convert_model
 from lockstep.tensors.digest import digest
+from lockstep.tensors.placing import place_module
 from lockstep.tensors.pytree import call, is_lazy, to_device
 from lockstep.tensors.seeding import seeded
 
@@ -59,7 +60,7 @@ def build_model(job: Job, world: World, *, place: bool = True) -> nn.Module:
     if job.channels_last:
         _lay_out(model)
     if place and not world.device.is_slot:
-        model.to(world.device.torch)
+        place_module(model, world.device.torch)
     return model
 
 

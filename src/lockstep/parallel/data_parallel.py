@@ -30,6 +30,7 @@ from lockstep.parallel.parallel_apply import in_streams, parallel_apply
 from lockstep.parallel.replicate import replicas_of, replicate, tensors_of
 from lockstep.parallel.scatter import is_plain, scatter_kwargs
 from lockstep.tensors import pytree
+from lockstep.tensors.placing import place_module
 from lockstep.threads import recompute
 from lockstep.threads.thread_pool import borrowed
 
@@ -137,7 +138,7 @@ class DataParallel(nn.Module, Generic[M]):
         self._warned = self._said = self._compared = False
         recompute.install()
         if len(self.devices) == 1:
-            module.to(self.devices[0].torch)
+            place_module(module, self.devices[0].torch)
 
     def forward(self, *inputs: Any, **kwargs: Any) -> Any:
         """What ``module`` gives for the whole batch."""

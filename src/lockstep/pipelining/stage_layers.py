@@ -21,6 +21,7 @@ from lockstep.pipelining import transfer
 from lockstep.pipelining.device_map import modules_around
 from lockstep.pipelining.microbatch import current
 from lockstep.pipelining.transfer import Moving
+from lockstep.tensors.placing import place_tensor
 from lockstep.threads import recompute
 
 
@@ -102,14 +103,15 @@ def _wholes(model: nn.Module, stage_of: Mapping[str, int]) -> dict[str, int]:
 @torch.no_grad()
 def place_tensors(model: nn.Module, places: Mapping[str, torch.device], rest: torch.device) -> None:
     """Move each parameter and buffer to its place, or to ``rest``; one with several names to that of the first."""
+    recurrent = [module for module in model.modules() if isinstance(module, nn.RNNBase)]
+    for module in recurrent:
+        module._flat_weight_refs = []  # as ``Module.to`` does
     for name, tensor in (*model.named_parameters(), *model.named_buffers()):
         place = places.get(name, rest)
         if tensor.device != place:
-            tensor.data = tensor.data.to(place)
-            tensor.grad = None
-    for module in model.modules():
-        if isinstance(module, nn.RNNBase):  # cuDNN wants its weights in one piece, as ``model.to`` leaves them
-            module.flatten_parameters()
+            place_tensor(tensor, place)
+    for module in recurrent:
+        module._init_flat_weights()  # cuDNN wants its weights in one piece
 
 
 class _Hook:

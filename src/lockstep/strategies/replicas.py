@@ -13,6 +13,7 @@ from lockstep.errors import JobError, StrategyError
 from lockstep.launch.devices import Device
 from lockstep.launch.processes.call import closed_over
 from lockstep.model.inspection import attribute_prints, hooked_parameters, is_plain
+from lockstep.tensors.placing import place_module
 from lockstep.tensors.pytree import graph_nodes
 from lockstep.threads.parametrization_cache import cache_apart
 
@@ -42,7 +43,7 @@ def replica_of(model: nn.Module, device: Device) -> nn.Module:
             "dp: a copy of the model has parameters of its own (TorchScript?); take ddp, which builds it afresh"
         )
     if not device.is_slot:
-        made.to(device.torch)
+        place_module(made, device.torch)
     return made
 
 

@@ -37,6 +37,7 @@ from lockstep.pipelining.planner.trace import as_before, trace, watched
 from lockstep.pipelining.runner import Runner
 from lockstep.pipelining.schedule import Schedule, devices_of
 from lockstep.pipelining.stage_layers import Layers
+from lockstep.tensors.placing import place_module
 from lockstep.tensors.pytree import call, cut, share_sizes, tensors, to_device
 from lockstep.threads.random_streams import stream
 
@@ -50,10 +51,10 @@ class Bench:
         self.device = world.device
         self._home, self._fits = self.device.torch, True
         try:
-            self.model.to(self._home)
+            place_module(self.model, self._home)
         except torch.OutOfMemoryError:
             self._home, self._fits = torch.device("cpu"), False
-            self.model.to(self._home)
+            place_module(self.model, self._home)
         loader = job_loader(job, world, resolve(job.train_data, world, "train_data"))
         try:
             self.first: Part = next(iter(loader.epoch(0))).parts[0]

@@ -1,4 +1,4 @@
-"""Stages on accelerators, where there are none: pretended cards see a tensor that was left on the wrong one.
+"""Stages on two cards, which see a tensor that was left on the wrong one.
 
 Each model is trained over cards, forward, backward and update, and must end where one device that accumulates does.
 """
@@ -18,20 +18,19 @@ from torch.utils.checkpoint import checkpoint
 from lockstep import Job
 from lockstep.data import Part
 from lockstep.errors import LossError, StrategyError
-from lockstep.launch.devices import slots
+from lockstep.launch.devices import Device, slots
 from lockstep.launch.world import World
+from lockstep.model.optimizer import clip_gradients
 from lockstep.pipelining import transfer
 from lockstep.pipelining.device_map import stage_of
 from lockstep.pipelining.planner.partition import even_split
 from lockstep.pipelining.stage_layers import place_tensors
 from lockstep.strategies import MP
-from lockstep.strategies import pp as _pp
 from lockstep.strategies.pp import PP
 from lockstep.strategies.single import Single
 from lockstep.strategies.step import Step
 from lockstep.tensors.pytree import each
 
-from cards import Cards, aten, cards, on_cards, plain  # isort: skip
 from test_pipelining import KINDS, MANY, SAMPLES  # isort: skip
 from zoo import _job, drawn, labels, sgd, tokens_and_next, wants  # isort: skip
 
@@ -54,22 +53,18 @@ def updated(step: Step, job: Job) -> dict[str, torch.Tensor]:
         result = step(inputs, targets)
         assert result.loss == result.loss
         start += size
-    return {name: plain(value) for name, value in step.state_dict()["model"].items() if isinstance(value, torch.Tensor)}
+    return {name: value.cpu() for name, value in step.state_dict()["model"].items() if isinstance(value, torch.Tensor)}
 
 
-def over_cards(job: Job, way: PP, count: int, monkeypatch: pytest.MonkeyPatch) -> Step:
+def over_cards(job: Job, way: PP, count: int) -> Step:
     """The job's step over so many cards."""
-    build = _pp.build_model
-    monkeypatch.setattr(_pp, "build_model", lambda *args, **settings: on_cards(build(*args, **settings)))
-    monkeypatch.setattr(torch.accelerator, "set_device_index", lambda index: None)
-    return way.prepare(job, World(devices=cards(count)))
+    return way.prepare(job, World(devices=tuple(Device("card", i) for i in range(count))))
 
 
-def compare(job: Job, way: PP, count: int, monkeypatch: pytest.MonkeyPatch) -> Step:
+def compare(job: Job, way: PP, count: int) -> Step:
     job = job.replace(precision="fp64")
-    with Cards():
-        step = over_cards(job, way, count, monkeypatch)
-        found = updated(step, job)
+    step = over_cards(job, way, count)
+    found = updated(step, job)
     one = Single().prepare(job.replace(accumulate=way.num_microbatches(job)), World(devices=slots(1)))
     expected = updated(one, job)
     assert found.keys() == expected.keys()
@@ -77,11 +72,11 @@ def compare(job: Job, way: PP, count: int, monkeypatch: pytest.MonkeyPatch) -> S
         torch.testing.assert_close(found[name], value, rtol=BOUND, atol=BOUND, msg=lambda m, name=name: f"{name}: {m}")
     stages = stage_of(step.model, way.device_map or even_split(step.model, count), count)
     for name, p in step.model.named_parameters():
-        place = torch.device("meta", stages[name])
+        place = torch.device("card", stages[name])
         assert p.device == place, name
         assert p.grad is None or p.grad.device == place, name
     for name, b in step.model.named_buffers():
-        assert b.device == torch.device("meta", stages.get(name, 0)), name
+        assert b.device == torch.device("card", stages.get(name, 0)), name
     return step
 
 
@@ -94,18 +89,17 @@ OWN_DRAWS = ("dropout", "dropout computed again")
     "kind",
     [pytest.param(k, marks=() if k in OFTEN else pytest.mark.slow) for k in KINDS if k not in OWN_DRAWS],
 )
-def test_over_two_cards_each_kind_ends_where_one_device_does(kind: str, monkeypatch) -> None:
+def test_over_two_cards_each_kind_ends_where_one_device_does(kind: str) -> None:
     job, device_map = KINDS[kind]
-    compare(job, PP(device_map, 3), 2, monkeypatch)
+    compare(job, PP(device_map, 3), 2)
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("count", [3, 4])
 @pytest.mark.parametrize("kind", MANY)
-def test_over_more_cards_too(kind: str, count: int, monkeypatch) -> None:
+def test_over_more_cards_too(kind: str, count: int) -> None:
     for schedule in ("1f1b", "gpipe"):
-        with monkeypatch.context() as patch:
-            compare(KINDS[kind][0], PP(None, 3, schedule), count, patch)
+        compare(KINDS[kind][0], PP(None, 3, schedule), count)
 
 
 class Thrice(nn.Module):
@@ -429,9 +423,9 @@ PLACED: dict[str, tuple[Job, dict[str, int] | None]] = {
 
 
 @pytest.mark.parametrize("kind", PLACED)
-def test_what_meets_between_layers_is_moved(kind: str, monkeypatch) -> None:
+def test_what_meets_between_layers_is_moved(kind: str) -> None:
     job, device_map = PLACED[kind]
-    compare(job, PP(device_map, 3), 2, monkeypatch)
+    compare(job, PP(device_map, 3), 2)
 
 
 class Dropping(nn.Module):
@@ -456,34 +450,31 @@ class Dropped(nn.Module):
 
 
 @pytest.mark.parametrize("reentrant", [True, False])
-def test_a_checkpoint_draws_again_what_its_card_drew(reentrant: bool, monkeypatch) -> None:
+def test_a_checkpoint_draws_again_what_its_card_drew(reentrant: bool) -> None:
     outputs: list[torch.Tensor] = []
 
     def total(found: torch.Tensor, targets: torch.Tensor) -> tuple[torch.Tensor, int]:
-        outputs.append(plain(found))
+        outputs.append(found.detach().cpu())
         return found.sum(), len(targets)
 
     job = _job(lambda: Dropping(reentrant), loss=total, precision="fp64")
-    with Cards() as here:
-        step = over_cards(job, MP({"first": 0, "second": 1}), 2, monkeypatch)
-        step(drawn(8, 64).double(), labels(8, 3))
-        assert here.states[1] is not here.states.get(0)
-        # At a scale of 1 its gradient is the sum of the outputs over the batch.
-        torch.testing.assert_close(plain(step.model.second.scale.grad), outputs[0].sum(0) / 8)
+    step = over_cards(job, MP({"first": 0, "second": 1}), 2)
+    step(drawn(8, 64).double(), labels(8, 3))
+    # At a scale of 1 its gradient is the sum of the outputs over the batch.
+    torch.testing.assert_close(step.model.second.scale.grad.cpu(), outputs[0].sum(0) / 8)
 
 
 @pytest.mark.parametrize("way", [MP, partial(PP, microbatches=2)])
-def test_an_evaluation_over_cards_does_not_keep_what_was_moved(way: Any, monkeypatch) -> None:
+def test_an_evaluation_over_cards_does_not_keep_what_was_moved(way: Any) -> None:
     """Every activation that goes from one card to the other was kept to the end of the set."""
     job, device_map = PLACED["a weight on both cards"]
-    with Cards():
-        step = over_cards(job.replace(precision="fp64"), way(device_map), 2, monkeypatch)
-        step(*batch(job, 0, 8))
-        kept = []
-        with step.evaluating():
-            for _ in range(20):
-                step.outputs(Part(*batch(job, 0, 8), 8, 8))
-                kept.append(len(transfer.current()._copies))
+    step = over_cards(job.replace(precision="fp64"), way(device_map), 2)
+    step(*batch(job, 0, 8))
+    kept = []
+    with step.evaluating():
+        for _ in range(20):
+            step.outputs(Part(*batch(job, 0, 8), 8, 8))
+            kept.append(len(transfer.current()._copies))
     assert max(kept) == kept[0] <= 2
 
 
@@ -494,23 +485,22 @@ class Watched(TorchDispatchMode):
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         wanted = (kwargs or {}).get("device")
-        if func is aten._local_scalar_dense.default:
+        if func is torch.ops.aten._local_scalar_dense.default:
             self.reads += args[0].device.type != "cpu"
-        elif func is aten._to_copy.default and wanted is not None and not args[0].dim():
+        elif func is torch.ops.aten._to_copy.default and wanted is not None and not args[0].dim():
             self.moves += wanted != args[0].device
         return func(*args, **(kwargs or {}))
 
 
 @pytest.mark.parametrize("way", [MP, partial(PP, microbatches=4)])
-def test_an_update_over_cards_reads_nothing_and_moves_its_total_once(way: Any, monkeypatch) -> None:
+def test_an_update_over_cards_reads_nothing_and_moves_its_total_once(way: Any) -> None:
     """The total was moved once for each micro-batch, and the count was waited for."""
     job, device_map = PLACED["a weight on both cards"]
     job = job.replace(precision="fp64", loss=nn.CrossEntropyLoss(ignore_index=0))
-    with Cards():
-        step = over_cards(job, way(device_map), 2, monkeypatch)
-        step(*batch(job, 0, 8))
-        with Watched() as watched:
-            step(*batch(job, 1, 8))
+    step = over_cards(job, way(device_map), 2)
+    step(*batch(job, 0, 8))
+    with Watched() as watched:
+        step(*batch(job, 1, 8))
     assert watched.reads == 0
     assert watched.moves <= 3  # total, count, and the weight of the gradients on the other card
 
@@ -525,81 +515,85 @@ def test_weights_of_recurrent_layers_are_put_together_after_they_were_moved(monk
     monkeypatch.setattr(nn.LSTM, "flatten_parameters", flatten)
     model = nn.Sequential(nn.Linear(4, 4), nn.LSTM(4, 4))
     flattened.clear()
-    with Cards():
-        place_tensors(on_cards(model), {}, torch.device("meta", 1))
-    assert flattened == ["meta"]
+    place_tensors(model, {}, torch.device("card", 1))
+    assert flattened == ["card"]
 
 
 def test_after_an_error_the_callers_device_is_the_current_one_again(monkeypatch) -> None:
     job, device_map = PLACED["a weight on both cards"]
-    with Cards():
-        step = over_cards(job, PP(device_map, 2), 2, monkeypatch)
-        current = []
-        monkeypatch.setattr(torch.accelerator, "set_device_index", current.append)
-        monkeypatch.setattr(step, "forward_loss", lambda *args: step.runner._occupy(1) or 1 / 0)
-        with pytest.raises(ZeroDivisionError):
-            step(*batch(job, 0, 8))
+    step = over_cards(job, PP(device_map, 2), 2)
+    current = []
+    monkeypatch.setattr(torch.accelerator, "set_device_index", current.append)
+    monkeypatch.setattr(step, "forward_loss", lambda *args: step.runner._occupy(1) or 1 / 0)
+    with pytest.raises(ZeroDivisionError):
+        step(*batch(job, 0, 8))
     assert current == [1, 0]
 
 
-def test_every_card_of_any_type_is_seeded_with_a_step(monkeypatch) -> None:
+def test_every_card_of_any_type_is_seeded_with_a_step() -> None:
     """Cards of CUDA alone once were: on others a resumed run drew other masks."""
     job, device_map = PLACED["a weight on both cards"]
-    with Cards() as here:
-        step = over_cards(job, MP(device_map), 2, monkeypatch)
-        drawn_from = []
-        for seed in (5, 5, 6):
-            step.seed(seed)
-            drawn_from.append((here.states[0], here.states[1]))
+    step = over_cards(job, MP(device_map), 2)
+    drawn_from = []
+    for seed in (5, 5, 6):
+        step.seed(seed)
+        drawn_from.append((torch.card.get_rng_state(0), torch.card.get_rng_state(1)))
     (a, b), again, (c, d) = drawn_from
     assert torch.equal(a, again[0]) and torch.equal(b, again[1])
     assert not torch.equal(a, c) and not torch.equal(b, d)
 
 
-def test_a_model_over_cards_can_be_called_outside_of_a_step(monkeypatch) -> None:
+def test_a_model_over_cards_can_be_called_outside_of_a_step() -> None:
     job, device_map = PLACED["a weight on both cards"]
     job = job.replace(precision="fp64")
     x = drawn(5, 6).double()
-    with Cards():
-        step = over_cards(job, PP(device_map, 2), 2, monkeypatch)
-        found = step.model(x)
-        assert found.device == torch.device("meta", 1)
-        found.sum().backward()
-        with pytest.raises(RuntimeError, match="shapes"):
-            step.model(x[:, :2])
-        assert transfer.current() is None
+    step = over_cards(job, PP(device_map, 2), 2)
+    found = step.model(x)
+    assert found.device == torch.device("card", 1)
+    found.sum().backward()
+    with pytest.raises(RuntimeError, match="shapes"):
+        step.model(x[:, :2])
+    assert transfer.current() is None
     one = Single().prepare(job, World(devices=slots(1))).model
-    torch.testing.assert_close(plain(found), one(x))
+    torch.testing.assert_close(found.detach().cpu(), one(x))
     one(x).sum().backward()
-    torch.testing.assert_close(plain(step.model.first.weight.grad), one.first.weight.grad)
+    torch.testing.assert_close(step.model.first.weight.grad.cpu(), one.first.weight.grad)
 
 
-def test_evaluation_and_saved_state_over_cards_are_those_of_one_device(monkeypatch) -> None:
+def test_evaluation_and_saved_state_over_cards_are_those_of_one_device() -> None:
     job, device_map = KINDS["a tied GPT"]
     job = job.replace(precision="fp64", optimizer=sgd)
     inputs, targets = batch(job, 0, 8)
     one = Single().prepare(job, World(devices=slots(1)))
-    with Cards():
-        step = over_cards(job, PP(device_map, 3), 2, monkeypatch)
-        step(inputs, targets)
-        saved = step.state_dict()
-        step(inputs, targets)
-        step.load_state_dict(saved)
-        assert all(p.device == step.optimizer.state[p]["momentum_buffer"].device for p in step.model.parameters())
-        outputs, total, count = (plain(value) for value in step.evaluate(inputs, targets))
-    one.load_state_dict(tree_map(lambda t: plain(t) if isinstance(t, torch.Tensor) else t, saved))
+    step = over_cards(job, PP(device_map, 3), 2)
+    step(inputs, targets)
+    saved = step.state_dict()
+    step(inputs, targets)
+    step.load_state_dict(saved)
+    assert all(p.device == step.optimizer.state[p]["momentum_buffer"].device for p in step.model.parameters())
+    outputs, total, count = (value.cpu() for value in step.evaluate(inputs, targets))
+    one.load_state_dict(tree_map(lambda t: t.cpu() if isinstance(t, torch.Tensor) else t, saved))
     for found, expected in zip((outputs, total, count), one.evaluate(inputs, targets), strict=True):
         torch.testing.assert_close(found, expected)
 
 
-def test_an_autograd_function_that_writes_over_cards_is_refused(monkeypatch) -> None:
+def test_sparse_gradients_are_clipped_together_with_those_of_another_device() -> None:
+    rows, dense = nn.Parameter(torch.zeros(4, 2)), nn.Parameter(torch.zeros(3, device="card:0"))
+    rows.grad = torch.sparse_coo_tensor([[1, 1]], [[3.0, 0.0], [0.0, 0.0]], (4, 2), check_invariants=True)
+    dense.grad = torch.tensor([0.0, 4.0, 0.0], device="card:0")
+    clip_gradients([dense, rows], 1.0)
+    torch.testing.assert_close(dense.grad.cpu(), torch.tensor([0.0, 0.8, 0.0]), rtol=1e-5, atol=0)
+    torch.testing.assert_close(rows.grad.to_dense()[1], torch.tensor([0.6, 0.0]), rtol=1e-5, atol=0)
+
+
+def test_an_autograd_function_that_writes_over_cards_is_refused() -> None:
     """What it writes to would be a copy, and nobody can tell before."""
     job = _job(WritingAcross)
-    with Cards(), pytest.raises(StrategyError, match="Scaling writes to a tensor of another stage's device"):
-        over_cards(job, PP({"first": 0, "": 1}, 2), 2, monkeypatch)(*batch(job, 0, 4))
+    with pytest.raises(StrategyError, match="Scaling writes to a tensor of another stage's device"):
+        over_cards(job, PP({"first": 0, "": 1}, 2), 2)(*batch(job, 0, 4))
 
 
-def test_a_mask_that_becomes_uneven_on_a_card_is_found_without_waiting(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_mask_that_becomes_uneven_on_a_card_is_found_without_waiting() -> None:
     """The card remembers the first step, and is asked with the other checks."""
 
     def loss(outputs: torch.Tensor, targets: tuple[torch.Tensor, torch.Tensor]) -> torch.Tensor:
@@ -607,19 +601,16 @@ def test_a_mask_that_becomes_uneven_on_a_card_is_found_without_waiting(monkeypat
         return ((outputs - values).square() * mask).sum() / mask.sum()
 
     def updates(uneven_in: int, steps: int) -> Step:
-        step = over_cards(
-            KINDS["a sequence"][0].replace(precision="fp64", loss=loss), PP(microbatches=2), 2, monkeypatch
-        )
+        step = over_cards(KINDS["a sequence"][0].replace(precision="fp64", loss=loss), PP(microbatches=2), 2)
         for number in range(1, steps + 1):
             mask = torch.ones(8, 3)
             mask[5, 1:] = 0 if number == uneven_in else 1
             step(drawn(8, 6, seed=number).double(), (drawn(8, 3, seed=number).double(), mask.double()))
         return step
 
-    with Cards():
-        updates(uneven_in=9, steps=4).check()
-        step = updates(uneven_in=3, steps=4)
-        with pytest.raises(LossError, match="is not a mean over samples in step 3: return"):
-            step.check()
-        with pytest.raises(LossError, match=r"is not a mean over samples \(whole"):
-            updates(uneven_in=1, steps=1)  # the first update is waited for: nothing wrong is trained
+    updates(uneven_in=9, steps=4).check()
+    step = updates(uneven_in=3, steps=4)
+    with pytest.raises(LossError, match="is not a mean over samples in step 3: return"):
+        step.check()
+    with pytest.raises(LossError, match=r"is not a mean over samples \(whole"):
+        updates(uneven_in=1, steps=1)  # the first update is waited for: nothing wrong is trained

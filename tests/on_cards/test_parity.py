@@ -1,0 +1,66 @@
+"""On two cards every strategy ends where one CPU device would, in float64."""
+
+from __future__ import annotations
+
+import pytest
+
+from lockstep import train
+from lockstep.strategies import MP
+from lockstep.strategies.ddp import DDP
+from lockstep.strategies.dp import DP
+from lockstep.strategies.pp import PP
+from lockstep.strategies.single import Single
+from lockstep.strategies.strategy import Strategy
+from lockstep.training.run import Run
+from lockstep.verify import differences
+from zoo import ZOO
+
+WAYS: dict[str, tuple[Strategy, str]] = {
+    "single": (Single(), "card:1"),
+    "dp": (DP(), "card:0,1"),
+    "mp": (MP(), "card:0,1"),
+    "pp": (PP(microbatches=2), "card:0,1"),
+    "ddp flat": (DDP(reduce="flat"), "card:0,1"),
+    "ddp overlapped": (DDP(reduce="overlapped"), "card:0,1"),
+}
+KINDS = [kind for kind in ZOO if "sparse" not in kind]
+"""What the CPU gives as a sparse gradient can't be given to a card."""
+
+
+@pytest.fixture(scope="module")
+def reference() -> dict[tuple[str, int], Run]:
+    return {}
+
+
+def _is_fast(number: int, way: str) -> bool:
+    return number % 8 == 0 if way.startswith("ddp") else number % 2 == 0
+
+
+@pytest.mark.parametrize(
+    ("kind", "way"),
+    [
+        pytest.param(kind, way, marks=() if _is_fast(number + turn, way) else pytest.mark.slow)
+        for number, kind in enumerate(KINDS)
+        for turn, way in enumerate(WAYS)
+    ],
+)
+def test_a_strategy_on_cards_ends_where_one_device_does(kind: str, way: str, reference, tmp_path_factory) -> None:
+    strategy, devices = WAYS[way]
+    job = ZOO[kind].replace(precision="fp64")
+    if way == "pp":
+        job = job.replace(sync_batchnorm=False)
+    parts = strategy.num_microbatches(job)
+    if (kind, parts) not in reference:
+        reference[kind, parts] = train(
+            job,
+            strategy="single",
+            devices="1xcpu",
+            folder=tmp_path_factory.mktemp("one"),
+            quiet=True,
+            accumulate=parts,
+        )
+    run = train(job, strategy=strategy, devices=devices, folder=tmp_path_factory.mktemp("run"), quiet=True)
+    found = differences(job, run, reference[kind, parts])
+    assert found.worst < 1e-10, str(found)
+    assert any(found.moved.values())
+    assert max(found.history.values()) < 1e-10

@@ -1,0 +1,40 @@
+"""Each file of tests/on_cards, and test_gpu.py, run by a process whose accelerators are simulated cards."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+import simulated_card
+
+HERE = Path(__file__).parent
+FILES = ["test_gpu.py", *sorted(f"on_cards/{path.name}" for path in (HERE / "on_cards").glob("test_*.py"))]
+
+pytestmark = [
+    pytest.mark.skipif(simulated_card.compiler() is None, reason="simulated cards are compiled by g++: there is none"),
+    pytest.mark.timeout(600),
+]
+
+
+def run(name: str, marked: str) -> None:
+    environment = {**os.environ, "SIMULATED_CARDS": "8", "OMP_NUM_THREADS": "1"}
+    command = [sys.executable, "-m", "pytest", "-p", "no:xdist", "-p", "no:cacheprovider", "-m", marked]
+    done = subprocess.run(
+        [*command, str(HERE / name)], env=environment, cwd=HERE.parent, capture_output=True, text=True
+    )
+    assert done.returncode in (0, 5), done.stdout + done.stderr  # 5: no test has that mark
+
+
+@pytest.mark.parametrize("name", FILES)
+def test_on_simulated_cards(name: str) -> None:
+    run(name, "not slow")
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", FILES)
+def test_on_simulated_cards_longer(name: str) -> None:
+    run(name, "slow")
