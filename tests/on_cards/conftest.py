@@ -12,7 +12,8 @@ from pathlib import Path
 if "SIMULATED_CARDS" in os.environ:
     import simulated_card
 
-    sys.path.insert(0, str(Path(__file__).parent.parent / "pipelining"))  # its kinds of model
+    for room in ("parallel", "pipelining"):  # their kinds of model
+        sys.path.insert(0, str(Path(__file__).parent.parent / room))
     simulated_card.load()
 else:
     collect_ignore_glob = ["test_*.py"]

@@ -950,41 +950,6 @@ def test_zero_grad_inside_a_replica_is_warned_of() -> None:
         net(torch.randn(4, 2))
 
 
-class Queue(devices.Device):
-    """Stands for an accelerator, with its tensors in the memory of the CPU."""
-
-    @property
-    def is_slot(self) -> bool:
-        return False
-
-    @property
-    def torch(self) -> torch.device:
-        return torch.device("cpu")
-
-
-def test_replicas_on_one_accelerator_follow_one_another_with_the_same_numbers() -> None:
-    plain, net = pair(Net(), [Queue("queue"), Queue("queue")])
-    threads: list[int] = []
-    net.module.register_forward_hook(lambda module, args, output: threads.append(threading.get_ident()))
-    x = torch.randn(7, 6, requires_grad=True)
-    for module in (plain, net):
-        out = module(x).square().sum() * module(x[:3]).sum()
-        (slope,) = torch.autograd.grad(out, x, create_graph=True)
-        (slope.square().sum() + out).backward()
-    same(gradients(net.module), gradients(plain))
-    assert threads == [threading.get_ident()] * 4
-    with torch.no_grad():
-        same(net(x), plain(x))
-    norm = DataParallel(nn.BatchNorm1d(2), [Queue("queue"), Queue("queue")])
-    x = torch.randn(8, 2)
-    norm(x)
-    same(norm.module.running_mean, 0.1 * x[:4].mean(0))
-    failing = DataParallel(Applied(lambda x: {}["wonderful"]), [Queue("queue"), Queue("queue")])
-    with pytest.raises(KeyError) as caught:
-        failing(x)
-    assert caught.value.__notes__ == ["raised by replica 0 on queue:0"]
-
-
 def test_buffers_of_any_kind_are_those_of_the_original_in_every_replica() -> None:
     kinds = [torch.randn(3, 4), torch.arange(5), torch.randn(()), torch.zeros(0), torch.randn(2, 6).t(), torch.eye(2)]
     kinds.append(torch.eye(3).to_sparse())
