@@ -30,7 +30,8 @@ from lockstep.model.loss import Number
 from lockstep.strategies.ddp import DDP, DDPStep
 from lockstep.strategies.dp import DP, DPStep
 from lockstep.strategies.pp import PP
-from lockstep.strategies.step import Result, Step
+from lockstep.strategies.result import Result
+from lockstep.strategies.step import Step
 from lockstep.strategies.strategy import Strategy
 from lockstep.tensors.pytree import each
 from lockstep.verify import Verification

@@ -92,6 +92,9 @@ def _fuse(
         if group.get("momentum") and group["dampening"]:
             continue
         group["foreach"], group["fused"] = False, True
+    if all(group["fused"] for group in optimizer.param_groups):
+        # As its constructor would have it: an overflow of fp16 is then seen by the kernel, not by the host.
+        optimizer._step_supports_amp_scaling = True  # type: ignore[attr-defined]
     begin_momentum(optimizer)
 
 

@@ -33,6 +33,7 @@ from lockstep.model.build import buffers_of, build_model, differing_tensors
 from lockstep.model.loss import Number
 from lockstep.model.optimizer import build_optimizer, gives_sparse_gradients
 from lockstep.strategies.rank_tensors import FlatGradients, FollowedBuffers, take_first
+from lockstep.strategies.result import scalar, summed
 from lockstep.strategies.step import Step
 from lockstep.strategies.strategy import Strategy
 from lockstep.threads.replica_collectives import RankExchange
@@ -171,8 +172,8 @@ class DDPStep(Step):
         ddp = self._overlapping(all(part.of >= world.size for part in batch.parts))
         # Under fp16 that factor comes after the sum: before, it would let gradients overflow that don't on one device.
         early = 1 if ddp is None or self._scaler is not None else world.size
-        total: Number = 0.0
-        count: Number = 0
+        totals: list[Number] = []
+        counts: list[Number] = []
         for i, part in enumerate(batch.parts):
             if self._exchange is not None:
                 self._exchange.begin(min(part.of, world.size))
@@ -184,9 +185,10 @@ class DDPStep(Step):
             self.reduces = ddp is not None and is_last
             with nullcontext() if ddp is None or is_last else ddp.no_sync():
                 part_total, part_count = self._forward(ddp, part, sums=is_last)
-                total = total + part_total.detach()
-                count = count + part_count
+                totals.append(part_total.detach())
+                counts.append(part_count)
                 self.backward(part_total, self.divisor(part_count, batch.size) / early)
+        total, count = summed(totals), summed(counts)
         if ddp is not None:
             if early < world.size:
                 for p in self._parameters:
@@ -213,8 +215,12 @@ class DDPStep(Step):
     @phase("communicating", "reduce")
     def _summed(self, total: Number, count: Number) -> tuple[Number, Number]:
         device = self.world.device.torch
-        values = (total, count, self.world.asked_to_stop())
-        sums = torch.stack([torch.as_tensor(value, dtype=torch.float64, device=device) for value in values])
+        # (A number would be waited for, to become a tensor on an accelerator.)
+        values = [
+            value if isinstance(value, torch.Tensor) else scalar(value, torch.float64, device)
+            for value in (total, count, self.world.asked_to_stop())
+        ]
+        sums = torch.stack([value.to(device, torch.float64) for value in values])
         self.world.all_reduce(sums)
         total, count, asked = sums if self._on_accelerator else sums.tolist()
         self.agree_to_stop(asked)

@@ -44,8 +44,10 @@ from lockstep.strategies.replicas import (
     replica_of,
     structure_of,
 )
-from lockstep.strategies.step import Result, Step
+from lockstep.strategies.result import Result, summed
+from lockstep.strategies.step import Step
 from lockstep.strategies.strategy import Strategy
+from lockstep.tensors.placing import moved_in_buckets
 from lockstep.tensors.pytree import cut, share_sizes, to_device
 from lockstep.tensors.seeding import seed_on
 from lockstep.threads import recompute
@@ -248,8 +250,8 @@ class DPStep(Step):
         where = f"replica {i} ({self._devices[i]})"
         for p in self._trained[i]:
             p.grad = None
-        total: Number = 0.0
-        count: Number = 0
+        totals: list[Number] = []
+        counts: list[Number] = []
         with stream(self._streams[i] if self._streams else None):
             for j, part in enumerate(parts):
                 if not part.size:
@@ -262,11 +264,11 @@ class DPStep(Step):
                 if i and self.looks_again:
                     refuse_other_parameters(part_total, self.model)
                 self.backward(part_total, self.divisor(part_count, size))
-                total = total + part_total.detach()
-                count = count + part_count
+                totals.append(part_total.detach())
+                counts.append(part_count)
                 if self._exchange is not None:
                     self._exchange.leave(i, j)
-        return total, count
+        return summed(totals), summed(counts)
 
     @phase("communicating", "reduce")
     def _add_gradients(self, active: list[int]) -> None:
@@ -287,9 +289,10 @@ class DPStep(Step):
         for i in others:
             theirs = [p.grad for p in self._trained[i][start:end]]
             if not self._shared:
-                theirs = [
-                    g if g is None else g.to(p.device, non_blocking=True) for g, p in zip(theirs, mine, strict=True)
-                ]
+                there = [k for k, grad in enumerate(theirs) if grad is not None]
+                for which, copies in moved_in_buckets([g for g in theirs if g is not None], self._devices[0].torch):
+                    for k, copy in zip(which, copies, strict=True):
+                        theirs[there[k]] = copy
             both = [(p, g) for p, g in zip(mine, theirs, strict=True) if g is not None]
             dense = [(p.grad, g) for p, g in both if p.grad is not None and not g.is_sparse]
             if dense:
@@ -323,11 +326,15 @@ class DPStep(Step):
         self._copy_buffers(self._acting)
 
     def _share_parameters(self) -> None:
-        for replica in self._replicas[1:]:
-            for p, q in zip(self.model.parameters(), replica.parameters(), strict=True):
-                if not self._shared:
-                    q.copy_(p, non_blocking=True)
-                elif p.data_ptr() != q.data_ptr():  # somebody gave the parameter other storage
+        mine = list(self.model.parameters())
+        for device, replica in zip(self._devices[1:], self._replicas[1:], strict=True):
+            theirs = list(replica.parameters())
+            if not self._shared:
+                for which, copies in moved_in_buckets(mine, device.torch):
+                    torch._foreach_copy_([theirs[k] for k in which], copies)
+                continue
+            for p, q in zip(mine, theirs, strict=True):
+                if p.data_ptr() != q.data_ptr():  # somebody gave the parameter other storage
                     q.data = p.data
 
     @torch.no_grad()
@@ -379,7 +386,7 @@ class DPStep(Step):
 
     def _summed(self, values: list[Number]) -> Number:
         first = self._devices[0].torch
-        return sum(v.to(first) if isinstance(v, torch.Tensor) else v for v in values)
+        return summed([v.to(first, non_blocking=True) if isinstance(v, torch.Tensor) else v for v in values])
 
 
 def _even_spans(parameters: list[nn.Parameter], pieces: int) -> list[tuple[int, int]]:

@@ -12,6 +12,7 @@ from lockstep.launch.world import World
 from lockstep.model.build import build_model
 from lockstep.model.loss import Number
 from lockstep.model.optimizer import build_optimizer
+from lockstep.strategies.result import summed
 from lockstep.strategies.step import Step
 from lockstep.strategies.strategy import Strategy
 
@@ -43,8 +44,8 @@ class SingleStep(Step):
 
     def gradients(self, batch: Batch) -> tuple[Number, Number]:
         """Gradients summed over the micro-batches by autograd itself."""
-        total: Number = 0.0
-        count: Number = 0
+        totals: list[Number] = []
+        counts: list[Number] = []
         for p in self._parameters:
             p.grad = None
         for number, part in enumerate(batch.parts):
@@ -54,6 +55,6 @@ class SingleStep(Step):
             part = self.placed(part)
             part_total, part_count = self.forward_loss(self.model, part)
             self.backward(part_total, self.divisor(part_count, batch.size))
-            total = total + part_total.detach()
-            count = count + part_count
-        return total, count
+            totals.append(part_total.detach())
+            counts.append(part_count)
+        return summed(totals), summed(counts)

@@ -18,6 +18,7 @@ from lockstep.launch.world import World
 from lockstep.model.loss import Number
 from lockstep.pipelining.runner import Runner
 from lockstep.pipelining.stage_layers import Layers
+from lockstep.strategies.result import summed
 from lockstep.strategies.step import Step
 from lockstep.tensors.seeding import seed_on
 from lockstep.threads.random_streams import Streams, stream
@@ -86,14 +87,17 @@ class StagedStep(Step):
 
         One number is moved from each device, at the end: a copy between accelerators holds the queues of both.
         """
-        sums: dict[torch.device | None, Number] = {}
+        on: dict[torch.device | None, list[Number]] = {}
         for value in values:
             place = value.device if isinstance(value, torch.Tensor) and self._layers.moves else None
-            sums[place] = sums[place] + value if place in sums else value
+            on.setdefault(place, []).append(value)
         home = self.world.device.torch
-        return sum(
-            value.to(home, non_blocking=True) if isinstance(value, torch.Tensor) and place is not None else value
-            for place, value in sums.items()
+        sums = [(place, summed(some)) for place, some in on.items()]
+        return summed(
+            [
+                value.to(home, non_blocking=True) if isinstance(value, torch.Tensor) and place is not None else value
+                for place, value in sums
+            ]
         )
 
     @observed(lambda observer, *args: observer.stages())

@@ -9,12 +9,12 @@ The weighting, with n the samples of the global batch and (total, count) the los
     gradients are     summed          over micro-batches, replicas and ranks; total and count beside them
     and multiplied by n / count       so that they are those of  sum(totals) / sum(counts)
 
-Where nothing is cut, and backward may be other than linear, it runs on total / count, as that of the mean would.
+Where nothing is cut, backward runs on total / count, as that of the mean would, if it may be other than linear, and on
+accelerators, which are spared the multiplication afterwards.
 """
 
 from __future__ import annotations
 
-import functools
 import math
 import time
 from abc import ABC, abstractmethod
@@ -43,34 +43,12 @@ from lockstep.model.inspection import (
 from lockstep.model.loss import Number
 from lockstep.model.optimizer import clip_gradients
 from lockstep.strategies.evaluator import is_power_of_two
+from lockstep.strategies.result import Result, scalar
 from lockstep.strategies.step_state import StepState
 from lockstep.strategies.update_checks import DeviceChecks, explained, no_items, refuse_not_finite
 
-
-class Result:
-    """What an update did.
-
-    Attributes:
-        total: the sum of the loss over the items of the global batch.
-        count: their number (samples, tokens, weights).
-        size: the samples of the global batch.
-    """
-
-    __slots__ = ("count", "size", "total")
-
-    def __init__(self, total: Number, count: Number, size: int) -> None:
-        self.total = total
-        self.count = count
-        self.size = size
-
-    @property
-    def loss(self) -> float:
-        """The loss of the global batch; NaN where nothing was counted. On an accelerator, asking waits for it."""
-        count = float(self.count)
-        return float(self.total) / count if count else math.nan
-
-    def __repr__(self) -> str:
-        return f"Result(loss={self.loss:.6g}, count={float(self.count):g}, size={self.size})"
+_LEAST_COUNT = 1e-30
+"""What an accelerator takes for a count of 0 until the host has read it."""
 
 
 class Step(StepState, ABC):
@@ -100,9 +78,8 @@ class Step(StepState, ABC):
         self._synchronises = job.sync_batchnorm
         self._seed = job.seed
         self._updates = 0
-        self._by_count = False
+        self._by_count = self._on_accelerator and not self.cuts_batch and self._scaler is None
         self.stopping = False
-        self._asked: Number = 0
         self.last_look: float = 1 if job.compile else math.inf
         self.last_step: int | None = None
         self.seen = Seen()
@@ -171,12 +148,13 @@ class Step(StepState, ABC):
             self.loss_check.notes.clear()
         if self.world.size == 1:
             self.stopping = self.world.asked_to_stop()
+        result = Result(total, count, batch.size)
         if self._on_accelerator:
-            self._on_devices.note_result(total, count, self.world.step)
+            self._on_devices.note_result(result, self.world.step)
             if self.world.step % 50 == 0:
                 self.check()
-                self.stopping = self.stopping or bool(self._asked)
-        return Result(total, count, batch.size)
+                self.stopping = self.stopping or self._on_devices.asked_to_stop()
+        return result
 
     def prepare(self, batch: Batch) -> None:
         """Inspect the model with the first batch, then compile it. A strategy that shards it does so afterwards.
@@ -276,18 +254,17 @@ class Step(StepState, ABC):
         """Make gradients of total / size those of total / count."""
         if isinstance(count, torch.Tensor) and not self._on_accelerator:
             count = float(count)
+        if not isinstance(count, torch.Tensor) and count == 0:
+            raise no_items(self.world.step)
+        if self._by_count:
+            return
         grads = [p.grad for p in self._parameters if p.grad is not None]
         if isinstance(count, torch.Tensor):
-            # An integer's quotient would be of float32. (Not each accelerator has float64.)
-            wide = torch.float64 if any(grad.dtype == torch.float64 for grad in grads) else torch.float32
-            # A count of 0 is an error that `check` raises; until then it must not spoil the parameters.
-            factor: Number = torch.where(count == 0, 0.0, size / count.to(wide))
-        elif count == 0:
-            raise no_items(self.world.step)
+            factor: Number = _quotient(size, count, next((g for g in grads if g.dtype == torch.float64), None))
+        elif count == size:
+            return
         else:
             factor = size / count
-        if self._by_count or (not isinstance(factor, torch.Tensor) and factor == 1):
-            return
         self.tell_once(self.seen.of_weighting())
         if not grads:
             return
@@ -341,9 +318,9 @@ class Step(StepState, ABC):
             return
         # Autograd begins with the factor, which saves a small step two operators and a node of the graph.
         if isinstance(divisor, torch.Tensor) and self._on_accelerator:
-            factor = torch.where(divisor == 0, 0.0, 1.0 / divisor.to(total))
+            factor = _quotient(1.0, divisor.to(total.device, non_blocking=True), total).to(total.dtype)
         else:
-            factor = _scalar(1.0 / float(divisor) if divisor else 0.0, total.dtype, total.device)
+            factor = scalar(1.0 / float(divisor) if divisor else 0.0, total.dtype, total.device)
         if self._scaler is not None:
             total = self._scaler.scale(total)
         self._run_backward(total, factor)
@@ -385,7 +362,7 @@ class Step(StepState, ABC):
     def agree_to_stop(self, asked: Number) -> None:
         """Take note of how many ranks were asked to stop, by a number that is the same on all of them."""
         if isinstance(asked, torch.Tensor):  # on an accelerator, which is asked now and then
-            self._asked = self._asked + asked
+            self._on_devices.note_asked(asked)
         else:
             self.stopping = asked > 0
 
@@ -408,6 +385,12 @@ class Step(StepState, ABC):
         return total, count
 
 
-@functools.lru_cache(maxsize=64)
-def _scalar(value: float, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
-    return torch.full((), value, dtype=dtype, device=device)
+def _quotient(number: float, count: torch.Tensor, like: torch.Tensor | None) -> torch.Tensor:
+    """``number / count``, in float64 if ``like`` is, else in float32, on the count's device.
+
+    A count of 0 is an error that `Step.check` raises. Until then it must not spoil the parameters: the gradients of a
+    total over nothing are 0, and are so still after they were multiplied by this.
+    """
+    wide = torch.float64 if like is not None and like.dtype == torch.float64 else torch.float32
+    least = count.clamp_min(_LEAST_COUNT if count.is_floating_point() else 1)
+    return (scalar(number, wide, count.device) / least).to(wide)

@@ -1,7 +1,7 @@
 """What can go wrong in an update, and what to do then.
 
-On CPU devices it is found at once. An accelerator notes the first step in which something was wrong, and is asked only
-now and then, so that the host doesn't wait for it in each step.
+On CPU devices it is found at once. Losses on an accelerator are looked at only now and then, together, and the first
+step with one that isn't additive is noted there, so that the host doesn't wait for it in each step.
 """
 
 from __future__ import annotations
@@ -17,36 +17,41 @@ from lockstep.errors import LockstepError, NonFiniteLoss, OutOfMemory, RunError
 from lockstep.launch.memory import is_out_of_memory
 from lockstep.launch.world import World
 from lockstep.model.layer_error import is_of_one_sample
-from lockstep.model.loss import Number
 from lockstep.model.loss_check import LossCheck
 from lockstep.model.nonfinite import why_not_finite
+from lockstep.strategies.result import Result, read
 
 _NOT_FINITE, _NO_ITEMS, _NOT_ADDITIVE = "not finite", "no items", "not additive"
 
 
 class DeviceChecks:
-    """Remembers, on each accelerator, the first step in which something was wrong."""
+    """Remembers what updates on accelerators came to, until it is asked for the first one that was wrong."""
 
     def __init__(self) -> None:
-        self._first: dict[tuple[str, torch.device], torch.Tensor] = {}
+        self._results: list[tuple[int, Result]] = []
+        self._first: dict[torch.device, torch.Tensor] = {}
+        self._asked: list[torch.Tensor] = []
 
-    def note_result(self, total: Number, count: Number, step: int) -> None:
-        """Look at the total and the count of an update, as far as they are on accelerators."""
-        if isinstance(total, torch.Tensor):
-            self._note(_NOT_FINITE, ~torch.isfinite(total.detach()), step)
-        if isinstance(count, torch.Tensor):
-            self._note(_NO_ITEMS, count == 0, step)
+    def note_result(self, result: Result, step: int) -> None:
+        """Remember an update."""
+        self._results.append((step, result))
 
     def note_loss(self, wrong: torch.Tensor, step: int) -> None:
         """Look at whether a loss was found not to be additive over samples. Threads may call it."""
-        self._note(_NOT_ADDITIVE, wrong, step)
-
-    def _note(self, what: str, wrong: torch.Tensor, step: int) -> None:
-        key = what, wrong.device
-        first = self._first.get(key)
+        first = self._first.get(wrong.device)
         if first is None:
             first = torch.zeros((), dtype=torch.int64, device=wrong.device)
-        self._first[key] = torch.where((first == 0) & wrong, step, first)
+        self._first[wrong.device] = torch.where((first == 0) & wrong, step, first)
+
+    def note_asked(self, ranks: torch.Tensor) -> None:
+        """Remember how many ranks were asked to stop in an update."""
+        self._asked.append(ranks)
+
+    def asked_to_stop(self) -> bool:
+        """Whether any was, since this was asked for; waits for the accelerators."""
+        asked = self._asked
+        self._asked = []
+        return bool(asked) and bool(torch.stack(asked).any())
 
     def check(self, world: World, loss_check: LossCheck) -> None:
         """Raise for what was wrong first; waits for the accelerators.
@@ -56,7 +61,13 @@ class DeviceChecks:
             RunError: it counted no item.
             LossError: it is not additive over samples.
         """
-        found = [(int(step), what) for (what, _), step in self._first.items()]
+        found = [(int(step), _NOT_ADDITIVE) for step in self._first.values()]
+        for (step, _), (total, count) in zip(self._results, read([r for _, r in self._results]), strict=True):
+            if count == 0:
+                found.append((step, _NO_ITEMS))
+            elif not math.isfinite(total):
+                found.append((step, _NOT_FINITE))
+        self._results.clear()
         step, what = min((one for one in found if one[0]), default=(0, ""))
         if what == _NOT_FINITE:
             raise NonFiniteLoss(

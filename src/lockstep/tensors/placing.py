@@ -6,8 +6,14 @@ parameters there, one for each name. ``torch.utils.swap_tensors`` keeps the obje
 
 from __future__ import annotations
 
+import itertools
+from collections.abc import Iterator, Sequence
+
 import torch
 from torch import nn
+
+_BUCKET = 32 << 20
+"""Bytes that are copied between accelerators together: enough that the start of a copy doesn't count."""
 
 
 def place_module(module: nn.Module, place: torch.device) -> None:
@@ -37,6 +43,44 @@ def place_tensor(tensor: torch.Tensor, place: torch.device) -> None:
         moved = nn.Parameter(moved, tensor.requires_grad)
     torch.utils.swap_tensors(tensor, moved)  # type: ignore[no-untyped-call]
     _connect_hooks(tensor)
+
+
+def moved_in_buckets(
+    tensors: Sequence[torch.Tensor], place: torch.device
+) -> Iterator[tuple[list[int], list[torch.Tensor]]]:
+    """Copies on another device, whose number grows with the bytes, not with the tensors: (which of them, the copies).
+
+    One that isn't dense is copied by itself.
+    """
+    buckets: dict[tuple[torch.dtype, torch.device], list[int]] = {}
+    sizes: dict[tuple[torch.dtype, torch.device], int] = {}
+    for i, tensor in enumerate(tensors):
+        if tensor.layout != torch.strided or not _is_dense(tensor):
+            yield [i], [tensor.to(place, non_blocking=True)]
+            continue
+        kind = tensor.dtype, tensor.device
+        size = tensor.numel() * tensor.element_size()
+        if kind in buckets and sizes[kind] + size > _BUCKET:
+            yield _moved_together(buckets.pop(kind), tensors, place)
+        sizes[kind] = size if kind not in buckets else sizes[kind] + size
+        buckets.setdefault(kind, []).append(i)
+    for bucket in buckets.values():
+        yield _moved_together(bucket, tensors, place)
+
+
+def _is_dense(tensor: torch.Tensor) -> bool:
+    return tensor.is_contiguous() or (tensor.dim() == 4 and tensor.is_contiguous(memory_format=torch.channels_last))
+
+
+def _moved_together(
+    bucket: list[int], tensors: Sequence[torch.Tensor], place: torch.device
+) -> tuple[list[int], list[torch.Tensor]]:
+    mine = [tensors[i].detach() for i in bucket]
+    if len(mine) == 1:
+        return bucket, [mine[0].to(place, non_blocking=True)]
+    flat = torch.cat([t.as_strided((t.numel(),), (1,)) for t in mine]).to(place, non_blocking=True)
+    offsets = itertools.accumulate((t.numel() for t in mine), initial=0)
+    return bucket, [flat.as_strided(t.shape, t.stride(), at) for t, at in zip(mine, offsets, strict=False)]
 
 
 def _connect_hooks(tensor: torch.Tensor) -> None:

@@ -257,7 +257,7 @@ def joined(one: Any, its: int, other: Any, others: int) -> Any:
         if not one.dim() or one.shape[0] != its:
             return one
         fits = isinstance(other, torch.Tensor) and other.shape == (others, *one.shape[1:])
-        return torch.cat([one, other.to(one.dtype)]) if fits else None
+        return torch.cat([one, other.to(one)]) if fits else None
     if not same_kind(one, other) and not (isinstance(one, list) and isinstance(other, list)):
         return None
     if isinstance(one, list) and holds_samples(one, its) and holds_samples(other, others):
@@ -273,14 +273,23 @@ def joined(one: Any, its: int, other: Any, others: int) -> Any:
 
 def to_device(tree: Any, device: torch.device, dtype: torch.dtype | None = None, *, channels_last: bool = False) -> Any:
     """Every tensor on ``device``; floating ones as ``dtype`` where given, images in ``channels_last`` layout."""
+    pins = may_pin(device)
 
     def moved(tensor: torch.Tensor) -> torch.Tensor:
         wanted = dtype if dtype is not None and tensor.is_floating_point() else tensor.dtype
+        if pins and tensor.is_cpu and tensor.layout == torch.strided:
+            # From pageable memory a copy would wait for all that the device was given.
+            tensor = tensor.to(wanted).pin_memory()
         if channels_last and tensor.dim() == 4:
             return tensor.to(device, wanted, non_blocking=True, memory_format=torch.channels_last)
         return tensor.to(device, wanted, non_blocking=True)
 
     return each(moved, tree, on_packed=lambda packed: packed.to(device))  # type: ignore[arg-type]  # the stubs know dtypes only
+
+
+def may_pin(device: torch.device) -> bool:
+    """Whether copies to a device are quicker from pinned memory."""
+    return device.type in ("cuda", "xpu", torch._C._get_privateuse1_backend_name())
 
 
 def _is_dataclass(nest: Any) -> bool:

@@ -20,6 +20,7 @@ from lockstep.model.additivity import is_apart
 from lockstep.model.inspection import kept_state, look
 from lockstep.model.torch_losses import HALF
 from lockstep.strategies.evaluator import is_power_of_two
+from lockstep.strategies.result import Result, Sums
 from lockstep.strategies.step import Step
 from lockstep.tensors.pytree import cut, each, holds_packed, joined, tensors, to_device
 from lockstep.tensors.seeding import kept_states
@@ -180,7 +181,8 @@ def evaluate(
     """
     functions = {name: metric for name, metric in metrics.items() if not _is_torchmetric(metric)}
     objects = {name: _fresh(metric, step) for name, metric in metrics.items() if _is_torchmetric(metric)}
-    sums = [[0.0, 0.0, 0.0] for _ in range(1 + len(functions))]  # total, count, whether they are no sums
+    sums = [Sums() for _ in range(1 + len(functions))]
+    are_no_sums = [0.0 for _ in sums]
     across = _AcrossReplicas() if looks and functions and step.replicas > 1 else None
     with step.evaluating(), kept_states():
         for batch, results in step.over(itertools.islice(loader.epoch(0), most), step.results, seed):
@@ -191,19 +193,20 @@ def evaluate(
                 checks = is_power_of_two(batch.index + 1)
                 if across is not None and checks:
                     across.keep(outputs, targets)
-                _add(sums[0], total, count)
-                for place, (name, function) in zip(sums[1:], functions.items(), strict=True):
+                sums[0].add(Result(total, count, batch.size))
+                for i, (name, function) in enumerate(functions.items(), 1):
                     with _naming(name):
                         value = _pair(name, function(outputs, targets))
-                    _add(place, *value)
+                    sums[i].add(Result(*value, batch.size))
                     if checks and not _is_sum(function, value, outputs, targets):
-                        place[2] = 1.0
+                        are_no_sums[i] = 1.0
                 for name, metric in objects.items():
                     with _naming(name):
                         metric.update(outputs, targets)
     if across is not None:
         _say_no_sums(across.no_sums(functions, world), step)
-    summed = world.all_reduce(torch.tensor(sums, dtype=torch.float64, device=world.exchange_device)).tolist()
+    mine = [(*each_sum.read(), flag) for each_sum, flag in zip(sums, are_no_sums, strict=True)]
+    summed = world.all_reduce(torch.tensor(mine, dtype=torch.float64, device=world.exchange_device)).tolist()
     _say_no_sums((name for name, of in zip(functions, summed[1:], strict=True) if of[2]), step)
     means = [total / count if count else math.nan for total, count, _ in summed]
     values = dict(zip(("loss", *functions), means, strict=True))
@@ -228,11 +231,6 @@ def _naming(name: str) -> Iterator[None]:
         if is_out_of_memory(error):
             raise
         raise JobError(f'metrics: "{name}" raised {told(error)}') from error
-
-
-def _add(sums: list[float], total: Any, count: Any) -> None:
-    sums[0] += float(total)
-    sums[1] += float(count)
 
 
 def _pair(name: str, value: Any) -> tuple[Any, Any]:

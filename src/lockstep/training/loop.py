@@ -30,8 +30,8 @@ from lockstep.launch.run_folder import RunFolder
 from lockstep.launch.stop_request import left_to_the_launcher
 from lockstep.launch.terminal import duration, words_of
 from lockstep.launch.world import World
-from lockstep.model.loss import Number
 from lockstep.profiling import Profiler
+from lockstep.strategies.result import Sums
 from lockstep.tensors.allocator import freed_memory_kept
 from lockstep.tensors.pytree import share_sizes
 from lockstep.training.audit import Audit
@@ -184,7 +184,7 @@ class _Training(Setup):
         world, job, step = self.world, self.job, self.step
         by_step = self.scheduler if job.lr_scheduler_every == "step" else None
         # Of the part of this epoch that an earlier run has done. (Where ranks sum up at the end, the first one has it.)
-        total, count = self.partial if step.together or world.is_first else (0.0, 0.0)
+        sums = Sums(*(self.partial if step.together or world.is_first else (0.0, 0.0)))
         samples = 0
         size = 0  # of the first batch
         batches = self.loader.epoch(self.epoch, self.position)
@@ -204,17 +204,16 @@ class _Training(Setup):
                 self.audit.note(world.step, batch)
             if self.first is not None and not samples and step.together:
                 self._end_first(batch.size)
-            total = total + result.total
-            count = count + result.count
+            sums.add(result)
             size = size or batch.size
             samples += batch.size
             self.position += 1
             self.saves.check()
             if by_step is not None:
                 move_on(by_step, result)
-            pace.show(self.epoch + 1, samples, total, count)
+            pace.show(self.epoch + 1, samples, sums)
             if self.times.is_due() and not step.stopping and self.position != self.loader.batches_of(self.epoch):
-                self._save_within(total, count)
+                self._save_within(sums)
         finished = not self.interrupted
         if finished and self._is_at_last_step:
             of = self.loader.batches_of(self.epoch)
@@ -222,7 +221,7 @@ class _Training(Setup):
             finished = next(batches, None) is None if of is None else self.position >= of
         if self.profiler is not None:
             self.profiler.end_epoch()
-        total, count = step.over_ranks(total, count)
+        total, count = step.over_ranks(*sums.read())
         if self.first is not None and size:
             self._end_first(size)
         total, count = float(total), float(count)
@@ -277,10 +276,10 @@ class _Training(Setup):
         if self.stopped and not before:
             self._checkpoint()  # with that
 
-    def _save_within(self, total: Number, count: Number) -> None:
+    def _save_within(self, sums: Sums) -> None:
         """Within an epoch, whose loss so far came to that."""
         self.step.check()
-        self.partial = float(total), float(count)
+        self.partial = sums.read()
         self._checkpoint()
 
     def _checkpoint(self, eval_loss: float | None = None) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import time
 from collections.abc import Mapping
 from typing import Any
@@ -13,6 +14,7 @@ from lockstep.launch.events import Event, Memory, Progress
 from lockstep.launch.memory import memory_now
 from lockstep.launch.run_folder import RunFolder
 from lockstep.launch.world import World
+from lockstep.strategies.result import Sums
 from lockstep.strategies.step import Step
 
 
@@ -26,7 +28,7 @@ class Pace:
         self._began = self._last = time.perf_counter()
         self._first_step = world.step
 
-    def show(self, epoch: int, samples: int, total: Any, count: Any) -> None:
+    def show(self, epoch: int, samples: int, sums: Sums) -> None:
         """Tell, unless it was told a moment ago. Ranks other than 0 tell their memory only.
 
         Epochs count from 1, ``samples`` since the pace began; the loss is that of the epoch so far, total / count.
@@ -38,6 +40,7 @@ class Pace:
         if not self._world.is_first:
             self._world.tell(Memory(memory_now(self._world)))
             return
+        total, count = sums.read()
         elapsed = now - self._began
         step = self._world.step
         left = None if self._steps is None else (self._steps - step) * elapsed / (step - self._first_step)
@@ -47,7 +50,7 @@ class Pace:
                 epochs=self._epochs,
                 step=step,
                 steps=self._steps,
-                loss=float(total) / float(count),
+                loss=total / count if count else math.nan,
                 samples_per_second=samples / elapsed,
                 seconds_left=left,
                 memory=memory_now(self._world),

@@ -8,7 +8,8 @@ import torch
 
 from lockstep.errors import JobError, told
 from lockstep.job import Job
-from lockstep.strategies.step import Result, Step
+from lockstep.strategies.result import Result
+from lockstep.strategies.step import Step
 
 
 def scheduler_of(job: Job, step: Step) -> Any:
