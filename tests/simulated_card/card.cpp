@@ -12,6 +12,7 @@
 #include <ATen/core/dispatch/Dispatcher.h>
 #include <ATen/detail/PrivateUse1HooksInterface.h>
 #include <ATen/ATen.h>
+#include <ATen/autocast_mode.h>
 #include <c10/core/CachingDeviceAllocator.h>
 #include <c10/core/CPUAllocator.h>
 #include <c10/core/impl/DeviceGuardImplInterface.h>
@@ -951,6 +952,19 @@ TORCH_LIBRARY_IMPL(aten, PrivateUse1, m) {
   m.impl("convolution_overrideable", &convolution);
   m.impl("convolution_backward_overrideable", &convolution_backward);
   m.impl("_fused_sdp_choice", &attention_choice);
+}
+
+#define IN_LOWER_PRECISION(...) KERNEL_PRIVATEUSEONE(__VA_ARGS__, lower_precision_fp)
+#define IN_FP32(...) KERNEL_PRIVATEUSEONE(__VA_ARGS__, fp32)
+
+TORCH_LIBRARY_IMPL(_, AutocastPrivateUse1, m) {
+  m.fallback(torch::CppFunction::makeFallthrough());
+}
+
+TORCH_LIBRARY_IMPL(aten, AutocastPrivateUse1, m) { // as CUDA's
+  using namespace at::autocast;
+  AT_FORALL_LOWER_PRECISION_FP(IN_LOWER_PRECISION)
+  AT_FORALL_FP32(IN_FP32)
 }
 
 TORCH_LIBRARY_IMPL(aten, AutogradPrivateUse1, m) {

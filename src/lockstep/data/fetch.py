@@ -20,7 +20,7 @@ from torch.utils.data import Subset, TensorDataset, default_collate
 from lockstep.data.shares import COLLATE, EVALUATION, TRAINING, absorbed
 from lockstep.errors import JobError, SampleError, told
 from lockstep.tensors.digest import digest
-from lockstep.tensors.pytree import parts
+from lockstep.tensors.pytree import parts, to_device
 from lockstep.tensors.seeding import kept_states, same, seed_all, states
 
 _LOOKED_AT = 3
@@ -150,7 +150,7 @@ class Fetcher:
 
 def _rows(tensor: Tensor, at: Tensor, pin: bool) -> Tensor:
     if not tensor.is_cpu:
-        return tensor.index_select(0, at.to(tensor.device))
+        return tensor.index_select(0, to_device(at, tensor.device))
     if not pin:
         return tensor.index_select(0, at)
     out = torch.empty((len(at), *tensor.shape[1:]), dtype=tensor.dtype, pin_memory=True)

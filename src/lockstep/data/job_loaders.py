@@ -65,8 +65,7 @@ def job_loader(
     """
     same_on_every_rank(dataset, world, name)
     kind = StreamLoader if is_stream(dataset) else Loader
-    # A strategy that drives several accelerators itself sends each its share; the loader leaves the batch where it is.
-    several, data = len(world.devices) > 1, world.data
+    data = world.data
     return kind(
         dataset,
         rank=None if data.local_batches > 1 else data.rank,
@@ -78,7 +77,7 @@ def job_loader(
         order=None if evaluation else job.order,
         collate=job.collate,
         workers=job.loader_workers,
-        device=None if several or world.device.is_slot else world.device.torch,
+        device=[device.torch for device in world.devices],
         evaluation=evaluation,
         name=name,
     )

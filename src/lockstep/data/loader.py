@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import hashlib
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from lockstep.data.copy_ahead import copied_ahead
 from lockstep.data.fetch import Collate, Fetcher
 from lockstep.data.loader_workers import Workers, default_workers, free_cores
 from lockstep.data.order import Ascending, by_person, permutation
@@ -18,7 +19,7 @@ from lockstep.errors import JobError
 from lockstep.launch import world as _world
 from lockstep.launch.events import Line
 from lockstep.launch.world import World
-from lockstep.tensors.pytree import each, tensors
+from lockstep.tensors.pytree import may_pin
 
 
 class AnyLoader(ABC):
@@ -39,9 +40,10 @@ class AnyLoader(ABC):
         collate: makes (inputs, targets) of a list of samples; None is PyTorch's default.
         workers: loader workers for each rank or device; None chooses by the cores and the dataset. A stream has at most
             one: a second one would read the whole stream too.
-        device: an accelerator to which batches are copied ahead; None, or the CPU, leaves them where they are.
+        device: an accelerator to which batches are copied ahead, or those of all shares, or of all stages; None, or
+            the CPU, leaves them where they are.
         evaluation: samples draw their random numbers from a stream of their own.
-        pin: copy through pinned memory; None does so for CUDA and XPU.
+        pin: copy through pinned memory; None does so where the accelerator has it.
         name: the job's field, for messages; None is ``train_data`` or ``eval_data``.
 
     Attributes:
@@ -67,7 +69,7 @@ class AnyLoader(ABC):
         order: Callable[[int], Any] | None = None,
         collate: Collate | None = None,
         workers: int | None = None,
-        device: torch.device | None = None,
+        device: torch.device | Sequence[torch.device] | None = None,
         evaluation: bool = False,
         pin: bool | None = None,
         name: str | None = None,
@@ -80,8 +82,9 @@ class AnyLoader(ABC):
         self._name = name or ("eval_data" if evaluation else "train_data")
         self._dataset, self._seed, self._shuffle, self._by_person = dataset, seed, shuffle, order
         self._collate, self._evaluation = collate, evaluation
-        self._device = None if device is None or device.type == "cpu" else device
-        self._pin = self._device is not None and (self._device.type in ("cuda", "xpu") if pin is None else pin)
+        places = () if device is None else (device,) if isinstance(device, torch.device) else tuple(device)
+        self._places = () if any(place.type == "cpu" for place in places) else places
+        self._pin = bool(self._places) and (may_pin(self._places[0]) if pin is None else pin)
         self._fetching = self._fetcher()
         count = self._count_of_workers(workers)
         self._workers = Workers(self._fetching, count, self._pin) if count else None
@@ -115,7 +118,7 @@ class AnyLoader(ABC):
             SampleError: a sample raised; its index is named.
         """
         batches = self._batches(epoch, start)
-        return batches if self._device is None else _copied_ahead(batches, self._device, self._pin)
+        return copied_ahead(batches, self._places, self._pin) if self._places else batches
 
     @abstractmethod
     def _batches(self, epoch: int, start: int) -> Iterator[Batch]: ...
@@ -235,50 +238,3 @@ class Loader(AnyLoader):
 
 def _hash(order: Tensor) -> bytes:
     return hashlib.blake2b(order.numpy().data, digest_size=16).digest()
-
-
-def _copied_ahead(batches: Iterator[Batch], device: torch.device, pin: bool) -> Iterator[Batch]:
-    """The same batches on an accelerator. On CUDA each is copied while the one before is used::
-
-        copying stream     | copy 0 | copy 1 |       | copy 2 |
-        computing stream            | step 0         | step 1         | ...
-
-    With ``pin``, what isn't pinned yet is: from pageable memory a copy would wait.
-    """
-    if device.type != "cuda":
-        for batch in batches:
-            _move(batch, device, pin)
-            yield batch
-        return
-    copying = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
-    before: tuple[Batch, torch.cuda.Event] | None = None
-    for batch in batches:
-        with torch.cuda.stream(copying):
-            _move(batch, device, pin)
-            done = copying.record_event()
-        if before is not None:
-            yield _received(*before, device)
-        before = batch, done
-    if before is not None:
-        yield _received(*before, device)
-
-
-def _move(batch: Batch, device: torch.device, pin: bool) -> None:
-    def moved(tensor: Tensor) -> Tensor:
-        if pin and tensor.device.type == "cpu" and not tensor.is_pinned():
-            tensor = tensor.pin_memory()
-        return tensor.to(device, non_blocking=True)
-
-    for part in batch.parts:
-        part.inputs, part.targets = each(moved, part.inputs), each(moved, part.targets)
-
-
-def _received(batch: Batch, done: Any, device: torch.device) -> Batch:
-    """Let the computing stream wait for the copy, and keep its memory from being given away before it is used."""
-    computing = torch.cuda.current_stream(device)
-    computing.wait_event(done)
-    for part in batch.parts:
-        for tensor in tensors((part.inputs, part.targets)):
-            if tensor.is_cuda:
-                tensor.record_stream(computing)
-    return batch

@@ -21,7 +21,7 @@ from torch import Tensor
 
 from lockstep.errors import InputError, JobError
 from lockstep.launch.world import World
-from lockstep.tensors.pytree import batch_size_of, cut, joined, share_sizes, tensors, to_device
+from lockstep.tensors.pytree import batch_size_of, cut, joined, share_sizes, tensors
 from lockstep.tensors.seeding import kept_state_on, seed_on
 
 T = TypeVar("T")
@@ -276,9 +276,9 @@ def mixed_share(shares: list[Part]) -> Part:
     some = (first.size + 1) // 2
     more = min(max(1, first.size - some), second.size)
     one, other = (first.inputs, first.targets), (second.inputs, second.targets)
-    place = next((t.device for t in tensors(one)), None)
-    if place is None or any(t.dim() and len(t) != first.size for t in tensors(one)):
+    held = list(tensors(one))
+    if not held or any(t.dim() and len(t) != first.size for t in held):
         return first  # what isn't cut can't be joined
     head = cut(one, 0, some, first.size)
-    both = joined(head, some, to_device(cut(other, 0, more, second.size), place), more)
+    both = joined(head, some, cut(other, 0, more, second.size), more)
     return first if both is None else Part(both[0], both[1], some + more, some + more)

@@ -184,12 +184,15 @@ class Evaluator:
             raise why from error
 
     def placed(self, part: Part, device: Device | None = None) -> Part:
-        """The part on a device (this process's own, where none is named), in the job's number format and layout."""
-        place = device or self.world.device
-        if self._dtype is None and not self._channels_last and place.is_slot:
+        """The part in the job's number format and layout, on a device.
+
+        Where none is named, inputs are on this process's first device, and targets on its last one.
+        """
+        place, end = (device, device) if device is not None else (self.world.devices[0], self.world.devices[-1])
+        if self._dtype is None and not self._channels_last and place.is_slot and end.is_slot:
             return part
         inputs = to_device(part.inputs, place.torch, self._dtype, channels_last=self._channels_last)
-        return Part(inputs, to_device(part.targets, place.torch, self._dtype), part.size, part.of, part.samples)
+        return Part(inputs, to_device(part.targets, end.torch, self._dtype), part.size, part.of, part.samples)
 
     # ---- random numbers ---------------------------------------------------------------------------------------------
 

@@ -91,7 +91,8 @@ def look(
             for module in copied.modules():
                 if drops(module) or isinstance(module, nn.modules.batchnorm._NormBase):
                     module.training = False
-            if len({p.device for p in copied.parameters()}) > 1:  # a copy has no hooks that move what it is given
+            # A copy has no hooks that move what it is given.
+            if len({t.device for t in (*copied.parameters(), *tensors(batch))}) > 1:
                 copied, batch = copied.cpu(), to_device(batch, torch.device("cpu"))
             outside = OutsideVariables.of_model(copied)
             for some, number in _enough(batch, samples, again=again):
