@@ -36,6 +36,7 @@ from lockstep.strategies.rank_tensors import FlatGradients, FollowedBuffers, tak
 from lockstep.strategies.result import scalar, summed
 from lockstep.strategies.step import Step
 from lockstep.strategies.strategy import Strategy
+from lockstep.tensors.pytree import share_sizes
 from lockstep.threads.replica_collectives import RankExchange
 from lockstep.threads.sync_batchnorm import synchronise
 
@@ -80,6 +81,8 @@ class DDP(Strategy):
         exchange = None
         if job.sync_batchnorm and world.size > 1:
             exchange = RankExchange(world)
+            for parties in _sizes(job):
+                exchange.make_group(parties)
             synchronise(model, exchange)
         optimizer = build_optimizer(job, model)
         return DDPStep(model, optimizer, job, world, exchange, self)
@@ -272,6 +275,13 @@ class DDPStep(Step):
             return
         self._buffers.look()
         take_first(self.world, buffers_of(self.model))
+
+
+def _sizes(job: Job) -> list[int]:
+    """Those of the micro-batches of a training, as far as its data are known."""
+    last = len(job.train_data) % job.batch_size if hasattr(job.train_data, "__len__") else 0
+    batches = [size for size in (job.batch_size, last) if size]
+    return sorted({size for batch in batches for size in share_sizes(batch, min(job.accumulate, batch))})
 
 
 def _bytes(parameters: list[nn.Parameter]) -> int:

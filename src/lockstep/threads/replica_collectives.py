@@ -184,7 +184,7 @@ class RankExchange:
     def begin(self, parties: int) -> None:
         """Begin a micro-batch. Every rank calls this, with the same number, those that sit out too.
 
-        A group of so many ranks is made the first time, which takes all ranks together.
+        A group of so many ranks is made the first time, if it wasn't before, which takes all ranks together.
 
         Args:
             parties: how many ranks take part, the first so many.
@@ -194,11 +194,15 @@ class RankExchange:
         """
         if not 1 <= parties <= self._world.size:
             raise InputError(f"{parties} ranks in a micro-batch, but there are {self._world.size}")
+        self.make_group(parties)
+        self.parties = parties
+
+    def make_group(self, parties: int) -> None:
+        """Make the group of the first so many ranks, where it is to be another one than that of all."""
         if 1 < parties < self._world.size and parties not in self._groups:
             group = dist.new_group(list(range(parties)))
             assert group is not None
             self._groups[parties] = group
-        self.parties = parties
 
     def session(self) -> Session:
         """This rank's place in the present micro-batch: ``begin`` comes after its backward."""

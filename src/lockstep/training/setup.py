@@ -53,7 +53,7 @@ class Setup:
         self.eval_data = {} if job.eval_data is None else resolve_sets(job.eval_data, world)
         self._said_before: list[Any] = []
         self.strategy = self._planned_strategy()
-        self.step: Step = self.strategy.prepare(job, world)
+        self.step: Step = self.strategy.prepare(job.replace(train_data=self.train_data), world)
         # As the job gives it; schedulers and saved states change it.
         self.optimizer = [
             {name: value for name, value in group.items() if isinstance(value, int | float)}
