@@ -12,6 +12,7 @@ from torch import nn
 from torch.utils.data import TensorDataset
 
 from lockstep import Job, launch
+from lockstep.data import eval_loaders
 from lockstep.launch import devices
 from lockstep.launch.world import World
 from lockstep.strategies import MP
@@ -20,6 +21,7 @@ from lockstep.strategies.dp import DP
 from lockstep.strategies.pp import PP
 from lockstep.strategies.single import Single
 from lockstep.strategies.strategy import Strategy
+from lockstep.training.evaluation import evaluate
 from simulated_card import counts
 
 WAITING = ("host_reads", "waits", "blocking_copies")
@@ -45,6 +47,10 @@ def sgd(parameters: Any) -> torch.optim.Optimizer:
 def masked_pair(outputs: torch.Tensor, targets: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     mask = targets > 0
     return (F.cross_entropy(outputs, targets, reduction="none") * mask).sum(), mask.sum()
+
+
+def accuracy(outputs: torch.Tensor, targets: torch.Tensor) -> tuple[torch.Tensor, int]:
+    return (outputs.argmax(1) == targets).sum(), len(targets)
 
 
 def data(samples: int) -> TensorDataset:
@@ -119,6 +125,24 @@ def test_an_update_waits_for_no_card(way: str, loss: str, settings: str) -> None
 def test_nor_does_one_on_data_of_a_loop_or_of_a_card(way: str, source: str) -> None:
     found = waited(World(devices=devices.parse(WAYS[way][1])), way, "a pair with a mask", "plain", source)
     assert found == dict.fromkeys(WAITING, 0)
+
+
+@pytest.mark.parametrize("loss", ["cross-entropy", "a pair with a mask"])
+@pytest.mark.parametrize("way", ["single", "dp", "mp", "pp"])
+def test_an_evaluation_waits_a_few_times_however_many_batches_there_are(way: str, loss: str) -> None:
+    def waited_for(batches: int) -> int:
+        strategy, place = WAYS[way]
+        dataset = data(16 * batches)
+        world = World(devices=devices.parse(place))
+        job = Job(model=net, loss=LOSSES[loss], optimizer=sgd, train_data=dataset, batch_size=16)
+        step = strategy.prepare(job, world)
+        loader = eval_loaders(job, world, {"": dataset})[""]
+        before = counts(*WAITING)
+        evaluate(step, loader, {"accuracy": accuracy}, world, 0)
+        after = counts(*WAITING)
+        return sum(after[name] - before[name] for name in WAITING)
+
+    assert waited_for(127) - waited_for(65) <= 16  # once for each batch would be 62
 
 
 BEYOND = {"single": 4, "mp": 4, "dp": 14, "pp": 12, "ddp flat": 12, "ddp overlapped": 16}

@@ -158,7 +158,8 @@ class Evaluator:
             outputs = self.forward(model, part)
             total, count = self.loss_of(outputs, part, looks=self.cuts_batch and is_power_of_two(self._judged + 1))
         self._judged += 1
-        if self.cuts_batch and self.loss_check.wants(self._judged):
+        may_wait = not self._on_accelerator or is_power_of_two(self._judged)
+        if self.cuts_batch and may_wait and self.loss_check.wants(self._judged):
             self.loss_check(outputs, part.targets, Piece(total, count, part.size))
         return outputs, total, count
 
