@@ -65,7 +65,7 @@ def _move(fields: list[list[tuple[Part, str]]], place: torch.device, pin: bool) 
         kinds = [
             [(tensor.shape[1:], tensor.dtype, tensor.is_cpu and tensor.dim() > 0) for tensor in own] for own in every
         ]
-        if len(every) > 1 and all(kind == kinds[0] for kind in kinds) and all(rows for _, _, rows in kinds[0]):
+        if len(every) > 1 and kinds[0] and all(kind == kinds[0] for kind in kinds) and all(k[2] for k in kinds[0]):
             by_tensor = [_rows_moved(rows, place, pin) for rows in zip(*every, strict=True)]
             moved = [list(own) for own in zip(*by_tensor, strict=True)]
         else:
