@@ -35,9 +35,7 @@ tour: $(READY)
 pictures: $(READY)
 	$(BIN)/python tests/pages.py --pictures docs/compare.md
 
-# Fabric and Accelerate are there only to be measured against.
 bench: $(READY)
-	$(BIN)/python -m pip install --quiet --constraint $(VENV)/constraints.txt accelerate==1.15.0 lightning==2.6.6
 	$(BIN)/python -m benchmarks
 
 # Nothing is installed: the machine's own torch runs the code of this folder.
