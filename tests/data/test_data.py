@@ -19,9 +19,22 @@ import pytest
 import torch
 from torch.utils.data import Dataset, Subset, TensorDataset
 
-from lockstep.data import Batch, Loader, Part, batches, default_workers, mixed, permutation, resolve
+from lockstep.data import (
+    Batch,
+    Loader,
+    Part,
+    batches,
+    default_workers,
+    loader_workers,
+    mixed,
+    note_on_workers,
+    permutation,
+    resolve,
+)
+from lockstep.data.loader_workers import workers_here
 from lockstep.errors import JobError, SampleError
 from lockstep.launch import world as world_module
+from lockstep.launch.devices import Device
 from lockstep.launch.world import World
 from lockstep.tensors.pytree import share_sizes
 
@@ -439,6 +452,28 @@ def test_workers_take_the_cores_that_ranks_leave() -> None:
     assert [default_workers(c, 1, listed) for c in (1, 2, 3, 4, 64)] == [0, 1, 2, 2, 2]
     assert [default_workers(c, 4, listed) for c in (2, 4, 7, 8, 12, 64)] == [0, 0, 0, 1, 2, 2]
     assert default_workers(64, 1, Subset(numbers(3), [1])) == 0
+
+
+def test_ranks_on_accelerators_take_more_workers() -> None:
+    listed = [(0, 0)]
+    assert [default_workers(c, 1, listed, on_accelerator=True) for c in (1, 2, 4, 16, 64)] == [0, 1, 3, 8, 8]
+    assert [default_workers(c, 8, listed, on_accelerator=True) for c in (8, 16, 64, 128)] == [0, 1, 7, 8]
+    assert default_workers(64, 1, numbers(3), on_accelerator=True) == 0
+
+
+def test_workers_are_shared_out_among_the_ranks_of_a_machine_but_not_where_the_launcher_has_bound_them(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(loader_workers, "free_cores", lambda: tuple(range(16)))
+    monkeypatch.setattr(loader_workers, "bound_by_launcher", lambda cores: False)
+    four = World(rank=5, size=8, devices=(Device("cuda", 1),), local_rank=1, local_size=4)
+    listed = [(0, 0)]
+    assert workers_here(listed, four, on_accelerator=True) == 3
+    assert workers_here(listed, None, readers=4, on_accelerator=True) == 3, "one process reads for four cards"
+    assert note_on_workers(12, 4) is not None
+    monkeypatch.setattr(loader_workers, "bound_by_launcher", lambda cores: True)
+    assert workers_here(listed, four, on_accelerator=True) == 8, "the 16 are this rank's"
+    assert note_on_workers(12, 4) is None
 
 
 def test_workers_are_kept_over_epochs_and_end_when_closed() -> None:

@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
+import os
 import threading
+from collections.abc import Callable
+from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -112,6 +116,72 @@ def test_a_limit_of_the_environment_is_respected_and_said(given, under_torchrun,
         torch.set_num_threads(before)
     said = devices.note_on_threads(slot)
     assert said is None if note is None else said is not None and said.startswith(note)
+
+
+# ---- the cores near an accelerator ----------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def bound(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., tuple[set[int], int]]:
+    """The cores and OpenMP threads of a rank's thread that was bound, for a card whose node has these cores."""
+    card = SimpleNamespace(pci_domain_id=1, pci_bus_id=0x3B, pci_device_id=2)
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda index: card)
+    monkeypatch.setattr(devices, "_SYSTEM", tmp_path)
+    folder = tmp_path / "bus" / "pci" / "devices" / "0001:3b:02.0"
+    folder.mkdir(parents=True)
+
+    def run(listed: str, ranks: int = 1, launcher: set[int] | None = None) -> tuple[set[int], int]:
+        (folder / "local_cpulist").write_text(listed + "\n")
+        found, own = [], os.sched_getaffinity
+
+        def rank() -> None:
+            devices.bind(Device("cuda", 0), ranks)
+            found.append((own(0), torch.get_num_threads()))
+
+        def affinity(process: int) -> set[int]:
+            return launcher if launcher is not None and process == os.getppid() else own(process)
+
+        before = torch.get_num_threads()
+        monkeypatch.setattr(os, "sched_getaffinity", affinity)
+        torch.set_num_threads(len(HERE))
+        try:
+            thread = threading.Thread(target=rank)  # of which alone the cores are set
+            thread.start()
+            thread.join()
+        finally:
+            torch.set_num_threads(before)
+            monkeypatch.setattr(os, "sched_getaffinity", own)
+        return found[0]
+
+    return run
+
+
+linux = pytest.mark.skipif(not hasattr(os, "sched_setaffinity") or len(HERE) < 2, reason="needs cores to choose from")
+
+
+@linux
+def test_a_rank_is_bound_to_the_numa_node_of_its_card(bound: Callable[..., tuple[set[int], int]]) -> None:
+    assert bound(f"{HERE[1]},4096-4099")[0] == {HERE[1]}
+    assert bound(f"{HERE[0]}-{HERE[1]}")[0] == {*range(HERE[0], HERE[1] + 1)} & {*HERE}
+    assert bound("4096-4099")[0] == {*HERE}, "none of its own is there"
+    assert bound("")[0] == {*HERE}, "the system doesn't say"
+
+
+@linux
+def test_what_the_launcher_has_bound_is_left_as_it_is(bound: Callable[..., tuple[set[int], int]]) -> None:
+    assert bound(str(HERE[1]), launcher={*HERE, 4096}) == ({*HERE}, len(HERE))
+
+
+@linux
+def test_ranks_on_cards_share_the_threads_of_openmp_out(bound: Callable[..., tuple[set[int], int]]) -> None:
+    assert bound(str(HERE[1]), ranks=len(HERE))[1] == 1
+    assert bound(str(HERE[1]), ranks=1)[1] == len(HERE)
+    assert bound(str(HERE[1]), ranks=4 * len(HERE), launcher={*HERE, 4096})[1] == len(HERE), "which are its alone"
+
+
+def test_a_card_whose_place_is_not_known_leaves_a_rank_its_cores(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda index: SimpleNamespace(name="a card"))
+    assert devices.near(Device("cuda", 0)) == HERE
 
 
 def test_the_inventory_names_the_cores() -> None:

@@ -65,8 +65,8 @@ def test_objects_of_ranks_on_accelerators_go_over_the_cpu() -> None:
 def test_a_group_on_accelerators_has_gloo_beside_it(kind, backend, asked, bound, monkeypatch) -> None:
     found = {}
     monkeypatch.setattr(dist, "init_process_group", lambda name, **named: found.update(named, name=name))
-    for name in ("settle", "pin"):
-        monkeypatch.setattr(worlds._devices, name, lambda device: None)
+    for name in ("settle", "pin", "bind"):
+        monkeypatch.setattr(worlds._devices, name, lambda *of: None)
     monkeypatch.setattr(worlds, "enter", lambda world: None)
     world = World(devices=(Device(kind, 0),))
     worlds.join(world, SimpleNamespace(set_timeout=lambda patience: None), backend=backend)

@@ -22,9 +22,9 @@ from torch.utils.data import TensorDataset
 from lockstep.compare.entries import Way
 from lockstep.compare.snapshot import Glance, Onlooker
 from lockstep.compare.timing import rate_of
-from lockstep.data import Batch, default_workers, is_stream, resolve
+from lockstep.data import Batch, is_stream, resolve
 from lockstep.data.fetch import base_of
-from lockstep.data.loader_workers import free_cores
+from lockstep.data.loader_workers import workers_here
 from lockstep.job import Job
 from lockstep.jobfile import JobFile, the_job, with_settings
 from lockstep.launch import devices as _devices
@@ -172,7 +172,7 @@ def _workers(job: Job, world: World, data: Any) -> int | None:
         return None
     if job.loader_workers is not None:
         return job.loader_workers
-    return default_workers(len(free_cores()), world.local_size, data)
+    return workers_here(data, world, readers=world.data.local_batches, on_accelerator=not world.device.is_slot)
 
 
 def _endless(loader: Any) -> Generator[Batch]:

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from lockstep.data.copy_ahead import copied_ahead
 from lockstep.data.fetch import Collate, Fetcher
-from lockstep.data.loader_workers import Workers, default_workers, free_cores
+from lockstep.data.loader_workers import Workers, workers_here
 from lockstep.data.order import Ascending, by_person, permutation
 from lockstep.data.shares import Batch, Cutting, Order
 from lockstep.errors import JobError
@@ -95,10 +95,11 @@ class AnyLoader(ABC):
         """What makes samples (loader workers hold a copy), by this dataset and these settings."""
 
     def _count_of_workers(self, wanted: int | None) -> int:
+        readers = len(self._cutting.ranks)
         if wanted is None:
-            world = _world.current()
-            wanted = default_workers(len(free_cores()), world.local_size if world else 1, self._dataset)
-        return wanted * len(self._cutting.ranks)
+            world, on_accelerator = _world.current(), bool(self._places)
+            wanted = workers_here(self._dataset, world, readers=readers, on_accelerator=on_accelerator)
+        return wanted * readers
 
     @abstractmethod
     def batches_of(self, epoch: int) -> int | None:

@@ -23,8 +23,9 @@ from torch.utils.data import DataLoader, TensorDataset, get_worker_info
 from lockstep.data import fetch
 from lockstep.data.fetch import base_of
 from lockstep.errors import JobError, LockstepError, Lost, counted
-from lockstep.launch.devices import usable_cores
+from lockstep.launch.devices import bound_by_launcher, usable_cores
 from lockstep.launch.stop_request import GRACE
+from lockstep.launch.world import World
 
 Request = tuple[Any, ...]
 """What a fetcher is called with: an epoch, and the indices of each share that isn't empty, say."""
@@ -35,19 +36,38 @@ Fetching = Callable[..., Any]
 _PR_SET_PDEATHSIG = 1
 
 
-def default_workers(cores: int, ranks_on_node: int, dataset: Any) -> int:
-    """How many loader workers each rank gets: those cores that no rank computes on, shared out, at most two a rank.
+def default_workers(cores: int, ranks_on_node: int, dataset: Any, *, on_accelerator: bool = False) -> int:
+    """How many loader workers each rank gets: those cores that no rank computes on, shared out.
 
-    A tensor dataset gets none: indexing it is cheaper than sending the result.
+    At most two a rank, which computes on cores, too; on an accelerator, which reads faster than that, at most eight. A
+    tensor dataset gets none: indexing it is cheaper than sending the result.
     """
     if type(base_of(dataset)) is TensorDataset:
         return 0
-    return max(0, min(2, (cores - ranks_on_node) // ranks_on_node))
+    return max(0, min(8 if on_accelerator else 2, (cores - ranks_on_node) // ranks_on_node))
+
+
+def workers_here(dataset: Any, world: World | None, *, readers: int = 1, on_accelerator: bool) -> int:
+    """As ``default_workers``, by the cores and the ranks of this machine.
+
+    Args:
+        dataset: what they read.
+        world: this process's; None where there is none.
+        readers: local batches that this process reads, each with workers of its own.
+        on_accelerator: whether the model is on one.
+    """
+    cores = free_cores()
+    ranks = 1 if world is None or bound_by_launcher(cores) else world.local_size
+    return default_workers(
+        len(cores), ranks * readers if on_accelerator else ranks, dataset, on_accelerator=on_accelerator
+    )
 
 
 def note_on_workers(workers: int | None, ranks_on_node: int) -> str | None:
     """What to say of a number of loader workers that a person chose: more than help, on this machine."""
     cores = len(free_cores())
+    if bound_by_launcher(free_cores()):
+        ranks_on_node = 1
     if workers is None or workers * ranks_on_node <= max(4, 2 * cores):
         return None
     of = f" for each of {ranks_on_node} ranks" if ranks_on_node > 1 else ""
@@ -127,7 +147,10 @@ class Workers:
                 generator=torch.Generator(),
                 multiprocessing_context="fork" if on_linux else None,
                 worker_init_fn=functools.partial(
-                    _begin, os.getpid(), threading.current_thread() is threading.main_thread(), free_cores()
+                    _begin,
+                    os.getpid(),
+                    threading.current_thread() is threading.main_thread(),
+                    usable_cores() if pin else free_cores(),  # those of an accelerator's NUMA node, or all
                 ),
             )
 

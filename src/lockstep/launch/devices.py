@@ -21,6 +21,7 @@ import os
 import re
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 
 import torch
 
@@ -228,6 +229,51 @@ def pin(device: Device) -> None:
     if device.is_slot and device.cores and hasattr(os, "sched_setaffinity"):
         with contextlib.suppress(OSError):
             os.sched_setaffinity(0, device.cores)
+
+
+_SYSTEM = Path("/sys")
+
+
+def bound_by_launcher(cores: Sequence[int]) -> bool:
+    """Whether what started this process gave it only these of its own cores: they are this process's alone."""
+    try:
+        return set(cores) < os.sched_getaffinity(os.getppid())
+    except (AttributeError, OSError):  # not on this system, or it has ended
+        return False
+
+
+def near(device: Device) -> tuple[int, ...]:
+    """Those of this thread's cores that are on the NUMA node of an accelerator; all where none is, or none is known."""
+    mine = usable_cores()
+    try:
+        facts = torch.get_device_module(device.torch).get_device_properties(device.index)
+        address = f"{facts.pci_domain_id:04x}:{facts.pci_bus_id:02x}:{facts.pci_device_id:02x}.0"
+        listed = (_SYSTEM / "bus/pci/devices" / address / "local_cpulist").read_text()  # as 0-7,32-39
+        ends = [part.split("-") for part in listed.strip().split(",")]
+        its = {core for end in ends for core in range(int(end[0]), int(end[-1]) + 1)}
+    except (AttributeError, RuntimeError, OSError, ValueError):
+        return mine
+    return tuple(core for core in mine if core in its) or mine
+
+
+def bind(device: Device, ranks: int) -> None:
+    """Keep a rank's threads on its accelerator's NUMA node, as many of OpenMP's as are its part of the cores.
+
+    Linux gives a thread memory of the node it runs on, so buffers that are filled or pinned here come to lie there,
+    too. What the launcher has bound is left as it is. To be called when the process group exists, as ``pin``.
+
+    Args:
+        device: the rank's; CPU devices have cores of their own (``pin``).
+        ranks: how many ranks this machine has.
+    """
+    if device.is_slot:
+        return
+    cores = usable_cores()
+    is_bound = bound_by_launcher(cores)
+    torch.set_num_threads(max(1, min(torch.get_num_threads(), len(cores) // (1 if is_bound else ranks))))
+    if not is_bound and hasattr(os, "sched_setaffinity"):
+        with contextlib.suppress(OSError):
+            os.sched_setaffinity(0, near(device))
 
 
 @contextlib.contextmanager

@@ -353,6 +353,7 @@ def join(world: World, store: Store, *, backend: str | None = None, timeout: flo
     )
     world.barrier()
     _devices.pin(device)
+    _devices.bind(device, world.local_size)
     enter(world)
 
 
