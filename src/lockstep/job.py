@@ -59,7 +59,8 @@ class Job:
         precision: None computes as the model was built; ``"fp64"`` and ``"fp32"`` turn model and inputs to that;
             ``"bf16"`` and ``"fp16"`` keep fp32 weights and compute what gains by it in half (see
             lockstep.model.precision).
-        compile: True compiles the model by ``torch.compile``; a word is its backend.
+        compile: True compiles the model by ``torch.compile``; a word is its mode (``"reduce-overhead"``,
+            ``"max-autotune"``, ``"max-autotune-no-cudagraphs"``, ``"default"``), or the name of a backend.
         activation_checkpointing: blocks that compute their activations again in backward instead of keeping them:
             ``"auto"`` finds the model's lists of blocks, or names with commas between (see
             lockstep.model.activation_checkpointing).

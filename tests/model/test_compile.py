@@ -6,6 +6,8 @@ import dataclasses
 import os
 import subprocess
 import sys
+from collections.abc import Callable
+from typing import Any
 
 import pytest
 import torch
@@ -14,6 +16,9 @@ from torch import nn
 import lockstep
 from lockstep import train
 from lockstep.errors import JobError, StrategyError
+from lockstep.launch.devices import Device, slots
+from lockstep.launch.world import World
+from lockstep.model.compile import MODES, compile_models, refuse_graphs
 from lockstep.strategies.ddp import DDP
 from lockstep.verify import differences, parity
 from zoo import ZOO
@@ -161,9 +166,55 @@ def test_models_are_compiled_whether_their_class_is_ones_own_or_of_pytorch(model
 @pytest.mark.parametrize(("way", "devices"), [("single", "1xcpu"), ("dp", "2xcpu"), ("ddp", "2xcpu")])
 def test_an_unknown_backend_is_refused_and_the_nearest_offered(way, devices, tmp_path) -> None:
     job = ZOO["mlp"].replace(compile="inductr")
-    with pytest.raises(JobError, match=r'^compile: there is no backend "inductr"; did you mean "inductor"'):
+    with pytest.raises(JobError, match=r'^compile: there is no backend or mode "inductr"; did you mean "inductor"'):
         train(job, strategy=way, devices=devices, folder=tmp_path, quiet=True)
+    with pytest.raises(JobError, match='did you mean "max-autotune"'):
+        train(job.replace(compile="max-autotun"), strategy=way, devices=devices, folder=tmp_path, quiet=True)
     assert not list(tmp_path.iterdir())
+
+
+# ---- modes ----------------------------------------------------------------------------------------------------------
+
+
+def compiled_with(monkeypatch: pytest.MonkeyPatch, wanted: bool | str) -> dict[str, Any]:
+    """What PyTorch's compiler is told."""
+    told: dict[str, Any] = {}
+
+    def record(function: Callable[..., Any], **words: Any) -> Callable[..., Any]:
+        told.update(words)
+        return function
+
+    monkeypatch.setattr(torch, "compile", record)
+    compile_models([nn.Linear(2, 2)], wanted)
+    return told
+
+
+def test_a_word_is_a_mode_or_the_name_of_a_backend(monkeypatch: pytest.MonkeyPatch) -> None:
+    for mode in MODES:
+        assert compiled_with(monkeypatch, mode) == {"backend": "inductor", "mode": mode}
+    assert compiled_with(monkeypatch, True) == {"backend": "inductor", "mode": None}
+    assert compiled_with(monkeypatch, "aot_eager") == {"backend": "aot_eager", "mode": None}
+    assert not {*MODES} & {*torch.compiler.list_backends(())}
+
+
+@pytest.mark.slow
+@pytest.mark.filterwarnings("ignore::DeprecationWarning")  # of the compiler itself
+@pytest.mark.parametrize("mode", MODES)
+def test_each_mode_gives_the_numbers_of_one_device(mode: str) -> None:
+    found = parity(ZOO["momentum"].replace(compile=mode), "ddp", "2xcpu", against_settings={"compile": False})
+    assert found.worst < 1e-10
+    assert mode in torch._inductor.list_mode_options()
+
+
+def test_cuda_graphs_are_refused_where_micro_batches_or_threads_would_share_them() -> None:
+    job, one, two = ZOO["mlp"].replace(compile="reduce-overhead"), Device("cuda", 0), Device("cuda", 1)
+    refuse_graphs(job, World(devices=(one,)))
+    refuse_graphs(job.replace(accumulate=2), World(devices=slots(2)))  # there PyTorch leaves the graphs out
+    refuse_graphs(job.replace(compile="max-autotune-no-cudagraphs", accumulate=2), World(devices=(one, two)))
+    with pytest.raises(JobError, match=r"accumulate is 2: take .*max-autotune-no-cudagraphs"):
+        refuse_graphs(job.replace(accumulate=2), World(devices=(one,)))
+    with pytest.raises(JobError, match=r"threads of one process.*take ddp"):
+        refuse_graphs(job.replace(compile="max-autotune"), World(devices=(one, two)))
 
 
 FILE = """

@@ -30,7 +30,7 @@ SETTINGS = {
     "sync-batchnorm": "BatchNorm over all replicas (default: false)",
     "channels-last": "images in that memory layout (default: false)",
     "precision": "fp64, fp32, bf16, fp16, or none: as the model was built (default: none)",
-    "compile": "by torch.compile; a word is its backend (default: false)",
+    "compile": "by torch.compile; a word is its mode (reduce-overhead, max-autotune, ...) or backend (default: false)",
     "activation-checkpointing": "auto, or names of blocks with commas between (default: none)",
     "fused": "fused optimizer (default: where right)",
     "keep-memory": "of a step for the next one, on CPU devices (default: false)",

@@ -10,29 +10,62 @@ import torch
 from torch import nn
 
 from lockstep.errors import JobError, nearest
+from lockstep.job import Job
+from lockstep.launch.world import World
+
+MODES = ("default", "reduce-overhead", "max-autotune", "max-autotune-no-cudagraphs")
+"""Words of the setting that are modes of PyTorch's own backend; the others are names of backends."""
+
+GRAPHED = MODES[1:3]
+"""Those that capture CUDA graphs; on other devices they leave that out."""
 
 
-def compile_models(models: Iterable[nn.Module], backend: bool | str) -> None:
+def refuse_graphs(job: Job, world: World) -> None:
+    """Refuse CUDA graphs where they are known to be wrong.
+
+    A parameter's gradient is memory of the graph, which the backward of the next micro-batch overwrites before it is
+    added (https://github.com/pytorch/pytorch/issues/169545). Graphs belong to a thread, and dp's threads would capture
+    theirs at the same time.
+
+    Raises:
+        JobError: the job accumulates, or one process drives several devices.
+    """
+    if job.compile not in GRAPHED or world.device.type != "cuda":
+        return
+    if job.accumulate > 1:
+        raise JobError(
+            f'compile: "{job.compile}" captures CUDA graphs, whose gradients micro-batches would overwrite, and '
+            f'accumulate is {job.accumulate}: take "default" or "max-autotune-no-cudagraphs"'
+        )
+    if len(world.devices) > 1:
+        raise JobError(
+            f'compile: "{job.compile}" captures CUDA graphs, which threads of one process can\'t at the same time: '
+            'take ddp, or "default"'
+        )
+
+
+def compile_models(models: Iterable[nn.Module], wanted: bool | str) -> None:
     """Compile each of the models in place, so that its modules keep their names; code is made at the first call.
 
     Args:
         models: the replicas of this process.
-        backend: the name of one, or True for PyTorch's default.
+        wanted: a mode, or the name of a backend, or True for PyTorch's default.
 
     Raises:
         JobError: there is no such backend.
     """
-    name = "inductor" if backend is True else str(backend)
+    mode = str(wanted) if wanted in MODES else None
+    name = "inductor" if wanted is True or mode else str(wanted)
     try:
         for model in models:
             # What `model.compile()` does, but for the function between: PyTorch's compiler leaves out, without a word,
             # whatever is called first in its own files, so that an nn.Sequential would not be compiled (torch 2.13).
-            model._compiled_call_impl = torch.compile(_calling(model._call_impl), backend=name)
+            model._compiled_call_impl = torch.compile(_calling(model._call_impl), backend=name, mode=mode)
     except RuntimeError as error:
         if type(error).__name__ != "InvalidBackend":
             raise
         raise JobError(
-            f'compile: there is no backend "{name}"; {nearest(name, torch.compiler.list_backends())}'
+            f'compile: there is no backend or mode "{name}"; {nearest(name, [*torch.compiler.list_backends(), *MODES])}'
         ) from None
 
 

@@ -18,6 +18,7 @@ from lockstep.launch.events import Caveat
 from lockstep.launch.layout import Layout
 from lockstep.launch.memory import reset_peak_memory
 from lockstep.launch.world import World
+from lockstep.model.compile import refuse_graphs
 from lockstep.model.inspection import drops, hooked_parameters
 from lockstep.strategies.step import Step
 
@@ -69,6 +70,7 @@ class Strategy(ABC):
         """
         world.layout = self.layout(world.size * len(world.devices))
         step = self.build(job, world)
+        refuse_graphs(job, world)
         reset_peak_memory(world)
         return step
 
