@@ -57,8 +57,8 @@ class Job:
         sync_batchnorm: BatchNorm normalises over what one device would have seen, not over the share of a replica.
         channels_last: images and convolution weights in that memory layout.
         precision: None computes as the model was built; ``"fp64"`` and ``"fp32"`` turn model and inputs to that;
-            ``"bf16"`` and ``"fp16"`` keep fp32 weights and compute what gains by it in half (see
-            lockstep.model.precision).
+            ``"tf32"`` is fp32 with products that CUDA devices round to TensorFloat-32; ``"bf16"`` and ``"fp16"`` keep
+            fp32 weights and compute what gains by it in half (see lockstep.model.precision).
         compile: True compiles the model by ``torch.compile``; a word is its mode (``"reduce-overhead"``,
             ``"max-autotune"``, ``"max-autotune-no-cudagraphs"``, ``"default"``), or the name of a backend.
         activation_checkpointing: blocks that compute their activations again in backward instead of keeping them:
@@ -98,7 +98,7 @@ class Job:
     clip_norm: float | None = None
     sync_batchnorm: bool = False
     channels_last: bool = False
-    precision: Literal["fp64", "fp32", "bf16", "fp16"] | None = None
+    precision: Literal["fp64", "fp32", "tf32", "bf16", "fp16"] | None = None
     compile: bool | str = False
     activation_checkpointing: str | None = None
     fused: bool | None = None

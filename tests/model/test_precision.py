@@ -11,7 +11,9 @@ import torch
 from torch import nn
 
 from lockstep import train
-from lockstep.errors import JobError
+from lockstep.errors import JobError, LossError
+from lockstep.launch.processes import call
+from lockstep.model import precision
 from lockstep.strategies.ddp import DDP
 from lockstep.verify import differences, parity
 from zoo import ZOO, mlp, sgd, state_of
@@ -117,3 +119,87 @@ def test_a_format_that_a_device_does_not_have_is_one_line(way, tmp_path, monkeyp
     with pytest.raises(JobError, match=r"precision: fp16 doesn't work on cpu here[:,] [^\n]+$"):
         train(ZOO["mlp"].replace(precision="fp16"), strategy="single", devices="1xcpu", folder=tmp_path, quiet=True)
     assert not list(tmp_path.iterdir())
+
+
+# ---- TensorFloat-32 -------------------------------------------------------------------------------------------------
+
+
+def rounds() -> bool:
+    """Whether products are rounded, by PyTorch's old names and by its new ones."""
+    old = torch.get_float32_matmul_precision() == "high" and torch.backends.cudnn.allow_tf32
+    new = {torch.backends.cuda.matmul.fp32_precision, torch.backends.cudnn.conv.fp32_precision}
+    assert old == (new == {"tf32"})
+    return old
+
+
+class Watched(nn.Module):
+    """Notes in a buffer whether products were rounded while it computed; for it, CPUs round as CUDA devices do."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        precision.ROUNDING = ("cuda", "cpu")
+        self.net = mlp()
+        self.register_buffer("forward_rounded", torch.zeros(()))
+        self.register_buffer("backward_rounded", torch.zeros(()))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        self.forward_rounded.fill_(float(rounds()))
+        out: torch.Tensor = self.net(x)
+        if out.requires_grad:
+            out.register_hook(self.note_backward)
+        return out
+
+    def note_backward(self, gradient: torch.Tensor) -> None:
+        self.backward_rounded.fill_(float(rounds()))
+
+
+WATCHED = dataclasses.replace(ZOO["mlp"], model=Watched)
+
+
+@pytest.fixture
+def on_cpu_too(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(precision, "ROUNDING", precision.ROUNDING)  # as it was, afterwards
+
+
+@pytest.mark.usefixtures("on_cpu_too")
+@pytest.mark.parametrize(("way", "devices"), [("single", "1xcpu"), *WAYS[:2], ("pp", "2xcpu")])
+def test_tf32_is_on_for_as_long_as_the_run_lasts_on_each_rank(way, devices, tmp_path) -> None:
+    before = call.flags()
+    for name in ("tf32", "fp32"):
+        run = train(WATCHED.replace(precision=name), strategy=way, devices=devices, folder=tmp_path, quiet=True)
+        held = run.model().state_dict()
+        found = {held["forward_rounded"].item(), held["backward_rounded"].item()}
+        assert found == {float(name == "tf32")}
+        assert call.flags() == before
+    assert {p.dtype for p in run.model().parameters()} == {torch.float32}
+
+
+@pytest.mark.usefixtures("on_cpu_too")
+def test_tf32_is_off_again_after_a_run_that_fails_and_beside_flags_of_ones_own(tmp_path) -> None:
+    def broken(outputs: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
+        raise ZeroDivisionError(str(rounds()))
+
+    before = call.flags()
+    try:
+        torch.backends.cuda.matmul.fp32_precision = "ieee"
+        torch.backends.cudnn.conv.fp32_precision = "ieee"
+        mine = call.flags()
+        with pytest.raises(LossError, match=r"True$"):
+            job = dataclasses.replace(WATCHED, loss=broken, precision="tf32")
+            train(job, strategy="single", devices="1xcpu", folder=tmp_path, quiet=True)
+        assert call.flags() == mine
+    finally:
+        call.set_flags(before)
+    assert call.flags() == before
+
+
+def test_on_cpu_devices_tf32_is_fp32_and_a_line_says_so(tmp_path, capfd) -> None:
+    before = call.flags()
+    runs = [
+        train(ZOO["mlp"].replace(precision=name), strategy="single", devices="1xcpu", folder=tmp_path)
+        for name in ("tf32", "fp32")
+    ]
+    assert differences(ZOO["mlp"], *runs).worst == 0.0
+    assert call.flags() == before
+    said = "precision: tf32 is for CUDA devices; on CPU devices products are those of fp32"
+    assert capfd.readouterr().out.count(said) == 1

@@ -29,7 +29,7 @@ SETTINGS = {
     "clip-norm": "largest norm of all gradients together (default: none)",
     "sync-batchnorm": "BatchNorm over all replicas (default: false)",
     "channels-last": "images in that memory layout (default: false)",
-    "precision": "fp64, fp32, bf16, fp16, or none: as the model was built (default: none)",
+    "precision": "fp64, fp32, tf32, bf16, fp16, or none: as the model was built (default: none)",
     "compile": "by torch.compile; a word is its mode (reduce-overhead, max-autotune, ...) or backend (default: false)",
     "activation-checkpointing": "auto, or names of blocks with commas between (default: none)",
     "fused": "fused optimizer (default: where right)",

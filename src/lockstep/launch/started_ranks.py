@@ -141,7 +141,8 @@ def run(
         world.tell = lambda event: on_event(world.rank, event)
     try:
         _join(world, backend=backend, timeout=timeout)
-        result = fn(world, *args)
+        with world.at_end:
+            result = fn(world, *args)
         # By value, so that results may be of classes that only the script knows.
         results = [pickle.loads(one) for one in world.gather_objects(cloudpickle.dumps(result))]
     except Exception as error:

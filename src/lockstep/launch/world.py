@@ -98,6 +98,7 @@ class World:
         collectives, beats: how many there were so far; a training in which neither they nor its step move stands still.
         layout: what a strategy does with the devices; by itself each of them has a local batch.
         in_step: the ranks make their steps together, so that all end after the same one.
+        at_end: what is undone when the work in this world is done.
         observers: look at the updates that are made in this world, and at what its ranks do together.
     """
 
@@ -120,6 +121,7 @@ class World:
     beats: int = field(default=0, init=False, repr=False)
     layout: Layout = field(init=False)
     in_step: bool = field(default=False, repr=False)
+    at_end: contextlib.ExitStack = field(default_factory=contextlib.ExitStack, init=False, repr=False, compare=False)
     observers: list[Observer] = field(default_factory=list, init=False, repr=False)
     _meetings: int = field(default=0, init=False, repr=False)
     _board = cast("memoryview | None", None)
@@ -297,7 +299,7 @@ def lone(devices: tuple[Device, ...], folder: str | None = None) -> Iterator[Wor
     world = World(devices=devices, folder=folder)
     before = enter(world)
     try:
-        with _devices.occupied(place_of(devices)):
+        with _devices.occupied(place_of(devices)), world.at_end:
             yield world
     finally:
         enter(before)

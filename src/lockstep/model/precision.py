@@ -4,6 +4,8 @@
 None  as the model was built
 fp64  parameters and inputs in float64, and what a loss that is a module keeps (the weights of classes)
 fp32  the same in float32
+tf32  as fp32, with products that CUDA devices round to TensorFloat-32 (10 bits of mantissa), for as long as the run
+      lasts; elsewhere nothing else is computed
 bf16  parameters in float32; operators that gain by it in bfloat16 (PyTorch's autocast), the loss in float32
 fp16  the same with float16, and a scaled loss: gradients that float16 could not hold are carried through it. The scale
       is the same on all ranks, since each of them decides by the sum of all gradients
@@ -22,11 +24,38 @@ import torch
 from torch import nn
 
 from lockstep.errors import JobError, first_line
+from lockstep.launch.processes.call import flags, set_flags
+from lockstep.launch.world import World
 
-PrecisionName = Literal["fp64", "fp32", "bf16", "fp16"]
+PrecisionName = Literal["fp64", "fp32", "tf32", "bf16", "fp16"]
 
-_WHOLE = {"fp64": torch.float64, "fp32": torch.float32}
+_WHOLE = {"fp64": torch.float64, "fp32": torch.float32, "tf32": torch.float32}
 _MIXED = {"bf16": torch.bfloat16, "fp16": torch.float16}
+ROUNDING = ("cuda",)
+"""Types of device whose products of float32 may be rounded to TensorFloat-32."""
+
+
+@contextlib.contextmanager
+def rounded_products() -> Iterator[None]:
+    """Let CUDA devices round products of float32 to TensorFloat-32 for a while.
+
+    By PyTorch's older names: compiled code asks for the settings by these, and can't where only the new ones were set.
+    """
+    before = flags()
+    torch.set_float32_matmul_precision("high")
+    torch.backends.cudnn.allow_tf32 = True
+    try:
+        yield
+    finally:
+        set_flags(before)
+
+
+def note_on_precision(name: PrecisionName | None, device_type: str) -> str | None:
+    """What the person has to know of a precision on this type of device."""
+    if name != "tf32" or device_type in ROUNDING:
+        return None
+    where = "CPU devices" if device_type == "cpu" else device_type
+    return f"precision: tf32 is for CUDA devices; on {where} products are those of fp32"
 
 
 @contextlib.contextmanager
@@ -49,7 +78,7 @@ class Precision:
 
     Args:
         name: as in the table above.
-        device_type: ``"cpu"``, ``"cuda"``, ...
+        world: in whose time TF32 is on, and of whose first device's type the devices are.
 
     Attributes:
         whole: the format of floating inputs, or None as they are.
@@ -59,12 +88,14 @@ class Precision:
         JobError: devices of that type can't compute in that format.
     """
 
-    def __init__(self, name: PrecisionName | None, device_type: str) -> None:
+    def __init__(self, name: PrecisionName | None, world: World) -> None:
         self.whole = _WHOLE.get(name or "")
         self._mixed = _MIXED.get(name or "")
-        self._device_type = device_type
+        self._device_type = device_type = world.device.type
         self.scaler: torch.amp.GradScaler | None = None
         self._try(name)
+        if name == "tf32" and device_type in ROUNDING:
+            world.at_end.enter_context(rounded_products())
         if name == "fp16":
             self.scaler = torch.amp.GradScaler(device_type)
             # Made now, by one thread; the replicas of dp ask for it at the same time.

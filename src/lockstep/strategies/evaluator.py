@@ -49,7 +49,7 @@ class Evaluator:
         self.observers = world.observers
         self.loss = Totalled.of(converted_loss(job.loss, job.precision))
         self._channels_last = job.channels_last
-        self._precision = Precision(job.precision, world.device.type)
+        self._precision = Precision(job.precision, world)
         self._dtype = self._precision.whole
         self._on_accelerator = not world.device.is_slot
         self._stream: tuple[int, ...] | None = None

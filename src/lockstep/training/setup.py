@@ -17,6 +17,7 @@ from lockstep.launch.devices import note_on_threads
 from lockstep.launch.events import Line
 from lockstep.launch.run_folder import RunFolder
 from lockstep.launch.world import World
+from lockstep.model.precision import note_on_precision
 from lockstep.strategies import Strategy
 from lockstep.strategies.step import Step
 from lockstep.tensors.pytree import share_sizes
@@ -163,6 +164,7 @@ class Setup:
         idle = len(shares) - sum(map(bool, shares))
         notes = [
             note_on_threads(world.device),
+            note_on_precision(job.precision, world.device.type),
             _note_on_cores(len(devices)) if world.device.is_slot else None,
             f"{counted(idle, 'device')} of {len(shares)} get no sample: increase batch_size" if idle else None,
             f"{self.parts} micro-batches of {job.batch_size} samples: {cut} are made" if cut < self.parts else None,

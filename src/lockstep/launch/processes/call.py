@@ -80,11 +80,25 @@ def _flag(name: str) -> Any:
     return None
 
 
+def flags() -> dict[str, Any]:
+    """PyTorch's settings of how products round."""
+    return {name: _flag(name) for name in ("", *_FLAGS)}
+
+
+def set_flags(wanted: dict[str, Any]) -> None:
+    """Set them as ``flags`` found them."""
+    if wanted[""] is not None:
+        torch.set_float32_matmul_precision(wanted[""])
+    for flag in _FLAGS:
+        if wanted[flag] is not None and _flag(flag) != wanted[flag]:
+            owner, _, name = flag.rpartition(".")
+            setattr(operator.attrgetter(owner)(torch.backends), name, wanted[flag])
+
+
 def _switches() -> dict[str, Any]:
     return {
         "dtype": torch.get_default_dtype(),
-        "matmul": _flag(""),
-        "flags": {name: _flag(name) for name in _FLAGS},
+        "flags": flags(),
         "deterministic": torch.are_deterministic_algorithms_enabled(),
         "warns": torch.is_deterministic_algorithms_warn_only_enabled(),
     }
@@ -138,12 +152,7 @@ class Setup:
             os.sched_setaffinity(0, self.cores)
         importlib.invalidate_caches()
         torch.set_default_dtype(self.switches["dtype"])
-        if self.switches["matmul"] is not None:
-            torch.set_float32_matmul_precision(self.switches["matmul"])
-        for flag, value in self.switches["flags"].items():
-            if value is not None and _flag(flag) != value:
-                owner, _, name = flag.rpartition(".")
-                setattr(operator.attrgetter(owner)(torch.backends), name, value)
+        set_flags(self.switches["flags"])
         torch.use_deterministic_algorithms(self.switches["deterministic"], warn_only=self.switches["warns"])
         # The person's script is not imported here, and what it defines comes by value.
         sys.modules["__main__"] = types.ModuleType("__main__")

@@ -63,7 +63,7 @@ class Bench:
         self._state_copies = state_copies(job)
         self._channels_last = job.channels_last
         self._loss = Totalled.of(converted_loss(job.loss, job.precision)).copied()  # its state is the training's
-        self._precision = Precision(job.precision, world.device.type)
+        self._precision = Precision(job.precision, world)
 
     def fixed(self, block: Block) -> float:
         """Bytes that a block takes besides activations: parameters, their gradients, the optimizer's state."""
