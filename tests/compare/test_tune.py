@@ -19,7 +19,10 @@ from lockstep.compare.entries import Way
 from lockstep.compare.timed_run import Tried, attempt
 from lockstep.errors import OutOfMemory, StrategyError
 from lockstep.jobfile import JobFile
+from lockstep.launch.devices import Device
 from lockstep.launch.events import Caveat
+
+tune = importlib.import_module("lockstep.compare.tune")
 
 
 def net() -> nn.Module:
@@ -78,6 +81,39 @@ def test_what_gains_is_kept_for_what_comes_after_it(machine: Callable[[Rule], li
     assert found.gain_changed.median == pytest.approx(1.6 * 1.5 * 1.2 * 2)
     assert {row.setting for row in found.rows if row.taken} == {"ddp on 4xcpu", "channels_last", "precision=bf16"}
     assert {row.setting for row in found.rows if row.effect == "rounding changed"} == {"precision=bf16", "compile"}
+
+
+def test_on_a_card_what_changes_rounding_is_tried_first_and_apart(machine: Callable[[Rule], list[Way]]) -> None:
+    def rule(way: Way) -> float:
+        rate = {"tf32": 150.0, "bf16": 300.0}.get(way.settings.get("precision", ""), 100.0)
+        rate *= {True: 1.1, "reduce-overhead": 1.3}.get(way.settings.get("compile", False), 1.0)
+        # The layout gains by narrow formats only: it must be tried on top of them.
+        return rate * (1.5 if way.settings.get("channels_last") and way.settings.get("precision") == "bf16" else 1.0)
+
+    machine(rule)
+    found = lockstep.tune(job(), devices=[Device("cuda", 0)], told=None)
+    order = [row.setting for row in found.rows]
+    assert order[:3] == ["precision=tf32", "precision=bf16", "precision=fp16"]
+    assert order[3:6] == ["compile", "compile=reduce-overhead", "compile=max-autotune"]
+    assert order[6:] == ["channels_last", "fused=false"]
+    assert found.changed.settings == {"precision": "bf16", "compile": "reduce-overhead", "channels_last": True}
+    assert found.kept.settings == {"channels_last": True}
+    assert found.gain_changed is not None and found.gain_changed.median == pytest.approx(3 * 1.3 * 1.5)
+    assert found.gain_kept is not None and found.gain_kept.median == 1.0
+    assert {row.effect for row in found.rows[:6]} == {"rounding changed"}
+    assert {row.effect for row in found.rows[6:]} == {"numbers kept"}
+
+
+def test_what_is_tried_depends_on_the_type_of_device() -> None:
+    assert tune.formats("cpu", torch.float32) == ["bf16"]
+    assert tune.formats("cpu", torch.float64) == ["bf16", "fp32"]
+    assert tune.formats("cuda", torch.float32) == ["tf32", "bf16", "fp16"]
+    assert tune.formats("cuda", torch.float64) == ["tf32", "bf16", "fp32"]
+    assert tune.formats("xpu", torch.float32) == ["bf16", "fp16"]
+    assert tune.compilations("cpu", graphs=True) == [True]
+    assert tune.compilations("cuda", graphs=True) == [True, "reduce-overhead", "max-autotune"]
+    assert tune.compilations("cuda", graphs=False) == [True, "max-autotune-no-cudagraphs"]
+    assert tune.compilations("mps", graphs=True) == [True, "max-autotune-no-cudagraphs"]
 
 
 def test_what_is_far_behind_in_its_first_turn_is_not_timed_again(machine: Callable[[Rule], list[Way]]) -> None:

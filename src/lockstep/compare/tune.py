@@ -5,7 +5,9 @@
     as it is -> strategy and devices -> layout -> optimizer -> loading -> memory        numbers kept
                                                                   |-> precision -> compile     rounding changed
 
-What gains is kept for what comes after it. Nothing is switched on: the person gets the line to paste.
+On accelerators precision and compile come first: they gain the most there, and which layout and how many loader workers
+are best depends on them. What gains is kept for what comes after it. Nothing is switched on: the person gets the line
+to paste.
 """
 
 from __future__ import annotations
@@ -29,6 +31,8 @@ from lockstep.jobfile import JobFile, as_job, the_job, with_settings
 from lockstep.launch import devices as _devices
 from lockstep.launch import started_as_rank
 from lockstep.launch.devices import Device, Devices
+from lockstep.model.compile import GRAPHED
+from lockstep.model.precision import ROUNDING
 from lockstep.strategies import STRATEGIES, choose
 
 Effect = Literal["numbers kept", "rounding changed"]
@@ -158,28 +162,37 @@ class _Search:
         self.stage("devices", {f"{way.strategy} on {way.devices}": way for way in placed if way != self.start})
         if any(caveat.kind == "batchnorm" and caveat.fix for caveat in self.best.caveats):
             self.stage("batch norm", {"sync_batchnorm": self.way.replace(sync_batchnorm=True)}, only_told=True)
+        on_slots = chosen[0].is_slot
+        if not on_slots:
+            self.change_rounding(chosen[0].type, strategy)
+            self.told("\nsettings that keep the numbers")
+        self.effect = "numbers kept"
         if self.best.convolves:
             self.switch("layout", "channels_last")
         self.stage("optimizer", {f"fused={not self.best.fused}".lower(): self.way.replace(fused=not self.best.fused)})
         if (workers := self.best.workers) is not None:
-            others = sorted({0, 1, workers + 1} - {workers})
+            others = sorted({0, workers // 2, workers + max(1, workers // 2)} - {workers})
             self.stage("loading", {f"loader_workers={n}": self.way.replace(loader_workers=n) for n in others})
-        on_slots = chosen[0].is_slot
-        if on_slots:
-            self.switch("memory", "keep_memory")
-        kept = self.way
+        if not on_slots:
+            kept = {k: v for k, v in self.way.settings.items() if k not in ("precision", "compile")}
+            return self.confirmed(replace(self.way, settings=kept))
+        self.switch("memory", "keep_memory")
+        same = self.way
+        self.change_rounding(chosen[0].type, strategy)
+        return self.confirmed(same)
+
+    def change_rounding(self, kind: str, strategy: str | None) -> None:
+        """Try formats, and then ways to compile, on devices of a type."""
         self.effect = "rounding changed"
         self.told("\nsettings that change rounding")
-        names = {torch.float64: ["fp32"]}.get(self.best.dtype, [] if on_slots else ["fp16"])
-        names = [name for name in ["bf16", *names] if name != self.settings.precision]
+        names = [name for name in formats(kind, self.best.dtype) if name != self.settings.precision]
         self.stage("precision", {f"precision={name}": self.way.replace(precision=name) for name in names})
         if not self.settings.compile:
-            compiled = self.way.replace(compile=True)
-            ways = {"compile": compiled}
-            if compiled.strategy == "dp" and strategy is None:  # whose threads can't compile all that processes can
-                ways["compile, ddp"] = replace(compiled, strategy="ddp")
+            modes = compilations(kind, graphs=self.settings.accumulate == 1 and self.way.strategy != "dp")
+            ways = {"compile" if m is True else f"compile={m}": self.way.replace(compile=m) for m in modes}
+            if self.way.strategy == "dp" and strategy is None:  # whose threads can't compile all that processes can
+                ways["compile, ddp"] = replace(ways["compile"], strategy="ddp")
             self.stage("compile", ways)
-        return self.confirmed(kept)
 
     def attempt(self, way: Way, patience: float | None = None) -> Tried:
         return attempt(self.job, way, seconds=self.seconds, patience=patience)
@@ -273,6 +286,20 @@ class _Search:
 
     def turn(self, way: Way) -> Callable[[], float]:
         return lambda: self.attempt(way).rate
+
+
+def formats(kind: str, held: torch.dtype) -> list[str]:
+    """The formats to try on devices of a type, in this order, for parameters that are held in one."""
+    wide = ["tf32"] if kind in ROUNDING else []
+    narrow = ["fp32"] if held == torch.float64 else [] if kind == "cpu" else ["fp16"]
+    return [*wide, "bf16", *narrow]
+
+
+def compilations(kind: str, *, graphs: bool) -> list[bool | str]:
+    """The values of ``compile`` to try on devices of a type, CUDA graphs only where they can be captured."""
+    if kind == "cpu":
+        return [True]
+    return [True, *GRAPHED] if kind == "cuda" and graphs else [True, "max-autotune-no-cudagraphs"]
 
 
 def _placements(strategy: str | None, chosen: tuple[Device, ...], count: int, batch_size: int) -> list[Way]:
