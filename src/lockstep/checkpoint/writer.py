@@ -32,6 +32,7 @@ from lockstep.checkpoint.safe_file import could_not_write, write_tensors
 from lockstep.errors import SaveError
 from lockstep.launch.world import World
 from lockstep.tensors.new_file import opened_new
+from lockstep.tensors.pytree import may_pin
 from lockstep.tensors.state_tree import encoded
 
 _LOOK = 0.01
@@ -181,7 +182,7 @@ class Writer:
         kept = self._buffers.get(name)
         if kept is not None and kept.shape == source.shape and kept.dtype == source.dtype:
             return kept
-        return torch.empty(source.shape, dtype=source.dtype, pin_memory=source.is_cuda)
+        return torch.empty(source.shape, dtype=source.dtype, pin_memory=may_pin(source.device))
 
     # ---- in the thread ----------------------------------------------------------------------------------------------
 

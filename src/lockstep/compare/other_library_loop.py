@@ -30,7 +30,7 @@ from lockstep.jobfile import the_job
 from lockstep.launch import devices as _devices
 from lockstep.launch.devices import Device
 from lockstep.launch.memory import peak_memory
-from lockstep.launch.world import World, now
+from lockstep.launch.world import World, default_backend, now
 from lockstep.tensors.pytree import call, to_device
 from lockstep.tensors.seeding import seed_all
 
@@ -52,9 +52,11 @@ def main() -> None:
     device: Device = devices[rank]
     _devices.limit_threads(device)
     job = the_job(source)
-    where = torch.device("cuda", int(os.environ["LOCAL_RANK"])) if device.type == "cuda" else torch.device("cpu")
-    if device.type == "cuda":
-        torch.cuda.set_device(where)
+    where = device.torch
+    if not device.is_slot:
+        if device.type == "cuda":  # whose numbers count within CUDA_VISIBLE_DEVICES, which names the ranks' alone
+            where = torch.device("cuda", int(os.environ["LOCAL_RANK"]))
+        torch.accelerator.set_device_index(where.index)
     parts = _BY_NAME[name](job, where, len(devices))
     _devices.pin(device)
     batches = _endless(parts.loader)
@@ -75,8 +77,8 @@ def main() -> None:
 
 def _by_torch(job: Job, where: torch.device, ranks: int) -> Parts:
     """Plain PyTorch: DistributedDataParallel, DistributedSampler, DataLoader."""
-    on_card = where.type == "cuda"
-    dist.init_process_group("nccl" if on_card else "gloo")
+    on_card = where.type != "cpu"
+    dist.init_process_group(default_backend(Device(where.type, where.index or 0)))
     data = _dataset_of(job)
     sampler: Any = DistributedSampler(data, shuffle=job.shuffle, seed=job.seed)
     net = _model_of(job).to(where)
@@ -89,7 +91,7 @@ def _by_fabric(job: Job, where: torch.device, ranks: int) -> Parts:
     """Lightning Fabric."""
     from lightning.fabric import Fabric
 
-    fabric = Fabric(accelerator="cuda" if where.type == "cuda" else "cpu", devices=ranks, strategy="ddp")
+    fabric = Fabric(accelerator=where.type, devices=ranks, strategy="ddp")
     fabric.launch()
     loader = fabric.setup_dataloaders(_loader_of(job, _dataset_of(job), ranks, shuffle=job.shuffle))
     net = _model_of(job)
@@ -101,7 +103,7 @@ def _by_accelerate(job: Job, where: torch.device, ranks: int) -> Parts:
     """Hugging Face Accelerate."""
     from accelerate import Accelerator
 
-    accelerator = Accelerator(cpu=where.type != "cuda")
+    accelerator = Accelerator(cpu=where.type == "cpu")
     net = _model_of(job)
     loader = _loader_of(job, _dataset_of(job), ranks, shuffle=job.shuffle)
     model, optimizer, loader = accelerator.prepare(net, _optimizer_of(job, net), loader)
@@ -169,8 +171,8 @@ def _timed(job: Job, parts: Parts, batches: Iterator[Any], where: torch.device, 
             nn.utils.clip_grad_norm_(parts.model.parameters(), job.clip_norm)
         parts.optimizer.step()
         samples += len(targets) if hasattr(targets, "__len__") else job.batch_size // int(os.environ["WORLD_SIZE"])
-    if where.type == "cuda":
-        torch.cuda.synchronize()
+    if where.type != "cpu":
+        torch.accelerator.synchronize()
     return max(_of_all(time.perf_counter() - start)), samples
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import platform
 from typing import Any
@@ -31,16 +32,22 @@ def table() -> str:
 
 
 def _facts(device: Device) -> list[str]:
-    if device.type != "cuda":
-        return [device.type]
-    facts = torch.cuda.get_device_properties(device.index)
-    free, _ = torch.cuda.mem_get_info(device.index)
-    return [
-        facts.name,
-        f"{_gib(facts.total_memory)} ({_gib(free)} free)",
-        f"{facts.multi_processor_count} multiprocessors",
-        f"number {device.index} here, {_physical(device.index)} of the machine",
-    ]
+    found = [_name(device)]
+    with contextlib.suppress(RuntimeError, AttributeError):  # not each type of device tells
+        free, whole = torch.accelerator.get_memory_info(device.torch)
+        found.append(f"{_gib(whole)} ({_gib(free)} free)")
+    if device.type == "cuda":
+        facts = torch.cuda.get_device_properties(device.index)
+        found.append(f"{facts.multi_processor_count} multiprocessors")
+        found.append(f"number {device.index} here, {_physical(device.index)} of the machine")
+    return found
+
+
+def _name(device: Device) -> str:
+    try:
+        return str(torch.get_device_module(device.torch).get_device_name(device.index))
+    except AttributeError:
+        return device.type
 
 
 def _physical(index: int) -> str:
@@ -92,8 +99,7 @@ def machine() -> dict[str, Any]:
         "memory": _gib(_host_memory()),
     }
     if here:
-        names = [torch.cuda.get_device_name(d.index) if d.type == "cuda" else d.type for d in here]
-        found["accelerators"] = ", ".join(names)
+        found["accelerators"] = ", ".join(map(_name, here))
     return {
         **found,
         "system": f"{platform.system()} {platform.release()}",

@@ -5,7 +5,7 @@
     batch   1  2  4  ...  doubled while it fits    ──▶ fits ─────── first that doesn't
                                                           then halved between the two
 
-A CUDA device says itself that its memory was not enough. Slots share the memory of one machine, so each is given a
+An accelerator says itself that its memory was not enough. Slots share the memory of one machine, so each is given a
 number of bytes, and the live ones of its thread are counted (`lockstep.parallel.balance.live_memory`).
 """
 
@@ -41,9 +41,9 @@ def largest_batch(
         step: an update, or whatever is to fit, on a batch of so many samples that it makes itself. What it changes
             stays changed.
         devices: those that it computes on, as ``lockstep.launch.devices.parse`` reads them, or a list.
-        budget: bytes for each device. Of a CUDA device all that this process may have there, weights included; None is
-            the whole device. Of a slot what a step may make there, beyond what was there before (all slots share the
-            weights).
+        budget: bytes for each device. Of a CUDA device all that this process may have there, weights included. Of
+            other devices what a step may make there, beyond what was there before (all slots share the weights). None
+            is the whole accelerator.
         multiple: only multiples of this are tried.
         limit: and none above this.
 
@@ -51,7 +51,7 @@ def largest_batch(
         The number of samples; 0 where not even ``multiple`` fits.
 
     Raises:
-        InputError: a budget or a multiple below 1, or devices other than CUDA's without a budget.
+        InputError: a budget or a multiple below 1, or slots without a budget.
         DeviceError: devices that don't exist.
 
     Example::
@@ -64,20 +64,20 @@ def largest_batch(
     places = tuple(dict.fromkeys(target_devices.many(devices)))
     if multiple < 1 or (budget is not None and budget < 1):
         raise InputError(f"multiple {multiple}, budget {budget}: both are at least 1")
-    on_cuda = all(place.type == "cuda" for place in places)
-    if budget is None and not on_cuda:
+    says_itself = all(place.type == "cuda" if budget else not place.is_slot for place in places)
+    if budget is None and not says_itself:
         raise InputError(f"{places[0]} can't say when it is full: give a budget, in bytes for each device")
 
     def fits(count: int) -> bool:
         batch = count * multiple
-        if on_cuda:
+        if says_itself:
             return _is_allocated(step, batch)
         assert budget is not None
         return max(peaks_of(lambda: step(batch), places).values()) <= budget
 
-    if not on_cuda:
+    if not says_itself:
         step(multiple)  # what only a first step makes isn't counted
-    with _limited(places, budget) if on_cuda else contextlib.nullcontext():
+    with _limited(places, budget) if says_itself else contextlib.nullcontext():
         return multiple * _last(fits, limit // multiple)
 
 
@@ -91,15 +91,15 @@ def _last(fits: Callable[[int], bool], limit: int) -> int:
 
 
 def _is_allocated(step: Callable[[int], object], batch: int) -> bool:
-    """Whether CUDA had the memory. What a failed step leaves is let go."""
+    """Whether there was the memory. What a failed step leaves is let go."""
     try:
         step(batch)
-        torch.cuda.synchronize()
+        torch.accelerator.synchronize()
     except (torch.OutOfMemoryError, OutOfMemory):
         return False
     finally:
         gc.collect()
-        torch.cuda.empty_cache()
+        torch.accelerator.empty_cache()
     return True
 
 

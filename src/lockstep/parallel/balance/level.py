@@ -18,6 +18,7 @@ import time
 from collections import Counter, defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 
@@ -117,7 +118,8 @@ def busy_seconds(caller: str = "cpu") -> Iterator[Counter[str]]:
 
     A clock on the wall would count waiting too: for another replica, for the interpreter lock, for whoever else uses
     the machine. So a slot is busy while its thread has the processor (of several cores that of the thread that leads),
-    and a CUDA device while one of its kernels runs, copies among them. Of other accelerators nothing is known here.
+    and an accelerator while one of its kernels runs, copies among them. Nothing is known of types that PyTorch
+    doesn't profile.
 
     Args:
         caller: whose time this thread's is; that of threads that only start an accelerator's work is added to it.
@@ -136,8 +138,10 @@ def busy_seconds(caller: str = "cpu") -> Iterator[Counter[str]]:
                 seconds[owner] += spent  # type: ignore[assignment]  # a Counter of seconds
 
     with contextlib.ExitStack() as stack:
-        if torch.cuda.is_available():
-            stack.enter_context(_kernels_counted(seconds))
+        kind = torch.accelerator.current_accelerator(check_available=True)
+        activity = getattr(torch.profiler.ProfilerActivity, str(kind).upper(), None)
+        if activity in torch.profiler.supported_activities():  # type: ignore[no-untyped-call]
+            stack.enter_context(_kernels_counted(seconds, activity))
         follow = thread_context.followed_by(lambda device: counted(str(device) if device.is_slot else caller))
         stack.enter_context(follow)
         stack.enter_context(counted(caller))
@@ -145,25 +149,25 @@ def busy_seconds(caller: str = "cpu") -> Iterator[Counter[str]]:
 
 
 @contextlib.contextmanager
-def _kernels_counted(seconds: Counter[str]) -> Iterator[None]:
-    _wait_for_cuda()  # what was started before isn't counted
-    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as profile:
+def _kernels_counted(seconds: Counter[str], activity: Any) -> Iterator[None]:
+    _wait_for_all()  # what was started before isn't counted
+    with torch.profiler.profile(activities=[activity]) as profile:
         try:
             yield
         finally:
-            _wait_for_cuda()
+            _wait_for_all()
     spans: dict[int, list[tuple[float, float]]] = defaultdict(list)
     for event in profile.events() or ():
         # A named part of the program spans the gaps between its kernels too.
-        if event.device_type.name == "CUDA" and not event.is_user_annotation:
+        if event.device_type.name == activity.name and not event.is_user_annotation:
             spans[event.device_index].append((event.time_range.start, event.time_range.end))
     for index, found in spans.items():
-        seconds[f"cuda:{index}"] += covered(found) / 1e6  # type: ignore[assignment]
+        seconds[f"{activity.name.lower()}:{index}"] += covered(found) / 1e6  # type: ignore[assignment]
 
 
-def _wait_for_cuda() -> None:
-    for index in range(torch.cuda.device_count()):
-        torch.cuda.synchronize(index)
+def _wait_for_all() -> None:
+    for index in range(torch.accelerator.device_count()):
+        torch.accelerator.synchronize(index)
 
 
 def covered(spans: Iterable[tuple[float, float]]) -> float:

@@ -1,0 +1,47 @@
+"""What once was done for the type "cuda" alone is done for every accelerator."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import nn
+
+from lockstep.checkpoint.folder import CheckpointFolder
+from lockstep.checkpoint.writer import Writer
+from lockstep.launch.device_table import machine, table
+from lockstep.launch.world import World
+from lockstep.parallel import largest_batch
+from simulated_card import counts
+
+
+def test_the_table_of_devices_has_each_cards_memory() -> None:
+    lines = table().splitlines()
+    assert [line.split()[0] for line in lines[:8]] == [f"card:{i}" for i in range(8)]
+    assert all("GiB free)" in line for line in lines[:8])
+    assert machine()["accelerators"] == ", ".join(["card"] * 8)
+
+
+def test_the_largest_batch_is_what_a_card_says_it_has_memory_for() -> None:
+    def step(batch: int) -> None:
+        if batch > 100:
+            raise torch.OutOfMemoryError("a card's memory is full")
+        torch.ones(batch, device="card").sum()
+
+    assert largest_batch(step, "card:0") == 100
+
+
+def test_the_largest_batch_within_a_budget_of_a_card() -> None:
+    net = nn.Linear(256, 256, bias=False).to("card:0")
+    assert 100 <= largest_batch(lambda batch: net(torch.ones(batch, 256, device="card:0")), "card:0", 100 * 2048) <= 101
+
+
+def test_a_checkpoint_is_copied_from_a_card_without_the_host_waiting(tmp_path) -> None:
+    writer = Writer(tmp_path, World(), 2)
+    state = {"model": {"weight": torch.arange(4.0, device="card:1"), "bias": torch.ones(2, device="card:0")}}
+    before = counts("blocking_copies")
+    writer.save(1, state, {})
+    assert counts("blocking_copies") == before
+    writer.finish()
+    ((path, index),) = CheckpointFolder(tmp_path).whole(pytest.fail)
+    kept = index.state(path)["model"]
+    assert kept["weight"].tolist() == [0.0, 1.0, 2.0, 3.0] and kept["bias"].tolist() == [1.0, 1.0]
