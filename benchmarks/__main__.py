@@ -1,4 +1,4 @@
-"""Run benchmarks: all, or those named; `gpu` is for one NVIDIA GPU. Results go to benchmarks/results/."""
+"""Run benchmarks: all, or those named; `gpu` is for accelerators (see gpu.py). Results go to benchmarks/results/."""
 
 from __future__ import annotations
 
@@ -14,15 +14,15 @@ from typing import Any
 from benchmarks import level, loss_checking, models, surviving
 from benchmarks.checkpointing import CHECKPOINTING
 from benchmarks.comparing import COMPARING
-from benchmarks.experiment import EXPERIMENT, GPU_EXPERIMENT
+from benchmarks.experiment import EXPERIMENT
 from benchmarks.mapping import mapping
 from benchmarks.parallel import PARALLEL
-from benchmarks.parallel_loss import GPU_PARALLEL_LOSS, PARALLEL_LOSS
+from benchmarks.parallel_loss import PARALLEL_LOSS
 from benchmarks.partitioning import PARTITIONING
 from benchmarks.pipelining import PIPELINING
 from benchmarks.sparse import sparse
 from benchmarks.timing import HERE, Benchmark, Ratio, by_python, by_torchrun, rate, run, torchrun
-from lockstep.launch.devices import Device, accelerators, slots, usable_cores
+from lockstep.launch.devices import Device, slots, usable_cores
 from lockstep.tensors.allocator import prepare
 
 
@@ -158,14 +158,10 @@ BENCHMARKS = {
 def main(names: list[str]) -> int:
     """Run the benchmarks of these names."""
     prepare()  # as the command does: what trains in this process has what ranks have
-    if names == ["gpu"]:
-        from benchmarks.gpu import GPU
+    if names[:1] == ["gpu"]:
+        from benchmarks import gpu
 
-        for name, benchmark in {**GPU_EXPERIMENT, **GPU, **GPU_PARALLEL_LOSS}.items():
-            run(name, benchmark)
-        if len(accelerators()) > 1:
-            level.run(accelerators())
-        return 0
+        return gpu.main(names[1:])
     known = [*BENCHMARKS, "level", "loss-check", "surviving", *PARTITIONING]
     unknown = [name for name in names if name not in known]
     if unknown:

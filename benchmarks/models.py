@@ -55,15 +55,15 @@ def convolution(before: int, after: int, size: int, stride: int = 1) -> tuple[nn
     return nn.Conv2d(before, after, size, stride, size // 2, bias=False), nn.BatchNorm2d(after)
 
 
-def resnet50(classes: int = 1000) -> nn.Sequential:
+def resnet50(classes: int = 1000, width: int = 64) -> nn.Sequential:
     """ResNet-50 (He and others 2015), stride in the 3 x 3 convolutions: (batch, 3, 224, 224) to (batch, classes)."""
     blocks: list[nn.Module] = []
-    before = 64
-    for width, count in ((64, 3), (128, 4), (256, 6), (512, 3)):
+    before = width
+    for level, count in enumerate((3, 4, 6, 3)):
         for number in range(count):
-            blocks.append(Bottleneck(before, width, 2 if number == 0 and width > 64 else 1))
-            before = 4 * width
-    stem = (*convolution(3, 64, 7, 2), nn.ReLU(inplace=True), nn.MaxPool2d(3, 2, 1))
+            blocks.append(Bottleneck(before, width << level, 2 if number == 0 and level else 1))
+            before = 4 * width << level
+    stem = (*convolution(3, width, 7, 2), nn.ReLU(inplace=True), nn.MaxPool2d(3, 2, 1))
     return nn.Sequential(*stem, *blocks, nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(before, classes))
 
 
@@ -121,6 +121,7 @@ def small_job(epochs: int = 6) -> lockstep.Job:
     )
 
 
-def experiment_job(samples: int = 2048) -> lockstep.Job:
+def experiment_job(samples: int = 2048, image_size: int = 112) -> lockstep.Job:
     """examples/cifar10_mobilenetv2.py on noise: images of 32 x 32 enlarged to 112 x 112, batch 256."""
-    return JobFile(str(EXPERIMENT), {"generated": "true", "samples": str(samples)}).load()
+    given = {"generated": "true", "samples": str(samples), "image_size": str(image_size)}
+    return JobFile(str(EXPERIMENT), given).load()

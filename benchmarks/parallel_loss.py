@@ -19,12 +19,12 @@ CHUNK = {1: 8, 2: 8}
 """Time steps of a chunk, by the number of slots."""
 
 
-def _steps(place: torch.device | None = None) -> tuple[nn.Module, dict[str, Callable[[], None]]]:
+def _steps(place: torch.device | None = None, words: int = WORDS) -> tuple[nn.Module, dict[str, Callable[[], None]]]:
     """The generator, and one step of each alternative: value and gradients, none of which were there before."""
     generator = torch.Generator().manual_seed(0)
     hidden = torch.randn(BATCH, TIME, WIDTH, generator=generator).to(place).requires_grad_()
-    targets = torch.randint(WORDS, (BATCH, TIME), generator=generator).to(place)
-    layer, criterion = nn.Linear(WIDTH, WORDS).to(place), nn.CrossEntropyLoss()
+    targets = torch.randint(words, (BATCH, TIME), generator=generator).to(place)
+    layer, criterion = nn.Linear(WIDTH, words).to(place), nn.CrossEntropyLoss()
 
     def cleared() -> None:
         layer.zero_grad()
@@ -63,22 +63,23 @@ def memory() -> Mapping[str, Callable[[], float]]:
     return {name: _rarity(step) for name, step in _steps()[1].items()}
 
 
-def gpu_speed() -> Mapping[str, Callable[[], float]]:
-    return {name: _rate(step, torch.cuda.synchronize) for name, step in _steps(torch.device("cuda", 0))[1].items()}
+def speed_on(place: torch.device, words: int) -> Mapping[str, Callable[[], float]]:
+    wait = torch.accelerator.synchronize if place.type != "cpu" else lambda: None
+    return {name: _rate(step, wait) for name, step in _steps(place, words)[1].items()}
 
 
-def gpu_memory() -> Mapping[str, Callable[[], float]]:
+def memory_on(place: torch.device, words: int) -> Mapping[str, Callable[[], float]]:
     """By the card's own allocator, which also knows what kernels take for themselves."""
-    layer, steps = _steps(torch.device("cuda", 0))
+    layer, steps = _steps(place, words)
 
     def rarity(step: Callable[[], None]) -> Callable[[], float]:
         def once() -> float:
             layer.zero_grad()
-            torch.cuda.reset_peak_memory_stats()
-            before = torch.cuda.memory_allocated()
+            torch.accelerator.reset_peak_memory_stats()
+            before = torch.accelerator.memory_allocated()
             step()
-            torch.cuda.synchronize()
-            return 1e9 / (torch.cuda.max_memory_allocated() - before)
+            torch.accelerator.synchronize()
+            return 1e9 / (torch.accelerator.max_memory_allocated() - before)
 
         return once
 
@@ -121,9 +122,21 @@ PARALLEL_LOSS = {
         unit="1 / GB at the peak, above the weights",
     ),
 }
-GPU_PARALLEL_LOSS = {
-    "gpu-loss": Benchmark(gpu_speed, (Ratio("one device", "plain", 1 / 1.1),), unit="tokens/s"),
-    "gpu-loss-memory": Benchmark(
-        gpu_memory, (Ratio("one device", "plain", 4.0),), rounds=1, unit="1 / GB at the peak, above the weights"
-    ),
-}
+
+
+def on_device(place: torch.device, words: int = WORDS) -> dict[str, Benchmark]:
+    """On one accelerator; on a CPU device without its memory."""
+    found = {
+        "loss": Benchmark(
+            lambda: speed_on(place, words), (Ratio("one device", "plain", 1 / 1.1),), rounds=3, unit="tokens/s"
+        ),
+        "loss-memory": Benchmark(
+            lambda: memory_on(place, words),
+            (Ratio("one device", "plain", 4.0),),
+            rounds=1,
+            unit="1 / GB at the peak, above the weights",
+        ),
+    }
+    if place.type == "cpu":
+        del found["loss-memory"]
+    return found

@@ -124,6 +124,13 @@ def torchrun(script: str, ranks: int, environment: Mapping[str, str]) -> subproc
 
 def run(name: str, benchmark: Benchmark, rounds: int | None = None) -> None:
     """Time one benchmark, print its ratios, and keep them with the machine's description."""
+    kept = {"benchmark": name, "machine": machine(), **measured(name, benchmark, rounds)}
+    (HERE / "results").mkdir(exist_ok=True)
+    (HERE / "results" / f"{name}.json").write_text(json.dumps(kept, indent=2) + "\n")
+
+
+def measured(name: str, benchmark: Benchmark, rounds: int | None = None) -> dict[str, Any]:
+    """Time one benchmark, print its ratios, and give them."""
     print(f"== {name}", flush=True)
     alternatives = benchmark.alternatives()
     timings = in_turns(
@@ -139,12 +146,9 @@ def run(name: str, benchmark: Benchmark, rounds: int | None = None) -> None:
         print(f"   {ratio}   {found}{goal}", flush=True)
         row = {"of": ratio.name, "to": ratio.to, "median": found.median, "spread": found.spread, "goal": ratio.goal}
         rows.append(row | ({"over": ratio.over} if ratio.over else {}))
-    kept = {
+    return {
         "benchmark": name,
-        "machine": machine(),
         "unit": benchmark.unit,
         "ratios": rows,
         "rates": {key: timing.rates for key, timing in timings.items()},
     }
-    (HERE / "results").mkdir(exist_ok=True)
-    (HERE / "results" / f"{name}.json").write_text(json.dumps(kept, indent=2) + "\n")
