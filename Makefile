@@ -9,7 +9,7 @@ READY := $(VENV)/.ready
 # Each rank and each command imports a hundred modules of ours: not to be compiled anew, whatever the environment says.
 export PYTHONDONTWRITEBYTECODE :=
 
-.PHONY: demo test test-all lint types tour pictures bench bench-gpu clean
+.PHONY: demo test test-all lint types tour pictures bench check-gpu bench-gpu clean
 
 demo: $(READY)
 	$(BIN)/lockstep train examples/digits.py --strategy ddp --devices 2
@@ -38,9 +38,13 @@ pictures: $(READY)
 bench: $(READY)
 	$(BIN)/python -m benchmarks
 
-# Nothing is installed: the machine's own torch runs the code of this folder.
+# Nothing is installed: the machine's own torch (and pytest) run the code of this folder. What one accelerator shows, and
+# two where there are two: the tests in some minutes, the benchmarks in under nine (WORDS=small, say, for one of them).
+check-gpu:
+	PYTHONPATH=src $(PYTHON) -m pytest -m gpu tests/test_gpu.py tests/parallel
+
 bench-gpu:
-	PYTHONPATH=src $(PYTHON) -m benchmarks gpu
+	PYTHONPATH=src $(PYTHON) -m benchmarks gpu $(WORDS)
 
 $(READY): pyproject.toml constraints.txt
 	@if $(PYTHON) -c 'import torch; assert tuple(map(int, torch.__version__.split(".")[:2])) >= (2, 11)' 2>/dev/null; then \

@@ -6,7 +6,14 @@ The list of what is owed is in benchmarks/gpu-owed.md.
 from __future__ import annotations
 
 import copy
+import dataclasses
+import gzip
 import os
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -16,8 +23,15 @@ import lockstep
 from lockstep import Job, train
 from lockstep.errors import NonFiniteLoss
 from lockstep.launch.devices import Device
+from lockstep.launch.memory import free_memory
+from lockstep.launch.processes.call import flags
+from lockstep.launch.world import World
+from lockstep.model.compile import MODES
 from lockstep.parallel import DataParallel, data_parallel
+from lockstep.strategies import MP, Strategy
 from lockstep.strategies.ddp import DDP
+from lockstep.strategies.pp import PP
+from lockstep.strategies.single import Single
 from lockstep.verify import differences
 from zoo import ZOO, drawn, labels
 
@@ -32,6 +46,7 @@ pytestmark = [
 ]
 TYPE = str(torch.accelerator.current_accelerator() or "cuda")
 only_cuda = pytest.mark.skipif(TYPE != "cuda", reason="PyTorch has it for CUDA alone")
+two_devices = pytest.mark.skipif(torch.accelerator.device_count() < 2, reason="needs two devices")
 KINDS = ["mlp", "ignored tokens and tied weights", "a layer unused in some steps, the last one too", "clipping"]
 
 
@@ -62,7 +77,7 @@ def test_two_stages_on_one_gpu_end_where_one_does(kind: str, way: str, tmp_path)
     assert differences(job, there, here).worst < 1e-10
 
 
-@pytest.mark.skipif(torch.accelerator.device_count() < 2, reason="needs two devices")
+@two_devices
 @pytest.mark.parametrize("way", ["mp", "pp"])
 @pytest.mark.parametrize("kind", KINDS)
 def test_stages_on_two_gpus_end_where_one_does(kind: str, way: str, tmp_path) -> None:
@@ -164,3 +179,164 @@ def test_verify_names_dropout_whose_masks_come_from_the_gpu() -> None:
     job = ZOO["mlp"].replace(model=lambda: nn.Sequential(nn.Linear(6, 8), nn.Dropout(0.5), nn.Linear(8, 3)))
     found = lockstep.verify(job, strategy="dp", devices=[Device(TYPE, 0)] * 2)
     assert [cause.kind for cause in found.causes] == ["dropout"], str(found)
+
+
+@only_cuda
+@pytest.mark.parametrize("settings", [{}, {"precision": "bf16"}, {"accumulate": 2, "clip_norm": 0.5}], ids=str)
+@pytest.mark.parametrize("way", [Single(), MP({"0": 0, "": 1}), PP({"0": 0, "": 1}, microbatches=2)], ids=type)
+def test_the_host_waits_for_nothing_in_an_update(way: Strategy, settings: dict[str, Any]) -> None:
+    world = World(devices=(Device(TYPE, 0),) * (1 if isinstance(way, Single) else 2))
+    data = torch.utils.data.TensorDataset(drawn(400, 6), labels(400, 3))
+    job = dataclasses.replace(ZOO["momentum"], model=dropping, train_data=data, batch_size=16, **settings)
+    step = way.prepare(job, world)
+    try:
+        for number, batch in enumerate(way.training_loader(job, world, data).epoch(0), 1):
+            if number == 17:
+                torch.cuda.set_sync_debug_mode("error")
+            step.seed(0)
+            step.update(batch)
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+    step.check()
+
+
+# ---- settings -------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("precision", ["bf16", "fp16", pytest.param("tf32", marks=only_cuda)])
+@pytest.mark.parametrize("kind", ["momentum", "accumulation", "clipping"])
+def test_narrow_formats_end_near_fp32(kind: str, precision: str, tmp_path) -> None:
+    wide, narrow = (
+        train(ZOO[kind].replace(precision=name), devices=f"{TYPE}:0", folder=tmp_path, quiet=True)
+        for name in ("fp32", precision)
+    )
+    assert differences(ZOO[kind], narrow, wide).worst < 0.2
+
+
+@only_cuda
+@pytest.mark.filterwarnings("ignore::DeprecationWarning")  # of the compiler itself
+@pytest.mark.parametrize("mode", [True, *MODES])
+def test_each_mode_of_the_compiler_ends_where_none_does(mode: bool | str, tmp_path) -> None:
+    job = ZOO["mlp"].replace(precision="fp64")
+    plain, compiled = (
+        train(job.replace(compile=wanted), devices=f"{TYPE}:0", folder=tmp_path, quiet=True) for wanted in (False, mode)
+    )
+    found = differences(job, compiled, plain)
+    assert found.worst < 1e-9
+    assert max(found.history.values()) < 1e-9, "evaluated, too"
+
+
+@only_cuda
+def test_what_tf32_sets_is_as_before_afterwards(tmp_path) -> None:
+    before = flags()
+    train(ZOO["mlp"].replace(precision="tf32"), devices=f"{TYPE}:0", folder=tmp_path, quiet=True)
+    assert flags() == before
+
+
+def test_nothing_is_noted_of_models_without_a_fault(tmp_path, capfd) -> None:
+    for kind in KINDS:
+        train(ZOO[kind], strategy="single", devices=f"{TYPE}:0", folder=tmp_path)
+    assert "note:" not in capfd.readouterr().out
+
+
+# ---- runs -----------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("precision", ["fp64", "fp16"])
+def test_a_run_goes_on_on_the_cpu_and_back(precision: str, tmp_path) -> None:
+    job = dataclasses.replace(ZOO["momentum"], precision=precision)
+    whole = train(job, devices=f"{TYPE}:0", folder=tmp_path, quiet=True, epochs=3)
+    run = train(job, devices=f"{TYPE}:0", folder=tmp_path, quiet=True, epochs=1)
+    for epochs, devices in ((2, "1xcpu"), (3, f"{TYPE}:0")):
+        run = train(job, devices=devices, resume=run.folder, quiet=True, epochs=epochs)
+    assert differences(job, run, whole).worst < (1e-9 if precision == "fp64" else 0.1)
+
+
+def dropping() -> nn.Module:
+    return nn.Sequential(nn.Linear(6, 8), nn.Dropout(0.5), nn.Linear(8, 3))
+
+
+def test_a_resumed_run_draws_the_masks_of_one_that_was_never_stopped(tmp_path) -> None:
+    job = dataclasses.replace(ZOO["momentum"], model=dropping)
+    whole = train(job, devices=f"{TYPE}:0", folder=tmp_path, quiet=True, epochs=2)
+    part = train(job, devices=f"{TYPE}:0", folder=tmp_path, quiet=True, epochs=1)
+    resumed = train(job, devices=f"{TYPE}:0", resume=part.folder, quiet=True, epochs=2)
+    assert differences(job, resumed, whole).worst == 0.0
+
+
+@only_cuda
+def test_a_profile_has_the_kernels(tmp_path) -> None:
+    run = train(ZOO["mlp"], devices=f"{TYPE}:0", folder=tmp_path, quiet=True, epochs=20, profile=True)
+    traces = list(Path(run.folder).rglob("*.json.gz"))
+    assert traces and all('"cat": "kernel"' in gzip.decompress(trace.read_bytes()).decode() for trace in traces)
+
+
+def test_free_memory_is_what_tensors_may_still_take() -> None:
+    before = free_memory(Device(TYPE, 0))
+    held = torch.empty(1 << 24, dtype=torch.float64, device=f"{TYPE}:0")  # 128 MiB
+    after = free_memory(Device(TYPE, 0))
+    assert abs(before - after - (1 << 27)) <= 1 << 23, "up to what the allocator rounds"
+    del held
+    assert abs(free_memory(Device(TYPE, 0)) - before) <= 1 << 23
+
+
+@only_cuda
+def test_the_table_counts_within_the_devices_that_are_visible() -> None:
+    def table(**more: str) -> list[str]:
+        words = [sys.executable, "-m", "lockstep", "devices"]
+        done = subprocess.run(words, env={**os.environ, **more}, capture_output=True, text=True, check=True)
+        return [line for line in done.stdout.splitlines() if line.startswith("cuda")]
+
+    last = torch.cuda.device_count() - 1
+    assert len(table()) == last + 1
+    (line,) = table(CUDA_VISIBLE_DEVICES=str(last))
+    assert f"number 0 here, {last} of the machine" in line
+
+
+# ---- two devices ----------------------------------------------------------------------------------------------------
+
+
+@two_devices
+@pytest.mark.parametrize("way", ["dp", DDP(reduce="flat"), DDP(reduce="overlapped")], ids=["dp", "flat", "overlapped"])
+@pytest.mark.parametrize("kind", KINDS[1:3])
+def test_replicas_on_two_gpus_end_where_one_does(kind: str, way, tmp_path) -> None:
+    job = ZOO[kind].replace(precision="fp64")
+    here = train(job, strategy="single", devices=f"{TYPE}:0", folder=tmp_path, quiet=True)
+    there = train(job, strategy=way, devices=f"{TYPE}:0,1", folder=tmp_path, quiet=True)
+    found = differences(job, there, here)
+    assert found.worst < 1e-9
+    assert max(found.history.values()) < 1e-9, "evaluated, too"
+
+
+@two_devices
+def test_the_hosts_of_two_ranks_wait_for_one_another_in_a_group_that_is_made_twice() -> None:
+    def ranks(world: World) -> tuple[list[str], float, str]:
+        if world.rank == 0:
+            time.sleep(0.5)
+        began = time.monotonic()
+        world.barrier()
+        waited = time.monotonic() - began
+        total = world.all_reduce(torch.ones((), device=world.device.torch)).item()
+        said = world.broadcast_object(f"from {world.rank}")
+        return world.gather_objects(str(world.device)), waited if world.rank else total, said
+
+    for _ in range(2):
+        (devices, total, said), (again, waited, heard) = lockstep.launch(ranks, f"{TYPE}:0,1")
+        assert devices == again == [f"{TYPE}:0", f"{TYPE}:1"]
+        assert total == 2.0 and said == heard == "from 0"
+        assert waited > 0.2, "a barrier that only queues would not hold the host"
+
+
+@two_devices
+@only_cuda
+def test_data_parallel_on_two_gpus_does_what_pytorchs_does() -> None:
+    net, x = small_net(), torch.randn(9, 6, dtype=torch.float64, device=TYPE)
+    theirs, ours = nn.DataParallel(copy.deepcopy(net), [0, 1]), DataParallel(net, [0, 1])
+    outputs = [module(x) for module in (theirs, ours)]
+    torch.testing.assert_close(*outputs, rtol=1e-12, atol=1e-12)
+    for output in outputs:
+        output.square().sum().backward()
+    for one, other in zip(theirs.parameters(), ours.parameters(), strict=True):
+        torch.testing.assert_close(one.grad, other.grad, rtol=1e-12, atol=1e-12)
+    for one, other in zip(theirs.buffers(), ours.buffers(), strict=True):
+        torch.testing.assert_close(one, other, rtol=1e-12, atol=1e-12)
