@@ -103,9 +103,9 @@ def predict(
         raise InputError("predict: under torchrun the outputs go to a file: name one with out")
     target = None if out is None else Path(out).absolute()
     if target is not None:
-        _check_target(target, overwrite)
+        check_target(target, overwrite, ("", *ENDINGS))
     # Under torchrun rank 0 makes it, since all processes must know the one name.
-    folder = None if spread else _folder_beside(target)
+    folder = None if spread else folder_beside(target)
     plan = _Plan(its, way, weights.absolute(), data, target, folder)
     try:
         with Display(quiet=quiet) as display:
@@ -137,9 +137,10 @@ class _Plan:
 # ---- what is asked for ----------------------------------------------------------------------------------------------
 
 
-def _check_target(target: Path, overwrite: bool) -> None:
-    if target.suffix not in ("", *ENDINGS):
-        raise InputError(f"out: {target.name} should end in {', '.join(ENDINGS[:-1])} or {ENDINGS[-1]}")
+def check_target(target: Path, overwrite: bool, endings: tuple[str, ...]) -> None:
+    """Refuse a file of another ending, or one that is there already."""
+    if target.suffix not in endings:
+        raise InputError(f"out: {target.name} should end in {' or '.join(filter(None, endings))}")
     if target.is_dir():
         raise FolderError(f"{target}: out is a folder; name a file in it")
     for path in [target] if target.suffix else [target.with_suffix(".npy"), target.with_suffix(".npz")]:
@@ -147,7 +148,7 @@ def _check_target(target: Path, overwrite: bool) -> None:
             raise FolderError(f"{path}: it is there already; --overwrite replaces it, --out names another")
 
 
-def _folder_beside(target: Path | None) -> Path:
+def folder_beside(target: Path | None) -> Path:
     """A new hidden folder on the disk of the target, or among the temporary files."""
     if target is None:
         return Path(tempfile.mkdtemp(prefix="lockstep-"))
@@ -164,7 +165,7 @@ def _folder_beside(target: Path | None) -> Path:
 
 def predict_on(world: World, plan: _Plan) -> Any:
     """Predict on this rank. Rank 0 gives the file's path, or form and layout of what is in the plan's folder."""
-    folder = plan.folder or Path(world.broadcast_object(str(_folder_beside(plan.target)) if world.is_first else ""))
+    folder = plan.folder or Path(world.broadcast_object(str(folder_beside(plan.target)) if world.is_first else ""))
     try:
         found = _Prediction(world, plan, folder).run()
         return found if world.is_first else None
