@@ -26,6 +26,7 @@ LAYERS = [
     {"training", "map"},
     {"train", "parallelize"},
     {"prediction"},
+    {"export"},
     {"compare", "verify"},
     {"cli"},
     {"__main__"},

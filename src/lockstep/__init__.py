@@ -17,6 +17,7 @@ if TYPE_CHECKING:
     from lockstep.compare.tune import tune as tune
     from lockstep.data import batches as batches
     from lockstep.errors import LockstepError as LockstepError
+    from lockstep.export import export as export
     from lockstep.job import Job as Job
     from lockstep.launch import launch as launch
     from lockstep.launch.devices import Device as Device
@@ -43,6 +44,7 @@ _HOME = {
     "batches": "lockstep.data",
     "compare": "lockstep.compare.compare",
     "evaluate": "lockstep.train",
+    "export": "lockstep.export",
     "launch": "lockstep.launch",
     "map": "lockstep.map",
     "parallel": "lockstep.parallel",

@@ -10,6 +10,7 @@
     │   │   └── TooFewLayers  more stages than layers that forward comes to
     │   ├── LossError         a loss that can't be totalled, or can't take the outputs
     │   └── FolderError       a run folder that can't be made, read or written
+    ├── NotEqual              an exported file doesn't compute what the run does            exit code 3
     └── RunError              the run failed on the way; its folder is kept                 exit code 1
         ├── Lost              a process of the training was killed; --restarts begins again from the last checkpoint
         │   └── RankFailed    a rank raised or died: which, at which step, its traceback
@@ -79,6 +80,12 @@ class LossError(InputError):
 
 class FolderError(InputError):
     """A run folder that can't be made, read or written."""
+
+
+class NotEqual(LockstepError):
+    """An exported file doesn't compute what the run does."""
+
+    exit_code = 3
 
 
 class RunError(LockstepError):

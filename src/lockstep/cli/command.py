@@ -21,7 +21,7 @@ import lockstep
 from lockstep.cli.compare_commands import add_compare, add_tune, add_verify
 from lockstep.cli.options import add_strategy, refuse_settings, warm_up
 from lockstep.cli.pipeline_commands import add_partition, add_schedule
-from lockstep.cli.run_commands import add_checkpoints, add_evaluate, add_predict, add_report, add_train
+from lockstep.cli.run_commands import add_checkpoints, add_evaluate, add_export, add_predict, add_report, add_train
 from lockstep.errors import InputError, LockstepError, RankFailed, near_names, nearest, own_traceback
 from lockstep.launch.processes import fork_server
 
@@ -46,7 +46,8 @@ class _Parser(argparse.ArgumentParser):
         if near_names(word, options):
             what = f"; {nearest(word, options)}"
         elif having:
-            what = f": {' and '.join(having)} {'has' if len(having) == 1 else 'have'} one"
+            names = " and ".join(filter(None, [", ".join(having[:-1]), having[-1]]))
+            what = f": {names} {'has' if len(having) == 1 else 'have'} one"
         elif "--set" in options:
             what = f": for a parameter of the job's function write --set {word.strip('-')}=VALUE"
         else:
@@ -195,7 +196,7 @@ def _parser() -> tuple[_Parser, dict[str, _Parser]]:
     parser.add_argument("--version", action="version", version=f"lockstep {lockstep.__version__}")
     commands = parser.add_subparsers(dest="command", metavar="COMMAND", parser_class=_Parser)
 
-    for add in (add_train, add_evaluate, add_predict, add_checkpoints, add_tune, add_compare):
+    for add in (add_train, add_evaluate, add_predict, add_export, add_checkpoints, add_tune, add_compare):
         add(commands)
     for add in (add_partition, add_schedule, add_report, add_verify):
         add(commands)

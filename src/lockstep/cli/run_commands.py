@@ -149,6 +149,34 @@ def _predict(options: argparse.Namespace) -> int:
     return 0
 
 
+def add_export(commands: Any) -> None:
+    """Options of ``export``."""
+    parser = commands.add_parser("export", help="a run's model as a file for other programs", allow_abbrev=False)
+    parser.add_argument("run", help="the folder of a run")
+    parser.add_argument("--format", required=True, help="safetensors, torch-export, onnx or tensorrt")
+    parser.add_argument("--out", metavar="FILE", help="(default: in the run's folder, exported.ENDING)")
+    parser.add_argument("--dynamic", default="batch", help="batch: of any size, lengths too; none: one shape")
+    parser.add_argument("--dtype", help="bfloat16 or float32, what the file computes in (default: as the run)")
+    parser.add_argument("--quantize", help="int8: the weights of linear layers, of onnx (default: none)")
+    parser.add_argument(
+        "--tolerance", type=above_zero(float), help="largest difference (default: 1e-4; less exact: 0.1)"
+    )
+    parser.add_argument("--overwrite", action="store_true", help="replace the file where it is there already")
+    parser.add_argument("--best", action="store_true", help="the weights of the lowest evaluation loss")
+    _add_job_file(parser)
+    add_settings(parser)
+    parser.set_defaults(function=_export)
+
+
+def _export(options: argparse.Namespace) -> int:
+    from lockstep.export import export
+
+    names = ("format", "dynamic", "dtype", "quantize", "tolerance", "overwrite", "best", "trust_job")
+    words = {name: getattr(options, name) for name in names} | settings_in(options)
+    export(options.run, options.out, job=options.job_file, job_parameters=job_parameters_in(options), **words)
+    return 0
+
+
 def add_checkpoints(commands: Any) -> None:
     """Options of ``checkpoints``, and of ``audit``."""
     parser = commands.add_parser("checkpoints", help="the checkpoints of a run", allow_abbrev=False)
