@@ -1,7 +1,8 @@
-"""The tour, the pages on comparing and resuming, and the README: each block, run as it stands, prints what is shown."""
+"""The tour, the pages on comparing, resuming and exporting, and the README: each block prints what is shown."""
 
 from __future__ import annotations
 
+import importlib.util
 from pathlib import Path
 from typing import Any
 
@@ -17,9 +18,12 @@ def each() -> list[Any]:
     found = []
     measured = pieces(ROOT / "docs" / "compare.md", ("console",))  # by make pictures
     others = [*pieces(ROOT / "README.md", ("console",)), *pieces(ROOT / "docs" / "resume.md")]
+    others += pieces(ROOT / "docs" / "export.md")
     for number, piece in enumerate([*pieces(TOUR), *measured, *others]):
         name = f"{piece.heading} {number}".replace("`", "")
         marks = [pytest.mark.slow] if "slow" in piece.block.said else []
+        if "--format onnx" in piece.block.text and importlib.util.find_spec("onnxruntime") is None:
+            marks.append(pytest.mark.skip(reason="onnxruntime isn't installed"))
         found.append(pytest.param(piece, id=name, marks=marks))
     return found
 
