@@ -26,13 +26,14 @@ import types
 from collections.abc import Callable, Iterator
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 
 from lockstep.errors import LockstepError, LossError, first_line
 from lockstep.launch.memory import is_out_of_memory
 from lockstep.model.inspection import OutsideVariables, kept_state
 from lockstep.model.torch_losses import HALF, Count, Misshapen, SummedMean
-from lockstep.tensors.pytree import tensors
+from lockstep.tensors.pytree import clones, tensors
 
 Number = float | Tensor
 """A total, or a count."""
@@ -51,6 +52,8 @@ class Totalled:
         name: it in messages: ``loss nll``, or ``loss`` where it has no name.
         is_known: whether it is one of PyTorch's means.
         gives_pairs: whether it has returned ``(total, count)``.
+        spoilt: the ids of outputs that a call wrote to, or to their targets, before it was known that the loss does
+            that (``targets -= 1``). From then on it is given copies.
 
     Raises:
         LossError: it can't be called, or has parameters that learn.
@@ -73,8 +76,10 @@ class Totalled:
         self._has_tensors = isinstance(loss, nn.Module) and any(True for _ in (*loss.buffers(), *loss.parameters()))
         self._copies: dict[Any, Any] = {}
         self._called = False
+        self._seen: set[str] = set()  # of it and its copies: whether it was "tried", and "writes" to what it is given
         self.is_known = self._mean is not None
         self.gives_pairs = False
+        self.spoilt: set[int] = set()
 
     @classmethod
     def of(cls, loss: Callable[..., Any]) -> Totalled:
@@ -135,7 +140,7 @@ class Totalled:
         except Exception:  # what it holds can't be copied
             return self
         made = Totalled(copied.double() if double and isinstance(copied, nn.Module) else copied)
-        made._called = True
+        made._called, made._seen = True, self._seen
         return made
 
     def __call__(self, outputs: Any, targets: Any, samples: int) -> tuple[Tensor, Count]:
@@ -159,7 +164,7 @@ class Totalled:
                 taken = self._mean(outputs, targets)
                 self._called = True
                 return taken
-            value = self._beside(outputs)(outputs, targets)
+            value = self._of_copies(self._beside(outputs), outputs, targets)
         except Misshapen as error:
             raise LossError(f"{self._cannot_take(outputs, targets)}: {error}", kind="shape") from None
         except Exception as error:
@@ -170,6 +175,21 @@ class Totalled:
         return self._taken(value, samples)
 
     # ---- any other loss ---------------------------------------------------------------------------------------------
+
+    def _of_copies(self, loss: Callable[..., Any], outputs: Any, targets: Any) -> Any:
+        """What ``loss`` returns; outputs and targets, which are needed again, stay as they are if it writes to them."""
+        given = outputs, targets
+        copies = "writes" in self._seen or ("tried" not in self._seen and not torch.is_grad_enabled())
+        if copies:
+            self._seen.add("tried")
+            given = clones(given)
+        before = _versions(given)
+        value = loss(*given)
+        if _versions(given) != before:
+            self._seen.add("writes")
+            if not copies:
+                self.spoilt.add(id(outputs))
+        return value
 
     def _beside(self, outputs: Any) -> Callable[..., Any]:
         """The loss with its tensors on the device of the outputs: a copy of the module for each other device."""
@@ -219,6 +239,11 @@ class Totalled:
 
     def _cannot_take(self, outputs: Any, targets: Any) -> str:
         return f"{self.name} can't take outputs {_told(outputs)} and targets {_told(targets)}"
+
+
+def _versions(nest: Any) -> list[tuple[int, int]]:
+    """What tells whether something was written to one of the tensors of a nest, taken out or put in."""
+    return [(id(t), t._version) for t in tensors(nest) if not t.is_inference()]
 
 
 def _name_of(loss: Any) -> str:

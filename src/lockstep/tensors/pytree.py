@@ -160,6 +160,11 @@ def each(
     return rebuilt(nest, [each(function, part, on_list=on_list, on_packed=on_packed) for part in inside])
 
 
+def clones(nest: Any) -> Any:
+    """The same nest with a copy of each tensor, for what may write to it. (A ``PackedSequence`` stays.)"""
+    return each(torch.clone, nest, on_packed=lambda packed: packed)
+
+
 def holds_packed(nest: Any) -> bool:
     """Whether there is a ``PackedSequence`` in it, whose rows are not samples."""
     found: list[PackedSequence] = []

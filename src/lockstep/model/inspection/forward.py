@@ -40,7 +40,7 @@ from lockstep.model.inspection.findings import Seen
 from lockstep.model.inspection.outside_variables import OutsideVariables
 from lockstep.model.precision import full_products
 from lockstep.tensors.digest import digest
-from lockstep.tensors.pytree import call, cut, each, named_tensors, tensors, to_device
+from lockstep.tensors.pytree import call, clones, cut, each, named_tensors, tensors, to_device
 from lockstep.tensors.seeding import kept_states, noted_seeding, same, same_others, states
 
 _FEWEST = 4
@@ -138,7 +138,7 @@ def refuse_written_buffers(model: nn.Module, inputs: Any) -> None:
         try:
             copied = copy.deepcopy(model)
             buffers = dict(copied.named_buffers())  # one that is replaced, not written, does no harm
-            call(copied, inputs)
+            call(copied, clones(inputs))
         except Exception:  # what is wrong with the model, its first step says
             return
     for name, was in before.items():
@@ -195,7 +195,7 @@ def _see(
             if name in begin and b.shape == begin[name].shape:
                 b.detach().copy_(begin[name])
         with _Watched() as watched:
-            outputs = call(model, cut(inputs, start, size, samples) if size < samples else inputs)
+            outputs = call(model, clones(cut(inputs, start, size, samples) if size < samples else inputs))
         seen.counts_words |= watched.counts_words
         seen.draws |= watched.drops
         return outputs

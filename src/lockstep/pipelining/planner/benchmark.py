@@ -38,7 +38,7 @@ from lockstep.pipelining.runner import Runner
 from lockstep.pipelining.schedule import Schedule, devices_of
 from lockstep.pipelining.stage_layers import Layers
 from lockstep.tensors.placing import place_module
-from lockstep.tensors.pytree import call, cut, share_sizes, tensors, to_device
+from lockstep.tensors.pytree import call, clones, cut, share_sizes, tensors, to_device
 from lockstep.threads.random_streams import stream
 
 
@@ -103,7 +103,8 @@ class Bench:
     def total(self, part: Part, model: nn.Module) -> torch.Tensor:
         """One forward of a part and its loss."""
         with self._precision.autocast():
-            return self._loss(call(model, part.inputs), part.targets, part.size)[0]
+            inputs, targets = clones((part.inputs, part.targets))
+            return self._loss(call(model, inputs), targets, part.size)[0]
 
     def seconds_taken(
         self,
