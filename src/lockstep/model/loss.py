@@ -92,10 +92,9 @@ class Totalled:
     def __repr__(self) -> str:
         return f"Totalled({self.loss!r})"
 
-    def total(self, outputs: Any, targets: Any, samples: int) -> Tensor:
-        """The total alone, computed by a copy, which changes no state."""
-        total: Tensor = self.copied()(outputs, targets, samples)[0]
-        return total
+    def judged(self, outputs: Any, targets: Any, samples: int) -> tuple[Tensor, Count]:
+        """Total and count, computed by a copy, which changes no state."""
+        return self.copied()(outputs, targets, samples)
 
     @property
     def counts_items(self) -> bool:

@@ -180,7 +180,7 @@ class Step(StepState, ABC):
         part, again = mixed_share(self.first_shares(batch)), self._updates > 1
         with self.loss.outside.kept():
             self.seen = seen = look(
-                self.model, part.inputs, part.size, targets=part.targets, total=self.loss.total, again=again
+                self.model, part.inputs, part.size, targets=part.targets, judge=self.loss.judged, again=again
             )
         if seen.writes is not None or seen.uncopied is not None:
             self.last_look = 1

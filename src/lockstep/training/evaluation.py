@@ -119,14 +119,14 @@ def look_at_evaluation(step: Step, batch: Batch) -> None:
         return
     part = mixed_share(step.first_shares(batch))
     if part.size:
-        total = step.loss.total if part.targets is not None else None
+        judge = step.loss.judged if part.targets is not None else None
         with step.loss.outside.kept():
             seen = look(
                 step.model,
                 part.inputs,
                 part.size,
                 targets=part.targets,
-                total=total,
+                judge=judge,
                 again=batch.index > 0,
                 trains=False,
             )

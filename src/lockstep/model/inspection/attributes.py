@@ -13,6 +13,8 @@ import torch
 from torch import nn
 
 from lockstep.model.inspection.outside_variables import OutsideVariables, copies_of, put_back
+from lockstep.tensors.digest import digest
+from lockstep.tensors.pytree import tensors
 
 _OF_EVERY_MODULE = {*vars(nn.Module()), "_compiled_call_impl", "forward"}
 _PLAIN = (bool, int, float, complex, str, type(None))
@@ -21,13 +23,16 @@ _PLAIN = (bool, int, float, complex, str, type(None))
 def attribute_prints(model: nn.Module) -> dict[str, bytes]:
     """A hash of every such attribute: ``{"body.calls": ...}``.
 
-    What can't be pickled is left out. The model's own tensors go by their names (an RNN lists its weights).
+    What can't be pickled is left out. The model's own tensors go by their names (an RNN lists its weights), others by
+    their values: pickled they hold addresses.
     """
     own = {id(t): name for name, t in (*model.named_parameters(), *model.named_buffers())}
 
     class Pickler(pickle.Pickler):
-        def persistent_id(self, held: Any) -> str | None:
-            return own.get(id(held)) if isinstance(held, torch.Tensor) else None
+        def persistent_id(self, held: Any) -> Any:
+            if not isinstance(held, torch.Tensor):
+                return None
+            return own.get(id(held)) or (tuple(held.shape), str(held.dtype), digest(held))
 
     found = {}
     for name, module in model.named_modules():
@@ -100,6 +105,12 @@ def kept_state(objects: Sequence[Any]) -> Iterator[None]:
                 put_back(value, copied)
             for of, then in zip(held, before, strict=True):
                 of.update(then)
+
+
+def detached_attributes(model: nn.Module) -> dict[int, Any]:
+    """For a copy: what stands for tensors with a history among the attributes, as a forward leaves them."""
+    held = (value for module in model.modules() for name, value in vars(module).items() if name not in _OF_EVERY_MODULE)
+    return {id(t): t.detach().clone() for t in tensors(list(held)) if t.grad_fn is not None}
 
 
 def plain_attributes(module: nn.Module) -> dict[str, Any]:

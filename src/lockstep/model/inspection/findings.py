@@ -9,6 +9,9 @@ from typing import Literal
 from lockstep.errors import StrategyError
 from lockstep.launch.events import Caveat
 
+Kind = Literal["sum", "mean", "mean of items", "same", "neither"]
+"""What an output over a batch is to those of parts of it; the items are those that the loss counts."""
+
 
 @dataclass
 class Seen:
@@ -34,8 +37,8 @@ class Seen:
         changes: the names of variables outside of the model that forward changes (`outside_variables`).
         passes_on: the first of them that holds tensors, which other functions may read.
         uncopied: why nothing was seen: the model can't be copied.
-        of_batch: names of outputs that are computed over all samples: whether they are a sum, a mean, or neither.
-        bends_sums: whether the loss makes something else of such outputs than a sum over samples (their square, say).
+        of_batch: names of outputs that are computed over all samples, and what they are.
+        bends: whether the loss makes something else of such outputs than a sum over samples (their square, say).
     """
 
     writes: str | None = None
@@ -56,8 +59,8 @@ class Seen:
     changes: tuple[str, ...] = ()
     passes_on: str | None = None
     uncopied: str | None = None
-    of_batch: dict[str, Literal["sum", "mean", "neither"]] = field(default_factory=dict)
-    bends_sums: bool = False
+    of_batch: dict[str, Kind] = field(default_factory=dict)
+    bends: bool = False
 
     def refuse_writes(self) -> None:
         """Refuse a model that writes its parameters, where replicas compute a local batch each.
@@ -76,7 +79,7 @@ class Seen:
         """What the person has to know where the loss reads an output that isn't one row for each sample."""
         kind = self.of_batch.get(name)
         read = f'the loss reads the model\'s output "{name}", ' if name else "the loss reads an output of the model, "
-        if kind == "sum" and not self.bends_sums:
+        if kind in ("sum", "mean of items", "same") and not self.bends:
             return None
         if kind == "sum":
             text = (

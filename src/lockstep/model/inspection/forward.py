@@ -5,8 +5,8 @@ and so on with a few samples, since a model may begin with something later. The 
 through two parts of it, each time from the same buffers:
 
 - outputs of the whole that are not those of its parts say that samples act on one another (a statistic over the batch),
-- outputs without a row for each sample (a loss of the model's own) may be sums over samples, means, or neither; where
-  they are sums and totals of the loss aren't, the loss makes something else of them,
+- outputs without a row for each sample (a loss of the model's own) may be sums over samples, means of them or of the
+  items that the loss counts, the same for all, or neither; where totals of the loss are no sums, it bends them,
 - the same inputs giving other outputs the second time, that the model remembers something outside of its buffers,
 - buffers and attributes that end otherwise after a part than after the whole, that they depend on the share, also those
   that backward writes (in a hook, say),
@@ -26,8 +26,9 @@ from __future__ import annotations
 import contextlib
 import copy
 import functools
+import itertools
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import Any, Literal
+from typing import Any
 
 import torch
 from torch import nn
@@ -35,8 +36,8 @@ from torch.nn import functional as F
 from torch.overrides import TorchFunctionMode
 
 from lockstep.errors import StrategyError, told
-from lockstep.model.inspection.attributes import attribute_prints, plain_attributes
-from lockstep.model.inspection.findings import Seen
+from lockstep.model.inspection.attributes import attribute_prints, detached_attributes, plain_attributes
+from lockstep.model.inspection.findings import Kind, Seen
 from lockstep.model.inspection.outside_variables import OutsideVariables
 from lockstep.model.precision import full_products
 from lockstep.tensors.digest import digest
@@ -52,8 +53,8 @@ _TIMES = 2.0**20
 _LARGEST = 2**30
 """Bytes of parameters up to which they are always copied, and gradients are looked at too."""
 
-Total = Callable[[Any, Any, int], torch.Tensor]
-"""The total of the loss, given outputs, targets and the number of samples."""
+Judge = Callable[[Any, Any, int], tuple[torch.Tensor, float | torch.Tensor]]
+"""Total and count of the loss, given outputs, targets and the number of samples."""
 
 
 def look(
@@ -62,7 +63,7 @@ def look(
     samples: int,
     *,
     targets: Any = None,
-    total: Total | None = None,
+    judge: Judge | None = None,
     again: bool = False,
     trains: bool = True,
 ) -> Seen:
@@ -75,7 +76,7 @@ def look(
         inputs: of ``samples`` samples.
         samples: their number.
         targets: of the same.
-        total: gives the total of the loss; without it neither that nor gradients are looked at.
+        judge: the loss; without it neither that nor gradients are looked at.
         again: with as few samples as can be cut, no gradients, and no copy of large parameters, to spare the memory.
         trains: whether gradients matter.
     """
@@ -84,7 +85,8 @@ def look(
     with torch.no_grad(), kept_states(accelerators_of(inputs)), full_products():
         try:
             size = sum(p.numel() * p.element_size() for p in model.parameters())
-            copied = copy.deepcopy(model, _same_parameters(model) if again and size > _LARGEST else None)
+            same = _same_parameters(model) if again and size > _LARGEST else {}
+            copied = copy.deepcopy(model, {**same, **detached_attributes(model)})
         except Exception as error:
             return Seen(uncopied=told(error))
         try:
@@ -95,12 +97,10 @@ def look(
             if len({t.device for t in (*copied.parameters(), *tensors(batch))}) > 1:
                 copied, batch = copied.cpu(), to_device(batch, torch.device("cpu"))
             outside = OutsideVariables.of_model(copied)
-            for some, number in _enough(batch, samples, again=again):
-                with (
-                    outside.kept(),
-                    contextlib.suppress(Exception),
-                ):  # what is wrong with the model, its first step says
-                    _see(copied, some, number, seen, total, outside, gradients=trains and not again)
+            # With gradients where it fails without, since it takes some itself. What is wrong, its first step says.
+            for graph, (some, number) in itertools.product((False, True), _enough(batch, samples, again=again)):
+                with outside.kept(), contextlib.suppress(Exception), torch.set_grad_enabled(graph):
+                    _see(copied, some, number, seen, judge, outside, gradients=trains and not again)
                     break
         except Exception:
             return seen
@@ -136,7 +136,7 @@ def refuse_written_buffers(model: nn.Module, inputs: Any) -> None:
         return
     with torch.no_grad(), kept_states(accelerators_of(inputs)):
         try:
-            copied = copy.deepcopy(model)
+            copied = copy.deepcopy(model, detached_attributes(model))
             buffers = dict(copied.named_buffers())  # one that is replaced, not written, does no harm
             call(copied, clones(inputs))
         except Exception:  # what is wrong with the model, its first step says
@@ -177,7 +177,7 @@ def _see(
     batch: tuple[Any, Any],
     samples: int,
     seen: Seen,
-    total: Total | None,
+    judge: Judge | None,
     outside: OutsideVariables,
     *,
     gradients: bool,
@@ -239,8 +239,8 @@ def _see(
     if not seen.remembers and not seen.follows:
         tail = run(first, samples - first)
         seen.follows = _others(model, of_whole)  # what only grows is as after the whole where it grew in one part
-        cut_up = [(whole[name], head[name], tail[name]) for name in whole if name in head and name in tail]
-        rows = [of for of in cut_up if all(map(_has_rows, of, (samples, first, samples - first)))]
+        cut_up = {name: (whole[name], head[name], tail[name]) for name in whole if name in head and name in tail}
+        rows = [of for of in cut_up.values() if all(map(_has_rows, of, (samples, first, samples - first)))]
         across = any(
             (n, part) == (samples, first) for a, b, _ in rows for n, part in zip(a.shape[1:], b.shape[1:], strict=False)
         )  # a column for each sample, as scores of each against each have
@@ -248,33 +248,36 @@ def _see(
         if not ragged:
             alike = [_cropped(of) for of in rows]  # to the shortest, where outputs are as long as the longest sample
             seen.mixes = across or _differ([a for a, _, _ in alike], [torch.cat((b, c)) for _, b, c in alike])
-        for name, t in whole.items():
-            if name in head and name in tail and t.shape == head[name].shape == tail[name].shape:
-                kind = _kind_of(t, head[name], tail[name], first / samples)
-                if kind is not None:
-                    seen.of_batch[name] = kind
-    if total is None or seen.mixes or seen.remembers or seen.follows or ragged:
+        for name, of in cut_up.items():
+            if len({t.shape for t in of}) == 1:
+                seen.of_batch[name] = _kind_of(*of, first / samples)
+    if judge is None or seen.mixes or seen.remembers or seen.follows or ragged:
         return
     parts = (0, first), (first, samples - first)
     if seen.of_batch:
-        of_all, *of_each = ((kept[part], cut(targets, *part, samples), part[1]) for part in ((0, samples), *parts))
         with contextlib.suppress(Exception):
-            bends = _differ([total(*of_all)], [total(*of_each[0]) + total(*of_each[1])])
-            seen.bends_sums = bends and "neither" not in seen.of_batch.values()
+            (total, count), *judged = (judge(kept[p], cut(targets, *p, samples), p[1]) for p in ((0, samples), *parts))
+            for name in [name for name, kind in seen.of_batch.items() if kind == "neither"]:
+                by_items = head[name] * judged[0][1] + tail[name] * judged[1][1]
+                if not _differ([whole[name] * count], [by_items]):
+                    seen.of_batch[name] = "mean of items"
+            is_sum = not _differ([total], [judged[0][0] + judged[1][0]])
+            seen.bends = not is_sum and "neither" not in seen.of_batch.values()
+    if not set(seen.of_batch.values()) <= {"same"}:
         return
     with contextlib.suppress(Exception):  # a loss that can't take a part of the outputs
         of_cut, of_parts = [], []
         for start, size in parts:
             wanted = cut(targets, start, size, samples)
-            of_cut.append(total(cut(kept[0, samples], start, size, samples), wanted, size))
-            of_parts.append(total(kept[start, size], wanted, size))
+            of_cut.append(judge(cut(kept[0, samples], start, size, samples), wanted, size)[0])
+            of_parts.append(judge(kept[start, size], wanted, size)[0])
         seen.mixes = _differ(of_cut, of_parts)
     if gradients and not seen.mixes and sum(p.numel() * p.element_size() for p in model.parameters()) <= _LARGEST:
 
         def total_of(start: int, size: int) -> torch.Tensor:
             for held, then in attributes:
                 held.update(then)
-            return total(outputs_of(start, size), cut(targets, start, size, samples), size)
+            return judge(outputs_of(start, size), cut(targets, start, size, samples), size)[0]
 
         _see_gradients(model, total_of, ((0, samples), *parts), seen)
 
@@ -371,12 +374,10 @@ def _rows(outputs: dict[str, torch.Tensor], samples: int) -> list[torch.Tensor]:
     return [t for t in outputs.values() if _has_rows(t, samples)]
 
 
-def _kind_of(
-    whole: torch.Tensor, head: torch.Tensor, tail: torch.Tensor, part: float
-) -> Literal["sum", "mean", "neither"] | None:
-    """What an output over a batch is to those over its first ``part`` and the rest; None where all are the same."""
+def _kind_of(whole: torch.Tensor, head: torch.Tensor, tail: torch.Tensor, part: float) -> Kind:
+    """What an output over a batch is to those over its first ``part`` and the rest."""
     if not _differ([whole, whole], [head, tail]):
-        return None
+        return "same"
     if not _differ([whole], [head + tail]):
         return "sum"
     return "neither" if _differ([whole], [part * head + (1 - part) * tail]) else "mean"
