@@ -17,7 +17,8 @@ from __future__ import annotations
 import bisect
 import functools
 import itertools
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any, ClassVar, TypeVar, cast
 
@@ -37,8 +38,8 @@ from lockstep.model.loss import Number
 from lockstep.model.optimizer import build_optimizer
 from lockstep.parallel import gather
 from lockstep.strategies.replicas import (
+    follow_changes,
     follow_settings,
-    refuse_changes,
     refuse_other_parameters,
     refuse_what_replicas_would_share,
     replica_of,
@@ -123,7 +124,7 @@ class DPStep(Step):
         if exchange is not None:
             self._team.on_abort.append(exchange.abort)
         self._streams = [torch.Generator() for _ in world.devices] if self._shared else []
-        self._kept: dict[str, bytes] | None = None
+        self._kept = self._attributes_now()
         self._recomputes = job.activation_checkpointing is not None
         recompute.install()
         self._begin_streams(job.seed, world.step)
@@ -166,18 +167,20 @@ class DPStep(Step):
             seed_on(device.torch, key)
 
     def update(self, batch: Batch) -> Result:
-        """As every step's.
-
-        Raises:
-            StrategyError: the loop has changed something of the model that its replicas don't follow.
-        """
-        if not self.own_loop or self.replicas == 1:
-            return super().update(batch)
-        if self._kept is not None:
-            refuse_changes(self.model, self._kept)
+        """As every step's; what forward makes of the attributes of a replica is its own."""
         result = super().update(batch)
-        self._kept = attribute_prints(self.model) if self.looks_again else None
+        self._kept = self._attributes_now()
         return result
+
+    @contextmanager
+    def evaluating(self) -> Iterator[None]:
+        """As every evaluator's."""
+        with super().evaluating():
+            yield
+        self._kept = self._attributes_now()
+
+    def _attributes_now(self) -> dict[str, bytes]:
+        return attribute_prints(self.model, plain=False) if self.replicas > 1 else {}
 
     def gradients(self, batch: Batch) -> tuple[Number, Number]:
         """Gradients of total / size, summed over micro-batches and replicas."""
@@ -309,7 +312,8 @@ class DPStep(Step):
         """Make every replica equal to the first before a step.
 
         Raises:
-            StrategyError: the model has other modules, parameters or hooks than when the replicas were made.
+            StrategyError: the model has other modules, parameters or hooks than when the replicas were made, or an
+                attribute that can't be copied.
         """
         if self.own_loop and self.replicas > 1 and structure_of(self.model) != self._structure:
             raise StrategyError(
@@ -320,6 +324,10 @@ class DPStep(Step):
         self._share_parameters()
 
     def _follow_settings(self) -> None:
+        before, self._kept = self._kept, self._attributes_now()
+        changed = [name for name, its in self._kept.items() if before.get(name) != its]
+        for replica in self._replicas[1:] if changed else ():
+            follow_changes(replica, self.model, changed)
         for modules in self._modules[1:]:
             for mine, theirs in zip(self._modules[0], modules, strict=True):
                 follow_settings(theirs, mine)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Mapping
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -12,9 +12,9 @@ from torch import nn
 from lockstep.errors import JobError, StrategyError
 from lockstep.launch.devices import Device
 from lockstep.launch.processes.call import closed_over
-from lockstep.model.inspection import attribute_prints, hooked_parameters, is_plain
+from lockstep.model.inspection import detached_attributes, hooked_parameters, is_plain
 from lockstep.tensors.placing import place_module
-from lockstep.tensors.pytree import graph_nodes
+from lockstep.tensors.pytree import graph_nodes, to_device
 from lockstep.threads.parametrization_cache import cache_apart
 
 
@@ -74,19 +74,27 @@ def follow_settings(replica: nn.Module, model: nn.Module) -> None:
             theirs[name] = copy.copy(value)
 
 
-def refuse_changes(model: nn.Module, before: Mapping[str, bytes]) -> None:
-    """Refuse what a loop has changed since `attribute_prints` gave ``before``, where replicas can't follow it.
+def follow_changes(replica: nn.Module, model: nn.Module, changed: Sequence[str]) -> None:
+    """Give a replica copies of attributes of the model that are no plain values: a dictionary, a tensor, an object.
 
     Raises:
-        StrategyError: an attribute is another one, and no plain value.
+        StrategyError: one can't be copied.
     """
-    for name, value in attribute_prints(model).items():
+    memo = detached_attributes(model)
+    for of in (nn.Module.named_modules, nn.Module.named_parameters, nn.Module.named_buffers):
+        theirs = dict(of(replica))
+        memo |= {id(mine): theirs[name] for name, mine in of(model) if name in theirs}
+    place = next((p.device for p in replica.parameters()), torch.device("cpu"))
+    for name in changed:
         around, _, own = name.rpartition(".")
-        if before.get(name) != value and not is_plain(getattr(model.get_submodule(around), own, None)):
+        try:
+            value = copy.deepcopy(vars(model.get_submodule(around))[own], memo)
+        except Exception as error:
             raise StrategyError(
-                f'dp: "{name}" of the model has changed since the last step, and replicas follow numbers, texts and '
-                "flat lists of them only: make it a buffer, or call lockstep.parallelize again, or take ddp"
-            )
+                f'dp: "{name}" of the model has changed, and can\'t be copied for its replicas: make '
+                "it a buffer, or call lockstep.parallelize again, or take ddp"
+            ) from error
+        vars(replica.get_submodule(around))[own] = to_device(value, place)
 
 
 def _computed_tensor(model: nn.Module) -> str | None:

@@ -131,7 +131,8 @@ class StepState(Evaluator):
 
     def _variables(self) -> dict[str, bytes]:
         attributes, outside = self.loss.state()
-        return {f"the attributes of {self.loss.name}": attributes, **outside, **self._outside.prints()}
+        mine = {f"model.{name}": its for name, its in attribute_prints(self.model).items()}
+        return {f"the attributes of {self.loss.name}": attributes, **outside, **self._outside.prints(), **mine}
 
     def meet(self, what: str) -> None:
         """In a loop of a person's own, make sure that every rank calls ``what``.

@@ -3,6 +3,7 @@
 from lockstep.model.inspection.attributes import (
     attribute_prints,
     changed_attributes,
+    detached_attributes,
     is_plain,
     kept_state,
     set_attributes,
@@ -19,6 +20,7 @@ __all__ = [
     "acting_buffers",
     "attribute_prints",
     "changed_attributes",
+    "detached_attributes",
     "drops",
     "hooked_parameters",
     "is_plain",

@@ -20,8 +20,8 @@ _OF_EVERY_MODULE = {*vars(nn.Module()), "_compiled_call_impl", "forward"}
 _PLAIN = (bool, int, float, complex, str, type(None))
 
 
-def attribute_prints(model: nn.Module) -> dict[str, bytes]:
-    """A hash of every such attribute: ``{"body.calls": ...}``.
+def attribute_prints(model: nn.Module, *, plain: bool = True) -> dict[str, bytes]:
+    """A hash of every such attribute: ``{"body.calls": ...}``; not of ``plain`` ones, where that is False.
 
     What can't be pickled is left out. The model's own tensors go by their names (an RNN lists its weights), others by
     their values: pickled they hold addresses.
@@ -34,17 +34,22 @@ def attribute_prints(model: nn.Module) -> dict[str, bytes]:
                 return None
             return own.get(id(held)) or (tuple(held.shape), str(held.dtype), digest(held))
 
-    found = {}
+    found, known = {}, dict[int, bytes | None]()  # (one configuration may be an attribute of all modules)
     for name, module in model.named_modules():
         for key, value in vars(module).items():
             if key in _OF_EVERY_MODULE or isinstance(value, nn.Module) or callable(value):
                 continue
-            written = io.BytesIO()
-            try:
-                Pickler(written).dump(value)
-            except Exception:
+            if not plain and is_plain(value):
                 continue
-            found[f"{name}.{key}" if name else key] = hashlib.blake2b(written.getbuffer(), digest_size=16).digest()
+            if id(value) not in known:
+                written = io.BytesIO()
+                try:
+                    Pickler(written).dump(value)
+                    known[id(value)] = hashlib.blake2b(written.getbuffer(), digest_size=16).digest()
+                except Exception:
+                    known[id(value)] = None
+            if (its := known[id(value)]) is not None:
+                found[f"{name}.{key}" if name else key] = its
     return found
 
 
