@@ -10,7 +10,7 @@ from lockstep.job import Job
 from lockstep.launch.layout import Layout
 from lockstep.launch.world import World
 from lockstep.model.build import build_model
-from lockstep.model.loss import Number
+from lockstep.model.loss import Loss
 from lockstep.model.optimizer import build_optimizer
 from lockstep.strategies.single import SingleStep
 from lockstep.strategies.step import Step
@@ -49,10 +49,10 @@ class EveryOtherStep(SingleStep):
 
     every = 2
 
-    def gradients(self, batch: Batch) -> tuple[Number, Number]:
+    def gradients(self, batch: Batch) -> Loss:
         """Those of ``single``, or none."""
-        total, count = super().gradients(batch)
+        loss = super().gradients(batch)
         if self.world.step % self.every:
             for p in self.model.parameters():
                 p.grad = None
-        return total, count
+        return loss

@@ -15,7 +15,7 @@ import torch
 from torch import nn
 from torch.utils.data import TensorDataset
 
-from lockstep import Job
+from lockstep import Job, Loss
 from lockstep.checkpoint.folder import CheckpointFolder
 
 SAMPLES = 29  # in batches of 8: 8, 8, 8, 5
@@ -405,6 +405,13 @@ class TwoHeads(nn.Module):
         return {"used": self.used(x), "left": self.left(x)}
 
 
+def in_parts(outputs: torch.Tensor, targets: torch.Tensor) -> Loss:
+    """What is wrong with the samples of each class; many a local batch has none of class 2."""
+    each = nn.functional.cross_entropy(outputs, targets, reduction="none")
+    parts = {f"of {kind}": (each[targets == kind].sum(), (targets == kind).sum()) for kind in targets.unique().tolist()}
+    return Loss(each.sum(), len(targets), parts)
+
+
 _tokens, _next = tokens_and_next()
 
 ZOO: dict[str, Job] = {
@@ -499,4 +506,5 @@ ZOO: dict[str, Job] = {
     "a head that the loss leaves alone": _job(
         TwoHeads, loss=lambda out, y: nn.functional.cross_entropy(out["used"], y), metrics={}, optimizer=sgd
     ),
+    "a loss in parts": _job(mlp, loss=in_parts, accumulate=2, optimizer=sgd),
 }

@@ -24,6 +24,7 @@ if TYPE_CHECKING:
     from lockstep.launch.events import Event as Event
     from lockstep.launch.world import World as World
     from lockstep.map import map as map
+    from lockstep.model.loss import Loss as Loss
     from lockstep.parallelize import parallelize as parallelize
     from lockstep.pipelining.planner.partition import partition as partition
     from lockstep.prediction.predict import predict as predict
@@ -39,6 +40,7 @@ _HOME = {
     "Event": "lockstep.launch.events",
     "Job": "lockstep.job",
     "LockstepError": "lockstep.errors",
+    "Loss": "lockstep.model.loss",
     "Run": "lockstep.training.run",
     "World": "lockstep.launch.world",
     "batches": "lockstep.data",

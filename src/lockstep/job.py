@@ -31,8 +31,8 @@ class Job:
 
     Attributes:
         model: builds the model, afresh wherever it is needed: ``lambda: Net()``. It is called under the job's seed.
-        loss: ``loss(outputs, targets)``: one of PyTorch's losses, or a function that gives ``(total, count)``; any
-            other scalar is taken as a mean over samples, and that is probed on the first batch.
+        loss: ``loss(outputs, targets)``: one of PyTorch's losses, or a function that gives ``(total, count)`` or a
+            ``lockstep.Loss``; any other scalar is taken as a mean over samples, and that is probed on the first batch.
         optimizer: makes the optimizer from the list of ``(name, parameter)`` pairs of the parameters that are trained.
         train_data: a dataset of ``(inputs, targets)``, or a callable that gives one. Inputs that are a tuple are passed
             as ``model(*inputs)``, a dict as ``model(**inputs)``, anything else as ``model(inputs)``. One that can only

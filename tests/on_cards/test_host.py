@@ -11,7 +11,7 @@ import torch.nn.functional as F
 from torch import nn
 from torch.utils.data import TensorDataset
 
-from lockstep import Job, launch
+from lockstep import Job, Loss, launch
 from lockstep.data import eval_loaders
 from lockstep.launch import devices
 from lockstep.launch.world import World
@@ -53,6 +53,12 @@ def accuracy(outputs: torch.Tensor, targets: torch.Tensor) -> tuple[torch.Tensor
     return (outputs.argmax(1) == targets).sum(), len(targets)
 
 
+def with_parts(outputs: torch.Tensor, targets: torch.Tensor) -> Loss:
+    total, count = masked_pair(outputs, targets)
+    size = outputs.square().sum()
+    return Loss(total + 0.01 * size, count, parts={"masked": (total, count), "size": (size, len(targets))})
+
+
 def data(samples: int) -> TensorDataset:
     generator = torch.Generator().manual_seed(1)
     targets = torch.randint(4, (samples,), generator=generator)
@@ -65,6 +71,7 @@ LOSSES: dict[str, Any] = {
     "ignored targets": nn.CrossEntropyLoss(ignore_index=0),
     "a function": F.cross_entropy,
     "a pair with a mask": masked_pair,
+    "a loss with parts": with_parts,
 }
 SETTINGS: dict[str, dict[str, Any]] = {
     "plain": {},
@@ -75,6 +82,7 @@ SETTINGS: dict[str, dict[str, Any]] = {
 }
 CASES = [("cross-entropy", "plain"), *((name, "bf16") for name in LOSSES)]
 CASES += [("a pair with a mask", name) for name in SETTINGS if name != "bf16"]
+CASES += [("a loss with parts", "clipped and accumulated")]
 
 
 def waited(world: World, way: str, loss: str, settings: str, source: str) -> dict[str, int]:

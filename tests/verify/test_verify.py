@@ -26,7 +26,7 @@ from lockstep.errors import InputError
 from lockstep.jobfile import JobFile
 from lockstep.launch.events import Caveat
 from lockstep.launch.layout import Layout
-from lockstep.model.loss import Number
+from lockstep.model.loss import Loss
 from lockstep.strategies.ddp import DDP, DDPStep
 from lockstep.strategies.dp import DP, DPStep
 from lockstep.strategies.pp import PP
@@ -1010,7 +1010,7 @@ class RepeatingRank(DDPStep):
 
 
 class SummingStep(DPStep):
-    def gradients(self, batch: Batch) -> tuple[Number, Number]:
+    def gradients(self, batch: Batch) -> Loss:
         found = super().gradients(batch)
         for p in self._parameters:
             if p.grad is not None:
@@ -1019,7 +1019,7 @@ class SummingStep(DPStep):
 
 
 class ScalingStep(DPStep):
-    def gradients(self, batch: Batch) -> tuple[Number, Number]:
+    def gradients(self, batch: Batch) -> Loss:
         found = super().gradients(batch)
         for p in self._parameters:
             if p.grad is not None:

@@ -10,7 +10,7 @@ of their classes. A loss becomes that in one of three ways:
 - PyTorch's own losses with ``reduction="mean"`` (and ``KLDivLoss`` with ``"batchmean"``): the same loss with
   ``reduction="sum"`` is the total, and the count is what PyTorch's mean divides by (see
   ``lockstep.model.torch_losses``).
-- A loss may return ``(total, count)``.
+- A loss may return ``(total, count)``, or a ``Loss``, which has parts beside it.
 - Any other scalar is taken as a mean over samples.
 
 The last two are held to that in each update (``lockstep.model.loss_check``).
@@ -21,9 +21,10 @@ from __future__ import annotations
 import contextlib
 import copy
 import functools
+import math
 import pickle
 import types
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 import torch
@@ -32,11 +33,53 @@ from torch import Tensor, nn
 from lockstep.errors import LockstepError, LossError, first_line
 from lockstep.launch.memory import is_out_of_memory
 from lockstep.model.inspection import OutsideVariables, kept_state
-from lockstep.model.torch_losses import HALF, Count, Misshapen, SummedMean
+from lockstep.model.torch_losses import HALF, Misshapen, SummedMean
 from lockstep.tensors.pytree import clones, tensors
 
 Number = float | Tensor
 """A total, or a count."""
+
+
+class Loss(tuple[Any, Any]):
+    """``(total, count)``, with parts of it that are reported beside it, and act on nothing::
+
+        return lockstep.Loss(total, count, parts={"kl": (kl.sum(), len(kl))})
+
+    Args:
+        total: the sum of the loss over items, a scalar tensor.
+        count: their number.
+        parts: by name, a total and a count each. A part that some batches don't have may be left out there.
+    """
+
+    parts: dict[str, tuple[Number, Number]]
+
+    def __new__(cls, total: Any, count: Any, parts: Mapping[str, tuple[Any, Any]] | None = None) -> Loss:
+        """As a tuple is made."""
+        made = super().__new__(cls, (total, count))
+        made.parts = dict(parts or {})
+        return made
+
+    def __getnewargs__(self) -> tuple[Any, ...]:
+        return self[0], self[1], self.parts
+
+    @property
+    def total(self) -> Any:
+        """The sum over items."""
+        return self[0]
+
+    @property
+    def count(self) -> Any:
+        """The number of items."""
+        return self[1]
+
+    def detached(self) -> Loss:
+        """It without its graph."""
+        return Loss(self.total.detach(), self.count, self.parts)
+
+    def means(self, prefix: str) -> dict[str, float]:
+        """The mean of the loss and of each part, as ``{"train_loss": 0.5, "train_kl": 0.1}``; NaN of no item."""
+        named = {"loss": self, **self.parts}
+        return {prefix + name: float(t) / float(c) if c else math.nan for name, (t, c) in named.items()}
 
 
 class Totalled:
@@ -92,7 +135,7 @@ class Totalled:
     def __repr__(self) -> str:
         return f"Totalled({self.loss!r})"
 
-    def judged(self, outputs: Any, targets: Any, samples: int) -> tuple[Tensor, Count]:
+    def judged(self, outputs: Any, targets: Any, samples: int) -> Loss:
         """Total and count, computed by a copy, which changes no state."""
         return self.copied()(outputs, targets, samples)
 
@@ -142,8 +185,8 @@ class Totalled:
         made._called, made._seen = True, self._seen
         return made
 
-    def __call__(self, outputs: Any, targets: Any, samples: int) -> tuple[Tensor, Count]:
-        """Total and count of one share, or one micro-batch.
+    def __call__(self, outputs: Any, targets: Any, samples: int) -> Loss:
+        """Total and count of one share, or one micro-batch; parts are without gradient.
 
         Args:
             outputs: what the model gave.
@@ -162,7 +205,7 @@ class Totalled:
             if self._mean is not None:
                 taken = self._mean(outputs, targets)
                 self._called = True
-                return taken
+                return Loss(*taken)
             value = self._of_copies(self._beside(outputs), outputs, targets)
         except Misshapen as error:
             raise LossError(f"{self._cannot_take(outputs, targets)}: {error}", kind="shape") from None
@@ -205,7 +248,7 @@ class Totalled:
         moved: nn.Module = self._copies[there]
         return moved
 
-    def _taken(self, value: Any, samples: int) -> tuple[Tensor, Count]:
+    def _taken(self, value: Any, samples: int) -> Loss:
         """What a person's loss returned, as total and count."""
         if isinstance(value, Tensor):
             if value.dim():
@@ -213,7 +256,7 @@ class Totalled:
                     f"{self.name} returned a tensor of shape {tuple(value.shape)}, not a scalar: "
                     "reduction='none'? return the sum and the count"
                 )
-            return (value.float() if value.dtype in HALF else value) * samples, samples
+            return Loss((value.float() if value.dtype in HALF else value) * samples, samples)
         if not self.gives_pairs:
             self._validate(value)
         total, count = value
@@ -223,6 +266,15 @@ class Totalled:
                 "samples",
                 fix="count.detach(), if it is a number of items; or return the scalar, with single or mp",
             )
+        parts = value.parts if isinstance(value, Loss) else {}
+        return Loss(total, count, {name: self._part(name, pair) for name, pair in parts.items()})
+
+    def _part(self, name: Any, pair: Any) -> tuple[Number, Number]:
+        if not isinstance(name, str) or name in ("", "loss"):
+            raise LossError(f"{self.name}: a part can't be called {name!r}: it is logged as train_NAME")
+        if not isinstance(pair, tuple) or len(pair) != 2 or not all(map(_is_number, pair)):
+            raise LossError(f'{self.name}: part "{name}" is {_told(pair)}, (total, count) is expected, two numbers')
+        total, count = (each.detach() if isinstance(each, Tensor) else each for each in pair)
         return total, count
 
     def _validate(self, value: Any) -> None:
@@ -232,7 +284,7 @@ class Totalled:
         total, count = value
         if not isinstance(total, Tensor) or total.dim():
             raise LossError(f"{what}, where total is expected to be a scalar tensor")
-        if not (isinstance(count, int | float) or (isinstance(count, Tensor) and not count.dim())):
+        if not _is_number(count):
             raise LossError(f"{what}, where count is expected to be a number or a scalar tensor")
         self.gives_pairs = True
 
@@ -249,6 +301,10 @@ def _name_of(loss: Any) -> str:
     named = loss.func if isinstance(loss, functools.partial) else loss
     name = getattr(named, "__name__", type(named).__name__)
     return "loss" if name in ("<lambda>", "loss") else f"loss {name}"
+
+
+def _is_number(value: Any) -> bool:
+    return isinstance(value, int | float) or (isinstance(value, Tensor) and not value.dim())
 
 
 def _told(value: Any) -> str:

@@ -14,7 +14,7 @@ import inspect
 import os
 import sys
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import nullcontext
 from dataclasses import dataclass
 from typing import ClassVar, Literal
@@ -30,10 +30,10 @@ from lockstep.launch.layout import Layout
 from lockstep.launch.observer import phase
 from lockstep.launch.world import World
 from lockstep.model.build import buffers_of, build_model, differing_tensors
-from lockstep.model.loss import Number
+from lockstep.model.loss import Loss, Number
 from lockstep.model.optimizer import build_optimizer, gives_sparse_gradients
 from lockstep.strategies.rank_tensors import FlatGradients, FollowedBuffers, take_first
-from lockstep.strategies.result import scalar, summed
+from lockstep.strategies.result import added, flattened, nested, scalar
 from lockstep.strategies.step import Step
 from lockstep.strategies.strategy import Strategy
 from lockstep.tensors.pytree import share_sizes
@@ -165,7 +165,7 @@ class DDPStep(Step):
             )
         return self._ddp
 
-    def gradients(self, batch: Batch) -> tuple[Number, Number]:
+    def gradients(self, batch: Batch) -> Loss:
         """Gradients of total / size, summed over micro-batches and ranks."""
         for p in self._parameters:
             p.grad = None
@@ -175,8 +175,7 @@ class DDPStep(Step):
         ddp = self._overlapping(all(part.of >= world.size for part in batch.parts))
         # Under fp16 that factor comes after the sum: before, it would let gradients overflow that don't on one device.
         early = 1 if ddp is None or self._scaler is not None else world.size
-        totals: list[Number] = []
-        counts: list[Number] = []
+        losses: list[Loss] = []
         for i, part in enumerate(batch.parts):
             if self._exchange is not None:
                 self._exchange.begin(min(part.of, world.size))
@@ -187,22 +186,21 @@ class DDPStep(Step):
             part = self.placed(part)
             self.reduces = ddp is not None and is_last
             with nullcontext() if ddp is None or is_last else ddp.no_sync():
-                part_total, part_count = self._forward(ddp, part, sums=is_last)
-                totals.append(part_total.detach())
-                counts.append(part_count)
-                self.backward(part_total, self.divisor(part_count, batch.size) / early)
-        total, count = summed(totals), summed(counts)
+                loss = self._forward(ddp, part, sums=is_last)
+                losses.append(loss.detached())
+                self.backward(loss.total, self.divisor(loss.count, batch.size) / early)
+        loss = added(losses)
         if ddp is not None:
             if early < world.size:
                 for p in self._parameters:
                     if p.grad is not None:
                         p.grad.mul_(world.size)
-            total, count = self._summed(total, count)
+            loss = self._summed(loss)
         elif world.size > 1:
-            total, count = self._summed_flat(total, count)
+            loss = self._summed_flat(loss)
         if self.looks_again:
             self._buffers.look()
-        return total, count
+        return loss
 
     def bytes_communicated(self) -> int:
         """Its gradients, to be summed. How often they are sent for that is the backend's affair."""
@@ -216,36 +214,44 @@ class DDPStep(Step):
             )
 
     @phase("communicating", "reduce")
-    def _summed(self, total: Number, count: Number) -> tuple[Number, Number]:
+    def _summed(self, loss: Loss) -> Loss:
         device = self.world.device.torch
         # (A number would be waited for, to become a tensor on an accelerator.)
         values = [
             value if isinstance(value, torch.Tensor) else scalar(value, torch.float64, device)
-            for value in (total, count, self.world.asked_to_stop())
+            for value in self._beside(loss)
         ]
         sums = torch.stack([value.to(device, torch.float64) for value in values])
         self.world.all_reduce(sums)
-        total, count, asked = sums if self._on_accelerator else sums.tolist()
+        return self._taken(sums if self._on_accelerator else sums.tolist())
+
+    def _beside(self, loss: Loss) -> list[Number]:
+        """What is summed beside the gradients: who was asked to stop, total and count, those of each part."""
+        parts = {name: loss.parts.get(name, (0.0, 0)) for name in self.part_names(loss)}
+        return [self.world.asked_to_stop(), *flattened([Loss(*loss, parts)])]
+
+    def _taken(self, sums: Iterable[Number]) -> Loss:
+        """What ``_beside`` gave, summed."""
+        asked, *numbers = sums
         self.agree_to_stop(asked)
-        return total, count
+        return nested(iter(numbers), self.part_names(Loss(0.0, 0)))
 
     @phase("communicating", "reduce")
-    def _summed_flat(self, total: Number, count: Number) -> tuple[Number, Number]:
+    def _summed_flat(self, loss: Loss) -> Loss:
+        beside = self._beside(loss)
         if self._flat is None:
             modules = [m for m in self.model.modules() if getattr(m, "sparse", False) is True]
-            self._flat = FlatGradients(self._parameters, {id(m.weight) for m in modules})
-        total, count, asked = self._flat.sum_over(self.world, total, count)
-        self.agree_to_stop(asked)
-        return total, count
+            self._flat = FlatGradients(self._parameters, len(beside), {id(m.weight) for m in modules})
+        return self._taken(self._flat.sum_over(self.world, beside))
 
-    def _forward(self, ddp: DistributedDataParallel | None, part: Part, *, sums: bool) -> tuple[torch.Tensor, Number]:
+    def _forward(self, ddp: DistributedDataParallel | None, part: Part, *, sums: bool) -> Loss:
         if ddp is None:
             return self.forward_loss(self.model, part)
         # The reducer says it once, in the first forward whose backward is summed.
         with nullcontext() if self._noticed or not sums else _without_line("find_unused_parameters=True was specified"):
             self._noticed = sums
-            found: tuple[torch.Tensor, Number] = ddp(part)
-            return found
+            total, count = ddp(part)
+            return Loss(total, count, ddp.module.parts)
 
     def backward(self, total: torch.Tensor, divisor: Number) -> None:
         """Add the gradient of ``total / divisor`` to every ``parameter.grad``.
@@ -301,7 +307,9 @@ class _WithLoss(nn.Module):
         self._step = step
 
     def forward(self, part: Part) -> tuple[torch.Tensor, Number]:
-        return self._step.forward_loss(self.model, part)
+        loss = self._step.forward_loss(self.model, part)
+        self.parts = loss.parts
+        return loss.total, loss.count
 
 
 @contextlib.contextmanager

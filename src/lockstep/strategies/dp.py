@@ -34,7 +34,7 @@ from lockstep.launch.observer import observed, phase
 from lockstep.launch.world import World
 from lockstep.model.build import buffers_of, build_model
 from lockstep.model.inspection import attribute_prints, drops
-from lockstep.model.loss import Number
+from lockstep.model.loss import Loss, Number
 from lockstep.model.optimizer import build_optimizer
 from lockstep.parallel import gather
 from lockstep.strategies.replicas import (
@@ -45,7 +45,7 @@ from lockstep.strategies.replicas import (
     replica_of,
     structure_of,
 )
-from lockstep.strategies.result import Result, summed
+from lockstep.strategies.result import Result, added, summed
 from lockstep.strategies.step import Step
 from lockstep.strategies.strategy import Strategy
 from lockstep.tensors.placing import moved_in_buckets
@@ -182,7 +182,7 @@ class DPStep(Step):
     def _attributes_now(self) -> dict[str, bytes]:
         return attribute_prints(self.model, plain=False) if self.replicas > 1 else {}
 
-    def gradients(self, batch: Batch) -> tuple[Number, Number]:
+    def gradients(self, batch: Batch) -> Loss:
         """Gradients of total / size, summed over micro-batches and replicas."""
         self._refresh()
         shares = self._scatter(batch)
@@ -195,7 +195,7 @@ class DPStep(Step):
             self._exchange.begin([max(1, count) for count in parties])
         results = [result for result in self._team.run(work) if result is not None]
         self._add_gradients([i for i, job in enumerate(work) if job is not None])
-        return self._summed([r[0] for r in results]), self._summed([r[1] for r in results])
+        return added(results, self._summed)
 
     def _look(self, batch: Batch) -> None:
         super()._look(batch)
@@ -248,13 +248,12 @@ class DPStep(Step):
         return shares
 
     @observed(lambda observer, step, number, *args: observer.replica(number))
-    def _on_replica(self, i: int, parts: list[Part], size: int) -> tuple[Number, Number]:
+    def _on_replica(self, i: int, parts: list[Part], size: int) -> Loss:
         """Forward, loss and backward of one replica's shares; in its thread."""
         where = f"replica {i} ({self._devices[i]})"
         for p in self._trained[i]:
             p.grad = None
-        totals: list[Number] = []
-        counts: list[Number] = []
+        losses: list[Loss] = []
         with stream(self._streams[i] if self._streams else None):
             for j, part in enumerate(parts):
                 if not part.size:
@@ -263,15 +262,14 @@ class DPStep(Step):
                     self._exchange.enter(i, j)
                 if j and self._stream is not None:
                     self._seed_replica(i, mixed(*self._stream[:2], i, j))
-                part_total, part_count = self.forward_loss(self._replicas[i], part, where)
+                loss = self.forward_loss(self._replicas[i], part, where)
                 if i and self.looks_again:
-                    refuse_other_parameters(part_total, self.model)
-                self.backward(part_total, self.divisor(part_count, size))
-                totals.append(part_total.detach())
-                counts.append(part_count)
+                    refuse_other_parameters(loss.total, self.model)
+                self.backward(loss.total, self.divisor(loss.count, size))
+                losses.append(loss.detached())
                 if self._exchange is not None:
                     self._exchange.leave(i, j)
-        return summed(totals), summed(counts)
+        return added(losses)
 
     @phase("communicating", "reduce")
     def _add_gradients(self, active: list[int]) -> None:
@@ -371,10 +369,10 @@ class DPStep(Step):
         """Every replica, the first one first."""
         return self._replicas
 
-    def results(self, batch: Batch) -> list[tuple[Any, Any, Number, Number]]:
+    def results(self, batch: Batch) -> list[tuple[Any, Any, Loss]]:
         """Those of each replica; what metrics need comes to the first device, and nothing is gathered."""
         first = self._devices[0].torch
-        return [(to_device(o, first), to_device(t, first), *sums) for o, t, *sums in super().results(batch)]
+        return [(to_device(o, first), to_device(t, first), loss) for o, t, loss in super().results(batch)]
 
     def _of_each(self, function: Callable[[nn.Module, Part], T], batch: Batch) -> list[tuple[Part, T]]:
         parts = [share[0] for share in self._scatter(batch)]
@@ -386,11 +384,11 @@ class DPStep(Step):
         work = [functools.partial(compute, i) if part.size else None for i, part in enumerate(parts)]
         return [(part, cast(T, one)) for part, one in zip(parts, self._team.run(work), strict=True) if part.size]
 
-    def outputs(self, part: Part) -> tuple[Any, Number, Number]:
-        """Outputs gathered on the first device, and the totals of all replicas."""
+    def outputs(self, part: Part) -> tuple[Any, Loss]:
+        """Outputs gathered on the first device, and the losses of all replicas together."""
         results = self.results(Batch([part], part.size, 0, 0, None))
         outputs = gather([r[0] for r in results], self._devices[0]) if len(results) > 1 else results[0][0]
-        return outputs, self._summed([r[2] for r in results]), self._summed([r[3] for r in results])
+        return outputs, added([r[2] for r in results], self._summed)
 
     def _summed(self, values: list[Number]) -> Number:
         first = self._devices[0].torch

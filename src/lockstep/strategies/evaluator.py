@@ -20,7 +20,7 @@ from lockstep.launch.observer import observed
 from lockstep.launch.world import World
 from lockstep.model.additivity import Piece
 from lockstep.model.layer_error import layer_error
-from lockstep.model.loss import Number, Totalled
+from lockstep.model.loss import Loss, Number, Totalled
 from lockstep.model.loss_check import LossCheck
 from lockstep.model.precision import Precision, converted_loss
 from lockstep.tensors.pytree import batch_size_of, call, to_device
@@ -104,7 +104,8 @@ class Evaluator:
             InputError: the loss or the model can't take them.
         """
         with self.evaluating():
-            return self.outputs(Part(inputs, targets, batch_size_of(inputs), batch_size_of(inputs)))
+            outputs, (total, count) = self.outputs(Part(inputs, targets, batch_size_of(inputs), batch_size_of(inputs)))
+            return outputs, total, count
 
     # ---- within ``evaluating()`` ------------------------------------------------------------------------------------
 
@@ -126,9 +127,9 @@ class Evaluator:
     def _begin_batch(self, batch: Batch, seed: int) -> None:
         self.seed(seed, batch.index + 1)
 
-    def results(self, batch: Batch) -> list[tuple[Any, Any, Number, Number]]:
-        """Outputs, targets, total and count of each of this process's shares of an evaluation batch, not empty ones."""
-        return [(found[0], part.targets, *found[1:]) for part, found in self._of_each(self.judged, batch)]
+    def results(self, batch: Batch) -> list[tuple[Any, Any, Loss]]:
+        """Outputs, targets and loss of each of this process's shares of an evaluation batch, not empty ones."""
+        return [(outputs, part.targets, loss) for part, (outputs, loss) in self._of_each(self.judged, batch)]
 
     def predictions(self, batch: Batch) -> list[tuple[int, Any]]:
         """Samples and outputs of each of this process's shares of a batch that isn't empty.
@@ -148,28 +149,28 @@ class Evaluator:
         with self._precision.autocast():
             return call(model, part.inputs)
 
-    def outputs(self, part: Part) -> tuple[Any, Number, Number]:
-        """As ``evaluate``."""
+    def outputs(self, part: Part) -> tuple[Any, Loss]:
+        """Outputs and loss of a part of this process's."""
         return self.judged(self.model, self.placed(part))
 
-    def judged(self, model: nn.Module, part: Part) -> tuple[Any, Number, Number]:
-        """What ``model`` makes of a part that is on its device: outputs, total and count."""
+    def judged(self, model: nn.Module, part: Part) -> tuple[Any, Loss]:
+        """What ``model`` makes of a part that is on its device: outputs and loss."""
         with self._precision.autocast():
             outputs = self.forward(model, part)
-            total, count = self.loss_of(outputs, part, looks=self.cuts_batch and is_power_of_two(self._judged + 1))
+            loss = self.loss_of(outputs, part, looks=self.cuts_batch and is_power_of_two(self._judged + 1))
         self._judged += 1
         may_wait = not self._on_accelerator or is_power_of_two(self._judged)
         if self.cuts_batch and may_wait and self.loss_check.wants(self._judged):
-            self.loss_check(outputs, part.targets, Piece(total, count, part.size))
-        return outputs, total, count
+            self.loss_check(outputs, part.targets, Piece(*loss, part.size))
+        return outputs, loss
 
-    def loss_of(self, outputs: Any, part: Part, *, looks: bool) -> tuple[torch.Tensor, Number]:
-        """Total and count; where it ``looks``, it is noted whether the loss remembers something."""
+    def loss_of(self, outputs: Any, part: Part, *, looks: bool) -> Loss:
+        """Total, count and parts; where it ``looks``, it is noted whether the loss remembers something."""
         before = self.loss.state() if looks else None
-        total, count = self.loss(outputs, part.targets, part.size)
+        loss = self.loss(outputs, part.targets, part.size)
         if before is not None and (after := self.loss.state()) != before:
             self.loss_check.remembers(outside=after[1] != before[1])
-        return total, count
+        return loss
 
     def forward(self, model: nn.Module, part: Part) -> Any:
         """Outputs of ``model`` for a part.

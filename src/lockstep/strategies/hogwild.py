@@ -42,10 +42,10 @@ from lockstep.launch.events import Caveat
 from lockstep.launch.layout import Layout
 from lockstep.launch.world import World
 from lockstep.model.build import buffers_of, build_model
-from lockstep.model.loss import Number
+from lockstep.model.loss import Loss
 from lockstep.model.optimizer import build_optimizer
 from lockstep.strategies.rank_tensors import take_first
-from lockstep.strategies.result import Result
+from lockstep.strategies.result import Result, added
 from lockstep.strategies.shared_weights import SharedWeights
 from lockstep.strategies.single import SingleStep
 from lockstep.strategies.step import Step
@@ -166,7 +166,7 @@ class HogwildStep(SingleStep):
             return Result(0.0, 0, batch.size)  # nothing of it is this rank's
         with self._part_of_rate(share / batch.size):
             result = super().update(dataclasses.replace(batch, size=share))
-        return Result(result.total, result.count, batch.size)
+        return Result(*result.sums, batch.size, result.sums.parts)
 
     @contextmanager
     def _part_of_rate(self, part: float) -> Iterator[None]:
@@ -189,11 +189,9 @@ class HogwildStep(SingleStep):
                 if rate is not None:
                     group["lr"] = rate
 
-    def over_ranks(self, total: Number, count: Number) -> tuple[Number, Number]:
+    def over_ranks(self, loss: Loss) -> Loss:
         """The sums over all ranks, each of which has come to the end of its epoch then."""
-        sums = torch.tensor([float(total), float(count)], dtype=torch.float64)
-        found = self.world.all_reduce(sums).tolist()
-        return found[0], found[1]
+        return added(self.world.gather_objects(loss))
 
     # ---- where all ranks meet ---------------------------------------------------------------------------------------
 

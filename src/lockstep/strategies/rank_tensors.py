@@ -4,9 +4,9 @@ One all-reduce sums all gradients of a process, and what must be summed beside t
 
 ::
 
-    | gradient of parameter 0 | gradient of parameter 1 | ... | used 0 | used 1 | ... | total | count | asked |
+    | gradient of parameter 0 | gradient of parameter 1 | ... | used 0 | used 1 | ... | numbers |
 
-``asked`` is how many ranks were asked to stop.
+The numbers are how many ranks were asked to stop, total and count of the loss, and those of its parts.
 ``used`` is 1 where this rank has a gradient: a parameter that no rank used must keep ``grad = None`` (an optimizer with
 momentum or decay treats a zero otherwise), and one that only some ranks used gets the sum of theirs.
 """
@@ -14,7 +14,7 @@ momentum or decay treats a zero otherwise), and one that only some ranks used ge
 from __future__ import annotations
 
 import itertools
-from collections.abc import Collection
+from collections.abc import Collection, Iterable, Sequence
 
 import torch
 from torch import nn
@@ -34,13 +34,14 @@ class FlatGradients:
         parameters: those that are trained, in an order that is the same on all ranks.
         sparse: the ids of those whose gradients are sparse; they are summed dense, and are sparse again afterwards,
             with each row that any rank had.
+        numbers: how many are summed beside the gradients.
     """
 
-    def __init__(self, parameters: list[nn.Parameter], sparse: Collection[int] = ()) -> None:
+    def __init__(self, parameters: list[nn.Parameter], numbers: int, sparse: Collection[int] = ()) -> None:
         self._parameters = parameters
         self._sparse = [i for i, p in enumerate(parameters) if id(p) in sparse]
         rows = [len(parameters[i]) for i in self._sparse]
-        extras = len(parameters) + sum(rows) + 3
+        extras = len(parameters) + sum(rows) + numbers
         formats = sorted({(str(p.dtype), str(p.device)) for p in parameters})
         self._buffers: list[torch.Tensor] = []
         self._views: list[torch.Tensor] = [torch.empty(0)] * len(parameters)
@@ -55,11 +56,11 @@ class FlatGradients:
             for i, offset in zip(mine, offsets, strict=False):
                 self._views[i] = _view_like(buffer, offset, parameters[i])
             if rides:
-                self._used, self._sums = buffer[size:-3], buffer[-3:]
+                self._used, self._sums = buffer[size:-numbers], buffer[-numbers:]
             self._buffers.append(buffer)
         if not hasattr(self, "_used"):
             own = torch.zeros(extras, dtype=torch.float64, device=parameters[0].device)
-            self._used, self._sums = own[:-3], own[-3:]
+            self._used, self._sums = own[:-numbers], own[-numbers:]
             self._buffers.append(own)
         self._used, *self._rows = torch.split(self._used, [len(parameters), *rows])
 
@@ -68,13 +69,13 @@ class FlatGradients:
         """The size of all buffers together."""
         return sum(b.numel() * b.element_size() for b in self._buffers)
 
-    def sum_over(self, world: World, total: Number, count: Number) -> tuple[Number, Number, Number]:
-        """Sum every ``parameter.grad``, total, count, and who was asked to stop, over the ranks.
+    def sum_over(self, world: World, numbers: Sequence[Number]) -> Iterable[Number]:
+        """Sum every ``parameter.grad``, and the numbers beside them, over the ranks.
 
         Afterwards each ``grad`` is a view of the flat buffer, or None where no rank had one.
 
         Returns:
-            Total, count, and how many were asked: numbers on CPU, scalars elsewhere.
+            The sums of the numbers: numbers on CPU, scalars elsewhere.
         """
         grads = [p.grad for p in self._parameters]
         here = [grad is not None for grad in grads]
@@ -92,9 +93,8 @@ class FlatGradients:
             rows.zero_()
             if (grad := grads[i]) is not None:
                 rows[grad._indices()[0] if grad.is_sparse else slice(None)] = 1.0
-        self._sums[0] = total
-        self._sums[1] = count
-        self._sums[2] = world.asked_to_stop()
+        for i, number in enumerate(numbers):
+            self._sums[i] = number
         for buffer in self._buffers:
             world.all_reduce(buffer)
         used = here if all(here) else (self._used > 0).tolist()
@@ -105,11 +105,8 @@ class FlatGradients:
             if p.grad is not None:  # (`to_sparse` would leave out rows whose gradients are 0, which SparseAdam moves)
                 of = rows.nonzero().T
                 p.grad = torch.sparse_coo_tensor(of, p.grad[of[0]], p.shape, is_coalesced=True)
-        if self._sums.is_cpu:
-            total, count, asked = self._sums.tolist()
-        else:
-            total, count, asked = self._sums.clone()
-        return total, count, asked
+        sums: Iterable[Number] = self._sums.tolist() if self._sums.is_cpu else self._sums.clone()
+        return sums
 
 
 def _view_like(buffer: torch.Tensor, offset: int, parameter: nn.Parameter) -> torch.Tensor:

@@ -1,4 +1,4 @@
-"""What updates did: their losses as (total, count), which stay on an accelerator until the host asks.
+"""What updates did: their losses as (total, count) with parts, which stay on an accelerator until the host asks.
 
 An accelerator that added up losses, or compared them with infinity, in each update would be given several operators for
 that. So results are only kept, up to fifty of them, and read together.
@@ -7,14 +7,13 @@ that. So results are only kept, up to fifty of them, and read together.
 from __future__ import annotations
 
 import functools
-import math
 import operator
-from collections.abc import Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 
 import torch
 from torch import Tensor
 
-from lockstep.model.loss import Number
+from lockstep.model.loss import Loss, Number
 
 
 class Result:
@@ -26,23 +25,35 @@ class Result:
         size: the samples of the global batch.
     """
 
-    __slots__ = ("_read", "count", "size", "total")
+    __slots__ = ("_parts", "_read", "count", "size", "total")
 
-    def __init__(self, total: Number, count: Number, size: int) -> None:
+    def __init__(
+        self, total: Number, count: Number, size: int, parts: Mapping[str, tuple[Number, Number]] | None = None
+    ) -> None:
         self.total = total
         self.count = count
         self.size = size
-        self._read: tuple[float, float] | None = None
+        self._parts = parts or {}
+        self._read: Loss | None = None
 
     @property
     def loss(self) -> float:
         """The loss of the global batch; NaN where nothing was counted. On an accelerator, asking waits for it."""
-        ((total, count),) = read([self])
-        return total / count if count else math.nan
+        return read([self])[0].means("")["loss"]
+
+    @property
+    def parts(self) -> dict[str, float]:
+        """The mean of each part of a ``lockstep.Loss`` over the global batch, likewise."""
+        means = read([self])[0].means("")
+        return {name: means[name] for name in self._parts}
+
+    @property
+    def sums(self) -> Loss:
+        """Total, count and parts, as they are: perhaps on an accelerator."""
+        return Loss(self.total, self.count, self._parts)
 
     def __repr__(self) -> str:
-        ((_, count),) = read([self])
-        return f"Result(loss={self.loss:.6g}, count={count:g}, size={self.size})"
+        return f"Result(loss={self.loss:.6g}, count={read([self])[0].count:g}, size={self.size})"
 
 
 def summed(values: Sequence[Number]) -> Number:
@@ -50,22 +61,42 @@ def summed(values: Sequence[Number]) -> Number:
     return functools.reduce(operator.add, values) if values else 0
 
 
-def read(results: Sequence[Result]) -> list[tuple[float, float]]:
-    """Total and count of each, which are read from an accelerator once, and together."""
+def added(losses: Sequence[Loss], how: Callable[[list[Number]], Number] = summed) -> Loss:
+    """Several losses as one: totals, counts and parts are summed, as far as they have them."""
+    parts: dict[str, list[tuple[Number, Number]]] = {}
+    for loss in losses:
+        for name, pair in loss.parts.items():
+            parts.setdefault(name, []).append(pair)
+    sums = {name: (how([t for t, _ in pairs]), how([c for _, c in pairs])) for name, pairs in parts.items()}
+    return Loss(how([loss.total for loss in losses]), how([loss.count for loss in losses]), sums)
+
+
+def flattened(losses: Sequence[Loss]) -> list[Number]:
+    """All their numbers: total and count, then those of the parts."""
+    return [number for loss in losses for pair in (loss, *loss.parts.values()) for number in pair]
+
+
+def nested(numbers: Iterator[Number], names: Iterable[str]) -> Loss:
+    """The loss of which the next numbers are, its parts having these names."""
+    return Loss(next(numbers), next(numbers), {name: (next(numbers), next(numbers)) for name in names})
+
+
+def read(results: Sequence[Result]) -> list[Loss]:
+    """Total, count and parts of each, which are read from an accelerator once, and together."""
     new = [result for result in results if result._read is None]
-    pairs = zip(_on_host([r.total for r in new]), _on_host([r.count for r in new]), strict=True)
-    for result, pair in zip(new, pairs, strict=True):
-        result._read = pair
+    numbers = iter(_on_host(flattened([result.sums for result in new])))
+    for result in new:
+        result._read = nested(numbers, result._parts)
     return [result._read for result in results if result._read is not None]
 
 
 def _on_host(values: list[Number]) -> list[float]:
-    waiting: dict[torch.device, list[Tensor]] = {}
+    waiting: dict[tuple[torch.device, torch.dtype], list[Tensor]] = {}
     for value in values:
         if (there := _there(value)) is not None:
-            waiting.setdefault(there.device, []).append(there.detach().reshape(()))
-    read = {device: iter(torch.stack(numbers).tolist()) for device, numbers in waiting.items()}
-    return [float(value if (there := _there(value)) is None else next(read[there.device])) for value in values]
+            waiting.setdefault((there.device, there.dtype), []).append(there.detach().reshape(()))
+    read = {kind: iter(torch.stack(numbers).tolist()) for kind, numbers in waiting.items()}
+    return [float(v if (there := _there(v)) is None else next(read[there.device, there.dtype])) for v in values]
 
 
 def _there(value: Number) -> Tensor | None:
@@ -79,16 +110,30 @@ def scalar(value: float, dtype: torch.dtype, device: torch.device) -> Tensor:
     return torch.full((), value, dtype=dtype, device=device)
 
 
+_LEAST_COUNT = 1e-30
+"""What an accelerator takes for a count of 0 until the host has read it."""
+
+
+def quotient(number: float, count: Tensor, like: Tensor | None) -> Tensor:
+    """``number / count``, in float64 if ``like`` is, else in float32, on the count's device.
+
+    A count of 0 is an error that `Step.check` raises. Until then it must not spoil the parameters: the gradients of a
+    total over nothing are 0, and are so still after they were multiplied by this.
+    """
+    wide = torch.float64 if like is not None and like.dtype == torch.float64 else torch.float32
+    least = count.clamp_min(_LEAST_COUNT if count.is_floating_point() else 1)
+    return (scalar(number, wide, count.device) / least).to(wide)
+
+
 class Sums:
-    """Total and count of several updates, or batches, together.
+    """Total, count and parts of several updates, or batches, together.
 
     Args:
-        total: of those before.
-        count: likewise.
+        before: those of others before them.
     """
 
-    def __init__(self, total: float = 0.0, count: float = 0.0) -> None:
-        self._total, self._count = total, count
+    def __init__(self, before: Loss | None = None) -> None:
+        self._sums = before or Loss(0.0, 0.0)
         self._waiting: list[Result] = []
 
     def add(self, result: Result) -> None:
@@ -97,10 +142,9 @@ class Sums:
         if len(self._waiting) == 50 or _there(result.total) is _there(result.count) is None:
             self.read()
 
-    def read(self) -> tuple[float, float]:
+    def read(self) -> Loss:
         """The sums so far."""
-        for total, count in read(self._waiting):
-            self._total += total
-            self._count += count
+        for loss in read(self._waiting):
+            self._sums = added([self._sums, loss])
         self._waiting.clear()
-        return self._total, self._count
+        return self._sums

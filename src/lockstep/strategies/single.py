@@ -10,9 +10,9 @@ from lockstep.job import Job
 from lockstep.launch.layout import Layout
 from lockstep.launch.world import World
 from lockstep.model.build import build_model
-from lockstep.model.loss import Number
+from lockstep.model.loss import Loss
 from lockstep.model.optimizer import build_optimizer
-from lockstep.strategies.result import summed
+from lockstep.strategies.result import added
 from lockstep.strategies.step import Step
 from lockstep.strategies.strategy import Strategy
 
@@ -42,10 +42,9 @@ class SingleStep(Step):
         """There is nobody to give anything to."""
         return 0
 
-    def gradients(self, batch: Batch) -> tuple[Number, Number]:
+    def gradients(self, batch: Batch) -> Loss:
         """Gradients summed over the micro-batches by autograd itself."""
-        totals: list[Number] = []
-        counts: list[Number] = []
+        losses: list[Loss] = []
         for p in self._parameters:
             p.grad = None
         for number, part in enumerate(batch.parts):
@@ -53,8 +52,7 @@ class SingleStep(Step):
                 continue
             self.begin_part(number)
             part = self.placed(part)
-            part_total, part_count = self.forward_loss(self.model, part)
-            self.backward(part_total, self.divisor(part_count, batch.size))
-            totals.append(part_total.detach())
-            counts.append(part_count)
-        return summed(totals), summed(counts)
+            loss = self.forward_loss(self.model, part)
+            self.backward(loss.total, self.divisor(loss.count, batch.size))
+            losses.append(loss.detached())
+        return added(losses)

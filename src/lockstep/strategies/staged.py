@@ -15,10 +15,10 @@ from lockstep.job import Job
 from lockstep.launch.devices import Device, occupied
 from lockstep.launch.observer import observed
 from lockstep.launch.world import World
-from lockstep.model.loss import Number
+from lockstep.model.loss import Loss, Number
 from lockstep.pipelining.runner import Runner
 from lockstep.pipelining.stage_layers import Layers
-from lockstep.strategies.result import summed
+from lockstep.strategies.result import added, summed
 from lockstep.strategies.step import Step
 from lockstep.tensors.seeding import seed_on
 from lockstep.threads.random_streams import Streams, stream
@@ -54,7 +54,7 @@ class StagedStep(Step):
         # (On accelerators the calling thread itself goes through the stages.)
         self.timed = "device" if world.device.is_slot else "rank"
 
-    def gradients(self, batch: Batch) -> tuple[Number, Number]:
+    def gradients(self, batch: Batch) -> Loss:
         """Gradients summed over the micro-batches by autograd itself."""
         streams = Streams()
         parts = [(number, part) for number, part in enumerate(batch.parts) if part.size]
@@ -62,24 +62,23 @@ class StagedStep(Step):
         def begin(i: int) -> None:
             self.begin_part(parts[i][0])
 
-        def forward(i: int) -> tuple[torch.Tensor, Number]:
+        def forward(i: int) -> Loss:
             number, part = parts[i]
             # (Its key is as ``begin_part`` has it.)
             key = None if self._stream is None else mixed(*self._stream, *([number] if number else []))
             with self._drawing(number, streams, key), self._layers.moving():
                 return self.forward_loss(self.model, self.placed(part))
 
-        def backward(i: int, made: tuple[torch.Tensor, Number]) -> tuple[Number, Number]:
-            self.backward(made[0], self.divisor(made[1], batch.size))
-            return made[0].detach(), made[1]
+        def backward(i: int, made: Loss) -> Loss:
+            self.backward(made.total, self.divisor(made.count, batch.size))
+            return made.detached()
 
         while True:
             for p in self._parameters:
                 p.grad = None
             found = self._stages(begin, forward, backward, len(parts), self._stream is not None)
             if not self.runner.spoiled:  # else once more, with streams now, and if that won't do, in turn
-                totals, counts = zip(*found, strict=True) if found else ((), ())
-                return self._sum_at_home(totals), self._sum_at_home(counts)
+                return added(found, self._sum_at_home)
             streams = Streams()
 
     def _sum_at_home(self, values: Iterable[Number]) -> Number:

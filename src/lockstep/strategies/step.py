@@ -40,15 +40,12 @@ from lockstep.model.inspection import (
     may_be_nonlinear,
     refuse_written_buffers,
 )
-from lockstep.model.loss import Number
+from lockstep.model.loss import Loss, Number
 from lockstep.model.optimizer import clip_gradients
 from lockstep.strategies.evaluator import is_power_of_two
-from lockstep.strategies.result import Result, scalar
+from lockstep.strategies.result import Result, quotient, scalar
 from lockstep.strategies.step_state import StepState
 from lockstep.strategies.update_checks import DeviceChecks, explained, no_items, refuse_not_finite
-
-_LEAST_COUNT = 1e-30
-"""What an accelerator takes for a count of 0 until the host has read it."""
 
 
 class Step(StepState, ABC):
@@ -125,12 +122,13 @@ class Step(StepState, ABC):
             self._look(batch)
         began = self._time() if self.loss_check.is_timed(self._updates) else None
         try:
-            total, count = self.gradients(batch)
+            loss = self.gradients(batch)
+            names = self.part_names(loss)
             if self._updates == 1 and self.together:
                 self.loss_check.compare_ranks(self.world)
             if self.looks_again:
                 self._say_what_the_loss_reads()
-            self._move_parameters(batch.size, count)
+            self._move_parameters(batch.size, loss.count)
         except (torch.OutOfMemoryError, MemoryError, RuntimeError, ValueError) as error:
             if self._compile and (why := not_compilable(error)) is not None:
                 raise why from None
@@ -148,7 +146,7 @@ class Step(StepState, ABC):
             self.loss_check.notes.clear()
         if self.world.size == 1:
             self.stopping = self.world.asked_to_stop()
-        result = Result(total, count, batch.size)
+        result = Result(*loss, batch.size, {name: loss.parts.get(name, (0.0, 0)) for name in names})
         if self._on_accelerator:
             self._on_devices.note_result(result, self.world.step)
             if self.world.step % 50 == 0:
@@ -225,10 +223,10 @@ class Step(StepState, ABC):
         return self.first_shares(batch)[0]
 
     @abstractmethod
-    def gradients(self, batch: Batch) -> tuple[Number, Number]:
+    def gradients(self, batch: Batch) -> Loss:
         """Leave in every ``parameter.grad`` the gradient of total / ``divisor`` over the global batch.
 
-        A gradient that no device computed is None. Gives the total and the count of the global batch.
+        A gradient that no device computed is None. Gives the total, the count and the parts of the global batch.
         """
 
     def _move_parameters(self, size: int, count: Number) -> None:
@@ -260,7 +258,7 @@ class Step(StepState, ABC):
             return
         grads = [p.grad for p in self._parameters if p.grad is not None]
         if isinstance(count, torch.Tensor):
-            factor: Number = _quotient(size, count, next((g for g in grads if g.dtype == torch.float64), None))
+            factor: Number = quotient(size, count, next((g for g in grads if g.dtype == torch.float64), None))
         elif count == size:
             return
         else:
@@ -284,14 +282,14 @@ class Step(StepState, ABC):
             clip_gradients(self._parameters, self._clip_norm)
 
     @phase("computing", "forward and loss")
-    def forward_loss(self, model: nn.Module, part: Part, where: str = "") -> tuple[torch.Tensor, Number]:
+    def forward_loss(self, model: nn.Module, part: Part, where: str = "") -> Loss:
         """Total and count of one micro-batch's share under ``model``; the loss is probed where that is needed."""
         finds_out = self.looks_again and not (
             self._by_count or self.cuts_batch or self._compile or self._scaler is not None
         )
         with self._precision.autocast(), NoticedHooks() if finds_out else nullcontext() as hooks:
             outputs = self.forward(model, part)
-            total, count = self.loss_of(outputs, part, looks=self.looks_again)
+            total, count = loss = self.loss_of(outputs, part, looks=self.looks_again)
         if hooks is not None:
             self._by_count = may_be_nonlinear(model, total, hooks)
         for observer in self.observers:
@@ -305,7 +303,7 @@ class Step(StepState, ABC):
             raise LossError(
                 "the loss doesn't depend on any parameter: is the model's output detached, or this inside of no_grad?"
             )
-        return total, count
+        return loss
 
     def divisor(self, count: Number, size: int) -> Number:
         """What the total of a part of a batch of so many samples is divided by for its backward."""
@@ -318,7 +316,7 @@ class Step(StepState, ABC):
             return
         # Autograd begins with the factor, which saves a small step two operators and a node of the graph.
         if isinstance(divisor, torch.Tensor) and self._on_accelerator:
-            factor = _quotient(1.0, divisor.to(total.device, non_blocking=True), total).to(total.dtype)
+            factor = quotient(1.0, divisor.to(total.device, non_blocking=True), total).to(total.dtype)
         else:
             factor = scalar(1.0 / float(divisor) if divisor else 0.0, total.dtype, total.device)
         if self._scaler is not None:
@@ -380,17 +378,6 @@ class Step(StepState, ABC):
         """Bytes that a device gives to the others in an update; None where that isn't known."""
         return None
 
-    def over_ranks(self, total: Number, count: Number) -> tuple[Number, Number]:
+    def over_ranks(self, loss: Loss) -> Loss:
         """The sums over all ranks of what this one's results of an epoch came to."""
-        return total, count
-
-
-def _quotient(number: float, count: torch.Tensor, like: torch.Tensor | None) -> torch.Tensor:
-    """``number / count``, in float64 if ``like`` is, else in float32, on the count's device.
-
-    A count of 0 is an error that `Step.check` raises. Until then it must not spoil the parameters: the gradients of a
-    total over nothing are 0, and are so still after they were multiplied by this.
-    """
-    wide = torch.float64 if like is not None and like.dtype == torch.float64 else torch.float32
-    least = count.clamp_min(_LEAST_COUNT if count.is_floating_point() else 1)
-    return (scalar(number, wide, count.device) / least).to(wide)
+        return loss

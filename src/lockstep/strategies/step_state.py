@@ -5,6 +5,7 @@ What is saved has the names and the shapes of the single-device model under ever
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
@@ -16,11 +17,12 @@ from torch import nn
 from lockstep.checkpoint.folder import CheckpointFolder
 from lockstep.checkpoint.reading import load_earlier, load_newest
 from lockstep.checkpoint.writer import Writer
-from lockstep.errors import InputError, SaveError, StrategyError
+from lockstep.errors import InputError, LossError, SaveError, StrategyError
 from lockstep.job import Job
 from lockstep.launch.events import Caveat, Line
 from lockstep.launch.world import World
 from lockstep.model.inspection import OutsideVariables, attribute_prints, changed_attributes, set_attributes
+from lockstep.model.loss import Loss
 from lockstep.model.optimizer import begin_momentum, load_named_optimizer_state, named_optimizer_state
 from lockstep.strategies.evaluator import Evaluator
 
@@ -52,11 +54,30 @@ class StepState(Evaluator):
         self._outside = OutsideVariables.of_model(model)
         self._outside_prints, self._loss_state = self._outside.prints(), self.loss.state()
         self._noted: set[Caveat | str] = set()
+        self._part_names: tuple[str, ...] | None = None
 
     @property
     def together(self) -> bool:
         """Whether the ranks meet in each update."""
         return self.world.layout.together
+
+    def part_names(self, loss: Loss) -> tuple[str, ...]:
+        """The names of the parts of an update's loss: those that any rank had in the first update.
+
+        Raises:
+            LossError: it has another one, which the other ranks don't know of.
+        """
+        if not self.together:
+            return tuple(loss.parts)
+        if self._part_names is None:  # (one of PyTorch's has none, on any rank)
+            every = [list(loss.parts)] if self.loss.is_known else self.world.gather_objects(list(loss.parts))
+            self._part_names = tuple(dict.fromkeys(itertools.chain(*every)))
+        if new := [name for name in loss.parts if name not in self._part_names]:
+            raise LossError(
+                f'{self.loss.name}: part "{new[0]}" is new in step {self.world.step}, and no batch had it before',
+                fix="give each part from the first update on, as (0.0, 0) where a batch has nothing of it",
+            )
+        return self._part_names
 
     def _find_trained(self) -> None:
         """The parameters that are trained now: those of the optimizer that aren't frozen."""

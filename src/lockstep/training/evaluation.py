@@ -18,9 +18,10 @@ from lockstep.launch.memory import is_out_of_memory
 from lockstep.launch.world import World
 from lockstep.model.additivity import is_apart
 from lockstep.model.inspection import kept_state, look
+from lockstep.model.loss import Loss
 from lockstep.model.torch_losses import HALF
 from lockstep.strategies.evaluator import is_power_of_two
-from lockstep.strategies.result import Result, Sums
+from lockstep.strategies.result import Result, Sums, added
 from lockstep.strategies.step import Step
 from lockstep.tensors.pytree import cut, each, holds_packed, joined, tensors, to_device
 from lockstep.tensors.seeding import kept_states
@@ -142,16 +143,21 @@ def evaluate_sets(
     seed: int,
     *,
     looks: bool = False,
+    prefix: str = "",
 ) -> dict[str, float]:
-    """The loss and each metric of each set, as ``"clean/loss"``, after the first one's loss as ``"loss"``.
+    """The loss, its parts and each metric of each set, as ``"clean/loss"``, after the first one's loss as ``"loss"``.
 
-    A set whose name is "" is the only one, and its metrics have their own names. The rest is as in ``evaluate``.
+    A set whose name is "" is the only one: its loss and parts have the ``prefix`` before their names, its metrics have
+    their own. The rest is as in ``evaluate``.
     """
-    found = {name: evaluate(step, loader, metrics, world, seed, looks=looks) for name, loader in loaders.items()}
+    found = {
+        name: evaluate(step, loader, metrics, world, seed, looks=looks, prefix="" if name else prefix)
+        for name, loader in loaders.items()
+    }
     if "" in found:
         return found[""]
     values = {f"{name}/{metric}": value for name, values in found.items() for metric, value in values.items()}
-    return {"loss": next(iter(values.values())), **values}
+    return {f"{prefix}loss": next(iter(values.values())), **values}
 
 
 def evaluate(
@@ -163,8 +169,11 @@ def evaluate(
     *,
     looks: bool = False,
     most: int | None = None,
+    prefix: str = "",
 ) -> dict[str, float]:
-    """The mean loss (``"loss"``) and each metric over all samples of the loader; the same values on every rank.
+    """The mean loss (``"loss"``), that of each of its parts by their names, and each metric over all samples.
+
+    The values are the same on every rank.
 
     Args:
         step: the model under its strategy.
@@ -175,9 +184,10 @@ def evaluate(
         seed: gives each batch a random stream, the same in each evaluation, for models that draw in evaluation too.
         looks: whether to say what the model does in evaluation that depends on the number of devices.
         most: batches, at most.
+        prefix: before the names of the loss and its parts.
 
     Raises:
-        JobError: a metric raises, or gives something else.
+        JobError: a metric raises, or gives something else, or has the name of a part of the loss.
     """
     functions = {name: metric for name, metric in metrics.items() if not _is_torchmetric(metric)}
     objects = {name: _fresh(metric, step) for name, metric in metrics.items() if _is_torchmetric(metric)}
@@ -189,11 +199,11 @@ def evaluate(
             world.beat()
             if looks and is_power_of_two(batch.index + 1):
                 look_at_evaluation(step, batch)
-            for outputs, targets, total, count in results:
+            for outputs, targets, loss in results:
                 checks = is_power_of_two(batch.index + 1)
                 if across is not None and checks:
                     across.keep(outputs, targets)
-                sums[0].add(Result(total, count, batch.size))
+                sums[0].add(Result(*loss, batch.size, loss.parts))
                 for i, (name, function) in enumerate(functions.items(), 1):
                     with _naming(name):
                         value = _pair(name, function(outputs, targets))
@@ -205,12 +215,17 @@ def evaluate(
                         metric.update(outputs, targets)
     if across is not None:
         _say_no_sums(across.no_sums(functions, world), step)
+    here = sums[0].read()
+    are_no_sums[0] = float(len(here.parts))
     mine = [(*each_sum.read(), flag) for each_sum, flag in zip(sums, are_no_sums, strict=True)]
     summed = world.all_reduce(torch.tensor(mine, dtype=torch.float64, device=world.exchange_device)).tolist()
     _say_no_sums((name for name, of in zip(functions, summed[1:], strict=True) if of[2]), step)
-    means = [total / count if count else math.nan for total, count, _ in summed]
-    values = dict(zip(("loss", *functions), means, strict=True))
-    found = {"loss": values["loss"]}
+    means = [total / count if count else math.nan for total, count, _ in summed[1:]]
+    values = dict(zip(functions, means, strict=True))
+    parts = added(world.gather_objects(here)).parts if summed[0][2] else {}  # some rank has parts: all ask for them
+    found = Loss(summed[0][0], summed[0][1], parts).means(prefix)
+    if both := next((name for name in parts if name in metrics), None):
+        raise JobError(f'metrics: "{both}" is the name of a part of the loss too: give one of them another name')
     for name in metrics:
         if name in objects:
             with _naming(name):

@@ -30,6 +30,7 @@ from lockstep.launch.run_folder import RunFolder
 from lockstep.launch.stop_request import left_to_the_launcher
 from lockstep.launch.terminal import duration, words_of
 from lockstep.launch.world import World
+from lockstep.model.loss import Loss
 from lockstep.profiling import Profiler
 from lockstep.strategies.result import Sums
 from lockstep.tensors.allocator import freed_memory_kept
@@ -69,7 +70,7 @@ class _Training(Setup):
         self.evaluated = False
         self.epoch = 0  # epochs that are done
         self.position = 0  # batches done of the epoch that is not
-        self.partial: tuple[Any, Any] = (0.0, 0.0)
+        self.partial = Loss(0.0, 0.0)
         self.stopped = False
         self.interrupted = False  # by a signal: what was done is saved
         self.record: dict[str, float] = {}
@@ -154,7 +155,7 @@ class _Training(Setup):
     def _one_epoch(self) -> None:
         number = self.epoch + 1
         start = time.perf_counter()
-        samples, loss, finished = self._train_epoch()
+        samples, losses, finished = self._train_epoch()
         seconds = time.perf_counter() - start
         self.step.check()
         if self.interrupted:
@@ -163,14 +164,20 @@ class _Training(Setup):
         self.samples += samples
         self.seconds += seconds
         lr = float(self.step.optimizer.param_groups[0].get("lr", math.nan))
-        self.record = {"train_loss": loss}
+        self.record = losses
         self.told.event("epoch", number, self.world.step, self.record)
         if self.eval_loaders:
             values = evaluate_sets(
-                self.step, self.eval_loaders, self.job.metrics, self.world, self.job.seed, looks=not self.evaluated
+                self.step,
+                self.eval_loaders,
+                self.job.metrics,
+                self.world,
+                self.job.seed,
+                looks=not self.evaluated,
+                prefix="eval_",
             )
             self.evaluated = True
-            self.record |= {"eval_loss": values.pop("loss"), **values}
+            self.record |= values
         self.record |= {"lr": lr, "seconds": seconds, "samples_per_second": samples / seconds if seconds else 0.0}
         self._stop_if_told(self.told.event("evaluated", number, self.world.step, self.record))
         if finished:
@@ -179,12 +186,12 @@ class _Training(Setup):
                 move_on(self.scheduler, self.record.get("eval_loss", self.record["train_loss"]))
         self._save(number)
 
-    def _train_epoch(self) -> tuple[int, float, bool]:
-        """Go through the rest of an epoch; gives its samples, its mean loss, and whether it came to its end."""
+    def _train_epoch(self) -> tuple[int, dict[str, float], bool]:
+        """Go through the rest of an epoch; gives its samples, its mean losses, and whether it came to its end."""
         world, job, step = self.world, self.job, self.step
         by_step = self.scheduler if job.lr_scheduler_every == "step" else None
         # Of the part of this epoch that an earlier run has done. (Where ranks sum up at the end, the first one has it.)
-        sums = Sums(*(self.partial if step.together or world.is_first else (0.0, 0.0)))
+        sums = Sums(self.partial if step.together or world.is_first else None)
         samples = 0
         size = 0  # of the first batch
         batches = self.loader.epoch(self.epoch, self.position)
@@ -221,12 +228,11 @@ class _Training(Setup):
             finished = next(batches, None) is None if of is None else self.position >= of
         if self.profiler is not None:
             self.profiler.end_epoch()
-        total, count = step.over_ranks(*sums.read())
+        loss = step.over_ranks(sums.read())
         if self.first is not None and size:
             self._end_first(size)
-        total, count = float(total), float(count)
-        self.partial = (0.0, 0.0) if finished else (total, count)
-        return samples, total / count if count else math.nan, finished
+        self.partial = Loss(0.0, 0.0) if finished else loss
+        return samples, loss.means("train_"), finished
 
     def _until_all_stop(self, batches: Iterator[Batch]) -> Iterator[Batch]:
         """The batches up to the last step, or to where the ranks stop together because they were asked to."""
@@ -287,7 +293,7 @@ class _Training(Setup):
             "epoch": self.epoch,
             "position": self.position,
             "step": self.world.step,
-            "partial": self.partial,
+            "partial": (*self.partial, self.partial.parts),
             "record": self.kept_record,
             "data": self.data,
             "stopped": self.stopped,
@@ -309,7 +315,7 @@ class _Training(Setup):
     def _resume(self) -> None:
         state = self.saves.load()
         self.epoch, self.position = state["epoch"], state["position"]
-        self.partial = tuple(state["partial"])
+        self.partial = Loss(*state["partial"])
         self.kept_record, self.data = state.get("record"), state.get("data", {})
         self.world.step = state["step"]
         self.stopped = state.get("stopped", False)

@@ -90,7 +90,7 @@ class Side(Observer):
         with self._watching():
             result = self.step.update(shuffled(batch) if self._experiment.shuffled else batch)
         self._see_draws()
-        total, count = map(float, self.step.over_ranks(result.total, result.count))
+        total, count = map(float, self.step.over_ranks(result.sums))
         result = Result(total, count, result.size)
         self._totals = [self._totals[0] + total, self._totals[1] + count]
         if self.scheduler is not None and self.job.lr_scheduler_every == "step":

@@ -104,7 +104,8 @@ class Bench:
         """One forward of a part and its loss."""
         with self._precision.autocast():
             inputs, targets = clones((part.inputs, part.targets))
-            return self._loss(call(model, inputs), targets, part.size)[0]
+            total: torch.Tensor = self._loss(call(model, inputs), targets, part.size).total
+        return total
 
     def seconds_taken(
         self,
