@@ -90,7 +90,9 @@ def test_peaks_count_from_when_the_model_is_built(monkeypatch) -> None:
     monkeypatch.setattr(torch.accelerator, "is_available", lambda: True)
     monkeypatch.setattr(torch.accelerator, "reset_peak_memory_stats", order.append)
     monkeypatch.setattr(Single, "build", lambda self, job, world: order.append("built"))
-    Single().prepare(None, World(devices=CARDS))
+    job = Job(model=lambda: nn.Linear(6, 3), loss=nn.CrossEntropyLoss(), batch_size=8, optimizer=plain_sgd,
+              train_data=TensorDataset(drawn(16, 6), labels(16, 3)))  # fmt: skip
+    Single().prepare(job, World(devices=CARDS))
     assert order == ["built", torch.device("cuda", 0), torch.device("cuda", 1)]
 
 
