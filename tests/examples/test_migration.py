@@ -19,10 +19,11 @@ SCRIPTS = {
     "plain_ddp": ("torch", TORCHRUN, []),
     "accelerate": ("accelerate", TORCHRUN, []),
     "lightning": ("lightning", [], TRAIN),
+    "trainer": ("transformers", TORCHRUN, TRAIN),
 }
 """The package that is left, how the script is started, and how what it becomes."""
 
-NOT_COUNTED = re.compile(r'^\s*$|^"""|^\)|^def sampler|DistributedSampler|torch.randperm')
+NOT_COUNTED = re.compile(r'^\s*$|^"""|^\)|^def sampler|DistributedSampler|order of the Trainer|torch.randperm')
 """Blank lines, the first docstring, a closing bracket, and the order of the other library, which the test needs."""
 
 
@@ -55,3 +56,12 @@ def test_a_migration_takes_ten_new_lines_at_most(name: str) -> None:
     new = [line[2:] for line in difflib.ndiff(before, after) if line.startswith("+ ")]
     counted = [line for line in new if not NOT_COUNTED.search(line)]
     assert len(counted) <= 10, "\n".join(counted)
+
+
+@pytest.mark.parametrize("name", SCRIPTS)
+def test_the_page_shows_both_scripts_and_counts_their_lines(name: str) -> None:
+    page = (MIGRATION.parents[1] / "docs" / f"from-{name.replace('_', '-')}.md").read_text()
+    texts = [(MIGRATION / f"{name}_{when}.py").read_text() for when in ("before", "after")]
+    assert all(f"```python\n{text}```" in page for text in texts)
+    before, after = (len(text.splitlines()) for text in texts)
+    assert f"had {before} lines and has {after}, ten of them new" in " ".join(page.split())
