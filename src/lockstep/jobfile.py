@@ -88,6 +88,11 @@ class JobFile:
 
     def _call(self, function: Callable[..., Any]) -> Job:
         parameters = {**_typed(function, self.parameters), **self._settings_asked_for(function)}
+        for name, parameter in inspect.signature(function).parameters.items():
+            alone = parameter.kind in (parameter.VAR_POSITIONAL, parameter.VAR_KEYWORD)
+            if not alone and parameter.default is parameter.empty and name not in parameters:
+                option = f"--{name.replace('_', '-')} ..." if name in SETTINGS else f"--set {name}=..."
+                raise JobError(f"{self.path}: its job has to be told {name}: add {option}")
         try:
             job = function(**parameters)
         except LockstepError:
