@@ -24,7 +24,7 @@ LAYERS = [
     {"strategies"},
     {"profiling"},
     {"training", "map"},
-    {"train", "parallelize"},
+    {"train", "parallelize", "callbacks"},
     {"prediction"},
     {"export"},
     {"compare", "verify"},

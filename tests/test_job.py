@@ -47,6 +47,7 @@ GOOD = {
         ("metrics", [1], "dict"),
         ("metrics", {"m": 1}, "called"),
         ("on_event", 3, "list"),
+        ("callbacks", 3, "list"),
     ],
 )
 def test_a_wrong_field_is_named_when_the_job_is_made(field: str, value: object, says: str) -> None:

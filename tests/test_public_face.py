@@ -33,7 +33,7 @@ def parameters(thing: Any) -> list[str]:
 
 def face() -> dict[str, Any]:
     names = {}
-    for module in ("", "parallel", "strategies"):
+    for module in ("", "callbacks", "parallel", "strategies"):
         home = getattr(lockstep, module) if module else lockstep
         for name in home.__all__:
             thing = getattr(home, name)

@@ -12,6 +12,7 @@ import types
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from lockstep import callbacks as callbacks
     from lockstep import parallel as parallel
     from lockstep.compare.compare import compare as compare
     from lockstep.compare.tune import tune as tune
@@ -30,12 +31,14 @@ if TYPE_CHECKING:
     from lockstep.prediction.predict import predict as predict
     from lockstep.train import evaluate as evaluate
     from lockstep.train import train as train
+    from lockstep.training.callbacks.callback import Callback as Callback
     from lockstep.training.run import Run as Run
     from lockstep.verify import verify as verify
 
 __version__ = "0.1.0"
 
 _HOME = {
+    "Callback": "lockstep.training.callbacks.callback",
     "Device": "lockstep.launch.devices",
     "Event": "lockstep.launch.events",
     "Job": "lockstep.job",
@@ -44,6 +47,7 @@ _HOME = {
     "Run": "lockstep.training.run",
     "World": "lockstep.launch.world",
     "batches": "lockstep.data",
+    "callbacks": "lockstep.callbacks",
     "compare": "lockstep.compare.compare",
     "evaluate": "lockstep.train",
     "export": "lockstep.export",
@@ -58,6 +62,8 @@ _HOME = {
     "verify": "lockstep.verify",
 }
 
+_MODULES = {"callbacks", "parallel"}
+
 __all__ = [*sorted(_HOME), "__version__"]
 
 
@@ -65,7 +71,7 @@ class _Package(types.ModuleType):
     """The package itself: where a function and its module share a name (``train``), the function is public."""
 
     def __setattr__(self, name: str, value: Any) -> None:
-        if name in _HOME and name != "parallel" and isinstance(value, types.ModuleType):
+        if name in _HOME and name not in _MODULES and isinstance(value, types.ModuleType):
             return
         super().__setattr__(name, value)
 
@@ -73,7 +79,7 @@ class _Package(types.ModuleType):
         if name not in _HOME:
             raise AttributeError(f"module 'lockstep' has no attribute {name!r}")
         module = importlib.import_module(_HOME[name])
-        value = module if name == "parallel" else getattr(module, name)
+        value = module if name in _MODULES else getattr(module, name)
         super().__setattr__(name, value)
         return value
 

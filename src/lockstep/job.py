@@ -74,6 +74,8 @@ class Job:
         loader_workers: processes that fetch samples, for each rank; None chooses by the cores and the dataset. A
             stream has at most one, which reads ahead: each further one would read all of it.
         on_event: functions called with each ``Event`` on rank 0; one that returns ``"stop"`` ends the training.
+        callbacks: ``lockstep.Callback`` objects, whose methods are called on every rank with the model: early stopping,
+            averaged weights, freezing, ... (see ``lockstep.callbacks``).
 
     Raises:
         JobError: a field is missing or wrong; the message begins with its name.
@@ -108,6 +110,7 @@ class Job:
     keep: int = 2
     loader_workers: int | None = None
     on_event: Sequence[Callable[[Any], str | None]] = ()
+    callbacks: Sequence[Any] = ()
 
     def __new__(cls, *values: Any, **fields: Any) -> Self:
         """Say what is wrong with the names, in place of Python's own words."""
@@ -141,6 +144,8 @@ class Job:
                 raise JobError(f'metrics: "{metric}" is {function!r}, which can\'t be called')
         if not isinstance(self.on_event, Sequence):
             raise JobError("on_event: a list of functions is expected")
+        if not isinstance(self.callbacks, Sequence):
+            raise JobError("callbacks: a list of lockstep.Callback objects is expected")
         if self.save_every is not None:
             steps_or_seconds(self.save_every, "save_every")
         for name in SETTINGS:

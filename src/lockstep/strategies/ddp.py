@@ -135,8 +135,8 @@ class DDPStep(Step):
             raise RunError(
                 f'parameter "{drifted}" is no longer the same on all ranks: not only the optimizer has written it',
                 kind="drift",
-                fix="don't write it in forward, nor in on_event, which runs on rank 0 only; an optimizer must not draw "
-                "random numbers",
+                fix="don't write it in forward, in on_event, which runs on rank 0 only, or in a callback on some ranks "
+                "only; an optimizer must not draw random numbers",
             )
 
     def _overlapping(self, all_have_samples: bool) -> DistributedDataParallel | None:

@@ -208,7 +208,7 @@ class HogwildStep(SingleStep):
                 if changed := sorted(set(names) ^ set(every[0])):
                     raise RunError(
                         f'parameter "{changed[0]}" is frozen on one of rank 0 and rank {rank} only: change the model '
-                        "on every rank alike (on_event runs on rank 0 only)"
+                        "on every rank alike (on_event runs on rank 0 only, callbacks on all)"
                     )
             take_first(self.world, buffers_of(self.model))
 

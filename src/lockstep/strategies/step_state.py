@@ -136,9 +136,9 @@ class StepState(Evaluator):
     @contextmanager
     def changed_here_only(self, what: str) -> Iterator[None]:
         """Say which variables of the loss and the model ``what``, which runs on this rank only, changes meanwhile."""
-        before = self._variables() if self.world.size > 1 else {}
+        before = self.variables() if self.world.size > 1 else {}
         yield
-        now = self._variables() if before else {}
+        now = self.variables() if before else {}
         self.tell_once(
             Caveat(
                 "state",
@@ -150,7 +150,8 @@ class StepState(Evaluator):
             if now.get(name) != was
         )
 
-    def _variables(self) -> dict[str, bytes]:
+    def variables(self) -> dict[str, bytes]:
+        """A hash of each attribute of the model and the loss, and of variables that they use."""
         attributes, outside = self.loss.state()
         mine = {f"model.{name}": its for name, its in attribute_prints(self.model).items()}
         return {f"the attributes of {self.loss.name}": attributes, **outside, **self._outside.prints(), **mine}

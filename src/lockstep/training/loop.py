@@ -37,6 +37,7 @@ from lockstep.tensors.allocator import freed_memory_kept
 from lockstep.tensors.pytree import share_sizes
 from lockstep.training.audit import Audit
 from lockstep.training.batch_shapes import FirstStep, line_of
+from lockstep.training.callbacks.dispatch import Callbacks
 from lockstep.training.evaluation import evaluate_sets, try_out
 from lockstep.training.progress import Pace, Teller
 from lockstep.training.saves import Saves, SaveTimes
@@ -71,7 +72,7 @@ class _Training(Setup):
         self.epoch = 0  # epochs that are done
         self.position = 0  # batches done of the epoch that is not
         self.partial = Loss(0.0, 0.0)
-        self.stopped = False
+        self.stopped = ""  # what has ended the training early: on_event, or the name of a callback
         self.interrupted = False  # by a signal: what was done is saved
         self.record: dict[str, float] = {}
         self.data: dict[str, Any] = {}  # a fingerprint of the training data
@@ -82,7 +83,9 @@ class _Training(Setup):
         self.audit: Audit | None = None
         self.first: FirstStep | None = FirstStep(self.step)
         self.shapes: dict[str, Any] = {}
-        self.saves = Saves(job, world, folder, self.step, self.scheduler, self.train_data)
+        self.told = Teller(self.step, job, plan.tensorboard)
+        self.callbacks = Callbacks(job, self.step, folder.path, self.told)
+        self.saves = Saves(job, folder, self.step, self.scheduler, self.train_data, self.callbacks)
 
     # ---- the whole --------------------------------------------------------------------------------------------------
 
@@ -106,10 +109,9 @@ class _Training(Setup):
                 self._said_before.append(Line.note(lost))
             for ended in (self.folder.failure, self.folder.summary):
                 ended.unlink(missing_ok=True)
-        self.told = Teller(self.step, self.job, self.folder, self.plan.tensorboard)
         for told_of in self.opening(self.epoch) if self.world.is_first else ():
             self.world.tell(told_of)
-        self.told.event("started", self.epoch, self.world.step, {})
+        self.callbacks.call("start", self.epoch, {})
         if self.plan.profile:
             to_go = None if self.steps is None else self.steps - self.world.step
             self.profiler = Profiler(self.world, self.step, self.folder, to_go)
@@ -137,7 +139,7 @@ class _Training(Setup):
             if self.world.is_first:
                 save_weights(self.folder.model, state["model"])
             summary = self._summary(time.perf_counter() - began)
-            self.told.event("finished", self.epoch, self.world.step, self.record)
+            self.callbacks.call("finish", self.epoch, self.record)
         return summary
 
     def _is_done(self) -> bool:
@@ -165,21 +167,16 @@ class _Training(Setup):
         self.seconds += seconds
         lr = float(self.step.optimizer.param_groups[0].get("lr", math.nan))
         self.record = losses
-        self.told.event("epoch", number, self.world.step, self.record)
+        self._call("log", number)
+        self._call("epoch", number)
         if self.eval_loaders:
-            values = evaluate_sets(
-                self.step,
-                self.eval_loaders,
-                self.job.metrics,
-                self.world,
-                self.job.seed,
-                looks=not self.evaluated,
-                prefix="eval_",
-            )
+            with self.callbacks.evaluating():
+                of = self.step, self.eval_loaders, self.job.metrics, self.world, self.job.seed
+                values = evaluate_sets(*of, looks=not self.evaluated, prefix="eval_")
             self.evaluated = True
             self.record |= values
         self.record |= {"lr": lr, "seconds": seconds, "samples_per_second": samples / seconds if seconds else 0.0}
-        self._stop_if_told(self.told.event("evaluated", number, self.world.step, self.record))
+        self._call("evaluated", number)
         if finished:
             self.epoch, self.position = number, 0
             if self.scheduler is not None and self.job.lr_scheduler_every == "epoch":
@@ -198,7 +195,7 @@ class _Training(Setup):
         if self.profiler is not None:
             batches = self.profiler.over(batches)
         pace = Pace(world, self.epochs, self.steps)
-        if job.on_event:
+        if job.on_event or self.callbacks:
             step.after_events()
         for batch in self._until_all_stop(batches):
             if not self.data:
@@ -218,6 +215,8 @@ class _Training(Setup):
             self.saves.check()
             if by_step is not None:
                 move_on(by_step, result)
+            if self.callbacks.by_step:
+                self.stopped = self.callbacks.stepped(result, self.epoch + 1) or self.stopped
             pace.show(self.epoch + 1, samples, sums)
             if self.times.is_due() and not step.stopping and self.position != self.loader.batches_of(self.epoch):
                 self._save_within(sums)
@@ -244,14 +243,15 @@ class _Training(Setup):
             if self._is_at_last_step or (step.stopping and may_stop):
                 break
         if world.size > 1 and not step.together:  # they learn of it at different batches
-            places = world.gather_objects((self.position, step.stopping))
-            yield from itertools.islice(batches, max(position for position, _ in places) - self.position)
-            step.stopping = any(stopping for _, stopping in places)
+            places = world.gather_objects((self.position, step.stopping, self.stopped))
+            yield from itertools.islice(batches, max(position for position, *_ in places) - self.position)
+            step.stopping = any(stopping for _, stopping, _ in places)
+            self.stopped = next((stopped for *_, stopped in places if stopped), "")
         self.interrupted = step.stopping
 
     @property
     def _is_at_last_step(self) -> bool:
-        return self.job.steps is not None and self.world.step >= self.job.steps
+        return bool(self.stopped) or (self.job.steps is not None and self.world.step >= self.job.steps)
 
     def _end_first(self, size: int) -> None:
         """After the first update: say the shapes inside and outside."""
@@ -262,9 +262,8 @@ class _Training(Setup):
         if self.world.is_first and line is not None:
             self.world.tell(Line(line))
 
-    def _stop_if_told(self, answer: bool) -> None:
-        if self.job.on_event:
-            self.stopped = self.world.broadcast_object(answer)
+    def _call(self, kind: str, number: int) -> None:
+        self.stopped = self.callbacks.call(kind, number, self.record) or self.stopped
 
     # ---- saving and taking up ---------------------------------------------------------------------------------------
 
@@ -278,7 +277,7 @@ class _Training(Setup):
         if self.world.is_first and self.kept_record is not None and not self.interrupted:
             self.folder.add_metrics(self.kept_record)
         before = self.stopped
-        self._stop_if_told(self.told.event("saved", number, self.world.step, self.record) or before)
+        self._call("saved", number)
         if self.stopped and not before:
             self._checkpoint()  # with that
 
@@ -318,7 +317,8 @@ class _Training(Setup):
         self.partial = Loss(*state["partial"])
         self.kept_record, self.data = state.get("record"), state.get("data", {})
         self.world.step = state["step"]
-        self.stopped = state.get("stopped", False)
+        self.stopped = state.get("stopped") or ""
+        self.stopped = "on_event" if self.stopped is True else self.stopped  # earlier versions
         is_beyond = (self.job.steps is not None and self.world.step > self.job.steps) or (
             self.epochs is not None and (self.epoch, self.position) > (self.epochs, 0)
         )
@@ -327,8 +327,9 @@ class _Training(Setup):
                 self.record = {n: v for n, v in self.kept_record.items() if n not in ("epoch", "step")}
             return
         if self.stopped:
-            self.stopped = False
-            self.saves.notes.append(f"on_event had stopped the run after {counted(self.epoch, 'epoch')}: it goes on")
+            after = counted(self.epoch, "epoch")
+            self.saves.notes.append(f"{self.stopped} had stopped the run after {after}: it goes on")
+            self.stopped = ""
         if self._is_at_last_step:
             raise JobError(
                 f"steps: the run has done {self.world.step}: ask for more, --steps {2 * self.world.step} say"

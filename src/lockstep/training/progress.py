@@ -12,10 +12,10 @@ from lockstep.errors import JobError
 from lockstep.job import Job
 from lockstep.launch.events import Event, Memory, Progress
 from lockstep.launch.memory import memory_now
-from lockstep.launch.run_folder import RunFolder
 from lockstep.launch.world import World
 from lockstep.strategies.result import Sums
 from lockstep.strategies.step import Step
+from lockstep.training.callbacks.callback import Callback, TrainingContext
 
 
 class Pace:
@@ -58,42 +58,76 @@ class Pace:
         )
 
 
-class Teller:
-    """Passes on what happens: to the display, to the person's functions on rank 0, to TensorBoard."""
+class Teller(Callback):
+    """Passes on what happens, on rank 0: to TensorBoard, to the display, to the person's functions."""
 
-    def __init__(self, step: Step, job: Job, folder: RunFolder, tensorboard: bool) -> None:
+    def __init__(self, step: Step, job: Job, tensorboard: bool) -> None:
         self._step = step
-        self._world = world = step.world
-        self._functions = job.on_event if world.is_first else ()
-        self._folder = str(folder.path)
+        self._functions: list[Any] = list(job.on_event) if step.world.is_first else []
+        self._tensorboard = tensorboard and step.world.is_first
         self._writer: Any = None
-        if tensorboard and world.is_first:
+
+    def on_start(self, training: TrainingContext) -> None:
+        """Told as ``"started"``."""
+        if self._tensorboard:
             try:
                 from torch.utils.tensorboard import SummaryWriter
             except ImportError as error:
                 raise JobError("tensorboard: it isn't installed: pip install torch-lockstep[tensorboard]") from error
-            self._writer = SummaryWriter(self._folder)
+            self._writer = SummaryWriter(str(training.folder))
+        self._tell("started", training)
 
-    def event(self, kind: Any, epoch: int, step: int, metrics: dict[str, float]) -> bool:
-        """Tell of an event; gives whether somebody answered that the training should stop."""
-        if not self._world.is_first:
-            return False
-        event = Event(kind, epoch, step, dict(metrics), self._folder)
-        self._world.tell(event)
-        if self._writer is not None and kind == "evaluated":
-            for name, value in metrics.items():
-                self._writer.add_scalar(name, value, step)
+    def on_epoch(self, training: TrainingContext) -> None:
+        """Told as ``"epoch"``."""
+        self._tell("epoch", training)
+
+    def on_evaluated(self, training: TrainingContext) -> None:
+        """Told as ``"evaluated"``."""
+        for name, value in training.metrics.items() if self._writer is not None else ():
+            self._writer.add_scalar(name, value, training.step)
+        self._tell("evaluated", training)
+
+    def on_saved(self, training: TrainingContext) -> None:
+        """Told as ``"saved"``."""
+        self._tell("saved", training)
+
+    def on_finish(self, training: TrainingContext) -> None:
+        """Told as ``"finished"``."""
+        self._tell("finished", training)
+
+    def _tell(self, kind: Any, training: TrainingContext) -> None:
+        if not training.world.is_first:
+            return
+        event = Event(kind, training.epoch, training.step, dict(training.metrics), str(training.folder))
+        training.world.tell(event)
         with self._step.changed_here_only("on_event"):
             answers = [function(event) for function in self._functions]
         for answer in answers:
             if answer not in (None, "stop"):
                 raise JobError(f'on_event: a function answered {answer!r}; None or "stop" is expected')
-        return "stop" in answers
+        if "stop" in answers:
+            training.stop()
+
+    def state_dict(self) -> dict[str, Any]:
+        """Those of the functions that have one, in their order."""
+        states = [function.state_dict() if has_state(function) else None for function in self._functions]
+        return {"functions": states} if any(state is not None for state in states) else {}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Give the functions theirs."""
+        for function, kept in zip(self._functions, state["functions"], strict=False):
+            if kept is not None and has_state(function):
+                function.load_state_dict(kept)
 
     def close(self) -> None:
         """Write out what TensorBoard hasn't got yet."""
         if self._writer is not None:
             self._writer.close()
+
+
+def has_state(thing: Any) -> bool:
+    """Whether a checkpoint can keep its state."""
+    return all(callable(getattr(thing, name, None)) for name in ("state_dict", "load_state_dict"))
 
 
 def held_out(loaders: Mapping[str, AnyLoader]) -> str:

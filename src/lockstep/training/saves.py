@@ -17,6 +17,8 @@ from lockstep.launch.run_folder import RunFolder
 from lockstep.launch.world import World
 from lockstep.strategies.step import Step
 from lockstep.tensors.state_tree import encoded
+from lockstep.training.callbacks.dispatch import Callbacks
+from lockstep.training.progress import has_state
 
 
 class SaveTimes:
@@ -59,10 +61,13 @@ class SaveTimes:
 class Saves:
     """Saves one training, and takes it up; the same on every rank."""
 
-    def __init__(self, job: Job, world: World, folder: RunFolder, step: Step, scheduler: Any, train_data: Any) -> None:
+    def __init__(
+        self, job: Job, folder: RunFolder, step: Step, scheduler: Any, train_data: Any, callbacks: Callbacks
+    ) -> None:
+        world = step.world
         self._job, self._world, self._folder, self._step, self._scheduler = job, world, folder, step, scheduler
-        self._data = train_data if _has_state(train_data) and not is_stream(train_data) else None
-        self._functions: list[Any] = list(job.on_event) if world.is_first else []
+        self._callbacks = callbacks
+        self._data = train_data if has_state(train_data) and not is_stream(train_data) else None
         self.notes: list[str] = []
         if self._data is not None and job.loader_workers != 0:
             self._data = None
@@ -87,10 +92,10 @@ class Saves:
             raise JobError(f"saving: {error}") from error
 
     def _beside(self) -> dict[str, Any]:
-        """The states of what is around the step; those of ``on_event`` are rank 0's."""
+        """The states of what is around the step; those of callbacks are rank 0's."""
         return {
             "scheduler": None if self._scheduler is None else self._scheduler.state_dict(),
-            "on_event": [f.state_dict() if _has_state(f) else None for f in self._functions],
+            "callbacks": self._callbacks.state_dict(),
             "train_data": None if self._data is None else self._world.gather_objects(self._data.state_dict()),
         }
 
@@ -108,11 +113,11 @@ class Saves:
         before: Callable[[], None] | None = None
         if loss is not None and loss < self._best:
             self._best = loss
-            if self._world.is_first:
-                weights = weights_on_cpu(state["model"])
+            with self._callbacks.evaluating():  # the weights that the loss is of
+                weights = weights_on_cpu(state["model"]) if self._world.is_first else {}
 
-                def before() -> None:
-                    save_weights(self._folder.best, weights)
+            def before() -> None:
+                save_weights(self._folder.best, weights)
 
         whole = {
             **state,
@@ -146,9 +151,9 @@ class Saves:
         self._best = state["best"] if self._world.broadcast_object(self._has_best(state["best"])) else math.inf
         if self._scheduler is not None and state["scheduler"] is not None:
             self._scheduler.load_state_dict(state["scheduler"])
-        for function, kept in zip(self._functions, state.get("on_event", []), strict=False):
-            if kept is not None and _has_state(function):
-                function.load_state_dict(kept)
+        earlier = {"on_event": {"functions": state["on_event"]}} if state.get("on_event") else {}  # earlier versions
+        self._callbacks.load_state_dict({**earlier, **state.get("callbacks", {})})
+        self.notes += self._callbacks.notes
         self._data_states = state.get("train_data")
         return state
 
@@ -183,7 +188,3 @@ class Saves:
             self._data.load_state_dict(states[self._world.rank])
         except Exception as error:
             raise JobError(f"train_data: load_state_dict raised {told(error)}") from error
-
-
-def _has_state(thing: Any) -> bool:
-    return all(callable(getattr(thing, name, None)) for name in ("state_dict", "load_state_dict"))

@@ -1,0 +1,1 @@
+"""Callbacks that come with Lockstep: ``lockstep.callbacks``. One's own derive from ``lockstep.Callback``."""

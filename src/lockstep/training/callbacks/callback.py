@@ -1,0 +1,121 @@
+"""Callback: what a person hangs into a training, with the training as it sees it."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import AbstractContextManager
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+
+from lockstep.launch.world import World
+from lockstep.strategies.result import Result
+from lockstep.strategies.step import Step
+
+
+class TrainingContext:
+    """The training, as a callback sees it on its rank.
+
+    Attributes:
+        epoch: the epoch that the training is in, from 1 (0 at the start).
+        metrics: what is known by then: in ``on_log`` and ``on_epoch`` the training's losses, from ``on_evaluated`` on
+            also those of the evaluation. A number that is added there goes into ``metrics.jsonl`` with the others.
+        result: of the last update, in ``on_step``; on an accelerator ``result.loss`` waits for it.
+        folder: of the run. Only rank 0 may write there.
+        stopping: why a callback on this rank has ended the training; None where none has.
+    """
+
+    def __init__(self, step: Step, folder: Path, evaluated_weights: Callable[[], AbstractContextManager[None]]) -> None:
+        self._step, self._evaluated_weights = step, evaluated_weights
+        self.folder = folder
+        self.epoch = 0
+        self.metrics: dict[str, float] = {}
+        self.result: Result | None = None
+        self.stopping: str | None = None
+
+    @property
+    def model(self) -> nn.Module:
+        """The model under its one-device names; under ``mp`` and ``pp`` its layers are on several devices."""
+        return self._step.model
+
+    @property
+    def optimizer(self) -> torch.optim.Optimizer:
+        """This process's optimizer."""
+        return self._step.optimizer
+
+    @property
+    def world(self) -> World:
+        """This process's place among the ranks."""
+        return self._step.world
+
+    @property
+    def step(self) -> int:
+        """Updates so far."""
+        return self._step.world.step
+
+    def stop(self, why: str = "") -> None:
+        """End the training at this step, as if it were its last one: it is evaluated and saved.
+
+        One rank's is enough, but for ``on_step`` and ``on_log``, which have to call it on all ranks alike.
+
+        Args:
+            why: is printed.
+        """
+        self.stopping = why
+
+    @contextlib.contextmanager
+    def evaluating(self) -> Iterator[None]:
+        """The model in evaluation mode, without gradients, with the weights that are evaluated; on every rank."""
+        with self._evaluated_weights(), self._step.evaluating():
+            yield
+
+    def weights(self) -> dict[str, Any]:
+        """The model's state dict under its one-device names, not copied; on every rank."""
+        weights: dict[str, Any] = self._step.state_dict()["model"]
+        return weights
+
+
+class Callback:
+    """Acts on a training, on every rank: ``Job(callbacks=[Mine()])``.
+
+    Write the methods that you need; each is given the training (a ``TrainingContext``). They are called on every rank,
+    at the same step, on a copy of the callback, which is made when the training begins. What they change (parameters,
+    which of them are frozen, the optimizer's settings, attributes of the model) must be the same on all ranks: what
+    isn't is an error that names it. Ranks of ``hogwild`` come to ``on_step`` each at its own time.
+    """
+
+    def on_start(self, training: TrainingContext) -> None:
+        """Before the first step, of a resumed run too; its state is there by then."""
+
+    def on_step(self, training: TrainingContext) -> None:
+        """After each update."""
+
+    def on_log(self, training: TrainingContext) -> None:
+        """When the training's losses are logged."""
+
+    def on_epoch(self, training: TrainingContext) -> None:
+        """After the training of an epoch, before its evaluation."""
+
+    def on_evaluated(self, training: TrainingContext) -> None:
+        """After an evaluation; at the end of each epoch where there is no evaluation set."""
+
+    def on_saved(self, training: TrainingContext) -> None:
+        """After an epoch was saved."""
+
+    def on_finish(self, training: TrainingContext) -> None:
+        """At the end of the training, when the final weights are written; not of one that fails."""
+
+    @contextlib.contextmanager
+    def evaluating(self, training: TrainingContext) -> Iterator[None]:
+        """Around each evaluation: other weights may be put in place, and must be put back."""
+        yield
+
+    def state_dict(self) -> dict[str, Any]:
+        """What a checkpoint keeps of it: tensors, plain values, lists and dicts of them; rank 0's is saved."""
+        return {}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Take over what ``state_dict`` gave; tensors are on the CPU. It is called before ``on_start``."""

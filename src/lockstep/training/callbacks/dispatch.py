@@ -1,0 +1,173 @@
+"""Calls the callbacks of a training on every rank, and makes sure that the ranks stay alike.
+
+A rank whose callbacks have written a parameter in a step waits until every rank has written the same (`World.meet`, by
+the store of the process group). So a write on some ranks only is found in that step, and where nothing is written,
+nothing is sent. After steps 1, 2, 4, 8, ..., and between epochs, ranks compare all that callbacks change: settings of
+the optimizer, attributes, and writes to ``parameter.data``, which a parameter's version doesn't show.
+"""
+
+from __future__ import annotations
+
+import collections
+import contextlib
+import copy
+import hashlib
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+from lockstep.errors import JobError, RunError, told
+from lockstep.job import Job
+from lockstep.launch.events import Line
+from lockstep.strategies.evaluator import is_power_of_two
+from lockstep.strategies.result import Result
+from lockstep.strategies.step import Step
+from lockstep.tensors.digest import digest
+from lockstep.training.callbacks.callback import Callback, TrainingContext
+
+
+class Callbacks:
+    """The callbacks of one training on one rank.
+
+    Args:
+        job: whose they are.
+        step: the model under its strategy.
+        folder: of the run.
+        last: called after the person's, and not held to act alike on all ranks; ``on_event``.
+
+    Raises:
+        JobError: one is no callback, or can't be copied.
+    """
+
+    def __init__(self, job: Job, step: Step, folder: Path, last: Callback) -> None:
+        self._step, self._world = step, step.world
+        self._of_ranks = step.world.size > 1
+        counts: collections.Counter[str] = collections.Counter()
+        self._by_name: dict[str, Callback] = {}
+        for callback in job.callbacks:
+            name = type(callback).__name__
+            counts[name] += 1
+            self._by_name[f"{name}-{counts[name]}" if counts[name] > 1 else name] = _copied(callback)
+        self._last = {"on_event": last}
+        self._asks = bool(self._by_name or job.on_event)
+        self._parameters = list(step.model.named_parameters())
+        self.training = TrainingContext(step, folder, self.evaluating)
+        self.by_step = any(type(callback).on_step is not Callback.on_step for callback in self._by_name.values())
+        self.notes: list[str] = []
+
+    def __bool__(self) -> bool:
+        return bool(self._by_name)
+
+    def call(self, kind: str, epoch: int, metrics: dict[str, float]) -> str:
+        """Call the method of that kind of each; gives the name of one that stops the training, or ""."""
+        training = self.training
+        training.epoch, training.metrics, training.stopping = epoch, metrics, None
+        within = kind in ("step", "log")
+        by = ""
+        with self._same_on_every_rank(within) if self._of_ranks and self._by_name else contextlib.nullcontext():
+            by = self._each(self._by_name, kind)
+        if not within:
+            by = self._each(self._last, kind) or by
+        if not self._of_ranks or not self._asks:
+            return by
+        if not within:
+            return next(filter(None, self._world.gather_objects(by)), "")
+        if by and self._step.together:
+            self._world.meet(f"the end of the training by {by}")
+        return by
+
+    def _each(self, callbacks: Mapping[str, Callback], kind: str) -> str:
+        by = ""
+        for name, callback in callbacks.items():
+            getattr(callback, f"on_{kind}")(self.training)
+            if self.training.stopping is not None and not by:
+                by = name
+                if self.training.stopping:
+                    self._world.tell(Line(f"{name}: {self.training.stopping}"))
+        return by
+
+    def stepped(self, result: Result, epoch: int) -> str:
+        """After an update, as ``call``."""
+        self.training.result = result
+        return self.call("step", epoch, {})
+
+    @contextlib.contextmanager
+    def evaluating(self) -> Iterator[None]:
+        """With the weights in place that are evaluated; the later callbacks' win."""
+        with contextlib.ExitStack() as stack:
+            for callback in self._by_name.values():
+                stack.enter_context(callback.evaluating(self.training))
+            yield
+
+    def state_dict(self) -> dict[str, Any]:
+        """The state of each by its name."""
+        states = {name: callback.state_dict() for name, callback in {**self._by_name, **self._last}.items()}
+        return {name: state for name, state in states.items() if state}
+
+    def load_state_dict(self, states: Mapping[str, Any]) -> None:
+        """Take over what ``state_dict`` gave; callbacks that are new begin anew, which is said."""
+        for name, callback in {**self._by_name, **self._last}.items():
+            if name in states:
+                callback.load_state_dict(states[name])
+            elif callback.state_dict():
+                self.notes.append(f"callbacks: {name} begins anew: the run had none")
+        for name in states.keys() - self._by_name.keys() - self._last.keys():
+            self.notes.append(f"callbacks: the run had {name}, whose state is left out: the job has none now")
+
+    # ---- what they change -------------------------------------------------------------------------------------------
+
+    @contextlib.contextmanager
+    def _same_on_every_rank(self, within: bool) -> Iterator[None]:
+        """Hold what is changed meanwhile to being the same on every rank.
+
+        Raises:
+            InputError, RunError: it isn't, or parameters that ranks share were written.
+        """
+        together = self._step.together
+        looks = not within or (together and is_power_of_two(self._world.step))
+        versions, others = self._versions(), self._others() if looks else {}
+        yield
+        now = self._versions()
+        written = [name for name, was in versions.items() if now[name] != was]
+        if written and not together:
+            raise RunError(
+                f'callbacks: parameter "{written[0]}" was written, and all ranks share it, so that each of them would '
+                "write it: take ddp"
+            )
+        changed = {f'parameter "{name}"': digest(p) for name, p in self._parameters if name in written}
+        after = self._others() if looks else {}
+        changed |= {f'"{name}"': after.get(name) for name in others | after if others.get(name) != after.get(name)}
+        if looks:  # all ranks come here
+            for rank, theirs in enumerate(every := self._world.gather_objects(changed)):
+                if differ := [name for name in every[0] | theirs if every[0].get(name) != theirs.get(name)]:
+                    raise RunError(
+                        f"callbacks change {differ[0]} on rank 0 and rank {rank} differently: what they change must be "
+                        "the same on every rank"
+                    )
+        elif changed:
+            print_of = hashlib.sha256(repr(changed).encode()).hexdigest()[:8]  # of all, so that ranks compare them
+            more = f" and {len(changed) - 1} more" if len(changed) > 1 else ""
+            self._world.meet(f"what callbacks change ({next(iter(changed))}{more}, {print_of})", together=together)
+        if looks and within:
+            self._step.after_events()
+
+    def _versions(self) -> dict[str, tuple[int, int]]:
+        return {name: (p.data_ptr(), p._version) for name, p in self._parameters}
+
+    def _others(self) -> dict[str, Any]:
+        """Settings of the optimizer, attributes of the model, and variables that it or the loss uses."""
+        groups = enumerate(self._step.optimizer.param_groups)
+        settings = {f"{key} of optimizer group {i}": value for i, group in groups for key, value in group.items()}
+        plain = {name: value for name, value in settings.items() if isinstance(value, int | float)}
+        return {**plain, **self._step.variables()}
+
+
+def _copied(callback: Any) -> Callback:
+    if not isinstance(callback, Callback):
+        kind = f"the class {callback.__name__}" if isinstance(callback, type) else f"a {type(callback).__name__}"
+        raise JobError(f"callbacks: objects of lockstep.Callback are expected, not {kind}")
+    try:
+        return copy.deepcopy(callback)
+    except Exception as error:
+        name = type(callback).__name__
+        raise JobError(f"callbacks: {name} can't be copied ({told(error)}): open files in on_start") from error

@@ -1,0 +1,239 @@
+"""Callbacks: called on every rank, saved with the run, held to acting alike on all ranks."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+import lockstep
+from lockstep import Callback, Job
+from lockstep.callbacks import TrainingContext
+from lockstep.errors import JobError, LockstepError
+from zoo import ZOO
+
+WAYS = {"single": "1xcpu", "dp": "2xcpu", "ddp": "2xcpu", "pp": "2xcpu", "hogwild": "2xcpu"}
+
+
+def job(*callbacks: Any, **settings: Any) -> Job:
+    return ZOO["mlp"].replace(callbacks=callbacks, precision="fp64", **settings)
+
+
+def trained(its: Job, way: str, folder: Path, **settings: Any) -> lockstep.Run:
+    return lockstep.train(its, strategy=way, devices=WAYS[way], folder=folder, quiet=True, **settings)
+
+
+class Writes(Callback):
+    """Writes down when it is called, on each rank to a file of its own."""
+
+    def _note(self, what: str, training: TrainingContext) -> None:
+        with open(training.folder / f"calls-{training.world.rank}", "a") as file:
+            file.write(f"{what} {training.epoch}.{training.step}\n")
+
+    def on_start(self, training: TrainingContext) -> None:
+        self._note("start", training)
+
+    def on_step(self, training: TrainingContext) -> None:
+        assert training.result is not None and training.result.size in (8, 5)
+        self._note("step", training)
+
+    def on_log(self, training: TrainingContext) -> None:
+        self._note("log", training)
+
+    def on_epoch(self, training: TrainingContext) -> None:
+        assert set(training.metrics) == {"train_loss"}
+        self._note("epoch", training)
+
+    def on_evaluated(self, training: TrainingContext) -> None:
+        assert {"train_loss", "eval_loss", "accuracy"} <= set(training.metrics)
+        training.metrics["added"] = training.step / 4
+        self._note("evaluated", training)
+
+    def on_saved(self, training: TrainingContext) -> None:
+        self._note("saved", training)
+
+    def on_finish(self, training: TrainingContext) -> None:
+        assert (training.folder / "model.safetensors").exists()
+        self._note("finish", training)
+
+
+@pytest.mark.parametrize("way", ["single", "ddp", "hogwild"])
+def test_each_rank_is_called_at_each_point(way: str, tmp_path: Path) -> None:
+    run = trained(job(Writes()), way, tmp_path)
+    epochs = [
+        [*(f"step {e}.{4 * e - 4 + i}" for i in (1, 2, 3, 4)), *(f"{k} {e}.{4 * e}" for k in ENDS)] for e in (1, 2)
+    ]
+    expected = ["start 0.0", *epochs[0], *epochs[1], "finish 2.8"]
+    for rank in range(1 if way == "single" else 2):
+        assert (run.folder / f"calls-{rank}").read_text().splitlines() == expected
+    assert [record["added"] for record in run.history] == [1, 2]
+
+
+ENDS = ("log", "epoch", "evaluated", "saved")
+
+
+class Remembers(Callback):
+    """Has a state of numbers and tensors."""
+
+    def __init__(self) -> None:
+        self.steps = 0
+        self.sums = torch.zeros(2)
+
+    def on_step(self, training: TrainingContext) -> None:
+        assert training.result is not None
+        self.steps += 1
+        self.sums += training.result.loss
+        if training.step == 6:
+            training.stop()
+
+    def on_finish(self, training: TrainingContext) -> None:
+        (training.folder / f"remembers-{training.world.rank}").write_text(f"{self.steps} {self.sums.tolist()}")
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"steps": self.steps, "sums": self.sums}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        self.steps, self.sums = state["steps"], state["sums"]
+
+
+class Goes(Remembers):
+    def on_step(self, training: TrainingContext) -> None:
+        super().on_step(training)
+        training.stopping = None
+
+
+Goes.__name__ = "Remembers"  # the state goes by the name
+
+
+@pytest.mark.parametrize("way", ["single", "ddp", "hogwild"])
+def test_one_that_stops_at_a_step_stops_all_there_and_its_state_goes_on(way: str, tmp_path: Path) -> None:
+    run = trained(job(Remembers(), epochs=3), way, tmp_path)
+    assert run.summary["steps"] == 6
+    assert [record["step"] for record in run.history] == [4, 6], "it was evaluated where it stopped"
+    again = lockstep.train(job(Goes(), epochs=3), resume=run.folder, quiet=True)
+    assert again.summary["steps"] == 12
+    said = {(run.folder / f"remembers-{rank}").read_text() for rank in range(1 if way == "single" else 2)}
+    if way != "hogwild":
+        whole = trained(job(Goes(), epochs=3), way, tmp_path)
+        assert said == {(whole.folder / "remembers-0").read_text()}
+    assert all(text.startswith("12 ") for text in said)
+
+
+class Stops(Callback):
+    def __init__(self, rank: int) -> None:
+        self.rank = rank
+
+    def on_evaluated(self, training: TrainingContext) -> None:
+        if training.world.rank == self.rank:
+            training.stop("enough")
+
+
+def test_one_rank_ends_the_training_of_all(tmp_path: Path, capfd: Any) -> None:
+    run = lockstep.train(job(Stops(1), epochs=9), strategy="ddp", devices="2xcpu", folder=tmp_path)
+    assert run.summary["epochs"] == 1
+    assert "Stops: enough" in "".join(capfd.readouterr())
+
+
+class Changes(Callback):
+    """Does something on rank 1 after the second step, or in another method."""
+
+    def __init__(self, what: str, ranks: tuple[int, ...] = (1,), at: int = 2) -> None:
+        self.what, self.ranks, self.at = what, ranks, at
+
+    def on_step(self, training: TrainingContext) -> None:
+        if training.world.rank in self.ranks and training.step == self.at:
+            getattr(self, self.what)(training)
+
+    def frozen(self, training: TrainingContext) -> None:
+        training.model.get_parameter("2.weight").requires_grad_(False)
+
+    def written(self, training: TrainingContext) -> None:
+        with torch.no_grad():
+            training.model.get_parameter("2.weight").mul_(0.5 + training.world.rank)
+
+    def data(self, training: TrainingContext) -> None:
+        training.model.get_parameter("2.weight").data.mul_(0.5)
+
+    def rate(self, training: TrainingContext) -> None:
+        training.optimizer.param_groups[0]["lr"] = 0.01
+
+    def attribute(self, training: TrainingContext) -> None:
+        training.model.temperature = 2.0  # type: ignore[assignment]
+
+    def end(self, training: TrainingContext) -> None:
+        training.stop()
+
+
+@pytest.mark.parametrize(
+    ("change", "says"),
+    [
+        (Changes("frozen"), r'parameter "2.weight" is frozen now\) has to be on every rank, and rank 0 went on'),
+        (
+            Changes("written", at=3),
+            r'callbacks change \(parameter "2.weight", \w+\) has to be on every rank, and rank 0',
+        ),
+        (
+            Changes("written", (0, 1), at=3),
+            r'callbacks change \(parameter "2.weight", \w+\) has to be on every rank, and on ra',
+        ),
+        (Changes("data"), 'parameter "2.weight" is no longer the same on all ranks'),
+        (Changes("rate"), r'callbacks change "lr of optimizer group 0" on rank 0 and rank 1 differently'),
+        (Changes("attribute"), r'callbacks change "model.temperature" on rank 0 and rank 1 differently'),
+        (Changes("end", at=3), "the end of the training by Changes has to be on every rank"),
+    ],
+    ids=lambda value: f"{value.what}-{len(value.ranks)}" if isinstance(value, Changes) else "",
+)
+def test_what_is_changed_on_one_rank_only_is_named(change: Changes, says: str, tmp_path: Path) -> None:
+    with pytest.raises(LockstepError, match=says):
+        trained(job(change), "ddp", tmp_path)
+
+
+@pytest.mark.parametrize("what", ["frozen", "rate", "attribute"])
+def test_what_is_changed_on_all_ranks_alike_acts_as_on_one_device(what: str, tmp_path: Path) -> None:
+    change = Changes(what, (0, 1), at=3)
+    one, two = (trained(job(change), way, tmp_path).model() for way in ("single", "ddp"))
+    left = trained(job(), "single", tmp_path).model()
+    assert all(torch.allclose(a, b, atol=1e-12) for a, b in zip(one.parameters(), two.parameters(), strict=True))
+    assert (what == "attribute") is all(map(torch.equal, one.parameters(), left.parameters()))
+
+
+def test_weights_that_ranks_share_are_not_written_by_each(tmp_path: Path) -> None:
+    with pytest.raises(LockstepError, match=r'parameter "2\.weight" was written, and all ranks share it'):
+        trained(job(Changes("written", (0, 1))), "hogwild", tmp_path)
+
+
+class Held(Callback):
+    def __init__(self) -> None:
+        self.lock = threading.Lock()
+
+
+@pytest.mark.parametrize(
+    ("callback", "says"),
+    [
+        (Stops, "not the class Stops"),
+        (print, "not a builtin_function_or_method"),
+        (Held(), r"Held can't be copied \(TypeError: .*\): open files in on_start"),
+    ],
+)
+def test_what_is_no_callback_is_refused_before_the_first_step(callback: Any, says: str, tmp_path: Path) -> None:
+    with pytest.raises(JobError, match=f"callbacks: .*{says}"):
+        trained(job(callback), "single", tmp_path)
+    assert not list(tmp_path.iterdir())
+
+
+def test_callbacks_of_a_job_are_copied_for_each_training(tmp_path: Path) -> None:
+    remembers = Remembers()
+    trained(job(remembers), "single", tmp_path)
+    assert remembers.steps == 0
+
+
+def test_callbacks_that_a_resumed_run_has_anew_or_lost_are_said(tmp_path: Path, capfd: Any) -> None:
+    run = trained(job(Remembers()), "single", tmp_path)
+    lockstep.train(job(Goes(), Goes()), resume=run.folder, steps=7)
+    assert "callbacks: Remembers-2 begins anew: the run had none" in "".join(capfd.readouterr())
+    lockstep.train(job(), resume=run.folder, steps=8)
+    assert "callbacks: the run had Remembers" in "".join(capfd.readouterr())
