@@ -75,6 +75,8 @@ def _fuse(
         and all(p.is_floating_point() and p.layout == torch.strided for _, p in named)
         # The kernels on CPU go by address, and are silently wrong where a parameter has gaps.
         and all(torch.empty_like(p).stride() == p.stride() for _, p in named)
+        # That of SGD on CPU leaves whole vectors of parameters of 16 bits as they are (torch 2.13).
+        and not (type(optimizer) is torch.optim.SGD and any(p.is_cpu and p.itemsize == 2 for _, p in named))
         and not sparse
         and "fused" in inspect.signature(type(optimizer).__init__).parameters
         and not any(g.get("differentiable") or (g.get("amsgrad") and not wanted) for g in optimizer.param_groups)
