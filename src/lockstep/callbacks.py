@@ -3,6 +3,7 @@
 One's own derive from ``lockstep.Callback``.
 """
 
+from lockstep.training.callbacks.averages import EMA, SWA
 from lockstep.training.callbacks.callback import Callback, TrainingContext
 
-__all__ = ["Callback", "TrainingContext"]
+__all__ = ["EMA", "SWA", "Callback", "TrainingContext"]

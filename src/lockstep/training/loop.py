@@ -168,7 +168,7 @@ class _Training(Setup):
         lr = float(self.step.optimizer.param_groups[0].get("lr", math.nan))
         self.record = losses
         self._call("log", number)
-        self._call("epoch", number)
+        self._call("epoch", number, whole=finished)
         if self.eval_loaders:
             with self.callbacks.evaluating():
                 of = self.step, self.eval_loaders, self.job.metrics, self.world, self.job.seed
@@ -262,8 +262,8 @@ class _Training(Setup):
         if self.world.is_first and line is not None:
             self.world.tell(Line(line))
 
-    def _call(self, kind: str, number: int) -> None:
-        self.stopped = self.callbacks.call(kind, number, self.record) or self.stopped
+    def _call(self, kind: str, number: int, *, whole: bool = True) -> None:
+        self.stopped = self.callbacks.call(kind, number, self.record, whole=whole) or self.stopped
 
     # ---- saving and taking up ---------------------------------------------------------------------------------------
 

@@ -66,16 +66,20 @@ class Run:
         """One record for each epoch: the lines of ``metrics.jsonl``."""
         return RunFolder(self.folder).read_metrics()
 
-    def model(self, *, best: bool = False) -> nn.Module:
+    def model(self, file: str | None = None, *, best: bool = False) -> nn.Module:
         """The trained model on the CPU, in evaluation mode: the final weights, or those of the lowest evaluation loss.
 
         Its outputs are those that ``predict`` gives. To go on training it by hand, call ``.train()``.
+
+        Args:
+            file: of other weights in the run's folder, as ``"ema.safetensors"``.
+            best: the weights of the lowest evaluation loss.
 
         Raises:
             FolderError: the weights aren't there, or the job was not a file and isn't known here.
         """
         job, weights = trained_of(self, best=best)
-        return trained_model(the_job(job), weights).eval()
+        return trained_model(the_job(job), weights if file is None else self.folder / file).eval()
 
 
 def checkpoints_of(run: str | Path, *, verify: bool = False) -> tuple[list[str], bool]:

@@ -97,7 +97,7 @@ class Callback:
         """When the training's losses are logged."""
 
     def on_epoch(self, training: TrainingContext) -> None:
-        """After the training of an epoch, before its evaluation."""
+        """After the training of an epoch, before its evaluation; not of one that is cut off by ``steps`` or a stop."""
 
     def on_evaluated(self, training: TrainingContext) -> None:
         """After an evaluation; at the end of each epoch where there is no evaluation set."""

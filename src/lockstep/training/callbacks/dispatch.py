@@ -58,14 +58,17 @@ class Callbacks:
     def __bool__(self) -> bool:
         return bool(self._by_name)
 
-    def call(self, kind: str, epoch: int, metrics: dict[str, float]) -> str:
-        """Call the method of that kind of each; gives the name of one that stops the training, or ""."""
+    def call(self, kind: str, epoch: int, metrics: dict[str, float], *, whole: bool = True) -> str:
+        """Call the method of that kind of each; gives the name of one that stops the training, or "".
+
+        Of an epoch that isn't ``whole``, since the training ends within it, ``on_event`` is told only.
+        """
         training = self.training
         training.epoch, training.metrics, training.stopping = epoch, metrics, None
         within = kind in ("step", "log")
         by = ""
         with self._same_on_every_rank(within) if self._of_ranks and self._by_name else contextlib.nullcontext():
-            by = self._each(self._by_name, kind)
+            by = self._each(self._by_name if whole else {}, kind)
         if not within:
             by = self._each(self._last, kind) or by
         if not self._of_ranks or not self._asks:
