@@ -188,7 +188,7 @@ class DDPStep(Step):
             with nullcontext() if ddp is None or is_last else ddp.no_sync():
                 loss = self._forward(ddp, part, sums=is_last)
                 losses.append(loss.detached())
-                self.backward(loss.total, self.divisor(loss.count, batch.size) / early)
+                self.run_backward(loss.total, self.divisor(loss.count, batch.size) / early)
         loss = added(losses)
         if ddp is not None:
             if early < world.size:
@@ -253,14 +253,14 @@ class DDPStep(Step):
             total, count = ddp(part)
             return Loss(total, count, ddp.module.parts)
 
-    def backward(self, total: torch.Tensor, divisor: Number) -> None:
+    def run_backward(self, total: torch.Tensor, divisor: Number) -> None:
         """Add the gradient of ``total / divisor`` to every ``parameter.grad``.
 
         Raises:
             StrategyError: the model uses reentrant activation checkpointing, which PyTorch's reducer can't follow.
         """
         try:
-            super().backward(total, divisor)
+            super().run_backward(total, divisor)
         except RuntimeError as error:
             if "Expected sparse gradient to be defined" in str(error):
                 raise StrategyError(

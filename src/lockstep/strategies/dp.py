@@ -45,7 +45,7 @@ from lockstep.strategies.replicas import (
     replica_of,
     structure_of,
 )
-from lockstep.strategies.result import Result, added, summed
+from lockstep.strategies.result import added, summed
 from lockstep.strategies.step import Step
 from lockstep.strategies.strategy import Strategy
 from lockstep.tensors.placing import moved_in_buckets
@@ -166,12 +166,6 @@ class DPStep(Step):
         elif not device.is_slot:
             seed_on(device.torch, key)
 
-    def update(self, batch: Batch) -> Result:
-        """As every step's; what forward makes of the attributes of a replica is its own."""
-        result = super().update(batch)
-        self._kept = self._attributes_now()
-        return result
-
     @contextmanager
     def evaluating(self) -> Iterator[None]:
         """As every evaluator's."""
@@ -195,6 +189,7 @@ class DPStep(Step):
             self._exchange.begin([max(1, count) for count in parties])
         results = [result for result in self._team.run(work) if result is not None]
         self._add_gradients([i for i, job in enumerate(work) if job is not None])
+        self._kept = self._attributes_now()  # what forward makes of the attributes of a replica is its own
         return added(results, self._summed)
 
     def _look(self, batch: Batch) -> None:
@@ -265,7 +260,7 @@ class DPStep(Step):
                 loss = self.forward_loss(self._replicas[i], part, where)
                 if i and self.looks_again:
                     refuse_other_parameters(loss.total, self.model)
-                self.backward(loss.total, self.divisor(loss.count, size))
+                self.run_backward(loss.total, self.divisor(loss.count, size))
                 losses.append(loss.detached())
                 if self._exchange is not None:
                     self._exchange.leave(i, j)

@@ -156,8 +156,21 @@ class HogwildStep(SingleStep):
     def bytes_communicated(self) -> None:
         """That depends on which core has a weight in its cache."""
 
-    def update(self, batch: Batch) -> Result:
+    def backward(self, inputs: Any, targets: Any = None) -> Result:
+        """Refused.
+
+        Raises:
+            StrategyError: always.
+        """
+        raise StrategyError(
+            "hogwild: a rank takes its part of the learning rate by the size of the global batch, which isn't known "
+            "before step.update(): call step(inputs, targets), with accumulate= of lockstep.parallelize, or take ddp"
+        )
+
+    def update(self, batch: Batch | None = None) -> Result:
         """One update from this rank's share; total and count are those of the share."""
+        if batch is None:
+            return super().update()
         self.stopping = self.world.asked_to_stop()  # the others needn't have heard of it yet
         share = sum(part.size for part in batch.parts)
         self._samples += share

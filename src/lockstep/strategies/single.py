@@ -53,6 +53,6 @@ class SingleStep(Step):
             self.begin_part(number)
             part = self.placed(part)
             loss = self.forward_loss(self.model, part)
-            self.backward(loss.total, self.divisor(loss.count, batch.size))
+            self.run_backward(loss.total, self.divisor(loss.count, batch.size))
             losses.append(loss.detached())
         return added(losses)

@@ -70,7 +70,7 @@ class StagedStep(Step):
                 return self.forward_loss(self.model, self.placed(part))
 
         def backward(i: int, made: Loss) -> Loss:
-            self.backward(made.total, self.divisor(made.count, batch.size))
+            self.run_backward(made.total, self.divisor(made.count, batch.size))
             return made.detached()
 
         while True:

@@ -17,15 +17,16 @@ from __future__ import annotations
 
 import math
 import time
-from abc import ABC, abstractmethod
-from contextlib import nullcontext
+from abc import abstractmethod
+from collections.abc import Iterator
+from contextlib import contextmanager, nullcontext
 from typing import Any, Literal
 
 import torch
 from torch import nn
 
 from lockstep.data import Batch, Part
-from lockstep.data.shares import batch_of, mixed_share, own_stream
+from lockstep.data.shares import mixed_share
 from lockstep.errors import LossError, StrategyError
 from lockstep.job import Job
 from lockstep.launch.observer import observed, phase
@@ -43,12 +44,12 @@ from lockstep.model.inspection import (
 from lockstep.model.loss import Loss, Number
 from lockstep.model.optimizer import clip_gradients
 from lockstep.strategies.evaluator import is_power_of_two
+from lockstep.strategies.own_loops.calls import Calls
 from lockstep.strategies.result import Result, quotient, scalar
-from lockstep.strategies.step_state import StepState
 from lockstep.strategies.update_checks import DeviceChecks, explained, no_items, refuse_not_finite
 
 
-class Step(StepState, ABC):
+class Step(Calls):
     """One model in training under one strategy.
 
     ``step(inputs, targets)`` is one update; its arguments are this process's share of the global batch (all of it where
@@ -73,7 +74,6 @@ class Step(StepState, ABC):
         self._clip_norm = job.clip_norm
         self._compile = job.compile
         self._synchronises = job.sync_batchnorm
-        self._seed = job.seed
         self._updates = 0
         self._by_count = self._on_accelerator and not self.cuts_batch and self._scaler is None
         self.stopping = False
@@ -85,27 +85,8 @@ class Step(StepState, ABC):
 
     # ---- one update -------------------------------------------------------------------------------------------------
 
-    def __call__(self, inputs: Any, targets: Any = None) -> Result:
-        """One update on this process's share of a global batch.
-
-        Args:
-            inputs: what the model takes (a tuple as ``model(*inputs)``, a dict as ``model(**inputs)``), or a ``Batch``
-                of ``lockstep.batches``, which also knows the size of the global batch.
-            targets: what the loss takes beside the outputs.
-        """
-        self._look_at_flags()
-        self.world.announce(self.world.step + 1)
-        given = isinstance(inputs, Batch)
-        batch = inputs if given else batch_of(inputs, targets, self._accumulate, self.world, self._refuse_gaps)
-        with own_stream(self.world, self._seed), self._own_streams_of_parts(len(batch.parts)):
-            return self.update(batch)
-
-    def _refuse_gaps(self, here: list[bool]) -> None:
-        """Called where a rank has no sample and a later one has; a strategy that can't do that refuses."""
-        del here
-
-    def update(self, batch: Batch) -> Result:
-        """One update on a batch of the loader.
+    def update(self, batch: Batch | None = None) -> Result:
+        """One update on a batch of the loader; without one, on what ``backward`` has been given.
 
         Raises:
             RunError: the batch's loss counts no item.
@@ -113,22 +94,47 @@ class Step(StepState, ABC):
             NonFiniteLoss: the loss is NaN or infinite (on accelerators found some steps later, to save waiting).
             OutOfMemory: with the share that was too large.
         """
+        if batch is None:
+            batch, loss = self._given_parts()
+            with self.explained(batch):
+                self._move_parameters(batch.size, loss.count)
+            return self._ended(loss, batch.size)
         self._look_at_flags()
+        self.begin_update(batch)
+        began = self._time() if self.loss_check.is_timed(self._updates) else None
+        with self.explained(batch):
+            loss = self.checked_gradients(batch)
+            self._move_parameters(batch.size, loss.count)
+        if began is not None:
+            line = self.loss_check.timed(self._updates, self._time() - began, len(self.models()))
+            if line is not None:
+                self.loss_check.notes.append(line)
+        return self._ended(loss, batch.size)
+
+    def begin_update(self, batch: Batch) -> None:
+        """Count it, and look at what the model makes of a batch, where that is looked at."""
         self.world.step += 1
         self._updates += 1
         if self._updates == 1:
             self.prepare(batch)
         elif self.looks_again and self._updates <= self.last_look:
             self._look(batch)
-        began = self._time() if self.loss_check.is_timed(self._updates) else None
+
+    def checked_gradients(self, batch: Batch) -> Loss:
+        """As ``gradients``, with what is held to it."""
+        loss = self.gradients(batch)
+        self.part_names(loss)
+        if self._updates == 1 and self.together:
+            self.loss_check.compare_ranks(self.world)
+        if self.looks_again:
+            self._say_what_the_loss_reads()
+        return loss
+
+    @contextmanager
+    def explained(self, batch: Batch) -> Iterator[None]:
+        """Say what an error means, and what to do."""
         try:
-            loss = self.gradients(batch)
-            names = self.part_names(loss)
-            if self._updates == 1 and self.together:
-                self.loss_check.compare_ranks(self.world)
-            if self.looks_again:
-                self._say_what_the_loss_reads()
-            self._move_parameters(batch.size, loss.count)
+            yield
         except (torch.OutOfMemoryError, MemoryError, RuntimeError, ValueError) as error:
             if self._compile and (why := not_compilable(error)) is not None:
                 raise why from None
@@ -137,22 +143,25 @@ class Step(StepState, ABC):
             if known is None:
                 raise
             raise known from error
-        if began is not None:
-            line = self.loss_check.timed(self._updates, self._time() - began, len(self.models()))
-            if line is not None:
-                self.loss_check.notes.append(line)
+
+    def _ended(self, loss: Loss, size: int) -> Result:
+        """After an update."""
         if self.loss_check.notes:
             self.tell_once(dict.fromkeys(self.loss_check.notes) if self.world.is_first else ())
             self.loss_check.notes.clear()
         if self.world.size == 1:
             self.stopping = self.world.asked_to_stop()
-        result = Result(*loss, batch.size, {name: loss.parts.get(name, (0.0, 0)) for name in names})
+        result = self.result_of(loss, size)
         if self._on_accelerator:
             self._on_devices.note_result(result, self.world.step)
             if self.world.step % 50 == 0:
                 self.check()
                 self.stopping = self.stopping or self._on_devices.asked_to_stop()
         return result
+
+    def result_of(self, loss: Loss, size: int) -> Result:
+        """What a person is given for a loss of so many samples."""
+        return Result(*loss, size, {name: loss.parts.get(name, (0.0, 0)) for name in self.part_names(loss)})
 
     def prepare(self, batch: Batch) -> None:
         """Inspect the model with the first batch, then compile it. A strategy that shards it does so afterwards.
@@ -310,7 +319,7 @@ class Step(StepState, ABC):
         return count if self._by_count else size
 
     @phase("computing", "backward")
-    def backward(self, total: torch.Tensor, divisor: Number) -> None:
+    def run_backward(self, total: torch.Tensor, divisor: Number) -> None:
         """Add the gradient of ``total / divisor`` to every ``parameter.grad``."""
         if not total.requires_grad:
             return

@@ -1,0 +1,1 @@
+"""What only loops of a person's own do with a step."""

@@ -1,0 +1,199 @@
+"""What a loop of a person's own calls: ``step(inputs, targets)``, or ``step.backward(...)`` and ``step.update()``.
+
+By hand, each call of ``backward`` is a part of one global batch, whose size nobody knows before the update. So after
+every call ``parameter.grad`` is the gradient of total / samples over the parts so far, and the update weights it as it
+does that of any batch::
+
+    part 1    n1 samples    g1                                   gradient of total1 / n1
+    part 2    n2 samples    (n1 g1 + n2 g2) / (n1 + n2)
+    update                  times (n1 + n2) / (count1 + count2), clip, optimizer
+
+Devices sum their gradients in each call; ``accumulate=`` of a step does it once an update.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from contextlib import AbstractContextManager
+from typing import Any
+
+import torch
+from torch import nn
+
+from lockstep.data import Batch, Part, mixed
+from lockstep.data.shares import batch_of, over_ranks, own_stream
+from lockstep.errors import InputError
+from lockstep.job import Job
+from lockstep.launch.world import World
+from lockstep.model.loss import Loss
+from lockstep.strategies.result import Result, added
+from lockstep.strategies.step_state import StepState
+
+_UPDATE = -1
+"""What a rank says that calls ``update()``, where others say how many parts they have given."""
+
+
+class Calls(StepState, ABC):
+    """A step as a person calls it."""
+
+    def __init__(self, model: nn.Module, optimizer: torch.optim.Optimizer, job: Job, world: World) -> None:
+        super().__init__(model, optimizer, job, world)
+        self._seed = job.seed
+        self._losses: list[Loss] = []  # of the parts since the last update by hand
+        self._samples_given = 0
+        self._by_hand = False
+
+    def __call__(self, inputs: Any, targets: Any = None) -> Result:
+        """One update on this process's share of a global batch.
+
+        Args:
+            inputs: what the model takes (a tuple as ``model(*inputs)``, a dict as ``model(**inputs)``), or a ``Batch``
+                of ``lockstep.batches``, which also knows the size of the global batch.
+            targets: what the loss takes beside the outputs.
+        """
+        self.refuse_waiting("step(...)")
+        self._look_at_flags()
+        self.world.announce(self.world.step + 1)
+        batch = self._batch_of(inputs, targets)
+        with own_stream(self.world, self._seed), self._own_streams_of_parts(len(batch.parts)):
+            return self.update(batch)
+
+    def backward(self, inputs: Any, targets: Any = None) -> Result:
+        """Forward and backward of a part of a batch; after as many as a loop likes comes ``update()``.
+
+        All calls since the last update equal one of the step on all their samples together. Until the update
+        ``parameter.grad`` is the gradient of total / samples over the parts so far, summed over the devices.
+
+        Args:
+            inputs, targets: as the step itself takes them.
+
+        Returns:
+            The loss of this part.
+
+        Raises:
+            InputError: the ranks call it unequally often.
+            LossError: the loss isn't additive over samples, so that parts of a batch can't be added up.
+        """
+        if not self._by_hand:  # from now on each batch is a part of one
+            self._by_hand, self._by_count, self._loss_check = True, False, None
+        number, samples = len(self._losses), self._samples_given
+        self._look_at_flags()
+        self._agree(number)
+        if not number:
+            self.world.announce(self.world.step + 1)
+        batch = self._batch_of(inputs, targets)
+        # Not in place: a strategy may write the next gradients where these are.
+        sums = [None if p.grad is None or not number else p.grad * samples for p in self._parameters]
+        with (
+            own_stream(self.world, mixed(self._seed, number) if number else self._seed),
+            self._own_streams_of_parts(len(batch.parts)),
+        ):
+            if not number:
+                self.begin_update(batch)
+            with self.explained(batch):
+                loss = self.checked_gradients(batch)
+        self._losses.append(loss)
+        self._samples_given = samples + batch.size
+        for p, before in zip(self._parameters, sums, strict=True) if number else ():
+            p.grad = _joined(before, p.grad, batch.size, self._samples_given)
+        return self.result_of(loss, batch.size)
+
+    def _given_parts(self) -> tuple[Batch, Loss]:
+        """The sizes and the loss of all parts since the last update; the next part begins another one.
+
+        Raises:
+            InputError: there is none.
+        """
+        if not self._losses:
+            raise InputError(
+                "step.update(): there are no gradients yet: call step.backward(inputs, targets) before, or "
+                "step(inputs, targets), which does both"
+            )
+        self._look_at_flags()
+        self._agree(_UPDATE)
+        loss, size = added(self._losses), self._samples_given
+        self._losses, self._samples_given = [], 0
+        return Batch([Part(None, None, size, size)], size, 0, 0), loss
+
+    def _agree(self, number: int) -> None:
+        """Make sure that every rank makes this call now: the part of that number, or the update.
+
+        Raises:
+            InputError: one makes another.
+        """
+        every = [theirs for (theirs,) in over_ranks(self.world, number)]
+        if len(set(every)) > 1:
+            calls = ["update()" if n == _UPDATE else f"backward(...) for the {_nth(n)} time" for n in every]
+            told = " and ".join(f"rank {rank} calls step.{call}" for rank, call in enumerate(calls))
+            raise InputError(f"every rank has to give step.update() as many parts: after step {self.world.step} {told}")
+
+    def refuse_waiting(self, what: str) -> None:
+        """Refuse what would lose gradients that wait for the update.
+
+        Raises:
+            InputError: some do.
+        """
+        if self._losses:
+            raise InputError(
+                f"{what}: gradients of {self._samples_given} samples, by step.backward(...), wait for step.update(): "
+                "call that first"
+            )
+
+    def state_dict(self) -> dict[str, Any]:
+        """As every step's.
+
+        Raises:
+            InputError: gradients wait for an update; they would be lost.
+        """
+        self.refuse_waiting("step.state_dict()")
+        return super().state_dict()
+
+    @property
+    def cuts_batch(self) -> bool:
+        """As every evaluator's; what is given by hand is a part of a batch."""
+        return self._by_hand or super().cuts_batch
+
+    def _follow_flags(self, name: str) -> None:
+        self.refuse_waiting(f'parameter "{name}" was frozen, or is trained from now on')
+        super()._follow_flags(name)
+
+    def _batch_of(self, inputs: Any, targets: Any) -> Batch:
+        given = isinstance(inputs, Batch)
+        return inputs if given else batch_of(inputs, targets, self._accumulate, self.world, self._refuse_gaps)
+
+    def _refuse_gaps(self, here: list[bool]) -> None:
+        """Called where a rank has no sample and a later one has; a strategy that can't do that refuses."""
+        del here
+
+    # ---- what a step makes of it ------------------------------------------------------------------------------------
+
+    @abstractmethod
+    def update(self, batch: Batch | None = None) -> Result:
+        """One update on a batch of the loader; without one, on what ``backward`` has been given."""
+
+    @abstractmethod
+    def begin_update(self, batch: Batch) -> None:
+        """Before the first gradients of an update."""
+
+    @abstractmethod
+    def checked_gradients(self, batch: Batch) -> Loss:
+        """Leave the gradients of a part of an update in every ``parameter.grad``."""
+
+    @abstractmethod
+    def explained(self, batch: Batch) -> AbstractContextManager[None]:
+        """In which an error says what to do."""
+
+    @abstractmethod
+    def result_of(self, loss: Loss, size: int) -> Result:
+        """What a person is given."""
+
+
+def _joined(sums: torch.Tensor | None, grad: torch.Tensor | None, size: int, whole: int) -> torch.Tensor | None:
+    """The gradient of total / ``whole``, from the sums before and that of total / ``size`` of one more part."""
+    if grad is None:
+        return None if sums is None else sums / whole
+    return grad * (size / whole) if sums is None else sums.add(grad, alpha=size) / whole
+
+
+def _nth(number: int) -> str:
+    return ("first", "second", "third")[number] if number < 3 else f"{number + 1}th"

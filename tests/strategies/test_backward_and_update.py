@@ -1,0 +1,204 @@
+"""A loop of one's own that accumulates by hand: ``step.backward`` as often as it likes, then ``step.update()``."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import lockstep
+from lockstep.errors import InputError, LossError, StrategyError
+from lockstep.strategies import DDP
+from zoo import drawn, labels, mlp, plain_sgd, sgd
+
+BOUND = 1e-10
+WAYS: dict[str, Any] = {
+    "single": ("single", "1xcpu"),
+    "dp": ("dp", "3xcpu"),
+    "ddp flat": (DDP(reduce="flat"), "2xcpu"),
+    "ddp overlapped": (DDP(reduce="overlapped"), "2xcpu"),
+    "mp": ("mp", "2xcpu"),
+    "pp": ("pp", "2xcpu"),
+}
+SIZES = [[5, 3, 1], [2], [1, 7], [4, 4, 4]]
+"""Samples of each part, for each update: some leave a device without one."""
+
+
+class Switched(nn.Module):
+    """A layer that a loop switches on and off, so that some parts of an update give it no gradient."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers, self.more, self.has_more = mlp(), nn.Linear(6, 3), False
+
+    def forward(self, x: Tensor) -> Tensor:
+        out: Tensor = self.layers(x)
+        return out + self.more(x) if self.has_more else out
+
+
+def batches() -> list[list[tuple[Tensor, Tensor]]]:
+    """The parts of each update; some targets are ignored, and all of one part."""
+    sizes = [size for of in SIZES for size in of]
+    x, y = drawn(sum(sizes), 6).double(), labels(sum(sizes), 3)
+    y[::4] = -100
+    parts = iter(zip(x.split(sizes), y.split(sizes), strict=True))
+    return [[next(parts) for _ in of] for of in SIZES]
+
+
+def share(part: tuple[Tensor, Tensor], world: lockstep.World | None) -> tuple[Any, Any]:
+    """This rank's; (None, None) where it has none."""
+    if world is None:
+        return part
+    size = -(-len(part[0]) // world.size)
+    x, y = (of[world.rank * size : (world.rank + 1) * size] for of in part)
+    return (x, y) if len(x) else (None, None)
+
+
+def weights(model: nn.Module) -> Tensor:
+    return torch.cat([p.detach().flatten() for p in model.parameters()])
+
+
+def by_torch(clip: float | None = None) -> tuple[Tensor, list[float]]:
+    """The same, written in PyTorch: weights, and the loss of each update."""
+    torch.manual_seed(0)
+    model, losses = Switched().double(), []
+    optimizer = sgd(model.parameters())
+    for parts in batches():
+        total = torch.zeros((), dtype=torch.float64)
+        for i, (x, y) in enumerate(parts):
+            model.has_more = i % 2 == 1
+            total = total + nn.functional.cross_entropy(model(x), y, reduction="sum")
+        loss = total / sum((y != -100).sum() for _, y in parts)
+        optimizer.zero_grad()
+        loss.backward()
+        if clip is not None:
+            nn.utils.clip_grad_norm_(model.parameters(), clip)
+        optimizer.step()
+        losses.append(loss.item())
+    return weights(model), losses
+
+
+def step_of(model: nn.Module, strategy: Any = "single", devices: str = "1xcpu", **settings: Any) -> Any:
+    loss, optimizer = settings.pop("loss", nn.CrossEntropyLoss()), settings.pop("optimizer", plain_sgd)
+    settings = {"precision": "fp64", **settings}
+    return lockstep.parallelize(model, loss, optimizer, strategy=strategy, devices=devices, **settings)
+
+
+def by_hand(strategy: Any, devices: str, world: Any = None, clip: float | None = None) -> tuple[Tensor, list[float]]:
+    torch.manual_seed(0)
+    model = Switched()
+    step = step_of(model, strategy, devices, optimizer=sgd, clip_norm=clip)
+    losses = []
+    for parts in batches():
+        for i, part in enumerate(parts):
+            model.has_more = i % 2 == 1
+            step.backward(*share(part, world))
+        losses.append(step.update().loss)
+    return weights(model), losses
+
+
+def looped(way: str, loop: Any, **settings: Any) -> list[Any]:
+    strategy, devices = WAYS[way]
+    if way.startswith("ddp"):
+        return lockstep.launch(lambda world: loop(strategy, "auto", world=world, **settings), devices=devices)
+    return [loop(strategy, devices, **settings)]
+
+
+@pytest.mark.parametrize("clip", [None, 0.1])
+@pytest.mark.parametrize("way", WAYS)
+def test_parts_given_by_hand_equal_one_update_on_all_of_them(way: str, clip: float | None) -> None:
+    expected, losses = by_torch(clip)
+    for found, its in looped(way, by_hand, clip=clip):
+        assert (found - expected).abs().max() < BOUND
+        assert its == pytest.approx(losses, abs=BOUND)
+
+
+def test_parts_by_hand_equal_the_same_step_on_the_joined_batch() -> None:
+    ends = []
+    for apart in (True, False):
+        torch.manual_seed(0)
+        step = step_of(model := mlp(), optimizer=sgd)
+        for parts in batches():
+            if apart:
+                results = [step.backward(x, y) for x, y in parts]
+                assert sum(r.size for r in results) == (whole := step.update()).size
+                assert float(whole.total) == pytest.approx(sum(float(r.total) for r in results))
+            else:
+                step(*(torch.cat(of) for of in zip(*parts, strict=True)))
+        ends.append(weights(model))
+        assert step.world.step == len(SIZES)
+    assert (ends[0] - ends[1]).abs().max() < BOUND
+
+
+def test_gradients_may_be_looked_at_and_changed_before_the_update() -> None:
+    """They are those of total / samples over the parts so far."""
+    x, y = drawn(6, 6).double(), labels(6, 3)
+    torch.manual_seed(0)
+    step = step_of(model := mlp())
+    step.backward(x[:4], y[:4])
+    step.backward(x[4:], y[4:])
+    before = weights(model)
+    expected = torch.autograd.grad(nn.functional.cross_entropy(model(x), y), list(model.parameters()))
+    for p, grad in zip(model.parameters(), expected, strict=True):
+        assert p.grad is not None and (p.grad - grad).abs().max() < BOUND
+        p.grad.zero_()
+    step.update()
+    assert torch.equal(before, weights(model))
+
+
+# ---- misuse ----------------------------------------------------------------------------------------------------------
+
+
+def test_an_update_without_gradients_is_refused() -> None:
+    step = step_of(mlp())
+    with pytest.raises(InputError, match=r"no gradients yet: call step.backward\(inputs, targets\) before"):
+        step.update()
+    step.backward(drawn(4, 6), labels(4, 3))
+    step.update()
+    with pytest.raises(InputError, match="no gradients yet"):
+        step.update()
+
+
+@pytest.mark.parametrize("what", ["step", "save", "freeze"])
+def test_what_would_lose_waiting_gradients_is_refused(what: str, tmp_path: Path) -> None:
+    step = step_of(model := mlp())
+    step.backward(drawn(4, 6), labels(4, 3))
+    with pytest.raises(InputError, match=r"gradients of 4 samples, by step.backward\(...\), wait for step.update\(\)"):
+        if what == "step":
+            step(drawn(4, 6), labels(4, 3))
+        elif what == "save":
+            step.save(tmp_path)
+        else:
+            model[0].weight.requires_grad_(False)
+            step.update()
+
+
+def test_ranks_that_give_unequally_many_parts_are_named() -> None:
+    def loop(world: lockstep.World) -> None:
+        step = lockstep.parallelize(mlp(), nn.CrossEntropyLoss(), plain_sgd)
+        for _ in range(1 + world.rank):
+            step.backward(drawn(4, 6), labels(4, 3))
+        step.update()
+
+    with pytest.raises(InputError, match=r"rank 0 calls step.update\(\) and rank 1 calls step.backward.* second time"):
+        lockstep.launch(loop, devices="2xcpu")
+
+
+def test_hogwild_refuses_parts_by_hand() -> None:
+    with pytest.warns(UserWarning, match="hogwild is not exact"):
+        step = step_of(mlp(), "hogwild")
+    with pytest.raises(StrategyError, match=r"hogwild: a rank takes its part of the learning rate .* or take ddp"):
+        step.backward(drawn(4, 6), labels(4, 3))
+
+
+def test_a_loss_over_pairs_cannot_be_given_in_parts() -> None:
+    def pairs(outputs: Tensor, targets: Tensor) -> Tensor:
+        return torch.cdist(outputs, outputs).mean()
+
+    step = step_of(mlp(), loss=pairs)
+    step(drawn(4, 6), labels(4, 3))
+    with pytest.raises(LossError, match="pairs"):
+        step.backward(drawn(4, 6), labels(4, 3))
