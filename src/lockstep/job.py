@@ -31,9 +31,12 @@ class Job:
 
     Attributes:
         model: builds the model, afresh wherever it is needed: ``lambda: Net()``. It is called under the job's seed.
+            With ``step`` it may give a dict of modules by name, which becomes an ``nn.ModuleDict``.
         loss: ``loss(outputs, targets)``: one of PyTorch's losses, or a function that gives ``(total, count)`` or a
             ``lockstep.Loss``; any other scalar is taken as a mean over samples, and that is probed on the first batch.
-        optimizer: makes the optimizer from the list of ``(name, parameter)`` pairs of the parameters that are trained.
+            Not needed where ``step`` is given.
+        optimizer: makes the optimizer from the list of ``(name, parameter)`` pairs of the parameters that are trained;
+            with ``step``, a dict of such functions by the names of the model's parts.
         train_data: a dataset of ``(inputs, targets)``, or a callable that gives one. Inputs that are a tuple are passed
             as ``model(*inputs)``, a dict as ``model(**inputs)``, anything else as ``model(inputs)``. One that can only
             be gone through (an ``IterableDataset``, a generator function) is a stream: every rank reads all of it, in
@@ -44,7 +47,9 @@ class Job:
             ``clean/loss``, ``clean/accuracy``, ...; the first one's loss is the one that chooses the best weights.
         epochs: how often the data are passed through (1 where ``steps`` isn't given either).
         steps: stop after that many updates.
-        lr_scheduler: makes a scheduler from the optimizer.
+        step: ``step(models, batch, update)`` makes the updates of one step, of several losses and optimizers: it calls
+            ``update("generator", total, count)`` (see lockstep.strategies.step_function).
+        lr_scheduler: makes a scheduler from the optimizer; with ``step``, a dict by the names of the optimizers.
         lr_scheduler_every: ``"epoch"`` or ``"step"``: when the scheduler moves on; once, on any number of devices.
         metrics: by name, a function ``(outputs, targets) -> (total, count)``, or a torchmetrics ``Metric``.
         seed: of the weights, the order, the augmentation and the dropout.
@@ -81,15 +86,16 @@ class Job:
         JobError: a field is missing or wrong; the message begins with its name.
     """
 
-    model: Callable[[], nn.Module]
-    loss: Callable[..., Any]
-    optimizer: Callable[[NamedParameters], torch.optim.Optimizer]
+    model: Callable[[], Any]
+    loss: Callable[..., Any] = None  # type: ignore[assignment]
+    optimizer: Callable[[NamedParameters], torch.optim.Optimizer] | Mapping[str, Callable[..., torch.optim.Optimizer]]
     train_data: Any
     batch_size: int
     eval_data: Any = None
     epochs: int | None = None
     steps: int | None = None
-    lr_scheduler: Callable[[torch.optim.Optimizer], Any] | None = None
+    step: Callable[..., None] | None = None
+    lr_scheduler: Callable[[torch.optim.Optimizer], Any] | Mapping[str, Callable[..., Any]] | None = None
     lr_scheduler_every: Literal["epoch", "step"] = "epoch"
     metrics: Mapping[str, Any] = field(default_factory=dict)
     seed: int = 0
@@ -120,6 +126,7 @@ class Job:
             if name not in _FIELDS:
                 raise JobError(f"{name}: a job has no such field; {nearest(name, list(_FIELDS))}")
         needed = [n for n, f in _FIELDS.items() if f.default is f.default_factory is dataclasses.MISSING]
+        needed += ["loss"] if fields.get("step") is None else []
         if fields and (missing := [name for name in needed if name not in fields]):
             raise JobError(f"{missing[0]}: a job needs one; Job(model=, loss=, optimizer=, train_data=, batch_size=)")
         return super().__new__(cls)
@@ -127,8 +134,10 @@ class Job:
     def __post_init__(self) -> None:
         if isinstance(self.optimizer, torch.optim.Optimizer):
             raise JobError("optimizer: give a function that makes it: lambda params: torch.optim.SGD(params, lr=0.1)")
-        for name in ("model", "loss", "optimizer", "lr_scheduler", "order", "collate"):
+        for name in ("model", "loss", "optimizer", "lr_scheduler", "order", "collate", "step"):
             value = getattr(self, name)
+            if name in ("optimizer", "lr_scheduler") and isinstance(value, Mapping):
+                value = next((each for each in value.values() if not callable(each)), len)
             if not callable(value) and (value is not None or _FIELDS[name].default is not None):
                 raise JobError(f"{name}: {value!r} can't be called")
         if isinstance(self.model, nn.Module):
@@ -150,6 +159,40 @@ class Job:
             steps_or_seconds(self.save_every, "save_every")
         for name in SETTINGS:
             object.__setattr__(self, name, checked_setting(name, getattr(self, name)))
+        self._check_step()
+
+    def _check_step(self) -> None:
+        """What a function of several updates needs, and what it can't have."""
+        for name in ("optimizer", "lr_scheduler"):
+            value = getattr(self, name)
+            if value is not None and isinstance(value, Mapping) != (self.step is not None):
+                raise JobError(
+                    f"{name}: a dict by the names of the model's parts goes with step=, and a function without it: "
+                    'optimizer={"generator": ..., "discriminator": ...}, step=function'
+                )
+        if self.step is None:
+            if self.loss is None:
+                raise JobError("loss: None can't be called")
+            return
+        assert isinstance(self.optimizer, Mapping)
+        if not self.optimizer:
+            raise JobError("optimizer: the dict is empty; give a function for each part of the model that is trained")
+        if isinstance(self.lr_scheduler, Mapping) and (others := self.lr_scheduler.keys() - self.optimizer.keys()):
+            raise JobError(f"lr_scheduler: there is no optimizer {min(others)!r}, only {', '.join(self.optimizer)}")
+        refused = {
+            "accumulate": "a step function makes each update on a whole batch: take a batch_size that fits",
+            "compile": "compile the parts where they are made: part.compile() in the function of model=",
+            "sync_batchnorm": "a step function calls the parts as it likes, so replicas can't meet in them",
+        }
+        for name, why in refused.items():
+            if getattr(self, name) != _FIELDS[name].default:
+                raise JobError(f"{name}: {why}")
+        if self.precision == "fp16":
+            raise JobError("precision: fp16 scales one loss, and a step function has several: take bf16")
+        if self.eval_data is not None and self.loss is None:
+            raise JobError(
+                "eval_data: with step=, give a loss(outputs, targets) to evaluate too, and a model with a forward"
+            )
 
     def replace(self, **settings: Any) -> Job:
         """The same job with some settings changed.

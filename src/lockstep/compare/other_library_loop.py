@@ -12,7 +12,7 @@ import os
 import pickle
 import sys
 import time
-from collections.abc import Callable, Generator, Iterator
+from collections.abc import Callable, Generator, Iterator, Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -130,6 +130,8 @@ def _model_of(job: Job) -> nn.Module:
 
 
 def _optimizer_of(job: Job, model: nn.Module) -> torch.optim.Optimizer:
+    if isinstance(job.optimizer, Mapping):
+        raise InputError("step: other libraries have no such function: compare a job with step= without peers")
     return job.optimizer([(name, p) for name, p in model.named_parameters() if p.requires_grad])
 
 

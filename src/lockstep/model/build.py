@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 from collections.abc import Iterable, Iterator
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import nn
@@ -41,6 +42,7 @@ def build_model(job: Job, world: World, *, place: bool = True) -> nn.Module:
             raise
         except Exception as error:
             raise JobError(f"model: building it raised {told(error)}") from error
+    model = as_module(model)
     if not isinstance(model, nn.Module):
         raise JobError(f"model: it gave a {type(model).__name__}, not a torch.nn.Module")
     elsewhere = next(((n, t) for n, t in _all_tensors(model) if t.device.type not in ("cpu", world.device.type)), None)
@@ -62,6 +64,12 @@ def build_model(job: Job, world: World, *, place: bool = True) -> nn.Module:
     if place and not world.device.is_slot:
         place_module(model, world.device.torch)
     return model
+
+
+def as_module(model: Any) -> Any:
+    """What a job's ``model`` gave; a dict of modules by name as an ``nn.ModuleDict``."""
+    is_dict = isinstance(model, dict) and all(isinstance(part, nn.Module) for part in model.values())
+    return nn.ModuleDict(model) if is_dict else model
 
 
 def _begin_training(model: nn.Module) -> None:
@@ -91,7 +99,7 @@ def trained_model(job: Job, weights: Path) -> nn.Module:
         FolderError: the weights aren't there, or another model's.
     """
     with seeded(job.seed):
-        model = job.model()
+        model: nn.Module = as_module(job.model())
     convert_model(model, job.precision)  # before the weights, which are in that format
     take_weights(model, weights)
     return model

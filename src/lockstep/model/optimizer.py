@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
 from torch import nn
 
 from lockstep.errors import InputError, JobError, told
-from lockstep.job import Job
+from lockstep.job import Job, NamedParameters
+from lockstep.model.optimizers import Optimizers
 
 
 def build_optimizer(job: Job, model: nn.Module) -> torch.optim.Optimizer:
@@ -19,9 +20,27 @@ def build_optimizer(job: Job, model: nn.Module) -> torch.optim.Optimizer:
     Raises:
         JobError: the factory raises, gives no optimizer, or leaves a parameter out (the first is named).
     """
+    if not isinstance(job.optimizer, Mapping):
+        return _build(job.optimizer, model, fused=job.fused)
+    parts = dict(model.named_children())
+    for name in job.optimizer:
+        if name not in parts:
+            raise JobError(f'optimizer: the model has no part "{name}": it has {", ".join(parts) or "none"}')
+    for name, p in model.named_parameters():
+        if p.requires_grad and name.partition(".")[0] not in job.optimizer:
+            raise JobError(
+                f'optimizer: "{name}" is in none of the parts {", ".join(job.optimizer)}: give its part an optimizer, '
+                "or freeze it in the model with requires_grad_(False)"
+            )
+    return Optimizers({name: _build(make, parts[name], fused=job.fused) for name, make in job.optimizer.items()})
+
+
+def _build(
+    make: Callable[[NamedParameters], torch.optim.Optimizer], model: nn.Module, *, fused: bool | None
+) -> torch.optim.Optimizer:
     named = [(name, p) for name, p in model.named_parameters() if p.requires_grad]
     try:
-        optimizer = job.optimizer(named)
+        optimizer = make(named)
     except Exception as error:
         raise JobError(f"optimizer: making it raised {told(error)}") from error
     if not isinstance(optimizer, torch.optim.Optimizer):
@@ -44,8 +63,8 @@ def build_optimizer(job: Job, model: nn.Module) -> torch.optim.Optimizer:
             f'optimizer: {len(dropped)} of {len(named)} parameters are left out, "{dropped[0]}" first: '
             "give them a group, or freeze them in the model with requires_grad_(False)"
         )
-    if job.fused is not False and not optimizer.state:
-        _fuse(optimizer, named, wanted=job.fused is True, sparse=gives_sparse_gradients(model))
+    if fused is not False and not optimizer.state:
+        _fuse(optimizer, named, wanted=fused is True, sparse=gives_sparse_gradients(model))
     return optimizer
 
 
@@ -106,6 +125,9 @@ def begin_momentum(optimizer: torch.optim.Optimizer) -> None:
     PyTorch's can't begin that of one parameter later than another's (of one that was unused in the first step). Without
     dampening, momentum that begins at zero gives the same numbers.
     """
+    if isinstance(optimizer, Optimizers):
+        for one in optimizer.by_name.values():
+            begin_momentum(one)
     if not isinstance(optimizer, torch.optim.SGD):
         return
     for group in optimizer.param_groups:
@@ -136,7 +158,13 @@ def _names_of(model: nn.Module) -> dict[int, str]:
 
 
 def named_optimizer_state(optimizer: torch.optim.Optimizer, model: nn.Module) -> dict[str, Any]:
-    """An optimizer's state by parameter name, not number: ``{"kind": "Adam", "state": {name: ...}, "groups": []}``."""
+    """An optimizer's state by parameter name, not number: ``{"kind": "Adam", "state": {name: ...}, "groups": []}``.
+
+    Of several optimizers, such a state of each, by name.
+    """
+    if isinstance(optimizer, Optimizers):
+        parts = {name: model.get_submodule(name) for name in optimizer.by_name}
+        return {name: named_optimizer_state(one, parts[name]) for name, one in optimizer.by_name.items()}
     names = _names_of(model)
     state = {names[id(p)]: dict(values) for p, values in optimizer.state.items() if isinstance(p, torch.Tensor)}
     others = {key: value for key, value in optimizer.state.items() if not isinstance(key, torch.Tensor)}
@@ -157,6 +185,14 @@ def load_named_optimizer_state(optimizer: torch.optim.Optimizer, model: nn.Modul
     Raises:
         InputError: the groups hold other parameters, or it is an optimizer of another kind.
     """
+    if isinstance(optimizer, Optimizers):
+        if sorted(saved) != sorted(optimizer.by_name):
+            raise InputError(
+                f"the saved optimizers are {', '.join(saved)}, the job has {', '.join(optimizer.by_name)}: they differ"
+            )
+        for part, one in optimizer.by_name.items():
+            load_named_optimizer_state(one, model.get_submodule(part), saved[part])
+        return
     kind = type(optimizer).__name__
     if (before := saved.get("kind", kind)) != kind:
         raise InputError(

@@ -35,6 +35,7 @@ from lockstep.model.optimizer import build_optimizer, gives_sparse_gradients
 from lockstep.strategies.rank_tensors import FlatGradients, FollowedBuffers, take_first
 from lockstep.strategies.result import added, flattened, nested, scalar
 from lockstep.strategies.step import Step
+from lockstep.strategies.step_function.function_step import FunctionStep
 from lockstep.strategies.strategy import Strategy
 from lockstep.tensors.pytree import share_sizes
 from lockstep.threads.replica_collectives import RankExchange
@@ -67,6 +68,7 @@ class DDP(Strategy):
 
     name: ClassVar[str] = "ddp"
     summary: ClassVar[str] = "a process per device, each with the whole model and a local batch"
+    runs_functions: ClassVar[Literal[True]] = True
     good_for: ClassVar[str] = "most models that fit on one device; the fastest exact strategy on several"
 
     def layout(self, devices: int) -> Layout:
@@ -85,7 +87,8 @@ class DDP(Strategy):
                 exchange.make_group(parties)
             synchronise(model, exchange)
         optimizer = build_optimizer(job, model)
-        return DDPStep(model, optimizer, job, world, exchange, self)
+        kind = DDPStep if job.step is None else DDPFunctionStep
+        return kind(model, optimizer, job, world, exchange, self)
 
 
 class DDPStep(Step):
@@ -281,6 +284,17 @@ class DDPStep(Step):
             return
         self._buffers.look()
         take_first(self.world, buffers_of(self.model))
+
+
+class DDPFunctionStep(FunctionStep, DDPStep):
+    """A person's function of several updates, on one rank; gradients are summed flat in each of them."""
+
+    def run_function(self, batch: Batch) -> None:
+        """As on one device; buffers follow rank 0's."""
+        self._buffers.follow()
+        super().run_function(batch)
+        if self.looks_again:
+            self._buffers.look()
 
 
 def _sizes(job: Job) -> list[int]:

@@ -20,7 +20,7 @@ import itertools
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Any, ClassVar, TypeVar, cast
+from typing import Any, ClassVar, Literal, TypeVar, cast
 
 import torch
 from torch import nn
@@ -47,6 +47,7 @@ from lockstep.strategies.replicas import (
 )
 from lockstep.strategies.result import added, summed
 from lockstep.strategies.step import Step
+from lockstep.strategies.step_function.function_on_replicas import FunctionOnReplicas
 from lockstep.strategies.strategy import Strategy
 from lockstep.tensors.placing import moved_in_buckets
 from lockstep.tensors.pytree import cut, share_sizes, to_device
@@ -66,6 +67,7 @@ class DP(Strategy):
 
     name: ClassVar[str] = "dp"
     summary: ClassVar[str] = "one process, a thread per device, each with the whole model and a local batch"
+    runs_functions: ClassVar[Literal[True]] = True
     good_for: ClassVar[str] = (
         "notebooks, and models of large operators; small layers wait for Python's interpreter lock"
     )
@@ -89,7 +91,8 @@ class DP(Strategy):
                 )
             exchange = ThreadExchange(len(world.devices), world.observers)
             synchronise(model, exchange)
-        return DPStep(model, build_optimizer(job, model), job, world, exchange)
+        kind = DPStep if job.step is None else DPFunctionStep
+        return kind(model, build_optimizer(job, model), job, world, exchange)
 
 
 class DPStep(Step):
@@ -388,6 +391,10 @@ class DPStep(Step):
     def _summed(self, values: list[Number]) -> Number:
         first = self._devices[0].torch
         return summed([v.to(first, non_blocking=True) if isinstance(v, torch.Tensor) else v for v in values])
+
+
+class DPFunctionStep(FunctionOnReplicas, DPStep):
+    """A person's function of several updates, in each replica's thread."""
 
 
 def _even_spans(parameters: list[nn.Parameter], pieces: int) -> list[tuple[int, int]]:

@@ -14,6 +14,7 @@ import torch
 from torch import nn
 
 from lockstep.data import Batch, Part, mixed
+from lockstep.errors import LossError
 from lockstep.job import Job
 from lockstep.launch.devices import Device
 from lockstep.launch.observer import observed
@@ -34,6 +35,10 @@ def is_power_of_two(number: int) -> bool:
     return number & (number - 1) == 0
 
 
+def _no_loss(outputs: Any, targets: Any) -> Any:
+    raise LossError("the job has no loss(outputs, targets): its step function computes several")
+
+
 class Evaluator:
     """One model on this process's devices.
 
@@ -47,7 +52,7 @@ class Evaluator:
         self.model = model
         self.world = world
         self.observers = world.observers
-        self.loss = Totalled.of(converted_loss(job.loss, job.precision))
+        self.loss = Totalled.of(converted_loss(_no_loss if job.loss is None else job.loss, job.precision))
         self._channels_last = job.channels_last
         self._precision = Precision(job.precision, world)
         self._dtype = self._precision.whole

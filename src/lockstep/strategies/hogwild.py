@@ -57,6 +57,7 @@ class Hogwild(Strategy):
     """Shared weights, no synchronisation."""
 
     name: ClassVar[str] = "hogwild"
+    runs_functions: ClassVar[str] = "ranks don't wait for one another, so each would see the other parts half moved"
     summary: ClassVar[str] = "a process per CPU device, all updating the same weights in shared memory without waiting"
     good_for: ClassVar[str] = (
         "large embeddings with sparse gradients, on CPU; results differ from single-device training"

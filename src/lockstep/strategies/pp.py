@@ -65,6 +65,7 @@ class PP(Strategy):
     """
 
     name: ClassVar[str] = "pp"
+    runs_functions: ClassVar[str] = "stages are made of one forward, and a step function calls the parts as it likes"
     summary: ClassVar[str] = "one process, a stage of layers per device; micro-batches overlap"
     good_for: ClassVar[str] = "models too large for one device, or of few large layers"
 
@@ -123,6 +124,7 @@ class PP(Strategy):
         Raises:
             StrategyError: there are more stages than layers, or a device is too small for its stage.
         """
+        self.refuse_function(job)
         way = self._as_before(before, len(world.devices)) if before else self
         auto = "auto" in (way.microbatches, way.schedule)
         choosing = auto or (way.schedule == "fitted" and way.times is None)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import ClassVar
+from typing import ClassVar, Literal
 
 from lockstep.data import Batch
 from lockstep.job import Job
@@ -14,6 +14,7 @@ from lockstep.model.loss import Loss
 from lockstep.model.optimizer import build_optimizer
 from lockstep.strategies.result import added
 from lockstep.strategies.step import Step
+from lockstep.strategies.step_function.function_step import FunctionStep
 from lockstep.strategies.strategy import Strategy
 
 
@@ -23,6 +24,7 @@ class Single(Strategy):
 
     name: ClassVar[str] = "single"
     summary: ClassVar[str] = "one device, with the whole model and the whole batch"
+    runs_functions: ClassVar[Literal[True]] = True
     good_for: ClassVar[str] = "the reference; models that one device trains fast enough"
 
     def layout(self, devices: int) -> Layout:
@@ -32,7 +34,8 @@ class Single(Strategy):
     def build(self, job: Job, world: World) -> Step:
         """Build the model and its optimizer on the world's one device."""
         model = build_model(job, world)
-        return SingleStep(model, build_optimizer(job, model), job, world)
+        kind = SingleStep if job.step is None else SingleFunctionStep
+        return kind(model, build_optimizer(job, model), job, world)
 
 
 class SingleStep(Step):
@@ -56,3 +59,7 @@ class SingleStep(Step):
             self.run_backward(loss.total, self.divisor(loss.count, batch.size))
             losses.append(loss.detached())
         return added(losses)
+
+
+class SingleFunctionStep(FunctionStep, SingleStep):
+    """A person's function of several updates."""

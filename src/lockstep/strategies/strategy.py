@@ -33,12 +33,14 @@ class Strategy(ABC):
         name: the one word that a person gives.
         summary: what each device holds, in a few words, for tables.
         exact: True, or the reason why its numbers are not those of one device.
+        runs_functions: True, or the reason why it can't train a job with ``step``.
     """
 
     name: ClassVar[str]
     summary: ClassVar[str]
     good_for: ClassVar[str]
     exact: ClassVar[Literal[True] | str] = True
+    runs_functions: ClassVar[Literal[True] | str] = "it doesn't say what an update of several losses is"
 
     @classmethod
     def choices(cls) -> set[str]:
@@ -68,6 +70,7 @@ class Strategy(ABC):
         Raises:
             LockstepError: as ``build``.
         """
+        self.refuse_function(job)
         world.layout = self.layout(world.size * len(world.devices))
         step = self.build(job, world)
         refuse_graphs(job, world)
@@ -100,6 +103,17 @@ class Strategy(ABC):
     def training_loader(self, job: Job, world: World, dataset: Any) -> AnyLoader:
         """The loader of a training's batches, cut in this strategy's micro-batches."""
         return job_loader(job.replace(accumulate=self.num_microbatches(job)), world, dataset)
+
+    def refuse_function(self, job: Job) -> None:
+        """Refuse a job with ``step``, where this strategy can't train one.
+
+        Raises:
+            StrategyError: with the reason.
+        """
+        if job.step is not None and self.runs_functions is not True:
+            raise StrategyError(
+                f"{self.name} can't train a job with step=: {self.runs_functions}; take single, dp or ddp"
+            )
 
     def refuse(self, model: nn.Module, replicas: int) -> None:
         """Refuse what is known to be wrong on several devices.

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
 
 from lockstep.errors import JobError, told
 from lockstep.job import Job
+from lockstep.model.optimizers import Optimizers
 from lockstep.strategies.result import Result
 from lockstep.strategies.step import Step
 
@@ -20,11 +22,34 @@ def scheduler_of(job: Job, step: Step) -> Any:
     """
     if job.lr_scheduler is None:
         return None
+    if not isinstance(job.lr_scheduler, Mapping):
+        return _made(job.lr_scheduler, step.optimizer)
+    assert isinstance(step.optimizer, Optimizers)
+    return Schedulers({name: _made(make, step.optimizer.by_name[name]) for name, make in job.lr_scheduler.items()})
+
+
+class Schedulers:
+    """Those of several optimizers, by name."""
+
+    def __init__(self, by_name: dict[str, Any]) -> None:
+        self.by_name = by_name
+
+    def state_dict(self) -> dict[str, Any]:
+        """Of each, by name."""
+        return {name: scheduler.state_dict() for name, scheduler in self.by_name.items()}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """What ``state_dict`` gave."""
+        for name, scheduler in self.by_name.items():
+            scheduler.load_state_dict(state[name])
+
+
+def _made(make: Callable[[torch.optim.Optimizer], Any], optimizer: torch.optim.Optimizer) -> Any:
     try:
-        scheduler = job.lr_scheduler(step.optimizer)
+        scheduler = make(optimizer)
     except Exception as error:
         raise JobError(f"lr_scheduler: making it raised {told(error)}") from error
-    if getattr(scheduler, "optimizer", step.optimizer) is not step.optimizer:
+    if getattr(scheduler, "optimizer", optimizer) is not optimizer:
         raise JobError("lr_scheduler: it was made over another optimizer than the one that the function is given")
     if not hasattr(scheduler, "state_dict"):
         raise JobError(
@@ -42,6 +67,9 @@ def note_on_length(scheduler: Any, moves: int | None, every: str) -> str | None:
     Raises:
         JobError: it would raise before the end.
     """
+    if isinstance(scheduler, Schedulers):
+        notes = [note_on_length(one, moves, every) for one in scheduler.by_name.values()]
+        return next((note for note in notes if note is not None), None)
     if moves is None or not isinstance(scheduler, torch.optim.lr_scheduler.OneCycleLR):
         return None
     length = scheduler.total_steps
@@ -54,7 +82,10 @@ def note_on_length(scheduler: Any, moves: int | None, every: str) -> str | None:
 
 def move_on(scheduler: Any, loss: float | Result) -> None:
     """Move a scheduler on by one; one that looks at a loss is shown this one."""
-    if isinstance(scheduler, torch.optim.lr_scheduler.ReduceLROnPlateau):
+    if isinstance(scheduler, Schedulers):
+        for one in scheduler.by_name.values():
+            move_on(one, loss)
+    elif isinstance(scheduler, torch.optim.lr_scheduler.ReduceLROnPlateau):
         scheduler.step(loss.loss if isinstance(loss, Result) else loss)
     else:
         scheduler.step()

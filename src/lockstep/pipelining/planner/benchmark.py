@@ -158,7 +158,7 @@ def state_copies(job: Job) -> float:
     """
     probe = nn.Parameter(torch.zeros(8))
     try:
-        optimizer = job.optimizer([("weight", probe)])
+        optimizer = job.optimizer([("weight", probe)])  # type: ignore[operator]  # a dict is no optimizer either
         probe.grad = torch.ones(8)
         optimizer.step()
         kept = optimizer.state.get(probe, {}).values()

@@ -1,0 +1,42 @@
+"""Several optimizers of a job as one: each over a part of the model, by the name of that part."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+
+
+class Optimizers(torch.optim.Optimizer):
+    """Optimizers by name; ``step()`` is that of the ``active`` one.
+
+    Args:
+        by_name: each over the parameters of the model's part of that name.
+
+    Attributes:
+        by_name: likewise.
+        active: the name of the one that makes the next step.
+    """
+
+    def __init__(self, by_name: Mapping[str, torch.optim.Optimizer]) -> None:
+        # Not PyTorch's own: groups and state are those of the parts, which schedulers change.
+        self.by_name = dict(by_name)
+        self.active = next(iter(by_name))
+
+    @property
+    def param_groups(self) -> list[dict[str, Any]]:  # type: ignore[override]
+        """The groups of all, one optimizer's after the other's."""
+        return [group for one in self.by_name.values() for group in one.param_groups]
+
+    @property
+    def state(self) -> dict[Any, Any]:  # type: ignore[override]
+        """The state of all parameters."""
+        return {key: value for one in self.by_name.values() for key, value in one.state.items()}
+
+    def step(self, closure: Any = None) -> Any:
+        """That of the active optimizer."""
+        return self.by_name[self.active].step(closure)
+
+    def __repr__(self) -> str:
+        return f"Optimizers({self.by_name!r})"

@@ -1,0 +1,248 @@
+"""The step of a job with several losses and optimizers: ``Job(step=function)``.
+
+The function is ordinary code, which each replica runs on its share of the global batch::
+
+    def step(models, batch, update):
+        images, noise = batch
+        drawn = models["generator"](noise)
+        update("discriminator", judged(models, images, drawn.detach()), len(images))    # total, count
+        update("generator", fooled(models, drawn), len(images))
+
+Each call of ``update`` keeps the law of any update: backward of total / n into the parameters of that optimizer alone,
+n being the samples of the global batch; the sum over replicas; times n / count; clipping; that optimizer's step. So
+what the function computes afterwards sees the moved parameters, on every replica alike.
+
+Replicas meet in each call, and have to make the same calls in the same order. One without a sample doesn't run the
+function: it follows the calls of the others, and adds nothing.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import Any, NoReturn
+
+import torch
+from torch import nn
+
+from lockstep.data import Batch, Part
+from lockstep.data.shares import over_ranks
+from lockstep.errors import InputError, LossError, NonFiniteLoss, StrategyError, nearest
+from lockstep.job import Job
+from lockstep.launch.observer import observed, phase
+from lockstep.launch.world import World
+from lockstep.model.loss import Loss, Number
+from lockstep.model.optimizers import Optimizers
+from lockstep.strategies.rank_tensors import FlatGradients
+from lockstep.strategies.result import Result, added, quotient, scalar
+from lockstep.strategies.step import Step
+from lockstep.strategies.step_function.function_probe import as_sum, probe
+
+_END, _FOLLOWS = -1, -2
+"""What a rank says at the end of the function, or that has no sample to run it on; others name an optimizer."""
+
+
+class Update:
+    """What the function is given to call: ``update("generator", total, count)``.
+
+    Attributes:
+        step: the number of this step, from 1; the same on every device, as a counter of the function's own isn't.
+        samples: of the global batch.
+    """
+
+    def __init__(self, owner: FunctionStep, part: Part, samples: int, replica: int) -> None:
+        self._owner, self._part, self._replica = owner, part, replica
+        self.step = owner.world.step
+        self.samples = samples
+
+    def __call__(self, name: str, total: torch.Tensor, count: Number | None = None) -> None:
+        """One step of the optimizer of that name.
+
+        Args:
+            name: of the optimizer, and of the part of the model that it moves.
+            total: the sum of the loss over items, a scalar tensor; without ``count`` the mean over these samples.
+            count: the number of items.
+
+        Raises:
+            InputError: there is no such optimizer, or the replicas make other calls.
+            LossError: it is no scalar, or doesn't depend on that part's parameters.
+        """
+        self._owner.one_update(name, as_sum(name, total, count, self._part.size), self.samples, self._replica)
+
+
+class FunctionStep(Step):
+    """Calls the function on this process's share. It is put before the step of a strategy."""
+
+    def __init__(
+        self, model: nn.Module, optimizer: torch.optim.Optimizer, job: Job, world: World, *others: Any
+    ) -> None:
+        super().__init__(model, optimizer, job, world, *others)
+        assert isinstance(optimizer, Optimizers) and job.step is not None
+        self._function = job.step
+        self._by_name = optimizer
+        self._order = list(optimizer.by_name)
+        self._sums: dict[str, FlatGradients] = {}
+        self._losses_of: dict[str, list[Loss]] = {}
+
+    def update(self, batch: Batch | None = None) -> Result:
+        """One step: whatever updates the function makes of a batch. The loss is the sum of those of all names."""
+        if batch is None:
+            self._refuse_gradients()
+        self._look_at_flags()
+        self._losses_of = {}
+        self.begin_update(batch)
+        for p in self._parameters:
+            p.grad = None
+        with self.explained(batch):
+            self.run_function(batch)
+        parts = {name: added(losses) for name, losses in self._losses_of.items()}
+        means = [
+            total * quotient(1.0, count, total) if _is_tensor(count) else total / count
+            for total, count in parts.values()
+        ]
+        loss = Loss(sum(means) * batch.size, batch.size, {name: (*its,) for name, its in parts.items()})
+        return self._ended(loss, batch.size)
+
+    def run_function(self, batch: Batch) -> None:
+        """Run it on this process's share."""
+        part = batch.parts[0]
+        if not part.size:
+            while (name := self._agreed(_FOLLOWS)) is not None:
+                self._move(name, self._over_ranks(name, Loss(0.0, 0)), batch.size)
+            return
+        self.begin_part(0)
+        self.call_function(self.model, self.placed(part), batch.size)
+        self._agreed(_END)
+
+    @phase("computing", "step function")
+    def call_function(self, model: nn.Module, part: Part, samples: int, replica: int = 0) -> None:
+        """Run the function with a replica on its share, which is on its device."""
+        with self._precision.autocast():
+            self._function(model, (part.inputs, part.targets), Update(self, part, samples, replica))
+
+    def one_update(self, name: str, loss: Loss, samples: int, replica: int) -> None:
+        """What a call of ``update`` does."""
+        del replica
+        self.backward_into(self.named(name), name, loss, samples)
+        self._agreed(self._order.index(name))
+        self._move(name, self._over_ranks(name, loss.detached()), samples)
+
+    def named(self, name: str) -> list[int]:
+        """Which of the trained parameters are moved by the optimizer of that name.
+
+        Raises:
+            InputError: there is none.
+        """
+        if name not in self._order:
+            raise InputError(f'update("{name}"): there is no such optimizer; {nearest(str(name), self._order)}')
+        return [i for i, its in enumerate(self._names) if its.startswith(f"{name}.")]
+
+    def backward_into(
+        self, which: list[int], name: str, loss: Loss, samples: int, parameters: list[nn.Parameter] | None = None
+    ) -> None:
+        """Add the gradient of total / ``samples`` to those of the parameters, of one replica."""
+        parameters = self._parameters if parameters is None else parameters
+        inputs = [parameters[i] for i in which if parameters[i].requires_grad]
+        total = loss.total
+        if not self._on_accelerator and not math.isfinite(value := total.item()):
+            raise NonFiniteLoss(
+                f'update("{name}"): the loss became {value} at step {self.world.step} on {self.world.device}'
+            )
+        if not total.requires_grad and not (isinstance(loss.count, int) and loss.count == 0):
+            raise LossError(
+                f'update("{name}"): the loss depends on no parameter: is it detached, or inside of no_grad?'
+            )
+        if total.requires_grad and inputs:
+            self._run_backward_into(total, scalar(1.0 / samples, total.dtype, total.device), inputs)
+
+    @phase("computing", "backward")
+    @observed(lambda observer, step, total, factor, inputs: observer.backward(total, sums=False))
+    def _run_backward_into(self, total: torch.Tensor, factor: torch.Tensor, inputs: list[nn.Parameter]) -> None:
+        torch.autograd.backward(total, factor, inputs=inputs)
+
+    def _move(self, name: str, loss: Loss, samples: int) -> None:
+        """With gradients that are summed: weight and clip them, and let the optimizer of that name make its step."""
+        self._losses_of.setdefault(name, []).append(loss)
+        self._by_name.active = name
+        self._move_parameters(samples, loss.count)
+        for p in self._parameters:
+            p.grad = None
+
+    # ---- between ranks ----------------------------------------------------------------------------------------------
+
+    def _agreed(self, mine: int) -> str | None:
+        """The call that all ranks make now: the name of an optimizer, or None at the end of the function.
+
+        Raises:
+            InputError: they make different ones.
+        """
+        codes = [code for (code,) in over_ranks(self.world, mine)]
+        calls = {code for code in codes if code != _FOLLOWS}
+        if len(calls) > 1:
+            self.refuse_different([self._called(code) for code in codes])
+        (code,) = calls
+        return None if code == _END else self._order[code]
+
+    def _called(self, code: int) -> str | None:
+        return {_END: "", _FOLLOWS: None}.get(code, self._order[code] if code >= 0 else None)
+
+    def refuse_different(self, calls: list[str | None]) -> NoReturn:
+        """Raise for replicas that make different calls: their names, "" at the end, None without a sample.
+
+        Raises:
+            InputError: always.
+        """
+        told = [
+            f"replica {i} {f'calls update({name!r})' if name else 'ends'}"
+            for i, name in enumerate(calls)
+            if name is not None
+        ]
+        raise InputError(
+            f"step function: in step {self.world.step} {', '.join(told)}: each replica has to make the same calls, so "
+            "choose them by update.step, not by the samples of a local batch, nor by a counter of your own"
+        )
+
+    @phase("communicating", "reduce")
+    def _over_ranks(self, name: str, loss: Loss) -> Loss:
+        """The loss summed over the ranks, and every gradient beside it."""
+        if self.world.size == 1:
+            return loss
+        if name not in self._sums:
+            modules = [m for m in self.model.modules() if getattr(m, "sparse", False) is True]
+            mine = [self._parameters[i] for i in self.named(name)]
+            self._sums[name] = FlatGradients(mine, 3, {id(m.weight) for m in modules})
+        asked, total, count = self._sums[name].sum_over(self.world, [self.world.asked_to_stop(), *loss])
+        self.agree_to_stop(asked)
+        return Loss(total, count)
+
+    def _follow_flags(self, name: str) -> None:
+        super()._follow_flags(name)
+        self._sums = {}
+
+    # ---- what is other than in any step -----------------------------------------------------------------------------
+
+    def prepare(self, batch: Batch) -> None:
+        """Look whether the losses of the function are sums over samples, where batches are cut."""
+        if self.cuts_batch and self.world.is_first and self.last_look:
+            self.tell_once(probe(self._function, self.model, self.first_share(batch), self.world))
+
+    def _look(self, batch: Batch) -> None:
+        """Only the first batch is looked at."""
+
+    def part_names(self, loss: Loss) -> tuple[str, ...]:
+        """Those of the optimizers."""
+        return tuple(self._order)
+
+    def gradients(self, batch: Batch) -> Loss:
+        """Refused: there are several losses.
+
+        Raises:
+            StrategyError: always.
+        """
+        self._refuse_gradients()
+
+    def _refuse_gradients(self) -> NoReturn:
+        raise StrategyError("a step function makes updates itself: call step(inputs, targets), not backward and update")
+
+
+def _is_tensor(value: Any) -> bool:
+    return isinstance(value, torch.Tensor)

@@ -1,0 +1,239 @@
+"""Several losses and optimizers in a job: a function of the person's makes the updates, the same on any devices."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.utils.data import TensorDataset
+
+import lockstep
+from lockstep import Job, train
+from lockstep.errors import InputError, JobError, LossError, StrategyError
+from lockstep.jobfile import loaded
+from lockstep.verify import differences, parity, same_bits
+from zoo import SAMPLES, drawn, labels, plain_sgd, sgd
+
+BOUND = 1e-10
+EXAMPLES = Path(__file__).parents[2] / "examples" / "several_losses"
+SMALL: dict[str, dict[str, Any]] = {
+    "gan": {"width": 16, "samples": 52},
+    "actor_critic": {"width": 8, "samples": 52},
+    "alternating": {"samples": 52},
+    "gradient_penalty": {"width": 8, "samples": 52},
+    "distillation": {"width": 8},
+}
+"""Each with a last smaller batch; that of 52 samples in batches of 17 has one sample, so a device has none."""
+
+FAST = {("actor_critic", "dp"), ("actor_critic", "ddp"), ("alternating", "dp"), ("alternating", "ddp")}
+
+
+def example(name: str) -> Job:
+    return loaded(str(EXAMPLES / f"{name}.py")).job(**SMALL[name]).replace(batch_size=17, epochs=2, steps=None)
+
+
+@pytest.mark.parametrize(
+    ("name", "way"),
+    [
+        pytest.param(name, way, marks=[] if (name, way) in FAST else [pytest.mark.slow])
+        for name in SMALL
+        for way in ("dp", "ddp")
+    ],
+)
+def test_each_example_ends_where_one_device_does(name: str, way: str) -> None:
+    found = parity(example(name), way, "2xcpu")
+    assert found.worst < BOUND, str(found)
+    assert max(found.history.values()) < BOUND
+    assert any(found.moved.values())
+
+
+# ---- the law, with SGD, unequal counts, and devices without a sample -------------------------------------------------
+
+DATA = TensorDataset(drawn(SAMPLES, 6), labels(SAMPLES, 3))
+WAYS = {"dp": "3xcpu", "ddp": "2xcpu"}
+
+
+def both(models: nn.ModuleDict, batch: Any, update: Any) -> None:
+    """A head on top of a body, each with its own loss; the head's counts some samples only, in some steps none here."""
+    x, y = batch
+    hidden = models["body"](x)
+    counts = y != 1
+    logits = models["head"](hidden.detach())
+    update("head", nn.functional.cross_entropy(logits[counts], y[counts], reduction="sum"), counts.sum())
+    update("body", (hidden.square().sum(dim=1) - y).square().mean())
+    if update.step % 3 == 0:
+        again = models["head"](models["body"](x))
+        update("body", nn.functional.cross_entropy(again, y, reduction="sum"), update.samples / 8 * len(y))
+
+
+def parts() -> dict[str, nn.Module]:
+    return {"head": nn.Linear(4, 3), "body": nn.Sequential(nn.Linear(6, 4), nn.Tanh())}
+
+
+def job_of(step: Any = both, model: Any = parts, **settings: Any) -> Job:
+    fields = {"optimizer": {"head": plain_sgd, "body": sgd}, "batch_size": 7, "epochs": 2, **settings}
+    return Job(model=model, step=step, train_data=DATA, **fields)
+
+
+def by_torch(clip: float) -> dict[str, Tensor]:
+    """The same, written in PyTorch on the whole batches."""
+    with torch.random.fork_rng():
+        torch.manual_seed(0)
+        models = nn.ModuleDict(parts()).double()
+    optimizers = {"head": plain_sgd(models["head"].parameters()), "body": sgd(models["body"].parameters())}
+
+    class Update:
+        step, samples = 0, 0
+
+        def __call__(self, name: str, total: Tensor, count: Any = 1) -> None:
+            optimizers[name].zero_grad()
+            (total / count).backward(inputs=list(models[name].parameters()))
+            nn.utils.clip_grad_norm_(models[name].parameters(), clip)
+            optimizers[name].step()
+
+    update = Update()
+    loader = lockstep.batches(DATA, batch_size=7, seed=0)
+    for _ in range(2):
+        for x, y in loader:
+            update.step, update.samples = update.step + 1, len(y)
+            both(models, (x.double(), y), update)
+    return models.state_dict()
+
+
+@pytest.mark.parametrize("way", ["single", *WAYS])
+def test_updates_are_those_of_a_loop_written_in_pytorch(way: str, tmp_path: Path) -> None:
+    job = job_of(precision="fp64", clip_norm=0.3)
+    run = train(job, strategy=way, devices=WAYS.get(way, "1xcpu"), folder=tmp_path, quiet=True)
+    for name, expected in by_torch(clip=0.3).items():
+        assert (run.model().state_dict()[name] - expected).abs().max() < BOUND, name
+    assert {"train_loss", "train_head", "train_body"} <= run.history[-1].keys()
+
+
+def rates(name: str) -> dict[str, Any]:
+    make = {name: lambda optimizer: torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.5)}
+    return {"lr_scheduler": make, "lr_scheduler_every": "step"}
+
+
+@pytest.mark.parametrize(("first", "second"), [("single", "ddp"), ("ddp", "dp"), ("dp", "single")])
+def test_a_run_of_several_optimizers_goes_on_under_another_strategy(first: str, second: str, tmp_path: Path) -> None:
+    job = job_of(precision="fp64", **rates("body"))
+    whole = train(job, strategy="single", devices="1xcpu", folder=tmp_path, quiet=True)
+    devices = {"single": "1xcpu", **WAYS}
+    half = train(job, strategy=first, devices=devices[first], folder=tmp_path, quiet=True, steps=3)
+    resumed = train(job.replace(steps=None), strategy=second, devices=devices[second], resume=half.folder, quiet=True)
+    assert differences(job, resumed, whole).worst < BOUND
+    assert not same_bits(half.model(), whole.model())
+
+
+# ---- what is refused -------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("way", "says"),
+    [
+        ("pp", r"pp can't train a job with step=: stages are made of one forward, .*; take single, dp or ddp"),
+        ("mp", r"mp can't train a job with step=: stages are made of one forward"),
+        ("hogwild", r"hogwild can't train a job with step=: ranks don't wait for one another"),
+    ],
+)
+def test_strategies_that_cannot_run_a_step_function_say_why(way: str, says: str, tmp_path: Path) -> None:
+    with pytest.raises(StrategyError, match=says):
+        train(job_of(), strategy=way, devices="2xcpu", folder=tmp_path, quiet=True)
+
+
+@pytest.mark.parametrize(
+    ("settings", "says"),
+    [
+        ({"optimizer": sgd}, "optimizer: a dict by the names of the model's parts goes with step="),
+        ({"optimizer": {}}, "optimizer: the dict is empty"),
+        ({"step": None, "loss": nn.MSELoss()}, "optimizer: a dict by the names of the model's parts goes with step="),
+        ({"accumulate": 2}, "accumulate: a step function makes each update on a whole batch"),
+        ({"compile": True}, "compile: compile the parts where they are made"),
+        ({"sync_batchnorm": True}, "sync_batchnorm: "),
+        ({"precision": "fp16"}, "precision: fp16 scales one loss"),
+        ({"eval_data": DATA}, r"eval_data: with step=, give a loss\(outputs, targets\)"),
+        ({"lr_scheduler": {"tail": len}}, "lr_scheduler: there is no optimizer 'tail', only head, body"),
+        ({"lr_scheduler": len}, "lr_scheduler: a dict by the names"),
+    ],
+)
+def test_what_a_job_with_a_step_function_cannot_have_is_refused_when_it_is_made(settings: Any, says: str) -> None:
+    with pytest.raises(JobError, match=says):
+        job_of(**settings)
+
+
+@pytest.mark.parametrize(
+    ("settings", "says"),
+    [
+        ({"optimizer": {"head": sgd}}, r'optimizer: "body.0.weight" is in none of the parts head'),
+        ({"optimizer": {"head": sgd, "body": sgd, "tail": sgd}}, r'optimizer: the model has no part "tail"'),
+    ],
+)
+def test_optimizers_and_parts_that_do_not_fit_are_named(settings: Any, says: str, tmp_path: Path) -> None:
+    with pytest.raises(JobError, match=says):
+        train(job_of(**settings), strategy="single", devices="1xcpu", folder=tmp_path, quiet=True)
+
+
+def misspelt(models: Any, batch: Any, update: Any) -> None:
+    update("haed", models["head"](models["body"](batch[0])).sum(), len(batch[0]))
+
+
+def not_scalar(models: Any, batch: Any, update: Any) -> None:
+    update("head", models["head"](models["body"](batch[0])), len(batch[0]))
+
+
+def detached(models: Any, batch: Any, update: Any) -> None:
+    update("head", models["head"](models["body"](batch[0])).sum().detach(), len(batch[0]))
+
+
+@pytest.mark.parametrize(
+    ("step", "error", "says"),
+    [
+        (misspelt, InputError, r'update\("haed"\): there is no such optimizer; .*head'),
+        (not_scalar, LossError, r'update\("head"\): the loss is of shape \(7, 3\), a scalar tensor is expected'),
+        (detached, LossError, r'update\("head"\): the loss depends on no parameter'),
+    ],
+)
+def test_a_wrong_update_is_named(step: Any, error: Any, says: str, tmp_path: Path) -> None:
+    with pytest.raises(error, match=says):
+        train(job_of(step), strategy="single", devices="1xcpu", folder=tmp_path, quiet=True)
+
+
+def over_pairs(models: Any, batch: Any, update: Any) -> None:
+    hidden = models["body"](batch[0])
+    update("body", torch.cdist(hidden, hidden).mean())
+
+
+def by_local_batch(models: Any, batch: Any, update: Any) -> None:
+    """Replicas have other samples, so some make other calls."""
+    loss = models["head"](models["body"](batch[0])).square().sum()
+    update("head" if len(batch[0]) == 4 else "body", loss, len(batch[0]))
+
+
+def noisy(models: Any, batch: Any, update: Any) -> None:
+    x = batch[0] + torch.randn_like(batch[0])
+    update("head", models["head"](models["body"](x)).square().sum(), len(x))
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_a_loss_that_is_no_sum_over_samples_is_refused_where_batches_are_cut(way: str, tmp_path: Path) -> None:
+    train(job_of(over_pairs), strategy="single", devices="1xcpu", folder=tmp_path, quiet=True)
+    with pytest.raises(
+        StrategyError, match=r'update\("body"\): the loss of \d samples .* it isn\'t a sum over samples'
+    ):
+        train(job_of(over_pairs), strategy=way, devices="2xcpu", folder=tmp_path, quiet=True)
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_replicas_that_make_different_calls_are_named(way: str, tmp_path: Path) -> None:
+    says = r"in step 1 replica 0 calls update\('head'\), replica 1 calls update\('body'\): each replica has to make"
+    with pytest.raises(InputError, match=says):
+        train(job_of(by_local_batch), strategy=way, devices="2xcpu", folder=tmp_path, quiet=True)
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_random_numbers_in_the_function_are_said_to_differ(way: str, tmp_path: Path, capfd: Any) -> None:
+    train(job_of(noisy, steps=2), strategy=way, devices="2xcpu", folder=tmp_path)
+    assert "the step function draws random numbers: other ones for each local batch" in capfd.readouterr().out
