@@ -452,3 +452,33 @@ def test_an_output_with_as_many_rows_as_samples_by_chance_is_known(tmp_path: Any
     for way in ({"strategy": "dp", "devices": "2xcpu"}, {"strategy": "single", "devices": "1xcpu", "accumulate": 2}):
         lockstep.train(job.replace(loss=pair), folder=tmp_path, **way)
         assert 'the loss reads the model\'s output "1", which is no sum or mean over samples' in capsys.readouterr().out
+
+
+def test_what_a_rank_other_than_the_first_notes_of_the_loss_is_said(tmp_path: Any, capsys: Any) -> None:
+    """Found by trial: a loss that draws for one kind of sample, which only the second local batch had."""
+
+    def pair(outputs: Tensor, targets: Tensor) -> tuple[Tensor, int]:
+        noise = torch.randn(len(targets)) if (targets == 2).any() else 0.0
+        return (F.cross_entropy(outputs, targets, reduction="none") + noise * outputs.mean(-1)).sum(), len(targets)
+
+    data = TensorDataset(drawn(16, 6), torch.tensor([0, 1, 1, 0, 2, 2, 0, 1]).repeat(2))
+    job = job_of(pair).replace(train_data=data, shuffle=False, epochs=1)
+    lockstep.train(job, strategy="ddp", devices="2xcpu", folder=tmp_path)
+    assert "note: loss pair draws random numbers, others than one device would" in capsys.readouterr().out
+
+
+def test_ranks_check_the_loss_as_often_as_one_another() -> None:
+    def on_rank(world: lockstep.World) -> tuple[int, list[str]]:
+        check = LossCheck(Totalled.of(contrastive), cuts=True)
+        line = None
+        for update in range(2, 6):
+            check.spent(0.3 if world.rank else 0.01)
+            line = check.timed(update, 1.0, replicas=1)
+            check.agree(world, update, line, meets=update == 2)
+        return check.every, check.notes
+
+    (every, notes), (others, nothing) = lockstep.launch(on_rank, devices="2xcpu")
+    assert every == others == 9
+    (note,) = notes
+    assert note.startswith("whether the loss is additive over samples is checked in one of 9 updates")
+    assert nothing == []

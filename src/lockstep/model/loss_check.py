@@ -236,6 +236,27 @@ class LossCheck:
             f"{100 * self._share:.0f} % of the time of one{advice}"
         )
 
+    def agree(self, world: World, update: int, line: str | None, *, meets: bool) -> None:
+        """Check as seldom as the slowest rank, and have rank 0 note what any rank has noted. All ranks have to call it.
+
+        Args:
+            world: the ranks.
+            update: its number.
+            line: what ``timed`` gave.
+            meets: whether ranks tell one another what they have noted until now; after the last timed update they do.
+        """
+        if (
+            world.size > 1
+            and world.layout.together
+            and not self._loss.is_known
+            and (meets or update == _TIMED.stop - 1)
+        ):
+            heard = world.gather_objects((self.every, line or "", self.notes))
+            self.every, line, _ = max(heard)
+            self.notes = list(dict.fromkeys(note for *_, notes in heard for note in notes)) if world.is_first else []
+        if line and world.is_first:
+            self.notes.append(line)
+
     # ---- one check --------------------------------------------------------------------------------------------------
 
     def _sums(

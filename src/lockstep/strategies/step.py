@@ -105,11 +105,9 @@ class Step(Calls):
         with self.explained(batch):
             loss = self.checked_gradients(batch)
             self._move_parameters(batch.size, loss.count)
-        if began is not None:
-            line = self.loss_check.timed(self._updates, self._time() - began, len(self.models()))
-            if line is not None:
-                self.loss_check.notes.append(line)
-        return self._ended(loss, batch.size)
+        check = self.loss_check
+        line = None if began is None else check.timed(self._updates, self._time() - began, len(self.models()))
+        return self._ended(loss, batch.size, line)
 
     def begin_update(self, batch: Batch) -> None:
         """Count it, and look at what the model makes of a batch, where that is looked at."""
@@ -144,11 +142,13 @@ class Step(Calls):
                 raise
             raise known from error
 
-    def _ended(self, loss: Loss, size: int) -> Result:
-        """After an update."""
-        if self.loss_check.notes:
-            self.tell_once(dict.fromkeys(self.loss_check.notes) if self.world.is_first else ())
-            self.loss_check.notes.clear()
+    def _ended(self, loss: Loss, size: int, line: str | None = None) -> Result:
+        """After an update; ``line`` says how often the loss is checked from now on."""
+        check = self.loss_check
+        check.agree(self.world, self._updates, line, meets=self.looks_again)
+        if check.notes and self.world.is_first:
+            self.tell_once(dict.fromkeys(check.notes))
+            check.notes.clear()
         if self.world.size == 1:
             self.stopping = self.world.asked_to_stop()
         result = self.result_of(loss, size)
