@@ -104,7 +104,7 @@ class FlatGradients:
             p = self._parameters[i]
             if p.grad is not None:  # (`to_sparse` would leave out rows whose gradients are 0, which SparseAdam moves)
                 of = rows.nonzero().T
-                p.grad = torch.sparse_coo_tensor(of, p.grad[of[0]], p.shape, is_coalesced=True)
+                p.grad = torch.sparse_coo_tensor(of, p.grad[of[0]], p.shape, is_coalesced=True, check_invariants=False)
         sums: Iterable[Number] = self._sums.tolist() if self._sums.is_cpu else self._sums.clone()
         return sums
 
