@@ -73,8 +73,9 @@ class Job:
         keep_memory: on CPU devices, what a step frees is kept for the next one instead of going back to the system:
             faster where activations are large, with a larger peak (see lockstep.tensors.allocator).
         eval_batch_size: of evaluation; None is ``batch_size``.
-        save_every: also save a checkpoint within an epoch, every so many steps (``100``) or after a time
-            (``"10 min"``); one is saved at the end of each epoch anyway.
+        eval_every: when to evaluate: every so many steps (``100``) or epochs (``"2 epochs"``), or after a time
+            (``"10 min"``); None is at the end of each epoch. The last step is evaluated anyway.
+        save_every: likewise, when to save a checkpoint. With steps or a time one is saved at the end of each epoch too.
         keep: how many checkpoints are kept, the newest ones.
         loader_workers: processes that fetch samples, for each rank; None chooses by the cores and the dataset. A
             stream has at most one, which reads ahead: each further one would read all of it.
@@ -112,6 +113,7 @@ class Job:
     fused: bool | None = None
     keep_memory: bool = False
     eval_batch_size: int | None = None
+    eval_every: int | str | None = None
     save_every: int | str | None = None
     keep: int = 2
     loader_workers: int | None = None
@@ -155,8 +157,8 @@ class Job:
             raise JobError("on_event: a list of functions is expected")
         if not isinstance(self.callbacks, Sequence):
             raise JobError("callbacks: a list of lockstep.Callback objects is expected")
-        if self.save_every is not None:
-            steps_or_seconds(self.save_every, "save_every")
+        for name in ("eval_every", "save_every"):
+            Every.read(getattr(self, name), name)
         for name in SETTINGS:
             object.__setattr__(self, name, checked_setting(name, getattr(self, name)))
         self._check_step()
@@ -229,19 +231,33 @@ SETTINGS: dict[str, Any] = {
 """The settings that a command line can give, with their types."""
 
 
-def steps_or_seconds(every: int | str, name: str) -> tuple[int | None, float | None]:
-    """A number of steps, or a time in seconds: of ``100``, ``"90 s"``, ``"10 min"``, ``"2 h"``.
+@dataclass(frozen=True)
+class Every:
+    """How often something is done: every so many steps or epochs, or after so many seconds; the others are None."""
 
-    Raises:
-        JobError: it is neither.
-    """
-    found = re.fullmatch(r"(\d+(?:\.\d+)?)\s*(s|min|h)?", str(every).strip())
-    number = float(found[1]) if found else 0.0
-    if found is None or number <= 0 or (found[2] is None and not number.is_integer()):
-        raise JobError(f"{name}: {every!r} is neither a number of steps above 0 nor a time, as 10min")
-    if found[2] is None:
-        return int(number), None
-    return None, number * {"s": 1, "min": 60, "h": 3600}[found[2]]
+    steps: int | None = None
+    epochs: int | None = None
+    seconds: float | None = None
+
+    @classmethod
+    def read(cls, value: int | str | None, name: str) -> Every:
+        """That of ``100``, ``"2 epochs"``, ``"90 s"``, ``"10 min"``, ``"2 h"``; None is each epoch.
+
+        Raises:
+            JobError: it is none of them; ``name`` is the setting's.
+        """
+        if value is None or str(value).lower() == "none":
+            return cls(epochs=1)
+        found = re.fullmatch(r"(\d+(?:\.\d+)?)\s*(s|min|h|steps?|epochs?)?", str(value).strip())
+        number = float(found[1]) if found else 0.0
+        unit = found[2] or "steps" if found else ""
+        if number <= 0 or (unit[:4] in ("step", "epoc") and not number.is_integer()):
+            raise JobError(f"{name}: {value!r} is neither a number of steps above 0 nor a time, as 10min, nor 2epochs")
+        if unit.startswith("step"):
+            return cls(steps=int(number))
+        if unit.startswith("epoch"):
+            return cls(epochs=int(number))
+        return cls(seconds=number * {"s": 1, "min": 60, "h": 3600}[unit])
 
 
 def checked_setting(name: str, value: Any) -> Any:

@@ -35,7 +35,8 @@ SETTINGS = {
     "fused": "fused optimizer (default: where right)",
     "keep-memory": "of a step for the next one, on CPU devices (default: false)",
     "eval-batch-size": "samples of an evaluation batch (default: batch-size)",
-    "save-every": "steps, or a time as 10min, after which a checkpoint is saved within an epoch (default: none)",
+    "eval-every": "steps, epochs (2epochs) or a time (10min) between evaluations (default: each epoch)",
+    "save-every": "likewise between checkpoints; by steps or a time, each epoch is saved too (default: each epoch)",
     "keep": "checkpoints, the newest (default: 2)",
     "loader-workers": "processes that fetch, for each rank (default: by the cores and the dataset)",
 }

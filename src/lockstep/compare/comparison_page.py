@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 from lockstep.compare.advice import best_of, cautions, sentence
 from lockstep.compare.comparison_table import (
@@ -216,7 +217,7 @@ def _losses(found: Comparison) -> Iterator[Section]:
     figures = []
     for name, title in (("train_loss", "Training loss"), ("eval_loss", "Evaluation loss")):
         series = {
-            row.name: [(float(one["epoch"]), float(one[name])) for one in row.history if one.get(name) is not None]
+            row.name: [(float(one["epoch"]), float(one[name])) for one in _epochs(row) if one.get(name) is not None]
             for row in trained
         }
         if any(series.values()):
@@ -224,9 +225,14 @@ def _losses(found: Comparison) -> Iterator[Section]:
             caption = "Laid over one another: with single-device results all are one line."
             figures.append(Figure(name.replace("_", "-"), title, chart, caption))
     columns = outcome_columns(found)
-    rows = [[row.name, str(len(row.history)), *(column.cell(row) for column in columns)] for row in trained]
+    rows = [[row.name, str(len(_epochs(row))), *(column.cell(row) for column in columns)] for row in trained]
     reached = Table("reached", "Reached", ["", "epochs", *(column.head for column in columns)], rows)
     yield Section("What was learned", [*figures, reached])
+
+
+def _epochs(row: Row) -> list[dict[str, Any]]:
+    """The records at the ends of epochs, without those in between."""
+    return [record for record in row.history if "train_loss" in record]
 
 
 def _numbers(found: Comparison) -> Section:

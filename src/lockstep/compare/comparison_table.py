@@ -83,7 +83,7 @@ def outcome_columns(found: Comparison) -> list[Column]:
     return [Column(name, last(name), max(10, len(name) + 2)) for name in dict.fromkeys(names)]
 
 
-_NOT_REACHED = {"epoch", "step", "lr", "seconds", "samples_per_second"}
+_NOT_REACHED = {"epoch", "step", "lr", "seconds", "samples_per_second", "tokens_per_second", "loss", "grad_norm"}
 
 
 def _rate(value: float) -> str:

@@ -4,7 +4,7 @@
 
     runs/digits-ddp-20261121-093000/
       config.json          the job, its settings, the strategy, the devices
-      metrics.jsonl        a line for each epoch, and for one that ended early
+      metrics.jsonl        a line for each epoch, one that ended early, and each evaluation in between
       ranks/1.log          what ranks other than 0 printed
       profile/             with ``--profile``: a trace for each rank, and ``summary.json``
       model.safetensors    the final weights, under one-device names
@@ -61,6 +61,7 @@ class RunFolder:
         self.summary = path / "summary.json"
         self.failure = path / "failure.json"
         self.profile = path / "profile"
+        self._last: tuple[dict[str, Any], int] | None = None  # the last record of this process, and where it begins
 
     @property
     def is_resumable(self) -> bool:
@@ -173,14 +174,19 @@ class RunFolder:
         return value
 
     def add_metrics(self, record: dict[str, Any]) -> None:
-        """Append the line of an epoch.
+        """Append a record of a step; one of the same step as the last is put together with that, and wins.
 
         Raises:
             SaveError: it can't be written.
         """
         try:
-            with open(self.metrics, "a", opener=not_followed) as file:
+            with open(self.metrics, "a+", opener=not_followed) as file:
+                start = file.tell()
+                if self._last is not None and self._last[0]["step"] == record["step"]:
+                    record, start = {**self._last[0], **record}, self._last[1]
+                    file.truncate(start)
                 file.write(json.dumps(record, default=str) + "\n")
+            self._last = record, start
         except OSError as error:
             why = "the disk is full" if error.errno in (errno.ENOSPC, errno.EDQUOT) else error.strerror
             raise SaveError(
@@ -210,17 +216,20 @@ class RunFolder:
         return records
 
     def keep_metrics(self, step: int, last: dict[str, Any] | None) -> int:
-        """Leave the lines up to a step, of which ``last`` is one, and give their number; later ones come again."""
+        """Leave the records up to a step, of which ``last`` is one; later ones come again.
+
+        Gives how many of them are of epochs.
+        """
         kept = {record["step"]: record for record in self.read_metrics() if record["step"] <= step}
         if last is not None:
-            kept.setdefault(last["step"], last)
+            kept[last["step"]] = {**kept.get(last["step"], {}), **last}
         if not kept and not os.path.lexists(self.metrics):
             return 0
         try:
             write_over(self.metrics, "".join(json.dumps(kept[step], default=str) + "\n" for step in sorted(kept)))
         except OSError as error:
             raise FolderError(f"{self.metrics}: can't be written: {error.strerror}") from error
-        return len(kept)
+        return sum("train_loss" in record for record in kept.values())
 
     def remove(self) -> None:
         """Take the folder away: nothing was trained."""

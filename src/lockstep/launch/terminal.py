@@ -95,8 +95,12 @@ def to_own_streams(text: str, stream: str) -> None:
 
 
 def epoch_line(event: Event) -> str:
-    """``epoch  3  train loss 0.1234  eval loss 0.1400  accuracy 0.9611  12,345 samples/s``."""
-    words = [f"epoch {event.epoch:>3}", *words_of(event.metrics)]
+    """``epoch  3  train loss 0.1234  eval loss 0.1400  accuracy 0.9611  12,345 samples/s``.
+
+    An evaluation within an epoch has its step instead of the training loss.
+    """
+    within = [] if "train_loss" in event.metrics else [f"step {event.step:,}"]
+    words = [f"epoch {event.epoch:>3}", *within, *words_of(event.metrics)]
     if "samples_per_second" in event.metrics:
         words.append(f"{event.metrics['samples_per_second']:,.0f} samples/s")
     return "  ".join(words)

@@ -40,9 +40,10 @@ from lockstep.training.batch_shapes import FirstStep, line_of
 from lockstep.training.callbacks.dispatch import Callbacks
 from lockstep.training.evaluation import evaluate_sets, try_out
 from lockstep.training.progress import Pace, Teller
-from lockstep.training.saves import Saves, SaveTimes
+from lockstep.training.saves import Saves
 from lockstep.training.scheduler import move_on
 from lockstep.training.setup import Plan, Setup
+from lockstep.training.triggers import EVALUATE, SAVE, Triggers
 
 
 def train_on(world: World, plan: Plan) -> tuple[dict[str, Any], str]:
@@ -68,7 +69,10 @@ class _Training(Setup):
 
     def __init__(self, world: World, plan: Plan, job: Job, folder: RunFolder) -> None:
         super().__init__(world, plan, job, folder)
-        self.evaluated = False
+        self.evaluated: int | None = None  # the step of the last evaluation, by this process
+        self.values: dict[str, float] = {}  # of that one
+        self.owed = False  # an evaluation is due at this step
+        self.judged: float | None = None  # the last evaluation's loss, until the scheduler of epochs has seen it
         self.epoch = 0  # epochs that are done
         self.position = 0  # batches done of the epoch that is not
         self.partial = Loss(0.0, 0.0)
@@ -79,6 +83,7 @@ class _Training(Setup):
         self.kept_record: dict[str, Any] | None = None  # the last line of the metrics, as the state has it
         self.samples = 0
         self.seconds = 0.0
+        self.paused = 0.0  # seconds of evaluations within epochs
         self.profiler: Profiler | None = None
         self.audit: Audit | None = None
         self.first: FirstStep | None = FirstStep(self.step)
@@ -98,8 +103,8 @@ class _Training(Setup):
             self.saves.load_data()
         else:
             self.saves.refuse_unsaveable()
-        self.times = SaveTimes(self.job, self.world, together=self.step.together)
-        self._said_before += [Line.note(note) for note in (*self.saves.notes, self.times.note) if note is not None]
+        self.triggers = Triggers(self.job, self.world, together=self.step.together)
+        self._said_before += map(Line.note, (*self.saves.notes, *self.triggers.notes()))
         # Only now that nothing can be refused any more does the folder change.
         if self.world.is_first:
             self.write_config()
@@ -156,9 +161,9 @@ class _Training(Setup):
 
     def _one_epoch(self) -> None:
         number = self.epoch + 1
-        start = time.perf_counter()
+        start, paused = time.perf_counter(), self.paused
         samples, losses, finished = self._train_epoch()
-        seconds = time.perf_counter() - start
+        seconds = time.perf_counter() - start - (self.paused - paused)
         self.step.check()
         if self.interrupted:
             self._save(number)
@@ -169,19 +174,32 @@ class _Training(Setup):
         self.record = losses
         self._call("log", number)
         self._call("epoch", number, whole=finished)
-        if self.eval_loaders:
-            with self.callbacks.evaluating():
-                of = self.step, self.eval_loaders, self.job.metrics, self.world, self.job.seed
-                values = evaluate_sets(*of, looks=not self.evaluated, prefix="eval_")
-            self.evaluated = True
-            self.record |= values
+        ends = bool(self.stopped) or self._is_at_last_step or (finished and number == self.epochs)
+        if self.owed or ends or self.triggers.at_end(EVALUATE, number):
+            self.record |= self._evaluate()
         self.record |= {"lr": lr, "seconds": seconds, "samples_per_second": samples / seconds if seconds else 0.0}
         self._call("evaluated", number)
         if finished:
             self.epoch, self.position = number, 0
             if self.scheduler is not None and self.job.lr_scheduler_every == "epoch":
-                move_on(self.scheduler, self.record.get("eval_loss", self.record["train_loss"]))
-        self._save(number)
+                move_on(self.scheduler, self.judged if self.eval_loaders else self.record["train_loss"])
+                self.judged = None
+        ends = ends or bool(self.stopped) or self.triggers.at_end(SAVE, number) or self.saves.is_best(self.record)
+        self._save(number, checkpoint=ends)
+
+    def _evaluate(self) -> dict[str, float]:
+        """The loss and the metrics of the evaluation sets at this step; empty where there are none."""
+        if self.eval_loaders and self.evaluated != self.world.step:
+            looks = self.evaluated is None
+            job, world = self.job, self.world
+            with self.callbacks.evaluating():
+                self.values = evaluate_sets(
+                    self.step, self.eval_loaders, job.metrics, world, job.seed, looks=looks, prefix="eval_"
+                )
+            self.evaluated = world.step
+        self.judged, self.owed = self.values.get("eval_loss"), False
+        self.triggers.done(EVALUATE)
+        return self.values
 
     def _train_epoch(self) -> tuple[int, dict[str, float], bool]:
         """Go through the rest of an epoch; gives its samples, its mean losses, and whether it came to its end."""
@@ -195,8 +213,9 @@ class _Training(Setup):
         if self.profiler is not None:
             batches = self.profiler.over(batches)
         pace = Pace(world, self.epochs, self.steps)
-        if job.on_event or self.callbacks:
-            step.after_events()
+        self._after_events()
+        if self.owed:
+            self._within(frozenset(), sums)
         for batch in self._until_all_stop(batches):
             if not self.data:
                 self.data = fingerprint(
@@ -218,10 +237,11 @@ class _Training(Setup):
             if self.callbacks.by_step:
                 self.stopped = self.callbacks.stepped(result, self.epoch + 1) or self.stopped
             pace.show(self.epoch + 1, samples, sums)
-            if self.times.is_due() and not step.stopping and self.position != self.loader.batches_of(self.epoch):
-                self._save_within(sums)
+            if due := self.triggers.after_step():
+                self.owed = EVALUATE in due
+                self._within(due, sums)
         finished = not self.interrupted
-        if finished and self._is_at_last_step:
+        if finished and (self._is_at_last_step or self.stopped):
             of = self.loader.batches_of(self.epoch)
             # Whether a stream has come to its end shows in trying to go on.
             finished = next(batches, None) is None if of is None else self.position >= of
@@ -238,9 +258,9 @@ class _Training(Setup):
         step, world = self.step, self.world
         # (Ranks that read a stream wait for one another at each batch, so none may leave before the others.)
         may_stop = step.together or not is_stream(self.train_data)
-        for batch in () if self._is_at_last_step else batches:
+        for batch in () if self._is_at_last_step or self.stopped else batches:
             yield batch
-            if self._is_at_last_step or (step.stopping and may_stop):
+            if self._is_at_last_step or self.stopped or (step.stopping and may_stop):
                 break
         if world.size > 1 and not step.together:  # they learn of it at different batches
             places = world.gather_objects((self.position, step.stopping, self.stopped))
@@ -262,32 +282,54 @@ class _Training(Setup):
         if self.world.is_first and line is not None:
             self.world.tell(Line(line))
 
-    def _call(self, kind: str, number: int, *, whole: bool = True) -> None:
-        self.stopped = self.callbacks.call(kind, number, self.record, whole=whole) or self.stopped
+    def _call(self, kind: str, number: int, values: dict[str, float] | None = None, *, whole: bool = True) -> None:
+        metrics = self.record if values is None else values
+        self.stopped = self.callbacks.call(kind, number, metrics, whole=whole) or self.stopped
+
+    def _after_events(self) -> None:
+        if self.job.on_event or self.callbacks:
+            self.step.after_events()
 
     # ---- saving and taking up ---------------------------------------------------------------------------------------
 
-    def _save(self, number: int) -> None:
+    def _save(self, number: int, *, checkpoint: bool = True) -> None:
         """At the end of an epoch, or where the training was stopped."""
-        if not self.eval_loaders or self.interrupted:
+        if self.evaluated != self.world.step or self.interrupted:
             self.step.after_events()  # as an evaluation does
         if not self.interrupted:
             self.kept_record = {"epoch": number, "step": self.world.step, **self.record}
-        self._checkpoint(self.record.get("eval_loss"))
+        if checkpoint:
+            self._checkpoint(self.record)
         if self.world.is_first and self.kept_record is not None and not self.interrupted:
             self.folder.add_metrics(self.kept_record)
         before = self.stopped
-        self._call("saved", number)
+        if checkpoint:
+            self._call("saved", number)
         if self.stopped and not before:
             self._checkpoint()  # with that
 
-    def _save_within(self, sums: Sums) -> None:
-        """Within an epoch, whose loss so far came to that."""
+    def _within(self, due: frozenset[str], sums: Sums) -> None:
+        """Evaluate and save within an epoch, whose loss so far came to that, as far as it is due.
+
+        An evaluation that is owed is made before the next step of whoever resumes, if the ranks are to stop now.
+        """
+        is_end = self._is_at_last_step or self.position == self.loader.batches_of(self.epoch)
+        if is_end or self.step.stopping:
+            return
         self.step.check()
         self.partial = sums.read()
-        self._checkpoint()
+        begun, number, values = time.perf_counter(), self.epoch + 1, {}
+        if self.owed:
+            values = self._evaluate()
+            self._call("evaluated", number, values)
+            if self.world.is_first and values:
+                self.folder.add_metrics({"epoch": number, "step": self.world.step, **values})
+            self.paused += time.perf_counter() - begun
+            self._after_events()
+        if SAVE in due or self.stopped or self.saves.is_best(values):
+            self._checkpoint(values)
 
-    def _checkpoint(self, eval_loss: float | None = None) -> None:
+    def _checkpoint(self, values: dict[str, float] | None = None) -> None:
         place = {
             "epoch": self.epoch,
             "position": self.position,
@@ -296,9 +338,11 @@ class _Training(Setup):
             "record": self.kept_record,
             "data": self.data,
             "stopped": self.stopped,
+            "owed": self.owed,
+            "judged": self.judged,
         }
-        self.saves.save(place, eval_loss)
-        self.times.saved()
+        self.saves.save(place, values)
+        self.triggers.done(SAVE)
 
     def _has_ended(self) -> bool:
         """Whether the run has come to its end at this step, down to its last file, and that is whole."""
@@ -319,6 +363,7 @@ class _Training(Setup):
         self.world.step = state["step"]
         self.stopped = state.get("stopped") or ""
         self.stopped = "on_event" if self.stopped is True else self.stopped  # earlier versions
+        self.owed, self.judged = state.get("owed", False), state.get("judged")
         is_beyond = (self.job.steps is not None and self.world.step > self.job.steps) or (
             self.epochs is not None and (self.epoch, self.position) > (self.epochs, 0)
         )

@@ -74,7 +74,7 @@ class Teller(Callback):
                 from torch.utils.tensorboard import SummaryWriter
             except ImportError as error:
                 raise JobError("tensorboard: it isn't installed: pip install torch-lockstep[tensorboard]") from error
-            self._writer = SummaryWriter(str(training.folder))
+            self._writer = SummaryWriter(str(training.folder), purge_step=training.step + 1 if training.step else None)
         self._tell("started", training)
 
     def on_epoch(self, training: TrainingContext) -> None:

@@ -14,7 +14,9 @@ from lockstep.report.charts import Bars, Lines, Stacks, short
 from lockstep.report.page import Figure, Page, Section, Table, write
 from lockstep.report.timeline_charts import turns_of
 
-_NOT_CURVES = {"epoch", "step", "lr", "seconds", "samples_per_second", "train_loss", "eval_loss"}
+_NOT_CURVES = {
+    "epoch", "step", "lr", "seconds", "samples_per_second", "tokens_per_second", "loss", "train_loss", "eval_loss"
+}  # fmt: skip
 
 
 def write_page(folder: str | Path) -> Path:
@@ -62,8 +64,8 @@ def _verdict(summary: Mapping[str, Any], history: Sequence[Mapping[str, Any]]) -
     if not history:
         return "No epoch was finished."
     last = history[-1]
-    loss = last.get("eval_loss", last["train_loss"])
-    which = "Evaluation loss" if "eval_loss" in last else "Training loss"
+    found = (("Evaluation loss", "eval_loss"), ("Training loss", "train_loss"), ("Loss", "loss"))
+    which, loss = next((which, last[name]) for which, name in found if name in last)
     reached = [f"{which} {short(loss)}"]
     reached += [f"{name} {short(last[name])}" for name in last if name not in _NOT_CURVES and last[name] is not None]
     said = f"{', '.join(reached)} after {counted(last['epoch'], 'epoch')}"
@@ -99,6 +101,7 @@ def _curves(history: Sequence[Mapping[str, Any]]) -> Iterator[Figure]:
     # An epoch that ended early has a record too, and another one where it was resumed.
     by = "epoch" if len({record["epoch"] for record in history}) == len(history) else "step"
     losses = {name: _points(history, by, f"{name}_loss") for name in ("train", "eval")}
+    losses["train, since the last log"] = _points(history, by, "loss")
     if history:
         yield Figure("loss", "Loss", Lines(by, "loss", {name: line for name, line in losses.items() if line}))
     for name in dict.fromkeys(name for record in history for name in record if name not in _NOT_CURVES):
@@ -106,10 +109,11 @@ def _curves(history: Sequence[Mapping[str, Any]]) -> Iterator[Figure]:
 
 
 def _rates(history: Sequence[Mapping[str, Any]]) -> Iterator[Figure]:
-    if history:
-        names = [f"epoch {record['epoch']}" for record in history[:40]]
-        rates = [record["samples_per_second"] for record in history[:40]]
-        caption = "The first epoch warms up." + (" The first 40 epochs." if len(history) > 40 else "")
+    epochs = [record for record in history if "train_loss" in record]
+    if epochs:
+        names = [f"epoch {record['epoch']}" for record in epochs[:40]]
+        rates = [record["samples_per_second"] for record in epochs[:40]]
+        caption = "The first epoch warms up." + (" The first 40 epochs." if len(epochs) > 40 else "")
         yield Figure("speed", "Samples per second", Bars("samples per second", names, rates), caption)
 
 

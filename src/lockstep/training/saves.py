@@ -1,9 +1,8 @@
-"""When a training is saved, what is in a checkpoint beside the step's state, and how it is taken up."""
+"""What is in a checkpoint beside the step's state, and how it is taken up."""
 
 from __future__ import annotations
 
 import math
-import time
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -12,50 +11,12 @@ from lockstep.checkpoint.weights import load_weights, save_weights, weights_on_c
 from lockstep.checkpoint.writer import Writer
 from lockstep.data import is_stream
 from lockstep.errors import FolderError, InputError, JobError, first_line, told
-from lockstep.job import Job, steps_or_seconds
+from lockstep.job import Job
 from lockstep.launch.run_folder import RunFolder
-from lockstep.launch.world import World
 from lockstep.strategies.step import Step
 from lockstep.tensors.state_tree import encoded
 from lockstep.training.callbacks.dispatch import Callbacks
 from lockstep.training.progress import has_state
-
-
-class SaveTimes:
-    """When a checkpoint within an epoch is due, at the same step on every rank.
-
-    A time is looked at by rank 0, which then tells the others at which step it looks again: about when the time is
-    over, and at most after twice as many steps.
-    """
-
-    def __init__(self, job: Job, world: World, *, together: bool) -> None:
-        steps, seconds = (None, None) if job.save_every is None else steps_or_seconds(job.save_every, "save_every")
-        self._world = world
-        self._steps, self._seconds = (steps, seconds) if together else (None, None)
-        self.note = None
-        if job.save_every is not None and not together:
-            self.note = "save_every: these ranks meet at the end of an epoch only, and save there"
-        self._first = world.step
-        self._began = self._last = time.monotonic()
-        self._look = world.step + 1
-
-    def is_due(self) -> bool:
-        """Whether one is to be saved after this step."""
-        step = self._world.step
-        if self._steps is not None:
-            return step % self._steps == 0
-        if self._seconds is None or step < self._look:
-            return False
-        now = time.monotonic()
-        left = self._seconds - (now - self._last)
-        done = step - self._first
-        ahead = max(1, min(done, int((left if left > 0 else self._seconds) * done / (now - self._began))))
-        due, self._look = self._world.broadcast_object((left <= 0, step + ahead))
-        return due
-
-    def saved(self) -> None:
-        """One was saved, for this reason or another."""
-        self._last = time.monotonic()
 
 
 class Saves:
@@ -99,20 +60,24 @@ class Saves:
             "train_data": None if self._data is None else self._world.gather_objects(self._data.state_dict()),
         }
 
-    def save(self, place: Mapping[str, Any], loss: float | None = None) -> None:
+    def is_best(self, values: Mapping[str, float]) -> bool:
+        """Whether an evaluation is better than all before it."""
+        return values.get("eval_loss", math.nan) < self._best
+
+    def save(self, place: Mapping[str, Any], values: Mapping[str, float] | None = None) -> None:
         """Begin to write a checkpoint.
 
         Args:
             place: where the training is, as plain values; ``step`` and ``epoch`` among them.
-            loss: of an evaluation, which decides whether the weights are the best ones so far; None where none was.
+            values: of an evaluation, which decides whether the weights are the best ones so far; None where none was.
 
         Raises:
             SaveError: it, or the one before, can't be written.
         """
         state = self._step.state_dict()
         before: Callable[[], None] | None = None
-        if loss is not None and loss < self._best:
-            self._best = loss
+        if values is not None and self.is_best(values):
+            self._best = values["eval_loss"]
             with self._callbacks.evaluating():  # the weights that the loss is of
                 weights = weights_on_cpu(state["model"]) if self._world.is_first else {}
 

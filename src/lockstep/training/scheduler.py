@@ -80,12 +80,13 @@ def note_on_length(scheduler: Any, moves: int | None, every: str) -> str | None:
     return f'{said}: lr_scheduler_every="step" moves it on more often' if every == "epoch" and moves < length else None
 
 
-def move_on(scheduler: Any, loss: float | Result) -> None:
-    """Move a scheduler on by one; one that looks at a loss is shown this one."""
+def move_on(scheduler: Any, loss: float | Result | None) -> None:
+    """Move a scheduler on by one; one that looks at a loss is shown this one, and stays where there is none."""
     if isinstance(scheduler, Schedulers):
         for one in scheduler.by_name.values():
             move_on(one, loss)
     elif isinstance(scheduler, torch.optim.lr_scheduler.ReduceLROnPlateau):
-        scheduler.step(loss.loss if isinstance(loss, Result) else loss)
+        if loss is not None:
+            scheduler.step(loss.loss if isinstance(loss, Result) else loss)
     else:
         scheduler.step()

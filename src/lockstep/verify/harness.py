@@ -29,7 +29,7 @@ from lockstep.strategies import Strategy
 from lockstep.train import train
 from lockstep.training.run import Run
 
-_TIMES = ("seconds", "samples_per_second")
+_TIMES = ("seconds", "samples_per_second", "tokens_per_second")
 
 
 @dataclass(frozen=True)
@@ -94,7 +94,7 @@ def differences(job: Job, a: Run, b: Run) -> Differences:
     ends = [load_weights(RunFolder(run.folder).model) for run in (a, b)]
     if ends[0].keys() != ends[1].keys():
         raise AssertionError(f"the state dicts have different names: {sorted(ends[0].keys() ^ ends[1].keys())}")
-    reach = b.history[0]["lr"] * b.summary["steps"]
+    reach = next(record["lr"] for record in b.history if "lr" in record) * b.summary["steps"]
     parameters, moved = {}, {}
     for name, p in start.named_parameters():
         da, db = (real(end[name]) - real(p.detach()) for end in ends)

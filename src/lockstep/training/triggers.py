@@ -1,0 +1,76 @@
+"""When a training evaluates, saves and logs: after so many steps or epochs, or after a time."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator
+
+from lockstep.job import Every, Job
+from lockstep.launch.world import World
+
+EVALUATE, SAVE = "evaluate", "save"
+
+_NOTHING: frozenset[str] = frozenset()
+
+
+class Triggers:
+    """What is due after a step, alike on every rank.
+
+    Steps and epochs are counted by each rank. A time is looked at by rank 0, which then tells the others what is due,
+    and at which step it looks again: about when the next time is over, and at most after twice as many steps. All
+    times are looked at together.
+    """
+
+    def __init__(self, job: Job, world: World, *, together: bool) -> None:
+        self._world, self._together = world, together
+        self._every = {
+            EVALUATE: Every.read(job.eval_every, "eval_every"),
+            SAVE: Every.read(job.save_every, "save_every"),
+        }
+        # Ranks that don't meet in their updates would meet in other collectives at the same time.
+        within = self._every if together else {}
+        self._steps = {what: every.steps for what, every in within.items() if every.steps is not None}
+        self._seconds = {what: every.seconds for what, every in within.items() if every.seconds is not None}
+        self._first = world.step
+        self._began = time.monotonic()
+        self._last = dict.fromkeys(self._seconds, self._began)
+        self._look = world.step + 1
+
+    def notes(self) -> Iterator[str]:
+        """What a person has to know of them."""
+        for what, every in {} if self._together else self._every.items():
+            if every.epochs is None:
+                yield f"{_NAMES[what]}: these ranks meet at the end of an epoch only, and {what} there"
+
+    def after_step(self) -> frozenset[str]:
+        """What is due after this step; ``at_end`` tells what an epoch's end makes due."""
+        if not self._steps and not self._seconds:
+            return _NOTHING
+        step = self._world.step
+        due = frozenset(what for what, steps in self._steps.items() if step % steps == 0)
+        return due | self._over() if self._seconds and step >= self._look else due
+
+    def _over(self) -> frozenset[str]:
+        """The times that are over, by rank 0's clock."""
+        now = time.monotonic()
+        done = self._world.step - self._first
+        left = {what: seconds - (now - self._last[what]) for what, seconds in self._seconds.items()}
+        due = frozenset(what for what, seconds in left.items() if seconds <= 0)
+        soonest = min(self._seconds[what] if what in due else left[what] for what in left)
+        ahead = max(1, min(done, int(soonest * done / (now - self._began))))
+        found, self._look = self._world.broadcast_object((due, self._world.step + ahead))
+        return found
+
+    def at_end(self, what: str, epoch: int) -> bool:
+        """Whether it is due at the end of that epoch (from 1), for that reason alone."""
+        every = self._every[what]
+        if every.epochs is None:
+            return what == SAVE or not self._together
+        return epoch % every.epochs == 0
+
+    def done(self, what: str) -> None:
+        """It was done, for this reason or another."""
+        self._last[what] = time.monotonic()
+
+
+_NAMES = {EVALUATE: "eval_every", SAVE: "save_every"}
