@@ -73,6 +73,8 @@ class Job:
         keep_memory: on CPU devices, what a step frees is kept for the next one instead of going back to the system:
             faster where activations are large, with a larger peak (see lockstep.tensors.allocator).
         eval_batch_size: of evaluation; None is ``batch_size``.
+        log_every: within an epoch, write a record and a line of the steps since the last one: every so many steps
+            (``100``) or after a time (``"10 min"``). Epochs have theirs anyway; of ``"10 epochs"``, each tenth.
         eval_every: when to evaluate: every so many steps (``100``) or epochs (``"2 epochs"``), or after a time
             (``"10 min"``); None is at the end of each epoch. The last step is evaluated anyway.
         save_every: likewise, when to save a checkpoint. With steps or a time one is saved at the end of each epoch too.
@@ -113,6 +115,7 @@ class Job:
     fused: bool | None = None
     keep_memory: bool = False
     eval_batch_size: int | None = None
+    log_every: int | str | None = None
     eval_every: int | str | None = None
     save_every: int | str | None = None
     keep: int = 2
@@ -157,7 +160,7 @@ class Job:
             raise JobError("on_event: a list of functions is expected")
         if not isinstance(self.callbacks, Sequence):
             raise JobError("callbacks: a list of lockstep.Callback objects is expected")
-        for name in ("eval_every", "save_every"):
+        for name in ("log_every", "eval_every", "save_every"):
             Every.read(getattr(self, name), name)
         for name in SETTINGS:
             object.__setattr__(self, name, checked_setting(name, getattr(self, name)))

@@ -11,7 +11,7 @@ import torch.nn.functional as F
 from torch import nn
 from torch.utils.data import TensorDataset
 
-from lockstep import Job, Loss, launch
+from lockstep import Job, Loss, launch, train
 from lockstep.data import eval_loaders
 from lockstep.launch import devices
 from lockstep.launch.world import World
@@ -22,6 +22,7 @@ from lockstep.strategies.pp import PP
 from lockstep.strategies.single import Single
 from lockstep.strategies.strategy import Strategy
 from lockstep.training.evaluation import evaluate
+from lockstep.training.progress import Pace
 from simulated_card import counts
 
 WAITING = ("host_reads", "waits", "blocking_copies")
@@ -240,3 +241,22 @@ def test_copies_between_cards_dont_grow_with_the_number_of_parameters(way: str) 
         return counts("crossings")["crossings"] - before
 
     assert crossings(2) == crossings(9)
+
+
+# ---- logs ------------------------------------------------------------------------------------------------------------
+
+
+def test_a_log_reads_results_once_and_steps_between_logs_read_nothing(tmp_path, monkeypatch) -> None:
+    """Totals are one read and counts another, as at the end of an epoch; the norm of the gradients is a third."""
+    monkeypatch.setattr(Pace, "show", lambda *args: None)  # which reads by the clock
+
+    def reads(**settings: Any) -> int:
+        job = Job(model=net, loss=nn.CrossEntropyLoss(), optimizer=sgd, train_data=data(16 * 35), batch_size=16)
+        before = sum(counts(*WAITING).values())
+        train(job, strategy="single", devices="card:1", folder=tmp_path, quiet=True, **settings)
+        return sum(counts(*WAITING).values()) - before
+
+    plain, clipped = reads(), reads(clip_norm=1.0)
+    assert reads(log_every=10) == plain + 3 * 2
+    assert reads(log_every=35) == plain, "the epoch's end reads the same"
+    assert reads(log_every=10, clip_norm=1.0) == clipped + 3 * 3

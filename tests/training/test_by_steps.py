@@ -1,4 +1,4 @@
-"""What is done every so many steps, epochs or minutes: evaluated, saved; also where one epoch is the whole run."""
+"""What is done every so many steps, epochs or minutes: logs, evaluations, checkpoints; in a run of one epoch, too."""
 
 from __future__ import annotations
 
@@ -41,8 +41,8 @@ def a_job(**settings: Any) -> Job:
 
 
 def one_epoch(**settings: Any) -> Job:
-    """An epoch is the whole run, evaluated after steps 3, 6, 9 and 10."""
-    return a_job(**{"epochs": 1, "eval_every": 3, **settings})
+    """An epoch is the whole run, logged after steps 4 and 8, evaluated after steps 3, 6, 9 and 10."""
+    return a_job(**{"epochs": 1, "log_every": 4, "eval_every": 3, **settings})
 
 
 def run_of(job: Job, folder: Path, strategy: str = "single", **settings: Any) -> Run:
@@ -73,6 +73,7 @@ def test_evaluations_and_checkpoints_within_an_epoch_move_nothing(tmp_path: Path
     whole = run_of(a_job(epochs=1), tmp_path / "whole")
     run = run_of(one_epoch(save_every=4, keep=9), tmp_path / "run")
     assert same_bits(run.model(), whole.model()) and records(run)[-1] == records(whole)[-1]
+    assert [record["step"] for record in run.history] == [3, 4, 6, 8, 9, 10]
     saved = {int(path.name.removeprefix("step-")) for path in (run.folder / "checkpoints").iterdir()}
     assert {4, 8, 10} <= saved
 
@@ -150,9 +151,10 @@ class Stream(IterableDataset[Any]):
 @pytest.mark.parametrize("strategy", ["single", "ddp"])
 def test_a_stream_is_evaluated_by_steps_too(strategy: str, tmp_path: Path) -> None:
     """Of a stream nobody knows that step 10 is the last one of an epoch; it has one record."""
-    run = run_of(one_epoch(train_data=Stream(), eval_every=5, shuffle=False, epochs=2), tmp_path, strategy)
+    run = run_of(one_epoch(train_data=Stream(), log_every=5, eval_every=5, shuffle=False, epochs=2), tmp_path, strategy)
     assert [r["step"] for r in run.history] == [5, 10, 15, 20]
     assert ["train_loss" in r for r in run.history] == [False, True, False, True]
+    assert all("loss" in r and "eval_loss" in r for r in run.history)
 
 
 def test_a_plateau_is_shown_each_evaluation_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -173,6 +175,112 @@ def test_hogwild_evaluates_at_the_end_of_an_epoch_and_says_so(tmp_path: Path, ca
 def test_a_line_for_an_evaluation_within_an_epoch_says_its_step(tmp_path: Path, capsys: pytest.CaptureFixture) -> None:
     train(one_epoch(), devices="1xcpu", folder=tmp_path)
     lines = [line for line in capsys.readouterr().out.splitlines() if line.startswith("epoch ")]
-    assert len(lines) == 4
+    assert len(lines) == 4  # of 3, 6, 9 and 10
     assert re.fullmatch(r"epoch   1  step 3  eval loss \d\.\d{4}", lines[0])
     assert re.fullmatch(r"epoch   1  train loss \d\.\d{4}  eval loss \d\.\d{4}  [\d,]+ samples/s", lines[-1])
+
+
+# ---- logs ------------------------------------------------------------------------------------------------------------
+
+
+def logged(run: Run, name: str = "loss") -> dict[int, float]:
+    return {record["step"]: record[name] for record in run.history if "loss" in record}
+
+
+@pytest.mark.parametrize("strategy", ON)
+def test_a_log_has_the_mean_since_the_last_under_every_strategy(strategy: str, tmp_path: Path) -> None:
+    settings: dict[str, Any] = {"epochs": 2, "eval_every": None, "clip_norm": 0.7, "batch_size": 6}  # 7 steps an epoch
+    single = logged(run_of(one_epoch(log_every=1, **settings), tmp_path / "single"))
+    assert list(single) == list(range(1, 15))
+    run = run_of(one_epoch(log_every=4, **settings), tmp_path / "run", strategy)
+    sizes = {step: 4 if step % 7 == 0 else 6 for step in single}  # 40 samples
+    for last, mine in logged(run).items():
+        since = range(last - 3, last + 1)
+        mean = sum(single[step] * sizes[step] for step in since) / sum(sizes[step] for step in since)
+        assert mine == pytest.approx(mean, rel=1e-10)
+    norms = logged(run_of(one_epoch(log_every=1, **settings), tmp_path / "norms", strategy), "grad_norm")
+    assert logged(run, "grad_norm") == {step: norms[step] for step in (4, 8, 12)}, "that of the last step"
+
+
+def test_logs_are_as_if_the_run_had_not_been_stopped(tmp_path: Path) -> None:
+    """Step 13 of 20 is no log; the one after it counts steps 9 to 12 of the first start, too."""
+    job = one_epoch(epochs=2, log_every=6, eval_every=None)
+    whole = run_of(job, tmp_path / "whole")
+    first = run_of(job, tmp_path / "run", steps=9)
+    assert list(logged(first)) == [6]
+    run = run_of(job, tmp_path, resume=first.folder)
+    assert logged(run) == logged(whole) and list(logged(run)) == [6, 12, 18]
+    assert same_bits(run.model(), whole.model())
+
+
+def test_a_rate_is_as_the_scheduler_has_left_it(tmp_path: Path) -> None:
+    rate = {"lr_scheduler": lambda o: torch.optim.lr_scheduler.ExponentialLR(o, 0.5), "lr_scheduler_every": "step"}
+    run = run_of(one_epoch(**rate), tmp_path)
+    assert logged(run, "lr") == pytest.approx({4: 0.05 / 2**4, 8: 0.05 / 2**8})
+
+
+class Words(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.table, self.out = nn.Embedding(11, 4), nn.Linear(4, 11)
+
+    def forward(self, words: torch.Tensor) -> torch.Tensor:
+        return self.out(self.table(words)).transpose(1, 2)
+
+
+def test_tokens_are_counted_where_targets_are_tokens(tmp_path: Path) -> None:
+    words = torch.arange(40 * 5).view(40, 5) % 11
+    padded = words.clone()
+    padded[:, -2:] = 0  # 3 of 5 count
+    run = run_of(
+        one_epoch(model=Words, loss=nn.CrossEntropyLoss(ignore_index=0, reduction="mean"),
+                  train_data=TensorDataset(words, padded), eval_data=None),
+        tmp_path, "ddp",
+    )  # fmt: skip
+    of_words, of_samples = logged(run, "tokens_per_second"), logged(run, "samples_per_second")
+    counted = {last: (padded[16 * i : 16 * i + 16] != 0).sum() for i, last in enumerate((4, 8))}
+    assert all(0.5 < of_words[step] / of_samples[step] / (counted[step] / 16) < 2 for step in (4, 8)), "of any order"
+    assert "tokens_per_second" not in run_of(one_epoch(), tmp_path / "labels").history[1]
+
+
+def test_logs_are_told_to_functions_and_to_tensorboard(tmp_path: Path) -> None:
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+    told: list[tuple[str, int, dict[str, float]]] = []
+    job = one_epoch(on_event=[lambda event: told.append((event.kind, event.step, event.metrics))], eval_every=8)
+    run = run_of(job, tmp_path, tensorboard=True)
+    assert [(kind, step) for kind, step, _ in told] == [
+        ("started", 0), ("logged", 4), ("logged", 8), ("evaluated", 8), ("epoch", 10), ("evaluated", 10),
+        ("saved", 10), ("finished", 10),
+    ]  # fmt: skip
+    assert told[1][2]["loss"] == logged(run)[4]
+    written = EventAccumulator(str(run.folder)).Reload()
+    assert {scalar.step: scalar.value for scalar in written.Scalars("loss")} == pytest.approx(logged(run), rel=1e-6)
+    assert [scalar.step for scalar in written.Scalars("eval_loss")] == [8, 10]
+
+
+@pytest.mark.parametrize("every", [3, "0.000001 s"])
+def test_who_hears_of_a_log_may_stop_the_training(every: Any, tmp_path: Path) -> None:
+    def stop(event: Event) -> str | None:
+        return "stop" if event.kind == "logged" and event.step >= 3 else None
+
+    run = run_of(one_epoch(log_every=every, eval_every=None, on_event=[stop]), tmp_path, "ddp")
+    assert 3 <= run.summary["steps"] < 10 and "eval_loss" in run.history[-1]
+
+
+def test_epochs_may_be_logged_now_and_then(tmp_path: Path) -> None:
+    run = run_of(a_job(epochs=5, log_every="2 epochs", eval_every="3 epochs"), tmp_path)
+    assert [record["epoch"] for record in run.history] == [2, 3, 4, 5]
+
+
+def test_hogwild_logs_what_rank_0_has_seen(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    run = train(one_epoch(eval_every=None), strategy="hogwild", devices="2xcpu", folder=tmp_path)
+    assert list(logged(run)) == [4, 8]
+    assert "note: log_every: these ranks don't meet in a step, so that the losses" in capsys.readouterr().out
+
+
+def test_the_line_of_a_log(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    train(one_epoch(clip_norm=1.0, eval_every=None), devices="1xcpu", folder=tmp_path)
+    (line,) = [line for line in capsys.readouterr().out.splitlines() if line.startswith("step 4")]
+    parts = r"step 4/10  loss \d\.\d{4}  lr 0\.0500  grad norm \d\.\d{4}  [\d,]+ samples/s  0:0\d left"
+    assert re.fullmatch(parts, line)

@@ -12,14 +12,16 @@ class Event:
     """Something that happened in a training, told on rank 0.
 
     Attributes:
-        kind: ``"started"``, ``"epoch"`` (its training is done), ``"evaluated"``, ``"saved"`` or ``"finished"``.
+        kind: ``"started"``, ``"logged"`` (by ``log_every``, within an epoch), ``"epoch"`` (its training is done),
+            ``"evaluated"``, ``"saved"`` or ``"finished"``.
         epoch: the epoch, from 1 (0 at the start).
         step: updates so far.
-        metrics: what is known of the epoch: ``train_loss``, ``eval_loss``, each metric, ``lr``, ``samples_per_second``.
+        metrics: what is known of the epoch: ``train_loss``, ``eval_loss``, each metric, ``lr``, ``samples_per_second``;
+            within it what was logged, or evaluated.
         folder: the run's folder.
     """
 
-    kind: Literal["started", "epoch", "evaluated", "saved", "finished"]
+    kind: Literal["started", "logged", "epoch", "evaluated", "saved", "finished"]
     epoch: int
     step: int
     metrics: dict[str, float] = field(default_factory=dict)
@@ -50,12 +52,13 @@ class Line:
 
     Attributes:
         text: the line.
-        kind: a note is of the numbers, or of what to look at; a plan, of what was chosen for this training.
+        kind: a note is of the numbers, or of what to look at; a plan, of what was chosen for this training; a log comes
+            within an epoch, and may be left out where lines are kept.
         caveat: what a note is of, where it is of the results.
     """
 
     text: str
-    kind: Literal["plain", "note", "plan"] = "plain"
+    kind: Literal["plain", "note", "plan", "log"] = "plain"
     caveat: Caveat | None = None
 
     @classmethod

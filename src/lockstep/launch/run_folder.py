@@ -4,7 +4,7 @@
 
     runs/digits-ddp-20261121-093000/
       config.json          the job, its settings, the strategy, the devices
-      metrics.jsonl        a line for each epoch, one that ended early, and each evaluation in between
+      metrics.jsonl        a line for each epoch, one that ended early, and each log and evaluation in between
       ranks/1.log          what ranks other than 0 printed
       profile/             with ``--profile``: a trace for each rank, and ``summary.json``
       model.safetensors    the final weights, under one-device names

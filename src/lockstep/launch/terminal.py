@@ -46,7 +46,7 @@ class Display:
         if self._quiet:
             return
         if isinstance(event, Line):
-            plain = event.kind == "plain"
+            plain = event.kind in ("plain", "log")
             self.line(event.text if plain else f"note: {event.text}", note=not plain)
         elif isinstance(event, Memory):
             self._memory |= event.sizes

@@ -137,12 +137,14 @@ def begin_momentum(optimizer: torch.optim.Optimizer) -> None:
                     optimizer.state[p]["momentum_buffer"] = torch.zeros_like(p)
 
 
-def clip_gradients(parameters: list[nn.Parameter], largest: float) -> None:
-    """Hold the norm of all gradients together under ``largest``; sparse ones too, which PyTorch's clip refuses."""
+def clip_gradients(parameters: list[nn.Parameter], largest: float) -> torch.Tensor:
+    """Hold the norm of all gradients together under ``largest``; gives what it was.
+
+    Sparse ones too, which PyTorch's clip refuses.
+    """
     sparse = [p for p in parameters if p.grad is not None and p.grad.is_sparse]
     if not sparse:
-        nn.utils.clip_grad_norm_(parameters, largest)
-        return
+        return nn.utils.clip_grad_norm_(parameters, largest)
     for p in sparse:
         assert p.grad is not None
         p.grad = p.grad.coalesce()  # each row once, as in a dense one
@@ -151,6 +153,7 @@ def clip_gradients(parameters: list[nn.Parameter], largest: float) -> None:
     factor = (largest / (norm + 1e-6)).clamp(max=1.0)
     for grad in grads:
         grad.mul_(factor.to(grad.device))
+    return norm
 
 
 def _names_of(model: nn.Module) -> dict[int, str]:

@@ -130,10 +130,12 @@ class Sums:
 
     Args:
         before: those of others before them.
+        then: is called with each, when it is read.
     """
 
-    def __init__(self, before: Loss | None = None) -> None:
+    def __init__(self, before: Loss | None = None, then: Callable[[Loss], None] | None = None) -> None:
         self._sums = before or Loss(0.0, 0.0)
+        self._then = then
         self._waiting: list[Result] = []
 
     def add(self, result: Result) -> None:
@@ -146,5 +148,7 @@ class Sums:
         """The sums so far."""
         for loss in read(self._waiting):
             self._sums = added([self._sums, loss])
+            if self._then is not None:
+                self._then(loss)
         self._waiting.clear()
         return self._sums

@@ -61,6 +61,7 @@ class Step(Calls):
             is done in updates 1, 2, 4, 8 and so on, and in the last one of all.
         last_step: that update's step, where it is known.
         seen: what was seen.
+        grad_norm: of the last update, before clipping, where that is computed; on an accelerator a tensor.
     """
 
     reduces = False
@@ -80,6 +81,7 @@ class Step(Calls):
         self.last_look: float = 1 if job.compile else math.inf
         self.last_step: int | None = None
         self.seen = Seen()
+        self.grad_norm: Number | None = None
         self._said_read: set[str] = set()
         self._on_devices = DeviceChecks()
 
@@ -288,7 +290,7 @@ class Step(Calls):
     def clip(self) -> None:
         """Hold the norm of all gradients together under ``clip_norm``."""
         if self._clip_norm is not None:
-            clip_gradients(self._parameters, self._clip_norm)
+            self.grad_norm = clip_gradients(self._parameters, self._clip_norm)
 
     @phase("computing", "forward and loss")
     def forward_loss(self, model: nn.Module, part: Part, where: str = "") -> Loss:

@@ -14,6 +14,7 @@ import torch
 from lockstep.data import AnyLoader, Batch
 from lockstep.data.shares import mixed_share
 from lockstep.errors import JobError, LockstepError, told
+from lockstep.job import Job
 from lockstep.launch.memory import is_out_of_memory
 from lockstep.launch.world import World
 from lockstep.model.additivity import is_apart
@@ -158,6 +159,38 @@ def evaluate_sets(
         return found[""]
     values = {f"{name}/{metric}": value for name, values in found.items() for metric, value in values.items()}
     return {f"{prefix}loss": next(iter(values.values())), **values}
+
+
+class Evaluations:
+    """The evaluations of one training.
+
+    Attributes:
+        owed: whether one is due at this step.
+        judged: the loss of the last one, until the scheduler of epochs has seen it.
+    """
+
+    def __init__(self, job: Job, step: Step, loaders: Mapping[str, AnyLoader]) -> None:
+        self._job, self._step, self._loaders = job, step, loaders
+        self.owed = False
+        self.judged: float | None = None
+        self._at: int | None = None
+        self._found: dict[str, float] = {}
+
+    @property
+    def is_done(self) -> bool:
+        """Whether this step was evaluated."""
+        return self._at == self._step.world.step
+
+    def make(self) -> dict[str, float]:
+        """The loss and the metrics of each set at this step, computed once; empty where there are no sets."""
+        if self._loaders and not self.is_done:
+            job, world, looks = self._job, self._step.world, self._at is None
+            self._found = evaluate_sets(
+                self._step, self._loaders, job.metrics, world, job.seed, looks=looks, prefix="eval_"
+            )
+            self._at = world.step
+        self.owed, self.judged = False, self._found.get("eval_loss")
+        return self._found
 
 
 def evaluate(

@@ -9,15 +9,11 @@ from __future__ import annotations
 import contextlib
 import itertools
 import math
-import platform
 import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-import torch
-
-from lockstep import __version__
 from lockstep.checkpoint.weights import load_weights, save_weights
 from lockstep.data import Batch, fingerprint, is_stream
 from lockstep.errors import FolderError, JobError, counted
@@ -25,25 +21,23 @@ from lockstep.job import Job
 from lockstep.jobfile import the_job
 from lockstep.launch.events import Line
 from lockstep.launch.hang_report import Watch
-from lockstep.launch.memory import peak_memory
 from lockstep.launch.run_folder import RunFolder
 from lockstep.launch.stop_request import left_to_the_launcher
-from lockstep.launch.terminal import duration, words_of
 from lockstep.launch.world import World
 from lockstep.model.loss import Loss
 from lockstep.profiling import Profiler
 from lockstep.strategies.result import Sums
 from lockstep.tensors.allocator import freed_memory_kept
-from lockstep.tensors.pytree import share_sizes
 from lockstep.training.audit import Audit
 from lockstep.training.batch_shapes import FirstStep, line_of
 from lockstep.training.callbacks.dispatch import Callbacks
-from lockstep.training.evaluation import evaluate_sets, try_out
+from lockstep.training.evaluation import Evaluations, try_out
+from lockstep.training.logs import Logs
 from lockstep.training.progress import Pace, Teller
 from lockstep.training.saves import Saves
 from lockstep.training.scheduler import move_on
 from lockstep.training.setup import Plan, Setup
-from lockstep.training.triggers import EVALUATE, SAVE, Triggers
+from lockstep.training.triggers import EVALUATE, LOG, SAVE, Triggers
 
 
 def train_on(world: World, plan: Plan) -> tuple[dict[str, Any], str]:
@@ -69,10 +63,6 @@ class _Training(Setup):
 
     def __init__(self, world: World, plan: Plan, job: Job, folder: RunFolder) -> None:
         super().__init__(world, plan, job, folder)
-        self.evaluated: int | None = None  # the step of the last evaluation, by this process
-        self.values: dict[str, float] = {}  # of that one
-        self.owed = False  # an evaluation is due at this step
-        self.judged: float | None = None  # the last evaluation's loss, until the scheduler of epochs has seen it
         self.epoch = 0  # epochs that are done
         self.position = 0  # batches done of the epoch that is not
         self.partial = Loss(0.0, 0.0)
@@ -83,10 +73,13 @@ class _Training(Setup):
         self.kept_record: dict[str, Any] | None = None  # the last line of the metrics, as the state has it
         self.samples = 0
         self.seconds = 0.0
-        self.paused = 0.0  # seconds of evaluations within epochs
+        self.paused = 0.0  # seconds of evaluations, and of all that an epoch ends with
         self.profiler: Profiler | None = None
         self.audit: Audit | None = None
         self.first: FirstStep | None = FirstStep(self.step)
+        self.evaluations = Evaluations(job, self.step, self.eval_loaders)
+        self.logs: Logs | None = None
+        self.recent = Loss(0.0, 0.0)  # of the steps since the last log of an earlier process
         self.shapes: dict[str, Any] = {}
         self.told = Teller(self.step, job, plan.tensorboard)
         self.callbacks = Callbacks(job, self.step, folder.path, self.told)
@@ -133,6 +126,8 @@ class _Training(Setup):
                 stack.callback(self.audit.close)
             if not self.plan.resume and not any(map(is_stream, self.eval_data.values())):
                 try_out(self.step, self.eval_loaders, self.job.metrics, self.world, self.job.seed)
+            if self.job.log_every is not None and self.world.is_first:
+                self.logs = Logs(self.job, self.step, self.steps, self.recent)
             while not self._is_done():
                 self._one_epoch()
                 if self.interrupted:
@@ -143,7 +138,9 @@ class _Training(Setup):
             state = self.step.state_dict()
             if self.world.is_first:
                 save_weights(self.folder.model, state["model"])
-            summary = self._summary(time.perf_counter() - began)
+            summary = self.summary(
+                time.perf_counter() - began, self.epoch, self.record, self.shapes, self.samples, self.seconds
+            )
             self.callbacks.call("finish", self.epoch, self.record)
         return summary
 
@@ -163,7 +160,8 @@ class _Training(Setup):
         number = self.epoch + 1
         start, paused = time.perf_counter(), self.paused
         samples, losses, finished = self._train_epoch()
-        seconds = time.perf_counter() - start - (self.paused - paused)
+        trained = time.perf_counter()
+        seconds = trained - start - (self.paused - paused)
         self.step.check()
         if self.interrupted:
             self._save(number)
@@ -175,38 +173,35 @@ class _Training(Setup):
         self._call("log", number)
         self._call("epoch", number, whole=finished)
         ends = bool(self.stopped) or self._is_at_last_step or (finished and number == self.epochs)
-        if self.owed or ends or self.triggers.at_end(EVALUATE, number):
+        evaluates = self.evaluations.owed or ends or self.triggers.at_end(EVALUATE, number)
+        if evaluates:
             self.record |= self._evaluate()
         self.record |= {"lr": lr, "seconds": seconds, "samples_per_second": samples / seconds if seconds else 0.0}
-        self._call("evaluated", number)
+        shows = evaluates or self.triggers.at_end(LOG, number)
+        if shows:
+            self._call("evaluated", number)
         if finished:
             self.epoch, self.position = number, 0
             if self.scheduler is not None and self.job.lr_scheduler_every == "epoch":
-                move_on(self.scheduler, self.judged if self.eval_loaders else self.record["train_loss"])
-                self.judged = None
+                move_on(self.scheduler, self.evaluations.judged if self.eval_loaders else self.record["train_loss"])
+                self.evaluations.judged = None
         ends = ends or bool(self.stopped) or self.triggers.at_end(SAVE, number) or self.saves.is_best(self.record)
-        self._save(number, checkpoint=ends)
+        self._save(number, checkpoint=ends, shows=shows)
+        self.paused += time.perf_counter() - trained
 
     def _evaluate(self) -> dict[str, float]:
-        """The loss and the metrics of the evaluation sets at this step; empty where there are none."""
-        if self.eval_loaders and self.evaluated != self.world.step:
-            looks = self.evaluated is None
-            job, world = self.job, self.world
-            with self.callbacks.evaluating():
-                self.values = evaluate_sets(
-                    self.step, self.eval_loaders, job.metrics, world, job.seed, looks=looks, prefix="eval_"
-                )
-            self.evaluated = world.step
-        self.judged, self.owed = self.values.get("eval_loss"), False
+        with self.callbacks.evaluating():
+            values = self.evaluations.make()
         self.triggers.done(EVALUATE)
-        return self.values
+        return values
 
     def _train_epoch(self) -> tuple[int, dict[str, float], bool]:
         """Go through the rest of an epoch; gives its samples, its mean losses, and whether it came to its end."""
         world, job, step = self.world, self.job, self.step
         by_step = self.scheduler if job.lr_scheduler_every == "step" else None
         # Of the part of this epoch that an earlier run has done. (Where ranks sum up at the end, the first one has it.)
-        sums = Sums(self.partial if step.together or world.is_first else None)
+        partial = self.partial if step.together or world.is_first else None
+        sums = Sums(partial, None if self.logs is None else self.logs.add)
         samples = 0
         size = 0  # of the first batch
         batches = self.loader.epoch(self.epoch, self.position)
@@ -214,7 +209,7 @@ class _Training(Setup):
             batches = self.profiler.over(batches)
         pace = Pace(world, self.epochs, self.steps)
         self._after_events()
-        if self.owed:
+        if self.evaluations.owed:
             self._within(frozenset(), sums)
         for batch in self._until_all_stop(batches):
             if not self.data:
@@ -237,8 +232,12 @@ class _Training(Setup):
             if self.callbacks.by_step:
                 self.stopped = self.callbacks.stepped(result, self.epoch + 1) or self.stopped
             pace.show(self.epoch + 1, samples, sums)
+            if self.logs is not None:
+                self.logs.note(batch)
             if due := self.triggers.after_step():
-                self.owed = EVALUATE in due
+                self.evaluations.owed = EVALUATE in due
+                if LOG in due:
+                    self._log(sums)
                 self._within(due, sums)
         finished = not self.interrupted
         if finished and (self._is_at_last_step or self.stopped):
@@ -292,21 +291,32 @@ class _Training(Setup):
 
     # ---- saving and taking up ---------------------------------------------------------------------------------------
 
-    def _save(self, number: int, *, checkpoint: bool = True) -> None:
+    def _save(self, number: int, *, checkpoint: bool = True, shows: bool = True) -> None:
         """At the end of an epoch, or where the training was stopped."""
-        if self.evaluated != self.world.step or self.interrupted:
+        if not self.evaluations.is_done or self.interrupted:
             self.step.after_events()  # as an evaluation does
         if not self.interrupted:
             self.kept_record = {"epoch": number, "step": self.world.step, **self.record}
         if checkpoint:
             self._checkpoint(self.record)
-        if self.world.is_first and self.kept_record is not None and not self.interrupted:
+        if self.world.is_first and self.kept_record is not None and shows and not self.interrupted:
             self.folder.add_metrics(self.kept_record)
         before = self.stopped
         if checkpoint:
             self._call("saved", number)
         if self.stopped and not before:
             self._checkpoint()  # with that
+
+    def _log(self, sums: Sums) -> None:
+        """Tell what the steps since the last log came to."""
+        values: dict[str, float] = {}
+        if self.logs is not None:
+            sums.read()
+            values = self.logs.log(self.epoch + 1, self.folder, self.paused)
+        self.triggers.done(LOG)
+        self.stopped = self.callbacks.logged(self.epoch + 1, values) or self.stopped
+        if self.step.together:  # others hear of it at the end of the epoch
+            self._after_events()
 
     def _within(self, due: frozenset[str], sums: Sums) -> None:
         """Evaluate and save within an epoch, whose loss so far came to that, as far as it is due.
@@ -319,7 +329,7 @@ class _Training(Setup):
         self.step.check()
         self.partial = sums.read()
         begun, number, values = time.perf_counter(), self.epoch + 1, {}
-        if self.owed:
+        if self.evaluations.owed:
             values = self._evaluate()
             self._call("evaluated", number, values)
             if self.world.is_first and values:
@@ -338,8 +348,9 @@ class _Training(Setup):
             "record": self.kept_record,
             "data": self.data,
             "stopped": self.stopped,
-            "owed": self.owed,
-            "judged": self.judged,
+            "owed": self.evaluations.owed,
+            "judged": self.evaluations.judged,
+            "recent": None if self.logs is None else (*self.logs.recent, self.logs.recent.parts),
         }
         self.saves.save(place, values)
         self.triggers.done(SAVE)
@@ -363,7 +374,8 @@ class _Training(Setup):
         self.world.step = state["step"]
         self.stopped = state.get("stopped") or ""
         self.stopped = "on_event" if self.stopped is True else self.stopped  # earlier versions
-        self.owed, self.judged = state.get("owed", False), state.get("judged")
+        self.evaluations.owed, self.evaluations.judged = state.get("owed", False), state.get("judged")
+        self.recent = Loss(*(state.get("recent") or self.recent))
         is_beyond = (self.job.steps is not None and self.world.step > self.job.steps) or (
             self.epochs is not None and (self.epoch, self.position) > (self.epochs, 0)
         )
@@ -384,33 +396,3 @@ class _Training(Setup):
             raise JobError(
                 f"epochs: the run has done {done} ({self.world.step} steps): ask for more, --epochs {more} say"
             )
-
-    # ---- what a person reads ----------------------------------------------------------------------------------------
-
-    def _summary(self, seconds: float) -> dict[str, Any]:
-        peaks = [peak for peaks in self.world.gather_objects(peak_memory(self.world)) for peak in peaks]
-        named = ("train_loss", "eval_loss", "lr", "seconds", "samples_per_second")
-        held = [loader.samples for loader in self.eval_loaders.values() if loader.samples is not None]
-        summary = {
-            "strategy": self.plan.strategy.name,
-            "devices": self.devices,
-            "world_size": self.world.size,
-            "epochs": self.epoch,
-            "steps": self.world.step,
-            "batch_size": self.job.batch_size,
-            "shares": share_sizes(self.job.batch_size, self.world.layout.local_batches),
-            "shapes": self.shapes,
-            "train_samples": self.loader.samples,
-            "eval_samples": sum(held) if len(held) == len(self.eval_loaders) else None,
-            "loss": self.record.get("eval_loss", self.record.get("train_loss")),
-            "metrics": {name: value for name, value in self.record.items() if name not in named},
-            "samples_per_second": self.samples / self.seconds if self.seconds else 0.0,
-            "seconds": seconds,
-            "peak_memory_bytes": peaks,
-            "versions": {"lockstep": __version__, "torch": torch.__version__, "python": platform.python_version()},
-        }
-        if self.world.is_first:
-            self.folder.write_json(self.folder.summary, summary)
-            last = "  ".join(words_of(self.record))
-            self.world.tell(Line(f"done in {duration(seconds)}: {last}"))
-        return summary

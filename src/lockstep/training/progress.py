@@ -77,14 +77,18 @@ class Teller(Callback):
             self._writer = SummaryWriter(str(training.folder), purge_step=training.step + 1 if training.step else None)
         self._tell("started", training)
 
+    def on_logged(self, training: TrainingContext) -> None:
+        """Told as ``"logged"``: a log within an epoch."""
+        self._write(training)
+        self._tell("logged", training)
+
     def on_epoch(self, training: TrainingContext) -> None:
         """Told as ``"epoch"``."""
         self._tell("epoch", training)
 
     def on_evaluated(self, training: TrainingContext) -> None:
         """Told as ``"evaluated"``."""
-        for name, value in training.metrics.items() if self._writer is not None else ():
-            self._writer.add_scalar(name, value, training.step)
+        self._write(training)
         self._tell("evaluated", training)
 
     def on_saved(self, training: TrainingContext) -> None:
@@ -94,6 +98,10 @@ class Teller(Callback):
     def on_finish(self, training: TrainingContext) -> None:
         """Told as ``"finished"``."""
         self._tell("finished", training)
+
+    def _write(self, training: TrainingContext) -> None:
+        for name, value in training.metrics.items() if self._writer is not None else ():
+            self._writer.add_scalar(name, value, training.step)
 
     def _tell(self, kind: Any, training: TrainingContext) -> None:
         if not training.world.is_first:

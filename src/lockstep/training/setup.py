@@ -4,18 +4,24 @@ from __future__ import annotations
 
 import dataclasses
 import os
-from collections.abc import Iterator
+import platform
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import torch
+
+from lockstep import __version__
 from lockstep.data import change_of, eval_loaders, is_stream, note_on_workers, resolve, resolve_sets, stream_notes
 from lockstep.errors import counted
 from lockstep.job import Job
 from lockstep.jobfile import JobFile, written
 from lockstep.launch.devices import note_on_threads
 from lockstep.launch.events import Line
+from lockstep.launch.memory import peak_memory
 from lockstep.launch.run_folder import RunFolder
+from lockstep.launch.terminal import duration, words_of
 from lockstep.launch.world import World
 from lockstep.model.precision import note_on_precision
 from lockstep.strategies import Strategy
@@ -177,6 +183,51 @@ class Setup:
         yield from (Line.note(note) for note in notes if note)
         yield from self._said_before
         yield from map(Line.note, self.strategy.caveats(job, self.step.model, len(devices)))
+
+    def summary(
+        self,
+        seconds: float,
+        epoch: int,
+        record: Mapping[str, float],
+        shapes: dict[str, Any],
+        trained: int,
+        training: float,
+    ) -> dict[str, Any]:
+        """How the training ended, which rank 0 writes and tells; every rank calls it.
+
+        Args:
+            seconds: since this process began.
+            epoch: epochs that are done.
+            record: of the last one.
+            shapes: of the first step.
+            trained: samples of this process.
+            training: seconds that they took.
+        """
+        peaks = [peak for peaks in self.world.gather_objects(peak_memory(self.world)) for peak in peaks]
+        named = ("train_loss", "eval_loss", "lr", "seconds", "samples_per_second")
+        held = [loader.samples for loader in self.eval_loaders.values() if loader.samples is not None]
+        summary = {
+            "strategy": self.plan.strategy.name,
+            "devices": self.devices,
+            "world_size": self.world.size,
+            "epochs": epoch,
+            "steps": self.world.step,
+            "batch_size": self.job.batch_size,
+            "shares": share_sizes(self.job.batch_size, self.world.layout.local_batches),
+            "shapes": shapes,
+            "train_samples": self.loader.samples,
+            "eval_samples": sum(held) if len(held) == len(self.eval_loaders) else None,
+            "loss": record.get("eval_loss", record.get("train_loss")),
+            "metrics": {name: value for name, value in record.items() if name not in named},
+            "samples_per_second": trained / training if training else 0.0,
+            "seconds": seconds,
+            "peak_memory_bytes": peaks,
+            "versions": {"lockstep": __version__, "torch": torch.__version__, "python": platform.python_version()},
+        }
+        if self.world.is_first:
+            self.folder.write_json(self.folder.summary, summary)
+            self.world.tell(Line(f"done in {duration(seconds)}: {'  '.join(words_of(record))}"))
+        return summary
 
 
 def _set(value: Any) -> str:

@@ -8,7 +8,7 @@ from collections.abc import Iterator
 from lockstep.job import Every, Job
 from lockstep.launch.world import World
 
-EVALUATE, SAVE = "evaluate", "save"
+LOG, EVALUATE, SAVE = "log", "evaluate", "save"
 
 _NOTHING: frozenset[str] = frozenset()
 
@@ -24,31 +24,41 @@ class Triggers:
     def __init__(self, job: Job, world: World, *, together: bool) -> None:
         self._world, self._together = world, together
         self._every = {
+            LOG: Every.read(job.log_every, "log_every"),
             EVALUATE: Every.read(job.eval_every, "eval_every"),
             SAVE: Every.read(job.save_every, "save_every"),
         }
         # Ranks that don't meet in their updates would meet in other collectives at the same time.
-        within = self._every if together else {}
+        within = {what: every for what, every in self._every.items() if together or what == LOG}
         self._steps = {what: every.steps for what, every in within.items() if every.steps is not None}
         self._seconds = {what: every.seconds for what, every in within.items() if every.seconds is not None}
+        # A log is rank 0's alone, unless functions see it that may stop the training.
+        alone = not (together and (job.on_event or job.callbacks))
+        self._log_after = self._seconds.pop(LOG, None) if alone else None
         self._first = world.step
         self._began = time.monotonic()
-        self._last = dict.fromkeys(self._seconds, self._began)
+        self._last = dict.fromkeys(self._every, self._began)
         self._look = world.step + 1
 
     def notes(self) -> Iterator[str]:
         """What a person has to know of them."""
         for what, every in {} if self._together else self._every.items():
-            if every.epochs is None:
+            if every.epochs is None and what == LOG:
+                yield "log_every: these ranks don't meet in a step, so that the losses within an epoch are rank 0's"
+            elif every.epochs is None:
                 yield f"{_NAMES[what]}: these ranks meet at the end of an epoch only, and {what} there"
 
     def after_step(self) -> frozenset[str]:
         """What is due after this step; ``at_end`` tells what an epoch's end makes due."""
-        if not self._steps and not self._seconds:
+        if not self._steps and not self._seconds and self._log_after is None:
             return _NOTHING
         step = self._world.step
         due = frozenset(what for what, steps in self._steps.items() if step % steps == 0)
-        return due | self._over() if self._seconds and step >= self._look else due
+        if self._seconds and step >= self._look:
+            due |= self._over()
+        if self._log_after is not None and time.monotonic() - self._last[LOG] >= self._log_after:
+            due |= {LOG}
+        return due
 
     def _over(self) -> frozenset[str]:
         """The times that are over, by rank 0's clock."""
@@ -65,7 +75,7 @@ class Triggers:
         """Whether it is due at the end of that epoch (from 1), for that reason alone."""
         every = self._every[what]
         if every.epochs is None:
-            return what == SAVE or not self._together
+            return what != EVALUATE or not self._together
         return epoch % every.epochs == 0
 
     def done(self, what: str) -> None:

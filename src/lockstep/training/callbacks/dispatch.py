@@ -94,6 +94,19 @@ class Callbacks:
         self.training.result = result
         return self.call("step", epoch, {})
 
+    def logged(self, epoch: int, values: dict[str, float]) -> str:
+        """After a log within an epoch, whose values rank 0 has, as ``call``.
+
+        Where ranks don't meet in their updates, ``on_event`` is told only.
+        """
+        training, meets = self.training, self._step.together and self._of_ranks
+        if meets and self._by_name:
+            values = self._world.broadcast_object(values)
+        by = self.call("log", epoch, values) if self._step.together else ""
+        training.epoch, training.metrics, training.stopping = epoch, values, None
+        by = self._each(self._last, "logged") or by
+        return next(filter(None, self._world.gather_objects(by)), "") if meets and self._asks else by
+
     @contextlib.contextmanager
     def evaluating(self) -> Iterator[None]:
         """With the weights in place that are evaluated; the later callbacks' win."""
