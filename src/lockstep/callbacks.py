@@ -5,5 +5,8 @@ One's own derive from ``lockstep.Callback``.
 
 from lockstep.training.callbacks.averages import EMA, SWA
 from lockstep.training.callbacks.callback import Callback, TrainingContext
+from lockstep.training.callbacks.freeze import Freeze
+from lockstep.training.callbacks.keep_weights import KeepWeights
+from lockstep.training.callbacks.stopping import EarlyStopping, TimeLimit
 
-__all__ = ["EMA", "SWA", "Callback", "TrainingContext"]
+__all__ = ["EMA", "SWA", "Callback", "EarlyStopping", "Freeze", "KeepWeights", "TimeLimit", "TrainingContext"]

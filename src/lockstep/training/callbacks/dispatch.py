@@ -66,27 +66,26 @@ class Callbacks:
         training = self.training
         training.epoch, training.metrics, training.stopping = epoch, metrics, None
         within = kind in ("step", "log")
-        by = ""
         with self._same_on_every_rank(within) if self._of_ranks and self._by_name else contextlib.nullcontext():
             by = self._each(self._by_name if whole else {}, kind)
         if not within:
-            by = self._each(self._last, kind) or by
-        if not self._of_ranks or not self._asks:
-            return by
-        if not within:
-            return next(filter(None, self._world.gather_objects(by)), "")
-        if by and self._step.together:
-            self._world.meet(f"the end of the training by {by}")
-        return by
+            last = self._each(self._last, kind)
+            by = by or last
+        if self._of_ranks and self._asks and not within:
+            by = next(filter(None, self._world.gather_objects(by)), None)
+        elif self._of_ranks and by is not None and self._step.together:
+            self._world.meet(f"the end of the training by {by[0]}")
+        if by is not None and by[1] and self._world.is_first:
+            self._world.tell(Line(f"{by[0]}: {by[1]}"))
+        return by[0] if by is not None else ""
 
-    def _each(self, callbacks: Mapping[str, Callback], kind: str) -> str:
-        by = ""
+    def _each(self, callbacks: Mapping[str, Callback], kind: str) -> tuple[str, str] | None:
+        """Call each; gives the name of one that stops the training, and why."""
+        by = None
         for name, callback in callbacks.items():
             getattr(callback, f"on_{kind}")(self.training)
-            if self.training.stopping is not None and not by:
-                by = name
-                if self.training.stopping:
-                    self._world.tell(Line(f"{name}: {self.training.stopping}"))
+            if by is None and self.training.stopping is not None:
+                by = name, self.training.stopping
         return by
 
     def stepped(self, result: Result, epoch: int) -> str:
@@ -104,7 +103,8 @@ class Callbacks:
             values = self._world.broadcast_object(values)
         by = self.call("log", epoch, values) if self._step.together else ""
         training.epoch, training.metrics, training.stopping = epoch, values, None
-        by = self._each(self._last, "logged") or by
+        last = self._each(self._last, "logged")
+        by = by or (last[0] if last is not None else "")
         return next(filter(None, self._world.gather_objects(by)), "") if meets and self._asks else by
 
     @contextlib.contextmanager

@@ -1,0 +1,167 @@
+"""Callbacks that come with Lockstep, but for averages: early stopping, kept weights, freezing, a time limit."""
+
+from __future__ import annotations
+
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from torch.utils.data import TensorDataset
+
+import lockstep
+from lockstep import Callback, Job
+from lockstep.callbacks import EMA, EarlyStopping, Freeze, KeepWeights, TimeLimit, TrainingContext
+from lockstep.errors import JobError
+from lockstep.verify import same_bits
+from zoo import ZOO, sgd
+
+WAYS = {"dp": "3xcpu", "ddp": "2xcpu", "mp": "2xcpu", "pp": "2xcpu", "hogwild": "2xcpu"}
+
+
+def job(*callbacks: Any, **settings: Any) -> Job:
+    return ZOO["mlp"].replace(callbacks=callbacks, precision="fp64", optimizer=sgd, **settings)
+
+
+def trained(its: Job, folder: Path, way: str = "single", **settings: Any) -> lockstep.Run:
+    return lockstep.train(its, strategy=way, devices=WAYS.get(way, "1xcpu"), folder=folder, quiet=True, **settings)
+
+
+def minus_weight(outputs: torch.Tensor, targets: torch.Tensor) -> tuple[float, int]:
+    return -float(outputs.sum()), len(targets)
+
+
+def rising(*callbacks: Any, **settings: Any) -> Job:
+    """The weight goes from 0 towards 10, and on its way passes the 3 that the evaluation set wants."""
+    fields: dict[str, Any] = {
+        "model": lambda: nn.Linear(1, 1, bias=False),
+        "loss": nn.MSELoss(),
+        "optimizer": lambda params: torch.optim.SGD(params, lr=0.05),
+        "train_data": TensorDataset(torch.ones(32, 1), torch.full((32, 1), 10.0)),
+        "eval_data": TensorDataset(torch.ones(16, 1), torch.full((16, 1), 3.0)),
+        "metrics": {"minus weight": minus_weight},
+        "batch_size": 16,
+        "epochs": 30,
+    }
+    return Job(**{**fields, "callbacks": callbacks, **settings})
+
+
+def since_the_best(losses: list[float]) -> int:
+    return len(losses) - 1 - losses.index(min(losses))
+
+
+@pytest.mark.parametrize("way", ["single", "ddp", "hogwild"])
+def test_a_training_stops_when_its_loss_has_not_fallen(way: str, tmp_path: Path) -> None:
+    run = trained(rising(EarlyStopping(patience=2)), tmp_path, way)
+    losses = [record["eval_loss"] for record in run.history]
+    assert len(losses) == run.summary["epochs"] < 30
+    assert [since_the_best(losses[:end]) >= 2 for end in range(1, len(losses) + 1)].index(True) == len(losses) - 1
+
+
+def test_a_metric_that_should_rise_stops_it_and_a_resumed_run_knows_what_came_before(
+    tmp_path: Path, capfd: Any
+) -> None:
+    stops = EarlyStopping("minus weight", "max", patience=3)
+    run = lockstep.train(rising(stops), devices="1xcpu", folder=tmp_path)
+    assert run.summary["epochs"] == 4, "the weight rises from the first epoch on, so its negative falls"
+    assert "EarlyStopping: minus weight has not improved for 3 evaluations" in "".join(capfd.readouterr())
+    again = lockstep.train(rising(stops), devices="1xcpu", resume=run.folder)
+    assert again.summary["epochs"] == 5, "one more that is no better is enough"
+    assert "EarlyStopping had stopped the run after 4 epochs: it goes on" in "".join(capfd.readouterr())
+
+
+def test_what_is_smaller_than_min_delta_is_no_improvement(tmp_path: Path) -> None:
+    run = trained(rising(EarlyStopping("train_loss", patience=1, min_delta=1e3)), tmp_path)
+    assert run.summary["epochs"] == 2
+
+
+def test_a_metric_that_there_is_not_is_named(tmp_path: Path) -> None:
+    with pytest.raises(JobError, match='EarlyStopping: there is no metric "eval_los": did you mean "eval_loss"'):
+        trained(rising(EarlyStopping("eval_los")), tmp_path)
+
+
+@pytest.mark.parametrize("way", ["single", "ddp"])
+def test_the_best_weights_are_kept_and_the_others_removed(way: str, tmp_path: Path) -> None:
+    run = trained(rising(KeepWeights(2, "eval_loss"), KeepWeights(2), EMA(0.5), epochs=9), tmp_path, way)
+    losses = {record["eval_loss"]: record["step"] for record in run.history}
+    best = [losses[loss] for loss in sorted(losses)[:2]]
+    assert sorted(path.name for path in (run.folder / "best-eval_loss").iterdir()) == sorted(
+        f"step-{step}.safetensors" for step in best
+    )
+    assert sorted(path.name for path in (run.folder / "last").iterdir()) == [
+        "step-16.safetensors",
+        "step-18.safetensors",
+    ]
+    assert same_bits(run.model(f"best-eval_loss/step-{best[0]}.safetensors"), run.model(best=True))
+    assert same_bits(run.model("last/step-18.safetensors"), run.model("ema.safetensors"))
+
+
+def test_weights_from_beyond_the_checkpoint_of_a_resumed_run_are_removed(tmp_path: Path) -> None:
+    run = trained(rising(KeepWeights(9), epochs=2), tmp_path)
+    (run.folder / "last" / "step-99.safetensors").write_bytes(b"from a start that died before its next checkpoint")
+    trained(rising(KeepWeights(9), epochs=3), tmp_path, resume=run.folder)
+    assert {path.name for path in (run.folder / "last").iterdir()} == {f"step-{i}.safetensors" for i in (2, 4, 6)}
+
+
+class Moves(Callback):
+    """Writes down which parameters each step has moved."""
+
+    def on_start(self, training: TrainingContext) -> None:
+        self.before = self.now(training)
+
+    def now(self, training: TrainingContext) -> dict[str, torch.Tensor]:
+        return {name: p.detach().clone() for name, p in training.model.named_parameters()}
+
+    def on_step(self, training: TrainingContext) -> None:
+        now = self.now(training)
+        moved = [name for name in now if not torch.equal(now[name], self.before[name])]
+        self.before = now
+        with open(training.folder / "moves", "a") as file:
+            file.write(" ".join(moved) + "\n")
+
+
+@pytest.mark.parametrize("way", ["single", *WAYS])
+def test_parameters_are_frozen_from_one_step_to_another_as_on_one_device(way: str, tmp_path: Path) -> None:
+    its = job(Freeze("0", until=3), Freeze("2.b*", start=5, until=7), Freeze(["2.weight"], start=7))
+    if way == "hogwild":
+        assert trained(its, tmp_path, way).summary["steps"] == 8
+        return
+    if way == "single":
+        run = trained(its.replace(callbacks=[*its.callbacks, Moves()]), tmp_path)
+        first, last = ["0.weight", "0.bias"], ["2.weight", "2.bias"]
+        expected = [last, last, last, first + last, first + last, *2 * [[*first, "2.weight"]], [*first, "2.bias"]]
+        assert (run.folder / "moves").read_text().splitlines() == [" ".join(names) for names in expected]
+        half = trained(its, tmp_path, steps=6)
+        assert same_bits(trained(its, tmp_path, resume=half.folder).model(), run.model())
+        return
+    cut = {"accumulate": 4} if way == "pp" else {}
+    one, several = trained(its, tmp_path, **cut).model(), trained(its, tmp_path, way).model()
+    assert all(torch.allclose(a, b, atol=1e-10) for a, b in zip(one.parameters(), several.parameters(), strict=True))
+
+
+def test_a_name_that_no_parameter_has_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(JobError, match=r'Freeze: the model has no parameter "1.weight": did you mean "0.weight" or "2'):
+        trained(job(Freeze("1.weight")), tmp_path)
+    assert not list(tmp_path.iterdir())
+
+
+class Sleeps(Callback):
+    def on_step(self, training: TrainingContext) -> None:
+        time.sleep(0.02)
+
+
+@pytest.mark.parametrize("way", ["single", "ddp", "hogwild"])
+def test_a_time_limit_ends_the_training_evaluated_and_saved(way: str, tmp_path: Path) -> None:
+    run = trained(rising(Sleeps(), TimeLimit("0.3 s"), epochs=1000), tmp_path, way)
+    assert 0 < run.summary["steps"] < 100
+    assert run.history[-1]["step"] == run.summary["steps"]
+    assert "eval_loss" in run.history[-1]
+
+
+def test_a_time_without_a_unit_is_refused() -> None:
+    with pytest.raises(JobError, match="TimeLimit: '90' is no time, as 10min"):
+        TimeLimit("90")
+    with pytest.raises(JobError, match='KeepWeights: mode is "min" or "max", not \'least\''):
+        KeepWeights(1, "loss", "least")  # type: ignore[arg-type]
