@@ -7,6 +7,21 @@ from lockstep.training.callbacks.averages import EMA, SWA
 from lockstep.training.callbacks.callback import Callback, TrainingContext
 from lockstep.training.callbacks.freeze import Freeze
 from lockstep.training.callbacks.keep_weights import KeepWeights
+from lockstep.training.callbacks.monitors import LearningRateMonitor, Sampler
 from lockstep.training.callbacks.stopping import EarlyStopping, TimeLimit
+from lockstep.training.callbacks.trackers import MLflow, WandB
 
-__all__ = ["EMA", "SWA", "Callback", "EarlyStopping", "Freeze", "KeepWeights", "TimeLimit", "TrainingContext"]
+__all__ = [
+    "EMA",
+    "SWA",
+    "Callback",
+    "EarlyStopping",
+    "Freeze",
+    "KeepWeights",
+    "LearningRateMonitor",
+    "MLflow",
+    "Sampler",
+    "TimeLimit",
+    "TrainingContext",
+    "WandB",
+]

@@ -1,7 +1,9 @@
-"""Callbacks that come with Lockstep, but for averages: early stopping, kept weights, freezing, a time limit."""
+"""Callbacks that come with Lockstep, but for averages."""
 
 from __future__ import annotations
 
+import json
+import sys
 import time
 from pathlib import Path
 from typing import Any
@@ -13,10 +15,23 @@ from torch.utils.data import TensorDataset
 
 import lockstep
 from lockstep import Callback, Job
-from lockstep.callbacks import EMA, EarlyStopping, Freeze, KeepWeights, TimeLimit, TrainingContext
+from lockstep.callbacks import (
+    EMA,
+    EarlyStopping,
+    Freeze,
+    KeepWeights,
+    LearningRateMonitor,
+    MLflow,
+    Sampler,
+    TimeLimit,
+    TrainingContext,
+    WandB,
+)
 from lockstep.errors import JobError
+from lockstep.tensors.seeding import seeded
+from lockstep.training.callbacks.monitors import png_of
 from lockstep.verify import same_bits
-from zoo import ZOO, sgd
+from zoo import ZOO, drawn, sgd
 
 WAYS = {"dp": "3xcpu", "ddp": "2xcpu", "mp": "2xcpu", "pp": "2xcpu", "hogwild": "2xcpu"}
 
@@ -165,3 +180,115 @@ def test_a_time_without_a_unit_is_refused() -> None:
         TimeLimit("90")
     with pytest.raises(JobError, match='KeepWeights: mode is "min" or "max", not \'least\''):
         KeepWeights(1, "loss", "least")  # type: ignore[arg-type]
+
+
+def test_the_rate_of_each_group_is_a_metric(tmp_path: Path) -> None:
+    def grouped(params: Any) -> torch.optim.Optimizer:
+        weight, *others = params
+        return torch.optim.SGD([{"params": [weight], "name": "first"}, {"params": others, "lr": 0.2}], lr=0.1)
+
+    halved = lambda optimizer: torch.optim.lr_scheduler.StepLR(optimizer, 1, 0.5)  # noqa: E731
+    its = ZOO["mlp"].replace(optimizer=grouped, lr_scheduler=halved, callbacks=[LearningRateMonitor()])
+    run = trained(its, tmp_path)
+    assert [(record["lr/first"], record["lr/1"]) for record in run.history] == [(0.1, 0.2), (0.05, 0.1)]
+
+
+def text_of(model: nn.Module) -> list[str]:
+    assert not model.training
+    return [f"{value:.6f}" for value in (model(drawn(2, 6).double()).sum(1) + torch.rand(2)).tolist()]
+
+
+def pictures_of(model: nn.Module) -> torch.Tensor:
+    return model(drawn(4, 6).double()).softmax(1).view(2, 1, 2, 3)
+
+
+@pytest.mark.parametrize("way", ["dp", "ddp", "pp"])
+def test_what_a_model_makes_is_written_at_each_evaluation_as_on_one_device(way: str, tmp_path: Path) -> None:
+    its = job(Sampler(text_of), Sampler(pictures_of, every=2, name="pictures"), EMA(0.5))
+    cut = {"accumulate": 4} if way == "pp" else {}
+    one, several = trained(its, tmp_path, **cut), trained(its, tmp_path, way)
+    for file in ("samples/step-4.txt", "samples/step-8.txt", "pictures/step-8.png"):
+        assert (one.folder / file).read_bytes() == (several.folder / file).read_bytes()
+    assert not (one.folder / "pictures" / "step-4.png").exists()
+    with seeded(0):
+        assert "\n".join(text_of(one.model("ema.safetensors"))) == (one.folder / "samples" / "step-8.txt").read_text()
+
+
+@pytest.mark.parametrize("shape", [(1, 2, 3), (3, 4, 5), (2, 3, 4, 5)])
+def test_a_picture_is_read_again_as_it_was(shape: tuple[int, ...], tmp_path: Path) -> None:
+    matplotlib = pytest.importorskip("matplotlib.image")
+    picture = torch.randint(256, shape, dtype=torch.uint8, generator=torch.Generator().manual_seed(0))
+    (tmp_path / "picture.png").write_bytes(png_of(picture))
+    read = (torch.from_numpy(matplotlib.imread(tmp_path / "picture.png")) * 255).round().to(torch.uint8)
+    whole = torch.cat(list(picture), dim=2) if picture.dim() == 4 else picture
+    assert torch.equal(read if read.dim() == 2 else read.permute(2, 0, 1), whole[0] if len(whole) == 1 else whole)
+
+
+def test_what_is_no_picture_is_refused() -> None:
+    with pytest.raises(JobError, match=r"Sampler: pictures are \(n, 1 or 3, height, width\), not \(2, 4\)"):
+        png_of(torch.zeros(2, 4))
+
+
+SERVICE = """
+import json, types
+
+def __getattr__(name):
+    if name.startswith("__"):
+        raise AttributeError(name)
+
+    def call(*args, **named):
+        with open({log!r}, "a") as file:
+            file.write(json.dumps([name, args, named]) + "\\n")
+        return types.SimpleNamespace(info=types.SimpleNamespace(run_id="run-7"))
+
+    return call
+"""
+
+
+def service(name: str, folder: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A module of that name that writes down each call."""
+    log = folder / f"{name}.calls"
+    (folder / f"{name}.py").write_text(SERVICE.format(log=str(log)))
+    monkeypatch.syspath_prepend(str(folder))
+    monkeypatch.delitem(sys.modules, name, raising=False)
+    return log
+
+
+def calls(log: Path) -> list[Any]:
+    return [json.loads(line) for line in log.read_text().splitlines()]
+
+
+@pytest.mark.parametrize("way", ["single", "ddp"])
+def test_weights_and_biases_gets_each_number_once(way: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    log = service("wandb", tmp_path, monkeypatch)
+    run = trained(job(WandB("digits", tags=["one"])), tmp_path, way)
+    init, *logs, finish = calls(log)
+    assert (init[0], finish) == ("init", ["finish", [], {}])
+    settings = {name: value for name, value in init[2].items() if name != "config"}
+    assert settings == {"project": "digits", "id": run.folder.name, "resume": "allow", "tags": ["one"]}
+    assert init[2]["config"]["settings"]["batch_size"] == 8
+    assert [named for _, _, named in logs] == [{"step": step} for step in (4, 4, 8, 8)]
+    assert [sorted(values) for _, [values], _ in logs[:2]] == [["train_loss"], sorted({*run.history[0]} - NOT_SENT)]
+    assert [values["eval_loss"] for _, [values], _ in logs[1::2]] == [record["eval_loss"] for record in run.history]
+
+
+NOT_SENT = {"epoch", "step", "train_loss"}
+
+
+def test_mlflow_goes_on_in_its_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    log = service("mlflow", tmp_path, monkeypatch)
+    run = trained(job(MLflow(experiment_id="3"), steps=4), tmp_path)
+    start, params, first, second, end = calls(log)
+    assert start == ["start_run", [], {"run_name": run.folder.name, "experiment_id": "3"}]
+    assert (params[0], params[1][0]["strategy"], params[1][0]["batch_size"]) == ("log_params", "single", 8)
+    assert [(one[0], one[2]) for one in (first, second)] == 2 * [("log_metrics", {"step": 4})]
+    assert end == ["end_run", [], {}]
+    trained(job(MLflow(experiment_id="3"), steps=8), tmp_path, resume=run.folder)
+    assert calls(log)[5] == ["start_run", [], {"experiment_id": "3", "run_id": "run-7"}]
+
+
+def test_a_service_that_is_not_installed_is_said_before_the_first_step(tmp_path: Path, monkeypatch: Any) -> None:
+    monkeypatch.setitem(sys.modules, "wandb", None)
+    with pytest.raises(JobError, match="WandB: wandb isn't installed: pip install wandb"):
+        trained(job(WandB()), tmp_path)
+    assert not list(tmp_path.iterdir())

@@ -1,0 +1,123 @@
+"""Services that keep the numbers of trainings: Weights & Biases, MLflow. Rank 0 imports them when a training begins."""
+
+from __future__ import annotations
+
+import importlib
+import json
+from collections.abc import Mapping
+from typing import Any
+
+from lockstep.errors import JobError
+from lockstep.training.callbacks.callback import Callback, TrainingContext
+
+
+class Tracker(Callback):
+    """Sends each number once, from rank 0. Of a training that fails no end is sent."""
+
+    module = ""
+
+    def __init__(self) -> None:
+        self._service: Any = None
+        self._sent: dict[str, tuple[int, float]] = {}
+
+    def on_start(self, training: TrainingContext) -> None:
+        """Begin a run of the service, or go on with it.
+
+        Raises:
+            JobError: the service's package isn't installed.
+        """
+        if not training.world.is_first:
+            return
+        try:
+            self._service = importlib.import_module(self.module)
+        except ImportError as error:
+            raise JobError(
+                f"{type(self).__name__}: {self.module} isn't installed: pip install {self.module}"
+            ) from error
+        self._begin(training, json.loads((training.folder / "config.json").read_text()))
+
+    def on_log(self, training: TrainingContext) -> None:
+        """Send what is new."""
+        new = {name: (training.step, value) for name, value in training.metrics.items()}
+        new = {name: its for name, its in new.items() if self._sent.get(name) != its}
+        if self._service is not None and new:
+            self._send({name: value for name, (_, value) in new.items()}, training.step)
+            self._sent |= new
+
+    def on_evaluated(self, training: TrainingContext) -> None:
+        """Likewise."""
+        self.on_log(training)
+
+    def on_finish(self, training: TrainingContext) -> None:
+        """End the run."""
+        if self._service is not None:
+            self._end()
+
+    def _begin(self, training: TrainingContext, config: dict[str, Any]) -> None:
+        raise NotImplementedError
+
+    def _send(self, metrics: dict[str, float], step: int) -> None:
+        raise NotImplementedError
+
+    def _end(self) -> None:
+        raise NotImplementedError
+
+
+class WandB(Tracker):
+    """Logs to Weights & Biases; a resumed training goes on in its run, which the folder names.
+
+    Args:
+        project: of the run.
+        settings: further arguments of ``wandb.init``.
+    """
+
+    module = "wandb"
+
+    def __init__(self, project: str | None = None, **settings: Any) -> None:
+        super().__init__()
+        self._settings = {"project": project, **settings}
+
+    def _begin(self, training: TrainingContext, config: dict[str, Any]) -> None:
+        self._service.init(**{"id": training.folder.name, "resume": "allow", "config": config, **self._settings})
+
+    def _send(self, metrics: dict[str, float], step: int) -> None:
+        self._service.log(metrics, step=step)
+
+    def _end(self) -> None:
+        self._service.finish()
+
+
+class MLflow(Tracker):
+    """Logs to MLflow; a resumed training goes on in its run.
+
+    Args:
+        settings: arguments of ``mlflow.start_run``, as ``experiment_id``.
+    """
+
+    module = "mlflow"
+
+    def __init__(self, **settings: Any) -> None:
+        super().__init__()
+        self._settings = settings
+        self._run: str | None = None
+
+    def _begin(self, training: TrainingContext, config: dict[str, Any]) -> None:
+        if self._run is not None:
+            self._service.start_run(**{**self._settings, "run_id": self._run})
+            return
+        self._run = self._service.start_run(**{"run_name": training.folder.name, **self._settings}).info.run_id
+        self._service.log_params({"strategy": config["strategy"], **config["settings"]})
+
+    def _send(self, metrics: dict[str, float], step: int) -> None:
+        self._service.log_metrics(metrics, step=step)
+
+    def _end(self) -> None:
+        self._service.end_run()
+
+    def state_dict(self) -> dict[str, Any]:
+        """Which run it is."""
+        return {"run": self._run}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Take over what ``state_dict`` gave."""
+        self._run = state["run"]
