@@ -16,6 +16,7 @@ from torch import nn
 from torch.utils.data import TensorDataset
 
 from lockstep import Job, Loss
+from lockstep.callbacks import EMA, SWA, Freeze
 from lockstep.checkpoint.folder import CheckpointFolder
 
 SAMPLES = 29  # in batches of 8: 8, 8, 8, 5
@@ -507,4 +508,10 @@ ZOO: dict[str, Job] = {
         TwoHeads, loss=lambda out, y: nn.functional.cross_entropy(out["used"], y), metrics={}, optimizer=sgd
     ),
     "a loss in parts": _job(mlp, loss=in_parts, accumulate=2, optimizer=sgd),
+    "layers that are frozen for some steps": _job(
+        mlp, callbacks=[Freeze("0", until=3), Freeze("2.b*", start=5)], optimizer=sgd
+    ),
+    "moving averages that are evaluated": _job(
+        Conv, drawn(SAMPLES, 2, 7, 7), callbacks=[SWA(), EMA(0.9)], sync_batchnorm=True, optimizer=sgd
+    ),
 }

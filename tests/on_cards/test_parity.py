@@ -5,6 +5,8 @@ from __future__ import annotations
 import pytest
 
 from lockstep import train
+from lockstep.callbacks import EMA, SWA
+from lockstep.checkpoint.weights import load_weights
 from lockstep.strategies import MP
 from lockstep.strategies.ddp import DDP
 from lockstep.strategies.dp import DP
@@ -64,3 +66,18 @@ def test_a_strategy_on_cards_ends_where_one_device_does(kind: str, way: str, ref
     assert found.worst < 1e-10, str(found)
     assert any(found.moved.values())
     assert max(found.history.values()) < 1e-10
+
+
+@pytest.mark.parametrize("way", ["dp", "ddp flat", "pp"])
+def test_averages_on_cards_are_those_of_one_device_and_go_on_to_the_bit(way: str, tmp_path) -> None:
+    strategy, devices = WAYS[way]
+    job = ZOO["momentum"].replace(precision="fp64", callbacks=[SWA(), EMA(0.9)])
+    one = train(job, strategy="single", devices="1xcpu", folder=tmp_path, quiet=True)
+    whole = train(job, strategy=strategy, devices=devices, folder=tmp_path, quiet=True)
+    half = train(job, strategy=strategy, devices=devices, folder=tmp_path, quiet=True, steps=6)
+    again = train(job, strategy=strategy, devices=devices, resume=half.folder, quiet=True)
+    for file in ("ema.safetensors", "swa.safetensors"):
+        expected, found, resumed = (load_weights(run.folder / file) for run in (one, whole, again))
+        for name, weight in expected.items():
+            assert (weight - found[name]).abs().max() < 1e-10
+            assert found[name].equal(resumed[name])
