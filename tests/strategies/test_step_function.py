@@ -14,7 +14,7 @@ import lockstep
 from lockstep import Job, train
 from lockstep.errors import InputError, JobError, LossError, StrategyError
 from lockstep.jobfile import loaded
-from lockstep.verify import differences, parity, same_bits
+from lockstep.verify import differences, parity, same_bits, verify
 from zoo import SAMPLES, drawn, labels, plain_sgd, sgd
 
 BOUND = 1e-10
@@ -237,3 +237,29 @@ def test_replicas_that_make_different_calls_are_named(way: str, tmp_path: Path) 
 def test_random_numbers_in_the_function_are_said_to_differ(way: str, tmp_path: Path, capfd: Any) -> None:
     train(job_of(noisy, steps=2), strategy=way, devices="2xcpu", folder=tmp_path)
     assert "the step function draws random numbers: other ones for each local batch" in capfd.readouterr().out
+
+
+# ---- what else is done with such a job -------------------------------------------------------------------------------
+
+
+def test_verify_holds_a_step_function_to_one_device() -> None:
+    assert verify(job_of(), strategy="dp", devices="2xcpu").equal
+    with pytest.raises(StrategyError, match="pp can't train a job with step="):
+        verify(job_of(), strategy="pp", devices="2xcpu")
+
+
+def test_a_model_with_a_forward_is_evaluated_and_predicted_with(tmp_path: Path) -> None:
+    job = example("distillation").replace(epochs=1)
+    run = train(job, strategy="dp", devices="2xcpu", folder=tmp_path, quiet=True)
+    assert {"loss", "accuracy"} <= run.metrics.keys()
+    images = torch.rand(5, 64)
+    with torch.no_grad():
+        expected = run.model()(images)
+    assert (lockstep.predict(run, images, strategy="pp", devices="2xcpu", quiet=True) - expected).abs().max() < 1e-5
+
+
+def test_parts_without_a_forward_say_how_to_predict(tmp_path: Path) -> None:
+    run = train(job_of(epochs=1), strategy="single", devices="1xcpu", folder=tmp_path, quiet=True)
+    assert run.model()["head"](torch.zeros(2, 4)).shape == (2, 3)
+    with pytest.raises(JobError, match=r"the parts head, body, without a forward .* call a part yourself \(run.model"):
+        lockstep.predict(run, torch.zeros(2, 6), strategy="single", devices="1xcpu", quiet=True)

@@ -34,6 +34,7 @@ from lockstep.model.build import trained_model
 from lockstep.prediction.jsonl_file import merge, write_lines
 from lockstep.prediction.output_structure import Items, Left, Rows, filled, form_of, leaves, left_out, taken
 from lockstep.strategies import Strategy, choose
+from lockstep.strategies.evaluator import no_loss
 from lockstep.strategies.step import Step
 from lockstep.tensors.array_file import Array, Layout, archive, create, layout, mapped, write_rows, writing
 from lockstep.tensors.pytree import described
@@ -190,6 +191,9 @@ class _Prediction:
             # With the weights in it from the start, so that replicas are copies of it.
             model=functools.partial(trained_model, job, plan.weights),
             optimizer=_NoOptimizer,
+            lr_scheduler=None,
+            step=None,
+            loss=no_loss if job.loss is None else job.loss,
             fused=False,
             sync_batchnorm=False,
             collate=collate,

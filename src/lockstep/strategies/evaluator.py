@@ -14,7 +14,7 @@ import torch
 from torch import nn
 
 from lockstep.data import Batch, Part, mixed
-from lockstep.errors import LossError
+from lockstep.errors import JobError, LossError
 from lockstep.job import Job
 from lockstep.launch.devices import Device
 from lockstep.launch.observer import observed
@@ -35,7 +35,12 @@ def is_power_of_two(number: int) -> bool:
     return number & (number - 1) == 0
 
 
-def _no_loss(outputs: Any, targets: Any) -> Any:
+def no_loss(outputs: Any, targets: Any) -> Any:
+    """Stands for the loss of a job that has none.
+
+    Raises:
+        LossError: always.
+    """
     raise LossError("the job has no loss(outputs, targets): its step function computes several")
 
 
@@ -52,7 +57,7 @@ class Evaluator:
         self.model = model
         self.world = world
         self.observers = world.observers
-        self.loss = Totalled.of(converted_loss(_no_loss if job.loss is None else job.loss, job.precision))
+        self.loss = Totalled.of(converted_loss(no_loss if job.loss is None else job.loss, job.precision))
         self._channels_last = job.channels_last
         self._precision = Precision(job.precision, world)
         self._dtype = self._precision.whole
@@ -89,6 +94,12 @@ class Evaluator:
     @contextmanager
     def evaluating(self) -> Iterator[None]:
         """The model in evaluation mode, without gradients; each module's own mode comes back afterwards."""
+        if isinstance(self.model, nn.ModuleDict):
+            first = next(iter(self.model))
+            raise JobError(
+                f"model: it is the parts {', '.join(self.model)}, without a forward to evaluate or predict with: call "
+                f'a part yourself (run.model()["{first}"]), or give a Module with a forward'
+            )
         modes = [(module, module.training) for model in self.models() for module in model.modules()]
         stream = self._stream
         self.share_buffers()
