@@ -2,7 +2,8 @@
 
 lockstep train examples/huggingface.py --strategy ddp --devices 2
 
-Nothing is downloaded. The model computes its own loss and returns an output object: ``total_and_count`` reads both.
+Nothing is downloaded. The model computes its own loss and returns an output object: ``total_and_count`` reads both. The
+short way is ``loss=lockstep.model_loss``, without ``num_items_in_batch``; with it, sums are the same to the last bits.
 """
 
 from pydoc_data.topics import topics

@@ -26,6 +26,7 @@ if TYPE_CHECKING:
     from lockstep.launch.world import World as World
     from lockstep.map import map as map
     from lockstep.model.loss import Loss as Loss
+    from lockstep.model.model_loss import model_loss as model_loss
     from lockstep.parallelize import parallelize as parallelize
     from lockstep.pipelining.planner.partition import partition as partition
     from lockstep.prediction.predict import predict as predict
@@ -53,6 +54,7 @@ _HOME = {
     "export": "lockstep.export",
     "launch": "lockstep.launch",
     "map": "lockstep.map",
+    "model_loss": "lockstep.model.model_loss",
     "parallel": "lockstep.parallel",
     "parallelize": "lockstep.parallelize",
     "partition": "lockstep.pipelining.planner.partition",

@@ -5,11 +5,12 @@
     loss of the whole batch  =  sum(totals of its parts) / sum(counts of its parts)
 
 holds for any cut of the batch, which a mean of means does not: parts differ in size, in ignored tokens, in the weights
-of their classes. A loss becomes that in one of three ways:
+of their classes. A loss becomes that in one of four ways:
 
 - PyTorch's own losses with ``reduction="mean"`` (and ``KLDivLoss`` with ``"batchmean"``): the same loss with
   ``reduction="sum"`` is the total, and the count is what PyTorch's mean divides by (see
   ``lockstep.model.torch_losses``).
+- ``lockstep.model_loss`` is the mean that the model computed itself, and counts the labels that it is over.
 - A loss may return ``(total, count)``, or a ``Loss``, which has parts beside it.
 - Any other scalar is taken as a mean over samples.
 
@@ -33,6 +34,7 @@ from torch import Tensor, nn
 from lockstep.errors import LockstepError, LossError, first_line
 from lockstep.launch.memory import is_out_of_memory
 from lockstep.model.inspection import OutsideVariables, kept_state
+from lockstep.model.model_loss import ModelLoss, model_loss
 from lockstep.model.torch_losses import HALF, Misshapen, SummedMean
 from lockstep.tensors.pytree import clones, tensors
 
@@ -93,7 +95,7 @@ class Totalled:
     Attributes:
         loss: what the person gave.
         name: it in messages: ``loss nll``, or ``loss`` where it has no name.
-        is_known: whether it is one of PyTorch's means.
+        is_known: whether it is one of PyTorch's means, or the model's own.
         gives_pairs: whether it has returned ``(total, count)``.
         spoilt: the ids of outputs that a call wrote to, or to their targets, before it was known that the loss does
             that (``targets -= 1``). From then on it is given copies.
@@ -115,7 +117,7 @@ class Totalled:
             )
         self.loss = loss
         self.name = _name_of(loss)
-        self._mean = SummedMean.of(loss)
+        self._mean = ModelLoss() if loss is model_loss else SummedMean.of(loss)
         self._has_tensors = isinstance(loss, nn.Module) and any(True for _ in (*loss.buffers(), *loss.parameters()))
         self._copies: dict[Any, Any] = {}
         self._called = False

@@ -62,6 +62,8 @@ _ADVICE = (
     "without accumulate"
 )
 
+_OWN_LOSS = "take loss=lockstep.model_loss, which weights what the model computed itself by the labels that count"
+
 _LARGEST_SHARE = 0.05
 """Of the time of an update, for checking its loss; beyond that it is checked every n-th update only."""
 
@@ -363,11 +365,12 @@ class LossCheck:
                 self.reads = tuple(named)
             for name, shape in named.items():
                 called = f' "{name}"' if name else ""
-                self._refuse_scalar(f"{what}{called} {tuple(shape)}, without one row for each of the {samples} samples")
+                reads = f"{what}{called} {tuple(shape)}, without one row for each of the {samples} samples"
+                self._refuse_scalar(reads, _OWN_LOSS if name == "loss" else _ADVICE)
 
-    def _refuse_scalar(self, reads: str) -> None:
+    def _refuse_scalar(self, reads: str, advice: str = _ADVICE) -> None:
         if self._cuts and not self._loss.gives_pairs:
-            raise LossError(f"{self._loss.name} can't be checked: it reads {reads}", fix=_ADVICE)
+            raise LossError(f"{self._loss.name} can't be checked: it reads {reads}", fix=advice)
 
     # ---- the verdict ------------------------------------------------------------------------------------------------
 
