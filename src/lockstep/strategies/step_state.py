@@ -53,6 +53,7 @@ class StepState(Evaluator):
         self._attributes = attribute_prints(model)
         self._outside = OutsideVariables.of_model(model)
         self._outside_prints, self._loss_state = self._outside.prints(), self.loss.state()
+        self._of_data = OutsideVariables(each for each in (job.train_data, job.order, job.collate) if each is not None)
         self._noted: set[Caveat | str] = set()
         self._part_names: tuple[str, ...] | None = None
 
@@ -135,26 +136,35 @@ class StepState(Evaluator):
 
     @contextmanager
     def changed_here_only(self, what: str) -> Iterator[None]:
-        """Say which variables of the loss and the model ``what``, which runs on this rank only, changes meanwhile."""
-        before = self.variables() if self.world.size > 1 else {}
+        """Say which variables of loss, model and data ``what``, which runs on this rank only, changes meanwhile."""
+        before = self._variables() if self.world.size > 1 else []
         yield
-        now = self.variables() if before else {}
-        self.tell_once(
-            Caveat(
-                "state",
-                f'{what} changes "{name}", which the loss or the model uses, on rank 0 only: the other ranks go on '
-                "with what they have",
-                "use a strategy of one process (single, dp), or let the model compute it from a buffer",
+        for (whose, instead, then), (*_, now) in zip(before, self._variables() if before else [], strict=True):
+            text = "uses, on rank 0 only: the other ranks go on with what they have"
+            self.tell_once(
+                Caveat(
+                    "state",
+                    f'{what} changes "{name}", which {whose} {text}',
+                    f"use a strategy of one process (single, dp), or {instead}",
+                )
+                for name, was in then.items()
+                if now.get(name) != was
             )
-            for name, was in before.items()
-            if now.get(name) != was
-        )
 
     def variables(self) -> dict[str, bytes]:
-        """A hash of each attribute of the model and the loss, and of variables that they use."""
+        """A hash of each attribute of the model and the loss, and of variables that they or the data use."""
+        return {name: its for *_, found in self._variables() for name, its in found.items()}
+
+    def _variables(self) -> list[tuple[str, str, dict[str, bytes]]]:
+        """Who uses them, what to do where one has changed, and a hash of each."""
         attributes, outside = self.loss.state()
         mine = {f"model.{name}": its for name, its in attribute_prints(self.model).items()}
-        return {f"the attributes of {self.loss.name}": attributes, **outside, **self._outside.prints(), **mine}
+        of_model = {f"the attributes of {self.loss.name}": attributes, **outside, **self._outside.prints(), **mine}
+        of_data = {name: its for name, its in self._of_data.small_prints().items() if name not in of_model}
+        return [
+            ("the loss or the model", "let the model compute it from a buffer", of_model),
+            ("train_data, order or collate", "let set_epoch or order compute it from the epoch", of_data),
+        ]
 
     def meet(self, what: str) -> None:
         """In a loop of a person's own, make sure that every rank calls ``what``.

@@ -108,6 +108,8 @@ class Teller(Callback):
             return
         event = Event(kind, training.epoch, training.step, dict(training.metrics), str(training.folder))
         training.world.tell(event)
+        if not self._functions:
+            return
         with self._step.changed_here_only("on_event"):
             answers = [function(event) for function in self._functions]
         for answer in answers:

@@ -94,6 +94,18 @@ class OutsideVariables:
             found[name] = written.hash.digest()
         return found
 
+    def small_prints(self) -> dict[str, bytes]:
+        """A hash of each number, text, switch and small tensor that they hold, by where it is: ``"Digits.level"``.
+
+        What is large isn't read: a dataset may hold all samples.
+        """
+        seen: set[int] = set()
+        return {
+            path: hashlib.blake2b(repr(its).encode(), digest_size=16).digest()
+            for name, variable in self._variables.items()
+            for path, its in _small_in(name, variable.get(), seen)
+        }
+
     def holds_tensors(self, name: str) -> bool:
         """Whether the variable of that name does."""
         held = [value for value, _ in copies_of(self._variables[name].get(), set())]
@@ -227,6 +239,34 @@ def copies_of(value: Any, seen: set[int]) -> Iterator[tuple[Any, Any]]:
     if isinstance(value, dict | list | set | deque | tuple):
         for inner in list(value.values() if isinstance(value, dict) else value):
             yield from copies_of(inner, seen)
+
+
+_SMALL = 1000
+"""Items, or elements of a tensor, up to which they are looked at one by one."""
+
+
+def _small_in(path: str, value: Any, seen: set[int], depth: int = 6) -> Iterator[tuple[str, Any]]:
+    """What is small in an object, by where it is; what ``repr`` shows of it is all that it is."""
+    if isinstance(value, int | float | complex | str | None):
+        yield path, value
+        return
+    if id(value) in seen or not depth or isinstance(value, type | types.ModuleType | types.FunctionType):
+        return
+    seen.add(id(value))
+    inner: Iterable[tuple[str, Any]] = ()
+    if isinstance(value, torch.Tensor):
+        if value.numel() <= _SMALL and value.layout == torch.strided and not value.is_meta:
+            yield path, (tuple(value.shape), digest(value))
+    elif hasattr(value, "tolist") and getattr(value, "size", _SMALL + 1) <= _SMALL:  # an array of numpy
+        yield path, value.tolist()
+    elif isinstance(value, dict):
+        inner = ((f"{path}[{key!r}]", one) for key, one in value.items()) if len(value) <= _SMALL else ()
+    elif isinstance(value, list | tuple | deque):
+        inner = ((f"{path}[{number}]", one) for number, one in enumerate(value)) if len(value) <= _SMALL else ()
+    elif hasattr(value, "__dict__"):
+        inner = ((f"{path}.{key}", one) for key, one in vars(value).items())
+    for where, one in list(inner):
+        yield from _small_in(where, one, seen, depth - 1)
 
 
 def put_back(value: Any, copied: Any) -> None:
