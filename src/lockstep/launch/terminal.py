@@ -1,9 +1,12 @@
-"""What a person sees of a training: lines as epochs end, and below them a live line on a terminal."""
+"""What a person sees of a training: lines as epochs end, and in between a live line, or one now and then in a file."""
 
 from __future__ import annotations
 
+import importlib.util
+import math
 import sys
-from collections.abc import Mapping
+import time
+from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, Any, Self
 
 from lockstep.launch.events import Event, Line, Memory, Profile, Progress
@@ -13,26 +16,47 @@ if TYPE_CHECKING:
     from rich.live import Live
 
 
+_APART = 10.0
+"""Seconds between lines within an epoch, where they are kept."""
+
+
 class Display:
     """Takes what the training tells, and prints it.
 
-    On a terminal the last line is live: epoch, step, loss, samples per second, time left, memory per device. Elsewhere
-    (a file, a pipe, CI) only whole lines are printed.
+    On a terminal the last line is live: epoch, step, loss, samples per second, time left, memory per device; in a
+    notebook with ipywidgets rich keeps it so. Elsewhere (a file, a pipe, CI) only whole lines are printed, within an
+    epoch one in ten seconds at most: the last log, or else where the training is.
+
+    Args:
+        quiet: print nothing.
+        clock: gives seconds.
     """
 
-    def __init__(self, *, quiet: bool = False) -> None:
-        self._quiet = quiet
+    def __init__(self, *, quiet: bool = False, clock: Callable[[], float] = time.monotonic) -> None:
+        self._quiet, self._clock = quiet, clock
+        self._printed = clock()  # when the last line was
+        self._within = -math.inf  # when the last one within an epoch was
+        self._log: str | None = None  # the last log, where it has not been printed
         self._live: Live | None = None
         self._console: Console | None = None
         self._memory: dict[str, int] = {}
 
     def __enter__(self) -> Self:
-        if not self._quiet and sys.stdout.isatty():
+        is_terminal = not self._quiet and sys.stdout.isatty()
+        if is_terminal or (not self._quiet and _is_notebook_with_widgets()):
             from rich.console import Console
             from rich.live import Live
 
-            self._console = Console(highlight=False)
-            self._live = Live(console=self._console, transient=True, refresh_per_second=8)
+            console = Console(highlight=False)
+            # In a notebook other lines stay the text of the cell.
+            self._console = console if is_terminal else None
+            self._live = Live(
+                console=console,
+                transient=True,
+                refresh_per_second=8 if is_terminal else 2,
+                redirect_stdout=is_terminal,
+                redirect_stderr=is_terminal,
+            )
             self._live.start()
         return self
 
@@ -45,8 +69,12 @@ class Display:
         """Show something that the training told."""
         if self._quiet:
             return
-        if isinstance(event, Line):
-            plain = event.kind in ("plain", "log")
+        if isinstance(event, Line) and event.kind == "log":
+            self._log = event.text
+            if self._live is not None or self._clock() - self._within >= _APART:
+                self._line_within(event.text)
+        elif isinstance(event, Line):
+            plain = event.kind == "plain"
             self.line(event.text if plain else f"note: {event.text}", note=not plain)
         elif isinstance(event, Memory):
             self._memory |= event.sizes
@@ -57,17 +85,25 @@ class Display:
 
                 # One row, however narrow: what doesn't fit is left out at its end.
                 self._live.update(Text(_status(event, self._memory), no_wrap=True, overflow="ellipsis"))
+            elif self._clock() - max(self._printed, self._within) >= _APART:
+                self._line_within(self._log or _status(event, {}))
         elif isinstance(event, Event) and event.kind == "evaluated":
+            self._log = None
             self.line(epoch_line(event))
         elif isinstance(event, Profile):
             width = 80 if self._console is None else self._console.width
             for line in (line for draw in event.drawings for line in draw(width)):
                 self.line(line)
 
+    def _line_within(self, text: str) -> None:
+        self._log, self._within = None, self._clock()
+        self.line(text)
+
     def line(self, text: str, *, note: bool = False) -> None:
         """Print a line above the live one."""
         if self._quiet:
             return
+        self._printed = self._clock()
         if self._console is not None:
             self._console.print(text, style="yellow" if note else None, markup=False)
         else:
@@ -79,6 +115,15 @@ class Display:
             print_above(self._console, text)
         else:
             to_own_streams(text, stream)
+
+
+def _is_notebook_with_widgets() -> bool:
+    """Whether rich can keep a line live in this notebook's cell."""
+    if "IPython" not in sys.modules or importlib.util.find_spec("ipywidgets") is None:
+        return False
+    from rich.console import Console
+
+    return Console().is_jupyter
 
 
 def print_above(console: Console, text: str) -> None:

@@ -1,0 +1,129 @@
+"""What a person sees within an epoch: on a terminal, in a notebook, in a pipe."""
+
+from __future__ import annotations
+
+import builtins
+import importlib.machinery
+import sys
+from types import ModuleType
+from typing import Any
+
+import pytest
+
+from lockstep.launch.events import Event, Line, Progress
+from lockstep.launch.terminal import Display
+
+LOSSES = {"train_loss": 0.5}
+
+
+def at(step: int) -> Progress:
+    return Progress(1, 1, step, 900, 0.25, 80.0, 65.0)
+
+
+class Clock:
+    now = 0.0
+
+    def __call__(self) -> float:
+        return self.now
+
+
+def shown(capsys: pytest.CaptureFixture[str], *told: tuple[float, Any]) -> list[str]:
+    """The lines of a display in a pipe that was told things at those seconds."""
+    clock = Clock()
+    with Display(clock=clock) as display:
+        for clock.now, event in told:
+            display.tell(event)
+    return capsys.readouterr().out.splitlines()
+
+
+def test_in_a_pipe_a_line_comes_every_ten_seconds_at_most(capsys: pytest.CaptureFixture[str]) -> None:
+    lines = shown(capsys, *((second / 5, at(second)) for second in range(1, 161)))
+    assert lines == [
+        f"epoch 1/1  step {step}/900  loss 0.2500  80 samples/s  1:05 left" for step in (50, 100, 150)
+    ]  # fmt: skip
+
+
+def test_lines_of_epochs_and_evaluations_come_at_once_and_count(capsys: pytest.CaptureFixture[str]) -> None:
+    ended = Event("evaluated", 1, 40, LOSSES)
+    lines = shown(capsys, (8, ended), (9, ended), (12, at(60)), (18.9, at(90)), (19, at(95)))
+    assert lines[:2] == ["epoch   1  train loss 0.5000"] * 2
+    assert [line.split("  ")[1] for line in lines[2:]] == ["step 95/900"]
+
+
+def test_in_a_pipe_the_last_log_is_shown(capsys: pytest.CaptureFixture[str]) -> None:
+    """Logs that come every three seconds were hidden by lines of progress."""
+    told = [(3.0 * i, Line(f"log {i}", "log")) for i in range(1, 9)]
+    between = [(second / 4, at(second)) for second in range(4, 100)]
+    assert shown(capsys, *sorted([*told, *between], key=lambda one: one[0])) == ["log 1", "log 4", "log 7"]
+
+
+def test_a_training_in_a_pipe_that_is_short_prints_nothing_within_an_epoch(capsys: pytest.CaptureFixture[str]) -> None:
+    assert shown(capsys, (1, at(1)), (9.9, at(2))) == []
+
+
+class Widget:
+    """As ``ipywidgets.Output``: it takes what is displayed inside of it."""
+
+    entered = 0
+    taken: list[str] = []  # noqa: RUF012
+
+    def __enter__(self) -> None:
+        Widget.entered += 1
+
+    def __exit__(self, *error: object) -> None:
+        Widget.entered -= 1
+
+    def clear_output(self, wait: bool = False) -> None: ...
+
+    def close(self) -> None: ...
+
+
+def display_of_notebook(*things: Any, **settings: Any) -> None:
+    if Widget.entered:
+        Widget.taken += [getattr(thing, "text", "") for thing in things]
+
+
+@pytest.fixture
+def notebook(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What rich looks for in a notebook."""
+    shell = type("ZMQInteractiveShell", (), {})()
+    monkeypatch.setattr(builtins, "get_ipython", lambda: shell, raising=False)
+    for name, holds in {
+        "IPython": {},
+        "IPython.display": {"display": display_of_notebook},
+        "ipywidgets": {"Output": Widget},
+    }.items():
+        module = ModuleType(name)
+        module.__spec__ = importlib.machinery.ModuleSpec(name, None)
+        vars(module).update(holds)
+        monkeypatch.setitem(sys.modules, name, module)
+
+
+def test_in_a_notebook_the_live_line_is_a_widget_and_other_lines_are_text(
+    notebook: None, capsys: pytest.CaptureFixture[str]
+) -> None:
+    Widget.taken.clear()
+    with Display() as display:
+        display.tell(at(7))
+        display._live.refresh()
+        display.tell(Event("evaluated", 1, 40, LOSSES))
+    assert capsys.readouterr().out == "epoch   1  train loss 0.5000\n"
+    assert any("step 7/900" in text for text in Widget.taken)
+
+
+def test_a_notebook_without_widgets_has_lines(notebook: None, capsys, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delitem(sys.modules, "ipywidgets")
+    assert len(shown(capsys, (10.1, at(7)))) == 1
+
+
+def test_on_a_terminal_the_line_is_live_and_each_log_is_printed(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(sys.stdout, "isatty", lambda: True, raising=False)
+    with Display() as display:
+        display.tell(at(7))
+        assert display._live is not None
+        for i in range(3):
+            display.tell(Line(f"log {i}", "log"))
+    said = capsys.readouterr().out
+    assert all(f"log {i}" in said for i in range(3))
