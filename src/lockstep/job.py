@@ -78,6 +78,8 @@ class Job:
         eval_every: when to evaluate: every so many steps (``100``) or epochs (``"2 epochs"``), or after a time
             (``"10 min"``); None is at the end of each epoch. The last step is evaluated anyway.
         save_every: likewise, when to save a checkpoint. With steps or a time one is saved at the end of each epoch too.
+        best: the evaluation whose weights are kept as the best: ``"accuracy:max"``, ``"clean/accuracy:max"``; None is
+            ``"eval_loss:min"``, the lowest loss (of the first set).
         keep: how many checkpoints are kept, the newest ones.
         loader_workers: processes that fetch samples, for each rank; None chooses by the cores and the dataset. A
             stream has at most one, which reads ahead: each further one would read all of it.
@@ -118,6 +120,7 @@ class Job:
     log_every: int | str | None = None
     eval_every: int | str | None = None
     save_every: int | str | None = None
+    best: str | None = None
     keep: int = 2
     loader_workers: int | None = None
     on_event: Sequence[Callable[[Any], str | None]] = ()
@@ -162,6 +165,7 @@ class Job:
             raise JobError("callbacks: a list of lockstep.Callback objects is expected")
         for name in ("log_every", "eval_every", "save_every"):
             Every.read(getattr(self, name), name)
+        best_of(self.best)
         for name in SETTINGS:
             object.__setattr__(self, name, checked_setting(name, getattr(self, name)))
         self._check_step()
@@ -261,6 +265,18 @@ class Every:
         if unit.startswith("epoch"):
             return cls(epochs=int(number))
         return cls(seconds=number * {"s": 1, "min": 60, "h": 3600}[unit])
+
+
+def best_of(best: str | None) -> tuple[str, bool]:
+    """The name of ``"accuracy:max"``, and whether more is better.
+
+    Raises:
+        JobError: it doesn't say which.
+    """
+    name, _, mode = ("eval_loss:min" if best is None else str(best)).rpartition(":")
+    if not name or mode not in ("max", "min"):
+        raise JobError(f'best: {best!r} is no metric with max or min after it: "{name or mode}:max", or ":min"')
+    return "eval_loss" if name == "loss" else name, mode == "max"
 
 
 def checked_setting(name: str, value: Any) -> Any:

@@ -226,7 +226,7 @@ def evaluate(
         strategy: as in ``train``; the values are the same under any.
         devices: as in ``train``.
         backend: as in ``train``.
-        best: take the weights of the lowest evaluation loss.
+        best: take the weights of the best evaluation.
         job_parameters: keyword arguments for the function of a job file.
         job: of a run, instead of the job file that its folder names.
         trust_job: take the job file that a run's folder names, though it isn't the one that was trained.

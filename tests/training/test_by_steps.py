@@ -15,11 +15,11 @@ from torch import nn
 from torch.optim.lr_scheduler import ReduceLROnPlateau
 from torch.utils.data import IterableDataset, TensorDataset
 
-from lockstep import Event, Job, Run, train
+from lockstep import Event, Job, Run, evaluate, train
 from lockstep.errors import JobError
 from lockstep.job import Every
 from lockstep.verify import same_bits
-from zoo import drawn, labels
+from zoo import drawn, labels, right
 
 ON = {"single": "1xcpu", "dp": "2xcpu", "ddp": "2xcpu", "pp": "2xcpu"}
 TIMES = {"seconds", "samples_per_second", "tokens_per_second"}
@@ -284,3 +284,46 @@ def test_the_line_of_a_log(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -
     (line,) = [line for line in capsys.readouterr().out.splitlines() if line.startswith("step 4")]
     parts = r"step 4/10  loss \d\.\d{4}  lr 0\.0500  grad norm \d\.\d{4}  [\d,]+ samples/s  0:0\d left"
     assert re.fullmatch(parts, line)
+
+
+# ---- the best --------------------------------------------------------------------------------------------------------
+
+
+def wavering(**settings: Any) -> Job:
+    """Its metric goes up and down."""
+    return a_job(
+        optimizer=lambda params: torch.optim.SGD(params, lr=1.5), metrics={"accuracy": right},
+        **{"epochs": 3, "eval_every": 4, **settings},
+    )  # fmt: skip
+
+
+@pytest.mark.parametrize("strategy", ["single", "ddp"])
+def test_the_best_weights_follow_the_metric_that_the_job_names(strategy: str, tmp_path: Path) -> None:
+    for best, choose in (("accuracy:max", max), ("accuracy:min", min), ("loss:max", max)):
+        run = run_of(wavering(best=best), tmp_path, strategy)
+        name = "eval_loss" if best == "loss:max" else "accuracy"
+        values = [record[name] for record in run.history if name in record]
+        its = evaluate(run.folder, best=True, job=wavering(), devices="1xcpu")
+        assert its["loss" if name == "eval_loss" else name] == pytest.approx(choose(values), rel=1e-10)
+        assert len(set(values)) > 1
+
+
+def test_a_metric_that_is_not_there_is_refused_before_the_first_step(tmp_path: Path) -> None:
+    with pytest.raises(JobError, match=r'best: there is no "acuracy"; .*"accuracy"'):
+        run_of(wavering(best="acuracy:max"), tmp_path)
+    assert not list(tmp_path.iterdir())
+    for wrong in ("accuracy", "accuracy:more", ":max"):
+        with pytest.raises(JobError, match=r"best: .* is no metric with max or min after it"):
+            wavering(best=wrong)
+
+
+def test_a_run_that_is_resumed_by_another_metric_looks_for_the_best_anew(tmp_path: Path, capsys) -> None:
+    first = run_of(wavering(epochs=1), tmp_path)
+    run = train(wavering(best="accuracy:max"), resume=first.folder)
+    assert "note: best: it was eval_loss:min and is accuracy:max: the best weights" in capsys.readouterr().out
+    values = [record["accuracy"] for record in run.history if record["step"] > 10 and "accuracy" in record]
+    its = evaluate(run.folder, best=True, job=wavering(), devices="1xcpu")
+    assert its["accuracy"] == pytest.approx(max(values))
+    again = run_of(wavering(best="accuracy:max", epochs=4), tmp_path, resume=run.folder)
+    found = [record["accuracy"] for record in again.history if record["step"] > 10 and "accuracy" in record]
+    assert evaluate(again.folder, best=True, job=wavering(), devices="1xcpu")["accuracy"] == pytest.approx(max(found))

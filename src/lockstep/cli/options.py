@@ -38,6 +38,7 @@ SETTINGS = {
     "log-every": "steps, epochs (2epochs) or a time (10min) between records and lines (default: each epoch)",
     "eval-every": "likewise between evaluations (default: each epoch)",
     "save-every": "likewise between checkpoints; by steps or a time, each epoch is saved too (default: each epoch)",
+    "best": "a metric and max or min: the weights to keep as the best (default: eval_loss:min)",
     "keep": "checkpoints, the newest (default: 2)",
     "loader-workers": "processes that fetch, for each rank (default: by the cores and the dataset)",
 }
@@ -76,8 +77,11 @@ def check_writable(option: str, file: str | None) -> None:
         raise FolderError(f"{option} {file}: {error.strerror}") from error
 
 
-def add_settings(parser: argparse.ArgumentParser) -> None:
-    """The settings of a job, and the parameters of its own: ``--batch-size 32 --set lr=0.1``."""
+def add_settings(parser: argparse.ArgumentParser, *, without: Sequence[str] = ()) -> None:
+    """The settings of a job, and the parameters of its own: ``--batch-size 32 --set lr=0.1``.
+
+    ``without`` those that the command has other options for.
+    """
     parser.add_argument(
         "--set",
         action="append",
@@ -86,7 +90,9 @@ def add_settings(parser: argparse.ArgumentParser) -> None:
         help="a parameter of the job function; may be repeated",
     )
     group = parser.add_argument_group("settings of the job (these win over the file)")
-    for name, what in SETTINGS.items():
+    own = {name: what for name, what in SETTINGS.items() if name not in without}
+    parser.set_defaults(settings=tuple(name.replace("-", "_") for name in own))
+    for name, what in own.items():
         if name in _SWITCHES:
             group.add_argument(f"--{name}", nargs="?", const="true", metavar="BOOL", help=what)
         else:
@@ -95,7 +101,7 @@ def add_settings(parser: argparse.ArgumentParser) -> None:
 
 def settings_in(options: argparse.Namespace) -> dict[str, Any]:
     """Those settings that were given."""
-    return _given(options, [name.replace("-", "_") for name in SETTINGS])
+    return _given(options, options.settings)
 
 
 def _given(options: argparse.Namespace, names: Sequence[str]) -> dict[str, Any]:

@@ -162,9 +162,9 @@ def add_export(commands: Any) -> None:
         "--tolerance", type=above_zero(float), help="largest difference (default: 1e-4; less exact: 0.1)"
     )
     parser.add_argument("--overwrite", action="store_true", help="replace the file where it is there already")
-    parser.add_argument("--best", action="store_true", help="the weights of the lowest evaluation loss")
+    parser.add_argument("--best", action="store_true", help="the weights of the best evaluation")
     _add_job_file(parser)
-    add_settings(parser)
+    add_settings(parser, without=["best"])
     parser.set_defaults(function=_export)
 
 
@@ -208,9 +208,9 @@ def _audit(options: argparse.Namespace) -> int:
 
 def _add_weights(parser: argparse.ArgumentParser) -> None:
     add_placement(parser)
-    parser.add_argument("--best", action="store_true", help="the weights of the lowest evaluation loss")
+    parser.add_argument("--best", action="store_true", help="the weights of the best evaluation")
     _add_job_file(parser)
-    add_settings(parser)
+    add_settings(parser, without=["best"])
 
 
 def _add_job_file(parser: argparse.ArgumentParser) -> None:

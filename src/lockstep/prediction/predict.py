@@ -75,7 +75,7 @@ def predict(
         strategy: as in ``train``; the values are the same under any.
         devices: as in ``train``.
         backend: as in ``train``.
-        best: take the weights of the lowest evaluation loss.
+        best: take the weights of the best evaluation.
         overwrite: replace ``out`` where it is there already.
         quiet: print nothing.
         job_parameters: keyword arguments for the function of the run's job file, over those it was run with.

@@ -31,18 +31,20 @@ _SOME = 4
 """Samples of a local batch that are put together with those of others."""
 
 
-def try_out(step: Step, loaders: Mapping[str, AnyLoader], metrics: Mapping[str, Any], world: World, seed: int) -> None:
+def try_out(
+    step: Step, loaders: Mapping[str, AnyLoader], metrics: Mapping[str, Any], world: World, seed: int
+) -> dict[str, float]:
     """Evaluate the first batch of each set, so that what is wrong with it isn't found an epoch later.
 
-    What the model and the loss count or keep is afterwards as it was.
+    What the model and the loss count or keep is afterwards as it was. Gives the values, by the names in a record.
 
     Raises:
         JobError: a metric raises, or gives something other than a total and a count; a sample isn't a pair.
     """
     with kept_state(step.models()), step.loss.kept():
-        for loader in loaders.values():
-            evaluate(step, loader, metrics, world, seed, most=1)
+        values = evaluate_sets(step, loaders, metrics, world, seed, most=1, prefix="eval_") if loaders else {}
     step.loss_check.compare_ranks(world)
+    return values
 
 
 def _say_no_sums(names: Iterable[str], step: Step) -> None:
@@ -144,6 +146,7 @@ def evaluate_sets(
     seed: int,
     *,
     looks: bool = False,
+    most: int | None = None,
     prefix: str = "",
 ) -> dict[str, float]:
     """The loss, its parts and each metric of each set, as ``"clean/loss"``, after the first one's loss as ``"loss"``.
@@ -152,7 +155,7 @@ def evaluate_sets(
     their own. The rest is as in ``evaluate``.
     """
     found = {
-        name: evaluate(step, loader, metrics, world, seed, looks=looks, prefix="" if name else prefix)
+        name: evaluate(step, loader, metrics, world, seed, looks=looks, most=most, prefix="" if name else prefix)
         for name, loader in loaders.items()
     }
     if "" in found:

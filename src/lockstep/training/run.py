@@ -67,7 +67,7 @@ class Run:
         return RunFolder(self.folder).read_metrics()
 
     def model(self, file: str | None = None, *, best: bool = False) -> nn.Module:
-        """The trained model on the CPU, in evaluation mode: the final weights, or those of the lowest evaluation loss.
+        """The trained model on the CPU, in evaluation mode: the final weights, or those of the best evaluation.
 
         Its outputs are those that ``predict`` gives. To go on training it by hand, call ``.train()``.
 
@@ -125,7 +125,7 @@ def trained_of(
 
     Args:
         run: a Run or the path of its folder.
-        best: the weights of the lowest evaluation loss.
+        best: the weights of the best evaluation.
         job_parameters: keyword arguments for the function of its job file, over those it was run with.
         job, trust: as for ``job_of``; a job itself too.
 

@@ -10,8 +10,8 @@ from lockstep.checkpoint.reading import load_earlier, load_newest
 from lockstep.checkpoint.weights import load_weights, save_weights, weights_on_cpu
 from lockstep.checkpoint.writer import Writer
 from lockstep.data import is_stream
-from lockstep.errors import FolderError, InputError, JobError, first_line, told
-from lockstep.job import Job
+from lockstep.errors import FolderError, InputError, JobError, first_line, nearest, told
+from lockstep.job import Job, best_of
 from lockstep.launch.run_folder import RunFolder
 from lockstep.strategies.step import Step
 from lockstep.tensors.state_tree import encoded
@@ -33,7 +33,8 @@ class Saves:
         if self._data is not None and job.loader_workers != 0:
             self._data = None
             self.notes.append("train_data has a state, which loader workers would change: loader_workers=0 saves it")
-        self._best = math.inf
+        self._metric, self._more_is_better = best_of(job.best)
+        self._best = math.inf  # the value so far, with a minus where more is better
         self._data_states: list[Any] | None = None
         self._writer = Writer(folder.checkpoints, world, job.keep, alike=step.alike)
         self.check = self._writer.check
@@ -61,8 +62,19 @@ class Saves:
         }
 
     def is_best(self, values: Mapping[str, float]) -> bool:
-        """Whether an evaluation is better than all before it."""
-        return values.get("eval_loss", math.nan) < self._best
+        """Whether an evaluation is better than all before it.
+
+        Raises:
+            JobError: it has no such metric.
+        """
+        return self._measured(values) < self._best
+
+    def _measured(self, values: Mapping[str, float]) -> float:
+        """What is to be small; NaN where there are no values of an evaluation."""
+        value = values.get(self._metric, math.nan)
+        if self._metric not in values and "eval_loss" in values:
+            raise JobError(f'best: there is no "{self._metric}"; {nearest(self._metric, list(values))}')
+        return -value if self._more_is_better else value
 
     def save(self, place: Mapping[str, Any], values: Mapping[str, float] | None = None) -> None:
         """Begin to write a checkpoint.
@@ -77,7 +89,7 @@ class Saves:
         state = self._step.state_dict()
         before: Callable[[], None] | None = None
         if values is not None and self.is_best(values):
-            self._best = values["eval_loss"]
+            self._best = self._measured(values)
             with self._callbacks.evaluating():  # the weights that the loss is of
                 weights = weights_on_cpu(state["model"]) if self._world.is_first else {}
 
@@ -89,6 +101,7 @@ class Saves:
             **self._beside(),
             **place,
             "best": self._best,
+            "best_of": [self._metric, self._more_is_better],
             "seed": self._job.seed,
             "batch_size": self._job.batch_size,
         }
@@ -113,7 +126,7 @@ class Saves:
                     f"{name}: the run was made with {state[name]}, not {getattr(self._job, name)}: resume it with that"
                 )
         self._step.load_state_dict(state)
-        self._best = state["best"] if self._world.broadcast_object(self._has_best(state["best"])) else math.inf
+        self._best = state["best"] if self._world.broadcast_object(self._has_best(state)) else math.inf
         if self._scheduler is not None and state["scheduler"] is not None:
             self._scheduler.load_state_dict(state["scheduler"])
         earlier = {"on_event": {"functions": state["on_event"]}} if state.get("on_event") else {}  # earlier versions
@@ -122,10 +135,15 @@ class Saves:
         self._data_states = state.get("train_data")
         return state
 
-    def _has_best(self, loss: float) -> bool:
-        """Whether the best weights so far, of that loss, are there as they were written."""
-        if math.isinf(loss) or not self._world.is_first:
+    def _has_best(self, state: Mapping[str, Any]) -> bool:
+        """Whether the best weights so far are there as they were written, and were chosen by the same metric."""
+        if math.isinf(state["best"]) or not self._world.is_first:
             return True
+        name, more = state.get("best_of", ("eval_loss", False))
+        if (name, more) != (self._metric, self._more_is_better):
+            was, now = (f"{n}:{'max' if m else 'min'}" for n, m in ((name, more), (self._metric, self._more_is_better)))
+            self.notes.append(f"best: it was {was} and is {now}: the best weights are looked for anew from here on")
+            return False
         try:
             load_weights(self._folder.best)
         except FolderError as error:
