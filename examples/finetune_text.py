@@ -141,5 +141,8 @@ def job(
         lr_scheduler=lambda optimizer: get_scheduler("cosine", optimizer, warmup, steps),
         lr_scheduler_every="step",
         metrics={"accuracy": accuracy},
+        log_every=10,
+        eval_every=50,
+        save_every=50,
         on_event=[written],
     )

@@ -19,6 +19,7 @@ from torch import nn
 from torch.utils.data import Dataset
 
 import lockstep
+from lockstep.callbacks import Sampler
 
 
 @cache
@@ -83,7 +84,7 @@ def counted_perplexities(train: torch.Tensor, held_out: torch.Tensor, vocabulary
 
 
 def written(model: nn.Module, tokenizer: Any, start: str, context: int, length: int) -> str:
-    """What the model goes on with after ``start``: each time the likeliest token."""
+    """``start``, and what the model writes after it: each time the likeliest token."""
     tokens = tokenizer.encode(start).ids
     device = next(model.parameters()).device
     for _ in range(length):
@@ -111,7 +112,7 @@ def job(
         batch_size: windows of an update.
         lr: the highest learning rate; it rises for the first twentieth of the updates, then falls to zero as a cosine.
     """
-    _, train, held_out = tokenized(size, vocabulary)
+    tokenizer, train, held_out = tokenized(size, vocabulary)
     data = Windows(train, context)
     updates = math.ceil(len(data) / batch_size)
 
@@ -138,6 +139,9 @@ def job(
         lr_scheduler=lambda optimizer: torch.optim.lr_scheduler.LambdaLR(optimizer, rate),
         lr_scheduler_every="step",
         metrics={"accuracy": accuracy},
+        log_every=20,
+        eval_every=100,
         save_every=100,
+        callbacks=[Sampler(lambda model: written(model, tokenizer, "import ", context, 80))],
         on_event=[against_counts],
     )
