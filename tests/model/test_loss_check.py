@@ -342,6 +342,26 @@ def job_of(loss: Loss) -> lockstep.Job:
     )
 
 
+def test_a_sum_divided_by_a_number_of_the_whole_batch_is_no_sum(tmp_path: Any) -> None:
+    """Found by trial: the number of tokens that collate gives, refused as a sum on one device, where it is right."""
+    data = [(drawn(1 + i % 4, 6, seed=i), drawn(1 + i % 4, 3, seed=i)) for i in range(32)]
+
+    def collate(samples: list[Any]) -> Any:
+        inputs, targets = (nn.utils.rnn.pad_sequence(each, batch_first=True) for each in zip(*samples, strict=True))
+        lengths = torch.tensor([len(its) for its, _ in samples])
+        return inputs, (targets, int(lengths.sum()), lengths)
+
+    def loss(outputs: Tensor, targets: Any) -> Tensor:
+        values, tokens, lengths = targets
+        kept = torch.arange(outputs.shape[1]) < lengths[:, None]
+        return ((outputs - values).square().sum(-1) * kept).sum() / tokens
+
+    job = lockstep.Job(model=mlp, loss=loss, optimizer=plain_sgd, train_data=data, batch_size=8, collate=collate)
+    lockstep.train(job, strategy="single", devices="1xcpu", folder=tmp_path, quiet=True)
+    with pytest.raises(LossError, match=r"loss is not a mean over samples \(.*return \(total, count\)"):
+        lockstep.train(job, strategy="dp", devices="2xcpu", folder=tmp_path, quiet=True)
+
+
 # ---- how often ------------------------------------------------------------------------------------------------------
 
 

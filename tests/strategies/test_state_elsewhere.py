@@ -612,3 +612,52 @@ def test_a_scheduler_without_state_is_refused(tmp_path: Path) -> None:
     job = dataclasses.replace(ZOO["mlp"], lr_scheduler=lambda optimizer: types.SimpleNamespace(step=lambda: None))
     with pytest.raises(JobError, match="gave a SimpleNamespace, which has no state_dict"):
         train(job, devices="1xcpu", folder=tmp_path, quiet=True)
+
+
+class Langevin(torch.optim.Optimizer):
+    def __init__(self, parameters: Any) -> None:
+        super().__init__(parameters, {})
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:
+        for p in (p for group in self.param_groups for p in group["params"]):
+            p.add_(p.grad, alpha=-0.05).add_(torch.randn_like(p), alpha=0.01)
+
+
+class Expanded(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.body = mlp()
+        self.register_buffer("ones", torch.ones(1, 1).expand(2, 3))
+        self.register_buffer("calls", torch.zeros(()))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        self.calls += 1
+        return self.body(x) * self.ones.mean(0)
+
+
+WAYS: dict[str, dict[str, Any]] = {
+    "dp": {"strategy": "dp", "devices": "2xcpu"},
+    "ddp": {"strategy": "ddp", "devices": "2xcpu"},
+    "accumulate": {"strategy": "single", "devices": "1xcpu", "accumulate": 2},
+    "pp": {"strategy": "pp", "devices": "2xcpu"},
+}
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_an_optimizer_that_draws_random_numbers_draws_the_same_under_every_strategy(way: str, tmp_path: Path) -> None:
+    """Found by trial: with micro-batches it drew from the stream of the last one; under ddp each rank from its own."""
+    job = ZOO["mlp"].replace(precision="fp64", metrics={})
+    job = dataclasses.replace(job, optimizer=lambda named: Langevin([p for _, p in named]), eval_data=None)
+    expected = train(job, strategy="single", devices="1xcpu", folder=tmp_path, quiet=True).model()
+    model = train(job, **WAYS[way], folder=tmp_path, quiet=True).model()
+    for mine, theirs in zip(model.parameters(), expected.parameters(), strict=True):
+        torch.testing.assert_close(mine, theirs, atol=1e-10, rtol=0)
+
+
+@pytest.mark.parametrize("way", ["dp", "ddp", "accumulate"])
+def test_a_buffer_that_was_expanded_is_copied_and_inspected(way: str, tmp_path: Path, capsys: Any) -> None:
+    """Found by trial: replicas raised PyTorch's error, and with micro-batches no buffer was seen to be written."""
+    job = dataclasses.replace(ZOO["mlp"], model=Expanded)
+    train(job, **WAYS[way], folder=tmp_path)
+    assert ('buffer "calls" is written in forward' in capsys.readouterr().out) is (way == "accumulate")

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from lockstep.model.loss import Number
 from lockstep.model.torch_losses import HALF
-from lockstep.tensors.pytree import each, holds_samples, tensors
+from lockstep.tensors.pytree import each, holds_samples, parts, tensors
 from lockstep.tensors.seeding import put_state_on, state_on
 from lockstep.threads.random_streams import source, stream
 
@@ -107,6 +107,15 @@ def without_rows(nest: Nest, samples: int, known: Collection[int]) -> list[Tenso
 
     each(look, nest, on_list=lambda items: items if holds_samples(items, samples) else None)
     return found
+
+
+def holds_numbers(nest: Any, samples: int) -> bool:
+    """Whether it has a number that is no sample's: how many tokens the batch has, say."""
+    if isinstance(nest, Tensor):
+        return not nest.dim()
+    if isinstance(nest, list) and holds_samples(nest, samples):
+        return False
+    return isinstance(nest, int | float) or any(holds_numbers(part, samples) for part in parts(nest) or ())
 
 
 def with_value(nest: Nest, some: list[Tensor], value: float) -> Nest:

@@ -54,6 +54,7 @@ def build_model(job: Job, world: World, *, place: bool = True) -> nn.Module:
     if not any(p.requires_grad for p in model.parameters()):
         raise JobError("model: it has no parameter that requires a gradient, so there is nothing to train")
     _make_lazy_parameters(model, job, world)
+    _expand_buffers(model)
     _begin_training(model)
     same_on_every_rank(model, world)
     convert_model(model, job.precision)
@@ -83,6 +84,17 @@ def _begin_training(model: nn.Module) -> None:
     for module in list(model.modules()):
         if module.training and type(module).train is not nn.Module.train:  # it keeps a part of itself in eval mode
             module.train()
+
+
+def _expand_buffers(model: nn.Module) -> None:
+    """Give a buffer that was expanded (``torch.ones(1, 1).expand(4, 4)``) memory of its own, to be written to."""
+    dense: dict[int, torch.Tensor] = {}
+    for module in model.modules():
+        for name, buffer in module._buffers.items():
+            if buffer is None or buffer.layout != torch.strided or is_lazy(buffer):
+                continue
+            if any(size > 1 and not stride for size, stride in zip(buffer.shape, buffer.stride(), strict=True)):
+                module._buffers[name] = dense.setdefault(id(buffer), buffer.contiguous())
 
 
 def _lay_out(model: nn.Module) -> None:

@@ -46,6 +46,7 @@ from lockstep.model.additivity import (
     are_wrong,
     doubled,
     first_wrong,
+    holds_numbers,
     is_apart,
     is_nan,
     is_sum,
@@ -406,7 +407,12 @@ class LossCheck:
             )
 
     def _doubles(self, nest: Nest, whole: Piece) -> bool:
-        """Whether a scalar for every sample twice is twice as large (not where it is divided by what it counts)."""
+        """Whether a scalar for every sample twice is twice as large (not where it is divided by what it counts).
+
+        Where a number of the whole batch is in the targets, nothing is known: that would be another one.
+        """
+        if holds_numbers(nest[1], whole.samples):
+            return False
         twice = joined(nest, whole.samples, nest, whole.samples)
         if twice is None or self._loss.gives_pairs:
             return False

@@ -137,6 +137,12 @@ def begin_momentum(optimizer: torch.optim.Optimizer) -> None:
                     optimizer.state[p]["momentum_buffer"] = torch.zeros_like(p)
 
 
+def may_draw(optimizer: torch.optim.Optimizer) -> bool:
+    """Whether its ``step`` may draw random numbers: it isn't one of PyTorch's, or calls a person's hooks."""
+    hooks = optimizer._optimizer_step_pre_hooks or optimizer._optimizer_step_post_hooks
+    return bool(hooks) or not type(optimizer).__module__.startswith("torch.optim.")
+
+
 def clip_gradients(parameters: list[nn.Parameter], largest: float) -> torch.Tensor:
     """Hold the norm of all gradients together under ``largest``; gives what it was.
 

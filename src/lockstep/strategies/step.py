@@ -25,7 +25,7 @@ from typing import Any, Literal
 import torch
 from torch import nn
 
-from lockstep.data import Batch, Part
+from lockstep.data import Batch, Part, mixed
 from lockstep.data.shares import mixed_share
 from lockstep.errors import LossError, StrategyError
 from lockstep.job import Job
@@ -42,11 +42,14 @@ from lockstep.model.inspection import (
     refuse_written_buffers,
 )
 from lockstep.model.loss import Loss, Number
-from lockstep.model.optimizer import clip_gradients
+from lockstep.model.optimizer import clip_gradients, may_draw
 from lockstep.strategies.evaluator import is_power_of_two
 from lockstep.strategies.own_loops.calls import Calls
 from lockstep.strategies.result import Result, quotient, scalar
 from lockstep.strategies.update_checks import DeviceChecks, explained, no_items, refuse_not_finite
+
+_OPTIMIZER = -1
+"""In the place of a micro-batch's number, for the random stream of an optimizer that draws."""
 
 
 class Step(Calls):
@@ -252,6 +255,8 @@ class Step(Calls):
 
     @phase("computing", "optimizer")
     def _optimize(self) -> None:
+        if self._stream is not None and may_draw(self.optimizer):  # the same on all ranks, however batches are cut
+            self._seed_all(mixed(*(self._stream[:2] if self.together else self._stream), _OPTIMIZER))
         if self._scaler is None:
             self.optimizer.step()
         else:  # a step whose gradients overflowed is left out, on every rank, and the scale halved
