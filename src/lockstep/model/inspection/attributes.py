@@ -26,6 +26,16 @@ def attribute_prints(model: nn.Module, *, plain: bool = True) -> dict[str, bytes
     What can't be pickled is left out. The model's own tensors go by their names (an RNN lists its weights), others by
     their values: pickled they hold addresses.
     """
+    held = [
+        (name, key, value)
+        for name, module in model.named_modules()
+        for key, value in vars(module).items()
+        if key not in _OF_EVERY_MODULE
+        and (plain or (type(value) not in _PLAIN and not is_plain(value)))
+        and not (isinstance(value, nn.Module) or callable(value))
+    ]
+    if not held:  # as most models have it: dp asks twice in each update
+        return {}
     own = {id(t): name for name, t in (*model.named_parameters(), *model.named_buffers())}
 
     class Pickler(pickle.Pickler):
@@ -35,21 +45,16 @@ def attribute_prints(model: nn.Module, *, plain: bool = True) -> dict[str, bytes
             return own.get(id(held)) or (tuple(held.shape), str(held.dtype), digest(held))
 
     found, known = {}, dict[int, bytes | None]()  # (one configuration may be an attribute of all modules)
-    for name, module in model.named_modules():
-        for key, value in vars(module).items():
-            if key in _OF_EVERY_MODULE or isinstance(value, nn.Module) or callable(value):
-                continue
-            if not plain and is_plain(value):
-                continue
-            if id(value) not in known:
-                written = io.BytesIO()
-                try:
-                    Pickler(written).dump(value)
-                    known[id(value)] = hashlib.blake2b(written.getbuffer(), digest_size=16).digest()
-                except Exception:
-                    known[id(value)] = None
-            if (its := known[id(value)]) is not None:
-                found[f"{name}.{key}" if name else key] = its
+    for name, key, value in held:
+        if id(value) not in known:
+            written = io.BytesIO()
+            try:
+                Pickler(written).dump(value)
+                known[id(value)] = hashlib.blake2b(written.getbuffer(), digest_size=16).digest()
+            except Exception:
+                known[id(value)] = None
+        if (its := known[id(value)]) is not None:
+            found[f"{name}.{key}" if name else key] = its
     return found
 
 
