@@ -502,3 +502,54 @@ def test_ranks_check_the_loss_as_often_as_one_another() -> None:
     (note,) = notes
     assert note.startswith("whether the loss is additive over samples is checked in one of 9 updates")
     assert nothing == []
+
+
+class Flat(nn.Module):
+    """A language model whose logits have a row for each word; with ``mixes`` its words see those of all samples."""
+
+    def __init__(self, mixes: bool = False) -> None:
+        super().__init__()
+        self.words, self.layer, self.mixes = nn.Embedding(9, 6), nn.Linear(6, 9), mixes
+
+    def forward(self, inputs: Tensor) -> Tensor:
+        hidden = self.words(inputs)
+        return self.layer(hidden - hidden.mean(0) if self.mixes else hidden).view(-1, 9)
+
+
+def flat_job(targets: Tensor, **fields: Any) -> lockstep.Job:
+    job = lockstep.Job(
+        model=Flat,
+        loss=lambda outputs, targets: F.cross_entropy(outputs, targets.view(-1)),
+        optimizer=plain_sgd,
+        train_data=TensorDataset(labels(22 * 5, 9).view(22, 5), targets),
+        metrics={
+            "accuracy": lambda outputs, targets: ((outputs.argmax(-1) == targets.view(-1)).sum(), targets.numel())
+        },
+        batch_size=8,
+        precision="fp64",
+        shuffle=False,
+    )
+    return job.replace(**fields)
+
+
+@pytest.mark.parametrize("way", TRAINED)
+def test_a_language_model_with_a_row_for_each_word_is_checked_by_samples(way: str, tmp_path: Any, capsys: Any) -> None:
+    """Found by trial: refused, since the loss "fails with 1 of 4 samples"; its metrics were said to be no sums."""
+    targets = labels(22 * 5, 9, seed=3).view(22, 5)
+    job = flat_job(targets)
+    job = job.replace(eval_data=job.train_data)
+    expected = lockstep.train(job, strategy="single", devices="1xcpu", folder=tmp_path)
+    run = lockstep.train(job, folder=tmp_path, **TRAINED[way])
+    assert "no sum over samples" not in capsys.readouterr().out
+    assert run.metrics == pytest.approx(expected.metrics, rel=1e-10)
+    for mine, theirs in zip(run.model().parameters(), expected.model().parameters(), strict=True):
+        torch.testing.assert_close(mine, theirs, atol=1e-10, rtol=0)
+    targets[10, 2:] = -100
+    with pytest.raises(LossError, match="loss is not a mean over samples in step 2 "):
+        lockstep.train(flat_job(targets), folder=tmp_path, quiet=True, **TRAINED[way])
+
+
+def test_a_language_model_with_a_row_for_each_word_that_mixes_samples_is_said(tmp_path: Any, capsys: Any) -> None:
+    job = flat_job(labels(22 * 5, 9, seed=3).view(22, 5), model=lambda: Flat(mixes=True))
+    lockstep.train(job, strategy="dp", devices="2xcpu", folder=tmp_path)
+    assert "outputs depend on other samples of the batch" in capsys.readouterr().out

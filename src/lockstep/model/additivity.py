@@ -13,7 +13,7 @@ from torch import Tensor
 
 from lockstep.model.loss import Number
 from lockstep.model.torch_losses import HALF
-from lockstep.tensors.pytree import each, holds_samples, parts, tensors
+from lockstep.tensors.pytree import each, folded, holds_samples, parts, tensors
 from lockstep.tensors.seeding import put_state_on, state_on
 from lockstep.threads.random_streams import source, stream
 
@@ -105,7 +105,7 @@ def without_rows(nest: Nest, samples: int, known: Collection[int]) -> list[Tenso
             found.append(tensor)
         return tensor
 
-    each(look, nest, on_list=lambda items: items if holds_samples(items, samples) else None)
+    each(look, folded(nest, samples) or nest, on_list=lambda items: items if holds_samples(items, samples) else None)
     return found
 
 

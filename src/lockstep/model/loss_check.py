@@ -56,7 +56,7 @@ from lockstep.model.additivity import (
     without_rows,
 )
 from lockstep.model.loss import Totalled
-from lockstep.tensors.pytree import cut, each, holds_packed, joined, named_tensors, tensors, to_device
+from lockstep.tensors.pytree import both_of, each, folded, holds_packed, named_tensors, part_of, tensors, to_device
 
 _ADVICE = (
     "return (total, count), the sum over the items that count (not padding) and their number; or use single (or mp) "
@@ -154,6 +154,8 @@ class LossCheck:
                 wrong = first_wrong(sums, tolerance)
                 if wrong is not None:
                     wrong = self._still_wrong(nest, whole.samples, wrong, step)
+                if wrong is not None and self._loss.gives_pairs and folded(nest, whole.samples) is not None:
+                    raise _CantTell("outputs have several rows for each sample, perhaps in another order than targets")
         except _CantTell as error:
             self._trusted = True
             if str(error):
@@ -299,9 +301,9 @@ class LossCheck:
         if samples > 1:
             first = next(size for size in range((samples + 1) // 2, 0, -1) if math.gcd(size, samples) == 1)
             parts = ((0, first), (first, samples - first))
-            sums.append(Sum(whole, *(piece(cut(rows, start, size, samples), size) for start, size in parts)))
+            sums.append(Sum(whole, *(piece(part_of(rows, start, size, samples), size) for start, size in parts)))
         if samples == 1 or not self._loss.gives_pairs or step in _ALL or not step % _SOME:
-            one = cut(rows, 0, 1, samples) if samples > 1 else rows
+            one = part_of(rows, 0, 1, samples) if samples > 1 else rows
             both, earlier = self._with_earlier(one, zeros, alone=samples == 1)
             earlier = doubled(earlier) if double else earlier
             sums.append(Sum(piece(both, 2), whole if samples == 1 else piece(one, 1), piece(earlier, 1)))
@@ -326,11 +328,11 @@ class LossCheck:
             first = self._earlier.setdefault((None, zeros), each(Tensor.clone, one))
             self._earlier[key] = to_device(first, place)
         earlier = self._earlier[key]
-        if (both := joined(one, 1, earlier, 1)) is None:
+        if (both := both_of(one, 1, earlier, 1)) is None:
             self._earlier[key] = earlier = each(Tensor.clone, one)
             if alone:
                 earlier = each(lambda t: t / 2 if t.is_floating_point() else t, earlier[0]), earlier[1]
-            both = joined(one, 1, earlier, 1)
+            both = both_of(one, 1, earlier, 1)
             assert both is not None
         return both, earlier
 
@@ -413,7 +415,7 @@ class LossCheck:
         """
         if holds_numbers(nest[1], whole.samples):
             return False
-        twice = joined(nest, whole.samples, nest, whole.samples)
+        twice = both_of(nest, whole.samples, nest, whole.samples)
         if twice is None or self._loss.gives_pairs:
             return False
         with torch.no_grad(), kept_generators(nest), self._without_warnings():

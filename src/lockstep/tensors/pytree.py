@@ -9,6 +9,8 @@ from __future__ import annotations
 import copy
 import dataclasses
 import inspect
+import itertools
+import operator
 from collections.abc import Callable, Iterator, Mapping, MutableMapping, Sequence
 from typing import Any
 
@@ -274,6 +276,45 @@ def joined(one: Any, its: int, other: Any, others: int) -> Any:
     made = [joined(mine, its, more, others) for mine, more in zip(inside, theirs, strict=True)]
     lost = any(new is None and old is not None for new, old in zip(made, inside, strict=True))
     return None if lost else rebuilt(one, made)
+
+
+def folded(nest: tuple[Any, Any], samples: int) -> tuple[Any, Any] | None:
+    """Outputs with a row for each word of each sample, ``(batch x time, classes)``, as ``(batch, time, classes)``.
+
+    None where they aren't that: a single tensor, beside targets ``(batch, time, ...)``.
+    """
+    outputs, targets = nest
+    held = list(tensors(targets))
+    if (
+        not isinstance(outputs, torch.Tensor)
+        or not outputs.dim()
+        or any(not t.dim() or len(t) != samples for t in held)
+    ):
+        return None
+    times = len(outputs) // samples
+    words = {size for t in held for size in itertools.accumulate(t.shape[1:], operator.mul)}
+    if times < 2 or times * samples != len(outputs) or times not in words:
+        return None
+    return outputs.reshape(samples, times, *outputs.shape[1:]), targets
+
+
+def part_of(nest: tuple[Any, Any], start: int, size: int, samples: int) -> tuple[Any, Any]:
+    """Some samples of outputs and targets; what isn't one row for each (or several) is shared."""
+    if (rows := folded(nest, samples)) is None:
+        made: tuple[Any, Any] = cut(nest, start, size, samples)
+        return made
+    outputs, targets = cut(rows, start, size, samples)
+    return outputs.flatten(0, 1), targets
+
+
+def both_of(one: tuple[Any, Any], its: int, other: tuple[Any, Any], others: int) -> tuple[Any, Any] | None:
+    """The samples of two; None where they don't go together."""
+    if (rows := folded(one, its)) is None:
+        made: tuple[Any, Any] | None = joined(one, its, other, others)
+        return made
+    more = folded(other, others)
+    both = None if more is None else joined(rows, its, more, others)
+    return None if both is None else (both[0].flatten(0, 1), both[1])
 
 
 def to_device(tree: Any, device: torch.device, dtype: torch.dtype | None = None, *, channels_last: bool = False) -> Any:

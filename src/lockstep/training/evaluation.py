@@ -24,7 +24,7 @@ from lockstep.model.torch_losses import HALF
 from lockstep.strategies.evaluator import is_power_of_two
 from lockstep.strategies.result import Result, Sums, added
 from lockstep.strategies.step import Step
-from lockstep.tensors.pytree import cut, each, holds_packed, joined, tensors, to_device
+from lockstep.tensors.pytree import both_of, each, folded, holds_packed, part_of, tensors, to_device
 from lockstep.tensors.seeding import kept_states
 
 _SOME = 4
@@ -68,7 +68,7 @@ class _AcrossReplicas:
         """Keep some samples of a local batch."""
         if samples := _samples_of(outputs, targets):
             some = min(_SOME, samples)
-            outputs, targets = each(torch.clone, cut((outputs, targets), 0, some, samples))
+            outputs, targets = each(torch.clone, part_of((outputs, targets), 0, some, samples))
             self._outputs = outputs if self._outputs is None else self._outputs
             self._targets.append((some, each(torch.Tensor.cpu, targets)))
 
@@ -78,7 +78,7 @@ class _AcrossReplicas:
         if not world.is_first or not every:
             return []
         outputs, size = self._outputs, every[0][0]
-        twice = [joined((outputs, every[0][1]), size, (outputs, theirs), size) for n, theirs in every[1:] if n == size]
+        twice = [both_of((outputs, every[0][1]), size, (outputs, theirs), size) for n, theirs in every[1:] if n == size]
         return [name for name, of in functions.items() if not all(_is_sum(of, None, *both) for both in twice if both)]
 
 
@@ -86,7 +86,9 @@ def _samples_of(outputs: Any, targets: Any) -> int:
     """How many samples they are of; 0 where they can't be cut."""
     if holds_packed((outputs, targets)):
         return 0
-    return next((len(t) for t in tensors(outputs) if t.dim()), 0)
+    of_outputs, of_targets = (next((len(t) for t in tensors(of) if t.dim()), 0) for of in (outputs, targets))
+    several = of_targets and folded((outputs, targets), of_targets) is not None  # rows for each sample
+    return of_targets if several else of_outputs
 
 
 def _is_sum(metric: Any, whole: tuple[Any, Any] | None, outputs: Any, targets: Any) -> bool:
@@ -96,7 +98,7 @@ def _is_sum(metric: Any, whole: tuple[Any, Any] | None, outputs: Any, targets: A
     try:
         if samples == 1:  # too few to cut: twice as many
             halved = each(lambda t: t / 2 if t.is_floating_point() else t, outputs)
-            both = joined((outputs, targets), 1, (halved, targets), 1)
+            both = both_of((outputs, targets), 1, (halved, targets), 1)
             if both is None:
                 return True
             (outputs, targets), samples = both, 2
@@ -104,7 +106,7 @@ def _is_sum(metric: Any, whole: tuple[Any, Any] | None, outputs: Any, targets: A
         whole = metric(outputs, targets) if whole is None else whole
         half = samples // 2
         parts = [
-            metric(*cut((outputs, targets), start, n, samples)) for start, n in ((0, half), (half, samples - half))
+            metric(*part_of((outputs, targets), start, n, samples)) for start, n in ((0, half), (half, samples - half))
         ]
         sums = [[float(part[i]) for part in parts] for i in (0, 1)]
     except Exception:  # of fewer samples it can't be computed

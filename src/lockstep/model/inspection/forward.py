@@ -41,7 +41,7 @@ from lockstep.model.inspection.findings import Kind, Seen
 from lockstep.model.inspection.outside_variables import OutsideVariables
 from lockstep.model.precision import full_products
 from lockstep.tensors.digest import digest
-from lockstep.tensors.pytree import call, clones, cut, each, named_tensors, tensors, to_device
+from lockstep.tensors.pytree import call, clones, cut, each, named_tensors, part_of, tensors, to_device
 from lockstep.tensors.seeding import kept_states, noted_seeding, same, same_others, states
 
 _FEWEST = 4
@@ -268,8 +268,8 @@ def _see(
     with contextlib.suppress(Exception):  # a loss that can't take a part of the outputs
         of_cut, of_parts = [], []
         for start, size in parts:
-            wanted = cut(targets, start, size, samples)
-            of_cut.append(judge(cut(kept[0, samples], start, size, samples), wanted, size)[0])
+            some, wanted = part_of((kept[0, samples], targets), start, size, samples)
+            of_cut.append(judge(some, wanted, size)[0])
             of_parts.append(judge(kept[start, size], wanted, size)[0])
         seen.mixes = _differ(of_cut, of_parts)
     if gradients and not seen.mixes and sum(p.numel() * p.element_size() for p in model.parameters()) <= _LARGEST:
