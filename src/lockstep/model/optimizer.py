@@ -139,6 +139,8 @@ def begin_momentum(optimizer: torch.optim.Optimizer) -> None:
 
 def may_draw(optimizer: torch.optim.Optimizer) -> bool:
     """Whether its ``step`` may draw random numbers: it isn't one of PyTorch's, or calls a person's hooks."""
+    if isinstance(optimizer, Optimizers):
+        return may_draw(optimizer.by_name[optimizer.active])
     hooks = optimizer._optimizer_step_pre_hooks or optimizer._optimizer_step_post_hooks
     return bool(hooks) or not type(optimizer).__module__.startswith("torch.optim.")
 
