@@ -33,7 +33,7 @@ from lockstep.launch.world import World
 from lockstep.model.loss import Loss, Number
 from lockstep.model.optimizers import Optimizers
 from lockstep.strategies.rank_tensors import FlatGradients
-from lockstep.strategies.result import Result, added, quotient, scalar
+from lockstep.strategies.result import Result, added, scalar
 from lockstep.strategies.step import Step
 from lockstep.strategies.step_function.function_probe import as_sum, probe
 
@@ -77,6 +77,7 @@ class FunctionStep(Step):
     ) -> None:
         super().__init__(model, optimizer, job, world, *others)
         assert isinstance(optimizer, Optimizers) and job.step is not None
+        self._by_count = False  # backward is always of total / samples
         self._function = job.step
         self._by_name = optimizer
         self._order = list(optimizer.by_name)
@@ -95,10 +96,7 @@ class FunctionStep(Step):
         with self.explained(batch):
             self.run_function(batch)
         parts = {name: added(losses) for name, losses in self._losses_of.items()}
-        means = [
-            total * quotient(1.0, count, total) if _is_tensor(count) else total / count
-            for total, count in parts.values()
-        ]
+        means = [total / count for total, count in parts.values()]  # NaN of no item, which an accelerator is asked for
         loss = Loss(sum(means) * batch.size, batch.size, {name: (*its,) for name, its in parts.items()})
         return self._ended(loss, batch.size)
 
@@ -242,7 +240,3 @@ class FunctionStep(Step):
 
     def _refuse_gradients(self) -> NoReturn:
         raise StrategyError("a step function makes updates itself: call step(inputs, targets), not backward and update")
-
-
-def _is_tensor(value: Any) -> bool:
-    return isinstance(value, torch.Tensor)
