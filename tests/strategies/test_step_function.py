@@ -248,6 +248,13 @@ def test_verify_holds_a_step_function_to_one_device() -> None:
         verify(job_of(), strategy="pp", devices="2xcpu")
 
 
+@pytest.mark.parametrize("way", ["dp", pytest.param("ddp", marks=pytest.mark.slow)])
+def test_verify_names_what_a_step_function_draws(way: str) -> None:
+    found = verify(job_of(noisy), strategy=way, devices="2xcpu")
+    assert not found.equal and "drawing" in found.causes[0].kind
+    assert "without them the results agree" in found.causes[0].text
+
+
 def test_a_model_with_a_forward_is_evaluated_and_predicted_with(tmp_path: Path) -> None:
     job = example("distillation").replace(epochs=1)
     run = train(job, strategy="dp", devices="2xcpu", folder=tmp_path, quiet=True)

@@ -34,6 +34,11 @@ def hold_still(model: nn.Module, things: frozenset[Thing]) -> None:
         model.forward = functools.partial(_drawing_nothing, model.forward)
 
 
+def still_function(function: Callable[..., Any], things: frozenset[Thing]) -> Callable[..., Any]:
+    """The step function of a job, which draws nothing where that is to be taken out."""
+    return functools.partial(_drawing_nothing, function) if "draws" in things else function
+
+
 def _drawing_nothing(function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
     with drawing_nothing():
         return function(*args, **kwargs)

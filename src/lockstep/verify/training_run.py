@@ -24,7 +24,7 @@ from lockstep.training.evaluation import evaluate_sets
 from lockstep.training.scheduler import move_on, scheduler_of
 from lockstep.verify.batches import EPOCHS, Excerpt, begun, evaluated_places, places_of
 from lockstep.verify.comparison import Experiment, row_ids
-from lockstep.verify.determinism import drawing_nothing, hold_still
+from lockstep.verify.determinism import drawing_nothing, hold_still, still_function
 from lockstep.verify.layer_watch import Watch
 
 
@@ -47,6 +47,8 @@ class Side(Observer):
 
     def __init__(self, job: Job, world: World, experiment: Experiment) -> None:
         job = job.replace(loss=_own_loss(job))
+        if job.step is not None:
+            job = job.replace(step=still_function(job.step, experiment.still))
         self.job, self.world, self._experiment = job, world, experiment
         self._accelerators = tuple({device.torch: None for device in world.devices if not device.is_slot})
         self.data = resolve(job.train_data, world, "train_data")
