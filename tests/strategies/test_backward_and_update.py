@@ -107,8 +107,25 @@ def looped(way: str, loop: Any, **settings: Any) -> list[Any]:
     return [loop(strategy, devices, **settings)]
 
 
-@pytest.mark.parametrize("clip", [None, 0.1])
-@pytest.mark.parametrize("way", WAYS)
+SLOW = {
+    ("single", 0.1),
+    ("dp", None),
+    ("ddp flat", None),
+    ("ddp overlapped", 0.1),
+    ("mp", None),
+    ("mp", 0.1),
+    ("pp", None),
+}
+
+
+@pytest.mark.parametrize(
+    ("way", "clip"),
+    [
+        pytest.param(way, clip, marks=[pytest.mark.slow] if (way, clip) in SLOW else [])
+        for way in WAYS
+        for clip in (None, 0.1)
+    ],
+)
 def test_parts_given_by_hand_equal_one_update_on_all_of_them(way: str, clip: float | None) -> None:
     expected, losses = by_torch(clip)
     for found, its in looped(way, by_hand, clip=clip):

@@ -28,7 +28,7 @@ SMALL: dict[str, dict[str, Any]] = {
 }
 """Each with a last smaller batch; that of 52 samples in batches of 17 has one sample, so a device has none."""
 
-FAST = {("actor_critic", "dp"), ("actor_critic", "ddp"), ("alternating", "dp"), ("alternating", "ddp")}
+FAST = {("actor_critic", "dp"), ("alternating", "dp"), ("alternating", "ddp")}
 
 
 def example(name: str) -> Job:
@@ -117,7 +117,14 @@ def rates(name: str) -> dict[str, Any]:
     return {"lr_scheduler": make, "lr_scheduler_every": "step"}
 
 
-@pytest.mark.parametrize(("first", "second"), [("single", "ddp"), ("ddp", "dp"), ("dp", "single")])
+@pytest.mark.parametrize(
+    ("first", "second"),
+    [
+        pytest.param("single", "ddp", marks=pytest.mark.slow),
+        ("ddp", "dp"),
+        pytest.param("dp", "single", marks=pytest.mark.slow),
+    ],
+)
 def test_a_run_of_several_optimizers_goes_on_under_another_strategy(first: str, second: str, tmp_path: Path) -> None:
     job = job_of(precision="fp64", **rates("body"))
     whole = train(job, strategy="single", devices="1xcpu", folder=tmp_path, quiet=True)
@@ -217,7 +224,7 @@ def noisy(models: Any, batch: Any, update: Any) -> None:
     update("head", models["head"](models["body"](x)).square().sum(), len(x))
 
 
-@pytest.mark.parametrize("way", WAYS)
+@pytest.mark.parametrize("way", ["dp", pytest.param("ddp", marks=pytest.mark.slow)])
 def test_a_loss_that_is_no_sum_over_samples_is_refused_where_batches_are_cut(way: str, tmp_path: Path) -> None:
     train(job_of(over_pairs), strategy="single", devices="1xcpu", folder=tmp_path, quiet=True)
     with pytest.raises(
@@ -233,7 +240,7 @@ def test_replicas_that_make_different_calls_are_named(way: str, tmp_path: Path) 
         train(job_of(by_local_batch), strategy=way, devices="2xcpu", folder=tmp_path, quiet=True)
 
 
-@pytest.mark.parametrize("way", WAYS)
+@pytest.mark.parametrize("way", ["dp", pytest.param("ddp", marks=pytest.mark.slow)])
 def test_random_numbers_in_the_function_are_said_to_differ(way: str, tmp_path: Path, capfd: Any) -> None:
     train(job_of(noisy, steps=2), strategy=way, devices="2xcpu", folder=tmp_path)
     assert "the step function draws random numbers: other ones for each local batch" in capfd.readouterr().out
