@@ -31,6 +31,7 @@ from lockstep.errors import JobError
 from lockstep.tensors.seeding import seeded
 from lockstep.training.callbacks.monitors import png_of
 from lockstep.verify import same_bits
+from pages import ROOT, blocks
 from zoo import ZOO, drawn, sgd
 
 WAYS = {"dp": "3xcpu", "ddp": "2xcpu", "mp": "2xcpu", "pp": "2xcpu", "hogwild": "2xcpu"}
@@ -292,3 +293,32 @@ def test_a_service_that_is_not_installed_is_said_before_the_first_step(tmp_path:
     with pytest.raises(JobError, match="WandB: wandb isn't installed: pip install wandb"):
         trained(job(WandB()), tmp_path)
     assert not list(tmp_path.iterdir())
+
+
+PAGE = [block.text for block in blocks(ROOT / "docs" / "callbacks.md") if block.language == "python"]
+
+
+def test_the_page_runs_as_it_stands(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    use, own = PAGE
+    names: dict[str, Any] = {"job": ZOO["mlp"].replace(epochs=20)}
+    exec(compile(use, "docs/callbacks.md", "exec"), names)
+    assert names["run"].summary["epochs"] < 20
+    assert isinstance(names["model"], nn.Module)
+    exec(compile(own, "docs/callbacks.md", "exec"), names)
+    one, several = (trained(job(names["WeightClipping"](0.3)), tmp_path, way) for way in ("single", "ddp"))
+    assert one.history[-1]["clipped"] == several.history[-1]["clipped"] > 0
+    pairs = list(zip(one.model().parameters(), several.model().parameters(), strict=True))
+    assert all(p.abs().max() <= 0.3 and torch.allclose(p, q, atol=1e-12) for p, q in pairs)
+
+
+def test_the_page_lists_every_callback_with_its_settings() -> None:
+    page = (ROOT / "docs" / "callbacks.md").read_text()
+    for name in set(lockstep.callbacks.__all__) - {"Callback", "TrainingContext"}:
+        assert f"`{name}(" in page
+
+
+def test_verify_says_that_it_calls_no_callbacks() -> None:
+    found = lockstep.verify(job(Freeze("0")), strategy="dp", devices="2xcpu")
+    assert found
+    assert any("without callbacks" in note for note in found.notes)

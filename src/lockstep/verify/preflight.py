@@ -43,6 +43,8 @@ def preflight(
     if job.compile:
         settings["compile"] = False
         notes.append("without compile, which only changes rounding")
+    if job.callbacks:
+        notes.append("without callbacks: two trainings show whether they are the same under both")
     shared = 2 * strategy.layout(len(devices)).local_batches * strategy.num_microbatches(job)
     fewest = min(job.batch_size, max(shared + 1, 4))
     for size in (fewest, job.batch_size):
