@@ -50,6 +50,7 @@ def train(
     restarts: int = 0,
     min_devices: int | None = None,
     timeout: float = 1800.0,
+    batch_size_per_device: int | None = None,
     **settings: Any,
 ) -> Run:
     """Train a job.
@@ -73,6 +74,8 @@ def train(
         min_devices: go on with fewer devices, at least so many, where a rank is lost twice without coming further.
         timeout: seconds without progress after which the run ends; 0 is never. Which rank the others wait for is said
             after 30 s, or ten usual steps (see lockstep.launch.hang_report).
+        batch_size_per_device: samples that each replica of the model computes at once; ``batch_size`` is that times the
+            replicas, times ``accumulate``.
         settings: fields of the job to replace.
 
     Raises:
@@ -83,6 +86,9 @@ def train(
         SystemExit: SIGTERM, or SIGUSR1; likewise, with 143.
     """
     job = with_settings(as_job(job), settings)
+    if batch_size_per_device is not None and (batch_size_per_device < 1 or "batch_size" in settings):
+        both = f"{batch_size_per_device} and batch_size {settings['batch_size']}" if "batch_size" in settings else ""
+        raise InputError(f"batch_size_per_device: {both or batch_size_per_device}: give one of them, from 1")
     torchrun = started_as_rank()
     # Rank 0 makes the folder and has the display; the others hear of the folder when all have met.
     first = not torchrun or started_ranks.place().rank == 0
@@ -105,7 +111,8 @@ def train(
             raise InputError(f"restarts: {'torchrun has --max-restarts' if torchrun else one}")
         run = RunFolder(begun) if begun is not None else RunFolder.new(folder, f"{name}-{way.name}") if first else None
         path = None if run is None else str(run.path.resolve())
-        plan = Plan(job, way, name, path, config is not None, tensorboard, profile, audit, timeout, again=again)
+        plan = Plan(job, way, name, path, config is not None, tensorboard, profile, audit, timeout)
+        plan = dataclasses.replace(plan, again=again, batch_size_per_device=batch_size_per_device)
         if begun is not None and (again or resume == "auto"):
             display.line(f"{'resuming' if plan.resume else 'beginning again in'} {begun}")
         try:

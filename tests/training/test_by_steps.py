@@ -16,7 +16,7 @@ from torch.optim.lr_scheduler import ReduceLROnPlateau
 from torch.utils.data import IterableDataset, TensorDataset
 
 from lockstep import Event, Job, Run, evaluate, train
-from lockstep.errors import JobError
+from lockstep.errors import InputError, JobError
 from lockstep.job import Every
 from lockstep.verify import same_bits
 from zoo import drawn, labels, right
@@ -327,3 +327,32 @@ def test_a_run_that_is_resumed_by_another_metric_looks_for_the_best_anew(tmp_pat
     again = run_of(wavering(best="accuracy:max", epochs=4), tmp_path, resume=run.folder)
     found = [record["accuracy"] for record in again.history if record["step"] > 10 and "accuracy" in record]
     assert evaluate(again.folder, best=True, job=wavering(), devices="1xcpu")["accuracy"] == pytest.approx(max(found))
+
+
+# ---- the batch size --------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("strategy", "makes"),
+    [
+        ("single", "3 x 1 replica x 2 micro-batches = batches of 6"),
+        ("dp", "3 x 2 replicas x 2 micro-batches = batches of 12"),
+        ("ddp", "3 x 2 replicas x 2 micro-batches = batches of 12"),
+        ("mp", "3 x 1 replica x 2 micro-batches = batches of 6"),
+    ],
+)
+def test_a_batch_size_per_device_says_what_it_makes(strategy: str, makes: str, tmp_path: Path, capsys) -> None:
+    on = {**ON, "mp": "2xcpu"}[strategy]
+    job = a_job(epochs=1, accumulate=2)
+    run = train(job, strategy=strategy, devices=on, folder=tmp_path, batch_size_per_device=3)
+    said = capsys.readouterr().out
+    assert f"\nbatch_size_per_device: {makes}\nbatches of {run.summary['batch_size']}" in said
+    assert makes.endswith(f" {run.summary['batch_size']}")
+    again = train(job, resume=run.folder, batch_size_per_device=3, epochs=2, quiet=True)
+    assert again.summary["epochs"] == 2
+
+
+def test_one_batch_size_is_given(tmp_path: Path) -> None:
+    for settings, says in (({"batch_size": 8}, "4 and batch_size 8: give one"), ({"batch_size_per_device": 0}, "0: ")):
+        with pytest.raises(InputError, match=f"batch_size_per_device: {says}"):
+            train(a_job(), folder=tmp_path, **{"batch_size_per_device": 4, **settings})

@@ -34,6 +34,12 @@ def add_train(commands: Any) -> None:
     )
     _add_job_file(parser)
     parser.add_argument("--folder", default="runs", help="where the run's folder is made (default: runs)")
+    parser.add_argument(
+        "--batch-size-per-device",
+        type=above_zero(int),
+        metavar="N",
+        help="samples that each replica computes at once: batch-size is that x replicas x accumulate",
+    )
     parser.add_argument("--tensorboard", action="store_true", help="also write events for TensorBoard")
     parser.add_argument("--profile", action="store_true", help="show where the time of a few steps goes; write traces")
     parser.add_argument("--audit", action="store_true", help="write down the samples of each step: lockstep audit RUN")
@@ -95,6 +101,7 @@ def _train(options: argparse.Namespace) -> int:
         restarts=options.restarts,
         timeout=options.timeout,
         min_devices=options.min_devices,
+        batch_size_per_device=options.batch_size_per_device,
     )
     return 0
 

@@ -36,12 +36,13 @@ from lockstep.training.logs import Logs
 from lockstep.training.progress import Pace, Teller
 from lockstep.training.saves import Saves
 from lockstep.training.scheduler import move_on
-from lockstep.training.setup import Plan, Setup
+from lockstep.training.setup import Plan, Setup, for_devices
 from lockstep.training.triggers import EVALUATE, LOG, SAVE, Triggers
 
 
 def train_on(world: World, plan: Plan) -> tuple[dict[str, Any], str]:
     """Train on this rank; gives the run's summary (empty where it was stopped) and its folder, alike on every rank."""
+    plan = for_devices(plan, world)
     job = the_job(plan.job)
     path = world.broadcast_object(plan.folder)
     assert path is not None

@@ -16,7 +16,7 @@ from lockstep import __version__
 from lockstep.data import change_of, eval_loaders, is_stream, note_on_workers, resolve, resolve_sets, stream_notes
 from lockstep.errors import counted
 from lockstep.job import Job
-from lockstep.jobfile import JobFile, written
+from lockstep.jobfile import JobFile, the_job, with_settings, written
 from lockstep.launch.devices import note_on_threads
 from lockstep.launch.events import Line
 from lockstep.launch.memory import peak_memory
@@ -45,7 +45,17 @@ class Plan:
     profile: bool = False  # profile some steps
     audit: bool = False  # write down the samples of each step
     timeout: float = 0.0  # seconds without progress after which the run ends; 0 is never
+    batch_size_per_device: int | None = None  # that the job's batch_size follows
     again: bool = False  # started again after a failure: a run that has reached its end is left as it is
+
+
+def for_devices(plan: Plan, world: World) -> Plan:
+    """The plan with the batch size that so many samples per device make, where that was asked for."""
+    if plan.batch_size_per_device is None:
+        return plan
+    replicas = plan.strategy.layout(world.size * len(world.devices)).local_batches
+    whole = plan.batch_size_per_device * replicas * the_job(plan.job).accumulate
+    return dataclasses.replace(plan, job=with_settings(plan.job, {"batch_size": whole}))
 
 
 class Setup:
@@ -160,6 +170,10 @@ class Setup:
         split = f" = {_abridged([str(s) for s in shares], ' + ')} over the devices" if len(shares) > 1 else ""
         of = self.loader.batches_of(0)
         length = f"{self.loader.samples:,} samples, {counted(of, 'step')} an epoch" if of else "a stream"
+        if (each := self.plan.batch_size_per_device) is not None:
+            times = f"{each} x {counted(world.layout.local_batches, 'replica')}"
+            times += f" x {job.accumulate} micro-batches" if job.accumulate > 1 else ""
+            yield Line(f"batch_size_per_device: {times} = batches of {job.batch_size:,}")
         yield Line(f"batches of {job.batch_size:,}{split}{parts}; {length}{held_out(self.eval_loaders)}")
         if self.plan.resume:
             yield Line(f"resuming after epoch {epoch}, step {world.step}")
