@@ -51,6 +51,16 @@ def test_a_copy_that_is_not_waited_for_has_not_happened() -> None:
     assert there.sum() == 4
 
 
+def test_a_copy_between_cards_on_streams_of_its_own_happens_when_it_is_waited_for() -> None:
+    x, out, into = torch.ones(4, device=ONE), torch.Stream(ONE), torch.Stream(TWO)
+    with out, into:
+        y = x.to(TWO)
+    assert not (y == 1).any()
+    x.mul_(2)  # should have waited for it
+    torch.accelerator.current_stream(TWO).wait_stream(into)
+    assert y.sum() == 8
+
+
 def test_what_the_host_does_is_counted() -> None:
     x = torch.ones(4, device=ONE)
     before = counts("host_reads", "waits", "blocking_copies", "crossings")

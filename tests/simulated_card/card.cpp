@@ -3,8 +3,9 @@
 // As on an accelerator, and unlike on a CPU:
 // - memory is counted for each card, each has a generator of its own, and autograd has a thread for each,
 // - operands on two cards, or on a card and the CPU, raise,
-// - what was given to a stream without blocking (copies between pinned memory and a card) happens only when something is
-//   run on that stream, or it is waited for; so a wait that was forgotten shows every time,
+// - what was given to a stream without blocking (copies between pinned memory and a card, or between cards on streams of
+//   their own) happens only when something is run on that stream, or it is waited for; so a wait that was forgotten shows
+//   every time,
 // - each stream has a virtual clock: an operator takes what a table says, a copy between cards holds both streams, and
 //   what the host waits for moves the host's clock.
 
@@ -20,11 +21,14 @@
 
 #include <algorithm>
 #include <atomic>
+#include <cmath>
 #include <cstdlib>
 #include <functional>
 #include <map>
+#include <memory>
 #include <mutex>
 #include <unordered_map>
+#include <utility>
 #include <vector>
 
 namespace {
@@ -704,6 +708,10 @@ at::Tensor cpu_alias(const at::Tensor& tensor) {
   return tensor.device().type() == CARD ? Call().to_cpu(tensor) : tensor;
 }
 
+bool on_own_stream(Device device) {
+  return stream_of(device.index()).id() != 0;
+}
+
 at::Tensor copy_from(const at::Tensor& from, const at::Tensor& to, bool non_blocking) {
   const bool from_card = from.device().type() == CARD, to_card = to.device().type() == CARD;
   auto work = [from, to] { cpu_alias(to).copy_(cpu_alias(from)); };
@@ -719,7 +727,20 @@ at::Tensor copy_from(const at::Tensor& from, const at::Tensor& to, bool non_bloc
     }
     spend(target, cost_of("copy"));
     source.clock = from.device() == to.device() ? source.clock : target.clock;
-    work();
+    if (from.device() != to.device() && on_own_stream(from.device()) && on_own_stream(to.device())) {
+      auto once = [work, done = std::make_shared<bool>(false)] {
+        if (!std::exchange(*done, true)) {
+          work();
+        }
+      };
+      if (to.is_floating_point()) {
+        cpu_alias(to).fill_(NAN);
+      }
+      source.give(once);
+      target.give(once);
+    } else {
+      work();
+    }
     return to;
   }
   const auto& host = from_card ? to : from;

@@ -25,6 +25,7 @@ from typing import Any, Literal
 import torch
 
 from lockstep.errors import StrategyError
+from lockstep.pipelining.card_queues import CardQueues
 from lockstep.pipelining.schedule import Key, Route, Visit
 from lockstep.pipelining.turns import Stuck, Turns
 from lockstep.tensors.pytree import tensors
@@ -53,7 +54,8 @@ class Flight:
     occupy: Callable[[int], None]  # called with a stage that begins to compute in this thread
     route: Route = ()  # where it is expected to go; empty where that isn't known yet
     turns: Turns | None = None  # what to wait for; None is for one that goes alone
-    marks: bool = True  # whether backward has to know where it is (on accelerators it runs in threads of PyTorch's)
+    marks: bool = True  # whether backward has to know where it is
+    queues: CardQueues | None = None  # on accelerators, where it overlaps with others
     stage: int | None = None  # where it computes
     kind: Literal["F", "B"] = "F"  # on its way forward, or back
     seen: list[Visit] = field(default_factory=list)  # where it has been
@@ -81,6 +83,8 @@ class Flight:
     def __exit__(self, *error: object) -> None:
         """Arrived: what was expected of it otherwise will not come."""
         _here.flight = None
+        if self.queues is not None:
+            self.queues.close()
         self._leave()
         self._skip_to(len(self.route))
         if self.turns is not None and error[0] is None:  # where one fails, that is what all are freed with
@@ -109,6 +113,8 @@ class Flight:
             self._take(self.turns, stage, None if place is None else (place, self.number))
         self.stage = stage
         self.occupy(stage)
+        if self.queues is not None:
+            self.queues.enter(stage)
         self.seen.append(visit)
         self._since = time.perf_counter()
         if self.kind == "F":
@@ -125,7 +131,7 @@ class Flight:
                 f"under way wait for theirs, so none would ever come: {_MET}"
             ) from error
 
-    def _come_back(self, stage: int) -> None:
+    def come_back(self, stage: int) -> None:
         """Backward has come to what was made on this stage.
 
         Raises:
@@ -145,6 +151,8 @@ class Flight:
         if self.crossed is not None:
             self.crossed()
         self.stays.append((self.seen[-1], self._since, time.perf_counter()))
+        if self.queues is not None:
+            self.queues.leave(self.stage)
         if self.turns is not None:
             self.turns.leave(self.stage)
         self.stage = None
@@ -156,12 +164,13 @@ class Flight:
 
     def mark(self, nest: Any) -> None:
         """Let the backward of what was made so far take the turn of the stage where it was made."""
-        for tensor in tensors(nest):
-            if tensor.requires_grad:
-                # A view that is written to later leaves its own node behind, but not its base's.
-                for one in (tensor, tensor._base) if tensor._is_view() else (tensor,):
-                    if one is not None and (node := one.grad_fn) is not None:
-                        self._mark(node)
+        with torch._C.DisableTorchFunction():  # none of this is a use of the tensors
+            for tensor in tensors(nest):
+                if tensor.requires_grad:
+                    # A view that is written to later leaves its own node behind, but not its base's.
+                    for one in (tensor, tensor._base) if tensor._is_view() else (tensor,):
+                        if one is not None and (node := one.grad_fn) is not None:
+                            self._mark(node)
 
     def _mark(self, node: Any) -> None:
         number = node._sequence_nr()
@@ -170,4 +179,4 @@ class Flight:
             return
         self._marked.add(number)
         stage = self._stages[visit]
-        node.register_prehook(lambda gradients: self._come_back(stage))
+        node.register_prehook(lambda gradients: self.come_back(stage))

@@ -15,6 +15,9 @@ thrown away, and it is computed once more, with streams, which it keeps.
 No stream gives what is drawn in backward (the autograd engine runs functions without a thread's modes), by operators
 that aren't PyTorch's own, and from Python's or numpy's random. A model that draws such numbers has its micro-batches
 one after the other, and so has one whose micro-batches take different ways back and forth through the stages.
+
+On accelerators one micro-batch at a time has the turn, and all generators are put where it has left them: whatever
+draws, each has numbers of its own.
 """
 
 from __future__ import annotations
@@ -31,7 +34,7 @@ from lockstep.launch.world import World
 from lockstep.pipelining.microbatch import Flight
 from lockstep.pipelining.schedule import Route, has_way, whole
 from lockstep.pipelining.state_probe import Begun, StateProbe
-from lockstep.tensors.seeding import noted_seeding, same_others, set_other_states, states
+from lockstep.tensors.seeding import noted_seeding, put_states, same, same_others, states
 from lockstep.threads import recompute
 
 _OFTEN = 3
@@ -48,6 +51,7 @@ class Overlap:
     model: nn.Module
     world: World  # which is told why micro-batches don't overlap, and at which step
     stages: int
+    cards: tuple[torch.device, ...] = ()  # the accelerators that hold the stages
     tells: bool = True  # whether it is
     route: Route = ()  # the stages that micro-batches visit, in order; empty before the first one
     in_turn: str | None = None  # why they have to follow one another, as far as is known
@@ -95,9 +99,11 @@ class Overlap:
             seeds.extend(seen)
 
         yield in_forward()
-        now = states()
+        now = states(self.cards)
         # What it draws that no stream gives; an activation checkpoint sets PyTorch's generator back.
-        if not torch.equal(now.torch, turned):
+        if self.cards:
+            self._draws = self._draws or not same(now, self._before)
+        elif not torch.equal(now.torch, turned):
             self._drawn = f"backward draws random numbers{_CHANCE}"
         elif not same_others(now.others, self._before.others):
             self._drawn = _OTHERS
@@ -130,14 +136,15 @@ class Overlap:
         if changed is not None:
             self._begun = None  # the next one is watched
             self._doubtful[self.world.step] = changed
-        others = not same_others(states().others, self._before.others)
-        # (Streams without seeds of their own draw them from PyTorch's generator.)
-        drew = (seeded or not self._streamed) and self._moved()
+        others = not self.cards and not same_others(states().others, self._before.others)
+        if self.cards:
+            drew = not self._streamed and not same(states(self.cards), self._before)
+        else:  # (Streams without seeds of their own draw them from PyTorch's generator.)
+            drew = (seeded or not self._streamed) and self._moved()
         self._draws = self._draws or drew or self._checkpoints != recompute.checkpoints()
         spoiled = others or drew
         if spoiled:
-            torch.set_rng_state(self._before.torch)
-            set_other_states(self._before.others)
+            put_states(self._before, self.cards)
         if spoiled and (changed is not None or written):
             spoiled = False
             self._say(
@@ -159,7 +166,7 @@ class Overlap:
 
     def _look(self) -> None:
         """Something is going to be computed."""
-        self._before = states()
+        self._before = states(self.cards)
         self._checkpoints = recompute.checkpoints()
 
     def _moved(self) -> bool:

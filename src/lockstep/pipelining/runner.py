@@ -6,8 +6,8 @@ On slots of the CPU each micro-batch has a thread, and computes on the cores of 
     thread 1        0F  1F     1B  0B           at most one on each stage
     thread 2            0F ...
 
-On accelerators one thread is enough: it only queues work, in the order of the schedule's first stage, and each device
-works off its own queue.
+On accelerators the threads only queue work, and there is one turn for all devices: one thread at a time queues what its
+stage has to do, in the order in which stages would begin (`card_queues`).
 
 The first update goes one micro-batch after the other. It shows the route, which the lists of turns are made from, and
 whether micro-batches may overlap at all (`overlap`).
@@ -30,16 +30,21 @@ from lockstep.errors import InputError
 from lockstep.launch import devices as _devices
 from lockstep.launch.devices import Device
 from lockstep.launch.world import World
+from lockstep.pipelining.card_queues import CardQueues
 from lockstep.pipelining.microbatch import Flight
 from lockstep.pipelining.overlap import Overlap
-from lockstep.pipelining.schedule import Key, Route, Schedule, by_stage, orders_of
+from lockstep.pipelining.schedule import Key, Route, Schedule, by_stage, merged, orders_of
 from lockstep.pipelining.turns import Aborted, Turns
 from lockstep.report.timeline import Action, Span, Timeline
+from lockstep.tensors.seeding import States, states
 from lockstep.threads.thread_pool import Team
 
 T = TypeVar("T")
 
 _cores = threading.local()
+
+_COPYING = 8
+"""Streams that micro-batches copy on, on each accelerator: PyTorch has 32, which it hands out again and again."""
 
 
 @dataclass(frozen=True)
@@ -66,7 +71,8 @@ class Runner:
         streamed: whether they are, and each needs a random stream of its own.
         spoiled: whether the last update is to be computed again: the model began to draw in it as no stream gave it.
         schedule: as given.
-        timelines: when each stage computed in each update, where that is noted (a list is there), not on accelerators.
+        timelines: when each stage computed in each update, where that is noted (a list is there); on accelerators, when
+            its work was queued.
     """
 
     def __init__(
@@ -77,10 +83,14 @@ class Runner:
         self._devices = tuple(world.devices[place] for place in places)  # of each stage
         self.schedule = schedule
         self._slots = world.device.is_slot
-        self._training = Overlap(model, world, len(places))
+        cards = () if self._slots else tuple(dict.fromkeys(device.torch for device in self._devices))
+        self._training = Overlap(model, world, len(places), cards)
+        if len(cards) == 1:
+            self._training.in_turn = "one accelerator computes nothing at the same time"
         self._evaluation = Overlap(model, world, len(places), tells=False)
         self._orders: dict[tuple[bool, Route, int], list[list[Key]]] = {}
         self._team: Team | None = None
+        self._copying: dict[tuple[torch.device, int], torch.Stream] = {}
         self.overlaps = self.streamed = self.spoiled = False
         self.timelines: list[Timeline] | None = None
 
@@ -106,11 +116,15 @@ class Runner:
         """
         work = _Work(begin, forward, backward, count)
         self.spoiled = False
-        if not self._slots:
-            return self._queued(work)
+        if not self._slots and backward is None:  # their queues overlap by themselves
+            results = []
+            for number in range(count):
+                begin(number)
+                results.append(forward(number))
+            return results
         overlap = self._evaluation if backward is None else self._training
         self.overlaps = count > 1 and overlap.allowed
-        self.streamed = self.overlaps and (backward is None or overlap.draws)
+        self.streamed = self.overlaps and self._slots and (backward is None or overlap.draws)
         flights: list[Flight] = []
         found = (self._overlapped if self.overlaps else self._in_turn)(overlap, work, flights)
         if backward is not None:
@@ -163,7 +177,7 @@ class Runner:
             with contextlib.suppress(OSError):
                 os.sched_setaffinity(thread, device.cores)
 
-    # ---- on slots ---------------------------------------------------------------------------------------------------
+    # ---- training, and evaluation on slots --------------------------------------------------------------------------
 
     def _in_turn(self, overlap: Overlap, work: _Work, flights: list[Flight]) -> list[Any]:
         """One micro-batch after the other, in one thread."""
@@ -177,33 +191,58 @@ class Runner:
                     results.append(self._fly(flights[-1], work, in_forward))
             return results
 
-        return self._in_threads([go], work.count)[0]
+        if self._slots:
+            return self._in_threads([go], work.count)[0]
+        try:
+            return go()
+        finally:
+            self._occupy(0)
 
     def _overlapped(self, overlap: Overlap, work: _Work, flights: list[Flight]) -> list[Any]:
         """Each micro-batch in a thread of its own; they wait for their turns."""
         key = overlap is self._training, overlap.route, work.count
         if key not in self._orders:
             schedule = by_stage(self._places, work.count) if work.backward is None else self.schedule(work.count)
-            self._orders[key] = orders_of(overlap.route, schedule, work.count)
-        turns = Turns(self._orders[key], self._places, self._beckon, work.count)
+            orders = orders_of(overlap.route, schedule, work.count)
+            self._orders[key] = orders if self._slots else [merged(overlap.route, orders)]
+        places = self._places if self._slots else [0] * len(self._places)
+        turns = Turns(self._orders[key], places, self._beckon, work.count)
         flights += [self._flight(number, overlap, turns) for number in range(work.count)]
+        if not self._slots:
+            self._give_queues(flights, states(overlap.cards) if overlap.draws else None)
 
         def go(flight: Flight) -> Any:
             torch.set_autocast_cache_enabled(False)  # a weight's copy would belong to one micro-batch's graph
-            return self._fly(flight, work, contextlib.nullcontext())
+            with contextlib.nullcontext() if flight.queues is None else flight.queues.streams():
+                return self._fly(flight, work, contextlib.nullcontext())
 
         if work.backward is not None:
             overlap.look()
         return self._in_threads([functools.partial(go, flight) for flight in flights], work.count, [turns.abort])
 
     def _fly(self, flight: Flight, work: _Work, in_forward: contextlib.AbstractContextManager[None]) -> Any:
-        with flight, self._told(flight):
+        # (Autograd's own threads, one for each accelerator, couldn't wait for turns.)
+        with torch.autograd.set_multithreading_enabled(self._slots), flight, self._told(flight):
+            if flight.queues is not None and flight.queues.draws:
+                work.begin(flight.number)
             with in_forward:
                 made = work.forward(flight.number)
             if work.backward is None:
                 return made
             flight.turn_back()
             return work.backward(flight.number, made)
+
+    def _give_queues(self, flights: Sequence[Flight], random: States | None) -> None:
+        """To micro-batches that overlap on accelerators; with random numbers of their own, if they draw any."""
+        places = [device.torch for device in self._devices]
+        computing = {place: torch.accelerator.current_stream(place) for place in places}
+        for flight in flights:
+            keys = [(place, flight.number % _COPYING) for place in computing]
+            for key in keys:
+                if key not in self._copying:
+                    self._copying[key] = torch.Stream(key[0])
+            copying = {key[0]: self._copying[key] for key in keys}
+            flight.queues = CardQueues(places, computing, copying, random)
 
     def _flight(self, number: int, overlap: Overlap, turns: Turns | None = None) -> Flight:
         route = overlap.route if turns else ()
@@ -233,30 +272,3 @@ class Runner:
             for visit, start, end in flight.stays:
                 spans[self._places[visit.stage]].append(Span(Action(*visit, flight.number), start, end))
         self.timelines.append(Timeline(tuple(tuple(sorted(mine, key=lambda span: span.start)) for mine in spans)))
-
-    # ---- on accelerators --------------------------------------------------------------------------------------------
-
-    def _queued(self, work: _Work) -> list[Any]:
-        made: dict[int, Any] = {}
-        results: list[Any] = []
-        if work.backward is None:
-            for number in range(work.count):
-                work.begin(number)
-                results.append(work.forward(number))
-            return results
-        flights = [Flight(number, self._occupy, marks=False) for number in range(work.count)]
-        try:
-            for action in self.schedule(work.count)[0]:
-                if action.stage:
-                    continue  # a later stage of the first device
-                flight = flights[action.microbatch]
-                with flight, self._told(flight):
-                    if action.kind == "F":
-                        work.begin(flight.number)
-                        made[flight.number] = work.forward(flight.number)
-                    else:
-                        flight.kind = "B"
-                        results.append(work.backward(flight.number, made.pop(flight.number)))
-        finally:
-            self._occupy(0)
-        return results

@@ -240,6 +240,24 @@ def has_way(route: Route, other: Route) -> bool:
     return all(visit in rest for visit in other)
 
 
+def merged(route: Route, orders: Sequence[Sequence[Key]]) -> list[Key]:
+    """The visits of all devices in one list, each device's in its order, as they would begin.
+
+    A forward takes one tick, a backward two.
+    """
+    began: dict[Key, float] = {}
+    ended: dict[Key, float] = {}
+    rest = [list(reversed(order)) for order in orders]
+    free = [0.0] * len(orders)
+    while any(rest):
+        for device, order in enumerate(rest):
+            while order and (not order[-1][0] or (order[-1][0] - 1, order[-1][1]) in ended):
+                i, m = key = order.pop()
+                began[key] = max(free[device], ended.get((i - 1, m), 0.0))
+                free[device] = ended[key] = began[key] + (1.0 if route[i].kind == "F" else 2.0)
+    return sorted(began, key=lambda key: began[key])
+
+
 def orders_of(route: Route, schedule: Schedule, microbatches: int) -> list[list[Key]]:
     """For each device the visits in their order, by a schedule for so many micro-batches.
 

@@ -70,7 +70,10 @@ class Layers:
 
     def moving(self) -> contextlib.AbstractContextManager[Any]:
         """What a forward and its loss run in."""
-        return Moving(self._places) if self.moves else contextlib.nullcontext()
+        if not self.moves:
+            return contextlib.nullcontext()
+        flight = current()
+        return Moving(self._places, queues=None if flight is None else flight.queues)
 
 
 def _is_compiled(module: nn.Module) -> bool:
@@ -136,12 +139,17 @@ def _arriving(
 ) -> Any:
     """Before the forward of a module on a stage, where its inputs must be; None where all stages are on one device."""
     flight = current()
-    if flight is not None:
+    sent = None
+    # (A checkpoint that computes again over several accelerators does so in the one turn that it has.)
+    if flight is not None and (place is None or flight.kind == "F"):
         if flight.calls is not None and flight.kind == "F":
             flight.enter(stage)
             flight.calls.setdefault(module, set()).add(len(flight.seen))
         if flight.outer is not None and stage == flight.stage:
             return None
+        if flight.queues is not None and place is not None and flight.stage is not None and stage != flight.stage:
+            with flight.queues.sending(flight.stage, flight.come_back):
+                sent = _moved(place, args, kwargs)
         flight.enter(stage)
         if flight.kind == "F":  # else it is computed again, by a checkpoint
             if flight.marks:
@@ -149,9 +157,11 @@ def _arriving(
                 flight.mark(kwargs)
             if flight.outer is None:
                 flight.outer = module
-    if place is None:
-        return None
-    # (There is none where a layer is called by itself.)
+    return sent if sent is not None or place is None else _moved(place, args, kwargs)
+
+
+def _moved(place: torch.device, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    # (There is no mode where a layer is called by itself.)
     mode = transfer.current() or Moving([place])
     mode.place = place
     return tuple(map(mode.nest_moved, args)), {name: mode.nest_moved(value) for name, value in kwargs.items()}

@@ -29,6 +29,7 @@ from torch import nn
 from torch.overrides import TorchFunctionMode
 
 from lockstep.errors import StrategyError
+from lockstep.pipelining.card_queues import CardQueues
 from lockstep.tensors.pytree import each, tensors
 from lockstep.tensors.seeding import kept_state_on, put_state_on, state_on
 
@@ -47,13 +48,19 @@ class Moving(TorchFunctionMode):
         places: the devices of all stages.
         place: where to begin; None is on the first.
         owner: the model whose hooks enter and leave it, if they do.
+        queues: of the micro-batch, where it overlaps with others.
     """
 
     def __init__(
-        self, places: Sequence[torch.device], place: torch.device | None = None, owner: nn.Module | None = None
+        self,
+        places: Sequence[torch.device],
+        place: torch.device | None = None,
+        owner: nn.Module | None = None,
+        queues: CardQueues | None = None,
     ) -> None:
         super().__init__()
         self.owner = owner
+        self._queues = queues
         self.place = places[0] if place is None else place
         self._places = places
         self._copies: dict[tuple[int, torch.device], tuple[weakref.ref[torch.Tensor], int, torch.Tensor]] = {}
@@ -79,14 +86,23 @@ class Moving(TorchFunctionMode):
             return tensor
         with torch._C.DisableTorchFunction():
             if tensor.requires_grad or tensor.is_inference():
-                return tensor.to(place, non_blocking=True)
+                return self._copied(tensor)
             key = (id(tensor), place)
             kept = self._copies.get(key)
             if kept is None or kept[0]() is not tensor or kept[1] != tensor._version:
                 source = weakref.ref(tensor, lambda _: self._copies.pop(key, None))
-                kept = source, tensor._version, tensor.to(place, non_blocking=True)
+                kept = source, tensor._version, self._copied(tensor)
                 self._copies[key] = kept
             return kept[2]
+
+    def _copied(self, tensor: torch.Tensor) -> torch.Tensor:
+        queues, place = self._queues, self.place
+        if queues is None or tensor.is_cpu:
+            return tensor.to(place, non_blocking=True)
+        copy = queues.sent(tensor, place)
+        if not queues.leaves:  # it is used at once
+            queues.wait(place)
+        return copy
 
     def nest_moved(self, nest: Any) -> Any:
         """What a layer is given, on the stage that computes."""
@@ -99,7 +115,28 @@ class Moving(TorchFunctionMode):
         kwargs = kwargs or {}
         if func not in _LEFT and _meet((*args, *kwargs.values())):
             args, kwargs = self._together(func, args, kwargs)
-        return func(*args, **kwargs)
+        return func(*args, **kwargs) if self._queues is None else self._queued(self._queues, func, args, kwargs)
+
+    def _queued(self, queues: CardQueues, func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
+        """What a function gives; where it computes on another stage's device, that is behind the copies made there."""
+        if func.__name__ == "__get__":
+            return func(*args, **kwargs)
+        if func in _LEFT:
+            queues.wait_all()
+        else:
+            self._compute_on(queues, (*args, *kwargs.values()))
+        found = func(*args, **kwargs)
+        if func in _LEFT:
+            queues.wait_all()
+        else:
+            self._compute_on(queues, (found,))
+        return found
+
+    def _compute_on(self, queues: CardQueues, nests: tuple[Any, ...]) -> None:
+        for nest in nests:
+            for tensor in _operands(nest):
+                if tensor.device != self.place and not tensor.is_cpu:
+                    queues.wait(tensor.device)
 
     def applied(self, function: Callable[..., Any], name: str, args: tuple[Any, ...]) -> Any:
         """What an autograd function of a person's own gives; ``function`` applies it.

@@ -47,10 +47,7 @@ def kept_states(accelerators: Sequence[torch.device] = ()) -> Iterator[None]:
     try:
         yield
     finally:
-        torch.set_rng_state(before.torch)
-        set_other_states(before.others)
-        for device, state in zip(accelerators, before.accelerators, strict=True):
-            put_state_on(device, state)
+        put_states(before, accelerators)
 
 
 @contextmanager
@@ -87,6 +84,14 @@ class States(NamedTuple):
 def states(accelerators: Sequence[torch.device] = ()) -> States:
     """Where the three stand, and those of accelerators."""
     return States(torch.get_rng_state(), other_states(), tuple(map(state_on, accelerators)))
+
+
+def put_states(wanted: States, accelerators: Sequence[torch.device] = ()) -> None:
+    """Give the generators the states that ``states`` gave, of the same accelerators."""
+    torch.set_rng_state(wanted.torch)
+    set_other_states(wanted.others)
+    for device, state in zip(accelerators, wanted.accelerators, strict=True):
+        put_state_on(device, state)
 
 
 def state_on(device: torch.device) -> torch.Tensor:

@@ -1,0 +1,158 @@
+"""CardQueues: what one micro-batch gives to the queues of accelerators, in its turns and between them.
+
+Each accelerator works off its queue (a stream) in the order in which it was given things. PyTorch's copy from one to
+another waits for all that both have been given, and holds both. So a micro-batch copies on streams of its own, behind
+what it has computed itself, and only its own next visit waits for what arrives::
+
+    card 0   F0 F1 F2 ...            behind each of them its copy, which doesn't hold F1 and F2,
+               ╲  ╲  ╲
+    card 1      F0 F1 ...            and before each of them a wait for its own copy
+
+In the forward hooks and a mode see what is sent, and wait here (``stage_layers``, ``transfer``). In the backward
+autograd waits, for the streams that were current when a node of its graph was made: those of the copies.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any
+
+import torch
+
+from lockstep.tensors.seeding import States, put_states, states
+
+
+class CardQueues:
+    """Those of one micro-batch.
+
+    Args:
+        places: of each stage the accelerator that holds it.
+        computing: by accelerator, the stream that all micro-batches compute on.
+        copying: by accelerator, the stream that this one copies on.
+        random: where its random numbers begin, if they are its own: generators are put where it has left them, in each
+            of its turns.
+
+    Attributes:
+        draws: whether they are.
+        leaves: whether it sends what the next stage is given, in the turn of the one before.
+    """
+
+    def __init__(
+        self,
+        places: Sequence[torch.device],
+        computing: Mapping[torch.device, torch.Stream],
+        copying: Mapping[torch.device, torch.Stream],
+        random: States | None = None,
+    ) -> None:
+        self.places = places
+        self.draws, self.leaves = random is not None, False
+        self._computing = computing
+        self._copying = copying
+        self._left: dict[torch.device, torch.Event] = {}  # where it is not: what it has computed there is done
+        self._copied: dict[torch.device, list[torch.Event]] = {}  # from there or to there, and not waited for there
+        self._held: list[torch.Tensor] = []  # gradients on their way, which autograd would add others to
+        self._backs: dict[torch.device, Callable[[], None]] = {}  # from there, how backward takes that turn again
+        self._random = random
+
+    @contextlib.contextmanager
+    def streams(self) -> Iterator[None]:
+        """The computing streams are current in this thread."""
+        with contextlib.ExitStack() as stack:
+            for one in self._computing.values():  # whose object only one thread can enter
+                ids = {"stream_id": one.stream_id, "device_index": one.device_index, "device_type": one.device_type}
+                stack.enter_context(torch.Stream(**ids))
+            yield
+
+    def enter(self, stage: int) -> None:
+        """It has the turn of a stage."""
+        place = self.places[stage]
+        torch.accelerator.set_device_index(place.index)
+        self.wait(place)
+        if self._random is not None:
+            put_states(self._random, tuple(self._computing))
+
+    def leave(self, stage: int) -> None:
+        """It gives up the turn."""
+        if self._random is not None:
+            self._random = states(tuple(self._computing))
+        place = self.places[stage]
+        self._left[place] = self._computing[place].record_event()
+
+    def wait(self, place: torch.device) -> None:
+        """It computes on an accelerator from here on, in its turn or not, behind the copies that it has made."""
+        for copied in self._copied.pop(place, ()):
+            self._computing[place].wait_event(copied)
+        self._left.pop(place, None)
+
+    def wait_all(self) -> None:
+        """As ``wait``, on each."""
+        for place in self._computing:
+            self.wait(place)
+
+    def close(self) -> None:
+        """It is through, or has failed."""
+        self.wait_all()
+        self._held.clear()
+
+    @contextlib.contextmanager
+    def sending(self, stage: int, come_back: Callable[[int], None]) -> Iterator[None]:
+        """What the next stage is given is sent from this one, and ``come_back(stage)`` is called in backward."""
+        self.leaves, self._backs = True, {self.places[stage]: functools.partial(come_back, stage)}
+        try:
+            yield
+        finally:
+            self.leaves, self._backs = False, {}
+
+    def sent(self, tensor: torch.Tensor, place: torch.device) -> torch.Tensor:
+        """A copy of an accelerator's tensor on another one, which may be used after ``wait``."""
+        source = tensor.device
+        out, into = self._copying[source], self._copying[place]
+        out.wait_event(self._left.get(source) or self._computing[source].record_event())
+        for copied in self._copied.get(source, ()):  # it may have come from elsewhere itself
+            out.wait_event(copied)
+        is_graph = tensor.requires_grad and torch.is_grad_enabled()
+        if is_graph and tensor.is_leaf:  # its gradient is to be accumulated on the computing stream
+            tensor = tensor.view_as(tensor)
+        with out, into:
+            if is_graph:
+                copy: torch.Tensor = _Sent.apply(tensor, place, self, self._backs.get(source))  # type: ignore[no-untyped-call]
+            else:
+                copy = tensor.to(place, non_blocking=True)
+            copied = into.record_event()
+        _keep_for(tensor, out)
+        _keep_for(copy, self._computing[place])
+        for one in (source, place):
+            self._copied.setdefault(one, []).append(copied)
+        return copy
+
+    def sent_back(self, gradient: torch.Tensor, place: torch.device) -> torch.Tensor:
+        """A copy of a gradient, for which autograd waits, and which it has waited for."""
+        self._held.append(gradient)
+        with self._copying[place], self._copying[gradient.device]:
+            copy: torch.Tensor = gradient.to(place, non_blocking=True)
+        _keep_for(copy, self._computing[place])
+        return copy
+
+
+def _keep_for(tensor: torch.Tensor, stream: torch.Stream) -> None:
+    """Its memory isn't given away before a stream that it wasn't made on has used it."""
+    if tensor.layout == torch.strided:  # for others autograd does it
+        tensor.record_stream(stream)
+
+
+class _Sent(torch.autograd.Function):
+    """A copy on the streams that are current, forward and back."""
+
+    @staticmethod
+    def forward(ctx: Any, tensor: torch.Tensor, place: torch.device, queues: CardQueues, back: Any) -> torch.Tensor:
+        ctx.source, ctx.queues, ctx.back = tensor.device, queues, back
+        return tensor.to(place, non_blocking=True)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: torch.Tensor) -> Any:
+        sent = ctx.queues.sent_back(gradient, ctx.source)
+        if ctx.back is not None:
+            ctx.back()  # takes the turn of the stage that it came from, which autograd then lets wait
+        return sent, None, None, None
