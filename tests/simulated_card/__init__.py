@@ -6,12 +6,14 @@ it does is said there. Its number of cards is ``SIMULATED_CARDS``, 2 where that 
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import os
 import shutil
 import subprocess
 import sys
 import tempfile
+from collections.abc import Iterator
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -53,12 +55,23 @@ def library() -> Path:
 class _Module(ModuleType):
     """What PyTorch looks for in ``torch.card``."""
 
+    _initialized = True  # else its checkpoints keep no generators
+
     def __getattr__(self, name: str) -> Any:
         return getattr(torch.ops.simulated_card, name)
 
     @property
     def default_generators(self) -> tuple[torch.Generator, ...]:
         return tuple(torch.ops.simulated_card.default_generator(i) for i in range(self.device_count()))
+
+    @contextlib.contextmanager
+    def device(self, device: Any) -> Iterator[None]:
+        before = self.current_device()
+        self.set_device(_index(device))
+        try:
+            yield
+        finally:
+            self.set_device(before)
 
     def is_available(self) -> bool:
         return bool(self.device_count() > 0)

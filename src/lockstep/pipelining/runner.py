@@ -71,8 +71,7 @@ class Runner:
         streamed: whether they are, and each needs a random stream of its own.
         spoiled: whether the last update is to be computed again: the model began to draw in it as no stream gave it.
         schedule: as given.
-        timelines: when each stage computed in each update, where that is noted (a list is there); on accelerators, when
-            its work was queued.
+        timelines: when each stage computed in each update, where that is noted (a list is there), not on accelerators.
     """
 
     def __init__(
@@ -265,7 +264,7 @@ class Runner:
 
     def _note(self, flights: Sequence[Flight]) -> None:
         """An update is over: keep when its stages computed."""
-        if self.timelines is None:
+        if self.timelines is None or not self._slots:  # (threads of accelerators only queue work)
             return
         spans: list[list[Span]] = [[] for _ in self._world.devices]
         for flight in flights:

@@ -186,13 +186,18 @@ class Clock(Observer):
         """The devices' stages compute, and this thread waits for them."""
         began = now()
         yield
-        if self.whose != "device" or self._runner is None or not self._runner.timelines:
+        timelines = self._runner.timelines if self._runner is not None else None
+        is_queued = self.whose == "rank" and self._runner is not None and self._runner.overlaps
+        if not timelines and not is_queued:
             return
+        self.wait()
         seconds = now() - began
         place: _Place = self._here.place
         if place.inner:
             place.inner[-1] += seconds
-        for track, computed in zip(self._threads, self._runner.timelines[-1].busy, strict=True):
+        if is_queued:  # on accelerators, by threads that have no times of their own
+            place.times.add("computing", "stages", seconds)
+        for track, computed in zip(self._threads, timelines[-1].busy if timelines else (), strict=True):
             track.steps[-1].add("computing", "stages", computed)
             track.steps[-1].add("waiting", "other stages", max(0.0, seconds - computed))
 
