@@ -30,6 +30,7 @@ from lockstep.strategies.pp import PP
 from lockstep.strategies.single import Single
 from lockstep.strategies.step import Step
 from lockstep.tensors.pytree import each
+from simulated_card import counts
 
 from test_pipelining import KINDS, MANY, SAMPLES  # isort: skip
 from zoo import _job, drawn, labels, sgd, tokens_and_next, wants  # isort: skip
@@ -476,6 +477,50 @@ def test_an_evaluation_over_cards_does_not_keep_what_was_moved(way: Any) -> None
             step.outputs(Part(*batch(job, 0, 8), 8, 8))
             kept.append(len(transfer.current()._copies))
     assert max(kept) == kept[0] <= 2
+
+
+class Fan(nn.Module):
+    """Several layers of the second card use what the first one's gave, and a weight of it."""
+
+    def __init__(self, layers: int) -> None:
+        super().__init__()
+        self.first, self.out = nn.Linear(6, 6), nn.Linear(6, 3)
+        self.uses = nn.ModuleList(nn.Linear(6, 6) for _ in range(layers))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = self.first(x)
+        y = sum(nn.functional.linear(use(x), self.first.weight) for use in self.uses)
+        with torch.no_grad():
+            y = y + x + self.first.bias
+        return self.out(y * x)
+
+
+def test_what_several_layers_of_another_card_use_crosses_once_in_a_micro_batch() -> None:
+    def crossings(layers: int) -> int:
+        job = _job(lambda: Fan(layers))
+        compare(job, PP({"first": 0, "": 1}, 2), 2)
+        step = over_cards(job, PP({"first": 0, "": 1}, 2), 2)
+        for number in range(3):
+            before = counts("crossings")["crossings"]
+            step(*batch(job, number, 8))
+        return counts("crossings")["crossings"] - before
+
+    assert crossings(1) == crossings(4)
+
+
+def test_a_copy_is_made_anew_of_what_was_written_to() -> None:
+    one, other = torch.device("card", 0), torch.device("card", 1)
+    x = torch.ones(3, device=one, requires_grad=True) * 2
+    with transfer.Moving([one, other], other) as mode:
+        first = mode.moved(x)
+        assert mode.moved(x) is first
+        with torch.no_grad():
+            assert not mode.moved(x).requires_grad
+        x.mul_(2)
+        second = mode.moved(x)
+        x.data = torch.zeros(3, device=one)
+        third = mode.moved(x)
+    assert [int(copy.sum()) for copy in (first, second, third)] == [6, 12, 0]
 
 
 class Watched(TorchDispatchMode):

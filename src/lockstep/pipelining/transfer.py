@@ -63,7 +63,7 @@ class Moving(TorchFunctionMode):
         self._queues = queues
         self.place = places[0] if place is None else place
         self._places = places
-        self._copies: dict[tuple[int, torch.device], tuple[weakref.ref[torch.Tensor], int, torch.Tensor]] = {}
+        self._copies: dict[tuple[int, torch.device, bool], tuple[weakref.ref[torch.Tensor], int, torch.Tensor]] = {}
 
     def __enter__(self) -> Moving:
         self._before = current()
@@ -77,17 +77,18 @@ class Moving(TorchFunctionMode):
         self._copies.clear()
 
     def moved(self, tensor: torch.Tensor) -> torch.Tensor:
-        """The tensor on the stage that computes; masks and positions, which every layer is given, are copied once.
+        """The tensor on the stage that computes; what several layers there are given is copied once.
 
-        A copy is kept for as long as what it was made of: an evaluation would keep all activations else.
+        A copy is kept for as long as what it was made of: an evaluation would keep all activations else. One that was
+        made without gradients is another one.
         """
         place = self.place
         if tensor.device == place or (tensor.is_cpu and not tensor.dim()):
             return tensor
         with torch._C.DisableTorchFunction():
-            if tensor.requires_grad or tensor.is_inference():
+            if tensor.is_inference():
                 return self._copied(tensor)
-            key = (id(tensor), place)
+            key = (id(tensor), place, tensor.requires_grad and torch.is_grad_enabled())
             kept = self._copies.get(key)
             if kept is None or kept[0]() is not tensor or kept[1] != tensor._version:
                 source = weakref.ref(tensor, lambda _: self._copies.pop(key, None))
@@ -113,6 +114,8 @@ class Moving(TorchFunctionMode):
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Mapping[str, Any] | None = None
     ) -> Any:
         kwargs = kwargs or {}
+        if func in _SETS_DATA:  # PyTorch's count of writes doesn't tell
+            self._copies.clear()
         if func not in _LEFT and _meet((*args, *kwargs.values())):
             args, kwargs = self._together(func, args, kwargs)
         return func(*args, **kwargs) if self._queues is None else self._queued(self._queues, func, args, kwargs)
@@ -246,6 +249,7 @@ _SECOND_ON_CPU = {
     *(torch._pack_padded_sequence, torch._pad_packed_sequence, torch.tensor_split, torch.Tensor.tensor_split),
 }
 """Functions whose second argument, if it is a tensor, holds lengths or places, which PyTorch wants on the CPU."""
+_SETS_DATA = {torch.Tensor.data.__set__}  # type: ignore[attr-defined]
 _LEFT = {
     *(torch.Tensor.to, torch.Tensor.copy_, torch.Tensor.type_as, torch.Tensor.to_dense),
     *(torch.Tensor.view_as, torch.Tensor.expand_as, torch.Tensor.reshape_as, torch.Tensor.is_set_to),
