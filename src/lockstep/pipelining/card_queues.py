@@ -20,6 +20,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
+from torch import nn
 
 from lockstep.tensors.seeding import States, put_states, states
 
@@ -33,6 +34,7 @@ class CardQueues:
         copying: by accelerator, the stream that this one copies on.
         random: where its random numbers begin, if they are its own: generators are put where it has left them, in each
             of its turns.
+        shared: parameters that micro-batches have sent, by their ids; it adds those that it sends.
 
     Attributes:
         draws: whether they are.
@@ -45,6 +47,7 @@ class CardQueues:
         computing: Mapping[torch.device, torch.Stream],
         copying: Mapping[torch.device, torch.Stream],
         random: States | None = None,
+        shared: dict[int, torch.Tensor] | None = None,
     ) -> None:
         self.places = places
         self.draws, self.leaves = random is not None, False
@@ -55,6 +58,8 @@ class CardQueues:
         self._held: list[torch.Tensor] = []  # gradients on their way, which autograd would add others to
         self._backs: dict[torch.device, Callable[[], None]] = {}  # from there, how backward takes that turn again
         self._random = random
+        self._shared = {} if shared is None else shared
+        self._views: dict[int, torch.Tensor] = {}  # of those
 
     @contextlib.contextmanager
     def streams(self) -> Iterator[None]:
@@ -64,6 +69,14 @@ class CardQueues:
                 ids = {"stream_id": one.stream_id, "device_index": one.device_index, "device_type": one.device_type}
                 stack.enter_context(torch.Stream(**ids))
             yield
+
+    def begin(self) -> None:
+        """In its first turn: what is made now comes last in backward, in the turn of the first stage.
+
+        The gradient of a parameter that is sent (a tied weight) would else make the card wait for it that has it.
+        """
+        for key, parameter in self._shared.items():
+            self._views[key] = parameter.view_as(parameter)
 
     def enter(self, stage: int) -> None:
         """It has the turn of a stage."""
@@ -95,6 +108,7 @@ class CardQueues:
         """It is through, or has failed."""
         self.wait_all()
         self._held.clear()
+        self._views.clear()
 
     @contextlib.contextmanager
     def sending(self, stage: int, come_back: Callable[[int], None]) -> Iterator[None]:
@@ -114,7 +128,9 @@ class CardQueues:
             out.wait_event(copied)
         is_graph = tensor.requires_grad and torch.is_grad_enabled()
         if is_graph and tensor.is_leaf:  # its gradient is to be accumulated on the computing stream
-            tensor = tensor.view_as(tensor)
+            if isinstance(tensor, nn.Parameter):
+                self._shared[id(tensor)] = tensor
+            tensor = self._views[id(tensor)] if id(tensor) in self._views else tensor.view_as(tensor)
         with out, into:
             if is_graph:
                 copy: torch.Tensor = _Sent.apply(tensor, place, self, self._backs.get(source))  # type: ignore[no-untyped-call]

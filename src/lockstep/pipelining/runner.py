@@ -90,6 +90,7 @@ class Runner:
         self._orders: dict[tuple[bool, Route, int], list[list[Key]]] = {}
         self._team: Team | None = None
         self._copying: dict[tuple[torch.device, int], torch.Stream] = {}
+        self._shared: dict[int, torch.Tensor] = {}
         self.overlaps = self.streamed = self.spoiled = False
         self.timelines: list[Timeline] | None = None
 
@@ -222,8 +223,10 @@ class Runner:
     def _fly(self, flight: Flight, work: _Work, in_forward: contextlib.AbstractContextManager[None]) -> Any:
         # (Autograd's own threads, one for each accelerator, couldn't wait for turns.)
         with torch.autograd.set_multithreading_enabled(self._slots), flight, self._told(flight):
-            if flight.queues is not None and flight.queues.draws:
-                work.begin(flight.number)
+            if flight.queues is not None:
+                flight.queues.begin()
+                if flight.queues.draws:
+                    work.begin(flight.number)
             with in_forward:
                 made = work.forward(flight.number)
             if work.backward is None:
@@ -241,7 +244,7 @@ class Runner:
                 if key not in self._copying:
                     self._copying[key] = torch.Stream(key[0])
             copying = {key[0]: self._copying[key] for key in keys}
-            flight.queues = CardQueues(places, computing, copying, random)
+            flight.queues = CardQueues(places, computing, copying, random, self._shared)
 
     def _flight(self, number: int, overlap: Overlap, turns: Turns | None = None) -> Flight:
         route = overlap.route if turns else ()
