@@ -575,6 +575,40 @@ def test_after_an_error_the_callers_device_is_the_current_one_again(monkeypatch)
     assert current == [1, 0]
 
 
+class Failing(nn.Sequential):
+    """Its second part raises when it is told to, and notes the types that it computes in."""
+
+    fails = False
+
+    def __init__(self) -> None:
+        super().__init__(nn.Linear(6, 6), nn.Linear(6, 3))
+        self[1].register_forward_hook(self.note)
+
+    def note(self, module: nn.Module, args: Any, output: torch.Tensor) -> None:
+        computed_in.add(output.dtype)
+        if Failing.fails:
+            raise ValueError("as it was told")
+
+
+computed_in: set[torch.dtype] = set()
+
+
+def test_threads_of_micro_batches_have_the_callers_autocast_and_say_where_one_failed(monkeypatch) -> None:
+    job = _job(Failing)
+    step = over_cards(job, PP({"0": 0, "1": 1}, 4), 2)
+    for number in range(3):
+        computed_in.clear()
+        with torch.autocast("card", torch.bfloat16):
+            step(*batch(job, number, 8))
+        assert computed_in == {torch.bfloat16}
+    monkeypatch.setattr(Failing, "fails", True)
+    with pytest.raises(ValueError, match="as it was told") as failed:
+        step(*batch(job, 3, 8))
+    assert failed.value.__notes__ == ["raised in stage 1 (card:1), forward of micro-batch 0, at step 4"]
+    monkeypatch.setattr(Failing, "fails", False)
+    assert step(*batch(job, 4, 8)).loss > 0
+
+
 def test_every_card_of_any_type_is_seeded_with_a_step() -> None:
     """Cards of CUDA alone once were: on others a resumed run drew other masks."""
     job, device_map = PLACED["a weight on both cards"]

@@ -140,7 +140,8 @@ class Runner:
             if self._team is not None:
                 self._team.close()
             # Bound to no core yet: each goes to those of its stage.
-            self._team = Team([Device("cpu", i) for i in range(count)], role="")
+            home = self._world.device
+            self._team = Team([Device("cpu", i) if self._slots else home for i in range(count)], role="")
         self._team.on_abort[:] = on_abort
         try:
             found = self._team.run([*functions, *[None] * (len(self._team.devices) - len(functions))])
