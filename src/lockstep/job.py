@@ -59,6 +59,10 @@ class Job:
         collate: makes ``(inputs, targets)`` of a list of samples, instead of PyTorch's default.
         accumulate: cut each global batch in that many micro-batches, and update once.
         clip_norm: the largest norm of all gradients together.
+        init: weights to begin with: a safetensors file, the folder of a run, or one as Hugging Face's models have it
+            (``model.safetensors``, or shards with an index). What doesn't fit is said. A run that is resumed goes on
+            with its own.
+        init_strict: refuse an ``init`` that hasn't all weights of the model, or has others; False takes what fits.
         sync_batchnorm: BatchNorm normalises over what one device would have seen, not over the share of a replica.
         channels_last: images and convolution weights in that memory layout.
         precision: None computes as the model was built; ``"fp64"`` and ``"fp32"`` turn model and inputs to that;
@@ -109,6 +113,8 @@ class Job:
     collate: Callable[[list[Any]], tuple[Any, Any]] | None = None
     accumulate: int = 1
     clip_norm: float | None = None
+    init: str | None = None
+    init_strict: bool = True
     sync_batchnorm: bool = False
     channels_last: bool = False
     precision: Literal["fp64", "fp32", "tf32", "bf16", "fp16"] | None = None

@@ -265,6 +265,7 @@ def evaluate_on(world: World, plan: _Evaluation) -> dict[str, float]:
     job = the_job(plan.job)
     if job.eval_data is None:
         raise JobError("eval_data: the job has none, so there is nothing to evaluate on")
+    job = job if plan.weights is None else job.replace(init=None)
     step = plan.strategy.prepare(job, world)
     if plan.weights is not None:
         take_weights(step.model, plan.weights)

@@ -27,6 +27,8 @@ SETTINGS = {
     "shuffle": "a new order for each epoch (default: true)",
     "accumulate": "micro-batches of each global batch (default: 1)",
     "clip-norm": "largest norm of all gradients together (default: none)",
+    "init": "weights to begin with: a safetensors file, a run, a folder with model.safetensors (default: none)",
+    "init-strict": "refuse weights that don't all fit; false takes those that do (default: true)",
     "sync-batchnorm": "BatchNorm over all replicas (default: false)",
     "channels-last": "images in that memory layout (default: false)",
     "precision": "fp64, fp32, tf32, bf16, fp16, or none: as the model was built (default: none)",
@@ -44,7 +46,7 @@ SETTINGS = {
 }
 """The settings of a Job, as options. A test holds this list against Job's own."""
 
-_SWITCHES = {"shuffle", "sync-batchnorm", "channels-last", "fused", "keep-memory", "compile"}
+_SWITCHES = {"shuffle", "init-strict", "sync-batchnorm", "channels-last", "fused", "keep-memory", "compile"}
 
 
 def above_zero(kind: Callable[[str], float]) -> Callable[[str], float]:

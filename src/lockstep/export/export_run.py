@@ -96,7 +96,7 @@ def export(
     the = the_job(with_settings(its, settings))
     # What was trained in half precision has weights in float32, and is compared in that.
     precision = {"bf16": "fp32", "fp16": "fp32"}.get(the.precision or "", the.precision)
-    the = the.replace(precision=precision, compile=False, channels_last=False, activation_checkpointing=None)
+    the = the.replace(precision=precision, compile=False, channels_last=False, activation_checkpointing=None, init=None)
     less, fixed = quantize or dtype or "", dynamic == "none"
     name = "-".join(filter(None, ["exported", "best" * best, less, format * (format == "tensorrt")]))
     target = weights.with_name(name + ENDINGS[format]) if out is None else Path(out)

@@ -10,10 +10,12 @@ from typing import Any
 import torch
 from torch import nn
 
+from lockstep.checkpoint.initial_weights import begin_with
 from lockstep.checkpoint.weights import take_weights
 from lockstep.data import batches, resolve
 from lockstep.errors import JobError, LockstepError, told
 from lockstep.job import Job
+from lockstep.launch.events import Line
 from lockstep.launch.world import World
 from lockstep.model.activation_checkpointing import checkpoint_blocks
 from lockstep.model.precision import convert_model
@@ -25,6 +27,8 @@ from lockstep.tensors.seeding import seeded
 
 def build_model(job: Job, world: World, *, place: bool = True) -> nn.Module:
     """Build the job's model under its seed, on this process's first device, and make sure that all ranks have the same.
+
+    It begins with the job's ``init``, where it has one.
 
     Args:
         job: whose model it is.
@@ -55,6 +59,10 @@ def build_model(job: Job, world: World, *, place: bool = True) -> nn.Module:
         raise JobError("model: it has no parameter that requires a gradient, so there is nothing to train")
     _make_lazy_parameters(model, job, world)
     _expand_buffers(model)
+    if job.init is not None:
+        said = begin_with(model, job.init, strict=job.init_strict)
+        for line in said if world.is_first else ():
+            world.tell(Line(line, "plan" if line != said[0] else "plain"))
     _begin_training(model)
     same_on_every_rank(model, world)
     convert_model(model, job.precision)

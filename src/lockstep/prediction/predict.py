@@ -195,6 +195,7 @@ class _Prediction:
             step=None,
             loss=no_loss if job.loss is None else job.loss,
             fused=False,
+            init=None,
             sync_batchnorm=False,
             collate=collate,
         )

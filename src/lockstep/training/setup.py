@@ -69,8 +69,15 @@ class Setup:
         self.train_data = resolve(job.train_data, world, "train_data")
         self.eval_data = {} if job.eval_data is None else resolve_sets(job.eval_data, world)
         self._said_before: list[Any] = []
-        self.strategy = self._planned_strategy()
-        self.step: Step = self.strategy.prepare(job.replace(train_data=self.train_data), world)
+        tell, world.tell = world.tell, self._said_before.append  # it is said after what the training is
+        try:
+            # A run that is resumed has its own weights, and the others may be gone.
+            made = job.replace(train_data=self.train_data, init=None if plan.resume else job.init)
+            self.strategy = self._planned_strategy(made)
+            self.step: Step = self.strategy.prepare(made, world)
+        finally:
+            world.tell = tell
+        self._said_before = list(dict.fromkeys(self._said_before))  # planning builds the model too
         # As the job gives it; schedulers and saved states change it.
         self.optimizer = [
             {name: value for name, value in group.items() if isinstance(value, int | float)}
@@ -86,17 +93,12 @@ class Setup:
         # Those of all ranks.
         self.devices = [str(d) for mine in world.gather_objects(world.devices) for d in mine]
 
-    def _planned_strategy(self) -> Strategy:
+    def _planned_strategy(self, job: Job) -> Strategy:
         """The strategy with all that it left open; a run that is taken up under it goes on as it went."""
         reads = self.plan.resume and self.world.is_first  # other hosts may not see the folder
         self.before = before = self.world.broadcast_object(self.folder.read_json(self.folder.config) if reads else {})
         same = before.get("strategy") == self.plan.strategy.name
-        job = self.job.replace(train_data=self.train_data)
-        tell, self.world.tell = self.world.tell, self._said_before.append  # it is said after what the training is
-        try:
-            return self.plan.strategy.planned(job, self.world, before["strategy_settings"] if same else None)
-        finally:
-            self.world.tell = tell
+        return self.plan.strategy.planned(job, self.world, before["strategy_settings"] if same else None)
 
     @property
     def epochs(self) -> int | None:

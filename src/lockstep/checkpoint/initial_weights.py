@@ -1,0 +1,111 @@
+"""Weights to begin with: of a safetensors file, a run, or a folder as Hugging Face's models have it.
+
+::
+
+    weights.safetensors
+    runs/digits-ddp-20261121-093000/model.safetensors
+    gpt2/model.safetensors
+    llama/model.safetensors.index.json    "weight_map": each name's file, beside it
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import safe_open
+from torch import nn
+
+from lockstep.checkpoint.weights import load_weights
+from lockstep.errors import FolderError, JobError, LockstepError, told
+from lockstep.tensors.pytree import is_lazy
+
+_INDEX = "model.safetensors.index.json"
+_SHOWN = 5
+"""Names that a line has at most."""
+
+
+def begin_with(model: nn.Module, source: str, *, strict: bool) -> list[str]:
+    """Give a model on the CPU the weights of a file or a folder.
+
+    Gives a line that says how many they are, and one for each kind of what doesn't fit.
+
+    Args:
+        model: has the names.
+        source: the path.
+        strict: refuse weights that are not all of the model's, and no others. A weight that is tied to one that is
+            there needn't be.
+
+    Raises:
+        JobError: nothing can be read there, none of it fits, or ``strict`` and not all does.
+    """
+    weights = _read(Path(source))
+    own = model.state_dict()
+    fitting = {name: value for name, value in weights.items() if name in own and _shape(value) == _shape(own[name])}
+    tied = {_place(own[name]) for name in fitting} - {None}
+    missing = [name for name in own if name not in weights and _place(own[name]) not in tied]
+    other = [name for name in weights if name in own and name not in fitting]
+    unused = [name for name in weights if name not in own]
+    if not fitting:
+        names = f'"{next(iter(own))}", ...' if own else "none"
+        theirs = f'"{next(iter(weights))}", ...' if weights else "none"
+        raise JobError(f"init: {source} has no weight of the model: the names there are {theirs}, here {names}")
+    lines = []
+    if missing:
+        lines.append(f"not in {source}: {_listed(missing)}")
+    if other:
+        shapes = (f"{name} {_shape(weights[name])}, not {_shape(own[name])}" for name in other)
+        lines.append(f"of another shape in {source}: {_listed(list(shapes))}")
+    if unused:
+        lines.append(f"not of this model in {source}: {_listed(unused)}")
+    if lines and strict:
+        raise JobError(f"init: {'; '.join(lines)}: --init-strict false takes the others, and leaves these as built")
+    model.load_state_dict(fitting, strict=False)
+    return [f"init: {len(fitting)} of {len(own)} weights are from {source}", *(f"init: {line}" for line in lines)]
+
+
+def _read(path: Path) -> dict[str, Any]:
+    try:
+        if path.is_dir() and (path / _INDEX).is_file():
+            return dict(_shards(path))
+        return load_weights(path / "model.safetensors" if path.is_dir() else path)
+    except Exception as error:
+        if isinstance(error, LockstepError) and not isinstance(error, FolderError):
+            raise
+        why = f"there is no model.safetensors and no {_INDEX} in it" if path.is_dir() else "there is no such file"
+        if path.is_dir() and (path / "best.safetensors").is_file():
+            why = f"the run did not reach its end: take {path / 'best.safetensors'}"
+        known = path.is_file() or any((path / name).is_file() for name in ("model.safetensors", _INDEX))
+        said = str(error) if isinstance(error, FolderError) else f"{path}: {told(error)}"
+        raise JobError(f"init: {said}" if known else f"init: {path}: {why}") from error
+
+
+def _shards(folder: Path) -> Iterator[tuple[str, torch.Tensor]]:
+    files: dict[str, list[str]] = {}
+    for name, file in json.loads((folder / _INDEX).read_text())["weight_map"].items():
+        if Path(file).name != file:
+            raise JobError(f"init: {folder / _INDEX} names {file}, which isn't in that folder")
+        files.setdefault(file, []).append(name)
+    for file, names in files.items():
+        with safe_open(folder / file, framework="pt") as opened:
+            for name in names:
+                yield name, opened.get_tensor(name)
+
+
+def _shape(value: Any) -> tuple[int, ...] | None:
+    return tuple(value.shape) if isinstance(value, torch.Tensor) and not is_lazy(value) else None
+
+
+def _place(value: Any) -> tuple[Any, ...] | None:
+    """The same for tensors that are one."""
+    if not isinstance(value, torch.Tensor) or is_lazy(value) or value.is_meta or not value.numel():
+        return None
+    return value.data_ptr(), tuple(value.shape), value.stride()
+
+
+def _listed(names: Sequence[str]) -> str:
+    more = f", ... ({len(names)} in all)" if len(names) > _SHOWN else ""
+    return ", ".join(names[:_SHOWN]) + more
