@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import threading
 import types
 from pathlib import Path
 from typing import Any
@@ -661,3 +662,36 @@ def test_a_buffer_that_was_expanded_is_copied_and_inspected(way: str, tmp_path: 
     job = dataclasses.replace(ZOO["mlp"], model=Expanded)
     train(job, **WAYS[way], folder=tmp_path)
     assert ('buffer "calls" is written in forward' in capsys.readouterr().out) is (way == "accumulate")
+
+
+class Balanced(nn.Module):
+    """Divides by a running mean of itself, which another thread writes before the backward of the first call."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("mean", torch.ones(()))
+
+    def forward(self, outputs: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
+        loss = F.cross_entropy(outputs, targets)
+        if self is not BALANCED:  # a copy, of a check
+            return loss / self.mean
+        second = WRITTEN.acquire(blocking=False)
+        if second:
+            FIRST.wait(10)
+        self.mean.mul_(0.9).add_(0.1 * loss.detach())
+        divided = loss / self.mean
+        (SECOND if second else FIRST).set()
+        if not second:
+            WRITTEN.release()
+            SECOND.wait(10)
+        return divided
+
+
+BALANCED, WRITTEN, FIRST, SECOND = Balanced(), threading.Semaphore(0), threading.Event(), threading.Event()
+
+
+def test_a_loss_that_writes_what_other_threads_need_is_refused_in_a_line(tmp_path: Path) -> None:
+    """Found by trial: PyTorch's own error of an in-place operation, from a thread."""
+    job = dataclasses.replace(ZOO["mlp"], loss=BALANCED, eval_data=None, metrics={})
+    with pytest.raises(StrategyError, match="Balanced seems to write to a tensor that it holds, while another thread"):
+        train(job, strategy="dp", devices="2xcpu", folder=tmp_path, quiet=True)

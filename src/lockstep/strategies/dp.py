@@ -180,7 +180,11 @@ class DPStep(Step):
         return attribute_prints(self.model, plain=False) if self.replicas > 1 else {}
 
     def gradients(self, batch: Batch) -> Loss:
-        """Gradients of total / size, summed over micro-batches and replicas."""
+        """Gradients of total / size, summed over micro-batches and replicas.
+
+        Raises:
+            StrategyError: the loss wrote to a tensor that another thread's backward needed.
+        """
         self._refresh()
         shares = self._scatter(batch)
         work = [
@@ -190,7 +194,20 @@ class DPStep(Step):
         if self._exchange is not None:
             parties = [sum(1 for share in shares if share[j].size) for j in range(len(batch.parts))]
             self._exchange.begin([max(1, count) for count in parties])
-        results = [result for result in self._team.run(work) if result is not None]
+        try:
+            results = [result for result in self._team.run(work) if result is not None]
+        except RuntimeError as error:
+            if (
+                self.replicas == 1
+                or not self.loss.may_have_state
+                or "modified by an inplace operation" not in str(error)
+            ):
+                raise
+            raise StrategyError(
+                f"dp: {self.loss.name} seems to write to a tensor that it holds, while another thread computes with it",
+                kind="state",
+                fix="take ddp, where each replica has a loss of its own, or give the loss a new tensor instead",
+            ) from error
         self._add_gradients([i for i, job in enumerate(work) if job is not None])
         self._kept = self._attributes_now()  # what forward makes of the attributes of a replica is its own
         return added(results, self._summed)
