@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 import torch
 from torch import nn
+from torch.nn import functional as F
 from torch.utils.data import TensorDataset
 
 import lockstep
@@ -51,6 +52,7 @@ def test_a_job_with_wrong_fields(make: Callable[[], Any], says: str) -> None:
 JOB = """
 import torch, lockstep
 from torch import nn
+from torch.nn import functional as F
 from torch.utils.data import TensorDataset
 
 class OnCuda(nn.Linear):
@@ -351,6 +353,40 @@ class Centred(nn.Linear):
 @pytest.mark.parametrize(
     ("model", "says"), [(Noisy, "draws random numbers in evaluation"), (Centred, "outputs depend on other sam")]
 )
+class Detector(nn.Module):
+    """Gives a dictionary for each image, as detectors do."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(6, 3)
+
+    def forward(self, images: list[dict[str, torch.Tensor]]) -> list[dict[str, torch.Tensor]]:
+        return [{"scores": self.layer(image["boxes"])} for image in images]
+
+
+@pytest.mark.parametrize("way", ["single", "dp"])
+def test_a_metric_over_the_boxes_of_images_is_a_sum(way: str, tmp_path: Path, capsys: Any) -> None:
+    """Found by trial: it was said to be no sum, since the boxes of the first image were taken for samples."""
+    data = [({"boxes": torch.ones(1 + i % 3, 6)}, torch.zeros(1 + i % 3, dtype=torch.long)) for i in range(12)]
+
+    def loss(outputs: Any, targets: Any) -> tuple[torch.Tensor, int]:
+        scores = torch.cat([image["scores"] for image in outputs])
+        return F.cross_entropy(scores, torch.cat(targets), reduction="sum"), len(scores)
+
+    job = lockstep.Job(
+        model=Detector,
+        loss=loss,
+        optimizer=lambda named: torch.optim.SGD(named, lr=0.1),
+        train_data=data,
+        eval_data=data,
+        metrics={"boxes": lambda outputs, targets: (sum(len(t) for t in targets), len(outputs))},
+        collate=lambda samples: (([image for image, _ in samples],), [labels for _, labels in samples]),
+        batch_size=6,
+    )
+    run = lockstep.train(job, strategy=way, devices="2xcpu" if way == "dp" else "1xcpu", folder=tmp_path)
+    assert run.metrics["boxes"] == 2 and "no sum over samples" not in capsys.readouterr().out
+
+
 def test_what_depends_on_the_devices_is_said_of_evaluations_too(model, says: str, tmp_path: Path, capsys) -> None:
     """Found by trial: predictions 0.07 to 0.66 off without a line."""
     data = TensorDataset(drawn(8, 6), labels(8, 3))

@@ -6,7 +6,7 @@ import contextlib
 import copy
 import itertools
 import math
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, MutableMapping
 from typing import Any
 
 import torch
@@ -86,6 +86,8 @@ def _samples_of(outputs: Any, targets: Any) -> int:
     """How many samples they are of; 0 where they can't be cut."""
     if holds_packed((outputs, targets)):
         return 0
+    if isinstance(outputs, list) and outputs and all(isinstance(each_one, MutableMapping) for each_one in outputs):
+        return len(outputs)  # a dictionary for each image, as detectors give
     of_outputs, of_targets = (next((len(t) for t in tensors(of) if t.dim()), 0) for of in (outputs, targets))
     several = of_targets and folded((outputs, targets), of_targets) is not None  # rows for each sample
     return of_targets if several else of_outputs
