@@ -5,7 +5,9 @@ Each model is trained over cards, forward, backward and update, and must end whe
 
 from __future__ import annotations
 
+import json
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -15,7 +17,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_map
 from torch.utils.checkpoint import checkpoint
 
-from lockstep import Job
+from lockstep import Job, train
 from lockstep.data import Part
 from lockstep.errors import LossError, StrategyError
 from lockstep.launch.devices import Device, slots
@@ -607,6 +609,14 @@ def test_threads_of_micro_batches_have_the_callers_autocast_and_say_where_one_fa
     assert failed.value.__notes__ == ["raised in stage 1 (card:1), forward of micro-batch 0, at step 4"]
     monkeypatch.setattr(Failing, "fails", False)
     assert step(*batch(job, 4, 8)).loss > 0
+
+
+def test_a_profile_over_cards_has_the_time_of_the_stages(tmp_path: Path) -> None:
+    job, device_map = PLACED["a weight on both cards"]
+    job = job.replace(batch_size=4, epochs=2)
+    run = train(job, strategy=PP(device_map, 2), devices="card:0,1", folder=tmp_path, profile=True, quiet=True)
+    (row,) = json.loads((run.folder / "profile" / "summary.json").read_text())["ranks"]
+    assert row["phases"]["stages"] > row["phases"]["optimizer"] / 100
 
 
 def test_every_card_of_any_type_is_seeded_with_a_step() -> None:

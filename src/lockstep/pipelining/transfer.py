@@ -98,7 +98,7 @@ class Moving(TorchFunctionMode):
 
     def _copied(self, tensor: torch.Tensor) -> torch.Tensor:
         queues, place = self._queues, self.place
-        if queues is None or tensor.is_cpu:
+        if queues is None or tensor.device not in queues.places:
             return tensor.to(place, non_blocking=True)
         copy = queues.sent(tensor, place)
         if not queues.leaves:  # it is used at once

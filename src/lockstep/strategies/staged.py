@@ -51,7 +51,7 @@ class StagedStep(Step):
         self._is_small = world.device.is_slot and sum(p.numel() for p in self._parameters) <= _FEW
         # So many evaluation batches are under way at once.
         self._together = 1 if len(world.devices) == 1 else 2 * len(world.devices)
-        # (On accelerators the calling thread itself goes through the stages.)
+        # (On accelerators a device's time is not its thread's, which only queues work.)
         self.timed = "device" if world.device.is_slot else "rank"
 
     def gradients(self, batch: Batch) -> Loss:
