@@ -126,13 +126,12 @@ class Moving(TorchFunctionMode):
             return func(*args, **kwargs)
         if func in _LEFT:
             queues.wait_all()
-        else:
-            self._compute_on(queues, (*args, *kwargs.values()))
-        found = func(*args, **kwargs)
-        if func in _LEFT:
+            found = func(*args, **kwargs)
             queues.wait_all()
-        else:
-            self._compute_on(queues, (found,))
+            return found
+        self._compute_on(queues, (*args, *kwargs.values()))
+        found = func(*args, **kwargs)
+        self._compute_on(queues, (found,))
         return found
 
     def _compute_on(self, queues: CardQueues, nests: tuple[Any, ...]) -> None:
@@ -269,4 +268,6 @@ def _version(tensor: torch.Tensor) -> int:
 
 
 def _operands(nest: Any) -> list[torch.Tensor]:
-    return list(tensors(nest)) if isinstance(nest, (torch.Tensor, list, tuple)) else []
+    if isinstance(nest, torch.Tensor):
+        return [nest]
+    return list(tensors(nest)) if isinstance(nest, (list, tuple)) else []
