@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from test_train import classify
 
 from lockstep import Job, Run, train
@@ -23,7 +24,8 @@ from lockstep.strategies.hogwild import Hogwild
 from lockstep.strategies.pp import PP
 from lockstep.training.resume import as_it_went
 from lockstep.training.run_page import write_page
-from zoo import ZOO
+from lockstep.verify import same_bits
+from zoo import ZOO, sgd
 
 JOB = Path(__file__).parents[2] / "examples" / "digits.py"
 MAP = {"0": 0, "": 1}
@@ -246,3 +248,12 @@ def test_a_folder_in_which_another_process_trains_is_refused(own: Path) -> None:
         train(JobFile("own.py"), resume=run.folder, epochs=2)
     train(JobFile("own.py"), resume=run.folder, epochs=2)
     assert not list(run.folder.glob(".lock"))
+
+
+@pytest.mark.parametrize("optimizer", [sgd, lambda params: torch.optim.AdamW(params, lr=0.01)], ids=["sgd", "adamw"])
+def test_a_model_in_channels_last_goes_on_to_the_bit(optimizer: Any, tmp_path: Path) -> None:
+    """Found by trial: its momentum was loaded in another memory layout, and moved other weights than its own."""
+    job = ZOO["channels_last in volumes and in images"].replace(optimizer=optimizer)
+    where: dict[str, Any] = {"devices": "1xcpu", "folder": tmp_path, "quiet": True}
+    half = train(job.replace(steps=6), **where)
+    assert same_bits(train(job, resume=half.folder, quiet=True).model(), train(job, **where).model())

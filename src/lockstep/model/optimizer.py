@@ -228,4 +228,16 @@ def load_named_optimizer_state(optimizer: torch.optim.Optimizer, model: nn.Modul
         )
     own["state"] = {number[name]: values for name, values in saved["state"].items()} | saved.get("others", {})
     optimizer.load_state_dict(own)
+    _lay_out_state(optimizer)
     begin_momentum(optimizer)
+
+
+def _lay_out_state(optimizer: torch.optim.Optimizer) -> None:
+    """Give what an optimizer keeps for a parameter that one's memory layout, which files don't keep.
+
+    Fused kernels on CPU go through both by address.
+    """
+    for p, values in optimizer.state.items():
+        for name, value in values.items() if isinstance(p, torch.Tensor) else ():
+            if isinstance(value, torch.Tensor) and value.shape == p.shape and value.layout == torch.strided:
+                values[name] = torch.empty_like(p, dtype=value.dtype, device=value.device).copy_(value)
