@@ -29,6 +29,7 @@ class Average(Callback):
     """Whether buffers of floats are averaged too."""
 
     def __init__(self) -> None:
+        self._parameters: list[tuple[str, torch.nn.Parameter]] = []
         self._average: Tensors = {}
         self._number = 0  # of weights in it
 
@@ -41,12 +42,16 @@ class Average(Callback):
         world = training.world
         if world.size > 1 and not world.layout.together:
             raise StrategyError(f"{type(self).__name__}: each rank would average other weights: take ddp")
-        now = self._weights(training)
-        self._average = {name: average.to(now[name].device) for name, average in self._average.items()}
+        now = self._weights(training)  # (in their memory layout too: else sums of the same numbers may round otherwise)
+        self._average = {
+            name: torch.empty_like(now[name], dtype=average.dtype).copy_(average)
+            for name, average in self._average.items()
+        }
 
     def _weights(self, training: TrainingContext) -> Tensors:
-        model = training.model
-        named = [*model.named_parameters(), *(model.named_buffers() if self.buffers else ())]
+        if not self._parameters:  # (for a model of many modules this takes as long as an average)
+            self._parameters = list(training.model.named_parameters())
+        named = [*self._parameters, *(training.model.named_buffers() if self.buffers else ())]
         return {name: tensor.detach() for name, tensor in named if tensor.is_floating_point() or tensor.is_complex()}
 
     @torch.no_grad()
