@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import sys
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
@@ -24,8 +24,10 @@ from lockstep.tensors.allocator import keep_freed_memory
 
 def parallelize(
     model: nn.Module,
-    loss: Callable[..., Any],
-    optimizer: torch.optim.Optimizer | Callable[..., torch.optim.Optimizer],
+    loss: Callable[..., Any] | None,
+    optimizer: torch.optim.Optimizer
+    | Callable[..., torch.optim.Optimizer]
+    | Mapping[str, Callable[..., torch.optim.Optimizer]],
     *,
     strategy: str | Strategy | None = None,
     devices: Devices = "auto",
@@ -37,6 +39,8 @@ def parallelize(
         for inputs, targets in lockstep.batches(dataset, batch_size=256):
             print(step(inputs, targets).loss)
 
+    ``step.backward(inputs, targets)``, as often as you like, and then ``step.update()`` do the same in parts.
+
     Where its numbers will not be those of one device, that is said by Python's ``warnings``.
 
     Inside ``lockstep.launch`` or torchrun each rank calls this with the same model (by ``ddp``); elsewhere one process
@@ -44,11 +48,12 @@ def parallelize(
 
     Args:
         model: the model itself; it is trained in place, and moved to the first device.
-        loss: as in a Job.
-        optimizer: over the model's parameters, or a function that makes one from ``(name, parameter)`` pairs.
+        loss: as in a Job; None where ``step=`` is among the settings.
+        optimizer: over the model's parameters, or a function that makes one from ``(name, parameter)`` pairs; with
+            ``step=`` a dict of such functions.
         strategy: by name; None takes ``ddp`` where there are several ranks, ``dp`` on several devices, else ``single``.
         devices: those of this process, where it isn't a rank of a launch.
-        settings: as the Job's: ``accumulate``, ``clip_norm``, ``sync_batchnorm``, ``channels_last``, ``precision``, ...
+        settings: as the Job's: ``step``, ``accumulate``, ``clip_norm``, ``sync_batchnorm``, ``precision``, ...
 
     Raises:
         InputError: the strategy can't be used here, or a setting is wrong.
@@ -61,7 +66,7 @@ def parallelize(
     # The data are the person's own; a Job wants to be told of some.
     job = Job(
         model=lambda: model,
-        loss=loss,
+        loss=loss,  # type: ignore[arg-type]
         optimizer=(lambda named: optimizer) if isinstance(optimizer, torch.optim.Optimizer) else optimizer,
         train_data=(),
         batch_size=2**31,

@@ -262,6 +262,26 @@ def test_verify_names_what_a_step_function_draws(way: str) -> None:
     assert "without them the results agree" in found.causes[0].text
 
 
+def looped(strategy: str, devices: str) -> Tensor:
+    torch.manual_seed(0)
+    models = nn.ModuleDict(parts())
+    optimizers = {"head": plain_sgd, "body": sgd}
+    step = lockstep.parallelize(
+        models, None, optimizers, step=both, strategy=strategy, devices=devices, precision="fp64"
+    )
+    for batch in lockstep.batches(DATA, batch_size=7):
+        assert step(batch).parts.keys() == {"head", "body"}
+    with pytest.raises(StrategyError, match=r"a step function makes updates itself: call step\(inputs, targets\)"):
+        step.backward(*DATA[:4])
+    return torch.cat([p.detach().flatten() for p in models.parameters()])
+
+
+def test_an_own_loop_takes_a_step_function_too() -> None:
+    expected = looped("single", "1xcpu")
+    ends = [looped("dp", "3xcpu"), *lockstep.launch(lambda world: looped("ddp", "auto"), devices="2xcpu")]
+    assert max((end - expected).abs().max() for end in ends) < BOUND
+
+
 def test_a_model_with_a_forward_is_evaluated_and_predicted_with(tmp_path: Path) -> None:
     job = example("distillation").replace(epochs=1)
     run = train(job, strategy="dp", devices="2xcpu", folder=tmp_path, quiet=True)
