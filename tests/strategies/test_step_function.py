@@ -112,6 +112,28 @@ def test_updates_are_those_of_a_loop_written_in_pytorch(way: str, tmp_path: Path
     assert {"train_loss", "train_head", "train_body"} <= run.history[-1].keys()
 
 
+def thaws(strategy: str, devices: str) -> Tensor:
+    """The body is frozen for two steps, as a whole; its updates do nothing then."""
+    torch.manual_seed(0)
+    models = nn.ModuleDict(parts())
+    optimizers = {"head": plain_sgd, "body": sgd}
+    step = lockstep.parallelize(
+        models, None, optimizers, step=both, strategy=strategy, devices=devices, precision="fp64"
+    )
+    before = models["body"][0].weight.detach().clone()
+    for number, batch in enumerate(lockstep.batches(DATA, batch_size=7)):
+        models["body"].requires_grad_(number > 1)
+        assert step(batch).parts.keys() == {"head", "body"}
+        assert torch.equal(models["body"][0].weight, before.double()) == (number < 2)
+    return torch.cat([p.detach().flatten() for p in models.parameters()])
+
+
+def test_a_part_that_is_frozen_for_a_while_is_moved_afterwards() -> None:
+    expected = thaws("single", "1xcpu")
+    ends = [thaws("dp", "3xcpu"), *lockstep.launch(lambda world: thaws("ddp", "auto"), devices="2xcpu")]
+    assert max((end - expected).abs().max() for end in ends) < BOUND
+
+
 def rates(name: str) -> dict[str, Any]:
     make = {name: lambda optimizer: torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.5)}
     return {"lr_scheduler": make, "lr_scheduler_every": "step"}

@@ -145,11 +145,13 @@ class FunctionStep(Step):
             raise NonFiniteLoss(
                 f'update("{name}"): the loss became {value} at step {self.world.step} on {self.world.device}'
             )
+        if not inputs:
+            return  # that part is frozen now
         if not total.requires_grad and not (isinstance(loss.count, int) and loss.count == 0):
             raise LossError(
                 f'update("{name}"): the loss depends on no parameter: is it detached, or inside of no_grad?'
             )
-        if total.requires_grad and inputs:
+        if total.requires_grad:
             self._run_backward_into(total, scalar(1.0 / samples, total.dtype, total.device), inputs)
 
     @phase("computing", "backward")
@@ -204,9 +206,16 @@ class FunctionStep(Step):
         """The loss summed over the ranks, and every gradient beside it."""
         if self.world.size == 1:
             return loss
+        if not (which := self.named(name)):  # that part is frozen now
+            numbers = [float(number) for number in (self.world.asked_to_stop(), *loss)]
+            asked, total, count = self.world.all_reduce(
+                torch.tensor(numbers, dtype=torch.float64, device=self.world.exchange_device)
+            ).tolist()
+            self.agree_to_stop(asked)
+            return Loss(total, count)
         if name not in self._sums:
             modules = [m for m in self.model.modules() if getattr(m, "sparse", False) is True]
-            mine = [self._parameters[i] for i in self.named(name)]
+            mine = [self._parameters[i] for i in which]
             self._sums[name] = FlatGradients(mine, 3, {id(m.weight) for m in modules})
         asked, total, count = self._sums[name].sum_over(self.world, [self.world.asked_to_stop(), *loss])
         self.agree_to_stop(asked)
