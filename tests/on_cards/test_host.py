@@ -9,7 +9,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import nn
-from torch.utils.data import TensorDataset
+from torch.utils.data import IterableDataset, TensorDataset
 
 from lockstep import Job, Loss, launch, train
 from lockstep.data import eval_loaders
@@ -23,6 +23,7 @@ from lockstep.strategies.single import Single
 from lockstep.strategies.strategy import Strategy
 from lockstep.training.evaluation import evaluate
 from lockstep.training.progress import Pace
+from lockstep.verify import same_bits
 from simulated_card import counts
 
 WAITING = ("host_reads", "waits", "blocking_copies")
@@ -260,3 +261,61 @@ def test_a_log_reads_results_once_and_steps_between_logs_read_nothing(tmp_path, 
     assert reads(log_every=10) == plain + 3 * 2
     assert reads(log_every=35) == plain, "the epoch's end reads the same"
     assert reads(log_every=10, clip_norm=1.0) == clipped + 3 * 3
+
+
+# ---- the state of data -----------------------------------------------------------------------------------------------
+
+
+class Moving(TensorDataset):
+    """Each sample that is read changes it, and the ones after it."""
+
+    def __init__(self) -> None:
+        super().__init__(*data(64).tensors)
+        self.read = 0
+
+    def __getitem__(self, index: int) -> Any:
+        self.read += 1
+        inputs, targets = super().__getitem__(index)
+        return inputs + 0.01 * self.read, targets
+
+    __getitems__ = None  # type: ignore[assignment]
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"read": self.read}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self.read = state["read"]
+
+
+class MovingStream(IterableDataset[Any]):
+    """Its state is the place in it."""
+
+    def __init__(self) -> None:
+        self.at, self.start = 0, 0
+
+    def set_epoch(self, epoch: int) -> None: ...
+
+    def __iter__(self) -> Any:
+        self.at, self.start = self.start, 0
+        inputs, targets = data(64).tensors
+        while self.at < 64:
+            self.at += 1
+            yield inputs[self.at - 1], targets[self.at - 1]
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"at": self.at}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self.start = state["at"]
+
+
+@pytest.mark.parametrize("kind", [Moving, MovingStream])
+def test_the_state_of_data_that_is_saved_is_of_the_batches_trained_on(kind: Any, tmp_path) -> None:
+    """A batch is copied ahead, so that the dataset's own state is that of one more."""
+    job = Job(model=net, loss=nn.CrossEntropyLoss(), optimizer=sgd, train_data=kind, batch_size=8, epochs=2,
+              loader_workers=0, shuffle=False)  # fmt: skip
+    on: dict[str, Any] = {"strategy": "single", "devices": "card:1", "quiet": True}
+    whole = train(job, folder=tmp_path / "whole", **on)
+    first = train(job, folder=tmp_path, steps=5, **on)
+    run = train(job, resume=first.folder, **on)
+    assert same_bits(run.model(), whole.model())

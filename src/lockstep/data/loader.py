@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from lockstep.data.copy_ahead import copied_ahead
+from lockstep.data.dataset_state import state_of
 from lockstep.data.fetch import Collate, Fetcher
 from lockstep.data.loader_workers import Workers, workers_here
 from lockstep.data.order import Ascending, by_person, permutation
@@ -20,6 +21,9 @@ from lockstep.launch import world as _world
 from lockstep.launch.events import Line
 from lockstep.launch.world import World
 from lockstep.tensors.pytree import may_pin
+
+_KEPT = 4
+"""States that are kept: of the batch in use, of one that is copied ahead, and of one that shows whether more come."""
 
 
 class AnyLoader(ABC):
@@ -88,6 +92,7 @@ class AnyLoader(ABC):
         self._fetching = self._fetcher()
         count = self._count_of_workers(workers)
         self._workers = Workers(self._fetching, count, self._pin) if count else None
+        self._states: dict[tuple[int, int], Any] | None = None
         self._next = 0
 
     @abstractmethod
@@ -123,6 +128,20 @@ class AnyLoader(ABC):
 
     @abstractmethod
     def _batches(self, epoch: int, start: int) -> Iterator[Batch]: ...
+
+    def keep_states(self) -> None:
+        """From now on keep the dataset's state after each of the last batches: they may be read ahead of their use."""
+        self._states = {}
+
+    def state_at(self, epoch: int, position: int) -> Any:
+        """The dataset's state before global batch ``position`` of an epoch; None where that isn't known."""
+        return None if self._states is None else self._states.get((epoch, position))
+
+    def _keep(self, epoch: int, position: int, state: Any) -> None:
+        if self._states is not None:
+            self._states[epoch, position] = state
+            if len(self._states) > _KEPT:
+                del self._states[next(iter(self._states))]
 
     def _answers(self, requests: Iterable[tuple[Any, ...]]) -> Iterator[Any]:
         """What ``_fetching`` gives for each request, here or in loader workers, which are asked ahead."""
@@ -179,6 +198,11 @@ class Loader(AnyLoader):
                     found, note = next(answers)
                     pairs += found
                     self._say(note)
+            if self._states is not None:
+                state = state_of(self._dataset)
+                self._keep(epoch, index + 1, state)
+                if index + 1 == self.batches_of(epoch):
+                    self._keep(epoch + 1, 0, state)
             yield self._cutting.batch(row, pairs, index, epoch)
 
     def _asked(self, row: tuple[Tensor, ...]) -> list[list[Tensor]]:

@@ -20,14 +20,15 @@ from typing import Any
 
 import torch
 
+from lockstep.data.dataset_state import load_state, state_of
 from lockstep.data.fetch import Collate, Pair, number_of, together
 from lockstep.data.loader import AnyLoader
 from lockstep.data.shares import COLLATE, EVALUATION, ORDER, TRAINING, Batch, Cutting, absorbed, over_ranks
 from lockstep.errors import JobError, RunError, SampleError, told
 from lockstep.tensors.seeding import kept_states, seed_all
 
-Read = tuple[int, int, list[Pair]]
-"""Of a global batch: its samples, a number made of some, and each share that isn't empty."""
+Read = tuple[int, int, list[Pair], Any]
+"""Of a global batch: its samples, a number made of some, each share that isn't empty; the stream's state after it."""
 
 
 def stream_notes(shuffle: bool, meets: bool) -> Iterator[str]:
@@ -56,6 +57,18 @@ class StreamLoader(AnyLoader):
     says that it draws no random numbers, which saves seeding.
     """
 
+    _fetching: Reader
+    _begins: tuple[int, int, Any] | None = None
+
+    def keep_states(self) -> None:
+        """As any loader's; the first rank keeps them, since all read the same."""
+        super().keep_states()
+        self._fetching.sends_state = not self._cutting.rank
+
+    def begin_at(self, epoch: int, position: int, state: Any) -> None:
+        """Go on there with a state that was kept, instead of going through the stream again."""
+        self._begins = epoch, position, state
+
     def _fetcher(self) -> Reader:
         if self._by_person is not None:
             raise JobError(f"order: {self._name} is a stream, which comes in its own order: give a map-style dataset")
@@ -74,9 +87,16 @@ class StreamLoader(AnyLoader):
         """Global batches of an epoch: only its end tells, so None."""
 
     def _batches(self, epoch: int, start: int) -> Iterator[Batch]:
-        read: Iterator[Read] = self._answers((epoch, k, k == start) for k in itertools.count(start))
-        for index, (size, made, pairs) in enumerate(read, start):
+        kept = None
+        if self._begins is not None and self._begins[:2] == (epoch, start):
+            kept, self._begins = self._begins[2], None
+        later = ((epoch, k, False) for k in itertools.count(start + 1))
+        read: Iterator[Read] = self._answers(itertools.chain([(epoch, start, True, kept)], later))
+        for index, (size, made, pairs, after) in enumerate(read, start):
             self._compare(index, size, made)
+            self._keep(epoch, index + 1, after)
+            if size < self._cutting.batch_size and not callable(getattr(self._dataset, "set_epoch", None)):
+                self._keep(epoch + 1, 0, after)  # it counts the epochs itself
             first = index * self._cutting.batch_size
             if size:
                 row = self._cutting.row(torch.arange(first, first + size))
@@ -124,18 +144,22 @@ class Reader:
         self._samples: Iterator[Any] | None = None
         self._place = 0
         self._gave = False
+        self.sends_state = False
 
-    def __call__(self, epoch: int, index: int, begins: bool) -> Read:
+    def __call__(self, epoch: int, index: int, begins: bool, kept: Any = None) -> Read:
         """Batch ``index`` of an epoch, the one after that of the last call, unless the epoch begins here.
 
-        It has no samples once the stream has come to its end.
+        It has no samples once the stream has come to its end. With a state that was ``kept`` it is begun in that.
         """
         with kept_states() if self._draws else nullcontext():
             state = absorbed(self._stream, epoch)
             if begins:
-                self._begin(epoch, state, index)
+                self._begin(epoch, state, index, kept)
             first = self._place
             samples = list(itertools.islice(self._left(state), self._cutting.batch_size))
+            if begins and index == 0 and not samples and kept is not None:  # the state was at the end of an epoch
+                self._samples = iter(self._dataset)
+                samples = list(itertools.islice(self._left(state), self._cutting.batch_size))
             if begins and index == 0 and not samples:
                 if not self._gave:
                     raise JobError(f"{self._name}: it is empty")
@@ -152,12 +176,15 @@ class Reader:
                 pairs.append(together(samples[a:b], self._collate, self._name))
         # At batches 0, 1, 2, 4, 8, ...: enough to see streams that were cut by rank.
         looks = self._compared and samples and index & (index - 1) == 0
-        return len(samples), number_of([samples[0], samples[-1]]) >> 1 if looks else 0, pairs
+        after = state_of(self._dataset, self._place) if self.sends_state else None
+        return len(samples), number_of([samples[0], samples[-1]]) >> 1 if looks else 0, pairs, after
 
-    def _begin(self, epoch: int, state: int, start: int) -> None:
+    def _begin(self, epoch: int, state: int, start: int, kept: Any) -> None:
         self._place = 0
         if self._draws:
             seed_all(absorbed(state, ORDER) >> 1)
+        if kept is not None:
+            load_state(self._dataset, kept, self._name)
         try:
             if callable(getattr(self._dataset, "set_epoch", None)):
                 self._dataset.set_epoch(epoch)
@@ -165,6 +192,9 @@ class Reader:
         except Exception as error:
             raise JobError(f"{self._name}: going through it raised {told(error)}") from error
         skipped = start * self._cutting.batch_size
+        if kept is not None:
+            self._place = skipped
+            return
         for _ in itertools.islice(self._left(state), skipped):
             pass
         if self._place <= skipped - self._cutting.batch_size:  # a smaller last batch ends before its own end

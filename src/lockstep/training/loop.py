@@ -84,7 +84,8 @@ class _Training(Setup):
         self.shapes: dict[str, Any] = {}
         self.told = Teller(self.step, job, plan.tensorboard)
         self.callbacks = Callbacks(job, self.step, folder.path, self.told)
-        self.saves = Saves(job, folder, self.step, self.scheduler, self.train_data, self.callbacks)
+        of = self.train_data, self.loader
+        self.saves = Saves(job, folder, self.step, self.scheduler, *of, self.callbacks)
 
     # ---- the whole --------------------------------------------------------------------------------------------------
 

@@ -8,6 +8,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from lockstep.data import AnyLoader
+from lockstep.data.dataset_state import has_state
 from lockstep.errors import JobError
 from lockstep.job import Job
 from lockstep.launch.events import Event, Memory, Progress
@@ -133,11 +134,6 @@ class Teller(Callback):
         """Write out what TensorBoard hasn't got yet."""
         if self._writer is not None:
             self._writer.close()
-
-
-def has_state(thing: Any) -> bool:
-    """Whether a checkpoint can keep its state."""
-    return all(callable(getattr(thing, name, None)) for name in ("state_dict", "load_state_dict"))
 
 
 def held_out(loaders: Mapping[str, AnyLoader]) -> str:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import math
 from collections.abc import Callable, Mapping
 from typing import Any
@@ -9,30 +10,47 @@ from typing import Any
 from lockstep.checkpoint.reading import load_earlier, load_newest
 from lockstep.checkpoint.weights import load_weights, save_weights, weights_on_cpu
 from lockstep.checkpoint.writer import Writer
-from lockstep.data import is_stream
-from lockstep.errors import FolderError, InputError, JobError, first_line, nearest, told
+from lockstep.data import AnyLoader, is_stream
+from lockstep.data.dataset_state import forgets_samples, has_state, load_state, state_of
+from lockstep.data.stream import StreamLoader
+from lockstep.errors import FolderError, InputError, JobError, first_line, nearest
 from lockstep.job import Job, best_of
 from lockstep.launch.run_folder import RunFolder
 from lockstep.strategies.step import Step
 from lockstep.tensors.state_tree import encoded
 from lockstep.training.callbacks.dispatch import Callbacks
-from lockstep.training.progress import has_state
 
 
 class Saves:
     """Saves one training, and takes it up; the same on every rank."""
 
     def __init__(
-        self, job: Job, folder: RunFolder, step: Step, scheduler: Any, train_data: Any, callbacks: Callbacks
+        self,
+        job: Job,
+        folder: RunFolder,
+        step: Step,
+        scheduler: Any,
+        train_data: Any,
+        loader: AnyLoader,
+        callbacks: Callbacks,
     ) -> None:
         world = step.world
         self._job, self._world, self._folder, self._step, self._scheduler = job, world, folder, step, scheduler
-        self._callbacks = callbacks
-        self._data = train_data if has_state(train_data) and not is_stream(train_data) else None
+        self._loader, self._callbacks = loader, callbacks
+        self._data = train_data if has_state(train_data) else None
         self.notes: list[str] = []
-        if self._data is not None and job.loader_workers != 0:
+        self._is_stream = is_stream(train_data)
+        if self._data is not None and job.loader_workers != 0 and not self._is_stream:
             self._data = None
             self.notes.append("train_data has a state, which loader workers would change: loader_workers=0 saves it")
+        if self._data is not None and forgets_samples(train_data):
+            self._data = None
+            self.notes.append(
+                "train_data has a shuffle buffer that is not in its state: a resumed run goes through it again to its "
+                "place"
+            )
+        if self._data is not None:
+            loader.keep_states()
         self._metric, self._more_is_better = best_of(job.best)
         self._best = math.inf  # the value so far, with a minus where more is better
         self._data_states: list[Any] | None = None
@@ -47,19 +65,31 @@ class Saves:
         Raises:
             JobError: something is no tensor and no plain value.
         """
-        own = {"model": self._step.model.state_dict(), **self._beside()}
+        own = {"model": self._step.model.state_dict(), **self._beside({"epoch": 0, "position": 0})}
+        if self._is_stream and self._data is not None:
+            with contextlib.suppress(Exception):  # it may have none before it is iterated
+                own["train_data"] = state_of(self._data)
         try:
             encoded(own)
         except InputError as error:
             raise JobError(f"saving: {error}") from error
 
-    def _beside(self) -> dict[str, Any]:
+    def _beside(self, place: Mapping[str, Any]) -> dict[str, Any]:
         """The states of what is around the step; those of callbacks are rank 0's."""
         return {
             "scheduler": None if self._scheduler is None else self._scheduler.state_dict(),
             "callbacks": self._callbacks.state_dict(),
-            "train_data": None if self._data is None else self._world.gather_objects(self._data.state_dict()),
+            "train_data": self._data_state(place["epoch"], place["position"]),
         }
+
+    def _data_state(self, epoch: int, position: int) -> Any:
+        """Of a stream, which all ranks read, rank 0's; else that of each rank; None where there is none."""
+        if self._data is None:
+            return None
+        state = self._loader.state_at(epoch, position)
+        if self._is_stream:
+            return state
+        return self._world.gather_objects(state_of(self._data) if state is None else state)
 
     def is_best(self, values: Mapping[str, float]) -> bool:
         """Whether an evaluation is better than all before it.
@@ -98,7 +128,7 @@ class Saves:
 
         whole = {
             **state,
-            **self._beside(),
+            **self._beside(place),
             **place,
             "best": self._best,
             "best_of": [self._metric, self._more_is_better],
@@ -133,6 +163,9 @@ class Saves:
         self._callbacks.load_state_dict({**earlier, **state.get("callbacks", {})})
         self.notes += self._callbacks.notes
         self._data_states = state.get("train_data")
+        if self._is_stream and self._data is not None and self._data_states is not None:
+            assert isinstance(self._loader, StreamLoader)
+            self._loader.begin_at(state["epoch"], state["position"], self._data_states)
         return state
 
     def _has_best(self, state: Mapping[str, Any]) -> bool:
@@ -159,7 +192,7 @@ class Saves:
             JobError: they don't take it.
         """
         states = self._data_states
-        if self._data is None or not states:
+        if self._data is None or not states or self._is_stream:
             return
         if len(states) != self._world.size:
             self.notes.append(
@@ -167,7 +200,4 @@ class Saves:
                 "begins with that of the first"
             )
             states = states[:1] * self._world.size
-        try:
-            self._data.load_state_dict(states[self._world.rank])
-        except Exception as error:
-            raise JobError(f"train_data: load_state_dict raised {told(error)}") from error
+        load_state(self._data, states[self._world.rank], "train_data")
