@@ -30,6 +30,11 @@ def labels(count: int, classes: int, seed: int = 2) -> torch.Tensor:
     return torch.randint(classes, (count,), generator=torch.Generator().manual_seed(seed))
 
 
+def slow(*values: Any) -> Any:
+    """Parameters of a test that is slow with them."""
+    return pytest.param(*values, marks=pytest.mark.slow)
+
+
 def right(outputs: torch.Tensor, targets: torch.Tensor) -> tuple[torch.Tensor, int]:
     return (outputs.argmax(dim=-1) == targets).sum(), targets.numel()
 

@@ -15,7 +15,7 @@ from lockstep.callbacks import EMA, SWA, TrainingContext
 from lockstep.checkpoint.weights import load_weights
 from lockstep.errors import JobError, StrategyError
 from lockstep.verify import same_bits
-from zoo import ZOO, mlp, sgd, state_of
+from zoo import ZOO, mlp, sgd, slow, state_of
 
 WAYS = {"dp": "3xcpu", "ddp": "2xcpu", "mp": "2xcpu", "pp": "2xcpu"}
 
@@ -61,7 +61,7 @@ def test_a_moving_average_is_that_of_its_formula_and_is_what_is_evaluated(tmp_pa
     assert same_bits(run.model(best=True), run.model("ema.safetensors")), "the best weights are those of the best loss"
 
 
-@pytest.mark.parametrize("way", WAYS)
+@pytest.mark.parametrize("way", [slow("dp"), "ddp", slow("mp"), "pp"])
 def test_averages_are_those_of_one_device(way: str, tmp_path: Path) -> None:
     its = job(EMA(0.9), SWA(start=2))
     cut = {"accumulate": 4} if way == "pp" else {}
@@ -71,7 +71,7 @@ def test_averages_are_those_of_one_device(way: str, tmp_path: Path) -> None:
     assert one.metrics["loss"] == pytest.approx(several.metrics["loss"], rel=1e-10)
 
 
-@pytest.mark.parametrize("kind", ["convolutions with sync_batchnorm", "ignored tokens and tied weights"])
+@pytest.mark.parametrize("kind", ["convolutions with sync_batchnorm", slow("ignored tokens and tied weights")])
 def test_averages_of_running_statistics_and_tied_weights_are_those_of_one_device(kind: str, tmp_path: Path) -> None:
     its = job(SWA(), EMA(0.5, every=2), kind=kind)
     one, several = trained(its, "single", tmp_path), trained(its, "ddp", tmp_path)
@@ -93,7 +93,8 @@ LAID_OUT = "channels_last in volumes and in images"
 
 
 @pytest.mark.parametrize(
-    ("before", "after", "kind"), [("single", "single", LAID_OUT), ("single", "single", "mlp"), ("ddp", "dp", "mlp")]
+    ("before", "after", "kind"),
+    [("single", "single", LAID_OUT), slow("single", "single", "mlp"), slow("ddp", "dp", "mlp")],
 )
 def test_an_average_goes_on_to_the_bit(before: str, after: str, kind: str, tmp_path: Path) -> None:
     its = job(EMA(0.9), SWA(), kind=kind)

@@ -32,7 +32,7 @@ from lockstep.tensors.seeding import seeded
 from lockstep.training.callbacks.monitors import png_of
 from lockstep.verify import same_bits
 from pages import ROOT, blocks
-from zoo import ZOO, drawn, sgd
+from zoo import ZOO, drawn, sgd, slow
 
 WAYS = {"dp": "3xcpu", "ddp": "2xcpu", "mp": "2xcpu", "pp": "2xcpu", "hogwild": "2xcpu"}
 
@@ -68,7 +68,7 @@ def since_the_best(losses: list[float]) -> int:
     return len(losses) - 1 - losses.index(min(losses))
 
 
-@pytest.mark.parametrize("way", ["single", "ddp", "hogwild"])
+@pytest.mark.parametrize("way", ["single", slow("ddp"), slow("hogwild")])
 def test_a_training_stops_when_its_loss_has_not_fallen(way: str, tmp_path: Path) -> None:
     run = trained(rising(EarlyStopping(patience=2)), tmp_path, way)
     losses = [record["eval_loss"] for record in run.history]
@@ -98,7 +98,7 @@ def test_a_metric_that_there_is_not_is_named(tmp_path: Path) -> None:
         trained(rising(EarlyStopping("eval_los")), tmp_path)
 
 
-@pytest.mark.parametrize("way", ["single", "ddp"])
+@pytest.mark.parametrize("way", [slow("single"), "ddp"])
 def test_the_best_weights_are_kept_and_the_others_removed(way: str, tmp_path: Path) -> None:
     run = trained(rising(KeepWeights(2, "eval_loss"), KeepWeights(2), EMA(0.5), epochs=9), tmp_path, way)
     losses = {record["eval_loss"]: record["step"] for record in run.history}
@@ -138,7 +138,7 @@ class Moves(Callback):
             file.write(" ".join(moved) + "\n")
 
 
-@pytest.mark.parametrize("way", ["single", *WAYS])
+@pytest.mark.parametrize("way", ["single", slow("dp"), "ddp", slow("mp"), slow("pp"), slow("hogwild")])
 def test_parameters_are_frozen_from_one_step_to_another_as_on_one_device(way: str, tmp_path: Path) -> None:
     its = job(Freeze("0", until=3), Freeze("2.b*", start=5, until=7), Freeze(["2.weight"], start=7))
     if way == "hogwild":
@@ -168,7 +168,7 @@ class Sleeps(Callback):
         time.sleep(0.02)
 
 
-@pytest.mark.parametrize("way", ["single", "ddp", "hogwild"])
+@pytest.mark.parametrize("way", [slow("single"), "ddp", slow("hogwild")])
 def test_a_time_limit_ends_the_training_evaluated_and_saved(way: str, tmp_path: Path) -> None:
     run = trained(rising(Sleeps(), TimeLimit("0.3 s"), epochs=1000), tmp_path, way)
     assert 0 < run.summary["steps"] < 100
@@ -203,7 +203,7 @@ def pictures_of(model: nn.Module) -> torch.Tensor:
     return model(drawn(4, 6).double()).softmax(1).view(2, 1, 2, 3)
 
 
-@pytest.mark.parametrize("way", ["dp", "ddp", "pp"])
+@pytest.mark.parametrize("way", [slow("dp"), slow("ddp"), "pp"])
 def test_what_a_model_makes_is_written_at_each_evaluation_as_on_one_device(way: str, tmp_path: Path) -> None:
     its = job(Sampler(text_of), Sampler(pictures_of, every=2, name="pictures"), EMA(0.5))
     cut = {"accumulate": 4} if way == "pp" else {}
@@ -259,7 +259,7 @@ def calls(log: Path) -> list[Any]:
     return [json.loads(line) for line in log.read_text().splitlines()]
 
 
-@pytest.mark.parametrize("way", ["single", "ddp"])
+@pytest.mark.parametrize("way", ["single", slow("ddp")])
 def test_weights_and_biases_gets_each_number_once(way: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     log = service("wandb", tmp_path, monkeypatch)
     run = trained(job(WandB("digits", tags=["one"])), tmp_path, way)

@@ -14,7 +14,7 @@ import lockstep
 from lockstep import Callback, Job
 from lockstep.callbacks import TrainingContext
 from lockstep.errors import JobError, LockstepError
-from zoo import ZOO
+from zoo import ZOO, slow
 
 WAYS = {"single": "1xcpu", "dp": "2xcpu", "ddp": "2xcpu", "pp": "2xcpu", "hogwild": "2xcpu"}
 
@@ -61,7 +61,7 @@ class Writes(Callback):
         self._note("finish", training)
 
 
-@pytest.mark.parametrize("way", ["single", "ddp", "hogwild"])
+@pytest.mark.parametrize("way", [slow("single"), "ddp", slow("hogwild")])
 def test_each_rank_is_called_at_each_point(way: str, tmp_path: Path) -> None:
     run = trained(job(Writes()), way, tmp_path)
     epochs = [
@@ -109,7 +109,7 @@ class Goes(Remembers):
 Goes.__name__ = "Remembers"  # the state goes by the name
 
 
-@pytest.mark.parametrize("way", ["single", "ddp", "hogwild"])
+@pytest.mark.parametrize("way", [slow("single"), "ddp", slow("hogwild")])
 def test_one_that_stops_at_a_step_stops_all_there_and_its_state_goes_on(way: str, tmp_path: Path) -> None:
     run = trained(job(Remembers(), epochs=3), way, tmp_path)
     assert run.summary["steps"] == 6
@@ -180,10 +180,10 @@ class Changes(Callback):
             Changes("written", (0, 1), at=3),
             r'callbacks change \(parameter "2.weight", \w+\) has to be on every rank, and on ra',
         ),
-        (Changes("data"), 'parameter "2.weight" is no longer the same on all ranks'),
+        slow(Changes("data"), 'parameter "2.weight" is no longer the same on all ranks'),
         (Changes("rate"), r'callbacks change "lr of optimizer group 0" on rank 0 and rank 1 differently'),
-        (Changes("attribute"), r'callbacks change "model.temperature" on rank 0 and rank 1 differently'),
-        (Changes("end", at=3), "the end of the training by Changes has to be on every rank"),
+        slow(Changes("attribute"), r'callbacks change "model.temperature" on rank 0 and rank 1 differently'),
+        slow(Changes("end", at=3), "the end of the training by Changes has to be on every rank"),
     ],
     ids=lambda value: f"{value.what}-{len(value.ranks)}" if isinstance(value, Changes) else "",
 )
@@ -192,7 +192,7 @@ def test_what_is_changed_on_one_rank_only_is_named(change: Changes, says: str, t
         trained(job(change), "ddp", tmp_path)
 
 
-@pytest.mark.parametrize("what", ["frozen", "rate", "attribute"])
+@pytest.mark.parametrize("what", [slow("frozen"), "rate", slow("attribute")])
 def test_what_is_changed_on_all_ranks_alike_acts_as_on_one_device(what: str, tmp_path: Path) -> None:
     change = Changes(what, (0, 1), at=3)
     one, two = (trained(job(change), way, tmp_path).model() for way in ("single", "ddp"))
