@@ -524,6 +524,22 @@ def test_what_on_event_changes_in_the_data_on_one_rank_only_is_said(
     assert (says in " ".join(capsys.readouterr().out.split())) is said
 
 
+def test_what_on_event_changes_in_the_data_is_seen_by_loader_workers(tmp_path: Path) -> None:
+    """Found by trial: a curriculum that the copies of the dataset in loader workers never heard of."""
+    found = []
+    for workers in (0, 1):
+        data = Noisy()
+
+        def harder(event: Any, data: Noisy = data) -> None:
+            data.transform.noise += 1.0 if event.kind == "epoch" else 0.0
+
+        job = dataclasses.replace(ZOO["mlp"], train_data=data, eval_data=None, metrics={}, on_event=[harder])
+        job = job.replace(loader_workers=workers, epochs=3, precision="fp64")
+        found.append(train(job, strategy="single", devices="1xcpu", folder=tmp_path, quiet=True).model())
+    for mine, theirs in zip(found[0].parameters(), found[1].parameters(), strict=True):
+        torch.testing.assert_close(mine, theirs, atol=1e-10, rtol=0)
+
+
 class CountingCalls(nn.Module):
     def __init__(self) -> None:
         super().__init__()

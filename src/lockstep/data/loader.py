@@ -90,8 +90,9 @@ class AnyLoader(ABC):
         self._places = () if any(place.type == "cpu" for place in places) else places
         self._pin = bool(self._places) and (may_pin(self._places[0]) if pin is None else pin)
         self._fetching = self._fetcher()
-        count = self._count_of_workers(workers)
-        self._workers = Workers(self._fetching, count, self._pin) if count else None
+        self._count = self._count_of_workers(workers)
+        self._workers = Workers(self._fetching, self._count, self._pin) if self._count else None
+        self._are_stale = False
         self._states: dict[tuple[int, int], Any] | None = None
         self._next = 0
 
@@ -145,12 +146,24 @@ class AnyLoader(ABC):
 
     def _answers(self, requests: Iterable[tuple[Any, ...]]) -> Iterator[Any]:
         """What ``_fetching`` gives for each request, here or in loader workers, which are asked ahead."""
+        if self._are_stale:
+            self.close()
+            self._workers, self._are_stale = Workers(self._fetching, self._count, self._pin), False
         return (self._fetching(*r) for r in requests) if self._workers is None else self._workers.fetch(requests)
 
     def _world_to_compare(self) -> World | None:
         """The ranks that share these batches, where there are several."""
         world = _world.current()
         return None if world is None or world.size == 1 or world.size != self._cutting.world_size else world
+
+    def renew_workers(self) -> None:
+        """Have the next epoch fetched by new loader workers, where there are any: the dataset has been changed here."""
+        self._are_stale = self._workers is not None
+
+    @property
+    def has_workers(self) -> bool:
+        """Whether samples are fetched by loader workers, which hold copies of the dataset."""
+        return self._workers is not None
 
     def close(self) -> None:
         """End the loader workers, where there are any."""

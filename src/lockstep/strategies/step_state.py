@@ -155,12 +155,16 @@ class StepState(Evaluator):
         """A hash of each attribute of the model and the loss, and of variables that they or the data use."""
         return {name: its for *_, found in self._variables() for name, its in found.items()}
 
+    def data_prints(self) -> dict[str, bytes]:
+        """A hash of each small thing that train_data, order and collate hold and use, by its name."""
+        return self._of_data.small_prints()
+
     def _variables(self) -> list[tuple[str, str, dict[str, bytes]]]:
         """Who uses them, what to do where one has changed, and a hash of each."""
         attributes, outside = self.loss.state()
         mine = {f"model.{name}": its for name, its in attribute_prints(self.model).items()}
         of_model = {f"the attributes of {self.loss.name}": attributes, **outside, **self._outside.prints(), **mine}
-        of_data = {name: its for name, its in self._of_data.small_prints().items() if name not in of_model}
+        of_data = {name: its for name, its in self.data_prints().items() if name not in of_model}
         return [
             ("the loss or the model", "let the model compute it from a buffer", of_model),
             ("train_data, order or collate", "let set_epoch or order compute it from the epoch", of_data),

@@ -82,7 +82,7 @@ class _Training(Setup):
         self.logs: Logs | None = None
         self.recent = Loss(0.0, 0.0)  # of the steps since the last log of an earlier process
         self.shapes: dict[str, Any] = {}
-        self.told = Teller(self.step, job, plan.tensorboard)
+        self.told = Teller(self.step, job, plan.tensorboard, self.loader)
         self.callbacks = Callbacks(job, self.step, folder.path, self.told)
         of = self.train_data, self.loader
         self.saves = Saves(job, folder, self.step, self.scheduler, *of, self.callbacks)

@@ -62,8 +62,8 @@ class Pace:
 class Teller(Callback):
     """Passes on what happens, on rank 0: to TensorBoard, to the display, to the person's functions."""
 
-    def __init__(self, step: Step, job: Job, tensorboard: bool) -> None:
-        self._step = step
+    def __init__(self, step: Step, job: Job, tensorboard: bool, loader: AnyLoader) -> None:
+        self._step, self._loader = step, loader
         self._functions: list[Any] = list(job.on_event) if step.world.is_first else []
         self._tensorboard = tensorboard and step.world.is_first
         self._writer: Any = None
@@ -112,7 +112,10 @@ class Teller(Callback):
         if not self._functions:
             return
         with self._step.changed_here_only("on_event"):
+            before = self._step.data_prints() if self._loader.has_workers else None
             answers = [function(event) for function in self._functions]
+            if before is not None and self._step.data_prints() != before:
+                self._loader.renew_workers()
         for answer in answers:
             if answer not in (None, "stop"):
                 raise JobError(f'on_event: a function answered {answer!r}; None or "stop" is expected')
