@@ -8,7 +8,18 @@ import pytest
 
 from lockstep.errors import StrategyError
 from lockstep.pipelining.planner.simulate import fitted, simulate
-from lockstep.pipelining.schedule import SCHEDULES, Schedule, devices_of, gpipe, interleaved, one_f_one_b, printed
+from lockstep.pipelining.schedule import (
+    SCHEDULES,
+    Schedule,
+    devices_of,
+    gpipe,
+    interleaved,
+    merged,
+    one_f_one_b,
+    orders_of,
+    printed,
+    straight,
+)
 from lockstep.report.timeline import Action, Timeline
 
 
@@ -162,3 +173,17 @@ def test_a_schedule_that_cannot_be_run_is_refused_with_the_action(text: str, say
 def test_a_schedule_of_no_micro_batches_is_refused() -> None:
     with pytest.raises(StrategyError, match="0 micro-batches; there is at least one"):
         SCHEDULES["1f1b"](2, 0)
+
+
+@pytest.mark.parametrize("name", SCHEDULES)
+@pytest.mark.parametrize(("devices", "microbatches"), [(1, 3), (2, 5), (4, 8)])
+def test_one_list_of_all_devices_has_each_ones_order_and_nothing_before_what_it_needs(
+    name: str, devices: int, microbatches: int
+) -> None:
+    schedule = SCHEDULES[name](devices, microbatches)
+    route = straight(len(devices_of(schedule)))
+    orders = orders_of(route, schedule, microbatches)
+    found = merged(route, orders)
+    assert [[key for key in found if key in order] for order in orders] == orders
+    at = {key: place for place, key in enumerate(found)}
+    assert all(at[i - 1, m] < place for (i, m), place in at.items() if i)

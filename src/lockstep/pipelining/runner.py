@@ -108,7 +108,8 @@ class Runner:
         sums depend on their order. Errors get a note that names the micro-batch and the stage.
 
         Args:
-            begin: called before the forward of a micro-batch that others don't overlap.
+            begin: called before the forward of a micro-batch that draws from the generators themselves: on slots one
+                that others don't overlap, on accelerators any that draws.
             forward: of the micro-batch of that number: model and loss.
             backward: of the same, given what forward gave; None in evaluation.
             count: how many there are.
