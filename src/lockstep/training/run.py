@@ -63,7 +63,7 @@ class Run:
 
     @property
     def history(self) -> list[dict[str, Any]]:
-        """One record for each epoch: the lines of ``metrics.jsonl``."""
+        """The lines of ``metrics.jsonl``: a record for each epoch, and for each log and evaluation within one."""
         return RunFolder(self.folder).read_metrics()
 
     def model(self, file: str | None = None, *, best: bool = False) -> nn.Module:
