@@ -86,8 +86,9 @@ def train(
         SystemExit: SIGTERM, or SIGUSR1; likewise, with 143.
     """
     job = with_settings(as_job(job), settings)
-    if batch_size_per_device is not None and (batch_size_per_device < 1 or "batch_size" in settings):
-        both = f"{batch_size_per_device} and batch_size {settings['batch_size']}" if "batch_size" in settings else ""
+    given = {**settings, **(job.settings if isinstance(job, JobFile) else {})}
+    if batch_size_per_device is not None and (batch_size_per_device < 1 or "batch_size" in given):
+        both = f"{batch_size_per_device} and batch_size {given['batch_size']}" if "batch_size" in given else ""
         raise InputError(f"batch_size_per_device: {both or batch_size_per_device}: give one of them, from 1")
     torchrun = started_as_rank()
     # Rank 0 makes the folder and has the display; the others hear of the folder when all have met.

@@ -75,7 +75,22 @@ struct Counts {
 // ---- streams, their queues and clocks -------------------------------------------------------------------------------
 
 std::recursive_mutex lock; // of all that is below
-using Lock = std::lock_guard<std::recursive_mutex>;
+int64_t depth = 0;         // how often its holder has it
+std::vector<std::function<void()>> finished; // their tensors may need Python's lock to be freed, so after this one's release
+
+struct Lock {
+  explicit Lock(std::recursive_mutex&) {
+    lock.lock();
+    depth++;
+  }
+  ~Lock() {
+    if (--depth == 0) {
+      freed.swap(finished);
+    }
+    lock.unlock();
+  }
+  std::vector<std::function<void()>> freed;
+};
 
 struct Queue {
   double clock = 0;
@@ -94,6 +109,7 @@ struct Queue {
       pending.erase(pending.begin());
       done++;
       work();
+      finished.push_back(std::move(work));
     }
   }
 };

@@ -98,6 +98,18 @@ def test_a_metric_that_there_is_not_is_named(tmp_path: Path) -> None:
         trained(rising(EarlyStopping("eval_los")), tmp_path)
 
 
+def test_an_epoch_that_is_not_evaluated_is_no_evaluation_for_callbacks(tmp_path: Path) -> None:
+    """Its end had no such metric, which ended the training."""
+    its = (
+        EarlyStopping("eval_loss", patience=50),
+        EarlyStopping("train_loss", patience=50),
+        KeepWeights(2, "eval_loss"),
+    )
+    run = trained(rising(*its, eval_every=3, epochs=5), tmp_path)  # of two steps each
+    evaluated = [record["step"] for record in run.history if "eval_loss" in record]
+    assert evaluated == [3, 6, 9, 10] and len(list((run.folder / "best-eval_loss").iterdir())) == 2
+
+
 @pytest.mark.parametrize("way", [slow("single"), "ddp"])
 def test_the_best_weights_are_kept_and_the_others_removed(way: str, tmp_path: Path) -> None:
     run = trained(rising(KeepWeights(2, "eval_loss"), KeepWeights(2), EMA(0.5), epochs=9), tmp_path, way)
@@ -213,6 +225,29 @@ def test_what_a_model_makes_is_written_at_each_evaluation_as_on_one_device(way: 
     assert not (one.folder / "pictures" / "step-4.png").exists()
     with seeded(0):
         assert "\n".join(text_of(one.model("ema.safetensors"))) == (one.folder / "samples" / "step-8.txt").read_text()
+
+
+def test_the_parts_of_a_step_function_are_sampled_and_averaged(tmp_path: Path) -> None:
+    """They have no forward to evaluate with, which the sampler refused."""
+
+    def step(models: Any, batch: Any, update: Any) -> None:
+        update("drawn", (models["drawn"](batch[0]) - batch[1]).square().sum(), len(batch[0]))
+
+    its = Sampler(lambda model: model["drawn"](torch.ones(1, 3)).sigmoid().view(1, 2, 2)), EMA(0.5)
+    data = TensorDataset(drawn(8, 3), drawn(8, 4))
+    made = {"drawn": lambda params: torch.optim.SGD(params, lr=0.1)}
+    job = Job(
+        model=lambda: {"drawn": nn.Linear(3, 4)},
+        optimizer=made,
+        step=step,
+        train_data=data,
+        batch_size=4,
+        callbacks=its,
+    )
+    run = trained(job, tmp_path)
+    assert (run.folder / "samples" / "step-2.png").is_file() and (run.folder / "ema.safetensors").is_file()
+    with pytest.raises(JobError, match="without a forward to evaluate or predict with"):
+        lockstep.predict(run, drawn(4, 3))
 
 
 @pytest.mark.parametrize("shape", [(1, 2, 3), (3, 4, 5), (2, 3, 4, 5)])

@@ -18,6 +18,7 @@ from torch.utils.data import IterableDataset, TensorDataset
 from lockstep import Event, Job, Run, evaluate, train
 from lockstep.errors import InputError, JobError
 from lockstep.job import Every
+from lockstep.jobfile import JobFile
 from lockstep.verify import same_bits
 from zoo import drawn, labels, right
 
@@ -356,3 +357,5 @@ def test_one_batch_size_is_given(tmp_path: Path) -> None:
     for settings, says in (({"batch_size": 8}, "4 and batch_size 8: give one"), ({"batch_size_per_device": 0}, "0: ")):
         with pytest.raises(InputError, match=f"batch_size_per_device: {says}"):
             train(a_job(), folder=tmp_path, **{"batch_size_per_device": 4, **settings})
+    with pytest.raises(InputError, match="batch_size_per_device: 4 and batch_size 8: give one"):
+        train(JobFile("digits.py", {}, {"batch_size": "8"}), batch_size_per_device=4)

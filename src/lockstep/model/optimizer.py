@@ -42,7 +42,8 @@ def _build(
     try:
         optimizer = make(named)
     except Exception as error:
-        raise JobError(f"optimizer: making it raised {told(error)}") from error
+        pairs = " (it is given pairs of a name and a parameter)" if "tuple" in str(error) else ""
+        raise JobError(f"optimizer: making it raised {told(error)}{pairs}") from error
     if not isinstance(optimizer, torch.optim.Optimizer):
         raise JobError(f"optimizer: it gave a {type(optimizer).__name__}, not a torch.optim.Optimizer")
     closure = inspect.signature(optimizer.step).parameters.get("closure")

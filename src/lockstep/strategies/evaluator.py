@@ -94,12 +94,6 @@ class Evaluator:
     @contextmanager
     def evaluating(self) -> Iterator[None]:
         """The model in evaluation mode, without gradients; each module's own mode comes back afterwards."""
-        if isinstance(self.model, nn.ModuleDict):
-            first = next(iter(self.model))
-            raise JobError(
-                f"model: it is the parts {', '.join(self.model)}, without a forward to evaluate or predict with: call "
-                f'a part yourself (run.model()["{first}"]), or give a Module with a forward'
-            )
         modes = [(module, module.training) for model in self.models() for module in model.modules()]
         stream = self._stream
         self.share_buffers()
@@ -119,6 +113,7 @@ class Evaluator:
         Raises:
             InputError: the loss or the model can't take them.
         """
+        self._refuse_parts()
         with self.evaluating():
             outputs, (total, count) = self.outputs(Part(inputs, targets, batch_size_of(inputs), batch_size_of(inputs)))
             return outputs, total, count
@@ -135,10 +130,19 @@ class Evaluator:
             compute: ``results`` or ``predictions``, or what calls one of them.
             seed: gives each batch a random stream of its own; None goes on with the stream there is.
         """
+        self._refuse_parts()
         for batch in batches:
             if seed is not None:
                 self._begin_batch(batch, seed)
             yield batch, compute(batch)
+
+    def _refuse_parts(self) -> None:
+        if isinstance(self.model, nn.ModuleDict):
+            first = next(iter(self.model))
+            raise JobError(
+                f"model: it is the parts {', '.join(self.model)}, without a forward to evaluate or predict with: call "
+                f'a part yourself (run.model()["{first}"]), or give a Module with a forward'
+            )
 
     def _begin_batch(self, batch: Batch, seed: int) -> None:
         self.seed(seed, batch.index + 1)

@@ -181,7 +181,7 @@ class _Training(Setup):
         self.record |= {"lr": lr, "seconds": seconds, "samples_per_second": samples / seconds if seconds else 0.0}
         shows = evaluates or self.triggers.at_end(LOG, number)
         if shows:
-            self._call("evaluated", number)
+            self._call("evaluated", number, whole=evaluates or not self.eval_loaders)
         if finished:
             self.epoch, self.position = number, 0
             if self.scheduler is not None and self.job.lr_scheduler_every == "epoch":

@@ -88,9 +88,7 @@ class Average(Callback):
             weights = training.weights()
             if training.world.is_first and self._average:
                 save_weights(training.folder / self.file, weights)
-                said = (
-                    f"the weights that were evaluated are in {self.file}, those that were trained in model.safetensors"
-                )
+                said = f"the averaged weights are in {self.file}, those that were trained in model.safetensors"
                 training.world.tell(Line.note(said))
 
     def state_dict(self) -> dict[str, Any]:

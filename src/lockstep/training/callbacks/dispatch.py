@@ -61,7 +61,8 @@ class Callbacks:
     def call(self, kind: str, epoch: int, metrics: dict[str, float], *, whole: bool = True) -> str:
         """Call the method of that kind of each; gives the name of one that stops the training, or "".
 
-        Of an epoch that isn't ``whole``, since the training ends within it, ``on_event`` is told only.
+        Of an epoch that isn't ``whole``, since the training ends within it, or that was not evaluated, ``on_event`` is
+        told only.
         """
         training = self.training
         training.epoch, training.metrics, training.stopping = epoch, metrics, None

@@ -59,6 +59,8 @@ class EarlyStopping(Callback):
 
     def on_evaluated(self, training: TrainingContext) -> None:
         """Compare with the best one."""
+        if self._metric.startswith("train_") and self._metric not in training.metrics:
+            return  # of an epoch, and this evaluation is within one
         value = measured(training, self._metric, self._mode, "EarlyStopping")
         is_better = value < self._best - self._least
         self._best, self._since = (value, 0) if is_better else (self._best, self._since + 1)
