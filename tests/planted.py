@@ -63,11 +63,13 @@ class NoisyGradient(torch.autograd.Function):
 
 
 class Jittering(torch.optim.SGD):
-    """Adds noise of each rank's own to the weights."""
+    """Adds noise to the weights, of a generator that is seeded by the rank."""
 
     @torch.no_grad()
     def step(self, closure: Any = None) -> None:
         super().step()
+        rank = torch.distributed.get_rank() if torch.distributed.is_initialized() else 0
+        own = torch.Generator().manual_seed(rank)
         for group in self.param_groups:
             for p in group["params"]:
-                p.add_(torch.randn_like(p), alpha=1e-3)
+                p.add_(torch.randn(p.shape, generator=own, dtype=p.dtype), alpha=1e-3)

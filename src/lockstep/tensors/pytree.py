@@ -212,7 +212,7 @@ def _unfit(model: Any, inputs: Any, args: Any, kwargs: Mapping[str, Any]) -> str
     ragged = len({t.shape for t in args if isinstance(t, torch.Tensor)}) > 1 and len(args) > 2
     what = "pad samples of different lengths to one tensor in collate" if ragged else "put samples together in collate"
     if isinstance(inputs, list) and len(signature.parameters) == 1:
-        what = "where forward takes the list itself, let collate give a tuple of one, (samples,)"
+        what += "; where forward takes the list itself, let collate give a tuple of one, (samples,)"
     return f"{said}: a {type(inputs).__name__} is passed as model(*inputs); {what}" if len(args) > 1 else said
 
 
