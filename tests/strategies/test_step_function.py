@@ -15,7 +15,7 @@ from lockstep import Job, train
 from lockstep.errors import InputError, JobError, LossError, StrategyError
 from lockstep.jobfile import loaded
 from lockstep.verify import differences, parity, same_bits, verify
-from zoo import SAMPLES, drawn, labels, plain_sgd, sgd
+from zoo import SAMPLES, drawn, labels, plain_sgd, sgd, slow
 
 BOUND = 1e-10
 EXAMPLES = Path(__file__).parents[2] / "examples" / "several_losses"
@@ -253,6 +253,59 @@ def test_a_loss_that_is_no_sum_over_samples_is_refused_where_batches_are_cut(way
         StrategyError, match=r'update\("body"\): the loss of \d samples .* it isn\'t a sum over samples'
     ):
         train(job_of(over_pairs), strategy=way, devices="2xcpu", folder=tmp_path, quiet=True)
+
+
+@pytest.mark.parametrize("way", ["dp", slow("ddp")])
+def test_a_loss_that_is_no_sum_only_later_is_refused_then(way: str, tmp_path: Path) -> None:
+    def later(models: nn.ModuleDict, batch: Any, update: Any) -> None:
+        squares = models["head"](models["body"](batch[0])).square()
+        update("head", squares.mean() + (squares.std() if update.step > 3 else 0.0))
+
+    with pytest.raises(StrategyError, match="isn't a sum over samples"):
+        train(job_of(later), strategy=way, devices="2xcpu", folder=tmp_path, quiet=True)
+
+
+class Averaged(nn.Module):
+    """A body, an average of it, which a step function makes, a running mean, and the number of calls."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.body, self.target = nn.Linear(6, 3), nn.Linear(6, 3).requires_grad_(False)
+        self.register_buffer("center", torch.zeros(3))
+        self.calls = 0
+
+
+def averages(model: Any, batch: Any, update: Any) -> None:
+    model.calls += 1
+    update("body", (model.body(batch[0]) - model.calls - model.target(batch[0])).square().sum(), len(batch[0]))
+    with torch.no_grad():
+        for mine, its in zip(model.target.parameters(), model.body.parameters(), strict=True):
+            mine.lerp_(its, 0.1)
+
+
+def centers(model: Any, batch: Any, update: Any) -> None:
+    update("body", (model.body(batch[0]) - model.center).square().sum(), len(batch[0]))
+    with torch.no_grad():
+        model.center.copy_(model.body(batch[0]).mean(0))
+
+
+def of_averages(step: Any) -> Job:
+    return Job(model=Averaged, optimizer={"body": sgd}, step=step, train_data=DATA, batch_size=8, precision="fp64")
+
+
+def test_a_function_may_write_a_target_network_in_ranks_and_not_in_threads(tmp_path: Path) -> None:
+    one, other = (
+        train(of_averages(averages), strategy=way, devices=devices, folder=tmp_path, quiet=True).model().state_dict()
+        for way, devices in (("single", "1xcpu"), ("ddp", "2xcpu"))
+    )
+    assert all((one[name] - other[name]).abs().max() < BOUND for name in one)
+    with pytest.raises(StrategyError, match=r'writes parameter "target.weight", which all replicas share.* take ddp'):
+        train(of_averages(averages), strategy="dp", devices="2xcpu", folder=tmp_path, quiet=True)
+
+
+def test_a_buffer_that_the_function_writes_by_its_local_batch_is_named(tmp_path: Path, capfd: Any) -> None:
+    train(of_averages(centers), strategy="dp", devices="2xcpu", folder=tmp_path)
+    assert 'the step function writes "center" by the samples of its local batch' in capfd.readouterr().out
 
 
 @pytest.mark.parametrize("way", WAYS)

@@ -53,6 +53,11 @@ class FunctionOnReplicas(FunctionStep, DPStep):
 
     _meeting: _Meeting | None = None
 
+    @property
+    def shares_parameters(self) -> bool:
+        """On CPU devices."""
+        return self._shared
+
     def run_function(self, batch: Batch) -> None:
         """Run it in the thread of each replica that has samples."""
         self._refresh()

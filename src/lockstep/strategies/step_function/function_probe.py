@@ -1,12 +1,14 @@
 """Whether a step function computes sums over samples, so that the parts of a batch add up to the whole.
 
-Before the first step the function is run on a local batch and on two parts of it, with an ``update`` that only takes
-note of what it is given: nothing is moved. Layers are in eval mode meanwhile, since dropout and batch norm are told of
-anyway.
+In steps 1, 2, 4, 8, ... the function is run on a local batch and on two parts of it, with an ``update`` that only takes
+note of what it is given: nothing is moved. Each run has a copy of the model, since a function may write to it (a target
+network, a running mean). Layers are in eval mode meanwhile, since dropout and batch norm are told of anyway.
 """
 
 from __future__ import annotations
 
+import contextlib
+import copy
 from collections.abc import Callable
 from typing import Any
 
@@ -18,6 +20,7 @@ from lockstep.errors import LossError, StrategyError
 from lockstep.launch.events import Caveat
 from lockstep.launch.world import World
 from lockstep.model.additivity import is_apart
+from lockstep.model.inspection import detached_attributes
 from lockstep.model.loss import Loss, Number
 from lockstep.model.torch_losses import HALF
 from lockstep.tensors.pytree import cut
@@ -30,8 +33,8 @@ _TOLERANCE = 1e-4
 class _Noted:
     """Stands for ``update``."""
 
-    def __init__(self, world: World, size: int) -> None:
-        self.step, self.samples = world.step, size
+    def __init__(self, world: World, samples: int, size: int) -> None:
+        self.step, self.samples = world.step, samples
         self._size = size
         self.calls: list[tuple[str, float, float]] = []
 
@@ -61,11 +64,11 @@ def _is_scalar(value: Any) -> bool:
     return isinstance(value, torch.Tensor) and not value.dim() and not value.requires_grad
 
 
-def probe(function: Callable[..., None], model: nn.Module, part: Part, world: World) -> list[Caveat]:
+def probe(function: Callable[..., None], model: nn.Module, part: Part, world: World, *, shared: bool) -> list[Caveat]:
     """What a person has to know of a function, by what it makes of a local batch that is on the model's device.
 
     Raises:
-        StrategyError: a loss is no sum over samples.
+        StrategyError: a loss is no sum over samples, or parameters are written that several replicas have (``shared``).
     """
     if part.size < 2:
         return []
@@ -76,7 +79,14 @@ def probe(function: Callable[..., None], model: nn.Module, part: Part, world: Wo
         model.eval()
         try:
             before = states(accelerators)
-            whole = _calls(function, model, part, world, 0, part.size)
+            whole, written = _calls(function, model, part, world, 0, part.size)
+            if shared and (names := [name for name, _ in model.named_parameters() if name in written]):
+                raise StrategyError(
+                    f'dp: the step function writes parameter "{names[0]}", which all replicas share, so each of them '
+                    "would write it",
+                    kind="state",
+                    fix="take ddp, or write it in a callback's on_step",
+                )
             if not same(before, states(accelerators)):
                 return [
                     Caveat(
@@ -86,7 +96,10 @@ def probe(function: Callable[..., None], model: nn.Module, part: Part, world: Wo
                         "let the dataset draw them: a sample's are the same on any number of devices",
                     )
                 ]
-            parts = [_calls(function, model, part, world, *of) for of in ((0, half), (half, part.size - half))]
+            parts, wrote = zip(
+                *(_calls(function, model, part, world, *of) for of in ((0, half), (half, part.size - half))),
+                strict=True,
+            )
         finally:
             for module, mode in modes:
                 module.training = mode
@@ -101,12 +114,25 @@ def probe(function: Callable[..., None], model: nn.Module, part: Part, world: Wo
                     kind="mixing",
                     fix=f'give the sum and the number of items, update("{name}", total, count); or use single',
                 )
-    return []
+    return [
+        Caveat(
+            "state",
+            f'the step function writes "{name}" by the samples of its local batch, so it is another one on each device',
+            "make it of what is the same on all of them",
+        )
+        for name, value in written.items()
+        if any(name in of and not torch.equal(value, of[name]) for of in wrote)
+    ]
 
 
 def _calls(
     function: Callable[..., None], model: nn.Module, part: Part, world: World, start: int, size: int
-) -> list[tuple[str, float, float]]:
-    noted = _Noted(world, size)
+) -> tuple[list[tuple[str, float, float]], dict[str, torch.Tensor]]:
+    """The calls of ``update``, and the parameters and buffers that the function wrote."""
+    with contextlib.suppress(Exception):  # one that can't be copied is given itself
+        model = copy.deepcopy(model, detached_attributes(model))
+    noted = _Noted(world, part.of, size)
+    state = {**dict(model.named_parameters()), **dict(model.named_buffers())}
+    versions = {name: tensor._version for name, tensor in state.items()}
     function(model, cut((part.inputs, part.targets), start, size, part.size), noted)
-    return noted.calls
+    return noted.calls, {name: tensor for name, tensor in state.items() if tensor._version != versions[name]}

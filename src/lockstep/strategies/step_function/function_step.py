@@ -228,12 +228,20 @@ class FunctionStep(Step):
     # ---- what is other than in any step -----------------------------------------------------------------------------
 
     def prepare(self, batch: Batch) -> None:
-        """Look whether the losses of the function are sums over samples, where batches are cut."""
-        if self.cuts_batch and self.world.is_first and self.last_look:
-            self.tell_once(probe(self._function, self.model, self.first_share(batch), self.world))
+        """Look at what the function does with the first batch."""
+        if self.last_look:
+            self._look(batch)
 
     def _look(self, batch: Batch) -> None:
-        """Only the first batch is looked at."""
+        """Look whether the losses of the function are sums over samples, where batches are cut."""
+        if self.cuts_batch and self.world.is_first:
+            share = self.first_share(batch)
+            self.tell_once(probe(self._function, self.model, share, self.world, shared=self.shares_parameters))
+
+    @property
+    def shares_parameters(self) -> bool:
+        """Whether several replicas have the same parameters."""
+        return False
 
     def part_names(self, loss: Loss) -> tuple[str, ...]:
         """Those of the optimizers."""
