@@ -206,6 +206,34 @@ def test_weights_that_ranks_share_are_not_written_by_each(tmp_path: Path) -> Non
         trained(job(Changes("written", (0, 1))), "hogwild", tmp_path)
 
 
+class Hooks(Callback):
+    """Adds a hook on a parameter, or on a module."""
+
+    def __init__(self, on_parameters: bool) -> None:
+        self.on_parameters = on_parameters
+
+    def on_start(self, training: TrainingContext) -> None:
+        if self.on_parameters:
+            next(training.model.parameters()).register_hook(lambda g: g.clamp(-0.01, 0.01))
+        else:
+            next(iter(training.model.children())).register_forward_hook(lambda module, inputs, output: output / 2)
+
+
+@pytest.mark.parametrize("on_parameters", [True, False])
+def test_hooks_that_a_callback_adds_are_refused_for_replicas_in_one_process(
+    on_parameters: bool, tmp_path: Path
+) -> None:
+    with pytest.raises(LockstepError, match="a callback changes modules, parameters or hooks of the model"):
+        trained(job(Hooks(on_parameters)), "dp", tmp_path)
+
+
+def test_hooks_on_parameters_that_a_callback_adds_are_said_to_see_parts(tmp_path: Path, capfd: Any) -> None:
+    for accumulate, said in ((1, False), (2, True)):
+        its = job(Hooks(True), accumulate=accumulate)
+        lockstep.train(its, strategy="single", devices="1xcpu", folder=tmp_path)
+        assert ("hooks on parameters see the gradient of a local batch" in capfd.readouterr().out) is said
+
+
 class Held(Callback):
     def __init__(self) -> None:
         self.lock = threading.Lock()

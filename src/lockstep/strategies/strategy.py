@@ -23,6 +23,9 @@ from lockstep.model.inspection import drops, hooked_parameters
 from lockstep.strategies.step import Step
 
 DRAWS = Caveat("dropout", "dropout masks differ from single-device training; they are reproducible")
+PARAMETER_HOOKS = Caveat(
+    "hook", "hooks on parameters see the gradient of a local batch, before it is summed and weighted"
+)
 
 
 @dataclass(frozen=True)
@@ -182,8 +185,7 @@ class Strategy(ABC):
             )
             found.append(Caveat("mixing", text))
         if parts > 1 and hooked_parameters(model):
-            text = "hooks on parameters see the gradient of a local batch, before it is summed and weighted"
-            found.append(Caveat("hook", text))
+            found.append(PARAMETER_HOOKS)
         if parts > 1 and job.collate is not None:
             what = "each device's local batch" if replicas > 1 else "each micro-batch"
             text = (

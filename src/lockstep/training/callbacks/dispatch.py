@@ -16,12 +16,15 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
-from lockstep.errors import JobError, RunError, told
+from lockstep.errors import JobError, RunError, StrategyError, told
 from lockstep.job import Job
 from lockstep.launch.events import Line
+from lockstep.model.inspection import hooked_parameters
 from lockstep.strategies.evaluator import is_power_of_two
+from lockstep.strategies.replicas import structure_of
 from lockstep.strategies.result import Result
 from lockstep.strategies.step import Step
+from lockstep.strategies.strategy import PARAMETER_HOOKS
 from lockstep.tensors.digest import digest
 from lockstep.training.callbacks.callback import Callback, TrainingContext
 
@@ -67,8 +70,12 @@ class Callbacks:
         training = self.training
         training.epoch, training.metrics, training.stopping = epoch, metrics, None
         within = kind in ("step", "log")
+        model, looks = self._step.model, kind == "start" and self._step.cuts_batch
+        before = structure_of(model) if looks else []
         with self._same_on_every_rank(within) if self._of_ranks and self._by_name else contextlib.nullcontext():
             by = self._each(self._by_name if whole else {}, kind)
+        if looks and structure_of(model) != before:
+            self._refuse_what_replicas_lack()
         if not within:
             last = self._each(self._last, kind)
             by = by or last
@@ -79,6 +86,16 @@ class Callbacks:
         if by is not None and by[1] and self._world.is_first:
             self._world.tell(Line(f"{by[0]}: {by[1]}"))
         return by[0] if by is not None else ""
+
+    def _refuse_what_replicas_lack(self) -> None:
+        """After ``on_start`` changed modules, parameters or hooks of the model."""
+        if self._step.replicas > 1 and self._world.size == 1:
+            raise StrategyError(
+                "dp: a callback changes modules, parameters or hooks of the model, which its replicas don't follow: "
+                "do it where the model is built, or take ddp"
+            )
+        if hooked_parameters(self._step.model):
+            self._step.tell_once([PARAMETER_HOOKS])
 
     def _each(self, callbacks: Mapping[str, Callback], kind: str) -> tuple[str, str] | None:
         """Call each; gives the name of one that stops the training, and why."""
