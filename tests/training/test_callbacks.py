@@ -206,6 +206,20 @@ def test_weights_that_ranks_share_are_not_written_by_each(tmp_path: Path) -> Non
         trained(job(Changes("written", (0, 1))), "hogwild", tmp_path)
 
 
+class Noise(Callback):
+    def on_step(self, training: TrainingContext) -> None:
+        with torch.no_grad():
+            for p in training.model.parameters():
+                p.add_(torch.randn_like(p), alpha=0.01)
+
+
+def test_what_callbacks_draw_is_the_same_on_any_devices_and_with_micro_batches(tmp_path: Path) -> None:
+    one = trained(job(Noise()), "single", tmp_path).model()
+    for its, way in ((job(Noise(), accumulate=2), "single"), (job(Noise()), "ddp")):
+        other = trained(its, way, tmp_path).model()
+        assert all(torch.allclose(a, b, atol=1e-12) for a, b in zip(one.parameters(), other.parameters(), strict=True))
+
+
 class Hooks(Callback):
     """Adds a hook on a parameter, or on a module."""
 

@@ -16,6 +16,7 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
+from lockstep.data import mixed
 from lockstep.errors import JobError, RunError, StrategyError, told
 from lockstep.job import Job
 from lockstep.launch.events import Line
@@ -26,7 +27,11 @@ from lockstep.strategies.result import Result
 from lockstep.strategies.step import Step
 from lockstep.strategies.strategy import PARAMETER_HOOKS
 from lockstep.tensors.digest import digest
+from lockstep.tensors.seeding import seeded
 from lockstep.training.callbacks.callback import Callback, TrainingContext
+
+_STREAM = 0xCA11
+"""Of the numbers that callbacks draw: another one than any rank's."""
 
 
 class Callbacks:
@@ -43,7 +48,7 @@ class Callbacks:
     """
 
     def __init__(self, job: Job, step: Step, folder: Path, last: Callback) -> None:
-        self._step, self._world = step, step.world
+        self._step, self._world, self._seed = step, step.world, job.seed
         self._of_ranks = step.world.size > 1
         counts: collections.Counter[str] = collections.Counter()
         self._by_name: dict[str, Callback] = {}
@@ -72,7 +77,11 @@ class Callbacks:
         within = kind in ("step", "log")
         model, looks = self._step.model, kind == "start" and self._step.cuts_batch
         before = structure_of(model) if looks else []
-        with self._same_on_every_rank(within) if self._of_ranks and self._by_name else contextlib.nullcontext():
+        with contextlib.ExitStack() as stack:
+            if self._of_ranks and self._by_name:
+                stack.enter_context(self._same_on_every_rank(within))
+            if self._by_name:  # updates leave other streams behind on each rank, and with micro-batches
+                stack.enter_context(seeded(mixed(self._seed, self._world.step, _STREAM)))
             by = self._each(self._by_name if whole else {}, kind)
         if looks and structure_of(model) != before:
             self._refuse_what_replicas_lack()
