@@ -103,7 +103,7 @@ class Callbacks:
                 "dp: a callback changes modules, parameters or hooks of the model, which its replicas don't follow: "
                 "do it where the model is built, or take ddp"
             )
-        if hooked_parameters(self._step.model):
+        if self._world.is_first and hooked_parameters(self._step.model):
             self._step.tell_once([PARAMETER_HOOKS])
 
     def _each(self, callbacks: Mapping[str, Callback], kind: str) -> tuple[str, str] | None:
