@@ -33,28 +33,30 @@ _TOLERANCE = 1e-4
 class _Noted:
     """Stands for ``update``."""
 
-    def __init__(self, world: World, samples: int, size: int) -> None:
+    def __init__(self, world: World, samples: int) -> None:
         self.step, self.samples = world.step, samples
-        self._size = size
         self.calls: list[tuple[str, float, float]] = []
 
     def __call__(self, name: str, total: torch.Tensor, count: Number | None = None) -> None:
-        loss = as_sum(name, total, count, self._size)
+        loss = as_sum(name, total, count)
         self.calls.append((name, float(loss.total.detach()), float(loss.count)))
 
 
-def as_sum(name: str, total: Any, count: Any, samples: int) -> Loss:
+def as_sum(name: str, total: Any, count: Any) -> Loss:
     """What ``update`` was given, as total and count.
 
     Raises:
-        LossError: the total is no scalar tensor, or the count no number.
+        LossError: the total is no scalar tensor, or the count no number, or missing: what a mean is over is unknown.
     """
     if not isinstance(total, torch.Tensor) or total.dim():
         what = f"of shape {tuple(total.shape)}" if isinstance(total, torch.Tensor) else f"a {type(total).__name__}"
         raise LossError(f'update("{name}"): the loss is {what}, a scalar tensor is expected')
     total = total.float() if total.dtype in HALF else total
     if count is None:
-        return Loss(total * samples, samples)
+        raise LossError(
+            f'update("{name}"): there is no count, so what a mean is over is unknown: give the sum over items, and '
+            f'their number: update("{name}", total, count)'
+        )
     if not isinstance(count, int | float) and not _is_scalar(count):
         raise LossError(f'update("{name}"): the count is {count!r}, a number of items is expected')
     return Loss(total, count)
@@ -131,7 +133,7 @@ def _calls(
     """The calls of ``update``, and the parameters and buffers that the function wrote."""
     with contextlib.suppress(Exception):  # one that can't be copied is given itself
         model = copy.deepcopy(model, detached_attributes(model))
-    noted = _Noted(world, part.of, size)
+    noted = _Noted(world, part.of)
     state = {**dict(model.named_parameters()), **dict(model.named_buffers())}
     versions = {name: tensor._version for name, tensor in state.items()}
     function(model, cut((part.inputs, part.targets), start, size, part.size), noted)

@@ -49,8 +49,8 @@ class Update:
         samples: of the global batch.
     """
 
-    def __init__(self, owner: FunctionStep, part: Part, samples: int, replica: int) -> None:
-        self._owner, self._part, self._replica = owner, part, replica
+    def __init__(self, owner: FunctionStep, samples: int, replica: int) -> None:
+        self._owner, self._replica = owner, replica
         self.step = owner.world.step
         self.samples = samples
 
@@ -59,14 +59,14 @@ class Update:
 
         Args:
             name: of the optimizer, and of the part of the model that it moves.
-            total: the sum of the loss over items, a scalar tensor; without ``count`` the mean over these samples.
-            count: the number of items.
+            total: the sum of the loss over items, a scalar tensor.
+            count: the number of items; a loss without it is refused.
 
         Raises:
             InputError: there is no such optimizer, or the replicas make other calls.
-            LossError: it is no scalar, or doesn't depend on that part's parameters.
+            LossError: it is no scalar, has no count, or doesn't depend on that part's parameters.
         """
-        self._owner.one_update(name, as_sum(name, total, count, self._part.size), self.samples, self._replica)
+        self._owner.one_update(name, as_sum(name, total, count), self.samples, self._replica)
 
 
 class FunctionStep(Step):
@@ -115,7 +115,7 @@ class FunctionStep(Step):
     def call_function(self, model: nn.Module, part: Part, samples: int, replica: int = 0) -> None:
         """Run the function with a replica on its share, which is on its device."""
         with self._precision.autocast():
-            self._function(model, (part.inputs, part.targets), Update(self, part, samples, replica))
+            self._function(model, (part.inputs, part.targets), Update(self, samples, replica))
 
     def one_update(self, name: str, loss: Loss, samples: int, replica: int) -> None:
         """What a call of ``update`` does."""
