@@ -14,6 +14,9 @@ import simulated_card
 HERE = Path(__file__).parent
 FILES = ["test_gpu.py", *sorted(f"on_cards/{path.name}" for path in (HERE / "on_cards").glob("test_*.py"))]
 
+LONG = {"test_gpu.py", "on_cards/test_own_updates.py", "on_cards/test_card_draws.py"}
+"""Not among the fast tests."""
+
 pytestmark = [
     pytest.mark.skipif(simulated_card.compiler() is None, reason="simulated cards are compiled by g++: there is none"),
     pytest.mark.timeout(600),
@@ -29,7 +32,7 @@ def run(name: str, marked: str) -> None:
     assert done.returncode in (0, 5), done.stdout + done.stderr  # 5: no test has that mark
 
 
-@pytest.mark.parametrize("name", FILES)
+@pytest.mark.parametrize("name", [pytest.param(name, marks=pytest.mark.slow if name in LONG else ()) for name in FILES])
 def test_on_simulated_cards(name: str) -> None:
     run(name, "not slow")
 

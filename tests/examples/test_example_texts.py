@@ -72,7 +72,11 @@ def weights(run: Run) -> dict[str, torch.Tensor]:
     ("strategy", "words"),
     [
         pytest.param("ddp", [], marks=pytest.mark.slow),
-        ("ddp", ["--set", "streaming=true", "--set", "packed=true", "--set", "lora=2"]),
+        pytest.param(
+            "ddp",
+            ["--set", "streaming=true", "--set", "packed=true", "--set", "lora=2"],
+            marks=pytest.mark.slow,
+        ),
         *(
             pytest.param(strategy, words, marks=pytest.mark.slow)
             for strategy in ("dp", "ddp", "mp", "pp")

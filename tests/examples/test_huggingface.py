@@ -188,7 +188,15 @@ def test_a_model_of_hugging_face_ends_where_one_device_does(kind: str, way: str)
     assert max(found.history.values()) < (1e-6 if "gpt2" in kind else BOUND)
 
 
-@pytest.mark.parametrize("way", [MP(), PP(microbatches=3), PP(microbatches=3, schedule="gpipe")], ids=str)
+@pytest.mark.parametrize(
+    "way",
+    [
+        pytest.param(MP(), marks=pytest.mark.slow),
+        PP(microbatches=3),
+        pytest.param(PP(microbatches=3, schedule="gpipe"), marks=pytest.mark.slow),
+    ],
+    ids=str,
+)
 @pytest.mark.parametrize("kind", JOBS)
 def test_a_model_of_hugging_face_over_stages_ends_where_one_device_does(kind: str, way: PP) -> None:
     found = parity(JOBS[kind], way, "2xcpu", against_settings={"accumulate": way.num_microbatches(JOBS[kind])})
@@ -208,7 +216,7 @@ def test_the_mean_that_gpt2_gives_is_weighted_by_the_shifted_labels_that_count()
     assert parity(_job(gpt2, next_tokens_by_mean, by_unshifted), "dp", "2xcpu").worst > 1e-4
 
 
-@pytest.mark.parametrize("way", ["single", *WAYS])
+@pytest.mark.parametrize("way", [pytest.param("single", marks=pytest.mark.slow), *WAYS])
 def test_an_output_object_is_predicted_in_its_own_type(way: str, tmp_path: Path) -> None:
     job = _job(bert, padded, on_logits, steps=1, precision="fp64")
     # Of one length: the hidden states of a batch are as long as its longest sequence.
@@ -235,8 +243,10 @@ def test_what_has_no_row_for_each_sample_is_left_out_of_an_output_object(tmp_pat
     assert "note: left out, since they have no row for each sample: loss" in capsys.readouterr().out
 
 
-@pytest.mark.parametrize("kind", ["gpt2 with the sum of its own loss", "t5 with its own loss"])
-@pytest.mark.parametrize("way", ["single", *WAYS])
+@pytest.mark.parametrize(
+    "kind", ["gpt2 with the sum of its own loss", pytest.param("t5 with its own loss", marks=pytest.mark.slow)]
+)
+@pytest.mark.parametrize("way", [pytest.param("single", marks=pytest.mark.slow), *WAYS])
 def test_tied_weights_are_tied_again_in_a_resumed_run_and_in_its_model(way: str, kind: str, tmp_path: Path) -> None:
     job = JOBS[kind].replace(precision="fp64")
     devices = "1xcpu" if way == "single" else "2xcpu"

@@ -38,9 +38,7 @@ def numbers(way: list[str], script: str, folder: Path) -> list[float]:
     return [float(number) for number in re.findall(r"\d\.\d{4,5}\b", lines[-1])]
 
 
-@pytest.mark.parametrize(
-    "name", [pytest.param(name, marks=() if name == "plain_ddp" else pytest.mark.slow) for name in SCRIPTS]
-)
+@pytest.mark.parametrize("name", [pytest.param(name, marks=pytest.mark.slow) for name in SCRIPTS])
 def test_a_script_ends_with_the_same_numbers_after_its_migration(name: str, tmp_path: Path) -> None:
     package, before, after = SCRIPTS[name]
     if importlib.util.find_spec(package) is None:

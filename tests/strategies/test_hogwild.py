@@ -65,6 +65,7 @@ def weights(run: Run) -> dict[str, torch.Tensor]:
 # What it keeps
 
 
+@pytest.mark.slow
 def test_digits_are_learned_as_well_as_on_one_device(tmp_path: Path) -> None:
     """After half as many epochs the accuracy of one and the same run differs by four points, after these by one."""
     core = Device("cpu", 0, usable_cores()[:1])
