@@ -188,15 +188,8 @@ def test_a_model_of_hugging_face_ends_where_one_device_does(kind: str, way: str)
     assert max(found.history.values()) < (1e-6 if "gpt2" in kind else BOUND)
 
 
-@pytest.mark.parametrize(
-    "way",
-    [
-        pytest.param(MP(), marks=pytest.mark.slow),
-        PP(microbatches=3),
-        pytest.param(PP(microbatches=3, schedule="gpipe"), marks=pytest.mark.slow),
-    ],
-    ids=str,
-)
+@pytest.mark.slow
+@pytest.mark.parametrize("way", [MP(), PP(microbatches=3), PP(microbatches=3, schedule="gpipe")], ids=str)
 @pytest.mark.parametrize("kind", JOBS)
 def test_a_model_of_hugging_face_over_stages_ends_where_one_device_does(kind: str, way: PP) -> None:
     found = parity(JOBS[kind], way, "2xcpu", against_settings={"accumulate": way.num_microbatches(JOBS[kind])})

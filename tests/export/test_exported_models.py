@@ -81,6 +81,7 @@ def needs_onnx() -> None:
         pytest.importorskip(name)
 
 
+@pytest.mark.slow
 def test_mobilenetv2_for_small_images_is_a_program(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     run = example("cifar10_mobilenetv2.py", MOBILENET, tmp_path, monkeypatch)
     assert lockstep.export(run, format="torch-export", quiet=True).difference < 1e-5
