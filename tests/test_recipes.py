@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import json
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -15,25 +13,12 @@ from torch.utils.data import TensorDataset
 import lockstep
 from lockstep import Job
 from pages import ROOT, blocks
+from stand_in import calls, service
 from zoo import drawn, labels, mlp
 
 PAGE = ROOT / "docs" / "recipes.md"
 BLOCKS = [block.text for block in blocks(PAGE) if block.language == "python"]
 ON = {"single": "1xcpu", "ddp": "2xcpu"}
-
-SERVICE = """
-import json
-
-def __getattr__(name):
-    if name.startswith("__"):
-        raise AttributeError(name)
-
-    def call(*args, **named):
-        with open({log!r}, "a") as file:
-            file.write(json.dumps([name, args, named]) + "\\n")
-
-    return call
-"""
 
 
 def job(**settings: Any) -> Job:
@@ -58,21 +43,6 @@ def recipes(*, up_to: str) -> dict[str, Any]:
         if up_to in block:
             return names
     raise AssertionError(f"{up_to} is not on the page")
-
-
-def service(name: str, folder: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """A module of that name that writes down each call."""
-    log = folder / f"{name}.calls"
-    modules = folder / "modules"
-    modules.mkdir()
-    (modules / f"{name}.py").write_text(SERVICE.format(log=str(log)))
-    monkeypatch.syspath_prepend(str(modules))
-    monkeypatch.delitem(sys.modules, name, raising=False)
-    return log
-
-
-def calls(log: Path) -> list[Any]:
-    return [json.loads(line) for line in log.read_text().splitlines()]
 
 
 def rising(**settings: Any) -> Job:

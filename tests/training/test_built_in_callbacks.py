@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import sys
 import time
 from pathlib import Path
@@ -32,6 +31,7 @@ from lockstep.tensors.seeding import seeded
 from lockstep.training.callbacks.monitors import png_of
 from lockstep.verify import same_bits
 from pages import ROOT, blocks
+from stand_in import calls, service
 from zoo import ZOO, drawn, sgd, slow
 
 WAYS = {"dp": "3xcpu", "ddp": "2xcpu", "mp": "2xcpu", "pp": "2xcpu", "hogwild": "2xcpu"}
@@ -263,35 +263,6 @@ def test_a_picture_is_read_again_as_it_was(shape: tuple[int, ...], tmp_path: Pat
 def test_what_is_no_picture_is_refused() -> None:
     with pytest.raises(JobError, match=r"Sampler: pictures are \(n, 1 or 3, height, width\), not \(2, 4\)"):
         png_of(torch.zeros(2, 4))
-
-
-SERVICE = """
-import json, types
-
-def __getattr__(name):
-    if name.startswith("__"):
-        raise AttributeError(name)
-
-    def call(*args, **named):
-        with open({log!r}, "a") as file:
-            file.write(json.dumps([name, args, named]) + "\\n")
-        return types.SimpleNamespace(info=types.SimpleNamespace(run_id="run-7"))
-
-    return call
-"""
-
-
-def service(name: str, folder: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """A module of that name that writes down each call."""
-    log = folder / f"{name}.calls"
-    (folder / f"{name}.py").write_text(SERVICE.format(log=str(log)))
-    monkeypatch.syspath_prepend(str(folder))
-    monkeypatch.delitem(sys.modules, name, raising=False)
-    return log
-
-
-def calls(log: Path) -> list[Any]:
-    return [json.loads(line) for line in log.read_text().splitlines()]
 
 
 @pytest.mark.parametrize("way", ["single", slow("ddp")])
