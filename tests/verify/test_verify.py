@@ -30,9 +30,9 @@ from lockstep.model.loss import Loss
 from lockstep.strategies.ddp import DDP, DDPStep
 from lockstep.strategies.dp import DP, DPStep
 from lockstep.strategies.pp import PP
-from lockstep.strategies.result import Result
 from lockstep.strategies.step import Step
 from lockstep.strategies.strategy import Strategy
+from lockstep.strategies.update_result import Result
 from lockstep.tensors.pytree import each
 from lockstep.verify import Verification
 from lockstep.verify.cause_search import Diagnosis

@@ -33,10 +33,10 @@ from lockstep.model.build import buffers_of, build_model, differing_tensors
 from lockstep.model.loss import Loss, Number
 from lockstep.model.optimizer import build_optimizer, gives_sparse_gradients
 from lockstep.strategies.rank_tensors import FlatGradients, FollowedBuffers, take_first
-from lockstep.strategies.result import added, flattened, nested, scalar
 from lockstep.strategies.step import Step
 from lockstep.strategies.step_function.function_step import FunctionStep
 from lockstep.strategies.strategy import Strategy
+from lockstep.strategies.update_result import added, flattened, nested, scalar
 from lockstep.tensors.pytree import share_sizes
 from lockstep.threads.replica_collectives import RankExchange
 from lockstep.threads.sync_batchnorm import synchronise

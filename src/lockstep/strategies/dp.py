@@ -45,10 +45,10 @@ from lockstep.strategies.replicas import (
     replica_of,
     structure_of,
 )
-from lockstep.strategies.result import added, summed
 from lockstep.strategies.step import Step
 from lockstep.strategies.step_function.function_on_replicas import FunctionOnReplicas
 from lockstep.strategies.strategy import Strategy
+from lockstep.strategies.update_result import added, summed
 from lockstep.tensors.placing import moved_in_buckets
 from lockstep.tensors.pytree import cut, share_sizes, to_device
 from lockstep.tensors.seeding import seed_on

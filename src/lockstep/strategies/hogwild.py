@@ -45,11 +45,11 @@ from lockstep.model.build import buffers_of, build_model
 from lockstep.model.loss import Loss
 from lockstep.model.optimizer import build_optimizer
 from lockstep.strategies.rank_tensors import take_first
-from lockstep.strategies.result import Result, added
 from lockstep.strategies.shared_weights import SharedWeights
 from lockstep.strategies.single import SingleStep
 from lockstep.strategies.step import Step
 from lockstep.strategies.strategy import Strategy
+from lockstep.strategies.update_result import Result, added
 
 
 @dataclass(frozen=True)

@@ -12,10 +12,10 @@ from lockstep.launch.world import World
 from lockstep.model.build import build_model
 from lockstep.model.loss import Loss
 from lockstep.model.optimizer import build_optimizer
-from lockstep.strategies.result import added
 from lockstep.strategies.step import Step
 from lockstep.strategies.step_function.function_step import FunctionStep
 from lockstep.strategies.strategy import Strategy
+from lockstep.strategies.update_result import added
 
 
 @dataclass(frozen=True)

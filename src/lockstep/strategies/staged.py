@@ -18,8 +18,8 @@ from lockstep.launch.world import World
 from lockstep.model.loss import Loss, Number
 from lockstep.pipelining.runner import Runner
 from lockstep.pipelining.stage_layers import Layers
-from lockstep.strategies.result import added, summed
 from lockstep.strategies.step import Step
+from lockstep.strategies.update_result import added, summed
 from lockstep.tensors.seeding import seed_on
 from lockstep.threads.random_streams import Streams, stream
 

@@ -45,8 +45,8 @@ from lockstep.model.loss import Loss, Number
 from lockstep.model.optimizer import clip_gradients, may_draw
 from lockstep.strategies.evaluator import is_power_of_two
 from lockstep.strategies.own_loops.calls import Calls
-from lockstep.strategies.result import Result, quotient, scalar
 from lockstep.strategies.update_checks import DeviceChecks, explained, no_items, refuse_not_finite
+from lockstep.strategies.update_result import Result, quotient, scalar
 
 _OPTIMIZER = -1
 """In the place of a micro-batch's number, for the random stream of an optimizer that draws."""

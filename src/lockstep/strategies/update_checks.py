@@ -19,7 +19,7 @@ from lockstep.launch.world import World
 from lockstep.model.layer_error import is_of_one_sample
 from lockstep.model.loss_check import LossCheck
 from lockstep.model.nonfinite import why_not_finite
-from lockstep.strategies.result import Result, read
+from lockstep.strategies.update_result import Result, read
 
 _NOT_FINITE, _NO_ITEMS, _NOT_ADDITIVE = "not finite", "no items", "not additive"
 

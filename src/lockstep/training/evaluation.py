@@ -22,8 +22,8 @@ from lockstep.model.inspection import kept_state, look
 from lockstep.model.loss import Loss
 from lockstep.model.torch_losses import HALF
 from lockstep.strategies.evaluator import is_power_of_two
-from lockstep.strategies.result import Result, Sums, added
 from lockstep.strategies.step import Step
+from lockstep.strategies.update_result import Result, Sums, added
 from lockstep.tensors.pytree import both_of, each, folded, holds_packed, part_of, tensors, to_device
 from lockstep.tensors.seeding import kept_states
 

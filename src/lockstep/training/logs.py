@@ -15,8 +15,8 @@ from lockstep.launch.events import Line
 from lockstep.launch.run_folder import RunFolder
 from lockstep.launch.terminal import duration, number
 from lockstep.model.loss import Loss
-from lockstep.strategies.result import added
 from lockstep.strategies.step import Step
+from lockstep.strategies.update_result import added
 
 
 class Logs:

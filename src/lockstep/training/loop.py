@@ -26,7 +26,7 @@ from lockstep.launch.stop_request import left_to_the_launcher
 from lockstep.launch.world import World
 from lockstep.model.loss import Loss
 from lockstep.profiling import Profiler
-from lockstep.strategies.result import Sums
+from lockstep.strategies.update_result import Sums
 from lockstep.tensors.allocator import freed_memory_kept
 from lockstep.training.audit import Audit
 from lockstep.training.batch_shapes import FirstStep, line_of

@@ -14,8 +14,8 @@ from lockstep.job import Job
 from lockstep.launch.events import Event, Memory, Progress
 from lockstep.launch.memory import memory_now
 from lockstep.launch.world import World
-from lockstep.strategies.result import Sums
 from lockstep.strategies.step import Step
+from lockstep.strategies.update_result import Sums
 from lockstep.training.callbacks.callback import Callback, TrainingContext
 
 

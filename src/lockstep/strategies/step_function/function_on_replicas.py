@@ -11,8 +11,8 @@ import torch
 
 from lockstep.data import Batch, Part
 from lockstep.model.loss import Loss
-from lockstep.strategies.result import added
 from lockstep.strategies.step_function.function_step import FunctionStep
+from lockstep.strategies.update_result import added
 from lockstep.threads.random_streams import stream
 
 if TYPE_CHECKING:

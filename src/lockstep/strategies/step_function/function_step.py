@@ -33,9 +33,9 @@ from lockstep.launch.world import World
 from lockstep.model.loss import Loss, Number
 from lockstep.model.optimizers import Optimizers
 from lockstep.strategies.rank_tensors import FlatGradients
-from lockstep.strategies.result import Result, added, scalar
 from lockstep.strategies.step import Step
 from lockstep.strategies.step_function.function_probe import as_sum, probe
+from lockstep.strategies.update_result import Result, added, scalar
 
 _END, _FOLLOWS = -1, -2
 """What a rank says at the end of the function, or that has no sample to run it on; others name an optimizer."""

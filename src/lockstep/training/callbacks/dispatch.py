@@ -23,9 +23,9 @@ from lockstep.launch.events import Line
 from lockstep.model.inspection import hooked_parameters
 from lockstep.strategies.evaluator import is_power_of_two
 from lockstep.strategies.replicas import structure_of
-from lockstep.strategies.result import Result
 from lockstep.strategies.step import Step
 from lockstep.strategies.strategy import PARAMETER_HOOKS
+from lockstep.strategies.update_result import Result
 from lockstep.tensors.digest import digest
 from lockstep.tensors.seeding import seeded
 from lockstep.training.callbacks.callback import Callback, TrainingContext
