@@ -23,21 +23,32 @@ pytestmark = [
 ]
 
 
-def run(name: str, marked: str) -> None:
+def run(names: list[str], marked: str) -> None:
     environment = {**os.environ, "SIMULATED_CARDS": "8", "OMP_NUM_THREADS": "1"}
     command = [sys.executable, "-m", "pytest", "-p", "no:xdist", "-p", "no:cacheprovider", "-m", marked]
     done = subprocess.run(
-        [*command, str(HERE / name)], env=environment, cwd=HERE.parent, capture_output=True, text=True
+        [*command, *(str(HERE / name) for name in names)],
+        env=environment,
+        cwd=HERE.parent,
+        capture_output=True,
+        text=True,
     )
     assert done.returncode in (0, 5), done.stdout + done.stderr  # 5: no test has that mark
 
 
-@pytest.mark.parametrize("name", [pytest.param(name, marks=pytest.mark.slow if name in LONG else ()) for name in FILES])
-def test_on_simulated_cards(name: str) -> None:
-    run(name, "not slow")
+@pytest.mark.parametrize("half", [0, 1])
+def test_on_simulated_cards(half: int) -> None:
+    """In two processes, since each takes seconds to begin."""
+    run([name for name in FILES if name not in LONG][half::2], "not slow")
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", sorted(LONG))
+def test_long_files_on_simulated_cards(name: str) -> None:
+    run([name], "not slow")
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name", FILES)
 def test_on_simulated_cards_longer(name: str) -> None:
-    run(name, "slow")
+    run([name], "slow")

@@ -22,8 +22,8 @@ from zoo import _job as job_of
 WAYS = [
     ("single", "1xcpu"),
     ("dp", "2xcpu"),
-    ("dp", "3xcpu"),
-    (DDP(reduce="flat"), "2xcpu"),
+    pytest.param("dp", "3xcpu", marks=pytest.mark.slow),
+    pytest.param(DDP(reduce="flat"), "2xcpu", marks=pytest.mark.slow),
     (DDP(reduce="overlapped"), "2xcpu"),
 ]
 

@@ -83,7 +83,7 @@ class Stack(nn.Module):
         return self.out(x)
 
 
-@pytest.mark.parametrize(("way", "devices"), WAYS)
+@pytest.mark.parametrize(("way", "devices"), [*WAYS[:3], pytest.param(*WAYS[3], marks=pytest.mark.slow)])
 def test_compiled_models_may_checkpoint_their_activations(way, devices) -> None:
     job = dataclasses.replace(ZOO["momentum"], model=Stack, compile="aot_eager", activation_checkpointing="auto")
     found = parity(job, way, devices, against_settings={"compile": False, "activation_checkpointing": None})

@@ -22,8 +22,14 @@ from zoo import ZOO, drawn, labels, mlp, sgd, state_of
 WAYS = [("dp", "2xcpu"), (DDP(reduce="flat"), "2xcpu"), (DDP(reduce="overlapped"), "2xcpu"), ("dp", "3xcpu")]
 
 
-@pytest.mark.parametrize("precision", ["bf16", "fp16"])
-@pytest.mark.parametrize("kind", ["momentum", "ignored tokens and tied weights", "accumulation", "clipping"])
+@pytest.mark.parametrize(
+    ("kind", "precision"),
+    [
+        pytest.param(kind, precision, marks=() if (i + j) % 2 == 0 else pytest.mark.slow)
+        for i, kind in enumerate(["momentum", "ignored tokens and tied weights", "accumulation", "clipping"])
+        for j, precision in enumerate(["bf16", "fp16"])
+    ],
+)
 def test_half_precision_is_as_near_to_one_device_as_the_format_allows(precision, kind, tmp_path) -> None:
     job = ZOO[kind]
     exact = train(job.replace(precision="fp32"), strategy="single", devices="1xcpu", folder=tmp_path, quiet=True)

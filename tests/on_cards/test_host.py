@@ -119,8 +119,14 @@ def waited(world: World, way: str, loss: str, settings: str, source: str) -> dic
     return {name: after[name] - before[name] for name in WAITING}
 
 
-@pytest.mark.parametrize("way", WAYS)
-@pytest.mark.parametrize(("loss", "settings"), CASES)
+@pytest.mark.parametrize(
+    ("loss", "settings", "way"),
+    [
+        pytest.param(*case, way, marks=() if (number + turn) % 3 == 0 else pytest.mark.slow)
+        for number, case in enumerate(CASES)
+        for turn, way in enumerate(WAYS)
+    ],
+)
 def test_an_update_waits_for_no_card(way: str, loss: str, settings: str) -> None:
     """All of its losses and counts are read together, now and then."""
     if way.startswith("ddp"):

@@ -35,7 +35,7 @@ def reference() -> dict[tuple[str, int], Run]:
 
 
 def _is_fast(number: int, way: str) -> bool:
-    return number % 16 == 0 if way.startswith("ddp") else number % 4 == 0
+    return number % 16 == 0 if way.startswith("ddp") else number % 8 == 0
 
 
 @pytest.mark.parametrize(

@@ -228,7 +228,7 @@ CELLS = [*((kind, 2) for kind in KINDS), *((kind, 3) for kind in MANY), ("a sequ
 @pytest.mark.parametrize(
     ("kind", "stages", "schedule"),
     [
-        *((*cell, "1f1b") for cell in CELLS),
+        *(pytest.param(*cell, "1f1b", marks=() if i % 2 else pytest.mark.slow) for i, cell in enumerate(CELLS)),
         *(pytest.param(*cell, "gpipe", marks=() if cell[1] > 3 else pytest.mark.slow) for cell in CELLS),
     ],
 )
@@ -285,7 +285,7 @@ def test_mp_ends_where_one_device_does(kind: str, tmp_path_factory: pytest.TempP
     ],
     ids=str,
 )
-@pytest.mark.parametrize("kind", [pytest.param(k, marks=pytest.mark.slow if i % 2 else ()) for i, k in enumerate(ZOO)])
+@pytest.mark.parametrize("kind", [pytest.param(k, marks=pytest.mark.slow if i % 4 else ()) for i, k in enumerate(ZOO)])
 def test_all_kinds_of_the_zoo_end_where_one_device_does(kind: str, way: PP, tmp_path) -> None:
     job = ZOO[kind].replace(precision="fp64", sync_batchnorm=False)
     run = train(job, strategy=way, devices="2xcpu", folder=tmp_path, quiet=True)

@@ -264,8 +264,10 @@ class Takes(nn.Module):
         return self.layer(a) * (1 if b is None else 2) * (1 if c is None else 3)
 
 
-@pytest.mark.parametrize("at_once", [False, True])
-@pytest.mark.parametrize(("kind", "times"), [("tensor", 1), ("dict", 2), ("three", 6), ("pair", 1)])
+@pytest.mark.parametrize(
+    ("kind", "times", "at_once"),
+    [("tensor", 1, True), ("dict", 2, False), ("dict", 2, True), ("three", 6, False), ("pair", 1, True)],
+)
 def test_samples_may_be_inputs_alone(kind: str, times: int, at_once: bool, tmp_path: Path) -> None:
     run = trained(tmp_path, Takes)
     found = predict(run, Bare(kind, at_once), **on("dp 2"), loader_workers=0)

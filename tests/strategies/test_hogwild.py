@@ -75,9 +75,18 @@ def test_digits_are_learned_as_well_as_on_one_device(tmp_path: Path) -> None:
     assert run.history[-1]["train_loss"] < 2 * one.history[-1]["train_loss"] + 0.05
 
 
-@pytest.mark.parametrize("accumulate", [1, 3])
-@pytest.mark.parametrize("devices", ["2xcpu", "3xcpu"])
-@pytest.mark.parametrize("sparse", [True, False])
+FAST = {(True, "2xcpu"), (False, "3xcpu")}
+
+
+@pytest.mark.parametrize(
+    ("sparse", "devices", "accumulate"),
+    [
+        pytest.param(sparse, devices, accumulate, marks=() if (sparse, devices) in FAST else pytest.mark.slow)
+        for sparse in (True, False)
+        for devices in ("2xcpu", "3xcpu")
+        for accumulate in (1, 3)
+    ],
+)
 def test_the_updates_of_a_batch_are_together_that_of_one_device(
     sparse: bool, devices: str, accumulate: int, tmp_path: Path
 ) -> None:
