@@ -17,7 +17,7 @@ from lockstep.launch.devices import Devices
 from lockstep.launch.events import Line
 from lockstep.launch.hang_report import Watch, is_watched
 from lockstep.launch.world import World
-from lockstep.strategies import Strategy, choose
+from lockstep.strategies import Strategy, choose, named
 from lockstep.strategies.step import Step
 from lockstep.tensors.allocator import keep_freed_memory
 
@@ -52,13 +52,15 @@ def parallelize(
         optimizer: over the model's parameters, or a function that makes one from ``(name, parameter)`` pairs; with
             ``step=`` a dict of such functions.
         strategy: by name; None takes ``ddp`` where there are several ranks, ``dp`` on several devices, else ``single``.
-        devices: those of this process, where it isn't a rank of a launch.
+        devices: those of this process, where it isn't a rank of a launch. (The replicas of ``ddp=2xpp=2`` are ranks of
+            ``lockstep.launch(..., devices=4, devices_per_rank=2)``, or of torchrun.)
         settings: as the Job's: ``step``, ``accumulate``, ``clip_norm``, ``sync_batchnorm``, ``precision``, ...
 
     Raises:
         InputError: the strategy can't be used here, or a setting is wrong.
     """
-    world = here(devices)
+    strategy = named(strategy) if isinstance(strategy, str) else strategy
+    world = here(devices, 1 if strategy is None else strategy.devices_per_rank)
     if world is None:
         world = World(devices=_devices.parse(devices))
     if strategy is None:

@@ -25,7 +25,7 @@ from lockstep.launch.run_folder import RunFolder
 from lockstep.launch.stop_request import GRACE, StopRequest
 from lockstep.launch.terminal import Display
 from lockstep.launch.world import World
-from lockstep.strategies import Strategy, choose
+from lockstep.strategies import Strategy, choose, devices_for
 from lockstep.training.evaluation import evaluate_sets, try_out
 from lockstep.training.loop import train_on
 from lockstep.training.restarts import LostRanks
@@ -99,13 +99,15 @@ def train(
         begun, config, again = started_ranks.read_by_first(find) if torchrun else find()
         if config is not None:
             strategy, devices = as_it_went(config, strategy, devices, own_devices=not torchrun)
-        chosen = _devices.parse(devices)
+        chosen = _devices.parse(devices_for(strategy, devices))
         check_backend(backend, chosen)
         way = choose(strategy, () if torchrun else chosen)
         if torchrun and way.in_one_process:
             raise StrategyError(
                 f"{way.name} is one process for all devices, and torchrun starts one for each: take ddp"
             )
+        if min_devices is not None and way.devices_needed is not None:
+            raise InputError(f"min_devices: {way.name} is for {way.devices_needed} devices, and no fewer: leave it out")
         lost = LostRanks(restarts, min_devices, chosen)
         if restarts and (torchrun or needs_one_process(way, chosen)):
             one = f"{way.name} is one process here: start the command again, with --resume auto"
@@ -254,7 +256,7 @@ def evaluate(
             option = "best" if best else "job"
             raise InputError(f"{what}: --{option} is for a run, and this is a job that was not trained")
     its = with_settings(its, settings)
-    chosen = _devices.parse(devices)
+    chosen = _devices.parse(devices_for(strategy, devices))
     check_backend(backend, chosen)
     plan = _Evaluation(its, choose(strategy, chosen), weights)
     with Display() as display:

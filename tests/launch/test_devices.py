@@ -135,7 +135,7 @@ def bound(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., tupl
         found, own = [], os.sched_getaffinity
 
         def rank() -> None:
-            devices.bind(Device("cuda", 0), ranks)
+            devices.bind((Device("cuda", 0),), ranks)
             found.append((own(0), torch.get_num_threads()))
 
         def affinity(process: int) -> set[int]:

@@ -193,18 +193,18 @@ def test_one_accelerator_for_each_task_is_that_tasks_own(environment: dict[str, 
     environment.update(FOUND["SLURM"][0] | ADDRESS)
     environment["CUDA_VISIBLE_DEVICES"] = "0"
     assert started_as_rank()
-    assert started_ranks.device_of_this_rank(CARDS[:1]) == CARDS[0]
+    assert started_ranks.devices_of_this_rank(CARDS[:1]) == CARDS[:1]
     environment["CUDA_VISIBLE_DEVICES"] = "0,1"
-    assert started_ranks.device_of_this_rank(CARDS) == CARDS[1]
+    assert started_ranks.devices_of_this_rank(CARDS) == CARDS[1:2]
     with pytest.raises(DeviceError, match="2 processes were started for 1 device here"):
-        started_ranks.device_of_this_rank(CARDS[:1])
+        started_ranks.devices_of_this_rank(CARDS[:1])
 
 
 def test_under_torchrun_one_accelerator_for_several_is_refused(environment: dict[str, str]) -> None:
     environment.update(FOUND["SLURM"][0] | ADDRESS | {"CUDA_VISIBLE_DEVICES": "0", "TORCHELASTIC_RUN_ID": "none"})
     assert started_as_rank()
     with pytest.raises(DeviceError, match="2 processes were started for 1 device here"):
-        started_ranks.device_of_this_rank(CARDS[:1])
+        started_ranks.devices_of_this_rank(CARDS[:1])
 
 
 # Which network interface is used between nodes

@@ -13,6 +13,7 @@ from torch.utils.data import TensorDataset
 
 from lockstep import Job, train
 from lockstep.errors import LossError, RunError, StrategyError
+from lockstep.strategies import named
 from lockstep.strategies.ddp import DDP
 from lockstep.strategies.dp import DP
 from lockstep.strategies.single import Single
@@ -60,6 +61,35 @@ def test_a_strategy_ends_where_one_device_does(kind: str, way: str, devices: int
     assert found.worst < BOUND, str(found)
     assert any(found.moved.values())
     assert found.history.get("accuracy", 0.0) == 0.0, "metrics count whole samples, so they are equal to the last digit"
+    assert max(found.history.values()) < BOUND
+
+
+FAST = {
+    "ddp=2xpp=2": ("ignored tokens and tied weights", "clipping with accumulation", "a loss in parts"),
+    "ddp=2xmp=2": ("sparse gradients, and an empty rank", "an empty rank under sync_batchnorm", "momentum"),
+}
+
+
+@pytest.mark.parametrize(
+    ("kind", "way"),
+    [
+        pytest.param(kind, way, marks=() if kind in FAST[way] else pytest.mark.slow)
+        for kind in ZOO
+        for way in FAST
+        if not (ZOO[kind].sync_batchnorm and "pp" in way)  # which is refused
+    ],
+)
+def test_replicas_of_stages_end_where_one_device_does(kind: str, way: str, tmp_path) -> None:
+    job = ZOO[kind].replace(precision="fp64")
+    strategy = named(way, **({"microbatches": 2} if "pp" in way else {}))
+    accumulate = strategy.num_microbatches(job)
+    single = train(
+        job.replace(accumulate=accumulate), strategy="single", devices="1xcpu", folder=tmp_path / "single", quiet=True
+    )
+    run = train(job, strategy=strategy, folder=tmp_path, quiet=True)
+    found = differences(job, run, single)
+    assert found.worst < BOUND, str(found)
+    assert any(found.moved.values())
     assert max(found.history.values()) < BOUND
 
 

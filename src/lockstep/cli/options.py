@@ -135,7 +135,9 @@ def job_in(options: argparse.Namespace) -> JobFile:
 def add_placement(parser: argparse.ArgumentParser) -> None:
     """A strategy, its settings and its devices."""
     parser.add_argument(
-        "--strategy", help="single, dp, ddp, mp, pp or hogwild (default: single on one device, ddp on several)"
+        "--strategy",
+        help="single, dp, ddp, mp, pp, hogwild, or a product such as ddp=2xpp=2 (default: single on one device, ddp on "
+        "several)",
     )
     parser.add_argument("--devices", default="auto", help="auto, 4, 2xcpu, cuda, cuda:0,2 (default: auto)")
     parser.add_argument("--backend", help="of the process group (default: nccl on CUDA, gloo elsewhere)")
@@ -150,11 +152,13 @@ def add_placement(parser: argparse.ArgumentParser) -> None:
 
 def add_strategy(parser: argparse.ArgumentParser, name: str) -> None:
     """The settings of the strategy of that name. This imports torch, so it is done only where one is asked for."""
-    from lockstep.strategies import STRATEGIES
+    from lockstep.errors import StrategyError
+    from lockstep.strategies import kind_of
 
-    if name not in STRATEGIES:
+    try:
+        described = kind_of(name).settings()
+    except StrategyError:  # which is said when the strategy is chosen
         return
-    described = STRATEGIES[name].settings()
     group = parser.add_argument_group(f"settings of {name}")
     for setting, what in described.items():
         group.add_argument(f"--{setting.replace('_', '-')}", metavar="VALUE", help=what.replace("%", "%%"))
@@ -197,5 +201,6 @@ def strategy_in(options: argparse.Namespace) -> Any:
 def warm_up(options: argparse.Namespace, *, surely: bool = False) -> None:
     """Before this process imports torch: huge pages, and start the server of ranks, where some may be needed."""
     prepare()
-    if surely or (options.strategy in ("ddp", None) and options.devices not in (None, "auto", "1", "1xcpu", "cpu")):
+    several = options.devices not in (None, "auto", "1", "1xcpu", "cpu")
+    if surely or "=" in (options.strategy or "") or (options.strategy in ("ddp", None) and several):
         fork_server.start()

@@ -22,7 +22,7 @@ from lockstep.job import SETTINGS, Job, checked_setting
 from lockstep.jobfile import JobFile, written
 from lockstep.launch import devices as _devices
 from lockstep.launch.devices import Device, Devices
-from lockstep.strategies import STRATEGIES, Strategy, named
+from lockstep.strategies import STRATEGIES, Strategy, devices_for, kind_of, named
 
 Role = Literal["one device", "all cores", "strategy", "peer"]
 
@@ -60,7 +60,8 @@ class Way:
             return shlex.join(["lockstep", "train", *job_words(job), *words])
         strategy = f'"{self.strategy}"'
         if self.options:
-            strategy = f"{STRATEGIES[self.strategy].__name__}({_arguments(self.options)})"
+            kind, options = kind_of(self.strategy), _arguments(self.options)
+            strategy = f"{kind.__name__}({options})" if kind.name == self.strategy else f"named({strategy}, {options})"
         return f"lockstep.train(job, strategy={strategy}, {_arguments({'devices': self.devices, **self.settings})})"
 
 
@@ -129,6 +130,8 @@ def line_up(
     wanted = [_as_way(item) for item in (LINE_UP if strategies is None else strategies)]
     if not wanted:
         raise InputError("strategies: name at least one")
+    for name, _ in wanted:
+        devices = devices_for(name, devices)
     sweep = _checked(sweep, [name for name, _ in wanted])
     of_job = {key: values for key, values in sweep.items() if key in SETTINGS}
     references: list[Entry] = []
@@ -143,7 +146,7 @@ def line_up(
         for name, options in wanted:
             if name == "single":
                 continue  # it is there
-            if device_map is not None and "stage" in STRATEGIES[name]().layout(2).axes:
+            if device_map is not None and _takes(name, "device_map"):
                 options = {**options, "device_map": device_map}
             swept = {key: sweep[key] for key in sweep if key not in of_job and _takes(name, key)}
             for more in _products(swept):
@@ -160,7 +163,7 @@ def _as_way(item: str | Strategy) -> tuple[str, dict[str, Any]]:
     """The name of a strategy, and its settings as far as they aren't the usual ones."""
     chosen = item if isinstance(item, Strategy) else named(item)
     fields = dataclasses.fields(chosen)
-    values = {f.name: (getattr(chosen, f.name), f.default) for f in fields}
+    values = {f.name: (getattr(chosen, f.name), f.default) for f in fields if f.name in chosen.choices()}
     return chosen.name, {name: value for name, (value, usual) in values.items() if value != usual}
 
 
@@ -199,7 +202,7 @@ def _products(values: Sweep) -> list[dict[str, Any]]:
 
 def _takes(strategy: str, key: str) -> bool:
     """Whether a strategy has that setting, and a choice in it: ``mp`` is ``pp`` with one micro-batch."""
-    return key in STRATEGIES[strategy].choices()
+    return key in kind_of(strategy).choices()
 
 
 def _checked(sweep: Sweep, strategies: Sequence[str]) -> dict[str, list[Any]]:
@@ -210,7 +213,7 @@ def _checked(sweep: Sweep, strategies: Sequence[str]) -> dict[str, list[Any]]:
         if not having and key not in SETTINGS and key != "devices":
             if others := [name for name in STRATEGIES if _takes(name, key)]:
                 raise InputError(f"sweep: {key} is a setting of {' and '.join(others)}, which is not compared here")
-            every = sorted({"devices", *SETTINGS, *(key for name in strategies for key in STRATEGIES[name].choices())})
+            every = sorted({"devices", *SETTINGS, *(key for name in strategies for key in kind_of(name).choices())})
             raise InputError(
                 f'sweep: "{key}" is no setting of a job or of {", ".join(strategies)} (and a parameter '
                 f"of the job function is the same for all, by --set); {nearest(key, every)}"

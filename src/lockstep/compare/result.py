@@ -12,7 +12,7 @@ from lockstep.compare.entries import Role
 from lockstep.compare.snapshot import Glance, Seen
 from lockstep.compare.timing import Timing
 from lockstep.launch.events import TimesOf
-from lockstep.strategies import STRATEGIES
+from lockstep.strategies import kind_of
 
 
 @dataclass(frozen=True)
@@ -49,7 +49,7 @@ class Row:
     def is_exact(self) -> bool:
         """Whether its numbers are those of one device, as far as that is known."""
         if self.agreement is None or self.agreement.equal is None:
-            return self.role == "peer" or STRATEGIES[self.strategy].exact is True
+            return self.role == "peer" or kind_of(self.strategy).exact is True
         return self.agreement.equal
 
     @property

@@ -67,11 +67,12 @@ class Onlooker:
     def seen(self, batches: Iterator[Batch], seed: int) -> Glance:
         """Clock some more updates, and tell. Every rank calls this."""
         step, world = self._step, self._step.world
-        names = [str(d) for mine in world.gather_objects(world.devices) for d in mine]
+        mine = [str(device) for device in world.devices]
+        if is_staged := "stage" in world.layout.axes:  # a replica is on all of them
+            mine = [" -> ".join(mine)]
+        names = [name for theirs in world.gather_objects(mine) for name in theirs]
         shapes = self._first.done(world, names, self._size)
         samples = [one for theirs in world.gather_objects(self._samples) for one in theirs]
-        if world.layout.local_batches == 1:
-            names = [" -> ".join(names)]
         devices = [
             Seen(name, ids, inside["inputs"], inside["outputs"])
             for name, ids, inside in zip(names, samples, shapes["devices"], strict=False)
@@ -80,7 +81,7 @@ class Onlooker:
         timelines = {title: one.plain() for title, one in clock.timelines.items()}
         tracks = [track for mine in world.gather_objects(clock.replicas) for track in mine]
         # One clock for several stages would tell of none of them.
-        known = "stage" not in world.layout.axes or len(tracks) == len(world.devices)
+        known = not is_staged or len(tracks) == world.layout.devices
         times = list(times_of(tracks, one_clock=world.nodes == 1)) if known else []
         moved = step.bytes_communicated()
         return Glance(devices, shapes["inputs"], shapes["outputs"], times, clock.overlaps, moved, timelines)

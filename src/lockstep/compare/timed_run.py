@@ -82,16 +82,17 @@ def in_fresh_processes(function: Callable[..., T], job: Job | JobFile, way: Way,
     """Call ``function(world, job, strategy, devices, **settings)`` on every rank of the way; gives rank 0's result."""
     chosen = _devices.parse(way.devices)
     strategy = choose(way.strategy, chosen, **way.options)
-    places = (place_of(chosen),) if needs_one_process(strategy, chosen) else chosen
+    is_one = needs_one_process(strategy, chosen)
     found: T = run_locally(
         _on_rank,
-        places,
+        (place_of(chosen),) if is_one else chosen,
         (function, with_settings(job, way.settings), strategy, chosen, settings),
         backend=None,
         folder=None,
         on_event=None,
         on_output=lambda text, stream: None,
         timeout=1800.0,
+        devices_per_rank=1 if is_one else strategy.devices_per_rank,
     )[0]
     return found
 

@@ -33,7 +33,7 @@ from lockstep.launch import started_as_rank
 from lockstep.launch.devices import Device, Devices
 from lockstep.model.compile import GRAPHED
 from lockstep.model.precision import ROUNDING
-from lockstep.strategies import STRATEGIES, choose
+from lockstep.strategies import STRATEGIES, choose, devices_for
 
 Effect = Literal["numbers kept", "rounding changed"]
 
@@ -124,6 +124,7 @@ def tune(
     if started_as_rank():
         raise DeviceError("tune tries the settings of one machine, in processes of its own: start it without torchrun")
     source = with_settings(as_job(job), settings)
+    devices = devices_for(strategy, devices)
     chosen = _devices.parse(devices)
     as_said = isinstance(devices, str | int) and devices != "auto"
     words = str(devices) if as_said else first_of(chosen, len(chosen))

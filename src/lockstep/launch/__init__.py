@@ -46,6 +46,7 @@ def launch(
     on_event: Callable[[int, Any], None] | None = None,
     on_output: Callable[[str, str], None] | None = None,
     timeout: float = 1800.0,
+    devices_per_rank: int = 1,
 ) -> list[T]:
     """Call ``fn(world, *args)`` on every rank and give the results in rank order.
 
@@ -62,6 +63,7 @@ def launch(
         on_event: called in this process with (rank, event) for each ``world.tell(event)``.
         on_output: called with (text, "stdout" or "stderr") for the lines that rank 0 prints, instead of printing them.
         timeout: seconds after which a collective that waits for a rank gives up.
+        devices_per_rank: how many neighbours of the devices each rank drives, for ``ddp=2xpp=2`` in a loop of your own.
 
     Raises:
         InputError: ``fn`` or an argument can't be sent to other processes, or this is a rank already.
@@ -79,13 +81,16 @@ def launch(
     if started_as_rank():
         from lockstep.launch import started_ranks
 
-        device = started_ranks.device_of_this_rank(chosen)
+        chosen = started_ranks.devices_of_this_rank(chosen, devices_per_rank)
         if started_ranks.place().size > 1:
             return started_ranks.run(
-                fn, device, args, backend=backend, folder=folder, on_event=on_event, timeout=timeout
+                fn, chosen, args, backend=backend, folder=folder, on_event=on_event, timeout=timeout
             )
-        chosen = (device,)
-    if len(chosen) == 1:
+    if devices_per_rank < 1 or len(chosen) % devices_per_rank:
+        from lockstep.errors import DeviceError
+
+        raise DeviceError(f"{len(chosen)} devices, and {devices_per_rank} for each rank: give a multiple of that")
+    if len(chosen) == devices_per_rank:
         with _world.lone(chosen, folder) as world:
             if on_event is not None:
                 world.tell = lambda event: on_event(0, event)
@@ -94,15 +99,24 @@ def launch(
     from lockstep.launch.processes import local_ranks
 
     return local_ranks.run(
-        fn, chosen, args, backend=backend, folder=folder, on_event=on_event, on_output=on_output, timeout=timeout
+        fn,
+        chosen,
+        args,
+        backend=backend,
+        folder=folder,
+        on_event=on_event,
+        on_output=on_output,
+        timeout=timeout,
+        devices_per_rank=devices_per_rank,
     )
 
 
-def here(devices: Devices = "auto") -> World | None:
+def here(devices: Devices = "auto", devices_per_rank: int = 1) -> World | None:
     """The world that this process is in; the one it joins when it first asks, where it was started as a rank; or None.
 
     Args:
         devices: of which this process takes its own, where it joins.
+        devices_per_rank: how many it takes.
     """
     from lockstep.launch import devices as _devices
     from lockstep.launch import world as _world
@@ -112,7 +126,8 @@ def here(devices: Devices = "auto") -> World | None:
         from lockstep.launch import started_ranks
 
         if started_ranks.place().size > 1:
-            world = started_ranks.stay(started_ranks.device_of_this_rank(_devices.parse(devices)))
+            its = started_ranks.devices_of_this_rank(_devices.parse(devices), devices_per_rank)
+            world = started_ranks.stay(its)
     return world
 
 

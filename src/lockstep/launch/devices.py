@@ -256,24 +256,24 @@ def near(device: Device) -> tuple[int, ...]:
     return tuple(core for core in mine if core in its) or mine
 
 
-def bind(device: Device, ranks: int) -> None:
-    """Keep a rank's threads on its accelerator's NUMA node, as many of OpenMP's as are its part of the cores.
+def bind(devices: Sequence[Device], ranks: int) -> None:
+    """Keep a rank's threads on its accelerators' NUMA nodes, as many of OpenMP's as are its part of the cores.
 
     Linux gives a thread memory of the node it runs on, so buffers that are filled or pinned here come to lie there,
     too. What the launcher has bound is left as it is. To be called when the process group exists, as ``pin``.
 
     Args:
-        device: the rank's; CPU devices have cores of their own (``pin``).
+        devices: the rank's; CPU devices have cores of their own (``pin``).
         ranks: how many ranks this machine has.
     """
-    if device.is_slot:
+    if devices[0].is_slot:
         return
     cores = usable_cores()
     is_bound = bound_by_launcher(cores)
     torch.set_num_threads(max(1, min(torch.get_num_threads(), len(cores) // (1 if is_bound else ranks))))
     if not is_bound and hasattr(os, "sched_setaffinity"):
         with contextlib.suppress(OSError):
-            os.sched_setaffinity(0, near(device))
+            os.sched_setaffinity(0, {core for device in devices for core in near(device)})
 
 
 @contextlib.contextmanager

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -42,6 +42,27 @@ class Layout:
         """What a process reads of each batch, by the number of the process."""
         readers = min(self.processes, self.local_batches)
         return DataShare(process * readers // self.processes, readers, self.local_batches // readers)
+
+    def drawn(self, devices: Sequence[str], each: int = 1) -> list[str]:
+        """Who holds what and who reads what, with a line for each process.
+
+        Args:
+            devices: the names of all of them.
+            each: how many parts (stages, say) a device holds, every so many.
+        """
+        lines = []
+        for process in range(self.processes):
+            first, held = process * self.devices_per_process, []
+            for number in range(first, first + self.devices_per_process):
+                words, rest = [], number
+                for axis, size in reversed(list(self.axes.items())):
+                    parts = range(rest % size, size * each, size)
+                    words += [] if axis == "data" else [f"{axis} {' and '.join(map(str, parts))}"]
+                    rest //= size
+                held.append(f"{devices[number]} {', '.join(reversed(words))}")
+            share, size, _ = self.read_by(process)
+            lines.append(f"rank {process}: {', '.join(held)}; local batch {share + 1} of {size}")
+        return lines
 
 
 class DataShare(NamedTuple):

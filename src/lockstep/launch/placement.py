@@ -53,6 +53,7 @@ def on_devices(
         on_event=lambda rank, event: display.tell(event),
         on_output=display.output,
         timeout=timeout,
+        devices_per_rank=argument.strategy.devices_per_rank,
     )[0]
 
 

@@ -65,19 +65,33 @@ def _place_in_group() -> World:
     return World(rank, size, (), here.index(rank), len(here), nodes.index(hosts[rank]), len(nodes))
 
 
-def device_of_this_rank(chosen: tuple[Device, ...]) -> Device:
-    """The device of this process. It is known how many processes a node has: slots are cut to that number."""
+def devices_of_this_rank(chosen: tuple[Device, ...], each: int = 1) -> tuple[Device, ...]:
+    """The devices of this process. It is known how many processes a node has: slots are cut to that number.
+
+    Args:
+        chosen: those of this node.
+        each: how many a process drives.
+
+    Raises:
+        DeviceError: there are fewer than the processes need, or others than several for each were named for.
+    """
     here = place()
-    if chosen[0].is_slot:
-        return _devices.slots(here.local_size)[here.local_rank]
-    if here.local_size > len(chosen):
-        if _sees_only_its_own():
-            return chosen[0]
+    wanted, named = here.local_size * each, counted(len(chosen), "device")
+    if each > 1 and chosen[0].is_slot and len(chosen) not in (1, wanted):
         raise DeviceError(
-            f"{here.local_size} processes were started for {counted(len(chosen), 'device')} here: "
-            f"start {len(chosen)} (torchrun --nproc-per-node {len(chosen)})"
+            f"{here.local_size} processes with {each} devices each were started for {named} here: give --devices "
+            f"{wanted}xcpu, those of this node's processes together"
         )
-    return chosen[here.local_rank]
+    if chosen[0].is_slot:
+        chosen = _devices.slots(wanted)
+    elif wanted > len(chosen):
+        if each == 1 and _sees_only_its_own():
+            return chosen[:1]
+        of = f" with {each} devices each" if each > 1 else ""
+        most = len(chosen) // each
+        start = f"start {most} (torchrun --nproc-per-node {most})" if most else f"name {each} devices at least"
+        raise DeviceError(f"{here.local_size} processes{of} were started for {named} here: {start}")
+    return chosen[here.local_rank * each : (here.local_rank + 1) * each]
 
 
 def read_by_first(read: Callable[[], T]) -> T:
@@ -127,7 +141,7 @@ def restarts() -> int:
 
 def run(
     fn: Callable[..., T],
-    device: Device,
+    devices: tuple[Device, ...],
     args: tuple[Any, ...],
     *,
     backend: str | None,
@@ -136,7 +150,7 @@ def run(
     timeout: float,
 ) -> list[T]:
     """Call ``fn(world, *args)`` in this process, and give every rank's result; see `lockstep.launch.launch`."""
-    world = replace(place(), devices=(device,), folder=folder)
+    world = replace(place(), devices=devices, folder=folder)
     if on_event is not None:
         world.tell = lambda event: on_event(world.rank, event)
     try:
@@ -148,7 +162,7 @@ def run(
     except Exception as error:
         # torchrun prints the processes' tracebacks in no order: this line says whose it is. The group is left as it
         # is, since leaving it would wait for ranks that may be gone.
-        head = f"rank {world.rank} ({device}) failed {failure_records.when(world.step)}"
+        head = f"rank {world.rank} ({', '.join(map(str, devices))}) failed {failure_records.when(world.step)}"
         print(f"{head}: {failure_records.reason(error)}", file=sys.stderr, flush=True)
         raise
     if world.own_group:
@@ -158,9 +172,9 @@ def run(
     return results
 
 
-def stay(device: Device) -> World:
+def stay(devices: tuple[Device, ...]) -> World:
     """Make this process a rank for the rest of its life, for a loop of a person's own without a launch around it."""
-    world = replace(place(), devices=(device,))
+    world = replace(place(), devices=devices)
     _join(world)
     if world.own_group:
         atexit.register(_leave, world)

@@ -82,7 +82,8 @@ class World:
     Attributes:
         rank: the number of this process, from 0.
         size: how many processes there are.
-        devices: the devices that this process drives: one per rank, or all of them where ``size`` is 1.
+        devices: the devices that this process drives: one per rank, the stages of its replica, or all of them where
+            ``size`` is 1.
         local_rank: the number of this process on its node.
         local_size: how many processes this node has.
         node: the number of this machine, from 0.
@@ -339,8 +340,8 @@ def join(world: World, store: Store, *, backend: str | None = None, timeout: flo
 
     The computing thread gets its device's thread limit at once, and is pinned only when the group exists.
     """
-    device = world.device
-    _devices.settle(device)
+    device, place = world.device, place_of(world.devices)
+    _devices.settle(place)
     world.backend = backend or default_backend(device)
     patience = datetime.timedelta(seconds=timeout)
     store.set_timeout(patience)
@@ -351,17 +352,17 @@ def join(world: World, store: Store, *, backend: str | None = None, timeout: flo
         rank=world.rank,
         world_size=world.size,
         timeout=patience,
-        device_id=device.torch if "nccl" in world.backend else None,
+        device_id=device.torch if "nccl" in world.backend and len(world.devices) == 1 else None,
     )
     world.barrier()
-    _devices.pin(device)
-    _devices.bind(device, world.local_size)
+    _devices.pin(place)
+    _devices.bind(world.devices, world.local_size)
     enter(world)
 
 
 def adopt(world: World) -> None:
     """Make ``world`` the current one in a process group that somebody else has made, and will leave."""
-    _devices.settle(world.device)
+    _devices.settle(place_of(world.devices))
     backend = str(dist.get_backend())
     world.backend = "gloo" if world.device.is_slot and "gloo" in backend else backend
     world.own_group = False

@@ -168,7 +168,7 @@ def _places(wanted: Devices, is_module: bool) -> tuple[Device, ...]:
             raise InputError(f"devices: this process is {what} already, and has {own} only: leave devices out")
         return (own,)
     if started_as_rank() and started_ranks.place().size > 1:
-        return (started_ranks.device_of_this_rank(_devices.parse(wanted)),)
+        return started_ranks.devices_of_this_rank(_devices.parse(wanted))
     if is_auto and not is_module:
         return _devices.accelerators() or _devices.slots(len(_devices.usable_cores()))
     return _devices.parse(wanted)

@@ -33,7 +33,7 @@ from lockstep.launch.world import World
 from lockstep.model.build import trained_model
 from lockstep.prediction.jsonl_file import merge, write_lines
 from lockstep.prediction.output_structure import Items, Left, Rows, filled, form_of, leaves, left_out, taken
-from lockstep.strategies import Strategy, choose
+from lockstep.strategies import Strategy, choose, devices_for
 from lockstep.strategies.evaluator import no_loss
 from lockstep.strategies.step import Step
 from lockstep.tensors.array_file import Array, Layout, archive, create, layout, mapped, write_rows, writing
@@ -95,7 +95,7 @@ def predict(
     if "batch_size" in settings:
         settings.setdefault("eval_batch_size", settings["batch_size"])
     its = with_settings(its, settings)
-    chosen = _devices.parse(devices)
+    chosen = _devices.parse(devices_for(strategy, devices))
     check_backend(backend, chosen)
     way = choose(strategy, chosen)
     check_name(data)

@@ -46,7 +46,8 @@ class Clock(Observer):
         self.timelines: dict[str, Timeline] = {}  # by title, when stages computed, once it has observed
         self.whose = step.timed  # what has a track: threads do where they compute
         devices = () if self.whose == "rank" else world.devices
-        self._threads = [Track(i, str(device)) for i, device in enumerate(devices)]
+        before = world.rank * len(devices)
+        self._threads = [Track(before + i, str(device)) for i, device in enumerate(devices)]
         self._on_accelerator = not world.device.is_slot
         self._here = threading.local()
         self._began: float | None = None
@@ -115,6 +116,9 @@ class Clock(Observer):
                 own.add("waiting", "slowest replica", slowest - done)
             for (kind, phase), seconds in times.spent.items():
                 own.add(kind, phase, seconds)
+            for (name, parties), stays in times.collectives.items():
+                if parties > 1:  # (a wait for another rank is in it)
+                    own.add("communicating", name, sum(left - entered for entered, left in stays))
 
     def forget_step(self) -> None:
         """No step came to its end, where one is open."""

@@ -119,7 +119,7 @@ class Profiler:
         try:
             folder.mkdir(parents=True, exist_ok=True)
             self._trace.export_chrome_trace(str(folder / f"rank{world.rank}.json.gz"))
-            said = _save(timelines, folder) if timelines else []
+            said = _save(timelines, folder) if timelines and world.is_first else []
         except OSError as error:
             raise SaveError(f"{folder}: the profile could not be written: {error.strerror or error}") from error
         self._trace = None

@@ -1,4 +1,7 @@
-"""The strategies, one file each (``mp`` is with ``pp``). A new one is one file and one line in this list."""
+"""The strategies, one file each (``mp`` is with ``pp``). A new one is one file and one line in this list.
+
+Products (``ddp=2xpp=2``) are in a list of their own: a line for each strategy that a replica may have.
+"""
 
 from __future__ import annotations
 
@@ -8,18 +11,59 @@ from typing import Any
 
 from lockstep.errors import StrategyError, nearest
 from lockstep.job import convert
+from lockstep.launch import devices as _devices
 from lockstep.launch import started_as_rank
-from lockstep.launch.devices import Device
+from lockstep.launch.devices import Device, Devices
 from lockstep.strategies.ddp import DDP
 from lockstep.strategies.dp import DP
 from lockstep.strategies.hogwild import Hogwild
 from lockstep.strategies.pp import MP, PP
+from lockstep.strategies.product import Product, product_in
+from lockstep.strategies.replicated_stages import ReplicatedMP, ReplicatedPP
 from lockstep.strategies.single import Single
 from lockstep.strategies.strategy import Strategy
 
 STRATEGIES: dict[str, type[Strategy]] = {kind.name: kind for kind in (Single, DP, DDP, MP, PP, Hogwild)}
 
-__all__ = ["DDP", "DP", "MP", "PP", "STRATEGIES", "Hogwild", "Single", "Strategy", "choose", "named"]
+PRODUCTS: dict[str, type[Product]] = {"pp": ReplicatedPP, "mp": ReplicatedMP}
+"""What ``ddp=NxS=M`` is, by S, the strategy on the M devices of each replica."""
+
+__all__ = [
+    "DDP",
+    "DP",
+    "MP",
+    "PP",
+    "PRODUCTS",
+    "STRATEGIES",
+    "Hogwild",
+    "Single",
+    "Strategy",
+    "choose",
+    "devices_for",
+    "kind_of",
+    "named",
+]
+
+
+def kind_of(name: str) -> type[Strategy]:
+    """The class of the strategy, or of the product, of that name.
+
+    Raises:
+        StrategyError: there is none (the nearest is offered).
+    """
+    if (product := product_in(str(name), PRODUCTS)) is not None:
+        return product[0]
+    if name not in STRATEGIES:
+        raise StrategyError(f'there is no strategy "{name}": {nearest(str(name), list(STRATEGIES))}')
+    return STRATEGIES[name]
+
+
+def devices_for(wanted: str | Strategy | None, devices: Devices) -> Devices:
+    """The devices that a person gave; where nothing was said, as many as a product is for (but torchrun's are said)."""
+    if devices not in (None, "auto") or wanted is None or started_as_rank():
+        return devices
+    needed = (named(wanted) if isinstance(wanted, str) else wanted).devices_needed
+    return devices if needed is None else needed if _devices.accelerators() else f"{needed}xcpu"
 
 
 def choose(wanted: str | Strategy | None, devices: tuple[Device, ...], **settings: Any) -> Strategy:
@@ -39,6 +83,8 @@ def choose(wanted: str | Strategy | None, devices: tuple[Device, ...], **setting
         wanted = named(wanted, **settings)
     if wanted.name == "single" and len(devices) > 1:
         raise StrategyError(f"strategy single uses one device, not {len(devices)}: take ddp or dp, or one device")
+    if wanted.devices_needed is not None and not started_as_rank():
+        wanted.layout(len(devices))  # which refuses others than it is for
     return wanted
 
 
@@ -49,15 +95,14 @@ def named(name: str, **settings: Any) -> Strategy:
         StrategyError: there is none (the nearest is offered), or it has no such setting.
         JobError: a setting is of another type.
     """
-    if name not in STRATEGIES:
-        raise StrategyError(f'there is no strategy "{name}": {nearest(str(name), list(STRATEGIES))}')
-    kind = STRATEGIES[name]
+    kind, product = kind_of(name), product_in(str(name), PRODUCTS)
     fields = [f.name for f in dataclasses.fields(kind)]
     for setting in settings:
         if setting not in fields:
             raise StrategyError(f'strategy "{name}" has no setting "{setting}": {_who_has(setting, fields)}')
     hints = typing.get_type_hints(kind)
-    return kind(**{setting: convert(value, hints[setting], setting) for setting, value in settings.items()})
+    own = {setting: convert(value, hints[setting], setting) for setting, value in settings.items()}
+    return kind(**own, **({} if product is None else {"sizes": product[1]}))
 
 
 def _who_has(setting: str, fields: list[str]) -> str:

@@ -17,7 +17,7 @@ import tempfile
 from collections.abc import Iterable, Iterator
 from contextlib import nullcontext
 from dataclasses import dataclass
-from typing import ClassVar, Literal
+from typing import Any, ClassVar, Literal
 
 import torch
 from torch import nn
@@ -80,12 +80,7 @@ class DDP(Strategy):
         self.refuse_other_processes(world)
         model = build_model(job, world)
         self.refuse(model, world.size)
-        exchange = None
-        if job.sync_batchnorm and world.size > 1:
-            exchange = RankExchange(world)
-            for parties in _sizes(job):
-                exchange.make_group(parties)
-            synchronise(model, exchange)
+        exchange = synchronised(model, job, world)
         optimizer = build_optimizer(job, model)
         kind = DDPStep if job.step is None else DDPFunctionStep
         return kind(model, optimizer, job, world, exchange, self)
@@ -102,8 +97,9 @@ class DDPStep(Step):
         world: World,
         exchange: RankExchange | None,
         strategy: DDP,
+        *stages: Any,
     ) -> None:
-        super().__init__(model, optimizer, job, world)
+        super().__init__(model, optimizer, job, world, *stages)
         self._exchange = exchange
         self._flat: FlatGradients | None = None
         self._overlaps = world.size > 1 and (
@@ -295,6 +291,17 @@ class DDPFunctionStep(FunctionStep, DDPStep):
         super().run_function(batch)
         if self.looks_again:
             self._buffers.look()
+
+
+def synchronised(model: nn.Module, job: Job, world: World) -> RankExchange | None:
+    """Let batch norms normalise over all ranks, where the job asks for that; what they exchange through."""
+    if not job.sync_batchnorm or world.size == 1:
+        return None
+    exchange = RankExchange(world)
+    for parties in _sizes(job):
+        exchange.make_group(parties)
+    synchronise(model, exchange)
+    return exchange
 
 
 def _sizes(job: Job) -> list[int]:

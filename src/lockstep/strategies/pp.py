@@ -21,6 +21,7 @@ from functools import partial
 from typing import Any, ClassVar, Literal
 
 from torch import nn
+from torch.optim import Optimizer
 
 from lockstep.data import is_stream
 from lockstep.errors import LockstepError, StrategyError, TooFewLayers, nearest, told
@@ -140,17 +141,17 @@ class PP(Strategy):
                 )
             return way
         capacity = _memory_of(world)
-        number = way.num_microbatches(job) // job.accumulate
+        number, mine = way.num_microbatches(job) // job.accumulate, way.seen_by_a_replica(job)
         chunks = way.chunks_on(len(world.devices))
         is_open = way.chunks is None and way.device_map is None and way.schedule in ("auto", "fitted")
         choice = None
         try:
             if not choosing and chunks == 1:
-                cut = job.replace(accumulate=way.num_microbatches(job))
+                cut = mine.replace(accumulate=way.num_microbatches(job))
                 found = found_for(cut, world.devices, _order_of(way, len(world.devices))(number), capacity)
             else:
                 found, choice = planned(
-                    job,
+                    mine,
                     world.devices,
                     device_map=way.device_map,
                     schedules=None if way.schedule == "auto" else [way.schedule],
@@ -182,6 +183,10 @@ class PP(Strategy):
             chunks=len(best.plan.places) // len(world.devices),
             times=tuple((stage.forward, stage.backward) for stage in found.stages),
         )
+
+    def seen_by_a_replica(self, job: Job) -> Job:
+        """The job with as large batches as one replica computes."""
+        return job
 
     def _as_before(self, before: Mapping[str, Any], devices: int) -> PP:
         """What is open here, as it was."""
@@ -238,12 +243,18 @@ class PP(Strategy):
         layers = Layers(model, found, [world.devices[place] for place in places])
         runner = Runner(model, world, _order_of(self, len(world.devices)), places)
         cut = job.replace(accumulate=self.num_microbatches(job))
-        return StagedStep(model, build_optimizer(job, model), cut, world, layers, runner)
+        return self.step_of(model, build_optimizer(job, model), cut, world, layers, runner)
+
+    def step_of(
+        self, model: nn.Module, optimizer: Optimizer, job: Job, world: World, layers: Layers, runner: Runner
+    ) -> Step:
+        """What trains a model that is laid out; the job's ``accumulate`` are all micro-batches."""
+        return StagedStep(model, optimizer, job, world, layers, runner)
 
     def caveats(self, job: Job, model: nn.Module, replicas: int) -> list[Caveat]:
         """What micro-batches change, and fewer samples than there are micro-batches."""
         parts = self.num_microbatches(job)
-        found = super().caveats(job.replace(accumulate=parts), model, 1)
+        found = super().caveats(job.replace(accumulate=parts), model, replicas)
         if job.batch_size < parts:
             text = f"batches of {job.batch_size} samples are {job.batch_size} micro-batches, not {parts}"
             found.append(Caveat("few samples", text))
@@ -290,4 +301,4 @@ def _order_of(way: PP, devices: int) -> Callable[[int], Schedule]:
 def _memory_of(world: World) -> list[float] | None:
     """Bytes that a stage may take on each device; slots share what the machine has."""
     each = capacities(world.devices, None)
-    return [sum(each)] * len(each) if each is not None and world.device.is_slot else each
+    return [sum(each) / world.local_size] * len(each) if each is not None and world.device.is_slot else each

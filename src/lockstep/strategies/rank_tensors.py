@@ -42,7 +42,7 @@ class FlatGradients:
         self._sparse = [i for i, p in enumerate(parameters) if id(p) in sparse]
         rows = [len(parameters[i]) for i in self._sparse]
         extras = len(parameters) + sum(rows) + numbers
-        formats = sorted({(str(p.dtype), str(p.device)) for p in parameters})
+        formats = dict.fromkeys((str(p.dtype), str(p.device)) for p in parameters)
         self._buffers: list[torch.Tensor] = []
         self._views: list[torch.Tensor] = [torch.empty(0)] * len(parameters)
         for key in formats:
@@ -92,7 +92,7 @@ class FlatGradients:
         for i, rows in zip(self._sparse, self._rows, strict=True):
             rows.zero_()
             if (grad := grads[i]) is not None:
-                rows[grad._indices()[0] if grad.is_sparse else slice(None)] = 1.0
+                rows[grad._indices()[0].to(rows.device) if grad.is_sparse else slice(None)] = 1.0
         for i, number in enumerate(numbers):
             self._sums[i] = number
         for buffer in self._buffers:
@@ -103,7 +103,7 @@ class FlatGradients:
         for i, rows in zip(self._sparse, self._rows, strict=True):
             p = self._parameters[i]
             if p.grad is not None:  # (`to_sparse` would leave out rows whose gradients are 0, which SparseAdam moves)
-                of = rows.nonzero().T
+                of = rows.nonzero().T.to(p.device)
                 p.grad = torch.sparse_coo_tensor(of, p.grad[of[0]], p.shape, is_coalesced=True, check_invariants=False)
         sums: Iterable[Number] = self._sums.tolist() if self._sums.is_cpu else self._sums.clone()
         return sums

@@ -58,6 +58,10 @@ class StagedStep(Step):
         """Gradients summed over the micro-batches by autograd itself."""
         streams = Streams()
         parts = [(number, part) for number, part in enumerate(batch.parts) if part.size]
+        if not parts:  # other replicas have them all
+            for p in self._parameters:
+                p.grad = None
+            return added([])
 
         def begin(i: int) -> None:
             self.begin_part(parts[i][0])

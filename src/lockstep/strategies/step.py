@@ -202,7 +202,7 @@ class Step(Calls):
             self.tell_once(seen.of_microbatches(with_dropout=with_dropout))
             return
         seen.refuse_writes()
-        if seen.passes_on is not None and len(self.world.devices) > 1:
+        if seen.passes_on is not None and self.world.data.local_batches > 1:
             raise StrategyError(
                 f'forward writes tensors to "{seen.passes_on}", which is outside of the model, so that all replicas of '
                 "this process would write to one",

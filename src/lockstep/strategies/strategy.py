@@ -5,7 +5,7 @@ from __future__ import annotations
 import inspect
 import re
 from abc import ABC, abstractmethod
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, fields
 from typing import Any, ClassVar, Literal
 
@@ -45,6 +45,9 @@ class Strategy(ABC):
     exact: ClassVar[Literal[True] | str] = True
     runs_functions: ClassVar[Literal[True] | str] = "it doesn't say what an update of several losses is"
 
+    def __post_init__(self) -> None:  # noqa: B027
+        """Refuse settings that are impossible."""
+
     @classmethod
     def choices(cls) -> set[str]:
         """The names of its settings that can have other values than the usual one."""
@@ -61,6 +64,24 @@ class Strategy(ABC):
     @abstractmethod
     def layout(self, devices: int) -> Layout:
         """What it does with so many devices."""
+
+    @property
+    def devices_needed(self) -> int | None:
+        """How many devices it is for; None is any number."""
+        return None
+
+    @property
+    def devices_per_rank(self) -> int:
+        """How many devices each process drives, where there are several processes."""
+        return 1
+
+    def mesh(self, devices: Sequence[str]) -> list[str]:
+        """Who holds what, and who reads what, in lines; none where that is plain from the strategy's name.
+
+        Args:
+            devices: the names of all of them.
+        """
+        return []
 
     @property
     def in_one_process(self) -> bool:
@@ -148,8 +169,8 @@ class Strategy(ABC):
         Raises:
             StrategyError: with how to start them.
         """
-        wanted = world.layout.processes
-        if world.size == 1 < wanted:
+        wanted, each = world.layout.processes, world.layout.devices_per_process
+        if world.size == 1 < wanted and each == 1:
             raise StrategyError(
                 f"{self.name} wants a process for each of the {wanted} devices, and this is one process: "
                 "start it with lockstep.launch(...) or torchrun, or use dp"
@@ -157,6 +178,11 @@ class Strategy(ABC):
         if wanted == 1 < world.size:
             raise StrategyError(
                 f"{self.name} is one process for all devices, and this is one of {world.size}: take ddp"
+            )
+        if wanted != world.size:
+            raise StrategyError(
+                f"{self.name} wants {wanted} processes with {each} devices each, and there are {world.size} with "
+                f"{len(world.devices)}: lockstep.launch(..., devices={world.layout.devices}, devices_per_rank={each})"
             )
 
     def caveats(self, job: Job, model: nn.Module, replicas: int) -> list[Caveat]:

@@ -277,7 +277,9 @@ class _Training(Setup):
     def _end_first(self, size: int) -> None:
         """After the first update: say the shapes inside and outside."""
         assert self.first is not None
-        self.shapes = self.first.done(self.world, self.devices, size)
+        layout = self.world.layout
+        firsts = self.devices[:: layout.devices // layout.local_batches]  # of each replica
+        self.shapes = self.first.done(self.world, firsts, size)
         self.first = None
         line = line_of(self.shapes, self.parts)
         if self.world.is_first and line is not None:

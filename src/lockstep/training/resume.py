@@ -12,13 +12,13 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from lockstep.errors import FolderError, counted
+from lockstep.errors import FolderError, StrategyError, counted
 from lockstep.job import Job
 from lockstep.jobfile import JobFile, written
 from lockstep.launch import devices as _devices
 from lockstep.launch.devices import Device, Devices
 from lockstep.launch.run_folder import RunFolder
-from lockstep.strategies import STRATEGIES, Strategy, named
+from lockstep.strategies import Strategy, devices_for, kind_of, named
 
 _FOR_DEVICES = ("device_map", "times")
 """Settings that are for one number of devices; ``Strategy.planned`` takes them up where they fit."""
@@ -37,22 +37,31 @@ def as_it_went(
     """
     before, names = config["strategy"], config["devices"]
     wanted = strategy.name if isinstance(strategy, Strategy) else strategy or before
+    if wanted != before:
+        devices = devices_for(strategy, devices)
     if devices is None and own_devices and (wanted == before or (wanted != "single" and len(names) > 1)):
         devices = _still_here(names)
-    if before not in STRATEGIES or isinstance(strategy, Strategy) or wanted != before:
+    if isinstance(strategy, Strategy) or wanted != before or not _is_known(before):
         return strategy, devices
-    kind = STRATEGIES[before]
     if strategy is None and (
         (before == "single" and devices is not None and len(_devices.parse(devices)) > 1)
-        or (not own_devices and kind().in_one_process)
+        or (not own_devices and named(before).in_one_process)
     ):
         return None, devices
-    return _with_settings_of(kind, config["strategy_settings"]), devices
+    return _with_settings_of(before, config["strategy_settings"]), devices
 
 
-def _with_settings_of(kind: type[Strategy], kept: Mapping[str, Any]) -> Strategy:
-    usual = {field.name: field.default for field in dataclasses.fields(kind) if field.name not in _FOR_DEVICES}
-    return named(kind.name, **{n: v for n, v in kept.items() if n in usual and v != usual[n]})
+def _is_known(strategy: str) -> bool:
+    """Whether there is a strategy of that name: a run may have had one of a person's own."""
+    with contextlib.suppress(StrategyError):
+        return kind_of(strategy) is not None
+    return False
+
+
+def _with_settings_of(name: str, kept: Mapping[str, Any]) -> Strategy:
+    kind = kind_of(name)
+    usual = {field.name: field.default for field in dataclasses.fields(kind) if field.name in kind.choices()}
+    return named(name, **{n: kept[n] for n in usual.keys() & kept.keys() - {*_FOR_DEVICES} if kept[n] != usual[n]})
 
 
 def _still_here(names: Sequence[str]) -> tuple[Device, ...]:

@@ -41,6 +41,7 @@ def page_of(kept: RunFolder) -> Page:
         ("job", config["file"] or config["job"]),
         ("strategy", config["strategy"]),
         ("devices", ", ".join(devices)),
+        *((who, what) for who, _, what in (line.partition(": ") for line in config.get("mesh", ()))),
         *((name, str(value)) for name, value in summary.get("versions", {}).items()),
     ]
     return Page(

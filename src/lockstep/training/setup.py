@@ -150,6 +150,7 @@ class Setup:
             "strategy": self.strategy.name,
             "strategy_settings": dataclasses.asdict(self.strategy),
             "devices": self.devices,
+            "mesh": self.strategy.mesh(self.devices),
             "optimizer": before.get("optimizer", self.optimizer),
             "world_size": self.world.size,
             "backend": self.world.backend,
@@ -166,10 +167,13 @@ class Setup:
             on = f"one CPU device of {counted(world.device.threads, 'core')}"
         via = f", {world.backend}" if world.backend else ""
         yield Line(f"{self.plan.name}: {self.strategy.name} on {on}{via}")
+        mesh = self.strategy.mesh(devices)
+        yield from map(Line, mesh if len(mesh) <= 8 else [*mesh[:4], "...", mesh[-1]])
         shares = share_sizes(job.batch_size, world.layout.local_batches)
         cut = min(self.parts, job.batch_size)  # no micro-batch is empty
         parts = f", in {cut} micro-batches" if cut > 1 else ""
-        split = f" = {_abridged([str(s) for s in shares], ' + ')} over the devices" if len(shares) > 1 else ""
+        over = "replicas" if len(devices) > len(shares) else "devices"
+        split = f" = {_abridged([str(s) for s in shares], ' + ')} over the {over}" if len(shares) > 1 else ""
         of = self.loader.batches_of(0)
         length = f"{self.loader.samples:,} samples, {counted(of, 'step')} an epoch" if of else "a stream"
         if (each := self.plan.batch_size_per_device) is not None:
@@ -188,7 +192,7 @@ class Setup:
             note_on_threads(world.device),
             note_on_precision(job.precision, world.device.type),
             _note_on_cores(len(devices)) if world.device.is_slot else None,
-            f"{counted(idle, 'device')} of {len(shares)} get no sample: increase batch_size" if idle else None,
+            f"{counted(idle, over[:-1])} of {len(shares)} get no sample: increase batch_size" if idle else None,
             f"{self.parts} micro-batches of {job.batch_size} samples: {cut} are made" if cut < self.parts else None,
             note_on_workers(job.loader_workers, world.local_size),
             self._on_schedule,
@@ -198,7 +202,7 @@ class Setup:
             notes += stream_notes(job.shuffle, meets=world.size > 1 and not self.step.together)
         yield from (Line.note(note) for note in notes if note)
         yield from self._said_before
-        yield from map(Line.note, self.strategy.caveats(job, self.step.model, len(devices)))
+        yield from map(Line.note, self.strategy.caveats(job, self.step.model, self.step.replicas))
 
     def summary(
         self,

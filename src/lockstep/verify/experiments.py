@@ -28,7 +28,7 @@ class Laboratory:
     """
 
     def __init__(self, strategy: Strategy, devices: tuple[Device, ...]) -> None:
-        self._ranks = StandingRanks(devices)
+        self._ranks = StandingRanks(devices, strategy.devices_per_rank)
         self._wanted = not needs_one_process(strategy, devices)
 
     def __enter__(self) -> Laboratory:

@@ -19,7 +19,7 @@ from lockstep.launch import started_as_rank
 from lockstep.launch.devices import Device, Devices
 from lockstep.launch.events import Caveat
 from lockstep.launch.placement import alone, needs_one_process
-from lockstep.strategies import Strategy, choose
+from lockstep.strategies import Strategy, choose, devices_for
 from lockstep.strategies.single import Single
 from lockstep.verify.cause_search import Diagnosis
 from lockstep.verify.cause_texts import named, of_refusal
@@ -207,6 +207,7 @@ def verify(
         raise DeviceError("verify starts processes of its own on one machine: start it without torchrun")
     began = time.perf_counter()
     source = with_settings(as_job(job), settings)
+    devices = devices_for(strategy, devices)
     chosen = _devices.parse(devices) if strategy in ("single", Single()) else _devices.parse_several(devices)
     if strategy is None and len(chosen) == 1:
         raise InputError(
@@ -214,8 +215,9 @@ def verify(
         )
     loaded = the_job(source)
     way = choose(strategy, chosen)
-    if needs_one_process(way, chosen):  # what it leaves open is settled as in a training, once for all experiments
-        with alone(chosen) as world:
+    each = len(chosen) if needs_one_process(way, chosen) else way.devices_per_rank
+    if each > 1:  # what it leaves open is settled as in a training, once for all experiments
+        with alone(chosen[:each]) as world:
             world.tell = lambda told: None
             way = way.planned(loaded.replace(train_data=resolve(loaded.train_data, world, "train_data")), world)
     with Laboratory(way, chosen) as laboratory:

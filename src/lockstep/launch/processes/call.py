@@ -109,12 +109,13 @@ class Setup:
     """The surroundings in which the function is called.
 
     Attributes:
-        devices: one per rank.
+        devices: of all ranks.
         modes: the caller's.
         rendezvous: the file where the ranks meet; no other launch has it. None for workers, which don't.
         backend: of the process group, or None for the device's own.
         folder: where the run keeps its files, or None.
         timeout: seconds after which a collective gives up.
+        devices_per_rank: neighbours.
         environment, path, arguments, directory, cores: the caller's environment variables, ``sys.path``, ``sys.argv``,
             working directory and affinity.
         switches: the caller's settings of torch that change numbers.
@@ -126,6 +127,7 @@ class Setup:
     backend: str | None = None
     folder: str | None = None
     timeout: float = 1800.0
+    devices_per_rank: int = 1
     environment: dict[str, str] = field(
         # Local ranks talk over the loopback interface, and listen nowhere else.
         default_factory=lambda: {
@@ -140,6 +142,12 @@ class Setup:
     directory: str = field(default_factory=os.getcwd)
     cores: tuple[int, ...] = field(default_factory=usable_cores)
     switches: dict[str, Any] = field(default_factory=_switches)
+
+    @property
+    def groups(self) -> list[tuple[Device, ...]]:
+        """The devices of each rank."""
+        each = self.devices_per_rank
+        return [self.devices[i : i + each] for i in range(0, len(self.devices), each)]
 
     def apply(self) -> None:
         """Make this process's surroundings the caller's."""
@@ -162,7 +170,7 @@ def write(setup: Setup, fn: Callable[..., Any], args: tuple[Any, ...]) -> IO[byt
     """Write a call to a new file without a name; raises as `pickled`."""
     body = pickled(fn, args)
     file = tempfile.TemporaryFile()  # noqa: SIM115
-    size = len(setup.devices)
+    size = len(setup.groups)
     file.write(size.to_bytes(8, sys.byteorder) + bytes(8 * (size + 1)) + pickle.dumps(setup))
     file.write(body)
     file.flush()

@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import pickle
 import signal
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 import cloudpickle
@@ -104,9 +104,9 @@ def _class_of(one: Record | Death) -> int:
     return 2 if one.code == -signal.SIGABRT else 1
 
 
-def to_raise(one: Record | Death, device: Device, silent: list[int]) -> BaseException:
+def to_raise(one: Record | Death, devices: Sequence[Device], silent: list[int]) -> BaseException:
     """The exception for the failure of a rank; ``silent`` ranks, of which nothing was heard, may be why it failed."""
-    who = f"rank {one.rank} ({device})"
+    who = f"rank {one.rank} ({', '.join(map(str, devices))})"
     if isinstance(one, Death):
         before = ", before its function returned" if one.code >= 0 else ""
         return RankFailed(f"{who} {ending(one.code, when(one.step))}{before}", one.rank, one.step, one.last_words)

@@ -35,10 +35,11 @@ def run(
     on_event: Callable[[int, Any], None] | None = None,
     on_output: Callable[[str, str], None] | None = None,
     timeout: float = 1800.0,
+    devices_per_rank: int = 1,
 ) -> list[T]:
-    """Call ``fn(world, *args)`` in one local process per device; see `lockstep.launch.launch`."""
-    ranks = _started(fn, devices, args, backend, folder, timeout=timeout, on_event=on_event, on_output=on_output)
-    with ranks as supervisor:
+    """Call ``fn(world, *args)`` in local processes; see `lockstep.launch.launch`."""
+    heard: dict[str, Any] = {"on_event": on_event, "on_output": on_output}
+    with _started(fn, devices, devices_per_rank, args, backend, folder, timeout=timeout, **heard) as supervisor:
         with stop_request.reaching(supervisor.board):
             supervisor.watch()
         return [rank.result for rank in supervisor.ranks]
@@ -48,6 +49,7 @@ def run(
 def _started(
     fn: Callable[..., Any],
     devices: tuple[Device, ...],
+    devices_per_rank: int,
     args: tuple[Any, ...] = (),
     backend: str | None = None,
     folder: str | None = None,
@@ -56,7 +58,8 @@ def _started(
 ) -> Iterator[Supervisor]:
     """Ranks that have been asked for, to be watched; none of them runs afterwards."""
     with _meeting() as rendezvous:
-        setup = call.Setup(devices, call.Modes.here(devices), rendezvous, backend, folder, timeout)
+        modes = call.Modes.here(devices)
+        setup = call.Setup(devices, modes, rendezvous, backend, folder, timeout, devices_per_rank)
         with Supervisor(setup, fn, args, log_of=lambda rank: _log(folder, rank) if rank else None, **heard) as ranks:
             yield ranks
 
@@ -97,11 +100,13 @@ class StandingRanks:
     A failure ends them all and comes out as that of a launch does; the next call starts others.
 
     Args:
-        devices: one per rank, two at least.
+        devices: of two ranks at least.
+        devices_per_rank: neighbours.
     """
 
-    def __init__(self, devices: tuple[Device, ...]) -> None:
+    def __init__(self, devices: tuple[Device, ...], devices_per_rank: int = 1) -> None:
         self.devices = devices
+        self._devices_per_rank = devices_per_rank
         self._ranks: Supervisor | None = None
         self._stack = contextlib.ExitStack()
         self._returned: list[Any] = []
@@ -116,7 +121,7 @@ class StandingRanks:
         """
         body = call.pickled(fn, args)
         ranks = self.start()
-        for number in range(len(self.devices)):
+        for number in range(len(ranks.ranks)):
             ranks.send(number, body)
         try:
             while not self._returned and ranks.failed_at is None:
@@ -144,7 +149,8 @@ class StandingRanks:
         """
         not_within_a_rank()
         if self._ranks is None:
-            started = _started(_serve, self.devices, on_event=self._hear, on_output=lambda text, stream: None)
+            silent: dict[str, Any] = {"on_event": self._hear, "on_output": lambda text, stream: None}
+            started = _started(_serve, self.devices, self._devices_per_rank, **silent)
             self._ranks = self._stack.enter_context(started)
         return self._ranks
 

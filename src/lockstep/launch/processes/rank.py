@@ -132,12 +132,12 @@ def run(number: int, call_file: int, channel_file: int, blocks: Sequence[int]) -
 
 def _call(fn: Callable[..., Any], args: tuple[Any, ...], setup: Setup, number: int, board: memoryview) -> None:
     """Call the function as a rank, in a process group, and send its result."""
-    size = len(setup.devices)
+    size = len(setup.groups)
     os.environ |= {"RANK": str(number), "WORLD_SIZE": str(size), "LOCAL_RANK": str(number)}  # as libraries expect
     world = World(
         rank=number,
         size=size,
-        devices=(setup.devices[number],),
+        devices=setup.groups[number],
         local_rank=number,
         local_size=size,
         folder=setup.folder,

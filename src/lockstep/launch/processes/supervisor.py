@@ -68,7 +68,7 @@ class Rank:
     """What is known of one rank.
 
     Attributes:
-        number, device: which it is.
+        number, devices: which it is.
         channel: this end of the way to it.
         log: the file of what it prints, and where that began; None where it comes out here.
         ended: how it ended, once it has.
@@ -77,7 +77,7 @@ class Rank:
     """
 
     number: int
-    device: Device
+    devices: Sequence[Device]
     channel: Connection
     log: tuple[IO[bytes], int] | None = None
     ended: Report | None = None
@@ -142,8 +142,8 @@ class Supervisor:
             self._connection = stack.enter_context(fork_server.connect())
             self._selector.register(self._connection, selectors.EVENT_READ, self._hear_server)
             try:
-                for number, device in enumerate(setup.devices):
-                    self._start(number, device, file.fileno(), log_of(number), blocks_of(number))
+                for number, devices in enumerate(setup.groups):
+                    self._start(number, devices, file.fileno(), log_of(number), blocks_of(number))
             finally:
                 stack.callback(self._stop)  # which comes before all that the ranks write to is closed
             self._stack = stack.pop_all()
@@ -154,12 +154,14 @@ class Supervisor:
     def __exit__(self, *of_an_error: object) -> None:
         self._stack.close()
 
-    def _start(self, number: int, device: Device, file: int, log: IO[bytes] | None, blocks: Sequence[int]) -> None:
+    def _start(
+        self, number: int, devices: Sequence[Device], file: int, log: IO[bytes] | None, blocks: Sequence[int]
+    ) -> None:
         """Ask for a rank's process; the ends of the pipes that belong there are let go here."""
         with contextlib.ExitStack() as theirs:
             ours, its = multiprocessing.Pipe()
             theirs.enter_context(its)
-            rank = Rank(number, device, self._stack.enter_context(ours))
+            rank = Rank(number, devices, self._stack.enter_context(ours))
             if log is not None:
                 rank.log = self._stack.enter_context(log), log.seek(0, os.SEEK_END)
                 out = err = log.fileno()
@@ -202,7 +204,7 @@ class Supervisor:
             first = failure_records.guilty(failures)
             failed = {failure.rank for failure in failures}
             silent = [rank.number for rank in self.ranks if not rank.has_result and rank.number not in failed]
-            error = failure_records.to_raise(first, self.ranks[first.rank].device, silent)
+            error = failure_records.to_raise(first, self.ranks[first.rank].devices, silent)
             raise error from error.__cause__
 
     def turn(self, seconds: float | None) -> None:

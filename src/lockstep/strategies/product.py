@@ -1,0 +1,97 @@
+"""Products of strategies: ``ddp=2xpp=2`` is two replicas, each on two devices as ``pp`` is.
+
+::
+
+                   stage 0   stage 1
+    rank 0         cpu:0     cpu:1        local batch 1 of 2
+    rank 1         cpu:2     cpu:3        local batch 2 of 2
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from lockstep.errors import StrategyError
+from lockstep.strategies.strategy import Strategy
+
+_FORM = re.compile(r"ddp=(\d+)x([a-z]+)=(\d+)")
+
+
+@dataclass(frozen=True)
+class Product(Strategy):
+    """So many replicas, of so many devices each; a class of one is also a class of the strategy that a replica has.
+
+    Attributes:
+        sizes: of both.
+    """
+
+    sizes: tuple[int, int] = (1, 1)
+
+    def __post_init__(self) -> None:
+        replicas, each = self.sizes
+        object.__setattr__(self, "name", f"ddp={replicas}x{type(self).name}={each}")
+        super().__post_init__()
+
+    @classmethod
+    def choices(cls) -> set[str]:
+        """Without those that its name says."""
+        return super().choices() - {"sizes"}
+
+    @property
+    def devices_needed(self) -> int:
+        """Those of all replicas."""
+        return self.sizes[0] * self.sizes[1]
+
+    @property
+    def in_one_process(self) -> bool:
+        """Never: replicas are processes."""
+        return False
+
+    def refuse_devices(self, devices: int) -> None:
+        """Refuse another number of devices than it is for.
+
+        Raises:
+            StrategyError: with the nearest product on these devices.
+        """
+        replicas, each = self.sizes
+        if devices == self.devices_needed:
+            return
+        inner = type(self).name
+        if devices % each == 0:
+            instead = f"take ddp={devices // each}x{inner}={each}"
+        elif devices % replicas == 0:
+            instead = f"take ddp={replicas}x{inner}={devices // replicas}"
+        else:
+            instead = f"take {inner}"
+        raise StrategyError(
+            f"{self.name} is for {replicas} x {each} = {self.devices_needed} devices, not {devices}: {instead}, or "
+            f"{self.devices_needed} devices"
+        )
+
+
+def product_in(name: str, kinds: Mapping[str, type[Product]]) -> tuple[type[Product], tuple[int, int]] | None:
+    """The class of a product and its sizes; None where the name is that of no product.
+
+    Args:
+        name: ``"ddp=2xpp=2"``.
+        kinds: by the strategy of a replica.
+
+    Raises:
+        StrategyError: there is no such product; the nearest is offered.
+    """
+    if "=" not in name:
+        return None
+    found = _FORM.fullmatch(name)
+    if found is not None and found[2] in kinds and min(int(found[1]), int(found[3])) > 0:
+        return kinds[found[2]], (int(found[1]), int(found[3]))
+    numbers = [max(1, int(number)) for number in re.findall(r"\d+", name)][:2]
+    replicas, each = numbers if len(numbers) == 2 else (2, 2)
+    inner = next((word for word in re.findall(r"[a-z-]+", name.replace("x", " ")) if word in kinds), next(iter(kinds)))
+    if re.match(rf"{inner}=", name):  # the replicas are named first
+        replicas, each = each, replicas
+    every = ", ".join(f"ddp=Nx{word}=M" for word in kinds)
+    raise StrategyError(
+        f'there is no strategy "{name}": products are {every}, from 1: take ddp={replicas}x{inner}={each}'
+    )

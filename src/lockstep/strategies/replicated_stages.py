@@ -1,0 +1,106 @@
+"""``ddp=NxPP``: N replicas in processes, each over M devices as ``pp`` (or ``mp``) has a model on them.
+
+Each rank computes its local batch of every micro-batch by its own pipeline, and gradients, total and count are summed
+over the ranks as ``ddp`` sums small ones: in one flat all-reduce after backward. Micro-batches are cut from the global
+batch first, and local batches from these, so ``single`` with ``accumulate=m`` has the same results.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any, ClassVar
+
+from torch import nn
+from torch.optim import Optimizer
+
+from lockstep.data import Batch
+from lockstep.job import Job
+from lockstep.launch.events import Caveat
+from lockstep.launch.layout import Layout
+from lockstep.launch.world import World
+from lockstep.model.loss import Loss
+from lockstep.pipelining.runner import Runner
+from lockstep.pipelining.stage_layers import Layers
+from lockstep.strategies.ddp import DDP, DDPStep, synchronised
+from lockstep.strategies.pp import MP, PP
+from lockstep.strategies.product import Product
+from lockstep.strategies.staged import StagedStep
+from lockstep.strategies.step import Step
+
+
+@dataclass(frozen=True)
+class ReplicatedPP(Product, PP):
+    """Replicas in processes, each of stages of layers on several devices, micro-batches overlapped."""
+
+    summary: ClassVar[str] = "a process per replica, with a local batch; in it a stage of layers per device, as pp"
+    good_for: ClassVar[str] = "models too large for one device, and more devices than stages"
+
+    @property
+    def devices_per_rank(self) -> int:
+        """Those of a replica."""
+        return self.sizes[1]
+
+    def layout(self, devices: int) -> Layout:
+        """A local batch and a process for each replica, and layers for each of its devices.
+
+        Raises:
+            StrategyError: it is for another number of devices.
+        """
+        self.refuse_devices(devices)
+        replicas, each = self.sizes
+        return Layout({"data": replicas, "stage": each}, devices_per_process=each)
+
+    def mesh(self, devices: Sequence[str]) -> list[str]:
+        """A line for each rank."""
+        return self.layout(len(devices)).drawn(devices, self.chunks_on(self.sizes[1]))
+
+    def seen_by_a_replica(self, job: Job) -> Job:
+        """The job with batches of the largest local batch."""
+        return job.replace(batch_size=-(-job.batch_size // self.sizes[0]))
+
+    def planned(self, job: Job, world: World, before: Mapping[str, Any] | None = None) -> PP:
+        """As rank 0 finds it."""
+        return world.broadcast_object(super().planned(job, world, before) if world.is_first else self)
+
+    def step_of(
+        self, model: nn.Module, optimizer: Optimizer, job: Job, world: World, layers: Layers, runner: Runner
+    ) -> Step:
+        """A replica, which the others are summed with."""
+        self.refuse(model, world.size)
+        exchange = synchronised(model, job, world)
+        return ReplicaOfStages(model, optimizer, job, world, exchange, DDP("flat"), layers, runner)
+
+    def caveats(self, job: Job, model: nn.Module, replicas: int) -> list[Caveat]:
+        """As both."""
+        fix = f"ddp={self.sizes[0]}xmp={self.sizes[1]} with sync_batchnorm=True keeps the results"
+        return [
+            replace(caveat, fix=fix) if caveat.kind == "batchnorm" and caveat.fix else caveat
+            for caveat in super().caveats(job, model, replicas)
+        ]
+
+
+@dataclass(frozen=True)
+class ReplicatedMP(ReplicatedPP, MP):
+    """Replicas in processes, each of stages of layers on several devices, one after the other."""
+
+    summary: ClassVar[str] = "a process per replica, with a local batch; in it a stage of layers per device, as mp"
+    good_for: ClassVar[str] = "models too large for one device, whose local batch can't be split further"
+
+    microbatches: int = 1
+
+
+class ReplicaOfStages(DDPStep, StagedStep):
+    """One rank's replica, on its devices."""
+
+    def gradients(self, batch: Batch) -> Loss:
+        """Gradients of total / size, summed over micro-batches and ranks."""
+        self._buffers.follow()
+        if self._exchange is not None:  # there is one micro-batch
+            self._exchange.begin(min(batch.parts[0].of, self.world.size))
+        loss = StagedStep.gradients(self, batch)
+        if self.world.size > 1:
+            loss = self._summed_flat(loss)
+        if self.looks_again:
+            self._buffers.look()
+        return loss
