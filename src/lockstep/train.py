@@ -11,7 +11,6 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from lockstep.checkpoint.weights import take_weights
 from lockstep.data import eval_loaders, is_stream, resolve_sets
 from lockstep.errors import FolderError, InputError, JobError, LockstepError, Lost, StrategyError, told
 from lockstep.job import Job
@@ -25,6 +24,7 @@ from lockstep.launch.run_folder import RunFolder
 from lockstep.launch.stop_request import GRACE, StopRequest
 from lockstep.launch.terminal import Display
 from lockstep.launch.world import World
+from lockstep.model.build import trained_model
 from lockstep.strategies import Strategy, choose, devices_for
 from lockstep.training.evaluation import evaluate_sets, try_out
 from lockstep.training.loop import train_on
@@ -268,10 +268,9 @@ def evaluate_on(world: World, plan: _Evaluation) -> dict[str, float]:
     job = the_job(plan.job)
     if job.eval_data is None:
         raise JobError("eval_data: the job has none, so there is nothing to evaluate on")
-    job = job if plan.weights is None else job.replace(init=None)
-    step = plan.strategy.prepare(job, world)
     if plan.weights is not None:
-        take_weights(step.model, plan.weights)
+        job = job.replace(model=functools.partial(trained_model, job, plan.weights), init=None)
+    step = plan.strategy.prepare(job, world)
     sets = resolve_sets(job.eval_data, world)
     loaders = eval_loaders(job, world, sets)
     if not any(map(is_stream, sets.values())):

@@ -97,7 +97,7 @@ SEVERAL = "of several inputs give ((a, b), targets), which is called as model(a,
     [
         ("--out x", "there is no option --out here: predict, export and schedule have one"),
         ("--lr 0.2", "there is no option --lr here: for a parameter of the job's function write --set lr=VALUE"),
-        ("--strategy fsdp", 'there is no strategy "fsdp": there are: single, dp, ddp, mp, pp, hogwild'),
+        ("--strategy zero", 'there is no strategy "zero": there are: single, dp, ddp, fsdp, mp, pp, hogwild'),
         ("--strategy dpd", 'there is no strategy "dpd": did you mean "dp"'),
         ("--devices -1", "-1 devices: ask for at least one, or for auto"),
         ("--set lr=abc", "--set lr: 'abc' is not a number"),

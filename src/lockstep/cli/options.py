@@ -136,8 +136,8 @@ def add_placement(parser: argparse.ArgumentParser) -> None:
     """A strategy, its settings and its devices."""
     parser.add_argument(
         "--strategy",
-        help="single, dp, ddp, mp, pp, hogwild, or a product such as ddp=2xpp=2 (default: single on one device, ddp on "
-        "several)",
+        help="single, dp, ddp, fsdp, mp, pp, hogwild, or a product such as ddp=2xpp=2 (default: single on one device, "
+        "ddp on several)",
     )
     parser.add_argument("--devices", default="auto", help="auto, 4, 2xcpu, cuda, cuda:0,2 (default: auto)")
     parser.add_argument("--backend", help="of the process group (default: nccl on CUDA, gloo elsewhere)")

@@ -69,17 +69,22 @@ def found_blocks(model: nn.Module) -> dict[str, nn.Module]:
 
     def look(name: str, module: nn.Module) -> None:
         children = list(module.named_children())
-        kinds = Counter(type(child) for _, child in children if _is_composite(child))
+        kinds = Counter(_class_of(child) for _, child in children if _is_composite(child))
         many = {kind for kind, times in kinds.items() if times > 1}
         for child_name, child in children:
             full = f"{name}.{child_name}".lstrip(".")
-            if isinstance(module, nn.ModuleList | nn.Sequential) and type(child) in many:
+            if isinstance(module, nn.ModuleList | nn.Sequential) and _class_of(child) in many:
                 found.setdefault(full, child)
             else:
                 look(full, child)
 
     look("", model)
     return found
+
+
+def _class_of(module: nn.Module) -> type:
+    """Its class, as it was before it was checkpointed."""
+    return type(module).__bases__[1] if isinstance(module, _Checkpointed) else type(module)
 
 
 def _is_composite(module: nn.Module) -> bool:

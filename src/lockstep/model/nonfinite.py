@@ -26,7 +26,8 @@ def why_not_finite(model: nn.Module, part: Part, outputs: Any, *, first: bool) -
     if (found := _nan_in(part, "inputs")) is not None:
         return f"{found}: clean the data, or mask what is missing"
     for kind, tensors in (("parameter", model.named_parameters()), ("buffer", model.named_buffers())):
-        name = next((name for name, t in tensors if _is_nan(t) or (kind == "parameter" and not _is_finite(t))), None)
+        here = ((name, getattr(t, "to_local", t.detach)()) for name, t in tensors)  # of a shard, this rank's part
+        name = next((name for name, t in here if _is_nan(t) or (kind == "parameter" and not _is_finite(t))), None)
         if name is not None and first:
             return f'{kind} "{name}" is not finite before the first update: look at how it is initialised, or loaded'
         if name is not None:

@@ -129,7 +129,7 @@ class DDPStep(Step):
         Raises:
             RunError: a parameter has come to differ, since something but the optimizer wrote it.
         """
-        drifted = differing_tensors(self.model.named_parameters(), self.world) if self.world.size > 1 else None
+        drifted = differing_tensors(self.replicated(), self.world) if self.world.size > 1 else None
         if drifted is not None:
             raise RunError(
                 f'parameter "{drifted}" is no longer the same on all ranks: not only the optimizer has written it',
@@ -137,6 +137,10 @@ class DDPStep(Step):
                 fix="don't write it in forward, in on_event, which runs on rank 0 only, or in a callback on some ranks "
                 "only; an optimizer must not draw random numbers",
             )
+
+    def replicated(self) -> Iterable[tuple[str, nn.Parameter]]:
+        """The parameters that every rank has whole."""
+        return self.model.named_parameters()
 
     def _overlapping(self, all_have_samples: bool) -> DistributedDataParallel | None:
         """PyTorch's DistributedDataParallel over the model, where this step is summed while backward runs.

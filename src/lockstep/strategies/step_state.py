@@ -230,8 +230,7 @@ class StepState(Evaluator):
             self.after_events()
         self.share_buffers()
         scaler = {} if self._scaler is None else {"scaler": self._scaler.state_dict()}
-        optimizer = named_optimizer_state(self.optimizer, self.model)
-        kept = self.model.state_dict()
+        optimizer, kept = self.optimizer_state(), self.weights()
         others = {name: b for name, b in self.model.named_buffers() if name not in kept}  # those not persistent
         attributes, lost = changed_attributes(self.model, self._attributes)
         self._say_what_is_lost(lost)
@@ -254,10 +253,41 @@ class StepState(Evaluator):
             InputError: the names or shapes are another model's.
         """
         try:
-            self.model.load_state_dict(state["model"])
+            self.take_weights(state["model"])
         except RuntimeError as error:
             raise InputError(f"the saved model is another one: {str(error).splitlines()[-1].strip()}") from error
         set_attributes(self.model, {**state.get("buffers", {}), **state.get("attributes", {})})
-        load_named_optimizer_state(self.optimizer, self.model, state["optimizer"])
+        self.take_optimizer_state(state["optimizer"])
         if self._scaler is not None and "scaler" in state:
             self._scaler.load_state_dict(state["scaler"])
+
+    # ---- what a strategy does in another way whose ranks hold shards; all of these are called on every rank ----------
+
+    def weights(self) -> dict[str, Any]:
+        """The model's state dict."""
+        weights: dict[str, Any] = self.model.state_dict()
+        return weights
+
+    def take_weights(self, weights: Mapping[str, Any]) -> None:
+        """Take over what ``weights`` gave."""
+        self.model.load_state_dict(weights)
+
+    def optimizer_state(self) -> dict[str, Any]:
+        """The optimizer's state by parameter name."""
+        return named_optimizer_state(self.optimizer, self.model)
+
+    def take_optimizer_state(self, saved: Mapping[str, Any]) -> None:
+        """Take over what ``optimizer_state`` gave."""
+        load_named_optimizer_state(self.optimizer, self.model, saved)
+
+    def whole_parameters(self) -> dict[str, torch.Tensor]:
+        """The parameters by name."""
+        return dict(self.model.named_parameters())
+
+    def whole_gradients(self) -> dict[str, torch.Tensor]:
+        """Those that there are, by the names of their parameters."""
+        return {name: p.grad for name, p in self.model.named_parameters() if p.grad is not None}
+
+    def whole_model(self) -> nn.Module | None:
+        """The model, to be inspected; None on ranks that don't."""
+        return self.model

@@ -123,14 +123,15 @@ def look_at_evaluation(step: Step, batch: Batch) -> None:
     Raises:
         StrategyError: it writes its parameters.
     """
-    if step.replicas == 1 or not step.world.is_first:
+    model = step.whole_model() if step.replicas > 1 else None
+    if model is None or not step.world.is_first:
         return
     part = mixed_share(step.first_shares(batch))
     if part.size:
         judge = step.loss.judged if part.targets is not None else None
         with step.loss.outside.kept():
             seen = look(
-                step.model,
+                model,
                 part.inputs,
                 part.size,
                 targets=part.targets,

@@ -15,6 +15,7 @@ import contextlib
 import math
 import os
 from collections.abc import Iterator
+from typing import Any
 
 import torch
 from torch import nn
@@ -91,8 +92,9 @@ class _PairedRun:
 
     def run(self) -> Comparison:
         ours, theirs, world, found = self.ours, self.theirs, self.world, self.found
+        start = ours.step.weights()
         if theirs is not None:
-            self._compare_start(theirs)
+            self._compare_start(theirs, start)
             its_batches = theirs.batches()
         for number, (batch, is_last) in enumerate(ours.batches(), start=1):
             if theirs is not None:
@@ -105,9 +107,10 @@ class _PairedRun:
             rows = [row for mine in world.gather_objects(ours.rows) for row in mine]
             if number == 1:
                 self._compare_replicas()
+            values = ours.step.whole_parameters()
             if theirs is not None:
                 with self._alone():
-                    self._compare(theirs, number, its_batch, its_result, result, rows)
+                    self._compare(theirs, number, its_batch, its_result, result, rows, values)
             if not ours.step.together:
                 world.barrier()
             if number == self.experiment.updates:
@@ -122,9 +125,9 @@ class _PairedRun:
 
     # ---- before the first update ------------------------------------------------------------------------------------
 
-    def _compare_start(self, theirs: Side) -> None:
+    def _compare_start(self, theirs: Side, mine: dict[str, Any]) -> None:
         self.start = {name: p.detach().clone() for name, p in theirs.step.model.named_parameters()}
-        mine, its = (dict(side.step.model.state_dict(keep_vars=True)) for side in (self.ours, theirs))
+        its = theirs.step.weights()
         tensors = {name: tensor for name, tensor in its.items() if isinstance(tensor, torch.Tensor)}
         self.found.start = tuple(
             n for n, t in tensors.items() if n not in mine or mine[n].shape != t.shape or digest(mine[n]) != digest(t)
@@ -133,13 +136,19 @@ class _PairedRun:
     # ---- after an update --------------------------------------------------------------------------------------------
 
     def _compare(
-        self, theirs: Side, number: int, batch: Batch, its_result: Result, result: Result, rows: list[bytes]
+        self,
+        theirs: Side,
+        number: int,
+        batch: Batch,
+        its_result: Result,
+        result: Result,
+        rows: list[bytes],
+        values: dict[str, torch.Tensor],
     ) -> None:
         ours = self.ours
         self.reach += max(theirs.rates, default=0.0)
         gradients, ratios = _gradients_apart(ours, theirs) if ours.step.together else ({}, {})
         parameters = {}
-        values = dict(ours.step.model.named_parameters())
         for name, p in theirs.step.model.named_parameters():
             if name not in self.start:
                 text = f'parameter "{name}" was made after the optimizer, which never trains it'
@@ -195,7 +204,7 @@ class _PairedRun:
         """Compare what is on other ranks too: parameters, plain attributes, and what layers gave."""
         ours, theirs, found = self.ours, self.theirs, self.found
         meets = self.world.size > 1 and ours.step.together
-        parameters = {name: digest(p) for name, p in ours.step.model.named_parameters()} if meets else {}
+        parameters = {name: digest(p) for name, p in ours.step.whole_parameters().items()} if meets else {}
         attributes = ours.changed_attributes()
         gathered = self.world.gather_objects((parameters, attributes, ours.watch.told))
         on_ranks, attributes_on, told_on = zip(*gathered, strict=True)

@@ -128,7 +128,7 @@ class Side(Observer):
 
     def gradients_ready(self) -> None:
         """Take note of them, before they are clipped."""
-        grads = {name: p.grad for name, p in self.step.model.named_parameters() if p.grad is not None}
+        grads = self.step.whole_gradients()
         changes = self.job.clip_norm is not None or type(self.step).clip is not Step.clip
         self.gradients = {name: g.detach().clone() if changes else g.detach() for name, g in grads.items()}
 

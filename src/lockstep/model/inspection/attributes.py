@@ -17,7 +17,14 @@ from lockstep.tensors.digest import digest
 from lockstep.tensors.pytree import tensors
 
 _OF_EVERY_MODULE = {*vars(nn.Module()), "_compiled_call_impl", "forward"}
+_OF_FULLY_SHARD = "__composable_api_"
+"""How the names begin of what PyTorch's ``fully_shard`` keeps in a module."""
 _PLAIN = (bool, int, float, complex, str, type(None))
+
+
+def _is_own(name: str) -> bool:
+    """Whether an attribute of that name is a person's."""
+    return name not in _OF_EVERY_MODULE and not name.startswith(_OF_FULLY_SHARD)
 
 
 def attribute_prints(model: nn.Module, *, plain: bool = True) -> dict[str, bytes]:
@@ -30,7 +37,7 @@ def attribute_prints(model: nn.Module, *, plain: bool = True) -> dict[str, bytes
         (name, key, value)
         for name, module in model.named_modules()
         for key, value in vars(module).items()
-        if key not in _OF_EVERY_MODULE
+        if _is_own(key)
         and (plain or (type(value) not in _PLAIN and not is_plain(value)))
         and not (isinstance(value, nn.Module) or callable(value))
     ]
@@ -102,7 +109,7 @@ def kept_state(objects: Sequence[Any]) -> Iterator[None]:
         held += (of for module in modules for of in (module._buffers, vars(module)))
         roots += [OutsideVariables.of_model(one)] if modules else [OutsideVariables([one])]
         held += [] if modules or not hasattr(one, "__dict__") else [vars(one)]
-    before = [{name: value for name, value in of.items() if name not in _OF_EVERY_MODULE} for of in held]
+    before = [{name: value for name, value in of.items() if _is_own(name)} for of in held]
     seen = {id(p) for one in objects if isinstance(one, nn.Module) for p in one.parameters()}
     copies = [pair for of in before for value in of.values() for pair in copies_of(value, seen)]
     with contextlib.ExitStack() as stack:
@@ -119,7 +126,7 @@ def kept_state(objects: Sequence[Any]) -> Iterator[None]:
 
 def detached_attributes(model: nn.Module) -> dict[int, Any]:
     """For a copy: what stands for tensors with a history among the attributes, as a forward leaves them."""
-    held = (value for module in model.modules() for name, value in vars(module).items() if name not in _OF_EVERY_MODULE)
+    held = (value for module in model.modules() for name, value in vars(module).items() if _is_own(name))
     return {id(t): t.detach().clone() for t in tensors(list(held)) if t.grad_fn is not None}
 
 

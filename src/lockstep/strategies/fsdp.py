@@ -1,0 +1,116 @@
+"""``fsdp``: one process per device, each with a local batch and a shard of the model, its gradients and its optimizer.
+
+PyTorch's ``fully_shard`` gathers the parameters of a block when forward, and later backward, comes to it, frees them
+afterwards, and sums gradients into the shards of the ranks. What is in no block is gathered for all of forward and
+backward.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import ClassVar
+
+import torch
+from torch import nn
+
+from lockstep.errors import StrategyError, counted
+from lockstep.job import Job
+from lockstep.launch.events import Line
+from lockstep.launch.layout import Layout
+from lockstep.launch.world import World
+from lockstep.model.build import build_model
+from lockstep.model.inspection import hooked_parameters
+from lockstep.model.optimizer import build_optimizer
+from lockstep.strategies.ddp import DDP, DDPStep, synchronised
+from lockstep.strategies.step import Step
+from lockstep.strategies.strategy import Strategy
+
+_ELEMENTWISE = {
+    *("SGD", "Adam", "AdamW", "Adamax", "NAdam", "RAdam", "RMSprop", "Rprop", "Adagrad", "Adadelta", "ASGD"),
+    "SparseAdam",
+}
+"""Optimizers of PyTorch that treat each element by itself, so that a shard is updated as the whole would be."""
+
+
+@dataclass(frozen=True)
+class FSDP(Strategy):
+    """Replicas in shards.
+
+    Attributes:
+        blocks: modules whose parameters are gathered on their own: ``"auto"`` takes repeated layers; else names, with
+            commas between, of modules or lists of modules.
+        elementwise: an optimizer that is not PyTorch's treats each element of a parameter by itself.
+    """
+
+    blocks: str = "auto"
+    elementwise: bool = False
+
+    name: ClassVar[str] = "fsdp"
+    summary: ClassVar[str] = "a process per device, each with a shard of the model and a local batch"
+    good_for: ClassVar[str] = "models whose weights, gradients and optimizer state don't fit on one device"
+    runs_functions: ClassVar[str] = "an update of several losses would gather and free the shards several times"
+
+    def layout(self, devices: int) -> Layout:
+        """A local batch and a process for each device."""
+        return Layout({"data": devices})
+
+    def build(self, job: Job, world: World) -> Step:
+        """Build the same model on every rank, and keep a shard of it.
+
+        Raises:
+            JobError, StrategyError: as every strategy's; what can't be sharded is refused.
+        """
+        from torch.distributed.device_mesh import init_device_mesh
+
+        from lockstep.strategies.sharded.sharded_step import ShardedStep, skeleton_of
+        from lockstep.strategies.sharded.shards import Shards, blocks_of
+
+        self.refuse_other_processes(world)
+        model = build_model(job, world)
+        self.refuse(model, world.size)
+        optimizer = build_optimizer(job, model)
+        if world.size == 1:
+            return DDPStep(model, optimizer, job, world, None, DDP())
+        self._refuse_unshardable(job, model, optimizer)
+        exchange = synchronised(model, job, world)
+        skeleton = skeleton_of(model) if world.is_first else None
+        whole = sum(p.numel() * p.element_size() for p in model.parameters())
+        mesh = init_device_mesh(world.device.type, (world.size,))
+        shards = Shards(model, mesh, blocks_of(model, self.blocks))
+        shards.give_to(optimizer)
+        if world.is_first:
+            for name, why in shards.whole.items():
+                world.tell(Line.note(f'fsdp keeps "{name}" whole on each rank: {why}'))
+            of = f"{shards.bytes_here / 2**20:,.1f} of {whole / 2**20:,.1f} MiB of weights"
+            blocks = counted(len(shards.blocks), "block")
+            world.tell(Line(f"fsdp: each rank keeps {of}; {blocks} and the rest are gathered one at a time", "plan"))
+        return ShardedStep(model, optimizer, job, world, exchange, shards, skeleton)
+
+    def _refuse_unshardable(self, job: Job, model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
+        """Refuse what has to see whole parameters, or doesn't go with ``fully_shard``.
+
+        Raises:
+            StrategyError: with what to do instead.
+        """
+        from torch.distributed.fsdp import FSDPModule
+
+        if not hasattr(FSDPModule, "set_reduce_scatter_unused_params"):
+            raise StrategyError(f"fsdp needs torch 2.13 or newer, and this is {torch.__version__}: take ddp")
+        if job.compile:
+            raise StrategyError("fsdp: compile isn't supported: leave it out, or take ddp")
+        if job.precision == "fp16":
+            raise StrategyError("fsdp: precision fp16 scales the loss by what all gradients are: take bf16, or ddp")
+        if hooked := hooked_parameters(model):
+            raise StrategyError(f'fsdp: parameter "{hooked[0]}" has a hook, which its shards would lose: take ddp')
+        kind = type(optimizer)
+        known = kind.__module__.startswith("torch.optim.")
+        if known and kind.__name__ not in _ELEMENTWISE:
+            raise StrategyError(
+                f"fsdp: {kind.__name__} looks at whole parameters, and a rank has a shard of each: take ddp, or an "
+                "optimizer that treats each element by itself, as AdamW"
+            )
+        if not known and not self.elementwise:
+            raise StrategyError(
+                f"fsdp: {kind.__name__} would be given a shard of each parameter, which is right where it treats each "
+                "element by itself: say so by FSDP(elementwise=True), or take ddp"
+            )

@@ -1,0 +1,384 @@
+"""ShardedStep: one rank's local batch, and its shard of the model, its gradients and its optimizer's state.
+
+All ranks have to come to the same blocks in the same order, since each gathers the block's parameters there. So a rank
+whose local batch is empty computes the first rank's sample, times zero; and in updates 1, 2, 4, 8, ... ranks compare to
+which block they come. Gradients of every micro-batch are summed at once, so no rank holds more than one block's whole
+gradients.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import copy
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any, TypeVar
+
+import torch
+from torch import nn
+from torch.distributed.tensor import DTensor
+
+from lockstep.data import Batch, Part
+from lockstep.data.shares import over_ranks
+from lockstep.errors import InputError, StrategyError, told
+from lockstep.job import Job
+from lockstep.launch.observer import phase
+from lockstep.launch.world import World
+from lockstep.model.build import buffers_of
+from lockstep.model.inspection.attributes import plain_attributes
+from lockstep.model.loss import Loss, Number
+from lockstep.model.optimizer import load_named_optimizer_state, named_optimizer_state
+from lockstep.strategies.ddp import DDP, DDPStep
+from lockstep.strategies.rank_tensors import FlatGradients
+from lockstep.strategies.sharded.shards import NamedParameters, Shards, places_of
+from lockstep.strategies.update_result import added, scalar
+from lockstep.tensors.pytree import batch_size_of, each
+from lockstep.threads.replica_collectives import RankExchange
+
+T = TypeVar("T")
+
+
+class ShardedStep(DDPStep):
+    """One rank's local batch, and its shard of the model."""
+
+    def __init__(
+        self,
+        model: nn.Module,
+        optimizer: torch.optim.Optimizer,
+        job: Job,
+        world: World,
+        exchange: RankExchange | None,
+        shards: Shards,
+        skeleton: nn.Module | None,
+    ) -> None:
+        self._shards = shards
+        self._mine = {name: shards.local.get(name, p) for name, p in model.named_parameters()}
+        super().__init__(model, optimizer, job, world, exchange, DDP(reduce="flat"))
+        held = set(self._optimized)
+        self._held = {name: p for name, p in model.named_parameters() if id(self._mine[name]) in held}
+        self._find_trained()
+        self.last_look = 1  # the whole model is put together for it
+        self._skeleton = skeleton
+        self._used: set[str] = set()
+        self._stands_in = False
+        self._watch_blocks()
+
+    def _find_trained(self) -> None:
+        for name, local in self._shards.local.items():
+            local.requires_grad_(self._shards.cut[name].requires_grad)
+        super()._find_trained()
+        self._parameters = [self._mine[name] for name in self._names]
+        self._whole = [p for name, p in zip(self._names, self._parameters, strict=True) if name in self._shards.whole]
+
+    # ---- an update --------------------------------------------------------------------------------------------------
+
+    def gradients(self, batch: Batch) -> Loss:
+        """Gradients of total / size, summed over micro-batches and ranks; of what was cut, this rank's part."""
+        for p in (*self._parameters, *self._shards.cut.values()):
+            p.grad = None
+        self._used.clear()
+        self._buffers.follow()
+        losses: list[Loss] = []
+        for number, part in enumerate(batch.parts):
+            if self._exchange is not None:
+                self._exchange.begin(min(part.of, self.world.size))
+            self.begin_part(number)
+            part, is_stand_in = self._or_first_sample(part)
+            if is_stand_in:
+                self._compute_in_vain(part)
+                continue
+            part = self.placed(part)
+            loss = self.forward_loss(self.model, part)
+            losses.append(loss.detached())
+            self.run_backward(loss.total, self.divisor(loss.count, batch.size))
+        loss = self._summed_shards(added(losses))
+        if self.looks_again:
+            self._buffers.look()
+        return loss
+
+    def _or_first_sample(self, part: Part) -> tuple[Part, bool]:
+        """The part, or where this rank has no sample of it, the first rank's, and True; every rank calls this."""
+        if part.of >= self.world.size:
+            return part, False
+        inputs, targets = self.world.broadcast_object((part.inputs, part.targets))
+        return (part, False) if part.size else (Part(inputs, targets, batch_size_of(inputs), part.of), True)
+
+    def _compute_in_vain(self, part: Part) -> None:
+        """Forward and backward of another rank's sample, times zero, so that this rank comes to each collective."""
+        part = self.placed(part)
+        with self._unchanged():
+            with self._precision.autocast():
+                loss = self.loss(self.forward(self.model, part), part.targets, part.size)
+            self.run_backward(loss.total, 0)
+
+    @contextlib.contextmanager
+    def _unchanged(self) -> Iterator[None]:
+        """What is computed meanwhile leaves no trace in the model; its batch norms take part in no statistics."""
+        modules = list(self.model.modules())
+        norms = [m for m in modules if isinstance(m, nn.modules.batchnorm._BatchNorm) and m.training]
+        attributes = [(vars(m), plain_attributes(m)) for m in modules]
+        buffers = [(m, name, b, b.clone()) for m in modules for name, b in m._buffers.items() if b is not None]
+        self._stands_in = True
+        for norm in norms:
+            norm.training = False
+        try:
+            yield
+        finally:
+            self._stands_in = False
+            with torch.no_grad():
+                for module, name, buffer, before in buffers:
+                    module._buffers[name] = buffer.copy_(before)
+            for held, then in attributes:
+                held.update(then)
+
+    @phase("communicating", "reduce")
+    def _summed_shards(self, loss: Loss) -> Loss:
+        """Take the gradients that were summed, and sum what is beside them. What no rank used has none."""
+        cut = [name for name in self._names if name in self._shards.cut]
+        beside = self._beside(loss)
+        device = self.world.device.torch
+        numbers = [float(name in self._used) for name in cut]
+        sums = torch.cat([_numbers(beside, device), torch.tensor(numbers, dtype=torch.float64, device=device)])
+        self.world.all_reduce(sums)
+        used = sums[len(beside) :].tolist()
+        for name, ranks in zip(cut, used, strict=True):
+            grad, self._shards.cut[name].grad = self._shards.cut[name].grad, None
+            if ranks and not isinstance(grad, DTensor):
+                raise StrategyError(f'fsdp: the gradient of "{name}" was not summed over the ranks: take ddp')
+            self._mine[name].grad = grad.to_local() if ranks and isinstance(grad, DTensor) else None
+        if self._whole:
+            self._sum_whole()
+        numbers_beside = sums[: len(beside)]
+        return self._taken(numbers_beside if self._on_accelerator else numbers_beside.tolist())
+
+    def _sum_whole(self) -> None:
+        """Sum gradients of parameters that every rank keeps whole, as ``ddp`` does."""
+        if self._flat is None:
+            modules = [m for m in self.model.modules() if getattr(m, "sparse", False) is True]
+            self._flat = FlatGradients(self._whole, 1, {id(m.weight) for m in modules})
+        self._flat.sum_over(self.world, [0.0])
+
+    @phase("computing", "clip")
+    def clip(self) -> None:
+        """Hold the norm of all gradients together under ``clip_norm``: its square is summed over the ranks."""
+        if self._clip_norm is None:
+            return
+        square = torch.zeros((), dtype=torch.float64, device=self.world.device.torch)
+        whole = {id(p) for p in self._whole}
+        grads: list[torch.Tensor] = []
+        for p in self._parameters:
+            if p.grad is None:
+                continue
+            if p.grad.is_sparse:
+                p.grad = p.grad.coalesce()
+            grad = p.grad._values() if p.grad.is_sparse else p.grad
+            grads.append(grad)
+            if self.world.is_first or id(p) not in whole:
+                square += torch.linalg.vector_norm(grad).double().square()
+        self.grad_norm = norm = self.world.all_reduce(square).sqrt()
+        factor = (self._clip_norm / (norm + 1e-6)).clamp(max=1.0)
+        for grad in grads:
+            grad.mul_(factor.to(grad.dtype))
+
+    def bytes_communicated(self) -> int:
+        """Its shard, which the others gather in forward and again in backward, and the whole gradients."""
+        return 2 * self._shards.bytes_here + sum(p.numel() * p.element_size() for p in self._held.values())
+
+    def _refuse_gaps(self, here: list[bool]) -> None:
+        raise InputError(
+            f"fsdp: rank {here.index(False)} has no sample and a later rank has; "
+            "give samples to the first ranks first, as lockstep.batches does"
+        )
+
+    @contextlib.contextmanager
+    def explained(self, batch: Batch) -> Iterator[None]:
+        """As every step's."""
+        with super().explained(batch):
+            try:
+                yield
+            except RuntimeError as error:
+                if "mixed torch.Tensor and DTensor" not in str(error):
+                    raise
+                raise StrategyError(
+                    "fsdp: a parameter of a block is used outside of the block's forward, where it is a shard",
+                    fix="name blocks that keep theirs to themselves: FSDP(blocks=...)",
+                ) from error
+
+    # ---- which blocks, and which parameters, were used --------------------------------------------------------------
+
+    def _watch_blocks(self) -> None:
+        """Note which parameters get a gradient, and compare the blocks that ranks come to."""
+        root = self.model
+        within = {m for block in self._shards.blocks.values() for m in block.modules()}
+        places = [(m, key, name) for name in self._shards.cut for m, key in self._shards.places[name]]
+        for number, (name, block) in enumerate((*self._shards.blocks.items(), ("", root)), start=1):
+            own = set(block.modules()) if name else set(root.modules()) - within
+            mine = [place for place in places if place[0] in own]
+            block.register_forward_pre_hook(self._comes_to(number), prepend=True)
+            block.register_forward_pre_hook(self._notes_uses(mine))
+            block.register_forward_hook(_without_views, prepend=True)
+        root.register_forward_hook(self._ends)
+
+    def _comes_to(self, number: int) -> Callable[..., None]:
+        def hook(module: nn.Module, args: Any) -> None:
+            del module, args
+            self._compare(number)
+
+        return hook
+
+    def _ends(self, module: nn.Module, args: Any, outputs: Any) -> None:
+        del module, args, outputs
+        self._compare(0)
+
+    def _compare(self, number: int) -> None:
+        """Make sure that all ranks come to the same block now; 0 is the end of forward.
+
+        Raises:
+            StrategyError: they don't; ``fully_shard`` would wait for ever.
+        """
+        if not torch.is_grad_enabled() or not self.looks_again:
+            return
+        every = [theirs for (theirs,) in over_ranks(self.world, number)]
+        if len(set(every)) > 1:
+            names = ["its end", *(f'"{name}"' for name in self._shards.blocks), "its begin"]
+            comes = ", ".join(f"to {names[one]} on rank {rank}" for rank, one in enumerate(every))
+            raise StrategyError(
+                f"fsdp: forward comes {comes}: blocks that depend on the samples can't be gathered on their own",
+                fix="leave them out of FSDP(blocks=...)",
+            )
+
+    def _notes_uses(self, places: list[tuple[nn.Module, str, str]]) -> Callable[..., None]:
+        """A hook of a block whose parameters have just been gathered; they are the same objects each time."""
+        known: set[int] = set()
+
+        def hook(module: nn.Module, args: Any) -> None:
+            del module, args
+            for m, key, name in places if torch.is_grad_enabled() else ():
+                p = m._parameters[key]
+                if p is not None and p.requires_grad and id(p) not in known:
+                    known.add(id(p))
+                    p.register_post_accumulate_grad_hook(self._notes_use(name))  # type: ignore[no-untyped-call]
+
+        return hook
+
+    def _notes_use(self, name: str) -> Callable[[torch.Tensor], None]:
+        def hook(p: torch.Tensor) -> None:
+            del p
+            if not self._stands_in:
+                self._used.add(name)
+
+        return hook
+
+    # ---- evaluation -------------------------------------------------------------------------------------------------
+
+    def _of_each(self, function: Callable[[nn.Module, Part], T], batch: Batch) -> list[tuple[Part, T]]:
+        part, is_stand_in = self._or_first_sample(batch.parts[0])
+        if not is_stand_in:
+            return super()._of_each(function, batch)
+        with self._unchanged():
+            self._predicted(self.model, self.placed(part))
+        return []
+
+    # ---- the whole model --------------------------------------------------------------------------------------------
+
+    def _look(self, batch: Batch) -> None:
+        whole = self.whole_model()
+        if whole is None:
+            return
+        sharded, self.model = self.model, whole
+        try:
+            super()._look(batch)
+        finally:
+            self.model = sharded
+
+    def whole_model(self) -> nn.Module | None:
+        """As every step's: put together on rank 0 each time that it is asked for."""
+        values = self.whole_parameters()
+        if self._skeleton is None:
+            return None
+        model = copy.deepcopy(self._skeleton)
+        for name, places in places_of(model).items():
+            old = places[0][0]._parameters[places[0][1]]
+            p = nn.Parameter(values[name].detach().clone(), requires_grad=old is not None and old.requires_grad)
+            for module, key in places:
+                module._parameters[key] = p
+        for (module, key), (here, its) in zip(buffers_of(model), buffers_of(self.model), strict=True):
+            buffer = here._buffers[its]
+            module._buffers[key] = None if buffer is None else buffer.clone()
+        return model
+
+    def whole_parameters(self) -> dict[str, torch.Tensor]:
+        """As every step's: gathered."""
+        return {name: self._joined(name, p) for name, p in self._mine.items()}
+
+    def whole_gradients(self) -> dict[str, torch.Tensor]:
+        """As every step's: gathered."""
+        return {name: self._joined(name, p.grad) for name, p in self._mine.items() if p.grad is not None}
+
+    def _joined(self, name: str, mine: torch.Tensor) -> torch.Tensor:
+        return self._shards.joined(name, mine) if name in self._shards.cut else mine
+
+    def replicated(self) -> list[tuple[str, nn.Parameter]]:
+        """As that of ``ddp``: those that couldn't be cut."""
+        return [(name, p) for name, p in self._mine.items() if name in self._shards.whole]
+
+    # ---- state ------------------------------------------------------------------------------------------------------
+
+    def weights(self) -> dict[str, Any]:
+        """As every step's: gathered, on every rank."""
+        kept = self.model.state_dict()
+        return {name: value.full_tensor() if isinstance(value, DTensor) else value for name, value in kept.items()}
+
+    def take_weights(self, weights: Mapping[str, Any]) -> None:
+        """As every step's: of each, this rank's part."""
+        names = {id(p): name for name, p in self._shards.cut.items()}
+        parts = dict(weights)
+        for name, p in self.model.named_parameters(remove_duplicate=False):
+            if id(p) in names and name in parts:
+                parts[name] = self._shards.as_cut(names[id(p)], parts[name])
+        super().take_weights(parts)
+
+    def optimizer_state(self) -> dict[str, Any]:
+        """As every step's: gathered, on every rank."""
+        kept = named_optimizer_state(self.optimizer, NamedParameters(self._mine.items()))
+        states = kept["state"].items()
+        cut = self._shards.cut
+        return {**kept, "state": {n: self._shards.joined_state(n, s) if n in cut else s for n, s in states}}
+
+    def take_optimizer_state(self, saved: Mapping[str, Any]) -> None:
+        """As every step's: of each tensor, this rank's part."""
+        states = saved["state"].items()
+        cut = self._shards.cut
+        mine = {**saved, "state": {n: self._shards.cut_state(n, s) if n in cut else s for n, s in states}}
+        load_named_optimizer_state(self.optimizer, NamedParameters(self._mine.items()), mine)
+
+
+def skeleton_of(model: nn.Module) -> nn.Module:
+    """A copy without the values of parameters, which takes no memory for them.
+
+    Raises:
+        StrategyError: the model can't be copied.
+    """
+    memo: dict[int, Any] = {
+        id(p): nn.Parameter(torch.empty_like(p, device="meta"), requires_grad=p.requires_grad)
+        for p in model.parameters()
+    }
+    try:
+        return copy.deepcopy(model, memo)
+    except Exception as error:
+        raise StrategyError(f"fsdp: the model can't be copied ({told(error)}), and rank 0 inspects a copy") from error
+
+
+def _without_views(module: nn.Module, args: Any, outputs: Any) -> Any:
+    """Copies in place of views that a block gives: written in place, one would lose the hook that gathers the block."""
+    del module, args
+
+    def copied(tensor: torch.Tensor) -> torch.Tensor:
+        return tensor.clone() if tensor.requires_grad and tensor._base is not None else tensor
+
+    return each(copied, outputs, on_packed=lambda packed: packed)
+
+
+def _numbers(values: list[Number], device: torch.device) -> torch.Tensor:
+    """Numbers and scalars as one tensor."""
+    each = [v if isinstance(v, torch.Tensor) else scalar(v, torch.float64, device) for v in values]
+    return torch.stack([value.to(device, torch.float64) for value in each])

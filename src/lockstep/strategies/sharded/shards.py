@@ -1,0 +1,200 @@
+"""Shards: which parameters of a model ``fully_shard`` cuts, and the part of each that this rank keeps.
+
+Each parameter is cut along its first dimension. The model holds DTensors, which are gathered block by block while
+forward and backward need them. The optimizer is given the local parts as ordinary parameters: what it does to each
+element is the same, and costs no dispatch of DTensors.
+
+::
+
+    block 0        gathered | forward | freed | ... | gathered | backward | gradients summed, cut, freed
+    the rest       gathered | forward of the whole model ... backward      | gradients summed, cut, freed
+"""
+
+from __future__ import annotations
+
+from collections import Counter, defaultdict
+from collections.abc import Iterable, Mapping
+from typing import Any
+
+import torch
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.fsdp import FSDPModule, fully_shard
+from torch.distributed.tensor import DTensor, distribute_tensor
+
+from lockstep.errors import StrategyError, nearest
+from lockstep.model.activation_checkpointing import found_blocks
+
+Place = tuple[nn.Module, str]
+
+
+class Shards:
+    """A model whose parameters were cut, in place.
+
+    Args:
+        model: the same on every rank.
+        mesh: the ranks.
+        blocks: modules that are gathered on their own, by name; all else is gathered for the whole of forward.
+
+    Attributes:
+        blocks: likewise.
+        whole: names of parameters that every rank keeps whole, with why.
+        cut: by name, the parameters that were cut, as the model holds them.
+        local: by name, this rank's part of each.
+    """
+
+    def __init__(self, model: nn.Module, mesh: DeviceMesh, blocks: Mapping[str, nn.Module]) -> None:
+        before = dict(model.named_parameters())
+        self.blocks = dict(blocks)
+        self.whole = _kept_whole(model)
+        self.places = places_of(model)
+        ignored = {before[name] for name in self.whole}
+        for block in self.blocks.values():
+            fully_shard(block, mesh=mesh, ignored_params=ignored)
+        fully_shard(model, mesh=mesh, ignored_params=ignored)
+        for module in model.modules():
+            if isinstance(module, FSDPModule):
+                module.set_gradient_divide_factor(1.0)  # a sum: the mean over ranks isn't that over samples
+                module.set_force_sum_reduction_for_comms(True)
+                # A gradient that this rank has none of is sent as zeros: which ones ranks have may differ.
+                module.set_reduce_scatter_unused_params(True, recurse=False)
+        now = dict(model.named_parameters())
+        self.cut = {name: p for name, p in now.items() if isinstance(p, DTensor)}
+        self.local = {name: nn.Parameter(_local(p), requires_grad=p.requires_grad) for name, p in self.cut.items()}
+        self._of_whole = {id(before[name]): self.local[name] for name in self.cut}
+        self._names = {id(p): name for name, p in self.local.items()}
+
+    def give_to(self, optimizer: torch.optim.Optimizer) -> None:
+        """Give an optimizer of the whole parameters the local ones instead, with its state of them."""
+        for group in optimizer.param_groups:
+            old, group["params"] = group["params"], [self._of_whole.get(id(p), p) for p in group["params"]]
+            for p, local in zip(old, group["params"], strict=True):
+                if p is not local and (state := optimizer.state.pop(p, None)) is not None:
+                    optimizer.state[local] = self.cut_state(self._names[id(local)], state)
+        self._of_whole.clear()  # the whole ones are needed no more
+
+    def cut_state(self, name: str, state: Mapping[str, Any]) -> dict[str, Any]:
+        """This rank's part of an optimizer's state of a whole parameter."""
+        shape = self.cut[name].shape
+        return {
+            key: self.part(name, value) if isinstance(value, torch.Tensor) and value.shape == shape else value
+            for key, value in state.items()
+        }
+
+    def joined_state(self, name: str, state: Mapping[str, Any]) -> dict[str, Any]:
+        """The state of the whole parameter; every rank calls this."""
+        shape = self.local[name].shape
+        return {
+            key: self.joined(name, value) if isinstance(value, torch.Tensor) and value.shape == shape else value
+            for key, value in state.items()
+        }
+
+    def part(self, name: str, whole: torch.Tensor) -> torch.Tensor:
+        """This rank's part of a tensor of the shape of a parameter."""
+        return self.as_cut(name, whole).to_local().clone()
+
+    def as_cut(self, name: str, whole: torch.Tensor) -> DTensor:
+        """A tensor of the shape of a parameter, cut as that is."""
+        p = self.cut[name]
+        return distribute_tensor(whole.detach().to(p.device), p.device_mesh, p.placements, src_data_rank=None)
+
+    def joined(self, name: str, local: torch.Tensor) -> torch.Tensor:
+        """The whole tensor of which the ranks have these parts; every rank calls this."""
+        p = self.cut[name]
+        parts = DTensor.from_local(
+            local.detach(), p.device_mesh, p.placements, run_check=False, shape=p.shape, stride=p.stride()
+        )
+        whole: torch.Tensor = parts.full_tensor()
+        return whole
+
+    @property
+    def bytes_here(self) -> int:
+        """Of the parameters that this rank keeps, all together."""
+        return sum(p.numel() * p.element_size() for p in self.local.values())
+
+
+def _local(p: torch.Tensor) -> torch.Tensor:
+    """This rank's part, in the memory that it has."""
+    held = p.detach()
+    assert isinstance(held, DTensor)
+    return held.to_local()
+
+
+class NamedParameters(nn.Module):
+    """Stands for a model whose parameters have these names, where only names are asked for."""
+
+    def __init__(self, named: Iterable[tuple[str, nn.Parameter]]) -> None:
+        super().__init__()
+        self._named = list(named)
+
+    def named_parameters(self, *args: Any, **kwargs: Any) -> Any:
+        """As they were given."""
+        del args, kwargs
+        return iter(self._named)
+
+
+def blocks_of(model: nn.Module, wanted: str) -> dict[str, nn.Module]:
+    """The modules that are to be gathered on their own.
+
+    Args:
+        model: the whole model.
+        wanted: ``"auto"`` takes repeated layers; names, with commas between, of modules or lists of them; ``""`` none.
+
+    Raises:
+        StrategyError: there is no such module (the nearest is offered), or one is within another or tied to another.
+    """
+    if wanted == "auto":
+        found = found_blocks(model)
+        return {name: block for name, block in found.items() if not _tied(model, block)}
+    modules, named = dict(model.named_modules()), {}
+    for name in filter(None, (word.strip() for word in wanted.split(","))):
+        if name not in modules:
+            raise StrategyError(f'blocks: the model has no module "{name}"; {nearest(name, list(modules))}')
+        is_list = isinstance(modules[name], nn.ModuleList | nn.ModuleDict)
+        members = modules[name].named_children() if is_list else [("", modules[name])]
+        named.update({f"{name}.{child}".rstrip("."): block for child, block in members})
+    for name, block in named.items():
+        if tied := _tied(model, block):
+            raise StrategyError(f'blocks: "{name}" has "{tied}", which the model uses elsewhere too: leave it out')
+        if inner := next((n for n in named if n.startswith(f"{name}.")), None):
+            raise StrategyError(f'blocks: "{inner}" is within "{name}": name one of them')
+    return named
+
+
+def _tied(model: nn.Module, block: nn.Module) -> str | None:
+    """The name of a parameter of a block that is elsewhere in the model too."""
+    within = set(block.modules())
+    outside = {id(p) for m in model.modules() if m not in within for p in m._parameters.values() if p is not None}
+    return next((name for name, p in block.named_parameters() if id(p) in outside), None)
+
+
+def places_of(model: nn.Module) -> dict[str, list[Place]]:
+    """By the name of each parameter, the modules that hold it, and its names there: several where it is tied."""
+    names = {id(p): name for name, p in model.named_parameters()}
+    found: dict[str, list[Place]] = defaultdict(list)
+    for module in model.modules():
+        for key, p in module._parameters.items():
+            if p is not None:
+                found[names[id(p)]].append((module, key))
+    return found
+
+
+def _kept_whole(model: nn.Module) -> dict[str, str]:
+    """Parameters that ``fully_shard`` can't cut, with why."""
+    sparse = {id(m.weight) for m in model.modules() if getattr(m, "sparse", False) is True}
+    trained = [p for p in model.parameters() if p.is_floating_point()]
+    common: Counter[torch.dtype] = Counter()
+    for p in trained:
+        common[p.dtype] += p.numel()
+    most = common.most_common(1)[0][0] if common else None
+    found = {}
+    for name, p in model.named_parameters():
+        if p.dim() == 0:
+            found[name] = "it is a single number"
+        elif id(p) in sparse:
+            found[name] = "its gradients are sparse"
+        elif p.dtype is not most:
+            found[name] = f"it is {str(p.dtype).removeprefix('torch.')}, unlike most of the model"
+        elif not p.is_contiguous():
+            found[name] = "its memory isn't contiguous"
+    return found
