@@ -318,6 +318,38 @@ def test_a_metric_that_is_no_sum_is_said(batch: int, tmp_path: Path, capsys: pyt
     assert "note: metrics are computed on eval_data, and the job has none" in capsys.readouterr().out
 
 
+class TimeFirst(nn.Module):
+    """Gives (time, batch, classes), as recurrent layers do by default."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.RNN(3, 4)
+
+    def forward(self, inputs: torch.Tensor) -> torch.Tensor:
+        return self.layer(inputs.transpose(0, 1))[0]
+
+
+def last_right(outputs: torch.Tensor, targets: torch.Tensor) -> tuple[torch.Tensor, int]:
+    return (outputs[-1].argmax(1) == targets).sum(), len(targets)
+
+
+def most_right(outputs: torch.Tensor, targets: torch.Tensor) -> tuple[torch.Tensor, int]:
+    return (outputs[-1].argmax(1) == targets).max() * len(targets), len(targets)
+
+
+@pytest.mark.parametrize("time", [5, 8], ids=["", "as many as samples of single"])
+@pytest.mark.parametrize("way", ["single", "dp"])
+def test_a_metric_over_outputs_with_time_first_is_judged_well(way: str, time: int, tmp_path: Path, capsys) -> None:
+    """Found by trial: a sum over samples was said to be none."""
+    data = TensorDataset(drawn(16, time, 3), labels(16, 4))
+    metrics = {"last": last_right, "most": most_right}
+    job = MLP.replace(train_data=data, eval_data=data, metrics=metrics, model=TimeFirst, epochs=1)
+    job = job.replace(loss=lambda outputs, targets: (outputs[-1].square().sum(), len(targets)), eval_batch_size=8)
+    lockstep.train(job, strategy=way, devices="2xcpu" if way == "dp" else "1xcpu", folder=tmp_path)
+    said = " ".join(capsys.readouterr().out.split())
+    assert 'metric "most" is no sum' in said and 'metric "last"' not in said
+
+
 def root_of_mean_square(outputs: torch.Tensor, targets: torch.Tensor) -> tuple[torch.Tensor, int]:
     return outputs.square().mean().sqrt() * len(targets), len(targets)
 

@@ -372,10 +372,10 @@ def test_a_dear_loss_is_checked_now_and_then_and_that_is_said() -> None:
         assert check.wants(update)
         assert check.is_timed(update) == (update > 1)
         if update > 1:
-            check.spent(0.3)
-            check.spent(0.3)
+            check.interval.spent(0.3)
+            check.interval.spent(0.3)
             line = check.timed(update, 1.3, replicas=2)
-    assert check.every == 6
+    assert check.interval.every == 6
     assert line is not None and line.startswith(
         "whether the loss is additive over samples is checked in one of 6 updates"
     )
@@ -385,9 +385,9 @@ def test_a_dear_loss_is_checked_now_and_then_and_that_is_said() -> None:
 def test_a_cheap_loss_is_checked_always_and_nothing_is_said() -> None:
     check = LossCheck(Totalled.of(contrastive), cuts=True)
     for update in range(2, 6):
-        check.spent(0.3 if update == 3 else 0.04)  # once the system was busy
+        check.interval.spent(0.3 if update == 3 else 0.04)  # once the system was busy
         line = check.timed(update, 1.0, replicas=1)
-    assert check.every == 1 and line is None and check.wants(7)
+    assert check.interval.every == 1 and line is None and check.wants(7)
 
 
 def test_pytorchs_means_are_never_checked() -> None:
@@ -400,6 +400,78 @@ def test_pytorchs_means_are_never_checked() -> None:
 def batches_of(count: int) -> Iterator[tuple[Tensor, Tensor, int]]:
     for number in range(count):
         yield drawn(4, 3, seed=number).double(), labels(4, 3), 4
+
+
+def with_part(part: Callable[[Any, Any], tuple[Any, Any]]) -> Loss:
+    def loss(outputs: Any, targets: Tensor) -> Any:
+        logits = outputs["logits"] if isinstance(outputs, dict) else outputs
+        total = F.cross_entropy(logits, targets, reduction="sum")
+        return lockstep.Loss(total, len(targets), parts={"part": part(outputs, targets)})
+
+    return loss
+
+
+RIGHT_PARTS: dict[str, Callable[[Any, Any], tuple[Any, Any]]] = {
+    "a sum": lambda o, t: (o.square().sum(), len(t)),
+    "a number": lambda o, t: (float(o.square().sum()), len(t)),
+    "in single precision": lambda o, t: (o.float().square().sum(), len(t)),
+    "none of some": lambda o, t: (o[t == 2].sum(), (t == 2).sum()),
+}
+WRONG_PARTS: dict[str, Callable[[Any, Any], tuple[Any, Any]]] = {
+    "a maximum": lambda o, t: (o.max(), 1),
+    "a maximum times samples": lambda o, t: (o.max() * len(t), len(t)),
+    "a mean": lambda o, t: (o.square().mean(), 1),
+}
+
+
+@pytest.mark.parametrize("name", [*RIGHT_PARTS, *WRONG_PARTS])
+def test_a_part_that_is_no_sum_is_said_once_by_its_name(name: str) -> None:
+    check = checked(with_part({**RIGHT_PARTS, **WRONG_PARTS}[name]), batches_of(4))
+    if name in RIGHT_PARTS:
+        assert check.notes == []
+        return
+    (note,) = check.notes
+    assert note.startswith('loss: part "part" is not a sum over samples (whole (')
+    assert checked(with_part(WRONG_PARTS[name]), batches_of(4), cuts=False).notes == []
+
+
+def test_a_part_that_is_no_sum_only_later_is_said_then() -> None:
+    def loss(outputs: Tensor, targets: Tensor) -> Any:
+        mean = outputs[targets >= 0].mean()
+        return lockstep.Loss(outputs.sum(), len(targets), parts={"known": (mean * len(targets), len(targets))})
+
+    def batches(count: int) -> Iterator[tuple[Tensor, Tensor, int]]:
+        for number, (outputs, targets, size) in enumerate(batches_of(count)):
+            yield outputs, targets.where(torch.arange(size) != size - number, -1), size
+
+    assert checked(loss, batches(1)).notes == []
+    (note,) = checked(loss, batches(3)).notes
+    assert 'part "known" is not a sum over samples' in note
+
+
+def test_a_part_that_reads_what_is_of_the_whole_batch_is_said() -> None:
+    outputs = {"balance": torch.tensor(1.5), "logits": drawn(8, 3)}
+    check = checked(with_part(lambda o, t: (o["balance"], 1)), [(outputs, labels(8, 3), 8)] * 2)
+    (note,) = check.notes
+    assert note.startswith('loss: part "part" reads what isn\'t one row for each sample')
+
+
+def test_a_loss_that_differentiates_outputs_is_told_to_give_a_pair() -> None:
+    def physics(outputs: Any, targets: Tensor) -> Tensor:
+        value, place = outputs
+        (slope,) = torch.autograd.grad(value.sum(), place, create_graph=True)
+        return (slope - targets).square().mean()
+
+    def of(loss: Loss) -> LossCheck:
+        place = drawn(8, 1).requires_grad_()
+        return checked(loss, [((place.square(), place), drawn(8, 1, seed=2), 8)])
+
+    with pytest.raises(
+        LossError, match=r"physics can't be checked: it differentiates outputs, .*: return \(total, cou"
+    ):
+        of(physics)
+    (note,) = of(lambda o, t: (physics(o, t) * len(t), len(t))).notes
+    assert "can't be checked: it differentiates outputs, of which a part has no graph" in note
 
 
 def test_a_pair_that_cant_be_checked_is_said() -> None:
@@ -492,10 +564,10 @@ def test_ranks_check_the_loss_as_often_as_one_another() -> None:
         check = LossCheck(Totalled.of(contrastive), cuts=True)
         line = None
         for update in range(2, 6):
-            check.spent(0.3 if world.rank else 0.01)
+            check.interval.spent(0.3 if world.rank else 0.01)
             line = check.timed(update, 1.0, replicas=1)
             check.agree(world, update, line, meets=update == 2)
-        return check.every, check.notes
+        return check.interval.every, check.notes
 
     (every, notes), (others, nothing) = lockstep.launch(on_rank, devices="2xcpu")
     assert every == others == 9

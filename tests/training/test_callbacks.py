@@ -221,29 +221,38 @@ def test_what_callbacks_draw_is_the_same_on_any_devices_and_with_micro_batches(t
 
 
 class Hooks(Callback):
-    """Adds a hook on a parameter, or on a module."""
+    """Adds a hook on a parameter, or on a module, at the start or after a step."""
 
-    def __init__(self, on_parameters: bool) -> None:
-        self.on_parameters = on_parameters
+    def __init__(self, on_parameters: bool, step: int = 0) -> None:
+        self.on_parameters, self.step = on_parameters, step
 
     def on_start(self, training: TrainingContext) -> None:
+        if not self.step:
+            self._add(training)
+
+    def on_step(self, training: TrainingContext) -> None:
+        if self.step == training.step:
+            self._add(training)
+
+    def _add(self, training: TrainingContext) -> None:
         if self.on_parameters:
             next(training.model.parameters()).register_hook(lambda g: g.clamp(-0.01, 0.01))
         else:
             next(iter(training.model.children())).register_forward_hook(lambda module, inputs, output: output / 2)
 
 
+@pytest.mark.parametrize("step", [0, 3])
 @pytest.mark.parametrize("on_parameters", [True, False])
 def test_hooks_that_a_callback_adds_are_refused_for_replicas_in_one_process(
-    on_parameters: bool, tmp_path: Path
+    on_parameters: bool, step: int, tmp_path: Path
 ) -> None:
     with pytest.raises(LockstepError, match="a callback changes modules, parameters or hooks of the model"):
-        trained(job(Hooks(on_parameters)), "dp", tmp_path)
+        trained(job(Hooks(on_parameters, step)), "dp", tmp_path)
 
 
 def test_hooks_on_parameters_that_a_callback_adds_are_said_to_see_parts(tmp_path: Path, capfd: Any) -> None:
-    for accumulate, said in ((1, False), (2, True)):
-        its = job(Hooks(True), accumulate=accumulate)
+    for accumulate, step, said in ((1, 0, False), (2, 0, True), (2, 3, True)):
+        its = job(Hooks(True, step), accumulate=accumulate)
         lockstep.train(its, strategy="single", devices="1xcpu", folder=tmp_path)
         assert ("hooks on parameters see the gradient of a local batch" in capfd.readouterr().out) is said
 

@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import contextlib
 import math
-from collections.abc import Collection, Iterator
-from dataclasses import dataclass
+from collections.abc import Collection, Iterable, Iterator, Mapping
+from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
-from lockstep.model.loss import Number
+from lockstep.model.loss import Loss, Number
 from lockstep.model.torch_losses import HALF
 from lockstep.tensors.pytree import each, folded, holds_samples, parts, tensors
 from lockstep.tensors.seeding import put_state_on, state_on
@@ -28,6 +28,12 @@ class Piece:
     total: Tensor
     count: Number
     samples: int
+    parts: Mapping[str, tuple[Number, Number]] = field(default_factory=dict)
+
+    @classmethod
+    def of(cls, loss: Loss, samples: int) -> Piece:
+        """Of a loss of so many samples."""
+        return cls(loss.total.detach(), loss.count, samples, loss.parts)
 
 
 class Sum(NamedTuple):
@@ -37,9 +43,17 @@ class Sum(NamedTuple):
     one: Piece
     other: Piece
 
+    def of_part(self, name: str) -> list[tuple[float, float]]:
+        """Total and count of a part of the loss, for each piece; none where it is left out."""
+        return [(float(total), float(count)) for total, count in (p.parts.get(name, (0.0, 0)) for p in self)]
+
 
 DOUBLED = 1e-8
 """How far two ways to round may lie apart in float64, as a part of what is added."""
+
+
+_REPORTED = 1e-5
+"""The same for parts of a loss, which are reported only, and may be float32 where the loss is float64."""
 
 
 def tolerance_of(nest: Nest, totals: list[Tensor], *, waits: bool) -> float:
@@ -62,6 +76,20 @@ def first_wrong(sums: list[Sum], tolerance: float) -> Sum | None:
             if is_apart(float(whole), float(one), float(other), tolerance=tolerance):
                 return of
     return None
+
+
+def parts_apart(names: Iterable[str], sums: list[Sum], tolerance: float) -> dict[str, Sum]:
+    """For each part of the loss whose totals or counts don't add up, the first sum that doesn't hold."""
+    tolerance = max(tolerance, _REPORTED)
+    return {
+        name: next(of for of in sums if _is_part_apart(of, name, tolerance))
+        for name in sorted(names)
+        if any(_is_part_apart(of, name, tolerance) for of in sums)
+    }
+
+
+def _is_part_apart(of: Sum, name: str, tolerance: float) -> bool:
+    return any(is_apart(*values, tolerance=tolerance) for values in zip(*of.of_part(name), strict=True))
 
 
 def are_wrong(sums: list[Sum], tolerance: float) -> Tensor:

@@ -30,16 +30,15 @@ import itertools
 import math
 import warnings
 from collections.abc import Collection, Iterator
-from typing import Any, NoReturn
+from typing import Any
 
 import torch
 from torch import Tensor
 
-from lockstep.errors import LossError, first_line
+from lockstep.errors import LossError
 from lockstep.launch.memory import is_out_of_memory
 from lockstep.launch.world import World
 from lockstep.model.additivity import (
-    DOUBLED,
     Nest,
     Piece,
     Sum,
@@ -51,27 +50,17 @@ from lockstep.model.additivity import (
     is_nan,
     is_sum,
     kept_generators,
+    parts_apart,
     tolerance_of,
     with_value,
     without_rows,
 )
+from lockstep.model.check_interval import TIMED, CheckInterval
 from lockstep.model.loss import Totalled
+from lockstep.model.loss_error import ADVICE, OWN_LOSS, found_later, not_additive, part_not_additive, why_not_taken
 from lockstep.tensors.pytree import both_of, each, folded, holds_packed, named_tensors, part_of, tensors, to_device
 
-_ADVICE = (
-    "return (total, count), the sum over the items that count (not padding) and their number; or use single (or mp) "
-    "without accumulate"
-)
-
-_OWN_LOSS = "take loss=lockstep.model_loss, which weights what the model computed itself by the labels that count"
-
-_LARGEST_SHARE = 0.05
-"""Of the time of an update, for checking its loss; beyond that it is checked every n-th update only."""
-
-_TIMED = range(2, 6)
-"""The updates in which the check is timed: the first one prepares much."""
-
-_ALL = range(_TIMED.stop)
+_ALL = range(TIMED.stop)
 _SUMS = 3
 """The updates in each of which a loss of whole batches has to be a sum to be refused."""
 
@@ -89,7 +78,7 @@ class LossCheck:
             size of the batch. (A loss divided by the positives of a batch, or by 1, is a sum where there are none.)
 
     Attributes:
-        every: it is checked every so many updates.
+        interval: how often it is checked.
         reads: names of the model's outputs without a row for each sample that the loss was seen to read.
         of_batch: names of those that are known, since one may have as many rows as there are samples by chance.
         notes: what the person has to know, until somebody has told it.
@@ -103,9 +92,8 @@ class LossCheck:
         self._sums_in_a_row = 0
         self._has_state = False
         self._reads_uncut = False
-        self._seconds: list[float] = []
-        self._share = math.inf
-        self.every = 1
+        self._said_parts: set[str] = set()
+        self.interval = CheckInterval()
         self.reads: tuple[str, ...] = ()
         self.of_batch: Collection[str] = ()
         self.notes: list[str] = []
@@ -114,7 +102,7 @@ class LossCheck:
         """Whether the loss is to be checked in this update, counted from 1."""
         if self._trusted or not self._cuts:
             return not self._trusted and update <= _SUMS
-        return update < _TIMED.stop or update % self.every == 0
+        return self.interval.is_due(update)
 
     def __call__(self, outputs: Any, targets: Any, whole: Piece, *, step: int = 0, waits: bool = True) -> Tensor | None:
         """Check the loss of one local batch. Random numbers go on as if nothing had happened.
@@ -136,13 +124,8 @@ class LossCheck:
             self._loss.spoilt.discard(id(outputs))
             return None
         if holds_packed((outputs, targets)):
-            what = "a PackedSequence, which can't be cut"
-            self._refuse_scalar(what)
-            self._trusted = True
-            if self._cuts:
-                self.notes.append(
-                    f"whether {self._loss.name} is additive over samples can't be checked: it reads {what}"
-                )
+            self._refuse_scalar(packed := "a PackedSequence, which can't be cut")
+            self._trust(f"it reads {packed}")
             return None
         nest = each(Tensor.detach, outputs), targets
         try:
@@ -156,10 +139,9 @@ class LossCheck:
                     wrong = self._still_wrong(nest, whole.samples, wrong, step)
                 if wrong is not None and self._loss.gives_pairs and folded(nest, whole.samples) is not None:
                     raise _CantTell("outputs have several rows for each sample, perhaps in another order than targets")
+                apart = self._parts_apart(nest, whole.samples, sums, tolerance, step) if self._cuts else {}
         except _CantTell as error:
-            self._trusted = True
-            if str(error):
-                self.notes.append(f"whether {self._loss.name} is additive over samples can't be checked: {error}")
+            self._trust(str(error))
             return None
         if wrong is not None and any(drawn):
             self._draws()
@@ -167,8 +149,17 @@ class LossCheck:
             a_sum = is_sum(wrong) and self._doubles(nest, whole)
             self._sums_in_a_row += a_sum
             if self._cuts or self._sums_in_a_row == _SUMS:
-                self._refuse(wrong, step, is_sum=a_sum)
+                raise not_additive(self._loss, wrong, step, is_sum=a_sum)
+        elif not any(drawn):
+            self._said_parts |= apart.keys()
+            self.notes += apart.values()
         return None
+
+    def _trust(self, why: str) -> None:
+        """Check no more; the person has to know why, where batches are cut."""
+        self._trusted = True
+        if why and self._cuts:
+            self.notes.append(f"whether {self._loss.name} is additive over samples can't be checked: {why}")
 
     @contextlib.contextmanager
     def _without_warnings(self) -> Iterator[None]:
@@ -180,13 +171,9 @@ class LossCheck:
             warnings.simplefilter("ignore")
             yield
 
-    def refuse_late(self, step: int) -> NoReturn:
-        """Raise for an update that an accelerator has found wrong.
-
-        Raises:
-            LossError: always.
-        """
-        raise LossError(f"{self._loss.name} {self._no_mean} in step {step}", fix=self._advice)
+    def found_later(self, step: int) -> LossError:
+        """The error of an update that an accelerator has found wrong."""
+        return found_later(self._loss, step)
 
     def compare_ranks(self, world: World) -> None:
         """Hold a sample of this rank against one of the first rank, and keep that one. All ranks have to call it.
@@ -204,42 +191,21 @@ class LossCheck:
         with contextlib.suppress(StopIteration):  # the first rank has none, or of another kind
             self._earlier = {key: each(lambda t: next(theirs).to(t.device), mine)}
             with torch.no_grad(), kept_generators(mine):
-                whole = Piece(*self._loss.copied()(*mine, 1), 1)
+                whole = Piece.of(self._loss.copied()(*mine, 1), 1)
             self(*mine, whole, step=world.step)
 
     # ---- how often --------------------------------------------------------------------------------------------------
 
     def is_timed(self, update: int) -> bool:
         """Whether to time this update, and to say what was spent in it."""
-        return update in _TIMED and self.wants(update)
-
-    def spent(self, seconds: float) -> None:
-        """Note the time of a check; several threads may."""
-        self._seconds.append(seconds)
+        return update in TIMED and self.wants(update)
 
     def timed(self, update: int, seconds: float, replicas: int) -> str | None:
-        """Choose how often to check, after an update that was timed.
-
-        Args:
-            update: its number.
-            seconds: that it took, checks included.
-            replicas: that checked at the same time.
-
-        Returns:
-            A line for the person, where that isn't in every update.
-        """
-        checks = sum(self._seconds) / replicas
-        self._seconds.clear()
-        if checks:  # else there was no sample here
-            self._share = min(self._share, checks / max(seconds - checks, 1e-9))
-            self.every = math.ceil(self._share / _LARGEST_SHARE)
-        if update < _TIMED.stop - 1 or self.every == 1:
-            return None
-        advice = "" if self._loss.gives_pairs else "; return (total, count) if it masks some items"
-        return (
-            f"whether the loss is additive over samples is checked in one of {self.every} updates, since a check takes "
-            f"{100 * self._share:.0f} % of the time of one{advice}"
-        )
+        """Choose how often to check, after an update that was timed; gives a line where that isn't in every one."""
+        line = self.interval.timed(update, seconds, replicas)
+        if line is None or self._loss.gives_pairs:
+            return line
+        return f"{line}; return (total, count) if it masks some items"
 
     def agree(self, world: World, update: int, line: str | None, *, meets: bool) -> None:
         """Check as seldom as the slowest rank, and have rank 0 note what any rank has noted. All ranks have to call it.
@@ -250,14 +216,9 @@ class LossCheck:
             line: what ``timed`` gave.
             meets: whether ranks tell one another what they have noted until now; after the last timed update they do.
         """
-        if (
-            world.size > 1
-            and world.layout.together
-            and not self._loss.is_known
-            and (meets or update == _TIMED.stop - 1)
-        ):
-            heard = world.gather_objects((self.every, line or "", self.notes))
-            self.every, line, _ = max(heard)
+        if world.size > 1 and world.layout.together and not self._loss.is_known and (meets or update == TIMED.stop - 1):
+            heard = world.gather_objects((self.interval.every, line or "", self.notes))
+            self.interval.every, line, _ = max(heard)
             self.notes = list(dict.fromkeys(note for *_, notes in heard for note in notes)) if world.is_first else []
         if line and world.is_first:
             self.notes.append(line)
@@ -282,11 +243,11 @@ class LossCheck:
         def piece(of: Nest, size: int) -> Piece:
             its = loss if knows else loss.copied()
             try:
-                total, count = its(*of, size)
+                total, count = made = its(*of, size)
                 if self._loss.gives_pairs:  # whose mean of no item, times 0, may be NaN
                     none = torch.as_tensor(count, device=total.device) == 0
                     total = torch.where(none, total.nan_to_num(), total)
-                return Piece(total, count, size)
+                return Piece(total, count, size, made.parts)
             except Exception as error:
                 self._cant_take(error, size, samples)
                 raise
@@ -340,16 +301,16 @@ class LossCheck:
         """Say that the loss can't take a part; of a pair it is told, and that nothing can be checked."""
         if is_out_of_memory(error) or isinstance(error, LossError | _CantTell):
             return
-        why = f"it fails with {size} of {samples} samples ({first_line(error)})"
+        why = why_not_taken(error, size, samples)
         if self._loss.gives_pairs or not self._cuts:
-            raise _CantTell(why if self._cuts else "") from error
-        raise LossError(f"{self._loss.name} can't be checked: {why}", fix=_ADVICE) from error
+            raise _CantTell(why) from error
+        raise LossError(f"{self._loss.name} can't be checked: {why}", fix=ADVICE) from error
 
     def _draws(self) -> None:
         """It draws other random numbers for each part."""
         what = f"{self._loss.name} draws random numbers"
         if self._cuts and not self._loss.gives_pairs:
-            raise LossError(f"{what}, so whether it is a mean over samples can't be checked", fix=_ADVICE)
+            raise LossError(f"{what}, so whether it is a mean over samples can't be checked", fix=ADVICE)
         self._trusted = True
         if self._cuts:
             self.notes.append(
@@ -369,9 +330,9 @@ class LossCheck:
             for name, shape in named.items():
                 called = f' "{name}"' if name else ""
                 reads = f"{what}{called} {tuple(shape)}, without one row for each of the {samples} samples"
-                self._refuse_scalar(reads, _OWN_LOSS if name == "loss" else _ADVICE)
+                self._refuse_scalar(reads, OWN_LOSS if name == "loss" else ADVICE)
 
-    def _refuse_scalar(self, reads: str, advice: str = _ADVICE) -> None:
+    def _refuse_scalar(self, reads: str, advice: str = ADVICE) -> None:
         if self._cuts and not self._loss.gives_pairs:
             raise LossError(f"{self._loss.name} can't be checked: it reads {reads}", fix=advice)
 
@@ -379,6 +340,14 @@ class LossCheck:
 
     def _still_wrong(self, nest: Nest, samples: int, wrong: Sum, step: int) -> Sum | None:
         """What is wrong in float64 too, and where a loss that counts its calls, say, doesn't see that it is called."""
+        if (again := self._in_double(nest, samples, step)) is None:
+            return wrong
+        if (wrong_again := first_wrong(*again)) is None and self._loss.may_have_state and not self._has_state:
+            self.remembers()
+        return wrong_again
+
+    def _in_double(self, nest: Nest, samples: int, step: int) -> tuple[list[Sum], float] | None:
+        """The sums in float64, with their tolerance; None where the loss can't compute in that."""
         kind = next((t.device.type for t in tensors(nest)), "cpu")
         in_double = doubled(nest)
         try:
@@ -387,11 +356,16 @@ class LossCheck:
         except (LossError, TypeError, RuntimeError) as error:
             if is_out_of_memory(error):
                 raise
-            return wrong  # it can't compute in float64
-        wrong_again = first_wrong(sums, tolerance_of(in_double, [of.whole.total for of in sums], waits=False))
-        if wrong_again is None and self._loss.may_have_state and not self._has_state:
-            self.remembers()
-        return wrong_again
+            return None
+        return sums, tolerance_of(in_double, [of.whole.total for of in sums], waits=False)
+
+    def _parts_apart(self, nest: Nest, samples: int, sums: list[Sum], tolerance: float, step: int) -> dict[str, str]:
+        """What to say of the parts of the loss that are no sums over samples, by their names."""
+        names = {name for of in sums for piece in of for name in piece.parts} - self._said_parts
+        wrong = parts_apart(names, sums, tolerance)
+        if wrong and (again := self._in_double(nest, samples, step)) is not None:
+            wrong = parts_apart(wrong.keys(), *again)
+        return {name: part_not_additive(self._loss, name, of) for name, of in wrong.items()}
 
     def remembers(self, *, outside: bool = False) -> None:
         """The loss has changed what it holds; several threads may say so.
@@ -421,42 +395,6 @@ class LossCheck:
         with torch.no_grad(), kept_generators(nest), self._without_warnings():
             total = float(self._loss.copied()(twice[0], twice[1], 2 * whole.samples)[0])
         return not is_apart(total, 2 * float(whole.total), 2 * float(whole.total), tolerance=1e-4)
-
-    def _refuse(self, wrong: Sum, step: int, *, is_sum: bool) -> NoReturn:
-        whole, one, other = wrong
-        when = f" in step {step}" if step > 1 else ""
-        if self._loss.gives_pairs:
-            totals = [float(piece.total) for piece in wrong]
-            what, (a, b, c) = "total", totals
-            if not is_apart(a, b, c, tolerance=DOUBLED):
-                what, (a, b, c) = "count", [float(piece.count) for piece in wrong]
-            raise LossError(
-                f"{self._loss.name}: the {what} is not a sum over samples{when} (whole {a:.6g}, its two parts {b:.6g} "
-                f"and {c:.6g})",
-                fix=self._advice,
-            )
-        means = [float(piece.total) / piece.samples for piece in wrong]
-        if is_sum:
-            raise LossError(
-                f"{self._loss.name} is not a mean over samples but a sum, its value depends on the batch size "
-                f"(whole {means[0]:.6g}, its parts add up to it)",
-                fix="use reduction='mean', or return (total, count)",
-            )
-        together = (float(one.total) + float(other.total)) / whole.samples
-        raise LossError(
-            f"{self._loss.name} is not a mean over samples{when} (whole {means[0]:.6g}, from two parts {together:.6g})",
-            fix=self._advice,
-        )
-
-    @property
-    def _no_mean(self) -> str:
-        return "is not a sum over samples" if self._loss.gives_pairs else "is not a mean over samples"
-
-    @property
-    def _advice(self) -> str:
-        if not self._loss.gives_pairs:
-            return _ADVICE
-        return "return the sum over the items of the batch, and their number; or use single (or mp) without accumulate"
 
 
 class _CantTell(Exception):

@@ -14,9 +14,7 @@ refreshed once a step.
 
 from __future__ import annotations
 
-import bisect
 import functools
-import itertools
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -38,6 +36,8 @@ from lockstep.model.loss import Loss, Number
 from lockstep.model.optimizer import build_optimizer
 from lockstep.parallel import gather
 from lockstep.strategies.replicas import (
+    add_gradients,
+    even_spans,
     follow_changes,
     follow_settings,
     refuse_other_parameters,
@@ -141,7 +141,7 @@ class DPStep(Step):
             for name, p in self._held.items():
                 its[name].requires_grad_(p.requires_grad)
             self._trained.append([its[name] for name in self._names])
-        self._spans = _even_spans(self._parameters, max(1, len(replicas)))
+        self._spans = even_spans(self._parameters, max(1, len(replicas)))
 
     def bytes_communicated(self) -> int:
         """A replica's gradients; on accelerators the first one gives its parameters to every other."""
@@ -301,23 +301,8 @@ class DPStep(Step):
             self._add_span(0, len(self._parameters), others)
 
     def _add_span(self, start: int, end: int, others: list[int]) -> None:
-        mine = self._parameters[start:end]
-        for i in others:
-            theirs = [p.grad for p in self._trained[i][start:end]]
-            if not self._shared:
-                there = [k for k, grad in enumerate(theirs) if grad is not None]
-                for which, copies in moved_in_buckets([g for g in theirs if g is not None], self._devices[0].torch):
-                    for k, copy in zip(which, copies, strict=True):
-                        theirs[there[k]] = copy
-            both = [(p, g) for p, g in zip(mine, theirs, strict=True) if g is not None]
-            dense = [(p.grad, g) for p, g in both if p.grad is not None and not g.is_sparse]
-            if dense:
-                torch._foreach_add_([a for a, _ in dense], [b for _, b in dense])
-            for p, g in both:
-                if p.grad is None:
-                    p.grad = g
-                elif g.is_sparse:
-                    p.grad = p.grad + g
+        theirs = [self._trained[i][start:end] for i in others]
+        add_gradients(self._parameters[start:end], theirs, None if self._shared else self._devices[0].torch)
 
     @phase("communicating", "refresh replicas")
     @torch.no_grad()
@@ -412,10 +397,3 @@ class DPStep(Step):
 
 class DPFunctionStep(FunctionOnReplicas, DPStep):
     """A person's function of several updates, in each replica's thread."""
-
-
-def _even_spans(parameters: list[nn.Parameter], pieces: int) -> list[tuple[int, int]]:
-    """Cut the list of parameters in spans of about equal numbers of elements."""
-    done = list(itertools.accumulate((p.numel() for p in parameters), initial=0))
-    cuts = [bisect.bisect_left(done, done[-1] * i / pieces) for i in range(pieces)]
-    return list(itertools.pairwise([*cuts, len(parameters)]))

@@ -181,7 +181,7 @@ class Evaluator:
         self._judged += 1
         may_wait = not self._on_accelerator or is_power_of_two(self._judged)
         if self.cuts_batch and may_wait and self.loss_check.wants(self._judged):
-            self.loss_check(outputs, part.targets, Piece(*loss, part.size))
+            self.loss_check(outputs, part.targets, Piece.of(loss, part.size))
         return outputs, loss
 
     def loss_of(self, outputs: Any, part: Part, *, looks: bool) -> Loss:

@@ -1,8 +1,10 @@
-"""The replicas of ``dp``: copies of a model on other devices, and what can't be copied."""
+"""The replicas of ``dp``: copies of a model on other devices, what can't be copied, and the sum of their gradients."""
 
 from __future__ import annotations
 
+import bisect
 import copy
+import itertools
 from collections.abc import Sequence
 from typing import Any
 
@@ -13,7 +15,7 @@ from lockstep.errors import JobError, StrategyError
 from lockstep.launch.devices import Device
 from lockstep.launch.processes.call import closed_over
 from lockstep.model.inspection import detached_attributes, hooked_parameters, is_plain
-from lockstep.tensors.placing import place_module
+from lockstep.tensors.placing import moved_in_buckets, place_module
 from lockstep.tensors.pytree import graph_nodes, to_device
 from lockstep.threads.parametrization_cache import cache_apart
 
@@ -56,11 +58,16 @@ def structure_of(model: nn.Module) -> list[Any]:
         (
             id(module),
             id(vars(module).get("forward")),
-            *((id(p), len(p._backward_hooks or ())) for p in module._parameters.values() if p is not None),
+            *((id(p), *_hooks_of(p)) for p in module._parameters.values() if p is not None),
             *(len(getattr(module, hooks)) for hooks in _HOOKS),
         )
         for module in model.modules()
     ]
+
+
+def _hooks_of(parameter: nn.Parameter) -> tuple[int, int]:
+    after = getattr(parameter, "_post_accumulate_grad_hooks", None)
+    return len(parameter._backward_hooks or ()), len(after or ())
 
 
 _INTERNAL = set(vars(nn.Module())) - {"training"}
@@ -141,3 +148,35 @@ def refuse_other_parameters(total: torch.Tensor, model: nn.Module) -> None:
                 kind="state",
                 fix="take ddp, which has no copies",
             )
+
+
+def add_gradients(
+    mine: Sequence[nn.Parameter], of_replicas: Sequence[Sequence[nn.Parameter]], place: torch.device | None
+) -> None:
+    """Add the gradients of other replicas to those of the first, in order, on the ``place`` of its parameters.
+
+    Without a ``place`` all are in the same memory already.
+    """
+    for parameters in of_replicas:
+        theirs = [p.grad for p in parameters]
+        if place is not None:
+            there = [k for k, grad in enumerate(theirs) if grad is not None]
+            for which, copies in moved_in_buckets([g for g in theirs if g is not None], place):
+                for k, copy_of in zip(which, copies, strict=True):
+                    theirs[there[k]] = copy_of
+        both = [(p, g) for p, g in zip(mine, theirs, strict=True) if g is not None]
+        dense = [(p.grad, g) for p, g in both if p.grad is not None and not g.is_sparse]
+        if dense:
+            torch._foreach_add_([a for a, _ in dense], [b for _, b in dense])
+        for p, g in both:
+            if p.grad is None:
+                p.grad = g
+            elif g.is_sparse:
+                p.grad = p.grad + g
+
+
+def even_spans(parameters: list[nn.Parameter], pieces: int) -> list[tuple[int, int]]:
+    """Cut the list of parameters in spans of about equal numbers of elements."""
+    done = list(itertools.accumulate((p.numel() for p in parameters), initial=0))
+    cuts = [bisect.bisect_left(done, done[-1] * i / pieces) for i in range(pieces)]
+    return list(itertools.pairwise([*cuts, len(parameters)]))

@@ -149,11 +149,8 @@ class Step(Calls):
 
     def _ended(self, loss: Loss, size: int, line: str | None = None) -> Result:
         """After an update; ``line`` says how often the loss is checked from now on."""
-        check = self.loss_check
-        check.agree(self.world, self._updates, line, meets=self.looks_again)
-        if check.notes and self.world.is_first:
-            self.tell_once(dict.fromkeys(check.notes))
-            check.notes.clear()
+        self.loss_check.agree(self.world, self._updates, line, meets=self.looks_again)
+        self.tell_of_loss()
         if self.world.size == 1:
             self.stopping = self.world.asked_to_stop()
         result = self.result_of(loss, size)
@@ -311,7 +308,7 @@ class Step(Calls):
         for observer in self.observers:
             observer.forwarded(where, part, outputs)
         if self.loss_check.wants(self._updates):
-            self._check_loss(outputs, part, total, count)
+            self._check_loss(outputs, part, loss)
         if self._waits:
             first = self._updates == 1
             refuse_not_finite(total, model, part, outputs, self.world, where=where, first=first)
@@ -348,15 +345,15 @@ class Step(Calls):
         """Whether values of this update may be waited for: those of an accelerator in the first one only."""
         return not self._on_accelerator or self._updates == 1
 
-    def _check_loss(self, outputs: Any, part: Part, total: torch.Tensor, count: Number) -> None:
+    def _check_loss(self, outputs: Any, part: Part, loss: Loss) -> None:
         """Hold the loss of a local batch to being additive; several threads may."""
         began = self._time() if self.loss_check.is_timed(self._updates) else None
-        whole = Piece(total.detach(), count, part.size)
-        wrong = self.loss_check(outputs, part.targets, whole, step=self.world.step, waits=self._waits)
+        whole, waits = Piece.of(loss, part.size), self._waits or self.looks_again
+        wrong = self.loss_check(outputs, part.targets, whole, step=self.world.step, waits=waits)
         if wrong is not None:
             self._on_devices.note_loss(wrong, self.world.step)
         if began is not None:
-            self.loss_check.spent(self._time() - began)
+            self.loss_check.interval.spent(self._time() - began)
 
     def _time(self) -> float:
         """Seconds on a clock, when the accelerators have done what they were given."""

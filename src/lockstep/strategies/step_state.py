@@ -121,6 +121,12 @@ class StepState(Evaluator):
                 self._noted.add(note)
                 self.world.tell(Line.note(note))
 
+    def tell_of_loss(self) -> None:
+        """Say what was noted of the loss on this rank."""
+        if self.loss_check.notes and self.world.is_first:
+            self.tell_once(dict.fromkeys(self.loss_check.notes))
+            self.loss_check.notes.clear()
+
     # ---- state, under one-device names; all of these are called on every rank ----------------------------------------
 
     @contextmanager

@@ -77,7 +77,7 @@ class DeviceChecks:
         if what == _NO_ITEMS:
             raise no_items(step)
         if what == _NOT_ADDITIVE:
-            loss_check.refuse_late(step)
+            raise loss_check.found_later(step)
 
 
 def no_items(step: int) -> RunError:

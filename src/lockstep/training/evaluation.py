@@ -6,7 +6,7 @@ import contextlib
 import copy
 import itertools
 import math
-from collections.abc import Iterable, Iterator, Mapping, MutableMapping
+from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
 
 import torch
@@ -17,18 +17,13 @@ from lockstep.errors import JobError, LockstepError, told
 from lockstep.job import Job
 from lockstep.launch.memory import is_out_of_memory
 from lockstep.launch.world import World
-from lockstep.model.additivity import is_apart
 from lockstep.model.inspection import kept_state, look
 from lockstep.model.loss import Loss
-from lockstep.model.torch_losses import HALF
 from lockstep.strategies.evaluator import is_power_of_two
 from lockstep.strategies.step import Step
 from lockstep.strategies.update_result import Result, Sums, added
-from lockstep.tensors.pytree import both_of, each, folded, holds_packed, part_of, tensors, to_device
 from lockstep.tensors.seeding import kept_states
-
-_SOME = 4
-"""Samples of a local batch that are put together with those of others."""
+from lockstep.training.metric_check import AcrossReplicas, is_sum
 
 
 def try_out(
@@ -52,69 +47,6 @@ def _say_no_sums(names: Iterable[str], step: Step) -> None:
     for name in names if step.world.is_first else ():
         said = f'metric "{name}" is no sum over samples: its values for the {of} are averaged'
         step.tell_once([f"{said}; a metric of torchmetrics sees all samples together"])
-
-
-class _AcrossReplicas:
-    """Whether metrics are sums over samples of several local batches, whose targets may be masked differently.
-
-    They are called for some outputs of the first local batch with its own targets, then with those of another.
-    """
-
-    def __init__(self) -> None:
-        self._outputs: Any = None
-        self._targets: list[tuple[int, Any]] = []
-
-    def keep(self, outputs: Any, targets: Any) -> None:
-        """Keep some samples of a local batch."""
-        if samples := _samples_of(outputs, targets):
-            some = min(_SOME, samples)
-            outputs, targets = each(torch.clone, part_of((outputs, targets), 0, some, samples))
-            self._outputs = outputs if self._outputs is None else self._outputs
-            self._targets.append((some, each(torch.Tensor.cpu, targets)))
-
-    def no_sums(self, functions: Mapping[str, Any], world: World) -> list[str]:
-        """The names of those that are none, on the first rank."""
-        every = to_device(list(itertools.chain(*world.gather_objects(self._targets))), world.device.torch)
-        if not world.is_first or not every:
-            return []
-        outputs, size = self._outputs, every[0][0]
-        twice = [both_of((outputs, every[0][1]), size, (outputs, theirs), size) for n, theirs in every[1:] if n == size]
-        return [name for name, of in functions.items() if not all(_is_sum(of, None, *both) for both in twice if both)]
-
-
-def _samples_of(outputs: Any, targets: Any) -> int:
-    """How many samples they are of; 0 where they can't be cut."""
-    if holds_packed((outputs, targets)):
-        return 0
-    if isinstance(outputs, list) and outputs and all(isinstance(each_one, MutableMapping) for each_one in outputs):
-        return len(outputs)  # a dictionary for each image, as detectors give
-    of_outputs, of_targets = (next((len(t) for t in tensors(of) if t.dim()), 0) for of in (outputs, targets))
-    several = of_targets and folded((outputs, targets), of_targets) is not None  # rows for each sample
-    return of_targets if several else of_outputs
-
-
-def _is_sum(metric: Any, whole: tuple[Any, Any] | None, outputs: Any, targets: Any) -> bool:
-    """Whether a metric's pair for all samples is the sum of those for two parts of them."""
-    if not (samples := _samples_of(outputs, targets)):
-        return True
-    try:
-        if samples == 1:  # too few to cut: twice as many
-            halved = each(lambda t: t / 2 if t.is_floating_point() else t, outputs)
-            both = both_of((outputs, targets), 1, (halved, targets), 1)
-            if both is None:
-                return True
-            (outputs, targets), samples = both, 2
-            whole = None
-        whole = metric(outputs, targets) if whole is None else whole
-        half = samples // 2
-        parts = [
-            metric(*part_of((outputs, targets), start, n, samples)) for start, n in ((0, half), (half, samples - half))
-        ]
-        sums = [[float(part[i]) for part in parts] for i in (0, 1)]
-    except Exception:  # of fewer samples it can't be computed
-        return False
-    tolerance = 1e-2 if any(t.dtype in HALF for t in tensors(outputs)) else 1e-4
-    return not any(is_apart(float(a), *of, tolerance=tolerance) for a, of in zip(whole, sums, strict=True))
 
 
 def look_at_evaluation(step: Step, batch: Batch) -> None:
@@ -234,7 +166,7 @@ def evaluate(
     objects = {name: _fresh(metric, step) for name, metric in metrics.items() if _is_torchmetric(metric)}
     sums = [Sums() for _ in range(1 + len(functions))]
     are_no_sums = [0.0 for _ in sums]
-    across = _AcrossReplicas() if looks and functions and step.replicas > 1 else None
+    across = AcrossReplicas() if looks and functions and step.replicas > 1 else None
     with step.evaluating(), kept_states():
         for batch, results in step.over(itertools.islice(loader.epoch(0), most), step.results, seed):
             world.beat()
@@ -249,13 +181,15 @@ def evaluate(
                     with _naming(name):
                         value = _pair(name, function(outputs, targets))
                     sums[i].add(Result(*value, batch.size))
-                    if checks and not _is_sum(function, value, outputs, targets):
+                    if checks and not is_sum(function, value, outputs, targets):
                         are_no_sums[i] = 1.0
                 for name, metric in objects.items():
                     with _naming(name):
                         metric.update(outputs, targets)
     if across is not None:
         _say_no_sums(across.no_sums(functions, world), step)
+    step.loss_check.agree(world, 0, None, meets=True)
+    step.tell_of_loss()
     here = sums[0].read()
     are_no_sums[0] = float(len(here.parts))
     mine = [(*each_sum.read(), flag) for each_sum, flag in zip(sums, are_no_sums, strict=True)]

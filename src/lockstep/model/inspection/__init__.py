@@ -1,6 +1,7 @@
 """What a model does in forward that parts of a batch, or replicas, can't do as one device would."""
 
 from lockstep.model.inspection.attributes import (
+    acting_buffers,
     attribute_prints,
     changed_attributes,
     detached_attributes,
@@ -9,7 +10,7 @@ from lockstep.model.inspection.attributes import (
     set_attributes,
 )
 from lockstep.model.inspection.findings import Seen
-from lockstep.model.inspection.forward import acting_buffers, drops, look, refuse_written_buffers
+from lockstep.model.inspection.forward import drops, look, refuse_written_buffers
 from lockstep.model.inspection.nonlinear import NoticedHooks, hooked_parameters, may_be_nonlinear
 from lockstep.model.inspection.outside_variables import OutsideVariables
 

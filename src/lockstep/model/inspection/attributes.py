@@ -154,3 +154,9 @@ def _kept(value: Any) -> Any:
     if type(value) is dict:
         return {_kept(key): _kept(item) for key, item in value.items()}
     raise TypeError
+
+
+def acting_buffers(model: nn.Module) -> dict[str, torch.Tensor]:
+    """Buffers by name, but for the running statistics of normalisation layers, which don't act in training."""
+    norms = {id(b) for m in model.modules() if isinstance(m, nn.modules.batchnorm._NormBase) for b in m.buffers()}
+    return {name: b for name, b in model.named_buffers() if id(b) not in norms}

@@ -36,9 +36,16 @@ from torch.nn import functional as F
 from torch.overrides import TorchFunctionMode
 
 from lockstep.errors import StrategyError, told
-from lockstep.model.inspection.attributes import attribute_prints, detached_attributes, plain_attributes
+from lockstep.model.inspection.attributes import (
+    acting_buffers,
+    attribute_prints,
+    detached_attributes,
+    plain_attributes,
+)
+from lockstep.model.inspection.backward import see_gradients
 from lockstep.model.inspection.findings import Kind, Seen
 from lockstep.model.inspection.outside_variables import OutsideVariables
+from lockstep.model.inspection.rounding import differ
 from lockstep.model.precision import full_products
 from lockstep.tensors.digest import digest
 from lockstep.tensors.pytree import call, clones, cut, each, named_tensors, part_of, tensors, to_device
@@ -46,9 +53,6 @@ from lockstep.tensors.seeding import kept_states, noted_seeding, same, same_othe
 
 _FEWEST = 4
 """Samples that are looked at, at least."""
-
-_TIMES = 2.0**20
-"""Backward of so many times the total gives so many times the gradients, rounding and all, where it is linear."""
 
 _LARGEST = 2**30
 """Bytes of parameters up to which they are always copied, and gradients are looked at too."""
@@ -159,12 +163,6 @@ def accelerators_of(inputs: Any) -> tuple[torch.device, ...]:
     return tuple({t.device: None for t in tensors(inputs) if t.device.type not in ("cpu", "meta")})
 
 
-def acting_buffers(model: nn.Module) -> dict[str, torch.Tensor]:
-    """Buffers by name, but for the running statistics of normalisation layers, which don't act in training."""
-    norms = {id(b) for m in model.modules() if isinstance(m, nn.modules.batchnorm._NormBase) for b in m.buffers()}
-    return {name: b for name, b in model.named_buffers() if id(b) not in norms}
-
-
 def drops(module: nn.Module) -> bool:
     """Whether it is a layer that is known to draw."""
     if isinstance(module, nn.modules.dropout._DropoutNd):
@@ -227,7 +225,7 @@ def _see(
         name for name in acting_buffers(model) if name in begin and of_whole[name] != digest(begin[name])
     )
     # At once, and always: parts in between may bring a memory back to where it was.
-    seen.remembers = _differ(_rows(whole, samples), _rows(run(0, samples), samples))
+    seen.remembers = differ(_rows(whole, samples), _rows(run(0, samples), samples))
     twice = attribute_prints(model)
     for held, then in attributes:
         held.update(then)
@@ -247,7 +245,7 @@ def _see(
         ragged = _is_ragged(inputs, samples)
         if not ragged:
             alike = [_cropped(of) for of in rows]  # to the shortest, where outputs are as long as the longest sample
-            seen.mixes = across or _differ([a for a, _, _ in alike], [torch.cat((b, c)) for _, b, c in alike])
+            seen.mixes = across or differ([a for a, _, _ in alike], [torch.cat((b, c)) for _, b, c in alike])
         for name, of in cut_up.items():
             if len({t.shape for t in of}) == 1:
                 seen.of_batch[name] = _kind_of(*of, first / samples)
@@ -259,9 +257,9 @@ def _see(
             (total, count), *judged = (judge(kept[p], cut(targets, *p, samples), p[1]) for p in ((0, samples), *parts))
             for name in [name for name, kind in seen.of_batch.items() if kind == "neither"]:
                 by_items = head[name] * judged[0][1] + tail[name] * judged[1][1]
-                if not _differ([whole[name] * count], [by_items]):
+                if not differ([whole[name] * count], [by_items]):
                     seen.of_batch[name] = "mean of items"
-            is_sum = not _differ([total], [judged[0][0] + judged[1][0]])
+            is_sum = not differ([total], [judged[0][0] + judged[1][0]])
             seen.bends = not is_sum and "neither" not in seen.of_batch.values()
     if not set(seen.of_batch.values()) <= {"same"}:
         return
@@ -271,7 +269,7 @@ def _see(
             some, wanted = part_of((kept[0, samples], targets), start, size, samples)
             of_cut.append(judge(some, wanted, size)[0])
             of_parts.append(judge(kept[start, size], wanted, size)[0])
-        seen.mixes = _differ(of_cut, of_parts)
+        seen.mixes = differ(of_cut, of_parts)
     if gradients and not seen.mixes and sum(p.numel() * p.element_size() for p in model.parameters()) <= _LARGEST:
 
         def total_of(start: int, size: int) -> torch.Tensor:
@@ -279,58 +277,7 @@ def _see(
                 held.update(then)
             return judge(outputs_of(start, size), cut(targets, start, size, samples), size)[0]
 
-        _see_gradients(model, total_of, ((0, samples), *parts), seen)
-
-
-def _see_gradients(
-    model: nn.Module, total_of: Callable[[int, int], torch.Tensor], shares: tuple[tuple[int, int], ...], seen: Seen
-) -> None:
-    """Find parameters whose gradient over a batch isn't the sum of those over two parts of it, or isn't linear.
-
-    And what backward writes.
-    """
-    names, parameters = zip(*((n, p) for n, p in model.named_parameters() if p.requires_grad), strict=True)
-
-    def gradients(value: torch.Tensor, times: float = 1.0) -> list[torch.Tensor]:
-        begin = torch.full_like(value, times)
-        found = torch.autograd.grad(value, parameters, begin, allow_unused=True, retain_graph=enlarges and times == 1)
-        return [torch.zeros(()) if g is None or g.layout != torch.strided else g.div(times) for g in found]
-
-    totals: list[torch.Tensor] = []
-    found: list[list[torch.Tensor]] = []
-    ends: list[dict[str, Any]] = []
-    enlarges = False
-    for start, size in shares:
-        with torch.enable_grad():
-            value = total_of(start, size)
-        totals.append(value.detach())
-        begun = _state_prints(model)
-        enlarges = not found and torch.float16 not in {value.dtype, *(p.dtype for p in parameters)}
-        found.append(gradients(value))
-        ends.append(_state_prints(model))
-        written = (name for name, its in ends[-1].items() if begun.get(name) != its)
-        seen.backward_writes = tuple(dict.fromkeys((*seen.backward_writes, *written)))
-        if enlarges and not seen.backward_writes:  # (else the graph may hold what was written)
-            seen.nonlinear = _first_apart(names, found[0], gradients(value, _TIMES))
-    seen.backward_follows = tuple(n for n in seen.backward_writes if len({end.get(n) for end in ends}) > 1)
-    if not _differ(totals[:1], [totals[1] + totals[2]]):  # else `lockstep.model.loss_check` judges
-        seen.backward = _first_apart(names, found[0], [b + c for b, c in zip(*found[1:], strict=True)])
-
-
-def _state_prints(model: nn.Module) -> dict[str, Any]:
-    """A hash of each buffer that acts in training, and of each attribute."""
-    return {**{name: digest(b) for name, b in acting_buffers(model).items()}, **attribute_prints(model)}
-
-
-def _first_apart(names: Sequence[str], ones: list[torch.Tensor], others: list[torch.Tensor]) -> str | None:
-    """The name of the first gradient that isn't the other one."""
-    largest = max((float(g.abs().max()) for g in ones if g.numel()), default=0.0)
-    for name, one, other in zip(names, ones, others, strict=True):
-        # (Some gradients are zero but for rounding, as that of the bias of keys in attention.)
-        beyond = one.numel() and not float((one - other).abs().max()) <= _ROUNDING.get(one.dtype, 1.0) * largest
-        if beyond and _differ([one], [other]):
-            return name
-    return None
+        see_gradients(model, total_of, ((0, samples), *parts), seen)
 
 
 class _Watched(TorchFunctionMode):
@@ -376,43 +323,14 @@ def _rows(outputs: dict[str, torch.Tensor], samples: int) -> list[torch.Tensor]:
 
 def _kind_of(whole: torch.Tensor, head: torch.Tensor, tail: torch.Tensor, part: float) -> Kind:
     """What an output over a batch is to those over its first ``part`` and the rest."""
-    if not _differ([whole, whole], [head, tail]):
+    if not differ([whole, whole], [head, tail]):
         return "same"
-    if not _differ([whole], [head + tail]):
+    if not differ([whole], [head + tail]):
         return "sum"
-    return "neither" if _differ([whole], [part * head + (1 - part) * tail]) else "mean"
+    return "neither" if differ([whole], [part * head + (1 - part) * tail]) else "mean"
 
 
 def _multiplied(samples: int, times: int, tensor: torch.Tensor) -> torch.Tensor:
     if not tensor.dim() or tensor.shape[0] != samples:
         return tensor
     return torch.cat([tensor / i if tensor.is_floating_point() else tensor for i in range(1, times + 1)])
-
-
-_ROUNDING = {torch.float64: 1e-8, torch.float32: 1e-3}
-"""How far outputs of other ways to round lie apart, as a part of the largest."""
-
-_OF_CPU = 1e-4
-"""The same in float32 where no accelerator multiplies with fewer bits."""
-
-
-def _differ(ones: list[torch.Tensor], others: list[torch.Tensor]) -> bool:
-    """Whether two lists of outputs lie further apart than other ways to round would bring them."""
-    for a, b in zip(ones, others, strict=True):
-        if not a.numel():
-            continue
-        rounding = _ROUNDING.get(a.dtype, 5e-2)
-        if a.dtype == torch.float32 and a.device.type == "cpu":
-            rounding = _OF_CPU
-        finite = torch.isfinite(a)
-        apart = torch.where(finite, a - b, 0.0).abs()
-        # Of numbers that are the same the usual ones count only: not -1e9, which masks others.
-        sizes = a.abs().flatten()
-        usual = sizes.kthvalue(len(sizes) // 4 + 1).values
-        largest = torch.maximum(
-            torch.where(finite & (apart != 0), a.abs(), 0.0).max(), usual.nan_to_num(0.0, posinf=0.0)
-        )
-        # (Not "greater": what isn't finite for a part only, the variance of one sample say, differs.)
-        if not bool(apart.max() <= rounding * largest):
-            return True
-    return False

@@ -1,0 +1,77 @@
+"""The errors of a loss that isn't additive over samples, or can't be checked for that."""
+
+from __future__ import annotations
+
+import math
+
+from lockstep.errors import LossError, first_line
+from lockstep.model.additivity import DOUBLED, Sum, is_apart
+from lockstep.model.loss import Totalled
+
+ADVICE = (
+    "return (total, count), the sum over the items that count (not padding) and their number; or use single (or mp) "
+    "without accumulate"
+)
+
+OWN_LOSS = "take loss=lockstep.model_loss, which weights what the model computed itself by the labels that count"
+
+
+def found_later(loss: Totalled, step: int) -> LossError:
+    """For an update that an accelerator has found wrong."""
+    kind = "sum" if loss.gives_pairs else "mean"
+    return LossError(f"{loss.name} is not a {kind} over samples in step {step}", fix=_advice(loss))
+
+
+def not_additive(loss: Totalled, wrong: Sum, step: int, *, is_sum: bool) -> LossError:
+    """With the numbers that don't add up; ``is_sum``: those of a scalar itself, rather than its means, do."""
+    whole, one, other = wrong
+    when = f" in step {step}" if step > 1 else ""
+    if loss.gives_pairs:
+        totals = [float(piece.total) for piece in wrong]
+        what, (a, b, c) = "total", totals
+        if not is_apart(a, b, c, tolerance=DOUBLED):
+            what, (a, b, c) = "count", [float(piece.count) for piece in wrong]
+        return LossError(
+            f"{loss.name}: the {what} is not a sum over samples{when} (whole {a:.6g}, its two parts {b:.6g} and "
+            f"{c:.6g})",
+            fix=_advice(loss),
+        )
+    means = [float(piece.total) / piece.samples for piece in wrong]
+    if is_sum:
+        return LossError(
+            f"{loss.name} is not a mean over samples but a sum, its value depends on the batch size "
+            f"(whole {means[0]:.6g}, its parts add up to it)",
+            fix="use reduction='mean', or return (total, count)",
+        )
+    together = (float(one.total) + float(other.total)) / whole.samples
+    return LossError(
+        f"{loss.name} is not a mean over samples{when} (whole {means[0]:.6g}, from two parts {together:.6g})",
+        fix=_advice(loss),
+    )
+
+
+def part_not_additive(loss: Totalled, name: str, wrong: Sum) -> str:
+    """A line on a part of the loss, with the numbers that don't add up; NaN stands for outputs that can't be cut."""
+    said = f'{loss.name}: part "{name}" '
+    ends = (
+        "its totals and counts for parts of a batch are added up, so its value may differ from single-device training"
+    )
+    values = wrong.of_part(name)
+    if any(math.isnan(total) for total, _ in values):
+        return f"{said}reads what isn't one row for each sample, or is NaN for some samples: {ends}"
+    whole, one, other = (f"({total:.6g}, {count:.6g})" for total, count in values)
+    return f"{said}is not a sum over samples (whole {whole}, its two parts {one} and {other}): {ends}"
+
+
+def why_not_taken(error: Exception, size: int, samples: int) -> str:
+    """Why a loss can't be checked that fails with a part of the samples."""
+    said = first_line(error)
+    if "does not require grad" in said or "not have been used in the graph" in said:
+        return "it differentiates outputs, of which a part has no graph"
+    return f"it fails with {size} of {samples} samples ({said})"
+
+
+def _advice(loss: Totalled) -> str:
+    if not loss.gives_pairs:
+        return ADVICE
+    return "return the sum over the items of the batch, and their number; or use single (or mp) without accumulate"

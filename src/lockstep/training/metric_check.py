@@ -1,0 +1,113 @@
+"""Whether a metric's pairs of total and count are sums over samples, as those of local batches are added up."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable, Iterator, Mapping, MutableMapping
+from typing import Any
+
+import torch
+
+from lockstep.launch.world import World
+from lockstep.model.additivity import is_apart
+from lockstep.model.torch_losses import HALF
+from lockstep.tensors.pytree import both_of, each, folded, holds_packed, part_of, tensors, to_device
+
+_SOME = 4
+"""Samples of a local batch that are put together with those of others."""
+
+
+class AcrossReplicas:
+    """Whether metrics are sums over samples of several local batches, whose targets may be masked differently.
+
+    They are called for some outputs of the first local batch with its own targets, then with those of another.
+    """
+
+    def __init__(self) -> None:
+        self._outputs: Any = None
+        self._back: Callable[[Any], Any] = lambda nest: nest
+        self._targets: list[tuple[int, Any]] = []
+
+    def keep(self, outputs: Any, targets: Any) -> None:
+        """Keep some samples of a local batch."""
+        outputs, targets, samples, back = next(_as_samples(outputs, targets))
+        if samples:
+            some = min(_SOME, samples)
+            outputs, targets = each(torch.clone, part_of((outputs, targets), 0, some, samples))
+            if self._outputs is None:
+                self._outputs, self._back = outputs, back
+            self._targets.append((some, each(torch.Tensor.cpu, targets)))
+
+    def no_sums(self, functions: Mapping[str, Any], world: World) -> list[str]:
+        """The names of those that are none, on the first rank."""
+        every = to_device(list(itertools.chain(*world.gather_objects(self._targets))), world.device.torch)
+        if not world.is_first or not every:
+            return []
+        outputs, size = self._outputs, every[0][0]
+        twice = [both_of((outputs, every[0][1]), size, (outputs, theirs), size) for n, theirs in every[1:] if n == size]
+
+        def is_none(metric: Any) -> bool:
+            return not all(
+                _adds_up(lambda o, t: metric(self._back(o), t), None, *both, 2 * size) for both in twice if both
+            )
+
+        return [name for name, metric in functions.items() if is_none(metric)]
+
+
+def is_sum(metric: Any, whole: tuple[Any, Any] | None, outputs: Any, targets: Any) -> bool:
+    """Whether a metric's pair for all samples is the sum of those for two parts of them."""
+    ways = _as_samples(outputs, targets)
+    return any(_adds_up(lambda o, t, b=back: metric(b(o), t), whole, *of) for *of, back in ways)
+
+
+def _adds_up(metric: Any, whole: tuple[Any, Any] | None, outputs: Any, targets: Any, samples: int) -> bool:
+    if not samples:
+        return True
+    try:
+        if samples == 1:  # too few to cut: twice as many
+            halved = each(lambda t: t / 2 if t.is_floating_point() else t, outputs)
+            both = both_of((outputs, targets), 1, (halved, targets), 1)
+            if both is None:
+                return True
+            (outputs, targets), samples = both, 2
+            whole = None
+        whole = metric(outputs, targets) if whole is None else whole
+        half = samples // 2
+        parts = [
+            metric(*part_of((outputs, targets), start, n, samples)) for start, n in ((0, half), (half, samples - half))
+        ]
+        sums = [[float(part[i]) for part in parts] for i in (0, 1)]
+    except Exception:  # of fewer samples it can't be computed
+        return False
+    tolerance = 1e-2 if any(t.dtype in HALF for t in tensors(outputs)) else 1e-4
+    return not any(is_apart(float(a), *of, tolerance=tolerance) for a, of in zip(whole, sums, strict=True))
+
+
+def _as_samples(outputs: Any, targets: Any) -> Iterator[tuple[Any, Any, int, Callable[[Any], Any]]]:
+    """Outputs and targets with a row for each sample, their number, and what makes such outputs what they were.
+
+    Of some models outputs are (time, batch, ...). Where they may be either, both are given.
+    """
+    samples = _samples_of(outputs, targets)
+    of_targets = next((len(t) for t in tensors(targets) if t.dim()), 0)
+    swaps = [samples > 0 and t.dim() > 1 and t.shape[1] == of_targets for t in tensors(outputs)]
+
+    def swapped(nest: Any) -> Any:
+        each_swaps = iter(swaps)
+        return each(lambda t: t.transpose(0, 1) if next(each_swaps) else t, nest)
+
+    if samples == of_targets or not any(swaps):
+        yield outputs, targets, samples, lambda nest: nest
+    if any(swaps):
+        yield swapped(outputs), targets, of_targets, swapped
+
+
+def _samples_of(outputs: Any, targets: Any) -> int:
+    """How many samples they are of; 0 where they can't be cut."""
+    if holds_packed((outputs, targets)):
+        return 0
+    if isinstance(outputs, list) and outputs and all(isinstance(each_one, MutableMapping) for each_one in outputs):
+        return len(outputs)  # a dictionary for each image, as detectors give
+    of_outputs, of_targets = (next((len(t) for t in tensors(of) if t.dim()), 0) for of in (outputs, targets))
+    several = of_targets and folded((outputs, targets), of_targets) is not None  # rows for each sample
+    return of_targets if several else of_outputs
