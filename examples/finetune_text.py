@@ -5,8 +5,8 @@ lockstep train examples/finetune_text.py --set pretrained=FOLDER --strategy ddp 
 FOLDER is what ``save_pretrained`` writes, of model and tokenizer. The texts are those of a file of JSON lines
 (``--set texts=FILE.jsonl``, each with a ``text``), else Python's own language reference. They are read at once or as
 a stream (``--set streaming=true``), and padded, or packed in windows without padding (``--set packed=true``). With
-``--set lora=8`` low-rank adapters of PEFT are trained in place of the weights. At the end the run's folder has
-``pretrained/``, which ``from_pretrained`` (with adapters, PEFT's) reads.
+``--set lora=8`` low-rank adapters of PEFT are trained in place of the weights, and checkpoints and weights of the run
+have these alone. At the end its folder has ``pretrained/``, which ``from_pretrained`` (with adapters, PEFT's) reads.
 """
 
 from pathlib import Path
@@ -138,6 +138,7 @@ def job(
         batch_size=16,
         steps=steps,
         clip_norm=1.0,
+        save_frozen=not lora,
         lr_scheduler=lambda optimizer: get_scheduler("cosine", optimizer, warmup, steps),
         lr_scheduler_every="step",
         metrics={"accuracy": accuracy},

@@ -14,6 +14,7 @@ import types
 import typing
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from fractions import Fraction
 from pathlib import Path
 from typing import Any, Literal, Self
 
@@ -79,12 +80,14 @@ class Job:
         eval_batch_size: of evaluation; None is ``batch_size``.
         log_every: within an epoch, write a record and a line of the steps since the last one: every so many steps
             (``100``) or after a time (``"10 min"``). Epochs have theirs anyway; of ``"10 epochs"``, each tenth.
-        eval_every: when to evaluate: every so many steps (``100``) or epochs (``"2 epochs"``), or after a time
-            (``"10 min"``); None is at the end of each epoch. The last step is evaluated anyway.
+        eval_every: when to evaluate: every so many steps (``100``) or epochs (``"2 epochs"``, ``"0.25 epochs"``), or
+            after a time (``"10 min"``); None is at the end of each epoch. The last step is evaluated anyway.
         save_every: likewise, when to save a checkpoint. With steps or a time one is saved at the end of each epoch too.
         best: the evaluation whose weights are kept as the best: ``"accuracy:max"``, ``"clean/accuracy:max"``; None is
             ``"eval_loss:min"``, the lowest loss (of the first set).
         keep: how many checkpoints are kept, the newest ones.
+        save_frozen: False leaves what is frozen when the training begins out of checkpoints and files of weights: it
+            comes from ``model`` again wherever it is needed, and must be the same then (a SHA-256 is compared).
         loader_workers: processes that fetch samples, for each rank; None chooses by the cores and the dataset. A
             stream has at most one, which reads ahead: each further one would read all of it.
         on_event: functions called with each ``Event`` on rank 0; one that returns ``"stop"`` ends the training.
@@ -128,6 +131,7 @@ class Job:
     save_every: int | str | None = None
     best: str | None = None
     keep: int = 2
+    save_frozen: bool = True
     loader_workers: int | None = None
     on_event: Sequence[Callable[[Any], str | None]] = ()
     callbacks: Sequence[Any] = ()
@@ -174,6 +178,8 @@ class Job:
         best_of(self.best)
         for name in SETTINGS:
             object.__setattr__(self, name, checked_setting(name, getattr(self, name)))
+        if self.init is not None and not self.save_frozen:
+            raise JobError("save_frozen: false takes frozen weights from model alone: load them there, not by init")
         self._check_step()
 
     def _check_step(self) -> None:
@@ -249,27 +255,32 @@ class Every:
     """How often something is done: every so many steps or epochs, or after so many seconds; the others are None."""
 
     steps: int | None = None
-    epochs: int | None = None
+    epochs: Fraction | None = None
     seconds: float | None = None
+
+    @property
+    def is_within(self) -> bool:
+        """Whether it falls within epochs, not only at their ends."""
+        return self.epochs is None or self.epochs.denominator > 1
 
     @classmethod
     def read(cls, value: int | str | None, name: str) -> Every:
-        """That of ``100``, ``"2 epochs"``, ``"90 s"``, ``"10 min"``, ``"2 h"``; None is each epoch.
+        """That of ``100``, ``"2 epochs"``, ``"0.5 epochs"``, ``"90 s"``, ``"10 min"``, ``"2 h"``; None is each epoch.
 
         Raises:
             JobError: it is none of them; ``name`` is the setting's.
         """
         if value is None or str(value).lower() == "none":
-            return cls(epochs=1)
+            return cls(epochs=Fraction(1))
         found = re.fullmatch(r"(\d+(?:\.\d+)?)\s*(s|min|h|steps?|epochs?)?", str(value).strip())
         number = float(found[1]) if found else 0.0
         unit = found[2] or "steps" if found else ""
-        if number <= 0 or (unit[:4] in ("step", "epoc") and not number.is_integer()):
+        if found is None or number <= 0 or (unit.startswith("step") and not number.is_integer()):
             raise JobError(f"{name}: {value!r} is neither a number of steps above 0 nor a time, as 10min, nor 2epochs")
         if unit.startswith("step"):
             return cls(steps=int(number))
         if unit.startswith("epoch"):
-            return cls(epochs=int(number))
+            return cls(epochs=Fraction(found[1]))
         return cls(seconds=number * {"s": 1, "min": 60, "h": 3600}[unit])
 
 

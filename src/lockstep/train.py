@@ -224,6 +224,7 @@ def evaluate(
     devices: Devices = "auto",
     backend: str | None = None,
     best: bool = False,
+    weights: str | Path | None = None,
     job_parameters: Mapping[str, Any] | None = None,
     job: Job | JobFile | Callable[[], Job] | str | Path | None = None,
     trust_job: bool = False,
@@ -237,6 +238,7 @@ def evaluate(
         devices: as in ``train``.
         backend: as in ``train``.
         best: take the weights of the best evaluation.
+        weights: take another safetensors file of a run: in its folder (``"ema.safetensors"``), or else by its path.
         job_parameters: keyword arguments for the function of a job file.
         job: of a run, instead of the job file that its folder names.
         trust_job: take the job file that a run's folder names, though it isn't the one that was trained.
@@ -246,19 +248,21 @@ def evaluate(
         ``"loss"`` and each metric, each sample counted once. Evaluation sets by name give ``"clean/loss"`` and so on;
         ``"loss"`` is then that of the first.
     """
-    weights: Path | None = None
+    file: Path | None = None
     its: Job | JobFile
     if isinstance(what, Run) or (isinstance(what, str | Path) and os.path.isdir(what)):
-        its, weights = trained_of(what, best=best, job_parameters=job_parameters, job=job, trust=trust_job)
+        its, file = trained_of(
+            what, best=best, weights=weights, job_parameters=job_parameters, job=job, trust=trust_job
+        )
     else:
         its = JobFile(str(what), job_parameters or {}) if isinstance(what, str | Path) else as_job(what)
-        if best or job is not None:
-            option = "best" if best else "job"
+        if best or job is not None or weights is not None:
+            option = "best" if best else "weights" if weights is not None else "job"
             raise InputError(f"{what}: --{option} is for a run, and this is a job that was not trained")
     its = with_settings(its, settings)
     chosen = _devices.parse(devices_for(strategy, devices))
     check_backend(backend, chosen)
-    plan = _Evaluation(its, choose(strategy, chosen), weights)
+    plan = _Evaluation(its, choose(strategy, chosen), file)
     with Display() as display:
         return on_devices(evaluate_on, plan, chosen, backend, None, display)
 

@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 import torch
+from safetensors.torch import load_file
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 from transformers import AutoModelForCausalLM, AutoTokenizer, GPT2Config, GPT2LMHeadModel, PreTrainedTokenizerFast
 
@@ -112,6 +113,9 @@ def test_what_was_fine_tuned_is_read_by_transformers_and_by_peft(tmp_path: Path,
 
     run = trained(tmp_path / "adapters", pretrained, "ddp", "--set", "lora=2")
     kept = Path(run.folder, "pretrained")
+    files = [run.folder / "model.safetensors", *run.folder.glob("checkpoints/*/*.safetensors")]
+    names = [name for file in files for name in load_file(file)]
+    assert len(files) > 1 and all("lora_" in name for name in names), names
     base = AutoModelForCausalLM.from_pretrained(pretrained, dtype=torch.float32)
     read = PeftModel.from_pretrained(base, kept)
     read.save_pretrained(tmp_path / "again")

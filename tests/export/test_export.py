@@ -17,7 +17,7 @@ from typing import Any
 
 import pytest
 import torch
-from safetensors.torch import load_file
+from safetensors.torch import load_file, save_file
 from torch import nn
 from torch.utils.data import TensorDataset
 
@@ -26,6 +26,7 @@ from lockstep import Job, Run
 from lockstep.cli.command import main
 from lockstep.errors import InputError, NotEqual
 from lockstep.export import Exported
+from lockstep.verify import same_bits
 from zoo import Tagger, drawn, labels, mlp, plain_sgd, right
 
 SAMPLES = 21
@@ -79,6 +80,29 @@ def test_safetensors_has_the_weights_by_one_device_names(run: Run, tmp_path: Pat
     assert all(torch.equal(weights[name], state[name]) for name in state)
 
 
+def test_other_weights_of_the_run_or_of_elsewhere_are_exported(run: Run, tmp_path: Path) -> None:
+    others = {name: value + 1 for name, value in run.model().state_dict().items()}
+    save_file(others, tmp_path / "other.safetensors")
+    found = lockstep.export(run, format="safetensors", weights=tmp_path / "other.safetensors", quiet=True)
+    weights = load_file(found.path)
+    assert found.path == run.folder / "exported-other.safetensors"
+    assert all(torch.equal(weights[name], others[name]) for name in others)
+
+
+def test_parts_without_a_forward_are_exported_as_weights_alone(tmp_path: Path) -> None:
+    def step(models: Any, batch: Any, update: Any) -> None:
+        for name in ("one", "two"):
+            update(name, models[name](batch[0]).square().sum(), len(batch[0]))
+
+    fields = {"loss": None, "eval_data": None, "metrics": {}, "step": step}
+    parts = lambda: {"one": nn.Linear(6, 2), "two": nn.Linear(6, 3)}  # noqa: E731
+    run = trained(tmp_path, parts, optimizer={"one": plain_sgd, "two": plain_sgd}, **fields)  # type: ignore[arg-type]
+    found = lockstep.export(run, format="safetensors", quiet=True)
+    weights, state = load_file(found.path), run.model().state_dict()
+    assert {name: value.tolist() for name, value in weights.items()} == {n: v.tolist() for n, v in state.items()}
+    refused("torch-export: the job's step function calls the parts of its model", run, format="torch-export")
+
+
 def test_tied_weights_are_in_the_file_by_each_name(tmp_path: Path) -> None:
     words = torch.randint(11, (SAMPLES, 5), generator=torch.Generator().manual_seed(1))
     run = trained(tmp_path, Tagger, TensorDataset(words, words), metrics={})
@@ -86,6 +110,9 @@ def test_tied_weights_are_in_the_file_by_each_name(tmp_path: Path) -> None:
         assert lockstep.export(run, format=format, quiet=True).difference == 0
     state, weights = run.model().state_dict(), load_file(run.folder / "exported.safetensors")
     assert weights.keys() == state.keys()
+    del weights["out.weight"]  # as others write them
+    save_file(weights, tmp_path / "one.safetensors")
+    assert same_bits(run.model(tmp_path / "one.safetensors"), run.model())
     assert program(run.folder / "exported.pt2")(words[:2]).equal(run.model()(words[:2]))
 
 

@@ -462,7 +462,11 @@ def test_the_command_writes_in_the_folder_of_the_run_and_says_where(words: str, 
     found = np.load(folder / "run" / "predictions-eval.npy")
     assert np.abs(found - predict("run").numpy()).max() < 1e-6 and found.shape == (25, 4)
     assert main(["predict", "run", "a_job.py:more", "--best", *words.split()]) == 0
-    assert np.load(folder / "run" / "predictions-more-best.npy").shape == (9, 4)
+    best = folder / "run" / "predictions-more-best.npy"
+    assert np.load(best).shape == (9, 4)
+    assert (
+        main(["predict", "run", "a_job.py:more", "--weights", "best.safetensors", "--overwrite", *words.split()]) == 0
+    )
     assert main(["predict", "run", "a_job.py:made", "--out", "made.jsonl", *words.split()]) == 0
     assert len((folder / "made.jsonl").read_text().splitlines()) == 5
 
@@ -484,7 +488,11 @@ def test_the_command_writes_in_the_folder_of_the_run_and_says_where(words: str, 
         ("predict run a_job.py:words", "a_job.py:words: .*forward\\(.* can't take \\[str, str, str\\]"),
         ("predict run a_job.py:number", "a_job.py:number: int is no dataset"),
         ("predict run a_job.py:broken", "a_job.py:broken: calling it raised OSError: no net"),
-        ("predict run a_job.py:x --set width=5", 'weights of another model: "weight" is \\(4, 6\\) in the run'),
+        ("predict run a_job.py:x --set width=5", 'weights of another model: "weight" is \\(4, 6\\) in the file'),
+        ("predict run --weights blind/model.safetensors", 'another model: "weight" is \\(3, 6\\) in the file'),
+        ("predict run --weights ema.safetensors", "no file ema.safetensors, in run .*has best.safetensors, model"),
+        ("predict run --weights best.safetensors --best", "weights: best.safetensors, and --best as well: give one"),
+        ("evaluate a_job.py --weights run/model.safetensors", "--weights is for a run, and this is a job that was not"),
         ("predict run --out x.csv", "x.csv should end in"),
         ("predict run --out run/model.safetensors", "it is there already; --overwrite replaces it"),
         ("predict run --strategy dpd", 'no strategy "dpd"'),

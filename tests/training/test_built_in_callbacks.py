@@ -201,9 +201,10 @@ def test_the_rate_of_each_group_is_a_metric(tmp_path: Path) -> None:
         return torch.optim.SGD([{"params": [weight], "name": "first"}, {"params": others, "lr": 0.2}], lr=0.1)
 
     halved = lambda optimizer: torch.optim.lr_scheduler.StepLR(optimizer, 1, 0.5)  # noqa: E731
-    its = ZOO["mlp"].replace(optimizer=grouped, lr_scheduler=halved, callbacks=[LearningRateMonitor()])
+    its = ZOO["mlp"].replace(optimizer=grouped, lr_scheduler=halved, callbacks=[LearningRateMonitor()], log_every=3)
     run = trained(its, tmp_path)
-    assert [(record["lr/first"], record["lr/1"]) for record in run.history] == [(0.1, 0.2), (0.05, 0.1)]
+    rates = [(record["step"], record["lr/first"], record["lr/1"]) for record in run.history]
+    assert rates == [(3, 0.1, 0.2), (4, 0.1, 0.2), (6, 0.05, 0.1), (8, 0.05, 0.1)]
 
 
 def text_of(model: nn.Module) -> list[str]:
@@ -306,11 +307,13 @@ PAGE = [block.text for block in blocks(ROOT / "docs" / "callbacks.md") if block.
 
 def test_the_page_runs_as_it_stands(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
-    use, own = PAGE
+    use, own, told = PAGE
     names: dict[str, Any] = {"job": ZOO["mlp"].replace(epochs=20)}
     exec(compile(use, "docs/callbacks.md", "exec"), names)
     assert names["run"].summary["epochs"] < 20
     assert isinstance(names["model"], nn.Module)
+    names["job"] = names["job"].replace(epochs=1)
+    exec(compile(told, "docs/callbacks.md", "exec"), names)
     exec(compile(own, "docs/callbacks.md", "exec"), names)
     one, several = (trained(job(names["WeightClipping"](0.3)), tmp_path, way) for way in ("single", "ddp"))
     assert one.history[-1]["clipped"] == several.history[-1]["clipped"] > 0

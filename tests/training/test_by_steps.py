@@ -6,6 +6,7 @@ import os
 import re
 import signal
 from collections.abc import Callable, Iterator
+from fractions import Fraction
 from pathlib import Path
 from typing import Any
 
@@ -20,7 +21,7 @@ from lockstep.errors import InputError, JobError
 from lockstep.job import Every
 from lockstep.jobfile import JobFile
 from lockstep.verify import same_bits
-from zoo import drawn, labels, right
+from zoo import drawn, labels, right, slow
 
 ON = {"single": "1xcpu", "dp": "2xcpu", "ddp": "2xcpu", "pp": "2xcpu"}
 TIMES = {"seconds", "samples_per_second", "tokens_per_second"}
@@ -62,10 +63,10 @@ def test_steps_epochs_and_times_are_told_apart() -> None:
     said: dict[Any, Every] = {
         100: Every(steps=100), "100": Every(steps=100), "1 step": Every(steps=1), "2 epochs": Every(epochs=2),
         "1epoch": Every(epochs=1), "90 s": Every(seconds=90), "1.5min": Every(seconds=90), "2h": Every(seconds=7200),
-        None: Every(epochs=1), "none": Every(epochs=1),
+        None: Every(epochs=1), "none": Every(epochs=1), "0.25 epochs": Every(epochs=Fraction(1, 4)),
     }  # fmt: skip
     assert {value: Every.read(value, "eval_every") for value in said} == said
-    for wrong in (0, "0 epochs", "1.5 epochs", "2.5", "often", -3, "3 minuets"):
+    for wrong in (0, "0 epochs", "1.5 steps", "2.5", "often", -3, "3 minuets"):
         with pytest.raises(JobError, match=rf"eval_every: '?{wrong}'? is neither a number of steps"):
             a_job(eval_every=wrong)
 
@@ -147,6 +148,25 @@ def test_a_function_may_stop_the_training_within_an_epoch(tmp_path: Path) -> Non
 class Stream(IterableDataset[Any]):
     def __iter__(self) -> Iterator[Any]:
         return iter(zip(drawn(40, 6), labels(40, 3), strict=True))
+
+
+@pytest.mark.parametrize("strategy", ["single", slow("ddp")])
+def test_parts_of_an_epoch_are_counted_in_batches(strategy: str, tmp_path: Path) -> None:
+    settings = {"eval_every": "0.5 epochs", "log_every": "0.3 epochs", "save_every": "1.5 epochs"}
+    job = a_job(batch_size=6, epochs=2, keep=9, **settings)  # 7 steps an epoch
+    run = run_of(job, tmp_path, strategy)
+    assert evaluated(run) == [4, 7, 11, 14]
+    assert list(logged(run)) == [3, 5, 7, 9, 11, 13]
+    saved = {int(path.name.removeprefix("step-")) for path in (run.folder / "checkpoints").iterdir()}
+    assert 11 in saved
+    half = run_of(job, tmp_path, strategy, steps=9)
+    assert records(run_of(job, tmp_path, strategy, resume=half.folder))[-3:] == records(run)[-3:]
+
+
+def test_a_part_of_a_stream_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(JobError, match=r"eval_every: '0\.5 epochs' is a part of an epoch, and a stream has no length"):
+        run_of(a_job(train_data=Stream(), eval_every="0.5 epochs"), tmp_path)
+    assert not list(tmp_path.iterdir())
 
 
 @pytest.mark.parametrize("strategy", ["single", "ddp"])

@@ -19,7 +19,7 @@ import torch
 from safetensors import safe_open
 from torch import nn
 
-from lockstep.checkpoint.weights import load_weights
+from lockstep.checkpoint.weights import load_weights, place_of, with_own
 from lockstep.errors import FolderError, JobError, LockstepError, told
 from lockstep.tensors.pytree import is_lazy
 
@@ -42,11 +42,11 @@ def begin_with(model: nn.Module, source: str, *, strict: bool) -> list[str]:
     Raises:
         JobError: nothing can be read there, none of it fits, or ``strict`` and not all does.
     """
-    weights = _read(Path(source))
     own = model.state_dict()
+    weights = with_own(_read(Path(source)), own, f"init: {source}")
     fitting = {name: value for name, value in weights.items() if name in own and _shape(value) == _shape(own[name])}
-    tied = {_place(own[name]) for name in fitting} - {None}
-    missing = [name for name in own if name not in weights and _place(own[name]) not in tied]
+    tied = {place_of(own[name]) for name in fitting} - {None}
+    missing = [name for name in own if name not in weights and place_of(own[name]) not in tied]
     other = [name for name in weights if name in own and name not in fitting]
     unused = [name for name in weights if name not in own]
     if not fitting:
@@ -97,13 +97,6 @@ def _shards(folder: Path) -> Iterator[tuple[str, torch.Tensor]]:
 
 def _shape(value: Any) -> tuple[int, ...] | None:
     return tuple(value.shape) if isinstance(value, torch.Tensor) and not is_lazy(value) else None
-
-
-def _place(value: Any) -> tuple[Any, ...] | None:
-    """The same for tensors that are one."""
-    if not isinstance(value, torch.Tensor) or is_lazy(value) or value.is_meta or not value.numel():
-        return None
-    return value.data_ptr(), tuple(value.shape), value.stride()
 
 
 def _listed(names: Sequence[str]) -> str:

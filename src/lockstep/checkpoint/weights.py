@@ -100,21 +100,61 @@ def load_weights(path: Path) -> dict[str, Any]:
     return {**{n: t for n, t in tensors.items() if n.partition("/")[0] not in others}, **others}
 
 
+def sum_in_place_of(weight: torch.Tensor) -> str:
+    """The SHA-256 that a state dict has in the place of a weight that the job builds itself (``save_frozen=False``).
+
+    It is that of the values, which a job's ``precision`` may hold in a wider format.
+    """
+    value = weight.detach().to("cpu")
+    if value.is_floating_point() and torch.equal(narrow := value.float(), value):
+        value = narrow
+    return _sum_of({"": value.contiguous()}, "")
+
+
+def with_own(weights: Mapping[str, Any], own: Mapping[str, Any], source: str) -> dict[str, Any]:
+    """Weights that were saved, those that were left out taken from a model's ``own`` state dict.
+
+    Raises:
+        FolderError: that one has other values than the run had.
+    """
+    found = dict(weights)
+    for name, value in weights.items():
+        its = own.get(name)
+        if isinstance(value, str) and isinstance(its, torch.Tensor):
+            if is_lazy(its) or sum_in_place_of(its) != value:
+                raise FolderError(
+                    f'{source}: "{name}" was frozen and is not in it (save_frozen), and the job builds other values '
+                    "now than when it was trained: give it the same pretrained weights"
+                )
+            found[name] = its
+    return found
+
+
 def take_weights(model: nn.Module, path: Path) -> None:
-    """Give a model the weights of a run.
+    """Give a model the weights of a file.
 
     Raises:
         FolderError: they aren't there, or another model's (the first name is given).
     """
-    weights = load_weights(path)
     own = model.state_dict()
+    weights = with_own(load_weights(path), own, str(path))
+    tied = {place_of(value) for name, value in own.items() if name in weights} - {None}  # other writers leave one out
     for name in sorted(own.keys() ^ weights.keys()):
-        where = "the run" if name in weights else "this job's model"
+        if name in own and place_of(own[name]) in tied:
+            continue
+        where = "the file" if name in weights else "this job's model"
         raise FolderError(f'{path}: these are the weights of another model: "{name}" is in {where} only')
     for name, value in own.items():
         if not isinstance(value, torch.Tensor) or is_lazy(value):
             continue
-        if value.shape != weights[name].shape:
-            shapes = f"{tuple(weights[name].shape)} in the run, {tuple(value.shape)} in this job's"
+        if name in weights and value.shape != weights[name].shape:
+            shapes = f"{tuple(weights[name].shape)} in the file, {tuple(value.shape)} in this job's"
             raise FolderError(f'{path}: these are the weights of another model: "{name}" is {shapes}')
     model.load_state_dict(weights, strict=False)
+
+
+def place_of(value: Any) -> tuple[Any, ...] | None:
+    """The same for tensors that are one."""
+    if not isinstance(value, torch.Tensor) or is_lazy(value) or value.is_meta or not value.numel():
+        return None
+    return value.data_ptr(), tuple(value.shape), value.stride()

@@ -37,16 +37,26 @@ SETTINGS = {
     "fused": "fused optimizer (default: where right)",
     "keep-memory": "of a step for the next one, on CPU devices (default: false)",
     "eval-batch-size": "samples of an evaluation batch (default: batch-size)",
-    "log-every": "steps, epochs (2epochs) or a time (10min) between records and lines (default: each epoch)",
+    "log-every": "steps, epochs (2epochs, 0.5epochs) or a time (10min) between records and lines (default: each epoch)",
     "eval-every": "likewise between evaluations (default: each epoch)",
     "save-every": "likewise between checkpoints; by steps or a time, each epoch is saved too (default: each epoch)",
     "best": "a metric and max or min: the weights to keep as the best (default: eval_loss:min)",
     "keep": "checkpoints, the newest (default: 2)",
+    "save-frozen": "in checkpoints and weights, what the model has frozen; false builds it anew (default: true)",
     "loader-workers": "processes that fetch, for each rank (default: by the cores and the dataset)",
 }
 """The settings of a Job, as options. A test holds this list against Job's own."""
 
-_SWITCHES = {"shuffle", "init-strict", "sync-batchnorm", "channels-last", "fused", "keep-memory", "compile"}
+_SWITCHES = {
+    "shuffle",
+    "init-strict",
+    "sync-batchnorm",
+    "channels-last",
+    "fused",
+    "keep-memory",
+    "compile",
+    "save-frozen",
+}
 
 
 def above_zero(kind: Callable[[str], float]) -> Callable[[str], float]:

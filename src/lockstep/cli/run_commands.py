@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import functools
 import os
+from pathlib import Path
 from typing import Any
 
 from lockstep.cli.options import (
@@ -110,6 +111,7 @@ def add_evaluate(commands: Any) -> None:
     """Options of ``evaluate``."""
     parser = commands.add_parser("evaluate", help="evaluate a run, or an untrained job", allow_abbrev=False)
     parser.add_argument("what", help="the folder of a run, or a job file")
+    add_placement(parser)
     _add_weights(parser)
     parser.set_defaults(function=_evaluate)
 
@@ -142,6 +144,7 @@ def add_predict(commands: Any) -> None:
         help=".npy, .npz, .safetensors or .jsonl (default: in the run's folder, predictions-DATA)",
     )
     parser.add_argument("--overwrite", action="store_true", help="replace the file where it is there already")
+    add_placement(parser)
     _add_weights(parser)
     parser.set_defaults(function=_predict)
 
@@ -150,8 +153,9 @@ def _predict(options: argparse.Namespace) -> int:
     warm_up(options)
     from lockstep.prediction.predict import predict
 
-    word = options.data.rpartition(":")[2] + ("-best" if options.best else "")
-    out = options.out or os.path.join(options.run, f"predictions-{word}")
+    which = "best" if options.best else "" if options.weights is None else Path(options.weights).stem
+    name = "-".join(filter(None, ["predictions", options.data.rpartition(":")[2], which]))
+    out = options.out or os.path.join(options.run, name)
     predict(options.run, options.data, out, overwrite=options.overwrite, **_how(options))
     return 0
 
@@ -169,16 +173,14 @@ def add_export(commands: Any) -> None:
         "--tolerance", type=above_zero(float), help="largest difference (default: 1e-4; less exact: 0.1)"
     )
     parser.add_argument("--overwrite", action="store_true", help="replace the file where it is there already")
-    parser.add_argument("--best", action="store_true", help="the weights of the best evaluation")
-    _add_job_file(parser)
-    add_settings(parser, without=["best"])
+    _add_weights(parser)
     parser.set_defaults(function=_export)
 
 
 def _export(options: argparse.Namespace) -> int:
     from lockstep.export import export
 
-    names = ("format", "dynamic", "dtype", "quantize", "tolerance", "overwrite", "best", "trust_job")
+    names = ("format", "dynamic", "dtype", "quantize", "tolerance", "overwrite", "best", "weights", "trust_job")
     words = {name: getattr(options, name) for name in names} | settings_in(options)
     export(options.run, options.out, job=options.job_file, job_parameters=job_parameters_in(options), **words)
     return 0
@@ -214,8 +216,9 @@ def _audit(options: argparse.Namespace) -> int:
 
 
 def _add_weights(parser: argparse.ArgumentParser) -> None:
-    add_placement(parser)
     parser.add_argument("--best", action="store_true", help="the weights of the best evaluation")
+    what = "other weights: a safetensors file in the run's folder (ema.safetensors), or elsewhere"
+    parser.add_argument("--weights", metavar="FILE", help=what)
     _add_job_file(parser)
     add_settings(parser, without=["best"])
 
@@ -255,6 +258,7 @@ def _how(options: argparse.Namespace) -> dict[str, Any]:
         "devices": options.devices,
         "backend": options.backend,
         "best": options.best,
+        "weights": options.weights,
         "job_parameters": job_parameters_in(options),
         "job": options.job_file,
         "trust_job": options.trust_job,

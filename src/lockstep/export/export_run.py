@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import logging
 import math
 import os
@@ -16,7 +17,7 @@ from typing import Any, Literal
 import torch
 from torch import nn
 
-from lockstep.checkpoint.weights import take_weights
+from lockstep.checkpoint.weights import save_weights, take_weights
 from lockstep.data import Batch, eval_loaders, job_loader, resolve, resolve_sets
 from lockstep.errors import InputError, LockstepError, NotEqual, told
 from lockstep.export.exportable import Exportable
@@ -59,6 +60,7 @@ def export(
     quantize: str | None = None,
     tolerance: float | None = None,
     best: bool = False,
+    weights: str | Path | None = None,
     overwrite: bool = False,
     quiet: bool = False,
     job_parameters: Mapping[str, Any] | None = None,
@@ -77,7 +79,7 @@ def export(
         dtype: ``"bfloat16"`` or ``"float32"``, what the file computes in; what it takes and gives is the run's.
         quantize: ``"int8"``: the weights of linear layers, in onnx.
         tolerance: the largest difference, relative to the largest output; None is 1e-4, 0.1 for bfloat16 and int8.
-        best, overwrite, quiet, job_parameters, job, trust_job, settings: as in ``lockstep.predict``.
+        best, weights, overwrite, quiet, job_parameters, job, trust_job, settings: as in ``lockstep.predict``.
 
     Raises:
         InputError: something asked for can't be done; nothing was made.
@@ -92,21 +94,33 @@ def export(
     if format == "onnx" and dtype == "bfloat16":
         raise InputError("dtype: onnxruntime has no bfloat16 on CPUs, so nothing could be compared: take torch-export")
     check_installed(format)
-    its, weights = trained_of(run, best=best, job_parameters=job_parameters, job=job, trust=trust_job)
+    its, file = trained_of(run, best=best, weights=weights, job_parameters=job_parameters, job=job, trust=trust_job)
     the = the_job(with_settings(its, settings))
     # What was trained in half precision has weights in float32, and is compared in that.
     precision = {"bf16": "fp32", "fp16": "fp32"}.get(the.precision or "", the.precision)
     the = the.replace(precision=precision, compile=False, channels_last=False, activation_checkpointing=None, init=None)
+    if (is_of_parts := the.loss is None) and format != "safetensors":
+        raise InputError(
+            f"{format}: the job's step function calls the parts of its model, which has no forward that could be "
+            "exported: take safetensors, or give the model a forward, and the job a loss"
+        )
     less, fixed = quantize or dtype or "", dynamic == "none"
-    name = "-".join(filter(None, ["exported", "best" * best, less, format * (format == "tensorrt")]))
-    target = weights.with_name(name + ENDINGS[format]) if out is None else Path(out)
+    which = "best" if best else "" if weights is None else file.stem
+    name = "-".join(filter(None, ["exported", which, less, format * (format == "tensorrt")]))
+    folder_of_run = run.folder if isinstance(run, Run) else Path(run)
+    target = folder_of_run / (name + ENDINGS[format]) if out is None else Path(out)
     check_target(target, overwrite, (ENDINGS[format],))
     metrics: dict[str, dict[str, float]] = {}
     with contextlib.ExitStack() as stack, Display(quiet=quiet) as display, alone(slots(1)) as world:
         stack.callback(shutil.rmtree, folder := folder_beside(target), ignore_errors=True)
         world.tell = display.tell
+        if is_of_parts:
+            display.line(
+                "weights alone: a step function calls the parts of the model, so there are no outputs to compare"
+            )
+            return _moved(_weights_alone(the, file, folder / target.name, dtype), target, display)
         step = Single().prepare(the, world)
-        take_weights(step.model, weights)
+        take_weights(step.model, file)
         sets = {} if the.eval_data is None else resolve_sets(the.eval_data, world)
         data = next(iter(sets.values())) if sets else resolve(the.train_data, world)
         largest = the.eval_batch_size or the.batch_size
@@ -114,7 +128,7 @@ def export(
         sizes = [batch.size for batch in batches]
         expected = _outputs(step, batches, the.seed)
         examples = [step.placed(batch.parts[0]).inputs for batch in batches]
-        what = Exportable(trained_model(the, weights), examples, sizes, getattr(torch, dtype or "", None))
+        what = Exportable(trained_model(the, file), examples, sizes, getattr(torch, dtype or "", None))
         if format != "safetensors":
             if not fixed and "(batch" not in str(what):
                 raise InputError(f"no dimension of {what} is the size of the batch: add --dynamic none")
@@ -140,11 +154,25 @@ def export(
                 display.line(f"{name:20}{number(value):>12}{number(metrics[less][name]):>12}")
         elif less:
             display.line(f"note: no metrics: {'it takes one shape' if sets else 'no evaluation data'}", note=True)
-        size = sum(part.stat().st_size for part in folder.iterdir())
-        for part in sorted(folder.iterdir(), key=lambda part: part == path):
-            os.replace(part, target.with_name(part.name))
+        return _moved(Exported(path, apart, metrics), target, display)
+
+
+def _moved(made: Exported, target: Path, display: Display) -> Exported:
+    """Give what was made, and is right, its place."""
+    every = sorted(made.path.parent.iterdir(), key=lambda part: part == made.path)
+    size = sum(part.stat().st_size for part in every)
+    for part in every:
+        os.replace(part, target.with_name(part.name))
     display.line(f"exported: {target}, {size / 1e6:,.1f} MB")
-    return Exported(target, apart, metrics)
+    return dataclasses.replace(made, path=target)
+
+
+def _weights_alone(job: Job, file: Path, path: Path, dtype: str | None) -> Exported:
+    """Write the weights of a model without a forward."""
+    model = trained_model(job, file).to(getattr(torch, dtype or "", None))
+    save_weights(path, model.state_dict())
+    take_weights(model, path)  # which compares its sum
+    return Exported(path, 0.0, {})
 
 
 def _batches(job: Job, world: World, data: Any, sizes: list[int]) -> list[Batch]:

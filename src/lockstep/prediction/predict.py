@@ -53,6 +53,7 @@ def predict(
     devices: Devices = "auto",
     backend: str | None = None,
     best: bool = False,
+    weights: str | Path | None = None,
     overwrite: bool = False,
     quiet: bool = False,
     job_parameters: Mapping[str, Any] | None = None,
@@ -76,6 +77,7 @@ def predict(
         devices: as in ``train``.
         backend: as in ``train``.
         best: take the weights of the best evaluation.
+        weights: take another safetensors file: in the run's folder (``"ema.safetensors"``), or else by its path.
         overwrite: replace ``out`` where it is there already.
         quiet: print nothing.
         job_parameters: keyword arguments for the function of the run's job file, over those it was run with.
@@ -91,7 +93,7 @@ def predict(
         InputError: something asked for can't be done; nothing was made.
         RunError: it failed on the way; nothing is left behind.
     """
-    its, weights = trained_of(run, best=best, job_parameters=job_parameters, job=job, trust=trust_job)
+    its, file = trained_of(run, best=best, weights=weights, job_parameters=job_parameters, job=job, trust=trust_job)
     if "batch_size" in settings:
         settings.setdefault("eval_batch_size", settings["batch_size"])
     its = with_settings(its, settings)
@@ -107,7 +109,7 @@ def predict(
         check_target(target, overwrite, ("", *ENDINGS))
     # Under torchrun rank 0 makes it, since all processes must know the one name.
     folder = None if spread else folder_beside(target)
-    plan = _Plan(its, way, weights.absolute(), data, target, folder)
+    plan = _Plan(its, way, file.absolute(), data, target, folder)
     try:
         with Display(quiet=quiet) as display:
             made = on_devices(predict_on, plan, chosen, backend, None, display)

@@ -16,8 +16,9 @@ from torch import nn
 
 from lockstep.checkpoint.folder import CheckpointFolder
 from lockstep.checkpoint.reading import load_earlier, load_newest
+from lockstep.checkpoint.weights import sum_in_place_of, with_own
 from lockstep.checkpoint.writer import Writer
-from lockstep.errors import InputError, LossError, SaveError, StrategyError
+from lockstep.errors import InputError, LossError, RunError, SaveError, StrategyError
 from lockstep.job import Job
 from lockstep.launch.events import Caveat, Line
 from lockstep.launch.world import World
@@ -34,6 +35,7 @@ class StepState(Evaluator):
         model: the model under its one-device names.
         optimizer: the one optimizer of this process.
         world: this process's place among the ranks.
+        left_out: names of parameters that no state has, with what it has in their place.
     """
 
     alike = True
@@ -56,6 +58,8 @@ class StepState(Evaluator):
         self._of_data = OutsideVariables(each for each in (job.train_data, job.order, job.collate) if each is not None)
         self._noted: set[Caveat | str] = set()
         self._part_names: tuple[str, ...] | None = None
+        self.left_out: dict[str, str] = {}
+        self._versions: dict[str, int] = {}
 
     @property
     def together(self) -> bool:
@@ -236,12 +240,36 @@ class StepState(Evaluator):
             self.after_events()
         self.share_buffers()
         scaler = {} if self._scaler is None else {"scaler": self._scaler.state_dict()}
-        optimizer, kept = self.optimizer_state(), self.weights()
+        self._check_left_out()
+        optimizer, kept = self.optimizer_state(), {**self.weights(), **self.left_out}
         others = {name: b for name, b in self.model.named_buffers() if name not in kept}  # those not persistent
         attributes, lost = changed_attributes(self.model, self._attributes)
         self._say_what_is_lost(lost)
         beside = {"buffers": others, "attributes": attributes}
         return {"model": kept, "optimizer": optimizer, **scaler, **{name: of for name, of in beside.items() if of}}
+
+    def leave_out_frozen(self) -> None:
+        """From now on states have no parameter that is frozen now: whoever loads one builds it again."""
+        frozen = {n: p for n, p in self.model.named_parameters(remove_duplicate=False) if not p.requires_grad}
+        whole = self.weights() if frozen else {}
+        self.left_out = {name: sum_in_place_of(whole[name]) for name in frozen}
+        self._versions = {name: p._version for name, p in frozen.items()}
+
+    def _check_left_out(self) -> None:
+        """Look whether those are still as the job built them.
+
+        Raises:
+            RunError: one isn't, and would be lost.
+        """
+        for name, kept in self.left_out.items():
+            p = self.model.get_parameter(name)
+            is_written = p._version != self._versions[name] and sum_in_place_of(self.weights()[name]) != kept
+            if p.requires_grad or is_written:
+                raise RunError(
+                    f'save_frozen: "{name}" was frozen when the training began, so that it is not saved, and '
+                    f"{'has other values' if is_written else 'is trained'} now: leave save_frozen out"
+                )
+            self._versions[name] = p._version
 
     def _say_what_is_lost(self, attributes: Iterable[str]) -> None:
         """Say what the training has changed, and a resumed one would begin with anew."""
@@ -258,8 +286,11 @@ class StepState(Evaluator):
         Raises:
             InputError: the names or shapes are another model's.
         """
+        weights = state["model"]
+        if any(isinstance(value, str) for value in weights.values()):
+            weights = with_own(weights, self.weights(), "the checkpoint")
         try:
-            self.take_weights(state["model"])
+            self.take_weights(weights)
         except RuntimeError as error:
             raise InputError(f"the saved model is another one: {str(error).splitlines()[-1].strip()}") from error
         set_attributes(self.model, {**state.get("buffers", {}), **state.get("attributes", {})})

@@ -12,7 +12,6 @@ import torch
 from lockstep.data import Batch
 from lockstep.job import Job
 from lockstep.launch.events import Line
-from lockstep.launch.run_folder import RunFolder
 from lockstep.launch.terminal import duration, number
 from lockstep.model.loss import Loss
 from lockstep.strategies.step import Step
@@ -54,21 +53,14 @@ class Logs:
         if self._are_tokens is None:
             self._are_tokens = _are_tokens(batch) and getattr(self._job.loss, "weight", None) is None
 
-    def log(self, epoch: int, folder: RunFolder, paused: float) -> dict[str, float]:
-        """Tell and write down what the steps since the last log came to, all of them read.
+    def log(self, paused: float) -> dict[str, float]:
+        """Say what the steps since the last log came to, all of them read; gives that, by name.
 
         Args:
-            epoch: from 1.
-            folder: has the records.
             paused: seconds of this process in which it evaluated.
-
-        Returns:
-            That, by name.
         """
-        step = self._step.world.step
         values = self._taken(time.perf_counter(), paused)
         self._step.world.tell(Line("  ".join(self._words(values)), "log"))
-        folder.add_metrics({"epoch": epoch, "step": step, **values})
         return values
 
     def _taken(self, now: float, paused: float) -> dict[str, float]:

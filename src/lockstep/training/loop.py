@@ -82,7 +82,7 @@ class _Training(Setup):
         self.logs: Logs | None = None
         self.recent = Loss(0.0, 0.0)  # of the steps since the last log of an earlier process
         self.shapes: dict[str, Any] = {}
-        self.told = Teller(self.step, job, plan.tensorboard, self.loader)
+        self.told = Teller(self.step, job, folder, plan.tensorboard, self.loader)
         self.callbacks = Callbacks(job, self.step, folder.path, self.told)
         of = self.train_data, self.loader
         self.saves = Saves(job, folder, self.step, self.scheduler, *of, self.callbacks)
@@ -98,7 +98,7 @@ class _Training(Setup):
             self.saves.load_data()
         else:
             self.saves.refuse_unsaveable()
-        self.triggers = Triggers(self.job, self.world, together=self.step.together)
+        self.triggers = Triggers(self.job, self.world, self.loader.batches_of, together=self.step.together)
         self._said_before += map(Line.note, (*self.saves.notes, *self.triggers.notes()))
         # Only now that nothing can be refused any more does the folder change.
         if self.world.is_first:
@@ -236,7 +236,7 @@ class _Training(Setup):
             pace.show(self.epoch + 1, samples, sums)
             if self.logs is not None:
                 self.logs.note(batch)
-            if due := self.triggers.after_step():
+            if due := self.triggers.after_step(self.epoch, self.position):
                 self.evaluations.owed = EVALUATE in due
                 if LOG in due:
                     self._log(sums)
@@ -312,11 +312,11 @@ class _Training(Setup):
             self._checkpoint()  # with that
 
     def _log(self, sums: Sums) -> None:
-        """Tell what the steps since the last log came to."""
+        """Tell and write down what the steps since the last log came to, with what callbacks add to that."""
         values: dict[str, float] = {}
         if self.logs is not None:
             sums.read()
-            values = self.logs.log(self.epoch + 1, self.folder, self.paused)
+            values = self.logs.log(self.paused)
         self.triggers.done(LOG)
         self.stopped = self.callbacks.logged(self.epoch + 1, values) or self.stopped
         if self.step.together:  # others hear of it at the end of the epoch

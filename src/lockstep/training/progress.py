@@ -13,6 +13,7 @@ from lockstep.errors import JobError
 from lockstep.job import Job
 from lockstep.launch.events import Event, Memory, Progress
 from lockstep.launch.memory import memory_now
+from lockstep.launch.run_folder import RunFolder
 from lockstep.launch.world import World
 from lockstep.strategies.step import Step
 from lockstep.strategies.update_result import Sums
@@ -60,10 +61,10 @@ class Pace:
 
 
 class Teller(Callback):
-    """Passes on what happens, on rank 0: to TensorBoard, to the display, to the person's functions."""
+    """Passes on what happens, on rank 0: to the records, TensorBoard, the display, and the person's functions."""
 
-    def __init__(self, step: Step, job: Job, tensorboard: bool, loader: AnyLoader) -> None:
-        self._step, self._loader = step, loader
+    def __init__(self, step: Step, job: Job, folder: RunFolder, tensorboard: bool, loader: AnyLoader) -> None:
+        self._step, self._folder, self._loader = step, folder, loader
         self._functions: list[Any] = list(job.on_event) if step.world.is_first else []
         self._tensorboard = tensorboard and step.world.is_first
         self._writer: Any = None
@@ -80,6 +81,8 @@ class Teller(Callback):
 
     def on_logged(self, training: TrainingContext) -> None:
         """Told as ``"logged"``: a log within an epoch."""
+        if training.world.is_first:
+            self._folder.add_metrics({"epoch": training.epoch, "step": training.step, **training.metrics})
         self._write(training)
         self._tell("logged", training)
 

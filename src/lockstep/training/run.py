@@ -12,7 +12,7 @@ from torch import nn
 
 from lockstep.checkpoint.folder import CheckpointFolder
 from lockstep.checkpoint.index import Index
-from lockstep.errors import FolderError, counted
+from lockstep.errors import FolderError, InputError, counted
 from lockstep.job import Job
 from lockstep.jobfile import HIDDEN, JobFile, as_job, the_job
 from lockstep.launch.run_folder import RunFolder
@@ -66,20 +66,20 @@ class Run:
         """The lines of ``metrics.jsonl``: a record for each epoch, and for each log and evaluation within one."""
         return RunFolder(self.folder).read_metrics()
 
-    def model(self, file: str | None = None, *, best: bool = False) -> nn.Module:
+    def model(self, weights: str | Path | None = None, *, best: bool = False) -> nn.Module:
         """The trained model on the CPU, in evaluation mode: the final weights, or those of the best evaluation.
 
         Its outputs are those that ``predict`` gives. To go on training it by hand, call ``.train()``.
 
         Args:
-            file: of other weights in the run's folder, as ``"ema.safetensors"``.
-            best: the weights of the lowest evaluation loss.
+            weights: another file of weights, in the run's folder or elsewhere, as ``"ema.safetensors"``.
+            best: the weights of the best evaluation.
 
         Raises:
             FolderError: the weights aren't there, or the job was not a file and isn't known here.
         """
-        job, weights = trained_of(self, best=best)
-        return trained_model(the_job(job), weights if file is None else self.folder / file).eval()
+        job, file = trained_of(self, best=best, weights=weights)
+        return trained_model(the_job(job), file).eval()
 
 
 def checkpoints_of(run: str | Path, *, verify: bool = False) -> tuple[list[str], bool]:
@@ -117,6 +117,7 @@ def trained_of(
     run: Run | str | Path,
     *,
     best: bool = False,
+    weights: str | Path | None = None,
     job_parameters: Mapping[str, Any] | None = None,
     job: Job | JobFile | Callable[[], Job] | str | Path | None = None,
     trust: bool = False,
@@ -126,21 +127,41 @@ def trained_of(
     Args:
         run: a Run or the path of its folder.
         best: the weights of the best evaluation.
+        weights: another safetensors file: in the run's folder, or else by its path.
         job_parameters: keyword arguments for the function of its job file, over those it was run with.
         job, trust: as for ``job_of``; a job itself too.
 
     Raises:
-        FolderError: there is no such run, or its job was not a file, or is another one now.
+        FolderError: there is no such run or file, or its job was not a file, or is another one now.
+        InputError: both ``best`` and ``weights`` are given.
     """
     folder = RunFolder(run.folder) if isinstance(run, Run) else RunFolder.existing(run)
-    weights = folder.best if best else folder.model
+    file = folder.best if best else folder.model
+    if weights is not None:
+        if best:
+            raise InputError(f"weights: {weights}, and --best as well: give one of them")
+        file = _weights_in(folder.path, Path(weights))
     known = run.job if job is None and isinstance(run, Run) else job
     if known is None or isinstance(known, str | Path):
-        return job_of(folder.path, job_parameters, job=known, trust=trust), weights
+        return job_of(folder.path, job_parameters, job=known, trust=trust), file
     known = as_job(known)
     if isinstance(known, JobFile) and job_parameters:
         known = dataclasses.replace(known, parameters={**known.parameters, **job_parameters})
-    return known, weights
+    return known, file
+
+
+def _weights_in(folder: Path, file: Path) -> Path:
+    """Where a file is: in a run's folder, or by its own path.
+
+    Raises:
+        FolderError: in neither.
+    """
+    for path in (folder / file, file):
+        if path.is_file():
+            return path
+    every = sorted(path.relative_to(folder) for path in folder.rglob("*.safetensors"))
+    its = ", ".join(str(path) for path in every if path.parts[0] != "checkpoints") or "none"
+    raise FolderError(f"weights: there is no file {file}, in {folder} or by this path; the run has {its}")
 
 
 def job_of(

@@ -78,6 +78,8 @@ class Setup:
         finally:
             world.tell = tell
         self._said_before = list(dict.fromkeys(self._said_before))  # planning builds the model too
+        if not job.save_frozen:
+            self.step.leave_out_frozen()
         # As the job gives it; schedulers and saved states change it.
         self.optimizer = [
             {name: value for name, value in group.items() if isinstance(value, int | float)}

@@ -81,7 +81,7 @@ def parity(
         precision: of both; float64 tells rounding and faults apart.
         settings: fields of the job to replace on both sides.
     """
-    job = job.replace(precision=precision, **settings)
+    job = job.replace(**{"save_frozen": True, **settings}, precision=precision)
     with tempfile.TemporaryDirectory() as folder:
         a = train(job, strategy=strategy, devices=devices, folder=folder, quiet=True)
         b = train(job, strategy=against, devices=against_devices, folder=folder, quiet=True, **(against_settings or {}))

@@ -50,7 +50,7 @@ class Average(Callback):
 
     def _weights(self, training: TrainingContext) -> Tensors:
         if not self._parameters:  # (for a model of many modules this takes as long as an average)
-            self._parameters = list(training.model.named_parameters())
+            self._parameters = [of for of in training.model.named_parameters() if of[0] not in training.left_out]
         named = [*self._parameters, *(training.model.named_buffers() if self.buffers else ())]
         return {name: tensor.detach() for name, tensor in named if tensor.is_floating_point() or tensor.is_complex()}
 

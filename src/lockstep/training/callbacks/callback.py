@@ -56,6 +56,11 @@ class TrainingContext:
         """Updates so far."""
         return self._step.world.step
 
+    @property
+    def left_out(self) -> Mapping[str, str]:
+        """The parameters that are in no file (``save_frozen=False``), by name."""
+        return self._step.left_out
+
     def stop(self, why: str = "") -> None:
         """End the training at this step, as if it were its last one: it is evaluated and saved.
 
