@@ -85,6 +85,7 @@ def train(
         KeyboardInterrupt: Ctrl-C; the run is saved as it was at the end of that step, and can be resumed.
         SystemExit: SIGTERM, or SIGUSR1; likewise, with 143.
     """
+    _world.not_within_a_rank()
     job = with_settings(as_job(job), settings)
     given = {**settings, **(job.settings if isinstance(job, JobFile) else {})}
     if batch_size_per_device is not None and (batch_size_per_device < 1 or "batch_size" in given):

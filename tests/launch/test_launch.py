@@ -19,6 +19,7 @@ import psutil
 import pytest
 import torch
 
+import lockstep
 from lockstep.errors import FolderError, InputError, JobError, LockstepError, RankFailed, RunError
 from lockstep.launch import launch
 from lockstep.launch import world as worlds
@@ -27,6 +28,7 @@ from lockstep.launch.processes import failure_records, fork_server, supervisor
 from lockstep.launch.processes.failure_records import Death, Record
 from lockstep.launch.processes.local_ranks import StandingRanks
 from lockstep.launch.processes.supervisor import Lines
+from zoo import ZOO
 
 pytestmark = pytest.mark.timeout(60)
 
@@ -296,6 +298,12 @@ def test_numpy_draws_differ_between_ranks_and_launches() -> None:
 def test_a_launch_inside_a_rank_is_refused() -> None:
     with pytest.raises(InputError, match=r"this is rank \d of 2 already"):
         launch(lambda world: launch(lambda inner: 0, "2xcpu"), "2xcpu")
+
+
+@pytest.mark.parametrize("call", ["train", "evaluate"])
+def test_a_training_inside_a_rank_is_refused(call: str) -> None:
+    with pytest.raises(InputError, match=r"this is rank \d of 2 already: start a training or a launch before"):
+        launch(lambda world: getattr(lockstep, call)(ZOO["mlp"], strategy="dp", devices="2xcpu"), "2xcpu")
 
 
 def test_what_cannot_be_sent_is_named() -> None:

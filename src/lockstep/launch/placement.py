@@ -12,7 +12,7 @@ from lockstep.errors import DeviceError
 from lockstep.launch import launch, started_as_rank, stop_request
 from lockstep.launch.devices import Device
 from lockstep.launch.terminal import Display
-from lockstep.launch.world import World, lone
+from lockstep.launch.world import World, lone, not_within_a_rank
 from lockstep.tensors.seeding import kept_states
 
 T = TypeVar("T")
@@ -37,7 +37,12 @@ def on_devices(
     display: Display,
     timeout: float = 1800.0,
 ) -> T:
-    """Call ``function(world, argument)`` on every rank that the strategy wants; gives rank 0's result."""
+    """Call ``function(world, argument)`` on every rank that the strategy wants; gives rank 0's result.
+
+    Raises:
+        InputError: this process is a rank already.
+    """
+    not_within_a_rank()
     if not started_as_rank() and needs_one_process(argument.strategy, devices):
         with alone(devices) as world:
             world.folder = folder
