@@ -11,7 +11,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -19,13 +19,10 @@ import torch
 from safetensors import safe_open
 from torch import nn
 
-from lockstep.checkpoint.weights import load_weights, place_of, with_own
+from lockstep.checkpoint.weights import load_weights, misfits, with_own
 from lockstep.errors import FolderError, JobError, LockstepError, told
-from lockstep.tensors.pytree import is_lazy
 
 _INDEX = "model.safetensors.index.json"
-_SHOWN = 5
-"""Names that a line has at most."""
 
 
 def begin_with(model: nn.Module, source: str, *, strict: bool) -> list[str]:
@@ -44,23 +41,11 @@ def begin_with(model: nn.Module, source: str, *, strict: bool) -> list[str]:
     """
     own = model.state_dict()
     weights = with_own(_read(Path(source)), own, f"init: {source}")
-    fitting = {name: value for name, value in weights.items() if name in own and _shape(value) == _shape(own[name])}
-    tied = {place_of(own[name]) for name in fitting} - {None}
-    missing = [name for name in own if name not in weights and place_of(own[name]) not in tied]
-    other = [name for name in weights if name in own and name not in fitting]
-    unused = [name for name in weights if name not in own]
+    lines, fitting = misfits(own, weights, source)
     if not fitting:
         names = f'"{next(iter(own))}", ...' if own else "none"
         theirs = f'"{next(iter(weights))}", ...' if weights else "none"
         raise JobError(f"init: {source} has no weight of the model: the names there are {theirs}, here {names}")
-    lines = []
-    if missing:
-        lines.append(f"not in {source}: {_listed(missing)}")
-    if other:
-        shapes = (f"{name} {_shape(weights[name])}, not {_shape(own[name])}" for name in other)
-        lines.append(f"of another shape in {source}: {_listed(list(shapes))}")
-    if unused:
-        lines.append(f"not of this model in {source}: {_listed(unused)}")
     if lines and strict:
         raise JobError(f"init: {'; '.join(lines)}: --init-strict false takes the others, and leaves these as built")
     model.load_state_dict(fitting, strict=False)
@@ -93,12 +78,3 @@ def _shards(folder: Path) -> Iterator[tuple[str, torch.Tensor]]:
         with safe_open(folder / file, framework="pt") as opened:
             for name in names:
                 yield name, opened.get_tensor(name)
-
-
-def _shape(value: Any) -> tuple[int, ...] | None:
-    return tuple(value.shape) if isinstance(value, torch.Tensor) and not is_lazy(value) else None
-
-
-def _listed(names: Sequence[str]) -> str:
-    more = f", ... ({len(names)} in all)" if len(names) > _SHOWN else ""
-    return ", ".join(names[:_SHOWN]) + more

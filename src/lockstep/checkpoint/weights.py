@@ -8,7 +8,7 @@ from __future__ import annotations
 import hashlib
 import json
 import os
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -24,6 +24,9 @@ from lockstep.tensors.pytree import is_lazy
 from lockstep.tensors.state_tree import decoded, encoded
 
 _TREE, _SUM = "tree", "sha256"
+
+_SHOWN = 5
+"""Names that a line has at most."""
 
 
 def weights_on_cpu(weights: Mapping[str, Any]) -> dict[str, Any]:
@@ -134,27 +137,47 @@ def take_weights(model: nn.Module, path: Path) -> None:
     """Give a model the weights of a file.
 
     Raises:
-        FolderError: they aren't there, or another model's (the first name is given).
+        FolderError: they aren't there, or another model's.
     """
     own = model.state_dict()
     weights = with_own(load_weights(path), own, str(path))
-    tied = {place_of(value) for name, value in own.items() if name in weights} - {None}  # other writers leave one out
-    for name in sorted(own.keys() ^ weights.keys()):
-        if name in own and place_of(own[name]) in tied:
-            continue
-        where = "the file" if name in weights else "this job's model"
-        raise FolderError(f'{path}: these are the weights of another model: "{name}" is in {where} only')
-    for name, value in own.items():
-        if not isinstance(value, torch.Tensor) or is_lazy(value):
-            continue
-        if name in weights and value.shape != weights[name].shape:
-            shapes = f"{tuple(weights[name].shape)} in the file, {tuple(value.shape)} in this job's"
-            raise FolderError(f'{path}: these are the weights of another model: "{name}" is {shapes}')
+    lines, _ = misfits(own, weights, "the file")
+    if lines:
+        raise FolderError(f"{path}: these are the weights of another model: {'; '.join(lines)}")
     model.load_state_dict(weights, strict=False)
 
 
-def place_of(value: Any) -> tuple[Any, ...] | None:
+def misfits(own: Mapping[str, Any], weights: Mapping[str, Any], source: str) -> tuple[list[str], dict[str, Any]]:
+    """What weights don't have of a model's ``own``, have in another shape, or beyond it: a line each; and what fits.
+
+    A weight that is tied to one that is there needn't be.
+    """
+    fitting = {name: value for name, value in weights.items() if name in own and _is_like(value, own[name])}
+    tied = {_place(own[name]) for name in fitting} - {None}
+    others = [name for name in weights if name in own and name not in fitting]
+    kinds = {
+        f"not in {source}": [name for name in own if name not in weights and _place(own[name]) not in tied],
+        f"of another shape in {source}": [f"{n} {_shape(weights[n])}, not {_shape(own[n])}" for n in others],
+        f"not of this model in {source}": [name for name in weights if name not in own],
+    }
+    return [f"{kind}: {_listed(names)}" for kind, names in kinds.items() if names], fitting
+
+
+def _shape(value: Any) -> tuple[int, ...] | None:
+    return tuple(value.shape) if isinstance(value, torch.Tensor) and not is_lazy(value) else None
+
+
+def _is_like(value: Any, own: Any) -> bool:
+    return _shape(own) in (None, _shape(value))  # of a lazy one any shape
+
+
+def _place(value: Any) -> tuple[Any, ...] | None:
     """The same for tensors that are one."""
     if not isinstance(value, torch.Tensor) or is_lazy(value) or value.is_meta or not value.numel():
         return None
     return value.data_ptr(), tuple(value.shape), value.stride()
+
+
+def _listed(names: Sequence[str]) -> str:
+    more = f", ... ({len(names)} in all)" if len(names) > _SHOWN else ""
+    return ", ".join(names[:_SHOWN]) + more
