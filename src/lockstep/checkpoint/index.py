@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import contextlib
 import hashlib
+import itertools
 import json
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -19,6 +20,7 @@ from lockstep.errors import FolderError, first_line
 from lockstep.tensors.array_file import SAFETENSORS_TYPES
 from lockstep.tensors.new_file import opened_new
 from lockstep.tensors.pytree import share_sizes
+from lockstep.tensors.row_shard import RowShard
 from lockstep.tensors.state_tree import decoded
 
 INDEX = "index.json"
@@ -38,20 +40,29 @@ class Rows:
     start: int = 0
     end: int | None = None
 
-    def of(self, tensor: torch.Tensor) -> torch.Tensor:
+    def of(self, tensor: torch.Tensor | RowShard) -> torch.Tensor:
         """These rows of it."""
+        if isinstance(tensor, RowShard):
+            return tensor.local
         return tensor if self.end is None else tensor[self.start : self.end]
 
 
-def shared_out(tensors: Mapping[str, torch.Tensor], parts: int) -> dict[str, list[Rows]]:
-    """Which rows each of so many files has of tensors of these shapes: about as many bytes each."""
+def shared_out(tensors: Mapping[str, torch.Tensor | RowShard], parts: int) -> dict[str, list[Rows]]:
+    """Which rows each of so many files has of tensors of these shapes: about as many bytes each.
+
+    Of a tensor whose rows are on several ranks each rank's file has its rows.
+    """
     if parts == 1:
         return {name: [Rows(0)] for name in tensors}
     loads = [0] * parts
     found: dict[str, list[Rows]] = {}
-    large = sum(tensor.nbytes for tensor in tensors.values()) / (8 * parts)
+    large = sum(tensor.nbytes for tensor in tensors.values() if isinstance(tensor, torch.Tensor)) / (8 * parts)
     for name, tensor in tensors.items():
-        if tensor.nbytes > large and tensor.dim() and len(tensor) >= parts:
+        if isinstance(tensor, RowShard):
+            ends = itertools.accumulate(tensor.sizes)
+            rows = zip(range(parts), tensor.sizes, ends, strict=True)
+            found[name] = [Rows(part, end - size, end) for part, size, end in rows if size]
+        elif tensor.nbytes > large and tensor.dim() and len(tensor) >= parts:
             found[name] = []
             start = 0
             for part, size in enumerate(share_sizes(len(tensor), parts)):
@@ -70,7 +81,7 @@ def part_name(part: int, parts: int) -> str:
     return f"rank-{part}-of-{parts}.safetensors"
 
 
-def table_of(tensors: Mapping[str, torch.Tensor], rows: Mapping[str, list[Rows]]) -> dict[str, Any]:
+def table_of(tensors: Mapping[str, torch.Tensor | RowShard], rows: Mapping[str, list[Rows]]) -> dict[str, Any]:
     """Type, global shape and rows of each tensor, by name."""
     return {
         name: {
@@ -148,18 +159,27 @@ class Index:
         except OSError as error:
             raise FolderError(f"{path}: it can't be read ({error.strerror})") from error
 
-    def state(self, folder: Path) -> Any:
-        """All of it, on the CPU."""
-        with Reader(self, folder) as reader:
+    def state(self, folder: Path, split: Split | None = None) -> Any:
+        """All of it, on the CPU; ``split`` says of which tensors only some rows are read."""
+        with Reader(self, folder, split) as reader:
             return decoded(self.tree, reader)
 
 
-class Reader(dict[str, torch.Tensor]):
-    """The tensors of a checkpoint by name, each read when it is asked for, while in a ``with``."""
+Split = Callable[[str, Sequence[int]], "tuple[tuple[int, ...], int] | None"]
+"""By a tensor's name and shape, how many rows of it each rank has, and this rank; None where it has all of it."""
 
-    def __init__(self, index: Index, folder: Path) -> None:
+
+class Reader(dict[str, Any]):
+    """The tensors of a checkpoint by name, each read when it is asked for, while in a ``with``.
+
+    Attributes:
+        bytes_read: those of all that were read.
+    """
+
+    def __init__(self, index: Index, folder: Path, split: Split | None = None) -> None:
         super().__init__()
-        self._index, self._folder = index, folder
+        self._index, self._folder, self._split = index, folder, split
+        self.bytes_read = 0
         self._stack = contextlib.ExitStack()
         self._files: dict[int, Any] = {}
 
@@ -169,11 +189,20 @@ class Reader(dict[str, torch.Tensor]):
     def __exit__(self, *of_an_error: object) -> None:
         self._stack.close()
 
-    def __missing__(self, name: str) -> torch.Tensor:
-        return self.rows(name)
+    def __missing__(self, name: str) -> torch.Tensor | RowShard:
+        split = self._split(name, self._index.tensors[name]["shape"]) if self._split is not None else None
+        if split is None:
+            return self.rows(name)
+        start = sum(split[0][: split[1]])
+        return RowShard(self.rows(name, start, start + split[0][split[1]]), *split)
 
     def rows(self, name: str, start: int = 0, end: int | None = None) -> torch.Tensor:
         """Rows ``start`` to ``end`` of a tensor, a copy; nothing else is read."""
+        found = self._rows(name, start, end)
+        self.bytes_read += found.nbytes
+        return found
+
+    def _rows(self, name: str, start: int, end: int | None) -> torch.Tensor:
         about = self._index.tensors[name]
         found = []
         for part, first, last in ((one["part"], one["start"], one["end"]) for one in about["rows"]):

@@ -9,18 +9,21 @@ from typing import Any
 import torch
 
 from lockstep.checkpoint.folder import CheckpointFolder
-from lockstep.checkpoint.index import Index
+from lockstep.checkpoint.index import Index, Split
 from lockstep.errors import FolderError, LockstepError, first_line
 from lockstep.launch.world import World
 
 
-def load_newest(folder: Path, world: World, set_aside: Callable[[str], None]) -> dict[str, Any]:
+def load_newest(
+    folder: Path, world: World, set_aside: Callable[[str], None], split: Split | None = None
+) -> dict[str, Any]:
     """The state in the newest whole checkpoint of a folder, on the CPU; every rank calls it.
 
     Args:
         folder: of checkpoints, as rank 0 sees it. Where another rank doesn't, all of it is sent.
         world: the ranks.
         set_aside: called on rank 0 with a line for each checkpoint that is damaged.
+        split: of which tensors this rank reads some rows only, where it sees the folder.
 
     Raises:
         FolderError: there is none.
@@ -38,7 +41,7 @@ def load_newest(folder: Path, world: World, set_aside: Callable[[str], None]) ->
     path, index = found
     state: dict[str, Any]
     if all(world.gather_objects(_is_there(path, index))):
-        state = index.state(path)
+        state = index.state(path, split)
         return state
     return world.broadcast_object(index.state(path) if world.is_first else {})
 

@@ -33,6 +33,7 @@ from lockstep.errors import SaveError
 from lockstep.launch.world import World
 from lockstep.tensors.new_file import opened_new
 from lockstep.tensors.pytree import may_pin
+from lockstep.tensors.row_shard import RowShard
 from lockstep.tensors.state_tree import encoded
 
 _LOOK = 0.01
@@ -72,7 +73,8 @@ class Writer:
 
         Args:
             step: its number.
-            state: under one-device names; what is no tensor is rank 0's.
+            state: under one-device names; what is no tensor is rank 0's. Where ``is_shared``, a tensor may be the rows
+                that this rank has of it.
             about: a few plain values to list it by.
             before: called in rank 0's thread before the checkpoint gets its name.
 
@@ -82,8 +84,8 @@ class Writer:
         """
         self.finish()
         tree, tensors = encoded(dict(state))
-        beside = self._made(step)
         ranks = self._writing() if self._alike else [0]
+        beside = self._made(step)
         same = {name: tensor for name, tensor in tensors.items() if name.startswith(_ON_ALL)}
         rows = {name: [Rows(0)] for name in tensors} | shared_out(same, len(ranks))
         if self._world.rank not in ranks:
@@ -152,8 +154,8 @@ class Writer:
         if self._folder is None:
             own = self._checkpoints.path.resolve(), f"{os.getpid()}-{time.time_ns()}"
             self._folder, self._name = self._world.broadcast_object(own)
-        self._number += 1
         beside = self._folder / f".step-{step}-{self._name}-{self._number}.part"
+        self._number += 1
         if self._world.is_first:
             try:
                 self._checkpoints.clear()
@@ -163,13 +165,19 @@ class Writer:
         return beside
 
     def _writing(self) -> list[int]:
-        """The ranks that see rank 0's folder, which was made just now."""
+        """The ranks that see rank 0's folder."""
         if self._see is None:
+            beside = self._made(0)
             self._world.barrier()
-            assert self._folder is not None
-            sees = self._world.gather_objects(any(self._folder.glob(f".step-*-{self._name}-*.part")))
-            self._see = [rank for rank, does in enumerate(sees) if does]
+            self._see = [rank for rank, does in enumerate(self._world.gather_objects(beside.is_dir())) if does]
+            if self._world.is_first:
+                beside.rmdir()
         return self._see
+
+    @property
+    def is_shared(self) -> bool:
+        """Whether every rank writes its part of a state; all of them ask at the same time."""
+        return self._alike and len(self._writing()) == self._world.size
 
     def _failed(self, error: Exception) -> SaveError:
         if isinstance(error, SaveError):
@@ -245,7 +253,7 @@ def _step_back() -> None:
         os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), 19)
 
 
-def _print(tensors: Mapping[str, torch.Tensor]) -> str:
+def _print(tensors: Mapping[str, torch.Tensor | RowShard]) -> str:
     """A hash of names, types and shapes."""
     text = repr([(name, tensor.dtype, tuple(tensor.shape)) for name, tensor in tensors.items()])
     return hashlib.blake2b(text.encode(), digest_size=16).hexdigest()

@@ -18,6 +18,7 @@ import torch
 
 from lockstep.errors import InputError
 from lockstep.tensors.array_file import SAFETENSORS_TYPES
+from lockstep.tensors.row_shard import RowShard
 
 _LISTS: dict[str, Callable[[Any], Any]] = {
     "tuple": tuple,
@@ -34,24 +35,27 @@ _DICTS: dict[str, Callable[[Any], Any]] = {
 _LAYOUTS = {torch.sparse_coo: "coo"}
 
 
-def encoded(state: Any) -> tuple[Any, dict[str, torch.Tensor]]:
+def encoded(state: Any) -> tuple[Any, dict[str, torch.Tensor | RowShard]]:
     """A state as what JSON holds, and its tensors by their places in it, in types that safetensors files have.
 
-    Tensors are not copied, but for sparse ones.
+    Tensors are not copied, but for sparse ones. Of a tensor whose rows are on several ranks there is this rank's part.
 
     Raises:
         InputError: something in it is neither a tensor nor a plain value; its place is named.
     """
-    tensors: dict[str, torch.Tensor] = {}
+    tensors: dict[str, torch.Tensor | RowShard] = {}
     return _encoded(state, "", tensors), tensors
 
 
-def _encoded(value: Any, place: str, tensors: dict[str, torch.Tensor]) -> Any:
+def _encoded(value: Any, place: str, tensors: dict[str, torch.Tensor | RowShard]) -> Any:
     kind = type(value)
     if value is None or kind in (bool, int, str) or (kind is float and math.isfinite(value)):
         return value
     if isinstance(value, torch.Tensor):
         return _of_tensor(value, place, tensors)
+    if kind is RowShard:
+        tensors[place] = value
+        return {"$": "tensor", "of": place}
     if kind is list:
         return [_encoded(item, f"{place}/{i}", tensors) for i, item in enumerate(value)]
     if kind is dict and all(type(key) is str for key in value) and "$" not in value:
@@ -81,7 +85,7 @@ def _under(place: str, key: str) -> str:
     return f"{place}/{key}" if place else key
 
 
-def _of_tensor(value: torch.Tensor, place: str, tensors: dict[str, torch.Tensor]) -> Any:
+def _of_tensor(value: torch.Tensor, place: str, tensors: dict[str, torch.Tensor | RowShard]) -> Any:
     value = value.detach()
     if value.layout in _LAYOUTS:
         value = value.coalesce()
@@ -103,7 +107,7 @@ def _of_tensor(value: torch.Tensor, place: str, tensors: dict[str, torch.Tensor]
     return {"$": "tensor", "of": place}
 
 
-def decoded(tree: Any, tensors: Mapping[str, torch.Tensor]) -> Any:
+def decoded(tree: Any, tensors: Mapping[str, Any]) -> Any:
     """The state of which ``encoded`` gave these."""
     if isinstance(tree, list):
         return [decoded(item, tensors) for item in tree]

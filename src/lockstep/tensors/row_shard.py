@@ -1,0 +1,37 @@
+"""RowShard: a tensor of which each rank has some rows."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+
+
+@dataclass(frozen=True)
+class RowShard:
+    """Some rows of a tensor whose others are on other ranks.
+
+    Attributes:
+        local: these rows.
+        sizes: how many rows each rank has, in rank order.
+        rank: that of these.
+    """
+
+    local: torch.Tensor
+    sizes: tuple[int, ...]
+    rank: int
+
+    @property
+    def start(self) -> int:
+        """The number of the first of these rows."""
+        return sum(self.sizes[: self.rank])
+
+    @property
+    def shape(self) -> torch.Size:
+        """That of the whole tensor."""
+        return torch.Size([sum(self.sizes), *self.local.shape[1:]])
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """Its number format."""
+        return self.local.dtype
