@@ -2,15 +2,27 @@
 
 from __future__ import annotations
 
+import dataclasses
+import gc
+import os
+import signal
+import time
+from typing import Any
+
 import pytest
 import torch
 from torch import nn
 
+import lockstep
 from lockstep import train
+from lockstep.errors import LockstepError, RankFailed, StrategyError
+from lockstep.launch.world import current
+from lockstep.strategies.fsdp import FSDP
+from lockstep.strategies.sharded.shards import blocks_of
 from lockstep.training.run import Run
-from lockstep.verify import differences
+from lockstep.verify import differences, parity
 
-from zoo import ZOO, _job, halved_weights, sgd, tokens_and_next  # isort: skip
+from zoo import ZOO, _job, halved_weights, sgd, slow, state_of, tokens_and_next  # isort: skip
 
 BOUND = 1e-10
 
@@ -104,3 +116,181 @@ def test_shards_end_where_one_device_does(kind: str, devices: int, reference, tm
     assert found.worst < BOUND, str(found)
     assert any(found.moved.values())
     assert max(found.history.values()) < BOUND
+
+
+# ---- state ------------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("before", "after"),
+    [
+        ("fsdp", "single"),
+        slow("single", "fsdp"),
+        slow("fsdp", "ddp"),
+        slow("ddp", "fsdp"),
+        slow("fsdp", "dp"),
+        slow("dp", "fsdp"),
+        slow("fsdp", "pp"),
+        slow("pp", "fsdp"),
+    ],
+)
+def test_a_run_goes_on_under_another_strategy_from_its_shards(before: str, after: str, tmp_path) -> None:
+    """Adam's state is cut and put together as the weights are; names and shapes are the one-device model's."""
+    job = KINDS["tied blocks, in micro-batches, clipped"].replace(precision="fp64", epochs=2)
+    devices = {"single": "1xcpu", "fsdp": "3xcpu"}
+    whole = train(job, strategy="single", devices="1xcpu", folder=tmp_path, quiet=True)
+    half = train(job, strategy=before, devices=devices.get(before, "2xcpu"), folder=tmp_path, quiet=True, steps=3)
+    saved, model = state_of(half.folder), job.model()
+    assert {n: t.shape for n, t in saved["model"].items()} == {n: t.shape for n, t in model.state_dict().items()}
+    for name, its in saved["optimizer"]["state"].items():
+        assert its["exp_avg"].shape == model.get_parameter(name).shape
+    resumed = train(job, strategy=after, devices=devices.get(after, "2xcpu"), resume=half.folder, quiet=True)
+    assert differences(job, resumed, whole).worst < BOUND
+
+
+def in_a_loop_of_ones_own(world: Any, folder: str) -> tuple[list[float], dict[str, torch.Tensor]]:
+    """Four updates, of which the second is in two parts; saved after the third and taken up again before the last."""
+    torch.manual_seed(0)
+    model = Stack().double()
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
+    step = lockstep.parallelize(model, nn.CrossEntropyLoss(), optimizer, strategy="fsdp" if world.size > 1 else None)
+    rows = torch.arange(29).tensor_split(4)
+    mine = [part.tensor_split(world.size)[world.rank] for part in rows]
+    losses = [step(_tokens[mine[0]], _next[mine[0]]).loss]
+    for half in mine[1].tensor_split(2):
+        step.backward(_tokens[half], _next[half])
+    losses.append(step.update().loss)
+    losses.append(step(_tokens[mine[2]], _next[mine[2]]).loss)
+    step.save(folder)
+    step(_tokens[mine[0]], _next[mine[0]])
+    step.load(folder)
+    losses.append(step(_tokens[mine[3]], _next[mine[3]]).loss)
+    _, total, _ = step.evaluate(_tokens[mine[3]], _next[mine[3]])
+    assert total > 0
+    return losses, step.state_dict()["model"]
+
+
+def test_a_loop_of_ones_own_has_its_parts_saves_and_loads(tmp_path) -> None:
+    (alone, its), *_ = lockstep.launch(in_a_loop_of_ones_own, devices="1xcpu", args=(str(tmp_path / "a"),))
+    for losses, weights in lockstep.launch(in_a_loop_of_ones_own, devices="2xcpu", args=(str(tmp_path / "b"),)):
+        assert losses == pytest.approx(alone, rel=1e-10)
+        for name, value in its.items():
+            assert torch.allclose(weights[name], value, atol=1e-10, rtol=0), name
+
+
+# ---- memory -----------------------------------------------------------------------------------------------------------
+
+
+def bytes_held(world: Any) -> tuple[int, int]:
+    """Bytes of the memory that tensors have after three updates by AdamW, and those of the whole weights."""
+    before = bytes_of_all_tensors()  # the data of the zoo
+    torch.manual_seed(0)
+    model = Stack(words=256, width=128, blocks=4)
+    whole = sum(p.nbytes for p in model.parameters())
+    step = lockstep.parallelize(
+        model, nn.CrossEntropyLoss(), lambda named: torch.optim.AdamW(named, lr=0.01), strategy="fsdp"
+    )
+    for _ in range(3):
+        step(_tokens[:4], _next[:4])
+    del model
+    return bytes_of_all_tensors() - before, whole
+
+
+def bytes_of_all_tensors() -> int:
+    gc.collect()
+    found = [t for t in gc.get_objects() if type(t) in (torch.Tensor, nn.Parameter) and t.device.type == "cpu"]
+    return sum({s.data_ptr(): s.nbytes() for s in (t.untyped_storage() for t in found)}.values())
+
+
+@pytest.mark.parametrize("devices", [2, slow(4)])
+def test_a_rank_keeps_its_part_of_weights_gradients_and_optimizer_state(devices: int) -> None:
+    for held, whole in lockstep.launch(bytes_held, devices=f"{devices}xcpu"):
+        assert held <= 4 * whole / devices * 1.05
+        assert held >= 4 * whole / devices
+
+
+# ---- what is refused, and what fails ----------------------------------------------------------------------------------
+
+
+class Skipping(Stack):
+    """A block that samples with a word above 9 come to: four of them, on the first rank."""
+
+    def forward(self, tokens: torch.Tensor) -> torch.Tensor:
+        x = self.blocks[0](self.embedding(tokens))
+        if (tokens[:, 0] > 9).any():
+            x = self.blocks[1](x)
+        return self.out(self.blocks[2](x)).transpose(1, 2)
+
+
+class Reaching(Stack):
+    """A parameter that is used outside of its block."""
+
+    def forward(self, tokens: torch.Tensor) -> torch.Tensor:
+        return super().forward(tokens) * self.blocks[1].up.bias.sum()
+
+
+class Mine(torch.optim.SGD):
+    pass
+
+
+def hooked() -> nn.Module:
+    model = Stack()
+    model.out.weight.register_hook(lambda grad: 2 * grad)
+    return model
+
+
+@pytest.mark.parametrize(
+    ("model", "settings", "says"),
+    [
+        (Skipping, {}, r'forward comes to ".*" on rank 0, to ".*" on rank 1: .*leave them out of FSDP\(blocks=...\)'),
+        (Reaching, {}, "used outside of the block's forward"),
+        (hooked, {}, 'parameter "embedding.weight" has a hook'),
+        (Stack, {"compile": "default"}, "fsdp: compile isn't supported"),
+        (Stack, {"precision": "fp16"}, "fsdp: precision fp16"),
+        (Stack, {"optimizer": lambda named: torch.optim.Adafactor(dict(named).values())}, "Adafactor looks at whole"),
+        (Stack, {"optimizer": lambda named: Mine(named, lr=0.1)}, r"FSDP\(elementwise=True\)"),
+    ],
+)
+def test_what_can_not_be_sharded_is_refused_in_a_line(model, settings, says, tmp_path) -> None:
+    job = dataclasses.replace(KINDS["tied blocks"], model=model).replace(eval_data=None, order=by_first_word)
+    with pytest.raises(LockstepError, match=says):
+        train(job.replace(**settings), strategy="fsdp", devices="2xcpu", folder=tmp_path, quiet=True)
+
+
+def by_first_word(epoch: int) -> torch.Tensor:
+    return torch.argsort(_tokens[:, 0], descending=True)
+
+
+@pytest.mark.slow
+def test_conditional_blocks_train_where_they_are_left_out_of_the_blocks() -> None:
+    job = dataclasses.replace(KINDS["tied blocks"], model=Skipping)
+    assert parity(job, FSDP(blocks="blocks.0, blocks.2"), devices="2xcpu").worst < BOUND
+
+
+def test_blocks_are_named_right() -> None:
+    model = Stack()
+    assert list(blocks_of(model, "auto")) == ["blocks.0", "blocks.1", "blocks.2"]
+    assert list(blocks_of(model, "blocks.1, blocks.2.up")) == ["blocks.1", "blocks.2.up"]
+    with pytest.raises(StrategyError, match='no module "block"; did you mean "blocks"'):
+        blocks_of(model, "block")
+    with pytest.raises(StrategyError, match='"embedding" has "weight", which the model uses elsewhere too'):
+        blocks_of(model, "embedding")
+    with pytest.raises(StrategyError, match=r'"blocks.1.up" is within "blocks.1"'):
+        blocks_of(model, "blocks.1.up, blocks")
+
+
+class Dying(Stack):
+    def forward(self, tokens: torch.Tensor) -> torch.Tensor:
+        self.calls = getattr(self, "calls", 0) + self.training
+        world = current()
+        if self.calls == 6 and world is not None and world.rank == 1:
+            os.kill(os.getpid(), signal.SIGKILL)
+        return super().forward(tokens)
+
+
+def test_a_killed_rank_ends_the_run_in_a_line(tmp_path) -> None:
+    job = dataclasses.replace(KINDS["tied blocks"], model=Dying).replace(eval_data=None)
+    began = time.monotonic()
+    with pytest.raises(RankFailed, match=r"rank 1 \(cpu:1\) was killed by SIGKILL at step 6"):
+        train(job, strategy="fsdp", devices="2xcpu", folder=tmp_path, quiet=True)
+    assert time.monotonic() - began < 60

@@ -21,6 +21,7 @@ from lockstep.launch.world import World
 from lockstep.model.build import build_model
 from lockstep.model.inspection import hooked_parameters
 from lockstep.model.optimizer import build_optimizer
+from lockstep.pipelining.planner.balanced_split import size
 from lockstep.strategies.ddp import DDP, DDPStep, synchronised
 from lockstep.strategies.step import Step
 from lockstep.strategies.strategy import Strategy
@@ -81,9 +82,10 @@ class FSDP(Strategy):
         if world.is_first:
             for name, why in shards.whole.items():
                 world.tell(Line.note(f'fsdp keeps "{name}" whole on each rank: {why}'))
-            of = f"{shards.bytes_here / 2**20:,.1f} of {whole / 2**20:,.1f} MiB of weights"
-            blocks = counted(len(shards.blocks), "block")
-            world.tell(Line(f"fsdp: each rank keeps {of}; {blocks} and the rest are gathered one at a time", "plan"))
+            of = f"{size(shards.bytes_here)} of {size(whole)}"
+            many = f"{counted(len(shards.blocks), 'block')}, one at a time, and the rest" if shards.blocks else "all"
+            text = f"a rank keeps {of} of weights, gradients and the optimizer's state likewise; gathered: {many}"
+            world.tell(Line(text, "plan"))
         return ShardedStep(model, optimizer, job, world, exchange, shards, skeleton)
 
     def _refuse_unshardable(self, job: Job, model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
@@ -103,7 +105,7 @@ class FSDP(Strategy):
         if hooked := hooked_parameters(model):
             raise StrategyError(f'fsdp: parameter "{hooked[0]}" has a hook, which its shards would lose: take ddp')
         kind = type(optimizer)
-        known = kind.__module__.startswith("torch.optim.")
+        known = f"{kind.__module__}.".startswith("torch.optim.")
         if known and kind.__name__ not in _ELEMENTWISE:
             raise StrategyError(
                 f"fsdp: {kind.__name__} looks at whole parameters, and a rank has a shard of each: take ddp, or an "

@@ -317,6 +317,20 @@ class StepState(Evaluator):
         """Take over what ``optimizer_state`` gave."""
         load_named_optimizer_state(self.optimizer, self.model, saved)
 
+    def parts(self) -> dict[str, torch.Tensor]:
+        """By name, what this process has of each parameter. (Not called on every rank.)"""
+        return dict(self.model.named_parameters())
+
+    def part_of(self, name: str, whole: torch.Tensor) -> torch.Tensor:
+        """What this process has of a tensor of the shape of a parameter, or of a buffer."""
+        del name
+        return whole
+
+    def joined(self, name: str, part: torch.Tensor) -> torch.Tensor:
+        """The whole tensor that the ranks have these parts of."""
+        del name
+        return part
+
     def whole_parameters(self) -> dict[str, torch.Tensor]:
         """The parameters by name."""
         return dict(self.model.named_parameters())

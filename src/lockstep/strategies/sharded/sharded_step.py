@@ -15,6 +15,7 @@ from typing import Any, TypeVar
 
 import torch
 from torch import nn
+from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 
 from lockstep.data import Batch, Part
@@ -270,6 +271,16 @@ class ShardedStep(DDPStep):
 
     # ---- evaluation -------------------------------------------------------------------------------------------------
 
+    @contextlib.contextmanager
+    def evaluating(self) -> Iterator[None]:
+        """As every evaluator's; what is in no block is freed afterwards, for which training waits until backward."""
+        try:
+            with super().evaluating():
+                yield
+        finally:
+            assert isinstance(self.model, FSDPModule)
+            self.model.reshard()
+
     def _of_each(self, function: Callable[[nn.Module, Part], T], batch: Batch) -> list[tuple[Part, T]]:
         part, is_stand_in = self._or_first_sample(batch.parts[0])
         if not is_stand_in:
@@ -306,16 +317,25 @@ class ShardedStep(DDPStep):
             module._buffers[key] = None if buffer is None else buffer.clone()
         return model
 
+    def parts(self) -> dict[str, torch.Tensor]:
+        """As every step's."""
+        return dict(self._mine)
+
+    def part_of(self, name: str, whole: torch.Tensor) -> torch.Tensor:
+        """As every step's."""
+        return self._shards.part(name, whole) if name in self._shards.cut else whole
+
+    def joined(self, name: str, part: torch.Tensor) -> torch.Tensor:
+        """As every step's."""
+        return self._shards.joined(name, part) if name in self._shards.cut else part
+
     def whole_parameters(self) -> dict[str, torch.Tensor]:
         """As every step's: gathered."""
-        return {name: self._joined(name, p) for name, p in self._mine.items()}
+        return {name: self.joined(name, p) for name, p in self._mine.items()}
 
     def whole_gradients(self) -> dict[str, torch.Tensor]:
         """As every step's: gathered."""
-        return {name: self._joined(name, p.grad) for name, p in self._mine.items() if p.grad is not None}
-
-    def _joined(self, name: str, mine: torch.Tensor) -> torch.Tensor:
-        return self._shards.joined(name, mine) if name in self._shards.cut else mine
+        return {name: self.joined(name, p.grad) for name, p in self._mine.items() if p.grad is not None}
 
     def replicated(self) -> list[tuple[str, nn.Parameter]]:
         """As that of ``ddp``: those that couldn't be cut."""

@@ -1,14 +1,14 @@
 """Averaged weights: a moving average (EMA), and the mean over epochs (SWA).
 
-An average has the model's one-device names, and lies beside each weight on its device. So every strategy whose ranks
-have the same weights after each update has the same average, with no communication. Evaluations are made with the
+An average has the model's one-device names, and lies beside each weight (or this rank's part of it) on its device. So
+every strategy whose ranks have the same weights after each update has the same average, with no communication. Evaluations are made with the
 average put in the model's place, the best weights are chosen by it, and it is written as a file at the end.
 """
 
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 import torch
@@ -32,6 +32,7 @@ class Average(Callback):
         self._parameters: list[tuple[str, torch.nn.Parameter]] = []
         self._average: Tensors = {}
         self._number = 0  # of weights in it
+        self._joined: Callable[[str, torch.Tensor], torch.Tensor] = lambda name, average: average
 
     def on_start(self, training: TrainingContext) -> None:
         """Put an average that was saved on the weights' devices.
@@ -42,15 +43,17 @@ class Average(Callback):
         world = training.world
         if world.size > 1 and not world.layout.together:
             raise StrategyError(f"{type(self).__name__}: each rank would average other weights: take ddp")
+        self._joined = training.held.joined
         now = self._weights(training)  # (in their memory layout too: else sums of the same numbers may round otherwise)
         self._average = {
-            name: torch.empty_like(now[name], dtype=average.dtype).copy_(average)
+            name: torch.empty_like(now[name], dtype=average.dtype).copy_(training.held.part_of(name, average))
             for name, average in self._average.items()
         }
 
     def _weights(self, training: TrainingContext) -> Tensors:
         if not self._parameters:  # (for a model of many modules this takes as long as an average)
-            self._parameters = [of for of in training.model.named_parameters() if of[0] not in training.left_out]
+            parts = training.held.parts().items()
+            self._parameters = [of for of in parts if of[0] not in training.left_out]
         named = [*self._parameters, *(training.model.named_buffers() if self.buffers else ())]
         return {name: tensor.detach() for name, tensor in named if tensor.is_floating_point() or tensor.is_complex()}
 
@@ -93,7 +96,8 @@ class Average(Callback):
 
     def state_dict(self) -> dict[str, Any]:
         """The average, and of how many weights it is."""
-        return {"average": self._average, "number": self._number}
+        whole = {name: self._joined(name, average) for name, average in self._average.items()}
+        return {"average": whole, "number": self._number}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Take over what ``state_dict`` gave."""

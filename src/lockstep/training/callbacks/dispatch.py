@@ -179,7 +179,9 @@ class Callbacks:
                 f'callbacks: parameter "{written[0]}" was written, and all ranks share it, so that each of them would '
                 "write it: take ddp"
             )
-        changed = {f'parameter "{name}"': digest(p) for name, p in self._parameters if name in written}
+        shards = self._step.parts()  # of shards each rank has another
+        now_is = {name: digest(p) if shards[name] is p else None for name, p in self._parameters if name in written}
+        changed: dict[str, Any] = {f'parameter "{name}"': its for name, its in now_is.items()}
         after = self._others() if looks else {}
         changed |= {f'"{name}"': after.get(name) for name in others | after if others.get(name) != after.get(name)}
         if looks:  # all ranks come here
