@@ -118,7 +118,7 @@ def test_shards_end_where_one_device_does(kind: str, devices: int, reference, tm
     assert max(found.history.values()) < BOUND
 
 
-# ---- state ------------------------------------------------------------------------------------------------------------
+# ---- state ----------------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
@@ -178,7 +178,7 @@ def test_a_loop_of_ones_own_has_its_parts_saves_and_loads(tmp_path) -> None:
             assert torch.allclose(weights[name], value, atol=1e-10, rtol=0), name
 
 
-# ---- memory -----------------------------------------------------------------------------------------------------------
+# ---- memory ---------------------------------------------------------------------------------------------------------
 
 
 def bytes_held(world: Any) -> tuple[int, int]:
@@ -209,7 +209,7 @@ def test_a_rank_keeps_its_part_of_weights_gradients_and_optimizer_state(devices:
         assert held >= 4 * whole / devices
 
 
-# ---- what is refused, and what fails ----------------------------------------------------------------------------------
+# ---- what is refused, and what fails --------------------------------------------------------------------------------
 
 
 class Skipping(Stack):

@@ -1,8 +1,9 @@
 """Averaged weights: a moving average (EMA), and the mean over epochs (SWA).
 
-An average has the model's one-device names, and lies beside each weight (or this rank's part of it) on its device. So
-every strategy whose ranks have the same weights after each update has the same average, with no communication. Evaluations are made with the
-average put in the model's place, the best weights are chosen by it, and it is written as a file at the end.
+An average has the model's one-device names, and lies beside each weight, or this rank's part of it, on its device. So
+every strategy whose ranks have the same weights after each update has the same average, with no communication.
+Evaluations are made with the average put in the model's place, the best weights are chosen by it, and it is written as
+a file at the end.
 """
 
 from __future__ import annotations
@@ -29,7 +30,7 @@ class Average(Callback):
     """Whether buffers of floats are averaged too."""
 
     def __init__(self) -> None:
-        self._parameters: list[tuple[str, torch.nn.Parameter]] = []
+        self._parameters: list[tuple[str, torch.Tensor]] = []
         self._average: Tensors = {}
         self._number = 0  # of weights in it
         self._joined: Callable[[str, torch.Tensor], torch.Tensor] = lambda name, average: average
