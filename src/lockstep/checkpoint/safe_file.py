@@ -9,38 +9,58 @@ import errno
 import hashlib
 import itertools
 import json
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from pathlib import Path
+from typing import Any
 
 import torch
 
 from lockstep.errors import SaveError, first_line
 from lockstep.tensors.array_file import SAFETENSORS_TYPES
 from lockstep.tensors.new_file import opened_new
+from lockstep.tensors.row_shard import RowShard
 
 _SPAN = 1 << 22
 """Bytes that are hashed and written at once: they stay in a core's cache."""
 
 
-def write_tensors(path: Path, tensors: Mapping[str, torch.Tensor], metadata: Mapping[str, str]) -> tuple[int, str]:
+def in_file_order(tensors: Mapping[str, torch.Tensor | RowShard]) -> list[str]:
+    """The names of tensors in the order in which a file has them, so that each is aligned."""
+    return sorted(tensors, key=lambda name: (-tensors[name].dtype.itemsize, name))
+
+
+def write_tensors(
+    path: Path,
+    tensors: Mapping[str, torch.Tensor | RowShard],
+    metadata: Mapping[str, str],
+    whole: Callable[[str], torch.Tensor] | None = None,
+) -> tuple[int, str]:
     """Write contiguous CPU tensors; gives the file's size and its SHA-256.
+
+    Args:
+        path: the file.
+        tensors: by name, with their types and shapes.
+        metadata: of the file.
+        whole: gives a tensor by its name; without it they are written as they are.
 
     Raises:
         OSError: it can't be written.
     """
     header: dict[str, object] = {"__metadata__": dict(metadata)}
     end = 0
-    ordered = sorted(tensors.items(), key=lambda item: (-item[1].itemsize, item[0]))  # so that each is aligned
-    for name, tensor in ordered:
-        start, end = end, end + tensor.nbytes
+    ordered = in_file_order(tensors)
+    for name in ordered:
+        tensor = tensors[name]
+        start, end = end, end + tensor.shape.numel() * tensor.dtype.itemsize
         kind = SAFETENSORS_TYPES[tensor.dtype]
         header[name] = {"dtype": kind, "shape": list(tensor.shape), "data_offsets": [start, end]}
     text = json.dumps(header).encode()
     text += b" " * (-len(text) % 8)
     summed = hashlib.sha256()
+    given: Iterable[Any] = map(whole or tensors.__getitem__, ordered)
     with opened_new(path) as file:
         head = len(text).to_bytes(8, "little") + text
-        for piece in itertools.chain([memoryview(head)], *(bytes_of(tensor) for _, tensor in ordered)):
+        for piece in itertools.chain([memoryview(head)], itertools.chain.from_iterable(map(bytes_of, given))):
             summed.update(piece)
             file.write(piece)
     return 8 + len(text) + end, summed.hexdigest()

@@ -8,7 +8,7 @@ from __future__ import annotations
 import hashlib
 import json
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -17,10 +17,11 @@ from safetensors import safe_open
 from torch import nn
 
 from lockstep.checkpoint.folder import CheckpointFolder
-from lockstep.checkpoint.safe_file import bytes_of, could_not_write, write_tensors
+from lockstep.checkpoint.safe_file import bytes_of, could_not_write, in_file_order, write_tensors
 from lockstep.errors import FolderError
 from lockstep.tensors.array_file import SAFETENSORS_TYPES
 from lockstep.tensors.pytree import is_lazy
+from lockstep.tensors.row_shard import RowShard
 from lockstep.tensors.state_tree import decoded, encoded
 
 _TREE, _SUM = "tree", "sha256"
@@ -34,11 +35,23 @@ def weights_on_cpu(weights: Mapping[str, Any]) -> dict[str, Any]:
     return {n: v.detach().to("cpu", copy=True) if isinstance(v, torch.Tensor) else v for n, v in weights.items()}
 
 
-def save_weights(path: Path, weights: Mapping[str, Any]) -> None:
+def save_weights(
+    path: Path,
+    weights: Mapping[str, Any],
+    *,
+    joined: Callable[[str, torch.Tensor], torch.Tensor] | None = None,
+    writes: bool = True,
+) -> None:
     """Write a state dict as safetensors, tied tensors once for each of their names.
 
     What that format has no place for (a module's extra state, complex numbers) is in the file's metadata, as
-    ``tensors.state_tree`` gives it.
+    ``tensors.state_tree`` gives it. Tensors of which ranks have some rows each are put together one at a time.
+
+    Args:
+        path: the file.
+        weights: by name; of a tensor of which ranks have some rows each, this rank's.
+        joined: gives the whole of such a tensor by its name and this rank's rows; every rank calls it.
+        writes: else this rank only takes part in that.
 
     Raises:
         SaveError: it can't be written; the one before is still there.
@@ -46,11 +59,25 @@ def save_weights(path: Path, weights: Mapping[str, Any]) -> None:
     """
     plain = {name: value for name, value in weights.items() if _is_plain(value)}
     tree, others = encoded({name: value for name, value in weights.items() if name not in plain})
-    tensors = {name: value.detach().to("cpu").contiguous() for name, value in (plain | others).items()}
+    tensors = plain | others
+
+    def whole(name: str) -> torch.Tensor:
+        value: torch.Tensor | RowShard = tensors[name]
+        if isinstance(value, RowShard):
+            assert joined is not None
+            value = joined(name, value.local)
+        return value.detach().to("cpu").contiguous()
+
+    order = [*sorted(tensors), *in_file_order(tensors)]
+    if not writes:
+        for name in order:
+            if isinstance(tensors[name], RowShard):
+                whole(name)
+        return
     beside = path.with_name(f".{path.name}.part")
-    metadata = {"format": "pt", _TREE: json.dumps(tree), _SUM: _sum_of(tensors, json.dumps(tree))}
+    metadata = {"format": "pt", _TREE: json.dumps(tree), _SUM: _sum_of(tensors, json.dumps(tree), whole)}
     try:
-        write_tensors(beside, tensors, metadata)
+        write_tensors(beside, tensors, metadata, whole)
         os.replace(beside, path)
     except OSError as error:
         beside.unlink(missing_ok=True)
@@ -59,17 +86,19 @@ def save_weights(path: Path, weights: Mapping[str, Any]) -> None:
         raise could_not_write(path, error, kept, resumable=saved) from error
 
 
-def _sum_of(tensors: Mapping[str, torch.Tensor], tree: str) -> str:
+def _sum_of(tensors: Mapping[str, torch.Tensor | RowShard], tree: str, whole: Callable[[str], torch.Tensor]) -> str:
     """The SHA-256 of names, types, shapes and numbers, in whichever order a file has them."""
     summed = hashlib.sha256(tree.encode())
     for name, tensor in sorted(tensors.items()):
         summed.update(f"{name} {tensor.dtype} {tuple(tensor.shape)}".encode())
-        for piece in bytes_of(tensor):
+        for piece in bytes_of(whole(name)):
             summed.update(piece)
     return summed.hexdigest()
 
 
 def _is_plain(value: Any) -> bool:
+    if isinstance(value, RowShard):
+        return value.dtype in SAFETENSORS_TYPES
     return isinstance(value, torch.Tensor) and value.dtype in SAFETENSORS_TYPES and value.layout == torch.strided
 
 
@@ -95,7 +124,7 @@ def load_weights(path: Path) -> dict[str, Any]:
             others = decoded(json.loads(tree), tensors)
     except Exception as error:
         raise FolderError(f"{path}: not a safetensors file ({error})") from error
-    if metadata.get(_SUM, now := _sum_of(tensors, tree)) != now:
+    if metadata.get(_SUM, now := _sum_of(tensors, tree, tensors.__getitem__)) != now:
         raise FolderError(
             f"{path}: the file is damaged: its numbers aren't those that were written: take another copy of it"
             + (", or --resume the run, which writes it anew" if path.name == "model.safetensors" else "")
@@ -111,7 +140,7 @@ def sum_in_place_of(weight: torch.Tensor) -> str:
     value = weight.detach().to("cpu")
     if value.is_floating_point() and torch.equal(narrow := value.float(), value):
         value = narrow
-    return _sum_of({"": value.contiguous()}, "")
+    return _sum_of({"": value}, "", lambda name: value.contiguous())
 
 
 def with_own(weights: Mapping[str, Any], own: Mapping[str, Any], source: str) -> dict[str, Any]:

@@ -233,9 +233,9 @@ class HogwildStep(SingleStep):
             yield
         self.world.barrier()
 
-    def state_dict(self) -> dict[str, Any]:
+    def state_dict(self, *, whole: bool = True) -> dict[str, Any]:
         """As any step's, with copies of the weights, and the mean of the ranks' optimizer states."""
-        state = super().state_dict()
+        state = super().state_dict(whole=whole)
         if self._shared is not None:
             state["optimizer"] = {**state["optimizer"], "state": self._mean_state(state["optimizer"]["state"])}
             copies: dict[str, Any] = {}

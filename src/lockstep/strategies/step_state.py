@@ -6,7 +6,7 @@ What is saved has the names and the shapes of the single-device model under ever
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -16,7 +16,7 @@ from torch import nn
 
 from lockstep.checkpoint.folder import CheckpointFolder
 from lockstep.checkpoint.reading import load_earlier, load_newest
-from lockstep.checkpoint.weights import sum_in_place_of, with_own
+from lockstep.checkpoint.weights import save_weights, sum_in_place_of, with_own
 from lockstep.checkpoint.writer import Writer
 from lockstep.errors import InputError, LossError, RunError, SaveError, StrategyError
 from lockstep.job import Job
@@ -40,6 +40,9 @@ class StepState(Evaluator):
 
     alike = True
     """Whether ``state_dict`` is the same on every rank; else it is rank 0's."""
+
+    keeps_shards = False
+    """Whether this rank has only some rows of parameters, which it writes to a checkpoint itself where it can."""
 
     own_loop = False
     """Whether a person's own loop calls it, perhaps on some of the ranks only."""
@@ -203,7 +206,8 @@ class StepState(Evaluator):
         writer = Writer(Path(folder), self.world, 1, alike=self.alike)
         error: SaveError | None = None
         try:
-            writer.save(self.world.step, {**self.state_dict(), "step": self.world.step}, {"step": self.world.step})
+            state = self.state_dict(whole=not (self.keeps_shards and writer.is_shared))
+            writer.save(self.world.step, {**state, "step": self.world.step}, {"step": self.world.step})
             writer.finish()
         except SaveError as raised:
             error = raised
@@ -223,14 +227,17 @@ class StepState(Evaluator):
         if not CheckpointFolder(path).steps() and (path / "state.pt").is_file():
             state = load_earlier(path / "state.pt")
         else:
-            state = load_newest(path, self.world, lambda said: self.tell_once([said]))
+            state = load_newest(path, self.world, lambda said: self.tell_once([said]), self.split)
         self.load_state_dict(state)
         self.world.step = state["step"]
 
-    def state_dict(self) -> dict[str, Any]:
+    def state_dict(self, *, whole: bool = True) -> dict[str, Any]:
         """``{"model": ..., "optimizer": ...}`` under the names of the one-device model.
 
         The optimizer's state is by parameter name too, so it does not depend on the order of its groups.
+
+        Args:
+            whole: else, of a tensor of which ranks have some rows each, this rank's (`RowShard`).
 
         Raises:
             InputError: this isn't called on every rank.
@@ -241,7 +248,7 @@ class StepState(Evaluator):
         self.share_buffers()
         scaler = {} if self._scaler is None else {"scaler": self._scaler.state_dict()}
         self._check_left_out()
-        optimizer, kept = self.optimizer_state(), {**self.weights(), **self.left_out}
+        optimizer, kept = self.optimizer_state(whole=whole), {**self.weights(whole=whole), **self.left_out}
         others = {name: b for name, b in self.model.named_buffers() if name not in kept}  # those not persistent
         attributes, lost = changed_attributes(self.model, self._attributes)
         self._say_what_is_lost(lost)
@@ -300,17 +307,31 @@ class StepState(Evaluator):
 
     # ---- what a strategy does in another way whose ranks hold shards; all of these are called on every rank ----------
 
-    def weights(self) -> dict[str, Any]:
-        """The model's state dict."""
+    def weights(self, *, whole: bool = True) -> dict[str, Any]:
+        """The model's state dict; ``whole`` as in ``state_dict``."""
+        del whole
         weights: dict[str, Any] = self.model.state_dict()
         return weights
+
+    def write_weights(self, path: Path) -> None:
+        """Write the model's state dict to a file of the first rank."""
+        self.share_buffers()
+        self._check_left_out()
+        weights = {**self.weights(whole=not self.keeps_shards), **self.left_out}
+        save_weights(path, weights, joined=self.joined, writes=self.world.is_first)
+
+    def split(self, name: str, shape: Sequence[int]) -> tuple[tuple[int, ...], int] | None:
+        """How many rows of a tensor of a checkpoint each rank has, and this rank; None where each has all of it."""
+        del name, shape
+        return None
 
     def take_weights(self, weights: Mapping[str, Any]) -> None:
         """Take over what ``weights`` gave."""
         self.model.load_state_dict(weights)
 
-    def optimizer_state(self) -> dict[str, Any]:
-        """The optimizer's state by parameter name."""
+    def optimizer_state(self, *, whole: bool = True) -> dict[str, Any]:
+        """The optimizer's state by parameter name; ``whole`` as in ``state_dict``."""
+        del whole
         return named_optimizer_state(self.optimizer, self.model)
 
     def take_optimizer_state(self, saved: Mapping[str, Any]) -> None:

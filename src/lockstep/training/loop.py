@@ -14,7 +14,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from lockstep.checkpoint.weights import load_weights, save_weights
+from lockstep.checkpoint.weights import load_weights
 from lockstep.data import Batch, fingerprint, is_stream
 from lockstep.errors import FolderError, JobError, counted
 from lockstep.job import Job
@@ -137,9 +137,7 @@ class _Training(Setup):
                     return {}
             self.step.check()
             self.saves.finish()
-            state = self.step.state_dict()
-            if self.world.is_first:
-                save_weights(self.folder.model, state["model"])
+            self.step.write_weights(self.folder.model)
             summary = self.summary(
                 time.perf_counter() - began, self.epoch, self.record, self.shapes, self.samples, self.seconds
             )

@@ -116,15 +116,19 @@ class Saves:
         Raises:
             SaveError: it, or the one before, can't be written.
         """
-        state = self._step.state_dict()
+        shards = self._step.keeps_shards and self._writer.is_shared
+        state = self._step.state_dict(whole=not shards)
         before: Callable[[], None] | None = None
         if values is not None and self.is_best(values):
             self._best = self._measured(values)
             with self._callbacks.evaluating():  # the weights that the loss is of
-                weights = weights_on_cpu(state["model"]) if self._world.is_first else {}
+                if shards:
+                    self._step.write_weights(self._folder.best)
+                weights = weights_on_cpu(state["model"]) if self._world.is_first and not shards else {}
 
             def before() -> None:
-                save_weights(self._folder.best, weights)
+                if not shards:
+                    save_weights(self._folder.best, weights)
 
         whole = {
             **state,
@@ -149,7 +153,7 @@ class Saves:
         if self._folder.earlier_state.is_file() and not self._folder.checkpoints.is_dir():
             state = load_earlier(self._folder.earlier_state)
         else:
-            state = load_newest(self._folder.checkpoints, self._world, self.notes.append)
+            state = load_newest(self._folder.checkpoints, self._world, self.notes.append, self._step.split)
         for name in ("seed", "batch_size"):
             if state[name] != getattr(self._job, name):
                 raise JobError(

@@ -139,14 +139,14 @@ class Calls(StepState, ABC):
                 "call that first"
             )
 
-    def state_dict(self) -> dict[str, Any]:
+    def state_dict(self, *, whole: bool = True) -> dict[str, Any]:
         """As every step's.
 
         Raises:
             InputError: gradients wait for an update; they would be lost.
         """
         self.refuse_waiting("step.state_dict()")
-        return super().state_dict()
+        return super().state_dict(whole=whole)
 
     @property
     def cuts_batch(self) -> bool:

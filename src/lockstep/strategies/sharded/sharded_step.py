@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import contextlib
 import copy
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, TypeVar
 
 import torch
@@ -323,11 +323,13 @@ class ShardedStep(DDPStep):
 
     def part_of(self, name: str, whole: torch.Tensor) -> torch.Tensor:
         """As every step's."""
-        return self._shards.part(name, whole) if name in self._shards.cut else whole
+        first = self._shards.first_names.get(name)
+        return whole if first is None else self._shards.part(first, whole)
 
     def joined(self, name: str, part: torch.Tensor) -> torch.Tensor:
         """As every step's."""
-        return self._shards.joined(name, part) if name in self._shards.cut else part
+        first = self._shards.first_names.get(name)
+        return part if first is None else self._shards.joined(first, part)
 
     def whole_parameters(self) -> dict[str, torch.Tensor]:
         """As every step's: gathered."""
@@ -343,26 +345,36 @@ class ShardedStep(DDPStep):
 
     # ---- state ------------------------------------------------------------------------------------------------------
 
-    def weights(self) -> dict[str, Any]:
-        """As every step's: gathered, on every rank."""
+    keeps_shards = True
+
+    def weights(self, *, whole: bool = True) -> dict[str, Any]:
+        """As every step's: gathered, on every rank, or this rank's rows."""
         kept = self.model.state_dict()
-        return {name: value.full_tensor() if isinstance(value, DTensor) else value for name, value in kept.items()}
+        given = self._shards.gathered if whole else self._shards.rows
+        return {name: given(value) if isinstance(value, DTensor) else value for name, value in kept.items()}
+
+    def split(self, name: str, shape: Sequence[int]) -> tuple[tuple[int, ...], int] | None:
+        """As every step's: those of parameters, and of what the optimizer keeps of their shape."""
+        kind, _, rest = name.partition("/")
+        if kind == "optimizer":
+            rest = rest.removeprefix("state/").rpartition("/")[0]
+        p = self._shards.cut.get(self._shards.first_names.get(rest, rest)) if kind in ("model", "optimizer") else None
+        return self._shards.rows_of(p) if p is not None and list(p.shape) == list(shape) else None
 
     def take_weights(self, weights: Mapping[str, Any]) -> None:
         """As every step's: of each, this rank's part."""
-        names = {id(p): name for name, p in self._shards.cut.items()}
         parts = dict(weights)
-        for name, p in self.model.named_parameters(remove_duplicate=False):
-            if id(p) in names and name in parts:
-                parts[name] = self._shards.as_cut(names[id(p)], parts[name])
+        for name, first in self._shards.first_names.items():
+            if name in parts:
+                parts[name] = self._shards.as_cut(first, parts[name])
         super().take_weights(parts)
 
-    def optimizer_state(self) -> dict[str, Any]:
-        """As every step's: gathered, on every rank."""
+    def optimizer_state(self, *, whole: bool = True) -> dict[str, Any]:
+        """As every step's: gathered, on every rank, or this rank's rows."""
         kept = named_optimizer_state(self.optimizer, NamedParameters(self._mine.items()))
         states = kept["state"].items()
         cut = self._shards.cut
-        return {**kept, "state": {n: self._shards.joined_state(n, s) if n in cut else s for n, s in states}}
+        return {**kept, "state": {n: self._shards.joined_state(n, s, whole) if n in cut else s for n, s in states}}
 
     def take_optimizer_state(self, saved: Mapping[str, Any]) -> None:
         """As every step's: of each tensor, this rank's part."""

@@ -24,6 +24,7 @@ from torch.distributed.tensor import DTensor, distribute_tensor
 
 from lockstep.errors import StrategyError, nearest
 from lockstep.model.activation_checkpointing import found_blocks
+from lockstep.tensors.row_shard import RowShard
 
 Place = tuple[nn.Module, str]
 
@@ -41,6 +42,7 @@ class Shards:
         whole: names of parameters that every rank keeps whole, with why.
         cut: by name, the parameters that were cut, as the model holds them.
         local: by name, this rank's part of each.
+        first_names: by each name of a parameter that was cut, the one that it has in ``cut``.
     """
 
     def __init__(self, model: nn.Module, mesh: DeviceMesh, blocks: Mapping[str, nn.Module]) -> None:
@@ -60,6 +62,9 @@ class Shards:
                 module.set_reduce_scatter_unused_params(True, recurse=False)
         now = dict(model.named_parameters())
         self.cut = {name: p for name, p in now.items() if isinstance(p, DTensor)}
+        names = {id(p): name for name, p in self.cut.items()}
+        every = model.named_parameters(remove_duplicate=False)
+        self.first_names = {name: names[id(p)] for name, p in every if id(p) in names}
         self.local = {name: nn.Parameter(_local(p), requires_grad=p.requires_grad) for name, p in self.cut.items()}
         self._of_whole = {id(before[name]): self.local[name] for name in self.cut}
         self._names = {id(p): name for name, p in self.local.items()}
@@ -75,37 +80,61 @@ class Shards:
 
     def cut_state(self, name: str, state: Mapping[str, Any]) -> dict[str, Any]:
         """This rank's part of an optimizer's state of a whole parameter."""
-        shape = self.cut[name].shape
+        shape, kinds = self.cut[name].shape, (torch.Tensor, RowShard)
         return {
-            key: self.part(name, value) if isinstance(value, torch.Tensor) and value.shape == shape else value
+            key: self.part(name, value) if isinstance(value, kinds) and value.shape == shape else value
             for key, value in state.items()
         }
 
-    def joined_state(self, name: str, state: Mapping[str, Any]) -> dict[str, Any]:
-        """The state of the whole parameter; every rank calls this."""
+    def joined_state(self, name: str, state: Mapping[str, Any], whole: bool) -> dict[str, Any]:
+        """The state of the whole parameter, or this rank's rows of it; every rank calls this."""
         shape = self.local[name].shape
+        given = self.gathered if whole else self.rows
         return {
-            key: self.joined(name, value) if isinstance(value, torch.Tensor) and value.shape == shape else value
+            key: given(self._as_rows(name, value))
+            if isinstance(value, torch.Tensor) and value.shape == shape
+            else value
             for key, value in state.items()
         }
 
-    def part(self, name: str, whole: torch.Tensor) -> torch.Tensor:
+    def part(self, name: str, whole: torch.Tensor | RowShard) -> torch.Tensor:
         """This rank's part of a tensor of the shape of a parameter."""
         return self.as_cut(name, whole).to_local().clone()
 
-    def as_cut(self, name: str, whole: torch.Tensor) -> DTensor:
+    def as_cut(self, name: str, whole: torch.Tensor | RowShard) -> DTensor:
         """A tensor of the shape of a parameter, cut as that is."""
         p = self.cut[name]
+        if isinstance(whole, RowShard):
+            return self._as_rows(name, whole.local.to(p.device))
         return distribute_tensor(whole.detach().to(p.device), p.device_mesh, p.placements, src_data_rank=None)
+
+    def _as_rows(self, name: str, local: torch.Tensor) -> DTensor:
+        """The tensor, of the shape of a parameter, of which this rank has these rows."""
+        p = self.cut[name]
+        return DTensor.from_local(
+            local.detach(), p.device_mesh, p.placements, run_check=False, shape=p.shape, stride=p.stride()
+        )
 
     def joined(self, name: str, local: torch.Tensor) -> torch.Tensor:
         """The whole tensor of which the ranks have these parts; every rank calls this."""
-        p = self.cut[name]
-        parts = DTensor.from_local(
-            local.detach(), p.device_mesh, p.placements, run_check=False, shape=p.shape, stride=p.stride()
-        )
-        whole: torch.Tensor = parts.full_tensor()
+        return self.gathered(self._as_rows(name, local))
+
+    @staticmethod
+    def gathered(tensor: DTensor) -> torch.Tensor:
+        """All of a tensor; every rank calls this."""
+        whole: torch.Tensor = tensor.full_tensor()
         return whole
+
+    def rows(self, tensor: DTensor) -> RowShard:
+        """This rank's rows of a tensor."""
+        return RowShard(tensor.to_local(), *self.rows_of(tensor))
+
+    @staticmethod
+    def rows_of(tensor: DTensor) -> tuple[tuple[int, ...], int]:
+        """How many rows of a tensor each rank has, and the number of this rank."""
+        ranks = tensor.device_mesh.size()
+        sizes = [len(piece) for piece in torch.empty(len(tensor), 0).chunk(ranks)]
+        return (*sizes, *[0] * (ranks - len(sizes))), tensor.device_mesh.get_local_rank()
 
     @property
     def bytes_here(self) -> int:
