@@ -22,6 +22,7 @@ WAYS: dict[str, Any] = {
     "ddp overlapped": (DDP(reduce="overlapped"), "2xcpu"),
     "mp": ("mp", "2xcpu"),
     "pp": ("pp", "2xcpu"),
+    "ddp=2xpp=2": ("ddp=2xpp=2", "4xcpu"),
 }
 SIZES = [[5, 3, 1], [2], [1, 7], [4, 4, 4]]
 """Samples of each part, for each update: some leave a device without one."""
@@ -103,7 +104,10 @@ def by_hand(strategy: Any, devices: str, world: Any = None, clip: float | None =
 def looped(way: str, loop: Any, **settings: Any) -> list[Any]:
     strategy, devices = WAYS[way]
     if way.startswith("ddp"):
-        return lockstep.launch(lambda world: loop(strategy, "auto", world=world, **settings), devices=devices)
+        each = 2 if "pp" in way else 1
+        return lockstep.launch(
+            lambda world: loop(strategy, "auto", world=world, **settings), devices=devices, devices_per_rank=each
+        )
     return [loop(strategy, devices, **settings)]
 
 
@@ -115,6 +119,8 @@ SLOW = {
     ("mp", None),
     ("mp", 0.1),
     ("pp", None),
+    ("ddp=2xpp=2", None),
+    ("ddp=2xpp=2", 0.1),
 }
 
 

@@ -15,7 +15,7 @@ from torch.utils.data import TensorDataset
 import lockstep
 from lockstep import Job, Loss, train
 from lockstep.errors import JobError, LossError
-from lockstep.strategies import DDP, DP, MP, PP, Hogwild, Strategy
+from lockstep.strategies import DDP, DP, MP, PP, Hogwild, Strategy, named
 from lockstep.verify import differences, parity, same_bits
 from zoo import SAMPLES, drawn, labels, mlp, plain_sgd, sgd
 
@@ -26,6 +26,7 @@ WAYS: dict[str, Strategy] = {
     "ddp overlapped": DDP(reduce="overlapped"),
     "mp": MP(),
     "pp": PP(microbatches=2),
+    "ddp=2xpp=2": named("ddp=2xpp=2", microbatches=2),
 }
 
 
@@ -122,6 +123,7 @@ JOBS = {
 }
 NAMES = {"vae": ("error", "kl"), "tasks": ("kinds", "sizes"), "experts": ("task", "router")}
 SLOW = {("vae", "ddp flat"), ("experts", "ddp overlapped"), ("tasks, accumulated and clipped", "ddp flat")}
+SLOW |= {(kind, "ddp=2xpp=2") for kind in JOBS}
 
 
 @pytest.mark.parametrize(
@@ -130,7 +132,8 @@ SLOW = {("vae", "ddp flat"), ("experts", "ddp overlapped"), ("tasks, accumulated
 )
 def test_parts_are_those_of_one_device(kind: str, way: str) -> None:
     strategy, job = WAYS[way], JOBS[kind]
-    found = parity(job, strategy, "2xcpu", against_settings={"accumulate": strategy.num_microbatches(job)})
+    devices = f"{strategy.devices_needed or 2}xcpu"
+    found = parity(job, strategy, devices, against_settings={"accumulate": strategy.num_microbatches(job)})
     assert found.worst < BOUND, str(found)
     assert max(found.history.values()) < BOUND
     for name in NAMES[kind.partition(",")[0]]:

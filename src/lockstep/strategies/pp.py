@@ -222,7 +222,8 @@ class PP(Strategy):
         if job.sync_batchnorm and self.num_microbatches(job) > 1:
             raise StrategyError(
                 f"{self.name}: sync_batchnorm would make every micro-batch wait for all the others: leave it out "
-                "(BatchNorm then normalises each micro-batch, as single with accumulate does), or take mp"
+                "(BatchNorm then normalises each micro-batch, as single with accumulate does), or take "
+                + self.name.replace("pp", "mp")
             )
         if job.compile:
             raise StrategyError(

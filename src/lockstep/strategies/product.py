@@ -59,15 +59,15 @@ class Product(Strategy):
         if devices == self.devices_needed:
             return
         inner = type(self).name
-        if devices % each == 0:
-            instead = f"take ddp={devices // each}x{inner}={each}"
-        elif devices % replicas == 0:
-            instead = f"take ddp={replicas}x{inner}={devices // replicas}"
+        if devices % each == 0 and devices > each:
+            instead = f"ddp={devices // each}x{inner}={each}"
+        elif devices % replicas == 0 and devices > replicas:
+            instead = f"ddp={replicas}x{inner}={devices // replicas}"
         else:
-            instead = f"take {inner}"
+            instead = inner if devices > 1 else "single"
         raise StrategyError(
-            f"{self.name} is for {replicas} x {each} = {self.devices_needed} devices, not {devices}: {instead}, or "
-            f"{self.devices_needed} devices"
+            f"{self.name} is for {replicas} x {each} = {replicas * each} devices, not {devices}: take {instead}, or "
+            f"{replicas * each} devices"
         )
 
 
