@@ -10,6 +10,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from lockstep.errors import StrategyError, counted
 from lockstep.job import Job
 from lockstep.launch import devices as _devices
 from lockstep.launch import here
@@ -77,6 +78,11 @@ def parallelize(
     if job.keep_memory:
         keep_freed_memory()  # the loop is the person's: nobody can say when it ends
     chosen = choose(strategy, world.devices)
+    if world.size > 1 and len(world.devices) != (each := chosen.devices_per_rank):
+        raise StrategyError(
+            f"{chosen.name} wants {counted(each, 'device')} for each rank, and this one has {len(world.devices)}: "
+            f"lockstep.launch(..., devices_per_rank={each}); under torchrun call parallelize before lockstep.batches"
+        )
     step = chosen.prepare(job, world)
     step.own_loop = True
     world.in_step = world.in_step or step.together
