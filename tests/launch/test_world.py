@@ -1,7 +1,8 @@
-"""World: what the ranks of accelerators exchange over the CPU, where the host waits for it."""
+"""World: what the ranks of accelerators exchange over the CPU, where the host waits for it; whose cores a rank has."""
 
 from __future__ import annotations
 
+import os
 import time
 from pathlib import Path
 from types import SimpleNamespace
@@ -12,7 +13,7 @@ import torch.distributed as dist
 
 from lockstep.launch import launch
 from lockstep.launch import world as worlds
-from lockstep.launch.devices import Device
+from lockstep.launch.devices import Device, slots
 from lockstep.launch.world import World
 
 
@@ -72,3 +73,16 @@ def test_a_group_on_accelerators_has_gloo_beside_it(kind, backend, asked, bound,
     worlds.join(world, SimpleNamespace(set_timeout=lambda patience: None), backend=backend)
     assert found["name"] == asked
     assert found["device_id"] == (torch.device(kind, 0) if bound else None)
+
+
+def surroundings(world: World) -> tuple[list[str], int, set[int], int]:
+    return list(map(str, world.devices)), world.size, os.sched_getaffinity(0), torch.get_num_threads()
+
+
+def test_a_rank_of_several_devices_has_the_cores_of_all_of_them(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
+    devices = slots(4)
+    for rank, found in enumerate(launch(surroundings, devices, devices_per_rank=2)):
+        mine = devices[2 * rank : 2 * rank + 2]
+        cores = {core for device in mine for core in device.cores}
+        assert found == (list(map(str, mine)), 2, cores, len(cores))
