@@ -44,16 +44,16 @@ class Average(Callback):
         world = training.world
         if world.size > 1 and not world.layout.together:
             raise StrategyError(f"{type(self).__name__}: each rank would average other weights: take ddp")
-        self._joined = training.held.joined
+        self._joined = training._step.joined
         now = self._weights(training)  # (in their memory layout too: else sums of the same numbers may round otherwise)
         self._average = {
-            name: torch.empty_like(now[name], dtype=average.dtype).copy_(training.held.part_of(name, average))
+            name: torch.empty_like(now[name], dtype=average.dtype).copy_(training._step.part_of(name, average))
             for name, average in self._average.items()
         }
 
     def _weights(self, training: TrainingContext) -> Tensors:
         if not self._parameters:  # (for a model of many modules this takes as long as an average)
-            parts = training.held.parts().items()
+            parts = training._step.parts().items()
             self._parameters = [of for of in parts if of[0] not in training.left_out]
         named = [*self._parameters, *(training.model.named_buffers() if self.buffers else ())]
         return {name: tensor.detach() for name, tensor in named if tensor.is_floating_point() or tensor.is_complex()}

@@ -13,7 +13,6 @@ from torch import nn
 
 from lockstep.launch.world import World
 from lockstep.strategies.step import Step
-from lockstep.strategies.step_state import StepState
 from lockstep.strategies.update_result import Result
 
 
@@ -51,11 +50,6 @@ class TrainingContext:
     def world(self) -> World:
         """This process's place among the ranks."""
         return self._step.world
-
-    @property
-    def held(self) -> StepState:
-        """The weights as this rank has them: under ``fsdp`` a part of each, which ``joined`` makes whole."""
-        return self._step
 
     @property
     def step(self) -> int:
