@@ -248,6 +248,19 @@ def test_a_pair_that_draws_random_numbers_or_cant_be_cut_is_taken_at_its_word() 
         assert torch.equal(state, torch.get_rng_state())
 
 
+@pytest.mark.parametrize("scalar", [False, True])
+def test_a_loss_of_the_hardest_samples_is_found_where_a_local_batch_has_fewer(scalar: bool) -> None:
+    """Found by trial: the hardest six of a batch, of local batches of four, 13 % off without a line."""
+
+    def hardest(outputs: Tensor, targets: Tensor) -> Any:
+        each_loss = F.cross_entropy(outputs, targets, reduction="none")
+        total = each_loss.topk(min(6, len(each_loss))).values.sum()
+        return total / len(targets) if scalar else (total, len(targets))
+
+    with pytest.raises(LossError, match="is not a mean over samples" if scalar else "the total is not a sum over sam"):
+        checked(hardest, batches_of(1))
+
+
 # ---- what outputs hold beside --------------------------------------------------------------------------------------
 
 

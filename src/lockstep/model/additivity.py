@@ -13,7 +13,7 @@ from torch import Tensor
 
 from lockstep.model.loss import Loss, Number
 from lockstep.model.torch_losses import HALF
-from lockstep.tensors.pytree import each, folded, holds_samples, parts, tensors
+from lockstep.tensors.pytree import both_of, each, folded, holds_samples, parts, tensors, to_device
 from lockstep.tensors.seeding import put_state_on, state_on
 from lockstep.threads.random_streams import source, stream
 
@@ -35,6 +35,11 @@ class Piece:
         """Of a loss of so many samples."""
         return cls(loss.total.detach(), loss.count, samples, loss.parts)
 
+    def times(self, number: int) -> Piece:
+        """What an additive loss makes of the same samples so many times."""
+        parts = {name: (total * number, count * number) for name, (total, count) in self.parts.items()}
+        return Piece(self.total * number, self.count * number, self.samples * number, parts)
+
 
 class Sum(NamedTuple):
     """A piece, and the two that it is made of."""
@@ -47,6 +52,9 @@ class Sum(NamedTuple):
         """Total and count of a part of the loss, for each piece; none where it is left out."""
         return [(float(total), float(count)) for total, count in (p.parts.get(name, (0.0, 0)) for p in self)]
 
+
+_REPEATED = 2**26
+"""Bytes of outputs and targets that are made, at most, to see what a loss makes of more samples."""
 
 DOUBLED = 1e-8
 """How far two ways to round may lie apart in float64, as a part of what is added."""
@@ -152,6 +160,55 @@ def with_value(nest: Nest, some: list[Tensor], value: float) -> Nest:
         return nest
     ids = set(map(id, some))
     made: Nest = each(lambda t: t.new_full((), value).expand(t.shape) if id(t) in ids else t, nest)
+    return made
+
+
+class EarlierSamples:
+    """One sample that came before, for each device, with zeros or NaN in the place of what can't be cut."""
+
+    def __init__(self) -> None:
+        self._held: dict[tuple[torch.device | None, bool], Nest] = {}
+
+    def first(self, zeros: bool) -> Nest | None:
+        """The first of all."""
+        return self._held.get((None, zeros))
+
+    def replace(self, others: list[Tensor], zeros: bool) -> bool:
+        """Keep the tensors of another rank's sample instead; False where it has none, or fewer."""
+        theirs = iter(others)
+        with contextlib.suppress(StopIteration):
+            self._held = {(None, zeros): each(lambda t: next(theirs).to(t.device), self._held[None, zeros])}
+            return True
+        return False
+
+    def joined_with(self, one: Nest, zeros: bool, *, alone: bool) -> tuple[Nest, Nest]:
+        """A sample joined with one that came before, and that one. The first that goes with it is kept.
+
+        Of both, what isn't one row for each sample is NaN, or ``zeros``.
+        Where it is ``alone`` in its local batch and no other came before, one is made of it.
+        """
+        place = next((t.device for t in tensors(one)), torch.device("cpu"))
+        key = place, zeros
+        if key not in self._held:  # (perhaps in several threads)
+            first = self._held.setdefault((None, zeros), each(Tensor.clone, one))
+            self._held[key] = to_device(first, place)
+        earlier = self._held[key]
+        if (both := both_of(one, 1, earlier, 1)) is None:
+            self._held[key] = earlier = each(Tensor.clone, one)
+            if alone:
+                earlier = each(lambda t: t / 2 if t.is_floating_point() else t, earlier[0]), earlier[1]
+            both = both_of(one, 1, earlier, 1)
+            assert both is not None
+        return both, earlier
+
+
+def repeated(nest: Nest, samples: int, times: int) -> Nest | None:
+    """The samples so many times; None where they don't go together, or are too large."""
+    if times * sum(t.numel() * t.element_size() for t in tensors(nest)) > _REPEATED:
+        return None
+    made: Nest | None = nest
+    for number in range(1, times):
+        made = None if made is None else both_of(made, number * samples, nest, samples)
     return made
 
 

@@ -11,6 +11,11 @@ TIMED = range(2, 6)
 """The updates in which the check is timed: the first one prepares much."""
 
 
+def is_power_of_two(number: int) -> bool:
+    """Whether it is 1, 2, 4, 8, ...; what may change is looked at so often."""
+    return number & (number - 1) == 0
+
+
 class CheckInterval:
     """Chosen by the fastest check of the updates that are timed.
 

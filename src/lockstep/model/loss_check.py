@@ -6,6 +6,7 @@
 
     total(local batch) = total(a) + total(b)
     total(s and e)     = total(s) + total(e)
+    total(n times the local batch) = n total(local batch)      in updates 1, 2, 4, 8, ...
 
 The sample of an earlier local batch is the first rank's, on all of them: a mask may be even over each rank's local
 batch, and not over those of two.
@@ -39,6 +40,7 @@ from lockstep.errors import LossError
 from lockstep.launch.memory import is_out_of_memory
 from lockstep.launch.world import World
 from lockstep.model.additivity import (
+    EarlierSamples,
     Nest,
     Piece,
     Sum,
@@ -51,18 +53,22 @@ from lockstep.model.additivity import (
     is_sum,
     kept_generators,
     parts_apart,
+    repeated,
     tolerance_of,
     with_value,
     without_rows,
 )
-from lockstep.model.check_interval import TIMED, CheckInterval
+from lockstep.model.check_interval import TIMED, CheckInterval, is_power_of_two
 from lockstep.model.loss import Totalled
 from lockstep.model.loss_error import ADVICE, OWN_LOSS, found_later, not_additive, part_not_additive, why_not_taken
-from lockstep.tensors.pytree import both_of, each, folded, holds_packed, named_tensors, part_of, tensors, to_device
+from lockstep.tensors.pytree import both_of, each, folded, holds_packed, named_tensors, part_of, tensors
 
 _ALL = range(TIMED.stop)
 _SUMS = 3
 """The updates in each of which a loss of whole batches has to be a sum to be refused."""
+
+_MOST = 8
+"""Local batches as which the loss is given one, at most: the hardest 10 samples are fewer than all of a batch only."""
 
 _SOME = 8
 """A pair says what it counts: local batches are held against one another in these updates only, and every so many."""
@@ -76,6 +82,7 @@ class LossCheck:
         cuts: whether batches are cut. Otherwise only a sum over samples is refused, one in each of the first three
             updates: a mean over the batch is as good as any other loss then, but the scale of a sum depends on the
             size of the batch. (A loss divided by the positives of a batch, or by 1, is a sum where there are none.)
+        local_batches: in how many they are cut.
 
     Attributes:
         interval: how often it is checked.
@@ -84,11 +91,12 @@ class LossCheck:
         notes: what the person has to know, until somebody has told it.
     """
 
-    def __init__(self, loss: Totalled, *, cuts: bool) -> None:
+    def __init__(self, loss: Totalled, *, cuts: bool, local_batches: int = 2) -> None:
         self._loss = loss
         self._cuts = cuts
+        self._local_batches = min(local_batches, _MOST)
         self._trusted = loss.is_known
-        self._earlier: dict[tuple[torch.device | None, bool], Nest] = {}
+        self._earlier = EarlierSamples()
         self._sums_in_a_row = 0
         self._has_state = False
         self._reads_uncut = False
@@ -183,13 +191,11 @@ class LossCheck:
         """
         if self._loss.is_known or not self._cuts or world.size == 1:
             return
-        key = None, self._reads_uncut
-        mine = self._earlier.get(key)
-        theirs = iter(world.broadcast_object([t.cpu() for t in tensors(mine)]))
+        mine = self._earlier.first(self._reads_uncut)
+        theirs = world.broadcast_object([t.cpu() for t in tensors(mine)])
         if mine is None or self._trusted or world.is_first:
             return
-        with contextlib.suppress(StopIteration):  # the first rank has none, or of another kind
-            self._earlier = {key: each(lambda t: next(theirs).to(t.device), mine)}
+        if self._earlier.replace(theirs, self._reads_uncut):
             with torch.no_grad(), kept_generators(mine):
                 whole = Piece.of(self._loss.copied()(*mine, 1), 1)
             self(*mine, whole, step=world.step)
@@ -265,9 +271,12 @@ class LossCheck:
             sums.append(Sum(whole, *(piece(part_of(rows, start, size, samples), size) for start, size in parts)))
         if samples == 1 or not self._loss.gives_pairs or step in _ALL or not step % _SOME:
             one = part_of(rows, 0, 1, samples) if samples > 1 else rows
-            both, earlier = self._with_earlier(one, zeros, alone=samples == 1)
+            both, earlier = self._earlier.joined_with(one, zeros, alone=samples == 1)
             earlier = doubled(earlier) if double else earlier
             sums.append(Sum(piece(both, 2), whole if samples == 1 else piece(one, 1), piece(earlier, 1)))
+        times = self._local_batches
+        if self._cuts and step > 0 and is_power_of_two(step) and (many := repeated(rows, samples, times)) is not None:
+            sums.append(Sum(piece(many, times * samples), whole, whole.times(times - 1)))
         if uncut and waits and not zeros and not is_nan(whole) and any(map(is_nan, itertools.chain(*sums))):
             read = [t for t in uncut if is_nan(piece(with_value(nest, [t], math.nan), samples))]
             self._look_at_read(read, nest, samples)
@@ -276,26 +285,6 @@ class LossCheck:
             self._reads_uncut = True
             return self._sums(nest, samples, whole, step=step, waits=waits, double=double)
         return sums
-
-    def _with_earlier(self, one: Nest, zeros: bool, *, alone: bool) -> tuple[Nest, Nest]:
-        """A sample joined with one that came before, and that one. The first that goes with it is kept.
-
-        Of both, what isn't one row for each sample is NaN, or ``zeros``.
-        Where it is ``alone`` in its local batch and no other came before, one is made of it.
-        """
-        place = next((t.device for t in tensors(one)), torch.device("cpu"))
-        key = place, zeros
-        if key not in self._earlier:  # (perhaps in several threads)
-            first = self._earlier.setdefault((None, zeros), each(Tensor.clone, one))
-            self._earlier[key] = to_device(first, place)
-        earlier = self._earlier[key]
-        if (both := both_of(one, 1, earlier, 1)) is None:
-            self._earlier[key] = earlier = each(Tensor.clone, one)
-            if alone:
-                earlier = each(lambda t: t / 2 if t.is_floating_point() else t, earlier[0]), earlier[1]
-            both = both_of(one, 1, earlier, 1)
-            assert both is not None
-        return both, earlier
 
     def _cant_take(self, error: Exception, size: int, samples: int) -> None:
         """Say that the loss can't take a part; of a pair it is told, and that nothing can be checked."""

@@ -6,6 +6,7 @@ batches may be under way at once (``over``).
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from typing import Any, TypeVar
@@ -20,6 +21,7 @@ from lockstep.launch.devices import Device
 from lockstep.launch.observer import observed
 from lockstep.launch.world import World
 from lockstep.model.additivity import Piece
+from lockstep.model.check_interval import is_power_of_two
 from lockstep.model.layer_error import layer_error
 from lockstep.model.loss import Loss, Number, Totalled
 from lockstep.model.loss_check import LossCheck
@@ -28,11 +30,6 @@ from lockstep.tensors.pytree import batch_size_of, call, to_device
 from lockstep.tensors.seeding import kept_states, seed_all, seed_on
 
 T = TypeVar("T")
-
-
-def is_power_of_two(number: int) -> bool:
-    """Whether it is 1, 2, 4, 8, ...; what may change is looked at so often."""
-    return number & (number - 1) == 0
 
 
 def no_loss(outputs: Any, targets: Any) -> Any:
@@ -81,7 +78,8 @@ class Evaluator:
     def loss_check(self) -> LossCheck:
         """Holds the loss to being additive, as far as batches are cut."""
         if self._loss_check is None:
-            self._loss_check = LossCheck(self.loss, cuts=self.cuts_batch)
+            local_batches = max(2, self.replicas * self._accumulate)
+            self._loss_check = LossCheck(self.loss, cuts=self.cuts_batch, local_batches=local_batches)
         return self._loss_check
 
     def models(self) -> list[nn.Module]:
@@ -231,6 +229,12 @@ class Evaluator:
     @property
     def _accelerators(self) -> tuple[torch.device, ...]:
         return tuple(d.torch for d in self.world.devices if d.type not in ("cpu", "meta"))
+
+    def _time(self) -> float:
+        """Seconds on a clock, when the accelerators have done what they were given."""
+        for device in self._accelerators:
+            torch.accelerator.synchronize(device)
+        return time.perf_counter()
 
     @contextmanager
     def _own_streams_of_parts(self, parts: int) -> Iterator[None]:

@@ -16,7 +16,6 @@ accelerators, which are spared the multiplication afterwards.
 from __future__ import annotations
 
 import math
-import time
 from abc import abstractmethod
 from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
@@ -32,6 +31,7 @@ from lockstep.job import Job
 from lockstep.launch.observer import observed, phase
 from lockstep.launch.world import World
 from lockstep.model.additivity import Piece
+from lockstep.model.check_interval import is_power_of_two
 from lockstep.model.compile import compile_models, not_compilable
 from lockstep.model.inspection import (
     NoticedHooks,
@@ -43,7 +43,6 @@ from lockstep.model.inspection import (
 )
 from lockstep.model.loss import Loss, Number
 from lockstep.model.optimizer import clip_gradients, may_draw
-from lockstep.strategies.evaluator import is_power_of_two
 from lockstep.strategies.own_loops.calls import Calls
 from lockstep.strategies.update_checks import DeviceChecks, explained, no_items, refuse_not_finite
 from lockstep.strategies.update_result import Result, quotient, scalar
@@ -189,7 +188,13 @@ class Step(Calls):
         part, again = mixed_share(self.first_shares(batch)), self._updates > 1
         with self.loss.outside.kept():
             self.seen = seen = look(
-                self.model, part.inputs, part.size, targets=part.targets, judge=self.loss.judged, again=again
+                self.model,
+                part.inputs,
+                part.size,
+                targets=part.targets,
+                judge=self.loss.judged,
+                of=batch.size,
+                again=again,
             )
         if seen.writes is not None or seen.uncopied is not None:
             self.last_look = 1
@@ -354,12 +359,6 @@ class Step(Calls):
             self._on_devices.note_loss(wrong, self.world.step)
         if began is not None:
             self.loss_check.interval.spent(self._time() - began)
-
-    def _time(self) -> float:
-        """Seconds on a clock, when the accelerators have done what they were given."""
-        for device in self._accelerators:
-            torch.accelerator.synchronize(device)
-        return time.perf_counter()
 
     def _say_what_the_loss_reads(self) -> None:
         """Say which outputs of the model, computed over a whole local batch, act in the loss."""

@@ -17,9 +17,9 @@ from lockstep.errors import JobError, LockstepError, told
 from lockstep.job import Job
 from lockstep.launch.memory import is_out_of_memory
 from lockstep.launch.world import World
+from lockstep.model.check_interval import is_power_of_two
 from lockstep.model.inspection import kept_state, look
 from lockstep.model.loss import Loss
-from lockstep.strategies.evaluator import is_power_of_two
 from lockstep.strategies.step import Step
 from lockstep.strategies.update_result import Result, Sums, added
 from lockstep.tensors.seeding import kept_states
@@ -68,6 +68,7 @@ def look_at_evaluation(step: Step, batch: Batch) -> None:
                 part.size,
                 targets=part.targets,
                 judge=judge,
+                of=batch.size,
                 again=batch.index > 0,
                 trains=False,
             )

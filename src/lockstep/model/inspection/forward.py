@@ -54,6 +54,9 @@ from lockstep.tensors.seeding import kept_states, noted_seeding, same, same_othe
 _FEWEST = 4
 """Samples that are looked at, at least."""
 
+_MORE = 16
+"""Samples of more than a local batch that are looked at, or twice as many as it has."""
+
 _LARGEST = 2**30
 """Bytes of parameters up to which they are always copied, and gradients are looked at too."""
 
@@ -68,6 +71,7 @@ def look(
     *,
     targets: Any = None,
     judge: Judge | None = None,
+    of: int | None = None,
     again: bool = False,
     trains: bool = True,
 ) -> Seen:
@@ -81,6 +85,8 @@ def look(
         samples: their number.
         targets: of the same.
         judge: the loss; without it neither that nor gradients are looked at.
+        of: samples of the batch that these are a part of. Whether samples act on one another is looked at with more
+            than a local batch, too: an expert may have room for as many as come from that.
         again: with as few samples as can be cut, no gradients, and no copy of large parameters, to spare the memory.
         trains: whether gradients matter.
     """
@@ -106,6 +112,12 @@ def look(
                 with outside.kept(), contextlib.suppress(Exception), torch.set_grad_enabled(graph):
                     _see(copied, some, number, seen, judge, outside, gradients=trains and not again)
                     break
+            more = min(of or 0, max(2 * samples, _MORE))
+            if more > samples and not again and seen == Seen(of_batch=seen.of_batch):
+                wider = Seen()
+                with outside.kept(), contextlib.suppress(Exception):
+                    _see(copied, _as_many(batch, samples, more), more, wider, None, outside, gradients=False)
+                seen.mixes = wider.mixes
         except Exception:
             return seen
     return seen
@@ -116,9 +128,15 @@ def _enough(batch: tuple[Any, Any], samples: int, *, again: bool) -> Iterator[tu
     if samples > 1:
         yield (cut(batch, 0, _FEWEST, samples), _FEWEST) if again and samples > _FEWEST else (batch, samples)
     if samples < _FEWEST:
-        times = -(-_FEWEST // samples)
-        more = each(functools.partial(_multiplied, samples, times), batch)
-        yield cut(more, 0, _FEWEST, samples * times), _FEWEST
+        yield _as_many(batch, samples, _FEWEST), _FEWEST
+
+
+def _as_many(batch: tuple[Any, Any], samples: int, wanted: int) -> tuple[Any, Any]:
+    """So many samples, made of fewer."""
+    times = -(-wanted // samples)
+    more = each(functools.partial(_multiplied, samples, times), batch)
+    made: tuple[Any, Any] = cut(more, 0, wanted, samples * times)
+    return made
 
 
 def _same_parameters(model: nn.Module) -> dict[int, Any]:

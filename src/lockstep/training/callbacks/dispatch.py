@@ -20,8 +20,8 @@ from lockstep.data import mixed
 from lockstep.errors import JobError, RunError, StrategyError, told
 from lockstep.job import Job
 from lockstep.launch.events import Line
+from lockstep.model.check_interval import is_power_of_two
 from lockstep.model.inspection import hooked_parameters
-from lockstep.strategies.evaluator import is_power_of_two
 from lockstep.strategies.replicas import structure_of
 from lockstep.strategies.step import Step
 from lockstep.strategies.strategy import PARAMETER_HOOKS
