@@ -43,6 +43,19 @@ def looped(way: str, loop: Any, *args: Any) -> list[Any]:
     return [loop(strategy, devices, *args)]
 
 
+def evaluated(strategy: str, devices: str) -> tuple[float, float]:
+    torch.manual_seed(0)
+    step = step_of(mlp().double(), strategy=strategy, devices=devices, precision="fp64")
+    found = [step.evaluate(batch)[1:] for batch in lockstep.batches(DATA, batch_size=8, shuffle=False)]
+    return sum(float(total) for total, _ in found), sum(float(count) for _, count in found)
+
+
+def test_a_batch_is_evaluated_as_it_comes_and_one_without_a_sample_here_is_nothing() -> None:
+    ((total, count),) = looped("single", evaluated)  # the last batch has one sample
+    parts = looped("ddp 2", evaluated)
+    assert (sum(t for t, _ in parts), sum(c for _, c in parts)) == (pytest.approx(total, rel=1e-12), count)
+
+
 # ---- frozen parameters -----------------------------------------------------------------------------------------------
 
 

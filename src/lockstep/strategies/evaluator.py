@@ -105,14 +105,21 @@ class Evaluator:
             for module, mode in modes:
                 module.training = mode
 
-    def evaluate(self, inputs: Any, targets: Any) -> tuple[Any, Number, Number]:
-        """Outputs, total and count of this process's share, without an update.
+    def evaluate(self, inputs: Any, targets: Any = None) -> tuple[Any, Number, Number]:
+        """Outputs, total and count of this process's share, without an update; of None they are None, 0 and 0.
+
+        Args:
+            inputs, targets: as the step itself takes them.
 
         Raises:
             InputError: the loss or the model can't take them.
         """
         self._refuse_parts()
+        if isinstance(inputs, Batch):
+            inputs, targets = inputs
         with self.evaluating():
+            if inputs is None:
+                return None, 0.0, 0
             outputs, (total, count) = self.outputs(Part(inputs, targets, batch_size_of(inputs), batch_size_of(inputs)))
             return outputs, total, count
 
