@@ -17,7 +17,7 @@ from lockstep.errors import FolderError, JobError, RunError
 from lockstep.verify import same_bits
 from zoo import ZOO, drawn, sgd, slow, state_of
 
-WAYS = {"single": "1xcpu", "dp": "3xcpu", "ddp": "2xcpu", "mp": "2xcpu", "pp": "2xcpu", "hogwild": "2xcpu"}
+WAYS = {"single": "1xcpu", "dp": "3xcpu", "ddp": "2xcpu", "mp": "2xcpu", "pp": "2xcpu", "fsdp": "2xcpu", "hogwild": "2xcpu"}
 FROZEN = {"0.weight", "0.bias"}
 
 
@@ -49,7 +49,7 @@ def names_in(file: Path) -> set[str]:
         return set(opened.keys())
 
 
-@pytest.mark.parametrize("way", ["single", slow("dp"), slow("ddp"), slow("mp"), "pp", slow("hogwild")])
+@pytest.mark.parametrize("way", ["single", slow("dp"), slow("ddp"), slow("mp"), "pp", slow("fsdp"), slow("hogwild")])
 def test_frozen_weights_are_in_no_file_and_a_run_resumes_to_the_same_bits(way: str, tmp_path: Path) -> None:
     callbacks = () if way == "hogwild" else (EMA(0.5), KeepWeights(1))
     its = job(*callbacks)
