@@ -96,6 +96,11 @@ def test_what_is_smaller_than_min_delta_is_no_improvement(tmp_path: Path) -> Non
 def test_a_metric_that_there_is_not_is_named(tmp_path: Path) -> None:
     with pytest.raises(JobError, match='EarlyStopping: there is no metric "eval_los": did you mean "eval_loss"'):
         trained(rising(EarlyStopping("eval_los")), tmp_path)
+    with pytest.raises(JobError, match='KeepWeights: there is no metric "eval_loss": the job has no evaluation'):
+        trained(rising(KeepWeights(1, "eval_loss"), eval_data=None, metrics={}), tmp_path)
+    assert not list(tmp_path.iterdir()), "it is found before the first step"
+    with pytest.raises(JobError, match='EarlyStopping: there is no metric "train_los": did you mean "train_loss"'):
+        trained(rising(EarlyStopping("train_los")), tmp_path)
 
 
 def test_an_epoch_that_is_not_evaluated_is_no_evaluation_for_callbacks(tmp_path: Path) -> None:

@@ -17,7 +17,15 @@ from lockstep.errors import FolderError, JobError, RunError
 from lockstep.verify import same_bits
 from zoo import ZOO, drawn, sgd, slow, state_of
 
-WAYS = {"single": "1xcpu", "dp": "3xcpu", "ddp": "2xcpu", "mp": "2xcpu", "pp": "2xcpu", "fsdp": "2xcpu", "hogwild": "2xcpu"}
+WAYS = {
+    "single": "1xcpu",
+    "dp": "3xcpu",
+    "ddp": "2xcpu",
+    "mp": "2xcpu",
+    "pp": "2xcpu",
+    "fsdp": "2xcpu",
+    "hogwild": "2xcpu",
+}
 FROZEN = {"0.weight", "0.bias"}
 
 

@@ -127,7 +127,9 @@ class _Training(Setup):
                 self.audit = Audit(self.world, self.folder, self.train_data, order=self.job.order is not None)
                 stack.callback(self.audit.close)
             if not self.plan.resume and not any(map(is_stream, self.eval_data.values())):
-                self.saves.is_best(try_out(self.step, self.eval_loaders, self.job.metrics, self.world, self.job.seed))
+                self.saves.refuse_unknown(
+                    try_out(self.step, self.eval_loaders, self.job.metrics, self.world, self.job.seed)
+                )
             if self.job.log_every is not None and self.world.is_first:
                 self.logs = Logs(self.job, self.step, self.steps, self.recent)
             while not self._is_done():

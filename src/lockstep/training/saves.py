@@ -91,6 +91,15 @@ class Saves:
             return state
         return self._world.gather_objects(state_of(self._data) if state is None else state)
 
+    def refuse_unknown(self, known: Mapping[str, float]) -> None:
+        """Before the first step, refuse what goes by a metric that an evaluation, which gave these, doesn't have.
+
+        Raises:
+            JobError: something does.
+        """
+        self.is_best(known)
+        self._callbacks.refuse_unknown(known)
+
     def is_best(self, values: Mapping[str, float]) -> bool:
         """Whether an evaluation is better than all before it.
 

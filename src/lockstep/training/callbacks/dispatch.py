@@ -29,6 +29,7 @@ from lockstep.strategies.update_result import Result
 from lockstep.tensors.digest import digest
 from lockstep.tensors.seeding import seeded
 from lockstep.training.callbacks.callback import Callback, TrainingContext
+from lockstep.training.callbacks.stopping import OfMetric
 
 _STREAM = 0xCA11
 """Of the numbers that callbacks draw: another one than any rank's."""
@@ -67,6 +68,16 @@ class Callbacks:
 
     def __bool__(self) -> bool:
         return bool(self._by_name)
+
+    def refuse_unknown(self, known: Mapping[str, float]) -> None:
+        """Before the first step, refuse a metric that evaluations won't have; a person's own callbacks may add some.
+
+        Raises:
+            JobError: there is no such metric.
+        """
+        for callback in () if self._are_own else self._by_name.values():
+            if isinstance(callback, OfMetric):
+                callback.refuse_unknown(known)
 
     def call(self, kind: str, epoch: int, metrics: dict[str, float], *, whole: bool = True) -> str:
         """Call the method of that kind of each; gives the name of one that stops the training, or "".

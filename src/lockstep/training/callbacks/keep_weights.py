@@ -7,11 +7,11 @@ from pathlib import Path
 from typing import Any, Literal
 
 from lockstep.checkpoint.weights import save_weights
-from lockstep.training.callbacks.callback import Callback, TrainingContext
-from lockstep.training.callbacks.stopping import checked_mode, measured
+from lockstep.training.callbacks.callback import TrainingContext
+from lockstep.training.callbacks.stopping import OfMetric
 
 
-class KeepWeights(Callback):
+class KeepWeights(OfMetric):
     """Keeps weights that were evaluated, as ``best-accuracy/step-120.safetensors`` or ``last/step-120.safetensors``.
 
     ``run.model("last/step-120.safetensors")`` gives a model.
@@ -23,7 +23,8 @@ class KeepWeights(Callback):
     """
 
     def __init__(self, number: int = 3, metric: str | None = None, mode: Literal["min", "max"] = "min") -> None:
-        self._number, self._metric, self._mode = number, metric, checked_mode(mode, "KeepWeights")
+        super().__init__(metric, mode)
+        self._number = number
         self._kept: list[tuple[float, int]] = []  # what they are sorted by, and their steps
 
     def _file(self, training: TrainingContext, step: int | str) -> Path:
@@ -41,7 +42,7 @@ class KeepWeights(Callback):
     def on_evaluated(self, training: TrainingContext) -> None:
         """Write them, if they are among the best, and remove what is no longer."""
         step = training.step
-        value = -step if self._metric is None else measured(training, self._metric, self._mode, "KeepWeights")
+        value = -step if self._metric is None else self.measured(training.metrics)
         before = [one for one in self._kept if one[1] != step]
         self._kept = sorted([*before, (value, step)])[: self._number]
         if (value, step) not in self._kept:

@@ -12,30 +12,38 @@ from lockstep.job import Every
 from lockstep.training.callbacks.callback import Callback, TrainingContext
 
 
-def measured(training: TrainingContext, metric: str, mode: str, who: str) -> float:
-    """A metric of the evaluation, with its sign changed where more is better; NaN is the worst.
+class OfMetric(Callback):
+    """A callback that goes by a metric, of which less or more is better; None is none."""
 
-    Raises:
-        JobError: there is none of that name.
-    """
-    if metric not in training.metrics:
-        raise JobError(f'{who}: there is no metric "{metric}": {nearest(metric, list(training.metrics))}')
-    value = training.metrics[metric]
-    return math.inf if math.isnan(value) else value if mode == "min" else -value
+    def __init__(self, metric: str | None, mode: str) -> None:
+        if mode not in ("min", "max"):
+            raise JobError(f'{type(self).__name__}: mode is "min" or "max", not {mode!r}')
+        self._metric, self._mode = metric, mode
+
+    def refuse_unknown(self, known: Mapping[str, float]) -> None:
+        """Refuse a metric that is not among those of an evaluation, and none that the training adds.
+
+        Raises:
+            JobError: it isn't.
+        """
+        name = self._metric
+        may_come = ("lr",) if "train_loss" in known else ("lr", "train_")  # at the end of an epoch
+        if name is not None and name not in known and not name.startswith(may_come):
+            there = nearest(name, list(known)) if known else "the job has no evaluation"
+            raise JobError(f'{type(self).__name__}: there is no metric "{name}": {there}')
+
+    def measured(self, metrics: Mapping[str, float]) -> float:
+        """The metric of an evaluation, with its sign changed where more is better; NaN is the worst.
+
+        Raises:
+            JobError: there is none of that name.
+        """
+        self.refuse_unknown(metrics)
+        value = metrics.get(self._metric or "", math.nan)
+        return math.inf if math.isnan(value) else value if self._mode == "min" else -value
 
 
-def checked_mode(mode: str, who: str) -> str:
-    """The word, if it is one of the two.
-
-    Raises:
-        JobError: it isn't.
-    """
-    if mode not in ("min", "max"):
-        raise JobError(f'{who}: mode is "min" or "max", not {mode!r}')
-    return mode
-
-
-class EarlyStopping(Callback):
+class EarlyStopping(OfMetric):
     """Ends the training when a metric has not improved for some evaluations. ``best.safetensors`` has the best weights.
 
     Args:
@@ -53,15 +61,15 @@ class EarlyStopping(Callback):
         patience: int = 3,
         min_delta: float = 0.0,
     ) -> None:
-        self._metric, self._mode = metric, checked_mode(mode, "EarlyStopping")
+        super().__init__(metric, mode)
         self._patience, self._least = patience, min_delta
         self._best, self._since = math.inf, 0
 
     def on_evaluated(self, training: TrainingContext) -> None:
         """Compare with the best one."""
-        if self._metric.startswith("train_") and self._metric not in training.metrics:
+        if str(self._metric).startswith("train_") and "train_loss" not in training.metrics:
             return  # of an epoch, and this evaluation is within one
-        value = measured(training, self._metric, self._mode, "EarlyStopping")
+        value = self.measured(training.metrics)
         is_better = value < self._best - self._least
         self._best, self._since = (value, 0) if is_better else (self._best, self._since + 1)
         if self._since >= self._patience:
