@@ -54,16 +54,90 @@ class Stack(nn.Module):
 
 
 class Rows(nn.Module):
-    """Blocks with batch norms; the second is frozen."""
+    """Blocks with norms; the second is frozen."""
 
-    def __init__(self) -> None:
+    def __init__(self, norm: type[nn.Module] = nn.LayerNorm) -> None:
         super().__init__()
-        self.blocks = nn.Sequential(*(Block(6, nn.BatchNorm1d) for _ in range(3)))
+        self.blocks = nn.Sequential(*(Block(6, norm) for _ in range(3)))
         self.blocks[1].requires_grad_(False)
         self.out = nn.Linear(6, 3)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         return self.out(self.blocks(x))
+
+
+class Repeating(nn.Module):
+    """One block is called three times, the other once."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(Block(6) for _ in range(2))
+        self.out = nn.Linear(6, 3)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for number in (0, 0, 1, 0):
+            x = self.blocks[number](x)
+        return self.out(x)
+
+
+class Viewing(Block):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return super().forward(x).view(-1, 6)
+
+
+class WritingViews(nn.Module):
+    """Blocks that give views, which are then written in place."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(Viewing(6) for _ in range(2))
+        self.out = nn.Linear(6, 3)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for block in self.blocks:
+            x = block(x)
+            x += 1
+        return self.out(x)[:, :3]
+
+
+class Reading(nn.Module):
+    """Recurrent layers, which keep their weights in a list too."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.words = nn.Embedding(11, 8)
+        self.layers = nn.LSTM(8, 8, num_layers=2, batch_first=True)
+        self.out = nn.Linear(8, 11)
+
+    def forward(self, tokens: torch.Tensor) -> torch.Tensor:
+        return self.out(self.layers(self.words(tokens))[0]).transpose(1, 2)
+
+
+class Penalized(Rows):
+    """Gives the squares of its gradient beside its outputs."""
+
+    def forward(self, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        x = x.detach().requires_grad_()
+        with torch.enable_grad():
+            outputs = super().forward(x)
+            (gradient,) = torch.autograd.grad(outputs.sum(), x, create_graph=True)
+        return outputs, gradient.square().sum(1)
+
+
+def penalized(outputs: tuple[torch.Tensor, torch.Tensor], targets: torch.Tensor) -> tuple[torch.Tensor, int]:
+    return nn.functional.cross_entropy(outputs[0], targets, reduction="sum") + outputs[1].sum(), len(targets)
+
+
+class Scaled(Rows):
+    """A parameter that is a single number, and one that is complex."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.scale = nn.Parameter(torch.tensor(2.0))
+        self.turn = nn.Parameter(torch.randn(3, dtype=torch.complex128))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return super().forward(x) * self.scale + self.turn.abs().to(x.dtype)
 
 
 _tokens, _next = tokens_and_next()
@@ -74,10 +148,17 @@ KINDS = {
         Stack, _tokens, _next, optimizer=halved_weights, accumulate=3, clip_norm=0.1, metrics={}
     ),
     "checkpointed blocks": _job(Stack, _tokens, _next, optimizer=sgd, activation_checkpointing="auto", metrics={}),
-    "blocks with sync_batchnorm, one frozen": _job(Rows, sync_batchnorm=True, optimizer=sgd),
+    "blocks with sync_batchnorm, one frozen": _job(lambda: Rows(nn.BatchNorm1d), sync_batchnorm=True, optimizer=sgd),
     "blocks, and batches smaller than the world": _job(
         Stack, _tokens[:5], _next[:5], batch_size=2, optimizer=sgd, metrics={}
     ),
+}
+KINDS |= {
+    "a block that is called several times": _job(Repeating, optimizer=sgd),
+    "views that are written in place": _job(WritingViews, optimizer=sgd),
+    "recurrent layers": _job(Reading, _tokens, _next, optimizer=sgd, metrics={}),
+    "numbers and complex parameters beside blocks": _job(Scaled, optimizer=sgd, clip_norm=0.1),
+    "checkpointed outside of blocks": _job(Rows, optimizer=sgd, activation_checkpointing="blocks"),
 }
 FAST = {
     ("momentum", 2),
@@ -116,6 +197,23 @@ def test_shards_end_where_one_device_does(kind: str, devices: int, reference, tm
     assert found.worst < BOUND, str(found)
     assert any(found.moved.values())
     assert max(found.history.values()) < BOUND
+
+
+PRODUCT = [
+    "tied blocks, in micro-batches, clipped",
+    slow("blocks, and batches smaller than the world"),
+    slow("blocks with sync_batchnorm, one frozen"),
+    slow("a layer unused on one rank"),
+    slow("sparse gradients that are clipped"),
+    slow("moving averages that are evaluated"),
+    slow("layers that are frozen for some steps"),
+    slow("adamw with groups by name"),
+]
+
+
+@pytest.mark.parametrize("kind", PRODUCT)
+def test_replicas_in_shards_end_where_one_device_does(kind: str) -> None:
+    assert parity(KINDS[kind], "ddp=2xfsdp=2", devices="4xcpu").worst < BOUND
 
 
 # ---- state ----------------------------------------------------------------------------------------------------------
@@ -213,12 +311,13 @@ def test_a_rank_keeps_its_part_of_weights_gradients_and_optimizer_state(devices:
 
 
 class Skipping(Stack):
-    """A block that samples with a word above 9 come to: four of them, on the first rank."""
+    """A block for samples that begin with a word above 9: four of them, on the first rank."""
 
     def forward(self, tokens: torch.Tensor) -> torch.Tensor:
         x = self.blocks[0](self.embedding(tokens))
-        if (tokens[:, 0] > 9).any():
-            x = self.blocks[1](x)
+        rare = tokens[:, 0] > 9
+        if rare.any():
+            x = torch.where(rare[:, None, None], self.blocks[1](x), x)
         return self.out(self.blocks[2](x)).transpose(1, 2)
 
 
@@ -227,6 +326,38 @@ class Reaching(Stack):
 
     def forward(self, tokens: torch.Tensor) -> torch.Tensor:
         return super().forward(tokens) * self.blocks[1].up.bias.sum()
+
+
+class Hoarding(Stack):
+    """Uses a parameter from a list, in which it isn't cut."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.kept = [self.blocks[1].up.weight]
+
+    def forward(self, tokens: torch.Tensor) -> torch.Tensor:
+        return super().forward(tokens) * self.kept[0].sum()
+
+
+class Hidden:
+    def __init__(self, x: torch.Tensor) -> None:
+        self.x = x
+
+
+class HidingBlock(Block):
+    def forward(self, x: torch.Tensor | Hidden) -> Hidden:
+        return Hidden(super().forward(x.x if isinstance(x, Hidden) else x))
+
+
+class Hiding(Stack):
+    """What blocks give is of a class of its own."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(HidingBlock(8) for _ in range(2))
+
+    def forward(self, tokens: torch.Tensor) -> torch.Tensor:
+        return self.out(self.blocks[1](self.blocks[0](self.embedding(tokens))).x).transpose(1, 2)
 
 
 class Mine(torch.optim.SGD):
@@ -244,6 +375,9 @@ def hooked() -> nn.Module:
     [
         (Skipping, {}, r'forward comes to ".*" on rank 0, to ".*" on rank 1: .*leave them out of FSDP\(blocks=...\)'),
         (Reaching, {}, "used outside of the block's forward"),
+        (Hoarding, {}, 'holds parameter "blocks.1.up.weight"'),
+        (Hiding, {}, 'no tensor with a gradient in what "blocks.0" gives'),
+        (Penalized, {"loss": penalized}, "a gradient is computed in forward or in the loss"),
         (hooked, {}, 'parameter "embedding.weight" has a hook'),
         (Stack, {"compile": "default"}, "fsdp: compile isn't supported"),
         (Stack, {"precision": "fp16"}, "fsdp: precision fp16"),
@@ -252,7 +386,8 @@ def hooked() -> nn.Module:
     ],
 )
 def test_what_can_not_be_sharded_is_refused_in_a_line(model, settings, says, tmp_path) -> None:
-    job = dataclasses.replace(KINDS["tied blocks"], model=model).replace(eval_data=None, order=by_first_word)
+    job = KINDS["mlp" if model is Penalized else "tied blocks"]
+    job = dataclasses.replace(job, model=model).replace(eval_data=None, metrics={}, order=by_first_word)
     with pytest.raises(LockstepError, match=says):
         train(job.replace(**settings), strategy="fsdp", devices="2xcpu", folder=tmp_path, quiet=True)
 

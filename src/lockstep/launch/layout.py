@@ -13,8 +13,9 @@ class Layout:
     """Named axes of devices, as `torch.distributed.device_mesh.init_device_mesh` takes them.
 
     Attributes:
-        axes: the size of each. Devices next to one another differ in the last axis first. Those of the axis ``"data"``
-            are given a local batch each, those of ``"stage"`` some layers each.
+        axes: the size of each. Devices next to one another differ in the last axis first. Those of the axes ``"data"``
+            and ``"shard"`` are given a local batch each, those of ``"shard"`` a shard of the model each, those of
+            ``"stage"`` some layers each.
         devices_per_process: neighbours.
         together: whether the processes meet in each update.
     """
@@ -36,7 +37,7 @@ class Layout:
     @property
     def local_batches(self) -> int:
         """In how many a batch is cut: the replicas of the model."""
-        return self.axes.get("data", 1)
+        return self.axes.get("data", 1) * self.axes.get("shard", 1)
 
     def read_by(self, process: int) -> DataShare:
         """What a process reads of each batch, by the number of the process."""

@@ -16,7 +16,7 @@ from lockstep.launch import started_as_rank
 from lockstep.launch.devices import Device, Devices
 from lockstep.strategies.ddp import DDP
 from lockstep.strategies.dp import DP
-from lockstep.strategies.fsdp import FSDP
+from lockstep.strategies.fsdp import FSDP, ReplicatedFSDP
 from lockstep.strategies.hogwild import Hogwild
 from lockstep.strategies.pp import MP, PP
 from lockstep.strategies.product import Product, product_in
@@ -26,7 +26,7 @@ from lockstep.strategies.strategy import Strategy
 
 STRATEGIES: dict[str, type[Strategy]] = {kind.name: kind for kind in (Single, DP, DDP, FSDP, MP, PP, Hogwild)}
 
-PRODUCTS: dict[str, type[Product]] = {"pp": ReplicatedPP, "mp": ReplicatedMP}
+PRODUCTS: dict[str, type[Product]] = {"pp": ReplicatedPP, "mp": ReplicatedMP, "fsdp": ReplicatedFSDP}
 """What ``ddp=NxS=M`` is, by S, the strategy on the M devices of each replica."""
 
 __all__ = [

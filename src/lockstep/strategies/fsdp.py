@@ -7,6 +7,7 @@ backward.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import ClassVar
 
@@ -23,6 +24,7 @@ from lockstep.model.inspection import hooked_parameters
 from lockstep.model.optimizer import build_optimizer
 from lockstep.pipelining.planner.balanced_split import size
 from lockstep.strategies.ddp import DDP, DDPStep, synchronised
+from lockstep.strategies.product import Product
 from lockstep.strategies.step import Step
 from lockstep.strategies.strategy import Strategy
 
@@ -52,8 +54,8 @@ class FSDP(Strategy):
     runs_functions: ClassVar[str] = "an update of several losses would gather and free the shards several times"
 
     def layout(self, devices: int) -> Layout:
-        """A local batch and a process for each device."""
-        return Layout({"data": devices})
+        """A local batch, a shard and a process for each device."""
+        return Layout({"shard": devices})
 
     def build(self, job: Job, world: World) -> Step:
         """Build the same model on every rank, and keep a shard of it.
@@ -76,9 +78,11 @@ class FSDP(Strategy):
         exchange = synchronised(model, job, world)
         skeleton = skeleton_of(model) if world.is_first else None
         whole = sum(p.numel() * p.element_size() for p in model.parameters())
-        mesh = init_device_mesh(world.device.type, (world.size,))
+        axes = world.layout.axes
+        mesh = init_device_mesh(world.device.type, tuple(axes.values()), mesh_dim_names=tuple(axes))
         shards = Shards(model, mesh, blocks_of(model, self.blocks))
         shards.give_to(optimizer)
+        shards.refuse_others()
         if world.is_first:
             for name, why in shards.whole.items():
                 world.tell(Line.note(f'fsdp keeps "{name}" whole on each rank: {why}'))
@@ -116,3 +120,25 @@ class FSDP(Strategy):
                 f"fsdp: {kind.__name__} would be given a shard of each parameter, which is right where it treats each "
                 "element by itself: say so by FSDP(elementwise=True), or take ddp"
             )
+
+
+@dataclass(frozen=True)
+class ReplicatedFSDP(Product, FSDP):
+    """Replicas, each in shards over several processes; gradients are summed in a replica, then over replicas."""
+
+    summary: ClassVar[str] = "a process per device, with a shard of its replica and a local batch"
+    good_for: ClassVar[str] = "shards on the devices of a machine, replicas on several machines"
+
+    def layout(self, devices: int) -> Layout:
+        """A local batch, a shard and a process for each device.
+
+        Raises:
+            StrategyError: it is for another number of devices.
+        """
+        self.refuse_devices(devices)
+        replicas, each = self.sizes
+        return Layout({"data": replicas, "shard": each})
+
+    def mesh(self, devices: Sequence[str]) -> list[str]:
+        """A line for each rank."""
+        return self.layout(len(devices)).drawn(devices)

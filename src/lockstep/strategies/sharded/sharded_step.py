@@ -32,7 +32,7 @@ from lockstep.strategies.ddp import DDP, DDPStep
 from lockstep.strategies.rank_tensors import FlatGradients
 from lockstep.strategies.sharded.shards import NamedParameters, Shards, places_of
 from lockstep.strategies.update_result import added, scalar
-from lockstep.tensors.pytree import batch_size_of, each
+from lockstep.tensors.pytree import batch_size_of, each, tensors
 from lockstep.threads.replica_collectives import RankExchange
 
 T = TypeVar("T")
@@ -60,7 +60,7 @@ class ShardedStep(DDPStep):
         self.last_look = 1  # the whole model is put together for it
         self._skeleton = skeleton
         self._used: set[str] = set()
-        self._stands_in = False
+        self._stands_in = self._in_backward = False
         self._watch_blocks()
 
     def _find_trained(self) -> None:
@@ -173,7 +173,7 @@ class ShardedStep(DDPStep):
                 p.grad = p.grad.coalesce()
             grad = p.grad._values() if p.grad.is_sparse else p.grad
             grads.append(grad)
-            if self.world.is_first or id(p) not in whole:
+            if self.world.is_first if id(p) in whole else self._shards.is_first_replica:
                 square += torch.linalg.vector_norm(grad).double().square()
         self.grad_norm = norm = self.world.all_reduce(square).sqrt()
         factor = (self._clip_norm / (norm + 1e-6)).clamp(max=1.0)
@@ -216,7 +216,7 @@ class ShardedStep(DDPStep):
             mine = [place for place in places if place[0] in own]
             block.register_forward_pre_hook(self._comes_to(number), prepend=True)
             block.register_forward_pre_hook(self._notes_uses(mine))
-            block.register_forward_hook(_without_views, prepend=True)
+            block.register_forward_hook(self._gives(name), prepend=True)
         root.register_forward_hook(self._ends)
 
     def _comes_to(self, number: int) -> Callable[..., None]:
@@ -246,6 +246,44 @@ class ShardedStep(DDPStep):
                 f"fsdp: forward comes {comes}: blocks that depend on the samples can't be gathered on their own",
                 fix="leave them out of FSDP(blocks=...)",
             )
+
+    def _gives(self, name: str) -> Callable[..., Any]:
+        """A hook on what a block gives, whose backward is to gather the block's parameters again."""
+
+        def hook(module: nn.Module, args: Any, outputs: Any) -> Any:
+            del args
+            if not torch.is_grad_enabled():
+                return outputs
+            # (A view that is written in place would lose the hook that gathers.)
+            outputs = each(_copied_if_a_view, outputs, on_packed=lambda packed: packed)
+            found = [t for t in tensors(outputs) if t.requires_grad]
+            what = f'"{name}"' if name else "the model"
+            if not found and any(p.requires_grad for p in module.parameters()):
+                raise StrategyError(
+                    f"fsdp: there is no tensor with a gradient in what {what} gives "
+                    f"({type(outputs).__name__}): let it give tensors, or lists or dicts of them, or take ddp"
+                )
+            for tensor in found:
+                tensor.register_hook(self._refuse_other_backwards)  # type: ignore[no-untyped-call]
+            return outputs
+
+        return hook
+
+    def _refuse_other_backwards(self, grad: torch.Tensor) -> None:
+        del grad
+        if not self._in_backward:
+            raise StrategyError(
+                "fsdp: a gradient is computed in forward or in the loss (torch.autograd.grad, a gradient penalty), for "
+                "which the parameters of blocks would have to stay: take ddp"
+            )
+
+    def run_backward(self, total: torch.Tensor, divisor: Number) -> None:
+        """As every step's; other backwards are refused."""
+        self._in_backward = True
+        try:
+            super().run_backward(total, divisor)
+        finally:
+            self._in_backward = False
 
     def _notes_uses(self, places: list[tuple[nn.Module, str, str]]) -> Callable[..., None]:
         """A hook of a block whose parameters have just been gathered; they are the same objects each time."""
@@ -311,7 +349,7 @@ class ShardedStep(DDPStep):
             old = places[0][0]._parameters[places[0][1]]
             p = nn.Parameter(values[name].detach().clone(), requires_grad=old is not None and old.requires_grad)
             for module, key in places:
-                module._parameters[key] = p
+                setattr(module, key, p)
         for (module, key), (here, its) in zip(buffers_of(model), buffers_of(self.model), strict=True):
             buffer = here._buffers[its]
             module._buffers[key] = None if buffer is None else buffer.clone()
@@ -400,14 +438,8 @@ def skeleton_of(model: nn.Module) -> nn.Module:
         raise StrategyError(f"fsdp: the model can't be copied ({told(error)}), and rank 0 inspects a copy") from error
 
 
-def _without_views(module: nn.Module, args: Any, outputs: Any) -> Any:
-    """Copies in place of views that a block gives: written in place, one would lose the hook that gathers the block."""
-    del module, args
-
-    def copied(tensor: torch.Tensor) -> torch.Tensor:
-        return tensor.clone() if tensor.requires_grad and tensor._base is not None else tensor
-
-    return each(copied, outputs, on_packed=lambda packed: packed)
+def _copied_if_a_view(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor.clone() if tensor.requires_grad and tensor._base is not None else tensor
 
 
 def _numbers(values: list[Number], device: torch.device) -> torch.Tensor:

@@ -12,6 +12,8 @@ element is the same, and costs no dispatch of DTensors.
 
 from __future__ import annotations
 
+import gc
+import weakref
 from collections import Counter, defaultdict
 from collections.abc import Iterable, Mapping
 from typing import Any
@@ -47,7 +49,7 @@ class Shards:
 
     def __init__(self, model: nn.Module, mesh: DeviceMesh, blocks: Mapping[str, nn.Module]) -> None:
         before = dict(model.named_parameters())
-        self.blocks = dict(blocks)
+        self._mesh, self.blocks = mesh, dict(blocks)
         self.whole = _kept_whole(model)
         self.places = places_of(model)
         ignored = {before[name] for name in self.whole}
@@ -60,6 +62,7 @@ class Shards:
                 module.set_force_sum_reduction_for_comms(True)
                 # A gradient that this rank has none of is sent as zeros: which ones ranks have may differ.
                 module.set_reduce_scatter_unused_params(True, recurse=False)
+        self._before = {name: weakref.ref(p) for name, p in before.items() if name not in self.whole}
         now = dict(model.named_parameters())
         self.cut = {name: p for name, p in now.items() if isinstance(p, DTensor)}
         names = {id(p): name for name, p in self.cut.items()}
@@ -77,6 +80,20 @@ class Shards:
                 if p is not local and (state := optimizer.state.pop(p, None)) is not None:
                     optimizer.state[local] = self.cut_state(self._names[id(local)], state)
         self._of_whole.clear()  # the whole ones are needed no more
+
+    def refuse_others(self) -> None:
+        """Refuse a model whose whole parameters something has kept, now that the optimizer has its own.
+
+        Raises:
+            StrategyError: it would go on with what they were.
+        """
+        gc.collect()
+        for name, kept in self._before.items():
+            if kept() is not None:
+                raise StrategyError(
+                    f'fsdp: something beside its module holds parameter "{name}" (a list, a closure, a variable of '
+                    "yours), and would go on with what it was before it was cut: reach it by its module, or take ddp"
+                )
 
     def cut_state(self, name: str, state: Mapping[str, Any]) -> dict[str, Any]:
         """This rank's part of an optimizer's state of a whole parameter."""
@@ -135,6 +152,12 @@ class Shards:
         ranks = tensor.device_mesh.size()
         sizes = [len(piece) for piece in torch.empty(len(tensor), 0).chunk(ranks)]
         return (*sizes, *[0] * (ranks - len(sizes))), tensor.device_mesh.get_local_rank()
+
+    @property
+    def is_first_replica(self) -> bool:
+        """Whether this rank's parts are those that count, where several replicas have the same."""
+        *others, _ = self._mesh.get_coordinate() or [0]
+        return not any(others)
 
     @property
     def bytes_here(self) -> int:
