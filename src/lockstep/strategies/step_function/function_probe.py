@@ -1,8 +1,10 @@
 """Whether a step function computes sums over samples, so that the parts of a batch add up to the whole.
 
-In steps 1, 2, 4, 8, ... the function is run on a local batch and on two parts of it, with an ``update`` that only takes
-note of what it is given: nothing is moved. Each run has a copy of the model, since a function may write to it (a target
-network, a running mean). Layers are in eval mode meanwhile, since dropout and batch norm are told of anyway.
+In steps 1, 2, 4, 8, ... the function is run on a local batch, on two parts of it, on it with samples of another one (a
+mask may be even over each local batch, and not over both), and on it several times (the hardest ten samples of a batch
+may be all of a local batch), with an ``update`` that only takes note of what it is given: nothing is moved. Each run
+has a copy of the model, since a function may write to it (a target network, a running mean). Layers are in eval mode
+meanwhile, since dropout and batch norm are told of anyway.
 """
 
 from __future__ import annotations
@@ -10,6 +12,7 @@ from __future__ import annotations
 import contextlib
 import copy
 from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -19,11 +22,11 @@ from lockstep.data import Part
 from lockstep.errors import LossError, StrategyError
 from lockstep.launch.events import Caveat
 from lockstep.launch.world import World
-from lockstep.model.additivity import is_apart
+from lockstep.model.additivity import Nest, is_apart, repeated
 from lockstep.model.inspection import detached_attributes
 from lockstep.model.loss import Loss, Number
 from lockstep.model.torch_losses import HALF
-from lockstep.tensors.pytree import cut
+from lockstep.tensors.pytree import cut, joined
 from lockstep.tensors.seeding import kept_states, same, states
 
 _TOLERANCE = 1e-4
@@ -66,23 +69,42 @@ def _is_scalar(value: Any) -> bool:
     return isinstance(value, torch.Tensor) and not value.dim() and not value.requires_grad
 
 
-def probe(function: Callable[..., None], model: nn.Module, part: Part, world: World, *, shared: bool) -> list[Caveat]:
+def probe(
+    function: Callable[..., None],
+    model: nn.Module,
+    shares: list[Part],
+    world: World,
+    *,
+    shared: bool,
+    local_batches: int,
+) -> list[Caveat]:
     """What a person has to know of a function, by what it makes of a local batch that is on the model's device.
+
+    Args:
+        function: it.
+        model: whose copies it is given.
+        shares: the local batch, and samples of another one, if there is one.
+        world: who asks.
+        shared: whether several replicas have the same parameters.
+        local_batches: of a global batch; it is given the local batch as often.
 
     Raises:
         StrategyError: a loss is no sum over samples, or parameters are written that several replicas have (``shared``).
     """
-    if part.size < 2:
-        return []
+    part = shares[0]
     accelerators = () if world.device.is_slot else (world.device.torch,)
     modes = [(module, module.training) for module in model.modules()]
-    half = (part.size + 1) // 2
+    nest = part.inputs, part.targets
+
+    def calls(nest: Nest) -> Called:
+        return _calls(function, model, nest, world, part.of)
+
     with kept_states(accelerators):
         model.eval()
         try:
             before = states(accelerators)
-            whole, written = _calls(function, model, part, world, 0, part.size)
-            if shared and (names := [name for name, _ in model.named_parameters() if name in written]):
+            whole = calls(nest)
+            if shared and (names := [name for name, _ in model.named_parameters() if name in whole.written]):
                 raise StrategyError(
                     f'dp: the step function writes parameter "{names[0]}", which all replicas share, so each of them '
                     "would write it",
@@ -98,43 +120,82 @@ def probe(function: Callable[..., None], model: nn.Module, part: Part, world: Wo
                         "let the dataset draw them: a sample's are the same on any number of devices",
                     )
                 ]
-            parts, wrote = zip(
-                *(_calls(function, model, part, world, *of) for of in ((0, half), (half, part.size - half))),
-                strict=True,
-            )
+            parts = []
+            if part.size > 1:
+                half = (part.size + 1) // 2
+                parts = [calls(cut(nest, *of, part.size)) for of in ((0, half), (half, part.size - half))]
+                _refuse_no_sums(part.size, whole, *parts)
+            for other in (one for one in shares[1:] if one.size):
+                theirs = other.inputs, other.targets
+                both = joined(nest, part.size, theirs, other.size)
+                with contextlib.suppress(*_CANT_TAKE):
+                    if both is not None:
+                        _refuse_no_sums(part.size + other.size, calls(both), whole, calls(theirs))
+            many = repeated(nest, part.size, local_batches)
+            with contextlib.suppress(*_CANT_TAKE):
+                if many is not None:
+                    _refuse_no_sums(local_batches * part.size, calls(many), whole, whole.times(local_batches - 1))
         finally:
             for module, mode in modes:
                 module.training = mode
-    if any([name for name, *_ in calls] != [name for name, *_ in whole] for calls in parts):
-        return []  # replicas that make different calls are found in the step itself
-    for (name, *numbers), *others in zip(whole, *parts, strict=True):
-        for value, one, other in zip(numbers, *(of[1:] for of in others), strict=True):
-            if is_apart(value, one, other, tolerance=_TOLERANCE):
-                raise StrategyError(
-                    f'update("{name}"): the loss of {part.size} samples is {value:.4g}, and of two parts of them '
-                    f"{one:.4g} and {other:.4g}, so it isn't a sum over samples",
-                    kind="mixing",
-                    fix=f'give the sum and the number of items, update("{name}", total, count); or use single',
-                )
     return [
         Caveat(
             "state",
             f'the step function writes "{name}" by the samples of its local batch, so it is another one on each device',
             "make it of what is the same on all of them",
         )
-        for name, value in written.items()
-        if any(name in of and not torch.equal(value, of[name]) for of in wrote)
+        for name, value in whole.written.items()
+        if any(name in of.written and not torch.equal(value, of.written[name]) for of in parts)
     ]
 
 
-def _calls(
-    function: Callable[..., None], model: nn.Module, part: Part, world: World, start: int, size: int
-) -> tuple[list[tuple[str, float, float]], dict[str, torch.Tensor]]:
-    """The calls of ``update``, and the parameters and buffers that the function wrote."""
+_CANT_TAKE = (RuntimeError, TypeError, ValueError, IndexError, AssertionError)
+"""What a function may raise that takes so many samples only."""
+
+
+@dataclass(frozen=True)
+class Called:
+    """What a function has made of some samples.
+
+    Attributes:
+        updates: name, total and count of each call of ``update``.
+        written: the parameters and buffers that it wrote.
+    """
+
+    updates: list[tuple[str, float, float]]
+    written: dict[str, torch.Tensor]
+
+    def times(self, number: int) -> Called:
+        """What sums over samples are for the same ones so many times."""
+        return Called([(name, number * total, number * count) for name, total, count in self.updates], {})
+
+
+def _refuse_no_sums(samples: int, whole: Called, *parts: Called) -> None:
+    """Raise where the losses of so many samples aren't the sums of those of two parts of them.
+
+    Raises:
+        StrategyError: one isn't.
+    """
+    if any([name for name, *_ in of.updates] != [name for name, *_ in whole.updates] for of in parts):
+        return  # replicas that make different calls are found in the step itself
+    for (name, *numbers), *others in zip(whole.updates, *(of.updates for of in parts), strict=True):
+        for value, one, other in zip(numbers, *(of[1:] for of in others), strict=True):
+            if is_apart(value, one, other, tolerance=_TOLERANCE):
+                raise StrategyError(
+                    f'update("{name}"): the loss of {samples} samples is {value:.4g}, and of two parts of them '
+                    f"{one:.4g} and {other:.4g}, so it isn't a sum over samples",
+                    kind="mixing",
+                    fix=f'give the sum and the number of items, update("{name}", total, count); or use single',
+                )
+
+
+def _calls(function: Callable[..., None], model: nn.Module, nest: Nest, world: World, samples: int) -> Called:
+    """What the function makes of some samples, with a copy of the model; ``samples``: of the global batch."""
     with contextlib.suppress(Exception):  # one that can't be copied is given itself
         model = copy.deepcopy(model, detached_attributes(model))
-    noted = _Noted(world, part.of)
+    noted = _Noted(world, samples)
     state = {**dict(model.named_parameters()), **dict(model.named_buffers())}
     versions = {name: tensor._version for name, tensor in state.items()}
-    function(model, cut((part.inputs, part.targets), start, size, part.size), noted)
-    return noted.calls, {name: tensor for name, tensor in state.items() if tensor._version != versions[name]}
+    function(model, nest, noted)
+    written = {name: tensor for name, tensor in state.items() if tensor._version != versions[name]}
+    return Called(noted.calls, written)

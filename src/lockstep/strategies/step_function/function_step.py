@@ -36,9 +36,14 @@ from lockstep.strategies.rank_tensors import FlatGradients
 from lockstep.strategies.step import Step
 from lockstep.strategies.step_function.function_probe import as_sum, probe
 from lockstep.strategies.update_result import Result, added, scalar
+from lockstep.tensors.pytree import cut, to_device
 
 _END, _FOLLOWS = -1, -2
 """What a rank says at the end of the function, or that has no sample to run it on; others name an optimizer."""
+
+
+_SOME, _MOST = 4, 8
+"""Samples of each other rank, and local batches, at most, on which the function is tried."""
 
 
 class Update:
@@ -234,9 +239,15 @@ class FunctionStep(Step):
 
     def _look(self, batch: Batch) -> None:
         """Look whether the losses of the function are sums over samples, where batches are cut."""
-        if self.cuts_batch and self.world.is_first:
-            share = self.first_share(batch)
-            self.tell_once(probe(self._function, self.model, share, self.world, shared=self.shares_parameters))
+        if not self.cuts_batch:
+            return
+        shares = self.first_shares(batch)
+        if self.world.size > 1:
+            every = self.world.gather_objects(_some_of(shares[0]))
+            shares = [shares[0], *(self.placed(part) for part in every[1:] if part.size)]
+        if self.world.is_first:
+            shared, count = self.shares_parameters, min(self.replicas, _MOST)
+            self.tell_once(probe(self._function, self.model, shares, self.world, shared=shared, local_batches=count))
 
     @property
     def shares_parameters(self) -> bool:
@@ -257,3 +268,10 @@ class FunctionStep(Step):
 
     def _refuse_gradients(self) -> NoReturn:
         raise StrategyError("a step function makes updates itself: call step(inputs, targets), not backward and update")
+
+
+def _some_of(part: Part) -> Part:
+    """A few samples of a share, to be sent to another rank."""
+    size = min(part.size, _SOME)
+    inputs, targets = to_device(cut((part.inputs, part.targets), 0, size, part.size), torch.device("cpu"))
+    return Part(inputs, targets, size, part.of)
