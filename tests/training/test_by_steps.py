@@ -17,6 +17,7 @@ from torch.optim.lr_scheduler import ReduceLROnPlateau
 from torch.utils.data import IterableDataset, TensorDataset
 
 from lockstep import Event, Job, Run, evaluate, train
+from lockstep.callbacks import SWA
 from lockstep.errors import InputError, JobError
 from lockstep.job import Every
 from lockstep.jobfile import JobFile
@@ -176,6 +177,11 @@ def test_a_stream_is_evaluated_by_steps_too(strategy: str, tmp_path: Path) -> No
     assert [r["step"] for r in run.history] == [5, 10, 15, 20]
     assert ["train_loss" in r for r in run.history] == [False, True, False, True]
     assert all("loss" in r and "eval_loss" in r for r in run.history)
+
+
+def test_what_a_callback_changes_at_the_end_of_an_epoch_is_evaluated(tmp_path: Path) -> None:
+    run = run_of(one_epoch(train_data=Stream(), eval_every=5, shuffle=False, epochs=2, callbacks=[SWA()]), tmp_path)
+    assert evaluate(run, weights="swa.safetensors", devices="1xcpu")["loss"] == run.metrics["loss"]
 
 
 def test_a_plateau_is_shown_each_evaluation_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -122,6 +122,10 @@ class Evaluations:
         """Whether this step was evaluated."""
         return self._at == self._step.world.step
 
+    def forget(self) -> None:
+        """Of this step, evaluated or not, the weights may have changed."""
+        self._at = None if self._at is None else -1
+
     def make(self) -> dict[str, float]:
         """The loss and the metrics of each set at this step, computed once; empty where there are no sets."""
         if self._loaders and not self.is_done:

@@ -14,9 +14,8 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from lockstep.checkpoint.weights import load_weights
 from lockstep.data import Batch, fingerprint, is_stream
-from lockstep.errors import FolderError, JobError, counted
+from lockstep.errors import JobError, counted
 from lockstep.job import Job
 from lockstep.jobfile import the_job
 from lockstep.launch.events import Line
@@ -34,6 +33,7 @@ from lockstep.training.callbacks.dispatch import Callbacks
 from lockstep.training.evaluation import Evaluations, try_out
 from lockstep.training.logs import Logs
 from lockstep.training.progress import Pace, Teller
+from lockstep.training.resume import has_ended
 from lockstep.training.saves import Saves
 from lockstep.training.scheduler import move_on
 from lockstep.training.setup import Plan, Setup, for_devices
@@ -174,6 +174,8 @@ class _Training(Setup):
         self.record = losses
         self._call("log", number)
         self._call("epoch", number, whole=finished)
+        if self.callbacks:  # which the last evaluation within a stream's epoch came before
+            self.evaluations.forget()
         ends = bool(self.stopped) or self._is_at_last_step or (finished and number == self.epochs)
         evaluates = self.evaluations.owed or ends or self.triggers.at_end(EVALUATE, number)
         if evaluates:
@@ -359,17 +361,6 @@ class _Training(Setup):
         self.saves.save(place, values)
         self.triggers.done(SAVE)
 
-    def _has_ended(self) -> bool:
-        """Whether the run has come to its end at this step, down to its last file, and that is whole."""
-        summary = self.folder.summary
-        if not summary.is_file() or self.folder.read_json(summary).get("steps") != self.world.step:
-            return False
-        try:
-            load_weights(self.folder.model)
-        except FolderError:
-            return False  # it is written anew
-        return True
-
     def _resume(self) -> None:
         state = self.saves.load()
         self.epoch, self.position = state["epoch"], state["position"]
@@ -383,7 +374,9 @@ class _Training(Setup):
         is_beyond = (self.job.steps is not None and self.world.step > self.job.steps) or (
             self.epochs is not None and (self.epoch, self.position) > (self.epochs, 0)
         )
-        if not is_beyond and (self.plan.again or not self.world.broadcast_object(self._has_ended())):
+        if not is_beyond and (
+            self.plan.again or not self.world.broadcast_object(has_ended(self.folder, self.world.step))
+        ):
             if self.kept_record is not None:  # it may have reached its last step, and not its last file
                 self.record = {n: v for n, v in self.kept_record.items() if n not in ("epoch", "step")}
             return

@@ -12,6 +12,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from lockstep.checkpoint.weights import load_weights
 from lockstep.errors import FolderError, StrategyError, counted
 from lockstep.job import Job
 from lockstep.jobfile import JobFile, written
@@ -187,3 +188,14 @@ def edited_files(before: Mapping[str, str], path: str) -> str | None:
     now = sources(path)
     edited = sorted(name for name in before if name in now and not now[name].startswith(str(before[name])))
     return f"{', '.join(edited)} has changed since the run was begun" if edited else None
+
+
+def has_ended(folder: RunFolder, step: int) -> bool:
+    """Whether a run has come to its end at this step, down to its last file, and that is whole."""
+    if not folder.summary.is_file() or folder.read_json(folder.summary).get("steps") != step:
+        return False
+    try:
+        load_weights(folder.model)
+    except FolderError:
+        return False  # it is written anew
+    return True
