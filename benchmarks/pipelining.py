@@ -24,7 +24,7 @@ from lockstep.jobfile import JobFile
 from lockstep.launch.devices import Device, slots, usable_cores
 from lockstep.pipelining.microbatch import current
 from lockstep.pipelining.planner.plan import planned
-from lockstep.strategies import MP
+from lockstep.strategies import MP, named
 from lockstep.strategies.pp import PP
 
 HALVES = {f"layers.{i}": i // 4 for i in range(8)}
@@ -106,6 +106,16 @@ def found(job: lockstep.Job) -> Callable[[], Mapping[str, Callable[[], float]]]:
         }
 
     return alternatives
+
+
+def product() -> Mapping[str, Callable[[], float]]:
+    """What the pipeline costs: two replicas on two slots, or each on two stages, four slots of the same two cores."""
+    job, four = models.stack_job(), slots(4, usable_cores()[:2])
+    staged = {
+        f"{name}, 4 slots of 2 cores": rate(job, named(name, device_map=HALVES, **settings), four)
+        for name, settings in (("ddp=2xpp=2", {"microbatches": 4}), ("ddp=2xmp=2", {}))
+    }
+    return {"ddp, 2 slots": rate(job, "ddp", slots(2)), **staged}
 
 
 def resnet_job() -> lockstep.Job:
@@ -291,6 +301,13 @@ PIPELINING = {
         f"pipelining-{name}": Benchmark(found(JOBS[name]()), _bounded(0.95 if name == "resnet50" else 0.92), rounds=3)
         for name in ("resnet50", "unet", "gpt2", "char_lm")
     },
+    "pipelining-product": Benchmark(
+        product,
+        (
+            Ratio("ddp=2xpp=2, 4 slots of 2 cores", "ddp, 2 slots", 0.9),
+            Ratio("ddp=2xmp=2, 4 slots of 2 cores", "ddp, 2 slots"),
+        ),
+    ),
     "pipelining-memory": Benchmark(
         memory,
         (Ratio("1f1b", "gpipe", 1 / 0.35),),
