@@ -8,6 +8,7 @@ backward.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass
 from typing import ClassVar
 
@@ -43,10 +44,13 @@ class FSDP(Strategy):
         blocks: modules whose parameters are gathered on their own: ``"auto"`` takes repeated layers; else names, with
             commas between, of modules or lists of modules.
         elementwise: an optimizer that is not PyTorch's treats each element of a parameter by itself.
+        build_on_disk: the model is built in files of the run's folder, and each rank takes its part from there: for a
+            model that is larger than the memory of a rank. Rank 0 doesn't inspect it before the first update then.
     """
 
     blocks: str = "auto"
     elementwise: bool = False
+    build_on_disk: bool = False
 
     name: ClassVar[str] = "fsdp"
     summary: ClassVar[str] = "a process per device, each with a shard of the model and a local batch"
@@ -65,18 +69,20 @@ class FSDP(Strategy):
         """
         from torch.distributed.device_mesh import init_device_mesh
 
+        from lockstep.strategies.sharded.parameters_on_disk import parameters_on_disk
         from lockstep.strategies.sharded.sharded_step import ShardedStep, skeleton_of
         from lockstep.strategies.sharded.shards import Shards, blocks_of
 
         self.refuse_other_processes(world)
-        model = build_model(job, world)
+        with parameters_on_disk(world.folder) if self.build_on_disk else nullcontext():
+            model = build_model(job, world)
         self.refuse(model, world.size)
         optimizer = build_optimizer(job, model)
         if world.size == 1:
             return DDPStep(model, optimizer, job, world, None, DDP())
         self._refuse_unshardable(job, model, optimizer)
         exchange = synchronised(model, job, world)
-        skeleton = skeleton_of(model) if world.is_first else None
+        skeleton = skeleton_of(model) if world.is_first and not self.build_on_disk else None
         whole = sum(p.numel() * p.element_size() for p in model.parameters())
         axes = world.layout.axes
         mesh = init_device_mesh(world.device.type, tuple(axes.values()), mesh_dim_names=tuple(axes))
@@ -84,13 +90,18 @@ class FSDP(Strategy):
         shards.give_to(optimizer)
         shards.refuse_others()
         if world.is_first:
+            if self.build_on_disk:
+                world.tell(Line.note("build_on_disk: what forward does is not inspected before the first update"))
             for name, why in shards.whole.items():
                 world.tell(Line.note(f'fsdp keeps "{name}" whole on each rank: {why}'))
             of = f"{size(shards.bytes_here)} of {size(whole)}"
             many = f"{counted(len(shards.blocks), 'block')}, one at a time, and the rest" if shards.blocks else "all"
             text = f"a rank keeps {of} of weights, gradients and the optimizer's state likewise; gathered: {many}"
             world.tell(Line(text, "plan"))
-        return ShardedStep(model, optimizer, job, world, exchange, shards, skeleton)
+        step = ShardedStep(model, optimizer, job, world, exchange, shards, skeleton)
+        if self.build_on_disk:
+            step.last_look = 0
+        return step
 
     def _refuse_unshardable(self, job: Job, model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
         """Refuse what has to see whole parameters, or doesn't go with ``fully_shard``.

@@ -340,7 +340,9 @@ class ShardedStep(DDPStep):
             self.model = sharded
 
     def whole_model(self) -> nn.Module | None:
-        """As every step's: put together on rank 0 each time that it is asked for."""
+        """As every step's: put together on rank 0 each time that it is asked for, if at all."""
+        if not self.last_look:
+            return None
         values = self.whole_parameters()
         if self._skeleton is None:
             return None

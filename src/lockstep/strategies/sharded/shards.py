@@ -143,15 +143,17 @@ class Shards:
         return whole
 
     def rows(self, tensor: DTensor) -> RowShard:
-        """This rank's rows of a tensor."""
-        return RowShard(tensor.to_local(), *self.rows_of(tensor))
+        """This rank's rows of a tensor; where several replicas have the same, those of the first count."""
+        sizes, _ = self.rows_of(tensor)
+        others = self._mesh.size() - len(sizes)
+        return RowShard(tensor.to_local(), (*sizes, *[0] * others), self._mesh.get_rank())
 
-    @staticmethod
-    def rows_of(tensor: DTensor) -> tuple[tuple[int, ...], int]:
-        """How many rows of a tensor each rank has, and the number of this rank."""
-        ranks = tensor.device_mesh.size()
+    def rows_of(self, tensor: DTensor) -> tuple[tuple[int, ...], int]:
+        """How many rows of a tensor each rank of a replica has, and the number of this rank among them."""
+        *_, number = self._mesh.get_coordinate() or [0]
+        ranks = self._mesh.size(self._mesh.ndim - 1)
         sizes = [len(piece) for piece in torch.empty(len(tensor), 0).chunk(ranks)]
-        return (*sizes, *[0] * (ranks - len(sizes))), tensor.device_mesh.get_local_rank()
+        return (*sizes, *[0] * (ranks - len(sizes))), number
 
     @property
     def is_first_replica(self) -> bool:
