@@ -23,7 +23,7 @@ from lockstep.training.run import Run
 from lockstep.verify import differences, parity, same_bits
 
 from planted import Averaging, Jittering, Noisy, SelfWriting  # isort: skip
-from zoo import ZOO, Gappy, drawn, labels, mlp, plain_sgd, sgd  # isort: skip
+from zoo import ZOO, Gappy, drawn, labels, mlp, plain_sgd, sgd, slow  # isort: skip
 
 BOUND = 1e-10
 WAYS: dict[str, Strategy] = {"dp": DP(), "ddp flat": DDP(reduce="flat"), "ddp overlapped": DDP(reduce="overlapped")}
@@ -137,13 +137,16 @@ def test_the_same_seed_twice_gives_the_same_bits_with_dropout(way: Strategy, tmp
     assert not same_bits(runs[0].model(), other.model())
 
 
-@pytest.mark.parametrize(("before", "after"), [("single", "ddp"), ("ddp", "dp"), ("dp", "single")])
+@pytest.mark.parametrize(
+    ("before", "after"),
+    [("single", "ddp"), ("ddp", "dp"), ("dp", "single"), slow("mp", "ddp=2xmp=2"), slow("ddp=2xmp=2", "mp")],
+)
 @pytest.mark.parametrize(
     "kind", ["adamw with groups by name", "a schedule by step", "convolutions with sync_batchnorm"]
 )
 def test_a_run_goes_on_under_another_strategy(kind: str, before: str, after: str, tmp_path) -> None:
     job = ZOO[kind].replace(precision="fp64", epochs=2)
-    devices = {"single": "1xcpu", "dp": "3xcpu", "ddp": "2xcpu"}
+    devices = {"single": "1xcpu", "dp": "3xcpu", "ddp": "2xcpu", "mp": "2xcpu", "ddp=2xmp=2": "4xcpu"}
     whole = train(job, strategy="single", devices="1xcpu", folder=tmp_path, quiet=True)
     half = train(job, strategy=before, devices=devices[before], folder=tmp_path, quiet=True, epochs=1)
     resumed = train(job, strategy=after, devices=devices[after], resume=half.folder, quiet=True)
