@@ -263,8 +263,10 @@ def in_a_loop_of_ones_own(world: Any, folder: str) -> tuple[list[float], dict[st
     step(_tokens[mine[0]], _next[mine[0]])
     step.load(folder)
     losses.append(step(_tokens[mine[3]], _next[mine[3]]).loss)
-    _, total, _ = step.evaluate(_tokens[mine[3]], _next[mine[3]])
-    assert total > 0
+    _, total, count = step.evaluate(_tokens[mine[3]], _next[mine[3]])
+    assert total > 0 and count > 0
+    some = (_tokens[:3], _next[:3]) if world.is_first else (None, None)
+    assert (step.evaluate(*some)[2] > 0) == world.is_first
     return losses, step.state_dict()["model"]
 
 

@@ -19,7 +19,7 @@ from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 
 from lockstep.data import Batch, Part
-from lockstep.data.shares import over_ranks
+from lockstep.data.shares import batch_of, over_ranks
 from lockstep.errors import InputError, StrategyError, told
 from lockstep.job import Job
 from lockstep.launch.observer import phase
@@ -326,6 +326,22 @@ class ShardedStep(DDPStep):
         with self._unchanged():
             self._predicted(self.model, self.placed(part))
         return []
+
+    def evaluate(self, inputs: Any, targets: Any = None) -> tuple[Any, Number, Number]:
+        """As every evaluator's; every rank calls it."""
+        if isinstance(inputs, Batch):
+            inputs, targets = inputs
+        with self.evaluating():
+            (part,) = batch_of(inputs, targets, 1, self.world, self._refuse_gaps).parts
+            if not part.of:
+                return None, 0.0, 0
+            part, is_stand_in = self._or_first_sample(part)
+            if is_stand_in:
+                with self._unchanged():
+                    self._predicted(self.model, self.placed(part))
+                return None, 0.0, 0
+            outputs, (total, count) = self.outputs(part)
+            return outputs, total, count
 
     # ---- the whole model --------------------------------------------------------------------------------------------
 
