@@ -5,7 +5,8 @@ lockstep train examples/pretrain_text.py --strategy ddp --devices 2
 The byte-pair encoding is learnt from the same sources by ``tokenizers``. There is one epoch, so everything goes by
 steps: the learning rate, the lines, the evaluations with a text that the model writes, and the checkpoints. A run that
 is stopped resumes inside of the epoch. At the end the perplexity of a token is held against those of a unigram and a
-bigram model.
+bigram model: with the defaults it is 74.6, of bigrams 76.8 and of unigrams 454.9, after 17 minutes on one of two CPU
+cores that had other work, too.
 """
 
 import math
@@ -99,7 +100,7 @@ def job(
     context: int = 128,
     vocabulary: int = 2048,
     size: int = 3_000_000,
-    batch_size: int = 16,
+    batch_size: int = 8,
     lr: float = 3e-3,
 ) -> lockstep.Job:
     """The job; its parameters are given as `--set layers=8`.

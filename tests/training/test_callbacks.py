@@ -12,7 +12,7 @@ import torch
 
 import lockstep
 from lockstep import Callback, Job
-from lockstep.callbacks import TrainingContext
+from lockstep.callbacks import EMA, TrainingContext
 from lockstep.errors import JobError, LockstepError
 from zoo import ZOO, slow
 
@@ -74,6 +74,25 @@ def test_each_rank_is_called_at_each_point(way: str, tmp_path: Path) -> None:
 
 
 ENDS = ("log", "epoch", "evaluated", "saved")
+
+
+class Measures(Callback):
+    def __init__(self, value: Any) -> None:
+        self.value = value
+
+    def on_evaluated(self, training: TrainingContext) -> None:
+        training.metrics["mine"] = self.value
+
+
+def test_metrics_that_callbacks_add_are_numbers(tmp_path: Path) -> None:
+    assert trained(job(Measures(torch.tensor(1.5))), "single", tmp_path).history[-1]["mine"] == 1.5
+    with pytest.raises(JobError, match="callbacks: Measures: mine is a list, and a metric is a number"):
+        trained(job(Measures([1.5])), "single", tmp_path)
+
+
+def test_two_callbacks_do_not_write_one_file(tmp_path: Path) -> None:
+    with pytest.raises(JobError, match=r"callbacks: 2 of them would write ema\.safetensors: leave one"):
+        trained(job(EMA(0.5), EMA(0.9)), "single", tmp_path)
 
 
 class Remembers(Callback):

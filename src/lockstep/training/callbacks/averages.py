@@ -23,9 +23,9 @@ Tensors = dict[str, torch.Tensor]
 
 
 class Average(Callback):
-    """An average of the model's weights; ``file`` is its name in the run's folder."""
+    """An average of the model's weights; ``output`` is its name in the run's folder."""
 
-    file = "average.safetensors"
+    output = "average.safetensors"
     buffers = False
     """Whether buffers of floats are averaged too."""
 
@@ -91,8 +91,8 @@ class Average(Callback):
         with self.evaluating(training):
             weights = training.weights()
             if training.world.is_first and self._average:
-                save_weights(training.folder / self.file, weights)
-                said = f"the averaged weights are in {self.file}, those that were trained in model.safetensors"
+                save_weights(training.folder / self.output, weights)
+                said = f"the averaged weights are in {self.output}, those that were trained in model.safetensors"
                 training.world.tell(Line.note(said))
 
     def state_dict(self) -> dict[str, Any]:
@@ -117,7 +117,7 @@ class EMA(Average):
         every: updates from one move to the next.
     """
 
-    file = "ema.safetensors"
+    output = "ema.safetensors"
 
     def __init__(self, decay: float = 0.999, *, every: int = 1) -> None:
         super().__init__()
@@ -149,7 +149,7 @@ class SWA(Average):
         start: the first epoch whose end is averaged, from 1.
     """
 
-    file = "swa.safetensors"
+    output = "swa.safetensors"
     buffers = True
 
     def __init__(self, start: int = 1) -> None:

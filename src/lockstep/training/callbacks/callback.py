@@ -90,7 +90,12 @@ class Callback:
     at the same step, on a copy of the callback, which is made when the training begins. What they change (parameters,
     which of them are frozen, the optimizer's settings, attributes of the model) must be the same on all ranks: what
     isn't is an error that names it. Ranks of ``hogwild`` come to ``on_step`` each at its own time.
+
+    Attributes:
+        output: the file or folder in the run's that it writes, if it does; no other callback may write the same.
     """
+
+    output: str | None = None
 
     def on_start(self, training: TrainingContext) -> None:
         """Before the first step, of a resumed run too; its state is there by then."""

@@ -45,7 +45,7 @@ class Callbacks:
         last: called after the person's, and not held to act alike on all ranks; ``on_event``.
 
     Raises:
-        JobError: one is no callback, or can't be copied.
+        JobError: one is no callback, can't be copied, or writes the same file as another.
     """
 
     def __init__(self, job: Job, step: Step, folder: Path, last: Callback) -> None:
@@ -57,6 +57,9 @@ class Callbacks:
             name = type(callback).__name__
             counts[name] += 1
             self._by_name[f"{name}-{counts[name]}" if counts[name] > 1 else name] = _copied(callback)
+        outputs = collections.Counter(one.output for one in self._by_name.values() if isinstance(one.output, str))
+        if (twice := next((output for output, number in outputs.items() if number > 1), None)) is not None:
+            raise JobError(f"callbacks: {outputs[twice]} of them would write {twice}: leave one, or give another name")
         # Those that come with Lockstep draw nothing, or under a seed of their own, and add no hooks: 0.2 ms a step.
         self._are_own = any(not type(one).__module__.startswith("lockstep.") for one in self._by_name.values())
         self._last = {"on_event": last}
@@ -124,6 +127,9 @@ class Callbacks:
         by = None
         for name, callback in callbacks.items():
             getattr(callback, f"on_{kind}")(self.training)
+            for metric, value in self.training.metrics.items():
+                if not isinstance(value, int | float):
+                    self.training.metrics[metric] = _number(value, f"callbacks: {name}: {metric}")
             if by is None and self.training.stopping is not None:
                 by = name, self.training.stopping
         return by
@@ -218,6 +224,13 @@ class Callbacks:
         settings = {f"{key} of optimizer group {i}": value for i, group in groups for key, value in group.items()}
         plain = {name: value for name, value in settings.items() if isinstance(value, int | float)}
         return {**plain, **self._step.variables()}
+
+
+def _number(value: Any, what: str) -> float:
+    try:
+        return float(value)
+    except (TypeError, ValueError) as error:
+        raise JobError(f"{what} is a {type(value).__name__}, and a metric is a number") from error
 
 
 def _copied(callback: Any) -> Callback:

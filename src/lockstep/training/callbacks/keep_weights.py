@@ -25,11 +25,11 @@ class KeepWeights(OfMetric):
     def __init__(self, number: int = 3, metric: str | None = None, mode: Literal["min", "max"] = "min") -> None:
         super().__init__(metric, mode)
         self._number = number
+        self.output: str = "last" if metric is None else f"best-{metric.replace('/', '-')}"
         self._kept: list[tuple[float, int]] = []  # what they are sorted by, and their steps
 
     def _file(self, training: TrainingContext, step: int | str) -> Path:
-        name = "last" if self._metric is None else f"best-{self._metric.replace('/', '-')}"
-        return training.folder / name / f"step-{step}.safetensors"
+        return training.folder / self.output / f"step-{step}.safetensors"
 
     def on_start(self, training: TrainingContext) -> None:
         """Remove files that were written after the checkpoint of a resumed run."""

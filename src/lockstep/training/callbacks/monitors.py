@@ -53,7 +53,8 @@ class Sampler(Callback):
         name: str = "samples",
         seed: int = 0,
     ) -> None:
-        self._function, self._every, self._name, self._seed = function, every, name, seed
+        self._function, self._every, self._seed = function, every, seed
+        self.output: str = name
         self._evaluations = 0
 
     def on_evaluated(self, training: TrainingContext) -> None:
@@ -64,7 +65,7 @@ class Sampler(Callback):
         with training.evaluating(), seeded(self._seed):
             made = self._function(training.model)
         if training.world.is_first:
-            path = training.folder / self._name / f"step-{training.step}"
+            path = training.folder / self.output / f"step-{training.step}"
             path.parent.mkdir(exist_ok=True)
             if isinstance(made, torch.Tensor):
                 path.with_suffix(".png").write_bytes(png_of(made))
