@@ -18,16 +18,32 @@ from zoo import labels, sgd, slow  # isort: skip
 
 WORDS = 23
 SMALL: dict[str, Any] = {
-    **{"vocab_size": WORDS, "use_cache": False, "pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2},
-    **{"hidden_size": 8, "num_hidden_layers": 2, "num_attention_heads": 2, "intermediate_size": 16},
-    **{"max_position_embeddings": 16, "head_dim": 4, "num_key_value_heads": 2},
-    **{name: 0.0 for name in ("dropout", "attention_dropout", "hidden_dropout", "activation_dropout", "layerdrop")},
-    **{"hidden_dropout_prob": 0.0, "attention_probs_dropout_prob": 0.0, "classifier_dropout": 0.0},
+    "vocab_size": WORDS,
+    "use_cache": False,
+    "pad_token_id": 0,
+    "bos_token_id": 1,
+    "eos_token_id": 2,
+    "hidden_size": 8,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 2,
+    "intermediate_size": 16,
+    "max_position_embeddings": 16,
+    "head_dim": 4,
+    "num_key_value_heads": 2,
+    **dict.fromkeys(("dropout", "attention_dropout", "hidden_dropout", "activation_dropout", "layerdrop"), 0.0),
+    "hidden_dropout_prob": 0.0,
+    "attention_probs_dropout_prob": 0.0,
+    "classifier_dropout": 0.0,
 }
 OWN: dict[str, dict[str, Any]] = {
     "GPT2": {
-        **{"n_embd": 8, "n_layer": 2, "n_head": 2, "n_positions": 16},
-        **{"resid_pdrop": 0.0, "embd_pdrop": 0.0, "attn_pdrop": 0.0},
+        "n_embd": 8,
+        "n_layer": 2,
+        "n_head": 2,
+        "n_positions": 16,
+        "resid_pdrop": 0.0,
+        "embd_pdrop": 0.0,
+        "attn_pdrop": 0.0,
     },
     "OPT": {"word_embed_proj_dim": 8, "ffn_dim": 16},
     "Bloom": {"n_layer": 2, "n_head": 2},
@@ -36,8 +52,14 @@ OWN: dict[str, dict[str, Any]] = {
     "Albert": {"embedding_size": 8, "classifier_dropout_prob": 0.0},
     "T5": {"d_model": 8, "d_kv": 4, "d_ff": 16, "num_layers": 2, "num_heads": 2, "dropout_rate": 0.0},
     "Bart": {
-        **{"d_model": 8, "encoder_layers": 2, "decoder_layers": 2, "encoder_ffn_dim": 16, "decoder_ffn_dim": 16},
-        **{"encoder_attention_heads": 2, "decoder_attention_heads": 2, "forced_eos_token_id": None},
+        "d_model": 8,
+        "encoder_layers": 2,
+        "decoder_layers": 2,
+        "encoder_ffn_dim": 16,
+        "decoder_ffn_dim": 16,
+        "encoder_attention_heads": 2,
+        "decoder_attention_heads": 2,
+        "forced_eos_token_id": None,
     },
 }
 FAMILIES = {
