@@ -201,6 +201,8 @@ def _parser() -> tuple[_Parser, dict[str, _Parser]]:
     for add in (add_partition, add_schedule, add_report, add_verify):
         add(commands)
     devices = commands.add_parser("devices", help="the available devices", allow_abbrev=False)
+    devices.add_argument("--strategy", help="draw who holds what, and who reads what, under it")
+    devices.add_argument("--devices", default="auto", help="those of the drawing: auto, 4, 2xcpu, cuda:0,2")
     devices.set_defaults(function=_devices)
     return parser, dict(commands.choices)
 
@@ -209,4 +211,11 @@ def _devices(options: argparse.Namespace) -> int:
     from lockstep.launch.device_table import table
 
     print(table())
+    if options.strategy is not None:
+        from lockstep.launch import devices
+        from lockstep.strategies import choose, devices_for
+
+        chosen = devices.parse(devices_for(options.strategy, options.devices))
+        layout = choose(options.strategy, chosen).layout(len(chosen))
+        print("\n".join(["", *layout.drawn([str(device) for device in chosen])]))
     return 0

@@ -60,9 +60,11 @@ class Layout:
                     parts = range(rest % size, size * each, size)
                     words += [] if axis == "data" else [f"{axis} {' and '.join(map(str, parts))}"]
                     rest //= size
-                held.append(f"{devices[number]} {', '.join(reversed(words))}")
-            share, size, _ = self.read_by(process)
-            lines.append(f"rank {process}: {', '.join(held)}; local batch {share + 1} of {size}")
+                held.append(f"{devices[number]} {', '.join(reversed(words)) or 'the whole model'}")
+            share, size, each_reads = self.read_by(process)
+            which = f"batch {share + 1}" if each_reads == 1 else f"batches 1 to {each_reads}"
+            reads = f"local {which} of {self.local_batches}" if self.local_batches > 1 else "the whole batch"
+            lines.append(f"rank {process}: {', '.join(held)}; {reads}")
         return lines
 
 

@@ -61,6 +61,10 @@ class FSDP(Strategy):
         """A local batch, a shard and a process for each device."""
         return Layout({"shard": devices})
 
+    def mesh(self, devices: Sequence[str]) -> list[str]:
+        """A line for each rank."""
+        return self.layout(len(devices)).drawn(devices)
+
     def build(self, job: Job, world: World) -> Step:
         """Build the same model on every rank, and keep a shard of it.
 
@@ -149,7 +153,3 @@ class ReplicatedFSDP(Product, FSDP):
         self.refuse_devices(devices)
         replicas, each = self.sizes
         return Layout({"data": replicas, "shard": each})
-
-    def mesh(self, devices: Sequence[str]) -> list[str]:
-        """A line for each rank."""
-        return self.layout(len(devices)).drawn(devices)
