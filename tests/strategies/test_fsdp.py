@@ -161,10 +161,7 @@ KINDS |= {
     "checkpointed outside of blocks": _job(Rows, optimizer=sgd, activation_checkpointing="blocks"),
 }
 FAST = {
-    ("momentum", 2),
-    ("ignored tokens and tied weights", 3),
     ("a layer unused in some micro-batches", 2),
-    ("a layer unused on one rank", 3),
     ("sparse gradients that are clipped", 2),
     ("tied blocks, in micro-batches, clipped", 3),
     ("checkpointed blocks", 2),
@@ -377,12 +374,12 @@ def hooked() -> nn.Module:
     [
         (Skipping, {}, r'forward comes to ".*" on rank 0, to ".*" on rank 1: .*leave them out of FSDP\(blocks=...\)'),
         (Reaching, {}, "used outside of the block's forward"),
-        (Hoarding, {}, 'holds parameter "blocks.1.up.weight"'),
-        (Hiding, {}, 'no tensor with a gradient in what "blocks.0" gives'),
+        slow(Hoarding, {}, 'holds parameter "blocks.1.up.weight"'),
+        slow(Hiding, {}, 'no tensor with a gradient in what "blocks.0" gives'),
         (Penalized, {"loss": penalized}, "a gradient is computed in forward or in the loss"),
         (hooked, {}, 'parameter "embedding.weight" has a hook'),
-        (Stack, {"compile": "default"}, "fsdp: compile isn't supported"),
-        (Stack, {"precision": "fp16"}, "fsdp: precision fp16"),
+        slow(Stack, {"compile": "default"}, "fsdp: compile isn't supported"),
+        slow(Stack, {"precision": "fp16"}, "fsdp: precision fp16"),
         (Stack, {"optimizer": lambda named: torch.optim.Adafactor(dict(named).values())}, "Adafactor looks at whole"),
         (Stack, {"optimizer": lambda named: Mine(named, lr=0.1)}, r"FSDP\(elementwise=True\)"),
     ],

@@ -359,15 +359,17 @@ class ShardedStep(DDPStep):
         """As every step's: put together on rank 0 each time that it is asked for, if at all."""
         if not self.last_look:
             return None
-        values = self.whole_parameters()
-        if self._skeleton is None:
-            return None
         model = copy.deepcopy(self._skeleton)
-        for name, places in places_of(model).items():
-            old = places[0][0]._parameters[places[0][1]]
-            p = nn.Parameter(values[name].detach().clone(), requires_grad=old is not None and old.requires_grad)
-            for module, key in places:
-                setattr(module, key, p)
+        places = {} if model is None else places_of(model)
+        for name, mine in self._mine.items():  # one at a time: the other ranks forget it at once
+            value = self.joined(name, mine)
+            if model is not None:
+                value = value.detach().clone() if name in self._shards.whole else value
+                p = nn.Parameter(value, requires_grad=mine.requires_grad)
+                for module, key in places[name]:
+                    setattr(module, key, p)
+        if model is None:
+            return None
         for (module, key), (here, its) in zip(buffers_of(model), buffers_of(self.model), strict=True):
             buffer = here._buffers[its]
             module._buffers[key] = None if buffer is None else buffer.clone()
