@@ -215,3 +215,13 @@ def test_torchrun_starts_the_same_job(job: Path) -> None:
 def test_the_devices_are_listed(capfd) -> None:
     assert main(["devices"]) == 0
     assert "cores" in capfd.readouterr().out
+
+
+def test_the_mesh_of_a_strategy_is_drawn(capfd) -> None:
+    assert main(["devices", "--strategy", "ddp=2xpp=2"]) == 0
+    lines = capfd.readouterr().out.splitlines()[-2:]
+    assert lines[0] == "rank 0: cpu:0 stage 0, cpu:1 stage 1; local batch 1 of 2"
+    assert lines[1] == "rank 1: cpu:2 stage 0, cpu:3 stage 1; local batch 2 of 2"
+    assert main(["devices", "--strategy", "dp", "--devices", "2xcpu"]) == 0
+    whole = "rank 0: cpu:0 the whole model, cpu:1 the whole model; local batches 1 to 2 of 2"
+    assert capfd.readouterr().out.splitlines()[-1] == whole
