@@ -11,6 +11,7 @@ from torch import nn
 
 from lockstep.errors import InputError, JobError, told
 from lockstep.job import Job, NamedParameters
+from lockstep.model.inspection import prints_of
 from lockstep.model.optimizers import Optimizers
 
 
@@ -144,6 +145,29 @@ def may_draw(optimizer: torch.optim.Optimizer) -> bool:
         return may_draw(optimizer.by_name[optimizer.active])
     hooks = optimizer._optimizer_step_pre_hooks or optimizer._optimizer_step_post_hooks
     return bool(hooks) or not type(optimizer).__module__.startswith("torch.optim.")
+
+
+def optimizer_prints(optimizer: torch.optim.Optimizer, model: nn.Module) -> dict[str, bytes]:
+    """A hash of what a person's own optimizer holds beside its groups and its state, which no checkpoint keeps."""
+    if isinstance(optimizer, Optimizers):
+        every = [(name, optimizer_prints(one, model)) for name, one in optimizer.by_name.items()]
+        return {f"{name}.{key}": its for name, found in every for key, its in found.items()}
+    if type(optimizer).__module__.startswith("torch.optim."):
+        return {}
+    held = {name: value for name, value in vars(optimizer).items() if name not in _OF_EVERY_OPTIMIZER}
+    for name, inner in held.items():
+        if isinstance(inner, torch.optim.Optimizer):  # that it wraps, perhaps with its own state
+            held[name] = None if inner.state is optimizer.state else dict(inner.state)
+    return prints_of(((name, value) for name, value in held.items() if not callable(value)), _names_of(model))
+
+
+_OF_EVERY_OPTIMIZER = {
+    *vars(torch.optim.Optimizer([torch.zeros(1)], {})),
+    "_opt_called",
+    "_step_supports_amp_scaling",
+    "grad_scale",
+    "found_inf",
+}
 
 
 def clip_gradients(parameters: list[nn.Parameter], largest: float) -> torch.Tensor:

@@ -24,7 +24,12 @@ from lockstep.launch.events import Caveat, Line
 from lockstep.launch.world import World
 from lockstep.model.inspection import OutsideVariables, attribute_prints, changed_attributes, set_attributes
 from lockstep.model.loss import Loss
-from lockstep.model.optimizer import begin_momentum, load_named_optimizer_state, named_optimizer_state
+from lockstep.model.optimizer import (
+    begin_momentum,
+    load_named_optimizer_state,
+    named_optimizer_state,
+    optimizer_prints,
+)
 from lockstep.strategies.evaluator import Evaluator
 
 
@@ -58,6 +63,7 @@ class StepState(Evaluator):
         self._attributes = attribute_prints(model)
         self._outside = OutsideVariables.of_model(model)
         self._outside_prints, self._loss_state = self._outside.prints(), self.loss.state()
+        self._optimizer_prints = optimizer_prints(optimizer, model)
         self._of_data = OutsideVariables(each for each in (job.train_data, job.order, job.collate) if each is not None)
         self._noted: set[Caveat | str] = set()
         self._part_names: tuple[str, ...] | None = None
@@ -280,12 +286,18 @@ class StepState(Evaluator):
 
     def _say_what_is_lost(self, attributes: Iterable[str]) -> None:
         """Say what the training has changed, and a resumed one would begin with anew."""
-        now = self._outside.prints()
+        now, by_optimizer = self._outside.prints(), optimizer_prints(self.optimizer, self.model)
         lost = [f'the model\'s attribute "{name}"' for name in attributes]
         lost += (f'"{n}", which is outside of the model,' for n, was in self._outside_prints.items() if now[n] != was)
         lost += ["what the loss remembers"] if self.loss.state() != self._loss_state else []
+        found = [(what, "make it a buffer of the model") for what in lost]
+        found += (
+            (f'"{name}" of the optimizer', "keep it in the optimizer's state or groups")
+            for name, its in by_optimizer.items()
+            if self._optimizer_prints.get(name) != its
+        )
         why = "changes in training, and no checkpoint keeps it: a resumed run begins anew with it"
-        self.tell_once(Caveat("state", f"{what} {why}", "make it a buffer of the model") for what in lost)
+        self.tell_once(Caveat("state", f"{what} {why}", fix) for what, fix in found)
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Take over what ``state_dict`` gave, under any strategy and number of devices.

@@ -7,6 +7,7 @@ from lockstep.model.inspection.attributes import (
     detached_attributes,
     is_plain,
     kept_state,
+    prints_of,
     set_attributes,
 )
 from lockstep.model.inspection.findings import Seen
@@ -28,6 +29,7 @@ __all__ = [
     "kept_state",
     "look",
     "may_be_nonlinear",
+    "prints_of",
     "refuse_written_buffers",
     "set_attributes",
 ]

@@ -6,7 +6,7 @@ import contextlib
 import hashlib
 import io
 import pickle
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -44,6 +44,11 @@ def attribute_prints(model: nn.Module, *, plain: bool = True) -> dict[str, bytes
     if not held:  # as most models have it: dp asks twice in each update
         return {}
     own = {id(t): name for name, t in (*model.named_parameters(), *model.named_buffers())}
+    return prints_of(((f"{name}.{key}" if name else key, value) for name, key, value in held), own)
+
+
+def prints_of(held: Iterable[tuple[str, Any]], own: Mapping[int, str]) -> dict[str, bytes]:
+    """A hash of each value, by its name; that of a tensor in ``own`` is the name that it has there."""
 
     class Pickler(pickle.Pickler):
         def persistent_id(self, held: Any) -> Any:
@@ -52,7 +57,7 @@ def attribute_prints(model: nn.Module, *, plain: bool = True) -> dict[str, bytes
             return own.get(id(held)) or (tuple(held.shape), str(held.dtype), digest(held))
 
     found, known = {}, dict[int, bytes | None]()  # (one configuration may be an attribute of all modules)
-    for name, key, value in held:
+    for name, value in held:
         if id(value) not in known:
             written = io.BytesIO()
             try:
@@ -61,7 +66,7 @@ def attribute_prints(model: nn.Module, *, plain: bool = True) -> dict[str, bytes
             except Exception:
                 known[id(value)] = None
         if (its := known[id(value)]) is not None:
-            found[f"{name}.{key}" if name else key] = its
+            found[name] = its
     return found
 
 

@@ -19,9 +19,9 @@ from typing import Any
 from lockstep.data import mixed
 from lockstep.errors import JobError, RunError, StrategyError, told
 from lockstep.job import Job
-from lockstep.launch.events import Line
+from lockstep.launch.events import Caveat, Line
 from lockstep.model.check_interval import is_power_of_two
-from lockstep.model.inspection import hooked_parameters
+from lockstep.model.inspection import hooked_parameters, prints_of
 from lockstep.strategies.replicas import structure_of
 from lockstep.strategies.step import Step
 from lockstep.strategies.strategy import PARAMETER_HOOKS
@@ -68,6 +68,7 @@ class Callbacks:
         self.training = TrainingContext(step, folder, self.evaluating)
         self.by_step = any(type(callback).on_step is not Callback.on_step for callback in self._by_name.values())
         self.notes: list[str] = []
+        self._begun: dict[str, bytes] = {}
 
     def __bool__(self) -> bool:
         return bool(self._by_name)
@@ -99,6 +100,8 @@ class Callbacks:
             if self._are_own:  # updates leave other streams behind on each rank, and with micro-batches
                 stack.enter_context(seeded(mixed(self._seed, self._world.step, _STREAM)))
             by = self._each(self._by_name if whole else {}, kind)
+        if kind == "start":
+            self._begun = self._held_by_callbacks()
         if looks and structure_of(model) != before:
             self._refuse_what_replicas_lack()
         if not within:
@@ -161,8 +164,20 @@ class Callbacks:
                 stack.enter_context(callback.evaluating(self.training))
             yield
 
+    def _held_by_callbacks(self) -> dict[str, bytes]:
+        """A hash of each attribute of those that have no ``state_dict``."""
+        without = {n: one for n, one in self._by_name.items() if type(one).state_dict is Callback.state_dict}
+        held = ((f'"{key}" of {name}', value) for name, one in without.items() for key, value in vars(one).items())
+        return prints_of(held, {})
+
     def state_dict(self) -> dict[str, Any]:
-        """The state of each by its name."""
+        """The state of each by its name; says what isn't kept."""
+        now, why = self._held_by_callbacks(), "changes in training, and no checkpoint keeps it"
+        self._step.tell_once(
+            Caveat("state", f"callbacks: {what} {why}: a resumed run begins anew with it", "give it in state_dict()")
+            for what, its in now.items()
+            if self._begun.get(what, its) != its
+        )
         states = {name: callback.state_dict() for name, callback in {**self._by_name, **self._last}.items()}
         return {name: state for name, state in states.items() if state}
 
