@@ -318,6 +318,16 @@ def test_a_metric_that_is_no_sum_is_said(batch: int, tmp_path: Path, capsys: pyt
     assert "note: metrics are computed on eval_data, and the job has none" in capsys.readouterr().out
 
 
+def largest_three(outputs: torch.Tensor, targets: torch.Tensor) -> tuple[torch.Tensor, int]:
+    return outputs.amax(1).topk(min(3, len(outputs))).values.sum(), len(outputs)
+
+
+def test_a_metric_that_is_a_sum_within_each_local_batch_only_is_said(tmp_path: Path, capsys) -> None:
+    job = MLP.replace(eval_data=TensorDataset(drawn(8, 6), labels(8, 3)), metrics={"three": largest_three}, epochs=1)
+    lockstep.train(job, strategy="dp", devices="3xcpu", folder=tmp_path, eval_batch_size=8)
+    assert 'note: metric "three" is no sum over samples' in " ".join(capsys.readouterr().out.split())
+
+
 class TimeFirst(nn.Module):
     """Gives (time, batch, classes), as recurrent layers do by default."""
 

@@ -186,7 +186,7 @@ def evaluate(
                     with _naming(name):
                         value = _pair(name, function(outputs, targets))
                     sums[i].add(Result(*value, batch.size))
-                    if checks and not is_sum(function, value, outputs, targets):
+                    if checks and not is_sum(function, value, outputs, targets, step.replicas):
                         are_no_sums[i] = 1.0
                 for name, metric in objects.items():
                     with _naming(name):

@@ -9,9 +9,12 @@ from typing import Any
 import torch
 
 from lockstep.launch.world import World
-from lockstep.model.additivity import is_apart
+from lockstep.model.additivity import is_apart, repeated
 from lockstep.model.torch_losses import HALF
 from lockstep.tensors.pytree import both_of, each, folded, holds_packed, part_of, tensors, to_device
+
+_MOST = 8
+"""Local batches, at most, as which a metric is given one."""
 
 _SOME = 4
 """Samples of a local batch that are put together with those of others."""
@@ -54,13 +57,20 @@ class AcrossReplicas:
         return [name for name, metric in functions.items() if is_none(metric)]
 
 
-def is_sum(metric: Any, whole: tuple[Any, Any] | None, outputs: Any, targets: Any) -> bool:
-    """Whether a metric's pair for all samples is the sum of those for two parts of them."""
+def is_sum(metric: Any, whole: tuple[Any, Any] | None, outputs: Any, targets: Any, local_batches: int) -> bool:
+    """Whether a metric's pair for all samples is the sum of those for two parts of them.
+
+    And that for so many ``local_batches`` alike so many times as large: the hardest ten may be all of one.
+    """
     ways = _as_samples(outputs, targets)
-    return any(_adds_up(lambda o, t, b=back: metric(b(o), t), whole, *of) for *of, back in ways)
+    return any(
+        _adds_up(lambda o, t, b=back: metric(b(o), t), whole, *of, local_batches=local_batches) for *of, back in ways
+    )
 
 
-def _adds_up(metric: Any, whole: tuple[Any, Any] | None, outputs: Any, targets: Any, samples: int) -> bool:
+def _adds_up(
+    metric: Any, whole: tuple[Any, Any] | None, outputs: Any, targets: Any, samples: int, local_batches: int = 1
+) -> bool:
     if not samples:
         return True
     try:
@@ -77,10 +87,14 @@ def _adds_up(metric: Any, whole: tuple[Any, Any] | None, outputs: Any, targets: 
             metric(*part_of((outputs, targets), start, n, samples)) for start, n in ((0, half), (half, samples - half))
         ]
         sums = [[float(part[i]) for part in parts] for i in (0, 1)]
-    except Exception:  # of fewer samples it can't be computed
+        many = repeated((outputs, targets), samples, min(local_batches, _MOST))
+        of_many = whole if many is None else metric(*many)
+    except Exception:  # of fewer samples, or more, it can't be computed
         return False
     tolerance = 1e-2 if any(t.dtype in HALF for t in tensors(outputs)) else 1e-4
-    return not any(is_apart(float(a), *of, tolerance=tolerance) for a, of in zip(whole, sums, strict=True))
+    times = 1 if many is None else min(local_batches, _MOST)
+    sums += [[float(one), float(one) * (times - 1)] for one in whole]
+    return not any(is_apart(float(a), *of, tolerance=tolerance) for a, of in zip((*whole, *of_many), sums, strict=True))
 
 
 def _as_samples(outputs: Any, targets: Any) -> Iterator[tuple[Any, Any, int, Callable[[Any], Any]]]:
