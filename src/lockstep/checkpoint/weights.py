@@ -143,7 +143,12 @@ def sum_in_place_of(weight: torch.Tensor) -> str:
     return _sum_of({"": value}, "", lambda name: value.contiguous())
 
 
-def with_own(weights: Mapping[str, Any], own: Mapping[str, Any], source: str) -> dict[str, Any]:
+def with_own(
+    weights: Mapping[str, Any],
+    own: Mapping[str, Any],
+    source: str,
+    sum_of: Callable[[str, Any], str] = lambda name, value: sum_in_place_of(value),
+) -> dict[str, Any]:
     """Weights that were saved, those that were left out taken from a model's ``own`` state dict.
 
     Raises:
@@ -152,8 +157,8 @@ def with_own(weights: Mapping[str, Any], own: Mapping[str, Any], source: str) ->
     found = dict(weights)
     for name, value in weights.items():
         its = own.get(name)
-        if isinstance(value, str) and isinstance(its, torch.Tensor):
-            if is_lazy(its) or sum_in_place_of(its) != value:
+        if isinstance(value, str) and isinstance(its, torch.Tensor | RowShard):
+            if (isinstance(its, torch.Tensor) and is_lazy(its)) or sum_of(name, its) != value:
                 raise FolderError(
                     f'{source}: "{name}" was frozen and is not in it (save_frozen), and the job builds other values '
                     "now than when it was trained: give it the same pretrained weights"

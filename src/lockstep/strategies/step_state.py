@@ -31,6 +31,7 @@ from lockstep.model.optimizer import (
     optimizer_prints,
 )
 from lockstep.strategies.evaluator import Evaluator
+from lockstep.tensors.row_shard import RowShard
 
 
 class StepState(Evaluator):
@@ -264,9 +265,12 @@ class StepState(Evaluator):
     def leave_out_frozen(self) -> None:
         """From now on states have no parameter that is frozen now: whoever loads one builds it again."""
         frozen = {n: p for n, p in self.model.named_parameters(remove_duplicate=False) if not p.requires_grad}
-        whole = self.weights() if frozen else {}
-        self.left_out = {name: sum_in_place_of(whole[name]) for name in frozen}
+        own = self.weights(whole=False) if frozen else {}
+        self.left_out = {name: self._sum_of(name, own[name]) for name in frozen}
         self._versions = {name: p._version for name, p in frozen.items()}
+
+    def _sum_of(self, name: str, part: torch.Tensor | RowShard) -> str:
+        return sum_in_place_of(self.joined(name, part.local) if isinstance(part, RowShard) else part)
 
     def _check_left_out(self) -> None:
         """Look whether those are still as the job built them.
@@ -276,7 +280,9 @@ class StepState(Evaluator):
         """
         for name, kept in self.left_out.items():
             p = self.model.get_parameter(name)
-            is_written = p._version != self._versions[name] and sum_in_place_of(self.weights()[name]) != kept
+            is_written = (
+                p._version != self._versions[name] and self._sum_of(name, self.weights(whole=False)[name]) != kept
+            )
             if p.requires_grad or is_written:
                 raise RunError(
                     f'save_frozen: "{name}" was frozen when the training began, so that it is not saved, and '
@@ -307,7 +313,7 @@ class StepState(Evaluator):
         """
         weights = state["model"]
         if any(isinstance(value, str) for value in weights.values()):
-            weights = with_own(weights, self.weights(), "the checkpoint")
+            weights = with_own(weights, self.weights(whole=False), "the checkpoint", self._sum_of)
         try:
             self.take_weights(weights)
         except RuntimeError as error:
