@@ -259,7 +259,8 @@ def evaluate(
         its = JobFile(str(what), job_parameters or {}) if isinstance(what, str | Path) else as_job(what)
         if best or job is not None or weights is not None:
             option = "best" if best else "weights" if weights is not None else "job"
-            raise InputError(f"{what}: --{option} is for a run, and this is a job that was not trained")
+            instead = f": --init {weights} gives it these" if option == "weights" else ""
+            raise InputError(f"{what}: --{option} is for a run, and this is a job that was not trained{instead}")
     its = with_settings(its, settings)
     chosen = _devices.parse(devices_for(strategy, devices))
     check_backend(backend, chosen)
