@@ -20,6 +20,7 @@ from benchmarks.parallel import PARALLEL
 from benchmarks.parallel_loss import PARALLEL_LOSS
 from benchmarks.partitioning import PARTITIONING
 from benchmarks.pipelining import PIPELINING
+from benchmarks.sharding import SHARDING
 from benchmarks.sparse import sparse
 from benchmarks.timing import HERE, Benchmark, Ratio, by_python, by_torchrun, rate, run, torchrun
 from lockstep.launch.devices import Device, slots, usable_cores
@@ -152,6 +153,7 @@ BENCHMARKS = {
         unit="items per second",
     ),
     **PIPELINING,
+    **SHARDING,
 }
 
 
