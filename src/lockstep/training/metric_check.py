@@ -62,9 +62,9 @@ def is_sum(metric: Any, whole: tuple[Any, Any] | None, outputs: Any, targets: An
 
     And that for so many ``local_batches`` alike so many times as large: the hardest ten may be all of one.
     """
-    ways = _as_samples(outputs, targets)
     return any(
-        _adds_up(lambda o, t, b=back: metric(b(o), t), whole, *of, local_batches=local_batches) for *of, back in ways
+        _adds_up(lambda o, t, back=back: metric(back(o), t), whole, theirs, targets, samples, local_batches)
+        for theirs, targets, samples, back in _as_samples(outputs, targets)
     )
 
 
