@@ -14,7 +14,8 @@ import torch
 from torch import nn
 
 import lockstep
-from lockstep import train
+from lockstep import Callback, train
+from lockstep.callbacks import EMA, Freeze, TrainingContext
 from lockstep.errors import LockstepError, RankFailed, StrategyError
 from lockstep.launch.world import current
 from lockstep.strategies.fsdp import FSDP
@@ -194,6 +195,54 @@ def test_shards_end_where_one_device_does(kind: str, devices: int, reference, tm
     assert found.worst < BOUND, str(found)
     assert any(found.moved.values())
     assert max(found.history.values()) < BOUND
+
+
+class Clamping(Callback):
+    def on_step(self, training: TrainingContext) -> None:
+        with torch.no_grad():
+            for p in training.model.parameters():
+                p.clamp_(-0.3, 0.3)
+
+
+OPTIMIZERS = {
+    "Adagrad": {"lr": 0.01},
+    "Adam": {"lr": 0.01, "amsgrad": True, "weight_decay": 0.1},
+    "NAdam": {"lr": 0.01},
+    "RAdam": {"lr": 0.01},
+    "Adamax": {"lr": 0.01},
+    "RMSprop": {"lr": 0.01, "momentum": 0.5, "centered": True},
+    "Rprop": {"lr": 0.01},
+    "Adadelta": {"lr": 0.1},
+    "ASGD": {"lr": 0.1},
+}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", OPTIMIZERS)
+def test_optimizers_that_treat_each_element_by_itself_are_given_shards(name: str) -> None:
+    job = KINDS["tied blocks"].replace(optimizer=lambda named: getattr(torch.optim, name)(named, **OPTIMIZERS[name]))
+    assert parity(job, "fsdp", devices="3xcpu").worst < BOUND
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    "callbacks", [[Clamping()], [Freeze("blocks.0", until=3), Freeze("blocks.1", start=2, until=5)]], ids=str
+)
+def test_callbacks_write_and_freeze_shards(callbacks: list[Callback]) -> None:
+    assert parity(KINDS["tied blocks"].replace(callbacks=callbacks), "fsdp", devices="3xcpu").worst < BOUND
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("before", "after"), [("fsdp", "single"), ("single", "fsdp")])
+def test_an_average_of_shards_goes_on_under_another_strategy(before: str, after: str, tmp_path) -> None:
+    job = KINDS["tied blocks"].replace(precision="fp64", callbacks=[EMA(0.5)], epochs=2)
+    devices = {"single": "1xcpu", "fsdp": "3xcpu"}
+    whole = train(job, strategy="single", devices="1xcpu", folder=tmp_path, quiet=True)
+    half = train(job, strategy=before, devices=devices[before], folder=tmp_path, quiet=True, steps=5)
+    run = train(job, strategy=after, devices=devices[after], resume=half.folder, quiet=True)
+    averages = [one.model("ema.safetensors").state_dict() for one in (run, whole)]
+    for name, value in averages[1].items():
+        assert torch.allclose(averages[0][name], value, atol=1e-12, rtol=0), name
 
 
 PRODUCT = [
