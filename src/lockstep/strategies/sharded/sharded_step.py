@@ -135,12 +135,13 @@ class ShardedStep(DDPStep):
     def _summed_shards(self, loss: Loss) -> Loss:
         """Take the gradients that were summed, and sum what is beside them. What no rank used has none."""
         cut = [name for name in self._names if name in self._shards.cut]
-        beside = self._beside(loss)
-        device = self.world.device.torch
-        numbers = [float(name in self._used) for name in cut]
-        sums = torch.cat([_numbers(beside, device), torch.tensor(numbers, dtype=torch.float64, device=device)])
-        self.world.all_reduce(sums)
-        used = sums[len(beside) :].tolist()
+        beside, flags = _numbers(self._beside(loss), self.world.device.torch), self._flags_of(cut)
+        if self._on_accelerator:  # whose values the host doesn't wait for
+            self.world.all_reduce(flags)
+            sums = self.world.all_reduce(beside)
+        else:
+            sums, flags = self.world.all_reduce(torch.cat([beside, flags])).split([len(beside), len(flags)])
+        used = flags.tolist()
         for name, ranks in zip(cut, used, strict=True):
             grad, self._shards.cut[name].grad = self._shards.cut[name].grad, None
             if ranks and not isinstance(grad, DTensor):
@@ -148,8 +149,12 @@ class ShardedStep(DDPStep):
             self._mine[name].grad = grad.to_local() if ranks and isinstance(grad, DTensor) else None
         if self._whole:
             self._sum_whole()
-        numbers_beside = sums[: len(beside)]
-        return self._taken(numbers_beside if self._on_accelerator else numbers_beside.tolist())
+        return self._taken(sums if self._on_accelerator else sums.tolist())
+
+    def _flags_of(self, names: list[str]) -> torch.Tensor:
+        """Whether this rank has used each of these parameters, where the ranks exchange numbers."""
+        used = [float(name in self._used) for name in names]
+        return torch.tensor(used, dtype=torch.float64, device=self.world.exchange_device)
 
     def _sum_whole(self) -> None:
         """Sum gradients of parameters that every rank keeps whole, as ``ddp`` does."""
