@@ -130,15 +130,16 @@ def penalized(outputs: tuple[torch.Tensor, torch.Tensor], targets: torch.Tensor)
 
 
 class Scaled(Rows):
-    """A parameter that is a single number, and one that is complex."""
+    """A parameter that is a single number, one that is complex, and one without elements."""
 
     def __init__(self) -> None:
         super().__init__()
         self.scale = nn.Parameter(torch.tensor(2.0))
         self.turn = nn.Parameter(torch.randn(3, dtype=torch.complex128))
+        self.none = nn.Parameter(torch.empty(0, 3))
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return super().forward(x) * self.scale + self.turn.abs().to(x.dtype)
+        return super().forward(x) * self.scale + self.turn.abs().to(x.dtype) + self.none.sum()
 
 
 _tokens, _next = tokens_and_next()
@@ -438,6 +439,16 @@ def test_what_can_not_be_sharded_is_refused_in_a_line(model, settings, says, tmp
     job = dataclasses.replace(job, model=model).replace(eval_data=None, metrics={}, order=by_first_word)
     with pytest.raises(LockstepError, match=says):
         train(job.replace(**settings), strategy="fsdp", devices="2xcpu", folder=tmp_path, quiet=True)
+
+
+@pytest.mark.parametrize(
+    ("model", "says"), [(Skipping, "leave them out of FSDP"), (Reaching, "outside of the block's")]
+)
+def test_what_can_not_be_sharded_is_refused_where_an_evaluation_meets_it_first(model, says, tmp_path) -> None:
+    data = torch.utils.data.TensorDataset(*(t[by_first_word(0)] for t in tokens_and_next()))
+    job = dataclasses.replace(KINDS["tied blocks"], model=model, eval_data=data, metrics={})
+    with pytest.raises(LockstepError, match=says):
+        train(job, strategy="fsdp", devices="2xcpu", folder=tmp_path, quiet=True)
 
 
 def by_first_word(epoch: int) -> torch.Tensor:

@@ -25,6 +25,7 @@ from lockstep.job import Job
 from lockstep.launch.observer import phase
 from lockstep.launch.world import World
 from lockstep.model.build import buffers_of
+from lockstep.model.check_interval import is_power_of_two
 from lockstep.model.inspection.attributes import plain_attributes
 from lockstep.model.loss import Loss, Number
 from lockstep.model.optimizer import load_named_optimizer_state, named_optimizer_state
@@ -60,7 +61,8 @@ class ShardedStep(DDPStep):
         self.last_look = 1  # the whole model is put together for it
         self._skeleton = skeleton
         self._used: set[str] = set()
-        self._stands_in = self._in_backward = False
+        self._stands_in = self._in_backward = self._evaluates = False
+        self._evaluations = 0  # batches of evaluations, of which every rank computes something
         self._watch_blocks()
 
     def _find_trained(self) -> None:
@@ -198,16 +200,8 @@ class ShardedStep(DDPStep):
     @contextlib.contextmanager
     def explained(self, batch: Batch) -> Iterator[None]:
         """As every step's."""
-        with super().explained(batch):
-            try:
-                yield
-            except RuntimeError as error:
-                if "mixed torch.Tensor and DTensor" not in str(error):
-                    raise
-                raise StrategyError(
-                    "fsdp: a parameter of a block is used outside of the block's forward, where it is a shard",
-                    fix="name blocks that keep theirs to themselves: FSDP(blocks=...)",
-                ) from error
+        with super().explained(batch), _shards_explained():
+            yield
 
     # ---- which blocks, and which parameters, were used --------------------------------------------------------------
 
@@ -241,7 +235,7 @@ class ShardedStep(DDPStep):
         Raises:
             StrategyError: they don't; ``fully_shard`` would wait for ever.
         """
-        if not torch.is_grad_enabled() or not self.looks_again:
+        if not (is_power_of_two(self._evaluations) if self._evaluates else self.looks_again):
             return
         every = [theirs for (theirs,) in over_ranks(self.world, number)]
         if len(set(every)) > 1:
@@ -317,19 +311,23 @@ class ShardedStep(DDPStep):
     @contextlib.contextmanager
     def evaluating(self) -> Iterator[None]:
         """As every evaluator's; what is in no block is freed afterwards, for which training waits until backward."""
+        before, self._evaluates = self._evaluates, True
         try:
             with super().evaluating():
                 yield
         finally:
+            self._evaluates = before
             assert isinstance(self.model, FSDPModule)
             self.model.reshard()
 
     def _of_each(self, function: Callable[[nn.Module, Part], T], batch: Batch) -> list[tuple[Part, T]]:
+        self._evaluations += 1
         part, is_stand_in = self._or_first_sample(batch.parts[0])
-        if not is_stand_in:
-            return super()._of_each(function, batch)
-        with self._unchanged():
-            self._predicted(self.model, self.placed(part))
+        with _shards_explained():
+            if not is_stand_in:
+                return super()._of_each(function, batch)
+            with self._unchanged():
+                self._predicted(self.model, self.placed(part))
         return []
 
     def evaluate(self, inputs: Any, targets: Any = None) -> tuple[Any, Number, Number]:
@@ -340,13 +338,15 @@ class ShardedStep(DDPStep):
             (part,) = batch_of(inputs, targets, 1, self.world, self._refuse_gaps).parts
             if not part.of:
                 return None, 0.0, 0
+            self._evaluations += 1
             part, is_stand_in = self._or_first_sample(part)
-            if is_stand_in:
+            with _shards_explained():
+                if not is_stand_in:
+                    outputs, (total, count) = self.outputs(part)
+                    return outputs, total, count
                 with self._unchanged():
                     self._predicted(self.model, self.placed(part))
-                return None, 0.0, 0
-            outputs, (total, count) = self.outputs(part)
-            return outputs, total, count
+            return None, 0.0, 0
 
     # ---- the whole model --------------------------------------------------------------------------------------------
 
@@ -461,6 +461,20 @@ def skeleton_of(model: nn.Module) -> nn.Module:
         return copy.deepcopy(model, memo)
     except Exception as error:
         raise StrategyError(f"fsdp: the model can't be copied ({told(error)}), and rank 0 inspects a copy") from error
+
+
+@contextlib.contextmanager
+def _shards_explained() -> Iterator[None]:
+    """Say what an error of PyTorch's on shards means."""
+    try:
+        yield
+    except RuntimeError as error:
+        if "mixed torch.Tensor and DTensor" not in str(error):
+            raise
+        raise StrategyError(
+            "fsdp: a parameter of a block is used outside of the block's forward, where it is a shard",
+            fix="name blocks that keep theirs to themselves: FSDP(blocks=...)",
+        ) from error
 
 
 def _copied_if_a_view(tensor: torch.Tensor) -> torch.Tensor:

@@ -245,6 +245,8 @@ def _kept_whole(model: nn.Module) -> dict[str, str]:
     for name, p in model.named_parameters():
         if p.dim() == 0:
             found[name] = "it is a single number"
+        elif not p.numel():
+            found[name] = "it is empty"
         elif id(p) in sparse:
             found[name] = "its gradients are sparse"
         elif p.dtype is not most:
