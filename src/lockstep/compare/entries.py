@@ -162,9 +162,8 @@ def line_up(
 def _as_way(item: str | Strategy) -> tuple[str, dict[str, Any]]:
     """The name of a strategy, and its settings as far as they aren't the usual ones."""
     chosen = item if isinstance(item, Strategy) else named(item)
-    fields = dataclasses.fields(chosen)
-    values = {f.name: (getattr(chosen, f.name), f.default) for f in fields if f.name in chosen.choices()}
-    return chosen.name, {name: value for name, (value, usual) in values.items() if value != usual}
+    usual = chosen.usual().items()
+    return chosen.name, {name: getattr(chosen, name) for name, value in usual if getattr(chosen, name) != value}
 
 
 def _references(chosen: tuple[Device, ...], settings: dict[str, Any]) -> list[Entry]:

@@ -5,7 +5,6 @@ Products (``ddp=2xpp=2``) are in a list of their own: a line for each strategy t
 
 from __future__ import annotations
 
-import dataclasses
 import typing
 from typing import Any
 
@@ -98,7 +97,7 @@ def named(name: str, **settings: Any) -> Strategy:
         JobError: a setting is of another type.
     """
     kind, product = kind_of(name), product_in(str(name), PRODUCTS)
-    fields = [f.name for f in dataclasses.fields(kind)]
+    fields = list(kind.usual())
     for setting in settings:
         if setting not in fields:
             raise StrategyError(f'strategy "{name}" has no setting "{setting}": {_who_has(setting, fields)}')

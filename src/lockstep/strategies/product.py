@@ -12,6 +12,7 @@ from __future__ import annotations
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass
+from typing import Any
 
 from lockstep.errors import StrategyError
 from lockstep.strategies.strategy import Strategy
@@ -35,9 +36,9 @@ class Product(Strategy):
         super().__post_init__()
 
     @classmethod
-    def choices(cls) -> set[str]:
-        """Without those that its name says."""
-        return super().choices() - {"sizes"}
+    def usual(cls) -> dict[str, Any]:
+        """Without what its name says."""
+        return {name: value for name, value in super().usual().items() if name != "sizes"}
 
     @property
     def devices_needed(self) -> int:

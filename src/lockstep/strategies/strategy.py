@@ -49,9 +49,14 @@ class Strategy(ABC):
         """Refuse settings that are impossible."""
 
     @classmethod
+    def usual(cls) -> dict[str, Any]:
+        """The usual value of each of its settings."""
+        return {field.name: field.default for field in fields(cls)}
+
+    @classmethod
     def choices(cls) -> set[str]:
         """The names of its settings that can have other values than the usual one."""
-        return {field.name for field in fields(cls)}
+        return set(cls.usual())
 
     @classmethod
     def settings(cls) -> dict[str, str]:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import dataclasses
 import hashlib
 import os
 import sys
@@ -60,9 +59,8 @@ def _is_known(strategy: str) -> bool:
 
 
 def _with_settings_of(name: str, kept: Mapping[str, Any]) -> Strategy:
-    kind = kind_of(name)
-    usual = {field.name: field.default for field in dataclasses.fields(kind) if field.name in kind.choices()}
-    return named(name, **{n: kept[n] for n in usual.keys() & kept.keys() - {*_FOR_DEVICES} if kept[n] != usual[n]})
+    usual = {n: value for n, value in kind_of(name).usual().items() if n not in _FOR_DEVICES}
+    return named(name, **{n: v for n, v in kept.items() if n in usual and v != usual[n]})
 
 
 def _still_here(names: Sequence[str]) -> tuple[Device, ...]:
