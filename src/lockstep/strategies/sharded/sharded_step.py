@@ -142,7 +142,8 @@ class ShardedStep(DDPStep):
             self.world.all_reduce(flags)
             sums = self.world.all_reduce(beside)
         else:
-            sums, flags = self.world.all_reduce(torch.cat([beside, flags])).split([len(beside), len(flags)])
+            both = self.world.all_reduce(torch.cat([beside, flags]))
+            sums, flags = both[: len(beside)], both[len(beside) :]
         used = flags.tolist()
         for name, ranks in zip(cut, used, strict=True):
             grad, self._shards.cut[name].grad = self._shards.cut[name].grad, None
