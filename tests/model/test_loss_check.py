@@ -261,6 +261,22 @@ def test_a_loss_of_the_hardest_samples_is_found_where_a_local_batch_has_fewer(sc
         checked(hardest, batches_of(1))
 
 
+def boxes_apart(outputs: Tensor, targets: list[Tensor]) -> tuple[Tensor, int]:
+    total = sum((each[: len(boxes)] - boxes).abs().sum() for each, boxes in zip(outputs, targets, strict=True))
+    return torch.as_tensor(total), sum(map(len, targets))
+
+
+def boxes(*counts: int) -> tuple[Tensor, list[Tensor], int]:
+    samples = len(counts)
+    return drawn(samples, 5, 4).double(), [drawn(n, 4, seed=n).double() for n in counts], samples
+
+
+def test_boxes_of_as_many_images_as_each_has_are_no_batches_of_boxes() -> None:
+    """Found by trial: refused, or not checked, where an image has one box, or each of two images two."""
+    check = checked(boxes_apart, [boxes(1, 3), boxes(2, 2), boxes(1), boxes(3, 3, 3), boxes(1, 1)])
+    assert check.notes == [] and check.wants(6)
+
+
 # ---- what outputs hold beside --------------------------------------------------------------------------------------
 
 

@@ -384,3 +384,23 @@ def test_batch_norm_outside_of_a_step_says_what_to_do() -> None:
     step(drawn(8, 6), labels(8, 3))
     with pytest.raises(InputError, match=r"call model.eval\(\) before a forward of your own"):
         model(drawn(8, 6))
+
+
+@pytest.mark.parametrize("way", ["dp", "pp"])
+def test_a_list_of_as_many_targets_as_each_has_is_cut_by_samples(way: str) -> None:
+    """Two images with two boxes each, once there were others."""
+
+    def apart(outputs: torch.Tensor, targets: list[torch.Tensor]) -> tuple[torch.Tensor, int]:
+        pairs = zip(outputs, targets, strict=True)
+        total = sum((each[: 2 * len(its)] - its.flatten()).abs().sum() for each, its in pairs)
+        return torch.as_tensor(total), len(targets)
+
+    ends = []
+    for strategy, devices in (("single", "1xcpu"), (way, "2xcpu")):
+        torch.manual_seed(0)
+        model = nn.Sequential(nn.Linear(6, 8), nn.Linear(8, 8)).double()
+        step = lockstep.parallelize(model, apart, plain_sgd(model.parameters()), strategy=strategy, devices=devices)
+        for counts in ((1, 3, 2), (2, 2), (1, 1)):
+            step(drawn(len(counts), 6).double(), [drawn(n, 2, seed=n).double() for n in counts])
+        ends.append(model[0].weight.detach())
+    torch.testing.assert_close(ends[1], ends[0], atol=1e-12, rtol=0)

@@ -21,7 +21,16 @@ from torch import Tensor
 
 from lockstep.errors import InputError, JobError
 from lockstep.launch.world import World
-from lockstep.tensors.pytree import batch_size_of, cut, joined, share_sizes, tensors
+from lockstep.tensors.pytree import (
+    SampleList,
+    batch_size_of,
+    cut,
+    joined,
+    parts,
+    share_sizes,
+    tensors,
+    with_sample_lists,
+)
 from lockstep.tensors.seeding import kept_state_on, seed_on
 
 T = TypeVar("T")
@@ -201,7 +210,12 @@ def over_ranks(world: World, *numbers: int) -> list[list[int]]:
 
 
 def batch_of(
-    inputs: Any, targets: Any, accumulate: int, world: World, refuse_gaps: Callable[[list[bool]], None]
+    inputs: Any,
+    targets: Any,
+    accumulate: int,
+    world: World,
+    refuse_gaps: Callable[[list[bool]], None],
+    lists: set[str],
 ) -> Batch:
     """This rank's share as a Batch. Every rank calls it, and learns what the others have.
 
@@ -210,13 +224,16 @@ def batch_of(
         accumulate: micro-batches to cut them in.
         world: the ranks.
         refuse_gaps: called with which ranks have samples of a micro-batch, where one has none and a later one has.
+        lists: names of lists of targets that were seen to have an item for each sample, which are added to.
 
     Raises:
         InputError: inputs and targets can't be cut together.
     """
     mine = 0 if inputs is None else batch_size_of(inputs)
-    theirs = [t.shape[0] for t in tensors(targets) if t.dim()]
-    if (accumulate > 1 or len(world.devices) > 1) and mine and theirs and mine not in theirs:  # sequence-first, say
+    if cuts := mine > 0 and (accumulate > 1 or len(world.devices) > 1):
+        targets = with_sample_lists(targets, mine, lists)
+    theirs = list(_rows(targets))
+    if cuts and theirs and mine not in theirs:  # sequence-first, say
         raise InputError(
             f"inputs have {mine} rows and targets {theirs[0]}, so they can't be cut together: the first dimension of "
             "both has to be the batch (batch_first=True, or transpose inside of the model)"
@@ -237,6 +254,17 @@ def batch_of(
             if not all(here[: sum(here)]):
                 refuse_gaps(here)
     return Batch(parts, sum(sizes), 0, 0, None)
+
+
+def _rows(nest: Any) -> Iterator[int]:
+    """The first dimension of each tensor, and the number of samples of each list of some."""
+    if isinstance(nest, SampleList):
+        yield len(nest)
+    elif isinstance(nest, Tensor):
+        yield from nest.shape[:1]
+    else:
+        for part in parts(nest) or ():
+            yield from _rows(part)
 
 
 @contextlib.contextmanager

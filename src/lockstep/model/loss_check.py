@@ -61,7 +61,16 @@ from lockstep.model.additivity import (
 from lockstep.model.check_interval import TIMED, CheckInterval, is_power_of_two
 from lockstep.model.loss import Totalled
 from lockstep.model.loss_error import ADVICE, OWN_LOSS, found_later, not_additive, part_not_additive, why_not_taken
-from lockstep.tensors.pytree import both_of, each, folded, holds_packed, named_tensors, part_of, tensors
+from lockstep.tensors.pytree import (
+    both_of,
+    each,
+    folded,
+    holds_packed,
+    named_tensors,
+    part_of,
+    tensors,
+    with_sample_lists,
+)
 
 _ALL = range(TIMED.stop)
 _SUMS = 3
@@ -101,6 +110,7 @@ class LossCheck:
         self._has_state = False
         self._reads_uncut = False
         self._said_parts: set[str] = set()
+        self._lists: set[str] = set()
         self.interval = CheckInterval()
         self.reads: tuple[str, ...] = ()
         self.of_batch: Collection[str] = ()
@@ -135,7 +145,7 @@ class LossCheck:
             self._refuse_scalar(packed := "a PackedSequence, which can't be cut")
             self._trust(f"it reads {packed}")
             return None
-        nest = each(Tensor.detach, outputs), targets
+        nest = with_sample_lists((each(Tensor.detach, outputs), targets), whole.samples, self._lists)
         try:
             tolerance = tolerance_of(nest, [whole.total], waits=waits)
             with torch.no_grad(), kept_generators(nest) as drawn, self._without_warnings():

@@ -234,15 +234,39 @@ def share_sizes(total: int, parts: int) -> list[int]:
     return [size + 1] * larger + [size] * (parts - larger)
 
 
+class SampleList(list[Any]):
+    """A list that has an item for each sample, as can't be seen of each part of it: one box of the only image, say."""
+
+
 def holds_samples(items: list[Any], samples: int) -> bool:
     """Whether a list has an item for each sample: the boxes of each image, sentences.
 
     A dictionary is one sample's. Tensors are as many batches, where each of them has a row for each sample.
     """
+    if isinstance(items, SampleList):
+        return len(items) == samples
     if len(items) != samples or all(isinstance(item, MutableMapping) for item in items):
         return len(items) == samples
     found = [t for item in items for t in tensors(item)]
     return not found or not all(t.dim() and t.shape[0] == samples for t in found)
+
+
+def with_sample_lists(nest: Any, samples: int, known: set[str], way: str = "") -> Any:
+    """The nest with each list that has an item for each sample as a ``SampleList``.
+
+    Args:
+        nest: of so many ``samples``.
+        samples: their number.
+        known: the names of such lists, which are added to: one whose tensors all have a row for each sample, by chance,
+            is one if it was one before.
+        way: the name of the nest.
+    """
+    if type(nest) is list and len(nest) == samples and (way in known or holds_samples(nest, samples)):
+        known.add(way)
+        return SampleList(nest)
+    named = named_parts(nest)
+    new = [with_sample_lists(part, samples, known, f"{way}.{name}") for name, part in named]
+    return nest if all(a is b for a, (_, b) in zip(new, named, strict=True)) else rebuilt(nest, new)
 
 
 def cut(tree: Any, start: int, size: int, whole: int) -> Any:
@@ -252,7 +276,10 @@ def cut(tree: Any, start: int, size: int, whole: int) -> Any:
     """
 
     def of_samples(items: list[Any]) -> list[Any] | None:
-        return items[start : start + size] if holds_samples(items, whole) else None
+        if not holds_samples(items, whole):
+            return None
+        some = items[start : start + size]
+        return SampleList(some) if isinstance(items, SampleList) else some
 
     return each(lambda t: t.narrow(0, start, size) if t.dim() and t.shape[0] == whole else t, tree, on_list=of_samples)
 
@@ -270,7 +297,7 @@ def joined(one: Any, its: int, other: Any, others: int) -> Any:
     if not same_kind(one, other) and not (isinstance(one, list) and isinstance(other, list)):
         return None
     if isinstance(one, list) and holds_samples(one, its) and holds_samples(other, others):
-        return [*one, *other]
+        return SampleList([*one, *other]) if isinstance(one, SampleList) else [*one, *other]
     inside = parts(one)
     theirs = [other[key] for key in one] if isinstance(one, MutableMapping) else parts(other)
     if inside is None or theirs is None or len(inside) != len(theirs):

@@ -42,6 +42,7 @@ class Calls(StepState, ABC):
         self._losses: list[Loss] = []  # of the parts since the last update by hand
         self._samples_given = 0
         self._by_hand = False
+        self._lists: set[str] = set()
 
     def __call__(self, inputs: Any, targets: Any = None) -> Result:
         """One update on this process's share of a global batch.
@@ -158,8 +159,9 @@ class Calls(StepState, ABC):
         super()._follow_flags(name)
 
     def _batch_of(self, inputs: Any, targets: Any) -> Batch:
-        given = isinstance(inputs, Batch)
-        return inputs if given else batch_of(inputs, targets, self._accumulate, self.world, self._refuse_gaps)
+        if isinstance(inputs, Batch):
+            return inputs
+        return batch_of(inputs, targets, self._accumulate, self.world, self._refuse_gaps, self._lists)
 
     def _refuse_gaps(self, here: list[bool]) -> None:
         """Called where a rank has no sample and a later one has; a strategy that can't do that refuses."""
