@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 import torch
 from torch import nn
+from torch.distributed.tensor import DTensor
 
 import lockstep
 from lockstep import Callback, train
@@ -304,6 +305,8 @@ def in_a_loop_of_ones_own(world: Any, folder: str) -> tuple[list[float], dict[st
     losses = [step(_tokens[mine[0]], _next[mine[0]]).loss]
     for half in mine[1].tensor_split(2):
         step.backward(_tokens[half], _next[half])
+    grads = [p.grad.full_tensor() if isinstance(p.grad, DTensor) else p.grad for p in model.parameters()]
+    losses += [float(grad.norm()) for grad in grads]
     losses.append(step.update().loss)
     losses.append(step(_tokens[mine[2]], _next[mine[2]]).loss)
     step.save(folder)
@@ -354,6 +357,57 @@ def test_a_rank_keeps_its_part_of_weights_gradients_and_optimizer_state(devices:
     for held, whole in lockstep.launch(bytes_held, devices=f"{devices}xcpu"):
         assert held <= 4 * whole / devices * 1.05
         assert held >= 4 * whole / devices
+
+
+class Computing(lockstep.Callback):
+    """Computes from parameters and gradients, and writes what it draws."""
+
+    @torch.no_grad()
+    def on_step(self, training: Any) -> None:
+        parameters = list(training.model.parameters())
+        norm = sum(p.norm() ** 2 for p in parameters) ** 0.5
+        self.values = {
+            "norm": float(norm),
+            "largest": max(p.abs().max().item() for p in parameters),
+            "mean": float(parameters[-2].mean()),
+            "gradients": float(nn.utils.get_total_norm([p.grad for p in parameters if p.grad is not None])),
+        }
+        for p in parameters:
+            p.add_(torch.randn_like(p), alpha=0.01).mul_(torch.linspace(0.9, 1.0, len(p), dtype=p.dtype))
+            if (p.abs() > 0.5).any():
+                p.div_(norm)
+        if training.step == 2:
+            nn.init.normal_(training.model.out.bias)
+
+    def on_evaluated(self, training: Any) -> None:
+        training.metrics.update(self.values)
+
+
+class Square(nn.Module):
+    """Fewer rows than ranks in one parameter; counts in training only."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner, self.scale, self.out = nn.Linear(6, 6), nn.Parameter(torch.ones(1)), nn.Linear(6, 6)
+        self.register_buffer("calls", torch.zeros((), dtype=torch.long))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        if self.training:
+            self.calls += 1
+        return self.out(torch.tanh(self.inner(x)) * self.scale)[:, :3]
+
+
+def test_callbacks_compute_from_shards_as_on_one_device(tmp_path, capfd) -> None:
+    job = _job(Square, optimizer=sgd, callbacks=[Computing()]).replace(precision="fp64")
+    runs = [
+        train(job, strategy=name, devices=devices, folder=tmp_path)
+        for name, devices in (("fsdp", "2xcpu"), ("single", "1xcpu"))
+    ]
+    found = differences(job, *runs)
+    assert found.worst < BOUND
+    assert "in evaluation" not in str(capfd.readouterr()), "rank 0 inspects evaluations in that mode"
+    assert {"norm", "largest", "mean", "gradients"} <= found.history.keys()
+    assert max(found.history.values()) < BOUND
 
 
 # ---- what is refused, and what fails --------------------------------------------------------------------------------

@@ -32,7 +32,8 @@ from lockstep.model.optimizer import load_named_optimizer_state, named_optimizer
 from lockstep.strategies.ddp import DDP, DDPStep
 from lockstep.strategies.rank_tensors import FlatGradients
 from lockstep.strategies.sharded.shards import NamedParameters, Shards, places_of
-from lockstep.strategies.update_result import added, scalar
+from lockstep.strategies.sharded.whole_values import WholeValues
+from lockstep.strategies.update_result import Result, added, scalar
 from lockstep.tensors.pytree import batch_size_of, each, tensors
 from lockstep.threads.replica_collectives import RankExchange
 
@@ -146,10 +147,12 @@ class ShardedStep(DDPStep):
             sums, flags = both[: len(beside)], both[len(beside) :]
         used = flags.tolist()
         for name, ranks in zip(cut, used, strict=True):
-            grad, self._shards.cut[name].grad = self._shards.cut[name].grad, None
+            grad = self._shards.cut[name].grad
             if ranks and not isinstance(grad, DTensor):
                 raise StrategyError(f'fsdp: the gradient of "{name}" was not summed over the ranks: take ddp')
             self._mine[name].grad = grad.to_local() if ranks and isinstance(grad, DTensor) else None
+            if not ranks:
+                self._shards.cut[name].grad = None
         if self._whole:
             self._sum_whole()
         return self._taken(sums if self._on_accelerator else sums.tolist())
@@ -158,6 +161,14 @@ class ShardedStep(DDPStep):
         """Whether this rank has used each of these parameters, where the ranks exchange numbers."""
         used = [float(name in self._used) for name in names]
         return torch.tensor(used, dtype=torch.float64, device=self.world.exchange_device)
+
+    def backward(self, inputs: Any, targets: Any = None) -> Result:
+        """As every step's; the model has the gradients of all parts so far, too."""
+        result = super().backward(inputs, targets)
+        for name, p in self._shards.cut.items():
+            grad = self._mine[name].grad
+            p.grad = None if grad is None else self._shards.as_rows(name, grad)
+        return result
 
     def _sum_whole(self) -> None:
         """Sum gradients of parameters that every rank keeps whole, as ``ddp`` does."""
@@ -376,10 +387,16 @@ class ShardedStep(DDPStep):
                     setattr(module, key, p)
         if model is None:
             return None
+        for module, here in zip(model.modules(), self.model.modules(), strict=True):
+            module.training = here.training
         for (module, key), (here, its) in zip(buffers_of(model), buffers_of(self.model), strict=True):
             buffer = here._buffers[its]
             module._buffers[key] = None if buffer is None else buffer.clone()
         return model
+
+    def whole_values(self) -> contextlib.AbstractContextManager[Any]:
+        """As every step's."""
+        return WholeValues()
 
     def parts(self) -> dict[str, torch.Tensor]:
         """As every step's."""

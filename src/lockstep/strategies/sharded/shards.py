@@ -108,9 +108,7 @@ class Shards:
         shape = self.local[name].shape
         given = self.gathered if whole else self.rows
         return {
-            key: given(self._as_rows(name, value))
-            if isinstance(value, torch.Tensor) and value.shape == shape
-            else value
+            key: given(self.as_rows(name, value)) if isinstance(value, torch.Tensor) and value.shape == shape else value
             for key, value in state.items()
         }
 
@@ -122,10 +120,10 @@ class Shards:
         """A tensor of the shape of a parameter, cut as that is."""
         p = self.cut[name]
         if isinstance(whole, RowShard):
-            return self._as_rows(name, whole.local.to(p.device))
+            return self.as_rows(name, whole.local.to(p.device))
         return distribute_tensor(whole.detach().to(p.device), p.device_mesh, p.placements, src_data_rank=None)
 
-    def _as_rows(self, name: str, local: torch.Tensor) -> DTensor:
+    def as_rows(self, name: str, local: torch.Tensor) -> DTensor:
         """The tensor, of the shape of a parameter, of which this rank has these rows."""
         p = self.cut[name]
         return DTensor.from_local(
@@ -134,7 +132,7 @@ class Shards:
 
     def joined(self, name: str, local: torch.Tensor) -> torch.Tensor:
         """The whole tensor of which the ranks have these parts; every rank calls this."""
-        return self.gathered(self._as_rows(name, local))
+        return self.gathered(self.as_rows(name, local))
 
     @staticmethod
     def gathered(tensor: DTensor) -> torch.Tensor:

@@ -129,7 +129,9 @@ class Callbacks:
         """Call each; gives the name of one that stops the training, and why."""
         by = None
         for name, callback in callbacks.items():
-            getattr(callback, f"on_{kind}")(self.training)
+            is_own = callbacks is not self._last and not type(callback).__module__.startswith("lockstep.")
+            with self._step.whole_values() if is_own else contextlib.nullcontext():
+                getattr(callback, f"on_{kind}")(self.training)
             for metric, value in self.training.metrics.items():
                 if not isinstance(value, int | float):
                     self.training.metrics[metric] = _number(value, f"callbacks: {name}: {metric}")
