@@ -225,3 +225,12 @@ def test_the_mesh_of_a_strategy_is_drawn(capfd) -> None:
     assert main(["devices", "--strategy", "dp", "--devices", "2xcpu"]) == 0
     whole = "rank 0: cpu:0 the whole model, cpu:1 the whole model; local batches 1 to 2 of 2"
     assert capfd.readouterr().out.splitlines()[-1] == whole
+
+
+def test_a_number_behind_a_strategy_and_stages_of_one_without_any_are_refused(job: Path, capfd) -> None:
+    assert main(["train", str(job), "--strategy", "fsdp=2"]) == 2
+    assert 'there is no strategy "fsdp=2": take fsdp on 2 devices' in capfd.readouterr().err
+    assert main(["partition", str(job), "--strategy", "ddp", "--devices", "2xcpu"]) == 2
+    assert "--strategy ddp: it has no stages: give pp, mp, ddp=2xpp=2" in capfd.readouterr().err
+    assert main(["partition", str(job), "--strategy", "ddp=2xpp=2", "--estimate"]) == 2
+    assert "2 stages, but the model has 1 block" in capfd.readouterr().err  # those of one replica

@@ -16,6 +16,9 @@ from lockstep.errors import InputError, counted, nearest
 from lockstep.tensors.allocator import prepare
 
 if TYPE_CHECKING:
+    from lockstep.job import Job
+    from lockstep.jobfile import JobFile
+    from lockstep.launch.devices import Device
     from lockstep.report.timeline import Timeline
 
 
@@ -24,6 +27,7 @@ def add_partition(commands: Any) -> None:
     parser = commands.add_parser("partition", help="which layers go to which device", allow_abbrev=False)
     parser.add_argument("job", help="a Python file with a `job`")
     parser.add_argument("--devices", default="auto", help="one for each stage: 2, 2xcpu, cuda:0,2 (default: auto)")
+    parser.add_argument("--strategy", help="a product such as ddp=2xpp=2: the stages of one of its replicas")
     parser.add_argument(
         "--microbatches",
         default="1",
@@ -52,14 +56,16 @@ def _partition(options: argparse.Namespace) -> int:
     from lockstep.pipelining.planner.schedule_picture import key
 
     width = shutil.get_terminal_size().columns
-    job = job_in(options)
+    job: Job | JobFile = job_in(options)
+    devices = parse(options.devices)
+    if options.strategy is not None:
+        job, devices = _of_a_replica(options, the_job(job))
     sizes = [] if options.memory is None else [_bytes(word) for word in options.memory.split(",")]
     memory = None if not sizes else sizes[0] if len(sizes) == 1 else sizes
     if options.microbatches == "auto":
         if options.estimate:
             raise InputError("--microbatches auto needs measured times: leave --estimate out")
         only = None if options.schedule == "auto" else [_known(options.schedule)]
-        devices = parse(options.devices)
         found, choice = planned(the_job(job), devices, schedules=only, capacity=capacities(devices, memory))
         print("\n".join([*found.lines(width), ""]))
         _print_timeline(choice.best.timeline, width)
@@ -69,13 +75,30 @@ def _partition(options: argparse.Namespace) -> int:
         raise InputError(f"--microbatches {options.microbatches}: write a number, or auto")
     found = partition(
         job,
-        devices=options.devices,
+        devices=devices,
         microbatches=int(options.microbatches),
         measured=not options.estimate,
         memory=memory,
     )
     print("\n".join(found.lines(width)))
     return 0
+
+
+def _of_a_replica(options: argparse.Namespace, job: Job) -> tuple[Job, tuple[Device, ...]]:
+    """What one replica of a product is given of each batch, and its devices.
+
+    Raises:
+        InputError: the strategy has no stages.
+    """
+    from lockstep.launch.devices import parse
+    from lockstep.strategies import choose, devices_for
+    from lockstep.strategies.pp import PP
+
+    every = parse(devices_for(options.strategy, options.devices))
+    strategy = choose(options.strategy, every)
+    if not isinstance(strategy, PP):
+        raise InputError(f"--strategy {options.strategy}: it has no stages: give pp, mp, ddp=2xpp=2 or ddp=2xmp=2")
+    return strategy.seen_by_a_replica(job), every[: strategy.layout(len(every)).devices_per_process]
 
 
 _UNITS = {"b": 1, "kib": 2**10, "mib": 2**20, "gib": 2**30, "kb": 10**3, "mb": 10**6, "gb": 10**9}

@@ -52,6 +52,9 @@ def kind_of(name: str) -> type[Strategy]:
     Raises:
         StrategyError: there is none (the nearest is offered).
     """
+    word, _, number = str(name).partition("=")
+    if word in STRATEGIES and number.isdigit():
+        raise StrategyError(f'there is no strategy "{name}": take {word} on {number} devices')
     if (product := product_in(str(name), PRODUCTS)) is not None:
         return product[0]
     if name not in STRATEGIES:

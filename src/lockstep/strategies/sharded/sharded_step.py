@@ -347,7 +347,7 @@ class ShardedStep(DDPStep):
         if isinstance(inputs, Batch):
             inputs, targets = inputs
         with self.evaluating():
-            (part,) = batch_of(inputs, targets, 1, self.world, self._refuse_gaps).parts
+            (part,) = batch_of(inputs, targets, 1, self.world, self._refuse_gaps, self._lists).parts
             if not part.of:
                 return None, 0.0, 0
             self._evaluations += 1
