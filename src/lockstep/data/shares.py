@@ -215,7 +215,7 @@ def batch_of(
     accumulate: int,
     world: World,
     refuse_gaps: Callable[[list[bool]], None],
-    lists: set[str],
+    lists: set[str] | None = None,
 ) -> Batch:
     """This rank's share as a Batch. Every rank calls it, and learns what the others have.
 
@@ -231,7 +231,7 @@ def batch_of(
     """
     mine = 0 if inputs is None else batch_size_of(inputs)
     if cuts := mine > 0 and (accumulate > 1 or len(world.devices) > 1):
-        targets = with_sample_lists(targets, mine, lists)
+        targets = with_sample_lists(targets, mine, set() if lists is None else lists)
     theirs = list(_rows(targets))
     if cuts and theirs and mine not in theirs:  # sequence-first, say
         raise InputError(
