@@ -28,7 +28,7 @@ from lockstep.cli.command import main
 from lockstep.errors import FolderError, InputError, JobError, SaveError
 from zoo import ZOO, Conv, drawn, labels, plain_sgd, right
 
-WAYS = {"single": "1xcpu", "dp 2": "2xcpu", "dp 3": "3xcpu", "ddp 2": "2xcpu", "ddp 3": "3xcpu"}
+WAYS = {"single": "1xcpu", "dp 2": "2xcpu", "dp 3": "3xcpu", "ddp 2": "2xcpu", "ddp 3": "3xcpu", "fsdp 3": "3xcpu"}
 TWO = ["dp 2", "ddp 2"]
 ROWS = 25  # in batches of 8: 8, 8, 8, 1: the last leaves ranks without a sample
 

@@ -326,6 +326,8 @@ class _Prediction:
 class _NoOptimizer(torch.optim.Optimizer):
     """Stands where a Step wants an optimizer: nothing is updated. (PyTorch's own import its compiler, 0.8 s.)"""
 
+    elementwise = True  # for fsdp
+
     def __init__(self, params: Any) -> None:
         self.param_groups = [{"params": [p for _, p in params]}]
         self.state = {}  # type: ignore[assignment]

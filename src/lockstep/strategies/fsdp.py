@@ -130,7 +130,7 @@ class FSDP(Strategy):
                 f"fsdp: {kind.__name__} looks at whole parameters, and a rank has a shard of each: take ddp, or an "
                 "optimizer that treats each element by itself, as AdamW"
             )
-        if not known and not self.elementwise:
+        if not known and not getattr(optimizer, "elementwise", self.elementwise):
             raise StrategyError(
                 f"fsdp: {kind.__name__} would be given a shard of each parameter, which is right where it treats each "
                 "element by itself: say so by FSDP(elementwise=True), or take ddp"
