@@ -144,7 +144,12 @@ def may_draw(optimizer: torch.optim.Optimizer) -> bool:
     if isinstance(optimizer, Optimizers):
         return may_draw(optimizer.by_name[optimizer.active])
     hooks = optimizer._optimizer_step_pre_hooks or optimizer._optimizer_step_post_hooks
-    return bool(hooks) or not type(optimizer).__module__.startswith("torch.optim.")
+    return bool(hooks) or not is_of_pytorch(optimizer)
+
+
+def is_of_pytorch(optimizer: torch.optim.Optimizer) -> bool:
+    """Whether its class is one of PyTorch's own."""
+    return f"{type(optimizer).__module__}.".startswith("torch.optim.")  # (Adafactor's is "torch.optim")
 
 
 def optimizer_prints(optimizer: torch.optim.Optimizer, model: nn.Module) -> dict[str, bytes]:
@@ -152,7 +157,7 @@ def optimizer_prints(optimizer: torch.optim.Optimizer, model: nn.Module) -> dict
     if isinstance(optimizer, Optimizers):
         every = [(name, optimizer_prints(one, model)) for name, one in optimizer.by_name.items()]
         return {f"{name}.{key}": its for name, found in every for key, its in found.items()}
-    if type(optimizer).__module__.startswith("torch.optim."):
+    if is_of_pytorch(optimizer):
         return {}
     held = {name: value for name, value in vars(optimizer).items() if name not in _OF_EVERY_OPTIMIZER}
     for name, inner in held.items():

@@ -22,7 +22,7 @@ from lockstep.launch.layout import Layout
 from lockstep.launch.world import World
 from lockstep.model.build import build_model
 from lockstep.model.inspection import hooked_parameters
-from lockstep.model.optimizer import build_optimizer
+from lockstep.model.optimizer import build_optimizer, is_of_pytorch
 from lockstep.pipelining.planner.balanced_split import size
 from lockstep.strategies.ddp import DDP, DDPStep, synchronised
 from lockstep.strategies.product import Product
@@ -124,7 +124,7 @@ class FSDP(Strategy):
         if hooked := hooked_parameters(model):
             raise StrategyError(f'fsdp: parameter "{hooked[0]}" has a hook, which its shards would lose: take ddp')
         kind = type(optimizer)
-        known = f"{kind.__module__}.".startswith("torch.optim.")
+        known = is_of_pytorch(optimizer)
         if known and kind.__name__ not in _ELEMENTWISE:
             raise StrategyError(
                 f"fsdp: {kind.__name__} looks at whole parameters, and a rank has a shard of each: take ddp, or an "

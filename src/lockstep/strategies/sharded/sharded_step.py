@@ -19,7 +19,7 @@ from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 
 from lockstep.data import Batch, Part
-from lockstep.data.shares import batch_of, over_ranks
+from lockstep.data.shares import batch_of
 from lockstep.errors import InputError, StrategyError, told
 from lockstep.job import Job
 from lockstep.launch.observer import phase
@@ -31,10 +31,11 @@ from lockstep.model.loss import Loss, Number
 from lockstep.model.optimizer import load_named_optimizer_state, named_optimizer_state
 from lockstep.strategies.ddp import DDP, DDPStep
 from lockstep.strategies.rank_tensors import FlatGradients
+from lockstep.strategies.sharded.block_watch import BlockWatch
 from lockstep.strategies.sharded.shards import NamedParameters, Shards, places_of
 from lockstep.strategies.sharded.whole_values import WholeValues
 from lockstep.strategies.update_result import Result, added, scalar
-from lockstep.tensors.pytree import batch_size_of, each, tensors
+from lockstep.tensors.pytree import batch_size_of
 from lockstep.threads.replica_collectives import RankExchange
 
 T = TypeVar("T")
@@ -61,10 +62,9 @@ class ShardedStep(DDPStep):
         self._find_trained()
         self.last_look = 1  # the whole model is put together for it
         self._skeleton = skeleton
-        self._used: set[str] = set()
-        self._stands_in = self._in_backward = self._evaluates = False
+        self._evaluates = False
         self._evaluations = 0  # batches of evaluations, of which every rank computes something
-        self._watch_blocks()
+        self._watch = BlockWatch(model, shards, world, self._compares_blocks)
 
     def _find_trained(self) -> None:
         for name, local in self._shards.local.items():
@@ -79,7 +79,7 @@ class ShardedStep(DDPStep):
         """Gradients of total / size, summed over micro-batches and ranks; of what was cut, this rank's part."""
         for p in (*self._parameters, *self._shards.cut.values()):
             p.grad = None
-        self._used.clear()
+        self._watch.used.clear()
         self._buffers.follow()
         losses: list[Loss] = []
         for number, part in enumerate(batch.parts):
@@ -121,13 +121,13 @@ class ShardedStep(DDPStep):
         norms = [m for m in modules if isinstance(m, nn.modules.batchnorm._BatchNorm) and m.training]
         attributes = [(vars(m), plain_attributes(m)) for m in modules]
         buffers = [(m, name, b, b.clone()) for m in modules for name, b in m._buffers.items() if b is not None]
-        self._stands_in = True
+        self._watch.stands_in = True
         for norm in norms:
             norm.training = False
         try:
             yield
         finally:
-            self._stands_in = False
+            self._watch.stands_in = False
             with torch.no_grad():
                 for module, name, buffer, before in buffers:
                     module._buffers[name] = buffer.copy_(before)
@@ -159,7 +159,7 @@ class ShardedStep(DDPStep):
 
     def _flags_of(self, names: list[str]) -> torch.Tensor:
         """Whether this rank has used each of these parameters, where the ranks exchange numbers."""
-        used = [float(name in self._used) for name in names]
+        used = [float(name in self._watch.used) for name in names]
         return torch.tensor(used, dtype=torch.float64, device=self.world.exchange_device)
 
     def backward(self, inputs: Any, targets: Any = None) -> Result:
@@ -215,108 +215,16 @@ class ShardedStep(DDPStep):
         with super().explained(batch), _shards_explained():
             yield
 
-    # ---- which blocks, and which parameters, were used --------------------------------------------------------------
-
-    def _watch_blocks(self) -> None:
-        """Note which parameters get a gradient, and compare the blocks that ranks come to."""
-        root = self.model
-        within = {m for block in self._shards.blocks.values() for m in block.modules()}
-        places = [(m, key, name) for name in self._shards.cut for m, key in self._shards.places[name]]
-        for number, (name, block) in enumerate((*self._shards.blocks.items(), ("", root)), start=1):
-            own = set(block.modules()) if name else set(root.modules()) - within
-            mine = [place for place in places if place[0] in own]
-            block.register_forward_pre_hook(self._comes_to(number), prepend=True)
-            block.register_forward_pre_hook(self._notes_uses(mine))
-            block.register_forward_hook(self._gives(name), prepend=True)
-        root.register_forward_hook(self._ends)
-
-    def _comes_to(self, number: int) -> Callable[..., None]:
-        def hook(module: nn.Module, args: Any) -> None:
-            del module, args
-            self._compare(number)
-
-        return hook
-
-    def _ends(self, module: nn.Module, args: Any, outputs: Any) -> None:
-        del module, args, outputs
-        self._compare(0)
-
-    def _compare(self, number: int) -> None:
-        """Make sure that all ranks come to the same block now; 0 is the end of forward.
-
-        Raises:
-            StrategyError: they don't; ``fully_shard`` would wait for ever.
-        """
-        if not (is_power_of_two(self._evaluations) if self._evaluates else self.looks_again):
-            return
-        every = [theirs for (theirs,) in over_ranks(self.world, number)]
-        if len(set(every)) > 1:
-            names = ["its end", *(f'"{name}"' for name in self._shards.blocks), "its begin"]
-            comes = ", ".join(f"to {names[one]} on rank {rank}" for rank, one in enumerate(every))
-            raise StrategyError(
-                f"fsdp: forward comes {comes}: blocks that depend on the samples can't be gathered on their own",
-                fix="leave them out of FSDP(blocks=...)",
-            )
-
-    def _gives(self, name: str) -> Callable[..., Any]:
-        """A hook on what a block gives, whose backward is to gather the block's parameters again."""
-
-        def hook(module: nn.Module, args: Any, outputs: Any) -> Any:
-            del args
-            if not torch.is_grad_enabled():
-                return outputs
-            # (A view that is written in place would lose the hook that gathers.)
-            outputs = each(_copied_if_a_view, outputs, on_packed=lambda packed: packed)
-            found = [t for t in tensors(outputs) if t.requires_grad]
-            what = f'"{name}"' if name else "the model"
-            if not found and any(p.requires_grad for p in module.parameters()):
-                raise StrategyError(
-                    f"fsdp: there is no tensor with a gradient in what {what} gives "
-                    f"({type(outputs).__name__}): let it give tensors, or lists or dicts of them, or take ddp"
-                )
-            for tensor in found:
-                tensor.register_hook(self._refuse_other_backwards)  # type: ignore[no-untyped-call]
-            return outputs
-
-        return hook
-
-    def _refuse_other_backwards(self, grad: torch.Tensor) -> None:
-        del grad
-        if not self._in_backward:
-            raise StrategyError(
-                "fsdp: a gradient is computed in forward or in the loss (torch.autograd.grad, a gradient penalty), for "
-                "which the parameters of blocks would have to stay: take ddp"
-            )
-
     def run_backward(self, total: torch.Tensor, divisor: Number) -> None:
         """As every step's; other backwards are refused."""
-        self._in_backward = True
+        self._watch.in_backward = True
         try:
             super().run_backward(total, divisor)
         finally:
-            self._in_backward = False
+            self._watch.in_backward = False
 
-    def _notes_uses(self, places: list[tuple[nn.Module, str, str]]) -> Callable[..., None]:
-        """A hook of a block whose parameters have just been gathered; they are the same objects each time."""
-        known: set[int] = set()
-
-        def hook(module: nn.Module, args: Any) -> None:
-            del module, args
-            for m, key, name in places if torch.is_grad_enabled() else ():
-                p = m._parameters[key]
-                if p is not None and p.requires_grad and id(p) not in known:
-                    known.add(id(p))
-                    p.register_post_accumulate_grad_hook(self._notes_use(name))  # type: ignore[no-untyped-call]
-
-        return hook
-
-    def _notes_use(self, name: str) -> Callable[[torch.Tensor], None]:
-        def hook(p: torch.Tensor) -> None:
-            del p
-            if not self._stands_in:
-                self._used.add(name)
-
-        return hook
+    def _compares_blocks(self) -> bool:
+        return is_power_of_two(self._evaluations) if self._evaluates else self.looks_again
 
     # ---- evaluation -------------------------------------------------------------------------------------------------
 
@@ -493,10 +401,6 @@ def _shards_explained() -> Iterator[None]:
             "fsdp: a parameter of a block is used outside of the block's forward, where it is a shard",
             fix="name blocks that keep theirs to themselves: FSDP(blocks=...)",
         ) from error
-
-
-def _copied_if_a_view(tensor: torch.Tensor) -> torch.Tensor:
-    return tensor.clone() if tensor.requires_grad and tensor._base is not None else tensor
 
 
 def _numbers(values: list[Number], device: torch.device) -> torch.Tensor:

@@ -1,0 +1,133 @@
+"""BlockWatch: which blocks of a sharded model the ranks come to, and which of its parameters get a gradient.
+
+Each rank gathers a block's parameters when its forward begins, so ranks that come to different blocks would wait for
+one another for ever.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import nn
+
+from lockstep.data.shares import over_ranks
+from lockstep.errors import StrategyError
+from lockstep.launch.world import World
+from lockstep.strategies.sharded.shards import Shards
+from lockstep.tensors.pytree import each, tensors
+
+
+class BlockWatch:
+    """Hooks on a model that was cut.
+
+    Args:
+        model: the whole of it.
+        shards: its blocks and parameters.
+        world: the ranks.
+        compares: whether ranks compare in this forward to which blocks they come; the same on all of them.
+
+    Attributes:
+        used: names of the parameters that got a gradient.
+        stands_in: what is computed now is another rank's sample, which uses nothing.
+        in_backward: the backward of an update is under way; others are refused.
+    """
+
+    def __init__(self, model: nn.Module, shards: Shards, world: World, compares: Callable[[], bool]) -> None:
+        self._shards, self._world, self._compares = shards, world, compares
+        self.used: set[str] = set()
+        self.stands_in = self.in_backward = False
+        within = {m for block in shards.blocks.values() for m in block.modules()}
+        places = [(m, key, name) for name in shards.cut for m, key in shards.places[name]]
+        for number, (name, block) in enumerate((*shards.blocks.items(), ("", model)), start=1):
+            own = set(block.modules()) if name else set(model.modules()) - within
+            mine = [place for place in places if place[0] in own]
+            block.register_forward_pre_hook(self._comes_to(number), prepend=True)
+            block.register_forward_pre_hook(self._notes_uses(mine))
+            block.register_forward_hook(self._gives(name), prepend=True)
+        model.register_forward_hook(self._ends)
+
+    def _comes_to(self, number: int) -> Callable[..., None]:
+        def hook(module: nn.Module, args: Any) -> None:
+            del module, args
+            self._compare(number)
+
+        return hook
+
+    def _ends(self, module: nn.Module, args: Any, outputs: Any) -> None:
+        del module, args, outputs
+        self._compare(0)
+
+    def _compare(self, number: int) -> None:
+        """Make sure that all ranks come to the same block now; 0 is the end of forward.
+
+        Raises:
+            StrategyError: they don't; ``fully_shard`` would wait for ever.
+        """
+        if not self._compares():
+            return
+        every = [theirs for (theirs,) in over_ranks(self._world, number)]
+        if len(set(every)) > 1:
+            names = ["its end", *(f'"{name}"' for name in self._shards.blocks), "its begin"]
+            comes = ", ".join(f"to {names[one]} on rank {rank}" for rank, one in enumerate(every))
+            raise StrategyError(
+                f"fsdp: forward comes {comes}: blocks that depend on the samples can't be gathered on their own",
+                fix="leave them out of FSDP(blocks=...)",
+            )
+
+    def _gives(self, name: str) -> Callable[..., Any]:
+        """A hook on what a block gives, whose backward is to gather the block's parameters again."""
+
+        def hook(module: nn.Module, args: Any, outputs: Any) -> Any:
+            del args
+            if not torch.is_grad_enabled():
+                return outputs
+            # (A view that is written in place would lose the hook that gathers.)
+            outputs = each(_copied_if_a_view, outputs, on_packed=lambda packed: packed)
+            found = [t for t in tensors(outputs) if t.requires_grad]
+            what = f'"{name}"' if name else "the model"
+            if not found and any(p.requires_grad for p in module.parameters()):
+                raise StrategyError(
+                    f"fsdp: there is no tensor with a gradient in what {what} gives "
+                    f"({type(outputs).__name__}): let it give tensors, or lists or dicts of them, or take ddp"
+                )
+            for tensor in found:
+                tensor.register_hook(self._refuse_other_backwards)  # type: ignore[no-untyped-call]
+            return outputs
+
+        return hook
+
+    def _refuse_other_backwards(self, grad: torch.Tensor) -> None:
+        del grad
+        if not self.in_backward:
+            raise StrategyError(
+                "fsdp: a gradient is computed in forward or in the loss (torch.autograd.grad, a gradient penalty), for "
+                "which the parameters of blocks would have to stay: take ddp"
+            )
+
+    def _notes_uses(self, places: list[tuple[nn.Module, str, str]]) -> Callable[..., None]:
+        """A hook of a block whose parameters have just been gathered; they are the same objects each time."""
+        known: set[int] = set()
+
+        def hook(module: nn.Module, args: Any) -> None:
+            del module, args
+            for m, key, name in places if torch.is_grad_enabled() else ():
+                p = m._parameters[key]
+                if p is not None and p.requires_grad and id(p) not in known:
+                    known.add(id(p))
+                    p.register_post_accumulate_grad_hook(self._notes_use(name))  # type: ignore[no-untyped-call]
+
+        return hook
+
+    def _notes_use(self, name: str) -> Callable[[torch.Tensor], None]:
+        def hook(p: torch.Tensor) -> None:
+            del p
+            if not self.stands_in:
+                self.used.add(name)
+
+        return hook
+
+
+def _copied_if_a_view(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor.clone() if tensor.requires_grad and tensor._base is not None else tensor
