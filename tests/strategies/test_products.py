@@ -76,7 +76,6 @@ def test_a_product_has_the_settings_of_the_strategy_of_a_replica(inner: str) -> 
         ("pp=4xddp=2", "ddp=2xpp=4"),
         ("mp=4xddp=2", "ddp=2xmp=4"),
         ("ddp=0xpp=2", "ddp=1xpp=2"),
-        ("ddp=2", "ddp=2xpp=2"),
         ("ddp=2xmp", "ddp=2xmp=2"),
         ("ddp=2xpp=-2", "ddp=2xpp=2"),
     ],
@@ -84,6 +83,8 @@ def test_a_product_has_the_settings_of_the_strategy_of_a_replica(inner: str) -> 
 def test_a_product_that_there_is_not_is_refused_with_the_nearest(wrong: str, instead: str) -> None:
     with pytest.raises(StrategyError, match=rf'there is no strategy "{wrong}": products are .*: take {instead}$'):
         named(wrong)
+    with pytest.raises(StrategyError, match='there is no strategy "ddp=2": take ddp on 2 devices$'):
+        named("ddp=2")
 
 
 @pytest.mark.parametrize(
