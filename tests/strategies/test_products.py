@@ -21,7 +21,7 @@ import lockstep
 from lockstep import evaluate, predict, train
 from lockstep.callbacks import Callback
 from lockstep.cli.command import main
-from lockstep.errors import DeviceError, InputError, RankFailed, StrategyError
+from lockstep.errors import DeviceError, InputError, RankFailed, RunError, StrategyError
 from lockstep.launch.devices import Device, slots
 from lockstep.launch.layout import Layout
 from lockstep.launch.run_folder import RunFolder
@@ -123,6 +123,11 @@ def test_batch_norms_of_replicas_are_said_and_synchronised_under_mp_only(tmp_pat
     assert said["batchnorm"].fix == "ddp=2xmp=2 with sync_batchnorm=True keeps the results"
     with pytest.raises(StrategyError, match=r"ddp=2xpp=2: sync_batchnorm .* or take ddp=2xmp=2$"):
         train(job, strategy="ddp=2xpp=2", folder=tmp_path, quiet=True)
+    with pytest.raises(StrategyError, match=r"ddp=2xmp=2: sync_batchnorm .* or take ddp=2xmp=2 without accumulate$"):
+        train(job.replace(accumulate=2), strategy="ddp=2xmp=2", folder=tmp_path, quiet=True)
+    norm = dataclasses.replace(ZOO["mlp"], model=lambda: nn.Sequential(nn.Linear(6, 3), nn.BatchNorm1d(3)))
+    with pytest.raises(RunError, match="of a batch of 5: choose fewer micro-batches, or a batch_size"):
+        train(norm.replace(batch_size=5), strategy=named("ddp=2xpp=2", microbatches=2), folder=tmp_path, quiet=True)
 
 
 # ---- runs ------------------------------------------------------------------------------------------------------------

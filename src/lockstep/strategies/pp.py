@@ -220,10 +220,10 @@ class PP(Strategy):
                 "accelerators of one type"
             )
         if job.sync_batchnorm and self.num_microbatches(job) > 1:
+            other = f"{self.name.replace('pp', 'mp')}{' without accumulate' if job.accumulate > 1 else ''}"
             raise StrategyError(
                 f"{self.name}: sync_batchnorm would make every micro-batch wait for all the others: leave it out "
-                "(BatchNorm then normalises each micro-batch, as single with accumulate does), or take "
-                + self.name.replace("pp", "mp")
+                f"(BatchNorm then normalises each micro-batch, as single with accumulate does), or take {other}"
             )
         if job.compile:
             raise StrategyError(

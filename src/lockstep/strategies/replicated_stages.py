@@ -93,6 +93,11 @@ class ReplicatedMP(ReplicatedPP, MP):
 class ReplicaOfStages(DDPStep, StagedStep):
     """One rank's replica, on its devices."""
 
+    @property
+    def may_synchronise(self) -> bool:
+        """As every step's; micro-batches that are overlapped can't."""
+        return super().may_synchronise and self._accumulate == 1
+
     def gradients(self, batch: Batch) -> Loss:
         """Gradients of total / size, summed over micro-batches and ranks."""
         self._buffers.follow()

@@ -132,6 +132,11 @@ class Step(Calls):
             self._say_what_the_loss_reads()
         return loss
 
+    @property
+    def may_synchronise(self) -> bool:
+        """Whether ``sync_batchnorm`` is left out, and could be set."""
+        return self.replicas > 1 and self.together and not self._synchronises
+
     @contextmanager
     def explained(self, batch: Batch) -> Iterator[None]:
         """Say what an error means, and what to do."""
@@ -140,8 +145,8 @@ class Step(Calls):
         except (torch.OutOfMemoryError, MemoryError, RuntimeError, ValueError) as error:
             if self._compile and (why := not_compilable(error)) is not None:
                 raise why from None
-            may_synchronise = self.replicas > 1 and self.together and not self._synchronises
-            known = explained(error, batch, self.world, accumulate=self._accumulate, may_synchronise=may_synchronise)
+            may, cuts = self.may_synchronise, self._accumulate
+            known = explained(error, batch, self.world, accumulate=cuts, may_synchronise=may)
             if known is None:
                 raise
             raise known from error
