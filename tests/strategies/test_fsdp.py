@@ -542,3 +542,22 @@ def test_a_killed_rank_ends_the_run_in_a_line(tmp_path) -> None:
     with pytest.raises(RankFailed, match=r"rank 1 \(cpu:1\) was killed by SIGKILL at step 6"):
         train(job, strategy="fsdp", devices="2xcpu", folder=tmp_path, quiet=True)
     assert time.monotonic() - began < 60
+
+
+class Counts(Rows):
+    """Counts its calls in training."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("calls", torch.zeros(()))
+
+    def forward(self, *inputs: Any) -> Any:
+        if self.training:
+            self.calls += 1
+        return super().forward(*inputs)
+
+
+def test_what_a_model_does_in_training_is_not_said_of_evaluation(tmp_path, capfd) -> None:
+    job = ZOO["mlp"].replace(model=Counts, epochs=1)
+    train(job, strategy="fsdp", devices="2xcpu", folder=tmp_path)
+    assert "is written in evaluation" not in capfd.readouterr().out

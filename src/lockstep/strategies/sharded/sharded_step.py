@@ -300,6 +300,8 @@ class ShardedStep(DDPStep):
         for (module, key), (here, its) in zip(buffers_of(model), buffers_of(self.model), strict=True):
             buffer = here._buffers[its]
             module._buffers[key] = None if buffer is None else buffer.clone()
+        for one, here in zip(model.modules(), self.model.modules(), strict=True):
+            one.training = here.training
         return model
 
     def whole_values(self) -> contextlib.AbstractContextManager[Any]:
