@@ -83,7 +83,7 @@ def test_a_product_has_the_settings_of_the_strategy_of_a_replica(inner: str) -> 
 def test_a_product_that_there_is_not_is_refused_with_the_nearest(wrong: str, instead: str) -> None:
     with pytest.raises(StrategyError, match=rf'there is no strategy "{wrong}": products are .*: take {instead}$'):
         named(wrong)
-    with pytest.raises(StrategyError, match='there is no strategy "ddp=2": take ddp on 2 devices$'):
+    with pytest.raises(StrategyError, match=r'there is no strategy "ddp=2": take ddp on 2 devices$'):
         named("ddp=2")
 
 
