@@ -230,6 +230,8 @@ def test_the_mesh_of_a_strategy_is_drawn(capfd) -> None:
 def test_a_number_behind_a_strategy_and_stages_of_one_without_any_are_refused(job: Path, capfd) -> None:
     assert main(["train", str(job), "--strategy", "fsdp=2"]) == 2
     assert 'there is no strategy "fsdp=2": take fsdp on 2 devices' in capfd.readouterr().err
+    assert main(["train", str(job), "--strategy", "mp", "--microbatches", "2"]) == 2
+    assert 'strategy "mp" has no setting "microbatches": pp has it' in capfd.readouterr().err
     assert main(["partition", str(job), "--strategy", "ddp", "--devices", "2xcpu"]) == 2
     assert "--strategy ddp: it has no stages: give pp, mp, ddp=2xpp=2" in capfd.readouterr().err
     assert main(["partition", str(job), "--strategy", "ddp=2xpp=2", "--estimate"]) == 2

@@ -100,7 +100,7 @@ def named(name: str, **settings: Any) -> Strategy:
         JobError: a setting is of another type.
     """
     kind, product = kind_of(name), product_in(str(name), PRODUCTS)
-    fields = list(kind.usual())
+    fields = [field for field in kind.usual() if field in kind.choices()]
     for setting in settings:
         if setting not in fields:
             raise StrategyError(f'strategy "{name}" has no setting "{setting}": {_who_has(setting, fields)}')
