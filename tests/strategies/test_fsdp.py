@@ -24,7 +24,7 @@ from lockstep.strategies.sharded.shards import blocks_of
 from lockstep.training.run import Run
 from lockstep.verify import differences, parity
 
-from zoo import ZOO, _job, halved_weights, sgd, slow, state_of, tokens_and_next  # isort: skip
+from zoo import ZOO, _job, drawn, halved_weights, labels, sgd, slow, state_of, tokens_and_next  # isort: skip
 
 BOUND = 1e-10
 
@@ -161,6 +161,14 @@ KINDS |= {
     "views that are written in place": _job(WritingViews, optimizer=sgd),
     "recurrent layers": _job(Reading, _tokens, _next, optimizer=sgd, metrics={}),
     "numbers and complex parameters beside blocks": _job(Scaled, optimizer=sgd, clip_norm=0.1),
+    "an empty rank, and batch norms without running statistics": _job(
+        lambda: nn.Sequential(nn.Linear(6, 3), nn.BatchNorm1d(3, track_running_stats=False)),
+        *(drawn(10, 6), labels(10, 3)),
+        sync_batchnorm=True,
+        optimizer=sgd,
+        eval_data=None,
+        metrics={},
+    ),
     "checkpointed outside of blocks": _job(Rows, optimizer=sgd, activation_checkpointing="blocks"),
 }
 FAST = {

@@ -121,9 +121,14 @@ class ShardedStep(DDPStep):
         norms = [m for m in modules if isinstance(m, nn.modules.batchnorm._BatchNorm) and m.training]
         attributes = [(vars(m), plain_attributes(m)) for m in modules]
         buffers = [(m, name, b, b.clone()) for m in modules for name, b in m._buffers.items() if b is not None]
+        bare = [m for m in norms if m.running_mean is None]  # which one sample is too few for
+        dtype = next((p.dtype for p in self._mine.values() if p.is_floating_point()), None)
         self._watch.stands_in = True
         for norm in norms:
             norm.training = False
+        for norm in bare:
+            zeros = torch.zeros(norm.num_features, dtype=dtype, device=self.world.device.torch)
+            norm.running_mean, norm.running_var = zeros, zeros + 1
         try:
             yield
         finally:
@@ -131,6 +136,8 @@ class ShardedStep(DDPStep):
             with torch.no_grad():
                 for module, name, buffer, before in buffers:
                     module._buffers[name] = buffer.copy_(before)
+            for norm in bare:
+                norm.running_mean = norm.running_var = None
             for held, then in attributes:
                 held.update(then)
 
