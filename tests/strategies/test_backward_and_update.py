@@ -104,7 +104,7 @@ def by_hand(strategy: Any, devices: str, world: Any = None, clip: float | None =
 def looped(way: str, loop: Any, **settings: Any) -> list[Any]:
     strategy, devices = WAYS[way]
     if way.startswith("ddp"):
-        each = 2 if "pp" in way else 1
+        each = 2 if "xpp" in way else 1
         return lockstep.launch(
             lambda world: loop(strategy, "auto", world=world, **settings), devices=devices, devices_per_rank=each
         )

@@ -306,11 +306,13 @@ def compilations(kind: str, *, graphs: bool) -> list[bool | str]:
 def _placements(strategy: str | None, chosen: tuple[Device, ...], count: int, batch_size: int) -> list[Way]:
     """One device, and each exact strategy on 2, 4, ... and all ``count`` of them."""
     counts = sorted({2**k for k in range(1, count.bit_length()) if 2**k <= count} | {count})
-    # Those that split layers are for models too large for one device: only where they are asked for.
+    # Those that split layers or shard them are for models too large for one device: only where they are asked for.
     names = [
         name
         for name, kind in STRATEGIES.items()
-        if kind.exact is True and name != "single" and (name == strategy or "stage" not in kind().layout(2).axes)
+        if kind.exact is True
+        and name != "single"
+        and (name == strategy or not {"stage", "shard"} & kind().layout(2).axes.keys())
     ]
     ways = [] if strategy not in (None, "single") else [Way("single", first_of(chosen, 1))]
     for n in counts:
