@@ -189,7 +189,7 @@ def test_a_batch_smaller_than_the_ranks_leaves_some_without_an_update(tmp_path: 
     [
         lambda params: torch.optim.SGD(params, lr=0.1, momentum=0.9, weight_decay=1e-3),
         lambda params: torch.optim.AdamW(params, lr=0.01),
-        lambda params: torch.optim.Adagrad(params, lr=0.1),
+        pytest.param(lambda params: torch.optim.Adagrad(params, lr=0.1), marks=pytest.mark.slow),
     ],
     ids=["momentum", "adamw", "adagrad"],
 )

@@ -124,6 +124,7 @@ JOBS = {
 NAMES = {"vae": ("error", "kl"), "tasks": ("kinds", "sizes"), "experts": ("task", "router")}
 SLOW = {("vae", "ddp flat"), ("experts", "ddp overlapped"), ("tasks, accumulated and clipped", "ddp flat")}
 SLOW |= {(kind, "ddp=2xpp=2") for kind in JOBS}
+SLOW |= {("tasks", "ddp flat"), ("tasks", "ddp overlapped"), ("vae", "dp"), ("experts", "pp")}
 
 
 @pytest.mark.parametrize(
