@@ -185,7 +185,7 @@ SWALLOWED, REPLACED, PASSED_ON = "pass", "raise ImportError('numpy failed to imp
     ("name", "then"),
     [("torch/__init__.py", SWALLOWED), ("torch/__init__.py", REPLACED), ("job.py", REPLACED), ("job.py", PASSED_ON)],
 )
-@pytest.mark.parametrize("times", [1, 3])
+@pytest.mark.parametrize("times", [pytest.param(1, marks=pytest.mark.slow), 3])
 def test_ctrl_c_while_modules_are_imported_is_one_line(name: str, then: str, times: int, tmp_path: Path) -> None:
     """They swallow it, and make other exceptions of it; a person may press it more than once."""
     for path in ("torch/__init__.py", "job.py")[name == "job.py" :]:

@@ -60,7 +60,7 @@ def unevenness(cells: torch.Tensor, count: int) -> float:
     return abs(float(((found - mean) ** 2 / mean).sum()) - count) / math.sqrt(2 * count)
 
 
-@pytest.mark.parametrize("n", [2**20 + 1, pytest.param(3_000_017, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("n", [pytest.param(n, marks=pytest.mark.slow) for n in (2**20 + 1, 3_000_017)])
 def test_a_computed_permutation_is_well_mixed(n: int) -> None:
     place = torch.arange(n)
     for seed in range(3):

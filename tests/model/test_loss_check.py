@@ -95,7 +95,7 @@ def test_even_masks_are_accepted(name: str) -> None:
     checked(loss, itertools.chain(*(late(targets, 2, slice(0, 0)) for _ in range(4))))
 
 
-@pytest.mark.parametrize("samples", [2, 3, 4, 6, 8, 12])
+@pytest.mark.parametrize("samples", [2, 3, 4, 6, 8, pytest.param(12, marks=pytest.mark.slow)])
 def test_no_mask_over_samples_is_balanced_between_the_two_parts(samples: int) -> None:
     """Found by trial: a mask that leaves every other sample leaves as much of each half."""
     for left in itertools.product([0.0, 1.0], repeat=samples):

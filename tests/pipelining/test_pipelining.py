@@ -265,7 +265,7 @@ def test_two_stages_on_each_device_end_where_one_device_does(
 
 
 @pytest.mark.parametrize(
-    "kind", [pytest.param(k, marks=pytest.mark.slow if i % 2 else ()) for i, k in enumerate(KINDS)]
+    "kind", [pytest.param(k, marks=pytest.mark.slow if i % 4 else ()) for i, k in enumerate(KINDS)]
 )
 def test_mp_ends_where_one_device_does(kind: str, tmp_path_factory: pytest.TempPathFactory) -> None:
     job, device_map = KINDS[kind]

@@ -110,7 +110,9 @@ PLACES = {
 
 @pytest.mark.timeout(30)
 @pytest.mark.parametrize("schedule", ["1f1b", pytest.param("gpipe", marks=pytest.mark.slow)])
-@pytest.mark.parametrize("place", PLACES)
+@pytest.mark.parametrize(
+    "place", [pytest.param(p, marks=pytest.mark.slow if i % 2 else ()) for i, p in enumerate(PLACES)]
+)
 def test_what_raises_anywhere_stops_all_and_is_named(place: str, schedule: str, tmp_path, monkeypatch) -> None:
     monkeypatch.setattr(Failing, "calls", 0)
     monkeypatch.setattr(Failing, "place", place)

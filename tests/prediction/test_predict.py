@@ -512,7 +512,7 @@ def test_bad_input_gets_one_line_and_exit_code_2_and_makes_nothing(words: str, s
 @pytest.mark.parametrize(
     ("words", "how", "code"),
     [
-        ("--devices 1", signal.SIGINT, 130),
+        pytest.param("--devices 1", signal.SIGINT, 130, marks=pytest.mark.slow),
         pytest.param("--devices 1", signal.SIGTERM, 143, marks=pytest.mark.slow),
         pytest.param("--strategy ddp --devices 2xcpu", signal.SIGINT, 130, marks=pytest.mark.slow),
         ("--strategy ddp --devices 2xcpu", signal.SIGTERM, 143),
