@@ -94,7 +94,8 @@ def test_fine_tuning_ends_where_one_device_does(strategy: str, words: list[str],
     fp64 = ["--precision", "fp64"]
     accumulate = ["--accumulate", "2"] if strategy == "pp" else []
     one = weights(trained(tmp_path / "one", pretrained, "single", *words, *fp64, *accumulate))
-    many = trained(tmp_path / "many", pretrained, strategy, *words, *fp64, *(["--microbatches", "2"] if accumulate else []))
+    cut = ["--microbatches", "2"] if accumulate else []
+    many = trained(tmp_path / "many", pretrained, strategy, *words, *fp64, *cut)
     for name, tensor in weights(many).items():
         assert (tensor - one[name]).abs().max() <= 1e-10, name
 
