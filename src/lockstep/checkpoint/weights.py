@@ -59,21 +59,22 @@ def save_weights(
     """
     plain = {name: value for name, value in weights.items() if _is_plain(value)}
     tree, others = encoded({name: value for name, value in weights.items() if name not in plain})
-    tensors = plain | others
+    shards = {name: value for name, value in (plain | others).items() if isinstance(value, RowShard)}
+
+    def put_together(name: str) -> torch.Tensor:
+        assert joined is not None
+        return joined(name, shards[name].local)
+
+    if not writes:  # for the sum, then for the file
+        for name in [*sorted(shards), *in_file_order(shards)]:
+            put_together(name)
+        return
+    rest = {name: _for_a_file(value) for name, value in (plain | others).items() if name not in shards}
+    tensors = rest | shards
 
     def whole(name: str) -> torch.Tensor:
-        value: torch.Tensor | RowShard = tensors[name]
-        if isinstance(value, RowShard):
-            assert joined is not None
-            value = joined(name, value.local)
-        return value.detach().to("cpu").contiguous()
+        return rest[name] if name in rest else _for_a_file(put_together(name))
 
-    order = [*sorted(tensors), *in_file_order(tensors)]
-    if not writes:
-        for name in order:
-            if isinstance(tensors[name], RowShard):
-                whole(name)
-        return
     beside = path.with_name(f".{path.name}.part")
     metadata = {"format": "pt", _TREE: json.dumps(tree), _SUM: _sum_of(tensors, json.dumps(tree), whole)}
     try:
@@ -84,6 +85,10 @@ def save_weights(
         kept = f"{path.name} of before" if path.exists() else ""
         saved = bool(CheckpointFolder(path.with_name("checkpoints")).steps())
         raise could_not_write(path, error, kept, resumable=saved) from error
+
+
+def _for_a_file(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor.detach().to("cpu").contiguous()
 
 
 def _sum_of(tensors: Mapping[str, torch.Tensor | RowShard], tree: str, whole: Callable[[str], torch.Tensor]) -> str:

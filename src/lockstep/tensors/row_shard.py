@@ -22,11 +22,6 @@ class RowShard:
     rank: int
 
     @property
-    def start(self) -> int:
-        """The number of the first of these rows."""
-        return sum(self.sizes[: self.rank])
-
-    @property
     def shape(self) -> torch.Size:
         """That of the whole tensor."""
         return torch.Size([sum(self.sizes), *self.local.shape[1:]])

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import math
 from collections.abc import Callable, Mapping
+from functools import partial
 from typing import Any
 
 from lockstep.checkpoint.reading import load_earlier, load_newest
@@ -133,11 +134,8 @@ class Saves:
             with self._callbacks.evaluating():  # the weights that the loss is of
                 if shards:
                     self._step.write_weights(self._folder.best)
-                weights = weights_on_cpu(state["model"]) if self._world.is_first and not shards else {}
-
-            def before() -> None:
-                if not shards:
-                    save_weights(self._folder.best, weights)
+                elif self._world.is_first:
+                    before = partial(save_weights, self._folder.best, weights_on_cpu(state["model"]))
 
         whole = {
             **state,

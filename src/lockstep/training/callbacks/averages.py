@@ -14,7 +14,6 @@ from typing import Any
 
 import torch
 
-from lockstep.checkpoint.weights import save_weights
 from lockstep.errors import JobError, StrategyError
 from lockstep.launch.events import Line
 from lockstep.training.callbacks.callback import Callback, TrainingContext
@@ -88,12 +87,13 @@ class Average(Callback):
 
     def on_finish(self, training: TrainingContext) -> None:
         """Write the average, with the model's other buffers, as a state dict of the one-device model."""
+        if not self._average:
+            return
         with self.evaluating(training):
-            weights = training.weights()
-            if training.world.is_first and self._average:
-                save_weights(training.folder / self.output, weights)
-                said = f"the averaged weights are in {self.output}, those that were trained in model.safetensors"
-                training.world.tell(Line.note(said))
+            training._step.write_weights(training.folder / self.output)
+        if training.world.is_first:
+            said = f"the averaged weights are in {self.output}, those that were trained in model.safetensors"
+            training.world.tell(Line.note(said))
 
     def state_dict(self) -> dict[str, Any]:
         """The average, and of how many weights it is."""

@@ -6,7 +6,6 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, Literal
 
-from lockstep.checkpoint.weights import save_weights
 from lockstep.training.callbacks.callback import TrainingContext
 from lockstep.training.callbacks.stopping import OfMetric
 
@@ -48,10 +47,9 @@ class KeepWeights(OfMetric):
         if (value, step) not in self._kept:
             return
         with training.evaluating():
-            weights = training.weights()
             if training.world.is_first:
                 self._file(training, step).parent.mkdir(exist_ok=True)
-                save_weights(self._file(training, step), weights)
+            training._step.write_weights(self._file(training, step))
         for _, old in set(before) - set(self._kept) if training.world.is_first else ():
             self._file(training, old).unlink(missing_ok=True)
 
