@@ -21,7 +21,7 @@ import torch
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
-from lockstep.errors import JobError, nearest
+from lockstep.errors import JobError, LockstepError, nearest
 from lockstep.model.inspection.attributes import attribute_prints, plain_attributes
 from lockstep.model.inspection.outside_variables import OutsideVariables
 from lockstep.tensors.seeding import other_states, set_other_states
@@ -42,7 +42,9 @@ def checkpoint_blocks(model: nn.Module, wanted: str, *, compiled: bool = False) 
     Raises:
         JobError: there is no such module (the nearest is offered), or ``auto`` finds no list of blocks.
     """
-    blocks = found_blocks(model) if wanted == "auto" else _named_blocks(model, wanted)
+    blocks = (
+        found_blocks(model) if wanted == "auto" else named_blocks(model, wanted, "activation_checkpointing", JobError)
+    )
     if not blocks:
         raise JobError(
             "activation_checkpointing: auto finds no list of like blocks in the model: name blocks, "
@@ -96,13 +98,21 @@ def _is_composite(module: nn.Module) -> bool:
     return sum(1 for m in module.modules() if next(m.parameters(recurse=False), None) is not None) > 1
 
 
-def _named_blocks(model: nn.Module, wanted: str) -> dict[str, nn.Module]:
+def named_blocks(model: nn.Module, wanted: str, setting: str, error: type[LockstepError]) -> dict[str, nn.Module]:
+    """The modules that a person named, with commas between; of a list of modules its members.
+
+    Args:
+        model: that has them.
+        wanted: their names.
+        setting: where they were given.
+        error: what is raised for a name that the model doesn't have; the nearest is offered.
+    """
     modules = dict(model.named_modules())
     blocks: dict[str, nn.Module] = {}
     for name in filter(None, (word.strip() for word in wanted.split(","))):
         if name not in modules:
             known = [module_name for module_name in modules if module_name]
-            raise JobError(f'activation_checkpointing: the model has no module "{name}"; {nearest(name, known)}')
+            raise error(f'{setting}: the model has no module "{name}"; {nearest(name, known)}')
         module = modules[name]
         if isinstance(module, nn.ModuleList | nn.ModuleDict):
             blocks |= {f"{name}.{child}": block for child, block in module.named_children()}

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
 import torch
@@ -72,7 +72,12 @@ def _build(
 
 def gives_sparse_gradients(model: nn.Module) -> bool:
     """Whether an embedding of the model says so."""
-    return any(getattr(module, "sparse", False) is True for module in model.modules())
+    return bool(sparse_parameters(model))
+
+
+def sparse_parameters(model: nn.Module) -> set[int]:
+    """The ids of the weights whose gradients are sparse: those of embeddings that say so."""
+    return {id(m.weight) for m in model.modules() if getattr(m, "sparse", False) is True}
 
 
 _FUSED = (torch.optim.SGD, torch.optim.Adam, torch.optim.AdamW, torch.optim.Adagrad)
@@ -180,18 +185,30 @@ def clip_gradients(parameters: list[nn.Parameter], largest: float) -> torch.Tens
 
     Sparse ones too, which PyTorch's clip refuses.
     """
-    sparse = [p for p in parameters if p.grad is not None and p.grad.is_sparse]
-    if not sparse:
+    if not any(p.grad is not None and p.grad.is_sparse for p in parameters):
         return nn.utils.clip_grad_norm_(parameters, largest)
-    for p in sparse:
-        assert p.grad is not None
-        p.grad = p.grad.coalesce()  # each row once, as in a dense one
-    grads = [p.grad._values() if p.grad.is_sparse else p.grad for p in parameters if p.grad is not None]
+    grads = gradient_values(parameters)
     norm = nn.utils.get_total_norm(grads)
+    scale_to_norm(grads, norm, largest)
+    return norm
+
+
+def gradient_values(parameters: Iterable[nn.Parameter]) -> list[torch.Tensor]:
+    """The numbers of all gradients; those of sparse ones by row, each row once, as in a dense one."""
+    values = []
+    for p in parameters:
+        if p.grad is not None and p.grad.is_sparse:
+            p.grad = p.grad.coalesce()
+        if p.grad is not None:
+            values.append(p.grad._values() if p.grad.is_sparse else p.grad)
+    return values
+
+
+def scale_to_norm(grads: Iterable[torch.Tensor], norm: torch.Tensor, largest: float) -> None:
+    """Scale gradients, in place, whose norm together is ``norm``, so that it is ``largest`` at most."""
     factor = (largest / (norm + 1e-6)).clamp(max=1.0)
     for grad in grads:
         grad.mul_(factor.to(grad.device))
-    return norm
 
 
 def _names_of(model: nn.Module) -> dict[int, str]:

@@ -31,12 +31,12 @@ from lockstep.launch.observer import phase
 from lockstep.launch.world import World
 from lockstep.model.build import buffers_of, build_model, differing_tensors
 from lockstep.model.loss import Loss, Number
-from lockstep.model.optimizer import build_optimizer, gives_sparse_gradients
+from lockstep.model.optimizer import build_optimizer, gives_sparse_gradients, sparse_parameters
 from lockstep.strategies.rank_tensors import FlatGradients, FollowedBuffers, take_first
 from lockstep.strategies.step import Step
 from lockstep.strategies.step_function.function_step import FunctionStep
 from lockstep.strategies.strategy import Strategy
-from lockstep.strategies.update_result import added, flattened, nested, scalar
+from lockstep.strategies.update_result import added, as_tensor, flattened, nested
 from lockstep.tensors.pytree import share_sizes
 from lockstep.threads.replica_collectives import RankExchange
 from lockstep.threads.sync_batchnorm import synchronise
@@ -218,14 +218,7 @@ class DDPStep(Step):
 
     @phase("communicating", "reduce")
     def _summed(self, loss: Loss) -> Loss:
-        device = self.world.device.torch
-        # (A number would be waited for, to become a tensor on an accelerator.)
-        values = [
-            value if isinstance(value, torch.Tensor) else scalar(value, torch.float64, device)
-            for value in self._beside(loss)
-        ]
-        sums = torch.stack([value.to(device, torch.float64) for value in values])
-        self.world.all_reduce(sums)
+        sums = self.world.all_reduce(as_tensor(self._beside(loss), self.world.device.torch))
         return self._taken(sums if self._on_accelerator else sums.tolist())
 
     def _beside(self, loss: Loss) -> list[Number]:
@@ -243,8 +236,7 @@ class DDPStep(Step):
     def _summed_flat(self, loss: Loss) -> Loss:
         beside = self._beside(loss)
         if self._flat is None:
-            modules = [m for m in self.model.modules() if getattr(m, "sparse", False) is True]
-            self._flat = FlatGradients(self._parameters, len(beside), {id(m.weight) for m in modules})
+            self._flat = FlatGradients(self._parameters, len(beside), sparse_parameters(self.model))
         return self._taken(self._flat.sum_over(self.world, beside))
 
     def _forward(self, ddp: DistributedDataParallel | None, part: Part, *, sums: bool) -> Loss:

@@ -114,6 +114,12 @@ _LEAST_COUNT = 1e-30
 """What an accelerator takes for a count of 0 until the host has read it."""
 
 
+def as_tensor(values: Iterable[Number], device: torch.device) -> Tensor:
+    """Numbers and scalars as one tensor of float64; an accelerator isn't waited for."""
+    each = [value if isinstance(value, Tensor) else scalar(value, torch.float64, device) for value in values]
+    return torch.stack([value.to(device, torch.float64) for value in each])
+
+
 def quotient(number: float, count: Tensor, like: Tensor | None) -> Tensor:
     """``number / count``, in float64 if ``like`` is, else in float32, on the count's device.
 

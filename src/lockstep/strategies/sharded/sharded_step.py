@@ -28,13 +28,19 @@ from lockstep.model.build import buffers_of
 from lockstep.model.check_interval import is_power_of_two
 from lockstep.model.inspection.attributes import plain_attributes
 from lockstep.model.loss import Loss, Number
-from lockstep.model.optimizer import load_named_optimizer_state, named_optimizer_state
+from lockstep.model.optimizer import (
+    gradient_values,
+    load_named_optimizer_state,
+    named_optimizer_state,
+    scale_to_norm,
+    sparse_parameters,
+)
 from lockstep.strategies.ddp import DDP, DDPStep
 from lockstep.strategies.rank_tensors import FlatGradients
 from lockstep.strategies.sharded.block_watch import BlockWatch
 from lockstep.strategies.sharded.shards import NamedParameters, Shards, places_of
 from lockstep.strategies.sharded.whole_values import WholeValues
-from lockstep.strategies.update_result import Result, added, scalar
+from lockstep.strategies.update_result import Result, added, as_tensor
 from lockstep.tensors.pytree import batch_size_of
 from lockstep.threads.replica_collectives import RankExchange
 
@@ -145,7 +151,7 @@ class ShardedStep(DDPStep):
     def _summed_shards(self, loss: Loss) -> Loss:
         """Take the gradients that were summed, and sum what is beside them. What no rank used has none."""
         cut = [name for name in self._names if name in self._shards.cut]
-        beside, flags = _numbers(self._beside(loss), self.world.device.torch), self._flags_of(cut)
+        beside, flags = as_tensor(self._beside(loss), self.world.device.torch), self._flags_of(cut)
         if self._on_accelerator:  # whose values the host doesn't wait for
             self.world.all_reduce(flags)
             sums = self.world.all_reduce(beside)
@@ -180,8 +186,7 @@ class ShardedStep(DDPStep):
     def _sum_whole(self) -> None:
         """Sum gradients of parameters that every rank keeps whole, as ``ddp`` does."""
         if self._flat is None:
-            modules = [m for m in self.model.modules() if getattr(m, "sparse", False) is True]
-            self._flat = FlatGradients(self._whole, 1, {id(m.weight) for m in modules})
+            self._flat = FlatGradients(self._whole, 1, sparse_parameters(self.model))
         self._flat.sum_over(self.world, [0.0])
 
     @phase("computing", "clip")
@@ -189,22 +194,17 @@ class ShardedStep(DDPStep):
         """Hold the norm of all gradients together under ``clip_norm``: its square is summed over the ranks."""
         if self._clip_norm is None:
             return
-        square = torch.zeros((), dtype=torch.float64, device=self.world.device.torch)
         whole = {id(p) for p in self._whole}
-        grads: list[torch.Tensor] = []
-        for p in self._parameters:
-            if p.grad is None:
-                continue
-            if p.grad.is_sparse:
-                p.grad = p.grad.coalesce()
-            grad = p.grad._values() if p.grad.is_sparse else p.grad
-            grads.append(grad)
-            if self.world.is_first if id(p) in whole else self._shards.is_first_replica:
-                square += torch.linalg.vector_norm(grad).double().square()
+        counted = [p for p in self._parameters if self._counts(is_whole=id(p) in whole)]
+        square = torch.zeros((), dtype=torch.float64, device=self.world.device.torch)
+        for values in gradient_values(counted):
+            square += torch.linalg.vector_norm(values).double().square()
         self.grad_norm = norm = self.world.all_reduce(square).sqrt()
-        factor = (self._clip_norm / (norm + 1e-6)).clamp(max=1.0)
-        for grad in grads:
-            grad.mul_(factor.to(grad.dtype))
+        scale_to_norm(gradient_values(self._parameters), norm, self._clip_norm)
+
+    def _counts(self, *, is_whole: bool) -> bool:
+        """Whether this rank's values of a parameter count in a sum over ranks, of which several may have the same."""
+        return self.world.is_first if is_whole else self._shards.is_first_replica
 
     def bytes_communicated(self) -> int:
         """Its shard, which the others gather in forward and again in backward, and the whole gradients."""
@@ -262,17 +262,11 @@ class ShardedStep(DDPStep):
         if isinstance(inputs, Batch):
             inputs, targets = inputs
         with self.evaluating():
-            (part,) = batch_of(inputs, targets, 1, self.world, self._refuse_gaps, self._lists).parts
-            if not part.of:
+            batch = batch_of(inputs, targets, 1, self.world, self._refuse_gaps, self._lists)
+            if not batch.parts[0].of:
                 return None, 0.0, 0
-            self._evaluations += 1
-            part, is_stand_in = self._or_first_sample(part)
-            with _shards_explained():
-                if not is_stand_in:
-                    outputs, (total, count) = self.outputs(part)
-                    return outputs, total, count
-                with self._unchanged():
-                    self._predicted(self.model, self.placed(part))
+            for _, (outputs, (total, count)) in self._of_each(self.judged, batch):
+                return outputs, total, count
             return None, 0.0, 0
 
     # ---- the whole model --------------------------------------------------------------------------------------------
@@ -307,8 +301,6 @@ class ShardedStep(DDPStep):
         for (module, key), (here, its) in zip(buffers_of(model), buffers_of(self.model), strict=True):
             buffer = here._buffers[its]
             module._buffers[key] = None if buffer is None else buffer.clone()
-        for one, here in zip(model.modules(), self.model.modules(), strict=True):
-            one.training = here.training
         return model
 
     def whole_values(self) -> contextlib.AbstractContextManager[Any]:
@@ -410,9 +402,3 @@ def _shards_explained() -> Iterator[None]:
             "fsdp: a parameter of a block is used outside of the block's forward, where it is a shard",
             fix="name blocks that keep theirs to themselves: FSDP(blocks=...)",
         ) from error
-
-
-def _numbers(values: list[Number], device: torch.device) -> torch.Tensor:
-    """Numbers and scalars as one tensor."""
-    each = [v if isinstance(v, torch.Tensor) else scalar(v, torch.float64, device) for v in values]
-    return torch.stack([value.to(device, torch.float64) for value in each])

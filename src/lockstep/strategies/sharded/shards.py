@@ -24,8 +24,9 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule, fully_shard
 from torch.distributed.tensor import DTensor, distribute_tensor
 
-from lockstep.errors import StrategyError, nearest
-from lockstep.model.activation_checkpointing import found_blocks
+from lockstep.errors import StrategyError
+from lockstep.model.activation_checkpointing import found_blocks, named_blocks
+from lockstep.model.optimizer import sparse_parameters
 from lockstep.tensors.row_shard import RowShard
 
 Place = tuple[nn.Module, str]
@@ -198,13 +199,7 @@ def blocks_of(model: nn.Module, wanted: str) -> dict[str, nn.Module]:
     if wanted == "auto":
         found = found_blocks(model)
         return {name: block for name, block in found.items() if not _tied(model, block)}
-    modules, named = dict(model.named_modules()), {}
-    for name in filter(None, (word.strip() for word in wanted.split(","))):
-        if name not in modules:
-            raise StrategyError(f'blocks: the model has no module "{name}"; {nearest(name, list(modules))}')
-        is_list = isinstance(modules[name], nn.ModuleList | nn.ModuleDict)
-        members = modules[name].named_children() if is_list else [("", modules[name])]
-        named.update({f"{name}.{child}".rstrip("."): block for child, block in members})
+    named = named_blocks(model, wanted, "blocks", StrategyError)
     for name, block in named.items():
         if tied := _tied(model, block):
             raise StrategyError(f'blocks: "{name}" has "{tied}", which the model uses elsewhere too: leave it out')
@@ -233,7 +228,7 @@ def places_of(model: nn.Module) -> dict[str, list[Place]]:
 
 def _kept_whole(model: nn.Module) -> dict[str, str]:
     """Parameters that ``fully_shard`` can't cut, with why."""
-    sparse = {id(m.weight) for m in model.modules() if getattr(m, "sparse", False) is True}
+    sparse = sparse_parameters(model)
     trained = [p for p in model.parameters() if p.is_floating_point()]
     common: Counter[torch.dtype] = Counter()
     for p in trained:

@@ -31,6 +31,7 @@ from lockstep.job import Job
 from lockstep.launch.observer import observed, phase
 from lockstep.launch.world import World
 from lockstep.model.loss import Loss, Number
+from lockstep.model.optimizer import sparse_parameters
 from lockstep.model.optimizers import Optimizers
 from lockstep.strategies.rank_tensors import FlatGradients
 from lockstep.strategies.step import Step
@@ -219,9 +220,8 @@ class FunctionStep(Step):
             self.agree_to_stop(asked)
             return Loss(total, count)
         if name not in self._sums:
-            modules = [m for m in self.model.modules() if getattr(m, "sparse", False) is True]
             mine = [self._parameters[i] for i in which]
-            self._sums[name] = FlatGradients(mine, 3, {id(m.weight) for m in modules})
+            self._sums[name] = FlatGradients(mine, 3, sparse_parameters(self.model))
         asked, total, count = self._sums[name].sum_over(self.world, [self.world.asked_to_stop(), *loss])
         self.agree_to_stop(asked)
         return Loss(total, count)
