@@ -236,7 +236,9 @@ def test_optimizers_that_treat_each_element_by_itself_are_given_shards(name: str
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    "callbacks", [[Clamping()], [Freeze("blocks.0", until=3), Freeze("blocks.1", start=2, until=5)]], ids=str
+    "callbacks",
+    [[Clamping()], [Freeze("blocks.0", until=3), Freeze("blocks.1", start=2, until=5)]],
+    ids=["clamped weights", "frozen blocks"],
 )
 def test_callbacks_write_and_freeze_shards(callbacks: list[Callback]) -> None:
     assert parity(KINDS["tied blocks"].replace(callbacks=callbacks), "fsdp", devices="3xcpu").worst < BOUND
