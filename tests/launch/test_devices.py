@@ -33,7 +33,7 @@ def test_a_number_without_an_accelerator_means_slots() -> None:
 
 def test_slots_divide_the_cores_and_share_them_where_there_are_too_few() -> None:
     assert [d.cores for d in slots(2, range(5))] == [(0, 1), (2, 3, 4)]
-    assert [d.cores for d in slots(3, range(2))] == [(0,), (1,), (0,)]
+    assert [d.cores for d in slots(3, range(2))] == [(0,), (0,), (1,)]
     assert [d.threads for d in slots(2, range(8))] == [4, 4]
 
 

@@ -73,10 +73,10 @@ def usable_cores() -> tuple[int, ...]:
 
 
 def slots(count: int, cores: Sequence[int] | None = None) -> tuple[Device, ...]:
-    """Cut the cores in ``count`` slots, as evenly as can be; more slots than cores share them in turn."""
+    """Cut the cores in ``count`` slots, as evenly as can be; of more slots than cores neighbours share one."""
     mine = tuple(usable_cores() if cores is None else cores)
     if count >= len(mine):
-        return tuple(Device("cpu", i, (mine[i % len(mine)],)) for i in range(count))
+        return tuple(Device("cpu", i, (mine[i * len(mine) // count],)) for i in range(count))
     return tuple(Device("cpu", i, mine[i * len(mine) // count : (i + 1) * len(mine) // count]) for i in range(count))
 
 
