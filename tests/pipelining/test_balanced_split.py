@@ -9,7 +9,7 @@ from collections.abc import Sequence
 import pytest
 
 from lockstep.errors import StrategyError
-from lockstep.pipelining.planner.balanced_split import size, split
+from lockstep.pipelining.planner.balanced_split import split
 from lockstep.pipelining.planner.blocks import Block
 
 
@@ -81,8 +81,3 @@ def test_a_device_that_is_too_small_is_named_with_both_sizes() -> None:
             devices=["cuda:0", "cuda:1"],
         )
     assert "stage 1 (b2 to b2) needs 5 GiB, and cuda:1 has 3 GiB: use more devices" in str(refused.value)
-
-
-def test_sizes_are_said_in_three_places() -> None:
-    said = [size(n) for n in (17, 2048, 1_500_000, 2**30 * 1.5, 2**30 * 1200)]
-    assert said == ["17 B", "2 KiB", "1.43 MiB", "1.5 GiB", "1,200 GiB"]

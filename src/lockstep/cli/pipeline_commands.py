@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import argparse
 import math
-import re
 import shutil
 import sys
 import textwrap
@@ -14,6 +13,7 @@ from typing import TYPE_CHECKING, Any
 from lockstep.cli.options import above_zero, add_settings, job_in
 from lockstep.errors import InputError, counted, nearest
 from lockstep.tensors.allocator import prepare
+from lockstep.tensors.byte_size import bytes_of
 
 if TYPE_CHECKING:
     from lockstep.job import Job
@@ -60,7 +60,7 @@ def _partition(options: argparse.Namespace) -> int:
     devices = parse(options.devices)
     if options.strategy is not None:
         job, devices = _of_a_replica(options, the_job(job))
-    sizes = [] if options.memory is None else [_bytes(word) for word in options.memory.split(",")]
+    sizes = [] if options.memory is None else [bytes_of(word, "--memory") for word in options.memory.split(",")]
     memory = None if not sizes else sizes[0] if len(sizes) == 1 else sizes
     if options.microbatches == "auto":
         if options.estimate:
@@ -99,17 +99,6 @@ def _of_a_replica(options: argparse.Namespace, job: Job) -> tuple[Job, tuple[Dev
     if not isinstance(strategy, PP):
         raise InputError(f"--strategy {options.strategy}: it has no stages: give pp, mp, ddp=2xpp=2 or ddp=2xmp=2")
     return strategy.seen_by_a_replica(job), every[: strategy.layout(len(every)).devices_per_process]
-
-
-_UNITS = {"b": 1, "kib": 2**10, "mib": 2**20, "gib": 2**30, "kb": 10**3, "mb": 10**6, "gb": 10**9}
-
-
-def _bytes(word: str) -> int:
-    """``8GiB`` in bytes."""
-    match = re.fullmatch(r"(\d*\.?\d+)\s*((?:[kmg]i?)?b)?", word.strip().lower())
-    if match is None:
-        raise InputError(f"--memory {word}: write a size: 8GiB, 500MiB")
-    return int(float(match[1]) * _UNITS[match[2] or "b"])
 
 
 def add_schedule(commands: Any) -> None:

@@ -12,8 +12,8 @@ from lockstep.compare.advice import all_cores, best_of, cautions, sentence
 from lockstep.compare.result import Comparison, Row
 from lockstep.compare.timing import Timing
 from lockstep.errors import counted
-from lockstep.pipelining.planner.balanced_split import size
 from lockstep.profiling.time_breakdown import KINDS
+from lockstep.tensors.byte_size import size
 from lockstep.training.batch_shapes import written
 
 _BESIDE, _LEAST = 22, 4

@@ -17,6 +17,7 @@ from collections.abc import Callable, Sequence
 
 from lockstep.errors import StrategyError, TooFewLayers, counted
 from lockstep.pipelining.planner.blocks import Block
+from lockstep.tensors.byte_size import size
 
 Need = Callable[[int, Sequence[Block]], float]
 """(stage, its blocks) -> bytes."""
@@ -114,11 +115,3 @@ def _depth(blocks: Sequence[Block], place: int) -> int:
     """How deep inside of modules a cut before a block lies: the length of both names' common beginning."""
     both = zip(blocks[place - 1].name.split("."), blocks[place].name.split("."), strict=False)
     return sum(1 for _ in itertools.takewhile(lambda pair: pair[0] == pair[1], both))
-
-
-def size(count: float) -> str:
-    """``1.5 GiB``, ``12 MiB``, ``300 KiB``, ``17 B``."""
-    for unit, one in (("GiB", 2**30), ("MiB", 2**20), ("KiB", 2**10)):
-        if count >= one:
-            return f"{count / one:.3g} {unit}" if count < 999.5 * one else f"{count / one:,.0f} {unit}"
-    return f"{count:.0f} B"

@@ -29,11 +29,12 @@ from lockstep.launch.memory import free_memory
 from lockstep.launch.placement import alone
 from lockstep.model.activation_checkpointing import found_blocks
 from lockstep.pipelining.device_map import DeviceMap, longest
-from lockstep.pipelining.planner.balanced_split import size, split
+from lockstep.pipelining.planner.balanced_split import split
 from lockstep.pipelining.planner.benchmark import Bench
 from lockstep.pipelining.planner.blocks import Block, Look, block_names, loose_of, map_of
 from lockstep.pipelining.planner.simulate import simulate
 from lockstep.pipelining.schedule import Schedule, one_f_one_b
+from lockstep.tensors.byte_size import size
 
 _SUMMED = ("forward", "backward", "parameters", "trained", "activations")
 SLACK = 0.01

@@ -20,13 +20,13 @@ from lockstep.job import Job
 from lockstep.launch.devices import Device
 from lockstep.launch.placement import alone
 from lockstep.pipelining.device_map import DeviceMap
-from lockstep.pipelining.planner.balanced_split import size as said
 from lockstep.pipelining.planner.benchmark import Bench
 from lockstep.pipelining.planner.blocks import Look
 from lockstep.pipelining.planner.partition import Partition, divided
 from lockstep.pipelining.planner.simulate import fitted, simulate
 from lockstep.pipelining.schedule import Schedule, gpipe, interleaved, one_f_one_b
 from lockstep.report.timeline import Timeline
+from lockstep.tensors.byte_size import size as said
 from lockstep.tensors.pytree import share_sizes
 
 NUMBERS = (1, 2, 3, 4, 6, 8, 12, 16, 24, 32, 48, 64)
