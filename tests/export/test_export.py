@@ -23,9 +23,11 @@ from torch.utils.data import TensorDataset
 
 import lockstep
 from lockstep import Job, Run
+from lockstep.checkpoint.weights import save_weights
 from lockstep.cli.command import main
 from lockstep.errors import InputError, NotEqual
 from lockstep.export import Exported
+from lockstep.export.weight_parts import write_parts
 from lockstep.verify import same_bits
 from zoo import Tagger, drawn, labels, mlp, plain_sgd, right
 
@@ -71,6 +73,38 @@ def run(tmp_path_factory: pytest.TempPathFactory) -> Run:
 
 
 # ---- what a file computes -------------------------------------------------------------------------------------------
+
+
+def test_safetensors_in_parts_have_an_index(run: Run, tmp_path: Path) -> None:
+    path = tmp_path / "model.safetensors"
+    found = lockstep.export(run, path, format="safetensors", max_shard_size="300B", quiet=True)
+    assert found.path == tmp_path / "model.safetensors.index.json"
+    index = json.loads(found.path.read_text())
+    weights = run.model().state_dict()
+    assert index["metadata"] == {"total_size": sum(value.nbytes for value in weights.values())}
+    files = sorted(set(index["weight_map"].values()))
+    assert (
+        files == [f"model-{i:05}-of-{len(files):05}.safetensors" for i in range(1, len(files) + 1)] and len(files) > 1
+    )
+    for name, value in weights.items():
+        assert torch.equal(load_file(tmp_path / index["weight_map"][name])[name], value)
+    for file in files:
+        of = load_file(tmp_path / file)
+        assert len(of) == 1 or sum(value.nbytes for value in of.values()) <= 300
+    refused("it is there already", run, out=path, format="safetensors", max_shard_size="1kB")
+    refused("onnx is one file", run, format="onnx", max_shard_size="1kB")
+    refused("max_shard_size 5 apples: write a size", run, format="safetensors", max_shard_size="5 apples")
+
+
+def test_transformers_loads_weights_in_parts(tmp_path: Path) -> None:
+    transformers = pytest.importorskip("transformers")
+    config = transformers.GPT2Config(vocab_size=64, n_positions=8, n_embd=16, n_layer=2, n_head=2)
+    model = transformers.GPT2LMHeadModel(config)
+    save_weights(tmp_path / "weights.safetensors", model.state_dict())
+    write_parts(tmp_path / "weights.safetensors", tmp_path / "model.safetensors", 8000)
+    config.save_pretrained(tmp_path)
+    (tmp_path / "weights.safetensors").unlink()
+    assert same_bits(transformers.GPT2LMHeadModel.from_pretrained(tmp_path), model)
 
 
 def test_safetensors_has_the_weights_by_one_device_names(run: Run, tmp_path: Path) -> None:

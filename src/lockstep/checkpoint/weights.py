@@ -24,7 +24,8 @@ from lockstep.tensors.pytree import is_lazy
 from lockstep.tensors.row_shard import RowShard
 from lockstep.tensors.state_tree import decoded, encoded
 
-_TREE, _SUM = "tree", "sha256"
+TREE, SUM = "tree", "sha256"
+"""Of a file's metadata: what is no tensor, as ``tensors.state_tree`` gives it, and the sum of all."""
 
 _SHOWN = 5
 """Names that a line has at most."""
@@ -76,7 +77,7 @@ def save_weights(
         return rest[name] if name in rest else _for_a_file(put_together(name))
 
     beside = path.with_name(f".{path.name}.part")
-    metadata = {"format": "pt", _TREE: json.dumps(tree), _SUM: _sum_of(tensors, json.dumps(tree), whole)}
+    metadata = {"format": "pt", TREE: json.dumps(tree), SUM: sum_of(tensors, json.dumps(tree), whole)}
     try:
         write_tensors(beside, tensors, metadata, whole)
         os.replace(beside, path)
@@ -91,7 +92,7 @@ def _for_a_file(tensor: torch.Tensor) -> torch.Tensor:
     return tensor.detach().to("cpu").contiguous()
 
 
-def _sum_of(tensors: Mapping[str, torch.Tensor | RowShard], tree: str, whole: Callable[[str], torch.Tensor]) -> str:
+def sum_of(tensors: Mapping[str, torch.Tensor | RowShard], tree: str, whole: Callable[[str], torch.Tensor]) -> str:
     """The SHA-256 of names, types, shapes and numbers, in whichever order a file has them."""
     summed = hashlib.sha256(tree.encode())
     for name, tensor in sorted(tensors.items()):
@@ -125,11 +126,11 @@ def load_weights(path: Path) -> dict[str, Any]:
         with safe_open(path, framework="pt") as file:
             metadata = file.metadata() or {}
             tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118 — it isn't a dict
-            tree = metadata.get(_TREE, "{}")
+            tree = metadata.get(TREE, "{}")
             others = decoded(json.loads(tree), tensors)
     except Exception as error:
         raise FolderError(f"{path}: not a safetensors file ({error})") from error
-    if metadata.get(_SUM, now := _sum_of(tensors, tree, tensors.__getitem__)) != now:
+    if metadata.get(SUM, now := sum_of(tensors, tree, tensors.__getitem__)) != now:
         raise FolderError(
             f"{path}: the file is damaged: its numbers aren't those that were written: take another copy of it"
             + (", or --resume the run, which writes it anew" if path.name == "model.safetensors" else "")
@@ -145,7 +146,7 @@ def sum_in_place_of(weight: torch.Tensor) -> str:
     value = weight.detach().to("cpu")
     if value.is_floating_point() and torch.equal(narrow := value.float(), value):
         value = narrow
-    return _sum_of({"": value}, "", lambda name: value.contiguous())
+    return sum_of({"": value}, "", lambda name: value.contiguous())
 
 
 def with_own(

@@ -168,6 +168,8 @@ def add_export(commands: Any) -> None:
     parser.add_argument("--out", metavar="FILE", help="(default: in the run's folder, exported.ENDING)")
     parser.add_argument("--dynamic", default="batch", help="batch: of any size, lengths too; none: one shape")
     parser.add_argument("--dtype", help="bfloat16 or float32, what the file computes in (default: as the run)")
+    what = "safetensors in parts of at most this size, as 5GB, with an index (default: one file)"
+    parser.add_argument("--max-shard-size", metavar="SIZE", help=what)
     parser.add_argument("--quantize", help="int8: the weights of linear layers, of onnx (default: none)")
     parser.add_argument(
         "--tolerance", type=above_zero(float), help="largest difference (default: 1e-4; less exact: 0.1)"
@@ -182,6 +184,7 @@ def _export(options: argparse.Namespace) -> int:
 
     names = ("format", "dynamic", "dtype", "quantize", "tolerance", "overwrite", "best", "weights", "trust_job")
     words = {name: getattr(options, name) for name in names} | settings_in(options)
+    words["max_shard_size"] = options.max_shard_size
     export(options.run, options.out, job=options.job_file, job_parameters=job_parameters_in(options), **words)
     return 0
 

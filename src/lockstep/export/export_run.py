@@ -19,9 +19,10 @@ from torch import nn
 
 from lockstep.checkpoint.weights import save_weights, take_weights
 from lockstep.data import Batch, eval_loaders, job_loader, resolve, resolve_sets
-from lockstep.errors import InputError, LockstepError, NotEqual, told
+from lockstep.errors import InputError, LockstepError, NotEqual, counted, told
 from lockstep.export.exportable import Exportable
 from lockstep.export.file_formats import ENDINGS, check_installed, quantize_linear_layers, read, write
+from lockstep.export.weight_parts import write_parts
 from lockstep.job import Job, convert
 from lockstep.jobfile import JobFile, the_job, with_settings
 from lockstep.launch.devices import slots
@@ -32,6 +33,7 @@ from lockstep.model.build import trained_model
 from lockstep.prediction.predict import check_target, folder_beside
 from lockstep.strategies.single import Single
 from lockstep.strategies.step import Step
+from lockstep.tensors.byte_size import bytes_of
 from lockstep.tensors.pytree import named_tensors, tensors
 from lockstep.training.evaluation import evaluate_sets
 from lockstep.training.run import Run, trained_of
@@ -59,6 +61,7 @@ def export(
     dtype: str | None = None,
     quantize: str | None = None,
     tolerance: float | None = None,
+    max_shard_size: str | None = None,
     best: bool = False,
     weights: str | Path | None = None,
     overwrite: bool = False,
@@ -79,6 +82,9 @@ def export(
         dtype: ``"bfloat16"`` or ``"float32"``, what the file computes in; what it takes and gives is the run's.
         quantize: ``"int8"``: the weights of linear layers, in onnx.
         tolerance: the largest difference, relative to the largest output; None is 1e-4, 0.1 for bfloat16 and int8.
+        max_shard_size: of ``safetensors``: several files of at most this size (``"5GB"``), with an index named after
+            ``out``, as Hugging Face's models have them. They are copied from the run's file tensor by tensor, for which
+            the model isn't built, and compared with it.
         best, weights, overwrite, quiet, job_parameters, job, trust_job, settings: as in ``lockstep.predict``.
 
     Raises:
@@ -93,6 +99,9 @@ def export(
         raise InputError("quantize: int8 is for onnx, without dtype (PyTorch's own for CPUs is to be removed)")
     if format == "onnx" and dtype == "bfloat16":
         raise InputError("dtype: onnxruntime has no bfloat16 on CPUs, so nothing could be compared: take torch-export")
+    if max_shard_size is not None and format != "safetensors":
+        raise InputError(f"max_shard_size: {format} is one file: take safetensors, or leave it out")
+    most = None if max_shard_size is None else bytes_of(max_shard_size, "max_shard_size")
     check_installed(format)
     its, file = trained_of(run, best=best, weights=weights, job_parameters=job_parameters, job=job, trust=trust_job)
     the = the_job(with_settings(its, settings))
@@ -110,10 +119,16 @@ def export(
     folder_of_run = run.folder if isinstance(run, Run) else Path(run)
     target = folder_of_run / (name + ENDINGS[format]) if out is None else Path(out)
     check_target(target, overwrite, (ENDINGS[format],))
+    if most is not None:
+        check_target(target.with_name(f"{target.name}.index.json"), overwrite, (".json",))
     metrics: dict[str, dict[str, float]] = {}
     with contextlib.ExitStack() as stack, Display(quiet=quiet) as display, alone(slots(1)) as world:
         stack.callback(shutil.rmtree, folder := folder_beside(target), ignore_errors=True)
         world.tell = display.tell
+        if most is not None:
+            index = write_parts(file, folder / target.name, most, getattr(torch, dtype or "", None))
+            display.line(f"weights alone, in {counted(len(list(folder.iterdir())) - 1, 'part')}, as they are in {file}")
+            return _moved(Exported(index, 0.0, {}), target.with_name(index.name), display)
         if is_of_parts:
             display.line(
                 "weights alone: a step function calls the parts of the model, so there are no outputs to compare"

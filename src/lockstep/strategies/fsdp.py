@@ -23,11 +23,11 @@ from lockstep.launch.world import World
 from lockstep.model.build import build_model
 from lockstep.model.inspection import hooked_parameters
 from lockstep.model.optimizer import build_optimizer, is_of_pytorch
+from lockstep.pipelining.planner.balanced_split import size
 from lockstep.strategies.ddp import DDP, DDPStep, synchronised
 from lockstep.strategies.product import Product
 from lockstep.strategies.step import Step
 from lockstep.strategies.strategy import Strategy
-from lockstep.tensors.byte_size import size
 
 _ELEMENTWISE = {
     *("SGD", "Adam", "AdamW", "Adamax", "NAdam", "RAdam", "RMSprop", "Rprop", "Adagrad", "Adadelta", "ASGD"),

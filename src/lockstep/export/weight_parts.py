@@ -1,0 +1,94 @@
+"""Weights in several files with an index, as Hugging Face's models have them.
+
+::
+
+    model.safetensors.index.json          {"metadata": {"total_size": 9876}, "weight_map": {NAME: FILE, ...}}
+    model-00001-of-00002.safetensors
+    model-00002-of-00002.safetensors
+
+They are copied from a run's file tensor by tensor, so a model that no process holds is divided too.
+
+Source: https://huggingface.co/docs/transformers/big_models
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import safe_open
+
+from lockstep.checkpoint.safe_file import write_tensors
+from lockstep.checkpoint.weights import SUM, TREE, sum_of
+from lockstep.errors import FolderError, InputError, NotEqual, told
+
+
+def write_parts(weights: Path, path: Path, most: int, dtype: torch.dtype | None = None) -> Path:
+    """Write the weights of a file to several; gives the path of their index.
+
+    Args:
+        weights: a safetensors file.
+        path: what one file would be called, as ``model.safetensors``; the index and the parts are named after it.
+        most: bytes of a part at most, unless a tensor alone is larger.
+        dtype: that of floating point numbers; None is the file's.
+
+    Raises:
+        FolderError: there is no such file.
+        InputError: it holds more than tensors.
+        NotEqual: a part isn't as it was written.
+    """
+    try:
+        opened = safe_open(weights, framework="pt")
+    except Exception as error:
+        raise FolderError(f"{weights}: not a safetensors file ({told(error)})") from error
+    with opened as file:
+
+        def converted(name: str) -> torch.Tensor:
+            tensor: torch.Tensor = file.get_tensor(name)
+            return tensor.to(dtype) if tensor.is_floating_point() else tensor
+
+        metadata = file.metadata() or {}
+        if (tree := metadata.get(TREE, "{}")) != "{}":
+            name = next(iter(json.loads(tree)))
+            raise InputError(f'{weights} also holds "{name}", which is no tensor of this format')
+        kept = {name: _without_values(file, name, None) for name in file.keys()}  # noqa: SIM118 — it isn't a dict
+        if metadata.get(SUM, now := sum_of(kept, tree, file.get_tensor)) != now:
+            raise FolderError(f"{weights}: the file is damaged: its numbers aren't those that were written")
+        shapes = {name: _without_values(file, name, dtype) for name in kept}
+        parts = divided({name: tensor.nbytes for name, tensor in shapes.items()}, most)
+        places: dict[str, str] = {}
+        for number, names in enumerate(parts, start=1):
+            part = path.with_name(f"{path.stem}-{number:05}-of-{len(parts):05}.safetensors")
+            write_tensors(part, {name: shapes[name] for name in names}, {"format": "pt"}, converted)
+            with safe_open(part, framework="pt") as written:
+                for name in names:
+                    if not torch.equal(written.get_tensor(name), converted(name)):
+                        raise NotEqual(f'{part}: "{name}" is not as it was written')
+            places |= dict.fromkeys(names, part.name)
+    index = path.with_name(f"{path.name}.index.json")
+    total = sum(tensor.nbytes for tensor in shapes.values())
+    index.write_text(json.dumps({"metadata": {"total_size": total}, "weight_map": places}, indent=2) + "\n")
+    return index
+
+
+def divided(sizes: Mapping[str, int], most: int) -> list[list[str]]:
+    """Names in groups of at most so many bytes together, in their order; what is larger has a group to itself."""
+    groups: list[list[str]] = [[]]
+    held = 0
+    for name, size in sizes.items():
+        if groups[-1] and held + size > most:
+            groups.append([])
+            held = 0
+        groups[-1].append(name)
+        held += size
+    return groups
+
+
+def _without_values(file: Any, name: str, dtype: torch.dtype | None) -> torch.Tensor:
+    found = file.get_slice(name)
+    row = found[:0] if found.get_shape() else file.get_tensor(name)
+    to = dtype if dtype is not None and row.is_floating_point() else row.dtype
+    return torch.empty(found.get_shape(), dtype=to, device="meta")
