@@ -43,7 +43,7 @@ _OTHERS = 5.0
 """Seconds that others have to end their parts of a save, where something has failed."""
 
 _ON_ALL = ("model/", "optimizer/")
-"""Begins of the names of tensors that all ranks have; others are rank 0's."""
+"""Begins of the names of tensors that all ranks have; others are rank 0's, unless they are rows."""
 
 
 class Writer:
@@ -86,7 +86,7 @@ class Writer:
         tree, tensors = encoded(dict(state))
         ranks = self._writing() if self._alike else [0]
         beside = self._made(step)
-        same = {name: tensor for name, tensor in tensors.items() if name.startswith(_ON_ALL)}
+        same = {n: tensor for n, tensor in tensors.items() if n.startswith(_ON_ALL) or isinstance(tensor, RowShard)}
         rows = {name: [Rows(0)] for name in tensors} | shared_out(same, len(ranks))
         if self._world.rank not in ranks:
             return

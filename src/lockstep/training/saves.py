@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from typing import Any
 
@@ -75,11 +75,11 @@ class Saves:
         except InputError as error:
             raise JobError(f"saving: {error}") from error
 
-    def _beside(self, place: Mapping[str, Any]) -> dict[str, Any]:
-        """The states of what is around the step; those of callbacks are rank 0's."""
+    def _beside(self, place: Mapping[str, Any], *, whole: bool = True) -> dict[str, Any]:
+        """The states of what is around the step; those of callbacks are rank 0's, or rows unless they are ``whole``."""
         return {
             "scheduler": None if self._scheduler is None else self._scheduler.state_dict(),
-            "callbacks": self._callbacks.state_dict(),
+            "callbacks": self._callbacks.state_dict(whole=whole),
             "train_data": self._data_state(place["epoch"], place["position"]),
         }
 
@@ -139,7 +139,7 @@ class Saves:
 
         whole = {
             **state,
-            **self._beside(place),
+            **self._beside(place, whole=not shards),
             **place,
             "best": self._best,
             "best_of": [self._metric, self._more_is_better],
@@ -160,7 +160,7 @@ class Saves:
         if self._folder.earlier_state.is_file() and not self._folder.checkpoints.is_dir():
             state = load_earlier(self._folder.earlier_state)
         else:
-            state = load_newest(self._folder.checkpoints, self._world, self.notes.append, self._step.split)
+            state = load_newest(self._folder.checkpoints, self._world, self.notes.append, self._split)
         for name in ("seed", "batch_size"):
             if state[name] != getattr(self._job, name):
                 raise JobError(
@@ -178,6 +178,10 @@ class Saves:
             assert isinstance(self._loader, StreamLoader)
             self._loader.begin_at(state["epoch"], state["position"], self._data_states)
         return state
+
+    def _split(self, name: str, shape: Sequence[int]) -> tuple[tuple[int, ...], int] | None:
+        """As ``Step.split``; of what callbacks keep beside a parameter, as of that."""
+        return self._step.split(self._callbacks.beside(name), shape)
 
     def _has_best(self, state: Mapping[str, Any]) -> bool:
         """Whether the best weights so far are there as they were written, and were chosen by the same metric."""

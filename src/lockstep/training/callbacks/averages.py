@@ -16,6 +16,7 @@ import torch
 
 from lockstep.errors import JobError, StrategyError
 from lockstep.launch.events import Line
+from lockstep.tensors.row_shard import RowShard
 from lockstep.training.callbacks.callback import Callback, TrainingContext
 
 Tensors = dict[str, torch.Tensor]
@@ -33,6 +34,7 @@ class Average(Callback):
         self._average: Tensors = {}
         self._number = 0  # of weights in it
         self._joined: Callable[[str, torch.Tensor], torch.Tensor] = lambda name, average: average
+        self._rows: Callable[[str, torch.Tensor], torch.Tensor | RowShard] = self._joined
 
     def on_start(self, training: TrainingContext) -> None:
         """Put an average that was saved on the weights' devices.
@@ -43,7 +45,7 @@ class Average(Callback):
         world = training.world
         if world.size > 1 and not world.layout.together:
             raise StrategyError(f"{type(self).__name__}: each rank would average other weights: take ddp")
-        self._joined = training._step.joined
+        self._joined, self._rows = training._step.joined, training._step.rows
         now = self._weights(training)  # (in their memory layout too: else sums of the same numbers may round otherwise)
         self._average = {
             name: torch.empty_like(now[name], dtype=average.dtype).copy_(training._step.part_of(name, average))
@@ -99,6 +101,10 @@ class Average(Callback):
         """The average, and of how many weights it is."""
         whole = {name: self._joined(name, average) for name, average in self._average.items()}
         return {"average": whole, "number": self._number}
+
+    def rows(self) -> dict[str, Any]:
+        """As ``state_dict``, with this rank's rows of what it has a part of."""
+        return {"average": {n: self._rows(n, average) for n, average in self._average.items()}, "number": self._number}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Take over what ``state_dict`` gave."""

@@ -28,6 +28,7 @@ from lockstep.strategies.strategy import PARAMETER_HOOKS
 from lockstep.strategies.update_result import Result
 from lockstep.tensors.digest import digest
 from lockstep.tensors.seeding import seeded
+from lockstep.training.callbacks.averages import Average
 from lockstep.training.callbacks.callback import Callback, TrainingContext
 from lockstep.training.callbacks.stopping import OfMetric
 
@@ -172,16 +173,25 @@ class Callbacks:
         held = ((f'"{key}" of {name}', value) for name, one in without.items() for key, value in vars(one).items())
         return prints_of(held, {})
 
-    def state_dict(self) -> dict[str, Any]:
-        """The state of each by its name; says what isn't kept."""
+    def state_dict(self, *, whole: bool = True) -> dict[str, Any]:
+        """The state of each by its name; says what isn't kept. Of averages this rank's rows, unless ``whole``."""
         now, why = self._held_by_callbacks(), "changes in training, and no checkpoint keeps it"
         self._step.tell_once(
             Caveat("state", f"callbacks: {what} {why}: a resumed run begins anew with it", "give it in state_dict()")
             for what, its in now.items()
             if self._begun.get(what, its) != its
         )
-        states = {name: callback.state_dict() for name, callback in {**self._by_name, **self._last}.items()}
+        states = {
+            name: callback.rows() if isinstance(callback, Average) and not whole else callback.state_dict()
+            for name, callback in {**self._by_name, **self._last}.items()
+        }
         return {name: state for name, state in states.items() if state}
+
+    def beside(self, name: str) -> str:
+        """In a checkpoint the name of the parameter beside which a callback keeps this tensor, or the tensor's own."""
+        _, callback, key, *rest = [*name.split("/", 3), "", ""]
+        is_average = isinstance(self._by_name.get(callback), Average) and key == "average"
+        return f"model/{rest[0]}" if is_average and name.startswith("callbacks/") else name
 
     def load_state_dict(self, states: Mapping[str, Any]) -> None:
         """Take over what ``state_dict`` gave; callbacks that are new begin anew, which is said."""
