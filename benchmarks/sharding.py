@@ -1,8 +1,12 @@
-"""``fsdp`` on two ranks against a hand-written loop of fully_shard, and against ``ddp``."""
+"""``fsdp`` on two ranks against a hand-written loop of fully_shard, and against ``ddp``; the memory of a rank."""
 
 from __future__ import annotations
 
+import gc
 from collections.abc import Callable, Mapping
+from typing import Any
+
+import torch
 
 import lockstep
 from benchmarks import models
@@ -32,7 +36,42 @@ def sharding(name: str) -> Mapping[str, Callable[[], float]]:
     }
 
 
+def kept(world: Any) -> int:
+    """Bytes of the memory that all tensors have after three updates of char_lm by AdamW, beyond those before."""
+    job = JOBS["char_lm"]()
+    data: Any = job.train_data
+    inputs, targets = (torch.stack(part) for part in zip(*(data[i] for i in range(8)), strict=True))
+    before = _bytes_of_all_tensors()
+    strategy = "fsdp" if world.size > 1 else "single"
+    step = lockstep.parallelize(job.model(), job.loss, lambda named: torch.optim.AdamW(named), strategy=strategy)
+    for _ in range(3):
+        step(inputs, targets)
+    return _bytes_of_all_tensors() - before
+
+
+def _bytes_of_all_tensors() -> int:
+    gc.collect()
+    found = [t for t in gc.get_objects() if isinstance(t, torch.Tensor) and type(t).__name__ in ("Tensor", "Parameter")]
+    return sum({s.data_ptr(): s.nbytes() for s in (t.untyped_storage() for t in found)}.values())
+
+
+def rarity(devices: int) -> Callable[[], float]:
+    """One over the GB of the rank that keeps most."""
+    return lambda: 1e9 / max(lockstep.launch(kept, devices=f"{devices}xcpu"))
+
+
+def memory() -> Mapping[str, Callable[[], float]]:
+    return {"single": rarity(1), "fsdp, 2 ranks": rarity(2), "fsdp, 4 ranks": rarity(4)}
+
+
 SHARDING = {
+    "sharding-memory": Benchmark(
+        memory,
+        tuple(Ratio(f"fsdp, {n} ranks", "single", n / 1.05) for n in (2, 4)),
+        rounds=1,
+        unit="1 / GB of weights, gradients and the optimizer's state that a rank keeps at most",
+    ),
+} | {
     f"sharding-{name}": Benchmark(
         lambda name=name: sharding(name),  # type: ignore[misc]
         (Ratio("fsdp", "fully_shard by hand", 1.0), Ratio("fsdp", "ddp")),

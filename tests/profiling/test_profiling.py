@@ -36,6 +36,7 @@ WAYS = {
     "ddp": ("ddp", "2xcpu"),
     "ddp overlapped": (DDP(reduce="overlapped"), "2xcpu"),
     "pp": (PP(microbatches=3), "2xcpu"),
+    "fsdp": ("fsdp", "2xcpu"),
 }
 
 
@@ -51,6 +52,23 @@ def job(**settings: Any) -> Job:
         "clip_norm": 1.0,
     }
     return Job(**{**fields, **settings})
+
+
+def test_what_a_process_keeps_and_the_peak_of_a_step_are_told(tmp_path: Path, capsys) -> None:
+    """SGD with momentum: weights, gradients and as much again."""
+    job_of = job(optimizer=lambda parameters: torch.optim.SGD(parameters, lr=0.1, momentum=0.9), model=Wide)
+    whole = sum(p.numel() for p in Wide().parameters()) * 3 * 8
+    for way, least, most in (("single", whole, whole), ("fsdp", whole / 2, whole / 2 * 1.05)):
+        _, summary = profiled(job_of, way, tmp_path, quiet=False)
+        for process in summary["processes"]:
+            assert least <= process["bytes_kept"] <= most
+            assert process["peak_bytes_of_a_step"] > process["bytes_kept"]
+        assert "the peak of a step" in " ".join(capsys.readouterr().out.split())
+
+
+class Wide(nn.Sequential):
+    def __init__(self) -> None:
+        super().__init__(nn.Linear(6, 64), nn.ReLU(), nn.Linear(64, 4))
 
 
 def profiled(job: Job, way: str, folder: Path, **more: Any) -> tuple[lockstep.Run, dict[str, Any]]:

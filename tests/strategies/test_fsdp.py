@@ -12,11 +12,13 @@ from typing import Any
 import pytest
 import torch
 from torch import nn
+from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 
 import lockstep
 from lockstep import Callback, train
 from lockstep.callbacks import EMA, Freeze, TrainingContext
+from lockstep.checkpoint.folder import CheckpointFolder
 from lockstep.errors import LockstepError, RankFailed, StrategyError
 from lockstep.launch.world import current
 from lockstep.strategies.fsdp import FSDP
@@ -207,6 +209,26 @@ def test_shards_end_where_one_device_does(kind: str, devices: int, reference, tm
     assert max(found.history.values()) < BOUND
 
 
+@pytest.mark.parametrize(
+    "kind", ["tied blocks, in micro-batches, clipped", slow("a layer unused in some micro-batches")]
+)
+def test_whole_gradients_of_micro_batches_are_summed_once(kind: str) -> None:
+    assert parity(KINDS[kind], FSDP(sync_each_microbatch=False), devices="3xcpu").worst < BOUND
+
+
+@pytest.mark.parametrize("kind", ["a layer unused on one rank", slow("a layer unused in some micro-batches")])
+def test_unused_parameters_in_earlier_versions_of_torch(kind: str, monkeypatch) -> None:
+    name, job = "set_reduce_scatter_unused_params", KINDS[kind]
+
+    def model() -> nn.Module:
+        if hasattr(FSDPModule, name):
+            delattr(FSDPModule, name)
+        return job.model()
+
+    monkeypatch.delattr(FSDPModule, name, raising=False)
+    assert parity(job.replace(model=model), "fsdp", devices="3xcpu").worst < BOUND
+
+
 class Clamping(Callback):
     def on_step(self, training: TrainingContext) -> None:
         with torch.no_grad():
@@ -251,6 +273,9 @@ def test_an_average_of_shards_goes_on_under_another_strategy(before: str, after:
     devices = {"single": "1xcpu", "fsdp": "3xcpu"}
     whole = train(job, strategy="single", devices="1xcpu", folder=tmp_path, quiet=True)
     half = train(job, strategy=before, devices=devices[before], folder=tmp_path, quiet=True, steps=5)
+    saved = CheckpointFolder(half.folder / "checkpoints").newest(pytest.fail)[1]
+    files = {len(of["rows"]) for name, of in saved.tensors.items() if name.startswith("callbacks/EMA/average/")}
+    assert files == {3 if before == "fsdp" else 1}
     run = train(job, strategy=after, devices=devices[after], resume=half.folder, quiet=True)
     averages = [one.model("ema.safetensors").state_dict() for one in (run, whole)]
     for name, value in averages[1].items():

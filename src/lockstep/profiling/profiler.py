@@ -17,7 +17,7 @@ import itertools
 import json
 import os
 import shutil
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from importlib.util import find_spec
 from pathlib import Path
 from types import TracebackType
@@ -28,6 +28,7 @@ from torch.profiler import profile, supported_activities
 from lockstep.data import Batch
 from lockstep.errors import SaveError
 from lockstep.launch.events import Line, Profile
+from lockstep.launch.memory import begin_step_peak, step_peak
 from lockstep.launch.run_folder import RunFolder
 from lockstep.launch.world import World
 from lockstep.pipelining.planner.schedule_picture import draw, key, lines_of
@@ -36,6 +37,7 @@ from lockstep.profiling.time_breakdown import lines_of as table_of
 from lockstep.profiling.time_breakdown import times_of
 from lockstep.report.timeline import Timeline
 from lockstep.strategies.step import Step
+from lockstep.tensors.byte_size import size
 
 WARM_UP = 2
 """Steps before the profile: the first ones build what later ones have."""
@@ -60,6 +62,7 @@ class Profiler:
         self._observing = contextlib.ExitStack()
         self._trace: profile | None = None
         self._done = False
+        self._peak: int | None = None  # bytes, of the last step before those that are profiled
         if world.is_first:
             shutil.rmtree(folder.profile, ignore_errors=True)  # of an earlier part of this run
 
@@ -77,7 +80,10 @@ class Profiler:
         """The same batches; what happens between them is looked at."""
         for batch in itertools.islice(batches, self._warm_up):
             self._warm_up -= 1
+            if not self._warm_up:
+                begin_step_peak(self._world)
             yield batch
+            self._peak = None if self._warm_up else step_peak(self._world)
         if not self._done and not self._warm_up:
             self._begin()
             yield from itertools.islice(self._clock.over(batches), STEPS)
@@ -128,6 +134,7 @@ class Profiler:
         replicas = self._clock.replicas
         whose = self._clock.whose
         tracks = [track for mine in world.gather_objects(replicas) for track in mine]
+        bytes_of = world.gather_objects((self._step.bytes_kept(), self._peak))
         if not world.is_first:
             return
         found = Profile(
@@ -135,7 +142,7 @@ class Profiler:
             last=last,
             whose=whose,
             rows=times_of(tracks, one_clock=world.nodes == 1),
-            notes=(*self._notes(whose), *said),
+            notes=(*self._notes(whose), *_memory(bytes_of), *said),
             traces=tuple(f"rank{rank}.json.gz" for rank in range(world.size)),
             folder=os.path.relpath(folder),
         )
@@ -159,6 +166,7 @@ class Profiler:
                     for row in found.rows
                 ],
                 **({"bubbles": {title: one.bubble for title, one in timelines.items()}} if timelines else {}),
+                "processes": [{"bytes_kept": kept, "peak_bytes_of_a_step": peak} for kept, peak in bytes_of],
                 "notes": found.notes,
             },
         )
@@ -175,6 +183,18 @@ class Profiler:
             yield "waiting: in a collective, longer than the rank that was in it for the shortest time"
         if not self._world.device.is_slot:
             yield "each phase waits for the device, so these steps are slower than without --profile"
+
+
+def _memory(bytes_of: Sequence[tuple[int, int | None]]) -> Iterator[str]:
+    """What each process keeps, and the most that it had in a step."""
+    kept, peaks = [kept for kept, _ in bytes_of], [peak for _, peak in bytes_of if peak is not None]
+    text = f"memory of a process: weights, gradients and the optimizer's state {_least_to_most(kept)}"
+    yield text + (f"; the peak of a step, with all that the process has, {_least_to_most(peaks)}" if peaks else "")
+
+
+def _least_to_most(sizes: Sequence[int]) -> str:
+    least, most = size(min(sizes)), size(max(sizes))
+    return least if least == most else f"{least} to {most}"
 
 
 def _all_threads(devices: int) -> Any:

@@ -23,11 +23,11 @@ from lockstep.launch.world import World
 from lockstep.model.build import build_model
 from lockstep.model.inspection import hooked_parameters
 from lockstep.model.optimizer import build_optimizer, is_of_pytorch
-from lockstep.pipelining.planner.balanced_split import size
 from lockstep.strategies.ddp import DDP, DDPStep, synchronised
 from lockstep.strategies.product import Product
 from lockstep.strategies.step import Step
 from lockstep.strategies.strategy import Strategy
+from lockstep.tensors.byte_size import size
 
 _ELEMENTWISE = {
     *("SGD", "Adam", "AdamW", "Adamax", "NAdam", "RAdam", "RMSprop", "Rprop", "Adagrad", "Adadelta", "ASGD"),
@@ -46,11 +46,14 @@ class FSDP(Strategy):
         elementwise: an optimizer that is not PyTorch's treats each element of a parameter by itself.
         build_on_disk: the model is built in files of the run's folder, and each rank takes its part from there: for a
             model that is larger than the memory of a rank. Rank 0 doesn't inspect it before the first update then.
+        sync_each_microbatch: gradients of each micro-batch are summed into shards; else those of an update's last one,
+            which communicates less, and a rank holds the whole gradients until then.
     """
 
     blocks: str = "auto"
     elementwise: bool = False
     build_on_disk: bool = False
+    sync_each_microbatch: bool = True
 
     name: ClassVar[str] = "fsdp"
     summary: ClassVar[str] = "a process per device, each with a shard of the model and a local batch"
@@ -103,6 +106,7 @@ class FSDP(Strategy):
             text = f"a rank keeps {of} of weights, gradients and the optimizer's state likewise; gathered: {many}"
             world.tell(Line(text, "plan"))
         step = ShardedStep(model, optimizer, job, world, exchange, shards, skeleton)
+        step.sync_each_microbatch = self.sync_each_microbatch
         if self.build_on_disk:
             step.last_look = 0
         return step
@@ -113,10 +117,6 @@ class FSDP(Strategy):
         Raises:
             StrategyError: with what to do instead.
         """
-        from torch.distributed.fsdp import FSDPModule
-
-        if not hasattr(FSDPModule, "set_reduce_scatter_unused_params"):
-            raise StrategyError(f"fsdp needs torch 2.13 or newer, and this is {torch.__version__}: take ddp")
         if job.compile:
             raise StrategyError("fsdp: compile isn't supported: leave it out, or take ddp")
         if job.precision == "fp16":

@@ -31,6 +31,7 @@ from lockstep.model.optimizer import (
     optimizer_prints,
 )
 from lockstep.strategies.evaluator import Evaluator
+from lockstep.tensors.pytree import tensors
 from lockstep.tensors.row_shard import RowShard
 
 
@@ -371,6 +372,18 @@ class StepState(Evaluator):
 
     def joined(self, name: str, part: torch.Tensor) -> torch.Tensor:
         """The whole tensor that the ranks have these parts of."""
+        del name
+        return part
+
+    def bytes_kept(self) -> int:
+        """Of weights, gradients and the optimizer's state of this process, between updates."""
+        parts = list(self.parts().values())
+        state = [dict(of) for of in self.optimizer.state.values()]
+        held = [t for t in tensors([parts, [p.grad for p in parts], state]) if t.layout is torch.strided]
+        return sum({s.data_ptr(): s.nbytes() for s in (t.untyped_storage() for t in held)}.values())
+
+    def rows(self, name: str, part: torch.Tensor) -> torch.Tensor | RowShard:
+        """That tensor, or the rows of it that this rank has."""
         del name
         return part
 

@@ -3,7 +3,7 @@
 All ranks have to come to the same blocks in the same order, since each gathers the block's parameters there. So a rank
 whose local batch is empty computes the first rank's sample, times zero; and in updates 1, 2, 4, 8, ... ranks compare to
 which block they come. Gradients of every micro-batch are summed at once, so no rank holds more than one block's whole
-gradients.
+gradients, unless the strategy says otherwise.
 """
 
 from __future__ import annotations
@@ -42,6 +42,7 @@ from lockstep.strategies.sharded.shards import NamedParameters, Shards, places_o
 from lockstep.strategies.sharded.whole_values import WholeValues
 from lockstep.strategies.update_result import Result, added, as_tensor
 from lockstep.tensors.pytree import batch_size_of
+from lockstep.tensors.row_shard import RowShard
 from lockstep.threads.replica_collectives import RankExchange
 
 T = TypeVar("T")
@@ -49,6 +50,8 @@ T = TypeVar("T")
 
 class ShardedStep(DDPStep):
     """One rank's local batch, and its shard of the model."""
+
+    sync_each_microbatch = True
 
     def __init__(
         self,
@@ -88,10 +91,12 @@ class ShardedStep(DDPStep):
         self._watch.used.clear()
         self._buffers.follow()
         losses: list[Loss] = []
-        for number, part in enumerate(batch.parts):
+        assert isinstance(self.model, FSDPModule)
+        for number, part in enumerate(batch.parts, start=1):
+            self.model.set_requires_gradient_sync(self.sync_each_microbatch or number == len(batch.parts))
             if self._exchange is not None:
                 self._exchange.begin(min(part.of, self.world.size))
-            self.begin_part(number)
+            self.begin_part(number - 1)
             part, is_stand_in = self._or_first_sample(part)
             if is_stand_in:
                 self._compute_in_vain(part)
@@ -320,6 +325,11 @@ class ShardedStep(DDPStep):
         """As every step's."""
         first = self._shards.first_names.get(name)
         return part if first is None else self._shards.joined(first, part)
+
+    def rows(self, name: str, part: torch.Tensor) -> torch.Tensor | RowShard:
+        """As every step's."""
+        first = self._shards.first_names.get(name)
+        return part if first is None else self._shards.rows(self._shards.as_rows(first, part))
 
     def whole_parameters(self) -> dict[str, torch.Tensor]:
         """As every step's: gathered."""

@@ -61,8 +61,7 @@ class Shards:
             if isinstance(module, FSDPModule):
                 module.set_gradient_divide_factor(1.0)  # a sum: the mean over ranks isn't that over samples
                 module.set_force_sum_reduction_for_comms(True)
-                # A gradient that this rank has none of is sent as zeros: which ones ranks have may differ.
-                module.set_reduce_scatter_unused_params(True, recurse=False)
+                _send_zeros(module)
         self._before = {name: weakref.ref(p) for name, p in before.items() if name not in self.whole}
         now = dict(model.named_parameters())
         self.cut = {name: p for name, p in now.items() if isinstance(p, DTensor)}
@@ -164,6 +163,25 @@ class Shards:
     def bytes_here(self) -> int:
         """Of the parameters that this rank keeps, all together."""
         return sum(p.numel() * p.element_size() for p in self.local.values())
+
+
+def _send_zeros(module: FSDPModule) -> None:
+    """A gradient that this rank has none of is sent as zeros: which ones ranks have may differ."""
+    if hasattr(module, "set_reduce_scatter_unused_params"):
+        module.set_reduce_scatter_unused_params(True, recurse=False)
+    elif (group := module._get_fsdp_state()._fsdp_param_group) is not None:  # torch 2.11 and 2.12
+        reduce = group.post_backward
+
+        def post_backward(*unused: Any) -> None:
+            for p in group.fsdp_params if group.reduce_grads else ():
+                whole = getattr(p, "_unsharded_param", None)
+                if whole is None or not whole.requires_grad or p.unsharded_accumulated_grad is not None:
+                    continue
+                if whole.grad is None:
+                    whole.grad = torch.zeros_like(whole)
+            reduce(*unused)
+
+        group.post_backward = post_backward  # type: ignore[method-assign]
 
 
 def _local(p: torch.Tensor) -> torch.Tensor:
