@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import os
 import signal
 import subprocess
 import sys
@@ -15,6 +16,10 @@ import psutil
 import pytest
 
 sys.path.insert(0, str(Path(__file__).parent))
+
+# Read once, when torch is imported. Two workers compute with more threads than there are cores: one that waits for
+# others by spinning takes the core that they need.
+os.environ.setdefault("OMP_WAIT_POLICY", "passive")
 
 # A suite that a shell runs in the background ignores Ctrl-C, and all that it starts would too.
 if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
