@@ -77,8 +77,9 @@ class FSDP(Strategy):
         from torch.distributed.device_mesh import init_device_mesh
 
         from lockstep.strategies.sharded.parameters_on_disk import parameters_on_disk
-        from lockstep.strategies.sharded.sharded_step import ShardedStep, skeleton_of
+        from lockstep.strategies.sharded.sharded_step import ShardedStep
         from lockstep.strategies.sharded.shards import Shards, blocks_of
+        from lockstep.strategies.sharded.whole_model import skeleton_of
 
         self.refuse_other_processes(world)
         with parameters_on_disk(world.folder) if self.build_on_disk else nullcontext():

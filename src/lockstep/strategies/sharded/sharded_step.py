@@ -9,7 +9,6 @@ gradients, unless the strategy says otherwise.
 from __future__ import annotations
 
 import contextlib
-import copy
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, TypeVar
 
@@ -20,11 +19,10 @@ from torch.distributed.tensor import DTensor
 
 from lockstep.data import Batch, Part
 from lockstep.data.shares import batch_of
-from lockstep.errors import InputError, StrategyError, told
+from lockstep.errors import InputError, StrategyError
 from lockstep.job import Job
 from lockstep.launch.observer import phase
 from lockstep.launch.world import World
-from lockstep.model.build import buffers_of
 from lockstep.model.check_interval import is_power_of_two
 from lockstep.model.inspection.attributes import plain_attributes
 from lockstep.model.loss import Loss, Number
@@ -38,7 +36,8 @@ from lockstep.model.optimizer import (
 from lockstep.strategies.ddp import DDP, DDPStep
 from lockstep.strategies.rank_tensors import FlatGradients
 from lockstep.strategies.sharded.block_watch import BlockWatch
-from lockstep.strategies.sharded.shards import NamedParameters, Shards, places_of
+from lockstep.strategies.sharded.shards import NamedParameters, Shards
+from lockstep.strategies.sharded.whole_model import put_together
 from lockstep.strategies.sharded.whole_values import WholeValues
 from lockstep.strategies.update_result import Result, added, as_tensor
 from lockstep.tensors.pytree import batch_size_of
@@ -290,23 +289,13 @@ class ShardedStep(DDPStep):
         """As every step's: put together on rank 0 each time that it is asked for, if at all."""
         if not self.last_look:
             return None
-        model = copy.deepcopy(self._skeleton)
-        places = {} if model is None else places_of(model)
+        wholes = {}
         for name, mine in self._mine.items():  # one at a time: the other ranks forget it at once
             value = self.joined(name, mine)
-            if model is not None:
+            if self._skeleton is not None:
                 value = value.detach().clone() if name in self._shards.whole else value
-                p = nn.Parameter(value, requires_grad=mine.requires_grad)
-                for module, key in places[name]:
-                    setattr(module, key, p)
-        if model is None:
-            return None
-        for module, here in zip(model.modules(), self.model.modules(), strict=True):
-            module.training = here.training
-        for (module, key), (here, its) in zip(buffers_of(model), buffers_of(self.model), strict=True):
-            buffer = here._buffers[its]
-            module._buffers[key] = None if buffer is None else buffer.clone()
-        return model
+                wholes[name] = nn.Parameter(value, requires_grad=mine.requires_grad)
+        return None if self._skeleton is None else put_together(self._skeleton, wholes, self.model)
 
     def whole_values(self) -> contextlib.AbstractContextManager[Any]:
         """As every step's."""
@@ -382,22 +371,6 @@ class ShardedStep(DDPStep):
         cut = self._shards.cut
         mine = {**saved, "state": {n: self._shards.cut_state(n, s) if n in cut else s for n, s in states}}
         load_named_optimizer_state(self.optimizer, NamedParameters(self._mine.items()), mine)
-
-
-def skeleton_of(model: nn.Module) -> nn.Module:
-    """A copy without the values of parameters, which takes no memory for them.
-
-    Raises:
-        StrategyError: the model can't be copied.
-    """
-    memo: dict[int, Any] = {
-        id(p): nn.Parameter(torch.empty_like(p, device="meta"), requires_grad=p.requires_grad)
-        for p in model.parameters()
-    }
-    try:
-        return copy.deepcopy(model, memo)
-    except Exception as error:
-        raise StrategyError(f"fsdp: the model can't be copied ({told(error)}), and rank 0 inspects a copy") from error
 
 
 @contextlib.contextmanager

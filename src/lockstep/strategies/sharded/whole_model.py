@@ -1,0 +1,45 @@
+"""The whole model of which each rank has a shard, for rank 0 to inspect: a copy without values, and what fills it."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch import nn
+
+from lockstep.errors import StrategyError, told
+from lockstep.model.build import buffers_of
+from lockstep.strategies.sharded.shards import places_of
+
+
+def skeleton_of(model: nn.Module) -> nn.Module:
+    """A copy without the values of parameters, which takes no memory for them.
+
+    Raises:
+        StrategyError: the model can't be copied.
+    """
+    memo: dict[int, Any] = {
+        id(p): nn.Parameter(torch.empty_like(p, device="meta"), requires_grad=p.requires_grad)
+        for p in model.parameters()
+    }
+    try:
+        return copy.deepcopy(model, memo)
+    except Exception as error:
+        raise StrategyError(f"fsdp: the model can't be copied ({told(error)}), and rank 0 inspects a copy") from error
+
+
+def put_together(skeleton: nn.Module, parameters: Mapping[str, nn.Parameter], sharded: nn.Module) -> nn.Module:
+    """A copy of the skeleton with these parameters, by name, and the buffers and modes of the sharded model."""
+    model = copy.deepcopy(skeleton)
+    places = places_of(model)
+    for name, p in parameters.items():
+        for module, key in places[name]:
+            setattr(module, key, p)
+    for module, here in zip(model.modules(), sharded.modules(), strict=True):
+        module.training = here.training
+    for (module, key), (here, its) in zip(buffers_of(model), buffers_of(sharded), strict=True):
+        buffer = here._buffers[its]
+        module._buffers[key] = None if buffer is None else buffer.clone()
+    return model
