@@ -11,6 +11,7 @@ from lockstep.checkpoint.writer import Writer
 from lockstep.launch.device_table import machine, table
 from lockstep.launch.world import World
 from lockstep.parallel import largest_batch
+from lockstep.tensors.pytree import to_device
 from simulated_card import counts
 
 
@@ -45,3 +46,8 @@ def test_a_checkpoint_is_copied_from_a_card_without_the_host_waiting(tmp_path) -
     ((path, index),) = CheckpointFolder(tmp_path).whole(pytest.fail)
     kept = index.state(path)["model"]
     assert kept["weight"].tolist() == [0.0, 1.0, 2.0, 3.0] and kept["bias"].tolist() == [1.0, 1.0]
+
+
+def test_what_comes_from_a_card_is_there_when_the_host_reads_it() -> None:
+    on_card = torch.arange(4.0).to("card:1")
+    assert to_device([on_card], torch.device("cpu"))[0].tolist() == [0.0, 1.0, 2.0, 3.0]

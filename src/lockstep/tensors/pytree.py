@@ -347,8 +347,11 @@ def both_of(one: tuple[Any, Any], its: int, other: tuple[Any, Any], others: int)
 
 
 def to_device(tree: Any, device: torch.device, dtype: torch.dtype | None = None, *, channels_last: bool = False) -> Any:
-    """Every tensor on ``device``; floating ones as ``dtype`` where given, images in ``channels_last`` layout."""
-    pins = may_pin(device)
+    """Every tensor on ``device``; floating ones as ``dtype`` where given, images in ``channels_last`` layout.
+
+    An accelerator is waited for where its tensors come to the CPU: the host reads them next.
+    """
+    pins, ahead = may_pin(device), device.type != "cpu"
 
     def moved(tensor: torch.Tensor) -> torch.Tensor:
         wanted = dtype if dtype is not None and tensor.is_floating_point() else tensor.dtype
@@ -356,8 +359,8 @@ def to_device(tree: Any, device: torch.device, dtype: torch.dtype | None = None,
             # From pageable memory a copy would wait for all that the device was given.
             tensor = tensor.to(wanted).pin_memory()
         if channels_last and tensor.dim() == 4:
-            return tensor.to(device, wanted, non_blocking=True, memory_format=torch.channels_last)
-        return tensor.to(device, wanted, non_blocking=True)
+            return tensor.to(device, wanted, non_blocking=ahead, memory_format=torch.channels_last)
+        return tensor.to(device, wanted, non_blocking=ahead)
 
     return each(moved, tree, on_packed=lambda packed: packed.to(device))  # type: ignore[arg-type]  # the stubs know dtypes only
 
