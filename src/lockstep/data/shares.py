@@ -278,7 +278,7 @@ def own_stream(world: World, seed: int) -> Iterator[None]:
         return
     mine = mixed(seed, world.step + 1, world.rank)
     with contextlib.ExitStack() as kept:
-        for device in {torch.device("cpu"), world.device.torch}:
+        for device in {torch.device("cpu"), *(device.torch for device in world.devices)}:
             kept.enter_context(kept_state_on(device))
             seed_on(device, mine)
         yield
