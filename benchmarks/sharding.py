@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import gc
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -12,6 +11,7 @@ import lockstep
 from benchmarks import models
 from benchmarks.pipelining import char_lm_job
 from benchmarks.timing import ROOT, Benchmark, Ratio, rate, torchrun
+from lockstep.data import Loader
 from lockstep.launch.devices import slots
 
 JOBS: dict[str, Callable[[], lockstep.Job]] = {
@@ -37,22 +37,14 @@ def sharding(name: str) -> Mapping[str, Callable[[], float]]:
 
 
 def kept(world: Any) -> int:
-    """Bytes of the memory that all tensors have after three updates of char_lm by AdamW, beyond those before."""
+    """Bytes of weights, gradients and the optimizer's state that a rank has after three updates of char_lm by AdamW."""
     job = JOBS["char_lm"]()
-    data: Any = job.train_data
-    inputs, targets = (torch.stack(part) for part in zip(*(data[i] for i in range(8)), strict=True))
-    before = _bytes_of_all_tensors()
+    batch = next(iter(Loader(job.train_data, batch_size=8, collate=job.collate)))
     strategy = "fsdp" if world.size > 1 else "single"
     step = lockstep.parallelize(job.model(), job.loss, lambda named: torch.optim.AdamW(named), strategy=strategy)
     for _ in range(3):
-        step(inputs, targets)
-    return _bytes_of_all_tensors() - before
-
-
-def _bytes_of_all_tensors() -> int:
-    gc.collect()
-    found = [t for t in gc.get_objects() if isinstance(t, torch.Tensor) and type(t).__name__ in ("Tensor", "Parameter")]
-    return sum({s.data_ptr(): s.nbytes() for s in (t.untyped_storage() for t in found)}.values())
+        step(*batch)
+    return step.bytes_kept()
 
 
 def rarity(devices: int) -> Callable[[], float]:
