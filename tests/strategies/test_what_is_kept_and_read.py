@@ -13,6 +13,7 @@ from torch.nn import functional as F
 from torch.utils.data import TensorDataset
 
 from lockstep import Job, train
+from lockstep.errors import StrategyError
 from lockstep.verify import differences
 
 from zoo import SAMPLES, ZOO, drawn, labels, mlp, sgd  # isort: skip
@@ -132,3 +133,48 @@ def test_a_model_that_takes_gradients_in_forward_is_inspected(way: str, tmp_path
     said, apart = notes_of(job, way, tmp_path, capsys)
     assert "outputs depend on other samples of the batch" in said
     assert apart > 1e-6
+
+
+class Kept:
+    """A class without methods, in which forward leaves what the loss takes."""
+
+    balance: Any = None
+
+
+class Balancing(nn.Module):
+    """Leaves a term for load balancing, of all samples of a forward, in an attribute and in a class."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.body, self.balance = mlp(), None
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        outputs = self.body(x)
+        Kept.balance = self.balance = outputs.softmax(-1).mean(0).square().sum()
+        return outputs
+
+
+def reading(what: str) -> Job:
+    """A loss with a term beside its outputs: what forward has left, or a penalty on weights."""
+    built: list[Balancing] = []
+
+    def loss(outputs: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
+        of = {"attribute": lambda: built[-1].balance, "class": lambda: Kept.balance}
+        term = of[what]() if what in of else built[-1].body[0].weight.square().sum()
+        return F.cross_entropy(outputs, targets) + 0.5 * term
+
+    build = lambda: built.append(Balancing()) or built[-1]  # noqa: E731
+    return dataclasses.replace(ZOO["mlp"], model=build, loss=loss, optimizer=sgd, eval_data=None, metrics={})
+
+
+@pytest.mark.parametrize("what", ["attribute", "class", "weights"])
+def test_what_a_loss_reads_beside_outputs_is_said(what: str, tmp_path: Path, capsys: Any) -> None:
+    """Found by trial: weights 2 % off without a line."""
+    said, apart = notes_of(reading(what), "accumulate", tmp_path, capsys)
+    assert ("the loss reads what forward computes beside the outputs" in said) is (what != "weights")
+    assert (apart < 1e-10) is (what == "weights")
+
+
+def test_what_forward_writes_to_a_class_without_methods_is_refused_in_threads(tmp_path: Path) -> None:
+    with pytest.raises(StrategyError, match=r'forward writes tensors to "Kept\.balance"'):
+        train(reading("class"), **WAYS["dp"], folder=tmp_path, quiet=True)

@@ -10,18 +10,21 @@ from lockstep.model.inspection.attributes import (
     prints_of,
     set_attributes,
 )
-from lockstep.model.inspection.findings import Seen
+from lockstep.model.inspection.backward import comes_from_within
+from lockstep.model.inspection.findings import BESIDE, Seen
 from lockstep.model.inspection.forward import drops, look, refuse_written_buffers
 from lockstep.model.inspection.nonlinear import NoticedHooks, hooked_parameters, may_be_nonlinear
 from lockstep.model.inspection.outside_variables import OutsideVariables
 
 __all__ = [
+    "BESIDE",
     "NoticedHooks",
     "OutsideVariables",
     "Seen",
     "acting_buffers",
     "attribute_prints",
     "changed_attributes",
+    "comes_from_within",
     "detached_attributes",
     "drops",
     "hooked_parameters",

@@ -12,6 +12,7 @@ from lockstep.model.inspection.attributes import acting_buffers, attribute_print
 from lockstep.model.inspection.findings import Seen
 from lockstep.model.inspection.rounding import differ, first_apart
 from lockstep.tensors.digest import digest
+from lockstep.tensors.pytree import graph_nodes
 
 _TIMES = 2.0**20
 """Backward of so many times the total gives so many times the gradients, rounding and all, where it is linear."""
@@ -55,3 +56,12 @@ def see_gradients(
 def _state_prints(model: nn.Module) -> dict[str, Any]:
     """A hash of each buffer that acts in training, and of each attribute."""
     return {**{name: digest(b) for name, b in acting_buffers(model).items()}, **attribute_prints(model)}
+
+
+def comes_from_within(total: torch.Tensor, outputs: Any) -> bool:
+    """Whether a loss that was given ``outputs`` without their graph comes to what forward computed all the same.
+
+    (By an attribute of the model, say. The weights, which a penalty may read, are no such thing.)
+    """
+    inside = set(graph_nodes(outputs))
+    return any(node in inside and not hasattr(node, "variable") for node in graph_nodes(total))

@@ -221,3 +221,10 @@ MIXES = Caveat(
     "outputs depend on other samples of the batch, and each replica sees only its local batch",
     "single keeps the results",
 )
+
+BESIDE = Caveat(
+    "auxiliary loss",
+    "the loss reads what forward computes beside the outputs that can be cut (an attribute, a variable outside of the "
+    "model): each local batch or micro-batch has its own, and whether it is additive over samples can't be checked",
+    "let forward return it, in a tuple or a dict; mp and single without accumulate keep the results",
+)

@@ -20,6 +20,7 @@ import dis
 import functools
 import hashlib
 import pickle
+import sys
 import types
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator
@@ -179,8 +180,12 @@ def _functions_of(kind: type) -> list[types.FunctionType]:
 
 
 def _is_own(kind: type) -> bool:
-    """Whether it is a class of the person's own."""
-    return any(is_own_code(function.__code__.co_filename) for function in _functions_of(kind))
+    """Whether it is a class of the person's own; one without methods is where its module is."""
+    files = [function.__code__.co_filename for function in _functions_of(kind)]
+    if not files:
+        module = sys.modules.get(kind.__module__)
+        files = [getattr(module, "__file__", None) or ("" if kind.__module__ == "__main__" else "<frozen")]
+    return any(map(is_own_code, files))
 
 
 def _names_in(code: types.CodeType) -> Iterator[str]:
@@ -263,10 +268,15 @@ def _small_in(path: str, value: Any, seen: set[int], depth: int = 6) -> Iterator
         inner = ((f"{path}[{key!r}]", one) for key, one in value.items()) if len(value) <= _SMALL else ()
     elif isinstance(value, list | tuple | deque):
         inner = ((f"{path}[{number}]", one) for number, one in enumerate(value)) if len(value) <= _SMALL else ()
-    elif hasattr(value, "__dict__"):
+    elif hasattr(value, "__dict__") and not _is_of_python(type(value)):
         inner = ((f"{path}.{key}", one) for key, one in vars(value).items())
     for where, one in list(inner):
         yield from _small_in(where, one, seen, depth - 1)
+
+
+def _is_of_python(kind: type) -> bool:
+    """Whether it is a class of the standard library that holds more than it is given: a logger, an executor."""
+    return kind.__module__.partition(".")[0] in sys.stdlib_module_names - {"types", "argparse", "collections"}
 
 
 def put_back(value: Any, copied: Any) -> None:
