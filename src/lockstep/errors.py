@@ -143,9 +143,10 @@ class SaveError(RunError):
 
 
 def nearest(name: str, names: list[str]) -> str:
-    """``did you mean "x"?`` for a name that isn't among ``names`` (or two of them, equally near), or the whole list."""
+    """``did you mean "x"?`` for a name that isn't among ``names`` (or two of them, equally near), or what there is."""
     if not (near := near_names(name, names)):
-        return f"there are: {', '.join(names)}"
+        more = f" and {len(names) - 20} more" if len(names) > 20 else ""
+        return f"there are: {', '.join(names[:20])}{more}"
     either = '" or "'.join(near)
     return f'did you mean "{either}"?'
 

@@ -97,7 +97,11 @@ SEVERAL = "of several inputs give ((a, b), targets), which is called as model(a,
     [
         ("--out x", "there is no option --out here: predict, export and schedule have one"),
         ("--lr 0.2", "there is no option --lr here: for a parameter of the job's function write --set lr=VALUE"),
-        ("--strategy zero", 'there is no strategy "zero": there are: single, dp, ddp, fsdp, mp, pp, hogwild'),
+        (
+            "--strategy zero",
+            'there is no strategy "zero": there are: single, dp, ddp, fsdp, mp, pp, hogwild, ddp=2xpp=2, ',
+        ),
+        ("--strategy ddp2xpp2", 'there is no strategy "ddp2xpp2": did you mean "ddp=2xpp=2"?'),
         ("--strategy dpd", 'there is no strategy "dpd": did you mean "dp"'),
         ("--devices -1", "-1 devices: ask for at least one, or for auto"),
         ("--set lr=abc", "--set lr: 'abc' is not a number"),

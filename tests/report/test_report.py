@@ -343,6 +343,14 @@ def test_the_command_of_a_run_has_micro_batches_by_number_or_by_size() -> None:
         assert said == f"lockstep train job.py --strategy pp --devices 2xcpu{words} --schedule 1f1b"
 
 
+def test_the_command_of_a_run_has_the_other_settings_of_its_strategy() -> None:
+    config = {"file": "job.py", "devices": ["cpu:0", "cpu:1"], "strategy": "fsdp", "set": {}, "given": {}}
+    own = {"blocks": "auto", "elementwise": True, "build_on_disk": False}
+    said = command({**config, "strategy_settings": own})
+    assert said == "lockstep train job.py --strategy fsdp --devices 2xcpu --elementwise true"
+    assert command({**config, "strategy": "mine", "strategy_settings": {}}) == ""
+
+
 def job(size: int) -> lockstep.Job:
     data = TensorDataset(drawn(12, 6), labels(12, 3))
     return lockstep.Job(model=mlp, loss=nn.CrossEntropyLoss(), optimizer=plain_sgd, train_data=data, batch_size=size)

@@ -511,7 +511,7 @@ def hooked() -> nn.Module:
 @pytest.mark.parametrize(
     ("model", "settings", "says"),
     [
-        (Skipping, {}, r'forward comes to ".*" on rank 0, to ".*" on rank 1: .*leave them out of FSDP\(blocks=...\)'),
+        (Skipping, {}, r'forward comes to ".*" on rank 0, to ".*" on rank 1: .*name the other blocks: --blocks'),
         (Reaching, {}, "used outside of the block's forward"),
         slow(Hoarding, {}, 'holds parameter "blocks.1.up.weight"'),
         slow(Hiding, {}, 'no tensor with a gradient in what "blocks.0" gives'),
@@ -520,7 +520,7 @@ def hooked() -> nn.Module:
         slow(Stack, {"compile": "default"}, "fsdp: compile isn't supported"),
         slow(Stack, {"precision": "fp16"}, "fsdp: precision fp16"),
         (Stack, {"optimizer": lambda named: torch.optim.Adafactor(dict(named).values())}, "Adafactor looks at whole"),
-        (Stack, {"optimizer": lambda named: Mine(named, lr=0.1)}, r"FSDP\(elementwise=True\)"),
+        (Stack, {"optimizer": lambda named: Mine(named, lr=0.1)}, r"--elementwise true \(FSDP\(elementwise=True\)\)"),
     ],
 )
 def test_what_can_not_be_sharded_is_refused_in_a_line(model, settings, says, tmp_path) -> None:
@@ -530,9 +530,7 @@ def test_what_can_not_be_sharded_is_refused_in_a_line(model, settings, says, tmp
         train(job.replace(**settings), strategy="fsdp", devices="2xcpu", folder=tmp_path, quiet=True)
 
 
-@pytest.mark.parametrize(
-    ("model", "says"), [(Skipping, "leave them out of FSDP"), (Reaching, "outside of the block's")]
-)
+@pytest.mark.parametrize(("model", "says"), [(Skipping, "name the other blocks"), (Reaching, "outside of the block's")])
 def test_what_can_not_be_sharded_is_refused_where_an_evaluation_meets_it_first(model, says, tmp_path) -> None:
     data = torch.utils.data.TensorDataset(*(t[by_first_word(0)] for t in tokens_and_next()))
     job = dataclasses.replace(KINDS["tied blocks"], model=model, eval_data=data, metrics={})

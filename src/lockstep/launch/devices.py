@@ -170,7 +170,7 @@ def _of_type(kind: str, indices: str | None, here: tuple[Device, ...]) -> tuple[
     if kind not in known:
         raise DeviceError(f'there is no device type "{kind}": {nearest("cuda" if kind == "gpu" else kind, known)}')
     if kind == "cpu":
-        raise DeviceError(f'slots have no fixed numbers ("cpu:{indices}"): write 2xcpu for two slots')
+        raise DeviceError(f'CPU devices have no fixed numbers ("cpu:{indices}"): write 2xcpu for two of them')
     mine = tuple(d for d in here if d.type == kind)
     if not mine:
         others = f"{len(here)} {here[0].type}" if here else f"{counted(len(usable_cores()), 'core')} and no accelerator"

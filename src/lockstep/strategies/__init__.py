@@ -58,7 +58,8 @@ def kind_of(name: str) -> type[Strategy]:
     if (product := product_in(str(name), PRODUCTS)) is not None:
         return product[0]
     if name not in STRATEGIES:
-        raise StrategyError(f'there is no strategy "{name}": {nearest(str(name), list(STRATEGIES))}')
+        every = [*STRATEGIES, *(f"ddp=2x{word}=2" for word in PRODUCTS)]
+        raise StrategyError(f'there is no strategy "{name}": {nearest(str(name), every)}')
     return STRATEGIES[name]
 
 

@@ -103,7 +103,9 @@ class FSDP(Strategy):
             for name, why in shards.whole.items():
                 world.tell(Line.note(f'fsdp keeps "{name}" whole on each rank: {why}'))
             of = f"{size(shards.bytes_here)} of {size(whole)}"
-            many = f"{counted(len(shards.blocks), 'block')}, one at a time, and the rest" if shards.blocks else "all"
+            many = f"{counted(len(shards.blocks), 'block')}, one at a time, and the rest"
+            if not shards.blocks:
+                many = "all at once" + (", no repeated layers: --blocks names some" if self.blocks == "auto" else "")
             text = f"a rank keeps {of} of weights, gradients and the optimizer's state likewise; gathered: {many}"
             world.tell(Line(text, "plan"))
         step = ShardedStep(model, optimizer, job, world, exchange, shards, skeleton)
@@ -134,7 +136,7 @@ class FSDP(Strategy):
         if not known and not getattr(optimizer, "elementwise", self.elementwise):
             raise StrategyError(
                 f"fsdp: {kind.__name__} would be given a shard of each parameter, which is right where it treats each "
-                "element by itself: say so by FSDP(elementwise=True), or take ddp"
+                "element by itself: say so by --elementwise true (FSDP(elementwise=True)), or take ddp"
             )
 
 

@@ -8,15 +8,18 @@ from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from lockstep.errors import counted
+from lockstep.errors import StrategyError, counted
 from lockstep.launch.run_folder import RunFolder
 from lockstep.report.charts import Bars, Lines, Stacks, short
 from lockstep.report.page import Figure, Page, Section, Table, write
 from lockstep.report.timeline_charts import turns_of
+from lockstep.strategies import kind_of
 
 _NOT_CURVES = {
     "epoch", "step", "lr", "seconds", "samples_per_second", "tokens_per_second", "loss", "train_loss", "eval_loss"
 }  # fmt: skip
+
+_CHOSEN = ("microbatches", "split_size", "schedule")  # which may have been chosen for this machine
 
 
 def write_page(folder: str | Path) -> Path:
@@ -149,17 +152,22 @@ def _file_of(name: str) -> str:
 
 
 def command(config: Mapping[str, Any]) -> str:
-    """What trains the same again; "" where the job isn't a file."""
+    """What trains the same again; "" where the job isn't a file, or no word names its strategy."""
     if config["file"] is None:
+        return ""
+    try:
+        own, strategy = config["strategy_settings"], kind_of(config["strategy"])
+    except StrategyError:
         return ""
     devices = config["devices"]
     kind = devices[0].partition(":")[0]
     said = f"{len(devices)}xcpu" if kind == "cpu" else f"{kind}:{','.join(d.partition(':')[2] for d in devices)}"
     words = ["lockstep", "train", config["file"], "--strategy", config["strategy"], "--devices", said]
-    own = config["strategy_settings"]
-    for name in ("microbatches", "split_size", "schedule"):
-        if own.get(name) is not None:
-            words += [f"--{name.replace('_', '-')}", str(own[name])]
+    usual = strategy.usual()
+    for name in sorted(strategy.settings(), key=(*_CHOSEN, *usual).index):
+        value = own.get(name)
+        if value is not None and (name in _CHOSEN or value != usual[name]):
+            words += [f"--{name.replace('_', '-')}", str(value).lower() if isinstance(value, bool) else str(value)]
     if own.get("device_map") is not None:  # the one that was found too
         words += ["--map", json.dumps(own["device_map"])]
     words += [word for name, value in config["set"].items() for word in ("--set", f"{name}={value}")]

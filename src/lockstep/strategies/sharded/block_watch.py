@@ -73,7 +73,7 @@ class BlockWatch:
             comes = ", ".join(f"to {names[one]} on rank {rank}" for rank, one in enumerate(every))
             raise StrategyError(
                 f"fsdp: forward comes {comes}: blocks that depend on the samples can't be gathered on their own",
-                fix="leave them out of FSDP(blocks=...)",
+                fix="name the other blocks: --blocks NAMES, or FSDP(blocks=...)",
             )
 
     def _gives(self, name: str) -> Callable[..., Any]:

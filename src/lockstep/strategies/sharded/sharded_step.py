@@ -383,5 +383,5 @@ def _shards_explained() -> Iterator[None]:
             raise
         raise StrategyError(
             "fsdp: a parameter of a block is used outside of the block's forward, where it is a shard",
-            fix="name blocks that keep theirs to themselves: FSDP(blocks=...)",
+            fix="name blocks that keep theirs to themselves: --blocks NAMES, or FSDP(blocks=...)",
         ) from error
