@@ -275,7 +275,7 @@ def rewrite(page: Path, *, pictures: bool) -> None:
         with tempfile.TemporaryDirectory() as folder, contextlib.chdir(folder):
             found = [abridged(lines) for lines in printed(piece, small=False)]
             for figure in Path().glob("runs/*/figures/*.png") if name is not None else ():
-                if figure.stem == "speed" or figure.stem.startswith("sweep-"):
+                if f"pictures/{name}-{figure.name}" in page.read_text():
                     shutil.copy(figure, ROOT / "docs" / "pictures" / f"{name}-{figure.name}")
         heads = re.findall(r"^\$ (?:.*\\\n)*.*$", piece.block.text, re.MULTILINE)
         lines = found[0]
