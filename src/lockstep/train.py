@@ -31,7 +31,7 @@ from lockstep.training.loop import train_on
 from lockstep.training.restarts import LostRanks
 from lockstep.training.resume import as_it_went, newest_of
 from lockstep.training.run import Run, trained_of
-from lockstep.training.setup import Plan
+from lockstep.training.setup import Plan, variables_of
 
 
 def train(
@@ -117,6 +117,8 @@ def train(
         path = None if run is None else str(run.path.resolve())
         plan = Plan(job, way, name, path, config is not None, tensorboard, profile, audit, timeout)
         plan = dataclasses.replace(plan, again=again, batch_size_per_device=batch_size_per_device)
+        if isinstance(job, Job) and not torchrun and not needs_one_process(way, chosen):
+            plan = dataclasses.replace(plan, variables=variables_of(job))
         if begun is not None and (again or resume == "auto"):
             display.line(f"{'resuming' if plan.resume else 'beginning again in'} {begun}")
         try:

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import dataclasses
+import importlib
+import sys
 import threading
 import types
 from pathlib import Path
@@ -18,7 +20,7 @@ import lockstep
 from lockstep import train
 from lockstep.errors import JobError, LockstepError, StrategyError
 from lockstep.tensors.pytree import cut
-from lockstep.verify import same_bits
+from lockstep.verify import parity, same_bits
 
 from zoo import ZOO, drawn, labels, mlp, sgd  # isort: skip
 
@@ -711,3 +713,54 @@ def test_a_loss_that_writes_what_other_threads_need_is_refused_in_a_line(tmp_pat
     job = dataclasses.replace(ZOO["mlp"], loss=BALANCED, eval_data=None, metrics={})
     with pytest.raises(StrategyError, match="Balanced seems to write to a tensor that it holds, while another thread"):
         train(job, strategy="dp", devices="2xcpu", folder=tmp_path, quiet=True)
+
+
+MODULE = """
+import torch
+from torch import nn
+from torch.nn import functional as F
+
+CONFIG = {"strength": 1.0}
+
+
+class Setting(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.body = nn.Linear(6, 3)
+        CONFIG["strength"] = 0.3
+
+    def forward(self, x):
+        return self.body(x)
+
+
+def loss_within():
+    return lambda outputs, targets: F.cross_entropy(outputs, targets) + CONFIG["strength"] * outputs.square().mean()
+
+
+def optimizer(parameters):
+    return torch.optim.SGD(parameters, lr=CONFIG["strength"])
+"""
+
+
+@pytest.fixture
+def of_a_module(tmp_path: Path, monkeypatch: Any) -> Any:
+    """A module that ranks import."""
+    (tmp_path / "of_a_person.py").write_text(MODULE)
+    monkeypatch.syspath_prepend(tmp_path)
+    yield importlib.import_module("of_a_person")
+    del sys.modules["of_a_person"]
+
+
+def test_a_function_within_a_function_shares_what_a_module_holds_on_ranks_too(of_a_module: Any) -> None:
+    """Found by trial: it had values of its own, so the loss was another one without a line."""
+    job = dataclasses.replace(ZOO["mlp"], model=of_a_module.Setting, eval_data=None, metrics={})
+    assert parity(job.replace(loss=of_a_module.loss_within()), "ddp", "2xcpu").worst < 1e-10
+
+
+def test_what_a_script_changes_in_a_module_is_said_not_to_be_on_ranks(of_a_module: Any, tmp_path: Path, capsys) -> None:
+    """Found by trial: the loss was another one under ddp, without a line."""
+    of_a_module.CONFIG["strength"] = 0.1
+    job = dataclasses.replace(ZOO["mlp"], optimizer=of_a_module.optimizer, eval_data=None, metrics={})
+    train(job, strategy="ddp", devices="2xcpu", folder=tmp_path)
+    said = " ".join(capsys.readouterr().out.split())
+    assert "\"CONFIG['strength']\", which the job uses, was changed after its module was imported" in said

@@ -209,11 +209,30 @@ def _by_value(value: Any) -> bytes:
         def reducer_override(self, held: Any) -> Any:
             if isinstance(held, functools._lru_cache_wrapper) and held.__module__ == "__main__":
                 return _cached, (held.__wrapped__, held.cache_parameters())
+            if isinstance(held, types.FunctionType) and held.__module__ != "__main__":
+                module = sys.modules.get(held.__module__)
+                if held.__globals__ is getattr(module, "__dict__", None):
+                    # Of a function within a function: it shares what the module's classes use, and are sent by name.
+                    self.globals_ref.setdefault(id(held.__globals__), _Globals(__name__=held.__module__))
             return super().reducer_override(held)
 
     file = io.BytesIO()
     Pickler(file).dump(value)
     return file.getvalue()
+
+
+class _Globals(dict[str, Any]):
+    """Stands for the global variables of a module that the other process imports."""
+
+    def __reduce__(self) -> Any:
+        return _globals_of, (self["__name__"],)
+
+
+def _globals_of(module: str) -> dict[str, Any]:
+    try:
+        return vars(importlib.import_module(module))
+    except ImportError:  # a file that was loaded by its path
+        return {"__name__": module}
 
 
 def _cached(function: Callable[..., Any], settings: Any) -> Any:
