@@ -236,6 +236,20 @@ class Clamping(Callback):
                 p.clamp_(-0.3, 0.3)
 
 
+class Replacing(Callback):
+    """Weights of norm 1, as other tensors."""
+
+    def on_step(self, training: TrainingContext) -> None:
+        for p in training.model.parameters():
+            p.data = p.data / p.data.norm() if p.ndim > 1 else p.data
+
+
+def test_callbacks_give_shards_other_data() -> None:
+    """Found by trial: the shards stayed as they were, without a line."""
+    job = KINDS["mlp"].replace(callbacks=[Replacing()], eval_data=None, metrics={})
+    assert parity(job, "fsdp", devices="2xcpu").worst < BOUND
+
+
 OPTIMIZERS = {
     "Adagrad": {"lr": 0.01},
     "Adam": {"lr": 0.01, "amsgrad": True, "weight_decay": 0.1},
@@ -502,6 +516,14 @@ class Mine(torch.optim.SGD):
     pass
 
 
+def normalizing(named: Any) -> torch.optim.Optimizer:
+    """Gradients of norm 1."""
+    optimizer = torch.optim.SGD(named, lr=0.1)
+    held = optimizer.param_groups[0]["params"]
+    optimizer.register_step_pre_hook(lambda *_: torch.nn.utils.clip_grad_norm_(held, 1.0) and None)
+    return optimizer
+
+
 def hooked() -> nn.Module:
     model = Stack()
     model.out.weight.register_hook(lambda grad: 2 * grad)
@@ -521,6 +543,7 @@ def hooked() -> nn.Module:
         slow(Stack, {"precision": "fp16"}, "fsdp: precision fp16"),
         (Stack, {"optimizer": lambda named: torch.optim.Adafactor(dict(named).values())}, "Adafactor looks at whole"),
         (Stack, {"optimizer": lambda named: Mine(named, lr=0.1)}, r"--elementwise true \(FSDP\(elementwise=True\)\)"),
+        (Stack, {"optimizer": normalizing}, "has hooks on its step"),
     ],
 )
 def test_what_can_not_be_sharded_is_refused_in_a_line(model, settings, says, tmp_path) -> None:

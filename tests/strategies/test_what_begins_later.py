@@ -116,6 +116,13 @@ def test_it_is_said_once(model: Any, way: str, devices: str, accumulate: int, tm
     assert capsys.readouterr().out.count(f"note: {SAYS[model]}") == 1
 
 
+def test_it_is_said_of_shards_too(tmp_path: Path, capfd: Any) -> None:
+    """Found by trial: only the first update was looked at, without a line."""
+    job = dataclasses.replace(ZOO["mlp"], model=lambda: nn.Sequential(nn.Linear(6, 6), Gated()), eval_data=None)
+    train(job, strategy="fsdp", devices="2xcpu", folder=tmp_path)
+    assert capfd.readouterr().out.count(f"note: {SAYS[Gated]}") == 1
+
+
 def test_what_the_last_update_begins_is_said(tmp_path: Path, capsys: Any) -> None:
     class InTheFifth(Beginning):
         def forward(self, x: torch.Tensor) -> torch.Tensor:

@@ -305,7 +305,7 @@ def mixed_share(shares: list[Part]) -> Part:
     more = min(max(1, first.size - some), second.size)
     one, other = (first.inputs, first.targets), (second.inputs, second.targets)
     held = list(tensors(one))
-    if not held or any(t.dim() and len(t) != first.size for t in held):
+    if not held or any(t.is_nested or (t.dim() and len(t) != first.size) for t in held):
         return first  # what isn't cut can't be joined
     head = cut(one, 0, some, first.size)
     both = joined(head, some, cut(other, 0, more, second.size), more)

@@ -133,6 +133,11 @@ class FSDP(Strategy):
                 f"fsdp: {kind.__name__} looks at whole parameters, and a rank has a shard of each: take ddp, or an "
                 "optimizer that treats each element by itself, as AdamW"
             )
+        if not self.elementwise and (optimizer._optimizer_step_pre_hooks or optimizer._optimizer_step_post_hooks):
+            raise StrategyError(
+                "fsdp: the optimizer has hooks on its step, which would be given a shard of each gradient and "
+                "parameter: where they treat each element by itself, say so by FSDP(elementwise=True), or take ddp"
+            )
         if not known and not getattr(optimizer, "elementwise", self.elementwise):
             raise StrategyError(
                 f"fsdp: {kind.__name__} would be given a shard of each parameter, which is right where it treats each "

@@ -9,6 +9,7 @@ gradients, unless the strategy says otherwise.
 from __future__ import annotations
 
 import contextlib
+import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, TypeVar
 
@@ -21,6 +22,7 @@ from lockstep.data import Batch, Part
 from lockstep.data.shares import batch_of
 from lockstep.errors import InputError, StrategyError
 from lockstep.job import Job
+from lockstep.launch.events import Line
 from lockstep.launch.observer import phase
 from lockstep.launch.world import World
 from lockstep.model.check_interval import is_power_of_two
@@ -46,6 +48,9 @@ from lockstep.threads.replica_collectives import RankExchange
 
 T = TypeVar("T")
 
+_LARGEST = 2**30
+"""Bytes of a model that is put together to be inspected in updates 2, 4, 8, ... too."""
+
 
 class ShardedStep(DDPStep):
     """One rank's local batch, and its shard of the model."""
@@ -68,7 +73,11 @@ class ShardedStep(DDPStep):
         held = set(self._optimized)
         self._held = {name: p for name, p in model.named_parameters() if id(self._mine[name]) in held}
         self._find_trained()
-        self.last_look = 1  # the whole model is put together for it
+        whole = sum(p.numel() * p.element_size() for p in model.parameters())
+        self.last_look = math.inf if whole <= _LARGEST else 1  # the whole model is put together for it
+        if world.is_first and self.last_look == 1:
+            said = "what forward does is inspected before the first update only, since the model is large"
+            world.tell(Line.note(f"{said}: what it begins to do later (samples that act on one another) isn't seen"))
         self._skeleton = skeleton
         self._evaluates = False
         self._evaluations = 0  # batches of evaluations, of which every rank computes something
@@ -284,6 +293,12 @@ class ShardedStep(DDPStep):
             super()._look(batch)
         finally:
             self.model = sharded
+
+    def begin_update(self, batch: Batch) -> None:
+        """As every step's; ranks look equally often."""
+        super().begin_update(batch)
+        if self.looks_again:
+            self.last_look = self.world.broadcast_object(self.last_look)
 
     def whole_model(self) -> nn.Module | None:
         """As every step's: put together on rank 0 each time that it is asked for, if at all."""

@@ -27,6 +27,9 @@ _OF_ALL = {
 }
 """Functions that are given whole tensors."""
 
+_GIVES_DATA = torch.Tensor.data.__set__  # type: ignore[attr-defined]
+"""``parameter.data = value``."""
+
 
 class WholeValues(TorchFunctionMode):
     """Single-device values from DTensors; every rank has to compute them.
@@ -45,6 +48,8 @@ class WholeValues(TorchFunctionMode):
         shard = next((leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, DTensor)), None)
         if shard is None:
             return func(*args, **kwargs)
+        if func == _GIVES_DATA:  # which would leave the shard as it is
+            func, args = torch.Tensor.copy_, (shard.detach(), *args[1:])
         if name in _DRAWS_IN_PLACE:
             whole = shard.full_tensor()
             args, kwargs = tree_map_only(DTensor, lambda _: whole, (args, kwargs))
