@@ -229,7 +229,9 @@ def test_compare_measures_a_product_beside_others(folder: Path, capfd) -> None:
 @pytest.mark.slow
 def test_a_profile_has_a_row_for_each_device_and_tune_times_it(folder: Path, capfd) -> None:
     assert main(["train", "small.py", "--strategy", "ddp=2xpp=2", "--profile", "--epochs", "4"]) == 0
-    rows = [line.split() for line in capfd.readouterr().out.splitlines()]
+    said = capfd.readouterr().out.splitlines()
+    assert "measured, rank 0:" in said
+    rows = [line.split() for line in said]
     assert [row[:2] for row in rows if row[1:2] and row[1].startswith("cpu:") and row[0].isdigit()] == [
         [str(i), f"cpu:{i}"] for i in range(4)
     ]

@@ -70,7 +70,7 @@ class Clock(Observer):
         finally:
             self._world.observers.remove(self)
             if self._runner is not None:
-                self.timelines = _timelines_of(self._runner)
+                self.timelines = _timelines_of(self._runner, ", rank 0" if self._world.size > 1 else "")
                 self._runner.timelines = None
             self.forget_step()
 
@@ -247,10 +247,11 @@ class Clock(Observer):
             self.overlaps = True
 
 
-def _timelines_of(runner: Runner) -> dict[str, Timeline]:
+def _timelines_of(runner: Runner, whose: str) -> dict[str, Timeline]:
     """When each stage computed in a usual update, and when it ideally would have; empty where nothing was noted.
 
-    Usual is the one of middle length, among those with as many micro-batches as most have.
+    Usual is the one of middle length, among those with as many micro-batches as most have. ``whose`` ends the title of
+    what was measured, where each rank has its own.
     """
     noted = [timeline for timeline in runner.timelines or () if any(timeline.devices)]
     if not noted:
@@ -259,4 +260,4 @@ def _timelines_of(runner: Runner) -> dict[str, Timeline]:
     count = Counter(counts).most_common(1)[0][0]
     equal = [timeline for timeline, its in zip(noted, counts, strict=True) if its == count]
     middle = sorted(equal, key=lambda timeline: timeline.makespan)[(len(equal) - 1) // 2]
-    return {"measured": middle, "ideal, with the same stage times": ideal(runner.schedule(count), equal)}
+    return {f"measured{whose}": middle, "ideal, with the same stage times": ideal(runner.schedule(count), equal)}
