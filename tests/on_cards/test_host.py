@@ -18,6 +18,7 @@ from lockstep.launch.world import World
 from lockstep.strategies import MP
 from lockstep.strategies.ddp import DDP
 from lockstep.strategies.dp import DP
+from lockstep.strategies.fsdp import FSDP
 from lockstep.strategies.pp import PP
 from lockstep.strategies.single import Single
 from lockstep.strategies.strategy import Strategy
@@ -35,7 +36,9 @@ WAYS: dict[str, tuple[Strategy, str]] = {
     "pp": (PP(HALVES, microbatches=2), "card:0,1"),
     "ddp flat": (DDP(reduce="flat"), "card:0,1"),
     "ddp overlapped": (DDP(reduce="overlapped"), "card:0,1"),
+    "fsdp": (FSDP(blocks="0, 2"), "card:0,1"),
 }
+IN_RANKS = {"ddp flat", "ddp overlapped", "fsdp"}
 
 
 def net() -> nn.Module:
@@ -129,7 +132,7 @@ def waited(world: World, way: str, loss: str, settings: str, source: str) -> dic
 )
 def test_an_update_waits_for_no_card(way: str, loss: str, settings: str) -> None:
     """All of its losses and counts are read together, now and then."""
-    if way.startswith("ddp"):
+    if way in IN_RANKS:
         found = launch(waited, devices=WAYS[way][1], args=(way, loss, settings, "loader"))[0]
     else:
         found = waited(World(devices=devices.parse(WAYS[way][1])), way, loss, settings, "loader")
@@ -219,9 +222,9 @@ def bare(way: str, loss: str) -> int:
 
 
 @pytest.mark.parametrize("loss", ["cross-entropy", "ignored targets"])
-@pytest.mark.parametrize("way", WAYS)
+@pytest.mark.parametrize("way", BEYOND)
 def test_cards_are_given_little_beyond_the_bare_step(way: str, loss: str) -> None:
-    if way.startswith("ddp"):
+    if way in IN_RANKS:
         found = launch(given, devices=WAYS[way][1], args=(way, loss))[0]
     else:
         found = given(World(devices=devices.parse(WAYS[way][1])), way, loss)

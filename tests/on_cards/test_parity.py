@@ -25,6 +25,8 @@ WAYS: dict[str, tuple[Strategy, str]] = {
     "ddp flat": (DDP(reduce="flat"), "card:0,1"),
     "ddp overlapped": (DDP(reduce="overlapped"), "card:0,1"),
     "ddp=2xpp=2": (named("ddp=2xpp=2", microbatches=2), "card:0,1,2,3"),
+    "fsdp": (named("fsdp"), "card:1,2"),
+    "ddp=2xfsdp=2": (named("ddp=2xfsdp=2"), "card:0,1,2,3"),
 }
 KINDS = [kind for kind in ZOO if "sparse" not in kind]
 """What the CPU gives as a sparse gradient can't be given to a card."""
@@ -36,9 +38,9 @@ def reference() -> dict[tuple[str, int], Run]:
 
 
 def _is_fast(number: int, way: str) -> bool:
-    if way == "ddp=2xpp=2":
+    if "x" in way:
         return number % 48 == 0
-    return number % 16 == 0 if way.startswith("ddp") else number % 8 == 0
+    return number % 16 == 0 if "ddp" in way or way == "fsdp" else number % 8 == 0
 
 
 @pytest.mark.parametrize(

@@ -73,6 +73,20 @@ class _Module(ModuleType):
         finally:
             self.set_device(before)
 
+    def Stream(self, device: Any = "card", priority: int = 0) -> torch.Stream:
+        return torch.Stream(torch.device("card", _index(device)), priority=priority)
+
+    def Event(self) -> torch.Event:
+        return torch.Event("card")
+
+    def current_stream(self, device: Any = "card") -> torch.Stream:
+        return torch.accelerator.current_stream(_index(device))
+
+    def stream(self, stream: torch.Stream) -> torch.Stream:
+        """To be entered, by any thread, as an object of its own."""
+        ids = {"stream_id": stream.stream_id, "device_index": stream.device_index, "device_type": stream.device_type}
+        return torch.Stream(**ids)
+
     def is_available(self) -> bool:
         return bool(self.device_count() > 0)
 

@@ -21,7 +21,9 @@ from lockstep.callbacks import EMA, Freeze, TrainingContext
 from lockstep.checkpoint.folder import CheckpointFolder
 from lockstep.errors import LockstepError, RankFailed, StrategyError
 from lockstep.launch.world import current
+from lockstep.model.activation_checkpointing import checkpoint_blocks
 from lockstep.strategies.fsdp import FSDP
+from lockstep.strategies.sharded.recast_weights import recast_weights
 from lockstep.strategies.sharded.shards import blocks_of
 from lockstep.training.run import Run
 from lockstep.verify import differences, parity
@@ -406,6 +408,35 @@ def test_a_rank_keeps_its_part_of_weights_gradients_and_optimizer_state(devices:
     for held, whole in lockstep.launch(bytes_held, devices=f"{devices}xcpu"):
         assert held <= 4 * whole / devices * 1.05
         assert held >= 4 * whole / devices
+
+
+class Mixed(Block):
+    """Attention and a convolution beside the linear layers; one of them is used twice."""
+
+    def __init__(self, width: int = 8) -> None:
+        super().__init__(width)
+        self.attention = nn.MultiheadAttention(width, 2, batch_first=True)
+        self.convolution = nn.Conv1d(width, width, 3, padding=1)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = super().forward(super().forward(x))
+        x = x + self.attention(x, x, x)[0]
+        return x + self.convolution(x.transpose(1, 2)).transpose(1, 2)
+
+
+@pytest.mark.parametrize("checkpointed", [False, True])
+def test_weights_that_autocast_casts_are_cast_again_in_backward_to_the_same_bits(checkpointed: bool) -> None:
+    model = nn.ModuleList([Mixed(), Mixed()])
+    if checkpointed:
+        checkpoint_blocks(model, "0, 1")
+    recast_weights(model[1])
+    model[1].load_state_dict(model[0].state_dict())
+    for block in model:
+        with torch.autocast("cpu", torch.bfloat16):
+            outputs = block(drawn(5, 6, 8).float())
+        outputs.square().sum().backward()
+    for one, other in zip(model[0].parameters(), model[1].parameters(), strict=True):
+        assert torch.equal(one.grad, other.grad)
 
 
 class Computing(lockstep.Callback):

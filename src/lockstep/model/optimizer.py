@@ -15,14 +15,19 @@ from lockstep.model.inspection import prints_of
 from lockstep.model.optimizers import Optimizers
 
 
-def build_optimizer(job: Job, model: nn.Module) -> torch.optim.Optimizer:
+def build_optimizer(job: Job, model: nn.Module, *, on: str | None = None) -> torch.optim.Optimizer:
     """Make the job's optimizer over the model's named parameters.
+
+    Args:
+        job: whose optimizer it is.
+        model: whose parameters.
+        on: the type of the devices that they will be on; None is that of those where they are.
 
     Raises:
         JobError: the factory raises, gives no optimizer, or leaves a parameter out (the first is named).
     """
     if not isinstance(job.optimizer, Mapping):
-        return _build(job.optimizer, model, fused=job.fused)
+        return _build(job.optimizer, model, fused=job.fused, on=on)
     parts = dict(model.named_children())
     for name in job.optimizer:
         if name not in parts:
@@ -33,11 +38,12 @@ def build_optimizer(job: Job, model: nn.Module) -> torch.optim.Optimizer:
                 f'optimizer: "{name}" is in none of the parts {", ".join(job.optimizer)}: give its part an optimizer, '
                 "or freeze it in the model with requires_grad_(False)"
             )
-    return Optimizers({name: _build(make, parts[name], fused=job.fused) for name, make in job.optimizer.items()})
+    made = {name: _build(make, parts[name], fused=job.fused, on=on) for name, make in job.optimizer.items()}
+    return Optimizers(made)
 
 
 def _build(
-    make: Callable[[NamedParameters], torch.optim.Optimizer], model: nn.Module, *, fused: bool | None
+    make: Callable[[NamedParameters], torch.optim.Optimizer], model: nn.Module, *, fused: bool | None, on: str | None
 ) -> torch.optim.Optimizer:
     named = [(name, p) for name, p in model.named_parameters() if p.requires_grad]
     try:
@@ -66,7 +72,7 @@ def _build(
             "give them a group, or freeze them in the model with requires_grad_(False)"
         )
     if fused is not False and not optimizer.state:
-        _fuse(optimizer, named, wanted=fused is True, sparse=gives_sparse_gradients(model))
+        _fuse(optimizer, named, wanted=fused is True, sparse=gives_sparse_gradients(model), on=on)
     return optimizer
 
 
@@ -90,19 +96,22 @@ _FUSED_ON = {
 
 
 def _fuse(
-    optimizer: torch.optim.Optimizer, named: list[tuple[str, nn.Parameter]], *, wanted: bool, sparse: bool
+    optimizer: torch.optim.Optimizer,
+    named: list[tuple[str, nn.Parameter]],
+    *,
+    wanted: bool,
+    sparse: bool,
+    on: str | None,
 ) -> None:
     """Switch to the fused implementation where there is one for this optimizer, on these devices, in these formats."""
+    places = {on or p.device.type for _, p in named}
     fits = (
-        any(
-            type(optimizer) is kind and all(kind in _FUSED_ON.get(p.device.type, ()) for _, p in named)
-            for kind in _FUSED
-        )
+        any(type(optimizer) is kind and all(kind in _FUSED_ON.get(place, ()) for place in places) for kind in _FUSED)
         and all(p.is_floating_point() and p.layout == torch.strided for _, p in named)
         # The kernels on CPU go by address, and are silently wrong where a parameter has gaps.
         and all(torch.empty_like(p).stride() == p.stride() for _, p in named)
         # That of SGD on CPU leaves whole vectors of parameters of 16 bits as they are (torch 2.13).
-        and not (type(optimizer) is torch.optim.SGD and any(p.is_cpu and p.itemsize == 2 for _, p in named))
+        and not (type(optimizer) is torch.optim.SGD and "cpu" in places and any(p.itemsize == 2 for _, p in named))
         and not sparse
         and "fused" in inspect.signature(type(optimizer).__init__).parameters
         and not any(g.get("differentiable") or (g.get("amsgrad") and not wanted) for g in optimizer.param_groups)

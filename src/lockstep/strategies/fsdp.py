@@ -19,6 +19,7 @@ from lockstep.errors import StrategyError, counted
 from lockstep.job import Job
 from lockstep.launch.events import Line
 from lockstep.launch.layout import Layout
+from lockstep.launch.memory import free_memory
 from lockstep.launch.world import World
 from lockstep.model.build import build_model
 from lockstep.model.inspection import hooked_parameters
@@ -69,7 +70,7 @@ class FSDP(Strategy):
         return self.layout(len(devices)).drawn(devices)
 
     def build(self, job: Job, world: World) -> Step:
-        """Build the same model on every rank, and keep a shard of it.
+        """Build the same model on every rank, on the CPU, and keep a shard of it on this rank's device.
 
         Raises:
             JobError, StrategyError: as every strategy's; what can't be sharded is refused.
@@ -77,15 +78,16 @@ class FSDP(Strategy):
         from torch.distributed.device_mesh import init_device_mesh
 
         from lockstep.strategies.sharded.parameters_on_disk import parameters_on_disk
+        from lockstep.strategies.sharded.recast_weights import recast_weights
         from lockstep.strategies.sharded.sharded_step import ShardedStep
         from lockstep.strategies.sharded.shards import Shards, blocks_of
         from lockstep.strategies.sharded.whole_model import skeleton_of
 
         self.refuse_other_processes(world)
         with parameters_on_disk(world.folder) if self.build_on_disk else nullcontext():
-            model = build_model(job, world)
+            model = build_model(job, world, place=world.size == 1)  # the whole may be too large for a device
         self.refuse(model, world.size)
-        optimizer = build_optimizer(job, model)
+        optimizer = build_optimizer(job, model, on=world.device.type)
         if world.size == 1:
             return DDPStep(model, optimizer, job, world, None, DDP())
         self._refuse_unshardable(job, model, optimizer)
@@ -94,12 +96,17 @@ class FSDP(Strategy):
         whole = sum(p.numel() * p.element_size() for p in model.parameters())
         axes = world.layout.axes
         mesh = init_device_mesh(world.device.type, tuple(axes.values()), mesh_dim_names=tuple(axes))
-        shards = Shards(model, mesh, blocks_of(model, self.blocks))
+        blocks = blocks_of(model, self.blocks)
+        if job.precision == "bf16":
+            for block in blocks.values():
+                recast_weights(block)
+        shards = Shards(model, mesh, blocks, world.device.torch)
         shards.give_to(optimizer)
         shards.refuse_others()
+        why_not = "build_on_disk" if self.build_on_disk else world.broadcast_object(_no_room(whole, world))
         if world.is_first:
-            if self.build_on_disk:
-                world.tell(Line.note("build_on_disk: what forward does is not inspected before the first update"))
+            if why_not is not None:
+                world.tell(Line.note(f"{why_not}: what forward does is not inspected before the first update"))
             for name, why in shards.whole.items():
                 world.tell(Line.note(f'fsdp keeps "{name}" whole on each rank: {why}'))
             of = f"{size(shards.bytes_here)} of {size(whole)}"
@@ -110,7 +117,7 @@ class FSDP(Strategy):
             world.tell(Line(text, "plan"))
         step = ShardedStep(model, optimizer, job, world, exchange, shards, skeleton)
         step.sync_each_microbatch = self.sync_each_microbatch
-        if self.build_on_disk:
+        if why_not is not None:
             step.last_look = 0
         return step
 
@@ -143,6 +150,18 @@ class FSDP(Strategy):
                 f"fsdp: {kind.__name__} would be given a shard of each parameter, which is right where it treats each "
                 "element by itself: say so by --elementwise true (FSDP(elementwise=True)), or take ddp"
             )
+
+
+def _no_room(whole: int, world: World) -> str | None:
+    """Why this rank's device can't have the whole model and a copy, which are inspected; None where it can.
+
+    Args:
+        whole: bytes of the model's parameters.
+        world: this rank's.
+    """
+    if world.device.is_slot or 2 * whole <= (free := free_memory(world.device)):
+        return None
+    return f"{world.device} has {size(free)} free, and the whole model takes {size(whole)}"
 
 
 @dataclass(frozen=True)

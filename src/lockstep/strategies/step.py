@@ -28,6 +28,7 @@ from lockstep.data import Batch, Part, mixed
 from lockstep.data.shares import mixed_share
 from lockstep.errors import LossError, StrategyError
 from lockstep.job import Job
+from lockstep.launch.memory import reset_peak_memory
 from lockstep.launch.observer import observed, phase
 from lockstep.launch.world import World
 from lockstep.model.additivity import Piece, kept_generators
@@ -181,6 +182,7 @@ class Step(Calls):
         """
         if self.last_look:
             self._look(batch)
+            reset_peak_memory(self.world)
         if self._compile and (first := self.first_share(batch)).size:
             refuse_written_buffers(self.model, first.inputs)
         self._compile_models()

@@ -42,7 +42,7 @@ from lockstep.strategies.sharded.shards import NamedParameters, Shards
 from lockstep.strategies.sharded.whole_model import put_together
 from lockstep.strategies.sharded.whole_values import WholeValues
 from lockstep.strategies.update_result import Result, added, as_tensor
-from lockstep.tensors.pytree import batch_size_of
+from lockstep.tensors.pytree import batch_size_of, to_device
 from lockstep.tensors.row_shard import RowShard
 from lockstep.threads.replica_collectives import RankExchange
 
@@ -122,7 +122,10 @@ class ShardedStep(DDPStep):
         """The part, or where this rank has no sample of it, the first rank's, and True; every rank calls this."""
         if part.of >= self.world.size:
             return part, False
-        inputs, targets = self.world.broadcast_object((part.inputs, part.targets))
+        first = part.inputs, part.targets
+        if self._on_accelerator and self.world.is_first:  # else the others would unpack it on this rank's device
+            first = to_device(first, torch.device("cpu"))
+        inputs, targets = self.world.broadcast_object(first)
         return (part, False) if part.size else (Part(inputs, targets, batch_size_of(inputs), part.of), True)
 
     def _compute_in_vain(self, part: Part) -> None:
@@ -369,7 +372,7 @@ class ShardedStep(DDPStep):
         """As every step's: of each, this rank's part."""
         parts = dict(weights)
         for name, first in self._shards.first_names.items():
-            if name in parts:
+            if name in parts and parts[name].shape == self._shards.cut[first].shape:
                 parts[name] = self._shards.as_cut(first, parts[name])
         super().take_weights(parts)
 

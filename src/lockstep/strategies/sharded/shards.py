@@ -22,11 +22,12 @@ import torch
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule, fully_shard
-from torch.distributed.tensor import DTensor, distribute_tensor
+from torch.distributed.tensor import DTensor
 
 from lockstep.errors import StrategyError
 from lockstep.model.activation_checkpointing import found_blocks, named_blocks
 from lockstep.model.optimizer import sparse_parameters
+from lockstep.tensors.placing import place_tensor
 from lockstep.tensors.row_shard import RowShard
 
 Place = tuple[nn.Module, str]
@@ -36,9 +37,10 @@ class Shards:
     """A model whose parameters were cut, in place.
 
     Args:
-        model: the same on every rank.
+        model: the same on every rank; it may be on the CPU still.
         mesh: the ranks.
         blocks: modules that are gathered on their own, by name; all else is gathered for the whole of forward.
+        place: this rank's device, which has one block's whole parameters at a time while the model is cut.
 
     Attributes:
         blocks: likewise.
@@ -48,15 +50,22 @@ class Shards:
         first_names: by each name of a parameter that was cut, the one that it has in ``cut``.
     """
 
-    def __init__(self, model: nn.Module, mesh: DeviceMesh, blocks: Mapping[str, nn.Module]) -> None:
+    def __init__(
+        self, model: nn.Module, mesh: DeviceMesh, blocks: Mapping[str, nn.Module], place: torch.device
+    ) -> None:
         before = dict(model.named_parameters())
         self._mesh, self.blocks = mesh, dict(blocks)
         self.whole = _kept_whole(model)
         self.places = places_of(model)
         ignored = {before[name] for name in self.whole}
-        for block in self.blocks.values():
+        for block in (*self.blocks.values(), model):
+            whole = [p for p in block.parameters() if not isinstance(p, DTensor) and p not in ignored]
+            for tensor in (*block.parameters(), *block.buffers()):
+                if tensor.device != place:
+                    place_tensor(tensor, place)
             fully_shard(block, mesh=mesh, ignored_params=ignored)
-        fully_shard(model, mesh=mesh, ignored_params=ignored)
+            for p in whole:  # which the optimizer still has, until it is given the local ones
+                p.data = torch.empty(0, dtype=p.dtype, device=place)
         for module in model.modules():
             if isinstance(module, FSDPModule):
                 module.set_gradient_divide_factor(1.0)  # a sum: the mean over ranks isn't that over samples
@@ -113,15 +122,17 @@ class Shards:
         }
 
     def part(self, name: str, whole: torch.Tensor | RowShard) -> torch.Tensor:
-        """This rank's part of a tensor of the shape of a parameter."""
-        return self.as_cut(name, whole).to_local().clone()
+        """This rank's part of a tensor of the shape of a parameter, which is all that its device is given of it."""
+        if isinstance(whole, RowShard):
+            rows = whole.local
+        else:
+            sizes, number = self.rows_of(whole)
+            rows = whole.detach().narrow(0, sum(sizes[:number]), sizes[number])
+        return torch.empty(rows.shape, dtype=rows.dtype, device=self.cut[name].device).copy_(rows)
 
     def as_cut(self, name: str, whole: torch.Tensor | RowShard) -> DTensor:
         """A tensor of the shape of a parameter, cut as that is."""
-        p = self.cut[name]
-        if isinstance(whole, RowShard):
-            return self.as_rows(name, whole.local.to(p.device))
-        return distribute_tensor(whole.detach().to(p.device), p.device_mesh, p.placements, src_data_rank=None)
+        return self.as_rows(name, self.part(name, whole))
 
     def as_rows(self, name: str, local: torch.Tensor) -> DTensor:
         """The tensor, of the shape of a parameter, of which this rank has these rows."""
@@ -146,7 +157,7 @@ class Shards:
         others = self._mesh.size() - len(sizes)
         return RowShard(tensor.to_local(), (*sizes, *[0] * others), self._mesh.get_rank())
 
-    def rows_of(self, tensor: DTensor) -> tuple[tuple[int, ...], int]:
+    def rows_of(self, tensor: torch.Tensor) -> tuple[tuple[int, ...], int]:
         """How many rows of a tensor each rank of a replica has, and the number of this rank among them."""
         *_, number = self._mesh.get_coordinate() or [0]
         ranks = self._mesh.size(self._mesh.ndim - 1)

@@ -1,0 +1,61 @@
+"""Weights that autocast casts in a block's forward aren't kept for backward, which casts them again.
+
+Autograd would keep those of all blocks, whole, from forward to backward, and autocast those that it has cast until
+forward has ended. The weights that they are cast from are gathered when backward comes to the block.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import nn
+
+_VIEWS = {"TBackward0", "ViewBackward0", "TransposeBackward0", "PermuteBackward0", "UnsafeViewBackward0"}
+_CAST = "ToCopyBackward0"
+
+
+class _Recasting(nn.Module):
+    """A block under autocast."""
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        """As the block's own."""
+        try:
+            with torch.autograd.graph.saved_tensors_hooks(_packed, _unpacked):
+                return super().forward(*args, **kwargs)
+        finally:
+            torch.clear_autocast_cache()
+
+
+def recast_weights(block: nn.Module) -> None:
+    """Let a block's backward cast its weights again. It stays the same object."""
+    kind = type(block)
+    block.__class__ = type(f"Recasting{kind.__name__}", (_Recasting, kind), {"__module__": kind.__module__})
+
+
+@dataclass
+class _Cast:
+    """A view of a weight in another format."""
+
+    weight: torch.Tensor
+    dtype: torch.dtype
+    layout: tuple[Any, ...]
+
+
+def _packed(tensor: torch.Tensor) -> torch.Tensor | _Cast:
+    node = tensor.grad_fn
+    while node is not None and node.name() in _VIEWS:
+        node = node.next_functions[0][0]
+    if node is None or node.name() != _CAST:
+        return tensor
+    weight = getattr(node.next_functions[0][0], "variable", None)
+    if not isinstance(weight, nn.Parameter) or not weight.is_contiguous():
+        return tensor
+    return _Cast(weight, tensor.dtype, (tensor.shape, tensor.stride(), tensor.storage_offset()))
+
+
+def _unpacked(kept: torch.Tensor | _Cast) -> torch.Tensor:
+    if isinstance(kept, torch.Tensor):
+        return kept
+    return kept.weight.detach().to(kept.dtype).as_strided(*kept.layout)
