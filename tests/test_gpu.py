@@ -30,6 +30,7 @@ from lockstep.model.compile import MODES
 from lockstep.parallel import DataParallel, data_parallel
 from lockstep.strategies import MP, Strategy
 from lockstep.strategies.ddp import DDP
+from lockstep.strategies.fsdp import FSDP
 from lockstep.strategies.pp import PP
 from lockstep.strategies.single import Single
 from lockstep.verify import differences
@@ -93,8 +94,7 @@ def test_two_ranks_on_one_gpu_end_where_one_does(tmp_path) -> None:
     # NCCL wants a device for each rank; gloo takes CUDA tensors too.
     job = ZOO["ignored tokens and tied weights"].replace(precision="fp64")
     here = train(job, strategy="single", devices=f"{TYPE}:0", folder=tmp_path, quiet=True)
-    for reduce in ("flat", "overlapped"):
-        way = DDP(reduce=reduce)
+    for way in (DDP(reduce="flat"), DDP(reduce="overlapped"), FSDP()):
         there = train(job, strategy=way, devices=[Device(TYPE, 0)] * 2, backend="gloo", folder=tmp_path, quiet=True)
         assert differences(job, there, here).worst < 1e-10
 
@@ -306,6 +306,121 @@ def test_replicas_on_two_gpus_end_where_one_does(kind: str, way, tmp_path) -> No
     found = differences(job, there, here)
     assert found.worst < 1e-9
     assert max(found.history.values()) < 1e-9, "evaluated, too"
+
+
+class Layer(nn.Module):
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        self.norm, self.linear = nn.LayerNorm(width), nn.Linear(width, width)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x + torch.tanh(self.linear(self.norm(x)))
+
+
+class Layers(nn.Module):
+    """Layers are found as blocks. Of some parameters the second of two ranks has fewer rows, or none."""
+
+    def __init__(self, width: int = 7, layers: int = 3) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(Layer(width) for _ in range(layers))
+        self.first, self.out, self.scale = nn.Linear(6, width), nn.Linear(width, 3), nn.Parameter(torch.ones(1))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = self.first(x)
+        for block in self.blocks:
+            x = block(x)
+        return self.out(x) * self.scale
+
+
+SHARDED: dict[str, dict[str, Any]] = {
+    "uneven": {"optimizer": lambda named: torch.optim.AdamW(named, lr=0.01), "clip_norm": 0.5, "accumulate": 2},
+    "momentum": {"optimizer": lambda named: torch.optim.SGD(named, lr=0.1, momentum=0.9)},
+    "checkpointed": {"activation_checkpointing": "auto"},
+    "smaller than the world": {"batch_size": 1},
+}
+
+
+@two_devices
+@pytest.mark.parametrize(
+    ("way", "kind"),
+    [
+        *(("fsdp", kind) for kind in (*KINDS[1:3], *SHARDED)),
+        *((way, "uneven") for way in ("ddp=2xfsdp=1", "ddp=1xfsdp=2")),
+    ],
+)
+def test_shards_on_two_gpus_end_where_one_does(way: str, kind: str, tmp_path) -> None:
+    job = ZOO[kind] if kind in KINDS else dataclasses.replace(ZOO["mlp"], model=Layers, **SHARDED[kind])
+    job = job.replace(precision="fp64")
+    here = train(job, strategy="single", devices=f"{TYPE}:0", folder=tmp_path, quiet=True)
+    there = train(job, strategy=way, devices=f"{TYPE}:0,1", folder=tmp_path, quiet=True)
+    found = differences(job, there, here)
+    assert found.worst < 1e-9
+    assert max(found.history.values()) < 1e-9, "evaluated, too"
+
+
+@two_devices
+@only_cuda
+def test_the_host_waits_for_no_gpu_in_an_update_of_shards() -> None:
+    lockstep.launch(updates_without_waiting, f"{TYPE}:0,1")
+
+
+def updates_without_waiting(world: World) -> None:
+    data = torch.utils.data.TensorDataset(drawn(800, 6), labels(800, 3))
+    way = FSDP()
+    job = dataclasses.replace(ZOO["mlp"], model=Layers, train_data=data, batch_size=32, **SHARDED["uneven"])
+    step = way.prepare(job, world)
+    try:
+        for number, batch in enumerate(way.training_loader(job, world, data).epoch(0), 1):
+            if number == 17:
+                torch.cuda.set_sync_debug_mode("error")
+            step.seed(0)
+            step.update(batch)
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+    step.check()
+
+
+@two_devices
+def test_a_run_in_shards_goes_on_on_one_gpu_and_back(tmp_path) -> None:
+    job = dataclasses.replace(ZOO["mlp"], model=Layers, **SHARDED["uneven"]).replace(precision="fp64")
+    whole = train(job, devices=f"{TYPE}:0", folder=tmp_path, quiet=True, epochs=3)
+    run = train(job, strategy="fsdp", devices=f"{TYPE}:0,1", folder=tmp_path, quiet=True, epochs=1)
+    for epochs, way, devices in ((2, "single", "0"), (3, "fsdp", "0,1")):
+        run = train(job, strategy=way, devices=f"{TYPE}:{devices}", resume=run.folder, quiet=True, epochs=epochs)
+    assert differences(job, run, whole).worst < 1e-9
+
+
+WIDE = lambda: Layers(512, 16)  # noqa: E731
+
+
+def bytes_of_shards(world: World, precision: str | None) -> dict[str, int]:
+    """What a rank's device has at most while 16 MiB of parameters are cut, keeps, and has at most in an update."""
+    device = world.device.torch
+    torch.accelerator.reset_peak_memory_stats(device)
+    before = torch.accelerator.memory_allocated(device)
+    job = ZOO["mlp"].replace(model=WIDE, optimizer=lambda named: torch.optim.AdamW(named, lr=0.01), precision=precision)
+    world.layout = FSDP().layout(world.size)
+    step = FSDP().build(job, world)
+    found = {"built": torch.accelerator.max_memory_allocated(device) - before}
+    for _ in range(4):
+        torch.accelerator.synchronize(device)
+        torch.accelerator.reset_peak_memory_stats(device)
+        step(drawn(4, 6), labels(4, 3))
+    torch.accelerator.synchronize(device)
+    found["kept"] = torch.accelerator.memory_allocated(device) - before
+    return found | {"peak": torch.accelerator.max_memory_allocated(device) - before}
+
+
+@two_devices
+@pytest.mark.parametrize("precision", ["fp32", "bf16"])
+def test_a_gpu_has_its_shards_and_one_block(precision: str) -> None:
+    whole = sum(p.nbytes for p in WIDE().parameters())
+    block = whole / 16
+    for found in lockstep.launch(bytes_of_shards, f"{TYPE}:0,1", (precision,)):
+        assert found["built"] <= whole / 2 + 2 * block
+        assert found["kept"] <= 4 * whole / 2 + block, "weights, gradients and two moments"
+        # Two blocks that are gathered, each twice, the gradients of two, and what is computed.
+        assert found["peak"] <= found["kept"] + 9 * block, found
 
 
 @two_devices
