@@ -216,8 +216,11 @@ def gradient_values(parameters: Iterable[nn.Parameter]) -> list[torch.Tensor]:
 def scale_to_norm(grads: Iterable[torch.Tensor], norm: torch.Tensor, largest: float) -> None:
     """Scale gradients, in place, whose norm together is ``norm``, so that it is ``largest`` at most."""
     factor = (largest / (norm + 1e-6)).clamp(max=1.0)
+    alike: dict[tuple[torch.device, torch.dtype], list[torch.Tensor]] = {}
     for grad in grads:
-        grad.mul_(factor.to(grad.device))
+        alike.setdefault((grad.device, grad.dtype), []).append(grad)
+    for (device, dtype), some in alike.items():
+        torch._foreach_mul_(some, factor.to(device, torch.promote_types(dtype, torch.float32)))
 
 
 def _names_of(model: nn.Module) -> dict[int, str]:

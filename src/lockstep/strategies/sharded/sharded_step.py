@@ -213,8 +213,8 @@ class ShardedStep(DDPStep):
         whole = {id(p) for p in self._whole}
         counted = [p for p in self._parameters if self._counts(is_whole=id(p) in whole)]
         square = torch.zeros((), dtype=torch.float64, device=self.world.device.torch)
-        for values in gradient_values(counted):
-            square += torch.linalg.vector_norm(values).double().square()
+        if values := gradient_values(counted):
+            square += nn.utils.get_total_norm(values).double().square()
         self.grad_norm = norm = self.world.all_reduce(square).sqrt()
         scale_to_norm(gradient_values(self._parameters), norm, self._clip_norm)
 
