@@ -53,6 +53,14 @@ def small_disk(tmp_path: Path) -> Iterator[Path]:
     subprocess.run(["umount", str(disk)], check=True)
 
 
+@pytest.fixture(autouse=True, scope="session")
+def _ranks_have_pytest() -> None:
+    """Each rank imports the file of its test, and so pytest: it is there already in the process that forks them."""
+    from lockstep.launch.processes import fork_server
+
+    fork_server._PROGRAM = f"import pytest; {fork_server._PROGRAM}"
+
+
 _BEFORE = 5.0
 """Seconds before a test is given up, in which what it has started is asked where it stands."""
 
