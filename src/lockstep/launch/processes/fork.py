@@ -22,6 +22,7 @@ import signal
 import socket
 import sys
 import time
+import weakref
 from dataclasses import dataclass, field
 from typing import NoReturn
 
@@ -58,6 +59,8 @@ def main(control: int, parent: int) -> NoReturn:
     prepare()  # the ranks inherit it
     for name in _PRELOAD:
         importlib.import_module(name)
+    for finalizer in weakref.finalize._registry:  # type: ignore[attr-defined]
+        finalizer.atexit = False  # of torch's operators: no rank needs to undo what was imported here
     gc.collect()
     gc.freeze()  # what is there now is shared with the ranks: a collection must not touch, and so copy, it
     _Forking(socket.socket(fileno=control), parent).serve()
