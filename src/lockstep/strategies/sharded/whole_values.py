@@ -11,7 +11,6 @@ from typing import Any
 
 import torch
 from torch.distributed.tensor import DTensor, distribute_tensor
-from torch.distributed.tensor.experimental import implicit_replication
 from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import tree_leaves, tree_map_only
 
@@ -41,6 +40,8 @@ class WholeValues(TorchFunctionMode):
         self, func: Callable[..., Any], types: Any, args: Any = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         """Call ``func``; what it gives is whole, or a shard."""
+        from torch.distributed.tensor.experimental import implicit_replication  # takes 0.1 s; few need it
+
         del types
         name, kwargs = getattr(func, "__name__", ""), kwargs or {}
         if name in _OF_ALL:
