@@ -43,6 +43,30 @@ def test_unequal_and_empty_shares_are_those_of_each_device(strategy: str, tmp_pa
     assert line == "inputs 2 x 6, outputs 2 x 3; each device: 1 x 6 -> 1 x 3" and len(found["devices"]) == 2
 
 
+class Listed(nn.Module):
+    """As a detector: a list of images, and a list of dicts with a number in each."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.out = nn.Linear(6, 3)
+
+    def forward(self, images: list[torch.Tensor], labelled: list[dict[str, torch.Tensor]]) -> torch.Tensor:
+        return self.out(torch.stack(images)) + torch.stack([one["label"] for one in labelled])[:, None]
+
+
+def listed(samples: list) -> tuple:
+    images = [image for image, _ in samples]
+    labels = torch.stack([label for _, label in samples])
+    return (images, [{"label": label} for label in labels]), labels
+
+
+def test_lists_of_numbers_may_be_longer_on_some_devices(tmp_path, capsys) -> None:
+    settings = {"model": Listed, "collate": listed, "batch_size": 8}
+    found, line = shapes(tmp_path, "dp", "3xcpu", capsys, **settings)
+    assert found["inputs"]["1.2.label"] == [] and "1.2.label" not in found["devices"][2]["inputs"]
+    assert line.startswith("inputs (6, 6, 6, ... 6 in all), outputs 8 x 3; cpu:0, cpu:1: ")
+
+
 def test_one_device_sees_the_whole_batch(tmp_path, capsys) -> None:
     assert shapes(tmp_path, "single", "1xcpu", capsys, batch_size=10)[1] == "inputs 10 x 6, outputs 10 x 3"
 

@@ -70,7 +70,7 @@ def _together(every: list[Shapes], sizes: list[int], size: int) -> Shapes:
     """The shapes of the global batch, of ``size`` samples, where those of its shares are ``every``."""
     whole: Shapes = {}
     for name, first in every[0].items():
-        alike = [shapes[name] for shapes in every if len(shapes.get(name, ())) == len(first)]
+        alike = [shapes[name] for shapes in every if name in shapes and len(shapes[name]) == len(first)]
         spans: Shape = [
             min(column) if len(set(column)) == 1 else [min(column), max(column)] for column in zip(*alike, strict=True)
         ]
