@@ -495,6 +495,18 @@ def test_what_on_event_changes_on_one_rank_only_is_said(way: str, said: bool, tm
     assert (says in " ".join(capsys.readouterr().out.split())) is said
 
 
+def test_what_on_event_changes_in_a_loss_of_pytorch_on_one_rank_only_is_said(tmp_path: Path, capsys: Any) -> None:
+    """Found by trial: ranks trained with different losses without a line."""
+    loss = nn.CrossEntropyLoss()
+    smooth = lambda event: setattr(loss, "label_smoothing", 0.2)  # noqa: E731
+    job = dataclasses.replace(ZOO["mlp"], loss=loss, eval_data=None, on_event=[smooth])
+    train(job, strategy="ddp", devices="2xcpu", folder=tmp_path)
+    says = (
+        'on_event changes "the attributes of loss CrossEntropyLoss", which the loss or the model uses, on rank 0 only'
+    )
+    assert says in " ".join(capsys.readouterr().out.split())
+
+
 class Noisy(torch.utils.data.Dataset[Any]):
     """Samples with as much noise as its transform has."""
 

@@ -153,13 +153,11 @@ class Totalled:
 
     def state(self) -> tuple[bytes, dict[str, bytes]]:
         """What the loss holds that a call may change: its attributes, and variables that its functions use."""
-        if self.is_known:
-            return b"", {}
         try:
             attributes = pickle.dumps(vars(self.loss)) if self.may_have_state else b""
         except Exception:  # what can't be pickled can't be compared
             attributes = b""
-        return attributes, self.outside.prints()
+        return attributes, {} if self.is_known else self.outside.prints()
 
     @functools.cached_property
     def outside(self) -> OutsideVariables:

@@ -91,17 +91,26 @@ class Evaluator:
 
     @contextmanager
     def evaluating(self) -> Iterator[None]:
-        """The model in evaluation mode, without gradients; each module's own mode comes back afterwards."""
+        """The model in evaluation mode, without gradients; each module's own mode comes back afterwards.
+
+        An ``nn.TransformerEncoder`` computes padding as it does in training: PyTorch makes zeros of it, in evaluation
+        only, and not under a function mode or hooks, as some strategies have them.
+        """
         modes = [(module, module.training) for model in self.models() for module in model.modules()]
+        nests = [m for m, _ in modes if isinstance(m, nn.TransformerEncoder) and getattr(m, "use_nested_tensor", False)]
         stream = self._stream
         self.share_buffers()
         for model in self.models():
             model.eval()
+        for encoder in nests:
+            encoder.use_nested_tensor = False
         try:
             with torch.no_grad():
                 yield
         finally:
             self._stream = stream
+            for encoder in nests:
+                encoder.use_nested_tensor = True
             for module, mode in modes:
                 module.training = mode
 
