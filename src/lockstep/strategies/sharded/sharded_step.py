@@ -26,7 +26,6 @@ from lockstep.launch.events import Line
 from lockstep.launch.observer import phase
 from lockstep.launch.world import World
 from lockstep.model.check_interval import is_power_of_two
-from lockstep.model.inspection.attributes import plain_attributes
 from lockstep.model.loss import Loss, Number
 from lockstep.model.optimizer import (
     gradient_values,
@@ -41,6 +40,7 @@ from lockstep.strategies.sharded.block_watch import BlockWatch
 from lockstep.strategies.sharded.shards import NamedParameters, Shards
 from lockstep.strategies.sharded.whole_model import put_together
 from lockstep.strategies.sharded.whole_values import WholeValues
+from lockstep.strategies.sharded.without_a_trace import without_a_trace
 from lockstep.strategies.update_result import Result, added, as_tensor
 from lockstep.tensors.pytree import batch_size_of, to_device
 from lockstep.tensors.row_shard import RowShard
@@ -131,37 +131,21 @@ class ShardedStep(DDPStep):
     def _compute_in_vain(self, part: Part) -> None:
         """Forward and backward of another rank's sample, times zero, so that this rank comes to each collective."""
         part = self.placed(part)
-        with self._unchanged():
+        with self._standing_in():
             with self._precision.autocast():
                 loss = self.loss(self.forward(self.model, part), part.targets, part.size)
             self.run_backward(loss.total, 0)
 
     @contextlib.contextmanager
-    def _unchanged(self) -> Iterator[None]:
-        """What is computed meanwhile leaves no trace in the model; its batch norms take part in no statistics."""
-        modules = list(self.model.modules())
-        norms = [m for m in modules if isinstance(m, nn.modules.batchnorm._BatchNorm) and m.training]
-        attributes = [(vars(m), plain_attributes(m)) for m in modules]
-        buffers = [(m, name, b, b.clone()) for m in modules for name, b in m._buffers.items() if b is not None]
-        bare = [m for m in norms if m.running_mean is None]  # which one sample is too few for
+    def _standing_in(self) -> Iterator[None]:
+        """In which a sample is computed in vain."""
         dtype = next((p.dtype for p in self._mine.values() if p.is_floating_point()), None)
         self._watch.stands_in = True
-        for norm in norms:
-            norm.training = False
-        for norm in bare:
-            zeros = torch.zeros(norm.num_features, dtype=dtype, device=self.world.device.torch)
-            norm.running_mean, norm.running_var = zeros, zeros + 1
         try:
-            yield
+            with without_a_trace(self.model, dtype, self.world.device.torch):
+                yield
         finally:
             self._watch.stands_in = False
-            with torch.no_grad():
-                for module, name, buffer, before in buffers:
-                    module._buffers[name] = buffer.copy_(before)
-            for norm in bare:
-                norm.running_mean = norm.running_var = None
-            for held, then in attributes:
-                held.update(then)
 
     @phase("communicating", "reduce")
     def _summed_shards(self, loss: Loss) -> Loss:
@@ -269,7 +253,7 @@ class ShardedStep(DDPStep):
         with _shards_explained():
             if not is_stand_in:
                 return super()._of_each(function, batch)
-            with self._unchanged():
+            with self._standing_in():
                 self._predicted(self.model, self.placed(part))
         return []
 
