@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import errno
 import os
 from pathlib import Path
 from typing import Any
@@ -13,7 +14,7 @@ from torch import nn
 from torch.utils.data import TensorDataset
 
 from lockstep import Job, train
-from lockstep.errors import LockstepError
+from lockstep.errors import FolderError, LockstepError
 from lockstep.strategies.fsdp import FSDP
 from lockstep.strategies.sharded.parameters_on_disk import parameters_on_disk
 from lockstep.verify import differences
@@ -118,4 +119,14 @@ def test_parameters_on_disk_stay_tied_and_are_drawn_alike(tmp_path: Path) -> Non
         mapped = build()
     assert mapped.blocks[2].layer.weight is mapped.blocks[0].layer.weight
     assert all(torch.equal(p, q) for p, q in zip(plain.parameters(), mapped.parameters(), strict=True))
+    assert not list(tmp_path.iterdir())
+
+
+def test_a_full_disk_is_said_where_parameters_are_built_on_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def full(file: int, offset: int, size: int) -> None:
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    monkeypatch.setattr(os, "posix_fallocate", full)
+    with pytest.raises(FolderError, match=r"no room for a parameter of 0\.1 MB"), parameters_on_disk(str(tmp_path)):
+        nn.Linear(160, 160)
     assert not list(tmp_path.iterdir())

@@ -7,12 +7,16 @@ that the system may write it out. ``fully_shard`` then copies this rank's part o
 from __future__ import annotations
 
 import contextlib
+import os
 import tempfile
 from collections.abc import Iterator
+from pathlib import Path
 
 import torch
 from torch import nn
 from torch.nn.modules.module import register_module_parameter_registration_hook
+
+from lockstep.errors import FolderError
 
 _SMALL = 1 << 16
 """Bytes that are not worth a file."""
@@ -24,6 +28,9 @@ def parameters_on_disk(folder: str | None) -> Iterator[None]:
 
     Args:
         folder: where there is room for the whole model; None is the system's folder for temporary files.
+
+    Raises:
+        FolderError: where a parameter is built for which there is no room.
     """
 
     def hook(module: nn.Module, name: str, p: torch.Tensor | None) -> nn.Parameter | None:
@@ -31,6 +38,7 @@ def parameters_on_disk(folder: str | None) -> Iterator[None]:
         if type(p) is not nn.Parameter or not p.is_cpu or p.nbytes < _SMALL or p.untyped_storage().filename is not None:
             return None
         with tempfile.NamedTemporaryFile(dir=folder, prefix=".parameter-") as file:
+            _reserve(file.fileno(), p.nbytes, file.name)
             mapped = torch.from_file(file.name, shared=True, size=p.numel(), dtype=p.dtype).view(p.shape)
         mapped.copy_(p.detach())
         return nn.Parameter(mapped, requires_grad=p.requires_grad)
@@ -40,3 +48,16 @@ def parameters_on_disk(folder: str | None) -> Iterator[None]:
         yield
     finally:
         handle.remove()
+
+
+def _reserve(file: int, size: int, path: str) -> None:
+    """Take the room of a file before it is mapped: writing to memory for which the disk has none kills the process."""
+    if not hasattr(os, "posix_fallocate"):
+        return
+    try:
+        os.posix_fallocate(file, 0, size)
+    except OSError as error:
+        raise FolderError(
+            f"{Path(path).parent}: no room for a parameter of {size / 1e6:,.1f} MB ({error.strerror}), which "
+            "build_on_disk needs for each rank's whole model: free some space, or give another --folder"
+        ) from error
