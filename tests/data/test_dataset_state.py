@@ -7,7 +7,6 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-import datasets
 import pytest
 import torch
 from torch import nn
@@ -186,6 +185,8 @@ def huggingface(*, buffered: bool = False) -> Any:
     def counting(sample: dict[str, Any]) -> dict[str, Any]:
         Reads.note()
         return sample
+
+    import datasets
 
     whole = datasets.Dataset.from_dict({"x": INPUTS.tolist(), "y": TARGETS.tolist()})
     stream = whole.to_iterable_dataset(num_shards=3).map(counting)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import json
 import os
+import runpy
 import stat
 import subprocess
 import sys
@@ -12,7 +13,6 @@ from pathlib import Path
 
 import pytest
 import torch
-import torchmetrics
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 from torch.utils.data import Subset, TensorDataset
@@ -74,6 +74,8 @@ def test_the_metrics_are_those_of_counting_each_sample_once(tmp_path: Path) -> N
 @pytest.mark.parametrize("strategy", ON)
 def test_torchmetrics_are_merged_over_ranks(strategy: str, tmp_path: Path) -> None:
     # Macro F1 is no mean over samples: it must be computed from the merged counts.
+    import torchmetrics  # in two seconds, and each rank imports this file
+
     metrics = {"f1": torchmetrics.F1Score(task="multiclass", num_classes=3, average="macro"), "accuracy": right}
     values = evaluate(classify(metrics=metrics), strategy=strategy, devices=ON[strategy])
     reference = evaluate(classify(metrics=metrics), strategy="single", devices="1xcpu")
@@ -279,6 +281,8 @@ def test_a_dataset_that_draws_from_its_own_generator_is_named(strategy, workers,
 
 
 def test_a_metric_of_several_values_gives_each_a_name(tmp_path: Path) -> None:
+    import torchmetrics
+
     metrics = {"f1": torchmetrics.F1Score(task="multiclass", num_classes=3, average="none"), "accuracy": right}
     job = ZOO["mlp"].replace(metrics=metrics)
     one = train(job, strategy="single", devices="1xcpu", folder=tmp_path, quiet=True)
@@ -400,15 +404,15 @@ if step.world.rank == 0:
 """
 
 
-def test_a_plain_loop_is_ddp_under_torchrun_and_single_without(tmp_path: Path) -> None:
+def test_a_plain_loop_is_ddp_under_torchrun_and_single_without(tmp_path: Path, capsys) -> None:
     script = tmp_path / "loop.py"
     script.write_text(OWN_LOOP)
-    under = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2"]
+    under = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2", str(script)]
+    done = subprocess.run(under, capture_output=True, text=True, check=True, timeout=100)
+    runpy.run_path(str(script))
     found = {}
-    for words in ([], under):
-        command = [sys.executable, *words, str(script)]
-        out = subprocess.run(command, capture_output=True, text=True, check=True, timeout=100)
-        size, losses = out.stdout.split(" ", 1)
+    for out in (done.stdout, capsys.readouterr().out):
+        size, losses = out.split(" ", 1)
         found[int(size)] = json.loads(losses)
     assert found[2] == pytest.approx(found[1], abs=1e-12)
 
