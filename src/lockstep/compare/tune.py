@@ -25,7 +25,7 @@ import torch
 from lockstep.compare.entries import Way, first_of
 from lockstep.compare.timed_run import Tried, attempt
 from lockstep.compare.timing import Timing, in_turns
-from lockstep.errors import DeviceError, LockstepError, first_line
+from lockstep.errors import DeviceError, LockstepError, counted, first_line
 from lockstep.job import Job
 from lockstep.jobfile import JobFile, as_job, the_job, with_settings
 from lockstep.launch import devices as _devices
@@ -153,7 +153,8 @@ class _Search:
 
     def through(self, strategy: str | None, chosen: tuple[Device, ...], count: int) -> Tuning:
         """All stages, one after the other; ``count`` devices may be used."""
-        self.told(f"each setting in {self.rounds} turns against the best before it; + is kept for those that follow")
+        turns = counted(self.rounds, "turn")
+        self.told(f"each setting in {turns} against the best before it; + is kept for those that follow")
         self.best = self.attempt(self.start)
         self.told(f"\nas it is: {shlex.join(self.start.words)}   {self.best.rate:,.4g} samples/s")
         for caveat in self.best.caveats:

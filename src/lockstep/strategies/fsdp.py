@@ -134,18 +134,19 @@ class FSDP(Strategy):
         if hooked := hooked_parameters(model):
             raise StrategyError(f'fsdp: parameter "{hooked[0]}" has a hook, which its shards would lose: take ddp')
         kind = type(optimizer)
-        known = is_of_pytorch(optimizer)
+        known, elementwise = is_of_pytorch(optimizer), getattr(optimizer, "elementwise", self.elementwise)
         if known and kind.__name__ not in _ELEMENTWISE:
             raise StrategyError(
                 f"fsdp: {kind.__name__} looks at whole parameters, and a rank has a shard of each: take ddp, or an "
                 "optimizer that treats each element by itself, as AdamW"
             )
-        if not self.elementwise and (optimizer._optimizer_step_pre_hooks or optimizer._optimizer_step_post_hooks):
+        if not elementwise and (optimizer._optimizer_step_pre_hooks or optimizer._optimizer_step_post_hooks):
             raise StrategyError(
                 "fsdp: the optimizer has hooks on its step, which would be given a shard of each gradient and "
-                "parameter: where they treat each element by itself, say so by FSDP(elementwise=True), or take ddp"
+                "parameter: where they treat each element by itself, say so by --elementwise true "
+                "(FSDP(elementwise=True)), or take ddp"
             )
-        if not known and not getattr(optimizer, "elementwise", self.elementwise):
+        if not known and not elementwise:
             raise StrategyError(
                 f"fsdp: {kind.__name__} would be given a shard of each parameter, which is right where it treats each "
                 "element by itself: say so by --elementwise true (FSDP(elementwise=True)), or take ddp"
