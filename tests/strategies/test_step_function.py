@@ -15,7 +15,7 @@ from lockstep import Job, train
 from lockstep.errors import InputError, JobError, LossError, StrategyError
 from lockstep.jobfile import loaded
 from lockstep.verify import differences, parity, same_bits, verify
-from zoo import SAMPLES, drawn, labels, plain_sgd, sgd, slow
+from zoo import SAMPLES, ZOO, drawn, labels, plain_sgd, sgd, slow
 
 BOUND = 1e-10
 EXAMPLES = Path(__file__).parents[2] / "examples" / "several_losses"
@@ -338,6 +338,32 @@ def test_a_function_may_write_a_target_network_in_ranks_and_not_in_threads(tmp_p
 def test_a_buffer_that_the_function_writes_by_its_local_batch_is_named(tmp_path: Path, capfd: Any) -> None:
     train(of_averages(centers), strategy="dp", devices="2xcpu", folder=tmp_path)
     assert 'the step function writes "center" by the samples of its local batch' in capfd.readouterr().out
+
+
+def balanced(models: Any, batch: Any, update: Any) -> None:
+    """Divides a loss by its value, which is 1 whatever it is, and counts its calls."""
+    inputs, targets = batch
+    COUNTED["calls"] += 1
+    loss = nn.functional.cross_entropy(models["body"](inputs), targets)
+    update("body", len(inputs) * loss / loss.detach(), len(inputs))
+
+
+COUNTED = {"calls": 0}
+
+
+def test_gradients_that_follow_a_local_batch_and_a_counter_outside_are_said(tmp_path: Path, capfd: Any) -> None:
+    """Found by trial: weights were wrong without a line."""
+    job = Job(
+        model=lambda: {"body": nn.Linear(6, 3)},
+        optimizer={"body": sgd},
+        step=balanced,
+        train_data=ZOO["mlp"].train_data,
+        batch_size=8,
+    )
+    train(job, strategy="dp", devices="2xcpu", folder=tmp_path)
+    said = " ".join(capfd.readouterr().out.split())
+    assert 'the gradient of "body.weight" is not the sum of those of parts of the batch, though the loss is' in said
+    assert 'the step function changes "COUNTED", which is outside of the models' in said
 
 
 @pytest.mark.parametrize("way", WAYS)

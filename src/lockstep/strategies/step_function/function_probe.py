@@ -11,8 +11,8 @@ from __future__ import annotations
 
 import contextlib
 import copy
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -23,11 +23,15 @@ from lockstep.errors import LossError, StrategyError
 from lockstep.launch.events import Caveat
 from lockstep.launch.world import World
 from lockstep.model.additivity import Nest, is_apart, repeated
-from lockstep.model.inspection import detached_attributes
+from lockstep.model.inspection import OutsideVariables, detached_attributes
+from lockstep.model.inspection.rounding import first_apart
 from lockstep.model.loss import Loss, Number
 from lockstep.model.torch_losses import HALF
 from lockstep.tensors.pytree import cut, joined
 from lockstep.tensors.seeding import kept_states, same, states
+
+_LARGEST = 2**30
+"""Bytes of parameters up to which gradients are looked at, in the first step."""
 
 _TOLERANCE = 1e-4
 """Of float32; a mean of means is off by some per cent."""
@@ -36,13 +40,21 @@ _TOLERANCE = 1e-4
 class _Noted:
     """Stands for ``update``."""
 
-    def __init__(self, world: World, samples: int) -> None:
-        self.step, self.samples = world.step, samples
+    def __init__(self, world: World, samples: int, model: nn.Module | None) -> None:
+        self.step, self.samples, self._model = world.step, samples, model
         self.calls: list[tuple[str, float, float]] = []
+        self.gradients: list[dict[str, torch.Tensor]] = []
 
     def __call__(self, name: str, total: torch.Tensor, count: Number | None = None) -> None:
         loss = as_sum(name, total, count)
         self.calls.append((name, float(loss.total.detach()), float(loss.count)))
+        if self._model is None or not loss.total.requires_grad:
+            return
+        trained = {f"{name}.{n}": p for n, p in self._model.get_submodule(name).named_parameters() if p.requires_grad}
+        found = torch.autograd.grad(loss.total, list(trained.values()), retain_graph=True, allow_unused=True)
+        zero = torch.zeros(())
+        named = zip(trained, found, strict=True)
+        self.gradients.append({n: g if g is not None and g.layout == torch.strided else zero for n, g in named})
 
 
 def as_sum(name: str, total: Any, count: Any) -> Loss:
@@ -95,15 +107,19 @@ def probe(
     accelerators = () if world.device.is_slot else (world.device.torch,)
     modes = [(module, module.training) for module in model.modules()]
     nest = part.inputs, part.targets
+    found: list[Caveat] = []
+    outside = OutsideVariables([function])
 
     def calls(nest: Nest) -> Called:
         return _calls(function, model, nest, world, part.of)
 
-    with kept_states(accelerators):
+    with kept_states(accelerators), outside.kept():
         model.eval()
         try:
             before = states(accelerators)
+            variables = outside.prints()
             whole = calls(nest)
+            found += map(_changed, [n for n, now in outside.prints().items() if variables.get(n) != now])
             if shared and (names := [name for name, _ in model.named_parameters() if name in whole.written]):
                 raise StrategyError(
                     f'dp: the step function writes parameter "{names[0]}", which all replicas share, so each of them '
@@ -113,18 +129,20 @@ def probe(
                 )
             if not same(before, states(accelerators)):
                 return [
+                    *found,
                     Caveat(
                         "drawing",
                         "the step function draws random numbers: other ones for each local batch than single-device "
                         "training; they are reproducible",
                         "let the dataset draw them: a sample's are the same on any number of devices",
-                    )
+                    ),
                 ]
             parts = []
             if part.size > 1:
                 half = (part.size + 1) // 2
                 parts = [calls(cut(nest, *of, part.size)) for of in ((0, half), (half, part.size - half))]
                 _refuse_no_sums(part.size, whole, *parts)
+                found += _gradients_apart(whole, *parts)
             for other in (one for one in shares[1:] if one.size):
                 theirs = other.inputs, other.targets
                 both = joined(nest, part.size, theirs, other.size)
@@ -138,7 +156,7 @@ def probe(
         finally:
             for module, mode in modes:
                 module.training = mode
-    return [
+    return found + [
         Caveat(
             "state",
             f'the step function writes "{name}" by the samples of its local batch, so it is another one on each device',
@@ -160,10 +178,12 @@ class Called:
     Attributes:
         updates: name, total and count of each call of ``update``.
         written: the parameters and buffers that it wrote.
+        gradients: of each call's total, in the first step, by the names of parameters.
     """
 
     updates: list[tuple[str, float, float]]
     written: dict[str, torch.Tensor]
+    gradients: list[dict[str, torch.Tensor]] = field(default_factory=list)
 
     def times(self, number: int) -> Called:
         """What sums over samples are for the same ones so many times."""
@@ -193,9 +213,29 @@ def _calls(function: Callable[..., None], model: nn.Module, nest: Nest, world: W
     """What the function makes of some samples, with a copy of the model; ``samples``: of the global batch."""
     with contextlib.suppress(Exception):  # one that can't be copied is given itself
         model = copy.deepcopy(model, detached_attributes(model))
-    noted = _Noted(world, samples)
+    looks = world.step <= 1 and sum(p.numel() * p.element_size() for p in model.parameters()) <= _LARGEST
+    noted = _Noted(world, samples, model if looks else None)
     state = {**dict(model.named_parameters()), **dict(model.named_buffers())}
     versions = {name: tensor._version for name, tensor in state.items()}
     function(model, nest, noted)
     written = {name: tensor for name, tensor in state.items() if tensor._version != versions[name]}
-    return Called(noted.calls, written)
+    return Called(noted.calls, written, noted.gradients)
+
+
+def _changed(name: str) -> Caveat:
+    text = (
+        f'the step function changes "{name}", which is outside of the models: once for each local batch, not once a '
+        "step, and all replicas of dp share it"
+    )
+    return Caveat("state", text, "choose by update.step, or single keeps the results")
+
+
+def _gradients_apart(whole: Called, *parts: Called) -> Iterator[Caveat]:
+    """Say what gradient isn't the sum of those of two parts, though the loss is: ``loss / loss.detach()``."""
+    if not all([list(g) for g in of.gradients] == [list(g) for g in whole.gradients] for of in parts):
+        return
+    for of, one, other in zip(whole.gradients, *(of.gradients for of in parts), strict=True):
+        sums = [a + b for a, b in zip(one.values(), other.values(), strict=True)]
+        if (name := first_apart(list(of), list(of.values()), sums)) is not None:
+            text = f'the gradient of "{name}" is not the sum of those of parts of the batch, though the loss is'
+            yield Caveat("autograd function", text, "single keeps the results")
