@@ -101,6 +101,31 @@ class Remembering(nn.Module):
         return self.body(x) * (1 + 0.1 * self.calls)
 
 
+class Reversal(torch.autograd.Function):
+    """Gradients are turned back, times a factor."""
+
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor, factor: float) -> torch.Tensor:
+        ctx.factor = factor
+        return x.view_as(x)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor, None]:
+        return -ctx.factor * gradient, None
+
+
+class Adversarial(nn.Module):
+    """Its gradients are turned back more from call to call; its outputs are the same."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.body, self.head, self.calls = mlp(), nn.Linear(3, 3), 0
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        self.calls += self.training
+        return self.head(Reversal.apply(self.body(x), 0.1 * self.calls))
+
+
 class Averaging(nn.Module):
     """Keeps the mean of its inputs in an attribute, for evaluation, and the last inputs, for nothing."""
 
@@ -182,6 +207,11 @@ def dropping() -> nn.Module:
         ({"loss": Warming()}, DP, "remembers something from call to call"),
         ({"loss": Warming()}, ACCUMULATE, "remembers something from call to call"),
         ({"model": Remembering}, ACCUMULATE, "each micro-batch changes it, not each batch"),
+        (
+            {"model": Adversarial},
+            ACCUMULATE,
+            'forward changes attribute "calls" once per micro-batch, not once per batch',
+        ),
         ({"model": Averaging}, DP, 'forward writes attribute "mean" from its local batch: each replica has its own'),
         ({"model": Averaging}, ACCUMULATE, 'forward writes attribute "mean" from the samples of each micro-batch'),
         ({"model": WritingInBackward}, DP, 'backward writes "norm" from its local batch'),
@@ -199,6 +229,14 @@ def test_it_is_said(changes: Any, way: Any, says: str, tmp_path: Path, capsys: A
     said = capsys.readouterr().out
     assert says in said
     assert '"last"' not in said
+
+
+@pytest.mark.parametrize(("batch_size", "is_said"), [(8, False), (7, True)])
+def test_a_count_of_calls_is_said_where_a_rank_has_no_sample(batch_size: int, is_said: bool, tmp_path, capsys) -> None:
+    job = ZOO["mlp"].replace(model=Adversarial, epochs=1, batch_size=batch_size, eval_batch_size=8)  # 29 samples
+    train(job, strategy="ddp", devices="2xcpu", folder=tmp_path)
+    note = 'forward changes attribute "calls" in each call, and a rank without a sample of a batch makes none'
+    assert (note in " ".join(capsys.readouterr().out.split())) == is_said
 
 
 class Fading(nn.Module):

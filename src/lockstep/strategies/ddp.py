@@ -168,6 +168,12 @@ class DDPStep(Step):
             )
         return self._ddp
 
+    def begin_update(self, batch: Batch) -> None:
+        """As every step does; some ranks may have no sample."""
+        super().begin_update(batch)
+        if any(part.of < self.world.size for part in batch.parts):
+            self.tell_once(self.seen.of_empty_share())
+
     def gradients(self, batch: Batch) -> Loss:
         """Gradients of total / size, summed over micro-batches and ranks."""
         for p in self._parameters:

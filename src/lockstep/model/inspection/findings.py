@@ -25,6 +25,7 @@ class Seen:
         written: names of the buffers that forward writes.
         follows: names of those that depend on the share.
         collects: names of attributes of modules that forward makes of what they were and of the share.
+        counts: names of attributes that each forward changes, whatever the share: a number of calls, say.
         draws: whether layers other than dropout draw random numbers.
         draws_elsewhere: whether they come from Python's or numpy's generator.
         seeds: whether it seeds PyTorch's generator.
@@ -48,6 +49,7 @@ class Seen:
     written: tuple[str, ...] = ()
     follows: tuple[str, ...] = ()
     collects: tuple[str, ...] = ()
+    counts: tuple[str, ...] = ()
     draws: bool = False
     draws_elsewhere: bool = False
     seeds: bool = False
@@ -127,6 +129,8 @@ class Seen:
             yield Caveat(
                 "state", f'forward writes attribute "{name}" from the samples of each micro-batch, not of a batch'
             )
+        for name in self.counts:
+            yield Caveat("state", f'forward changes attribute "{name}" once per micro-batch, not once per batch')
         for name in () if self.remembers else self.changes:
             yield Caveat("state", f'forward changes "{name}", which is outside of the model, once per micro-batch')
         if self.remembers:
@@ -214,6 +218,12 @@ class Seen:
         if self.mixes:
             yield MIXES
         yield from self._of_shares()
+
+    def of_empty_share(self) -> Iterator[Caveat]:
+        """What differs where a rank has no sample of a batch."""
+        for name in self.counts:
+            text = f'forward changes attribute "{name}" in each call, and a rank without a sample of a batch makes none'
+            yield Caveat("state", text, "make it a buffer")
 
 
 MIXES = Caveat(

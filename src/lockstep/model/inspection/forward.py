@@ -9,7 +9,7 @@ through two parts of it, each time from the same buffers:
   items that the loss counts, the same for all, or neither; where totals of the loss are no sums, it bends them,
 - the same inputs giving other outputs the second time, that the model remembers something outside of its buffers,
 - buffers and attributes that end otherwise after a part than after the whole, that they depend on the share, also those
-  that backward writes (in a hook, say),
+  that backward writes (in a hook, say); attributes that each call changes in the same way, that they count calls,
 - totals of the loss that are others for parts of the whole's outputs than for those of its parts, the same (outputs as
   long as the longest sample, padded),
 - gradients of the whole that are not the sum of those of its parts, that backward depends on the share (a hook, an
@@ -113,7 +113,7 @@ def look(
                     _see(copied, some, number, seen, judge, outside, gradients=trains and not again)
                     break
             more = min(of or 0, max(2 * samples, _MORE))
-            if more > samples and not again and seen == Seen(of_batch=seen.of_batch):
+            if more > samples and not again and seen == Seen(of_batch=seen.of_batch, counts=seen.counts):
                 wider = Seen()
                 with outside.kept(), contextlib.suppress(Exception):
                     _see(copied, _as_many(batch, samples, more), more, wider, None, outside, gradients=False)
@@ -250,7 +250,9 @@ def _see(
     head = run(0, first)
     if not seen.remembers:  # Not what is only kept of the last samples.
         of_head = attribute_prints(model)
-        seen.collects = tuple(n for n, its in written.items() if twice.get(n) != its != of_head.get(n))
+        moving = [n for n, its in written.items() if twice.get(n) != its]
+        seen.collects = tuple(n for n in moving if written[n] != of_head.get(n))
+        seen.counts = tuple(n for n in moving if n not in seen.collects)
     seen.follows = _others(model, of_whole)
     if not seen.remembers and not seen.follows:
         tail = run(first, samples - first)
