@@ -38,6 +38,7 @@ class Seen:
         changes: the names of variables outside of the model that forward changes (`outside_variables`).
         passes_on: the first of them that holds tensors, which other functions may read.
         uncopied: why nothing was seen: the model can't be copied.
+        ragged: whether inputs have several rows for a sample, as the nodes of graphs, so that they can't be cut.
         of_batch: names of outputs that are computed over all samples, and what they are.
         bends: whether the loss makes something else of such outputs than a sum over samples (their square, say).
     """
@@ -61,6 +62,7 @@ class Seen:
     changes: tuple[str, ...] = ()
     passes_on: str | None = None
     uncopied: str | None = None
+    ragged: bool = False
     of_batch: dict[str, Kind] = field(default_factory=dict)
     bends: bool = False
 
@@ -146,6 +148,12 @@ class Seen:
 
     def _of_shares(self) -> Iterator[Caveat]:
         """What differs where a batch is computed in parts, on however many devices."""
+        if self.ragged:
+            text = (
+                "inputs have several rows for a sample (words, nodes of graphs), so whether samples act on one another "
+                "in forward (a norm over all rows, say) isn't seen"
+            )
+            yield Caveat("mixing", text, "lockstep verify shows it")
         if self.freezes is not None:
             text = f'the model changes requires_grad of "{self.freezes}" in forward, for each part of a batch'
             yield Caveat("state", text, "set it between updates")

@@ -199,6 +199,7 @@ def _see(
     gradients: bool,
 ) -> None:
     inputs, targets = batch
+    seen.ragged = _is_ragged(inputs, samples)
     kept: dict[tuple[int, int], Any] = {}
     first = samples // 2
     begin = {name: b.clone() for name, b in model.named_buffers()}
@@ -262,14 +263,13 @@ def _see(
         across = any(
             (n, part) == (samples, first) for a, b, _ in rows for n, part in zip(a.shape[1:], b.shape[1:], strict=False)
         )  # a column for each sample, as scores of each against each have
-        ragged = _is_ragged(inputs, samples)
-        if not ragged:
+        if not seen.ragged:
             alike = [_cropped(of) for of in rows]  # to the shortest, where outputs are as long as the longest sample
             seen.mixes = across or differ([a for a, _, _ in alike], [torch.cat((b, c)) for _, b, c in alike])
         for name, of in cut_up.items():
             if len({t.shape for t in of}) == 1:
                 seen.of_batch[name] = _kind_of(*of, first / samples)
-    if judge is None or seen.mixes or seen.remembers or seen.follows or ragged:
+    if judge is None or seen.mixes or seen.remembers or seen.follows or seen.ragged:
         return
     parts = (0, first), (first, samples - first)
     if seen.of_batch:
