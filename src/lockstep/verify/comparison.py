@@ -75,6 +75,11 @@ class Update:
         pairs = zip(self.rates, self.reference_rates, strict=True)
         return max((relative(a, b) for a, b in pairs), default=0.0)
 
+    @property
+    def computed(self) -> float:
+        """The largest difference of the loss and of gradients."""
+        return max(value for kind, _, value in self.numbers() if kind in ("loss", "gradients"))
+
     def numbers(self) -> Iterator[tuple[str, str, float]]:
         """Every difference: its kind, its name, and how large it is."""
         yield "loss", "", self.losses_apart

@@ -126,7 +126,9 @@ class Noise:
         if self.bounds(comparison).hold(comparison):
             return True
         things = _out_of(comparison)
-        if things in self._measured or (self._exact and comparison.computed > _CERTAIN):
+        first = self._least.first_apart(comparison)  # of which an optimizer may make much in the next ones
+        computed = comparison.computed if first is None else first.computed
+        if things in self._measured or (self._exact and computed > _CERTAIN):
             return False
         self._measured[things] = self._measure(comparison, things)
         return self._measured[things].hold(comparison)
