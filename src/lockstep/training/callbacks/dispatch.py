@@ -168,10 +168,11 @@ class Callbacks:
             yield
 
     def _held_by_callbacks(self) -> dict[str, bytes]:
-        """A hash of each attribute of those that have no ``state_dict``."""
+        """A hash of each attribute of those that have no ``state_dict``; of the model's tensors, of their names."""
         without = {n: one for n, one in self._by_name.items() if type(one).state_dict is Callback.state_dict}
         held = ((f'"{key}" of {name}', value) for name, one in without.items() for key, value in vars(one).items())
-        return prints_of(held, {})
+        model = self._step.model
+        return prints_of(held, {id(t): name for name, t in (*model.named_parameters(), *model.named_buffers())})
 
     def state_dict(self, *, whole: bool = True) -> dict[str, Any]:
         """The state of each by its name; says what isn't kept. Of averages this rank's rows, unless ``whole``."""
