@@ -140,7 +140,9 @@ def _histories(a: Run, b: Run) -> dict[str, float]:
         left = mine.get(right["step"], {})
         for name in (left.keys() | right.keys()) - set(_TIMES):
             x, y = left.get(name, math.inf), right.get(name, math.inf)
-            worst[name] = max(worst.get(name, 0.0), 0.0 if x == y else abs(x - y) / max(abs(y), 1e-300))
+            alike = x == y or (math.isnan(x) and math.isnan(y))
+            apart = 0.0 if alike else abs(x - y) / max(abs(y), 1e-300)
+            worst[name] = max(worst.get(name, 0.0), math.inf if math.isnan(apart) else apart)
     return worst
 
 
