@@ -21,10 +21,12 @@ from lockstep.data.shares import COLLATE, EVALUATION, TRAINING, absorbed
 from lockstep.errors import JobError, SampleError, told
 from lockstep.tensors.digest import digest
 from lockstep.tensors.pytree import parts, to_device
-from lockstep.tensors.seeding import kept_states, same, seed_all, states
+from lockstep.tensors.seeding import generators_in, kept_states, same, seed_all, state_of, states
 
 _LOOKED_AT = 3
 """Samples that are fetched twice, to see whether they come out the same."""
+
+_OWN = "from a generator of its own; take torch's, random's or numpy.random's, which are seeded"
 
 Collate = Callable[[list[Any]], Any]
 Pair = tuple[Any, Any]
@@ -104,15 +106,19 @@ class Fetcher:
         self._looked = True
         state = self._base.state_dict() if hasattr(self._base, "load_state_dict") else None
         again = self._samples(epoch, indices, share)
+        # A flip that is drawn seldom may come out the same.
+        generators = generators_in(self._base)
+        stood = list(map(state_of, generators))
+        goes_on = bool(generators) and self._samples(epoch, indices, share) and stood != list(map(state_of, generators))
         if state is not None:
             self._base.load_state_dict(state)
         for index, one, other in zip(share, samples, again, strict=False):
             if number_of(one) != number_of(other):
-                self._note = (
-                    f"{self._name}: sample {index} came out otherwise when it was fetched again under one seed: it "
-                    "draws from a generator of its own; take torch's, random's or numpy.random's, which are seeded"
-                )
+                what = f"sample {index} came out otherwise when it was fetched again under one seed: it draws"
+                self._note = f"{self._name}: {what} {_OWN}"
                 return
+        if goes_on:
+            self._note = f"{self._name}: it draws {_OWN}"
 
     def _samples(self, epoch: int, indices: Sequence[int], share: Sequence[int]) -> list[Any]:
         return (self._at_once(indices, share) if self._whole else None) or self._one_by_one(epoch, indices, share)

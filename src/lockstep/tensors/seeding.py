@@ -3,13 +3,24 @@
 from __future__ import annotations
 
 import functools
+import itertools
+import pickle
 import random
-from collections.abc import Callable, Iterator, Sequence
+import types
+from collections import deque
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any, NamedTuple
 
 import numpy
 import torch
+
+_KINDS = (random.Random, numpy.random.Generator, numpy.random.RandomState, torch.Generator)
+_OPAQUE = (torch.Tensor, numpy.ndarray, str, bytes, type, types.ModuleType)
+_MOST = 10_000
+"""Objects that are looked at for generators, at most."""
+_OF_EACH = 100
+"""And those of a list or dictionary."""
 
 
 @contextmanager
@@ -144,3 +155,26 @@ def same(a: States, b: States) -> bool:
 def same_others(a: tuple[Any, Any], b: tuple[Any, Any]) -> bool:
     """Whether nothing was drawn from ``random`` and numpy between the two."""
     return bool(a[0] == b[0] and (a[1][1] == b[1][1]).all() and a[1][2:] == b[1][2:])
+
+
+def generators_in(holder: Any) -> list[Any]:
+    """The generators that an object holds, also in objects within it; of large ones the first items are looked at."""
+    found, seen, ahead = [], set[int](), deque([holder])
+    while ahead and len(seen) < _MOST:
+        one = ahead.popleft()
+        if id(one) in seen or isinstance(one, _OPAQUE):
+            continue
+        seen.add(id(one))
+        if isinstance(one, _KINDS) and not isinstance(one, random.SystemRandom):
+            found.append(one)
+            continue
+        items = one.values() if isinstance(one, Mapping) else one if isinstance(one, list | tuple | set) else ()
+        ahead.extend(itertools.islice(items, _OF_EACH))
+        ahead.extend(getattr(one, "__dict__", {}).values())
+    return found
+
+
+def state_of(generator: Any) -> bytes:
+    """Where one that ``generators_in`` found stands."""
+    own = generator.get_state().tolist() if isinstance(generator, torch.Generator) else generator
+    return pickle.dumps(own)
