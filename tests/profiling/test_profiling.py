@@ -300,8 +300,10 @@ def test_the_table_is_printed_and_nothing_but_it(start: str, tmp_path: Path) -> 
     at = lines.index("profile of steps 3 to 5, in ms per step and % of it:")
     assert lines[at + 1].split() == ["rank", *KINDS, "step"]
     assert [line[:7] for line in lines[at + 2 : at + 4]] == ["0 cpu:0", "1 cpu:1"]
-    assert lines[at + 4].startswith("traces for ui.perfetto.dev: rank0.json.gz, rank1.json.gz in")
-    assert max(len(line) for line in lines[at : at + 5]) < 80
+    assert lines[at + 4].startswith("memory of a process: weights, gradients and the optimizer's state ")
+    end = next(number for number, line in enumerate(lines) if line.startswith("traces"))
+    assert lines[end].startswith("traces for ui.perfetto.dev: rank0.json.gz, rank1.json.gz in")
+    assert max(len(line) for line in lines[at : end + 1]) < 80
 
 
 # ---- what the notes mean --------------------------------------------------------------------------------------------

@@ -15,7 +15,6 @@ from lockstep.job import Job
 from lockstep.launch.observer import Observer
 from lockstep.launch.world import World
 from lockstep.model.inspection import acting_buffers, attribute_prints
-from lockstep.model.loss import Number
 from lockstep.strategies.step import Step
 from lockstep.strategies.update_result import Result
 from lockstep.tensors.digest import digest
@@ -73,15 +72,7 @@ class Side(Observer):
         self._attributes = attribute_prints(self.step.model)
         self.buffers = buffer_digests(self.step.model)
         self._totals = [0.0, 0.0]
-        self._scaled = False
-        if experiment.shuffled:
-            divisor = self.step.divisor
-
-            def scaling(count: Number, size: int) -> Number:
-                self._scaled = True
-                return divisor(count, size) / _FACTOR
-
-            self.step.divisor = scaling  # type: ignore[method-assign]
+        self._scaled = False  # by _FACTOR
         self.step.observers.append(self)
 
     def batches(self) -> Iterator[tuple[Batch, bool]]:
@@ -167,6 +158,9 @@ class Side(Observer):
     @contextmanager
     def backward(self, total: torch.Tensor, *, sums: bool) -> Iterator[None]:
         """Take note of what it draws; it draws nothing in an experiment without draws."""
+        if self._experiment.shuffled:
+            self._scaled = True
+            total.register_hook(lambda grad: grad * _FACTOR)  # type: ignore[no-untyped-call]
         generators = states(self._accelerators) if self._number == 1 else None
         with drawing_nothing() if "draws" in self._experiment.still else nullcontext():
             yield

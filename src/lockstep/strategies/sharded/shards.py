@@ -28,6 +28,7 @@ from lockstep.errors import StrategyError
 from lockstep.model.activation_checkpointing import found_blocks, named_blocks
 from lockstep.model.optimizer import sparse_parameters
 from lockstep.tensors.placing import place_tensor
+from lockstep.tensors.pytree import tensors
 from lockstep.tensors.row_shard import RowShard
 
 Place = tuple[nn.Module, str]
@@ -176,23 +177,27 @@ class Shards:
         return sum(p.numel() * p.element_size() for p in self.local.values())
 
 
-def _send_zeros(module: FSDPModule) -> None:
+def _send_zeros(module: nn.Module) -> None:
     """A gradient that this rank has none of is sent as zeros: which ones ranks have may differ."""
+    assert isinstance(module, FSDPModule)
     if hasattr(module, "set_reduce_scatter_unused_params"):
         module.set_reduce_scatter_unused_params(True, recurse=False)
     elif (group := module._get_fsdp_state()._fsdp_param_group) is not None:  # torch 2.11 and 2.12
-        reduce = group.post_backward
 
-        def post_backward(*unused: Any) -> None:
-            for p in group.fsdp_params if group.reduce_grads else ():
+        def begin_with_zeros(grad: torch.Tensor) -> None:
+            del grad
+            for p in group.fsdp_params:
                 whole = getattr(p, "_unsharded_param", None)
-                if whole is None or not whole.requires_grad or p.unsharded_accumulated_grad is not None:
-                    continue
-                if whole.grad is None:
+                if whole is not None and whole.requires_grad and whole.grad is None:
                     whole.grad = torch.zeros_like(whole)
-            reduce(*unused)
 
-        group.post_backward = post_backward  # type: ignore[method-assign]
+        def hook(module: nn.Module, args: Any, outputs: Any) -> None:
+            del module, args
+            for tensor in tensors(outputs):
+                if tensor.requires_grad:
+                    tensor.register_hook(begin_with_zeros)  # type: ignore[no-untyped-call]
+
+        nn.Module.register_forward_hook(module, hook)
 
 
 def _local(p: torch.Tensor) -> torch.Tensor:
