@@ -386,6 +386,14 @@ def test_a_metric_that_is_no_sum_of_a_later_batch_is_said(way: str, masked: int,
     assert 'note: metric "labelled" is no sum over samples' in " ".join(capsys.readouterr().out.split())
 
 
+def test_a_metric_that_is_no_sum_of_differently_masked_local_batches_is_said(tmp_path: Path, capsys) -> None:
+    """Found by trial: not where all targets of one local batch are masked, and none of the others."""
+    targets = labels(24, 3).where((torch.arange(24) < 16) | (torch.arange(24) >= 20), -100)
+    job = MLP.replace(eval_data=TensorDataset(drawn(24, 6), targets), metrics={"labelled": accuracy_of_labelled})
+    lockstep.train(job.replace(epochs=1), strategy="ddp", devices="2xcpu", folder=tmp_path, eval_batch_size=8)
+    assert 'note: metric "labelled" is no sum over samples' in " ".join(capsys.readouterr().out.split())
+
+
 class Noisy(nn.Linear):
     def forward(self, inputs: torch.Tensor) -> torch.Tensor:
         return super().forward(inputs) + torch.randn(len(inputs), 3)

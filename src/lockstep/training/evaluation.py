@@ -187,7 +187,10 @@ def evaluate(
                         value = _pair(name, function(outputs, targets))
                     sums[i].add(Result(*value, batch.size))
                     # In the first evaluation each batch: targets may be masked in a few only.
-                    if (looks or seldom) and not is_sum(function, value, outputs, targets, step.replicas):
+                    if (looks or seldom) and not (
+                        is_sum(function, value, outputs, targets, step.replicas)
+                        and (across is None or across.adds_up(function, outputs, targets))
+                    ):
                         are_no_sums[i] = 1.0
                 for name, metric in objects.items():
                     with _naming(name):

@@ -41,6 +41,18 @@ class AcrossReplicas:
                 self._outputs, self._back = outputs, back
             self._targets.append((some, each(torch.Tensor.cpu, targets)))
 
+    def adds_up(self, metric: Any, outputs: Any, targets: Any) -> bool:
+        """Whether that for samples of a local batch and as many of the first that was kept is the sum of both."""
+        outputs, targets, samples, back = next(_as_samples(outputs, targets))
+        if not samples or not self._targets:
+            return True
+        kept, first = self._targets[0]
+        some = min(kept, samples)
+        place = next((t.device for t in tensors(outputs)), torch.device("cpu"))
+        earlier = to_device(part_of((self._outputs, first), 0, some, kept), place)
+        both = both_of(part_of((outputs, targets), 0, some, samples), some, earlier, some)
+        return both is None or _adds_up(lambda o, t: metric(back(o), t), None, *both, 2 * some)
+
     def no_sums(self, functions: Mapping[str, Any], world: World) -> list[str]:
         """The names of those that are none, on the first rank."""
         every = to_device(list(itertools.chain(*world.gather_objects(self._targets))), world.device.torch)
