@@ -167,6 +167,13 @@ def test_a_mask_that_is_even_on_each_rank_and_not_between_them_is_seen(loss: Los
         lockstep.train(job, strategy="ddp", devices="2xcpu", shuffle=False, folder=tmp_path, quiet=True)
 
 
+def test_a_local_batch_that_is_masked_as_a_whole_is_seen_in_any_update() -> None:
+    """Found by trial: not of a pair in update 7, for batches of samples of one length each."""
+    with pytest.raises(LossError, match="is not a sum over samples"):
+        known = [(drawn(4, 3, seed=number), labels(4, 3), 4) for number in range(6)]
+        checked(labelled_pair, [*known, (drawn(4, 3), torch.full((4,), -1), 4)])
+
+
 # ---- pairs ----------------------------------------------------------------------------------------------------------
 
 

@@ -72,15 +72,11 @@ from lockstep.tensors.pytree import (
     with_sample_lists,
 )
 
-_ALL = range(TIMED.stop)
 _SUMS = 3
 """The updates in each of which a loss of whole batches has to be a sum to be refused."""
 
 _MOST = 8
 """Local batches as which the loss is given one, at most: the hardest 10 samples are fewer than all of a batch only."""
-
-_SOME = 8
-"""A pair says what it counts: local batches are held against one another in these updates only, and every so many."""
 
 
 class LossCheck:
@@ -279,11 +275,11 @@ class LossCheck:
             first = next(size for size in range((samples + 1) // 2, 0, -1) if math.gcd(size, samples) == 1)
             parts = ((0, first), (first, samples - first))
             sums.append(Sum(whole, *(piece(part_of(rows, start, size, samples), size) for start, size in parts)))
-        if samples == 1 or not self._loss.gives_pairs or step in _ALL or not step % _SOME:
-            one = part_of(rows, 0, 1, samples) if samples > 1 else rows
-            both, earlier = self._earlier.joined_with(one, zeros, alone=samples == 1)
-            earlier = doubled(earlier) if double else earlier
-            sums.append(Sum(piece(both, 2), whole if samples == 1 else piece(one, 1), piece(earlier, 1)))
+        # Samples of a local batch may be alike (of one length, say), and those of others not.
+        one = part_of(rows, 0, 1, samples) if samples > 1 else rows
+        both, earlier = self._earlier.joined_with(one, zeros, alone=samples == 1)
+        earlier = doubled(earlier) if double else earlier
+        sums.append(Sum(piece(both, 2), whole if samples == 1 else piece(one, 1), piece(earlier, 1)))
         times = self._local_batches
         if self._cuts and step > 0 and is_power_of_two(step) and (many := repeated(rows, samples, times)) is not None:
             sums.append(Sum(piece(many, times * samples), whole, whole.times(times - 1)))
