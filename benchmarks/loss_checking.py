@@ -81,7 +81,7 @@ def shares(job: lockstep.Job, updates: int, rounds: int = 3) -> tuple[list[float
                     step.update(batch)
                     whole = time.perf_counter() - began
                     taken.append((sum(spent) / len(step.models()), whole))
-            every = step.loss_check.every
+            every = step.loss_check.interval.every
             rest = taken[6:]
             found.append(sum(check for check, _ in rest) / sum(whole for _, whole in rest))
     finally:
