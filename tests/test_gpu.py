@@ -34,7 +34,7 @@ from lockstep.strategies.fsdp import FSDP
 from lockstep.strategies.pp import PP
 from lockstep.strategies.single import Single
 from lockstep.verify import differences
-from zoo import ZOO, drawn, labels
+from zoo import ZOO, Residual, drawn, labels
 
 if "SIMULATED_CARDS" in os.environ:
     import simulated_card
@@ -188,9 +188,14 @@ def test_the_host_waits_for_nothing_in_an_update(way: Strategy, settings: dict[s
     world = World(devices=(Device(TYPE, 0),) * (1 if isinstance(way, Single) else 2))
     data = torch.utils.data.TensorDataset(drawn(400, 6), labels(400, 3))
     job = dataclasses.replace(ZOO["momentum"], model=dropping, train_data=data, batch_size=16, **settings)
+    update_without_waiting(way, job, world)
+
+
+def update_without_waiting(way: Strategy, job: Job, world: World) -> None:
+    """An epoch; from update 17 on, the host may not wait for the device."""
     step = way.prepare(job, world)
     try:
-        for number, batch in enumerate(way.training_loader(job, world, data).epoch(0), 1):
+        for number, batch in enumerate(way.training_loader(job, world, job.train_data).epoch(0), 1):
             if number == 17:
                 torch.cuda.set_sync_debug_mode("error")
             step.seed(0)
@@ -308,21 +313,12 @@ def test_replicas_on_two_gpus_end_where_one_does(kind: str, way, tmp_path) -> No
     assert max(found.history.values()) < 1e-9, "evaluated, too"
 
 
-class Layer(nn.Module):
-    def __init__(self, width: int) -> None:
-        super().__init__()
-        self.norm, self.linear = nn.LayerNorm(width), nn.Linear(width, width)
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return x + torch.tanh(self.linear(self.norm(x)))
-
-
 class Layers(nn.Module):
     """Layers are found as blocks. Of some parameters the second of two ranks has fewer rows, or none."""
 
     def __init__(self, width: int = 7, layers: int = 3) -> None:
         super().__init__()
-        self.blocks = nn.ModuleList(Layer(width) for _ in range(layers))
+        self.blocks = nn.ModuleList(Residual(width) for _ in range(layers))
         self.first, self.out, self.scale = nn.Linear(6, width), nn.Linear(width, 3), nn.Parameter(torch.ones(1))
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
@@ -361,23 +357,13 @@ def test_shards_on_two_gpus_end_where_one_does(way: str, kind: str, tmp_path) ->
 @two_devices
 @only_cuda
 def test_the_host_waits_for_no_gpu_in_an_update_of_shards() -> None:
-    lockstep.launch(updates_without_waiting, f"{TYPE}:0,1")
+    lockstep.launch(updates_of_shards, f"{TYPE}:0,1")
 
 
-def updates_without_waiting(world: World) -> None:
+def updates_of_shards(world: World) -> None:
     data = torch.utils.data.TensorDataset(drawn(800, 6), labels(800, 3))
-    way = FSDP()
     job = dataclasses.replace(ZOO["mlp"], model=Layers, train_data=data, batch_size=32, **SHARDED["uneven"])
-    step = way.prepare(job, world)
-    try:
-        for number, batch in enumerate(way.training_loader(job, world, data).epoch(0), 1):
-            if number == 17:
-                torch.cuda.set_sync_debug_mode("error")
-            step.seed(0)
-            step.update(batch)
-    finally:
-        torch.cuda.set_sync_debug_mode("default")
-    step.check()
+    update_without_waiting(FSDP(), job, world)
 
 
 @two_devices

@@ -101,6 +101,17 @@ class Volumes(nn.Module):
         return self.out(self.images(self.volumes(x).mean(2)).flatten(1))
 
 
+class Residual(nn.Module):
+    """A layer of the width of its inputs."""
+
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        self.norm, self.linear = nn.LayerNorm(width), nn.Linear(width, width)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x + torch.tanh(self.linear(self.norm(x)))
+
+
 class Conv(nn.Module):
     def __init__(self) -> None:
         super().__init__()

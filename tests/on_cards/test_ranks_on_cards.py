@@ -14,6 +14,7 @@ from lockstep.launch.world import World
 from lockstep.strategies import fsdp
 from lockstep.strategies.fsdp import FSDP
 from simulated_card import counts
+from zoo import Residual
 
 
 def sgd(parameters) -> torch.optim.Optimizer:
@@ -60,18 +61,9 @@ def test_replicas_of_stages_draw_numbers_of_their_own_on_each_card() -> None:
     assert one and not set(one) & set(other)
 
 
-class Layer(nn.Module):
-    def __init__(self, width: int) -> None:
-        super().__init__()
-        self.norm, self.linear = nn.LayerNorm(width), nn.Linear(width, width)
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return x + torch.tanh(self.linear(self.norm(x)))
-
-
 def peak_of_an_update(world: World, precision: str) -> int:
     def model() -> nn.Module:
-        return nn.Sequential(nn.Linear(6, 256), nn.Sequential(*(Layer(256) for _ in range(32))), nn.Linear(256, 3))
+        return nn.Sequential(nn.Linear(6, 256), nn.Sequential(*(Residual(256) for _ in range(32))), nn.Linear(256, 3))
 
     job = Job(model=model, loss=nn.CrossEntropyLoss(), optimizer=sgd, train_data=(), batch_size=16, precision=precision)
     step = FSDP().prepare(job, world)

@@ -18,7 +18,7 @@ from lockstep.errors import FolderError, LockstepError
 from lockstep.strategies.fsdp import FSDP
 from lockstep.strategies.sharded.parameters_on_disk import parameters_on_disk
 from lockstep.verify import differences
-from zoo import drawn, labels
+from zoo import Residual, drawn, labels
 
 GROUPS = Path("/sys/fs/cgroup/memory")
 WIDTH, BLOCKS = 1024, 48
@@ -26,19 +26,10 @@ LIMIT = int(os.environ.get("LOCKSTEP_TEST_LIMIT") or 280 << 20)
 """Bytes that a rank may have beside what it had before: weights and gradients are 385 MiB together."""
 
 
-class Block(nn.Module):
-    def __init__(self, width: int) -> None:
-        super().__init__()
-        self.norm, self.layer = nn.LayerNorm(width), nn.Linear(width, width)
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return x + torch.tanh(self.layer(self.norm(x)))
-
-
 class Wide(nn.Module):
     def __init__(self, width: int = WIDTH, blocks: int = BLOCKS) -> None:
         super().__init__()
-        self.blocks = nn.ModuleList(Block(width) for _ in range(blocks))
+        self.blocks = nn.ModuleList(Residual(width) for _ in range(blocks))
         self.out = nn.Linear(width, 3)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
