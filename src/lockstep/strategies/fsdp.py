@@ -7,6 +7,7 @@ backward.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass
@@ -35,6 +36,9 @@ _ELEMENTWISE = {
     "SparseAdam",
 }
 """Optimizers of PyTorch that treat each element by itself, so that a shard is updated as the whole would be."""
+
+_LARGEST = 2**30
+"""Bytes of a model that is put together to be inspected in updates 2, 4, 8, ... too."""
 
 
 @dataclass(frozen=True)
@@ -103,10 +107,10 @@ class FSDP(Strategy):
         shards = Shards(model, mesh, blocks, world.device.torch)
         shards.give_to(optimizer)
         shards.refuse_others()
-        why_not = "build_on_disk" if self.build_on_disk else world.broadcast_object(_no_room(whole, world))
+        last_look, note = self._looks(whole, world)
         if world.is_first:
-            if why_not is not None:
-                world.tell(Line.note(f"{why_not}: what forward does is not inspected before the first update"))
+            if note is not None:
+                world.tell(Line.note(note))
             for name, why in shards.whole.items():
                 world.tell(Line.note(f'fsdp keeps "{name}" whole on each rank: {why}'))
             of = f"{size(shards.bytes_here)} of {size(whole)}"
@@ -117,9 +121,18 @@ class FSDP(Strategy):
             world.tell(Line(text, "plan"))
         step = ShardedStep(model, optimizer, job, world, exchange, shards, skeleton)
         step.sync_each_microbatch = self.sync_each_microbatch
-        if why_not is not None:
-            step.last_look = 0
+        step.last_look = min(step.last_look, last_look)
         return step
+
+    def _looks(self, whole: int, world: World) -> tuple[float, str | None]:
+        """The last update before which rank 0 puts the whole model together to inspect it; a note where it is one."""
+        why = "build_on_disk" if self.build_on_disk else world.broadcast_object(_no_room(whole, world))
+        if why is not None:
+            return 0, f"{why}: what forward does is not inspected before the first update"
+        if whole <= _LARGEST:
+            return math.inf, None
+        said = "what forward does is inspected before the first update only, since the model is large"
+        return 1, f"{said}: what it begins to do later (samples that act on one another) isn't seen"
 
     def _refuse_unshardable(self, job: Job, model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
         """Refuse what has to see whole parameters, or doesn't go with ``fully_shard``.

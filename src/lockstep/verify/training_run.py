@@ -57,7 +57,7 @@ class Side(Observer):
         self._accelerators = tuple({device.torch: None for device in world.devices if not device.is_slot})
         self.data = resolve(job.train_data, world, "train_data")
         self.step: Step = experiment.strategy.prepare(job, world)
-        self.step.last_look = 0 if experiment.looked else 1
+        self.step.last_look = min(self.step.last_look, 0 if experiment.looked else 1)
         for model in self.step.models():
             hold_still(model, experiment.still)
         self.scheduler = scheduler_of(job, self.step)

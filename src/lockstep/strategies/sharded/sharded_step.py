@@ -9,7 +9,6 @@ gradients, unless the strategy says otherwise.
 from __future__ import annotations
 
 import contextlib
-import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, TypeVar
 
@@ -22,7 +21,6 @@ from lockstep.data import Batch, Part
 from lockstep.data.shares import batch_of
 from lockstep.errors import InputError, StrategyError
 from lockstep.job import Job
-from lockstep.launch.events import Line
 from lockstep.launch.observer import phase
 from lockstep.launch.world import World
 from lockstep.model.check_interval import is_power_of_two
@@ -48,9 +46,6 @@ from lockstep.threads.replica_collectives import RankExchange
 
 T = TypeVar("T")
 
-_LARGEST = 2**30
-"""Bytes of a model that is put together to be inspected in updates 2, 4, 8, ... too."""
-
 
 class ShardedStep(DDPStep):
     """One rank's local batch, and its shard of the model."""
@@ -73,11 +68,6 @@ class ShardedStep(DDPStep):
         held = set(self._optimized)
         self._held = {name: p for name, p in model.named_parameters() if id(self._mine[name]) in held}
         self._find_trained()
-        whole = sum(p.numel() * p.element_size() for p in model.parameters())
-        self.last_look = math.inf if whole <= _LARGEST else 1  # the whole model is put together for it
-        if world.is_first and self.last_look == 1:
-            said = "what forward does is inspected before the first update only, since the model is large"
-            world.tell(Line.note(f"{said}: what it begins to do later (samples that act on one another) isn't seen"))
         self._skeleton = skeleton
         self._evaluates = False
         self._evaluations = 0  # batches of evaluations, of which every rank computes something
@@ -100,11 +90,12 @@ class ShardedStep(DDPStep):
         self._buffers.follow()
         losses: list[Loss] = []
         assert isinstance(self.model, FSDPModule)
-        for number, part in enumerate(batch.parts, start=1):
-            self.model.set_requires_gradient_sync(self.sync_each_microbatch or number == len(batch.parts))
+        for number, part in enumerate(batch.parts):
+            if not self.sync_each_microbatch:
+                self.model.set_requires_gradient_sync(number == len(batch.parts) - 1)
             if self._exchange is not None:
                 self._exchange.begin(min(part.of, self.world.size))
-            self.begin_part(number - 1)
+            self.begin_part(number)
             part, is_stand_in = self._or_first_sample(part)
             if is_stand_in:
                 self._compute_in_vain(part)

@@ -40,8 +40,6 @@ class WholeValues(TorchFunctionMode):
         self, func: Callable[..., Any], types: Any, args: Any = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         """Call ``func``; what it gives is whole, or a shard."""
-        from torch.distributed.tensor.experimental import implicit_replication  # takes 0.1 s; few need it
-
         del types
         name, kwargs = getattr(func, "__name__", ""), kwargs or {}
         if name in _OF_ALL:
@@ -49,6 +47,8 @@ class WholeValues(TorchFunctionMode):
         shard = next((leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, DTensor)), None)
         if shard is None:
             return func(*args, **kwargs)
+        from torch.distributed.tensor.experimental import implicit_replication  # takes 0.1 s; few need it
+
         if func == _GIVES_DATA:  # which would leave the shard as it is
             func, args = torch.Tensor.copy_, (shard.detach(), *args[1:])
         if name in _DRAWS_IN_PLACE:
