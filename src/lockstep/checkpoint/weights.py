@@ -24,7 +24,7 @@ from lockstep.tensors.pytree import is_lazy
 from lockstep.tensors.row_shard import RowShard
 from lockstep.tensors.state_tree import decoded, encoded
 
-TREE, SUM = "tree", "sha256"
+TREE, _SUM = "tree", "sha256"
 """Of a file's metadata: what is no tensor, as ``tensors.state_tree`` gives it, and the sum of all."""
 
 _SHOWN = 5
@@ -77,7 +77,7 @@ def save_weights(
         return rest[name] if name in rest else _for_a_file(put_together(name))
 
     beside = path.with_name(f".{path.name}.part")
-    metadata = {"format": "pt", TREE: json.dumps(tree), SUM: sum_of(tensors, json.dumps(tree), whole)}
+    metadata = {"format": "pt", TREE: json.dumps(tree), _SUM: _sum_of(tensors, json.dumps(tree), whole)}
     try:
         write_tensors(beside, tensors, metadata, whole)
         os.replace(beside, path)
@@ -92,7 +92,7 @@ def _for_a_file(tensor: torch.Tensor) -> torch.Tensor:
     return tensor.detach().to("cpu").contiguous()
 
 
-def sum_of(tensors: Mapping[str, torch.Tensor | RowShard], tree: str, whole: Callable[[str], torch.Tensor]) -> str:
+def _sum_of(tensors: Mapping[str, torch.Tensor | RowShard], tree: str, whole: Callable[[str], torch.Tensor]) -> str:
     """The SHA-256 of names, types, shapes and numbers, in whichever order a file has them."""
     summed = hashlib.sha256(tree.encode())
     for name, tensor in sorted(tensors.items()):
@@ -130,12 +130,32 @@ def load_weights(path: Path) -> dict[str, Any]:
             others = decoded(json.loads(tree), tensors)
     except Exception as error:
         raise FolderError(f"{path}: not a safetensors file ({error})") from error
-    if metadata.get(SUM, now := sum_of(tensors, tree, tensors.__getitem__)) != now:
+    refuse_damaged(path, metadata, tensors, tensors.__getitem__)
+    return {**{n: t for n, t in tensors.items() if n.partition("/")[0] not in others}, **others}
+
+
+def refuse_damaged(
+    path: Path,
+    metadata: Mapping[str, str],
+    tensors: Mapping[str, torch.Tensor],
+    whole: Callable[[str], torch.Tensor],
+) -> None:
+    """Compare the sum that a file carries, if any, with that of its numbers.
+
+    Args:
+        path: the file.
+        metadata: its.
+        tensors: by name, with their types and shapes.
+        whole: gives one by its name.
+
+    Raises:
+        FolderError: they are others.
+    """
+    if metadata.get(_SUM, now := _sum_of(tensors, metadata.get(TREE, "{}"), whole)) != now:
         raise FolderError(
             f"{path}: the file is damaged: its numbers aren't those that were written: take another copy of it"
             + (", or --resume the run, which writes it anew" if path.name == "model.safetensors" else "")
         )
-    return {**{n: t for n, t in tensors.items() if n.partition("/")[0] not in others}, **others}
 
 
 def sum_in_place_of(weight: torch.Tensor) -> str:
@@ -146,7 +166,7 @@ def sum_in_place_of(weight: torch.Tensor) -> str:
     value = weight.detach().to("cpu")
     if value.is_floating_point() and torch.equal(narrow := value.float(), value):
         value = narrow
-    return sum_of({"": value}, "", lambda name: value.contiguous())
+    return _sum_of({"": value}, "", lambda name: value.contiguous())
 
 
 def with_own(

@@ -182,9 +182,9 @@ def add_export(commands: Any) -> None:
 def _export(options: argparse.Namespace) -> int:
     from lockstep.export import export
 
-    names = ("format", "dynamic", "dtype", "quantize", "tolerance", "overwrite", "best", "weights", "trust_job")
+    what = ("format", "dynamic", "dtype", "quantize", "tolerance", "max_shard_size")
+    names = (*what, "overwrite", "best", "weights", "trust_job")
     words = {name: getattr(options, name) for name in names} | settings_in(options)
-    words["max_shard_size"] = options.max_shard_size
     export(options.run, options.out, job=options.job_file, job_parameters=job_parameters_in(options), **words)
     return 0
 

@@ -22,7 +22,7 @@ import torch
 from safetensors import safe_open
 
 from lockstep.checkpoint.safe_file import write_tensors
-from lockstep.checkpoint.weights import SUM, TREE, sum_of
+from lockstep.checkpoint.weights import TREE, refuse_damaged
 from lockstep.errors import FolderError, InputError, NotEqual, told
 
 
@@ -36,7 +36,7 @@ def write_parts(weights: Path, path: Path, most: int, dtype: torch.dtype | None 
         dtype: that of floating point numbers; None is the file's.
 
     Raises:
-        FolderError: there is no such file.
+        FolderError: there is no such file, or it is damaged.
         InputError: it holds more than tensors.
         NotEqual: a part isn't as it was written.
     """
@@ -55,8 +55,7 @@ def write_parts(weights: Path, path: Path, most: int, dtype: torch.dtype | None 
             name = next(iter(json.loads(tree)))
             raise InputError(f'{weights} also holds "{name}", which is no tensor of this format')
         kept = {name: _without_values(file, name, None) for name in file.keys()}  # noqa: SIM118 — it isn't a dict
-        if metadata.get(SUM, now := sum_of(kept, tree, file.get_tensor)) != now:
-            raise FolderError(f"{weights}: the file is damaged: its numbers aren't those that were written")
+        refuse_damaged(weights, metadata, kept, file.get_tensor)
         shapes = {name: _without_values(file, name, dtype) for name in kept}
         parts = divided({name: tensor.nbytes for name, tensor in shapes.items()}, most)
         places: dict[str, str] = {}

@@ -18,7 +18,7 @@ from __future__ import annotations
 import math
 from abc import abstractmethod
 from collections.abc import Iterator
-from contextlib import contextmanager, nullcontext, suppress
+from contextlib import contextmanager, nullcontext
 from typing import Any, Literal
 
 import torch
@@ -31,14 +31,13 @@ from lockstep.job import Job
 from lockstep.launch.memory import reset_peak_memory
 from lockstep.launch.observer import observed, phase
 from lockstep.launch.world import World
-from lockstep.model.additivity import Piece, kept_generators
+from lockstep.model.additivity import Piece
 from lockstep.model.check_interval import is_power_of_two
 from lockstep.model.compile import compile_models, not_compilable
 from lockstep.model.inspection import (
     BESIDE,
     NoticedHooks,
     Seen,
-    comes_from_within,
     drops,
     look,
     may_be_nonlinear,
@@ -47,9 +46,8 @@ from lockstep.model.inspection import (
 from lockstep.model.loss import Loss, Number
 from lockstep.model.optimizer import clip_gradients, may_draw
 from lockstep.strategies.own_loops.calls import Calls
-from lockstep.strategies.update_checks import DeviceChecks, explained, no_items, refuse_not_finite
+from lockstep.strategies.update_checks import DeviceChecks, explained, no_items, reads_within, refuse_not_finite
 from lockstep.strategies.update_result import Result, quotient, scalar
-from lockstep.tensors.pytree import each
 
 _OPTIMIZER = -1
 """In the place of a micro-batch's number, for the random stream of an optimizer that draws."""
@@ -364,7 +362,7 @@ class Step(Calls):
     def _check_loss(self, outputs: Any, part: Part, loss: Loss) -> None:
         """Hold the loss of a local batch to being additive; several threads may."""
         if self.looks_again and self.cuts_batch:
-            self._reads_within |= self._comes_from_within(outputs, part)
+            self._reads_within |= reads_within(self.loss, outputs, part)
         began = self._time() if self.loss_check.is_timed(self._updates) else None
         whole, waits = Piece.of(loss, part.size), self._waits or self.looks_again
         wrong = self.loss_check(outputs, part.targets, whole, step=self.world.step, waits=waits)
@@ -372,14 +370,6 @@ class Step(Calls):
             self._on_devices.note_loss(wrong, self.world.step)
         if began is not None:
             self.loss_check.interval.spent(self._time() - began)
-
-    def _comes_from_within(self, outputs: Any, part: Part) -> bool:
-        """Whether the loss reads what forward computed, other than by the outputs."""
-        with kept_generators((outputs, part.targets)), suppress(Exception):
-            given = each(torch.Tensor.detach, outputs)
-            total = self.loss.judged(given, part.targets, part.size).total
-            return total.requires_grad and comes_from_within(total, outputs)
-        return False
 
     def _say_what_the_loss_reads(self) -> None:
         """Say what acts in the loss that the model computed over a whole local batch."""

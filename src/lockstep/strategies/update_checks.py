@@ -6,6 +6,7 @@ step with one that isn't additive is noted there, so that the host doesn't wait 
 
 from __future__ import annotations
 
+import contextlib
 import math
 from typing import Any
 
@@ -16,10 +17,14 @@ from lockstep.data import Batch, Part
 from lockstep.errors import LockstepError, NonFiniteLoss, OutOfMemory, RunError
 from lockstep.launch.memory import is_out_of_memory
 from lockstep.launch.world import World
+from lockstep.model.additivity import kept_generators
+from lockstep.model.inspection import comes_from_within
 from lockstep.model.layer_error import is_of_one_sample
+from lockstep.model.loss import Totalled
 from lockstep.model.loss_check import LossCheck
 from lockstep.model.nonfinite import why_not_finite
 from lockstep.strategies.update_result import Result, read
+from lockstep.tensors.pytree import each
 
 _NOT_FINITE, _NO_ITEMS, _NOT_ADDITIVE = "not finite", "no items", "not additive"
 
@@ -123,3 +128,11 @@ def explained(
         of = "fewer micro-batches, or " if len(batch.parts) > 1 else ""
         return RunError(f"{said}: choose {of}a batch_size that leaves no batch of one sample")
     return None
+
+
+def reads_within(loss: Totalled, outputs: Any, part: Part) -> bool:
+    """Whether a loss reads what forward computed, other than by the outputs."""
+    with kept_generators((outputs, part.targets)), contextlib.suppress(Exception):
+        total = loss.judged(each(torch.Tensor.detach, outputs), part.targets, part.size).total
+        return total.requires_grad and comes_from_within(total, outputs)
+    return False

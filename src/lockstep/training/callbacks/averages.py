@@ -99,12 +99,14 @@ class Average(Callback):
 
     def state_dict(self) -> dict[str, Any]:
         """The average, and of how many weights it is."""
-        whole = {name: self._joined(name, average) for name, average in self._average.items()}
-        return {"average": whole, "number": self._number}
+        return self._state(self._joined)
 
     def rows(self) -> dict[str, Any]:
         """As ``state_dict``, with this rank's rows of what it has a part of."""
-        return {"average": {n: self._rows(n, average) for n, average in self._average.items()}, "number": self._number}
+        return self._state(self._rows)
+
+    def _state(self, of: Callable[[str, torch.Tensor], Any]) -> dict[str, Any]:
+        return {"average": {name: of(name, part) for name, part in self._average.items()}, "number": self._number}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Take over what ``state_dict`` gave."""
