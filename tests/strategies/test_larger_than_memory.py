@@ -102,13 +102,13 @@ def test_parameters_on_disk_stay_tied_and_are_drawn_alike(tmp_path: Path) -> Non
     def build() -> nn.Module:
         torch.manual_seed(0)
         model = Wide(160, 3)
-        model.blocks[2].layer.weight = model.blocks[0].layer.weight
+        model.blocks[2].linear.weight = model.blocks[0].linear.weight
         return model
 
     plain = build()
     with parameters_on_disk(str(tmp_path)):
         mapped = build()
-    assert mapped.blocks[2].layer.weight is mapped.blocks[0].layer.weight
+    assert mapped.blocks[2].linear.weight is mapped.blocks[0].linear.weight
     assert all(torch.equal(p, q) for p, q in zip(plain.parameters(), mapped.parameters(), strict=True))
     assert not list(tmp_path.iterdir())
 
