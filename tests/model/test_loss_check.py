@@ -421,9 +421,30 @@ def test_a_dear_loss_is_checked_now_and_then_and_that_is_said() -> None:
 def test_a_cheap_loss_is_checked_always_and_nothing_is_said() -> None:
     check = LossCheck(Totalled.of(contrastive), cuts=True)
     for update in range(2, 6):
-        check.interval.spent(0.3 if update == 3 else 0.04)  # once the system was busy
-        line = check.timed(update, 1.0, replicas=1)
+        spent = 0.3 if update == 3 else 0.04  # once the system was busy
+        check.interval.spent(spent)
+        line = check.timed(update, 0.96 + spent, replicas=1)
     assert check.interval.every == 1 and line is None and check.wants(7)
+
+
+def test_the_loss_of_an_earlier_sample_is_computed_once_unless_the_loss_changes() -> None:
+    """A weight that a person lowers from update to update is neither a fault nor something that the loss remembers."""
+    sizes: list[int] = []
+    weight = 1.0
+
+    def loss(outputs: Tensor, targets: Tensor) -> tuple[Tensor, int]:
+        sizes.append(len(outputs))
+        return weight * (outputs - targets).square().sum(), len(outputs)
+
+    check = LossCheck(totalled := Totalled.of(loss), cuts=True)
+    for update in range(6):
+        outputs, targets = drawn(8, 3, seed=update), drawn(8, 3)
+        whole = Piece.of(totalled(outputs, targets, 8), 8)
+        sizes.clear()
+        check(outputs, targets, whole)
+        assert (sizes.count(1) > 1) == (update == 0 or update >= 3)
+        weight = 1.0 if update < 2 else 0.5**update
+    assert check.notes == []
 
 
 def test_pytorchs_means_are_never_checked() -> None:

@@ -35,6 +35,12 @@ class Piece:
         """Of a loss of so many samples."""
         return cls(loss.total.detach(), loss.count, samples, loss.parts)
 
+    @property
+    def numbers(self) -> tuple[float, float]:
+        """Total and count. The total of no item is 0, also where it is a mean of none, NaN, times 0."""
+        total, count = float(self.total), float(self.count)
+        return (0.0 if math.isnan(total) and not count else total), count
+
     def times(self, number: int) -> Piece:
         """What an additive loss makes of the same samples so many times."""
         parts = {name: (total * number, count * number) for name, (total, count) in self.parts.items()}
@@ -80,9 +86,8 @@ def is_apart(whole: float, one: float, other: float, *, tolerance: float) -> boo
 def first_wrong(sums: list[Sum], tolerance: float) -> Sum | None:
     """The first sum that doesn't hold."""
     for of in sums:
-        for whole, one, other in ([p.total for p in of], [p.count for p in of]):
-            if is_apart(float(whole), float(one), float(other), tolerance=tolerance):
-                return of
+        if any(is_apart(*values, tolerance=tolerance) for values in zip(*(piece.numbers for piece in of), strict=True)):
+            return of
     return None
 
 
@@ -103,10 +108,14 @@ def _is_part_apart(of: Sum, name: str, tolerance: float) -> bool:
 def are_wrong(sums: list[Sum], tolerance: float) -> Tensor:
     """Whether one of them is, found by the accelerator; Python numbers are looked at here."""
     wrong = torch.zeros_like(sums[0].whole.total, dtype=torch.bool)
+
+    def total(piece: Piece) -> Tensor:  # as in `Piece.numbers`
+        none = torch.as_tensor(piece.count, device=piece.total.device) == 0
+        return torch.where(none, piece.total.nan_to_num(), piece.total)
+
     for of in sums:
-        for number in ("total", "count"):
-            values: list[Any] = [getattr(piece, number) for piece in of]
-            whole, one, other = values
+        values: list[list[Any]] = [[total(piece) for piece in of], [piece.count for piece in of]]
+        for whole, one, other in values:
             if isinstance(whole, Tensor):
                 bound = tolerance * (abs(whole) + abs(one) + abs(other))
                 wrong = wrong | (torch.isfinite(whole) & ~(abs(one + other - whole) <= bound))
@@ -123,7 +132,7 @@ def is_sum(of: Sum) -> bool:
 
 def is_nan(piece: Piece) -> bool:
     """Whether its total or its count is."""
-    return math.isnan(float(piece.total)) or math.isnan(float(piece.count))
+    return any(map(math.isnan, piece.numbers))
 
 
 def doubled(nest: Nest) -> Nest:

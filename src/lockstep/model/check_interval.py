@@ -17,7 +17,7 @@ def is_power_of_two(number: int) -> bool:
 
 
 class CheckInterval:
-    """Chosen by the fastest check of the updates that are timed.
+    """Chosen by the fastest check and the fastest update of those that are timed: the first ones are slower than others.
 
     Attributes:
         every: it is checked every so many updates.
@@ -26,7 +26,7 @@ class CheckInterval:
     def __init__(self) -> None:
         self.every = 1
         self._seconds: list[float] = []
-        self._share = math.inf
+        self._check = self._update = math.inf
 
     def is_due(self, update: int) -> bool:
         """Whether to check in this update, counted from 1."""
@@ -50,11 +50,12 @@ class CheckInterval:
         checks = sum(self._seconds) / replicas
         self._seconds.clear()
         if checks:  # else there was no sample here
-            self._share = min(self._share, checks / max(seconds - checks, 1e-9))
-            self.every = math.ceil(self._share / _LARGEST_SHARE)
+            self._check = min(self._check, checks)
+            self._update = min(self._update, max(seconds - checks, 1e-9))
+            self.every = math.ceil(self._check / self._update / _LARGEST_SHARE)
         if update < TIMED.stop - 1 or self.every == 1:
             return None
         return (
             f"whether the loss is additive over samples is checked in one of {self.every} updates, since a check takes "
-            f"{100 * self._share:.0f} % of the time of one"
+            f"{100 * self._check / self._update:.0f} % of the time of one"
         )

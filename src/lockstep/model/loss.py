@@ -294,7 +294,8 @@ class Totalled:
 
 def _versions(nest: Any) -> list[tuple[int, int]]:
     """What tells whether something was written to one of the tensors of a nest, taken out or put in."""
-    return [(id(t), t._version) for t in tensors(nest) if not t.is_inference()]
+    with torch._C.DisableTorchFunction():  # a mode that is on would be asked for each of them
+        return [(id(t), t._version) for t in tensors(nest) if not t.is_inference()]
 
 
 def _name_of(loss: Any) -> str:

@@ -11,8 +11,7 @@
 The sample of an earlier local batch is the first rank's, on all of them: a mask may be even over each rank's local
 batch, and not over those of two.
 
-The sizes of the two parts have no common divisor. So a mask over samples can't leave the same part of both, unless it
-leaves all of them or none.
+The sizes of the two parts have no common divisor: a mask over samples leaves the same part of both if all or none only.
 
 The totals and counts of a loss that returns ``(total, count)`` are held to that; of one that returns a scalar, a mean
 over samples by its word, the total is that scalar times their number. The mean over the items that a mask leaves isn't
@@ -102,6 +101,8 @@ class LossCheck:
         self._local_batches = min(local_batches, _MOST)
         self._trusted = loss.is_known
         self._earlier = EarlierSamples()
+        self._of_earlier: tuple[Nest | None, Piece] = None, Piece(torch.zeros(()), 0, 0)  # the last, and its loss
+        self._is_constant = True  # as far as is known, that is the same in each update
         self._sums_in_a_row = 0
         self._has_state = False
         self._reads_uncut = False
@@ -148,7 +149,10 @@ class LossCheck:
                 sums = self._sums(nest, whole.samples, whole, step=step, waits=waits)
                 if not waits:
                     return are_wrong(sums, tolerance)
-                wrong = first_wrong(sums, tolerance)
+                if (wrong := first_wrong(sums, tolerance)) is not None:
+                    self._is_constant = False
+                    sums = self._sums(nest, whole.samples, whole, step=step)
+                    wrong = first_wrong(sums, tolerance)
                 if wrong is not None:
                     wrong = self._still_wrong(nest, whole.samples, wrong, step)
                 if wrong is not None and self._loss.gives_pairs and folded(nest, whole.samples) is not None:
@@ -256,9 +260,6 @@ class LossCheck:
             its = loss if knows else loss.copied()
             try:
                 total, count = made = its(*of, size)
-                if self._loss.gives_pairs:  # whose mean of no item, times 0, may be NaN
-                    none = torch.as_tensor(count, device=total.device) == 0
-                    total = torch.where(none, total.nan_to_num(), total)
                 return Piece(total, count, size, made.parts)
             except Exception as error:
                 self._cant_take(error, size, samples)
@@ -278,8 +279,11 @@ class LossCheck:
         # Samples of a local batch may be alike (of one length, say), and those of others not.
         one = part_of(rows, 0, 1, samples) if samples > 1 else rows
         both, earlier = self._earlier.joined_with(one, zeros, alone=samples == 1)
-        earlier = doubled(earlier) if double else earlier
-        sums.append(Sum(piece(both, 2), whole if samples == 1 else piece(one, 1), piece(earlier, 1)))
+        kept, value = self._of_earlier
+        if kept is not earlier or not (self._is_constant and knows and waits):
+            value = piece(doubled(earlier) if double else earlier, 1)
+            self._of_earlier = earlier, value
+        sums.append(Sum(piece(both, 2), whole if samples == 1 else piece(one, 1), value))
         times = self._local_batches
         if self._cuts and step > 0 and is_power_of_two(step) and (many := repeated(rows, samples, times)) is not None:
             sums.append(Sum(piece(many, times * samples), whole, whole.times(times - 1)))

@@ -27,10 +27,8 @@ def not_additive(loss: Totalled, wrong: Sum, step: int, *, is_sum: bool) -> Loss
     whole, one, other = wrong
     when = f" in step {step}" if step > 1 else ""
     if loss.gives_pairs:
-        totals = [float(piece.total) for piece in wrong]
-        what, (a, b, c) = "total", totals
-        if not is_apart(a, b, c, tolerance=DOUBLED):
-            what, (a, b, c) = "count", [float(piece.count) for piece in wrong]
+        totals, counts = zip(*(piece.numbers for piece in wrong), strict=True)
+        what, (a, b, c) = ("total", totals) if is_apart(*totals, tolerance=DOUBLED) else ("count", counts)
         return LossError(
             f"{loss.name}: the {what} is not a sum over samples{when} (whole {a:.6g}, its two parts {b:.6g} and "
             f"{c:.6g})",

@@ -313,16 +313,16 @@ def folded(nest: tuple[Any, Any], samples: int) -> tuple[Any, Any] | None:
     None where they aren't that: a single tensor, beside targets ``(batch, time, ...)``.
     """
     outputs, targets = nest
-    held = list(tensors(targets))
-    if (
-        not isinstance(outputs, torch.Tensor)
-        or not outputs.dim()
-        or any(not t.dim() or len(t) != samples for t in held)
-    ):
+    if not isinstance(outputs, torch.Tensor) or not outputs.dim():
         return None
-    times = len(outputs) // samples
-    words = {size for t in held for size in itertools.accumulate(t.shape[1:], operator.mul)}
-    if times < 2 or times * samples != len(outputs) or times not in words:
+    length = outputs.shape[0]  # (len, asked of a tensor, is a Python function of PyTorch's where a mode is on)
+    times = length // samples
+    if times < 2 or times * samples != length:
+        return None
+    shapes = [t.shape for t in tensors(targets)]
+    if any(not shape or shape[0] != samples for shape in shapes):
+        return None
+    if times not in {size for shape in shapes for size in itertools.accumulate(shape[1:], operator.mul)}:
         return None
     return outputs.reshape(samples, times, *outputs.shape[1:]), targets
 
