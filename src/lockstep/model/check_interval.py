@@ -17,7 +17,7 @@ def is_power_of_two(number: int) -> bool:
 
 
 class CheckInterval:
-    """Chosen by the fastest check and the fastest update of those that are timed: the first ones are slower than others.
+    """Chosen by the fastest check and the fastest update of those that are timed, which are among the slowest.
 
     Attributes:
         every: it is checked every so many updates.
