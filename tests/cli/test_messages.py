@@ -223,6 +223,11 @@ def squared(outputs: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
     return (outputs - targets).square().mean()
 
 
+def known(outputs: torch.Tensor, targets: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    kept = ~targets.isnan()
+    return torch.where(kept, (outputs - targets).square(), 0.0).sum(), kept.sum()
+
+
 NOT_FINITE = {
     "inputs": (failing(inputs=nan_at(13)), "nan at step 2 on", "the inputs of sample 13 have NaN: clean the data"),
     "weights": (failing(nan_weights), "nan at step 1 on", 'parameter "2.weight" is not finite before the first update'),
@@ -236,6 +241,11 @@ NOT_FINITE = {
         failing(targets=nan_at(9)[:, :3], loss=squared),
         "nan at step 2 on",
         "the targets of sample 9 have NaN",
+    ),
+    "missing targets": (
+        failing(targets=torch.tensor([[NAN, 0.0, 1.0]]).repeat(24, 1), loss=known),
+        "nan at step 2 on",
+        "have NaN: a loss that leaves NaN out by torch.where, or times 0, has NaN gradients all the same",
     ),
     "rate": (
         failing(loss=squared, targets=drawn(24, 3), lr=1e30),

@@ -62,6 +62,15 @@ class Dropping(nn.Module):
         return self.drop(self.conv(x))
 
 
+def test_one_sample_for_a_batch_norm_without_statistics_is_refused_in_a_sentence(tmp_path: Path) -> None:
+    model = nn.Sequential(nn.BatchNorm1d(6, track_running_stats=False), nn.Linear(6, 3))
+    run = trained(tmp_path, lambda: model, drawn(24, 6))
+    with pytest.raises(
+        InputError, match="data: BatchNorm without running statistics was given one sample only: choose"
+    ):
+        predict(run, TensorDataset(drawn(1, 6)), devices=1)
+
+
 @pytest.mark.parametrize("way", WAYS)
 def test_predictions_are_those_of_the_model_in_order_on_any_number_of_devices(way: str, tmp_path: Path) -> None:
     run = trained(tmp_path, Dropping, drawn(ROWS, 2, 7, 7), loss=nn.CrossEntropyLoss(), metrics={"accuracy": right})

@@ -32,8 +32,8 @@ def layer_error(model: nn.Module, error: Exception) -> JobError | None:
         trace = trace.tb_next
     if called is not None and is_of_one_sample(error) and not called[0].training:
         return JobError(
-            "evaluation: BatchNorm without running statistics was given one sample only: choose an eval_batch_size "
-            "that leaves no local batch of one sample"
+            "BatchNorm without running statistics was given one sample only: choose a batch size (eval_batch_size in "
+            "a job) that leaves no local batch of one sample"
         )
     if called is None or is_out_of_memory(error) or is_of_one_sample(error):
         return None  # (the step says what BatchNorm needs)

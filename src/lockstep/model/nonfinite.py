@@ -30,6 +30,11 @@ def why_not_finite(model: nn.Module, part: Part, outputs: Any, *, first: bool) -
         name = next((name for name, t in here if _is_nan(t) or (kind == "parameter" and not _is_finite(t))), None)
         if name is not None and first:
             return f'{kind} "{name}" is not finite before the first update: look at how it is initialised, or loaded'
+        if name is not None and (found := _nan_in(part, "targets")) is not None:
+            return (
+                f'{kind} "{name}" is not finite since an earlier update, and {found}: a loss that leaves NaN out by '
+                "torch.where, or times 0, has NaN gradients all the same; put a number in its place before"
+            )
         if name is not None:
             return f'{kind} "{name}" is not finite since an earlier update: try a smaller learning rate, or clip_norm'
     not_finite = {name: t for name, t in named_tensors(outputs) if not _is_finite(t)}

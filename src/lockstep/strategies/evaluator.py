@@ -181,7 +181,7 @@ class Evaluator:
 
     def _predicted(self, model: nn.Module, part: Part) -> Any:
         with self._precision.autocast():
-            return call(model, part.inputs)
+            return self.forward(model, part)
 
     def outputs(self, part: Part) -> tuple[Any, Loss]:
         """Outputs and loss of a part of this process's."""
