@@ -9,15 +9,16 @@ import warnings
 import pytest
 import torch
 from torch import nn
+from torch.utils.data import TensorDataset
 
-from lockstep import parallelize, train
+from lockstep import Job, parallelize, train
 from lockstep.errors import JobError, LossError
 from lockstep.launch.processes import call
 from lockstep.model import precision
 from lockstep.model.optimizer import build_optimizer
 from lockstep.strategies.ddp import DDP
 from lockstep.verify import differences, parity
-from zoo import ZOO, drawn, labels, mlp, sgd, state_of
+from zoo import ZOO, drawn, labels, mlp, plain_sgd, sgd, state_of
 
 WAYS = [("dp", "2xcpu"), (DDP(reduce="flat"), "2xcpu"), (DDP(reduce="overlapped"), "2xcpu"), ("dp", "3xcpu")]
 
@@ -104,6 +105,22 @@ def test_the_scale_of_fp16_is_taken_up_by_a_resume(tmp_path) -> None:
 def test_weights_and_outputs_keep_their_names_and_formats(tmp_path) -> None:
     run = train(ZOO["mlp"].replace(precision="bf16"), strategy="dp", devices="2xcpu", folder=tmp_path, quiet=True)
     assert {p.dtype for p in run.model().parameters()} == {torch.float32}
+
+
+class Turned(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.turn = nn.Parameter(torch.view_as_complex(drawn(6, 3, 2)))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return (x @ self.turn).abs()
+
+
+def test_fp64_computes_complex_numbers_in_double_precision_too(tmp_path) -> None:
+    data = TensorDataset(torch.view_as_complex(drawn(16, 6, 2)), labels(16, 3))
+    job = Job(model=Turned, loss=nn.CrossEntropyLoss(), optimizer=plain_sgd, train_data=data, batch_size=8)
+    run = train(job, precision="fp64", devices="1xcpu", folder=tmp_path, quiet=True)
+    assert run.model().turn.dtype == torch.complex128
 
 
 def test_complex_parameters_are_refused_under_fp16(tmp_path) -> None:

@@ -349,12 +349,16 @@ def both_of(one: tuple[Any, Any], its: int, other: tuple[Any, Any], others: int)
 def to_device(tree: Any, device: torch.device, dtype: torch.dtype | None = None, *, channels_last: bool = False) -> Any:
     """Every tensor on ``device``; floating ones as ``dtype`` where given, images in ``channels_last`` layout.
 
+    Beside float64 complex ones are complex128.
+
     An accelerator is waited for where its tensors come to the CPU: the host reads them next.
     """
     pins, ahead = may_pin(device), device.type != "cpu"
 
     def moved(tensor: torch.Tensor) -> torch.Tensor:
         wanted = dtype if dtype is not None and tensor.is_floating_point() else tensor.dtype
+        if dtype is torch.float64 and tensor.is_complex():
+            wanted = torch.complex128
         if pins and tensor.is_cpu and tensor.layout == torch.strided:
             # From pageable memory a copy would wait for all that the device was given.
             tensor = tensor.to(wanted).pin_memory()
