@@ -108,11 +108,17 @@ class Entry:
 
     @property
     def where(self) -> str:
-        """``2 CPU devices of 1 core``, ``cuda:0, cuda:1``."""
+        """``2 CPU devices of 1 core``, ``4 CPU devices that share 2 cores``, ``cuda:0, cuda:1``."""
         first = self.devices[0]
         if not first.is_slot:
             return ", ".join(map(str, self.devices))
-        return f"{counted(len(self.devices), 'CPU device')} of {counted(first.threads, 'core')}"
+        slots, cores = (
+            counted(len(self.devices), "CPU device"),
+            {core for device in self.devices for core in device.cores},
+        )
+        if len(cores) < sum(device.threads for device in self.devices):
+            return f"{slots} that share {counted(len(cores), 'core')}"
+        return f"{slots} of {counted(first.threads, 'core')}"
 
 
 def line_up(

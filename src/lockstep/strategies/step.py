@@ -26,7 +26,7 @@ from torch import nn
 
 from lockstep.data import Batch, Part, mixed
 from lockstep.data.shares import mixed_share
-from lockstep.errors import LossError, StrategyError
+from lockstep.errors import LossError
 from lockstep.job import Job
 from lockstep.launch.memory import reset_peak_memory
 from lockstep.launch.observer import observed, phase
@@ -189,7 +189,7 @@ class Step(Calls):
         """See what the model does in forward that a share can't keep, and say it.
 
         Raises:
-            StrategyError: it writes its parameters, or scales gradients by frequencies in the batch.
+            StrategyError: it does what replicas can't.
         """
         parts = sum(1 for part in batch.parts if part.size)
         if self.replicas * parts <= 1 or not self.world.is_first:
@@ -212,21 +212,7 @@ class Step(Calls):
         if self.replicas == 1:
             self.tell_once(seen.of_microbatches(with_dropout=with_dropout))
             return
-        seen.refuse_writes()
-        if seen.passes_on is not None and self.world.data.local_batches > 1:
-            raise StrategyError(
-                f'forward writes tensors to "{seen.passes_on}", which is outside of the model, so that all replicas of '
-                "this process would write to one",
-                kind="state",
-                fix="return them from forward, or use ddp, which has a process for each replica",
-            )
-        if seen.counts_words:
-            raise StrategyError(
-                "the model calls embedding with scale_grad_by_freq=True, which divides gradients by how often a word "
-                "is in the batch, and each replica sees its local batch only",
-                kind="mixing",
-                fix="use single or mp, or scale_grad_by_freq=False",
-            )
+        seen.refuse_in_replicas(on_threads=self.world.data.local_batches > 1)
         self.tell_once(seen.of_replicas(with_dropout=with_dropout))
 
     @property

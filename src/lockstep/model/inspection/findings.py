@@ -79,6 +79,32 @@ class Seen:
                 fix="make it a buffer, write it between updates, or use single",
             )
 
+    def refuse_in_replicas(self, *, on_threads: bool) -> None:
+        """Refuse what replicas, which compute a local batch each, can't do in training.
+
+        Args:
+            on_threads: whether replicas are threads of one process.
+
+        Raises:
+            StrategyError: forward writes a parameter, or what is outside of the model where threads would write to it
+                at once; or an embedding scales gradients by how often a word is in the batch.
+        """
+        self.refuse_writes()
+        if self.passes_on is not None and on_threads:
+            raise StrategyError(
+                f'forward writes tensors to "{self.passes_on}", which is outside of the model, so that all replicas of '
+                "this process would write to one",
+                kind="state",
+                fix="return them from forward, or use ddp, which has a process for each replica",
+            )
+        if self.counts_words:
+            raise StrategyError(
+                "the model calls embedding with scale_grad_by_freq=True, which divides gradients by how often a word "
+                "is in the batch, and each replica sees its local batch only",
+                kind="mixing",
+                fix="use single or mp, or scale_grad_by_freq=False",
+            )
+
     def of_output(self, name: str) -> Caveat | None:
         """What the person has to know where the loss reads an output that isn't one row for each sample."""
         kind = self.of_batch.get(name)
