@@ -133,7 +133,7 @@ def convert_model(model: nn.Module, name: PrecisionName | None) -> None:
         raise JobError(f"precision: \"{found}\" is complex, which fp16's scaled loss can't be used with: take bf16")
     if name == "fp64":
         model.double()
-        model._apply(lambda t: t.to(torch.complex128) if t.is_complex() else t)
+        model._apply(lambda t: t.to(torch.complex128) if t.is_complex() else t)  # type: ignore[no-untyped-call]
     elif name is not None:
         model.float()
 
