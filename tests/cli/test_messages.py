@@ -279,6 +279,11 @@ def raising(outputs: torch.Tensor, targets: torch.Tensor) -> Any:
     return {}["nothing"]
 
 
+def from_one(outputs: torch.Tensor, targets: torch.Tensor) -> tuple[torch.Tensor, int]:
+    targets -= 1
+    return (outputs.argmax(1) == targets).sum(), len(targets)
+
+
 def longest(outputs: torch.Tensor, targets: torch.Tensor) -> tuple[torch.Tensor, int]:
     return outputs.max() * len(targets), len(targets)
 
@@ -288,6 +293,7 @@ def longest(outputs: torch.Tensor, targets: torch.Tensor) -> tuple[torch.Tensor,
     ("wrong", "says"),
     [
         ({"eval_data": ["test"] * 4}, r"eval_data: a sample is a str, \(inputs, targets\) is expected"),
+        ({"metrics": {"acc": from_one}}, 'metrics: "acc" writes to the outputs or targets .* a clone'),
         ({"metrics": {"acc": raising}}, r'metrics: "acc" raised KeyError: .nothing. \(test_messages.py, line \d+\)'),
         ({"eval_data": TensorDataset(drawn(8, 6), labels(8, 3) + 9)}, r"Target \d+ is out of bounds"),
     ],

@@ -507,3 +507,13 @@ def test_a_count_that_depends_on_parameters_is_refused() -> None:
         loss(outputs.requires_grad_(), torch.ones(4, 2), 4)
     with torch.no_grad():
         loss(outputs, torch.ones(4, 2), 4)
+
+
+def test_what_a_loss_holds_is_compared_by_value() -> None:
+    """Found by trial: equal class weights that a callback had set on two ranks were said to be other ones."""
+    loss = nn.CrossEntropyLoss(weight=torch.ones(3))
+    before = Totalled.of(loss).state()
+    loss.weight = torch.ones(3)
+    assert Totalled.of(loss).state() == before
+    loss.weight = torch.full((3,), 2.0)
+    assert Totalled.of(loss).state() != before

@@ -23,7 +23,6 @@ import contextlib
 import copy
 import functools
 import math
-import pickle
 import types
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any
@@ -34,6 +33,7 @@ from torch import Tensor, nn
 from lockstep.errors import LockstepError, LossError, first_line
 from lockstep.launch.memory import is_out_of_memory
 from lockstep.model.inspection import OutsideVariables, kept_state
+from lockstep.model.inspection.attributes import prints_of
 from lockstep.model.model_loss import ModelLoss, model_loss
 from lockstep.model.torch_losses import HALF, Misshapen, SummedMean
 from lockstep.tensors.pytree import clones, tensors
@@ -153,11 +153,8 @@ class Totalled:
 
     def state(self) -> tuple[bytes, dict[str, bytes]]:
         """What the loss holds that a call may change: its attributes, and variables that its functions use."""
-        try:
-            attributes = pickle.dumps(vars(self.loss)) if self.may_have_state else b""
-        except Exception:  # what can't be pickled can't be compared
-            attributes = b""
-        return attributes, {} if self.is_known else self.outside.prints()
+        held = prints_of([("", vars(self.loss))], {}) if self.may_have_state else {}  # none of what can't be pickled
+        return held.get("", b""), {} if self.is_known else self.outside.prints()
 
     @functools.cached_property
     def outside(self) -> OutsideVariables:
@@ -225,9 +222,9 @@ class Totalled:
         if copies:
             self._seen.add("tried")
             given = clones(given)
-        before = _versions(given)
+        before = versions(given)
         value = loss(*given)
-        if _versions(given) != before:
+        if versions(given) != before:
             self._seen.add("writes")
             if not copies:
                 self.spoilt.add(id(outputs))
@@ -292,7 +289,7 @@ class Totalled:
         return f"{self.name} can't take outputs {_told(outputs)} and targets {_told(targets)}"
 
 
-def _versions(nest: Any) -> list[tuple[int, int]]:
+def versions(nest: Any) -> list[tuple[int, int]]:
     """What tells whether something was written to one of the tensors of a nest, taken out or put in."""
     with torch._C.DisableTorchFunction():  # a mode that is on would be asked for each of them
         return [(id(t), t._version) for t in tensors(nest) if not t.is_inference()]

@@ -19,7 +19,7 @@ from lockstep.launch.memory import is_out_of_memory
 from lockstep.launch.world import World
 from lockstep.model.check_interval import is_power_of_two
 from lockstep.model.inspection import kept_state, look
-from lockstep.model.loss import Loss
+from lockstep.model.loss import Loss, versions
 from lockstep.strategies.step import Step
 from lockstep.strategies.update_result import Result, Sums, added
 from lockstep.tensors.seeding import kept_states
@@ -183,8 +183,14 @@ def evaluate(
                     across.keep(outputs, targets)
                 sums[0].add(Result(*loss, batch.size, loss.parts))
                 for i, (name, function) in enumerate(functions.items(), 1):
+                    before = versions((outputs, targets))
                     with _naming(name):
                         value = _pair(name, function(outputs, targets))
+                    if versions((outputs, targets)) != before:
+                        raise JobError(
+                            f'metrics: "{name}" writes to the outputs or targets that it is given, and others read '
+                            "them too: let it write to a clone"
+                        )
                     sums[i].add(Result(*value, batch.size))
                     # In the first evaluation each batch: targets may be masked in a few only.
                     if (looks or seldom) and not (

@@ -134,10 +134,11 @@ class OutsideVariables:
             if hasattr(function, "__wrapped__"):  # by a decorator of PyTorch's, say
                 self._pending.append(function.__wrapped__)
             return
-        self._add(f"attributes of {function.__name__}", vars(function))
+        called = function.__qualname__.rpartition("<locals>.")[2]  # two classes may have an __init__ each
+        self._add(f"attributes of {called}", vars(function))
         defaults = [*(function.__defaults__ or ()), *(function.__kwdefaults__ or {}).values()]
         for number, value in enumerate(defaults):
-            self._add(f"{function.__name__}() default {number}", {"value": value}, "value")
+            self._add(f"{called}() default {number}", {"value": value}, "value")
         for name, cell in zip(function.__code__.co_freevars, function.__closure__ or (), strict=True):
             self._add(name, cell, "cell_contents")
         names = list(_names_in(function.__code__))
