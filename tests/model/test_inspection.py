@@ -334,28 +334,6 @@ def test_samples_that_act_on_one_another_in_more_than_a_local_batch_are_seen() -
     assert not look(nn.Linear(6, 3), drawn(2, 6), 2, of=8).mixes
 
 
-class LeastRoom(nn.Module):
-    """Samples that an expert has no room for are dropped; there is room for half a batch, and for four at least."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.out = nn.Linear(6, 3)
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        routed = x[:, 0] > 0
-        kept = routed.cumsum(0) <= max(4, len(x) // 2)
-        return self.out(x) * (kept | ~routed)[:, None]
-
-
-def test_what_many_samples_begin_with_later_is_seen_then() -> None:
-    x = drawn(16, 6)
-    x[:, 0] = torch.tensor([1.0, -1.0]).repeat(8)
-    assert not look(LeastRoom(), x, 16, of=32).mixes
-    x[:12, 0] = 1.0
-    assert look(LeastRoom(), x, 16, of=32, again=True).mixes
-    assert not look(LeastRoom(), x[:4], 4, again=True).mixes
-
-
 def test_inputs_that_cannot_be_cut_are_said_not_to_be_looked_at() -> None:
     """Found by trial: a norm over all nodes of a batch of graphs trained weights 3 % off without a line."""
     inputs = {"input": torch.randint(5, (7,)), "offsets": torch.tensor([0, 2, 3, 6])}

@@ -1,7 +1,7 @@
 """Forward: what a model does in it that local batches of a share each can't do as one device would.
 
 It is seen on a copy of the model, before the first update with the first local batch, and again before updates 2, 4, 8
-and so on without gradients, since a model may begin with something later. The copy goes through the whole of it and
+and so on with a few samples, since a model may begin with something later. The copy goes through the whole of it and
 through two parts of it, each time from the same buffers:
 
 - outputs of the whole that are not those of its parts say that samples act on one another (a statistic over the batch),
@@ -87,8 +87,7 @@ def look(
         judge: the loss; without it neither that nor gradients are looked at.
         of: samples of the batch that these are a part of. Whether samples act on one another is looked at with more
             than a local batch, too: an expert may have room for as many as come from that.
-        again: without gradients and a copy of large parameters, to spare the memory; of a model that takes gradients
-            itself with as few samples as can be cut.
+        again: with as few samples as can be cut, no gradients, and no copy of large parameters, to spare the memory.
         trains: whether gradients matter.
     """
     batch = inputs, targets
@@ -109,9 +108,7 @@ def look(
                 copied, batch = copied.cpu(), to_device(batch, torch.device("cpu"))
             outside = OutsideVariables.of_model(copied)
             # With gradients where it fails without, since it takes some itself. What is wrong, its first step says.
-            for graph, (some, number) in itertools.product((False, True), _enough(batch, samples)):
-                if again and graph:
-                    some, number = _few(some, number)
+            for graph, (some, number) in itertools.product((False, True), _enough(batch, samples, again=again)):
                 with outside.kept(), contextlib.suppress(Exception), torch.set_grad_enabled(graph):
                     _see(copied, some, number, seen, judge, outside, gradients=trains and not again)
                     break
@@ -126,15 +123,10 @@ def look(
     return seen
 
 
-def _few(batch: tuple[Any, Any], samples: int) -> tuple[tuple[Any, Any], int]:
-    """As few of so many samples as can be cut."""
-    return (cut(batch, 0, _FEWEST, samples), _FEWEST) if samples > _FEWEST else (batch, samples)
-
-
-def _enough(batch: tuple[Any, Any], samples: int) -> Iterator[tuple[tuple[Any, Any], int]]:
+def _enough(batch: tuple[Any, Any], samples: int, *, again: bool) -> Iterator[tuple[tuple[Any, Any], int]]:
     """Samples that can be cut: those of the batch, then, if they are few, as many again, and again, that differ."""
     if samples > 1:
-        yield batch, samples
+        yield (cut(batch, 0, _FEWEST, samples), _FEWEST) if again and samples > _FEWEST else (batch, samples)
     if samples < _FEWEST:
         yield _as_many(batch, samples, _FEWEST), _FEWEST
 
