@@ -12,7 +12,7 @@ import pytest
 import torch
 from torch import nn
 
-from lockstep.model.inspection import Seen, look
+from lockstep.model.inspection import OutsideVariables, Seen, look
 from lockstep.tensors.digest import digest
 from zoo import drawn
 
@@ -296,6 +296,24 @@ def test_a_digest_is_the_same_for_any_number_of_threads() -> None:
     torch.set_num_threads(before)
     assert found[0] == found[1] == found[2]
     assert digest(torch.zeros(0)) is None and digest(torch.ones(2, 2).to_sparse()) is None
+
+
+class WidthOfTwo(Layer):
+    def __init__(self, width: int = 2) -> None:
+        super().__init__()
+        self.width = width
+
+
+class WidthOfThree(Layer):
+    def __init__(self, width: int = 3) -> None:
+        super().__init__()
+        self.width = width
+
+
+def test_defaults_of_two_classes_are_two_variables() -> None:
+    """Found by trial: they had one name, so that one seemed to have become the other."""
+    names = OutsideVariables([WidthOfTwo, WidthOfThree]).prints()
+    assert {"WidthOfTwo.__init__() default 0", "WidthOfThree.__init__() default 0"} <= names.keys()
 
 
 def test_a_model_that_cannot_be_copied_is_said_to_be_unseen() -> None:

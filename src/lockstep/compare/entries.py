@@ -112,10 +112,8 @@ class Entry:
         first = self.devices[0]
         if not first.is_slot:
             return ", ".join(map(str, self.devices))
-        slots, cores = (
-            counted(len(self.devices), "CPU device"),
-            {core for device in self.devices for core in device.cores},
-        )
+        slots = counted(len(self.devices), "CPU device")
+        cores = {core for device in self.devices for core in device.cores}
         if len(cores) < sum(device.threads for device in self.devices):
             return f"{slots} that share {counted(len(cores), 'core')}"
         return f"{slots} of {counted(first.threads, 'core')}"

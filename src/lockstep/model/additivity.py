@@ -109,9 +109,11 @@ def are_wrong(sums: list[Sum], tolerance: float) -> Tensor:
     """Whether one of them is, found by the accelerator; Python numbers are looked at here."""
     wrong = torch.zeros_like(sums[0].whole.total, dtype=torch.bool)
 
-    def total(piece: Piece) -> Tensor:  # as in `Piece.numbers`
-        none = torch.as_tensor(piece.count, device=piece.total.device) == 0
-        return torch.where(none, piece.total.nan_to_num(), piece.total)
+    def total(piece: Piece) -> Tensor:  # as in `Piece.numbers`; a number made a tensor would be waited for
+        total, count = piece.total, piece.count
+        if isinstance(count, Tensor):
+            return torch.where(count.to(total.device, non_blocking=True) == 0, total.nan_to_num(), total)
+        return total if count else total.nan_to_num()
 
     for of in sums:
         values: list[list[Any]] = [[total(piece) for piece in of], [piece.count for piece in of]]

@@ -32,11 +32,10 @@ from torch import Tensor, nn
 
 from lockstep.errors import LockstepError, LossError, first_line
 from lockstep.launch.memory import is_out_of_memory
-from lockstep.model.inspection import OutsideVariables, kept_state
-from lockstep.model.inspection.attributes import prints_of
+from lockstep.model.inspection import OutsideVariables, kept_state, prints_of
 from lockstep.model.model_loss import ModelLoss, model_loss
 from lockstep.model.torch_losses import HALF, Misshapen, SummedMean
-from lockstep.tensors.pytree import clones, tensors
+from lockstep.tensors.pytree import clones, tensors, versions
 
 Number = float | Tensor
 """A total, or a count."""
@@ -287,12 +286,6 @@ class Totalled:
 
     def _cannot_take(self, outputs: Any, targets: Any) -> str:
         return f"{self.name} can't take outputs {_told(outputs)} and targets {_told(targets)}"
-
-
-def versions(nest: Any) -> list[tuple[int, int]]:
-    """What tells whether something was written to one of the tensors of a nest, taken out or put in."""
-    with torch._C.DisableTorchFunction():  # a mode that is on would be asked for each of them
-        return [(id(t), t._version) for t in tensors(nest) if not t.is_inference()]
 
 
 def _name_of(loss: Any) -> str:

@@ -167,6 +167,12 @@ def clones(nest: Any) -> Any:
     return each(torch.clone, nest, on_packed=lambda packed: packed)
 
 
+def versions(nest: Any) -> list[tuple[int, int]]:
+    """What tells whether something was written to one of the tensors of a nest, taken out or put in."""
+    with torch._C.DisableTorchFunction():  # a mode that is on would be asked for each of them
+        return [(id(t), t._version) for t in tensors(nest) if not t.is_inference()]
+
+
 def holds_packed(nest: Any) -> bool:
     """Whether there is a ``PackedSequence`` in it, whose rows are not samples."""
     found: list[PackedSequence] = []

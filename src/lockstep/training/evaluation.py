@@ -19,9 +19,10 @@ from lockstep.launch.memory import is_out_of_memory
 from lockstep.launch.world import World
 from lockstep.model.check_interval import is_power_of_two
 from lockstep.model.inspection import kept_state, look
-from lockstep.model.loss import Loss, versions
+from lockstep.model.loss import Loss
 from lockstep.strategies.step import Step
 from lockstep.strategies.update_result import Result, Sums, added
+from lockstep.tensors.pytree import versions
 from lockstep.tensors.seeding import kept_states
 from lockstep.training.metric_check import AcrossReplicas, is_sum
 
