@@ -314,10 +314,22 @@ class Configured(nn.Module):
         super().__init__()
         self.body, self.config = mlp(), types.SimpleNamespace(temperature=1.0)
         self.scales, self.scale, self.last = {"outer": {"inner": 1.0}}, torch.ones(()), None
+        self.act, self.acts, self.scaled = torch.sigmoid, [None, scaled_by(1.0)], self.unscaled
+
+    def unscaled(self, x: torch.Tensor) -> torch.Tensor:
+        return x
+
+    def halved(self, x: torch.Tensor) -> torch.Tensor:
+        return x * self.body[0].weight.sum() * 0.5
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        self.last = self.body(x) * self.config.temperature * self.scales["outer"]["inner"] * self.scale
+        hidden = self.scaled(self.acts[1](self.act(self.body(x))))
+        self.last = hidden * self.config.temperature * self.scales["outer"]["inner"] * self.scale
         return self.last
+
+
+def scaled_by(factor: float) -> Any:
+    return lambda x: x * factor
 
 
 CHANGES = {
@@ -325,6 +337,9 @@ CHANGES = {
     "a nested dictionary": lambda model: model.scales["outer"].update(inner=0.5),
     "a tensor": lambda model: setattr(model, "scale", model.scale * 0.5),
     "a tensor in place": lambda model: model.scale.mul_(0.5),
+    "a function": lambda model: setattr(model, "act", torch.tanh),
+    "a function in a list": lambda model: model.acts.__setitem__(1, scaled_by(0.5)),
+    "a method": lambda model: setattr(model, "scaled", model.halved),
 }
 
 

@@ -94,8 +94,11 @@ def follow_changes(replica: nn.Module, model: nn.Module, changed: Sequence[str])
     place = next((p.device for p in replica.parameters()), torch.device("cpu"))
     for name in changed:
         around, _, own = name.rpartition(".")
+        changed_to = vars(model.get_submodule(around))[own]
+        if _holds_on_to(changed_to, model):
+            raise StrategyError(f'dp: "{name}" of the model is a function now that holds on to the model: take ddp')
         try:
-            value = copy.deepcopy(vars(model.get_submodule(around))[own], memo)
+            value = copy.deepcopy(changed_to, memo)
         except Exception as error:
             raise StrategyError(
                 f'dp: "{name}" of the model has changed, and can\'t be copied for its replicas: make '
@@ -122,13 +125,17 @@ def refuse_what_replicas_would_share(model: nn.Module) -> None:
     advice = "; take ddp, which builds the model afresh for each device"
     for name in hooked_parameters(model):
         raise StrategyError(f'dp: parameter "{name}" has a hook, which its replicas would not have{advice}')
-    own = {id(thing) for thing in (*model.modules(), *model.parameters(), *model.buffers())}
     for name, module in model.named_modules():
         hooks = (*module._forward_hooks.values(), *module._forward_pre_hooks.values())
-        for function in (*vars(module).values(), *hooks):
-            if any(id(thing) in own for thing in closed_over(function)):
-                where = f'"{name}"' if name else "the model"
-                raise StrategyError(f"dp: a function in {where} holds on to the model it was made in{advice}")
+        if any(_holds_on_to(function, model) for function in (*vars(module).values(), *hooks)):
+            where = f'"{name}"' if name else "the model"
+            raise StrategyError(f"dp: a function in {where} holds on to the model it was made in{advice}")
+
+
+def _holds_on_to(function: Any, model: nn.Module) -> bool:
+    """Whether a function has closed over something of the model."""
+    held = {id(thing) for thing in closed_over(function)}
+    return bool(held) and any(id(one) in held for one in (*model.modules(), *model.parameters(), *model.buffers()))
 
 
 def refuse_other_parameters(total: torch.Tensor, model: nn.Module) -> None:

@@ -6,12 +6,14 @@ import contextlib
 import hashlib
 import io
 import pickle
+import types
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
 from torch import nn
 
+from lockstep.launch.processes.call import closed_over
 from lockstep.model.inspection.outside_variables import OutsideVariables, copies_of, put_back
 from lockstep.tensors.digest import digest
 from lockstep.tensors.pytree import tensors
@@ -30,8 +32,8 @@ def _is_own(name: str) -> bool:
 def attribute_prints(model: nn.Module, *, plain: bool = True) -> dict[str, bytes]:
     """A hash of every such attribute: ``{"body.calls": ...}``; not of ``plain`` ones, where that is False.
 
-    What can't be pickled is left out. The model's own tensors go by their names (an RNN lists its weights), others by
-    their values: pickled they hold addresses.
+    What can't be pickled is left out, but for functions. The model's own modules and tensors go by
+    their names (an RNN lists its weights), other tensors by their values: pickled they hold addresses.
     """
     held = [
         (name, key, value)
@@ -39,22 +41,28 @@ def attribute_prints(model: nn.Module, *, plain: bool = True) -> dict[str, bytes
         for key, value in vars(module).items()
         if _is_own(key)
         and (plain or (type(value) not in _PLAIN and not is_plain(value)))
-        and not (isinstance(value, nn.Module) or callable(value))
+        and not isinstance(value, nn.Module)
     ]
     if not held:  # as most models have it: dp asks twice in each update
         return {}
-    own = {id(t): name for name, t in (*model.named_parameters(), *model.named_buffers())}
+    own = {
+        id(one): name for of in (model.named_modules, model.named_parameters, model.named_buffers) for name, one in of()
+    }
     return prints_of(((f"{name}.{key}" if name else key, value) for name, key, value in held), own)
 
 
 def prints_of(held: Iterable[tuple[str, Any]], own: Mapping[int, str]) -> dict[str, bytes]:
-    """A hash of each value, by its name; that of a tensor in ``own`` is the name that it has there."""
+    """A hash of each value, by its name; that of a tensor or module in ``own`` is the name that it has there."""
 
     class Pickler(pickle.Pickler):
         def persistent_id(self, held: Any) -> Any:
-            if not isinstance(held, torch.Tensor):
-                return None
-            return own.get(id(held)) or (tuple(held.shape), str(held.dtype), digest(held))
+            if isinstance(held, types.FunctionType):
+                return _name_of(held)
+            if isinstance(held, type) and "<locals>" in held.__qualname__:
+                return held.__module__, held.__qualname__
+            if isinstance(held, torch.Tensor):
+                return own.get(id(held)) or (tuple(held.shape), str(held.dtype), digest(held))
+            return own.get(id(held)) if isinstance(held, nn.Module) else None
 
     found, known = {}, dict[int, bytes | None]()  # (one configuration may be an attribute of all modules)
     for name, value in held:
@@ -68,6 +76,13 @@ def prints_of(held: Iterable[tuple[str, Any]], own: Mapping[int, str]) -> dict[s
         if (its := known[id(value)]) is not None:
             found[name] = its
     return found
+
+
+def _name_of(function: types.FunctionType) -> tuple[Any, ...]:
+    """What tells a function from others, the same in each process: its name, its code, numbers that it closes over."""
+    code = function.__code__
+    plain = [value for value in (*closed_over(function), *code.co_consts) if type(value) in _PLAIN]
+    return function.__module__, function.__qualname__, code.co_firstlineno, code.co_code, code.co_names, plain
 
 
 def changed_attributes(model: nn.Module, before: Mapping[str, bytes]) -> tuple[dict[str, Any], list[str]]:
