@@ -161,7 +161,7 @@ def test_pytorchs_means_are_total_over_count_for_any_cut(name: str) -> None:
     outputs = make_outputs().requires_grad_()
     mean = loss(outputs, targets)
     (wanted,) = torch.autograd.grad(mean, outputs)
-    summed = Totalled.of(loss)
+    summed = Totalled(loss)
     assert summed.is_known
     for _ in range(6):
         ends = sorted({0, N, *torch.randint(1, N, (3,)).tolist()})
@@ -177,41 +177,41 @@ def test_pytorchs_means_are_total_over_count_for_any_cut(name: str) -> None:
 @pytest.mark.parametrize("name", CASES)
 def test_what_is_known_to_be_additive_is_accepted_as_a_function_too(name: str) -> None:
     make, make_outputs, make_targets = CASES[name]
-    summed, outputs, targets = Totalled.of(make()), make_outputs(), make_targets()
+    summed, outputs, targets = Totalled(make()), make_outputs(), make_targets()
     check(lambda o, t: summed(o, t, len(o)), outputs, targets, N)
 
 
 @pytest.mark.parametrize("name", ["mse", "ce probabilities", "kl batchmean", "multi margin", "ce bytes", "bce logits"])
 def test_the_count_is_a_python_number_where_no_data_need_be_read(name: str) -> None:
     make, make_outputs, make_targets = CASES[name]
-    _, count = Totalled.of(make())(make_outputs(), make_targets(), N)
+    _, count = Totalled(make())(make_outputs(), make_targets(), N)
     assert type(count) is int
 
 
 def test_a_count_of_targets_is_exact_and_a_scalar_tensor() -> None:
     targets = torch.tensor([1, -100, 2, -100, 0])
-    total, count = Totalled.of(nn.CrossEntropyLoss())(logits(5, C), targets, 5)
+    total, count = Totalled(nn.CrossEntropyLoss())(logits(5, C), targets, 5)
     assert isinstance(count, Tensor) and count.shape == () and not count.is_floating_point() and int(count) == 3
     assert total.shape == ()
 
 
 def test_all_targets_ignored_is_zero_over_zero() -> None:
-    total, count = Totalled.of(nn.CrossEntropyLoss())(logits(4, C), torch.full((4,), -100), 4)
+    total, count = Totalled(nn.CrossEntropyLoss())(logits(4, C), torch.full((4,), -100), 4)
     assert float(total) == 0 and int(count) == 0
 
 
 def test_a_sum_in_half_precision_neither_overflows_nor_loses_digits() -> None:
     outputs, targets = torch.full((1000, 100), 20.0, dtype=torch.float16), torch.zeros(1000, 100, dtype=torch.float16)
-    total, count = Totalled.of(nn.MSELoss())(outputs, targets, 1000)
+    total, count = Totalled(nn.MSELoss())(outputs, targets, 1000)
     assert float(total) / float(count) == 400.0
     weighted = nn.CrossEntropyLoss(weight=weights().bfloat16())
-    total, count = Totalled.of(weighted)(logits(4, C).bfloat16(), classes(4), 4)
+    total, count = Totalled(weighted)(logits(4, C).bfloat16(), classes(4), 4)
     assert total.dtype == torch.float32
 
 
 def test_a_weight_changed_between_steps_counts() -> None:
     loss = nn.CrossEntropyLoss(weight=weights())
-    summed = Totalled.of(loss)
+    summed = Totalled(loss)
     outputs, targets = logits(N, C), classes(N)
     summed(outputs, targets, N)
     loss.weight = weights().flip(0)
@@ -222,7 +222,7 @@ def test_a_weight_changed_between_steps_counts() -> None:
 
 def test_broadcast_along_a_row_is_counted_as_pytorch_does() -> None:
     loss, outputs, targets = nn.PoissonNLLLoss(), logits(N, C), torch.rand(N, 1)
-    total, count = Totalled.of(loss)(outputs, targets, N)
+    total, count = Totalled(loss)(outputs, targets, N)
     assert abs(float(total) / float(count) - float(loss(outputs, targets))) < 1e-14
 
 
@@ -237,11 +237,11 @@ def test_broadcast_along_a_row_is_counted_as_pytorch_does() -> None:
 )
 def test_shapes_that_mix_samples_are_refused(loss: nn.Module, outputs: Any, targets: Any, shapes: str) -> None:
     with pytest.raises(LossError, match=shapes):
-        Totalled.of(loss.double())(torch.rand(outputs), torch.rand(targets), 8)
+        Totalled(loss.double())(torch.rand(outputs), torch.rand(targets), 8)
 
 
 def test_shapes_that_the_loss_cant_take_are_both_said_on_the_first_call_only() -> None:
-    summed = Totalled.of(nn.CrossEntropyLoss())
+    summed = Totalled(nn.CrossEntropyLoss())
     with pytest.raises(
         LossError, match=r"^loss CrossEntropyLoss can't take outputs \(8, 10\) and targets \(7,\): "
     ) as e:
@@ -254,7 +254,7 @@ def test_shapes_that_the_loss_cant_take_are_both_said_on_the_first_call_only() -
 
 def test_nested_outputs_are_told_by_their_shapes() -> None:
     with pytest.raises(LossError, match=r"outputs dict\[a: \(2, 3\), b: tuple\[\(4,\), None\]\] and targets \(2,\)"):
-        Totalled.of(nn.MSELoss())({"a": logits(2, 3), "b": (logits(4), None)}, classes(2), 2)
+        Totalled(nn.MSELoss())({"a": logits(2, 3), "b": (logits(4), None)}, classes(2), 2)
 
 
 # ---- a person's own losses ------------------------------------------------------------------------------------------
@@ -264,7 +264,7 @@ def check(
     loss: Any, outputs: Any, targets: Any, samples: int, checks: LossCheck | None = None, **options: Any
 ) -> LossCheck:
     """As a step does in an update."""
-    checks = checks or LossCheck(Totalled.of(loss), cuts=True)
+    checks = checks or LossCheck(Totalled(loss), cuts=True)
     summed = checks._loss
     checks(outputs, targets, Piece(*summed(outputs, targets, samples), samples), **options)
     return checks
@@ -277,7 +277,7 @@ def squared(outputs: Tensor, targets: Tensor) -> Tensor:
 def test_a_mean_over_samples_passes_the_check_and_is_weighted_by_them() -> None:
     outputs, targets = logits(N, C), logits(N, C)
     check(squared, outputs, targets, N)
-    total, count = Totalled.of(squared)(outputs, targets, N)
+    total, count = Totalled(squared)(outputs, targets, N)
     assert count == N and abs(float(total) / N - float(squared(outputs, targets))) < 1e-14
 
 
@@ -386,7 +386,7 @@ def test_the_probe_leaves_gradients_random_numbers_and_state_alone() -> None:
     loss = Counting()
     outputs = logits(N, C).requires_grad_()
     state = torch.get_rng_state()
-    LossCheck(Totalled.of(loss), cuts=True)(outputs, torch.ones(N, C), Piece(squared(outputs, 1.0) * N, N, N))
+    LossCheck(Totalled(loss), cuts=True)(outputs, torch.ones(N, C), Piece(squared(outputs, 1.0) * N, N, N))
     assert torch.equal(state, torch.get_rng_state())
     assert float(loss.calls) == 0 and outputs.grad is None
 
@@ -401,7 +401,7 @@ def test_total_and_count_are_taken_as_they_are() -> None:
 
     outputs, targets = logits(N, C), logits(N)
     check(loss, outputs, targets, N)
-    total, count = Totalled.of(loss)(outputs, targets, N)
+    total, count = Totalled(loss)(outputs, targets, N)
     assert float(total) == float(outputs.square().sum()) and int(count) == int((targets > 0).sum())
 
 
@@ -419,12 +419,12 @@ def test_total_and_count_are_taken_as_they_are() -> None:
 )
 def test_what_a_loss_may_not_return_is_said(value: Any, said: str) -> None:
     with pytest.raises(LossError, match=said):
-        Totalled.of(lambda o, t: value)(logits(4), logits(4), 4)
+        Totalled(lambda o, t: value)(logits(4), logits(4), 4)
 
 
 def test_reduction_none_is_refused_with_its_shape() -> None:
     with pytest.raises(LossError, match=r"loss MSELoss returned a tensor of shape \(4, 2\)"):
-        Totalled.of(nn.MSELoss(reduction="none"))(logits(4, 2), logits(4, 2), 4)
+        Totalled(nn.MSELoss(reduction="none"))(logits(4, 2), logits(4, 2), 4)
 
 
 def test_a_loss_that_learns_belongs_in_the_model() -> None:
@@ -434,13 +434,13 @@ def test_a_loss_that_learns_belongs_in_the_model() -> None:
             self.scale = nn.Parameter(torch.ones(()))
 
     with pytest.raises(LossError, match=r"parameters that learn \(scale\): put them in the model"):
-        Totalled.of(Learned())
+        Totalled(Learned())
 
 
 @pytest.mark.parametrize(("loss", "said"), [(nn.MSELoss, r"write MSELoss\(\)"), ("mse", "loss is a str")])
 def test_what_is_no_loss_is_refused(loss: Any, said: str) -> None:
     with pytest.raises(LossError, match=said):
-        Totalled.of(loss)
+        Totalled(loss)
 
 
 def test_a_subclass_is_not_taken_for_its_base() -> None:
@@ -448,22 +448,22 @@ def test_a_subclass_is_not_taken_for_its_base() -> None:
         def forward(self, input: Tensor, target: Tensor) -> Tensor:
             return 2 * super().forward(input, target)
 
-    assert not Totalled.of(Doubled()).is_known
+    assert not Totalled(Doubled()).is_known
     hooked = nn.MSELoss()
     hooked.register_forward_hook(lambda module, args, value: value * 2)
-    assert not Totalled.of(hooked).is_known
+    assert not Totalled(hooked).is_known
 
 
 @pytest.mark.parametrize("loss", [nn.CrossEntropyLoss(), lambda o, t: F.cross_entropy(o, t)])
 def test_copies_and_pickles_give_the_same(loss: Any) -> None:
-    summed = Totalled.of(loss)
+    summed = Totalled(loss)
     outputs, targets = logits(N, C), classes(N)
-    for other in (copy.deepcopy(summed), pickle.loads(cloudpickle.dumps(summed)), Totalled.of(summed)):
+    for other in (copy.deepcopy(summed), pickle.loads(cloudpickle.dumps(summed))):
         assert float(other(outputs, targets, N)[0]) == float(summed(outputs, targets, N)[0])
 
 
 def test_threads_may_call_it_at_once() -> None:
-    summed = Totalled.of(nn.CrossEntropyLoss(weight=weights()))
+    summed = Totalled(nn.CrossEntropyLoss(weight=weights()))
     outputs, targets = logits(N, C), classes(N)
     wanted = float(summed(outputs, targets, N)[0])
     got: list[float] = []
@@ -489,7 +489,7 @@ def test_tensors_of_a_loss_follow_the_outputs() -> None:
             return (outputs * self.alpha).mean()
 
     for loss in (nn.CrossEntropyLoss(weight=weights()), Focal()):
-        total, count = Totalled.of(loss)(logits(N, C).to("meta"), classes(N).to("meta"), N)
+        total, count = Totalled(loss)(logits(N, C).to("meta"), classes(N).to("meta"), N)
         assert total.device.type == "meta"
         assert count.device.type == "meta" if isinstance(count, Tensor) else count == N
 
@@ -512,8 +512,8 @@ def test_a_count_that_depends_on_parameters_is_refused() -> None:
 def test_what_a_loss_holds_is_compared_by_value() -> None:
     """Found by trial: equal class weights that a callback had set on two ranks were said to be other ones."""
     loss = nn.CrossEntropyLoss(weight=torch.ones(3))
-    before = Totalled.of(loss).state()
+    before = Totalled(loss).state()
     loss.weight = torch.ones(3)
-    assert Totalled.of(loss).state() == before
+    assert Totalled(loss).state() == before
     loss.weight = torch.full((3,), 2.0)
-    assert Totalled.of(loss).state() != before
+    assert Totalled(loss).state() != before

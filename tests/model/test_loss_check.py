@@ -24,7 +24,7 @@ Loss = Callable[[Any, Any], Any]
 
 def checked(loss: Loss, batches: Any, *, cuts: bool = True) -> LossCheck:
     """The check of a loss after these local batches, as a step makes it."""
-    made = Totalled.of(loss)
+    made = Totalled(loss)
     check = LossCheck(made, cuts=cuts)
     for step, (outputs, targets, size) in enumerate(batches, start=1):
         if check.wants(step):
@@ -246,7 +246,7 @@ def test_a_pair_that_draws_random_numbers_or_cant_be_cut_is_taken_at_its_word() 
         (nodes, drawn(20, 3), drawn(20), 8),
         (lambda o, t: (o.data.sum(), 2), packed, labels(2, 3), 2),
     ):
-        made = Totalled.of(loss)
+        made = Totalled(loss)
         whole = Piece(*made(outputs, targets, size), size)
         state = torch.get_rng_state()
         check = LossCheck(made, cuts=True)
@@ -402,7 +402,7 @@ def test_a_sum_divided_by_a_number_of_the_whole_batch_is_no_sum(tmp_path: Any) -
 
 
 def test_a_dear_loss_is_checked_now_and_then_and_that_is_said() -> None:
-    check = LossCheck(Totalled.of(contrastive), cuts=True)
+    check = LossCheck(Totalled(contrastive), cuts=True)
     line = None
     for update in range(1, 6):
         assert check.wants(update)
@@ -419,7 +419,7 @@ def test_a_dear_loss_is_checked_now_and_then_and_that_is_said() -> None:
 
 
 def test_a_cheap_loss_is_checked_always_and_nothing_is_said() -> None:
-    check = LossCheck(Totalled.of(contrastive), cuts=True)
+    check = LossCheck(Totalled(contrastive), cuts=True)
     for update in range(2, 6):
         spent = 0.3 if update == 3 else 0.04  # once the system was busy
         check.interval.spent(spent)
@@ -436,7 +436,7 @@ def test_the_loss_of_an_earlier_sample_is_computed_once_unless_the_loss_changes(
         sizes.append(len(outputs))
         return weight * (outputs - targets).square().sum(), len(outputs)
 
-    check = LossCheck(totalled := Totalled.of(loss), cuts=True)
+    check = LossCheck(totalled := Totalled(loss), cuts=True)
     for update in range(6):
         outputs, targets = drawn(8, 3, seed=update), drawn(8, 3)
         whole = Piece.of(totalled(outputs, targets, 8), 8)
@@ -448,7 +448,7 @@ def test_the_loss_of_an_earlier_sample_is_computed_once_unless_the_loss_changes(
 
 
 def test_pytorchs_means_are_never_checked() -> None:
-    assert not LossCheck(Totalled.of(nn.CrossEntropyLoss()), cuts=True).wants(1)
+    assert not LossCheck(Totalled(nn.CrossEntropyLoss()), cuts=True).wants(1)
 
 
 # ---- what is said --------------------------------------------------------------------------------------------------
@@ -618,7 +618,7 @@ def test_what_a_rank_other_than_the_first_notes_of_the_loss_is_said(tmp_path: An
 
 def test_ranks_check_the_loss_as_often_as_one_another() -> None:
     def on_rank(world: lockstep.World) -> tuple[int, list[str]]:
-        check = LossCheck(Totalled.of(contrastive), cuts=True)
+        check = LossCheck(Totalled(contrastive), cuts=True)
         line = None
         for update in range(2, 6):
             check.interval.spent(0.3 if world.rank else 0.01)

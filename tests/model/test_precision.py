@@ -55,6 +55,55 @@ def test_weights_of_classes_are_in_the_format_of_the_job(way: str) -> None:
     assert loss.weight is not None and loss.weight.dtype is torch.float32, "the person's own is left alone"
 
 
+class Weighted(nn.Module):
+    """A loss that keeps weights, a temperature and a number of its calls."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("weight", torch.tensor([1.0, 2.0, 3.0]))
+        self.register_buffer("calls", torch.zeros(()))
+        self.temperature = 1.0
+
+    def forward(self, outputs: torch.Tensor, targets: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        with torch.no_grad():
+            self.calls += self.training
+        each = nn.functional.cross_entropy(outputs / self.temperature, targets, self.weight, reduction="none")
+        return each.sum() * (1 + 0.1 * self.calls), self.weight[targets].sum()
+
+
+def _given_new(loss: nn.Module) -> None:
+    loss.weight = torch.tensor([3.0, 0.1, 1.0])
+
+
+CHANGES = {
+    "in place": lambda loss: loss.weight.copy_(torch.tensor([3.0, 0.1, 1.0])),
+    "anew": _given_new,
+    "a number": lambda loss: setattr(loss, "temperature", 0.5),
+    "nothing": lambda loss: None,
+}
+
+
+@pytest.mark.parametrize("change", CHANGES)
+@pytest.mark.parametrize("make", [Weighted, lambda: nn.CrossEntropyLoss(weight=torch.tensor([1.0, 2.0, 3.0]))])
+def test_what_is_changed_in_a_loss_later_acts_in_the_format_of_the_job(make, change) -> None:
+    """Found by trial: the format's copy of the loss was made once, so that later weights of classes did nothing."""
+    found = []
+    for its in (None, "fp64"):
+        torch.manual_seed(0)
+        loss = make() if its else make().double()
+        model = ZOO["mlp"].model().double()
+        step = parallelize(model, loss, plain_sgd(model.named_parameters()), precision=its)
+        for update in range(3):
+            if update == 1:
+                CHANGES[change](loss)
+            if loss.weight.dtype is torch.float32 and its is None:
+                loss.weight = loss.weight.double()
+            step(drawn(8, 6).double(), labels(8, 3))
+        found.append((*model.parameters(), step.evaluate(drawn(8, 6).double(), labels(8, 3))[1]))
+    for one, other in zip(*found, strict=True):
+        assert torch.allclose(torch.as_tensor(one), torch.as_tensor(other), rtol=1e-12)
+
+
 class Overflowing(nn.Module):
     """Its first gradients overflow once they are scaled by 65536."""
 

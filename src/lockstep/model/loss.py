@@ -32,6 +32,7 @@ from torch import Tensor, nn
 
 from lockstep.errors import LockstepError, LossError, first_line
 from lockstep.launch.memory import is_out_of_memory
+from lockstep.model.followed_copy import FollowedCopy
 from lockstep.model.inspection import OutsideVariables, kept_state, prints_of
 from lockstep.model.model_loss import ModelLoss, model_loss
 from lockstep.model.torch_losses import HALF, Misshapen, SummedMean
@@ -90,9 +91,10 @@ class Totalled:
 
     Args:
         loss: ``loss(outputs, targets)``; a module's tensors are used on the device of the outputs.
+        dtype: the format that floating tensors of a module are used in; None as they are.
 
     Attributes:
-        loss: what the person gave.
+        loss: what the person gave, or a copy in that format.
         name: it in messages: ``loss nll``, or ``loss`` where it has no name.
         is_known: whether it is one of PyTorch's means, or the model's own.
         gives_pairs: whether it has returned ``(total, count)``.
@@ -103,7 +105,7 @@ class Totalled:
         LossError: it can't be called, or has parameters that learn.
     """
 
-    def __init__(self, loss: Callable[..., Any]) -> None:
+    def __init__(self, loss: Callable[..., Any], dtype: torch.dtype | None = None) -> None:
         if isinstance(loss, type) or not callable(loss):
             raise LossError(
                 f"loss is the class {loss.__name__}: write {loss.__name__}()"
@@ -114,27 +116,34 @@ class Totalled:
             raise LossError(
                 f"loss {type(loss).__name__} has parameters that learn ({learns[0]}): put them in the model"
             )
+        kept: list[Tensor] = []
+        self._converted: FollowedCopy | None = None
+        if isinstance(loss, nn.Module):
+            kept = [*loss.parameters(), *loss.buffers()]
+            if dtype is not None and any(t.dtype is not dtype for t in kept if t.is_floating_point()):
+                self._converted = FollowedCopy(loss, dtype)
+                loss = self._converted.copy
         self.loss = loss
         self.name = _name_of(loss)
         self._mean = ModelLoss() if loss is model_loss else SummedMean.of(loss)
-        self._has_tensors = isinstance(loss, nn.Module) and any(True for _ in (*loss.buffers(), *loss.parameters()))
-        self._copies: dict[Any, Any] = {}
+        self._has_tensors = bool(kept)
+        self._copies: dict[torch.device, FollowedCopy] = {}
         self._called = False
         self._seen: set[str] = set()  # of it and its copies: whether it was "tried", and "writes" to what it is given
         self.is_known = self._mean is not None
         self.gives_pairs = False
         self.spoilt: set[int] = set()
 
-    @classmethod
-    def of(cls, loss: Callable[..., Any]) -> Totalled:
-        """The same object where ``loss`` is one already."""
-        return loss if isinstance(loss, cls) else cls(loss)
-
     def __reduce__(self) -> tuple[Any, ...]:
         return type(self), (self.loss,)
 
     def __repr__(self) -> str:
         return f"Totalled({self.loss!r})"
+
+    def follow(self) -> None:
+        """Give copies of a module what was changed in it since."""
+        for copied in (*([] if self._converted is None else [self._converted]), *self._copies.values()):
+            copied.follow()
 
     def judged(self, outputs: Any, targets: Any, samples: int) -> Loss:
         """Total and count, computed by a copy, which changes no state."""
@@ -235,14 +244,13 @@ class Totalled:
             return self.loss
         module = self.loss
         assert isinstance(module, nn.Module)
-        here = next((t.device for t in (*module.buffers(), *module.parameters())), None)
+        here = next(t.device for t in (*module.buffers(), *module.parameters()))
         there = next((t.device for t in tensors(outputs)), here)
         if here == there:
             return module
         if there not in self._copies:
-            self._copies[there] = copy.deepcopy(module).to(there)
-        moved: nn.Module = self._copies[there]
-        return moved
+            self._copies[there] = FollowedCopy(module, there)
+        return self._copies[there].copy
 
     def _taken(self, value: Any, samples: int) -> Loss:
         """What a person's loss returned, as total and count."""

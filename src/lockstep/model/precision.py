@@ -15,7 +15,6 @@ fp16  the same with float16, and a scaled loss: gradients that float16 could not
 from __future__ import annotations
 
 import contextlib
-import copy
 import warnings
 from collections.abc import Iterator
 from typing import Any, Literal
@@ -136,12 +135,3 @@ def convert_model(model: nn.Module, name: PrecisionName | None) -> None:
         model._apply(lambda t: t.to(torch.complex128) if t.is_complex() else t)  # type: ignore[no-untyped-call]
     elif name is not None:
         model.float()
-
-
-def converted_loss(loss: Any, name: PrecisionName | None) -> Any:
-    """The loss for outputs in that format: a copy where it is a module that keeps floating tensors in another."""
-    whole = _WHOLE.get(name or "")
-    if whole is None or not isinstance(loss, nn.Module):
-        return loss
-    kept = [t.dtype for t in (*loss.parameters(), *loss.buffers()) if t.is_floating_point()]
-    return copy.deepcopy(loss).to(whole) if any(dtype is not whole for dtype in kept) else loss

@@ -25,7 +25,7 @@ from lockstep.model.check_interval import is_power_of_two
 from lockstep.model.layer_error import layer_error
 from lockstep.model.loss import Loss, Number, Totalled
 from lockstep.model.loss_check import LossCheck
-from lockstep.model.precision import Precision, converted_loss
+from lockstep.model.precision import Precision
 from lockstep.tensors.pytree import batch_size_of, call, to_device
 from lockstep.tensors.seeding import kept_states, seed_all, seed_on
 
@@ -54,10 +54,10 @@ class Evaluator:
         self.model = model
         self.world = world
         self.observers = world.observers
-        self.loss = Totalled.of(converted_loss(no_loss if job.loss is None else job.loss, job.precision))
         self._channels_last = job.channels_last
         self._precision = Precision(job.precision, world)
         self._dtype = self._precision.whole
+        self.loss = Totalled(no_loss if job.loss is None else job.loss, self._dtype)
         self._on_accelerator = not world.device.is_slot
         self._stream: tuple[int, ...] | None = None
         self._loss_check: LossCheck | None = None
@@ -100,6 +100,7 @@ class Evaluator:
         nests = [m for m, _ in modes if isinstance(m, nn.TransformerEncoder) and getattr(m, "use_nested_tensor", False)]
         stream = self._stream
         self.share_buffers()
+        self.loss.follow()
         for model in self.models():
             model.eval()
         for encoder in nests:

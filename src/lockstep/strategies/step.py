@@ -120,6 +120,7 @@ class Step(Calls):
         """Count it, and look at what the model makes of a batch, where that is looked at."""
         self.world.step += 1
         self._updates += 1
+        self.loss.follow()
         if self._updates == 1:
             self.prepare(batch)
         elif self.looks_again and self._updates <= self.last_look:

@@ -30,7 +30,7 @@ from lockstep.launch.placement import alone
 from lockstep.launch.world import World
 from lockstep.model.build import build_model
 from lockstep.model.loss import Totalled
-from lockstep.model.precision import Precision, converted_loss
+from lockstep.model.precision import Precision
 from lockstep.pipelining.device_map import stage_of
 from lockstep.pipelining.planner.blocks import Block, Look, blocks_of
 from lockstep.pipelining.planner.trace import as_before, trace, watched
@@ -62,8 +62,8 @@ class Bench:
             loader.close()
         self._state_copies = state_copies(job)
         self._channels_last = job.channels_last
-        self._loss = Totalled.of(converted_loss(job.loss, job.precision)).copied()  # its state is the training's
         self._precision = Precision(job.precision, world)
+        self._loss = Totalled(job.loss, self._precision.whole).copied()  # its state is the training's
 
     def fixed(self, block: Block) -> float:
         """Bytes that a block takes besides activations: parameters, their gradients, the optimizer's state."""
