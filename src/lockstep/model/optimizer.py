@@ -231,11 +231,19 @@ def named_optimizer_state(optimizer: torch.optim.Optimizer, model: nn.Module) ->
     """An optimizer's state by parameter name, not number: ``{"kind": "Adam", "state": {name: ...}, "groups": []}``.
 
     Of several optimizers, such a state of each, by name.
+
+    Raises:
+        InputError: it has a parameter that isn't the model's.
     """
     if isinstance(optimizer, Optimizers):
         parts = {name: model.get_submodule(name) for name in optimizer.by_name}
         return {name: named_optimizer_state(one, parts[name]) for name, one in optimizer.by_name.items()}
     names = _names_of(model)
+    if any(id(p) not in names for group in optimizer.param_groups for p in group["params"]):
+        raise InputError(
+            "the optimizer has a parameter that the model hasn't any more (a layer was replaced?): give the model its "
+            "layers before the optimizer is made"
+        )
     state = {names[id(p)]: dict(values) for p, values in optimizer.state.items() if isinstance(p, torch.Tensor)}
     others = {key: value for key, value in optimizer.state.items() if not isinstance(key, torch.Tensor)}
     groups = [

@@ -116,12 +116,6 @@ class DPStep(Step):
         self._modules = [list(replica.modules()) for replica in self._replicas]
         self._structure = structure_of(model)
         self._buffers = [buffers_of(replica) for replica in self._replicas]
-        # Running statistics act in evaluation only, so they needn't be the same before.
-        self._acting = [
-            k
-            for k, (module, _) in enumerate(self._buffers[0])
-            if not isinstance(module, nn.modules.batchnorm._NormBase)
-        ]
         self._shared = all(device.is_slot for device in world.devices)
         self._team = Team(world.devices)
         if exchange is not None:
@@ -329,7 +323,10 @@ class DPStep(Step):
         for modules in self._modules[1:]:
             for mine, theirs in zip(self._modules[0], modules, strict=True):
                 follow_settings(theirs, mine)
-        self._copy_buffers(self._acting)
+        # Running statistics act in evaluation only, so that they needn't be the same before.
+        norm = nn.modules.batchnorm._NormBase
+        acting = [k for k, (m, _) in enumerate(self._buffers[0]) if not (isinstance(m, norm) and m.training)]
+        self._copy_buffers(acting)
 
     def _share_parameters(self) -> None:
         mine = list(self.model.parameters())

@@ -123,9 +123,10 @@ def _view_like(buffer: torch.Tensor, offset: int, parameter: nn.Parameter) -> to
 class FollowedBuffers:
     """Buffers that change in training and act in it: all ranks follow rank 0, as with PyTorch's own DDP.
 
-    BatchNorm's running statistics only act in evaluation, so they are shared then. The others are found by looking,
-    after steps 1, 2, 4, 8, ... and at each evaluation, which have changed on any rank; constants (masks, positions) are
-    never sent. Values are compared, since a version counter misses what kernels write.
+    BatchNorm's running statistics only act in evaluation, so they are shared then, and when a person gives a layer that
+    mode. The others are found by looking, after steps 1, 2, 4, 8, ... and at each evaluation, which have changed on any
+    rank; constants (masks, positions) are never sent. Values are compared, since a version counter misses what kernels
+    write.
     """
 
     def __init__(self, model: nn.Module, world: World) -> None:
@@ -139,9 +140,19 @@ class FollowedBuffers:
                 and not isinstance(module, nn.modules.batchnorm._NormBase)
             }
         self._changing: list[tuple[nn.Module, str]] = []
+        self._norms = [m for m in model.modules() if isinstance(m, nn.modules.batchnorm._NormBase)]
+        self._still: set[nn.Module] = set()
 
     def follow(self) -> None:
-        """Take rank 0's values of those that are known to change."""
+        """Take rank 0's values of those that are known to change, and of norms that are in evaluation mode now."""
+        if self._world.size == 1:
+            return
+        before, self._still = self._still, {norm for norm in self._norms if not norm.training}
+        if self._still - before:
+            self._world.meet("a change of the model (a batch norm is in evaluation mode now)")
+            take_first(
+                self._world, [place for norm in self._norms if norm in self._still for place in buffers_of(norm)]
+            )
         take_first(self._world, self._changing)
 
     def look(self) -> None:

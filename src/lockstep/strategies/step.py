@@ -122,6 +122,7 @@ class Step(Calls):
         self._updates += 1
         self.loss.follow()
         if self._updates == 1:
+            self.begin_training()
             self.prepare(batch)
         elif self.looks_again and self._updates <= self.last_look:
             self._look(batch)

@@ -22,14 +22,15 @@ from lockstep.errors import InputError, LossError, RunError, SaveError, Strategy
 from lockstep.job import Job
 from lockstep.launch.events import Caveat, Line
 from lockstep.launch.world import World
-from lockstep.model.inspection import OutsideVariables, attribute_prints, changed_attributes, set_attributes
+from lockstep.model.inspection import OutsideVariables, attribute_prints, set_attributes
 from lockstep.model.loss import Loss
+from lockstep.model.model_settings import KINDS, ModelSettings
 from lockstep.model.optimizer import (
     begin_momentum,
     load_named_optimizer_state,
     named_optimizer_state,
-    optimizer_prints,
 )
+from lockstep.model.unsaved import Unsaved
 from lockstep.strategies.evaluator import Evaluator
 from lockstep.tensors.pytree import tensors
 from lockstep.tensors.row_shard import RowShard
@@ -62,10 +63,10 @@ class StepState(Evaluator):
         held = set(self._optimized)
         self._held = {name: p for name, p in model.named_parameters() if id(p) in held}
         self._find_trained()
-        self._attributes = attribute_prints(model)
+        self.settings = ModelSettings(model)
+        self._saved_settings: Mapping[str, Any] = {}
         self._outside = OutsideVariables.of_model(model)
-        self._outside_prints, self._loss_state = self._outside.prints(), self.loss.state()
-        self._optimizer_prints = optimizer_prints(optimizer, model)
+        self.unsaved: Unsaved | None = None
         self._of_data = OutsideVariables(each for each in (job.train_data, job.order, job.collate) if each is not None)
         self._noted: set[Caveat | str] = set()
         self._part_names: tuple[str, ...] | None = None
@@ -258,9 +259,10 @@ class StepState(Evaluator):
         self._check_left_out()
         optimizer, kept = self.optimizer_state(whole=whole), {**self.weights(whole=whole), **self.left_out}
         others = {name: b for name, b in self.model.named_buffers() if name not in kept}  # those not persistent
-        attributes, lost = changed_attributes(self.model, self._attributes)
-        self._say_what_is_lost(lost)
-        beside = {"buffers": others, "attributes": attributes}
+        why = "changes in training, and no checkpoint keeps it: a resumed run begins anew with it"
+        lost = () if self.unsaved is None else self.unsaved.changed()
+        self.tell_once(Caveat("state", f"{what} {why}", fix) for what, fix in lost)
+        beside = {"buffers": others, **self.settings.state(with_mode=not self.own_loop)}
         return {"model": kept, "optimizer": optimizer, **scaler, **{name: of for name, of in beside.items() if of}}
 
     def leave_out_frozen(self) -> None:
@@ -291,21 +293,6 @@ class StepState(Evaluator):
                 )
             self._versions[name] = p._version
 
-    def _say_what_is_lost(self, attributes: Iterable[str]) -> None:
-        """Say what the training has changed, and a resumed one would begin with anew."""
-        now, by_optimizer = self._outside.prints(), optimizer_prints(self.optimizer, self.model)
-        lost = [f'the model\'s attribute "{name}"' for name in attributes]
-        lost += (f'"{n}", which is outside of the model,' for n, was in self._outside_prints.items() if now[n] != was)
-        lost += ["what the loss remembers"] if self.loss.state() != self._loss_state else []
-        found = [(what, "make it a buffer of the model") for what in lost]
-        found += (
-            (f'"{name}" of the optimizer', "keep it in the optimizer's state or groups")
-            for name, its in by_optimizer.items()
-            if self._optimizer_prints.get(name) != its
-        )
-        why = "changes in training, and no checkpoint keeps it: a resumed run begins anew with it"
-        self.tell_once(Caveat("state", f"{what} {why}", fix) for what, fix in found)
-
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Take over what ``state_dict`` gave, under any strategy and number of devices.
 
@@ -320,9 +307,21 @@ class StepState(Evaluator):
         except RuntimeError as error:
             raise InputError(f"the saved model is another one: {str(error).splitlines()[-1].strip()}") from error
         set_attributes(self.model, {**state.get("buffers", {}), **state.get("attributes", {})})
+        self._saved_settings = {kind: state[kind] for kind in KINDS if kind in state}
+        if self.own_loop:
+            self.take_settings()
         self.take_optimizer_state(state["optimizer"])
         if self._scaler is not None and "scaler" in state:
             self._scaler.load_state_dict(state["scaler"])
+
+    def begin_training(self) -> None:
+        """From now on it is seen what changes and isn't kept; what was done before a resumed run does again."""
+        self.unsaved = Unsaved(self.model, self.loss, self.optimizer, self._outside)
+
+    def take_settings(self) -> None:
+        """Take over what callbacks had changed in the model, after those of this run have begun."""
+        self.tell_once(self.settings.take(self._saved_settings))
+        self._saved_settings = {}
 
     # ---- what a strategy does in another way whose ranks hold shards; all of these are called on every rank ----------
 

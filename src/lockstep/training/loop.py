@@ -112,6 +112,7 @@ class _Training(Setup):
         for told_of in self.opening(self.epoch) if self.world.is_first else ():
             self.world.tell(told_of)
         self.callbacks.call("start", self.epoch, {})
+        self.step.take_settings()
         if self.plan.profile:
             to_go = None if self.steps is None else self.steps - self.world.step
             self.profiler = Profiler(self.world, self.step, self.folder, to_go)

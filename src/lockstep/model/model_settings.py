@@ -1,0 +1,70 @@
+"""What a person's functions change in a model beside parameters and buffers, and checkpoints keep."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+from torch import nn
+
+from lockstep.errors import counted
+from lockstep.model.inspection import attribute_prints, changed_attributes, set_attributes
+
+KINDS = ("attributes", "requires_grad", "modes")
+"""What of a state they are."""
+
+
+class ModelSettings:
+    """The attributes of a model's modules, which of its parameters are trained, and the mode of its layers.
+
+    A checkpoint keeps how they differ from those of the model that was built; of attributes numbers, texts, tensors and
+    nests of them.
+    """
+
+    def __init__(self, model: nn.Module) -> None:
+        self._model = model
+        self._built, self._trained, self._modes = attribute_prints(model), _trained(model), _modes(model)
+
+    def state(self, *, with_mode: bool) -> dict[str, dict[str, Any]]:
+        """What has changed since the model was built, by kind and name.
+
+        Args:
+            with_mode: with that of the model itself, else only where layers are in another one.
+        """
+        attributes, _ = changed_attributes(self._model, self._built)
+        modes = _modes(self._model) | ({} if with_mode else {"": self._modes[""]})
+        changed = _changed(self._trained, _trained(self._model)), _changed(self._modes, modes)
+        return {kind: of for kind, of in zip(KINDS, (attributes, *changed), strict=True) if of}
+
+    def take(self, state: Mapping[str, Mapping[str, Any]]) -> Iterator[str]:
+        """Take over what ``state`` gave, and give a line for each kind that someone may not expect."""
+        set_attributes(self._model, state.get("attributes", {}))
+        parameters, modules = dict(self._model.named_parameters()), dict(self._model.named_modules())
+        changed = {
+            n: its for n, its in state.get("requires_grad", {}).items() if parameters[n].requires_grad is not its
+        }
+        for name, is_trained in changed.items():
+            parameters[name].requires_grad_(is_trained)
+        modes = {**self._modes, **state.get("modes", {})}
+        if state.get("modes"):
+            self._model.training = modes[""] if "" in state["modes"] else self._model.training
+            for name, module in modules.items():
+                module.training = modes[name] is self._model.training if name else module.training
+        for is_trained in (True, False):
+            if names := [name for name, its in changed.items() if its is is_trained]:
+                more = f" and {counted(len(names) - 1, 'more parameter')}" if len(names) > 1 else ""
+                what = f"{'is' if len(names) == 1 else 'are'} {'trained' if is_trained else 'frozen'}"
+                yield f'"{names[0]}"{more} {what}, as when the run was saved'
+
+
+def _trained(model: nn.Module) -> dict[str, bool]:
+    return {name: p.requires_grad for name, p in model.named_parameters()}
+
+
+def _modes(model: nn.Module) -> dict[str, bool]:
+    """Whether the model is in training mode, and each other module in the mode that the model is in."""
+    return {name: module.training is (not name or model.training) for name, module in model.named_modules()}
+
+
+def _changed(before: Mapping[str, bool], now: Mapping[str, bool]) -> dict[str, bool]:
+    return {name: its for name, its in now.items() if before.get(name) is not its}

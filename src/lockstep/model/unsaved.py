@@ -1,0 +1,67 @@
+"""What a training may change and no checkpoint keeps, so that a resumed run begins anew with it."""
+
+from __future__ import annotations
+
+import itertools
+import weakref
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+from torch import nn
+
+from lockstep.errors import is_own_code
+from lockstep.model.inspection import OutsideVariables, attribute_prints, changed_attributes
+from lockstep.model.loss import Totalled
+from lockstep.model.optimizer import optimizer_prints
+
+_HOOKS = ("_forward_pre_hooks", "_forward_hooks", "_backward_pre_hooks", "_backward_hooks")
+
+
+class Unsaved:
+    """What that is, as it was when the training began.
+
+    Args:
+        outside: the variables that the model uses and doesn't own.
+    """
+
+    def __init__(
+        self, model: nn.Module, loss: Totalled, optimizer: torch.optim.Optimizer, outside: OutsideVariables
+    ) -> None:
+        self._model, self._loss, self._optimizer, self._outside = model, loss, optimizer, outside
+        self._attributes, self._layers = attribute_prints(model), _layers(model)
+        self._variables, self._state = outside.prints(), loss.state()
+        self._of_optimizer = optimizer_prints(optimizer, model)
+
+    def changed(self) -> Iterator[tuple[str, str]]:
+        """What has changed since, and what to do instead."""
+        of_model = "make it a buffer of the model"
+        _, attributes = changed_attributes(self._model, self._attributes)
+        yield from ((f'the model\'s attribute "{name}"', of_model) for name in attributes)
+        for name, its in _layers(self._model).items():
+            if self._layers.get(name) != its:
+                what = f'layer "{name}" of the model, or its hooks,' if name else "the model itself, or its hooks,"
+                yield what, "change it where the model is built, or in on_start of a callback"
+        variables = self._outside.prints()
+        for name, was in self._variables.items():
+            if variables[name] != was:
+                yield f'"{name}", which is outside of the model,', of_model
+        if self._loss.state() != self._state:
+            yield "what the loss remembers", of_model
+        for name, value in optimizer_prints(self._optimizer, self._model).items():
+            if self._of_optimizer.get(name) != value:
+                yield f'"{name}" of the optimizer', "keep it in the optimizer's state or groups"
+
+
+def _layers(model: nn.Module) -> dict[str, Any]:
+    """Each module, with its hooks and a forward in place of its class's, as far as these are of a person's own code."""
+    found = {}
+    for name, module in model.named_modules():
+        its = itertools.chain(*(getattr(module, hooks).values() for hooks in _HOOKS), [vars(module).get("forward")])
+        found[name] = weakref.ref(module), [function for function in its if _is_own(function)]
+    return found
+
+
+def _is_own(function: Any) -> bool:
+    code = getattr(getattr(function, "__func__", function), "__code__", None)
+    return code is not None and is_own_code(code.co_filename)

@@ -1,0 +1,178 @@
+"""What callbacks change in a model beside its tensors: a resumed run goes on with it, or it is said that it doesn't."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+import lockstep
+from lockstep import Callback, Job
+from lockstep.callbacks import Freeze, TrainingContext
+from lockstep.errors import InputError
+from zoo import ZOO, drawn, labels, plain_sgd, slow
+
+WAYS = {"single": "1xcpu", "dp": "2xcpu", "ddp": "2xcpu", "fsdp": "2xcpu", "mp": "2xcpu"}
+
+
+class Body(nn.Module):
+    """With what acts otherwise in training: dropout, and a batch norm's own statistics."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.norm, self.last = nn.Linear(6, 8), nn.BatchNorm1d(8), nn.Linear(8, 3)
+        self.act: Any = torch.tanh
+        self.end = nn.Identity()
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.end(self.last(self.act(self.norm(self.first(x)))))
+
+
+class At(Callback):
+    """Changes the model at a step."""
+
+    def __init__(self, step: int, change: Any) -> None:
+        self.step, self.change = step, change
+
+    def on_step(self, training: TrainingContext) -> None:
+        if training.step == self.step:
+            self.change(training.model)
+
+
+def frozen(model: nn.Module) -> None:
+    for p in model.get_submodule("first").parameters():
+        p.requires_grad_(False)
+
+
+def still(model: nn.Module) -> None:
+    model.get_submodule("norm").eval()
+
+
+def job(*callbacks: Any, **settings: Any) -> Job:
+    return ZOO["momentum"].replace(model=Body, callbacks=callbacks, precision="fp64", **settings)
+
+
+def trained(its: Job, way: str, folder: Path, **settings: Any) -> lockstep.Run:
+    return lockstep.train(its, strategy=way, devices=WAYS[way], folder=folder, quiet=True, **settings)
+
+
+def differ(a: lockstep.Run, b: lockstep.Run) -> float:
+    pairs = zip(a.model().state_dict().values(), b.model().state_dict().values(), strict=True)
+    return max(float((one - other).abs().max()) for one, other in pairs if one.is_floating_point())
+
+
+@pytest.mark.parametrize(
+    ("way", "change"),
+    [
+        (way, change) if way in ("single", "dp") or (way, change) == ("fsdp", frozen) else slow(way, change)
+        for way in WAYS
+        for change in (frozen, still, nn.Module.eval)
+        if not (change is not frozen and way == "ddp")  # (which differs on each rank: its batch norm's)
+    ],
+)
+def test_a_resumed_run_goes_on_with_what_callbacks_changed(way: str, change: Any, tmp_path: Path) -> None:
+    """Found by trial: what was frozen in the first epoch was trained again after a resume, without a line."""
+    its = job(At(2, change))
+    whole = trained(its, way, tmp_path / "whole", steps=7)
+    run = trained(its, way, tmp_path / "cut", steps=3)
+    assert differ(lockstep.train(its, resume=run.folder, steps=7, quiet=True), whole) == 0.0
+    assert differ(trained(job(), way, tmp_path / "none", steps=7), whole) > 1e-3
+
+
+def test_what_is_frozen_as_the_run_was_saved_is_said_and_what_callbacks_do_again_is_not(
+    tmp_path: Path, capsys: Any
+) -> None:
+    run = trained(job(Freeze("first", start=1)), "single", tmp_path, steps=3)
+    lockstep.train(job(Freeze("first", start=1)), resume=run.folder, steps=4)
+    assert "as when the run was saved" not in capsys.readouterr().out
+    lockstep.train(job(), resume=run.folder, steps=5)
+    assert '"first.weight" and 1 more parameter are frozen, as when the run was saved' in capsys.readouterr().out
+
+
+def test_freezing_for_a_time_goes_on_after_a_resume(tmp_path: Path) -> None:
+    its = job(Freeze("first", until=5))
+    whole = trained(its, "single", tmp_path / "whole", steps=7)
+    run = trained(its, "single", tmp_path / "cut", steps=3)
+    assert differ(lockstep.train(its, resume=run.folder, steps=7, quiet=True), whole) == 0.0
+
+
+def other_act(model: nn.Module) -> None:
+    model.act = torch.relu
+
+
+def hooked(model: nn.Module) -> None:
+    model.get_submodule("last").register_forward_hook(lambda module, inputs, output: output * 2)
+
+
+def replaced(model: nn.Module) -> None:
+    model.end = nn.Tanh()
+
+
+LOST = {
+    "act": (other_act, 'the model\'s attribute "act"'),
+    "a hook": (hooked, 'layer "last" of the model, or its hooks,'),
+    "a layer": (replaced, 'layer "end" of the model, or its hooks,'),
+}
+
+
+@pytest.mark.parametrize("change", LOST)
+def test_what_a_resumed_run_would_begin_with_anew_is_said(change: str, tmp_path: Path, capsys: Any) -> None:
+    act, what = LOST[change]
+    lockstep.train(job(At(2, act)), strategy="single", devices="1xcpu", folder=tmp_path, steps=3)
+    assert f"{what} changes in training, and no checkpoint keeps it" in capsys.readouterr().out
+
+
+def untrained(model: nn.Module) -> None:
+    model.last = nn.Linear(8, 3).double()
+
+
+def test_a_layer_that_the_optimizer_does_not_know_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(InputError, match="the optimizer has a parameter that the model hasn't any more"):
+        trained(job(At(2, untrained)), "single", tmp_path, steps=3)
+
+
+class Begins(Callback):
+    """Does so when a run begins, so that a resumed one has it, too."""
+
+    def on_start(self, training: TrainingContext) -> None:
+        hooked(training.model)
+        other_act(training.model)
+
+
+def test_what_callbacks_do_when_a_run_begins_is_done_again(tmp_path: Path, capsys: Any) -> None:
+    whole = trained(job(Begins()), "single", tmp_path / "whole", steps=7)
+    run = lockstep.train(job(Begins()), strategy="single", devices="1xcpu", folder=tmp_path / "cut", steps=3)
+    assert differ(lockstep.train(job(Begins()), resume=run.folder, steps=7), whole) == 0.0
+    assert "no checkpoint keeps it" not in capsys.readouterr().out
+
+
+def own(model: nn.Module) -> Any:
+    return lockstep.parallelize(model, nn.CrossEntropyLoss(), plain_sgd(model.named_parameters()))
+
+
+@pytest.mark.parametrize("evaluates", [False, True])
+def test_an_own_loop_keeps_what_is_frozen_and_layers_that_are_still(evaluates: bool, tmp_path: Path) -> None:
+    """The mode of the model itself is left to the loop: it may save within an evaluation."""
+    model, other = Body().double(), Body().double()
+    step, again = own(model), own(other)
+    step(drawn(8, 6).double(), labels(8, 3))
+    frozen(model)
+    still(model)
+    if evaluates:
+        model.eval()
+    step.save(tmp_path / "kept")
+    with pytest.warns(UserWarning, match='"first.weight" and 1 more parameter are frozen, as when the run was saved'):
+        again.load(tmp_path / "kept")
+    assert [p.requires_grad for p in other.parameters()] == [p.requires_grad for p in model.parameters()]
+    assert [m.training for m in (other.first, other.norm)] == [True, evaluates]
+    assert other.training
+
+
+@pytest.mark.parametrize("way", ["ddp", slow("fsdp")])
+def test_a_batch_norm_in_evaluation_mode_has_the_first_ones_statistics_everywhere(way: str, tmp_path: Path) -> None:
+    """As with PyTorch's DistributedDataParallel; before, each replica went on with those of its own local batches."""
+    its = job(At(2, still))
+    assert differ(trained(its, "dp", tmp_path, steps=5), trained(its, way, tmp_path, steps=5)) < 1e-12
