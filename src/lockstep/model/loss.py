@@ -161,7 +161,7 @@ class Totalled:
 
     def state(self) -> tuple[bytes, dict[str, bytes]]:
         """What the loss holds that a call may change: its attributes, and variables that its functions use."""
-        held = prints_of([("", vars(self.loss))], {}) if self.may_have_state else {}  # none of what can't be pickled
+        held = prints_of([("", vars(self.loss))]) if self.may_have_state else {}  # none of what can't be pickled
         return held.get("", b""), {} if self.is_known else self.outside.prints()
 
     @functools.cached_property

@@ -177,7 +177,8 @@ def optimizer_prints(optimizer: torch.optim.Optimizer, model: nn.Module) -> dict
     for name, inner in held.items():
         if isinstance(inner, torch.optim.Optimizer):  # that it wraps, perhaps with its own state
             held[name] = None if inner.state is optimizer.state else dict(inner.state)
-    return prints_of(((name, value) for name, value in held.items() if not callable(value)), _names_of(model))
+    names = _names_of(model)
+    return prints_of(((name, value) for name, value in held.items() if not callable(value)), lambda: names)
 
 
 _OF_EVERY_OPTIMIZER = {

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import hashlib
 import io
 import pickle
 import types
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -45,14 +46,17 @@ def attribute_prints(model: nn.Module, *, plain: bool = True) -> dict[str, bytes
     ]
     if not held:  # as most models have it: dp asks twice in each update
         return {}
-    own = {
-        id(one): name for of in (model.named_modules, model.named_parameters, model.named_buffers) for name, one in of()
-    }
-    return prints_of(((f"{name}.{key}" if name else key, value) for name, key, value in held), own)
+
+    @functools.cache
+    def names() -> dict[int, str]:
+        named: Any = (*model.named_modules(), *model.named_parameters(), *model.named_buffers())
+        return {id(one): name for name, one in named}
+
+    return prints_of(((f"{name}.{key}" if name else key, value) for name, key, value in held), names)
 
 
-def prints_of(held: Iterable[tuple[str, Any]], own: Mapping[int, str]) -> dict[str, bytes]:
-    """A hash of each value, by its name; that of a tensor or module in ``own`` is the name that it has there."""
+def prints_of(held: Iterable[tuple[str, Any]], names: Callable[[], Mapping[int, str]] = dict) -> dict[str, bytes]:
+    """A hash of each value, by its name; that of a tensor or module whose id is in ``names()`` is of its name there."""
 
     class Pickler(pickle.Pickler):
         def persistent_id(self, held: Any) -> Any:
@@ -61,8 +65,8 @@ def prints_of(held: Iterable[tuple[str, Any]], own: Mapping[int, str]) -> dict[s
             if isinstance(held, type) and "<locals>" in held.__qualname__:
                 return held.__module__, held.__qualname__
             if isinstance(held, torch.Tensor):
-                return own.get(id(held)) or (tuple(held.shape), str(held.dtype), digest(held))
-            return own.get(id(held)) if isinstance(held, nn.Module) else None
+                return names().get(id(held)) or (tuple(held.shape), str(held.dtype), digest(held))
+            return names().get(id(held)) if isinstance(held, nn.Module) else None
 
     found, known = {}, dict[int, bytes | None]()  # (one configuration may be an attribute of all modules)
     for name, value in held:

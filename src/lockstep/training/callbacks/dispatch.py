@@ -172,7 +172,8 @@ class Callbacks:
         without = {n: one for n, one in self._by_name.items() if type(one).state_dict is Callback.state_dict}
         held = ((f'"{key}" of {name}', value) for name, one in without.items() for key, value in vars(one).items())
         model = self._step.model
-        return prints_of(held, {id(t): name for name, t in (*model.named_parameters(), *model.named_buffers())})
+        names = {id(t): name for name, t in (*model.named_parameters(), *model.named_buffers())}
+        return prints_of(held, lambda: names)
 
     def state_dict(self, *, whole: bool = True) -> dict[str, Any]:
         """The state of each by its name; says what isn't kept. Of averages this rank's rows, unless ``whole``."""
