@@ -21,7 +21,7 @@ from lockstep.jobfile import JobFile
 from lockstep.launch import devices as _devices
 from lockstep.launch.device_table import machine
 from lockstep.launch.world import World
-from lockstep.model.loss_check import LossCheck
+from lockstep.model.losses.loss_check import LossCheck
 from lockstep.strategies import choose
 
 EXAMPLES = Path(__file__).parent.parent / "examples"

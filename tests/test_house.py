@@ -104,6 +104,11 @@ def test_no_room_is_called_after_nothing() -> None:
         assert path.stem not in {"utils", "helpers", "manager", "engine", "base", "common", "misc"}
 
 
+def test_no_folder_has_more_than_15_files() -> None:
+    for folder in {path.parent for path in SRC.rglob("*.py")}:
+        assert len(list(folder.glob("*.py"))) <= 15, folder
+
+
 def test_no_file_imports_itself_by_way_of_others() -> None:
     graph = {path: files_imported_by(path) for path in SRC.rglob("*.py")}
     done: set[Path] = set()

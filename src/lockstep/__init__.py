@@ -25,8 +25,8 @@ if TYPE_CHECKING:
     from lockstep.launch.events import Event as Event
     from lockstep.launch.world import World as World
     from lockstep.map import map as map
-    from lockstep.model.loss import Loss as Loss
-    from lockstep.model.model_loss import model_loss as model_loss
+    from lockstep.model.losses.loss import Loss as Loss
+    from lockstep.model.losses.model_loss import model_loss as model_loss
     from lockstep.parallelize import parallelize as parallelize
     from lockstep.pipelining.planner.partition import partition as partition
     from lockstep.prediction.predict import predict as predict
@@ -44,7 +44,7 @@ _HOME = {
     "Event": "lockstep.launch.events",
     "Job": "lockstep.job",
     "LockstepError": "lockstep.errors",
-    "Loss": "lockstep.model.loss",
+    "Loss": "lockstep.model.losses.loss",
     "Run": "lockstep.training.run",
     "World": "lockstep.launch.world",
     "batches": "lockstep.data",
@@ -54,7 +54,7 @@ _HOME = {
     "export": "lockstep.export",
     "launch": "lockstep.launch",
     "map": "lockstep.map",
-    "model_loss": "lockstep.model.model_loss",
+    "model_loss": "lockstep.model.losses.model_loss",
     "parallel": "lockstep.parallel",
     "parallelize": "lockstep.parallelize",
     "partition": "lockstep.pipelining.planner.partition",

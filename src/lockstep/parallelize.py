@@ -19,7 +19,7 @@ from lockstep.launch.events import Line
 from lockstep.launch.hang_report import Watch, is_watched
 from lockstep.launch.world import World
 from lockstep.strategies import Strategy, choose, named
-from lockstep.strategies.step import Step
+from lockstep.strategies.steps.step import Step
 from lockstep.tensors.allocator import keep_freed_memory
 
 

@@ -19,6 +19,7 @@ from lockstep.launch import devices as _devices
 from lockstep.launch import started_as_rank, started_ranks
 from lockstep.launch import world as _world
 from lockstep.launch.devices import Device, Devices
+from lockstep.launch.lost_ranks import LostRanks
 from lockstep.launch.placement import check_backend, needs_one_process, on_devices
 from lockstep.launch.run_folder import RunFolder
 from lockstep.launch.stop_request import GRACE, StopRequest
@@ -28,7 +29,6 @@ from lockstep.model.build import trained_model
 from lockstep.strategies import Strategy, choose, devices_for
 from lockstep.training.evaluation import evaluate_sets, try_out
 from lockstep.training.loop import train_on
-from lockstep.training.restarts import LostRanks
 from lockstep.training.resume import as_it_went, newest_of
 from lockstep.training.run import Run, trained_of
 from lockstep.training.setup import Plan, variables_of

@@ -19,9 +19,9 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from lockstep.errors import LossError
-from lockstep.model.additivity import Piece
-from lockstep.model.loss import Totalled
-from lockstep.model.loss_check import LossCheck
+from lockstep.model.losses.additivity import Piece
+from lockstep.model.losses.loss import Totalled
+from lockstep.model.losses.loss_check import LossCheck
 
 N, C = 13, 5
 

@@ -14,9 +14,9 @@ from torch.utils.data import TensorDataset
 
 import lockstep
 from lockstep.errors import LockstepError, LossError
-from lockstep.model.additivity import Piece
-from lockstep.model.loss import Totalled
-from lockstep.model.loss_check import LossCheck
+from lockstep.model.losses.additivity import Piece
+from lockstep.model.losses.loss import Totalled
+from lockstep.model.losses.loss_check import LossCheck
 from zoo import drawn, labels, mlp, plain_sgd
 
 Loss = Callable[[Any, Any], Any]

@@ -15,7 +15,7 @@ from lockstep.launch.world import World
 from lockstep.pipelining.runner import Runner
 from lockstep.strategies.pp import PP
 from lockstep.strategies.single import Single
-from lockstep.strategies.step import Step
+from lockstep.strategies.steps.step import Step
 
 from zoo import _job, drawn, labels  # isort: skip
 

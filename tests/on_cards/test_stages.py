@@ -30,7 +30,7 @@ from lockstep.pipelining.stage_layers import place_tensors
 from lockstep.strategies import MP
 from lockstep.strategies.pp import PP
 from lockstep.strategies.single import Single
-from lockstep.strategies.step import Step
+from lockstep.strategies.steps.step import Step
 from lockstep.tensors.pytree import each
 from simulated_card import counts
 

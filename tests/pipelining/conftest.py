@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from lockstep.strategies.step import Step
+from lockstep.strategies.steps.step import Step
 
 
 @pytest.fixture(autouse=True)

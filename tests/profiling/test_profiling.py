@@ -25,7 +25,7 @@ from lockstep.report.timeline import Action, Timeline
 from lockstep.strategies.ddp import DDP
 from lockstep.strategies.dp import DP
 from lockstep.strategies.pp import PP
-from lockstep.strategies.step import Step
+from lockstep.strategies.steps.step import Step
 from zoo import Conv, drawn, labels, mlp, sgd
 
 NAP = 0.05

@@ -19,7 +19,7 @@ from lockstep.checkpoint.folder import CheckpointFolder
 from lockstep.errors import FolderError, JobError, LockstepError, SaveError
 from lockstep.jobfile import JobFile
 from lockstep.launch.run_folder import RunFolder
-from lockstep.strategies import step_state
+from lockstep.strategies.steps import step_state
 from lockstep.training.audit import added_up
 from lockstep.training.resume import newest_of
 from lockstep.verify import same_bits

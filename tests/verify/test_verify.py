@@ -26,13 +26,13 @@ from lockstep.errors import InputError
 from lockstep.jobfile import JobFile
 from lockstep.launch.events import Caveat
 from lockstep.launch.layout import Layout
-from lockstep.model.loss import Loss
+from lockstep.model.losses.loss import Loss
 from lockstep.strategies.ddp import DDP, DDPStep
 from lockstep.strategies.dp import DP, DPStep
 from lockstep.strategies.pp import PP
-from lockstep.strategies.step import Step
+from lockstep.strategies.steps.step import Step
+from lockstep.strategies.steps.update_result import Result
 from lockstep.strategies.strategy import Strategy
-from lockstep.strategies.update_result import Result
 from lockstep.tensors.pytree import each
 from lockstep.verify import Verification
 from lockstep.verify.cause_search import Diagnosis

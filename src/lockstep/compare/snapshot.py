@@ -15,7 +15,7 @@ from lockstep.data import Batch, Part
 from lockstep.launch.events import TimesOf
 from lockstep.profiling.clock import Clock
 from lockstep.profiling.time_breakdown import times_of
-from lockstep.strategies.step import Step
+from lockstep.strategies.steps.step import Step
 from lockstep.training.batch_shapes import FirstStep
 
 CLOCKED = 6

@@ -35,7 +35,7 @@ from lockstep.launch.placement import alone, needs_one_process
 from lockstep.launch.processes.local_ranks import run as run_locally
 from lockstep.launch.world import World, now, place_of
 from lockstep.strategies import Strategy, choose
-from lockstep.strategies.step import Step
+from lockstep.strategies.steps.step import Step
 from lockstep.tensors.allocator import keep_freed_memory
 
 T = TypeVar("T")

@@ -32,7 +32,7 @@ from lockstep.launch.world import World
 from lockstep.model.build import trained_model
 from lockstep.prediction.predict import check_target, folder_beside
 from lockstep.strategies.single import Single
-from lockstep.strategies.step import Step
+from lockstep.strategies.steps.step import Step
 from lockstep.tensors.byte_size import bytes_of
 from lockstep.tensors.pytree import named_tensors, tensors
 from lockstep.training.evaluation import evaluate_sets

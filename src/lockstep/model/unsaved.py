@@ -12,7 +12,7 @@ from torch import nn
 
 from lockstep.errors import is_own_code
 from lockstep.model.inspection import OutsideVariables, attribute_prints, changed_attributes
-from lockstep.model.loss import Totalled
+from lockstep.model.losses.loss import Totalled
 from lockstep.model.optimizer import optimizer_prints
 
 _HOOKS = ("_forward_pre_hooks", "_forward_hooks", "_backward_pre_hooks", "_backward_hooks")

@@ -34,8 +34,8 @@ from lockstep.model.build import trained_model
 from lockstep.prediction.jsonl_file import merge, write_lines
 from lockstep.prediction.output_structure import Items, Left, Rows, filled, form_of, leaves, left_out, taken
 from lockstep.strategies import Strategy, choose, devices_for
-from lockstep.strategies.evaluator import no_loss
-from lockstep.strategies.step import Step
+from lockstep.strategies.steps.evaluator import no_loss
+from lockstep.strategies.steps.step import Step
 from lockstep.tensors.array_file import Array, Layout, archive, create, layout, mapped, write_rows, writing
 from lockstep.tensors.pytree import described
 from lockstep.training.evaluation import look_at_evaluation

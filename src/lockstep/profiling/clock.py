@@ -23,7 +23,7 @@ from lockstep.pipelining.planner.simulate import ideal
 from lockstep.pipelining.runner import Runner
 from lockstep.profiling.time_breakdown import StepTimes, Track
 from lockstep.report.timeline import Timeline
-from lockstep.strategies.step import Step
+from lockstep.strategies.steps.step import Step
 
 
 @dataclass

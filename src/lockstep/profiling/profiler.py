@@ -36,7 +36,7 @@ from lockstep.profiling.clock import Clock
 from lockstep.profiling.time_breakdown import lines_of as table_of
 from lockstep.profiling.time_breakdown import times_of
 from lockstep.report.timeline import Timeline
-from lockstep.strategies.step import Step
+from lockstep.strategies.steps.step import Step
 from lockstep.tensors.byte_size import size
 
 WARM_UP = 2

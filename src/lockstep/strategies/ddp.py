@@ -30,13 +30,13 @@ from lockstep.launch.layout import Layout
 from lockstep.launch.observer import phase
 from lockstep.launch.world import World
 from lockstep.model.build import buffers_of, build_model, differing_tensors
-from lockstep.model.loss import Loss, Number
+from lockstep.model.losses.loss import Loss, Number
 from lockstep.model.optimizer import build_optimizer, gives_sparse_gradients, sparse_parameters
 from lockstep.strategies.rank_tensors import FlatGradients, FollowedBuffers, take_first
-from lockstep.strategies.step import Step
 from lockstep.strategies.step_function.function_step import FunctionStep
+from lockstep.strategies.steps.step import Step
+from lockstep.strategies.steps.update_result import added, as_tensor, flattened, nested
 from lockstep.strategies.strategy import Strategy
-from lockstep.strategies.update_result import added, as_tensor, flattened, nested
 from lockstep.tensors.pytree import share_sizes
 from lockstep.threads.replica_collectives import RankExchange
 from lockstep.threads.sync_batchnorm import synchronise

@@ -32,7 +32,7 @@ from lockstep.launch.observer import observed, phase
 from lockstep.launch.world import World
 from lockstep.model.build import buffers_of, build_model
 from lockstep.model.inspection import attribute_prints, drops
-from lockstep.model.loss import Loss, Number
+from lockstep.model.losses.loss import Loss, Number
 from lockstep.model.optimizer import build_optimizer
 from lockstep.parallel import gather
 from lockstep.strategies.replicas import (
@@ -45,10 +45,10 @@ from lockstep.strategies.replicas import (
     replica_of,
     structure_of,
 )
-from lockstep.strategies.step import Step
 from lockstep.strategies.step_function.function_on_replicas import FunctionOnReplicas
+from lockstep.strategies.steps.step import Step
+from lockstep.strategies.steps.update_result import added, summed
 from lockstep.strategies.strategy import Strategy
-from lockstep.strategies.update_result import added, summed
 from lockstep.tensors.placing import moved_in_buckets
 from lockstep.tensors.pytree import cut, share_sizes, to_device
 from lockstep.tensors.seeding import seed_on

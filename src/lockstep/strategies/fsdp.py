@@ -27,7 +27,7 @@ from lockstep.model.inspection import hooked_parameters
 from lockstep.model.optimizer import build_optimizer, is_of_pytorch
 from lockstep.strategies.ddp import DDP, DDPStep, synchronised
 from lockstep.strategies.product import Product
-from lockstep.strategies.step import Step
+from lockstep.strategies.steps.step import Step
 from lockstep.strategies.strategy import Strategy
 from lockstep.tensors.byte_size import size
 

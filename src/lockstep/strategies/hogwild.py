@@ -42,14 +42,14 @@ from lockstep.launch.events import Caveat
 from lockstep.launch.layout import Layout
 from lockstep.launch.world import World
 from lockstep.model.build import buffers_of, build_model
-from lockstep.model.loss import Loss
+from lockstep.model.losses.loss import Loss
 from lockstep.model.optimizer import build_optimizer
 from lockstep.strategies.rank_tensors import take_first
 from lockstep.strategies.shared_weights import SharedWeights
 from lockstep.strategies.single import SingleStep
-from lockstep.strategies.step import Step
+from lockstep.strategies.steps.step import Step
+from lockstep.strategies.steps.update_result import Result, added
 from lockstep.strategies.strategy import Strategy
-from lockstep.strategies.update_result import Result, added
 
 
 @dataclass(frozen=True)

@@ -40,7 +40,7 @@ from lockstep.pipelining.runner import Runner
 from lockstep.pipelining.schedule import Schedule, gpipe, interleaved, one_f_one_b
 from lockstep.pipelining.stage_layers import Layers
 from lockstep.strategies.staged import StagedStep
-from lockstep.strategies.step import Step
+from lockstep.strategies.steps.step import Step
 from lockstep.strategies.strategy import DRAWS, Strategy
 
 SCHEDULES = ("gpipe", "1f1b", "interleaved", "fitted")

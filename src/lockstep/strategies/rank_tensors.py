@@ -21,7 +21,7 @@ from torch import nn
 
 from lockstep.launch.world import World
 from lockstep.model.build import buffers_of
-from lockstep.model.loss import Number
+from lockstep.model.losses.loss import Number
 
 
 class FlatGradients:

@@ -19,14 +19,14 @@ from lockstep.job import Job
 from lockstep.launch.events import Caveat
 from lockstep.launch.layout import Layout
 from lockstep.launch.world import World
-from lockstep.model.loss import Loss
+from lockstep.model.losses.loss import Loss
 from lockstep.pipelining.runner import Runner
 from lockstep.pipelining.stage_layers import Layers
 from lockstep.strategies.ddp import DDP, DDPStep, synchronised
 from lockstep.strategies.pp import MP, PP
 from lockstep.strategies.product import Product
 from lockstep.strategies.staged import StagedStep
-from lockstep.strategies.step import Step
+from lockstep.strategies.steps.step import Step
 
 
 @dataclass(frozen=True)

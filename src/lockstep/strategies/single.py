@@ -10,12 +10,12 @@ from lockstep.job import Job
 from lockstep.launch.layout import Layout
 from lockstep.launch.world import World
 from lockstep.model.build import build_model
-from lockstep.model.loss import Loss
+from lockstep.model.losses.loss import Loss
 from lockstep.model.optimizer import build_optimizer
-from lockstep.strategies.step import Step
 from lockstep.strategies.step_function.function_step import FunctionStep
+from lockstep.strategies.steps.step import Step
+from lockstep.strategies.steps.update_result import added
 from lockstep.strategies.strategy import Strategy
-from lockstep.strategies.update_result import added
 
 
 @dataclass(frozen=True)

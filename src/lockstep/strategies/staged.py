@@ -15,11 +15,11 @@ from lockstep.job import Job
 from lockstep.launch.devices import Device, occupied
 from lockstep.launch.observer import observed
 from lockstep.launch.world import World
-from lockstep.model.loss import Loss, Number
+from lockstep.model.losses.loss import Loss, Number
 from lockstep.pipelining.runner import Runner
 from lockstep.pipelining.stage_layers import Layers
-from lockstep.strategies.step import Step
-from lockstep.strategies.update_result import added, summed
+from lockstep.strategies.steps.step import Step
+from lockstep.strategies.steps.update_result import added, summed
 from lockstep.tensors.seeding import seed_on
 from lockstep.threads.random_streams import Streams, stream
 

@@ -20,7 +20,7 @@ from lockstep.launch.memory import reset_peak_memory
 from lockstep.launch.world import World
 from lockstep.model.compile import refuse_graphs
 from lockstep.model.inspection import drops, hooked_parameters
-from lockstep.strategies.step import Step
+from lockstep.strategies.steps.step import Step
 
 DRAWS = Caveat("dropout", "dropout masks differ from single-device training; they are reproducible")
 PARAMETER_HOOKS = Caveat(

@@ -10,7 +10,7 @@ from typing import Any
 from lockstep.data import Part
 from lockstep.launch.observer import Observer
 from lockstep.launch.world import World
-from lockstep.strategies.step import Step
+from lockstep.strategies.steps.step import Step
 from lockstep.tensors.pytree import each, named_tensors
 
 Shape = list[int | list[int]]

@@ -17,11 +17,11 @@ from lockstep.errors import JobError, LockstepError, told
 from lockstep.job import Job
 from lockstep.launch.memory import is_out_of_memory
 from lockstep.launch.world import World
-from lockstep.model.check_interval import is_power_of_two
 from lockstep.model.inspection import kept_state, look
-from lockstep.model.loss import Loss
-from lockstep.strategies.step import Step
-from lockstep.strategies.update_result import Result, Sums, added
+from lockstep.model.losses.check_interval import is_power_of_two
+from lockstep.model.losses.loss import Loss
+from lockstep.strategies.steps.step import Step
+from lockstep.strategies.steps.update_result import Result, Sums, added
 from lockstep.tensors.pytree import versions
 from lockstep.tensors.seeding import kept_states
 from lockstep.training.metric_check import AcrossReplicas, is_sum

@@ -13,9 +13,9 @@ from lockstep.data import Batch
 from lockstep.job import Job
 from lockstep.launch.events import Line
 from lockstep.launch.terminal import duration, number
-from lockstep.model.loss import Loss
-from lockstep.strategies.step import Step
-from lockstep.strategies.update_result import added
+from lockstep.model.losses.loss import Loss
+from lockstep.strategies.steps.step import Step
+from lockstep.strategies.steps.update_result import added
 
 
 class Logs:

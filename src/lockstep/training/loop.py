@@ -23,9 +23,9 @@ from lockstep.launch.hang_report import Watch
 from lockstep.launch.run_folder import RunFolder
 from lockstep.launch.stop_request import left_to_the_launcher
 from lockstep.launch.world import World
-from lockstep.model.loss import Loss
+from lockstep.model.losses.loss import Loss
 from lockstep.profiling import Profiler
-from lockstep.strategies.update_result import Sums
+from lockstep.strategies.steps.update_result import Sums
 from lockstep.tensors.allocator import freed_memory_kept
 from lockstep.training.audit import Audit
 from lockstep.training.batch_shapes import FirstStep, line_of

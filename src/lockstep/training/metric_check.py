@@ -9,8 +9,8 @@ from typing import Any
 import torch
 
 from lockstep.launch.world import World
-from lockstep.model.additivity import is_apart, repeated
-from lockstep.model.torch_losses import HALF
+from lockstep.model.losses.additivity import is_apart, repeated
+from lockstep.model.losses.torch_losses import HALF
 from lockstep.tensors.pytree import both_of, each, folded, holds_packed, part_of, tensors, to_device
 
 _MOST = 8

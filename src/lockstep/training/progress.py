@@ -15,8 +15,8 @@ from lockstep.launch.events import Event, Memory, Progress
 from lockstep.launch.memory import memory_now
 from lockstep.launch.run_folder import RunFolder
 from lockstep.launch.world import World
-from lockstep.strategies.step import Step
-from lockstep.strategies.update_result import Sums
+from lockstep.strategies.steps.step import Step
+from lockstep.strategies.steps.update_result import Sums
 from lockstep.training.callbacks.callback import Callback, TrainingContext
 
 

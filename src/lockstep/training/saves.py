@@ -17,7 +17,7 @@ from lockstep.data.stream import StreamLoader
 from lockstep.errors import FolderError, InputError, JobError, first_line, nearest
 from lockstep.job import Job, best_of
 from lockstep.launch.run_folder import RunFolder
-from lockstep.strategies.step import Step
+from lockstep.strategies.steps.step import Step
 from lockstep.tensors.state_tree import encoded
 from lockstep.training.callbacks.dispatch import Callbacks
 

@@ -10,8 +10,8 @@ import torch
 from lockstep.errors import JobError, told
 from lockstep.job import Job
 from lockstep.model.optimizers import Optimizers
-from lockstep.strategies.step import Step
-from lockstep.strategies.update_result import Result
+from lockstep.strategies.steps.step import Step
+from lockstep.strategies.steps.update_result import Result
 
 
 def scheduler_of(job: Job, step: Step) -> Any:

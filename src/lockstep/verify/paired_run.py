@@ -29,7 +29,7 @@ from lockstep.launch.events import Caveat, Line
 from lockstep.launch.world import World, place_of
 from lockstep.model.inspection import drops, hooked_parameters
 from lockstep.strategies.single import Single
-from lockstep.strategies.update_result import Result
+from lockstep.strategies.steps.update_result import Result
 from lockstep.tensors.allocator import freed_memory_kept
 from lockstep.tensors.digest import digest
 from lockstep.verify.comparison import EXACT, Comparison, Experiment, Rows, Update, rows_apart

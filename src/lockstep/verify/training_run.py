@@ -15,8 +15,8 @@ from lockstep.job import Job
 from lockstep.launch.observer import Observer
 from lockstep.launch.world import World
 from lockstep.model.inspection import acting_buffers, attribute_prints
-from lockstep.strategies.step import Step
-from lockstep.strategies.update_result import Result
+from lockstep.strategies.steps.step import Step
+from lockstep.strategies.steps.update_result import Result
 from lockstep.tensors.digest import digest
 from lockstep.tensors.pytree import each, graph_nodes, holds_samples
 from lockstep.tensors.seeding import same, same_others, states

@@ -49,7 +49,7 @@ def see_gradients(
         if enlarges and not seen.backward_writes:  # (else the graph may hold what was written)
             seen.nonlinear = first_apart(names, found[0], gradients(value, _TIMES))
     seen.backward_follows = tuple(n for n in seen.backward_writes if len({end.get(n) for end in ends}) > 1)
-    if not differ(totals[:1], [totals[1] + totals[2]]):  # else `lockstep.model.loss_check` judges
+    if not differ(totals[:1], [totals[1] + totals[2]]):  # else `lockstep.model.losses.loss_check` judges
         seen.backward = first_apart(names, found[0], [b + c for b, c in zip(*found[1:], strict=True)])
 
 

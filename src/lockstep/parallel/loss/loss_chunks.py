@@ -22,7 +22,7 @@ from torch import Tensor, nn
 
 from lockstep.errors import InputError
 from lockstep.launch.devices import Device
-from lockstep.model.torch_losses import Count
+from lockstep.model.losses.torch_losses import Count
 from lockstep.parallel.loss.inplace_gradient import Adding
 from lockstep.parallel.loss.token_loss import Criterion
 from lockstep.tensors import pytree

@@ -26,7 +26,7 @@ from torch.nn.modules.batchnorm import _BatchNorm
 
 from lockstep.errors import InputError, LossError
 from lockstep.launch.devices import Devices
-from lockstep.model.torch_losses import Count
+from lockstep.model.losses.torch_losses import Count
 from lockstep.parallel import target_devices
 from lockstep.parallel.data_parallel import Balanced
 from lockstep.parallel.loss.loss_chunks import Share

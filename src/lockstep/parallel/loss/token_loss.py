@@ -3,7 +3,7 @@
 A parallel loss adds up what many devices find in many chunks, so it needs sums. Four kinds of criterion give them:
 
 ==============================================  =====================================================
-PyTorch's means                                 the same sum and count as for a job (``lockstep.model.loss``)
+PyTorch's means                                 the same sum and count as for a job (``lockstep.model.losses.loss``)
 its cross-entropy and NLL with                  their sum, and the count that their mean would have
 ``reduction="sum"``                             divided by
 what returns ``(total, count)``                 is taken at its word
@@ -23,8 +23,8 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from lockstep.errors import LossError
-from lockstep.model.loss import Totalled
-from lockstep.model.torch_losses import HALF, Count
+from lockstep.model.losses.loss import Totalled
+from lockstep.model.losses.torch_losses import HALF, Count
 from lockstep.tensors import pytree
 
 

@@ -29,7 +29,7 @@ from lockstep.launch.memory import is_out_of_memory
 from lockstep.launch.placement import alone
 from lockstep.launch.world import World
 from lockstep.model.build import build_model
-from lockstep.model.loss import Totalled
+from lockstep.model.losses.loss import Totalled
 from lockstep.model.precision import Precision
 from lockstep.pipelining.device_map import stage_of
 from lockstep.pipelining.planner.blocks import Block, Look, blocks_of

@@ -23,8 +23,8 @@ from lockstep.errors import InputError, StrategyError
 from lockstep.job import Job
 from lockstep.launch.observer import phase
 from lockstep.launch.world import World
-from lockstep.model.check_interval import is_power_of_two
-from lockstep.model.loss import Loss, Number
+from lockstep.model.losses.check_interval import is_power_of_two
+from lockstep.model.losses.loss import Loss, Number
 from lockstep.model.optimizer import (
     gradient_values,
     load_named_optimizer_state,
@@ -39,7 +39,7 @@ from lockstep.strategies.sharded.shards import NamedParameters, Shards
 from lockstep.strategies.sharded.whole_model import put_together
 from lockstep.strategies.sharded.whole_values import WholeValues
 from lockstep.strategies.sharded.without_a_trace import without_a_trace
-from lockstep.strategies.update_result import Result, added, as_tensor
+from lockstep.strategies.steps.update_result import Result, added, as_tensor
 from lockstep.tensors.pytree import batch_size_of, to_device
 from lockstep.tensors.row_shard import RowShard
 from lockstep.threads.replica_collectives import RankExchange

@@ -10,15 +10,15 @@ from typing import TYPE_CHECKING
 import torch
 
 from lockstep.data import Batch, Part
-from lockstep.model.loss import Loss
+from lockstep.model.losses.loss import Loss
 from lockstep.strategies.step_function.function_step import FunctionStep
-from lockstep.strategies.update_result import added
+from lockstep.strategies.steps.update_result import added
 from lockstep.threads.random_streams import stream
 
 if TYPE_CHECKING:
     from lockstep.strategies.dp import DPStep
 else:  # which is put behind this one
-    from lockstep.strategies.step import Step as DPStep
+    from lockstep.strategies.steps.step import Step as DPStep
 
 _END = ""
 

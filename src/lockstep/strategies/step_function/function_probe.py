@@ -22,11 +22,11 @@ from lockstep.data import Part
 from lockstep.errors import LossError, StrategyError
 from lockstep.launch.events import Caveat
 from lockstep.launch.world import World
-from lockstep.model.additivity import Nest, is_apart, repeated
 from lockstep.model.inspection import OutsideVariables, detached_attributes
 from lockstep.model.inspection.rounding import first_apart
-from lockstep.model.loss import Loss, Number
-from lockstep.model.torch_losses import HALF
+from lockstep.model.losses.additivity import Nest, is_apart, repeated
+from lockstep.model.losses.loss import Loss, Number
+from lockstep.model.losses.torch_losses import HALF
 from lockstep.tensors.pytree import cut, joined
 from lockstep.tensors.seeding import kept_states, same, states
 

@@ -30,13 +30,13 @@ from lockstep.errors import InputError, LossError, NonFiniteLoss, StrategyError,
 from lockstep.job import Job
 from lockstep.launch.observer import observed, phase
 from lockstep.launch.world import World
-from lockstep.model.loss import Loss, Number
+from lockstep.model.losses.loss import Loss, Number
 from lockstep.model.optimizer import sparse_parameters
 from lockstep.model.optimizers import Optimizers
 from lockstep.strategies.rank_tensors import FlatGradients
-from lockstep.strategies.step import Step
 from lockstep.strategies.step_function.function_probe import as_sum, probe
-from lockstep.strategies.update_result import Result, added, scalar
+from lockstep.strategies.steps.step import Step
+from lockstep.strategies.steps.update_result import Result, added, scalar
 from lockstep.tensors.pytree import cut, to_device
 
 _END, _FOLLOWS = -1, -2

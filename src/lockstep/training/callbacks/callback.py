@@ -12,8 +12,8 @@ import torch
 from torch import nn
 
 from lockstep.launch.world import World
-from lockstep.strategies.step import Step
-from lockstep.strategies.update_result import Result
+from lockstep.strategies.steps.step import Step
+from lockstep.strategies.steps.update_result import Result
 
 
 class TrainingContext:

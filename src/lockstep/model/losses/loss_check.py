@@ -16,7 +16,7 @@ The sizes of the two parts have no common divisor: a mask over samples leaves th
 The totals and counts of a loss that returns ``(total, count)`` are held to that; of one that returns a scalar, a mean
 over samples by its word, the total is that scalar times their number. The mean over the items that a mask leaves isn't
 one over samples, once the mask leaves more items of one sample than of another. PyTorch's own mean losses
-(`lockstep.model.torch_losses`) need no check.
+(`lockstep.model.losses.torch_losses`) need no check.
 
 Outputs that aren't one row for each sample (the model's own scalar loss, say) can't be cut. Whether the loss reads them
 is found by giving it NaN in their place. A scalar that reads them is refused; of a pair that reads what the model sums
@@ -38,7 +38,8 @@ from torch import Tensor
 from lockstep.errors import LossError
 from lockstep.launch.memory import is_out_of_memory
 from lockstep.launch.world import World
-from lockstep.model.additivity import (
+from lockstep.model.losses import loss_error
+from lockstep.model.losses.additivity import (
     EarlierSamples,
     Nest,
     Piece,
@@ -57,9 +58,8 @@ from lockstep.model.additivity import (
     with_value,
     without_rows,
 )
-from lockstep.model.check_interval import TIMED, CheckInterval, is_power_of_two
-from lockstep.model.loss import Totalled
-from lockstep.model.loss_error import ADVICE, OWN_LOSS, found_later, not_additive, part_not_additive, why_not_taken
+from lockstep.model.losses.check_interval import TIMED, CheckInterval, is_power_of_two
+from lockstep.model.losses.loss import Totalled
 from lockstep.tensors.pytree import (
     both_of,
     each,
@@ -167,7 +167,7 @@ class LossCheck:
             a_sum = is_sum(wrong) and self._doubles(nest, whole)
             self._sums_in_a_row += a_sum
             if self._cuts or self._sums_in_a_row == _SUMS:
-                raise not_additive(self._loss, wrong, step, is_sum=a_sum)
+                raise loss_error.not_additive(self._loss, wrong, step, is_sum=a_sum)
         elif not any(drawn):
             self._said_parts |= apart.keys()
             self.notes += apart.values()
@@ -191,7 +191,7 @@ class LossCheck:
 
     def found_later(self, step: int) -> LossError:
         """The error of an update that an accelerator has found wrong."""
-        return found_later(self._loss, step)
+        return loss_error.found_later(self._loss, step)
 
     def compare_ranks(self, world: World) -> None:
         """Hold a sample of this rank against one of the first rank, and keep that one. All ranks have to call it.
@@ -300,16 +300,16 @@ class LossCheck:
         """Say that the loss can't take a part; of a pair it is told, and that nothing can be checked."""
         if is_out_of_memory(error) or isinstance(error, LossError | _CantTell):
             return
-        why = why_not_taken(error, size, samples)
+        why = loss_error.why_not_taken(error, size, samples)
         if self._loss.gives_pairs or not self._cuts:
             raise _CantTell(why) from error
-        raise LossError(f"{self._loss.name} can't be checked: {why}", fix=ADVICE) from error
+        raise LossError(f"{self._loss.name} can't be checked: {why}", fix=loss_error.ADVICE) from error
 
     def _draws(self) -> None:
         """It draws other random numbers for each part."""
         what = f"{self._loss.name} draws random numbers"
         if self._cuts and not self._loss.gives_pairs:
-            raise LossError(f"{what}, so whether it is a mean over samples can't be checked", fix=ADVICE)
+            raise LossError(f"{what}, so whether it is a mean over samples can't be checked", fix=loss_error.ADVICE)
         self._trusted = True
         if self._cuts:
             self.notes.append(
@@ -329,9 +329,9 @@ class LossCheck:
             for name, shape in named.items():
                 called = f' "{name}"' if name else ""
                 reads = f"{what}{called} {tuple(shape)}, without one row for each of the {samples} samples"
-                self._refuse_scalar(reads, OWN_LOSS if name == "loss" else ADVICE)
+                self._refuse_scalar(reads, loss_error.OWN_LOSS if name == "loss" else loss_error.ADVICE)
 
-    def _refuse_scalar(self, reads: str, advice: str = ADVICE) -> None:
+    def _refuse_scalar(self, reads: str, advice: str = loss_error.ADVICE) -> None:
         if self._cuts and not self._loss.gives_pairs:
             raise LossError(f"{self._loss.name} can't be checked: it reads {reads}", fix=advice)
 
@@ -364,7 +364,7 @@ class LossCheck:
         wrong = parts_apart(names, sums, tolerance)
         if wrong and (again := self._in_double(nest, samples, step)) is not None:
             wrong = parts_apart(wrong.keys(), *again)
-        return {name: part_not_additive(self._loss, name, of) for name, of in wrong.items()}
+        return {name: loss_error.part_not_additive(self._loss, name, of) for name, of in wrong.items()}
 
     def remembers(self, *, outside: bool = False) -> None:
         """The loss has changed what it holds; several threads may say so.

@@ -31,8 +31,6 @@ from lockstep.job import Job
 from lockstep.launch.memory import reset_peak_memory
 from lockstep.launch.observer import observed, phase
 from lockstep.launch.world import World
-from lockstep.model.additivity import Piece
-from lockstep.model.check_interval import is_power_of_two
 from lockstep.model.compile import compile_models, not_compilable
 from lockstep.model.inspection import (
     BESIDE,
@@ -43,11 +41,13 @@ from lockstep.model.inspection import (
     may_be_nonlinear,
     refuse_written_buffers,
 )
-from lockstep.model.loss import Loss, Number
+from lockstep.model.losses.additivity import Piece
+from lockstep.model.losses.check_interval import is_power_of_two
+from lockstep.model.losses.loss import Loss, Number
 from lockstep.model.optimizer import clip_gradients, may_draw
-from lockstep.strategies.own_loops.calls import Calls
-from lockstep.strategies.update_checks import DeviceChecks, explained, no_items, reads_within, refuse_not_finite
-from lockstep.strategies.update_result import Result, quotient, scalar
+from lockstep.strategies.steps.calls import Calls
+from lockstep.strategies.steps.update_checks import DeviceChecks, explained, no_items, reads_within, refuse_not_finite
+from lockstep.strategies.steps.update_result import Result, quotient, scalar
 
 _OPTIMIZER = -1
 """In the place of a micro-batch's number, for the random stream of an optimizer that draws."""

@@ -23,7 +23,7 @@ from lockstep.job import Job
 from lockstep.launch.events import Caveat, Line
 from lockstep.launch.world import World
 from lockstep.model.inspection import OutsideVariables, attribute_prints, set_attributes
-from lockstep.model.loss import Loss
+from lockstep.model.losses.loss import Loss
 from lockstep.model.model_settings import KINDS, ModelSettings
 from lockstep.model.optimizer import (
     begin_momentum,
@@ -31,7 +31,7 @@ from lockstep.model.optimizer import (
     named_optimizer_state,
 )
 from lockstep.model.unsaved import Unsaved
-from lockstep.strategies.evaluator import Evaluator
+from lockstep.strategies.steps.evaluator import Evaluator
 from lockstep.tensors.pytree import tensors
 from lockstep.tensors.row_shard import RowShard
 

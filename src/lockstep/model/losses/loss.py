@@ -9,12 +9,12 @@ of their classes. A loss becomes that in one of four ways:
 
 - PyTorch's own losses with ``reduction="mean"`` (and ``KLDivLoss`` with ``"batchmean"``): the same loss with
   ``reduction="sum"`` is the total, and the count is what PyTorch's mean divides by (see
-  ``lockstep.model.torch_losses``).
+  ``lockstep.model.losses.torch_losses``).
 - ``lockstep.model_loss`` is the mean that the model computed itself, and counts the labels that it is over.
 - A loss may return ``(total, count)``, or a ``Loss``, which has parts beside it.
 - Any other scalar is taken as a mean over samples.
 
-The last two are held to that in each update (``lockstep.model.loss_check``).
+The last two are held to that in each update (``lockstep.model.losses.loss_check``).
 """
 
 from __future__ import annotations
@@ -32,10 +32,10 @@ from torch import Tensor, nn
 
 from lockstep.errors import LockstepError, LossError, first_line
 from lockstep.launch.memory import is_out_of_memory
-from lockstep.model.followed_copy import FollowedCopy
 from lockstep.model.inspection import OutsideVariables, kept_state, prints_of
-from lockstep.model.model_loss import ModelLoss, model_loss
-from lockstep.model.torch_losses import HALF, Misshapen, SummedMean
+from lockstep.model.losses.followed_copy import FollowedCopy
+from lockstep.model.losses.model_loss import ModelLoss, model_loss
+from lockstep.model.losses.torch_losses import HALF, Misshapen, SummedMean
 from lockstep.tensors.pytree import clones, tensors, versions
 
 Number = float | Tensor

@@ -17,13 +17,13 @@ from lockstep.data import Batch, Part
 from lockstep.errors import LockstepError, NonFiniteLoss, OutOfMemory, RunError
 from lockstep.launch.memory import is_out_of_memory
 from lockstep.launch.world import World
-from lockstep.model.additivity import kept_generators
 from lockstep.model.inspection import comes_from_within
 from lockstep.model.layer_error import is_of_one_sample
-from lockstep.model.loss import Totalled
-from lockstep.model.loss_check import LossCheck
+from lockstep.model.losses.additivity import kept_generators
+from lockstep.model.losses.loss import Totalled
+from lockstep.model.losses.loss_check import LossCheck
 from lockstep.model.nonfinite import why_not_finite
-from lockstep.strategies.update_result import Result, read
+from lockstep.strategies.steps.update_result import Result, read
 from lockstep.tensors.pytree import each
 
 _NOT_FINITE, _NO_ITEMS, _NOT_ADDITIVE = "not finite", "no items", "not additive"

@@ -5,8 +5,8 @@ from __future__ import annotations
 import math
 
 from lockstep.errors import LossError, first_line
-from lockstep.model.additivity import DOUBLED, Sum, is_apart
-from lockstep.model.loss import Totalled
+from lockstep.model.losses.additivity import DOUBLED, Sum, is_apart
+from lockstep.model.losses.loss import Totalled
 
 ADVICE = (
     "return (total, count), the sum over the items that count (not padding) and their number; or use single (or mp) "

@@ -18,7 +18,7 @@ import torch
 from torch import Tensor, nn
 
 from lockstep.errors import LossError
-from lockstep.model.torch_losses import HALF
+from lockstep.model.losses.torch_losses import HALF
 
 _IGNORED = -100
 """A label that doesn't count."""

@@ -20,11 +20,11 @@ from lockstep.job import Job
 from lockstep.launch.devices import Device
 from lockstep.launch.observer import observed
 from lockstep.launch.world import World
-from lockstep.model.additivity import Piece
-from lockstep.model.check_interval import is_power_of_two
 from lockstep.model.layer_error import layer_error
-from lockstep.model.loss import Loss, Number, Totalled
-from lockstep.model.loss_check import LossCheck
+from lockstep.model.losses.additivity import Piece
+from lockstep.model.losses.check_interval import is_power_of_two
+from lockstep.model.losses.loss import Loss, Number, Totalled
+from lockstep.model.losses.loss_check import LossCheck
 from lockstep.model.precision import Precision
 from lockstep.tensors.pytree import batch_size_of, call, to_device
 from lockstep.tensors.seeding import kept_states, seed_all, seed_on

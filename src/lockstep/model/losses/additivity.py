@@ -11,8 +11,8 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from lockstep.model.loss import Loss, Number
-from lockstep.model.torch_losses import HALF
+from lockstep.model.losses.loss import Loss, Number
+from lockstep.model.losses.torch_losses import HALF
 from lockstep.tensors.pytree import both_of, each, folded, holds_samples, parts, tensors, to_device
 from lockstep.tensors.seeding import put_state_on, state_on
 from lockstep.threads.random_streams import source, stream

@@ -25,9 +25,9 @@ from lockstep.data.shares import batch_of, over_ranks, own_stream
 from lockstep.errors import InputError
 from lockstep.job import Job
 from lockstep.launch.world import World
-from lockstep.model.loss import Loss
-from lockstep.strategies.step_state import StepState
-from lockstep.strategies.update_result import Result, added
+from lockstep.model.losses.loss import Loss
+from lockstep.strategies.steps.step_state import StepState
+from lockstep.strategies.steps.update_result import Result, added
 
 _UPDATE = -1
 """What a rank says that calls ``update()``, where others say how many parts they have given."""

@@ -13,7 +13,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 import torch
 from torch import Tensor
 
-from lockstep.model.loss import Loss, Number
+from lockstep.model.losses.loss import Loss, Number
 
 
 class Result:

@@ -1,1 +1,0 @@
-"""What only loops of a person's own do with a step."""
