@@ -7,6 +7,7 @@ gradients; the module itself is left as it is.
 
 from __future__ import annotations
 
+import copy
 import itertools
 from collections import deque
 from collections.abc import Callable, Iterator
@@ -23,6 +24,7 @@ from lockstep.errors import InputError, ItemFailed, told
 from lockstep.launch.devices import Device
 from lockstep.map.map_worker import named
 from lockstep.map.shared_values import copied
+from lockstep.model.model_settings import has_own_train
 from lockstep.parallel.replicate import replicate
 from lockstep.tensors.pytree import call, described, each, named_parts, parts, rebuilt, tensors, to_device
 from lockstep.tensors.seeding import seed_on
@@ -52,9 +54,11 @@ def mapped(
         InputError: the module can't be replicated; items can't be put together; outputs without a row for each item.
         ItemFailed: the module raised.
     """
+    if any(map(has_own_train, module.modules())):  # it may write the weights, which replicas may share
+        module = copy.deepcopy(module).eval()
     replicas = replicate(module, list(devices), detach=True)
-    for replica in replicas:
-        replica.eval()
+    for part in itertools.chain(*(replica.modules() for replica in replicas)):
+        part.training = False
     with borrowed(devices) as team:
         under_way: deque[tuple[int, int, int, Future[Any]]] = deque()  # index of the first, items, device
         busy, turns = [0] * len(devices), [0] * len(devices)  # batches under way, where the last one ended

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
 
 from torch import nn
@@ -45,16 +45,33 @@ class ModelSettings:
         }
         for name, is_trained in changed.items():
             parameters[name].requires_grad_(is_trained)
-        modes = {**self._modes, **state.get("modes", {})}
-        if state.get("modes"):
-            self._model.training = modes[""] if "" in state["modes"] else self._model.training
-            for name, module in modules.items():
-                module.training = modes[name] is self._model.training if name else module.training
+        if modes := state.get("modes"):
+            mode, of = modes.get("", self._model.training), {**self._modes, **modes}
+            set_modes((module, of[name] is mode if name else mode) for name, module in modules.items())
         for is_trained in (True, False):
             if names := [name for name, its in changed.items() if its is is_trained]:
                 more = f" and {counted(len(names) - 1, 'more parameter')}" if len(names) > 1 else ""
                 what = f"{'is' if len(names) == 1 else 'are'} {'trained' if is_trained else 'frozen'}"
                 yield f'"{names[0]}"{more} {what}, as when the run was saved'
+
+
+def set_modes(modes: Iterable[tuple[nn.Module, bool]]) -> None:
+    """Set the mode of modules of which some may have a ``train`` of their own, which does more: it merges weights, say.
+
+    Args:
+        modes: each module, before those within it, and whether it is in training.
+    """
+    for module, is_training in modes:
+        if has_own_train(module):
+            if module.training is not is_training:
+                module.train(is_training)
+        else:
+            module.training = is_training
+
+
+def has_own_train(module: nn.Module) -> bool:
+    """Whether its class has a ``train`` of its own."""
+    return type(module).train is not nn.Module.train or type(module).eval is not nn.Module.eval
 
 
 def _trained(model: nn.Module) -> dict[str, bool]:

@@ -116,11 +116,11 @@ class DPStep(Step):
         self._modules = [list(replica.modules()) for replica in self._replicas]
         self._structure = structure_of(model)
         self._buffers = [buffers_of(replica) for replica in self._replicas]
-        self._shared = all(device.is_slot for device in world.devices)
+        self.shares_parameters = all(device.is_slot for device in world.devices)
         self._team = Team(world.devices)
         if exchange is not None:
             self._team.on_abort.append(exchange.abort)
-        self._streams = [torch.Generator() for _ in world.devices] if self._shared else []
+        self._streams = [torch.Generator() for _ in world.devices] if self.shares_parameters else []
         self._kept = self._attributes_now()
         self._recomputes = job.activation_checkpointing is not None
         recompute.install()
@@ -142,7 +142,7 @@ class DPStep(Step):
         if self.replicas == 1:
             return 0
         gradients = sum(p.numel() * p.element_size() for p in self._parameters)
-        if self._shared:
+        if self.shares_parameters:
             return gradients
         parameters = sum(p.numel() * p.element_size() for p in self.model.parameters())
         return max(gradients, (self.replicas - 1) * parameters)
@@ -168,7 +168,12 @@ class DPStep(Step):
         """As every evaluator's."""
         with super().evaluating():
             yield
-        self._kept = self._attributes_now()
+            self._kept = self._attributes_now()
+
+    def follow_modes(self) -> None:
+        """As every evaluator's."""
+        if self.shares_parameters:
+            self._follow_settings()
 
     def _attributes_now(self) -> dict[str, bytes]:
         return attribute_prints(self.model, plain=False) if self.replicas > 1 else {}
@@ -223,7 +228,7 @@ class DPStep(Step):
         Raises:
             StrategyError: the model draws random numbers, and what compiled code draws can't be told apart by thread.
         """
-        if self._compile and self._shared:
+        if self._compile and self.shares_parameters:
             if self.replicas > 1 and (self.seen.draws or any(map(drops, self.model.modules()))):
                 raise StrategyError(
                     "dp: compile, and the model draws random numbers (dropout): compiled code takes them from one "
@@ -286,17 +291,16 @@ class DPStep(Step):
         if 0 not in active:
             for p in self._parameters:
                 p.grad = None
-        others = [i for i in active if i > 0]
-        if not others:
+        if not (others := [i for i in active if i > 0]):
             return
-        if self._shared:
+        if self.shares_parameters:
             self._team.run([functools.partial(self._add_span, start, end, others) for start, end in self._spans])
         else:
             self._add_span(0, len(self._parameters), others)
 
     def _add_span(self, start: int, end: int, others: list[int]) -> None:
         theirs = [self._trained[i][start:end] for i in others]
-        add_gradients(self._parameters[start:end], theirs, None if self._shared else self._devices[0].torch)
+        add_gradients(self._parameters[start:end], theirs, None if self.shares_parameters else self._devices[0].torch)
 
     @phase("communicating", "refresh replicas")
     @torch.no_grad()
@@ -332,7 +336,7 @@ class DPStep(Step):
         mine = list(self.model.parameters())
         for device, replica in zip(self._devices[1:], self._replicas[1:], strict=True):
             theirs = list(replica.parameters())
-            if not self._shared:
+            if not self.shares_parameters:
                 for which, copies in moved_in_buckets(mine, device.torch):
                     torch._foreach_copy_([theirs[k] for k in which], copies)
                 continue
@@ -368,8 +372,8 @@ class DPStep(Step):
 
     def results(self, batch: Batch) -> list[tuple[Any, Any, Loss]]:
         """Those of each replica; what metrics need comes to the first device, and nothing is gathered."""
-        first = self._devices[0].torch
-        return [(to_device(o, first), to_device(t, first), loss) for o, t, loss in super().results(batch)]
+        place = self._devices[0].torch
+        return [(to_device(o, place), to_device(t, place), loss) for o, t, loss in super().results(batch)]
 
     def _of_each(self, function: Callable[[nn.Module, Part], T], batch: Batch) -> list[tuple[Part, T]]:
         parts = [share[0] for share in self._scatter(batch)]

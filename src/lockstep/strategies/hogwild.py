@@ -43,6 +43,7 @@ from lockstep.launch.layout import Layout
 from lockstep.launch.world import World
 from lockstep.model.build import buffers_of, build_model
 from lockstep.model.losses.loss import Loss
+from lockstep.model.model_settings import has_own_train
 from lockstep.model.optimizer import build_optimizer
 from lockstep.strategies.rank_tensors import take_first
 from lockstep.strategies.shared_weights import SharedWeights
@@ -108,6 +109,9 @@ class Hogwild(Strategy):
         if replicas > 1 and job.lr_scheduler is not None and job.lr_scheduler_every == "step":
             text = "a scheduler that reads the loss of a step (ReduceLROnPlateau) sees that of each rank's local batch"
             found.append(Caveat("scheduler", text))
+        if replicas > 1 and (own := [m for m in model.modules() if has_own_train(m)]):
+            text = f"{type(own[0]).__name__} has a train() of its own, which each rank calls: it mustn't write weights"
+            found.append(Caveat("state", text, "take ddp"))
         return found
 
 

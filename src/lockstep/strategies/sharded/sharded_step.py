@@ -230,13 +230,13 @@ class ShardedStep(DDPStep):
     def evaluating(self) -> Iterator[None]:
         """As every evaluator's; what is in no block is freed afterwards, for which training waits until backward."""
         before, self._evaluates = self._evaluates, True
-        try:
-            with super().evaluating():
+        with super().evaluating():
+            try:
                 yield
-        finally:
-            self._evaluates = before
-            assert isinstance(self.model, FSDPModule)
-            self.model.reshard()
+            finally:
+                self._evaluates = before
+                assert isinstance(self.model, FSDPModule)
+                self.model.reshard()
 
     def _of_each(self, function: Callable[[nn.Module, Part], T], batch: Batch) -> list[tuple[Part, T]]:
         self._evaluations += 1

@@ -53,11 +53,6 @@ class FunctionOnReplicas(FunctionStep, DPStep):
 
     _meeting: _Meeting | None = None
 
-    @property
-    def shares_parameters(self) -> bool:
-        """On CPU devices."""
-        return self._shared
-
     def run_function(self, batch: Batch) -> None:
         """Run it in the thread of each replica that has samples."""
         self._refresh()
@@ -107,5 +102,5 @@ class FunctionOnReplicas(FunctionStep, DPStep):
         for i in said:
             for p in self._trained[i]:
                 p.grad = None
-        if not self._shared:
+        if not self.shares_parameters:
             self._share_parameters()

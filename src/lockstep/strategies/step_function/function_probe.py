@@ -27,6 +27,7 @@ from lockstep.model.inspection.rounding import first_apart
 from lockstep.model.losses.additivity import Nest, is_apart, repeated
 from lockstep.model.losses.loss import Loss, Number
 from lockstep.model.losses.torch_losses import HALF
+from lockstep.model.model_settings import set_modes
 from lockstep.tensors.pytree import cut, joined
 from lockstep.tensors.seeding import kept_states, same, states
 
@@ -154,8 +155,7 @@ def probe(
                 if many is not None:
                     _refuse_no_sums(local_batches * part.size, calls(many), whole, whole.times(local_batches - 1))
         finally:
-            for module, mode in modes:
-                module.training = mode
+            set_modes(modes)
     return found + [
         Caveat(
             "state",

@@ -249,11 +249,6 @@ class FunctionStep(Step):
             shared, count = self.shares_parameters, min(self.replicas, _MOST)
             self.tell_once(probe(self._function, self.model, shares, self.world, shared=shared, local_batches=count))
 
-    @property
-    def shares_parameters(self) -> bool:
-        """Whether several replicas have the same parameters."""
-        return False
-
     def part_names(self, loss: Loss) -> tuple[str, ...]:
         """Those of the optimizers."""
         return tuple(self._order)

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any, TypeVar
 
 import torch
@@ -25,6 +25,7 @@ from lockstep.model.losses.additivity import Piece
 from lockstep.model.losses.check_interval import is_power_of_two
 from lockstep.model.losses.loss import Loss, Number, Totalled
 from lockstep.model.losses.loss_check import LossCheck
+from lockstep.model.model_settings import set_modes
 from lockstep.model.precision import Precision
 from lockstep.tensors.pytree import batch_size_of, call, to_device
 from lockstep.tensors.seeding import kept_states, seed_all, seed_on
@@ -49,6 +50,9 @@ class Evaluator:
         world: this process's place among the ranks.
         loss: gives total and count.
     """
+
+    shares_parameters = False
+    """Whether the replicas of this process have the same parameters."""
 
     def __init__(self, model: nn.Module, job: Job, world: World) -> None:
         self.model = model
@@ -86,6 +90,13 @@ class Evaluator:
         """The replicas of this process."""
         return [self.model]
 
+    def whole_values(self) -> AbstractContextManager[Any]:
+        """In which a person's code that every rank calls computes from the model's parameters as on one device."""
+        return nullcontext()
+
+    def follow_modes(self) -> None:
+        """Give replicas that share the first one's parameters its mode: their own ``train`` would write these again."""
+
     def share_buffers(self) -> None:
         """Give every replica the first one's buffers (running statistics), before an evaluation or a save."""
 
@@ -96,13 +107,17 @@ class Evaluator:
         An ``nn.TransformerEncoder`` computes padding as it does in training: PyTorch makes zeros of it, in evaluation
         only, and not under a function mode or hooks, as some strategies have them.
         """
-        modes = [(module, module.training) for model in self.models() for module in model.modules()]
-        nests = [m for m, _ in modes if isinstance(m, nn.TransformerEncoder) and getattr(m, "use_nested_tensor", False)]
+        every = [module for model in self.models() for module in model.modules()]
+        nests = [m for m in every if isinstance(m, nn.TransformerEncoder) and getattr(m, "use_nested_tensor", False)]
+        own = self.models()[:1] if self.shares_parameters else self.models()
+        modes = [(module, module.training) for model in own for module in model.modules()]
         stream = self._stream
         self.share_buffers()
         self.loss.follow()
-        for model in self.models():
-            model.eval()
+        with self.whole_values():
+            for model in own:
+                model.eval()
+        self.follow_modes()
         for encoder in nests:
             encoder.use_nested_tensor = False
         try:
@@ -112,8 +127,9 @@ class Evaluator:
             self._stream = stream
             for encoder in nests:
                 encoder.use_nested_tensor = True
-            for module, mode in modes:
-                module.training = mode
+            with self.whole_values(), torch.no_grad():
+                set_modes(modes)
+            self.follow_modes()
 
     def evaluate(self, inputs: Any, targets: Any = None) -> tuple[Any, Number, Number]:
         """Outputs, total and count of this process's share, without an update; of None they are None, 0 and 0.

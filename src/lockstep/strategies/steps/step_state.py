@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -355,10 +355,6 @@ class StepState(Evaluator):
     def take_optimizer_state(self, saved: Mapping[str, Any]) -> None:
         """Take over what ``optimizer_state`` gave."""
         load_named_optimizer_state(self.optimizer, self.model, saved)
-
-    def whole_values(self) -> AbstractContextManager[Any]:
-        """In which a person's code that every rank calls computes from the model's parameters as on one device."""
-        return nullcontext()
 
     def parts(self) -> dict[str, torch.Tensor]:
         """By name, what this process has of each parameter. (Not called on every rank.)"""
