@@ -39,7 +39,7 @@ def try_out(
     """
     with kept_state(step.models()), step.loss.kept():
         values = evaluate_sets(step, loaders, metrics, world, seed, most=1, prefix="eval_") if loaders else {}
-    step.loss_check.compare_ranks(world)
+    step.compare_ranks()
     return values
 
 
@@ -62,7 +62,7 @@ def look_at_evaluation(step: Step, batch: Batch) -> None:
     part = mixed_share(step.first_shares(batch))
     if part.size:
         judge = step.loss.judged if part.targets is not None else None
-        with step.loss.outside.kept():
+        with step.looking_at(model):
             seen = look(
                 model,
                 part.inputs,

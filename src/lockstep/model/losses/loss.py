@@ -100,6 +100,7 @@ class Totalled:
         gives_pairs: whether it has returned ``(total, count)``.
         spoilt: the ids of outputs that a call wrote to, or to their targets, before it was known that the loss does
             that (``targets -= 1``). From then on it is given copies.
+        within: gives what a person's loss is called in.
 
     Raises:
         LossError: it can't be called, or has parameters that learn.
@@ -133,6 +134,7 @@ class Totalled:
         self.is_known = self._mean is not None
         self.gives_pairs = False
         self.spoilt: set[int] = set()
+        self.within: Callable[[], contextlib.AbstractContextManager[Any]] = contextlib.nullcontext
 
     def __reduce__(self) -> tuple[Any, ...]:
         return type(self), (self.loss,)
@@ -187,7 +189,7 @@ class Totalled:
         except Exception:  # what it holds can't be copied
             return self
         made = Totalled(copied.double() if double and isinstance(copied, nn.Module) else copied)
-        made._called, made._seen = True, self._seen
+        made._called, made._seen, made.within = True, self._seen, self.within
         return made
 
     def __call__(self, outputs: Any, targets: Any, samples: int) -> Loss:
@@ -231,7 +233,8 @@ class Totalled:
             self._seen.add("tried")
             given = clones(given)
         before = versions(given)
-        value = loss(*given)
+        with self.within():
+            value = loss(*given)
         if versions(given) != before:
             self._seen.add("writes")
             if not copies:

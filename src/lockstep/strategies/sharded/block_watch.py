@@ -32,12 +32,13 @@ class BlockWatch:
         used: names of the parameters that got a gradient.
         stands_in: what is computed now is another rank's sample, which uses nothing.
         in_backward: the backward of an update is under way; others are refused.
+        in_loss: the loss is called; what it calls of the model is refused.
     """
 
     def __init__(self, model: nn.Module, shards: Shards, world: World, compares: Callable[[], bool]) -> None:
         self._shards, self._world, self._compares = shards, world, compares
         self.used: set[str] = set()
-        self.stands_in = self.in_backward = False
+        self.stands_in = self.in_backward = self.in_loss = False
         within = {m for block in shards.blocks.values() for m in block.modules()}
         places = [(m, key, name) for name in shards.cut for m, key in shards.places[name]]
         for number, (name, block) in enumerate((*shards.blocks.items(), ("", model)), start=1):
@@ -51,6 +52,8 @@ class BlockWatch:
     def _comes_to(self, number: int) -> Callable[..., None]:
         def hook(module: nn.Module, args: Any) -> None:
             del module, args
+            if self.in_loss:
+                raise StrategyError("fsdp: the loss calls the model, whose blocks are gathered in forward: take ddp")
             self._compare(number)
 
         return hook

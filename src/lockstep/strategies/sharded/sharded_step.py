@@ -35,6 +35,7 @@ from lockstep.model.optimizer import (
 from lockstep.strategies.ddp import DDP, DDPStep
 from lockstep.strategies.rank_tensors import FlatGradients
 from lockstep.strategies.sharded.block_watch import BlockWatch
+from lockstep.strategies.sharded.loss_reads import LossReads, shards_explained
 from lockstep.strategies.sharded.shards import NamedParameters, Shards
 from lockstep.strategies.sharded.whole_model import put_together
 from lockstep.strategies.sharded.whole_values import WholeValues
@@ -72,6 +73,8 @@ class ShardedStep(DDPStep):
         self._evaluates = False
         self._evaluations = 0  # batches of evaluations, of which every rank computes something
         self._watch = BlockWatch(model, shards, world, self._compares_blocks)
+        self._reads = LossReads(shards.cut)
+        self.loss.within = self._in_loss
 
     def _find_trained(self) -> None:
         for name, local in self._shards.local.items():
@@ -210,7 +213,7 @@ class ShardedStep(DDPStep):
     @contextlib.contextmanager
     def explained(self, batch: Batch) -> Iterator[None]:
         """As every step's."""
-        with super().explained(batch), _shards_explained():
+        with super().explained(batch), shards_explained():
             yield
 
     def run_backward(self, total: torch.Tensor, divisor: Number) -> None:
@@ -241,7 +244,7 @@ class ShardedStep(DDPStep):
     def _of_each(self, function: Callable[[nn.Module, Part], T], batch: Batch) -> list[tuple[Part, T]]:
         self._evaluations += 1
         part, is_stand_in = self._or_first_sample(batch.parts[0])
-        with _shards_explained():
+        with shards_explained():
             if not is_stand_in:
                 return super()._of_each(function, batch)
             with self._standing_in():
@@ -271,6 +274,32 @@ class ShardedStep(DDPStep):
             super()._look(batch)
         finally:
             self.model = sharded
+
+    @contextlib.contextmanager
+    def looking_at(self, model: nn.Module) -> Iterator[None]:
+        """As every evaluator's."""
+        with super().looking_at(model), self._reads.instead(model):
+            yield
+
+    @contextlib.contextmanager
+    def _in_loss(self) -> Iterator[None]:
+        self._watch.in_loss = True
+        try:
+            with self._reads:
+                yield
+        finally:
+            self._watch.in_loss = False
+
+    def compare_ranks(self) -> None:
+        """As every evaluator's; what is in no block is whole meanwhile, as after forward."""
+        if self.loss.is_known:
+            return
+        assert isinstance(self.model, FSDPModule)
+        self.model.unshard()
+        try:
+            super().compare_ranks()
+        finally:
+            self.model.reshard()
 
     def begin_update(self, batch: Batch) -> None:
         """As every step's; ranks look equally often."""
@@ -364,17 +393,3 @@ class ShardedStep(DDPStep):
         cut = self._shards.cut
         mine = {**saved, "state": {n: self._shards.cut_state(n, s) if n in cut else s for n, s in states}}
         load_named_optimizer_state(self.optimizer, NamedParameters(self._mine.items()), mine)
-
-
-@contextlib.contextmanager
-def _shards_explained() -> Iterator[None]:
-    """Say what an error of PyTorch's on shards means."""
-    try:
-        yield
-    except RuntimeError as error:
-        if "mixed torch.Tensor and DTensor" not in str(error):
-            raise
-        raise StrategyError(
-            "fsdp: a parameter of a block is used outside of the block's forward, where it is a shard",
-            fix="name blocks that keep theirs to themselves: --blocks NAMES, or FSDP(blocks=...)",
-        ) from error

@@ -86,6 +86,17 @@ class Evaluator:
             self._loss_check = LossCheck(self.loss, cuts=self.cuts_batch, local_batches=local_batches)
         return self._loss_check
 
+    @contextmanager
+    def looking_at(self, model: nn.Module) -> Iterator[None]:
+        """In which the first process inspects the whole model; what the loss keeps comes back afterwards."""
+        del model
+        with self.loss.outside.kept():
+            yield
+
+    def compare_ranks(self) -> None:
+        """Hold the loss to being additive over the ranks' samples; every rank calls it."""
+        self.loss_check.compare_ranks(self.world)
+
     def models(self) -> list[nn.Module]:
         """The replicas of this process."""
         return [self.model]

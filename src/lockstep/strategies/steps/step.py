@@ -132,7 +132,7 @@ class Step(Calls):
         loss = self.gradients(batch)
         self.part_names(loss)
         if self._updates == 1 and self.together:
-            self.loss_check.compare_ranks(self.world)
+            self.compare_ranks()
         if self.looks_again:
             self._say_what_the_loss_reads()
         return loss
@@ -197,7 +197,7 @@ class Step(Calls):
         if self.replicas * parts <= 1 or not self.world.is_first:
             return
         part, again = mixed_share(self.first_shares(batch)), self._updates > 1
-        with self.loss.outside.kept():
+        with self.looking_at(self.model):
             self.seen = seen = look(
                 self.model,
                 part.inputs,

@@ -1,0 +1,80 @@
+"""What a loss reads of a sharded model beside its outputs: by a global, a closure or an attribute.
+
+Where the loss is called after forward, what is in no block is whole still. Anything else there is a shard. A function
+of shards waits for the other ranks, and these may not compute it: rank 0 inspects the model alone, and a loss is
+checked on some ranks.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any
+
+import torch
+from torch import nn
+from torch.distributed.tensor import DTensor
+from torch.overrides import TorchFunctionMode
+from torch.utils._pytree import tree_map_only
+
+from lockstep.errors import StrategyError
+
+_FIX = "name blocks that keep theirs to themselves: --blocks NAMES, or FSDP(blocks=...); or take ddp"
+
+
+class LossReads(TorchFunctionMode):
+    """Refuses functions of shards; while a whole model is inspected, they are given its parameters instead.
+
+    Args:
+        cut: the parameters that were cut, by name.
+    """
+
+    def __init__(self, cut: Mapping[str, nn.Parameter]) -> None:
+        super().__init__()
+        self._names = {id(p): name for name, p in cut.items()}
+        self._whole: dict[str, nn.Parameter] = {}
+
+    @contextlib.contextmanager
+    def instead(self, whole: nn.Module) -> Iterator[None]:
+        """In which functions are given the parameters of this model."""
+        self._whole = dict(whole.named_parameters())
+        try:
+            with self:
+                yield
+        finally:
+            self._whole = {}
+
+    def __torch_function__(
+        self, func: Callable[..., Any], types: Any, args: Any = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        """Call ``func``.
+
+        Raises:
+            StrategyError: it is given a shard.
+        """
+        del types
+        args, kwargs = tree_map_only(DTensor, self._whole_of, (args, kwargs or {}))
+        return func(*args, **kwargs)
+
+    def _whole_of(self, shard: DTensor) -> torch.Tensor:
+        name = self._names.get(id(shard), "")
+        if name in self._whole:
+            return self._whole[name]
+        uses = f'"{name}" of the model' if name else "a parameter of the model"
+        raise StrategyError(
+            f"fsdp: the loss uses {uses} (by a global, a closure or a reference), which is a shard there", fix=_FIX
+        )
+
+
+@contextlib.contextmanager
+def shards_explained() -> Iterator[None]:
+    """Say what an error of PyTorch's on shards means."""
+    try:
+        yield
+    except RuntimeError as error:
+        if "mixed torch.Tensor and DTensor" not in str(error):
+            raise
+        raise StrategyError(
+            "fsdp: a parameter of a block is used outside of the block's forward, where it is a shard",
+            fix=_FIX,
+        ) from error

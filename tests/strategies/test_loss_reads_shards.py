@@ -1,0 +1,83 @@
+"""``fsdp`` where the loss reads parameters of the model itself, by a global."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from torch.nn import functional as F
+
+from lockstep import train
+from lockstep.errors import StrategyError
+from lockstep.strategies.fsdp import FSDP
+from lockstep.verify import parity
+
+from zoo import ZOO, mlp  # isort: skip
+
+held: dict[str, nn.Module] = {}
+
+
+def holding() -> nn.Module:
+    held["model"] = mlp()
+    return held["model"]
+
+
+def of_one(model: nn.Module) -> torch.Tensor:
+    return model[0].weight.square().sum()
+
+
+def of_all(model: nn.Module) -> torch.Tensor:
+    return torch.stack([p.square().sum() for p in model.parameters()]).sum()
+
+
+def of_numbers(model: nn.Module) -> Any:
+    return model[0].weight.detach().norm().item()
+
+
+def of_outputs(model: nn.Module) -> torch.Tensor:
+    return model[0](torch.ones(2, 6, dtype=torch.float64)).square().sum()
+
+
+def of_state(model: nn.Module) -> torch.Tensor:
+    return model.state_dict()["0.weight"].square().sum()
+
+
+def of_forward(model: nn.Module) -> torch.Tensor:
+    return model(torch.ones(2, 6, dtype=torch.float64)).square().sum()
+
+
+class Penalizing:
+    def __init__(self, penalty: Any) -> None:
+        self.penalty = penalty
+
+    def __call__(self, outputs: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
+        return F.cross_entropy(outputs, targets) + 0.1 * self.penalty(held["model"])
+
+
+@pytest.mark.parametrize("accumulate", [1, 2])
+@pytest.mark.parametrize("penalty", [of_one, of_all, of_numbers, of_outputs])
+def test_a_loss_may_read_what_is_in_no_block(penalty: Any, accumulate: int) -> None:
+    job = ZOO["mlp"].replace(model=holding, loss=Penalizing(penalty), accumulate=accumulate)
+    found = parity(job, FSDP(blocks=""), devices="2xcpu")
+    assert found.worst < 1e-12
+    assert max(found.history.values()) < 1e-12
+
+
+@pytest.mark.parametrize(
+    ("penalty", "blocks", "says"),
+    [
+        (of_one, "0", 'the loss uses "0.weight" of the model .* which is a shard there: name blocks'),
+        (of_numbers, "0", 'the loss uses "0.weight" of the model'),
+        (of_state, "", 'the loss uses "0.weight" of the model'),
+        (of_outputs, "0", "the loss calls the model"),
+        (of_forward, "", "the loss calls the model"),
+    ],
+)
+@pytest.mark.parametrize("evaluates", [True, False])
+def test_a_loss_that_reads_shards_is_refused(penalty: Any, blocks: str, says: str, evaluates: bool, tmp_path) -> None:
+    job = ZOO["mlp"].replace(model=holding, loss=Penalizing(penalty))
+    job = job if evaluates else job.replace(eval_data=None, metrics={})
+    with pytest.raises(StrategyError, match=says):
+        train(job, strategy=FSDP(blocks=blocks), devices="2xcpu", folder=tmp_path, quiet=True, timeout=20)
