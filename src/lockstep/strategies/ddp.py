@@ -39,7 +39,7 @@ from lockstep.strategies.steps.update_result import added, as_tensor, flattened,
 from lockstep.strategies.strategy import Strategy
 from lockstep.tensors.pytree import share_sizes
 from lockstep.threads.replica_collectives import RankExchange
-from lockstep.threads.sync_batchnorm import synchronise
+from lockstep.threads.sync_batchnorm import end_forward, synchronise
 
 _SMALL_GRADIENTS = 2 << 20
 """Bytes of gradients up to which ``reduce="auto"`` sums them flat (see benchmarks/)."""
@@ -197,6 +197,8 @@ class DDPStep(Step):
             with nullcontext() if ddp is None or is_last else ddp.no_sync():
                 loss = self._forward(ddp, part, sums=is_last)
                 losses.append(loss.detached())
+                if self._exchange is not None and self.looks_again:
+                    end_forward(self._exchange)
                 self.run_backward(loss.total, self.divisor(loss.count, batch.size) / early)
         loss = added(losses)
         if ddp is not None:

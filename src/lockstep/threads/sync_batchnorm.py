@@ -24,7 +24,7 @@ from torch import nn
 from torch.nn.modules.batchnorm import _BatchNorm
 
 from lockstep.errors import InputError, StrategyError
-from lockstep.threads.replica_collectives import Exchange, Session
+from lockstep.threads.replica_collectives import Exchange, RankExchange, Session
 
 
 def synchronise(module: nn.Module, exchange: Exchange) -> int:
@@ -45,10 +45,10 @@ def synchronise(module: nn.Module, exchange: Exchange) -> int:
         InputError: a lazy batch norm that hasn't seen data yet.
         StrategyError: a batch norm of another class, which computes nobody knows what.
     """
-    found: list[_BatchNorm] = []
+    found: dict[str, _BatchNorm] = {}
     for name, part in module.named_modules():
         if type(part) in _CLASSES or isinstance(part, _Synchronised):
-            found.append(cast(_BatchNorm, part))
+            found[name] = cast(_BatchNorm, part)
         elif isinstance(part, nn.modules.lazy.LazyModuleMixin) and isinstance(part, nn.modules.batchnorm._NormBase):
             raise InputError(f"{name or 'the model'} is lazy and has seen no data yet: run the model once before")
         elif isinstance(part, _BatchNorm) and not isinstance(part, nn.SyncBatchNorm):
@@ -56,11 +56,46 @@ def synchronise(module: nn.Module, exchange: Exchange) -> int:
                 f"{name or 'the model'} is a {type(part).__name__}, and only PyTorch's own BatchNorm1d, 2d and 3d can "
                 "be synchronised: use one of those, or leave sync_batchnorm off"
             )
-    for number, part in enumerate(found):
+    for number, part in enumerate(found.values()):
         if not isinstance(part, _Synchronised):
             part.__class__ = _CLASSES[type(part)]
         part.exchange, part.number = exchange, number  # type: ignore[assignment]
+    exchange.layers = tuple(found)
+    exchange.channels = max((part.num_features for part in found.values()), default=0)
     return len(found)
+
+
+def end_forward(exchange: RankExchange) -> None:
+    """Make sure that no rank comes to one more batch norm in the forward that this one has ended.
+
+    Raises:
+        StrategyError: one does.
+    """
+    if exchange.parties > 1 and exchange.layers and exchange.on_cpu:
+        _gathered(exchange, exchange, torch.zeros(1, dtype=torch.float64), len(exchange.layers))
+
+
+def _gathered(exchange: Exchange, session: Session, mine: torch.Tensor, number: int) -> torch.Tensor:
+    """What everybody has of batch norm ``number``: ``(parties, len(mine))``.
+
+    On CPUs each sends that number too, and as much for a small layer as for the largest: gloo ends a process that is
+    sent more than it expects.
+
+    Raises:
+        StrategyError: another one has come to another batch norm.
+    """
+    if mine.device.type != "cpu":  # which would be waited for
+        return session.gather(mine)
+    sent = torch.cat([mine.new_tensor([number]), mine, mine.new_zeros(max(0, 2 * exchange.channels + 1 - len(mine)))])
+    found = session.gather(sent)
+    if not bool((found[:, 0] == number).all()):
+        names = [*(f'batch norm "{name}"' for name in exchange.layers), "the end of forward"]
+        comes = ", ".join(f"replica {party} to {names[int(its)]}" for party, its in enumerate(found[:, 0].tolist()))
+        raise StrategyError(
+            f"sync_batchnorm: replicas have come to different batch norms at the same time ({comes}), since forward "
+            "takes branches by its samples: let each forward call all of them, or leave sync_batchnorm off"
+        )
+    return found[:, 1 : 1 + len(mine)]
 
 
 class _Synchronised(_BatchNorm):
@@ -84,7 +119,7 @@ class _Synchronised(_BatchNorm):
                 momentum = 1.0 / float(self.num_batches_tracked)
         tracked = (self.running_mean, self.running_var) if self.track_running_stats else (None, None)
         output: torch.Tensor = _Normalise.apply(  # type: ignore[no-untyped-call]
-            input, self.weight, self.bias, *tracked, momentum or 0.0, self.eps, session, self.number
+            input, self.weight, self.bias, *tracked, momentum or 0.0, self.eps, self.exchange, session, self.number
         )
         return output
 
@@ -121,6 +156,7 @@ class _Normalise(torch.autograd.Function):
         running_var: torch.Tensor | None,
         momentum: float,
         eps: float,
+        exchange: Exchange,
         session: Session,
         number: int,
     ) -> torch.Tensor:
@@ -128,13 +164,9 @@ class _Normalise(torch.autograd.Function):
         wide = torch.float32 if input.device.type == "mps" else torch.float64
         count = input.numel() // input.shape[1]
         mean, var = _statistics(input, dtype)
-        mine = torch.cat([mean.to(wide), var.to(wide) * count, mean.new_tensor([count, number], dtype=wide)])
-        means, squares, counts, numbers = torch.split(session.gather(mine), [len(mean), len(mean), 1, 1], dim=1)
-        if input.device.type == "cpu" and not bool((numbers == number).all()):  # (an accelerator would be waited for)
-            raise StrategyError(
-                "sync_batchnorm: replicas have come to different batch norms at the same time, since forward takes "
-                "branches by its samples: let each forward call all of them, or leave sync_batchnorm off"
-            )
+        mine = torch.cat([mean.to(wide), var.to(wide) * count, mean.new_tensor([count], dtype=wide)])
+        found = _gathered(exchange, session, mine, number)
+        means, squares, counts = torch.split(found, [len(mean), len(mean), 1], dim=1)
         total = counts.sum()
         if count <= 1 and total.item() <= 1:
             raise ValueError(
@@ -175,7 +207,7 @@ class _Normalise(torch.autograd.Function):
             grad_input if wants_input else None,
             grad_weight.to(weight.dtype) if wants_weight else None,
             grad_bias.to(ctx.bias_dtype) if wants_bias else None,
-            *(None,) * 6,
+            *(None,) * 7,
         )
 
 
