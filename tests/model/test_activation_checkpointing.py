@@ -175,6 +175,45 @@ def test_what_would_change_twice_and_cannot_be_put_back_is_refused(block, what, 
         train(job, devices="1xcpu", folder=tmp_path, quiet=True, activation_checkpointing="0,1")
 
 
+class Cache:
+    """As that of Hugging Face's models, where their config doesn't say use_cache=False."""
+
+    def __init__(self) -> None:
+        self.kept: dict[str, list[torch.Tensor]] = {}
+
+
+class Caching(nn.Module):
+    """Attends to all that is in a cache, and to what it puts there."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.keys, self.values = nn.Linear(6, 6), nn.Linear(6, 6)
+
+    def forward(self, x: torch.Tensor, cache: Cache) -> torch.Tensor:
+        its = cache.kept.setdefault(str(id(self)), [])
+        its.append(self.keys(x))
+        return x + torch.softmax(sum(its), dim=1) * self.values(x) * len(its)
+
+
+class WithCache(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks, self.out = nn.ModuleList(Caching() for _ in range(2)), nn.Linear(6, 3)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        cache = Cache()
+        for block in self.blocks:
+            x = block(x, cache=cache)
+        assert [len(its) for its in cache.kept.values()] == [1, 1]
+        return self.out(x)
+
+
+@pytest.mark.parametrize(("way", "devices"), [("single", "1xcpu"), ("dp", "2xcpu"), ("fsdp", "2xcpu")])
+def test_a_cache_that_blocks_are_given_is_the_same_in_the_second_run(way, devices) -> None:
+    job = job_of(WithCache, optimizer=sgd, activation_checkpointing="auto")
+    assert parity(job, way, devices, against_settings={"activation_checkpointing": None}).worst < 1e-12
+
+
 class Watched(nn.Module):
     """A hook within a block writes a buffer outside of it."""
 

@@ -4,6 +4,7 @@ PyTorch's ``checkpoint`` (without reentrance) does it, with some things added he
 numbers or tensors: in the second run they have the values that they had in the first, and afterwards those that they
 had before, so that running statistics and counters move once.
 Names: a block stays the same object, only its class changes to a subclass of what it was, so parameters keep theirs.
+Objects that a block is given and writes to (a cache of keys and values): its second run has copies, as they were.
 Random numbers are drawn again the same, Python's and numpy's too; in the threads of ``dp``
 `lockstep.threads.recompute` sees to those of torch, and a model that draws others is refused.
 A block that changes anything else in its second run (a dictionary, a global variable) is refused.
@@ -12,9 +13,11 @@ A block that changes anything else in its second run (a dictionary, a global var
 from __future__ import annotations
 
 import contextlib
+import io
 import itertools
+import pickle
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
@@ -134,6 +137,7 @@ class _Checkpointed(nn.Module):
         if not torch.is_grad_enabled():
             return run(*args, **kwargs)
         start = _Start(self)
+        run = _giving_copies(run, args, kwargs)
         return checkpoint(
             run, *args, use_reentrant=False, context_fn=lambda: (contextlib.nullcontext(), start.again()), **kwargs
         )
@@ -146,6 +150,69 @@ def _compilable() -> type[_Checkpointed]:
         forward = torch.compiler.disable(_Checkpointed.forward, recursive=False)  # type: ignore[no-untyped-call]
 
     return Compilable
+
+
+def _giving_copies(run: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Callable[..., Any]:
+    """``run``, which is given copies of objects, as they were, from its second call on."""
+    objects = {key: value for key, value in (*enumerate(args), *kwargs.items()) if not _is_constant(value)}
+    if not objects:
+        return run
+    try:
+        copies = _Copies(objects)
+    except Exception:  # one can't be copied
+        return run
+    calls = itertools.count()
+
+    def given(*args: Any, **kwargs: Any) -> Any:
+        if not next(calls):
+            return run(*args, **kwargs)
+        made = copies.made()
+        its = {name: made.get(name, value) for name, value in kwargs.items()}
+        return run(*(made.get(number, value) for number, value in enumerate(args)), **its)
+
+    return given
+
+
+def _is_constant(value: Any) -> bool:
+    """Whether a block can't write to it; tensors, which it may, autograd looks after."""
+    if isinstance(value, tuple):
+        return all(map(_is_constant, value))
+    return value is None or isinstance(value, torch.Tensor | nn.Module | int | float | str)
+
+
+class _Copies:
+    """Copies of an object as it is now; tensors and modules in it stay the same."""
+
+    def __init__(self, value: Any) -> None:
+        self._kept: list[Any] = []
+        written = io.BytesIO()
+        _Writer(written, self._kept).dump(value)
+        self._written = written.getvalue()
+
+    def made(self) -> Any:
+        """A new one."""
+        return _Reader(io.BytesIO(self._written), self._kept).load()
+
+
+class _Writer(pickle.Pickler):
+    def __init__(self, file: io.BytesIO, kept: list[Any]) -> None:
+        super().__init__(file)
+        self._kept = kept
+
+    def persistent_id(self, value: Any) -> Any:
+        if not isinstance(value, torch.Tensor | nn.Module):
+            return None
+        self._kept.append(value)
+        return len(self._kept) - 1
+
+
+class _Reader(pickle.Unpickler):
+    def __init__(self, file: io.BytesIO, kept: list[Any]) -> None:
+        super().__init__(file)
+        self._kept = kept
+
+    def persistent_load(self, number: Any) -> Any:
+        return self._kept[number]
 
 
 class _Start:
