@@ -481,6 +481,44 @@ def test_callbacks_compute_from_shards_as_on_one_device(tmp_path, capfd) -> None
     assert max(found.history.values()) < BOUND
 
 
+class Adding(Block):
+    """Adds to a list that it is given."""
+
+    def forward(self, x: torch.Tensor, beside: Beside) -> torch.Tensor:
+        beside.calls += 1
+        beside.terms.append(x.square().mean(1))
+        return super().forward(x)
+
+
+@dataclasses.dataclass
+class Beside:
+    terms: list[torch.Tensor]
+    calls: int = 0
+
+
+class Summing(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks, self.out = nn.ModuleList(Adding(6) for _ in range(3)), nn.Linear(6, 3)
+
+    def forward(self, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        beside = Beside([])
+        for block in self.blocks:
+            x = block(x, beside)
+        return self.out(x) * beside.calls, sum(beside.terms, torch.zeros(len(x)))
+
+
+def with_terms(outputs: Any, targets: torch.Tensor) -> torch.Tensor:
+    return nn.functional.cross_entropy(outputs[0], targets) + outputs[1].mean()
+
+
+@pytest.mark.parametrize("checkpointing", [None, "auto"])
+def test_what_blocks_write_to_what_they_are_given_is_kept(checkpointing: str | None) -> None:
+    """PyTorch gave them copies of lists, dictionaries and dataclasses that have tensors with gradients."""
+    job = _job(Summing, optimizer=sgd, loss=with_terms, metrics={}, activation_checkpointing=checkpointing)
+    assert parity(job, "fsdp", "2xcpu", against_settings={"activation_checkpointing": None}).worst < BOUND
+
+
 # ---- what is refused, and what fails --------------------------------------------------------------------------------
 
 

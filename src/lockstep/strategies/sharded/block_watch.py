@@ -6,6 +6,7 @@ one another for ever.
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Callable
 from typing import Any
 
@@ -39,19 +40,23 @@ class BlockWatch:
         self._shards, self._world, self._compares = shards, world, compares
         self.used: set[str] = set()
         self.stands_in = self.in_backward = self.in_loss = False
+        self._given: list[Any] = []  # of each block whose forward is under way
         within = {m for block in shards.blocks.values() for m in block.modules()}
         places = [(m, key, name) for name in shards.cut for m, key in shards.places[name]]
         for number, (name, block) in enumerate((*shards.blocks.items(), ("", model)), start=1):
             own = set(block.modules()) if name else set(model.modules()) - within
             mine = [place for place in places if place[0] in own]
-            block.register_forward_pre_hook(self._comes_to(number), prepend=True)
+            block.register_forward_pre_hook(self._comes_to(number), prepend=True, with_kwargs=True)
             block.register_forward_pre_hook(self._notes_uses(mine))
-            block.register_forward_hook(self._gives(name), prepend=True)
+            block.register_forward_hook(self._gives(name), prepend=True, with_kwargs=True)
         model.register_forward_hook(self._ends)
 
     def _comes_to(self, number: int) -> Callable[..., None]:
-        def hook(module: nn.Module, args: Any) -> None:
-            del module, args
+        def hook(module: nn.Module, args: Any, kwargs: Any) -> None:
+            del module
+            if number > len(self._shards.blocks):  # the whole model; an earlier forward may have raised
+                self._given.clear()
+            self._given.append((args, kwargs))
             if self.in_loss:
                 raise StrategyError("fsdp: the loss calls the model, whose blocks are gathered in forward: take ddp")
             self._compare(number)
@@ -82,8 +87,8 @@ class BlockWatch:
     def _gives(self, name: str) -> Callable[..., Any]:
         """A hook on what a block gives, whose backward is to gather the block's parameters again."""
 
-        def hook(module: nn.Module, args: Any, outputs: Any) -> Any:
-            del args
+        def hook(module: nn.Module, args: Any, kwargs: Any, outputs: Any) -> Any:
+            _written_back((args, kwargs), self._given.pop())
             if not torch.is_grad_enabled():
                 return outputs
             # (A view that is written in place would lose the hook that gathers.)
@@ -134,3 +139,24 @@ class BlockWatch:
 
 def _copied_if_a_view(tensor: torch.Tensor) -> torch.Tensor:
     return tensor.clone() if tensor.requires_grad and tensor._base is not None else tensor
+
+
+def _written_back(now: Any, given: Any) -> Any:
+    """What a block was given, with what it wrote to ``now``, which ``fully_shard`` made of it."""
+    if now is given or type(now) is not type(given):
+        return now
+    if dataclasses.is_dataclass(given) and hasattr(given, "__dict__"):
+        _written_back(vars(now), vars(given))
+    elif isinstance(given, list):
+        given[:] = [_written_back(one, its) for one, its in zip(now, given, strict=False)] + now[len(given) :]
+    elif isinstance(given, dict):
+        made = {key: _written_back(one, given.get(key)) for key, one in now.items()}
+        given.clear()
+        given.update(made)
+    elif isinstance(given, tuple):
+        for one, its in zip(now, given, strict=False):
+            _written_back(one, its)
+        return now
+    else:
+        return now
+    return given
