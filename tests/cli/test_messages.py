@@ -480,6 +480,10 @@ def one_cycle(length: int) -> Callable[[Any], Any]:
     return lambda optimizer: torch.optim.lr_scheduler.OneCycleLR(optimizer, max_lr=0.1, total_steps=length)
 
 
+def halves() -> nn.Module:
+    return nn.Sequential(nn.Embedding(4, 6), nn.Linear(6, 3).double())
+
+
 @pytest.mark.parametrize(
     ("settings", "says"),
     [
@@ -502,6 +506,11 @@ def one_cycle(length: int) -> Callable[[Any], Any]:
         (
             {"train_data": TensorDataset(drawn(8, 6).double(), labels(8, 3))},
             r'layer "0" \(Linear\), given .* torch.float64: .*; its parameters are torch.float32: give it such',
+        ),
+        (
+            {"model": halves, "train_data": TensorDataset(labels(8, 4), labels(8, 3)), "eval_data": None},
+            r'layer "1" \(Linear\), .*; its parameters are torch.float64, and the model itself gives it torch.float32 '
+            r'\(not every model can compute in precision="fp64"\)',
         ),
         ({"train_data": (drawn(8, 6), labels(8, 3))}, r"go together as TensorDataset\(inputs, targets\)"),
     ],

@@ -22,6 +22,7 @@ def layer_error(model: nn.Module, error: Exception) -> JobError | None:
     """
     trace = error.__traceback__
     called: tuple[nn.Module, Any] | None = None
+    inputs: Any = None  # of the whole model
     while trace is not None:
         frame = trace.tb_frame
         if called is not None and is_own_code(frame.f_code.co_filename):
@@ -29,6 +30,7 @@ def layer_error(model: nn.Module, error: Exception) -> JobError | None:
         module = frame.f_locals.get("self")
         if frame.f_code.co_name == "_call_impl" and isinstance(module, nn.Module):
             called = module, (frame.f_locals.get("args", ()), frame.f_locals.get("kwargs", {}))
+            inputs = called[1] if inputs is None else inputs
         trace = trace.tb_next
     if called is not None and is_of_one_sample(error) and not called[0].training:
         return JobError(
@@ -41,12 +43,30 @@ def layer_error(model: nn.Module, error: Exception) -> JobError | None:
     name = next((f'layer "{name}" ' for name, module in model.named_modules() if module is layer and name), "")
     found = list(tensors(given))
     shapes = ", ".join(f"{tuple(t.shape)} {t.dtype}" for t in found)
-    formats = {p.dtype for p in layer.parameters()}
-    others = {t.dtype for t in found if t.is_floating_point()} - formats
-    advice = f"; its parameters are {', '.join(map(str, formats))}: give it such inputs" if formats and others else ""
-    if torch.float64 in others:
-        advice += ', or choose precision="fp64"'
+    advice = _advice({p.dtype for p in layer.parameters()}, _formats(given), _formats(inputs))
     return JobError(f"model: {name}({type(layer).__name__}), given {shapes}: {first_line(error)}{advice}")
+
+
+def _formats(given: Any) -> set[torch.dtype]:
+    return {t.dtype for t in tensors(given) if t.is_floating_point()}
+
+
+def _advice(formats: set[torch.dtype], given: set[torch.dtype], inputs: set[torch.dtype]) -> str:
+    """What to do where a layer's parameters and what it was given are of different floating formats.
+
+    Args:
+        formats: of its parameters.
+        given: of what it was given.
+        inputs: of what the model was given.
+    """
+    others = given - formats
+    if not formats or not others:
+        return ""
+    its = f"; its parameters are {', '.join(map(str, formats))}"
+    if not others & inputs:
+        no_double = ' (not every model can compute in precision="fp64")' if torch.float64 in formats else ""
+        return f"{its}, and the model itself gives it {', '.join(map(str, others))}{no_double}"
+    return f"{its}: give it such inputs" + (', or choose precision="fp64"' if torch.float64 in others else "")
 
 
 def is_of_one_sample(error: BaseException) -> bool:
