@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 import importlib
 import sys
 import threading
@@ -57,6 +58,47 @@ def test_a_child_that_refers_to_its_parent_is_refused_under_dp(tmp_path: Path) -
     model.scale = nn.Parameter(torch.ones(3))
     with pytest.raises(StrategyError, match='uses "scale" of the model itself'):
         train(dataclasses.replace(ZOO["mlp"], model=lambda: model), **DP, folder=tmp_path, quiet=True)
+
+
+held: dict[str, nn.Module] = {}
+
+
+class Hidden(nn.Module):
+    """Leaves what is hidden in an attribute: the last one, or all of them in a list."""
+
+    def __init__(self, way: str) -> None:
+        super().__init__()
+        self.way, self.body, self.out = way, nn.Linear(6, 6), nn.Linear(6, 3)
+        self.last: Any = torch.zeros(1, 6) if way == "replaced" else None
+        self.kept: list[torch.Tensor] = []
+        held["model"] = self
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        hidden = torch.tanh(self.body(x))
+        self.last = hidden.detach()
+        self.kept.append(hidden)
+        return self.out(hidden)
+
+
+def of_kept(outputs: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
+    return F.cross_entropy(outputs, targets) + 0.1 * held["model"].kept[-1].square().mean()
+
+
+def of_last(outputs: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
+    return F.cross_entropy(outputs, targets) + 0.1 * held["model"].last.square().mean()
+
+
+@pytest.mark.parametrize(
+    ("way", "loss"),
+    [("kept", of_kept), ("new", of_last), ("replaced", of_last)],
+    ids=lambda of: getattr(of, "__name__", of),
+)
+def test_a_loss_that_reads_what_forward_left_in_the_model_is_refused_under_dp(way: str, loss: Any, tmp_path) -> None:
+    """Replicas read what the first one left, or what was there before: other numbers, or a text of Python's."""
+    job = ZOO["mlp"].replace(model=functools.partial(Hidden, way), loss=loss, eval_data=None, metrics={})
+    with pytest.raises(StrategyError, match=r"the loss reads what forward writes to the model itself \((last|kept)"):
+        train(job, **DP, folder=tmp_path, quiet=True)
+    assert parity(job, "ddp", "2xcpu").worst < 1e-12
 
 
 scale: list[float] = []

@@ -16,6 +16,7 @@ from torch import nn
 
 from lockstep.launch.processes.call import closed_over
 from lockstep.model.inspection.outside_variables import OutsideVariables, copies_of, put_back
+from lockstep.model.inspection.rounding import differ
 from lockstep.tensors.digest import digest
 from lockstep.tensors.pytree import tensors
 
@@ -184,3 +185,40 @@ def acting_buffers(model: nn.Module) -> dict[str, torch.Tensor]:
     """Buffers by name, but for the running statistics of normalisation layers, which don't act in training."""
     norms = {id(b) for m in model.modules() if isinstance(m, nn.modules.batchnorm._NormBase) for b in m.buffers()}
     return {name: b for name, b in model.named_buffers() if id(b) not in norms}
+
+
+def loss_depends_on(
+    loss: Callable[[], tuple[torch.Tensor, Any]], model: nn.Module, copied: nn.Module, names: Sequence[str]
+) -> bool:
+    """Whether a loss is another one where attributes of the model itself are those that a copy's forward has written.
+
+    It is, too, where it can be computed with one of both only.
+    """
+
+    def total() -> torch.Tensor | None:
+        try:
+            return loss()[0]
+        except Exception:
+            return None
+
+    def holder(of: nn.Module, name: str) -> tuple[dict[str, Any], str]:
+        around, _, own = name.rpartition(".")
+        return vars(of.get_submodule(around)), own
+
+    before = total()
+    places = [(*holder(model, name), *holder(copied, name)) for name in names]
+    kept = [dict(mine) for mine, *_ in places]
+    try:
+        for mine, own, theirs, its in places:
+            mine[own] = theirs[its]
+        after = total()
+    finally:
+        for (mine, own, *_), then in zip(places, kept, strict=True):
+            if own in then:
+                mine[own] = then[own]
+            else:
+                del mine[own]
+    again = total()  # else it draws random numbers, or counts its calls
+    if before is None or after is None or again is None:
+        return (before is None) == (again is None) != (after is None)
+    return differ([before], [after]) and not differ([before], [again])

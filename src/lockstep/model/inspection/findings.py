@@ -37,6 +37,7 @@ class Seen:
         backward_follows: names of those that depend on the share.
         changes: the names of variables outside of the model that forward changes (`outside_variables`).
         passes_on: the first of them that holds tensors, which other functions may read.
+        loss_reads: names of attributes that forward writes, where the loss reads one of the model itself.
         uncopied: why nothing was seen: the model can't be copied.
         ragged: whether inputs have several rows for a sample, as the nodes of graphs, so that they can't be cut.
         of_batch: names of outputs that are computed over all samples, and what they are.
@@ -61,6 +62,7 @@ class Seen:
     backward_follows: tuple[str, ...] = ()
     changes: tuple[str, ...] = ()
     passes_on: str | None = None
+    loss_reads: tuple[str, ...] = ()
     uncopied: str | None = None
     ragged: bool = False
     of_batch: dict[str, Kind] = field(default_factory=dict)
@@ -87,7 +89,8 @@ class Seen:
 
         Raises:
             StrategyError: forward writes a parameter, or what is outside of the model where threads would write to it
-                at once; or an embedding scales gradients by how often a word is in the batch.
+                at once; the loss reads what forward writes to one of several threads' models; or an embedding scales
+                gradients by how often a word is in the batch.
         """
         self.refuse_writes()
         if self.passes_on is not None and on_threads:
@@ -96,6 +99,13 @@ class Seen:
                 "this process would write to one",
                 kind="state",
                 fix="return them from forward, or use ddp, which has a process for each replica",
+            )
+        if self.loss_reads and on_threads:
+            raise StrategyError(
+                f"the loss reads what forward writes to the model itself ({', '.join(self.loss_reads[:3])}; by a "
+                "global, a closure or a reference), and not what it writes to the replica",
+                kind="state",
+                fix="return that from forward, or use ddp, which has a process for each replica",
             )
         if self.counts_words:
             raise StrategyError(

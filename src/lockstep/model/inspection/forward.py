@@ -40,6 +40,7 @@ from lockstep.model.inspection.attributes import (
     acting_buffers,
     attribute_prints,
     detached_attributes,
+    loss_depends_on,
     plain_attributes,
 )
 from lockstep.model.inspection.backward import see_gradients
@@ -110,13 +111,13 @@ def look(
             # With gradients where it fails without, since it takes some itself. What is wrong, its first step says.
             for graph, (some, number) in itertools.product((False, True), _enough(batch, samples, again=again)):
                 with outside.kept(), contextlib.suppress(Exception), torch.set_grad_enabled(graph):
-                    _see(copied, some, number, seen, judge, outside, gradients=trains and not again)
+                    _see(copied, some, number, seen, judge, outside, model, gradients=trains and not again)
                     break
             more = min(of or 0, max(2 * samples, _MORE))
             if more > samples and not again and seen == Seen(of_batch=seen.of_batch, counts=seen.counts):
                 wider = Seen()
                 with outside.kept(), contextlib.suppress(Exception):
-                    _see(copied, _as_many(batch, samples, more), more, wider, None, outside, gradients=False)
+                    _see(copied, _as_many(batch, samples, more), more, wider, None, outside, model, gradients=False)
                 seen.mixes = wider.mixes
         except Exception:
             return seen
@@ -195,6 +196,7 @@ def _see(
     seen: Seen,
     judge: Judge | None,
     outside: OutsideVariables,
+    original: nn.Module,
     *,
     gradients: bool,
 ) -> None:
@@ -224,10 +226,15 @@ def _see(
 
     accelerators = accelerators_of(inputs)
     before = states(accelerators)
-    prints = outside.prints()
+    prints, begun = outside.prints(), attribute_prints(model)
     with noted_seeding() as seeds:
         whole = run(0, samples)
     written = attribute_prints(model)
+    changed = tuple(name for name, its in written.items() if begun.get(name) != its)
+    if changed and judge is not None:
+        same_outputs = functools.partial(judge, kept[0, samples], targets, samples)
+        if loss_depends_on(same_outputs, original, model, changed):
+            seen.loss_reads = changed
     seen.changes = tuple(name for name, was in outside.prints().items() if prints.get(name) != was)
     seen.passes_on = next((name for name in seen.changes if outside.holds_tensors(name)), None)
     seen.seeds = bool(seeds)
