@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import functools
 import itertools
 from collections.abc import Callable, Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -682,3 +684,49 @@ def test_a_language_model_with_a_row_for_each_word_that_mixes_samples_is_said(tm
     job = flat_job(labels(22 * 5, 9, seed=3).view(22, 5), model=lambda: Flat(mixes=True))
     lockstep.train(job, strategy="dp", devices="2xcpu", folder=tmp_path)
     assert "outputs depend on other samples of the batch" in capsys.readouterr().out
+
+
+class Squeezing(nn.Module):
+    """Of one sample it gives a row less."""
+
+    def __init__(self, outputs: int) -> None:
+        super().__init__()
+        self.body = nn.Linear(6, outputs)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.body(x).squeeze()
+
+
+def own_cross_entropy(outputs: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
+    return F.cross_entropy(outputs, targets)
+
+
+def own_mse(outputs: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
+    return F.mse_loss(outputs, targets)
+
+
+@pytest.mark.parametrize(
+    ("way", "devices", "outputs", "loss"),
+    [
+        ("single", "1xcpu", 3, nn.CrossEntropyLoss()),
+        ("single", "1xcpu", 1, nn.MSELoss()),
+        ("dp", "2xcpu", 3, own_cross_entropy),
+        ("dp", "2xcpu", 1, nn.MSELoss()),
+        ("ddp", "2xcpu", 3, nn.CrossEntropyLoss()),
+        ("ddp", "2xcpu", 1, own_mse),
+    ],
+)
+def test_outputs_without_a_row_for_the_only_sample_are_explained(
+    way: str, devices: str, outputs: int, loss: Any, tmp_path: Path
+) -> None:
+    """The advice was to return (total, count), or the text one of PyTorch's on sizes."""
+    samples = 9 if way == "single" else 10  # in batches of 8
+    job = lockstep.Job(
+        model=functools.partial(Squeezing, outputs),
+        loss=loss,
+        train_data=TensorDataset(drawn(samples, 6), labels(samples, 3) if outputs == 3 else drawn(samples)),
+        optimizer=plain_sgd,
+        batch_size=8,
+    )
+    with pytest.raises(LossError, match=r"of a local batch of one sample: .* squeeze\(\), name the dimension"):
+        lockstep.train(job, strategy=way, devices=devices, folder=tmp_path, quiet=True)

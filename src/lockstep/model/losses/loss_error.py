@@ -2,9 +2,15 @@
 
 from __future__ import annotations
 
+import contextlib
 import math
+from collections.abc import Iterator
+from typing import Any
+
+import torch
 
 from lockstep.errors import LossError, first_line
+from lockstep.launch.memory import is_out_of_memory
 from lockstep.model.losses.additivity import DOUBLED, Sum, is_apart
 from lockstep.model.losses.loss import Totalled
 
@@ -67,6 +73,28 @@ def why_not_taken(error: Exception, size: int, samples: int) -> str:
     if "does not require grad" in said or "not have been used in the graph" in said:
         return "it differentiates outputs, of which a part has no graph"
     return f"it fails with {size} of {samples} samples ({said})"
+
+
+@contextlib.contextmanager
+def squeezing_explained(outputs: Any, targets: Any, samples: int) -> Iterator[None]:
+    """In which a loss is called, or checked, that fails with outputs of one sample without a row for it.
+
+    Raises:
+        LossError: instead of what it raises.
+    """
+    try:
+        yield
+    except Exception as error:
+        if samples != 1 or not isinstance(outputs, torch.Tensor) or not isinstance(targets, torch.Tensor):
+            raise
+        if outputs.shape[:1] == (1,) or targets.shape[:1] != (1,) or is_out_of_memory(error):
+            raise
+        raise LossError(
+            f"the loss can't take outputs {tuple(outputs.shape)} and targets {tuple(targets.shape)} of a local batch "
+            "of one sample: the outputs have no row for it",
+            kind="shape",
+            fix="where forward calls squeeze(), name the dimension, as in squeeze(-1)",
+        ) from error
 
 
 def _advice(loss: Totalled) -> str:

@@ -25,6 +25,7 @@ from lockstep.model.losses.additivity import Piece
 from lockstep.model.losses.check_interval import is_power_of_two
 from lockstep.model.losses.loss import Loss, Number, Totalled
 from lockstep.model.losses.loss_check import LossCheck
+from lockstep.model.losses.loss_error import squeezing_explained
 from lockstep.model.model_settings import set_modes
 from lockstep.model.precision import Precision
 from lockstep.tensors.pytree import batch_size_of, call, to_device
@@ -223,13 +224,15 @@ class Evaluator:
         self._judged += 1
         may_wait = not self._on_accelerator or is_power_of_two(self._judged)
         if self.cuts_batch and may_wait and self.loss_check.wants(self._judged):
-            self.loss_check(outputs, part.targets, Piece.of(loss, part.size))
+            with squeezing_explained(outputs, part.targets, part.size):
+                self.loss_check(outputs, part.targets, Piece.of(loss, part.size))
         return outputs, loss
 
     def loss_of(self, outputs: Any, part: Part, *, looks: bool) -> Loss:
         """Total, count and parts; where it ``looks``, it is noted whether the loss remembers something."""
         before = self.loss.state() if looks else None
-        loss = self.loss(outputs, part.targets, part.size)
+        with squeezing_explained(outputs, part.targets, part.size):
+            loss = self.loss(outputs, part.targets, part.size)
         if before is not None and (after := self.loss.state()) != before:
             self.loss_check.remembers(outside=after[1] != before[1])
         return loss

@@ -44,6 +44,7 @@ from lockstep.model.inspection import (
 from lockstep.model.losses.additivity import Piece
 from lockstep.model.losses.check_interval import is_power_of_two
 from lockstep.model.losses.loss import Loss, Number
+from lockstep.model.losses.loss_error import squeezing_explained
 from lockstep.model.optimizer import clip_gradients, may_draw
 from lockstep.strategies.steps.calls import Calls
 from lockstep.strategies.steps.update_checks import DeviceChecks, explained, no_items, reads_within, refuse_not_finite
@@ -353,7 +354,8 @@ class Step(Calls):
             self._reads_within |= reads_within(self.loss, outputs, part)
         began = self._time() if self.loss_check.is_timed(self._updates) else None
         whole, waits = Piece.of(loss, part.size), self._waits or self.looks_again
-        wrong = self.loss_check(outputs, part.targets, whole, step=self.world.step, waits=waits)
+        with squeezing_explained(outputs, part.targets, part.size):
+            wrong = self.loss_check(outputs, part.targets, whole, step=self.world.step, waits=waits)
         if wrong is not None:
             self._on_devices.note_loss(wrong, self.world.step)
         if began is not None:
