@@ -16,7 +16,7 @@ from lockstep import Job, train
 from lockstep.errors import StrategyError
 from lockstep.verify import differences
 
-from zoo import SAMPLES, ZOO, drawn, labels, mlp, sgd  # isort: skip
+from zoo import SAMPLES, ZOO, drawn, labels, mlp, sgd, slow  # isort: skip
 
 WAYS = {
     "accumulate": {"strategy": "single", "devices": "1xcpu", "accumulate": 2},
@@ -178,3 +178,52 @@ def test_what_a_loss_reads_beside_outputs_is_said(what: str, tmp_path: Path, cap
 def test_what_forward_writes_to_a_class_without_methods_is_refused_in_threads(tmp_path: Path) -> None:
     with pytest.raises(StrategyError, match=r'forward writes tensors to "Kept\.balance"'):
         train(reading("class"), **WAYS["dp"], folder=tmp_path, quiet=True)
+
+
+HELD: dict[str, Any] = {}
+
+
+class Leaving(nn.Module):
+    """Leaves a number of its last forward in an attribute, and the hidden activations in a variable."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.body, self.scale = mlp(), torch.ones(())
+        HELD["model"] = self
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        hidden = self.body[0](x)
+        self.scale, HELD["hidden"] = hidden.detach().abs().mean(), hidden
+        return self.body(x)
+
+
+def scaled_by_an_attribute(outputs: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
+    return F.cross_entropy(outputs, targets) * (1 + HELD["model"].scale)
+
+
+def scaled_by_a_variable(outputs: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
+    return F.cross_entropy(outputs, targets) * (1 + HELD["hidden"].detach().abs().mean())
+
+
+def with_a_mean_of_a_variable(outputs: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
+    return F.cross_entropy(outputs, targets) + 0.1 * HELD["hidden"].abs().mean()
+
+
+LEFT = {scaled_by_an_attribute: '("scale", "HELD")', scaled_by_a_variable: '("HELD")', with_a_mean_of_a_variable: ""}
+
+
+@pytest.mark.parametrize("loss", LEFT)
+@pytest.mark.parametrize(("strategy", "devices"), [("single", 1), ("ddp", 2), slow("fsdp", 2), slow("pp", 2)])
+def test_what_a_loss_reads_that_forward_left_is_said_where_it_is_no_sum(
+    strategy: str, devices: int, loss: Any, tmp_path: Path, capsys: Any
+) -> None:
+    """Found by trial: each local batch left another number, and weights were some per cent off without a line."""
+    job = dataclasses.replace(ZOO["mlp"], model=Leaving, loss=loss, precision="fp64")
+    job = job.replace(accumulate=2 if strategy == "single" else 1)
+    run = train(job, strategy=strategy, devices=f"{devices}xcpu", folder=tmp_path)
+    said = " ".join(capsys.readouterr().out.split())
+    single = train(job.replace(accumulate=1), strategy="single", devices="1xcpu", folder=tmp_path, quiet=True)
+    worst = differences(job, run, single).worst
+    text = f"the loss reads what forward leaves beside its outputs {LEFT[loss]}, which is no sum over samples"
+    assert (text in said) == bool(LEFT[loss]) == (worst > 1e-4)
+    assert LEFT[loss] or worst < 1e-10

@@ -39,7 +39,7 @@ def try_out(
     """
     with kept_state(step.models()), step.loss.kept():
         values = evaluate_sets(step, loaders, metrics, world, seed, most=1, prefix="eval_") if loaders else {}
-    step.compare_ranks()
+        step.compare_ranks()
     return values
 
 

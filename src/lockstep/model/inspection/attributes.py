@@ -187,6 +187,28 @@ def acting_buffers(model: nn.Module) -> dict[str, torch.Tensor]:
     return {name: b for name, b in model.named_buffers() if id(b) not in norms}
 
 
+@contextlib.contextmanager
+def as_written(model: nn.Module, copied: nn.Module, names: Sequence[str]) -> Iterator[None]:
+    """Give a model, meanwhile, attributes of these names as a forward of its copy has left them there."""
+
+    def holder(of: nn.Module, name: str) -> tuple[dict[str, Any], str]:
+        around, _, own = name.rpartition(".")
+        return vars(of.get_submodule(around)), own
+
+    places = [(*holder(model, name), *holder(copied, name)) for name in names]
+    kept = [dict(mine) for mine, *_ in places]
+    try:
+        for mine, own, theirs, its in places:
+            mine[own] = theirs[its]
+        yield
+    finally:
+        for (mine, own, *_), then in zip(places, kept, strict=True):
+            if own in then:
+                mine[own] = then[own]
+            else:
+                del mine[own]
+
+
 def loss_depends_on(
     loss: Callable[[], tuple[torch.Tensor, Any]], model: nn.Module, copied: nn.Module, names: Sequence[str]
 ) -> bool:
@@ -201,23 +223,9 @@ def loss_depends_on(
         except Exception:
             return None
 
-    def holder(of: nn.Module, name: str) -> tuple[dict[str, Any], str]:
-        around, _, own = name.rpartition(".")
-        return vars(of.get_submodule(around)), own
-
     before = total()
-    places = [(*holder(model, name), *holder(copied, name)) for name in names]
-    kept = [dict(mine) for mine, *_ in places]
-    try:
-        for mine, own, theirs, its in places:
-            mine[own] = theirs[its]
+    with as_written(model, copied, names):
         after = total()
-    finally:
-        for (mine, own, *_), then in zip(places, kept, strict=True):
-            if own in then:
-                mine[own] = then[own]
-            else:
-                del mine[own]
     again = total()  # else it draws random numbers, or counts its calls
     if before is None or after is None or again is None:
         return (before is None) == (again is None) != (after is None)

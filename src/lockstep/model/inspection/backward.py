@@ -20,10 +20,13 @@ _TIMES = 2.0**20
 
 def see_gradients(
     model: nn.Module, total_of: Callable[[int, int], torch.Tensor], shares: tuple[tuple[int, int], ...], seen: Seen
-) -> None:
+) -> bool:
     """Find parameters whose gradient over a batch isn't the sum of those over two parts of it, or isn't linear.
 
     And what backward writes.
+
+    Returns:
+        Whether the totals don't add up, each of them computed after a forward of its own.
     """
     names, parameters = zip(*((n, p) for n, p in model.named_parameters() if p.requires_grad), strict=True)
 
@@ -49,8 +52,10 @@ def see_gradients(
         if enlarges and not seen.backward_writes:  # (else the graph may hold what was written)
             seen.nonlinear = first_apart(names, found[0], gradients(value, _TIMES))
     seen.backward_follows = tuple(n for n in seen.backward_writes if len({end.get(n) for end in ends}) > 1)
-    if not differ(totals[:1], [totals[1] + totals[2]]):  # else `lockstep.model.losses.loss_check` judges
-        seen.backward = first_apart(names, found[0], [b + c for b, c in zip(*found[1:], strict=True)])
+    if apart := differ(totals[:1], [totals[1] + totals[2]]):
+        return apart
+    seen.backward = first_apart(names, found[0], [b + c for b, c in zip(*found[1:], strict=True)])
+    return apart
 
 
 def _state_prints(model: nn.Module) -> dict[str, Any]:

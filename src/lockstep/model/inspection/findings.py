@@ -38,6 +38,7 @@ class Seen:
         changes: the names of variables outside of the model that forward changes (`outside_variables`).
         passes_on: the first of them that holds tensors, which other functions may read.
         loss_reads: names of attributes that forward writes, where the loss reads one of the model itself.
+        leaves: whether the loss reads what forward leaves beside its outputs, and that is no sum over samples.
         uncopied: why nothing was seen: the model can't be copied.
         ragged: whether inputs have several rows for a sample, as the nodes of graphs, so that they can't be cut.
         of_batch: names of outputs that are computed over all samples, and what they are.
@@ -63,6 +64,7 @@ class Seen:
     changes: tuple[str, ...] = ()
     passes_on: str | None = None
     loss_reads: tuple[str, ...] = ()
+    leaves: bool = False
     uncopied: str | None = None
     ragged: bool = False
     of_batch: dict[str, Kind] = field(default_factory=dict)
@@ -193,6 +195,13 @@ class Seen:
         if self.freezes is not None:
             text = f'the model changes requires_grad of "{self.freezes}" in forward, for each part of a batch'
             yield Caveat("state", text, "set it between updates")
+        if self.leaves:
+            where = ", ".join(f'"{name}"' for name in (*self.loss_reads, *self.changes)[:2])
+            text = (
+                f"the loss reads what forward leaves beside its outputs ({where or 'in a variable'}), which is no sum "
+                "over samples: each part of a batch leaves its own, so results differ from single-device training"
+            )
+            yield Caveat("auxiliary loss", text, "mp and single without accumulate keep them")
         if self.backward is not None:
             text = (
                 f'the gradient of "{self.backward}" is not the sum of those of parts of the batch, though the loss is '

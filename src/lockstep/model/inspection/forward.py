@@ -38,6 +38,7 @@ from torch.overrides import TorchFunctionMode
 from lockstep.errors import StrategyError, told
 from lockstep.model.inspection.attributes import (
     acting_buffers,
+    as_written,
     attribute_prints,
     detached_attributes,
     loss_depends_on,
@@ -73,6 +74,7 @@ def look(
     targets: Any = None,
     judge: Judge | None = None,
     of: int | None = None,
+    original: nn.Module | None = None,
     again: bool = False,
     trains: bool = True,
 ) -> Seen:
@@ -88,10 +90,11 @@ def look(
         judge: the loss; without it neither that nor gradients are looked at.
         of: samples of the batch that these are a part of. Whether samples act on one another is looked at with more
             than a local batch, too: an expert may have room for as many as come from that.
+        original: the model that a loss may read attributes of, where that is another object.
         again: with as few samples as can be cut, no gradients, and no copy of large parameters, to spare the memory.
         trains: whether gradients matter.
     """
-    batch = inputs, targets
+    batch, original = (inputs, targets), original or model
     seen = Seen()
     with torch.no_grad(), kept_states(accelerators_of(inputs)), full_products():
         try:
@@ -111,13 +114,13 @@ def look(
             # With gradients where it fails without, since it takes some itself. What is wrong, its first step says.
             for graph, (some, number) in itertools.product((False, True), _enough(batch, samples, again=again)):
                 with outside.kept(), contextlib.suppress(Exception), torch.set_grad_enabled(graph):
-                    _see(copied, some, number, seen, judge, outside, model, gradients=trains and not again)
+                    _see(copied, some, number, seen, judge, outside, original, gradients=trains and not again)
                     break
             more = min(of or 0, max(2 * samples, _MORE))
             if more > samples and not again and seen == Seen(of_batch=seen.of_batch, counts=seen.counts):
                 wider = Seen()
                 with outside.kept(), contextlib.suppress(Exception):
-                    _see(copied, _as_many(batch, samples, more), more, wider, None, outside, model, gradients=False)
+                    _see(copied, _as_many(batch, samples, more), more, wider, None, outside, original, gradients=False)
                 seen.mixes = wider.mixes
         except Exception:
             return seen
@@ -290,6 +293,7 @@ def _see(
             seen.bends = not is_sum and "neither" not in seen.of_batch.values()
     if not set(seen.of_batch.values()) <= {"same"}:
         return
+    adds_up = False
     with contextlib.suppress(Exception):  # a loss that can't take a part of the outputs
         of_cut, of_parts = [], []
         for start, size in parts:
@@ -297,14 +301,17 @@ def _see(
             of_cut.append(judge(some, wanted, size)[0])
             of_parts.append(judge(kept[start, size], wanted, size)[0])
         seen.mixes = differ(of_cut, of_parts)
+        adds_up = not differ([judge(kept[0, samples], targets, samples)[0]], [of_cut[0] + of_cut[1]])
     if gradients and not seen.mixes and sum(p.numel() * p.element_size() for p in model.parameters()) <= _LARGEST:
 
         def total_of(start: int, size: int) -> torch.Tensor:
             for held, then in attributes:
                 held.update(then)
-            return judge(outputs_of(start, size), cut(targets, start, size, samples), size)[0]
+            outputs = outputs_of(start, size)
+            with as_written(original, model, seen.loss_reads):
+                return judge(outputs, cut(targets, start, size, samples), size)[0]
 
-        see_gradients(model, total_of, ((0, samples), *parts), seen)
+        seen.leaves = see_gradients(model, total_of, ((0, samples), *parts), seen) and adds_up
 
 
 class _Watched(TorchFunctionMode):

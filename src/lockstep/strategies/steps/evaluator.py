@@ -48,6 +48,7 @@ class Evaluator:
 
     Attributes:
         model: the model under its one-device names.
+        original: the same; also while another one is inspected in its place.
         world: this process's place among the ranks.
         loss: gives total and count.
     """
@@ -56,7 +57,7 @@ class Evaluator:
     """Whether the replicas of this process have the same parameters."""
 
     def __init__(self, model: nn.Module, job: Job, world: World) -> None:
-        self.model = model
+        self.model = self.original = model
         self.world = world
         self.observers = world.observers
         self._channels_last = job.channels_last

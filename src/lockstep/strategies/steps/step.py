@@ -206,6 +206,7 @@ class Step(Calls):
                 targets=part.targets,
                 judge=self.loss.judged,
                 of=batch.size,
+                original=self.original,
                 again=again,
             )
         if seen.writes is not None or seen.uncopied is not None:
