@@ -10,9 +10,9 @@ import torch
 from torch import Tensor, nn
 
 import lockstep
-from lockstep.errors import InputError, LossError, StrategyError
+from lockstep.errors import InputError, LossError, RankFailed, StrategyError
 from lockstep.strategies import DDP
-from zoo import drawn, labels, mlp, plain_sgd, sgd
+from zoo import drawn, labels, mlp, plain_sgd, sgd, slow
 
 BOUND = 1e-10
 WAYS: dict[str, Any] = {
@@ -225,3 +225,51 @@ def test_a_loss_over_pairs_cannot_be_given_in_parts() -> None:
     step(drawn(4, 6), labels(4, 3))
     with pytest.raises(LossError, match="pairs"):
         step.backward(drawn(4, 6), labels(4, 3))
+
+
+def halved_anew(model: nn.Module) -> None:
+    model[0].weight.grad = model[0].weight.grad * 0.5
+
+
+def halved_in_place(model: nn.Module) -> None:
+    model[0].weight.grad.mul_(0.5)
+
+
+def left_out(model: nn.Module) -> None:
+    model[0].weight.grad = None
+
+
+def changed_between(world: Any, strategy: str, change: Any) -> dict[str, torch.Tensor]:
+    torch.manual_seed(0)
+    model = mlp().double()
+    step = lockstep.parallelize(model, nn.CrossEntropyLoss(), sgd(model.named_parameters()), strategy=strategy)
+    for number in range(4):
+        step.backward(drawn(8, 6).double()[world.rank :: world.size], labels(8, 3)[world.rank :: world.size])
+        if number:
+            change(model)
+        step.update()
+    return {name: value.clone() for name, value in step.state_dict()["model"].items()}
+
+
+@pytest.mark.parametrize("change", [halved_anew, halved_in_place, left_out])
+@pytest.mark.parametrize("strategy", ["fsdp", slow("ddp")])
+def test_gradients_that_a_loop_replaces_before_the_update_are_those_of_the_update(strategy: str, change: Any) -> None:
+    """Found by trial: fsdp went on with its own where a loop gave a parameter another gradient, or none."""
+    one = lockstep.launch(changed_between, devices="1xcpu", args=("single", change))[0]
+    several = lockstep.launch(changed_between, devices="2xcpu", args=(strategy, change))[0]
+    assert max(float((value - several[name]).abs().max()) for name, value in one.items()) < 1e-12
+
+
+def assigned(world: Any) -> None:
+    model = mlp()
+    step = lockstep.parallelize(model, nn.CrossEntropyLoss(), sgd(model.named_parameters()), strategy="fsdp")
+    model[0].weight.data = model[0].weight.data + 1
+    step(drawn(8, 6)[world.rank :: world.size], labels(8, 3)[world.rank :: world.size])
+
+
+def test_what_is_assigned_to_the_data_of_a_shard_is_refused() -> None:
+    """PyTorch loses it without a word."""
+    with pytest.raises(
+        RankFailed, match=r'something was assigned to the data of "0\.weight", of which each rank has a s'
+    ):
+        lockstep.launch(assigned, devices="2xcpu")

@@ -172,10 +172,12 @@ class ShardedStep(DDPStep):
     def backward(self, inputs: Any, targets: Any = None) -> Result:
         """As every step's; the model has the gradients of all parts so far, too."""
         result = super().backward(inputs, targets)
-        for name, p in self._shards.cut.items():
-            grad = self._mine[name].grad
-            p.grad = None if grad is None else self._shards.as_rows(name, grad)
+        self._shards.show_gradients()
         return result
+
+    def _given_parts(self) -> tuple[Batch, Loss]:
+        self._shards.take_gradients()
+        return super()._given_parts()
 
     def _sum_whole(self) -> None:
         """Sum gradients of parameters that every rank keeps whole, as ``ddp`` does."""
@@ -303,6 +305,7 @@ class ShardedStep(DDPStep):
 
     def begin_update(self, batch: Batch) -> None:
         """As every step's; ranks look equally often."""
+        self._shards.refuse_assigned()
         super().begin_update(batch)
         if self.looks_again:
             self.last_look = self.world.broadcast_object(self.last_look)

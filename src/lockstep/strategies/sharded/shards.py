@@ -75,6 +75,7 @@ class Shards:
         self._before = {name: weakref.ref(p) for name, p in before.items() if name not in self.whole}
         now = dict(model.named_parameters())
         self.cut = {name: p for name, p in now.items() if isinstance(p, DTensor)}
+        self._storages = {name: p.untyped_storage()._cdata for name, p in self.cut.items()}
         names = {id(p): name for name, p in self.cut.items()}
         every = model.named_parameters(remove_duplicate=False)
         self.first_names = {name: names[id(p)] for name, p in every if id(p) in names}
@@ -141,6 +142,33 @@ class Shards:
         return DTensor.from_local(
             local.detach(), p.device_mesh, p.placements, run_check=False, shape=p.shape, stride=p.stride()
         )
+
+    def refuse_assigned(self) -> None:
+        """Refuse what was assigned to ``parameter.data``, which a shard doesn't take, and PyTorch loses.
+
+        Raises:
+            StrategyError: something was.
+        """
+        for name, p in self.cut.items():
+            if p.untyped_storage()._cdata != self._storages[name]:
+                raise StrategyError(
+                    f'fsdp: something was assigned to the data of "{name}", of which each rank has a shard: write it '
+                    "in place, under torch.no_grad(): parameter.copy_(value)"
+                )
+
+    def show_gradients(self) -> None:
+        """Give the parameters that were cut the gradients of the local parts."""
+        for name, p in self.cut.items():
+            grad = self.local[name].grad
+            p.grad = None if grad is None else self.as_rows(name, grad)
+
+    def take_gradients(self) -> None:
+        """Give the local parts the gradients of the parameters, which a person may have replaced."""
+        for name, p in self.cut.items():
+            grad = p.grad
+            if isinstance(grad, DTensor):
+                grad = grad.redistribute(p.device_mesh, p.placements).to_local()
+            self.local[name].grad = grad
 
     def joined(self, name: str, local: torch.Tensor) -> torch.Tensor:
         """The whole tensor of which the ranks have these parts; every rank calls this."""
