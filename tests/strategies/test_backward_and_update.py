@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 import lockstep
-from lockstep.errors import InputError, LossError, RankFailed, StrategyError
+from lockstep.errors import InputError, LossError, StrategyError
 from lockstep.strategies import DDP
 from zoo import drawn, labels, mlp, plain_sgd, sgd, slow
 
