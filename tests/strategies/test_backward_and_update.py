@@ -270,6 +270,6 @@ def assigned(world: Any) -> None:
 def test_what_is_assigned_to_the_data_of_a_shard_is_refused() -> None:
     """PyTorch loses it without a word."""
     with pytest.raises(
-        RankFailed, match=r'something was assigned to the data of "0\.weight", of which each rank has a s'
+        StrategyError, match=r'something was assigned to the data of "0\.weight", of which each rank has a s'
     ):
         lockstep.launch(assigned, devices="2xcpu")
