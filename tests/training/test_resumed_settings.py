@@ -25,10 +25,10 @@ class Body(nn.Module):
         super().__init__()
         self.first, self.norm, self.last = nn.Linear(6, 8), nn.BatchNorm1d(8), nn.Linear(8, 3)
         self.act: Any = torch.tanh
-        self.end = nn.Identity()
+        self.end, self.scale = nn.Identity(), 1.0
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return self.end(self.last(self.act(self.norm(self.first(x)))))
+        return self.end(self.last(self.act(self.norm(self.first(x))) * self.scale))
 
 
 class At(Callback):
@@ -176,3 +176,34 @@ def test_a_batch_norm_in_evaluation_mode_has_the_first_ones_statistics_everywher
     """As with PyTorch's DistributedDataParallel; before, each replica went on with those of its own local batches."""
     its = job(At(2, still))
     assert differ(trained(its, "dp", tmp_path, steps=5), trained(its, way, tmp_path, steps=5)) < 1e-12
+
+
+class WarmUp(Callback):
+    """Begins with something that it undoes later."""
+
+    def __init__(self, what: str) -> None:
+        self.what = what
+
+    def set(self, model: nn.Module, *, early: bool) -> None:
+        if self.what == "frozen":
+            model.get_submodule("first").requires_grad_(not early)
+        elif self.what == "mode":
+            model.get_submodule("norm").train(not early)
+        else:
+            model.scale = 0.5 if early else 1.0  # type: ignore[assignment]
+
+    def on_start(self, training: TrainingContext) -> None:
+        self.set(training.model, early=True)
+
+    def on_step(self, training: TrainingContext) -> None:
+        if training.step == 2:
+            self.set(training.model, early=False)
+
+
+@pytest.mark.parametrize("what", ["frozen", "mode", "attribute"])
+def test_what_a_run_had_undone_again_stays_undone_after_resumes(what: str, tmp_path: Path) -> None:
+    """Found by trial: on_start of the resumed run did it again, for good."""
+    whole = trained(job(WarmUp(what)), "single", tmp_path / "whole", steps=8)
+    run = trained(job(WarmUp(what)), "single", tmp_path / "cut", steps=3)
+    run = lockstep.train(job(WarmUp(what)), resume=run.folder, steps=5, quiet=True)
+    assert differ(lockstep.train(job(WarmUp(what)), resume=run.folder, steps=8, quiet=True), whole) == 0.0

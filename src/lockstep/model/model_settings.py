@@ -17,13 +17,20 @@ KINDS = ("attributes", "requires_grad", "modes")
 class ModelSettings:
     """The attributes of a model's modules, which of its parameters are trained, and the mode of its layers.
 
-    A checkpoint keeps how they differ from those of the model that was built; of attributes numbers, texts, tensors and
+    A checkpoint keeps how they differ from those of the model that was built, and what callbacks had changed when they
+    began; of attributes numbers, texts, tensors and
     nests of them.
     """
 
     def __init__(self, model: nn.Module) -> None:
         self._model = model
         self._built, self._trained, self._modes = attribute_prints(model), _trained(model), _modes(model)
+        self._begun: tuple[dict[str, bytes], dict[str, bool], dict[str, bool]] = {}, {}, {}
+        self.begin()
+
+    def begin(self) -> None:
+        """Callbacks have begun: what they changed until now they do again in a resumed run, so all of it is kept."""
+        self._begun = attribute_prints(self._model), _trained(self._model), _modes(self._model)
 
     def state(self, *, with_mode: bool) -> dict[str, dict[str, Any]]:
         """What has changed since the model was built, by kind and name.
@@ -31,9 +38,11 @@ class ModelSettings:
         Args:
             with_mode: with that of the model itself, else only where layers are in another one.
         """
-        attributes, _ = changed_attributes(self._model, self._built)
-        modes = _modes(self._model) | ({} if with_mode else {"": self._modes[""]})
-        changed = _changed(self._trained, _trained(self._model)), _changed(self._modes, modes)
+        prints, trained, modes = self._begun
+        still = {name: its for name, its in self._built.items() if prints.get(name) == its}
+        attributes, _ = changed_attributes(self._model, still)
+        now = _modes(self._model) | ({} if with_mode else {"": self._modes[""]})
+        changed = _changed(self._trained, trained, _trained(self._model)), _changed(self._modes, modes, now)
         return {kind: of for kind, of in zip(KINDS, (attributes, *changed), strict=True) if of}
 
     def take(self, state: Mapping[str, Mapping[str, Any]]) -> Iterator[str]:
@@ -83,5 +92,5 @@ def _modes(model: nn.Module) -> dict[str, bool]:
     return {name: module.training is (not name or model.training) for name, module in model.named_modules()}
 
 
-def _changed(before: Mapping[str, bool], now: Mapping[str, bool]) -> dict[str, bool]:
-    return {name: its for name, its in now.items() if before.get(name) is not its}
+def _changed(built: Mapping[str, bool], begun: Mapping[str, bool], now: Mapping[str, bool]) -> dict[str, bool]:
+    return {name: its for name, its in now.items() if not built.get(name) is begun.get(name) is its}

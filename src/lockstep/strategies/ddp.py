@@ -180,10 +180,7 @@ class DDPStep(Step):
             p.grad = None
         self._buffers.follow()
         world = self.world
-        # DDP divides by the number of ranks; what is wanted is the sum.
         ddp = self._overlapping(all(part.of >= world.size for part in batch.parts))
-        # Under fp16 that factor comes after the sum: before, it would let gradients overflow that don't on one device.
-        early = 1 if ddp is None or self._scaler is not None else world.size
         losses: list[Loss] = []
         for i, part in enumerate(batch.parts):
             if self._exchange is not None:
@@ -199,13 +196,14 @@ class DDPStep(Step):
                 losses.append(loss.detached())
                 if self._exchange is not None and self.looks_again:
                     end_forward(self._exchange)
-                self.run_backward(loss.total, self.divisor(loss.count, batch.size) / early)
+                self.run_backward(loss.total, self.divisor(loss.count, batch.size))
         loss = added(losses)
         if ddp is not None:
-            if early < world.size:
-                for p in self._parameters:
-                    if p.grad is not None:
-                        p.grad.mul_(world.size)
+            # DDP divides by the number of ranks, and the sum is wanted. The factor comes after backward, which need not
+            # be linear (a hook that clamps gradients), and may overflow.
+            for p in self._parameters:
+                if p.grad is not None:
+                    p.grad.mul_(world.size)
             loss = self._summed(loss)
         elif world.size > 1:
             loss = self._summed_flat(loss)

@@ -32,7 +32,7 @@ from lockstep.training.batch_shapes import FirstStep, line_of
 from lockstep.training.callbacks.dispatch import Callbacks
 from lockstep.training.evaluation import Evaluations, try_out
 from lockstep.training.logs import Logs
-from lockstep.training.progress import Pace, Teller
+from lockstep.training.progress import Pace, Teller, WorkerCopies
 from lockstep.training.resume import has_ended
 from lockstep.training.saves import Saves
 from lockstep.training.scheduler import move_on
@@ -82,7 +82,8 @@ class _Training(Setup):
         self.logs: Logs | None = None
         self.recent = Loss(0.0, 0.0)  # of the steps since the last log of an earlier process
         self.shapes: dict[str, Any] = {}
-        self.told = Teller(self.step, job, folder, plan.tensorboard, self.loader)
+        self.told = Teller(self.step, job, folder, plan.tensorboard)
+        self.copies = WorkerCopies(self.step, self.loader)
         self.callbacks = Callbacks(job, self.step, folder.path, self.told)
         of = self.train_data, self.loader
         self.saves = Saves(job, folder, self.step, self.scheduler, *of, self.callbacks)
@@ -209,7 +210,7 @@ class _Training(Setup):
         sums = Sums(partial, None if self.logs is None else self.logs.add)
         samples = 0
         size = 0  # of the first batch
-        batches = self.loader.epoch(self.epoch, self.position)
+        batches = self.copies.over(self.epoch, self.position)
         if self.profiler is not None:
             batches = self.profiler.over(batches)
         pace = Pace(world, self.epochs, self.steps)

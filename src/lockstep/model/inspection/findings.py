@@ -158,10 +158,7 @@ class Seen:
                 f'the model writes its parameter "{self.writes}" in forward, once per micro-batch, not once per batch'
             )
             yield Caveat("state", text)
-        for name in self.written:
-            yield Caveat("buffer", f'buffer "{name}" is written in forward, once per micro-batch, not once per batch')
-        for name in self.backward_writes:
-            yield Caveat("state", f'"{name}" is written in backward, once per micro-batch, not once per batch')
+        yield from self._once_per_microbatch()
         if self.draws and not with_dropout:
             text = "the model draws random numbers in forward, which differ from single-device training; they are"
             yield Caveat("drawing", f"{text} reproducible")
@@ -183,6 +180,13 @@ class Seen:
             text = "outputs depend on other samples of the batch, and each micro-batch is computed alone"
             yield Caveat("mixing", text, "single or mp without accumulate keeps the results")
         yield from self._of_shares()
+
+    def _once_per_microbatch(self) -> Iterator[Caveat]:
+        """What is written oftener than once a batch."""
+        for name in self.written:
+            yield Caveat("buffer", f'buffer "{name}" is written in forward, once per micro-batch, not once per batch')
+        for name in self.backward_writes:
+            yield Caveat("state", f'"{name}" is written in backward, once per micro-batch, not once per batch')
 
     def _of_shares(self) -> Iterator[Caveat]:
         """What differs where a batch is computed in parts, on however many devices."""
@@ -235,12 +239,15 @@ class Seen:
             text = "the model draws random numbers in evaluation, which differ from single-device ones; they are"
             yield Caveat("drawing", f"{text} reproducible")
 
-    def of_replicas(self, *, with_dropout: bool) -> Iterator[Caveat]:
+    def of_replicas(self, *, with_dropout: bool, accumulates: bool = False) -> Iterator[Caveat]:
         """What differs where replicas compute a local batch each.
 
         Args:
             with_dropout: whether the model has dropout layers, of which it is known that they draw.
+            accumulates: whether they compute it in micro-batches.
         """
+        if accumulates:
+            yield from self._once_per_microbatch()
         if self.uncopied is not None:
             text = f"the model's forward was not inspected, since the model can't be copied ({self.uncopied})"
             yield Caveat("uncopied", text, "lockstep verify shows whether results are those of single-device training")

@@ -101,11 +101,11 @@ class OutsideVariables:
         What is large isn't read: a dataset may hold all samples.
         """
         seen: set[int] = set()
-        return {
-            path: hashlib.blake2b(repr(its).encode(), digest_size=16).digest()
-            for name, variable in self._variables.items()
-            for path, its in _small_in(name, variable.get(), seen)
-        }
+        found: dict[str, list[Any]] = {}  # an object and its class may have an attribute of one name
+        for name, variable in self._variables.items():
+            for path, its in _small_in(name, variable.get(), seen):
+                found.setdefault(path, []).append(its)
+        return {path: hashlib.blake2b(repr(of).encode(), digest_size=16).digest() for path, of in found.items()}
 
     def holds_tensors(self, name: str) -> bool:
         """Whether the variable of that name does."""

@@ -320,6 +320,8 @@ class StepState(Evaluator):
 
     def take_settings(self) -> None:
         """Take over what callbacks had changed in the model, after those of this run have begun."""
+        if not self.own_loop:
+            self.settings.begin()
         self.tell_once(self.settings.take(self._saved_settings))
         self._saved_settings = {}
 
