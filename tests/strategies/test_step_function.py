@@ -430,3 +430,18 @@ def test_parts_without_a_forward_say_how_to_predict(tmp_path: Path) -> None:
     assert run.model()["head"](torch.zeros(2, 4)).shape == (2, 3)
     with pytest.raises(JobError, match=r"the parts head, body, without a forward .* call a part yourself \(run.model"):
         lockstep.predict(run, torch.zeros(2, 6), strategy="single", devices="1xcpu", quiet=True)
+
+
+def through_the_head(models: nn.ModuleDict, batch: Any, update: Any) -> None:
+    """As a generator's loss goes through the discriminator."""
+    x, y = batch
+    update("body", nn.functional.cross_entropy(models["head"](models["body"](x)), y, reduction="sum"), len(y))
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_a_model_that_is_frozen_as_a_whole_is_no_error_though_its_loss_has_gradients(way: str, tmp_path: Path) -> None:
+    """Found by trial: a generator that was frozen for some steps raised a text of PyTorch's."""
+    job = job_of(through_the_head, precision="fp64", callbacks=[lockstep.callbacks.Freeze("body", until=3)])
+    run = train(job, strategy=way, devices=WAYS[way], folder=tmp_path, quiet=True)
+    single = train(job, strategy="single", devices="1xcpu", folder=tmp_path, quiet=True)
+    assert differences(job, run, single).worst < BOUND

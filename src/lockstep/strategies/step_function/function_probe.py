@@ -52,7 +52,9 @@ class _Noted:
         if self._model is None or not loss.total.requires_grad:
             return
         trained = {f"{name}.{n}": p for n, p in self._model.get_submodule(name).named_parameters() if p.requires_grad}
-        found = torch.autograd.grad(loss.total, list(trained.values()), retain_graph=True, allow_unused=True)
+        found: tuple[torch.Tensor | None, ...] = ()
+        if trained:  # else all of it is frozen
+            found = torch.autograd.grad(loss.total, list(trained.values()), retain_graph=True, allow_unused=True)
         zero = torch.zeros(())
         named = zip(trained, found, strict=True)
         self.gradients.append({n: g if g is not None and g.layout == torch.strided else zero for n, g in named})
