@@ -263,6 +263,15 @@ def test_what_clamps_in_backward_where_batches_are_cut_is_said(way, kind, tmp_pa
     assert said not in " ".join(capsys.readouterr().out.split())
 
 
+@pytest.mark.parametrize("kind", ["tensor", "function"])
+def test_what_clamps_in_backward_is_given_the_same_while_gradients_are_summed(kind: str, tmp_path) -> None:
+    """Found by trial: it was given so many times the gradient as there are ranks."""
+    job = dataclasses.replace(ignoring(lambda: Clamped(kind)), train_data=ZOO["mlp"].train_data)
+    single = train(job, strategy="single", devices="1xcpu", folder=tmp_path, quiet=True)
+    run = train(job, strategy=DDP(reduce="overlapped"), devices="2xcpu", folder=tmp_path, quiet=True)
+    assert differences(job, run, single).worst < 1e-10
+
+
 class ByDomain(nn.Module):
     """A batch norm for each of two domains, of which each sample belongs to one."""
 

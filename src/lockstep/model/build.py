@@ -18,7 +18,7 @@ from lockstep.job import Job
 from lockstep.launch.events import Line
 from lockstep.launch.world import World
 from lockstep.model.activation_checkpointing import checkpoint_blocks
-from lockstep.model.model_settings import set_modes
+from lockstep.model.model_settings import in_evaluation_mode
 from lockstep.model.precision import convert_model
 from lockstep.tensors.digest import digest
 from lockstep.tensors.placing import place_module
@@ -141,15 +141,11 @@ def _make_lazy_parameters(model: nn.Module, job: Job, world: World) -> None:
     )
     inputs, _ = next(loader.epoch(0))
     inputs = to_device(inputs, torch.device("cpu"), torch.get_default_dtype())
-    modes = [(module, module.training) for module in model.modules()]
-    model.eval()
     try:
-        with seeded(job.seed + 1), torch.no_grad():
+        with in_evaluation_mode(model), seeded(job.seed + 1), torch.no_grad():
             call(model, inputs)
     except Exception as error:
         raise JobError(f"model: it has lazy layers, and with the first samples it raised {told(error)}") from error
-    finally:
-        set_modes(modes)
     left = [name for name, p in _all_tensors(model) if is_lazy(p)]
     if left:
         raise JobError(f'model: "{left[0]}" is lazy, and forward doesn\'t use it: give it its shape')

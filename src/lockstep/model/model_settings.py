@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
 
@@ -25,8 +26,7 @@ class ModelSettings:
     def __init__(self, model: nn.Module) -> None:
         self._model = model
         self._built, self._trained, self._modes = attribute_prints(model), _trained(model), _modes(model)
-        self._begun: tuple[dict[str, bytes], dict[str, bool], dict[str, bool]] = {}, {}, {}
-        self.begin()
+        self._begun = self._built, self._trained, self._modes
 
     def begin(self) -> None:
         """Callbacks have begun: what they changed until now they do again in a resumed run, so all of it is kept."""
@@ -76,6 +76,17 @@ def set_modes(modes: Iterable[tuple[nn.Module, bool]]) -> None:
                 module.train(is_training)
         else:
             module.training = is_training
+
+
+@contextlib.contextmanager
+def in_evaluation_mode(model: nn.Module) -> Iterator[None]:
+    """A model in evaluation mode; each module's own mode comes back afterwards."""
+    modes = [(module, module.training) for module in model.modules()]
+    model.eval()
+    try:
+        yield
+    finally:
+        set_modes(modes)
 
 
 def has_own_train(module: nn.Module) -> bool:

@@ -11,11 +11,9 @@ import torch
 from torch import nn
 
 from lockstep.errors import is_own_code
-from lockstep.model.inspection import OutsideVariables, attribute_prints, changed_attributes
+from lockstep.model.inspection import HOOKS, OutsideVariables, attribute_prints, changed_attributes
 from lockstep.model.losses.loss import Totalled
 from lockstep.model.optimizer import optimizer_prints
-
-_HOOKS = ("_forward_pre_hooks", "_forward_hooks", "_backward_pre_hooks", "_backward_hooks")
 
 
 class Unsaved:
@@ -57,7 +55,7 @@ def _layers(model: nn.Module) -> dict[str, Any]:
     """Each module, with its hooks and a forward in place of its class's, as far as these are of a person's own code."""
     found = {}
     for name, module in model.named_modules():
-        its = itertools.chain(*(getattr(module, hooks).values() for hooks in _HOOKS), [vars(module).get("forward")])
+        its = itertools.chain(*(getattr(module, hooks).values() for hooks in HOOKS), [vars(module).get("forward")])
         found[name] = weakref.ref(module), [function for function in its if _is_own(function)]
     return found
 

@@ -31,7 +31,7 @@ from lockstep.launch.observer import phase
 from lockstep.launch.world import World
 from lockstep.model.build import buffers_of, build_model, differing_tensors
 from lockstep.model.losses.loss import Loss, Number
-from lockstep.model.optimizer import build_optimizer, gives_sparse_gradients, sparse_parameters
+from lockstep.model.optimizer import build_optimizer, gives_sparse_gradients, gradient_values, sparse_parameters
 from lockstep.strategies.rank_tensors import FlatGradients, FollowedBuffers, take_first
 from lockstep.strategies.step_function.function_step import FunctionStep
 from lockstep.strategies.steps.step import Step
@@ -201,9 +201,8 @@ class DDPStep(Step):
         if ddp is not None:
             # DDP divides by the number of ranks, and the sum is wanted. The factor comes after backward, which need not
             # be linear (a hook that clamps gradients), and may overflow.
-            for p in self._parameters:
-                if p.grad is not None:
-                    p.grad.mul_(world.size)
+            if values := gradient_values(self._parameters):
+                torch._foreach_mul_(values, world.size)
             loss = self._summed(loss)
         elif world.size > 1:
             loss = self._summed_flat(loss)

@@ -372,8 +372,8 @@ class DPStep(Step):
 
     def results(self, batch: Batch) -> list[tuple[Any, Any, Loss]]:
         """Those of each replica; what metrics need comes to the first device, and nothing is gathered."""
-        place = self._devices[0].torch
-        return [(to_device(o, place), to_device(t, place), loss) for o, t, loss in super().results(batch)]
+        first = self._devices[0].torch
+        return [(to_device(o, first), to_device(t, first), loss) for o, t, loss in super().results(batch)]
 
     def _of_each(self, function: Callable[[nn.Module, Part], T], batch: Batch) -> list[tuple[Part, T]]:
         parts = [share[0] for share in self._scatter(batch)]

@@ -14,7 +14,7 @@ from torch import nn
 from lockstep.errors import JobError, StrategyError
 from lockstep.launch.devices import Device
 from lockstep.launch.processes.call import closed_over
-from lockstep.model.inspection import detached_attributes, hooked_parameters, is_plain
+from lockstep.model.inspection import HOOKS, attribute_place, detached_attributes, hooked_parameters, is_plain
 from lockstep.tensors.placing import moved_in_buckets, place_module
 from lockstep.tensors.pytree import graph_nodes, to_device
 from lockstep.threads.parametrization_cache import cache_apart
@@ -49,9 +49,6 @@ def replica_of(model: nn.Module, device: Device) -> nn.Module:
     return made
 
 
-_HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
-
-
 def structure_of(model: nn.Module) -> list[Any]:
     """What a replica has only where the model had it when it was copied, to be compared: modules, parameters, hooks."""
     return [
@@ -59,7 +56,7 @@ def structure_of(model: nn.Module) -> list[Any]:
             id(module),
             id(vars(module).get("forward")),
             *((id(p), *_hooks_of(p)) for p in module._parameters.values() if p is not None),
-            *(len(getattr(module, hooks)) for hooks in _HOOKS),
+            *(len(getattr(module, hooks)) for hooks in HOOKS),
         )
         for module in model.modules()
     ]
@@ -93,8 +90,8 @@ def follow_changes(replica: nn.Module, model: nn.Module, changed: Sequence[str])
         memo |= {id(mine): theirs[name] for name, mine in of(model) if name in theirs}
     place = next((p.device for p in replica.parameters()), torch.device("cpu"))
     for name in changed:
-        around, _, own = name.rpartition(".")
-        changed_to = vars(model.get_submodule(around))[own]
+        mine, own = attribute_place(model, name)
+        changed_to = mine[own]
         if _holds_on_to(changed_to, model):
             raise StrategyError(f'dp: "{name}" of the model is a function now that holds on to the model: take ddp')
         try:
@@ -104,7 +101,8 @@ def follow_changes(replica: nn.Module, model: nn.Module, changed: Sequence[str])
                 f'dp: "{name}" of the model has changed, and can\'t be copied for its replicas: make '
                 "it a buffer, or call lockstep.parallelize again, or take ddp"
             ) from error
-        vars(replica.get_submodule(around))[own] = to_device(value, place)
+        attributes, own = attribute_place(replica, name)
+        attributes[own] = to_device(value, place)
 
 
 def _computed_tensor(model: nn.Module) -> str | None:

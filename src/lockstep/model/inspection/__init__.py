@@ -2,6 +2,7 @@
 
 from lockstep.model.inspection.attributes import (
     acting_buffers,
+    attribute_place,
     attribute_prints,
     changed_attributes,
     detached_attributes,
@@ -14,14 +15,16 @@ from lockstep.model.inspection.backward import comes_from_within
 from lockstep.model.inspection.findings import BESIDE, Seen
 from lockstep.model.inspection.forward import drops, look, refuse_written_buffers
 from lockstep.model.inspection.nonlinear import NoticedHooks, hooked_parameters, may_be_nonlinear
-from lockstep.model.inspection.outside_variables import OutsideVariables
+from lockstep.model.inspection.outside_variables import HOOKS, OutsideVariables
 
 __all__ = [
     "BESIDE",
+    "HOOKS",
     "NoticedHooks",
     "OutsideVariables",
     "Seen",
     "acting_buffers",
+    "attribute_place",
     "attribute_prints",
     "changed_attributes",
     "comes_from_within",

@@ -34,8 +34,8 @@ def _is_own(name: str) -> bool:
 def attribute_prints(model: nn.Module, *, plain: bool = True) -> dict[str, bytes]:
     """A hash of every such attribute: ``{"body.calls": ...}``; not of ``plain`` ones, where that is False.
 
-    What can't be pickled is left out, but for functions. The model's own modules and tensors go by
-    their names (an RNN lists its weights), other tensors by their values: pickled they hold addresses.
+    What can't be pickled is left out, but for functions. The model's own modules and tensors go by their names (an RNN
+    lists its weights), other tensors by their values: pickled they hold addresses.
     """
     held = [
         (name, key, value)
@@ -90,6 +90,12 @@ def _name_of(function: types.FunctionType) -> tuple[Any, ...]:
     return function.__module__, function.__qualname__, code.co_firstlineno, code.co_code, code.co_names, plain
 
 
+def attribute_place(model: nn.Module, name: str) -> tuple[dict[str, Any], str]:
+    """The dictionary that an attribute of a model is in, and its key there."""
+    around, _, own = name.rpartition(".")
+    return vars(model.get_submodule(around)), own
+
+
 def changed_attributes(model: nn.Module, before: Mapping[str, bytes]) -> tuple[dict[str, Any], list[str]]:
     """What has changed since ``attribute_prints`` gave ``before``.
 
@@ -101,9 +107,9 @@ def changed_attributes(model: nn.Module, before: Mapping[str, bytes]) -> tuple[d
     others = []
     for name, now in attribute_prints(model).items():
         if before.get(name) != now:
-            around, _, own = name.rpartition(".")
+            of, own = attribute_place(model, name)
             try:
-                values[name] = _kept(getattr(model.get_submodule(around), own))
+                values[name] = _kept(of[own])
             except TypeError:
                 others.append(name)
     return values, others
@@ -190,12 +196,7 @@ def acting_buffers(model: nn.Module) -> dict[str, torch.Tensor]:
 @contextlib.contextmanager
 def as_written(model: nn.Module, copied: nn.Module, names: Sequence[str]) -> Iterator[None]:
     """Give a model, meanwhile, attributes of these names as a forward of its copy has left them there."""
-
-    def holder(of: nn.Module, name: str) -> tuple[dict[str, Any], str]:
-        around, _, own = name.rpartition(".")
-        return vars(of.get_submodule(around)), own
-
-    places = [(*holder(model, name), *holder(copied, name)) for name in names]
+    places = [(*attribute_place(model, name), *attribute_place(copied, name)) for name in names]
     kept = [dict(mine) for mine, *_ in places]
     try:
         for mine, own, theirs, its in places:

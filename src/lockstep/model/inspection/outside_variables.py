@@ -36,7 +36,8 @@ from lockstep.tensors.digest import digest
 
 _CODE = (type, types.FunctionType, types.MethodType, types.BuiltinFunctionType, functools.partial)
 _OF_GLOBALS = ("LOAD_GLOBAL", "STORE_GLOBAL", "LOAD_NAME")  # (the last one in the body of a class)
-_HOOKS = ("_forward_pre_hooks", "_forward_hooks", "_backward_pre_hooks", "_backward_hooks")
+HOOKS = ("_forward_pre_hooks", "_forward_hooks", "_backward_pre_hooks", "_backward_hooks")
+"""The dictionaries of hooks that each module has."""
 
 
 @dataclass
@@ -79,7 +80,7 @@ class OutsideVariables:
         roots: list[Any] = []
         for module in model.modules():
             roots.append(type(module))
-            roots += (hook for kind in _HOOKS for hook in getattr(module, kind).values())
+            roots += (hook for kind in HOOKS for hook in getattr(module, kind).values())
             roots += (one for one in vars(module).values() if isinstance(one, types.FunctionType | types.MethodType))
         return cls(roots)
 

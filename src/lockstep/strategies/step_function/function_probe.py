@@ -27,7 +27,7 @@ from lockstep.model.inspection.rounding import first_apart
 from lockstep.model.losses.additivity import Nest, is_apart, repeated
 from lockstep.model.losses.loss import Loss, Number
 from lockstep.model.losses.torch_losses import HALF
-from lockstep.model.model_settings import set_modes
+from lockstep.model.model_settings import in_evaluation_mode
 from lockstep.tensors.pytree import cut, joined
 from lockstep.tensors.seeding import kept_states, same, states
 
@@ -108,7 +108,6 @@ def probe(
     """
     part = shares[0]
     accelerators = () if world.device.is_slot else (world.device.torch,)
-    modes = [(module, module.training) for module in model.modules()]
     nest = part.inputs, part.targets
     found: list[Caveat] = []
     outside = OutsideVariables([function])
@@ -116,48 +115,44 @@ def probe(
     def calls(nest: Nest) -> Called:
         return _calls(function, model, nest, world, part.of)
 
-    with kept_states(accelerators), outside.kept():
-        model.eval()
-        try:
-            before = states(accelerators)
-            variables = outside.prints()
-            whole = calls(nest)
-            found += map(_changed, [n for n, now in outside.prints().items() if variables.get(n) != now])
-            if shared and (names := [name for name, _ in model.named_parameters() if name in whole.written]):
-                raise StrategyError(
-                    f'dp: the step function writes parameter "{names[0]}", which all replicas share, so each of them '
-                    "would write it",
-                    kind="state",
-                    fix="take ddp, or write it in a callback's on_step",
-                )
-            if not same(before, states(accelerators)):
-                return [
-                    *found,
-                    Caveat(
-                        "drawing",
-                        "the step function draws random numbers: other ones for each local batch than single-device "
-                        "training; they are reproducible",
-                        "let the dataset draw them: a sample's are the same on any number of devices",
-                    ),
-                ]
-            parts = []
-            if part.size > 1:
-                half = (part.size + 1) // 2
-                parts = [calls(cut(nest, *of, part.size)) for of in ((0, half), (half, part.size - half))]
-                _refuse_no_sums(part.size, whole, *parts)
-                found += _gradients_apart(whole, *parts)
-            for other in (one for one in shares[1:] if one.size):
-                theirs = other.inputs, other.targets
-                both = joined(nest, part.size, theirs, other.size)
-                with contextlib.suppress(*_CANT_TAKE):
-                    if both is not None:
-                        _refuse_no_sums(part.size + other.size, calls(both), whole, calls(theirs))
-            many = repeated(nest, part.size, local_batches)
+    with kept_states(accelerators), outside.kept(), in_evaluation_mode(model):
+        before = states(accelerators)
+        variables = outside.prints()
+        whole = calls(nest)
+        found += map(_changed, [n for n, now in outside.prints().items() if variables.get(n) != now])
+        if shared and (names := [name for name, _ in model.named_parameters() if name in whole.written]):
+            raise StrategyError(
+                f'dp: the step function writes parameter "{names[0]}", which all replicas share, so each of them '
+                "would write it",
+                kind="state",
+                fix="take ddp, or write it in a callback's on_step",
+            )
+        if not same(before, states(accelerators)):
+            return [
+                *found,
+                Caveat(
+                    "drawing",
+                    "the step function draws random numbers: other ones for each local batch than single-device "
+                    "training; they are reproducible",
+                    "let the dataset draw them: a sample's are the same on any number of devices",
+                ),
+            ]
+        parts = []
+        if part.size > 1:
+            half = (part.size + 1) // 2
+            parts = [calls(cut(nest, *of, part.size)) for of in ((0, half), (half, part.size - half))]
+            _refuse_no_sums(part.size, whole, *parts)
+            found += _gradients_apart(whole, *parts)
+        for other in (one for one in shares[1:] if one.size):
+            theirs = other.inputs, other.targets
+            both = joined(nest, part.size, theirs, other.size)
             with contextlib.suppress(*_CANT_TAKE):
-                if many is not None:
-                    _refuse_no_sums(local_batches * part.size, calls(many), whole, whole.times(local_batches - 1))
-        finally:
-            set_modes(modes)
+                if both is not None:
+                    _refuse_no_sums(part.size + other.size, calls(both), whole, calls(theirs))
+        many = repeated(nest, part.size, local_batches)
+        with contextlib.suppress(*_CANT_TAKE):
+            if many is not None:
+                _refuse_no_sums(local_batches * part.size, calls(many), whole, whole.times(local_batches - 1))
     return found + [
         Caveat(
             "state",
