@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +15,7 @@ import lockstep
 from lockstep import Job, train
 from lockstep.errors import InputError, JobError, LossError, StrategyError
 from lockstep.jobfile import loaded
+from lockstep.launch.world import World
 from lockstep.verify import differences, parity, same_bits, verify
 from zoo import SAMPLES, ZOO, drawn, labels, plain_sgd, sgd, slow
 
@@ -110,6 +112,55 @@ def test_updates_are_those_of_a_loop_written_in_pytorch(way: str, tmp_path: Path
     for name, expected in by_torch(clip=0.3).items():
         assert (run.model().state_dict()[name] - expected).abs().max() < BOUND, name
     assert {"train_loss", "train_head", "train_body"} <= run.history[-1].keys()
+
+
+def followed(models: nn.ModuleDict, batch: Any, update: Any) -> None:
+    """A target network that follows the body, a warmth that grows, and a layer that is frozen for some steps."""
+    x, y = batch
+    body, head, target = models["body"], models["head"], models["target"]
+    body.warmth = min(1.0, body.warmth + 0.1)
+    body[0].weight.requires_grad_(update.step % 4 > 0)
+    told = head(body(x)) * body.warmth
+    with torch.no_grad():
+        wanted = target(x)
+    update("head", (head(body(x).detach()) - 1).square().sum(), len(y))
+    update("body", (told - y[:, None]).square().sum() + (body(x) - wanted).square().sum(), len(y))
+    with torch.no_grad():
+        for mine, its in zip(target.parameters(), body.parameters(), strict=True):
+            mine.lerp_(its, 0.2)
+
+
+def with_a_target() -> nn.ModuleDict:
+    models = nn.ModuleDict(parts())
+    models["target"] = copy.deepcopy(models["body"]).requires_grad_(False)
+    models["body"].warmth = 0.1
+    return models
+
+
+@pytest.mark.parametrize("devices", ["2xcpu", slow("3xcpu")])
+def test_a_rank_without_a_sample_writes_what_the_others_write(devices: str) -> None:
+    """It didn't run the function, so that its target network, its counters and its frozen layers fell behind."""
+    small = TensorDataset(*(t[:25] for t in DATA.tensors))
+    job = job_of(followed, with_a_target, batch_size=12, epochs=3).replace(train_data=small)
+    found = parity(job, "ddp", devices)
+    assert found.worst < BOUND, str(found)
+
+    def owns(world: World | None) -> Tensor:
+        """A loop of one's own, in which the last rank has no sample."""
+        torch.manual_seed(0)
+        models = with_a_target()
+        where = {"strategy": "single", "devices": "1xcpu"} if world is None else {"strategy": "ddp"}
+        optimizers = {"head": plain_sgd, "body": sgd}
+        step = lockstep.parallelize(models, None, optimizers, step=followed, precision="fp64", **where)
+        for _ in range(5):
+            has_some = world is None or world.rank < world.size - 1
+            of = world.size - 1 if world is not None else 1
+            rank = world.rank if world is not None else 0
+            step(*(t[rank:24:of] if has_some else None for t in DATA.tensors))
+        return torch.cat([t.detach().flatten() for t in models.state_dict().values()])
+
+    ends = lockstep.launch(owns, devices=devices)
+    assert all((end - owns(None)).abs().max() < BOUND for end in ends)
 
 
 def thaws(strategy: str, devices: str) -> Tensor:

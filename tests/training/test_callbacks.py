@@ -376,3 +376,17 @@ def test_what_callbacks_change_in_the_data_reaches_loader_workers(point: str, tm
         capsys.readouterr().out.split()
     )
     assert (apart > 1e-3) == said == (point == "on_step")
+
+
+def test_what_callbacks_change_in_evaluation_data_reaches_loader_workers(tmp_path: Path) -> None:
+    found = []
+    for workers in (0, 2):
+        data = Stretched()
+        its = ZOO["mlp"].replace(
+            train_data=Stretched(), eval_data={"plain": Stretched(), "own": data}, precision="fp64", epochs=3
+        )
+        its = its.replace(callbacks=[stretching("on_epoch", data)], batch_size=12, loader_workers=workers)
+        run = lockstep.train(its, strategy="single", devices="1xcpu", folder=tmp_path)
+        found.append([(record["plain/loss"], record["own/loss"]) for record in run.history])
+    assert found[0] == found[1]
+    assert [plain == own for plain, own in found[0]] == [step < 4 for step in (2, 4, 6)]

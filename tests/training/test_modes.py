@@ -13,6 +13,7 @@ from torch.utils.data import TensorDataset
 
 import lockstep
 from lockstep import Job
+from lockstep.errors import LockstepError
 from zoo import drawn, labels, plain_sgd, slow
 
 WAYS = {"single": 1, "dp": 2, "ddp": 2, "fsdp": 2, "mp": 2, "pp": 2, "dp 3": 3, "ddp=2xpp=2": 4}
@@ -118,3 +119,23 @@ def test_a_map_over_devices_leaves_the_weights_alone() -> None:
     assert all(torch.allclose(a, b, atol=1e-6) for a, b in zip(found, expected, strict=True))
     assert all(torch.equal(value, before[name]) for name, value in model.state_dict().items())
     assert model.training
+
+
+class Normed(nn.Linear):
+    """Writes its weight in evaluation mode, as a constraint on its norm may."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        if not self.training:
+            self.weight.data.mul_(0.5)
+        return super().forward(x)
+
+
+@pytest.mark.parametrize("way", ["single", "dp", slow("ddp"), slow("fsdp")])
+def test_a_model_that_writes_its_weights_in_evaluation_is_refused(way: str, tmp_path: Path) -> None:
+    """The trial before the first step wrote them, and replicas that share them once each."""
+    job = Job(
+        model=lambda: nn.Sequential(nn.Linear(6, 8), Normed(8, 3)), loss=nn.CrossEntropyLoss(), optimizer=plain_sgd,
+        train_data=DATA, eval_data=DATA, batch_size=7,
+    )  # fmt: skip
+    with pytest.raises(LockstepError, match=r'writes its parameter "1.weight" in forward'):
+        lockstep.train(job, strategy=way, devices=f"{WAYS[way]}xcpu", folder=tmp_path, quiet=True)

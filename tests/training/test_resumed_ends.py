@@ -11,9 +11,11 @@ from typing import Any
 import pytest
 import torch
 from torch import nn
+from torch.optim.lr_scheduler import ReduceLROnPlateau
 from torch.utils.data import TensorDataset
 
-from lockstep import Job, Run, train
+from lockstep import Callback, Job, Run, train
+from lockstep.callbacks import EarlyStopping
 from lockstep.checkpoint import weights
 from lockstep.checkpoint.folder import CheckpointFolder
 from lockstep.errors import FolderError, JobError, LockstepError, SaveError
@@ -21,9 +23,10 @@ from lockstep.jobfile import JobFile
 from lockstep.launch.run_folder import RunFolder
 from lockstep.strategies.steps import step_state
 from lockstep.training.audit import added_up
+from lockstep.training.callbacks.callback import TrainingContext
 from lockstep.training.resume import newest_of
 from lockstep.verify import same_bits
-from zoo import drawn, labels
+from zoo import drawn, labels, slow
 
 BATCHES = 5
 """Of an epoch."""
@@ -81,6 +84,86 @@ def test_who_died_in_the_last_evaluation_is_evaluated(strategy: str, devices: st
     run = begun(job, tmp_path / "runs", "epoch", steps, strategy, devices)
     whole = train(job, strategy=strategy, devices=devices, folder=tmp_path / "whole", quiet=True)
     same(resumed(job, run), whole)
+
+
+class Halving(Callback):
+    """Halves the rate after every evaluation, and stops after so many."""
+
+    def __init__(self) -> None:
+        self._seen = 0
+
+    def on_evaluated(self, training: TrainingContext) -> None:
+        self._seen += 1
+        for group in training.optimizer.param_groups:
+            group["lr"] *= 0.5
+        if self._seen == 9:
+            training.stop("it has seen nine")
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"seen": self._seen}
+
+    def load_state_dict(self, state: Any) -> None:
+        self._seen = state["seen"]
+
+
+@pytest.mark.parametrize("every", [None, "2epochs", 3])
+@pytest.mark.parametrize(
+    ("strategy", "first"),
+    [
+        ("single", {"steps": 8}),
+        ("single", {"steps": 15}),
+        ("single", {"epochs": 3}),
+        ("ddp", {"steps": 12}),
+        slow("dp", {"steps": 8}),
+        slow("ddp", {"epochs": 3}),
+    ],
+)
+def test_the_evaluation_that_a_run_ends_with_moves_nothing_of_a_resumed_one(
+    strategy: str, first: dict[str, int], every: Any, tmp_path: Path
+) -> None:
+    """Schedulers and callbacks went by it, which a run that wasn't stopped doesn't make."""
+    place = {"strategy": strategy, "devices": "1xcpu" if strategy == "single" else "2xcpu"}
+    job = a_job(
+        epochs=None, callbacks=[Halving(), EarlyStopping(patience=6, min_delta=1.0)], save_every="1epochs",
+        lr_scheduler=lambda optimizer: ReduceLROnPlateau(optimizer, patience=0, threshold=0.5),
+        **({} if every is None else {"eval_every": every}),
+    )  # fmt: skip
+    whole = train(job.replace(epochs=8), folder=tmp_path / "whole", quiet=True, **place)
+    run = train(job.replace(**first), folder=tmp_path / "runs", quiet=True, **place)
+    last = run.history[-1]
+    assert last["step"] == run.summary["steps"] and last["eval_loss"] == run.metrics["loss"]
+    run = resumed(job.replace(epochs=8), run.folder)
+    assert same_bits(run.model(), whole.model())
+    kept = {record["step"]: record for record in run.history}
+    assert len(kept) == len(run.history)
+    for record in whole.history:
+        for name in record.keys() & {"lr", "eval_loss", "train_loss"}:
+            assert kept[record["step"]][name] == record[name], name
+
+
+def test_who_died_after_the_last_checkpoint_is_evaluated_once(tmp_path: Path, monkeypatch) -> None:
+    """It lies before that evaluation, where none was due."""
+    job = a_job(eval_every="2epochs")
+    whole = train(job, folder=tmp_path / "whole", quiet=True)
+    with monkeypatch.context() as dies:
+        dies.setattr(step_state, "save_weights", lambda *args, **how: 1 / 0)
+        with pytest.raises(ZeroDivisionError):
+            train(job, folder=tmp_path / "runs", quiet=True)
+    (run,) = (tmp_path / "runs").iterdir()
+    same_history = [record["step"] for record in resumed(job, run).history]
+    assert same_history == [record["step"] for record in whole.history] == [5, 10, 15]
+    assert resumed(job.replace(epochs=4), run).summary["epochs"] == 4
+
+
+def test_the_best_weights_may_be_those_that_a_run_ends_with(tmp_path: Path) -> None:
+    job = a_job(eval_every="2epochs")
+    run = train(job, folder=tmp_path, quiet=True)
+    best = run.model()
+    assert same_bits(run.model(best=True), best)
+    inputs, targets = job.eval_data.tensors
+    kept = resumed(job.replace(epochs=4, eval_data=TensorDataset(inputs, (targets + 1) % 3)), run.folder)
+    assert kept.metrics["loss"] > run.metrics["loss"]
+    assert same_bits(kept.model(best=True), best)
 
 
 FILE = """

@@ -31,7 +31,7 @@ from lockstep.launch.observer import phase
 from lockstep.launch.world import World
 from lockstep.model.build import buffers_of, build_model, differing_tensors
 from lockstep.model.losses.loss import Loss, Number
-from lockstep.model.optimizer import build_optimizer, gives_sparse_gradients, gradient_values, sparse_parameters
+from lockstep.model.optimizer import build_optimizer, gives_sparse_gradients, sparse_parameters
 from lockstep.strategies.rank_tensors import FlatGradients, FollowedBuffers, take_first
 from lockstep.strategies.step_function.function_step import FunctionStep
 from lockstep.strategies.steps.step import Step
@@ -166,6 +166,8 @@ class DDPStep(Step):
                 # Buffers are followed here, only those that change: see FollowedBuffers.
                 **{_FORWARD_BUFFERS: False},  # type: ignore[arg-type]
             )
+            # It would divide by the number of ranks, and the sum is wanted.
+            self._ddp.register_comm_hook(None, lambda _, bucket: _summed_over_ranks(bucket.buffer()))
         return self._ddp
 
     def begin_update(self, batch: Batch) -> None:
@@ -199,10 +201,6 @@ class DDPStep(Step):
                 self.run_backward(loss.total, self.divisor(loss.count, batch.size))
         loss = added(losses)
         if ddp is not None:
-            # DDP divides by the number of ranks, and the sum is wanted. The factor comes after backward, which need not
-            # be linear (a hook that clamps gradients), and may overflow.
-            if values := gradient_values(self._parameters):
-                torch._foreach_mul_(values, world.size)
             loss = self._summed(loss)
         elif world.size > 1:
             loss = self._summed_flat(loss)
@@ -310,6 +308,14 @@ def _sizes(job: Job) -> list[int]:
     last = len(job.train_data) % job.batch_size if hasattr(job.train_data, "__len__") else 0
     batches = [size for size in (job.batch_size, last) if size]
     return sorted({size for batch in batches for size in share_sizes(batch, min(job.accumulate, batch))})
+
+
+def _summed_over_ranks(bucket: torch.Tensor) -> torch.futures.Future[torch.Tensor]:
+    """The sum of a bucket of gradients over all ranks, to come."""
+    work = torch.distributed.all_reduce(bucket, async_op=True)
+    assert work is not None
+    summed: torch.futures.Future[torch.Tensor] = work.get_future().then(lambda done: done.value()[0])
+    return summed
 
 
 def _bytes(parameters: list[nn.Parameter]) -> int:

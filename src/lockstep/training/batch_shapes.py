@@ -41,16 +41,18 @@ class FirstStep(Observer):
         """After the update on a global batch of ``size``: the shapes over all ranks and their devices, alike on each.
 
         Returns:
-            ``inputs`` and ``outputs`` of the global batch, and of the first micro-batch in each of the ``devices``.
+            ``inputs`` and ``outputs`` of the global batch, and of the first micro-batch in each replica, by the first
+            of its ``devices``.
         """
         self._step.observers.remove(self)
         mine = [self._seen[where] for where in sorted(self._seen, key=lambda where: (len(where), where))]
         found = [one for theirs in world.gather_objects(mine) for one in theirs]
         if not found:  # a strategy whose forward is its own
             return {"inputs": {}, "outputs": {}, "devices": []}
+        firsts = devices[:: world.layout.devices // world.layout.local_batches]
         # Devices without a sample are the last ones.
         inside = [
-            {"device": d, "inputs": given, "outputs": made} for d, (_, given, made) in zip(devices, found, strict=False)
+            {"device": d, "inputs": given, "outputs": made} for d, (_, given, made) in zip(firsts, found, strict=False)
         ]
         sizes = [rows for rows, _, _ in found]
         return {

@@ -17,11 +17,12 @@ from lockstep.errors import JobError, LockstepError, told
 from lockstep.job import Job
 from lockstep.launch.memory import is_out_of_memory
 from lockstep.launch.world import World
-from lockstep.model.inspection import kept_state, look
+from lockstep.model.inspection import OutsideVariables, kept_state, look
 from lockstep.model.losses.check_interval import is_power_of_two
 from lockstep.model.losses.loss import Loss
 from lockstep.strategies.steps.step import Step
 from lockstep.strategies.steps.update_result import Result, Sums, added
+from lockstep.tensors.digest import digest
 from lockstep.tensors.pytree import versions
 from lockstep.tensors.seeding import kept_states
 from lockstep.training.metric_check import AcrossReplicas, is_sum
@@ -35,12 +36,25 @@ def try_out(
     What the model and the loss count or keep is afterwards as it was. Gives the values, by the names in a record.
 
     Raises:
-        JobError: a metric raises, or gives something other than a total and a count; a sample isn't a pair.
+        JobError: a metric raises, or gives something other than a total and a count; a sample isn't a pair; the model
+            writes its parameters.
     """
     with kept_state(step.models()), step.loss.kept():
         values = evaluate_sets(step, loaders, metrics, world, seed, most=1, prefix="eval_") if loaders else {}
         step.compare_ranks()
     return values
+
+
+@contextlib.contextmanager
+def _refusing_writes(step: Step) -> Iterator[None]:
+    before = {name: digest(p) for name, p in step.parts().items()}
+    yield
+    for name, p in step.parts().items():
+        if digest(p) != before[name]:
+            raise JobError(
+                f'model: it writes its parameter "{name}" in forward in evaluation mode, so that evaluations change '
+                "the training: write it in training mode only, or in a callback"
+            )
 
 
 def _say_no_sums(names: Iterable[str], step: Step) -> None:
@@ -111,8 +125,10 @@ class Evaluations:
         judged: the loss of the last one, until the scheduler of epochs has seen it.
     """
 
-    def __init__(self, job: Job, step: Step, loaders: Mapping[str, AnyLoader]) -> None:
+    def __init__(self, job: Job, step: Step, loaders: Mapping[str, AnyLoader], sets: Mapping[str, Any]) -> None:
         self._job, self._step, self._loaders = job, step, loaders
+        self._of_data = OutsideVariables([*sets.values(), *([job.collate] if job.collate else [])])
+        self._copied = self._of_data.small_prints()  # which loader workers have
         self.owed = False
         self.judged: float | None = None
         self._at: int | None = None
@@ -131,12 +147,21 @@ class Evaluations:
         """The loss and the metrics of each set at this step, computed once; empty where there are no sets."""
         if self._loaders and not self.is_done:
             job, world, looks = self._job, self._step.world, self._at is None
+            self._renew_workers()
             self._found = evaluate_sets(
                 self._step, self._loaders, job.metrics, world, job.seed, looks=looks, prefix="eval_"
             )
             self._at = world.step
         self.owed, self.judged = False, self._found.get("eval_loss")
         return self._found
+
+    def _renew_workers(self) -> None:
+        """Have workers that hold the datasets as they are now, where callbacks have changed them."""
+        loaders = [loader for loader in self._loaders.values() if loader.has_workers]
+        if loaders and (now := self._of_data.small_prints()) != self._copied:
+            self._copied = now
+            for loader in loaders:
+                loader.renew_workers()
 
 
 def evaluate(
@@ -162,7 +187,7 @@ def evaluate(
         world: who evaluates.
         seed: gives each batch a random stream, the same in each evaluation, for models that draw in evaluation too.
         looks: whether to say what the model does in evaluation that depends on the number of devices.
-        most: batches, at most.
+        most: batches, at most, to try it out.
         prefix: before the names of the loss and its parts.
 
     Raises:
@@ -173,7 +198,8 @@ def evaluate(
     sums = [Sums() for _ in range(1 + len(functions))]
     are_no_sums = [0.0 for _ in sums]
     across = AcrossReplicas() if looks and functions and step.replicas > 1 else None
-    with step.evaluating(), kept_states():
+    is_trial = most is not None
+    with step.evaluating(), kept_states(), _refusing_writes(step) if is_trial else contextlib.nullcontext():
         for batch, results in step.over(itertools.islice(loader.epoch(0), most), step.results, seed):
             world.beat()
             if looks and is_power_of_two(batch.index + 1):

@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from lockstep.data import Batch, fingerprint, is_stream
-from lockstep.errors import JobError, counted
+from lockstep.errors import counted
 from lockstep.job import Job
 from lockstep.jobfile import the_job
 from lockstep.launch.events import Line
@@ -33,7 +33,7 @@ from lockstep.training.callbacks.dispatch import Callbacks
 from lockstep.training.evaluation import Evaluations, try_out
 from lockstep.training.logs import Logs
 from lockstep.training.progress import Pace, Teller, WorkerCopies
-from lockstep.training.resume import has_ended
+from lockstep.training.resume import has_ended, nothing_left
 from lockstep.training.saves import Saves
 from lockstep.training.scheduler import move_on
 from lockstep.training.setup import Plan, Setup, for_devices
@@ -68,6 +68,7 @@ class _Training(Setup):
         self.position = 0  # batches done of the epoch that is not
         self.partial = Loss(0.0, 0.0)
         self.stopped = ""  # what has ended the training early: on_event, or the name of a callback
+        self.ends_unevaluated = False  # where no evaluation was due
         self.interrupted = False  # by a signal: what was done is saved
         self.record: dict[str, float] = {}
         self.data: dict[str, Any] = {}  # a fingerprint of the training data
@@ -78,7 +79,7 @@ class _Training(Setup):
         self.profiler: Profiler | None = None
         self.audit: Audit | None = None
         self.first: FirstStep | None = FirstStep(self.step)
-        self.evaluations = Evaluations(job, self.step, self.eval_loaders)
+        self.evaluations = Evaluations(job, self.step, self.eval_loaders, self.eval_data)
         self.logs: Logs | None = None
         self.recent = Loss(0.0, 0.0)  # of the steps since the last log of an earlier process
         self.shapes: dict[str, Any] = {}
@@ -104,12 +105,7 @@ class _Training(Setup):
         # Only now that nothing can be refused any more does the folder change.
         if self.world.is_first:
             self.write_config()
-            kept = self.folder.keep_metrics(self.world.step, self.kept_record)
-            if kept < self.epoch:
-                lost = f"{self.folder.metrics}: {kept} of the {self.epoch} records are there, the others are lost"
-                self._said_before.append(Line.note(lost))
-            for ended in (self.folder.failure, self.folder.summary):
-                ended.unlink(missing_ok=True)
+            self.keep_records(self.epoch, self.kept_record, again=self.ends_unevaluated)
         for told_of in self.opening(self.epoch) if self.world.is_first else ():
             self.world.tell(told_of)
         self.callbacks.call("start", self.epoch, {})
@@ -139,6 +135,8 @@ class _Training(Setup):
                 if self.interrupted:
                     self.saves.finish()
                     return {}
+            if self.ends_unevaluated:
+                self._evaluate_end()
             self.step.check()
             self.saves.finish()
             self.step.write_weights(self.folder.model)
@@ -179,11 +177,13 @@ class _Training(Setup):
         if self.callbacks:  # which the last evaluation within a stream's epoch came before
             self.evaluations.forget()
         ends = bool(self.stopped) or self._is_at_last_step or (finished and number == self.epochs)
-        evaluates = self.evaluations.owed or ends or self.triggers.at_end(EVALUATE, number)
+        kinds = (EVALUATE,) if self.eval_loaders else (EVALUATE, LOG)
+        evaluates = self.evaluations.owed or (finished and any(self.triggers.at_end(kind, number) for kind in kinds))
+        self.ends_unevaluated = ends and not evaluates
         if evaluates:
             self.record |= self._evaluate()
         self.record |= {"lr": lr, "seconds": seconds, "samples_per_second": samples / seconds if seconds else 0.0}
-        shows = evaluates or self.triggers.at_end(LOG, number)
+        shows = not self.ends_unevaluated and (evaluates or self.triggers.at_end(LOG, number))
         if shows:
             self._call("evaluated", number, whole=evaluates or not self.eval_loaders)
         if finished:
@@ -281,17 +281,14 @@ class _Training(Setup):
     def _end_first(self, size: int) -> None:
         """After the first update: say the shapes inside and outside."""
         assert self.first is not None
-        layout = self.world.layout
-        firsts = self.devices[:: layout.devices // layout.local_batches]  # of each replica
-        self.shapes = self.first.done(self.world, firsts, size)
+        self.shapes = self.first.done(self.world, self.devices, size)
         self.first = None
-        line = line_of(self.shapes, self.parts)
-        if self.world.is_first and line is not None:
+        if self.world.is_first and (line := line_of(self.shapes, self.parts)) is not None:
             self.world.tell(Line(line))
 
     def _call(self, kind: str, number: int, values: dict[str, float] | None = None, *, whole: bool = True) -> None:
-        metrics = self.record if values is None else values
-        self.stopped = self.callbacks.call(kind, number, metrics, whole=whole) or self.stopped
+        values = self.record if values is None else values
+        self.stopped = self.callbacks.call(kind, number, values, whole=whole) or self.stopped
 
     def _after_events(self) -> None:
         if self.job.on_event or self.callbacks:
@@ -310,10 +307,25 @@ class _Training(Setup):
         if self.world.is_first and self.kept_record is not None and shows and not self.interrupted:
             self.folder.add_metrics(self.kept_record)
         before = self.stopped
-        if checkpoint:
+        if checkpoint and not self.ends_unevaluated:
             self._call("saved", number)
         if self.stopped and not before:
             self._checkpoint()  # with that
+
+    def _evaluate_end(self) -> None:
+        """Evaluate a training that ends where no evaluation was due.
+
+        It is saved by then, since a run that goes on has nothing that the scheduler or callbacks make of that.
+        """
+        assert self.kept_record is not None
+        number = self.kept_record["epoch"]
+        values = self._evaluate()
+        self.record |= values
+        self._call("evaluated", number)
+        self.saves.save_best(values)
+        if self.world.is_first:
+            self.folder.add_metrics({"epoch": number, "step": self.world.step, **self.record})
+        self._call("saved", number)
 
     def _log(self, sums: Sums) -> None:
         """Tell and write down what the steps since the last log came to, with what callbacks add to that."""
@@ -356,6 +368,7 @@ class _Training(Setup):
             "record": self.kept_record,
             "data": self.data,
             "stopped": self.stopped,
+            "ends_unevaluated": self.ends_unevaluated,
             "owed": self.evaluations.owed,
             "judged": self.evaluations.judged,
             "recent": None if self.logs is None else (*self.logs.recent, self.logs.recent.parts),
@@ -381,17 +394,11 @@ class _Training(Setup):
         ):
             if self.kept_record is not None:  # it may have reached its last step, and not its last file
                 self.record = {n: v for n, v in self.kept_record.items() if n not in ("epoch", "step")}
+            self.ends_unevaluated = state.get("ends_unevaluated", False)
             return
         if self.stopped:
             after = counted(self.epoch, "epoch")
             self.saves.notes.append(f"{self.stopped} had stopped the run after {after}: it goes on")
             self.stopped = ""
-        if self._is_at_last_step:
-            raise JobError(
-                f"steps: the run has done {self.world.step}: ask for more, --steps {2 * self.world.step} say"
-            )
-        if self._is_done():
-            done, more = self.epoch, self.epoch + (self.epochs or 1)
-            raise JobError(
-                f"epochs: the run has done {done} ({self.world.step} steps): ask for more, --epochs {more} say"
-            )
+        if self._is_at_last_step or self._is_done():
+            raise nothing_left(self.epoch, self.world.step, None if self._is_at_last_step else self.epochs or 1)

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from lockstep.checkpoint.weights import load_weights
-from lockstep.errors import FolderError, StrategyError, counted
+from lockstep.errors import FolderError, JobError, StrategyError, counted
 from lockstep.job import Job
 from lockstep.jobfile import JobFile, written
 from lockstep.launch import devices as _devices
@@ -197,3 +197,10 @@ def has_ended(folder: RunFolder, step: int) -> bool:
     except FolderError:
         return False  # it is written anew
     return True
+
+
+def nothing_left(epoch: int, step: int, epochs: int | None) -> JobError:
+    """The error of a run that has done all that is asked for: ``epochs``, or steps where that is None."""
+    if epochs is None:
+        return JobError(f"steps: the run has done {step}: ask for more, --steps {2 * step} say")
+    return JobError(f"epochs: the run has done {epoch} ({step} steps): ask for more, --epochs {epoch + epochs} say")

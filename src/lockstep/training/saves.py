@@ -149,6 +149,14 @@ class Saves:
         about = {name: place[name] for name in ("step", "epoch", "position")}
         self._writer.save(place["step"], whole, about, before)
 
+    def save_best(self, values: Mapping[str, float]) -> None:
+        """Write the weights of an evaluation after which no checkpoint is made, if they are the best ones so far."""
+        if self.is_best(values):
+            self._best = self._measured(values)
+            self.finish()
+            with self._callbacks.evaluating():
+                self._step.write_weights(self._folder.best)
+
     def load(self) -> dict[str, Any]:
         """Take up the newest whole checkpoint; gives its place.
 
@@ -167,7 +175,8 @@ class Saves:
                     f"{name}: the run was made with {state[name]}, not {getattr(self._job, name)}: resume it with that"
                 )
         self._step.load_state_dict(state)
-        self._best = state["best"] if self._world.broadcast_object(self._has_best(state)) else math.inf
+        best: float = self._world.broadcast_object(self._best_in(state) if self._world.is_first else math.inf)
+        self._best = best
         if self._scheduler is not None and state["scheduler"] is not None:
             self._scheduler.load_state_dict(state["scheduler"])
         earlier = {"on_event": {"functions": state["on_event"]}} if state.get("on_event") else {}  # earlier versions
@@ -183,9 +192,18 @@ class Saves:
         """As ``Step.split``; of what callbacks keep beside a parameter, as of that."""
         return self._step.split(self._callbacks.beside(name), shape)
 
+    def _best_in(self, state: Mapping[str, Any]) -> float:
+        """The best value of a run that is taken up, its evaluation after that checkpoint included; on rank 0."""
+        if not self._has_best(state):
+            return math.inf
+        records = self._folder.read_metrics() if self._folder.best.is_file() else []
+        last = [of for of in records if of["step"] == state["step"] and self._metric in of]
+        before: float = state["best"]
+        return min([before, *map(self._measured, last)])
+
     def _has_best(self, state: Mapping[str, Any]) -> bool:
         """Whether the best weights so far are there as they were written, and were chosen by the same metric."""
-        if math.isinf(state["best"]) or not self._world.is_first:
+        if math.isinf(state["best"]):
             return True
         name, more = state.get("best_of", ("eval_loss", False))
         if (name, more) != (self._metric, self._more_is_better):

@@ -187,6 +187,21 @@ class Setup:
         }
         self.folder.write_json(self.folder.config, config)
 
+    def keep_records(self, epoch: int, last: dict[str, Any] | None, *, again: bool) -> None:
+        """Leave the records of a run up to this step, so that the folder is as its checkpoint.
+
+        Args:
+            epoch: epochs that are done.
+            last: the last record that the checkpoint has.
+            again: whether that of this step will be written again.
+        """
+        kept = self.folder.keep_metrics(self.world.step - again, None if again else last)
+        if kept < epoch - again:
+            lost = f"{self.folder.metrics}: {kept} of the {epoch} records are there, the others are lost"
+            self._said_before.append(Line.note(lost))
+        for ended in (self.folder.failure, self.folder.summary):
+            ended.unlink(missing_ok=True)
+
     def opening(self, epoch: int) -> Iterator[Any]:
         """What is told before the first step, ``epoch`` epochs being done."""
         world, job, devices = self.world, self.job, self.devices

@@ -12,8 +12,8 @@ Each call of ``update`` keeps the law of any update: backward of total / n into 
 n being the samples of the global batch; the sum over replicas; times n / count; clipping; that optimizer's step. So
 what the function computes afterwards sees the moved parameters, on every replica alike.
 
-Replicas meet in each call, and have to make the same calls in the same order. One without a sample doesn't run the
-function: it follows the calls of the others, and adds nothing.
+Replicas meet in each call, and have to make the same calls in the same order. A rank without a sample runs the
+function on some of another rank's, and adds nothing: so what the function writes, freezes or counts is alike on all.
 """
 
 from __future__ import annotations
@@ -39,9 +39,8 @@ from lockstep.strategies.steps.step import Step
 from lockstep.strategies.steps.update_result import Result, added, scalar
 from lockstep.tensors.pytree import cut, to_device
 
-_END, _FOLLOWS = -1, -2
-"""What a rank says at the end of the function, or that has no sample to run it on; others name an optimizer."""
-
+_END = -1
+"""What a rank says at the end of the function; others name an optimizer."""
 
 _SOME, _MOST = 4, 8
 """Samples of each other rank, and local batches, at most, on which the function is tried."""
@@ -89,6 +88,7 @@ class FunctionStep(Step):
         self._order = list(optimizer.by_name)
         self._sums: dict[str, FlatGradients] = {}
         self._losses_of: dict[str, list[Loss]] = {}
+        self._adds = True  # this rank has samples
 
     def update(self, batch: Batch | None = None) -> Result:
         """One step: whatever updates the function makes of a batch. The loss is the sum of those of all names."""
@@ -108,14 +108,11 @@ class FunctionStep(Step):
 
     def run_function(self, batch: Batch) -> None:
         """Run it on this process's share."""
-        part = batch.parts[0]
-        if not part.size:
-            while (name := self._agreed(_FOLLOWS)) is not None:
-                self._move(name, self._over_ranks(name, Loss(0.0, 0)), batch.size)
-            return
+        self._adds = bool(batch.parts[0].size)
+        part = self._lent(batch.parts[0])
         self.begin_part(0)
         self.call_function(self.model, self.placed(part), batch.size)
-        self._agreed(_END)
+        self._agree(_END)
 
     @phase("computing", "step function")
     def call_function(self, model: nn.Module, part: Part, samples: int, replica: int = 0) -> None:
@@ -126,9 +123,11 @@ class FunctionStep(Step):
     def one_update(self, name: str, loss: Loss, samples: int, replica: int) -> None:
         """What a call of ``update`` does."""
         del replica
-        self.backward_into(self.named(name), name, loss, samples)
-        self._agreed(self._order.index(name))
-        self._move(name, self._over_ranks(name, loss.detached()), samples)
+        which = self.named(name)
+        if self._adds:
+            self.backward_into(which, name, loss, samples)
+        self._agree(self._order.index(name))
+        self._move(name, self._over_ranks(name, loss.detached() if self._adds else Loss(0.0, 0)), samples)
 
     def named(self, name: str) -> list[int]:
         """Which of the trained parameters are moved by the optimizer of that name.
@@ -175,21 +174,26 @@ class FunctionStep(Step):
 
     # ---- between ranks ----------------------------------------------------------------------------------------------
 
-    def _agreed(self, mine: int) -> str | None:
-        """The call that all ranks make now: the name of an optimizer, or None at the end of the function.
+    def _lent(self, part: Part) -> Part:
+        """This rank's samples; where it has none, some of the first rank's that has."""
+        if self.world.size == 1 or (not self.own_loop and part.of >= self.world.size):
+            return part
+        sizes = [size for (size,) in over_ranks(self.world, part.size)]
+        if all(sizes):
+            return part
+        source = next(rank for rank, size in enumerate(sizes) if size)
+        lent = self.world.broadcast_object(_some_of(part) if self.world.rank == source else part, source)
+        return part if part.size else lent
+
+    def _agree(self, mine: int) -> None:
+        """Make sure that all ranks call the same now.
 
         Raises:
-            InputError: they make different ones.
+            InputError: they call different ones.
         """
         codes = [code for (code,) in over_ranks(self.world, mine)]
-        calls = {code for code in codes if code != _FOLLOWS}
-        if len(calls) > 1:
-            self.refuse_different([self._called(code) for code in codes])
-        (code,) = calls
-        return None if code == _END else self._order[code]
-
-    def _called(self, code: int) -> str | None:
-        return {_END: "", _FOLLOWS: None}.get(code, self._order[code] if code >= 0 else None)
+        if len(set(codes)) > 1:
+            self.refuse_different([self._order[code] if code != _END else "" for code in codes])
 
     def refuse_different(self, calls: list[str | None]) -> NoReturn:
         """Raise for replicas that make different calls: their names, "" at the end, None without a sample.
