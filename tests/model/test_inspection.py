@@ -316,6 +316,31 @@ def test_defaults_of_two_classes_are_two_variables() -> None:
     assert {"WidthOfTwo.__init__() default 0", "WidthOfThree.__init__() default 0"} <= names.keys()
 
 
+def keeping(number: int) -> Any:
+    """A hook with a list of its own."""
+    kept = [number]
+
+    def hook(module: nn.Module, inputs: Any, output: torch.Tensor) -> torch.Tensor:
+        kept.append(number)
+        return output * kept[0]
+
+    return hook
+
+
+def test_hooks_from_one_function_have_a_variable_each() -> None:
+    """By their names they were one."""
+    model = nn.Sequential(nn.Linear(6, 6), nn.Linear(6, 3))
+    for number, layer in enumerate(model):
+        layer.register_forward_hook(keeping(number))
+    outside = OutsideVariables.of_model(model)
+    before = outside.prints()
+    with outside.kept():
+        model(drawn(8, 6))
+        assert {"kept", "kept (2)"} <= {name for name, its in outside.prints().items() if before[name] != its}
+    assert outside.prints() == before
+    assert set(look(model, drawn(8, 6), 8).changes) >= {"kept", "kept (2)"}
+
+
 def test_a_model_that_cannot_be_copied_is_said_to_be_unseen() -> None:
     model = Layer()
     model.lock = threading.Lock()

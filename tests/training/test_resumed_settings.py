@@ -207,3 +207,24 @@ def test_what_a_run_had_undone_again_stays_undone_after_resumes(what: str, tmp_p
     run = trained(job(WarmUp(what)), "single", tmp_path / "cut", steps=3)
     run = lockstep.train(job(WarmUp(what)), resume=run.folder, steps=5, quiet=True)
     assert differ(lockstep.train(job(WarmUp(what)), resume=run.folder, steps=8, quiet=True), whole) == 0.0
+
+
+def backwards(epoch: int) -> range:
+    return range(28, -1, -1)
+
+
+def test_what_is_other_in_a_job_that_is_no_file_is_said(tmp_path: Path, capsys: Any) -> None:
+    its = ZOO["momentum"].replace(epochs=1)
+    run = trained(its, "single", tmp_path)
+    capsys.readouterr()
+    lockstep.train(its.replace(epochs=2, keep=1), resume=run.folder)
+    assert "begun" not in capsys.readouterr().out
+    smoothed = nn.CrossEntropyLoss(label_smoothing=0.1)
+    other = its.replace(epochs=3, clip_norm=0.5, accumulate=2, loss=smoothed, order=backwards, precision="fp64")
+    lockstep.train(other.replace(lr_scheduler=lambda o: torch.optim.lr_scheduler.StepLR(o, 2)), resume=run.folder)
+    said = " ".join(capsys.readouterr().out.split())
+    for name, now, then in (("clip_norm", 0.5, None), ("accumulate", 2, 1), ("precision", "fp64", its.precision)):
+        assert f"note: {name}: it is {now}, and was {then} when the run was begun" in said
+    for name in ("loss", "order", "lr_scheduler"):
+        assert f"note: {name}: it isn't the one that the run was begun with" in said
+    assert said.count("begun") == 6

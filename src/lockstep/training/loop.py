@@ -86,8 +86,7 @@ class _Training(Setup):
         self.told = Teller(self.step, job, folder, plan.tensorboard)
         self.copies = WorkerCopies(self.step, self.loader)
         self.callbacks = Callbacks(job, self.step, folder.path, self.told)
-        of = self.train_data, self.loader
-        self.saves = Saves(job, folder, self.step, self.scheduler, *of, self.callbacks)
+        self.saves = Saves(job, folder, self.step, self.scheduler, self.train_data, self.loader, self.callbacks)
 
     # ---- the whole --------------------------------------------------------------------------------------------------
 
@@ -130,11 +129,11 @@ class _Training(Setup):
                 )
             if self.job.log_every is not None and self.world.is_first:
                 self.logs = Logs(self.job, self.step, self.steps, self.recent)
-            while not self._is_done():
+            while not (self._is_done() or self.interrupted):
                 self._one_epoch()
-                if self.interrupted:
-                    self.saves.finish()
-                    return {}
+            if self.interrupted:
+                self.saves.finish()
+                return {}
             if self.ends_unevaluated:
                 self._evaluate_end()
             self.step.check()
@@ -147,14 +146,11 @@ class _Training(Setup):
         return summary
 
     def _is_done(self) -> bool:
-        if self.stopped or (self._is_at_last_step and self._is_recorded):
+        # A run that was stopped in its last step has no record of it yet.
+        is_recorded = self.kept_record is not None and self.kept_record["step"] == self.world.step
+        if self.stopped or (self._is_at_last_step and is_recorded):
             return True
         return self.epochs is not None and self.epoch >= self.epochs
-
-    @property
-    def _is_recorded(self) -> bool:
-        """Whether the training up to this step was evaluated: one that was stopped in its last step wasn't."""
-        return self.kept_record is not None and self.kept_record["step"] == self.world.step
 
     # ---- one epoch --------------------------------------------------------------------------------------------------
 
@@ -318,8 +314,7 @@ class _Training(Setup):
         It is saved by then, since a run that goes on has nothing that the scheduler or callbacks make of that.
         """
         assert self.kept_record is not None
-        number = self.kept_record["epoch"]
-        values = self._evaluate()
+        number, values = self.kept_record["epoch"], self._evaluate()
         self.record |= values
         self._call("evaluated", number)
         self.saves.save_best(values)

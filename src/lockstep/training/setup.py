@@ -29,7 +29,15 @@ from lockstep.strategies import Strategy
 from lockstep.strategies.steps.step import Step
 from lockstep.tensors.pytree import share_sizes
 from lockstep.training.progress import held_out
-from lockstep.training.resume import another_file, changed_parameters, edited_files, moved, sources
+from lockstep.training.resume import (
+    another_file,
+    changed_job,
+    changed_parameters,
+    edited_files,
+    functions_of,
+    moved,
+    sources,
+)
 from lockstep.training.scheduler import note_on_length, scheduler_of
 
 
@@ -160,6 +168,8 @@ class Setup:
                 said.append(f"{name}: the run goes on with {settings[name]}, the job file says {now} now: {way}")
             for name, (then, new) in changed_parameters(self.before, given).items():
                 said.append(f"--set {name}: it is {_set(new)}, and was {_set(then)} when the run was begun")
+        else:
+            said += changed_job(self.before, self.job)
         for then, new in zip(self.before.get("optimizer", []), self.optimizer, strict=False):
             for name in (n for n in then if n in new and then[n] != new[n]):
                 said.append(f"{name}: the optimizer goes on as it was saved, with {then[name]}, and not {new[name]}")
@@ -175,6 +185,7 @@ class Setup:
             "set": written(given.parameters) if given else {},
             "given": {n: settings[n] for n in given.settings if n in settings} if given else {},
             "settings": settings,
+            "functions": {} if given else functions_of(self.job),
             "strategy": self.strategy.name,
             "strategy_settings": dataclasses.asdict(self.strategy),
             "devices": self.devices,

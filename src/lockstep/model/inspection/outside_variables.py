@@ -19,6 +19,7 @@ import copy
 import dis
 import functools
 import hashlib
+import itertools
 import pickle
 import sys
 import types
@@ -55,6 +56,7 @@ class OutsideVariables:
 
     def __init__(self, roots: Iterable[Any]) -> None:
         self._variables: dict[str, _Variable] = {}
+        self._found: set[tuple[int, str | None]] = set()
         self._pending = list(roots)
         seen: set[int] = set()
         while self._pending:
@@ -148,7 +150,7 @@ class OutsideVariables:
                 value = function.__globals__[name]
                 if isinstance(value, types.ModuleType):
                     if is_own_code(getattr(value, "__file__", None) or "<frozen"):
-                        for inner in set(names) & set(vars(value)):
+                        for inner in sorted(set(names) & set(vars(value))):  # in the same order on each rank
                             self._add(f"{name}.{inner}", value, inner)
                 else:
                     self._add(name, function.__globals__, name)
@@ -173,7 +175,14 @@ class OutsideVariables:
             self._pending.append(value)
         elif not isinstance(value, nn.Module | types.ModuleType | property):  # (modules are looked at on their own)
             self._pending.append(type(value))
-            self._variables[name] = variable
+            if (id(holder), key) not in self._found:  # (which the variable keeps alive)
+                self._found.add((id(holder), key))
+                self._variables[self._name_for(name)] = variable
+
+    def _name_for(self, name: str) -> str:
+        """The name, or where there is another variable of that name, ``"name (2)"``."""
+        numbered = (f"{name} ({number})" for number in itertools.count(2))
+        return name if name not in self._variables else next(n for n in numbered if n not in self._variables)
 
 
 def _functions_of(kind: type) -> list[types.FunctionType]:
@@ -200,7 +209,7 @@ def _names_in(code: types.CodeType) -> Iterator[str]:
 
 def _globals_in(code: types.CodeType) -> Iterator[str]:
     """The names of global variables that code uses, and the functions in it."""
-    yield from {one.argval for one in dis.get_instructions(code) if one.opname in _OF_GLOBALS}
+    yield from sorted({one.argval for one in dis.get_instructions(code) if one.opname in _OF_GLOBALS})
     for constant in code.co_consts:
         if isinstance(constant, types.CodeType):
             yield from _globals_in(constant)
