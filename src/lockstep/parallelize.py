@@ -90,7 +90,7 @@ def parallelize(
         Watch(world, always=False).__enter__()  # for as long as the process lives
     if world.is_first and not isinstance(world.tell, _Warns):
         world.tell = _Warns(world.tell)
-    for caveat in chosen.caveats(job, model, step.replicas) if world.is_first else ():
+    for caveat in (*chosen.caveats(job, model, step.replicas), *step.of_own_loop) if world.is_first else ():
         world.tell(Line.note(caveat))
     return step
 

@@ -22,10 +22,12 @@ from lockstep.model.losses.check_interval import is_power_of_two
 from lockstep.model.losses.loss import Loss
 from lockstep.strategies.steps.step import Step
 from lockstep.strategies.steps.update_result import Result, Sums, added
-from lockstep.tensors.digest import digest
 from lockstep.tensors.pytree import versions
 from lockstep.tensors.seeding import kept_states
 from lockstep.training.metric_check import AcrossReplicas, is_sum
+
+_LARGEST = 2**30
+"""Bytes of parameters up to which they are kept for the trial evaluation."""
 
 
 def try_out(
@@ -36,25 +38,26 @@ def try_out(
     What the model and the loss count or keep is afterwards as it was. Gives the values, by the names in a record.
 
     Raises:
-        JobError: a metric raises, or gives something other than a total and a count; a sample isn't a pair; the model
-            writes its parameters.
+        JobError: a metric raises, or gives something other than a total and a count; a sample isn't a pair.
     """
-    with kept_state(step.models()), step.loss.kept():
+    with _kept_parameters(step), kept_state(step.models()), step.loss.kept():
         values = evaluate_sets(step, loaders, metrics, world, seed, most=1, prefix="eval_") if loaders else {}
         step.compare_ranks()
     return values
 
 
 @contextlib.contextmanager
-def _refusing_writes(step: Step) -> Iterator[None]:
-    before = {name: digest(p) for name, p in step.parts().items()}
+def _kept_parameters(step: Step) -> Iterator[None]:
+    """Put back afterwards what forward writes in evaluation mode, an embedding with ``max_norm`` say."""
+    of_models = () if step.keeps_shards else (p for model in step.models() for p in model.parameters())
+    every = {id(p): p for p in (*step.parts().values(), *of_models)}.values()
+    is_small = sum(p.numel() * p.element_size() for p in every) <= _LARGEST
+    before = [(p, p.detach().clone()) for p in every] if is_small else []
     yield
-    for name, p in step.parts().items():
-        if digest(p) != before[name]:
-            raise JobError(
-                f'model: it writes its parameter "{name}" in forward in evaluation mode, so that evaluations change '
-                "the training: write it in training mode only, or in a callback"
-            )
+    with torch.no_grad():
+        for p, value in before:
+            if not torch.equal(p, value):
+                p.copy_(value)
 
 
 def _say_no_sums(names: Iterable[str], step: Step) -> None:
@@ -187,7 +190,7 @@ def evaluate(
         world: who evaluates.
         seed: gives each batch a random stream, the same in each evaluation, for models that draw in evaluation too.
         looks: whether to say what the model does in evaluation that depends on the number of devices.
-        most: batches, at most, to try it out.
+        most: batches, at most.
         prefix: before the names of the loss and its parts.
 
     Raises:
@@ -198,8 +201,7 @@ def evaluate(
     sums = [Sums() for _ in range(1 + len(functions))]
     are_no_sums = [0.0 for _ in sums]
     across = AcrossReplicas() if looks and functions and step.replicas > 1 else None
-    is_trial = most is not None
-    with step.evaluating(), kept_states(), _refusing_writes(step) if is_trial else contextlib.nullcontext():
+    with step.evaluating(), kept_states():
         for batch, results in step.over(itertools.islice(loader.epoch(0), most), step.results, seed):
             world.beat()
             if looks and is_power_of_two(batch.index + 1):

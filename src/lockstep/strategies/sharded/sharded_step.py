@@ -38,7 +38,7 @@ from lockstep.strategies.sharded.block_watch import BlockWatch
 from lockstep.strategies.sharded.loss_reads import LossReads, shards_explained
 from lockstep.strategies.sharded.shards import NamedParameters, Shards
 from lockstep.strategies.sharded.whole_model import put_together
-from lockstep.strategies.sharded.whole_values import WholeValues
+from lockstep.strategies.sharded.whole_values import OF_OWN_LOOP, WholeValues
 from lockstep.strategies.sharded.without_a_trace import without_a_trace
 from lockstep.strategies.steps.update_result import Result, added, as_tensor
 from lockstep.tensors.pytree import batch_size_of, to_device
@@ -360,6 +360,7 @@ class ShardedStep(DDPStep):
     # ---- state ------------------------------------------------------------------------------------------------------
 
     keeps_shards = True
+    of_own_loop = (OF_OWN_LOOP,)
 
     def weights(self, *, whole: bool = True) -> dict[str, Any]:
         """As every step's: gathered, on every rank, or this rank's rows."""

@@ -14,20 +14,39 @@ from torch.distributed.tensor import DTensor, distribute_tensor
 from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import tree_leaves, tree_map_only
 
+from lockstep.launch.events import Caveat
+
 _DRAWS_IN_PLACE = {
     *("normal_", "uniform_", "trunc_normal_", "random_", "bernoulli_", "exponential_", "log_normal_", "cauchy_"),
     *("geometric_", "kaiming_normal_", "kaiming_uniform_", "xavier_normal_", "xavier_uniform_", "orthogonal_"),
     *("sparse_", "eye_", "dirac_"),
 }
 _OF_ALL = {
-    *("item", "tolist", "numpy", "__bool__", "__float__", "__int__", "__index__", "__format__", "__getitem__"),
+    *("item", "tolist", "numpy", "__bool__", "__float__", "__int__", "__index__", "__format__"),
     *("max", "min", "amax", "amin", "aminmax", "argmax", "argmin", "mean", "std", "var", "median", "quantile"),
     *("rand_like", "randn_like", "randint_like", "bernoulli", "normal", "dropout", "equal", "allclose", "isclose"),
 }
 """Functions that are given whole tensors."""
 
+_VIEWS = {
+    *("__getitem__", "select", "narrow", "chunk", "split", "tensor_split", "unbind", "diagonal", "view", "view_as"),
+    *("reshape", "flatten", "unflatten", "ravel", "squeeze", "unsqueeze", "transpose", "t", "permute", "movedim"),
+}
+"""Those too, and what is written to what they give goes to the shard."""
+
+_WRITES = {"__setitem__", "__iadd__", "__isub__", "__imul__", "__itruediv__"}
+"""Functions that write in place, beside those whose name ends with an underscore."""
+
 _GIVES_DATA = torch.Tensor.data.__set__  # type: ignore[attr-defined]
 """``parameter.data = value``."""
+
+
+OF_OWN_LOOP = Caveat(
+    "state",
+    "between updates the model's parameters and gradients are shards (DTensors): a number made of one is of this "
+    "rank's part, and what is written to a part of one is lost",
+    "do both within `with step.whole_values():`, on every rank",
+)
 
 
 class WholeValues(TorchFunctionMode):
@@ -42,23 +61,50 @@ class WholeValues(TorchFunctionMode):
         """Call ``func``; what it gives is whole, or a shard."""
         del types
         name, kwargs = getattr(func, "__name__", ""), kwargs or {}
-        if name in _OF_ALL:
-            args, kwargs = tree_map_only(DTensor, DTensor.full_tensor, (args, kwargs))
+        if name in _OF_ALL or name in _VIEWS or (name in _WRITES and not isinstance(args[0], DTensor)):
+            args, kwargs = tree_map_only(DTensor, _whole if name in _VIEWS else DTensor.full_tensor, (args, kwargs))
         shard = next((leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, DTensor)), None)
         if shard is None:
-            return func(*args, **kwargs)
+            found = func(*args, **kwargs)
+            if args and (name in _WRITES or (name.endswith("_") and not name.endswith("__"))):
+                _write_back(args[0])
+            return found
         from torch.distributed.tensor.experimental import implicit_replication  # takes 0.1 s; few need it
 
         if func == _GIVES_DATA:  # which would leave the shard as it is
             func, args = torch.Tensor.copy_, (shard.detach(), *args[1:])
-        if name in _DRAWS_IN_PLACE:
-            whole = shard.full_tensor()
-            args, kwargs = tree_map_only(DTensor, lambda _: whole, (args, kwargs))
-            func(*args, **kwargs)
-            return shard.copy_(_cut(whole, shard))
+        if name in _DRAWS_IN_PLACE or name == "__setitem__":
+            with torch.no_grad():
+                whole = shard.full_tensor()
+                args, kwargs = tree_map_only(
+                    DTensor, lambda one: whole if one is shard else one.full_tensor(), (args, kwargs)
+                )
+                func(*args, **kwargs)
+                return shard.copy_(_cut(whole, shard))
         args, kwargs = tree_map_only(torch.Tensor, lambda value: _cut(value, shard), (args, kwargs))
         with implicit_replication():
             return tree_map_only(DTensor, _whole_if_partial, func(*args, **kwargs))
+
+
+def _whole(shard: DTensor) -> torch.Tensor:
+    whole = shard.full_tensor()
+    _root(whole).of_shard = shard  # type: ignore[attr-defined]
+    return whole
+
+
+def _root(tensor: torch.Tensor) -> torch.Tensor:
+    """Of a view what it is a view of."""
+    return tensor if tensor._base is None else tensor._base
+
+
+def _write_back(written: Any) -> None:
+    """After a write to a tensor that may be a view of a whole one, give its shard the new values."""
+    if not isinstance(written, torch.Tensor):
+        return
+    root = _root(written)
+    if (shard := getattr(root, "of_shard", None)) is not None:
+        with torch.no_grad():
+            shard.copy_(_cut(root.detach().view(shard.shape), shard))
 
 
 def _cut(value: torch.Tensor, shard: DTensor) -> torch.Tensor:

@@ -24,6 +24,7 @@ from lockstep.data import Batch, Part, mixed
 from lockstep.data.shares import batch_of, over_ranks, own_stream
 from lockstep.errors import InputError
 from lockstep.job import Job
+from lockstep.launch.events import Caveat
 from lockstep.launch.world import World
 from lockstep.model.losses.loss import Loss
 from lockstep.strategies.steps.step_state import StepState
@@ -34,7 +35,13 @@ _UPDATE = -1
 
 
 class Calls(StepState, ABC):
-    """A step as a person calls it."""
+    """A step as a person calls it.
+
+    Attributes:
+        of_own_loop: what whoever writes a loop of their own has to know of the model between updates.
+    """
+
+    of_own_loop: tuple[Caveat, ...] = ()
 
     def __init__(self, model: nn.Module, optimizer: torch.optim.Optimizer, job: Job, world: World) -> None:
         super().__init__(model, optimizer, job, world)
