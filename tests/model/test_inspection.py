@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import gc
 import random
 import threading
+import weakref
 from collections.abc import Callable
 from typing import Any
 from unittest.mock import ANY
@@ -339,6 +341,26 @@ def test_hooks_from_one_function_have_a_variable_each() -> None:
         assert {"kept", "kept (2)"} <= {name for name, its in outside.prints().items() if before[name] != its}
     assert outside.prints() == before
     assert set(look(model, drawn(8, 6), 8).changes) >= {"kept", "kept (2)"}
+
+
+@pytest.mark.parametrize("again", [False, True])
+def test_the_copy_that_is_inspected_is_freed_at_once(again: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It stayed until garbage was collected, so that updates in which forward is inspected took more memory."""
+    copies: list[weakref.ref[Any]] = []
+
+    class Copied(Layer):
+        def __setstate__(self, state: Any) -> None:
+            super().__setstate__(state)
+            copies.append(weakref.ref(self))
+
+    gc.collect()
+    gc.disable()
+    try:
+        targets = torch.zeros(8, dtype=torch.long)
+        look(Copied(), drawn(8, 6), 8, targets=targets, judge=lambda o, y, n: (o.sum(), n), of=16, again=again)
+        assert copies and not any(one() for one in copies)
+    finally:
+        gc.enable()
 
 
 def test_a_model_that_cannot_be_copied_is_said_to_be_unseen() -> None:

@@ -56,25 +56,33 @@ def attribute_prints(model: nn.Module, *, plain: bool = True) -> dict[str, bytes
     return prints_of(((f"{name}.{key}" if name else key, value) for name, key, value in held), names)
 
 
+class _Pickler(pickle.Pickler):
+    """(A class within a function would hold what that closes over, a copy of the model, until garbage is collected.)"""
+
+    def __init__(self, file: io.BytesIO, names: Callable[[], Mapping[int, str]]) -> None:
+        super().__init__(file)
+        self._names = names
+
+    def persistent_id(self, held: Any) -> Any:
+        """What stands for a function, a class of a function's, a tensor or a module."""
+        if isinstance(held, types.FunctionType):
+            return _name_of(held)
+        if isinstance(held, type) and "<locals>" in held.__qualname__:
+            return held.__module__, held.__qualname__
+        if isinstance(held, torch.Tensor):
+            return self._names().get(id(held)) or (tuple(held.shape), str(held.dtype), digest(held))
+        return self._names().get(id(held)) if isinstance(held, nn.Module) else None
+
+
 def prints_of(held: Iterable[tuple[str, Any]], names: Callable[[], Mapping[int, str]] = dict) -> dict[str, bytes]:
     """A hash of each value, by its name; that of a tensor or module whose id is in ``names()`` is of its name there."""
-
-    class Pickler(pickle.Pickler):
-        def persistent_id(self, held: Any) -> Any:
-            if isinstance(held, types.FunctionType):
-                return _name_of(held)
-            if isinstance(held, type) and "<locals>" in held.__qualname__:
-                return held.__module__, held.__qualname__
-            if isinstance(held, torch.Tensor):
-                return names().get(id(held)) or (tuple(held.shape), str(held.dtype), digest(held))
-            return names().get(id(held)) if isinstance(held, nn.Module) else None
 
     found, known = {}, dict[int, bytes | None]()  # (one configuration may be an attribute of all modules)
     for name, value in held:
         if id(value) not in known:
             written = io.BytesIO()
             try:
-                Pickler(written).dump(value)
+                _Pickler(written, names).dump(value)
                 known[id(value)] = hashlib.blake2b(written.getbuffer(), digest_size=16).digest()
             except Exception:
                 known[id(value)] = None
