@@ -76,7 +76,6 @@ class _Pickler(pickle.Pickler):
 
 def prints_of(held: Iterable[tuple[str, Any]], names: Callable[[], Mapping[int, str]] = dict) -> dict[str, bytes]:
     """A hash of each value, by its name; that of a tensor or module whose id is in ``names()`` is of its name there."""
-
     found, known = {}, dict[int, bytes | None]()  # (one configuration may be an attribute of all modules)
     for name, value in held:
         if id(value) not in known:
