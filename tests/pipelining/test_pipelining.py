@@ -465,6 +465,18 @@ def test_an_own_loop_over_stages_ends_where_the_plain_one_does(dropout: float) -
         torch.testing.assert_close(value, ends[1][name], rtol=1e-12, atol=1e-12)
 
 
+class Functional(nn.Module):
+    """Takes a gradient in forward."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.last = nn.Linear(6, 8), nn.Linear(8, 3)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        slope = torch.func.grad(lambda value: torch.tanh(self.first(value)).sum())(x)
+        return self.last(torch.tanh(self.first(x + slope)))
+
+
 def pairs(outputs: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
     return nn.functional.cross_entropy(outputs @ outputs.T, torch.arange(len(outputs)))
 
@@ -484,6 +496,7 @@ def pairs(outputs: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
         (PP({"0": 0, "2": 1}), 2, {}, "leaves out 6 of 10 parameters"),
         (PP({"": 0, "body": 1}), 2, {}, 'no "body"'),
         (PP(), 2, {"loss": pairs}, "not a mean over samples"),
+        (PP(), 2, {"model": Functional}, "takes gradients by torch.func, which can't be followed over stages"),
     ],
 )
 def test_what_can_not_be_is_refused_before_the_first_step(

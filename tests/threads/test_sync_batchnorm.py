@@ -26,6 +26,8 @@ from lockstep.strategies.ddp import DDP
 from lockstep.threads.replica_collectives import ThreadExchange
 from lockstep.threads.sync_batchnorm import synchronise
 from lockstep.threads.thread_pool import Team
+from lockstep.verify import parity
+from zoo import drawn, labels, slow
 
 EXACT = {"rtol": 1e-12, "atol": 1e-12}
 SHAPES: dict[type[nn.Module], tuple[int, ...]] = {
@@ -458,3 +460,29 @@ def groups_made(world: World) -> list[int]:
 def test_a_group_for_the_last_smaller_batch_is_made_before_the_first_update() -> None:
     """One that is made later holds up all ranks in mid-run."""
     assert lockstep.launch(groups_made, devices="3xcpu") == [[0]] * 3
+
+
+class Toggled(nn.Module):
+    """Normalises a second time by the running statistics."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.norm, self.last = nn.Linear(6, 8), nn.BatchNorm1d(8), nn.Linear(8, 3)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        mode = self.norm.training
+        hidden = self.norm(self.first(x))
+        self.norm.eval()
+        again = self.norm(self.first(2 * x))
+        self.norm.train(mode)
+        return self.last(torch.tanh(hidden + again))
+
+
+@pytest.mark.parametrize("way", ["dp", "ddp", slow("fsdp")])
+def test_a_forward_may_set_the_mode_of_a_batch_norm(way: str) -> None:
+    """In the copy that rank 0 inspects it was in training then, and waited for the others."""
+    job = Job(
+        model=Toggled, loss=nn.CrossEntropyLoss(), optimizer=functools.partial(torch.optim.SGD, lr=0.1),
+        train_data=TensorDataset(drawn(29, 6), labels(29, 3)), batch_size=8, epochs=2, sync_batchnorm=True,
+    )  # fmt: skip
+    assert parity(job, way, "2xcpu").worst < 1e-10

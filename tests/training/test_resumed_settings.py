@@ -12,7 +12,7 @@ from torch import nn
 import lockstep
 from lockstep import Callback, Job
 from lockstep.callbacks import Freeze, TrainingContext
-from lockstep.errors import InputError
+from lockstep.errors import InputError, StrategyError
 from zoo import ZOO, drawn, labels, plain_sgd, slow
 
 WAYS = {"single": "1xcpu", "dp": "2xcpu", "ddp": "2xcpu", "fsdp": "2xcpu", "mp": "2xcpu"}
@@ -123,6 +123,11 @@ def test_what_a_resumed_run_would_begin_with_anew_is_said(change: str, tmp_path:
     act, what = LOST[change]
     lockstep.train(job(At(2, act)), strategy="single", devices="1xcpu", folder=tmp_path, steps=3)
     assert f"{what} changes in training, and no checkpoint keeps it" in capsys.readouterr().out
+
+
+def test_a_layer_that_the_copy_of_rank_0_has_not_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(StrategyError, match='layer "act" was put in or taken out after it was built'):
+        trained(job(At(2, lambda model: setattr(model, "act", nn.Tanh()))), "fsdp", tmp_path, steps=4)
 
 
 def untrained(model: nn.Module) -> None:

@@ -30,6 +30,7 @@ import torch
 from torch import nn
 from torch.overrides import TorchFunctionMode
 
+from lockstep.errors import StrategyError
 from lockstep.model.inspection import OutsideVariables
 from lockstep.pipelining.microbatch import Flight
 from lockstep.tensors.digest import digest
@@ -73,7 +74,15 @@ class StateProbe:
             if not any(map(_is_compiled, self._names)):  # a compiler would take our mode and hooks into what it makes
                 stack.enter_context(self._uses)
                 stack.enter_context(torch.autograd.graph.saved_tensors_hooks(self._uses.save, lambda saved: saved))
-            yield
+            try:
+                yield
+            except RuntimeError as error:
+                if "saved tensor hooks" not in str(error):
+                    raise
+                raise StrategyError(
+                    "pp: the model's forward takes gradients by torch.func, which can't be followed over stages",
+                    fix="take them by torch.autograd.grad, or take mp or ddp",
+                ) from error
         self._forward = [held.value for held in self._held]
 
     def _look(self) -> None:

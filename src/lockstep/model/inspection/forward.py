@@ -107,6 +107,7 @@ def look(
             for module in copied.modules():
                 if drops(module) or isinstance(module, nn.modules.batchnorm._NormBase):
                     module.training = False
+                    module.train = _stays  # type: ignore  # also where forward sets it
             # A copy has no hooks that move what it is given.
             if len({t.device for t in (*copied.parameters(), *tensors(batch))}) > 1:
                 copied, batch = copied.cpu(), to_device(batch, torch.device("cpu"))
@@ -125,6 +126,10 @@ def look(
         except Exception:
             return seen
     return seen
+
+
+def _stays(mode: bool = True) -> None:
+    """In the place of a layer's ``train``."""
 
 
 def _enough(batch: tuple[Any, Any], samples: int, *, again: bool) -> Iterator[tuple[tuple[Any, Any], int]]:

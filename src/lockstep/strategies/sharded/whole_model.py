@@ -31,7 +31,18 @@ def skeleton_of(model: nn.Module) -> nn.Module:
 
 
 def put_together(skeleton: nn.Module, parameters: Mapping[str, nn.Parameter], sharded: nn.Module) -> nn.Module:
-    """A copy of the skeleton with these parameters, by name, and the buffers and modes of the sharded model."""
+    """A copy of the skeleton with these parameters, by name, and the buffers and modes of the sharded model.
+
+    Raises:
+        StrategyError: the sharded model has other modules by now.
+    """
+    was, now = ({name for name, _ in one.named_modules()} for one in (skeleton, sharded))
+    if was != now:
+        raise StrategyError(
+            f'fsdp: the model\'s layer "{min(was ^ now)}" was put in or taken out after it was built, and rank 0 '
+            "inspects a copy from before",
+            fix="do it where the model is built, or take ddp",
+        )
     model = copy.deepcopy(skeleton)
     places = places_of(model)
     for name, p in parameters.items():
