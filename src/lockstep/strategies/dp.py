@@ -111,16 +111,17 @@ class DPStep(Step):
         super().__init__(model, optimizer, job, world)
         self._exchange = exchange
         self._devices = world.devices
-        self._replicas = [model, *(replica_of(model, device) for device in world.devices[1:])]
+        self._on_slots = all(device.is_slot for device in world.devices)
+        self.shares_parameters = shares = self._on_slots and job.step is None  # (a function may write them in each)
+        self._replicas = [model, *(replica_of(model, device, shares=shares) for device in world.devices[1:])]
         self._find_trained()
         self._modules = [list(replica.modules()) for replica in self._replicas]
         self._structure = structure_of(model)
         self._buffers = [buffers_of(replica) for replica in self._replicas]
-        self.shares_parameters = all(device.is_slot for device in world.devices)
         self._team = Team(world.devices)
         if exchange is not None:
             self._team.on_abort.append(exchange.abort)
-        self._streams = [torch.Generator() for _ in world.devices] if self.shares_parameters else []
+        self._streams = [torch.Generator() for _ in world.devices] if self._on_slots else []
         self._kept = self._attributes_now()
         self._recomputes = job.activation_checkpointing is not None
         recompute.install()
@@ -141,11 +142,10 @@ class DPStep(Step):
         """A replica's gradients; on accelerators the first one gives its parameters to every other."""
         if self.replicas == 1:
             return 0
-        gradients = sum(p.numel() * p.element_size() for p in self._parameters)
-        if self.shares_parameters:
-            return gradients
-        parameters = sum(p.numel() * p.element_size() for p in self.model.parameters())
-        return max(gradients, (self.replicas - 1) * parameters)
+        gradients, parameters = (
+            sum(p.numel() * p.element_size() for p in of) for of in (self._parameters, self.model.parameters())
+        )
+        return gradients if self._on_slots else max(gradients, (self.replicas - 1) * parameters)
 
     def seed(self, seed: int, number: int | None = None) -> None:
         """Begin a random stream for this step (or that number) on every replica."""
@@ -228,7 +228,7 @@ class DPStep(Step):
         Raises:
             StrategyError: the model draws random numbers, and what compiled code draws can't be told apart by thread.
         """
-        if self._compile and self.shares_parameters:
+        if self._compile and self._on_slots:
             if self.replicas > 1 and (self.seen.draws or any(map(drops, self.model.modules()))):
                 raise StrategyError(
                     "dp: compile, and the model draws random numbers (dropout): compiled code takes them from one "
@@ -293,14 +293,14 @@ class DPStep(Step):
                 p.grad = None
         if not (others := [i for i in active if i > 0]):
             return
-        if self.shares_parameters:
+        if self._on_slots:
             self._team.run([functools.partial(self._add_span, start, end, others) for start, end in self._spans])
         else:
             self._add_span(0, len(self._parameters), others)
 
     def _add_span(self, start: int, end: int, others: list[int]) -> None:
         theirs = [self._trained[i][start:end] for i in others]
-        add_gradients(self._parameters[start:end], theirs, None if self.shares_parameters else self._devices[0].torch)
+        add_gradients(self._parameters[start:end], theirs, None if self._on_slots else self._devices[0].torch)
 
     @phase("communicating", "refresh replicas")
     @torch.no_grad()
@@ -332,13 +332,13 @@ class DPStep(Step):
         acting = [k for k, (m, _) in enumerate(self._buffers[0]) if not (isinstance(m, norm) and m.training)]
         self._copy_buffers(acting)
 
-    def _share_parameters(self) -> None:
-        mine = list(self.model.parameters())
-        for device, replica in zip(self._devices[1:], self._replicas[1:], strict=True):
-            theirs = list(replica.parameters())
+    def _share_parameters(self, which: Iterable[int] | None = None) -> None:
+        every = [list(replica.parameters()) for replica in self._replicas]
+        mine, *others = every if which is None else [[trained[k] for k in which] for trained in self._trained]
+        for device, theirs in zip(self._devices[1:], others, strict=True):
             if not self.shares_parameters:
-                for which, copies in moved_in_buckets(mine, device.torch):
-                    torch._foreach_copy_([theirs[k] for k in which], copies)
+                for some, copies in moved_in_buckets(mine, device.torch):
+                    torch._foreach_copy_([theirs[k] for k in some], copies)
                 continue
             for p, q in zip(mine, theirs, strict=True):
                 if p.data_ptr() != q.data_ptr():  # somebody gave the parameter other storage

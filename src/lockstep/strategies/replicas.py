@@ -20,11 +20,11 @@ from lockstep.tensors.pytree import graph_nodes, to_device
 from lockstep.threads.parametrization_cache import cache_apart
 
 
-def replica_of(model: nn.Module, device: Device) -> nn.Module:
-    """A copy of the model with parameters of its own: on a slot they share the first one's storage."""
+def replica_of(model: nn.Module, device: Device, *, shares: bool) -> nn.Module:
+    """A copy of the model with parameters of its own, which may share the first one's storage."""
     memo: dict[int, Any] = {}
     for p in model.parameters():
-        storage = p.detach() if device.is_slot else p.detach().to(device.torch, copy=True)
+        storage = p.detach() if shares else p.detach().to(device.torch, copy=True)
         memo[id(p)] = nn.Parameter(storage, requires_grad=p.requires_grad)
     try:
         made = copy.deepcopy(model, memo)

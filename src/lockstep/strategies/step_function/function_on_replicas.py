@@ -80,7 +80,7 @@ class FunctionOnReplicas(FunctionStep, DPStep):
             self._meeting.come(i, _END, Loss(0.0, 0))
 
     def one_update(self, name: str, loss: Loss, samples: int, replica: int) -> None:
-        """As on ranks: backward in each replica's thread; one of them moves the parameters, which all share."""
+        """As on ranks: backward in each replica's thread; one moves the first one's parameters, and copies them."""
         assert self._meeting is not None
         self.backward_into(self.named(name), name, loss, samples, self._trained[replica])
         self._meeting.come(replica, name, loss.detached())
@@ -102,5 +102,4 @@ class FunctionOnReplicas(FunctionStep, DPStep):
         for i in said:
             for p in self._trained[i]:
                 p.grad = None
-        if not self.shares_parameters:
-            self._share_parameters()
+        self._share_parameters(self.named(name))  # no others, which a graph may still need as they are

@@ -28,6 +28,7 @@ from lockstep.model.losses.additivity import Nest, is_apart, repeated
 from lockstep.model.losses.loss import Loss, Number
 from lockstep.model.losses.torch_losses import HALF
 from lockstep.model.model_settings import in_evaluation_mode
+from lockstep.tensors.digest import digest
 from lockstep.tensors.pytree import cut, joined
 from lockstep.tensors.seeding import kept_states, same, states
 
@@ -90,7 +91,6 @@ def probe(
     shares: list[Part],
     world: World,
     *,
-    shared: bool,
     local_batches: int,
 ) -> list[Caveat]:
     """What a person has to know of a function, by what it makes of a local batch that is on the model's device.
@@ -100,11 +100,10 @@ def probe(
         model: whose copies it is given.
         shares: the local batch, and samples of another one, if there is one.
         world: who asks.
-        shared: whether several replicas have the same parameters.
         local_batches: of a global batch; it is given the local batch as often.
 
     Raises:
-        StrategyError: a loss is no sum over samples, or parameters are written that several replicas have (``shared``).
+        StrategyError: a loss is no sum over samples.
     """
     part = shares[0]
     accelerators = () if world.device.is_slot else (world.device.torch,)
@@ -120,13 +119,6 @@ def probe(
         variables = outside.prints()
         whole = calls(nest)
         found += map(_changed, [n for n, now in outside.prints().items() if variables.get(n) != now])
-        if shared and (names := [name for name, _ in model.named_parameters() if name in whole.written]):
-            raise StrategyError(
-                f'dp: the step function writes parameter "{names[0]}", which all replicas share, so each of them '
-                "would write it",
-                kind="state",
-                fix="take ddp, or write it in a callback's on_step",
-            )
         if not same(before, states(accelerators)):
             return [
                 *found,
@@ -213,9 +205,9 @@ def _calls(function: Callable[..., None], model: nn.Module, nest: Nest, world: W
     looks = world.step <= 1 and sum(p.numel() * p.element_size() for p in model.parameters()) <= _LARGEST
     noted = _Noted(world, samples, model if looks else None)
     state = {**dict(model.named_parameters()), **dict(model.named_buffers())}
-    versions = {name: tensor._version for name, tensor in state.items()}
+    before = {name: digest(tensor) for name, tensor in state.items()}
     function(model, nest, noted)
-    written = {name: tensor for name, tensor in state.items() if tensor._version != versions[name]}
+    written = {name: tensor for name, tensor in state.items() if digest(tensor) != before[name]}
     return Called(noted.calls, written, noted.gradients)
 
 

@@ -250,8 +250,8 @@ class FunctionStep(Step):
             every = self.world.gather_objects(_some_of(shares[0]))
             shares = [shares[0], *(self.placed(part) for part in every[1:] if part.size)]
         if self.world.is_first:
-            shared, count = self.shares_parameters, min(self.replicas, _MOST)
-            self.tell_once(probe(self._function, self.model, shares, self.world, shared=shared, local_batches=count))
+            count = min(self.replicas, _MOST)
+            self.tell_once(probe(self._function, self.model, shares, self.world, local_batches=count))
 
     def part_names(self, loss: Loss) -> tuple[str, ...]:
         """Those of the optimizers."""
