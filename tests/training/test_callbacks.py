@@ -390,3 +390,13 @@ def test_what_callbacks_change_in_evaluation_data_reaches_loader_workers(tmp_pat
         found.append([(record["plain/loss"], record["own/loss"]) for record in run.history])
     assert found[0] == found[1]
     assert [plain == own for plain, own in found[0]] == [step < 4 for step in (2, 4, 6)]
+
+
+def test_what_callbacks_change_after_a_checkpoint_is_said(tmp_path: Path, capsys: Any) -> None:
+    class Late(Callback):
+        def on_saved(self, training: TrainingContext) -> None:
+            training.optimizer.param_groups[0]["lr"] *= 0.5
+
+    lockstep.train(job(Late(), epochs=2), strategy="single", devices="1xcpu", folder=tmp_path)
+    said = " ".join(capsys.readouterr().out.split())
+    assert 'callbacks change "lr of optimizer group 0" in on_saved, after the checkpoint' in said

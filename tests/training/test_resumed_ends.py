@@ -92,6 +92,10 @@ class Halving(Callback):
     def __init__(self) -> None:
         self._seen = 0
 
+    def on_log(self, training: TrainingContext) -> None:
+        for group in training.optimizer.param_groups:
+            group["weight_decay"] += 0.01
+
     def on_evaluated(self, training: TrainingContext) -> None:
         self._seen += 1
         for group in training.optimizer.param_groups:
@@ -139,6 +143,26 @@ def test_the_evaluation_that_a_run_ends_with_moves_nothing_of_a_resumed_one(
     for record in whole.history:
         for name in record.keys() & {"lr", "eval_loss", "train_loss"}:
             assert kept[record["step"]][name] == record[name], name
+
+
+@pytest.mark.parametrize("kind", [torch.optim.NAdam, slow(torch.optim.ASGD), slow(torch.optim.RAdam)])
+def test_numbers_that_an_optimizer_keeps_have_their_format_after_a_resume(kind: Any, tmp_path: Path) -> None:
+    """PyTorch gave the float32 ones of NAdam and ASGD that of the parameters, float64."""
+    job = a_job().replace(optimizer=lambda p: kind(p, lr=0.02))
+    whole = train(job, folder=tmp_path / "whole", quiet=True)
+    run = train(job.replace(epochs=1), folder=tmp_path / "runs", quiet=True)
+    assert same_bits(resumed(job, run.folder).model(), whole.model())
+
+
+def test_a_log_in_the_step_that_a_run_ends_with_stays(tmp_path: Path) -> None:
+    job = a_job(epochs=2, log_every=4, eval_every=4)
+    whole = train(job, folder=tmp_path / "whole", quiet=True)
+    run = resumed(job, train(job.replace(steps=8), folder=tmp_path / "runs", quiet=True).folder)
+    both = [{of["step"]: of for of in one.history} for one in (whole, run)]
+    assert [len(one.history) for one in (whole, run)] == [len(of) for of in both], "a line for each step"
+    for step in (4, 5, 8, 10):
+        for name in both[0][step].keys() & {"loss", "lr", "train_loss", "eval_loss"}:
+            assert both[0][step][name] == both[1][step][name], (step, name)
 
 
 def test_who_died_after_the_last_checkpoint_is_evaluated_once(tmp_path: Path, monkeypatch) -> None:

@@ -225,8 +225,11 @@ class RunFolder:
             kept[last["step"]] = {**kept.get(last["step"], {}), **last}
         if not kept and not os.path.lexists(self.metrics):
             return 0
+        lines = [json.dumps(kept[step], default=str) + "\n" for step in sorted(kept)]
+        if lines:
+            self._last = kept[max(kept)], len("".join(lines[:-1]).encode())
         try:
-            write_over(self.metrics, "".join(json.dumps(kept[step], default=str) + "\n" for step in sorted(kept)))
+            write_over(self.metrics, "".join(lines))
         except OSError as error:
             raise FolderError(f"{self.metrics}: can't be written: {error.strerror}") from error
         return sum("train_loss" in record for record in kept.values())

@@ -296,6 +296,10 @@ def load_named_optimizer_state(optimizer: torch.optim.Optimizer, model: nn.Modul
         )
     own["state"] = {number[name]: values for name, values in saved["state"].items()} | saved.get("others", {})
     optimizer.load_state_dict(own)
+    for p, its in optimizer.state.items():
+        for key, value in saved["state"].get(names.get(id(p)), {}).items():
+            if isinstance(value, torch.Tensor) and not value.dim():  # PyTorch gives it the parameter's format
+                its[key] = its[key].to(value.dtype)
     _lay_out_state(optimizer)
     begin_momentum(optimizer)
 

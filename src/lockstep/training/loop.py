@@ -104,7 +104,7 @@ class _Training(Setup):
         # Only now that nothing can be refused any more does the folder change.
         if self.world.is_first:
             self.write_config()
-            self.keep_records(self.epoch, self.kept_record, again=self.ends_unevaluated)
+            self.keep_records(self.epoch, self.kept_record)
         for told_of in self.opening(self.epoch) if self.world.is_first else ():
             self.world.tell(told_of)
         self.callbacks.call("start", self.epoch, {})
@@ -168,13 +168,13 @@ class _Training(Setup):
         self.seconds += seconds
         lr = float(self.step.optimizer.param_groups[0].get("lr", math.nan))
         self.record = losses
-        self._call("log", number)
-        self._call("epoch", number, whole=finished)
+        if finished:
+            self._call("log", number)
+            self._call("epoch", number)
         if self.callbacks:  # which the last evaluation within a stream's epoch came before
             self.evaluations.forget()
         ends = bool(self.stopped) or self._is_at_last_step or (finished and number == self.epochs)
-        kinds = (EVALUATE,) if self.eval_loaders else (EVALUATE, LOG)
-        evaluates = self.evaluations.owed or (finished and any(self.triggers.at_end(kind, number) for kind in kinds))
+        evaluates = finished and (self.evaluations.owed or self.triggers.evaluates_at_end(number, self.eval_loaders))
         self.ends_unevaluated = ends and not evaluates
         if evaluates:
             self.record |= self._evaluate()
@@ -204,8 +204,7 @@ class _Training(Setup):
         # Of the part of this epoch that an earlier run has done. (Where ranks sum up at the end, the first one has it.)
         partial = self.partial if step.together or world.is_first else None
         sums = Sums(partial, None if self.logs is None else self.logs.add)
-        samples = 0
-        size = 0  # of the first batch
+        samples = size = 0  # (that of the first batch)
         batches = self.copies.over(self.epoch, self.position)
         if self.profiler is not None:
             batches = self.profiler.over(batches)
@@ -309,12 +308,14 @@ class _Training(Setup):
             self._checkpoint()  # with that
 
     def _evaluate_end(self) -> None:
-        """Evaluate a training that ends where no evaluation was due.
+        """Evaluate a training that ends within an epoch, or where no evaluation was due.
 
         It is saved by then, since a run that goes on has nothing that the scheduler or callbacks make of that.
         """
-        assert self.kept_record is not None
-        number, values = self.kept_record["epoch"], self._evaluate()
+        number = self.epoch + (self.position > 0)
+        for kind in ("log", "epoch") if self.position else ():
+            self._call(kind, number, whole=kind == "log")
+        values = self._evaluate()
         self.record |= values
         self._call("evaluated", number)
         self.saves.save_best(values)

@@ -198,16 +198,10 @@ class Setup:
         }
         self.folder.write_json(self.folder.config, config)
 
-    def keep_records(self, epoch: int, last: dict[str, Any] | None, *, again: bool) -> None:
-        """Leave the records of a run up to this step, so that the folder is as its checkpoint.
-
-        Args:
-            epoch: epochs that are done.
-            last: the last record that the checkpoint has.
-            again: whether that of this step will be written again.
-        """
-        kept = self.folder.keep_metrics(self.world.step - again, None if again else last)
-        if kept < epoch - again:
+    def keep_records(self, epoch: int, last: dict[str, Any] | None) -> None:
+        """Leave the records up to this step, with ``last``; so many epochs are done."""
+        kept = self.folder.keep_metrics(self.world.step, last)
+        if kept < epoch:
             lost = f"{self.folder.metrics}: {kept} of the {epoch} records are there, the others are lost"
             self._said_before.append(Line.note(lost))
         for ended in (self.folder.failure, self.folder.summary):

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from fractions import Fraction
+from typing import Any
 
 from lockstep.errors import JobError
 from lockstep.job import Every, Job
@@ -97,6 +98,10 @@ class Triggers:
         if every.epochs is None or every.is_within:
             return what != EVALUATE or not self._together
         return epoch % every.epochs == 0
+
+    def evaluates_at_end(self, epoch: int, sets: Mapping[str, Any]) -> bool:
+        """Whether callbacks are told of an evaluation there; without evaluation ``sets`` where the epoch is logged."""
+        return self.at_end(EVALUATE, epoch) or (not sets and self.at_end(LOG, epoch))
 
     def done(self, what: str) -> None:
         """It was done, for this reason or another."""

@@ -100,6 +100,8 @@ class Callbacks:
                 stack.enter_context(self._same_on_every_rank(within))
             if self._are_own:  # updates leave other streams behind on each rank, and with micro-batches
                 stack.enter_context(seeded(mixed(self._seed, self._world.step, _STREAM)))
+            if kind == "saved":
+                stack.enter_context(self._saying_what_is_not_saved())
             by = self._each(self._by_name if whole else {}, kind)
         if kind == "start":
             self._begun = self._held_by_callbacks()
@@ -115,6 +117,23 @@ class Callbacks:
         if by is not None and by[1] and self._world.is_first:
             self._world.tell(Line(f"{by[0]}: {by[1]}"))
         return by[0] if by is not None else ""
+
+    @contextlib.contextmanager
+    def _saying_what_is_not_saved(self) -> Iterator[None]:
+        """Say what callbacks change after a checkpoint, which hasn't got it."""
+        own = (one for one in self._by_name.values() if not type(one).__module__.startswith("lockstep."))
+        if not any(type(one).on_saved is not Callback.on_saved for one in own):
+            yield
+            return
+        before, versions = self._others(), self._versions()
+        yield
+        now, written = self._others(), self._versions()
+        names = [f'parameter "{name}"' for name, was in versions.items() if written[name] != was]
+        names += [f'"{name}"' for name in before | now if before.get(name) != now.get(name)]
+        text = "in on_saved, after the checkpoint: a run that is resumed from that lacks it"
+        for name in names[:1]:
+            fix = "do it in on_epoch or on_evaluated"
+            self._step.tell_once([Caveat("state", f"callbacks change {name} {text}", fix)])
 
     def _refuse_what_replicas_lack(self) -> None:
         """After a callback changed modules, parameters or hooks of the model."""
