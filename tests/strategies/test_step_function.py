@@ -13,7 +13,7 @@ from torch.utils.data import TensorDataset
 
 import lockstep
 from lockstep import Job, train
-from lockstep.errors import InputError, JobError, LossError, StrategyError
+from lockstep.errors import InputError, JobError, LockstepError, LossError, StrategyError
 from lockstep.jobfile import loaded
 from lockstep.launch.world import World
 from lockstep.verify import differences, parity, same_bits, verify
@@ -161,6 +161,21 @@ def test_a_rank_without_a_sample_writes_what_the_others_write(devices: str) -> N
 
     ends = lockstep.launch(owns, devices=devices)
     assert all((end - owns(None)).abs().max() < BOUND for end in ends)
+
+
+def too_late(models: nn.ModuleDict, batch: Any, update: Any) -> None:
+    """The body's loss was computed with the head as it was before it is moved."""
+    x, y = batch
+    before = models["head"](models["body"](x)).square().sum()
+    update("head", (models["head"](models["body"](x).detach()) - 1).square().sum(), len(y))
+    update("body", before, len(y))
+
+
+@pytest.mark.parametrize("way", ["single", "dp", slow("ddp")])
+def test_a_backward_through_weights_that_were_moved_is_an_error_as_in_pytorch(way: str, tmp_path: Path) -> None:
+    """Fused optimizers, which are taken where nobody says otherwise, hid it: the gradient was that of moved weights."""
+    with pytest.raises((RuntimeError, LockstepError), match="modified by an inplace operation"):
+        train(job_of(too_late), strategy=way, devices=WAYS.get(way, "1xcpu"), folder=tmp_path, quiet=True)
 
 
 def thaws(strategy: str, devices: str) -> Tensor:
