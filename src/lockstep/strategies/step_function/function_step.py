@@ -169,7 +169,7 @@ class FunctionStep(Step):
         self._losses_of.setdefault(name, []).append(loss)
         self._by_name.active = name
         self._move_parameters(samples, loss.count)
-        # (Fused optimizers don't: a later backward of what was computed before would take moved weights for the others.)
+        # (Fused optimizers don't: a later backward of what was computed before would take the moved weights.)
         torch.autograd.graph.increment_version([self._parameters[i] for i in self.named(name)])
         for p in self._parameters:
             p.grad = None
