@@ -17,7 +17,7 @@ from lockstep import Job, Loss, train
 from lockstep.errors import JobError, LossError
 from lockstep.strategies import DDP, DP, MP, PP, Hogwild, Strategy, named
 from lockstep.verify import differences, parity, same_bits
-from zoo import SAMPLES, drawn, labels, mlp, plain_sgd, sgd
+from zoo import SAMPLES, drawn, labels, mlp, plain_sgd, sgd, slow
 
 BOUND = 1e-10
 WAYS: dict[str, Strategy] = {
@@ -293,3 +293,45 @@ def test_differences_see_a_wrong_part(tmp_path: Path) -> None:
     ]
     found = differences(JOBS["tasks"], *ends)
     assert found.worst == 0.0 and found.history["train_kinds"] > 1e-3
+
+
+class Weighted(nn.Module):
+    """Gives the weights of its two losses, which are learned, among its outputs."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.body, self.number, self.kind = nn.Linear(6, 8), nn.Linear(8, 1), nn.Linear(8, 3)
+        self.weights = nn.Parameter(torch.zeros(2))
+
+    def forward(self, x: Tensor) -> dict[str, Tensor]:
+        hidden = torch.tanh(self.body(x))
+        return {"number": self.number(hidden).flatten(), "kind": self.kind(hidden), "weights": self.weights}
+
+
+def uncertain(outputs: dict[str, Tensor], targets: tuple[Tensor, Tensor]) -> Tensor:
+    number, kind = targets
+    losses = torch.stack([F.mse_loss(outputs["number"], number), F.cross_entropy(outputs["kind"], kind)])
+    weights = outputs["weights"]
+    return (losses * (-weights).exp() + weights).sum()
+
+
+def uncertain_pair(outputs: dict[str, Tensor], targets: tuple[Tensor, Tensor]) -> tuple[Tensor, int]:
+    return uncertain(outputs, targets) * len(targets[0]), len(targets[0])
+
+
+class _Pairs(torch.utils.data.Dataset[Any]):
+    def __len__(self) -> int:
+        return 28
+
+    def __getitem__(self, index: int) -> Any:
+        return drawn(28, 6)[index], (drawn(28, seed=1)[index], labels(28, 3)[index])
+
+
+@pytest.mark.parametrize("loss", [uncertain, uncertain_pair])
+@pytest.mark.parametrize(
+    ("way", "devices"), [("dp", "2xcpu"), ("ddp", "2xcpu"), slow("fsdp", "3xcpu"), slow("pp", "2xcpu")]
+)
+def test_parameters_among_the_outputs_are_those_of_all_samples(way: str, devices: str, loss: Any) -> None:
+    """As many as a local batch has samples they were cut as its rows; other ones could not be checked."""
+    job = Job(model=Weighted, loss=loss, optimizer=sgd, train_data=_Pairs(), batch_size=8, epochs=2)
+    assert parity(job, way, devices).worst < BOUND

@@ -15,6 +15,7 @@ from collections.abc import Callable, Iterator, Mapping, MutableMapping, Sequenc
 from typing import Any
 
 import torch
+from torch import nn
 from torch.nn.utils.rnn import PackedSequence
 
 from lockstep.errors import InputError
@@ -276,7 +277,7 @@ def with_sample_lists(nest: Any, samples: int, known: set[str], way: str = "") -
 
 
 def cut(tree: Any, start: int, size: int, whole: int) -> Any:
-    """Samples ``start`` to ``start + size`` of every tensor whose first dimension is ``whole``; others are shared.
+    """Samples ``start`` to ``start + size`` of every tensor that has a row for each of ``whole``; others are shared.
 
     A list that has an item for each sample is cut too.
     """
@@ -287,7 +288,12 @@ def cut(tree: Any, start: int, size: int, whole: int) -> Any:
         some = items[start : start + size]
         return SampleList(some) if isinstance(items, SampleList) else some
 
-    return each(lambda t: t.narrow(0, start, size) if t.dim() and t.shape[0] == whole else t, tree, on_list=of_samples)
+    return each(lambda t: t.narrow(0, start, size) if has_rows(t, whole) else t, tree, on_list=of_samples)
+
+
+def has_rows(tensor: torch.Tensor, samples: int) -> bool:
+    """Whether it has a row for each sample. A parameter, which a model may give among its outputs, is that of all."""
+    return bool(tensor.dim()) and tensor.shape[0] == samples and not isinstance(tensor, nn.Parameter)
 
 
 def joined(one: Any, its: int, other: Any, others: int) -> Any:
@@ -296,7 +302,7 @@ def joined(one: Any, its: int, other: Any, others: int) -> Any:
     What isn't cut is that of the first.
     """
     if isinstance(one, torch.Tensor):
-        if not one.dim() or one.shape[0] != its:
+        if not has_rows(one, its):
             return one
         fits = isinstance(other, torch.Tensor) and other.shape == (others, *one.shape[1:])
         return torch.cat([one, other.to(one)]) if fits else None

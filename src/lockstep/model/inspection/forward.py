@@ -230,7 +230,7 @@ def _see(
     def run(start: int, size: int) -> dict[str, torch.Tensor]:
         kept[start, size] = outputs = outputs_of(start, size)
         named = [(n, _real(t)) for n, t in named_tensors(outputs)]
-        return {name: t.clone() for name, t in named if t.is_floating_point()}
+        return {name: t.clone() for name, t in named if t.is_floating_point() and not isinstance(t, nn.Parameter)}
 
     accelerators = accelerators_of(inputs)
     before = states(accelerators)

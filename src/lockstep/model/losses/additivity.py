@@ -9,11 +9,11 @@ from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from lockstep.model.losses.loss import Loss, Number
 from lockstep.model.losses.torch_losses import HALF
-from lockstep.tensors.pytree import both_of, each, folded, holds_samples, parts, tensors, to_device
+from lockstep.tensors.pytree import both_of, each, folded, has_rows, holds_samples, part_of, parts, tensors, to_device
 from lockstep.tensors.seeding import put_state_on, state_on
 from lockstep.threads.random_streams import source, stream
 
@@ -139,16 +139,30 @@ def is_nan(piece: Piece) -> bool:
 
 def doubled(nest: Nest) -> Nest:
     """The nest in float64."""
-    made: Nest = each(lambda t: t.double() if t.is_floating_point() else t, nest)
+    made: Nest = each(lambda t: _as(t, t.double()) if t.is_floating_point() else t, nest)
     return made
 
 
+def _as(tensor: Tensor, made: Tensor) -> Tensor:
+    """What was made of a tensor; of a parameter, which isn't cut, a parameter."""
+    return nn.Parameter(made, requires_grad=False) if isinstance(tensor, nn.Parameter) else made
+
+
+def _cloned(tensor: Tensor) -> Tensor:
+    return _as(tensor, tensor.clone())
+
+
+def detached(tensor: Tensor) -> Tensor:
+    """A tensor without its history; a parameter as it is, which isn't cut."""
+    return tensor if isinstance(tensor, nn.Parameter) else tensor.detach()
+
+
 def without_rows(nest: Nest, samples: int, known: Collection[int]) -> list[Tensor]:
-    """The tensors that aren't one row for each sample, and those with an id that is ``known``."""
+    """The tensors that aren't one row for each sample, nor parameters, and those with an id that is ``known``."""
     found: list[Tensor] = []
 
     def look(tensor: Tensor) -> Tensor:
-        if not tensor.dim() or tensor.shape[0] != samples or id(tensor) in known:
+        if not (has_rows(tensor, samples) or isinstance(tensor, nn.Parameter)) or id(tensor) in known:
             found.append(tensor)
         return tensor
 
@@ -188,7 +202,7 @@ class EarlierSamples:
         """Keep the tensors of another rank's sample instead; False where it has none, or fewer."""
         theirs = iter(others)
         with contextlib.suppress(StopIteration):
-            self._held = {(None, zeros): each(lambda t: next(theirs).to(t.device), self._held[None, zeros])}
+            self._held = {(None, zeros): each(lambda t: _as(t, next(theirs).to(t.device)), self._held[None, zeros])}
             return True
         return False
 
@@ -201,15 +215,17 @@ class EarlierSamples:
         place = next((t.device for t in tensors(one)), torch.device("cpu"))
         key = place, zeros
         if key not in self._held:  # (perhaps in several threads)
-            first = self._held.setdefault((None, zeros), each(Tensor.clone, one))
+            first = self._held.setdefault((None, zeros), each(_cloned, one))
             self._held[key] = to_device(first, place)
         earlier = self._held[key]
         if (both := both_of(one, 1, earlier, 1)) is None:
-            self._held[key] = earlier = each(Tensor.clone, one)
+            self._held[key] = earlier = each(_cloned, one)
             if alone:
                 earlier = each(lambda t: t / 2 if t.is_floating_point() else t, earlier[0]), earlier[1]
             both = both_of(one, 1, earlier, 1)
             assert both is not None
+        if any(isinstance(t, nn.Parameter) for t in tensors(one[0])):  # with what they are by now
+            earlier = part_of(both, 1, 1, 2)
         return both, earlier
 
 

@@ -45,6 +45,7 @@ from lockstep.model.losses.additivity import (
     Piece,
     Sum,
     are_wrong,
+    detached,
     doubled,
     first_wrong,
     holds_numbers,
@@ -142,7 +143,7 @@ class LossCheck:
             self._refuse_scalar(packed := "a PackedSequence, which can't be cut")
             self._trust(f"it reads {packed}")
             return None
-        nest = with_sample_lists((each(Tensor.detach, outputs), targets), whole.samples, self._lists)
+        nest = with_sample_lists((each(detached, outputs), targets), whole.samples, self._lists)
         try:
             tolerance = tolerance_of(nest, [whole.total], waits=waits)
             with torch.no_grad(), kept_generators(nest) as drawn, self._without_warnings():
@@ -276,8 +277,7 @@ class LossCheck:
             first = next(size for size in range((samples + 1) // 2, 0, -1) if math.gcd(size, samples) == 1)
             parts = ((0, first), (first, samples - first))
             sums.append(Sum(whole, *(piece(part_of(rows, start, size, samples), size) for start, size in parts)))
-        # Samples of a local batch may be alike (of one length, say), and those of others not.
-        one = part_of(rows, 0, 1, samples) if samples > 1 else rows
+        one = part_of(rows, 0, 1, samples) if samples > 1 else rows  # those of a local batch may be alike (in length)
         both, earlier = self._earlier.joined_with(one, zeros, alone=samples == 1)
         kept, value = self._of_earlier
         if kept is not earlier or not (self._is_constant and knows and waits):
