@@ -67,8 +67,13 @@ def _say_no_sums(names: Iterable[str], step: Step) -> None:
         step.tell_once([f"{said}; a metric of torchmetrics sees all samples together"])
 
 
-def look_at_evaluation(step: Step, batch: Batch) -> None:
+def look_at_evaluation(step: Step, batch: Batch, *, judges: bool = True) -> None:
     """Say what the model does in evaluation that replicas with a share each can't do as one device would.
+
+    Args:
+        step: the model under its strategy.
+        batch: one that is evaluated.
+        judges: whether the loss is looked at too; a prediction calls none.
 
     Raises:
         StrategyError: it writes its parameters.
@@ -78,7 +83,7 @@ def look_at_evaluation(step: Step, batch: Batch) -> None:
         return
     part = mixed_share(step.first_shares(batch))
     if part.size:
-        judge = step.loss.judged if part.targets is not None else None
+        judge = step.loss.judged if judges and part.targets is not None else None
         with step.looking_at(model):
             seen = look(
                 model,
