@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from lockstep.errors import StrategyError, counted
+from lockstep.errors import InputError, StrategyError, counted
 from lockstep.job import Job
 from lockstep.launch import devices as _devices
 from lockstep.launch import here
@@ -75,6 +75,11 @@ def parallelize(
         batch_size=2**31,
         **settings,
     )
+    if (shard := next((name for name, p in model.named_parameters() if hasattr(p, "placements")), None)) is not None:
+        raise InputError(
+            f'"{shard}" of the model is a shard (DTensor) already, of another step or of your own: give each step of '
+            "fsdp a model of its own, or take ddp"
+        )
     if job.keep_memory:
         keep_freed_memory()  # the loop is the person's: nobody can say when it ends
     chosen = choose(strategy, world.devices)

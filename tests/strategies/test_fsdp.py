@@ -20,7 +20,7 @@ import lockstep
 from lockstep import Callback, train
 from lockstep.callbacks import EMA, Freeze, TrainingContext
 from lockstep.checkpoint.folder import CheckpointFolder
-from lockstep.errors import LockstepError, RankFailed, StrategyError
+from lockstep.errors import InputError, LockstepError, RankFailed, StrategyError
 from lockstep.launch.world import current
 from lockstep.model.activation_checkpointing import checkpoint_blocks
 from lockstep.strategies.fsdp import FSDP
@@ -509,6 +509,19 @@ def test_what_is_written_to_parts_of_parameters_reaches_the_shards(devices: str,
     of_ranks, (alone, _) = lockstep.launch(owns, devices=devices), owns(None)
     for rank, (found, is_said) in enumerate(of_ranks):
         assert all((found[name] - alone[name]).abs().max() < 1e-10 for name in alone) and is_said == (rank == 0)
+
+
+def test_a_model_that_is_sharded_already_is_refused() -> None:
+    """A body that two steps share, say."""
+
+    def twice(world: Any) -> str:
+        model = nn.Sequential(nn.Linear(6, 8), nn.Linear(8, 3))
+        lockstep.parallelize(model, nn.MSELoss(), sgd, strategy="fsdp")
+        with pytest.raises(InputError, match=r'"0.weight" of the model is a shard'):
+            lockstep.parallelize(model, nn.MSELoss(), sgd, strategy="fsdp")
+        return "refused"
+
+    assert lockstep.launch(twice, devices="2xcpu") == ["refused"] * 2
 
 
 class Square(nn.Module):
