@@ -9,12 +9,12 @@ import torch
 from torch import nn
 from torch.nn import functional as F
 
-from lockstep import train
+from lockstep import launch, parallelize, train
 from lockstep.errors import StrategyError
 from lockstep.strategies.fsdp import FSDP
 from lockstep.verify import parity
 
-from zoo import ZOO, mlp  # isort: skip
+from zoo import ZOO, drawn, mlp, sgd  # isort: skip
 
 held: dict[str, nn.Module] = {}
 
@@ -81,3 +81,32 @@ def test_a_loss_that_reads_shards_is_refused(penalty: Any, blocks: str, says: st
     job = job if evaluates else job.replace(eval_data=None, metrics={})
     with pytest.raises(StrategyError, match=says):
         train(job, strategy=FSDP(blocks=blocks), devices="2xcpu", folder=tmp_path, quiet=True, timeout=20)
+
+
+def other_shards(world: Any, kind: str) -> str:
+    """A generator's loss calls the discriminator, which has a step of its own."""
+    generator, judge = mlp(), nn.Linear(3, 1)
+
+    class Fooling(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.judge = judge
+
+        def forward(self, outputs: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
+            return self.judge(outputs).square().mean()
+
+    loss = Fooling() if kind == "module" else lambda outputs, targets: judge(outputs).square().mean()
+    step = parallelize(generator, loss, sgd, strategy="fsdp")
+    parallelize(judge, nn.MSELoss(), sgd, strategy="fsdp")
+    try:
+        step(drawn(4, 6), drawn(4, 3))
+    except StrategyError as error:
+        return str(error)
+    return ""
+
+
+@pytest.mark.parametrize("kind", ["function", "module"])
+def test_a_loss_that_calls_another_sharded_model_is_refused(kind: str) -> None:
+    """Ranks check a loss as their times suggest, so that they stood still in the other model."""
+    for said in launch(other_shards, devices="2xcpu", args=(kind,)):
+        assert said.startswith('fsdp: the loss uses "weight" of a model that another step has sharded'), said

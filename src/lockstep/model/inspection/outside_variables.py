@@ -52,9 +52,13 @@ class OutsideVariables:
 
     Args:
         roots: functions, methods, classes, or objects, whose classes are meant.
+
+    Attributes:
+        modules: those among them, which aren't looked at here.
     """
 
     def __init__(self, roots: Iterable[Any]) -> None:
+        self.modules: list[nn.Module] = []
         self._variables: dict[str, _Variable] = {}
         self._found: set[tuple[int, str | None]] = set()
         self._pending = list(roots)
@@ -173,7 +177,9 @@ class OutsideVariables:
         value = variable.get()
         if isinstance(value, _CODE):
             self._pending.append(value)
-        elif not isinstance(value, nn.Module | types.ModuleType | property):  # (modules are looked at on their own)
+        elif isinstance(value, nn.Module):
+            self.modules.append(value)
+        elif not isinstance(value, types.ModuleType | property):
             self._pending.append(type(value))
             if (id(holder), key) not in self._found:  # (which the variable keeps alive)
                 self._found.add((id(holder), key))

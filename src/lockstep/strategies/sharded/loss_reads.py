@@ -18,6 +18,7 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import tree_map_only
 
 from lockstep.errors import StrategyError
+from lockstep.model.losses.loss import Totalled
 
 _FIX = "name blocks that keep theirs to themselves: --blocks NAMES, or FSDP(blocks=...); or take ddp"
 
@@ -64,6 +65,27 @@ class LossReads(TorchFunctionMode):
         raise StrategyError(
             f"fsdp: the loss uses {uses} (by a global, a closure or a reference), which is a shard there", fix=_FIX
         )
+
+
+def refuse_other_shards(loss: Totalled, cut: Mapping[str, nn.Parameter]) -> None:
+    """Refuse a loss that holds or uses a model which another step has sharded: not every rank calls it as often.
+
+    Args:
+        loss: it.
+        cut: the parameters of this step's model.
+
+    Raises:
+        StrategyError: it does.
+    """
+    own, held = set(map(id, cut.values())), getattr(loss.loss, "__dict__", {})
+    for module in (*loss.outside.modules, *held.values(), *held.get("_modules", {}).values()):
+        for name, p in module.named_parameters() if isinstance(module, nn.Module) else ():
+            if isinstance(p, DTensor) and id(p) not in own:
+                raise StrategyError(
+                    f'fsdp: the loss uses "{name}" of a model that another step has sharded, and ranks would wait for '
+                    "one another in it",
+                    fix="take ddp for both",
+                )
 
 
 @contextlib.contextmanager

@@ -35,7 +35,7 @@ from lockstep.model.optimizer import (
 from lockstep.strategies.ddp import DDP, DDPStep
 from lockstep.strategies.rank_tensors import FlatGradients
 from lockstep.strategies.sharded.block_watch import BlockWatch
-from lockstep.strategies.sharded.loss_reads import LossReads, shards_explained
+from lockstep.strategies.sharded.loss_reads import LossReads, refuse_other_shards, shards_explained
 from lockstep.strategies.sharded.shards import NamedParameters, Shards
 from lockstep.strategies.sharded.whole_model import put_together
 from lockstep.strategies.sharded.whole_values import OF_OWN_LOOP, WholeValues
@@ -306,6 +306,7 @@ class ShardedStep(DDPStep):
     def begin_update(self, batch: Batch) -> None:
         """As every step's; ranks look equally often."""
         self._shards.refuse_assigned()
+        refuse_other_shards(self.loss, self._shards.cut)
         super().begin_update(batch)
         if self.looks_again:
             self.last_look = self.world.broadcast_object(self.last_look)
