@@ -16,7 +16,7 @@ from lockstep.errors import JobError, StrategyError
 from lockstep.model.activation_checkpointing import checkpoint_blocks, found_blocks
 from lockstep.strategies.ddp import DDP
 from lockstep.verify import differences, parity, same_bits
-from zoo import SAMPLES, ZOO, Conv, drawn, sgd
+from zoo import SAMPLES, ZOO, Conv, drawn, sgd, slow
 from zoo import _job as job_of
 
 WAYS = [
@@ -272,3 +272,136 @@ def test_batch_norms_that_would_have_to_meet_in_backward_are_refused(tmp_path) -
     train(job, strategy="single", devices="1xcpu", folder=tmp_path / "single", quiet=True)
     with pytest.raises(JobError, match="choose blocks without"):
         train(job, strategy="dp", devices="2xcpu", folder=tmp_path / "dp", quiet=True)
+
+
+class Called(nn.Module):
+    """Calls its blocks with something that is there for the call only, which is to be ``given``."""
+
+    def __init__(self, given: str) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(Block() for _ in range(2))
+        self.scale, self.out, self.given = nn.Parameter(torch.ones(())), nn.Linear(6, 3), given
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for block in self.blocks:
+            x = getattr(self, self.given)(block, x)
+        return self.out(x)
+
+    def weights(self, block: nn.Module, x: torch.Tensor) -> torch.Tensor:
+        weights = {name: p * (1 + self.scale) for name, p in block.named_parameters()}
+        called: torch.Tensor = torch.func.functional_call(block, weights, x)
+        return called
+
+    def values(self, block: nn.Module, x: torch.Tensor) -> torch.Tensor:
+        block.up.weight.data.mul_(2)
+        x = block(x)
+        block.up.weight.data.mul_(0.5)
+        return x
+
+    def hook(self, block: nn.Module, x: torch.Tensor) -> torch.Tensor:
+        with block.up.register_forward_hook(lambda module, inputs, output: output * 3):
+            return block(x)
+
+    def outside(self, block: nn.Module, x: torch.Tensor) -> torch.Tensor:
+        TIMES["factor"] = 3.0
+        x = block(x)
+        TIMES["factor"] = 1.0
+        return x
+
+
+TIMES = {"factor": 1.0}
+
+
+class Multiplying(Called):
+    def __init__(self, given: str) -> None:
+        super().__init__(given)
+        self.blocks = nn.ModuleList(Multiplied() for _ in range(2))
+
+
+class Multiplied(Block):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x + self.down(torch.tanh(self.up(x) * TIMES["factor"]))
+
+
+@pytest.mark.parametrize("way", ["single", slow("mp"), slow("ddp"), slow("fsdp")])
+@pytest.mark.parametrize("given", ["weights", "values", "hook", "outside"])
+def test_what_a_block_is_given_for_its_call_only_is_refused(given: str, way: str, tmp_path) -> None:
+    """Found by trial: backward computed the block again without it, so that gradients were wrong."""
+    kind = Multiplying if given == "outside" else Called
+    job = job_of(lambda: kind(given), optimizer=sgd, activation_checkpointing="blocks")
+    with pytest.raises(
+        StrategyError, match=r"activation_checkpointing: the gradient of .* is not that w|forward gives a block another"
+    ):
+        train(job, strategy=way, devices="1xcpu" if way == "single" else "2xcpu", folder=tmp_path, quiet=True)
+
+
+class Penalized(nn.Module):
+    """Takes a gradient in forward, so that backward goes through the blocks twice."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.body = Residual()
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        with torch.enable_grad():
+            x = x.detach().requires_grad_()
+            out = self.body.blocks[1](self.body.blocks[0](x))
+            (slope,) = torch.autograd.grad(out.square().sum(), x, create_graph=True)
+        return self.body.out(out + 0.01 * slope)
+
+
+@pytest.mark.parametrize(("way", "devices"), [("single", "1xcpu"), slow("dp", "2xcpu"), slow("ddp", "2xcpu")])
+def test_backward_may_go_through_a_block_twice(way: str, devices: str) -> None:
+    """Found by trial: it ended in an AttributeError."""
+    job = job_of(Penalized, optimizer=sgd, activation_checkpointing="body.blocks")
+    assert parity(job, way, devices, against_settings={"activation_checkpointing": None}).worst < 1e-10
+
+
+class Summed(nn.Module):
+    """Divides a gradient by its norm over the batch; blocks are checkpointed by the model itself, or by the setting."""
+
+    def __init__(self, reentrant: bool) -> None:
+        super().__init__()
+        self.first, self.out = nn.Linear(6, 6), nn.Linear(6, 3)
+        self.blocks, self.reentrant = nn.ModuleList(Multiplied() for _ in range(2)), reentrant
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = self.first(x)
+        for block in self.blocks:
+            x = torch.utils.checkpoint.checkpoint(block, x, use_reentrant=True) if self.reentrant else block(x)
+            if x.requires_grad:
+                x.register_hook(lambda grad: grad / grad.norm())
+        return self.out(x)
+
+
+@pytest.mark.parametrize("reentrant", [True, False])
+@pytest.mark.filterwarnings("ignore:None of the inputs have requires_grad")  # of PyTorch, where none is computed
+def test_gradients_of_checkpointed_blocks_are_held_to_being_sums(reentrant: bool, tmp_path, capsys) -> None:
+    """Found by trial: the inspection couldn't go backward twice, and said nothing."""
+    job = job_of(lambda: Summed(reentrant), activation_checkpointing=None if reentrant else "blocks", epochs=1)
+    train(job, strategy="dp", devices="2xcpu", folder=tmp_path)
+    assert "is not the sum of those of parts of the batch" in " ".join(capsys.readouterr().out.split())
+
+
+class Once(torch.autograd.Function):
+    """Of which backward can't be called with so many times the gradient."""
+
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor) -> torch.Tensor:
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx: Any, grad: torch.Tensor) -> torch.Tensor:
+        if float(grad.abs().max()) > 1e3:
+            raise ValueError("too large")
+        return grad
+
+
+def test_gradients_that_can_not_be_compared_are_said(tmp_path, capsys) -> None:
+    class Calling(nn.Linear):
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return Once.apply(super().forward(x))
+
+    train(job_of(lambda: Calling(6, 3), epochs=1), strategy="dp", devices="2xcpu", folder=tmp_path)
+    said = " ".join(capsys.readouterr().out.split())
+    assert "gradients of parts of the batch could not be compared with those of the whole (ValueError: too" in said

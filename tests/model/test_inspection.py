@@ -103,6 +103,17 @@ class Writing(Layer):
         return super().forward(x)
 
 
+class WritingForAWhile(Layer):
+    """Computes with the signs of its weights, which it puts back."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        kept = self.weight.data.clone()
+        self.weight.data.sign_()
+        outputs = super().forward(x)
+        self.weight.data.copy_(kept)
+        return outputs
+
+
 class WritingUnseen(Layer):
     """By a way that PyTorch's count of versions doesn't show."""
 
@@ -195,8 +206,9 @@ CASES = [
     (Following, Seen(written=("kept",), follows=("kept",))),
     (Counting, Seen(written=("kept",))),
     (Masked, Seen()),
-    (Writing, Seen(writes="bias")),
-    (WritingUnseen, Seen(writes="weight")),
+    (Writing, Seen(writes="bias", writes_within="bias")),
+    (WritingUnseen, Seen(writes="weight", writes_within="weight")),
+    (WritingForAWhile, Seen(writes_within="weight")),
     (Noisy, Seen(draws=True)),
     (NoisyElsewhere, Seen(draws=True, draws_elsewhere=True)),
     (Seeding, Seen(seeds=True)),

@@ -273,3 +273,65 @@ def test_what_is_assigned_to_the_data_of_a_shard_is_refused() -> None:
         StrategyError, match=r'something was assigned to the data of "0\.weight", of which each rank has a s'
     ):
         lockstep.launch(assigned, devices="2xcpu")
+
+
+def thrown_away(world: Any, strategy: str, set_to_none: bool) -> dict[str, Tensor]:
+    """A bad batch is left out; then gradients at weights that were moved for a while, as SAM does."""
+    torch.manual_seed(0)
+    model = mlp().double()
+    step = lockstep.parallelize(model, nn.CrossEntropyLoss(), sgd(model.named_parameters()), strategy=strategy)
+    for number in range(4):
+        batch = [of[world.rank :: world.size] for of in (drawn(8, 6, seed=number).double(), labels(8, 3))]
+        step.backward(*batch)
+        if number == 1:
+            step.optimizer.zero_grad(set_to_none=set_to_none)
+            continue
+        if number == 2:
+            with torch.no_grad(), step.whole_values():
+                moves = [0.1 * p.grad for p in model.parameters() if p.grad is not None]
+                for p, move in zip(model.parameters(), moves, strict=True):
+                    p.add_(move)
+            step.optimizer.zero_grad(set_to_none=set_to_none)
+            step.backward(*batch)
+            with torch.no_grad():
+                for p, move in zip(model.parameters(), moves, strict=True):
+                    p.sub_(move)
+        step.update()
+    return {name: value.clone() for name, value in step.state_dict()["model"].items()}
+
+
+def thrown_away_in_pytorch() -> dict[str, Tensor]:
+    torch.manual_seed(0)
+    model = mlp().double()
+    optimizer = sgd(model.named_parameters())
+    for number in range(4):
+        x, y = drawn(8, 6, seed=number).double(), labels(8, 3)
+        optimizer.zero_grad()
+        nn.functional.cross_entropy(model(x), y).backward()
+        if number == 1:
+            continue
+        if number == 2:
+            moves = [0.1 * p.grad for p in model.parameters() if p.grad is not None]
+            with torch.no_grad():
+                for p, move in zip(model.parameters(), moves, strict=True):
+                    p.add_(move)
+            optimizer.zero_grad()
+            nn.functional.cross_entropy(model(x), y).backward()
+            with torch.no_grad():
+                for p, move in zip(model.parameters(), moves, strict=True):
+                    p.sub_(move)
+        optimizer.step()
+    return model.state_dict()
+
+
+@pytest.mark.parametrize(
+    ("strategy", "devices"), [("single", "1xcpu"), ("ddp", "2xcpu"), ("fsdp", "2xcpu"), slow("ddp", "3xcpu")]
+)
+@pytest.mark.parametrize("set_to_none", [True, False])
+def test_gradients_that_a_loop_throws_away_are_no_part_of_the_update(
+    strategy: str, devices: str, set_to_none: bool
+) -> None:
+    """Found by trial: their samples were counted, so that the next update was half as large."""
+    expected = thrown_away_in_pytorch()
+    for found in lockstep.launch(thrown_away, devices=devices, args=(strategy, set_to_none)):
+        assert max(float((value - expected[name]).abs().max()) for name, value in found.items()) < BOUND

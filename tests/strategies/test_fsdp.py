@@ -511,6 +511,28 @@ def test_what_is_written_to_parts_of_parameters_reaches_the_shards(devices: str,
         assert all((found[name] - alone[name]).abs().max() < 1e-10 for name in alone) and is_said == (rank == 0)
 
 
+class Scaled(nn.Module):
+    """Calls a block with weights that are computed for the call, or a layer that is in no block."""
+
+    def __init__(self, name: str) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(nn.Sequential(nn.Linear(6, 6), nn.Tanh()) for _ in range(2))
+        self.rest, self.scale, self.name = nn.Linear(6, 3), nn.Parameter(torch.ones(())), name
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for name, layer in (("blocks.0", self.blocks[0]), ("blocks.1", self.blocks[1]), ("rest", self.rest)):
+            weights = {n: self.scale.expand(p.shape) / 9 for n, p in layer.named_parameters() if name == self.name}
+            x = torch.func.functional_call(layer, weights, x)
+        return x
+
+
+def test_other_weights_for_a_call_are_refused_for_blocks() -> None:
+    """Found by trial: blocks computed with their own, without a word."""
+    assert parity(_job(lambda: Scaled("rest"), optimizer=sgd), FSDP(blocks="blocks"), "2xcpu").worst < 1e-10
+    with pytest.raises(StrategyError, match=r'forward gives a block another "blocks\.1\.0\.weight" for a call'):
+        parity(_job(lambda: Scaled("blocks.1"), optimizer=sgd), FSDP(blocks="blocks"), "2xcpu")
+
+
 def test_a_model_that_is_sharded_already_is_refused() -> None:
     """A body that two steps share, say."""
 

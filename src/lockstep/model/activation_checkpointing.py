@@ -18,13 +18,14 @@ import itertools
 import pickle
 from collections import Counter
 from collections.abc import Callable, Iterator
+from contextvars import ContextVar
 from typing import Any
 
 import torch
 from torch import nn
-from torch.utils.checkpoint import checkpoint
+from torch.utils.checkpoint import CheckpointError, checkpoint
 
-from lockstep.errors import JobError, LockstepError, nearest
+from lockstep.errors import JobError, LockstepError, StrategyError, first_line, nearest
 from lockstep.model.inspection.attributes import attribute_prints, plain_attributes
 from lockstep.model.inspection.outside_variables import OutsideVariables
 from lockstep.tensors.seeding import other_states, set_other_states
@@ -124,6 +125,31 @@ def named_blocks(model: nn.Module, wanted: str, setting: str, error: type[Lockst
     return blocks
 
 
+_ARE_OFF: ContextVar[bool] = ContextVar("blocks keep their activations", default=False)
+
+
+@contextlib.contextmanager
+def without_checkpoints() -> Iterator[None]:
+    """In which blocks keep their activations."""
+    before = _ARE_OFF.set(True)
+    try:
+        yield
+    finally:
+        _ARE_OFF.reset(before)
+
+
+def not_checkpointable(error: Exception) -> StrategyError | None:
+    """What an error of PyTorch's means where blocks are checkpointed; None where it may be another's."""
+    words = ("saved tensor hooks", "functorch", "forward AD level")
+    if not isinstance(error, CheckpointError) and not any(word in str(error) for word in words):
+        return None
+    return StrategyError(
+        "activation_checkpointing: a block can't be computed a second time as backward needs it (does it call "
+        f"torch.func, or take other branches then?): {first_line(error)}",
+        fix="name other blocks, or leave activation_checkpointing out",
+    )
+
+
 class _Checkpointed(nn.Module):
     """A block that keeps its inputs alone."""
 
@@ -134,13 +160,12 @@ class _Checkpointed(nn.Module):
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """As the block's own."""
         run = super().forward
-        if not torch.is_grad_enabled():
+        if not torch.is_grad_enabled() or _ARE_OFF.get():
             return run(*args, **kwargs)
         start = _Start(self)
         run = _giving_copies(run, args, kwargs)
-        return checkpoint(
-            run, *args, use_reentrant=False, context_fn=lambda: (contextlib.nullcontext(), start.again()), **kwargs
-        )
+        contexts = contextlib.nullcontext(), _Again(start)
+        return checkpoint(run, *args, use_reentrant=False, context_fn=lambda: contexts, **kwargs)
 
 
 def _compilable() -> type[_Checkpointed]:
@@ -241,7 +266,7 @@ class _Start:
         drawn = other_states()
         set_other_states(self._drawn)
         for (module, name), value in zip(self._places, self._then, strict=True):
-            module._buffers[name] = value
+            module._buffers[name] = value.clone()  # (which is written to, and there may be another run)
         run = next(self._block._runs)
         others = _Others(self._block) if run < _LOOKED_AT or not run & (run - 1) else None
         try:
@@ -254,6 +279,20 @@ class _Start:
                 module._buffers[name] = value
             if others is not None:  # (PyTorch ends the run by an exception, once it has what it wants.)
                 others.refuse_changes()
+
+
+class _Again(contextlib.AbstractContextManager[None]):
+    """``_Start.again``, each time that backward computes a block: twice where it goes through the graph twice."""
+
+    def __init__(self, start: _Start) -> None:
+        self._start, self._entered = start, list[contextlib.AbstractContextManager[None]]()
+
+    def __enter__(self) -> None:
+        self._entered.append(self._start.again())
+        self._entered[-1].__enter__()
+
+    def __exit__(self, *raised: Any) -> bool | None:
+        return self._entered.pop().__exit__(*raised)
 
 
 class _Others:

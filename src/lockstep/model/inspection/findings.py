@@ -19,6 +19,8 @@ class Seen:
 
     Attributes:
         writes: the first parameter that changed.
+        writes_within: a parameter that forward writes, whether or not it puts it back.
+        writes_within: the first parameter that forward writes, if only for a while.
         freezes: the first parameter whose ``requires_grad`` changed.
         mixes: whether samples act on one another.
         remembers: whether there is state that is neither parameter nor buffer.
@@ -31,6 +33,8 @@ class Seen:
         seeds: whether it seeds PyTorch's generator.
         counts_words: whether an embedding scales gradients by how often a word is in the batch.
         backward: the first parameter whose gradient depends on the share, though outputs and the loss don't.
+        recomputed: the first whose gradient is another one where blocks keep their activations.
+        ungraded: why gradients couldn't be compared.
         nonlinear: the first parameter whose gradient isn't so many times itself when backward begins with so many times
             what it began with.
         backward_writes: names of buffers and attributes that backward writes, in a hook, say.
@@ -46,6 +50,7 @@ class Seen:
     """
 
     writes: str | None = None
+    writes_within: str | None = None
     freezes: str | None = None
     mixes: bool = False
     remembers: bool = False
@@ -58,6 +63,8 @@ class Seen:
     seeds: bool = False
     counts_words: bool = False
     backward: str | None = None
+    recomputed: str | None = None
+    ungraded: str | None = None
     nonlinear: str | None = None
     backward_writes: tuple[str, ...] = ()
     backward_follows: tuple[str, ...] = ()
@@ -83,6 +90,21 @@ class Seen:
                 fix="make it a buffer, write it between updates, or use single",
             )
 
+    def refuse_recomputed(self) -> None:
+        """Refuse checkpointed blocks that backward computes otherwise than forward did.
+
+        Raises:
+            StrategyError: there are some.
+        """
+        if self.recomputed is not None:
+            raise StrategyError(
+                f'activation_checkpointing: the gradient of "{self.recomputed}" is not that without it: '
+                "forward gives a block something for its call only (weights, a hook, an object, a global variable), "
+                "which is not there any more as backward computes it a second time",
+                kind="state",
+                fix="name other blocks, or leave activation_checkpointing out",
+            )
+
     def refuse_in_replicas(self, *, on_threads: bool) -> None:
         """Refuse what replicas, which compute a local batch each, can't do in training.
 
@@ -95,6 +117,13 @@ class Seen:
                 gradients by how often a word is in the batch.
         """
         self.refuse_writes()
+        if self.writes_within is not None and on_threads:
+            raise StrategyError(
+                f'forward writes parameter "{self.writes_within}" of the model and puts it back, and the replicas of '
+                "this process share it",
+                kind="state",
+                fix="compute with another tensor, or use ddp, which has a process for each replica",
+            )
         if self.passes_on is not None and on_threads:
             raise StrategyError(
                 f'forward writes tensors to "{self.passes_on}", which is outside of the model, so that all replicas of '
@@ -206,6 +235,9 @@ class Seen:
                 "over samples: each part of a batch leaves its own, so results differ from single-device training"
             )
             yield Caveat("auxiliary loss", text, "mp and single without accumulate keep them")
+        if self.ungraded is not None:
+            text = f"gradients of parts of the batch could not be compared with those of the whole ({self.ungraded})"
+            yield Caveat("autograd function", text, "lockstep verify shows whether they add up")
         if self.backward is not None:
             text = (
                 f'the gradient of "{self.backward}" is not the sum of those of parts of the batch, though the loss is '

@@ -28,6 +28,7 @@ import copy
 import functools
 import itertools
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager
 from typing import Any
 
 import torch
@@ -44,7 +45,7 @@ from lockstep.model.inspection.attributes import (
     loss_depends_on,
     plain_attributes,
 )
-from lockstep.model.inspection.backward import see_gradients
+from lockstep.model.inspection.backward import first_recomputed, see_gradients
 from lockstep.model.inspection.findings import Kind, Seen
 from lockstep.model.inspection.outside_variables import OutsideVariables
 from lockstep.model.inspection.rounding import differ
@@ -77,6 +78,7 @@ def look(
     original: nn.Module | None = None,
     again: bool = False,
     trains: bool = True,
+    without_checkpoints: Callable[[], AbstractContextManager[None]] | None = None,
 ) -> Seen:
     """See what ``model`` does with ``inputs`` of so many samples; it is left as it is, and so are all generators.
 
@@ -93,6 +95,7 @@ def look(
         original: the model that a loss may read attributes of, where that is another object.
         again: with as few samples as can be cut, no gradients, and no copy of large parameters, to spare the memory.
         trains: whether gradients matter.
+        without_checkpoints: in which the model's blocks keep their activations, where they don't otherwise.
     """
     batch, original = (inputs, targets), original or model
     seen = Seen()
@@ -117,6 +120,9 @@ def look(
                 with outside.kept(), contextlib.suppress(Exception), torch.set_grad_enabled(graph):
                     _see(copied, some, number, seen, judge, outside, original, gradients=trains and not again)
                     break
+            if without_checkpoints is not None and judge is not None and not again:
+                with outside.kept(), contextlib.suppress(Exception):
+                    seen.recomputed = _first_recomputed(copied, batch, samples, judge, original, without_checkpoints)
             more = min(of or 0, max(2 * samples, _MORE))
             if more > samples and not again and seen == Seen(of_batch=seen.of_batch, counts=seen.counts):
                 wider = Seen()
@@ -216,14 +222,16 @@ def _see(
     attributes = [(vars(module), plain_attributes(module)) for module in model.modules()]
     parameters = {name: digest(p) for name, p in model.named_parameters()}
     trained = {name for name, p in model.named_parameters() if p.requires_grad}
+    places = {p.untyped_storage().data_ptr(): name for name, p in model.named_parameters() if p.numel()}
 
     def outputs_of(start: int, size: int) -> Any:
         for name, b in model.named_buffers():
             if name in begin and b.shape == begin[name].shape:
                 b.detach().copy_(begin[name])
-        with _Watched() as watched:
+        with _Watched(places) as watched:
             outputs = call(model, clones(cut(inputs, start, size, samples) if size < samples else inputs))
         seen.counts_words |= watched.counts_words
+        seen.writes_within = seen.writes_within or watched.writes
         seen.draws |= watched.drops
         return outputs
 
@@ -307,7 +315,8 @@ def _see(
             of_parts.append(judge(kept[start, size], wanted, size)[0])
         seen.mixes = differ(of_cut, of_parts)
         adds_up = not differ([judge(kept[0, samples], targets, samples)[0]], [of_cut[0] + of_cut[1]])
-    if gradients and not seen.mixes and sum(p.numel() * p.element_size() for p in model.parameters()) <= _LARGEST:
+    is_small = sum(p.numel() * p.element_size() for p in model.parameters()) <= _LARGEST
+    if gradients and is_small and trained and not seen.mixes:
 
         def total_of(start: int, size: int) -> torch.Tensor:
             for held, then in attributes:
@@ -316,19 +325,58 @@ def _see(
             with as_written(original, model, seen.loss_reads):
                 return judge(outputs, cut(targets, start, size, samples), size)[0]
 
-        seen.leaves = see_gradients(model, total_of, ((0, samples), *parts), seen) and adds_up
+        try:
+            seen.leaves = see_gradients(model, total_of, ((0, samples), *parts), seen) and adds_up
+        except Exception as error:  # an autograd function that a second backward can't go through, say
+            seen.ungraded = told(error)
+
+
+def _first_recomputed(
+    model: nn.Module,
+    batch: tuple[Any, Any],
+    samples: int,
+    judge: Judge,
+    original: nn.Module,
+    without_checkpoints: Callable[[], AbstractContextManager[None]],
+) -> str | None:
+    inputs, targets = cut(batch, 0, min(samples, _FEWEST), samples)
+
+    def total() -> torch.Tensor:
+        outputs = call(model, clones(inputs))
+        with as_written(original, model, ()):
+            return judge(outputs, targets, min(samples, _FEWEST))[0]
+
+    return first_recomputed(model, total, without_checkpoints, accelerators_of(inputs))
+
+
+_NO_WRITES = {"requires_grad_", "detach_", "share_memory_", "rename_"}
+"""Functions that leave values as they are, though their names end with an underscore."""
+
+_WRITES = {"__setitem__", "__iadd__", "__isub__", "__imul__", "__itruediv__"}
+"""Others that write."""
 
 
 class _Watched(TorchFunctionMode):
-    """Lets functions drop nothing; notes that, and embeddings that scale gradients by frequency."""
+    """Lets functions drop nothing; notes that, embeddings that scale gradients by frequency, and writes to parameters.
 
-    counts_words = False
-    drops = False
+    Args:
+        places: the names of parameters, by where their storage is.
+    """
+
+    def __init__(self, places: Mapping[int, str]) -> None:
+        super().__init__()
+        self._places = places
+        self.counts_words = self.drops = False
+        self.writes: str | None = None
 
     def __torch_function__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Mapping[str, Any] | None = None
     ) -> Any:
-        kwargs = dict(kwargs or {})
+        kwargs, name = dict(kwargs or {}), getattr(func, "__name__", "")
+        if args and name not in _NO_WRITES and (name in _WRITES or (name.endswith("_") and not name.endswith("__"))):
+            written = args[0] if isinstance(args[0], torch.Tensor) and args[0].layout is torch.strided else None
+            place = None if written is None or written.is_meta else written.untyped_storage().data_ptr()
+            self.writes = self.writes or self._places.get(place or 0)
         if kwargs.get("scale_grad_by_freq") or (func is torch.embedding and len(args) > 3 and args[3]):
             self.counts_words = True
         if func is F.scaled_dot_product_attention and kwargs.get("dropout_p"):

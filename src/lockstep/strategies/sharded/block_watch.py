@@ -41,19 +41,28 @@ class BlockWatch:
         self.used: set[str] = set()
         self.stands_in = self.in_backward = self.in_loss = False
         self._given: list[Any] = []  # of each block whose forward is under way
+        self._gathered: dict[tuple[int, str], Any] = {}  # what stands in the place of a parameter in forward
         within = {m for block in shards.blocks.values() for m in block.modules()}
         places = [(m, key, name) for name in shards.cut for m, key in shards.places[name]]
         for number, (name, block) in enumerate((*shards.blocks.items(), ("", model)), start=1):
             own = set(block.modules()) if name else set(model.modules()) - within
             mine = [place for place in places if place[0] in own]
-            block.register_forward_pre_hook(self._comes_to(number), prepend=True, with_kwargs=True)
+            block.register_forward_pre_hook(self._comes_to(number, mine), prepend=True, with_kwargs=True)
             block.register_forward_pre_hook(self._notes_uses(mine))
             block.register_forward_hook(self._gives(name), prepend=True, with_kwargs=True)
         model.register_forward_hook(self._ends)
 
-    def _comes_to(self, number: int) -> Callable[..., None]:
+    def _comes_to(self, number: int, places: list[tuple[nn.Module, str, str]]) -> Callable[..., None]:
         def hook(module: nn.Module, args: Any, kwargs: Any) -> None:
             del module
+            for m, key, name in places:
+                p = m._parameters.get(key)
+                if p is not self._shards.cut[name] and p is not self._gathered.get((id(m), key), self):
+                    raise StrategyError(
+                        f'fsdp: forward gives a block another "{name}" for a call (torch.func.functional_call), and '
+                        "the block would compute with its own, which are gathered then",
+                        fix="name blocks without it: --blocks NAMES, or FSDP(blocks=...); or take ddp",
+                    )
             if number > len(self._shards.blocks):  # the whole model; an earlier forward may have raised
                 self._given.clear()
             self._given.append((args, kwargs))
@@ -120,8 +129,10 @@ class BlockWatch:
 
         def hook(module: nn.Module, args: Any) -> None:
             del module, args
-            for m, key, name in places if torch.is_grad_enabled() else ():
-                p = m._parameters[key]
+            for m, key, name in places:
+                p = self._gathered[id(m), key] = m._parameters[key]
+                if not torch.is_grad_enabled():
+                    continue
                 if p is not None and p.requires_grad and id(p) not in known:
                     known.add(id(p))
                     p.register_post_accumulate_grad_hook(self._notes_use(name))  # type: ignore[no-untyped-call]

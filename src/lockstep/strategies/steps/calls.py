@@ -48,6 +48,8 @@ class Calls(StepState, ABC):
         self._seed = job.seed
         self._losses: list[Loss] = []  # of the parts since the last update by hand
         self._samples_given = 0
+        self._is_begun = False  # an update by hand
+        self._left: list[tuple[torch.Tensor | None, int]] = []  # the gradients of its parts so far, and their versions
         self._by_hand = False
         self._lists: set[str] = set()
 
@@ -84,6 +86,7 @@ class Calls(StepState, ABC):
         """
         if not self._by_hand:  # from now on each batch is a part of one
             self._by_hand, self._by_count, self._loss_check = True, False, None
+        self._forget_thrown_away()
         number, samples = len(self._losses), self._samples_given
         self._look_at_flags()
         self._agree(number)
@@ -96,14 +99,16 @@ class Calls(StepState, ABC):
             own_stream(self.world, mixed(self._seed, number) if number else self._seed),
             self._own_streams_of_parts(len(batch.parts)),
         ):
-            if not number:
+            if not self._is_begun:
                 self.begin_update(batch)
+                self._is_begun = True
             with self.explained(batch):
                 loss = self.checked_gradients(batch)
         self._losses.append(loss)
         self._samples_given = samples + batch.size
         for p, before in zip(self._parameters, sums, strict=True) if number else ():
             p.grad = _joined(before, p.grad, batch.size, self._samples_given)
+        self._left = [(p.grad, -1 if p.grad is None else p.grad._version) for p in self._parameters]
         return self.result_of(loss, batch.size)
 
     def _given_parts(self) -> tuple[Batch, Loss]:
@@ -120,8 +125,20 @@ class Calls(StepState, ABC):
         self._look_at_flags()
         self._agree(_UPDATE)
         loss, size = added(self._losses), self._samples_given
-        self._losses, self._samples_given = [], 0
+        self._losses, self._samples_given, self._is_begun = [], 0, False
         return Batch([Part(None, None, size, size)], size, 0, 0), loss
+
+    def _forget_thrown_away(self) -> None:
+        """Forget the parts whose gradients a loop has thrown away (``optimizer.zero_grad()``), as PyTorch does."""
+        now = [p.grad for p in self._parameters]
+        written = [
+            grad
+            for grad, (left, version) in zip(now, self._left, strict=False)
+            if left is not None and (grad is not left or left._version != version)
+        ]
+        had = sum(left is not None for left, _ in self._left)
+        if self._losses and had and len(written) == had and not any(g is not None and bool(g.any()) for g in written):
+            self._losses, self._samples_given, self._left = [], 0, []
 
     def _agree(self, number: int) -> None:
         """Make sure that every rank makes this call now: the part of that number, or the update.
@@ -141,6 +158,7 @@ class Calls(StepState, ABC):
         Raises:
             InputError: some do.
         """
+        self._forget_thrown_away()
         if self._losses:
             raise InputError(
                 f"{what}: gradients of {self._samples_given} samples, by step.backward(...), wait for step.update(): "

@@ -31,6 +31,7 @@ from lockstep.job import Job
 from lockstep.launch.memory import reset_peak_memory
 from lockstep.launch.observer import observed, phase
 from lockstep.launch.world import World
+from lockstep.model.activation_checkpointing import not_checkpointable, without_checkpoints
 from lockstep.model.compile import compile_models, not_compilable
 from lockstep.model.inspection import (
     BESIDE,
@@ -79,7 +80,7 @@ class Step(Calls):
         super().__init__(model, optimizer, job, world)
         self._clip_norm = job.clip_norm
         self._compile = job.compile
-        self._synchronises = job.sync_batchnorm
+        self._synchronises, self._checkpoints = job.sync_batchnorm, job.activation_checkpointing is not None
         self._updates = 0
         self._by_count = self._on_accelerator and not self.cuts_batch and self._scaler is None
         self.stopping = False
@@ -151,6 +152,8 @@ class Step(Calls):
         except (torch.OutOfMemoryError, MemoryError, RuntimeError, ValueError) as error:
             if self._compile and (why := not_compilable(error)) is not None:
                 raise why from None
+            if self._checkpoints and (said := not_checkpointable(error)) is not None:
+                raise said from error
             may, cuts = self.may_synchronise, self._accumulate
             known = explained(error, batch, self.world, accumulate=cuts, may_synchronise=may)
             if known is None:
@@ -194,21 +197,19 @@ class Step(Calls):
         Raises:
             StrategyError: it does what replicas can't.
         """
-        parts = sum(1 for part in batch.parts if part.size)
-        if self.replicas * parts <= 1 or not self.world.is_first:
+        parts, begins = sum(1 for part in batch.parts if part.size), self._updates == 1
+        if not self.world.is_first or (self.replicas * parts <= 1 and not (self._checkpoints and begins)):
             return
-        part, again = mixed_share(self.first_shares(batch)), self._updates > 1
+        part = mixed_share(self.first_shares(batch))
         with self.looking_at(self.model):
             self.seen = seen = look(
-                self.model,
-                part.inputs,
-                part.size,
-                targets=part.targets,
-                judge=self.loss.judged,
-                of=batch.size,
-                original=self.original,
-                again=again,
-            )
+                self.model, part.inputs, part.size, targets=part.targets, judge=self.loss.judged, of=batch.size,
+                original=self.original, again=not begins,
+                without_checkpoints=without_checkpoints if self._checkpoints else None,
+            )  # fmt: skip
+        seen.refuse_recomputed()
+        if self.replicas * parts <= 1:
+            return
         if seen.writes is not None or seen.uncopied is not None:
             self.last_look = 1
         self.loss_check.of_batch = seen.of_batch
