@@ -103,6 +103,40 @@ class Writing(Layer):
         return super().forward(x)
 
 
+class Monitoring(Layer):
+    """Writes a mean over the batch, and computes nothing with it."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        with torch.no_grad():
+            self.kept.lerp_(x.mean(dim=0), 0.1)
+        return super().forward(x)
+
+
+class Drawing(Centred):
+    """Draws a number, which acts on nothing."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return super().forward(x if torch.rand(()) >= 0 else 2 * x)
+
+
+class Dropping(Centred):
+    """Has the rate of a dropout as an attribute, and acts otherwise in training."""
+
+    dropout = 0.1
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return super().forward(x) if self.training else nn.Linear.forward(self, x)
+
+
+class InTwos(Layer):
+    """Takes pairs of samples, of which a half may be none."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        if len(x) < 4:
+            raise ValueError(f"{len(x)} samples are no pairs of pairs")
+        return super().forward(x)
+
+
 class WritingForAWhile(Layer):
     """Computes with the signs of its weights, which it puts back."""
 
@@ -200,10 +234,14 @@ CASES = [
     (Centred, Seen(mixes=True)),
     (Normalised, Seen(mixes=True)),
     (Warming, Seen(remembers=True)),
-    (WarmingUncut, Seen(remembers=True)),
+    (WarmingUncut, Seen(remembers=True, unparted=ANY)),
     (WarmingBeside, Seen(remembers=True)),
     (Carrying, Seen(remembers=True)),
-    (Following, Seen(written=("kept",), follows=("kept",))),
+    (Following, Seen(mixes=True, written=("kept",), follows=("kept",))),
+    (Monitoring, Seen(written=("kept",), follows=("kept",))),
+    (Drawing, Seen(draws=True, mixes=True)),
+    (Dropping, Seen(mixes=True)),
+    (InTwos, Seen(unparted=ANY)),
     (Counting, Seen(written=("kept",))),
     (Masked, Seen()),
     (Writing, Seen(writes="bias", writes_within="bias")),

@@ -9,7 +9,7 @@ import os
 import sys
 import sysconfig
 import types
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -222,12 +222,16 @@ def _of_code(code: types.CodeType) -> list[Any]:
     return [code.co_code, code.co_names, plain, *(_of_code(c) for c in code.co_consts if isinstance(c, types.CodeType))]
 
 
-def changed_job(before: Mapping[str, Any], job: Job) -> Iterator[str]:
-    """What is other in a job that is no file than in ``before``, a run's config, in lines."""
+def changed_settings(before: Mapping[str, Any], job: Job, said: Collection[str] = ()) -> Iterator[str]:
+    """Which settings are other than in ``before``, a run's config, in lines; those were ``said``, or asked for now."""
     for name, now in job.settings.items():
         then = before["settings"].get(name, now)
-        if then != now and name not in _AS_ASKED_FOR:
+        if then != now and name not in (*_AS_ASKED_FOR, *said):
             yield f"{name}: it is {now}, and was {then} when the run was begun"
+
+
+def changed_functions(before: Mapping[str, Any], job: Job) -> Iterator[str]:
+    """Which functions of a job that is no file are others than in ``before``, a run's config, in lines."""
     python, earlier = str(sys.version_info[:2]), before.get("functions", {})
     for name, its in functions_of(job).items():
         if (then := earlier.get(name, its)) != its and then.startswith(python):

@@ -31,8 +31,9 @@ from lockstep.tensors.pytree import share_sizes
 from lockstep.training.progress import held_out
 from lockstep.training.resume import (
     another_file,
-    changed_job,
+    changed_functions,
     changed_parameters,
+    changed_settings,
     edited_files,
     functions_of,
     moved,
@@ -168,8 +169,9 @@ class Setup:
                 said.append(f"{name}: the run goes on with {settings[name]}, the job file says {now} now: {way}")
             for name, (then, new) in changed_parameters(self.before, given).items():
                 said.append(f"--set {name}: it is {_set(new)}, and was {_set(then)} when the run was begun")
+            said += changed_settings(self.before, self.job, {*given.unfollowed, *given.settings})
         else:
-            said += changed_job(self.before, self.job)
+            said += [*changed_settings(self.before, self.job), *changed_functions(self.before, self.job)]
         for then, new in zip(self.before.get("optimizer", []), self.optimizer, strict=False):
             for name in (n for n in then if n in new and then[n] != new[n]):
                 said.append(f"{name}: the optimizer goes on as it was saved, with {then[name]}, and not {new[name]}")

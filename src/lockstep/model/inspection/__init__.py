@@ -13,9 +13,10 @@ from lockstep.model.inspection.attributes import (
 )
 from lockstep.model.inspection.backward import comes_from_within
 from lockstep.model.inspection.findings import BESIDE, Seen
-from lockstep.model.inspection.forward import drops, look, refuse_written_buffers
+from lockstep.model.inspection.forward import look, refuse_written_buffers
 from lockstep.model.inspection.nonlinear import NoticedHooks, hooked_parameters, may_be_nonlinear
 from lockstep.model.inspection.outside_variables import HOOKS, OutsideVariables
+from lockstep.model.inspection.watched import drops
 
 __all__ = [
     "BESIDE",

@@ -44,6 +44,8 @@ class Seen:
         loss_reads: names of attributes that forward writes, where the loss reads one of the model itself.
         leaves: whether the loss reads what forward leaves beside its outputs, and that is no sum over samples.
         uncopied: why nothing was seen: the model can't be copied.
+        unparted: why little was seen: the model can't take a part of these samples.
+        ran: whether it could take them all.
         ragged: whether inputs have several rows for a sample, as the nodes of graphs, so that they can't be cut.
         of_batch: names of outputs that are computed over all samples, and what they are.
         bends: whether the loss makes something else of such outputs than a sum over samples (their square, say).
@@ -73,6 +75,8 @@ class Seen:
     loss_reads: tuple[str, ...] = ()
     leaves: bool = False
     uncopied: str | None = None
+    unparted: str | None = None
+    ran: bool = field(default=False, compare=False)
     ragged: bool = False
     of_batch: dict[str, Kind] = field(default_factory=dict)
     bends: bool = False
@@ -219,6 +223,9 @@ class Seen:
 
     def _of_shares(self) -> Iterator[Caveat]:
         """What differs where a batch is computed in parts, on however many devices."""
+        if self.unparted is not None and not self.ragged:
+            text = f"the model was not inspected further, since it can't take a part of its inputs ({self.unparted})"
+            yield Caveat("uncopied", text, "lockstep verify shows whether results are those of single-device training")
         if self.ragged:
             text = (
                 "inputs have several rows for a sample (words, nodes of graphs), so whether samples act on one another "

@@ -33,8 +33,6 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch.nn import functional as F
-from torch.overrides import TorchFunctionMode
 
 from lockstep.errors import StrategyError, told
 from lockstep.model.inspection.attributes import (
@@ -49,9 +47,10 @@ from lockstep.model.inspection.backward import first_recomputed, see_gradients
 from lockstep.model.inspection.findings import Kind, Seen
 from lockstep.model.inspection.outside_variables import OutsideVariables
 from lockstep.model.inspection.rounding import differ
+from lockstep.model.inspection.watched import Watched, drops
 from lockstep.model.precision import full_products
 from lockstep.tensors.digest import digest
-from lockstep.tensors.pytree import call, clones, cut, each, named_tensors, part_of, tensors, to_device
+from lockstep.tensors.pytree import call, clones, cut, each, joined, named_tensors, part_of, tensors, to_device
 from lockstep.tensors.seeding import kept_states, noted_seeding, same, same_others, states
 
 _FEWEST = 4
@@ -108,7 +107,8 @@ def look(
             return Seen(uncopied=told(error))
         try:
             for module in copied.modules():
-                if drops(module) or isinstance(module, nn.modules.batchnorm._NormBase):
+                is_of_torch = type(module).__module__.startswith("torch.")  # of others `Watched` sees to the dropout
+                if (drops(module) and is_of_torch) or isinstance(module, nn.modules.batchnorm._NormBase):
                     module.training = False
                     module.train = _stays  # type: ignore  # also where forward sets it
             # A copy has no hooks that move what it is given.
@@ -117,9 +117,14 @@ def look(
             outside = OutsideVariables.of_model(copied)
             # With gradients where it fails without, since it takes some itself. What is wrong, its first step says.
             for graph, (some, number) in itertools.product((False, True), _enough(batch, samples, again=again)):
-                with outside.kept(), contextlib.suppress(Exception), torch.set_grad_enabled(graph):
-                    _see(copied, some, number, seen, judge, outside, original, gradients=trains and not again)
-                    break
+                with outside.kept(), torch.set_grad_enabled(graph):
+                    try:
+                        _see(copied, some, number, seen, judge, outside, original, gradients=trains and not again)
+                    except Exception as error:
+                        seen.unparted = told(error) if seen.ran else None
+                        continue
+                seen.unparted = None
+                break
             if without_checkpoints is not None and judge is not None and not again:
                 with outside.kept(), contextlib.suppress(Exception):
                     seen.recomputed = _first_recomputed(copied, batch, samples, judge, original, without_checkpoints)
@@ -196,13 +201,6 @@ def accelerators_of(inputs: Any) -> tuple[torch.device, ...]:
     return tuple({t.device: None for t in tensors(inputs) if t.device.type not in ("cpu", "meta")})
 
 
-def drops(module: nn.Module) -> bool:
-    """Whether it is a layer that is known to draw."""
-    if isinstance(module, nn.modules.dropout._DropoutNd):
-        return module.p > 0
-    return isinstance(getattr(module, "dropout", None), float) and getattr(module, "dropout", 0.0) > 0
-
-
 def _see(
     model: nn.Module,
     batch: tuple[Any, Any],
@@ -224,19 +222,20 @@ def _see(
     trained = {name for name, p in model.named_parameters() if p.requires_grad}
     places = {p.untyped_storage().data_ptr(): name for name, p in model.named_parameters() if p.numel()}
 
-    def outputs_of(start: int, size: int) -> Any:
+    def outputs_of(start: int, size: int, given: Any = None) -> Any:
         for name, b in model.named_buffers():
             if name in begin and b.shape == begin[name].shape:
                 b.detach().copy_(begin[name])
-        with _Watched(places) as watched:
-            outputs = call(model, clones(cut(inputs, start, size, samples) if size < samples else inputs))
+        with Watched(places) as watched:
+            some = cut(inputs, start, size, samples) if size < samples else inputs
+            outputs = call(model, clones(some if given is None else given))
         seen.counts_words |= watched.counts_words
         seen.writes_within = seen.writes_within or watched.writes
         seen.draws |= watched.drops
         return outputs
 
-    def run(start: int, size: int) -> dict[str, torch.Tensor]:
-        kept[start, size] = outputs = outputs_of(start, size)
+    def run(start: int, size: int, given: Any = None) -> dict[str, torch.Tensor]:
+        kept[start, size] = outputs = outputs_of(start, size, given)
         named = [(n, _real(t)) for n, t in named_tensors(outputs)]
         return {name: t.clone() for name, t in named if t.is_floating_point() and not isinstance(t, nn.Parameter)}
 
@@ -245,6 +244,7 @@ def _see(
     prints, begun = outside.prints(), attribute_prints(model)
     with noted_seeding() as seeds:
         whole = run(0, samples)
+    seen.ran = True
     written = attribute_prints(model)
     changed = tuple(name for name, its in written.items() if begun.get(name) != its)
     if changed and judge is not None:
@@ -260,7 +260,18 @@ def _see(
     seen.draws_elsewhere = not same_others(before.others, after.others)
     seen.writes = next((name for name, p in model.named_parameters() if digest(p) != parameters[name]), None)
     seen.freezes = next((name for name, p in model.named_parameters() if p.requires_grad != (name in trained)), None)
-    if draws or seen.draws_elsewhere or seen.writes is not None:
+    if seen.draws_elsewhere or seen.writes is not None:
+        return
+    if (
+        draws
+    ):  # a part of the batch would draw others; as many samples, of which the later ones are others, draw the same
+        both = []
+        with contextlib.suppress(Exception):
+            for later in (cut(inputs, first, samples - first, samples), cut(inputs, 0, samples - first, samples)):
+                given = joined(cut(inputs, 0, first, samples), first, later, samples - first)
+                with kept_states(accelerators):
+                    both.append([t[:first] for t in _rows(run(0, samples, given), samples)])
+            seen.mixes = differ(*both)
         return
     of_whole = {name: digest(b) for name, b in model.named_buffers()}
     seen.written = tuple(
@@ -278,9 +289,11 @@ def _see(
         seen.collects = tuple(n for n in moving if written[n] != of_head.get(n))
         seen.counts = tuple(n for n in moving if n not in seen.collects)
     seen.follows = _others(model, of_whole)
-    if not seen.remembers and not seen.follows:
+    if not seen.remembers:
         tail = run(first, samples - first)
-        seen.follows = _others(model, of_whole)  # what only grows is as after the whole where it grew in one part
+        seen.follows = seen.follows or _others(
+            model, of_whole
+        )  # what only grows is as after the whole where it grew in one part
         cut_up = {name: (whole[name], head[name], tail[name]) for name in whole if name in head and name in tail}
         rows = [of for of in cut_up.values() if all(map(_has_rows, of, (samples, first, samples - first)))]
         across = any(
@@ -347,43 +360,6 @@ def _first_recomputed(
             return judge(outputs, targets, min(samples, _FEWEST))[0]
 
     return first_recomputed(model, total, without_checkpoints, accelerators_of(inputs))
-
-
-_NO_WRITES = {"requires_grad_", "detach_", "share_memory_", "rename_"}
-"""Functions that leave values as they are, though their names end with an underscore."""
-
-_WRITES = {"__setitem__", "__iadd__", "__isub__", "__imul__", "__itruediv__"}
-"""Others that write."""
-
-
-class _Watched(TorchFunctionMode):
-    """Lets functions drop nothing; notes that, embeddings that scale gradients by frequency, and writes to parameters.
-
-    Args:
-        places: the names of parameters, by where their storage is.
-    """
-
-    def __init__(self, places: Mapping[int, str]) -> None:
-        super().__init__()
-        self._places = places
-        self.counts_words = self.drops = False
-        self.writes: str | None = None
-
-    def __torch_function__(
-        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Mapping[str, Any] | None = None
-    ) -> Any:
-        kwargs, name = dict(kwargs or {}), getattr(func, "__name__", "")
-        if args and name not in _NO_WRITES and (name in _WRITES or (name.endswith("_") and not name.endswith("__"))):
-            written = args[0] if isinstance(args[0], torch.Tensor) and args[0].layout is torch.strided else None
-            place = None if written is None or written.is_meta else written.untyped_storage().data_ptr()
-            self.writes = self.writes or self._places.get(place or 0)
-        if kwargs.get("scale_grad_by_freq") or (func is torch.embedding and len(args) > 3 and args[3]):
-            self.counts_words = True
-        if func is F.scaled_dot_product_attention and kwargs.get("dropout_p"):
-            kwargs["dropout_p"], self.drops = 0.0, True
-        elif kwargs.get("training") and kwargs.get("p"):  # F.dropout and its kin, which give these by name
-            kwargs["training"], self.drops = False, True
-        return func(*args, **kwargs)
 
 
 def _real(tensor: torch.Tensor) -> torch.Tensor:

@@ -1,0 +1,54 @@
+"""Watched: what functions do in an inspected forward: what they drop, count, and write to."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch import nn
+from torch.nn import functional as F
+from torch.overrides import TorchFunctionMode
+
+_NO_WRITES = {"requires_grad_", "detach_", "share_memory_", "rename_"}
+"""Functions that leave values as they are, though their names end with an underscore."""
+
+_WRITES = {"__setitem__", "__iadd__", "__isub__", "__imul__", "__itruediv__"}
+"""Others that write."""
+
+
+class Watched(TorchFunctionMode):
+    """Lets functions drop nothing; notes that, embeddings that scale gradients by frequency, and writes to parameters.
+
+    Args:
+        places: the names of parameters, by where their storage is.
+    """
+
+    def __init__(self, places: Mapping[int, str]) -> None:
+        super().__init__()
+        self._places = places
+        self.counts_words = self.drops = False
+        self.writes: str | None = None
+
+    def __torch_function__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Mapping[str, Any] | None = None
+    ) -> Any:
+        kwargs, name = dict(kwargs or {}), getattr(func, "__name__", "")
+        if args and name not in _NO_WRITES and (name in _WRITES or (name.endswith("_") and not name.endswith("__"))):
+            written = args[0] if isinstance(args[0], torch.Tensor) and args[0].layout is torch.strided else None
+            place = None if written is None or written.is_meta else written.untyped_storage().data_ptr()
+            self.writes = self.writes or self._places.get(place or 0)
+        if kwargs.get("scale_grad_by_freq") or (func is torch.embedding and len(args) > 3 and args[3]):
+            self.counts_words = True
+        if func is F.scaled_dot_product_attention and kwargs.get("dropout_p"):
+            kwargs["dropout_p"], self.drops = 0.0, True
+        elif kwargs.get("training") and kwargs.get("p"):  # F.dropout and its kin, which give these by name
+            kwargs["training"], self.drops = False, True
+        return func(*args, **kwargs)
+
+
+def drops(module: nn.Module) -> bool:
+    """Whether it is a layer that is known to draw."""
+    if isinstance(module, nn.modules.dropout._DropoutNd):
+        return module.p > 0
+    return isinstance(getattr(module, "dropout", None), float) and getattr(module, "dropout", 0.0) > 0
