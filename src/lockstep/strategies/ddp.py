@@ -293,7 +293,17 @@ class DDPFunctionStep(FunctionStep, DDPStep):
 
 
 def synchronised(model: nn.Module, job: Job, world: World) -> RankExchange | None:
-    """Let batch norms normalise over all ranks, where the job asks for that; what they exchange through."""
+    """Let batch norms normalise over all ranks, where the job asks for that; what they exchange through.
+
+    Raises:
+        StrategyError: the model has PyTorch's ``SyncBatchNorm``, and the job doesn't ask for it.
+    """
+    own = next((name for name, module in model.named_modules() if isinstance(module, nn.SyncBatchNorm)), None)
+    if own is not None and not job.sync_batchnorm and world.size > 1:
+        raise StrategyError(
+            f'"{own}" is a SyncBatchNorm of PyTorch\'s, whose ranks would wait for one that has no sample',
+            fix="take sync_batchnorm=True, which has it normalise over all replicas under every strategy",
+        )
     if not job.sync_batchnorm or world.size == 1:
         return None
     exchange = RankExchange(world)

@@ -28,11 +28,10 @@ from lockstep.threads.replica_collectives import Exchange, RankExchange, Session
 
 
 def synchronise(module: nn.Module, exchange: Exchange) -> int:
-    """Make every ``nn.BatchNorm1d``, ``2d`` and ``3d`` of ``module`` normalise over all parties of ``exchange``.
+    """Make every ``nn.BatchNorm1d``, ``2d`` and ``3d``, and ``nn.SyncBatchNorm``, normalise over all parties.
 
     The modules stay the same objects, with their parameters, buffers, hooks and names: only their class changes, to a
-    subclass of what it was. ``InstanceNorm`` and PyTorch's ``SyncBatchNorm`` are left alone. In eval mode they behave
-    as before.
+    subclass of what it was. ``InstanceNorm`` is left alone. In eval mode they behave as before.
 
     Args:
         module: is changed in place. Copies made of it afterwards are parties to the same exchange.
@@ -51,7 +50,7 @@ def synchronise(module: nn.Module, exchange: Exchange) -> int:
             found[name] = cast(_BatchNorm, part)
         elif isinstance(part, nn.modules.lazy.LazyModuleMixin) and isinstance(part, nn.modules.batchnorm._NormBase):
             raise InputError(f"{name or 'the model'} is lazy and has seen no data yet: run the model once before")
-        elif isinstance(part, _BatchNorm) and not isinstance(part, nn.SyncBatchNorm):
+        elif isinstance(part, _BatchNorm):
             raise StrategyError(
                 f"{name or 'the model'} is a {type(part).__name__}, and only PyTorch's own BatchNorm1d, 2d and 3d can "
                 "be synchronised: use one of those, or leave sync_batchnorm off"
@@ -107,10 +106,10 @@ class _Synchronised(_BatchNorm):
     def forward(self, input: torch.Tensor) -> torch.Tensor:
         """Normalise. input: (batch, channels, ...)."""
         if not self.training:
-            return super().forward(input)
+            return _BatchNorm.forward(self, input)
         session = self.exchange.session()
         if session.parties == 1:
-            return super().forward(input)
+            return _BatchNorm.forward(self, input)
         self._check_input_dim(input)  # type: ignore[no-untyped-call]
         momentum = self.momentum
         if self.track_running_stats and self.num_batches_tracked is not None:
@@ -136,10 +135,15 @@ class SynchronisedBatchNorm3d(_Synchronised, nn.BatchNorm3d):
     """``nn.BatchNorm3d`` over all parties."""
 
 
+class SynchronisedSyncBatchNorm(_Synchronised, nn.SyncBatchNorm):
+    """``nn.SyncBatchNorm``, which would meet ranks on accelerators only, over all parties."""
+
+
 _CLASSES: dict[type, type] = {
     nn.BatchNorm1d: SynchronisedBatchNorm1d,
     nn.BatchNorm2d: SynchronisedBatchNorm2d,
     nn.BatchNorm3d: SynchronisedBatchNorm3d,
+    nn.SyncBatchNorm: SynchronisedSyncBatchNorm,
 }
 
 
