@@ -126,7 +126,12 @@ def export(
         stack.callback(shutil.rmtree, folder := folder_beside(target), ignore_errors=True)
         world.tell = display.tell
         if most is not None:
-            index = write_parts(file, folder / target.name, most, getattr(torch, dtype or "", None))
+            whole = file
+            if not the.save_frozen:  # which lacks what the model builds frozen
+                whole = _weights_alone(the, file, folder / "whole.safetensors", None).path
+            index = write_parts(whole, folder / target.name, most, getattr(torch, dtype or "", None))
+            if whole != file:
+                whole.unlink()
             display.line(f"weights alone, in {counted(len(list(folder.iterdir())) - 1, 'part')}, as they are in {file}")
             return _moved(Exported(index, 0.0, {}), target.with_name(index.name), display)
         if is_of_parts:
