@@ -29,7 +29,7 @@ from lockstep.strategies.sharded.shards import blocks_of
 from lockstep.training.run import Run
 from lockstep.verify import differences, parity
 
-from zoo import ZOO, _job, drawn, halved_weights, labels, sgd, slow, state_of, tokens_and_next  # isort: skip
+from zoo import ZOO, _job, drawn, halved_weights, labels, mlp, sgd, slow, state_of, tokens_and_next  # isort: skip
 
 BOUND = 1e-10
 
@@ -531,6 +531,29 @@ def test_other_weights_for_a_call_are_refused_for_blocks() -> None:
     assert parity(_job(lambda: Scaled("rest"), optimizer=sgd), FSDP(blocks="blocks"), "2xcpu").worst < 1e-10
     with pytest.raises(StrategyError, match=r'forward gives a block another "blocks\.1\.0\.weight" for a call'):
         parity(_job(lambda: Scaled("blocks.1"), optimizer=sgd), FSDP(blocks="blocks"), "2xcpu")
+
+
+class Closing(nn.Module):
+    """Calls a block by a function that has closed over the model."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks, self.out = nn.ModuleList(nn.Sequential(nn.Linear(6, 6), nn.Tanh()) for _ in range(2)), mlp()
+        self.again = lambda x: self.blocks[1](x)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.out(self.again(self.blocks[0](self.blocks[1](x))))
+
+
+def test_a_model_whose_function_holds_on_to_it_is_not_inspected(tmp_path, capfd) -> None:
+    """Found by trial: the copy that rank 0 inspects came to blocks of the sharded model, and stood still."""
+    job = _job(Closing, optimizer=sgd, precision="fp64")
+    runs = [
+        train(job, strategy=way, devices=devices, folder=tmp_path)
+        for way, devices in ((FSDP(blocks="blocks"), "2xcpu"), ("single", "1xcpu"))
+    ]
+    assert differences(job, *runs).worst < 1e-10
+    assert "a function in the model holds on to the model it was made in" in " ".join(capfd.readouterr().out.split())
 
 
 def test_a_model_that_is_sharded_already_is_refused() -> None:

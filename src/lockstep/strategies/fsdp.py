@@ -27,6 +27,7 @@ from lockstep.model.inspection import hooked_parameters
 from lockstep.model.optimizer import build_optimizer, is_of_pytorch
 from lockstep.strategies.ddp import DDP, DDPStep, synchronised
 from lockstep.strategies.product import Product
+from lockstep.strategies.replicas import holding_on
 from lockstep.strategies.steps.step import Step
 from lockstep.strategies.strategy import Strategy
 from lockstep.tensors.byte_size import size
@@ -107,7 +108,7 @@ class FSDP(Strategy):
         shards = Shards(model, mesh, blocks, world.device.torch)
         shards.give_to(optimizer)
         shards.refuse_others()
-        last_look, note = self._looks(whole, world)
+        last_look, note = self._looks(model, whole, world)
         if world.is_first:
             if note is not None:
                 world.tell(Line.note(note))
@@ -124,9 +125,11 @@ class FSDP(Strategy):
         step.last_look = min(step.last_look, last_look)
         return step
 
-    def _looks(self, whole: int, world: World) -> tuple[float, str | None]:
+    def _looks(self, model: nn.Module, whole: int, world: World) -> tuple[float, str | None]:
         """The last update before which rank 0 puts the whole model together to inspect it; a note where it is one."""
         why = "build_on_disk" if self.build_on_disk else world.broadcast_object(_no_room(whole, world))
+        if (where := holding_on(model)) is not None:  # a copy would come to blocks of the others' model
+            why = f"a function in {where} holds on to the model it was made in"
         if why is not None:
             return 0, f"{why}: what forward does is not inspected before the first update"
         if whole <= _LARGEST:

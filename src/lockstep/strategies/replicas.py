@@ -123,11 +123,17 @@ def refuse_what_replicas_would_share(model: nn.Module) -> None:
     advice = "; take ddp, which builds the model afresh for each device"
     for name in hooked_parameters(model):
         raise StrategyError(f'dp: parameter "{name}" has a hook, which its replicas would not have{advice}')
+    if (where := holding_on(model)) is not None:
+        raise StrategyError(f"dp: a function in {where} holds on to the model it was made in{advice}")
+
+
+def holding_on(model: nn.Module) -> str | None:
+    """Where in the model a function has closed over something of it, so that a copy would use the model itself."""
     for name, module in model.named_modules():
         hooks = (*module._forward_hooks.values(), *module._forward_pre_hooks.values())
         if any(_holds_on_to(function, model) for function in (*vars(module).values(), *hooks)):
-            where = f'"{name}"' if name else "the model"
-            raise StrategyError(f"dp: a function in {where} holds on to the model it was made in{advice}")
+            return f'"{name}"' if name else "the model"
+    return None
 
 
 def _holds_on_to(function: Any, model: nn.Module) -> bool:
