@@ -42,7 +42,7 @@ class Job:
             as ``model(*inputs)``, a dict as ``model(**inputs)``, anything else (a named tuple, say) as
             ``model(inputs)``. One that can only be gone through (an ``IterableDataset``, a generator function) is a
             stream: every rank reads all of it, in its own order, and keeps its share; it must be the same on every
-            rank, so don't cut it by rank. Its ``set_epoch(epoch)`` is called, if it has one.
+            rank, so don't cut it by rank. ``set_epoch(epoch)`` of either is called before each epoch, if it has one.
         batch_size: samples of the *global* batch: one update, whatever the number of devices.
         eval_data: as ``train_data``; None trains without evaluation. A dict of sets by name has metrics
             ``clean/loss``, ``clean/accuracy``, ...; the first one's loss is the one that chooses the best weights.

@@ -19,6 +19,7 @@ import pytest
 import torch
 from torch.utils.data import Dataset, Subset, TensorDataset
 
+import lockstep
 from lockstep.data import (
     Batch,
     Loader,
@@ -667,3 +668,27 @@ def test_batches_copied_ahead_are_the_same(kind: str) -> None:
         del x, y
     assert sorted(seen) == list(range(500))
     loader.close()
+
+
+class ByEpoch(torch.utils.data.Dataset[Any]):
+    """Its samples follow the epoch that it is told."""
+
+    epoch = -1
+
+    def set_epoch(self, epoch: int) -> None:
+        self.epoch = epoch
+
+    def __len__(self) -> int:
+        return 12
+
+    def __getitem__(self, index: int) -> tuple[torch.Tensor, int]:
+        return torch.full((3,), float(10 * self.epoch + index)), index
+
+
+@pytest.mark.parametrize("workers", [0, 2])
+def test_a_dataset_is_told_its_epoch(workers: int) -> None:
+    """Found by trial: only streams were."""
+    loader = lockstep.batches(ByEpoch(), batch_size=5, loader_workers=workers)
+    for epoch in range(3):
+        for inputs, index in loader:
+            assert torch.equal(inputs[:, 0], 10.0 * epoch + index)

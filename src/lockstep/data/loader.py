@@ -196,6 +196,9 @@ class Loader(AnyLoader):
         return len(self) if self._by_person is None else -(-len(self.orders(epoch)) // self._cutting.batch_size)
 
     def _batches(self, epoch: int, start: int) -> Iterator[Batch]:
+        if not self._evaluation and callable(set_epoch := getattr(self._dataset, "set_epoch", None)):
+            set_epoch(epoch)
+            self.renew_workers()
         order = self.orders(epoch)
         self._compare(epoch, order)
         # Loader workers are asked ahead of what is used, so each side has rows of its own.

@@ -23,11 +23,10 @@ from lockstep.launch.layout import Layout
 from lockstep.launch.memory import free_memory
 from lockstep.launch.world import World
 from lockstep.model.build import build_model
-from lockstep.model.inspection import hooked_parameters
+from lockstep.model.inspection import holding_on, hooked_parameters
 from lockstep.model.optimizer import build_optimizer, is_of_pytorch
 from lockstep.strategies.ddp import DDP, DDPStep, synchronised
 from lockstep.strategies.product import Product
-from lockstep.strategies.replicas import holding_on
 from lockstep.strategies.steps.step import Step
 from lockstep.strategies.strategy import Strategy
 from lockstep.tensors.byte_size import size

@@ -13,8 +13,15 @@ from torch import nn
 
 from lockstep.errors import JobError, StrategyError
 from lockstep.launch.devices import Device
-from lockstep.launch.processes.call import closed_over
-from lockstep.model.inspection import HOOKS, attribute_place, detached_attributes, hooked_parameters, is_plain
+from lockstep.model.inspection import (
+    HOOKS,
+    attribute_place,
+    detached_attributes,
+    holding_on,
+    holds_on_to,
+    hooked_parameters,
+    is_plain,
+)
 from lockstep.tensors.placing import moved_in_buckets, place_module
 from lockstep.tensors.pytree import graph_nodes, to_device
 from lockstep.threads.parametrization_cache import cache_apart
@@ -92,7 +99,7 @@ def follow_changes(replica: nn.Module, model: nn.Module, changed: Sequence[str])
     for name in changed:
         mine, own = attribute_place(model, name)
         changed_to = mine[own]
-        if _holds_on_to(changed_to, model):
+        if holds_on_to(changed_to, model):
             raise StrategyError(f'dp: "{name}" of the model is a function now that holds on to the model: take ddp')
         try:
             value = copy.deepcopy(changed_to, memo)
@@ -125,21 +132,6 @@ def refuse_what_replicas_would_share(model: nn.Module) -> None:
         raise StrategyError(f'dp: parameter "{name}" has a hook, which its replicas would not have{advice}')
     if (where := holding_on(model)) is not None:
         raise StrategyError(f"dp: a function in {where} holds on to the model it was made in{advice}")
-
-
-def holding_on(model: nn.Module) -> str | None:
-    """Where in the model a function has closed over something of it, so that a copy would use the model itself."""
-    for name, module in model.named_modules():
-        hooks = (*module._forward_hooks.values(), *module._forward_pre_hooks.values())
-        if any(_holds_on_to(function, model) for function in (*vars(module).values(), *hooks)):
-            return f'"{name}"' if name else "the model"
-    return None
-
-
-def _holds_on_to(function: Any, model: nn.Module) -> bool:
-    """Whether a function has closed over something of the model."""
-    held = {id(thing) for thing in closed_over(function)}
-    return bool(held) and any(id(one) in held for one in (*model.modules(), *model.parameters(), *model.buffers()))
 
 
 def refuse_other_parameters(total: torch.Tensor, model: nn.Module) -> None:

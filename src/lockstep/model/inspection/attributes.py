@@ -15,7 +15,7 @@ import torch
 from torch import nn
 
 from lockstep.launch.processes.call import closed_over
-from lockstep.model.inspection.outside_variables import OutsideVariables, copies_of, put_back
+from lockstep.model.inspection.outside_variables import HOOKS, OutsideVariables, copies_of, put_back
 from lockstep.model.inspection.rounding import differ
 from lockstep.tensors.digest import digest
 from lockstep.tensors.pytree import tensors
@@ -95,6 +95,29 @@ def _name_of(function: types.FunctionType) -> tuple[Any, ...]:
     code = function.__code__
     plain = [value for value in (*closed_over(function), *code.co_consts) if type(value) in _PLAIN]
     return function.__module__, function.__qualname__, code.co_firstlineno, code.co_code, code.co_names, plain
+
+
+def holding_on(model: nn.Module) -> str | None:
+    """Where in the model a function holds something of it, so that a copy would use the model itself, if one does."""
+    for name, module in model.named_modules():
+        hooks = (function for kind in HOOKS for function in getattr(module, kind).values())
+        if any(holds_on_to(function, model) for function in (*vars(module).values(), *hooks)):
+            return f'"{name}"' if name else "the model"
+    return None
+
+
+def holds_on_to(function: Any, model: nn.Module) -> bool:
+    """Whether a function has closed over something of the model, or has it as a default."""
+    held = list(_held_by(function)) if isinstance(function, types.FunctionType) else []
+    ids = {id(one) for one in held}
+    return bool(ids) and any(id(one) in ids for one in (*model.modules(), *model.parameters(), *model.buffers()))
+
+
+def _held_by(function: types.FunctionType, deep: int = 3) -> Iterator[Any]:
+    for thing in (*closed_over(function), *(function.__defaults__ or ()), *(function.__kwdefaults__ or {}).values()):
+        yield getattr(thing, "__self__", thing)  # (of a method its object)
+        if isinstance(thing, types.FunctionType) and deep:
+            yield from _held_by(thing, deep - 1)
 
 
 def attribute_place(model: nn.Module, name: str) -> tuple[dict[str, Any], str]:

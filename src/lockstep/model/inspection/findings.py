@@ -223,6 +223,9 @@ class Seen:
 
     def _of_shares(self) -> Iterator[Caveat]:
         """What differs where a batch is computed in parts, on however many devices."""
+        if self.uncopied is not None:
+            text = f"the model's forward was not inspected, since the model can't be copied ({self.uncopied})"
+            yield Caveat("uncopied", text, "lockstep verify shows whether results are those of single-device training")
         if self.unparted is not None and not self.ragged:
             text = f"the model was not inspected further, since it can't take a part of its inputs ({self.unparted})"
             yield Caveat("uncopied", text, "lockstep verify shows whether results are those of single-device training")
@@ -287,9 +290,6 @@ class Seen:
         """
         if accumulates:
             yield from self._once_per_microbatch()
-        if self.uncopied is not None:
-            text = f"the model's forward was not inspected, since the model can't be copied ({self.uncopied})"
-            yield Caveat("uncopied", text, "lockstep verify shows whether results are those of single-device training")
         if self.draws_elsewhere:
             text = (
                 "the model draws from Python's or numpy's random in forward: the numbers differ from single-device "

@@ -40,6 +40,7 @@ from lockstep.model.inspection.attributes import (
     as_written,
     attribute_prints,
     detached_attributes,
+    holding_on,
     loss_depends_on,
     plain_attributes,
 )
@@ -81,8 +82,6 @@ def look(
 ) -> Seen:
     """See what ``model`` does with ``inputs`` of so many samples; it is left as it is, and so are all generators.
 
-    A model that can't take a part of its inputs shows less.
-
     Args:
         model: it.
         inputs: of ``samples`` samples.
@@ -96,8 +95,9 @@ def look(
         trains: whether gradients matter.
         without_checkpoints: in which the model's blocks keep their activations, where they don't otherwise.
     """
-    batch, original = (inputs, targets), original or model
-    seen = Seen()
+    batch, original, seen = (inputs, targets), original or model, Seen()
+    if (where := holding_on(model)) is not None:
+        return Seen(uncopied=f"a function in {where} holds on to the model it was made in")
     with torch.no_grad(), kept_states(accelerators_of(inputs)), full_products():
         try:
             size = sum(p.numel() * p.element_size() for p in model.parameters())
@@ -122,9 +122,9 @@ def look(
                         _see(copied, some, number, seen, judge, outside, original, gradients=trains and not again)
                     except Exception as error:
                         seen.unparted = told(error) if seen.ran else None
-                        continue
-                seen.unparted = None
-                break
+                    else:
+                        seen.unparted = None
+                        break
             if without_checkpoints is not None and judge is not None and not again:
                 with outside.kept(), contextlib.suppress(Exception):
                     seen.recomputed = _first_recomputed(copied, batch, samples, judge, original, without_checkpoints)
@@ -134,8 +134,8 @@ def look(
                 with outside.kept(), contextlib.suppress(Exception):
                     _see(copied, _as_many(batch, samples, more), more, wider, None, outside, original, gradients=False)
                 seen.mixes = wider.mixes
-        except Exception:
-            return seen
+        except Exception as error:
+            seen.unparted = seen.unparted or told(error)
     return seen
 
 
