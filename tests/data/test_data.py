@@ -688,7 +688,7 @@ class ByEpoch(torch.utils.data.Dataset[Any]):
 @pytest.mark.parametrize("workers", [0, 2])
 def test_a_dataset_is_told_its_epoch(workers: int) -> None:
     """Found by trial: only streams were."""
-    loader = lockstep.batches(ByEpoch(), batch_size=5, loader_workers=workers)
+    loader = lockstep.batches(ByEpoch(), batch_size=5, workers=workers)
     for epoch in range(3):
         for inputs, index in loader:
             assert torch.equal(inputs[:, 0], 10.0 * epoch + index)

@@ -144,3 +144,28 @@ def test_the_trial_evaluation_leaves_weights_that_the_model_writes_in_it(tmp_pat
     for way in ("dp", "ddp", "fsdp"):
         with pytest.raises(StrategyError, match=r'writes its parameter "1.weight" in forward'):
             lockstep.train(whole, strategy=way, devices="2xcpu", folder=tmp_path, quiet=True)
+
+
+class Scripted(nn.Module):
+    """Has a frozen layer of TorchScript."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.teacher = torch.jit.script(nn.Linear(6, 8).double().requires_grad_(False))
+        self.last = nn.Linear(8, 3)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        out: torch.Tensor = self.last(torch.tanh(self.teacher(x)))
+        return out
+
+
+@pytest.mark.filterwarnings("ignore:.torch.jit")
+@pytest.mark.parametrize("way", ["single", slow("ddp")])
+def test_a_model_may_have_a_layer_of_torchscript(way: str, tmp_path: Path) -> None:
+    """Found by trial: the trial evaluation ended in an AttributeError."""
+    job = Job(
+        model=Scripted, loss=nn.CrossEntropyLoss(), optimizer=plain_sgd, train_data=DATA, eval_data=DATA, batch_size=7,
+        precision="fp64", epochs=2,
+    )  # fmt: skip
+    run = lockstep.train(job, strategy=way, devices=f"{WAYS[way]}xcpu", folder=tmp_path, quiet=True)
+    assert run.metrics["loss"] < 2

@@ -167,7 +167,8 @@ def kept_state(objects: Sequence[Any]) -> Iterator[None]:
     roots: list[Any] = []
     for one in objects:
         modules = list(one.modules()) if isinstance(one, nn.Module) else []
-        held += (of for module in modules for of in (module._buffers, vars(module)))
+        # (Those of a TorchScript module are none of Python's dictionaries.)
+        held += (of for module in modules for of in (module._buffers, vars(module)) if isinstance(of, dict))
         roots += [OutsideVariables.of_model(one)] if modules else [OutsideVariables([one])]
         held += [] if modules or not hasattr(one, "__dict__") else [vars(one)]
     before = [{name: value for name, value in of.items() if _is_own(name)} for of in held]
