@@ -40,8 +40,9 @@ def try_out(
     Raises:
         JobError: a metric raises, or gives something other than a total and a count; a sample isn't a pair.
     """
-    with _kept_parameters(step), kept_state(step.models()), step.loss.kept():
-        values = evaluate_sets(step, loaders, metrics, world, seed, most=1, prefix="eval_") if loaders else {}
+    with kept_state(step.models()), step.loss.kept():
+        with _kept_parameters(step):
+            values = evaluate_sets(step, loaders, metrics, world, seed, most=1, prefix="eval_") if loaders else {}
         step.compare_ranks()
     return values
 
@@ -52,7 +53,8 @@ def _kept_parameters(step: Step) -> Iterator[None]:
     of_models = () if step.keeps_shards else (p for model in step.models() for p in model.parameters())
     every = {id(p): p for p in (*step.parts().values(), *of_models)}.values()
     is_small = sum(p.numel() * p.element_size() for p in every) <= _LARGEST
-    before = [(p, p.detach().clone()) for p in every] if is_small else []
+    # (Ranks that don't meet share their parameters, and another one may train by now.)
+    before = [(p, p.detach().clone()) for p in every] if is_small and step.together else []
     yield
     with torch.no_grad():
         for p, value in before:
