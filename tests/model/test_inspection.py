@@ -119,6 +119,13 @@ class Drawing(Centred):
         return super().forward(x if torch.rand(()) >= 0 else 2 * x)
 
 
+class DrawingBeside(Monitoring):
+    """Adds a number that it draws."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return super().forward(x) + torch.rand(())
+
+
 class Dropping(Centred):
     """Has the rate of a dropout as an attribute, and acts otherwise in training."""
 
@@ -240,6 +247,7 @@ CASES = [
     (Following, Seen(mixes=True, written=("kept",), follows=("kept",))),
     (Monitoring, Seen(written=("kept",), follows=("kept",))),
     (Drawing, Seen(draws=True, mixes=True)),
+    (DrawingBeside, Seen(draws=True, written=("kept",), follows=("kept",))),
     (Dropping, Seen(mixes=True)),
     (InTwos, Seen(unparted=ANY)),
     (Counting, Seen(written=("kept",))),

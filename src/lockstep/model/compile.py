@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import shutil
 from collections.abc import Callable, Iterable
 from typing import Any
@@ -9,9 +10,13 @@ from typing import Any
 import torch
 from torch import nn
 
-from lockstep.errors import JobError, nearest
+from lockstep.errors import JobError, StrategyError, nearest
 from lockstep.job import Job
 from lockstep.launch.world import World
+from lockstep.model.inspection import accelerators_of, acting_buffers, detached_attributes
+from lockstep.tensors.digest import digest
+from lockstep.tensors.pytree import call, clones
+from lockstep.tensors.seeding import kept_states
 
 MODES = ("default", "reduce-overhead", "max-autotune", "max-autotune-no-cudagraphs")
 """Words of the setting that are modes of PyTorch's own backend; the others are names of backends."""
@@ -88,3 +93,30 @@ def not_compilable(error: BaseException) -> JobError | None:
     if "TritonMissing" in said or "working triton installation" in said:
         return JobError("compile: Triton isn't here: install triton, take --compile aot_eager, or leave compile out")
     return None
+
+
+def refuse_written_buffers(model: nn.Module, inputs: Any) -> None:
+    """Refuse to compile a model that writes a buffer in forward, other than running statistics.
+
+    What is made of the buffer may be computed again in the compiled backward, from the buffer as it is then (torch
+    2.13, https://github.com/pytorch/pytorch/pull/197039; to be deleted when the oldest torch supported has that).
+
+    Raises:
+        StrategyError: it writes one. (That of a model that can't be copied isn't seen.)
+    """
+    before = {name: digest(b) for name, b in acting_buffers(model).items()}
+    if not before:
+        return
+    with torch.no_grad(), kept_states(accelerators_of(inputs)):
+        try:
+            copied = copy.deepcopy(model, detached_attributes(model))
+            buffers = dict(copied.named_buffers())  # one that is replaced, not written, does no harm
+            call(copied, clones(inputs))
+        except Exception:  # what is wrong with the model, its first step says
+            return
+    for name, was in before.items():
+        if digest(buffers[name]) != was:
+            raise StrategyError(
+                f'compile: the model writes its buffer "{name}" in forward, and PyTorch\'s compiled backward may read '
+                "it too late, for wrong gradients: leave compile out, or give the module a new tensor instead"
+            )

@@ -15,7 +15,7 @@ from lockstep.model.inspection.attributes import (
 )
 from lockstep.model.inspection.backward import comes_from_within
 from lockstep.model.inspection.findings import BESIDE, Seen
-from lockstep.model.inspection.forward import look, refuse_written_buffers
+from lockstep.model.inspection.forward import accelerators_of, look
 from lockstep.model.inspection.nonlinear import NoticedHooks, hooked_parameters, may_be_nonlinear
 from lockstep.model.inspection.outside_variables import HOOKS, OutsideVariables
 from lockstep.model.inspection.watched import drops
@@ -26,6 +26,7 @@ __all__ = [
     "NoticedHooks",
     "OutsideVariables",
     "Seen",
+    "accelerators_of",
     "acting_buffers",
     "attribute_place",
     "attribute_prints",
@@ -41,6 +42,5 @@ __all__ = [
     "look",
     "may_be_nonlinear",
     "prints_of",
-    "refuse_written_buffers",
     "set_attributes",
 ]

@@ -34,7 +34,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from lockstep.errors import StrategyError, told
+from lockstep.errors import told
 from lockstep.model.inspection.attributes import (
     acting_buffers,
     as_written,
@@ -164,33 +164,6 @@ def _same_parameters(model: nn.Module) -> dict[int, Any]:
     return {id(p): nn.Parameter(p.detach(), p.requires_grad) for p in model.parameters() if type(p) is nn.Parameter}
 
 
-def refuse_written_buffers(model: nn.Module, inputs: Any) -> None:
-    """Refuse to compile a model that writes a buffer in forward, other than running statistics.
-
-    What is made of the buffer may be computed again in the compiled backward, from the buffer as it is then (torch
-    2.13, https://github.com/pytorch/pytorch/pull/197039; to be deleted when the oldest torch supported has that).
-
-    Raises:
-        StrategyError: it writes one. (That of a model that can't be copied isn't seen.)
-    """
-    before = {name: digest(b) for name, b in acting_buffers(model).items()}
-    if not before:
-        return
-    with torch.no_grad(), kept_states(accelerators_of(inputs)):
-        try:
-            copied = copy.deepcopy(model, detached_attributes(model))
-            buffers = dict(copied.named_buffers())  # one that is replaced, not written, does no harm
-            call(copied, clones(inputs))
-        except Exception:  # what is wrong with the model, its first step says
-            return
-    for name, was in before.items():
-        if digest(buffers[name]) != was:
-            raise StrategyError(
-                f'compile: the model writes its buffer "{name}" in forward, and PyTorch\'s compiled backward may read '
-                "it too late, for wrong gradients: leave compile out, or give the module a new tensor instead"
-            )
-
-
 def _others(model: nn.Module, before: Mapping[str, Any]) -> tuple[str, ...]:
     """The names of buffers that act in training and hold something else than what they held."""
     return tuple(name for name, b in acting_buffers(model).items() if digest(b) != before.get(name))
@@ -265,13 +238,17 @@ def _see(
     if (
         draws
     ):  # a part of the batch would draw others; as many samples, of which the later ones are others, draw the same
-        both = []
+        both: list[list[torch.Tensor]] = []
+        ends: list[dict[str, Any]] = []
         with contextlib.suppress(Exception):
             for later in (cut(inputs, first, samples - first, samples), cut(inputs, 0, samples - first, samples)):
                 given = joined(cut(inputs, 0, first, samples), first, later, samples - first)
                 with kept_states(accelerators):
                     both.append([t[:first] for t in _rows(run(0, samples, given), samples)])
+                ends.append({name: digest(b) for name, b in acting_buffers(model).items()})
             seen.mixes = differ(*both)
+            seen.written = tuple(name for name, its in ends[0].items() if name in begin and its != digest(begin[name]))
+            seen.follows = tuple(name for name in seen.written if ends[1].get(name) != ends[0][name])
         return
     of_whole = {name: digest(b) for name, b in model.named_buffers()}
     seen.written = tuple(

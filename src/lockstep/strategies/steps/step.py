@@ -32,7 +32,7 @@ from lockstep.launch.memory import reset_peak_memory
 from lockstep.launch.observer import observed, phase
 from lockstep.launch.world import World
 from lockstep.model.activation_checkpointing import not_checkpointable, without_checkpoints
-from lockstep.model.compile import compile_models, not_compilable
+from lockstep.model.compile import compile_models, not_compilable, refuse_written_buffers
 from lockstep.model.inspection import (
     BESIDE,
     NoticedHooks,
@@ -40,7 +40,6 @@ from lockstep.model.inspection import (
     drops,
     look,
     may_be_nonlinear,
-    refuse_written_buffers,
 )
 from lockstep.model.losses.additivity import Piece
 from lockstep.model.losses.check_interval import is_power_of_two

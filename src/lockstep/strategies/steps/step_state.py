@@ -32,6 +32,7 @@ from lockstep.model.optimizer import (
 )
 from lockstep.model.unsaved import Unsaved
 from lockstep.strategies.steps.evaluator import Evaluator
+from lockstep.tensors.digest import digest
 from lockstep.tensors.pytree import tensors
 from lockstep.tensors.row_shard import RowShard
 
@@ -71,7 +72,7 @@ class StepState(Evaluator):
         self._noted: set[Caveat | str] = set()
         self._part_names: tuple[str, ...] | None = None
         self.left_out: dict[str, str] = {}
-        self._versions: dict[str, int] = {}
+        self._digests: dict[str, Any] = {}
 
     @property
     def together(self) -> bool:
@@ -270,7 +271,7 @@ class StepState(Evaluator):
         frozen = {n: p for n, p in self.model.named_parameters(remove_duplicate=False) if not p.requires_grad}
         own = self.weights(whole=False) if frozen else {}
         self.left_out = {name: self._sum_of(name, own[name]) for name in frozen}
-        self._versions = {name: p._version for name, p in frozen.items()}
+        self._digests = {name: _digest(own[name]) for name in frozen}
 
     def _sum_of(self, name: str, part: torch.Tensor | RowShard) -> str:
         return sum_in_place_of(self.joined(name, part.local) if isinstance(part, RowShard) else part)
@@ -281,17 +282,14 @@ class StepState(Evaluator):
         Raises:
             RunError: one isn't, and would be lost.
         """
-        for name, kept in self.left_out.items():
-            p = self.model.get_parameter(name)
-            is_written = (
-                p._version != self._versions[name] and self._sum_of(name, self.weights(whole=False)[name]) != kept
-            )
+        own = self.weights(whole=False) if self.left_out else {}
+        for name in self.left_out:
+            p, is_written = self.model.get_parameter(name), _digest(own[name]) != self._digests[name]
             if p.requires_grad or is_written:
                 raise RunError(
                     f'save_frozen: "{name}" was frozen when the training began, so that it is not saved, and '
                     f"{'has other values' if is_written else 'is trained'} now: leave save_frozen out"
                 )
-            self._versions[name] = p._version
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Take over what ``state_dict`` gave, under any strategy and number of devices.
@@ -395,3 +393,7 @@ class StepState(Evaluator):
     def whole_model(self) -> nn.Module | None:
         """The model, to be inspected; None on ranks that don't."""
         return self.model
+
+
+def _digest(part: torch.Tensor | RowShard) -> Any:
+    return digest(part.local if isinstance(part, RowShard) else part)
