@@ -527,3 +527,35 @@ def test_a_model_that_is_frozen_as_a_whole_is_no_error_though_its_loss_has_gradi
     run = train(job, strategy=way, devices=WAYS[way], folder=tmp_path, quiet=True)
     single = train(job, strategy="single", devices="1xcpu", folder=tmp_path, quiet=True)
     assert differences(job, run, single).worst < BOUND
+
+
+class Coded(nn.Module):
+    """Follows the mean of its batches, in training only, and gives what differs from that."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(6, 4)
+        self.register_buffer("center", torch.zeros(4))
+
+    def forward(self, x: Tensor) -> Tensor:
+        hidden: Tensor = self.layer(x)
+        if self.training:
+            with torch.no_grad():
+                self.center.lerp_(hidden.mean(0), 0.1)
+        return hidden - self.center
+
+
+def coding(models: nn.ModuleDict, batch: Any, update: Any) -> None:
+    update("body", models["body"](batch[0]).square().sum(), len(batch[0]))
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_what_a_layer_does_in_training_only_is_seen(way: str, tmp_path: Path, capfd: Any) -> None:
+    """Found by trial: the function was tried in evaluation mode."""
+    job = Job(model=lambda: {"body": Coded()}, optimizer={"body": sgd}, step=coding, train_data=DATA, batch_size=8)
+    try:
+        train(job, strategy=way, devices=WAYS[way], folder=tmp_path)
+        said = capfd.readouterr().out
+    except StrategyError as error:
+        said = str(error)
+    assert 'writes "body.center" by the samples of its local batch' in said or "isn't a sum over samples" in said

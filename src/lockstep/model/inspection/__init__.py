@@ -18,7 +18,7 @@ from lockstep.model.inspection.findings import BESIDE, Seen
 from lockstep.model.inspection.forward import accelerators_of, look
 from lockstep.model.inspection.nonlinear import NoticedHooks, hooked_parameters, may_be_nonlinear
 from lockstep.model.inspection.outside_variables import HOOKS, OutsideVariables
-from lockstep.model.inspection.watched import drops
+from lockstep.model.inspection.watched import drops, without_noise
 
 __all__ = [
     "BESIDE",
@@ -43,4 +43,5 @@ __all__ = [
     "may_be_nonlinear",
     "prints_of",
     "set_attributes",
+    "without_noise",
 ]

@@ -48,7 +48,7 @@ from lockstep.model.inspection.backward import first_recomputed, see_gradients
 from lockstep.model.inspection.findings import Kind, Seen
 from lockstep.model.inspection.outside_variables import OutsideVariables
 from lockstep.model.inspection.rounding import differ
-from lockstep.model.inspection.watched import Watched, drops
+from lockstep.model.inspection.watched import Watched, without_noise
 from lockstep.model.precision import full_products
 from lockstep.tensors.digest import digest
 from lockstep.tensors.pytree import call, clones, cut, each, joined, named_tensors, part_of, tensors, to_device
@@ -106,11 +106,7 @@ def look(
         except Exception as error:
             return Seen(uncopied=told(error))
         try:
-            for module in copied.modules():
-                is_of_torch = type(module).__module__.startswith("torch.")  # of others `Watched` sees to the dropout
-                if (drops(module) and is_of_torch) or isinstance(module, nn.modules.batchnorm._NormBase):
-                    module.training = False
-                    module.train = _stays  # type: ignore  # also where forward sets it
+            without_noise(copied)
             # A copy has no hooks that move what it is given.
             if len({t.device for t in (*copied.parameters(), *tensors(batch))}) > 1:
                 copied, batch = copied.cpu(), to_device(batch, torch.device("cpu"))
@@ -137,10 +133,6 @@ def look(
         except Exception as error:
             seen.unparted = seen.unparted or told(error)
     return seen
-
-
-def _stays(mode: bool = True) -> None:
-    """In the place of a layer's ``train``."""
 
 
 def _enough(batch: tuple[Any, Any], samples: int, *, again: bool) -> Iterator[tuple[tuple[Any, Any], int]]:

@@ -52,3 +52,19 @@ def drops(module: nn.Module) -> bool:
     if isinstance(module, nn.modules.dropout._DropoutNd):
         return module.p > 0
     return isinstance(getattr(module, "dropout", None), float) and getattr(module, "dropout", 0.0) > 0
+
+
+def without_noise(copied: nn.Module) -> None:
+    """Let dropout layers and batch norms of PyTorch's stay in evaluation mode, also where forward sets another.
+
+    Of other classes with a rate of dropout ``Watched`` sees to that.
+    """
+    for module in copied.modules():
+        is_of_torch = type(module).__module__.startswith("torch.")
+        if (drops(module) and is_of_torch) or isinstance(module, nn.modules.batchnorm._NormBase):
+            module.training = False
+            module.train = _stays  # type: ignore
+
+
+def _stays(mode: bool = True) -> None:
+    """In the place of a layer's ``train``."""

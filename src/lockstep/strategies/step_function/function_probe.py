@@ -3,8 +3,8 @@
 In steps 1, 2, 4, 8, ... the function is run on a local batch, on two parts of it, on it with samples of another one (a
 mask may be even over each local batch, and not over both), and on it several times (the hardest ten samples of a batch
 may be all of a local batch), with an ``update`` that only takes note of what it is given: nothing is moved. Each run
-has a copy of the model, since a function may write to it (a target network, a running mean). Layers are in eval mode
-meanwhile, since dropout and batch norm are told of anyway.
+has a copy of the model, since a function may write to it (a target network, a running mean). Dropout and batch norms
+are in evaluation mode meanwhile, since they are told of anyway.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from lockstep.data import Part
 from lockstep.errors import LossError, StrategyError
 from lockstep.launch.events import Caveat
 from lockstep.launch.world import World
-from lockstep.model.inspection import OutsideVariables, detached_attributes
+from lockstep.model.inspection import OutsideVariables, detached_attributes, without_noise
 from lockstep.model.inspection.rounding import first_apart
 from lockstep.model.losses.additivity import Nest, is_apart, repeated
 from lockstep.model.losses.loss import Loss, Number
@@ -114,7 +114,7 @@ def probe(
     def calls(nest: Nest) -> Called:
         return _calls(function, model, nest, world, part.of)
 
-    with kept_states(accelerators), outside.kept(), in_evaluation_mode(model):
+    with kept_states(accelerators), outside.kept():
         before = states(accelerators)
         variables = outside.prints()
         whole = calls(nest)
@@ -200,13 +200,18 @@ def _refuse_no_sums(samples: int, whole: Called, *parts: Called) -> None:
 
 def _calls(function: Callable[..., None], model: nn.Module, nest: Nest, world: World, samples: int) -> Called:
     """What the function makes of some samples, with a copy of the model; ``samples``: of the global batch."""
-    with contextlib.suppress(Exception):  # one that can't be copied is given itself
+    mode: contextlib.AbstractContextManager[None] = contextlib.nullcontext()
+    try:
         model = copy.deepcopy(model, detached_attributes(model))
+        without_noise(model)
+    except Exception:  # one that can't be copied is given itself
+        mode = in_evaluation_mode(model)
     looks = world.step <= 1 and sum(p.numel() * p.element_size() for p in model.parameters()) <= _LARGEST
     noted = _Noted(world, samples, model if looks else None)
     state = {**dict(model.named_parameters()), **dict(model.named_buffers())}
     before = {name: digest(tensor) for name, tensor in state.items()}
-    function(model, nest, noted)
+    with mode:
+        function(model, nest, noted)
     written = {name: tensor for name, tensor in state.items() if digest(tensor) != before[name]}
     return Called(noted.calls, written, noted.gradients)
 
