@@ -483,3 +483,20 @@ def job():
     from zoo import ZOO
     return ZOO["evaluation sets by name"]
 """
+
+
+class Shifting(torch.utils.data.IterableDataset[Any]):
+    """Gives other samples in a loader worker, as a stream of ``datasets`` shuffles otherwise there."""
+
+    def __iter__(self) -> Any:
+        shift = 0 if torch.utils.data.get_worker_info() is None else 100
+        return iter([(torch.tensor([float(number + shift)]), number) for number in range(10)])
+
+
+def test_a_stream_is_the_same_in_a_loader_worker() -> None:
+    """Found by trial: strategies that choose a worker read others than those that choose none."""
+    here, there = (
+        torch.cat([inputs for inputs, _ in lockstep.batches(Shifting(), batch_size=4, workers=workers)])
+        for workers in (0, 1)
+    )
+    assert torch.equal(here, there) and len(here) == 10

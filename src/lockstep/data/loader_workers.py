@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import functools
 import mmap
@@ -113,6 +114,17 @@ class _Remote:
 
 def _unpacked(fetcher: bytes) -> _Remote:
     return _Remote(cloudpickle.loads(fetcher))
+
+
+@contextlib.contextmanager
+def without_worker_info() -> Iterator[None]:
+    """As outside of loader workers, for streams: one worker reads all, and some (of ``datasets``) shuffle otherwise."""
+    module = torch.utils.data._utils.worker
+    before, module._worker_info = module._worker_info, None
+    try:
+        yield
+    finally:
+        module._worker_info = before
 
 
 class _Requests:

@@ -23,6 +23,7 @@ import torch
 from lockstep.data.dataset_state import load_state, state_of
 from lockstep.data.fetch import Collate, Pair, number_of, together
 from lockstep.data.loader import AnyLoader
+from lockstep.data.loader_workers import without_worker_info
 from lockstep.data.shares import COLLATE, EVALUATION, ORDER, TRAINING, Batch, Cutting, absorbed, over_ranks
 from lockstep.errors import JobError, RunError, SampleError, told
 from lockstep.tensors.seeding import kept_states, seed_all
@@ -151,7 +152,7 @@ class Reader:
 
         It has no samples once the stream has come to its end. With a state that was ``kept`` it is begun in that.
         """
-        with kept_states() if self._draws else nullcontext():
+        with kept_states() if self._draws else nullcontext(), without_worker_info():
             state = absorbed(self._stream, epoch)
             if begins:
                 self._begin(epoch, state, index, kept)
