@@ -171,3 +171,11 @@ def test_the_command_takes_them(tmp_path: Path, monkeypatch, capfd) -> None:
     assert main(["train", "own.py", "--devices", "1", "--init", file, "--init-strict", "false"]) == 0
     assert f"init: 1 of 9 weights are from {file}" in capfd.readouterr().out
     assert main(["train", "own.py", "--devices", "1", "--init", file]) == 2
+
+
+def test_weights_in_float64_keep_their_bits(tmp_path: Path) -> None:
+    """Found by trial: they were rounded to float32 on their way."""
+    expected = {n: t.double() / 3 if t.is_floating_point() else t for n, t in weights(Net()).items()}
+    file = saved(tmp_path / "w.safetensors", expected)
+    run = train(a_job(init=file, precision="fp64"), strategy="single", devices="1xcpu", folder=tmp_path, quiet=True)
+    fits(run.model().state_dict(), expected, *PARAMETERS)

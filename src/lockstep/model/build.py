@@ -60,13 +60,13 @@ def build_model(job: Job, world: World, *, place: bool = True) -> nn.Module:
         raise JobError("model: it has no parameter that requires a gradient, so there is nothing to train")
     _make_lazy_parameters(model, job, world)
     _expand_buffers(model)
+    convert_model(model, job.precision)  # before the weights of init, which may be float64 too
     if job.init is not None:
         said = begin_with(model, job.init, strict=job.init_strict)
         for line in said if world.is_first else ():
             world.tell(Line(line, "plan" if line != said[0] else "plain"))
     _begin_training(model)
     same_on_every_rank(model, world)
-    convert_model(model, job.precision)
     if job.activation_checkpointing is not None:
         _checkpoint(model, job, job.sync_batchnorm and world.size * len(world.devices) > 1)
     if job.channels_last:
