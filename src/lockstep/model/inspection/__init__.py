@@ -18,11 +18,12 @@ from lockstep.model.inspection.findings import BESIDE, Seen
 from lockstep.model.inspection.forward import accelerators_of, look
 from lockstep.model.inspection.nonlinear import NoticedHooks, hooked_parameters, may_be_nonlinear
 from lockstep.model.inspection.outside_variables import HOOKS, OutsideVariables
-from lockstep.model.inspection.watched import drops, without_noise
+from lockstep.model.inspection.watched import OPERATORS_IN_PLACE, drops, without_noise, writes_in_place
 
 __all__ = [
     "BESIDE",
     "HOOKS",
+    "OPERATORS_IN_PLACE",
     "NoticedHooks",
     "OutsideVariables",
     "Seen",
@@ -44,4 +45,5 @@ __all__ = [
     "prints_of",
     "set_attributes",
     "without_noise",
+    "writes_in_place",
 ]

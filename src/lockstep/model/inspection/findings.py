@@ -19,7 +19,6 @@ class Seen:
 
     Attributes:
         writes: the first parameter that changed.
-        writes_within: a parameter that forward writes, whether or not it puts it back.
         writes_within: the first parameter that forward writes, if only for a while.
         freezes: the first parameter whose ``requires_grad`` changed.
         mixes: whether samples act on one another.

@@ -51,7 +51,18 @@ from lockstep.model.inspection.rounding import differ
 from lockstep.model.inspection.watched import Watched, without_noise
 from lockstep.model.precision import full_products
 from lockstep.tensors.digest import digest
-from lockstep.tensors.pytree import call, clones, cut, each, joined, named_tensors, part_of, tensors, to_device
+from lockstep.tensors.pytree import (
+    call,
+    clones,
+    cut,
+    each,
+    has_rows,
+    joined,
+    named_tensors,
+    part_of,
+    tensors,
+    to_device,
+)
 from lockstep.tensors.seeding import kept_states, noted_seeding, same, same_others, states
 
 _FEWEST = 4
@@ -227,9 +238,7 @@ def _see(
     seen.freezes = next((name for name, p in model.named_parameters() if p.requires_grad != (name in trained)), None)
     if seen.draws_elsewhere or seen.writes is not None:
         return
-    if (
-        draws
-    ):  # a part of the batch would draw others; as many samples, of which the later ones are others, draw the same
+    if draws:  # Parts would draw others; as many samples draw the same, of which the later ones may be others.
         both: list[list[torch.Tensor]] = []
         ends: list[dict[str, Any]] = []
         with contextlib.suppress(Exception):
@@ -260,11 +269,10 @@ def _see(
     seen.follows = _others(model, of_whole)
     if not seen.remembers:
         tail = run(first, samples - first)
-        seen.follows = seen.follows or _others(
-            model, of_whole
-        )  # what only grows is as after the whole where it grew in one part
+        # What only grows is as after the whole where it grew in one part.
+        seen.follows = seen.follows or _others(model, of_whole)
         cut_up = {name: (whole[name], head[name], tail[name]) for name in whole if name in head and name in tail}
-        rows = [of for of in cut_up.values() if all(map(_has_rows, of, (samples, first, samples - first)))]
+        rows = [of for of in cut_up.values() if all(map(has_rows, of, (samples, first, samples - first)))]
         across = any(
             (n, part) == (samples, first) for a, b, _ in rows for n, part in zip(a.shape[1:], b.shape[1:], strict=False)
         )  # a column for each sample, as scores of each against each have
@@ -340,17 +348,13 @@ def _cropped(tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
     return [t[(slice(None), *(slice(size) for size in sizes))] for t in tensors]
 
 
-def _has_rows(tensor: torch.Tensor, samples: int) -> bool:
-    return tensor.dim() > 0 and tensor.shape[0] == samples
-
-
 def _is_ragged(inputs: Any, samples: int) -> bool:
     """Whether there are integers of all samples in one row (words, say, beside their offsets), which can't be cut."""
     return any(t.dim() == 1 and len(t) != samples and not t.is_floating_point() for t in tensors(inputs))
 
 
 def _rows(outputs: dict[str, torch.Tensor], samples: int) -> list[torch.Tensor]:
-    return [t for t in outputs.values() if _has_rows(t, samples)]
+    return [t for t in outputs.values() if has_rows(t, samples)]
 
 
 def _kind_of(whole: torch.Tensor, head: torch.Tensor, tail: torch.Tensor, part: float) -> Kind:
@@ -363,6 +367,6 @@ def _kind_of(whole: torch.Tensor, head: torch.Tensor, tail: torch.Tensor, part: 
 
 
 def _multiplied(samples: int, times: int, tensor: torch.Tensor) -> torch.Tensor:
-    if not tensor.dim() or tensor.shape[0] != samples:
+    if not has_rows(tensor, samples):
         return tensor
     return torch.cat([tensor / i if tensor.is_floating_point() else tensor for i in range(1, times + 1)])

@@ -13,8 +13,14 @@ from torch.overrides import TorchFunctionMode
 _NO_WRITES = {"requires_grad_", "detach_", "share_memory_", "rename_"}
 """Functions that leave values as they are, though their names end with an underscore."""
 
-_WRITES = {"__setitem__", "__iadd__", "__isub__", "__imul__", "__itruediv__"}
-"""Others that write."""
+OPERATORS_IN_PLACE = {"__setitem__", "__iadd__", "__isub__", "__imul__", "__itruediv__"}
+"""Python's own, as a mode sees their names."""
+
+
+def writes_in_place(name: str) -> bool:
+    """Whether a function of tensors of that name writes to its first argument."""
+    ends = name.endswith("_") and not name.endswith("__")
+    return name in OPERATORS_IN_PLACE or (ends and name not in _NO_WRITES)
 
 
 class Watched(TorchFunctionMode):
@@ -34,7 +40,7 @@ class Watched(TorchFunctionMode):
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Mapping[str, Any] | None = None
     ) -> Any:
         kwargs, name = dict(kwargs or {}), getattr(func, "__name__", "")
-        if args and name not in _NO_WRITES and (name in _WRITES or (name.endswith("_") and not name.endswith("__"))):
+        if args and writes_in_place(name):
             written = args[0] if isinstance(args[0], torch.Tensor) and args[0].layout is torch.strided else None
             place = None if written is None or written.is_meta else written.untyped_storage().data_ptr()
             self.writes = self.writes or self._places.get(place or 0)

@@ -15,6 +15,7 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import tree_leaves, tree_map_only
 
 from lockstep.launch.events import Caveat
+from lockstep.model.inspection import OPERATORS_IN_PLACE, writes_in_place
 
 _DRAWS_IN_PLACE = {
     *("normal_", "uniform_", "trunc_normal_", "random_", "bernoulli_", "exponential_", "log_normal_", "cauchy_"),
@@ -33,9 +34,6 @@ _VIEWS = {
     *("reshape", "flatten", "unflatten", "ravel", "squeeze", "unsqueeze", "transpose", "t", "permute", "movedim"),
 }
 """Those too, and what is written to what they give goes to the shard."""
-
-_WRITES = {"__setitem__", "__iadd__", "__isub__", "__imul__", "__itruediv__"}
-"""Functions that write in place, beside those whose name ends with an underscore."""
 
 _GIVES_DATA = torch.Tensor.data.__set__  # type: ignore[attr-defined]
 """``parameter.data = value``."""
@@ -61,12 +59,12 @@ class WholeValues(TorchFunctionMode):
         """Call ``func``; what it gives is whole, or a shard."""
         del types
         name, kwargs = getattr(func, "__name__", ""), kwargs or {}
-        if name in _OF_ALL or name in _VIEWS or (name in _WRITES and not isinstance(args[0], DTensor)):
+        if name in _OF_ALL or name in _VIEWS or (name in OPERATORS_IN_PLACE and not isinstance(args[0], DTensor)):
             args, kwargs = tree_map_only(DTensor, _whole if name in _VIEWS else DTensor.full_tensor, (args, kwargs))
         shard = next((leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, DTensor)), None)
         if shard is None:
             found = func(*args, **kwargs)
-            if args and (name in _WRITES or (name.endswith("_") and not name.endswith("__"))):
+            if args and writes_in_place(name):
                 _write_back(args[0])
             return found
         from torch.distributed.tensor.experimental import implicit_replication  # takes 0.1 s; few need it
