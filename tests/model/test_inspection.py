@@ -168,6 +168,28 @@ class Noisy(Layer):
         return super().forward(x + torch.randn_like(x))
 
 
+class Sampling(Layer):
+    """An encoder of a variational autoencoder: samples, and two terms of a loss over all of them."""
+
+    def forward(self, x: torch.Tensor) -> dict[str, torch.Tensor]:
+        mean = super().forward(x)
+        divergence = mean.square().sum(1)
+        return {
+            "sampled": mean + torch.randn_like(mean),
+            "divergence": divergence.mean(),
+            "balance": mean.mean(0).square().sum(),
+        }
+
+
+class Rejecting(Layer):
+    """Draws until it likes what it got."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        while torch.rand(()) < 0.9:
+            pass
+        return super().forward(x)
+
+
 class NoisyElsewhere(Layer):
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         return super().forward(x + random.random())
@@ -256,6 +278,8 @@ CASES = [
     (WritingUnseen, Seen(writes="weight", writes_within="weight")),
     (WritingForAWhile, Seen(writes_within="weight")),
     (Noisy, Seen(draws=True)),
+    (Sampling, Seen(draws=True, of_batch={"divergence": "mean", "balance": "neither"})),
+    (Rejecting, Seen(draws=True)),
     (NoisyElsewhere, Seen(draws=True, draws_elsewhere=True)),
     (Seeding, Seen(seeds=True)),
     (Uncopyable, Seen(uncopied=ANY)),

@@ -390,6 +390,25 @@ def test_outputs_without_a_row_for_each_sample_are_refused(way: str, tmp_path: P
     refused(trained(tmp_path, wrong("squeezed"), eval_data=None), tmp_path, says, data="train", **on(way))
 
 
+class TimeFirst(nn.Module):
+    """Outputs with a row for each of four steps in time."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(6, 4)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.layer(x).T
+
+
+@pytest.mark.parametrize("way", ["single", *TWO, "fsdp 3"])
+def test_rows_of_time_are_not_taken_for_those_of_samples(way: str, tmp_path: Path) -> None:
+    run = trained(tmp_path, TimeFirst, eval_data=None)
+    share = 4 * int(WAYS[way][0])  # as many samples in each local batch as steps in time
+    says = r'"outputs" has a row for each sample in the first batch, and is float64\(4, 2\) for 2 samples in another'
+    refused(run, tmp_path, says, data=drawn(2 * share, 6), batch_size=share, **on(way))
+
+
 @pytest.mark.parametrize("way", ["single", *TWO])
 def test_data_that_the_model_can_not_take_are_refused_at_the_first_batch(way: str, tmp_path: Path) -> None:
     run = trained(tmp_path, Takes)

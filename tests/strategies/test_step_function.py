@@ -312,6 +312,10 @@ def noisy(models: Any, batch: Any, update: Any) -> None:
     update("head", models["head"](models["body"](x)).square().sum(), len(x))
 
 
+def noisy_over_pairs(models: Any, batch: Any, update: Any) -> None:
+    over_pairs(models, (batch[0] + torch.randn_like(batch[0]), batch[1]), update)
+
+
 @pytest.mark.parametrize("way", ["dp", pytest.param("ddp", marks=pytest.mark.slow)])
 def test_a_loss_that_is_no_sum_over_samples_is_refused_where_batches_are_cut(way: str, tmp_path: Path) -> None:
     train(job_of(over_pairs), strategy="single", devices="1xcpu", folder=tmp_path, quiet=True)
@@ -319,6 +323,8 @@ def test_a_loss_that_is_no_sum_over_samples_is_refused_where_batches_are_cut(way
         StrategyError, match=r'update\("body"\): the loss of \d samples .* it isn\'t a sum over samples'
     ):
         train(job_of(over_pairs), strategy=way, devices="2xcpu", folder=tmp_path, quiet=True)
+    with pytest.raises(StrategyError, match="it isn't a sum over samples"):  # also where it draws
+        train(job_of(noisy_over_pairs), strategy=way, devices="2xcpu", folder=tmp_path, quiet=True)
 
 
 def test_a_mean_without_its_count_is_refused(tmp_path: Path) -> None:

@@ -6,6 +6,7 @@ hidden folder beside its place and is moved there at the end, so nothing half-wr
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import os
 import shutil
@@ -16,6 +17,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from torch.utils.data import Subset
 
 from lockstep.data import Batch, job_loader, resolve, resolve_sets
 from lockstep.data.source import check_name, inputs_of, one_of, source_of
@@ -202,7 +204,7 @@ class _Prediction:
             collate=collate,
         )
         self.step: Step = plan.strategy.prepare(self.job, world)
-        self.rows = len(dataset)
+        self.dataset, self.rows = dataset, len(dataset)
         self.batch_size = job.eval_batch_size or job.batch_size
         self.loader = job_loader(self.job, world, dataset, evaluation=True, name=self.name)
         self.form: Any = None
@@ -217,6 +219,8 @@ class _Prediction:
                     if batch.index == 0:
                         look_at_evaluation(self.step, batch, judges=False)
                     self._write_batch(batch, shares)
+                if self.rows <= self.batch_size or self.rows % self.batch_size == 0:
+                    self._check_fewer()
         finally:
             self.loader.close()
         self.world.barrier()  # all have written
@@ -243,6 +247,29 @@ class _Prediction:
                     )
                 write_rows(self.folder, self.layout, leaf.name, first, rows)
             first += size
+
+    def _check_fewer(self) -> None:
+        """Where all batches had as many samples: outputs may by chance have had as many rows of something else (time).
+
+        It comes last, since a call of the model may write to it.
+
+        Raises:
+            InputError: outputs of fewer samples, or of more, are of another form.
+        """
+        shares = self.step.replicas
+        most = -(-min(self.batch_size, self.rows) // shares)
+        number = ((most + 1) // 2 if most > 2 else 3) * shares
+        if number > self.rows:
+            return
+        some: Any = Subset(self.dataset, range(number))
+        job = self.job.replace(eval_batch_size=number, loader_workers=0)
+        found: list[tuple[int, Any]] = []
+        with contextlib.suppress(Exception):  # a model may take so many samples only
+            for batch in job_loader(job, self.world, some, evaluation=True, name=self.name).epoch(0):
+                found = self.step.predictions(batch)
+        for size, outputs in found if self.form is not None else ():  # a rank without samples so far has none
+            for _ in taken(self.form, outputs, size):
+                pass
 
     def _outputs(self, batch: Batch) -> list[tuple[int, Any]]:
         """The outputs of this process's shares that aren't empty, with the samples of each.

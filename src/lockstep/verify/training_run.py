@@ -14,7 +14,7 @@ from lockstep.data import Batch, Part, eval_loaders, resolve, resolve_sets
 from lockstep.job import Job
 from lockstep.launch.observer import Observer
 from lockstep.launch.world import World
-from lockstep.model.inspection import acting_buffers, attribute_prints
+from lockstep.model.inspection import acting_buffers, attribute_prints, drawing_nothing
 from lockstep.strategies.steps.step import Step
 from lockstep.strategies.steps.update_result import Result
 from lockstep.tensors.digest import digest
@@ -24,7 +24,7 @@ from lockstep.training.evaluation import evaluate_sets
 from lockstep.training.scheduler import move_on, scheduler_of
 from lockstep.verify.batches import EPOCHS, Excerpt, begun, evaluated_places, places_of
 from lockstep.verify.comparison import Experiment, row_ids
-from lockstep.verify.determinism import drawing_nothing, hold_still, still_function
+from lockstep.verify.determinism import hold_still, still_function
 from lockstep.verify.layer_watch import Watch
 
 _FACTOR = 1 + 2.0**-21

@@ -16,6 +16,7 @@ from lockstep.model.inspection.attributes import (
 from lockstep.model.inspection.backward import comes_from_within
 from lockstep.model.inspection.findings import BESIDE, Seen
 from lockstep.model.inspection.forward import accelerators_of, look
+from lockstep.model.inspection.no_draws import drawing_nothing
 from lockstep.model.inspection.nonlinear import NoticedHooks, hooked_parameters, may_be_nonlinear
 from lockstep.model.inspection.outside_variables import HOOKS, OutsideVariables
 from lockstep.model.inspection.watched import OPERATORS_IN_PLACE, drops, without_noise, writes_in_place
@@ -34,6 +35,7 @@ __all__ = [
     "changed_attributes",
     "comes_from_within",
     "detached_attributes",
+    "drawing_nothing",
     "drops",
     "holding_on",
     "holds_on_to",

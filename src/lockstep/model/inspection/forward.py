@@ -15,7 +15,7 @@ through two parts of it, each time from the same buffers:
 - gradients of the whole that are not the sum of those of its parts, that backward depends on the share (a hook, an
   autograd function); those of a million times the whole that are not a million times as large, that it isn't linear,
 - parameters that have changed, or are frozen, that the model does so itself,
-- generators that have moved, that it draws random numbers,
+- generators that have moved, that it draws random numbers: all else is then seen without them,
 - calls of ``embedding`` with ``scale_grad_by_freq``, that a gradient depends on how often a word is in the share.
 
 Dropout and normalisation layers, of which all that is known, are in eval mode meanwhile; ``F.dropout`` drops nothing.
@@ -46,6 +46,7 @@ from lockstep.model.inspection.attributes import (
 )
 from lockstep.model.inspection.backward import first_recomputed, see_gradients
 from lockstep.model.inspection.findings import Kind, Seen
+from lockstep.model.inspection.no_draws import drawing_nothing
 from lockstep.model.inspection.outside_variables import OutsideVariables
 from lockstep.model.inspection.rounding import differ
 from lockstep.model.inspection.watched import Watched, without_noise
@@ -198,11 +199,13 @@ def _see(
     trained = {name for name, p in model.named_parameters() if p.requires_grad}
     places = {p.untyped_storage().data_ptr(): name for name, p in model.named_parameters() if p.numel()}
 
+    draw: Callable[[], AbstractContextManager[Any]] = contextlib.nullcontext
+
     def outputs_of(start: int, size: int, given: Any = None) -> Any:
         for name, b in model.named_buffers():
             if name in begin and b.shape == begin[name].shape:
                 b.detach().copy_(begin[name])
-        with Watched(places) as watched:
+        with Watched(places) as watched, draw():
             some = cut(inputs, start, size, samples) if size < samples else inputs
             outputs = call(model, clones(some if given is None else given))
         seen.counts_words |= watched.counts_words
@@ -250,7 +253,20 @@ def _see(
             seen.mixes = differ(*both)
             seen.written = tuple(name for name, its in ends[0].items() if name in begin and its != digest(begin[name]))
             seen.follows = tuple(name for name in seen.written if ends[1].get(name) != ends[0][name])
-        return
+        if seen.mixes or seen.follows:
+            return
+        # All else is seen while it draws nothing.
+        for held, then in attributes:
+            held.update(then)
+        draw, begun = drawing_nothing, attribute_prints(model)
+        judge = judge and drawing_nothing()(judge)
+        try:
+            whole = run(0, samples)
+        except Exception:  # which it can't take
+            return
+        if not same(after, states(accelerators)):
+            return
+        written = attribute_prints(model)
     of_whole = {name: digest(b) for name, b in model.named_buffers()}
     seen.written = tuple(
         name for name in acting_buffers(model) if name in begin and of_whole[name] != digest(begin[name])

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import contextlib
 import copy
+import functools
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from typing import Any
@@ -22,7 +23,7 @@ from lockstep.data import Part
 from lockstep.errors import LossError, StrategyError
 from lockstep.launch.events import Caveat
 from lockstep.launch.world import World
-from lockstep.model.inspection import OutsideVariables, detached_attributes, without_noise
+from lockstep.model.inspection import OutsideVariables, detached_attributes, drawing_nothing, without_noise
 from lockstep.model.inspection.rounding import first_apart
 from lockstep.model.losses.additivity import Nest, is_apart, repeated
 from lockstep.model.losses.loss import Loss, Number
@@ -111,24 +112,22 @@ def probe(
     found: list[Caveat] = []
     outside = OutsideVariables([function])
 
-    def calls(nest: Nest) -> Called:
-        return _calls(function, model, nest, world, part.of)
-
+    calls: Callable[[Nest], Called] = functools.partial(_calls, function, model, world, part.of)
     with kept_states(accelerators), outside.kept():
         before = states(accelerators)
         variables = outside.prints()
         whole = calls(nest)
         found += map(_changed, [n for n, now in outside.prints().items() if variables.get(n) != now])
-        if not same(before, states(accelerators)):
-            return [
-                *found,
-                Caveat(
-                    "drawing",
-                    "the step function draws random numbers: other ones for each local batch than single-device "
-                    "training; they are reproducible",
-                    "let the dataset draw them: a sample's are the same on any number of devices",
-                ),
-            ]
+        if not same(before, drawn := states(accelerators)):
+            found.append(_DRAWING)
+            # All else is seen while it draws nothing.
+            calls = drawing_nothing()(calls)
+            try:
+                whole = calls(nest)
+            except Exception:  # which it can't take
+                return found
+            if not same(drawn, states(accelerators)):
+                return found
         parts = []
         if part.size > 1:
             half = (part.size + 1) // 2
@@ -155,6 +154,13 @@ def probe(
         if any(name in of.written and not torch.equal(value, of.written[name]) for of in parts)
     ]
 
+
+_DRAWING = Caveat(
+    "drawing",
+    "the step function draws random numbers: other ones for each local batch than single-device training; they are "
+    "reproducible",
+    "let the dataset draw them: a sample's are the same on any number of devices",
+)
 
 _CANT_TAKE = (RuntimeError, TypeError, ValueError, IndexError, AssertionError)
 """What a function may raise that takes so many samples only."""
@@ -198,7 +204,7 @@ def _refuse_no_sums(samples: int, whole: Called, *parts: Called) -> None:
                 )
 
 
-def _calls(function: Callable[..., None], model: nn.Module, nest: Nest, world: World, samples: int) -> Called:
+def _calls(function: Callable[..., None], model: nn.Module, world: World, samples: int, nest: Nest) -> Called:
     """What the function makes of some samples, with a copy of the model; ``samples``: of the global batch."""
     mode: contextlib.AbstractContextManager[None] = contextlib.nullcontext()
     try:
