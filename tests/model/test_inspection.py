@@ -7,13 +7,16 @@ import random
 import threading
 import weakref
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 from unittest.mock import ANY
 
 import pytest
 import torch
 from torch import nn
+from torch.utils.data import TensorDataset
 
+from lockstep import Job, train
 from lockstep.model.inspection import OutsideVariables, Seen, look
 from lockstep.tensors.digest import digest
 from zoo import drawn
@@ -452,6 +455,36 @@ def test_a_model_that_cannot_be_copied_is_said_to_be_unseen() -> None:
     assert str(note).startswith(
         "the model's forward was not inspected, since the model can't be copied "
         "(TypeError: cannot pickle '_thread.lock' object): lockstep verify"
+    )
+
+
+class Itself(Layer):
+    """Knows whether it is the one that was built."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.built = id(self)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        if id(self) != self.built:
+            raise RuntimeError("not the one that was built")
+        return super().forward(x)
+
+
+def test_a_model_whose_copy_fails_is_said_to_be_unseen_once_it_has_run_itself(tmp_path: Path, capsys: Any) -> None:
+    """(Where it fails too, its own error is enough.)"""
+    job = Job(
+        model=Itself,
+        loss=nn.MSELoss(),
+        optimizer=lambda parameters: torch.optim.SGD(parameters, lr=0.1),
+        train_data=TensorDataset(drawn(24, 6), drawn(24, 3)),
+        batch_size=8,
+        accumulate=2,
+    )
+    train(job, devices=1, folder=tmp_path)
+    assert (
+        "not inspected further, since it can't take a part of its inputs (RuntimeError: not the one that was built"
+        in (" ".join(capsys.readouterr().out.split()))
     )
 
 

@@ -129,7 +129,7 @@ def look(
                     try:
                         _see(copied, some, number, seen, judge, outside, original, gradients=trains and not again)
                     except Exception as error:
-                        seen.unparted = told(error) if seen.ran else None
+                        seen.unparted = told(error) if seen.ran or again else None
                     else:
                         seen.unparted = None
                         break
