@@ -127,3 +127,8 @@ def test_on_a_terminal_the_line_is_live_and_each_log_is_printed(
             display.tell(Line(f"log {i}", "log"))
     said = capsys.readouterr().out
     assert all(f"log {i}" in said for i in range(3))
+
+
+def test_a_note_that_several_ranks_tell_is_shown_once(capsys: pytest.CaptureFixture[str]) -> None:
+    notes = [Line.note("a"), Line.note("b"), Line.note("a"), Line("done"), Line("done")]
+    assert shown(capsys, *((0.0, line) for line in notes)) == ["note: a", "note: b", "done", "done"]

@@ -514,6 +514,28 @@ def test_samples_that_act_on_one_another_in_more_than_a_local_batch_are_seen() -
     assert not look(nn.Linear(6, 3), drawn(2, 6), 2, of=8).mixes
 
 
+class CountingInLists(Layer):
+    """Notes that it was called, in a list and a dictionary that it keeps."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.list, self.by_name = [0], {"calls": 0}
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        self.list[0] += 1
+        self.by_name["calls"] += 1
+        return super().forward(x)
+
+
+def test_what_is_counted_in_a_list_is_no_more_than_a_count() -> None:
+    assert look(CountingInLists(), drawn(8, 6), 8) == Seen(counts=("list", "by_name"))
+
+
+def test_time_first_inputs_are_said_not_to_be_cut() -> None:
+    assert look(nn.GRU(6, 3), drawn(5, 8, 6), 8).ragged
+    assert not look(nn.GRU(6, 3, batch_first=True), drawn(8, 5, 6), 8).ragged
+
+
 def test_inputs_that_cannot_be_cut_are_said_not_to_be_looked_at() -> None:
     """Found by trial: a norm over all nodes of a batch of graphs trained weights 3 % off without a line."""
     inputs = {"input": torch.randint(5, (7,)), "offsets": torch.tensor([0, 2, 3, 6])}

@@ -40,6 +40,7 @@ class Display:
         self._live: Live | None = None
         self._console: Console | None = None
         self._memory: dict[str, int] = {}
+        self._said: set[Line] = set()
 
     def __enter__(self) -> Self:
         is_terminal = not self._quiet and sys.stdout.isatty()
@@ -74,6 +75,9 @@ class Display:
             if self._live is not None or self._clock() - self._within >= _APART:
                 self._line_within(event.text)
         elif isinstance(event, Line):
+            if event.kind == "note" and event in self._said:
+                return  # another rank has told it
+            self._said.add(event)
             plain = event.kind == "plain"
             self.line(event.text if plain else f"note: {event.text}", note=not plain)
         elif isinstance(event, Memory):

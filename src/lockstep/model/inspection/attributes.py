@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import copy
 import functools
 import hashlib
 import io
@@ -195,6 +196,24 @@ def detached_attributes(model: nn.Module) -> dict[int, Any]:
 def plain_attributes(module: nn.Module) -> dict[str, Any]:
     """Those of a module's own that are numbers or tensors: they are replaced, seldom written in place."""
     return {name: value for name, value in vars(module).items() if isinstance(value, int | float | torch.Tensor)}
+
+
+def kept_attributes(model: nn.Module) -> Callable[[], None]:
+    """What puts back the numbers, tensors, and lists and dictionaries of numbers that a model's attributes hold now."""
+
+    def copied(value: Any) -> Any:
+        return copy.copy(value) if isinstance(value, list | dict) else value
+
+    kept = [(vars(module), plain_attributes(module)) for module in model.modules()]
+    for held, then in kept:
+        lists = {n: v for n, v in held.items() if isinstance(v, list | dict) and _is_own(n) and is_plain(v)}
+        then.update({name: copied(value) for name, value in lists.items()})
+
+    def restore() -> None:
+        for held, then in kept:
+            held.update({name: copied(value) for name, value in then.items()})
+
+    return restore
 
 
 def is_plain(value: Any) -> bool:

@@ -45,7 +45,7 @@ class Seen:
         uncopied: why nothing was seen: the model can't be copied.
         unparted: why little was seen: the model can't take a part of these samples.
         ran: whether it could take them all.
-        ragged: whether inputs have several rows for a sample, as the nodes of graphs, so that they can't be cut.
+        ragged: whether inputs have several rows for a sample, as the nodes of graphs, or none: they can't be cut.
         of_batch: names of outputs that are computed over all samples, and what they are.
         bends: whether the loss makes something else of such outputs than a sum over samples (their square, say).
     """
@@ -230,8 +230,8 @@ class Seen:
             yield Caveat("uncopied", text, "lockstep verify shows whether results are those of single-device training")
         if self.ragged:
             text = (
-                "inputs have several rows for a sample (words, nodes of graphs), so whether samples act on one another "
-                "in forward (a norm over all rows, say) isn't seen"
+                "inputs have several rows for a sample (words, nodes of graphs), or none (time first), so whether "
+                "samples act on one another in forward (a norm over all rows, say) isn't seen"
             )
             yield Caveat("mixing", text, "lockstep verify shows it")
         if self.freezes is not None:

@@ -41,8 +41,8 @@ from lockstep.model.inspection.attributes import (
     attribute_prints,
     detached_attributes,
     holding_on,
+    kept_attributes,
     loss_depends_on,
-    plain_attributes,
 )
 from lockstep.model.inspection.backward import first_recomputed, see_gradients
 from lockstep.model.inspection.findings import Kind, Seen
@@ -194,7 +194,7 @@ def _see(
     kept: dict[tuple[int, int], Any] = {}
     first = samples // 2
     begin = {name: b.clone() for name, b in model.named_buffers()}
-    attributes = [(vars(module), plain_attributes(module)) for module in model.modules()]
+    restore = kept_attributes(model)
     parameters = {name: digest(p) for name, p in model.named_parameters()}
     trained = {name for name, p in model.named_parameters() if p.requires_grad}
     places = {p.untyped_storage().data_ptr(): name for name, p in model.named_parameters() if p.numel()}
@@ -256,8 +256,7 @@ def _see(
         if seen.mixes or seen.follows:
             return
         # All else is seen while it draws nothing.
-        for held, then in attributes:
-            held.update(then)
+        restore()
         draw, begun = drawing_nothing, attribute_prints(model)
         judge = judge and drawing_nothing()(judge)
         try:
@@ -274,8 +273,7 @@ def _see(
     # At once, and always: parts in between may bring a memory back to where it was.
     seen.remembers = differ(_rows(whole, samples), _rows(run(0, samples), samples))
     twice = attribute_prints(model)
-    for held, then in attributes:
-        held.update(then)
+    restore()
     head = run(0, first)
     if not seen.remembers:  # Not what is only kept of the last samples.
         of_head = attribute_prints(model)
@@ -325,8 +323,7 @@ def _see(
     if gradients and is_small and trained and not seen.mixes:
 
         def total_of(start: int, size: int) -> torch.Tensor:
-            for held, then in attributes:
-                held.update(then)
+            restore()
             outputs = outputs_of(start, size)
             with as_written(original, model, seen.loss_reads):
                 return judge(outputs, cut(targets, start, size, samples), size)[0]
@@ -365,8 +362,11 @@ def _cropped(tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
 
 
 def _is_ragged(inputs: Any, samples: int) -> bool:
-    """Whether there are integers of all samples in one row (words, say, beside their offsets), which can't be cut."""
-    return any(t.dim() == 1 and len(t) != samples and not t.is_floating_point() for t in tensors(inputs))
+    """Whether nothing can be cut, or integers of all samples are in one row (words, say, beside their offsets)."""
+    shapes, of_one = ([t.shape for t in tensors(some)] for some in (inputs, cut(inputs, 0, 1, samples)))
+    return (bool(shapes) and samples > 1 and shapes == of_one) or any(
+        t.dim() == 1 and len(t) != samples and not t.is_floating_point() for t in tensors(inputs)
+    )
 
 
 def _rows(outputs: dict[str, torch.Tensor], samples: int) -> list[torch.Tensor]:
