@@ -20,6 +20,8 @@ from torch.utils.data import TensorDataset
 import lockstep
 from lockstep import train
 from lockstep.errors import JobError, LockstepError, StrategyError
+from lockstep.model.losses.loss import Totalled
+from lockstep.strategies.replicas import shared_by_threads
 from lockstep.tensors.pytree import cut
 from lockstep.verify import parity, same_bits
 
@@ -820,6 +822,16 @@ def test_a_loss_that_writes_what_other_threads_need_is_refused_in_a_line(tmp_pat
     job = dataclasses.replace(ZOO["mlp"], loss=BALANCED, eval_data=None, metrics={})
     with pytest.raises(StrategyError, match="Balanced seems to write to a tensor that it holds, while another thread"):
         train(job, strategy="dp", devices="2xcpu", folder=tmp_path, quiet=True)
+
+
+def test_forward_mode_differentiation_on_threads_is_explained() -> None:
+    """Found by trial: PyTorch's own error, where the threads of two replicas met in ``torch.func.jvp``."""
+    loss = ZOO["mlp"].loss
+    text = "Trying to access a forward AD level with an invalid index."
+    assert "take ddp, which has a process for each replica" in str(
+        shared_by_threads(RuntimeError(text), Totalled(loss))
+    )
+    assert shared_by_threads(RuntimeError("shapes differ"), Totalled(loss)) is None
 
 
 MODULE = """

@@ -43,6 +43,7 @@ from lockstep.strategies.replicas import (
     refuse_other_parameters,
     refuse_what_replicas_would_share,
     replica_of,
+    shared_by_threads,
     structure_of,
 )
 from lockstep.strategies.step_function.function_on_replicas import FunctionOnReplicas
@@ -196,17 +197,9 @@ class DPStep(Step):
         try:
             results = [result for result in self._team.run(work) if result is not None]
         except RuntimeError as error:
-            if (
-                self.replicas == 1
-                or not self.loss.may_have_state
-                or "modified by an inplace operation" not in str(error)
-            ):
+            if self.replicas == 1 or (why := shared_by_threads(error, self.loss)) is None:
                 raise
-            raise StrategyError(
-                f"dp: {self.loss.name} seems to write to a tensor that it holds, while another thread computes with it",
-                kind="state",
-                fix="take ddp, where each replica has a loss of its own, or give the loss a new tensor instead",
-            ) from error
+            raise why from error
         self._add_gradients([i for i, job in enumerate(work) if job is not None])
         self._kept = self._attributes_now()  # what forward makes of the attributes of a replica is its own
         return added(results, self._summed)

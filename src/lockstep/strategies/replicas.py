@@ -22,6 +22,7 @@ from lockstep.model.inspection import (
     hooked_parameters,
     is_plain,
 )
+from lockstep.model.losses.loss import Totalled
 from lockstep.tensors.placing import moved_in_buckets, place_module
 from lockstep.tensors.pytree import graph_nodes, to_device
 from lockstep.threads.parametrization_cache import cache_apart
@@ -183,3 +184,19 @@ def even_spans(parameters: list[nn.Parameter], pieces: int) -> list[tuple[int, i
     done = list(itertools.accumulate((p.numel() for p in parameters), initial=0))
     cuts = [bisect.bisect_left(done, done[-1] * i / pieces) for i in range(pieces)]
     return list(itertools.pairwise([*cuts, len(parameters)]))
+
+
+def shared_by_threads(error: RuntimeError, loss: Totalled) -> StrategyError | None:
+    """What an error of replicas on threads means, where it is of something that all threads share; else None."""
+    if "forward AD level" in str(error):
+        return StrategyError(
+            "dp: forward calls torch.func.jvp or its like, of which PyTorch keeps one level for all threads",
+            fix="take ddp, which has a process for each replica",
+        )
+    if loss.may_have_state and "modified by an inplace operation" in str(error):
+        return StrategyError(
+            f"dp: {loss.name} seems to write to a tensor that it holds, while another thread computes with it",
+            kind="state",
+            fix="take ddp, where each replica has a loss of its own, or give the loss a new tensor instead",
+        )
+    return None
