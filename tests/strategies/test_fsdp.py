@@ -477,6 +477,18 @@ class _Writing(Callback):
         _write(training.model)
 
 
+class _Averaging(Callback):
+    def on_start(self, training: Any) -> None:
+        self.average = torch.optim.swa_utils.AveragedModel(training.model)
+
+
+def test_a_callback_that_copies_the_model_is_told_what_to_take(tmp_path) -> None:
+    """Found by trial: PyTorch's assertion."""
+    job = dataclasses.replace(ZOO["mlp"], callbacks=[_Averaging()])
+    with pytest.raises(StrategyError, match=r"a sharded model can't be copied .* lockstep.callbacks.EMA or SWA"):
+        train(job, strategy="fsdp", devices="2xcpu", folder=tmp_path, quiet=True)
+
+
 @pytest.mark.parametrize("devices", ["2xcpu", slow("3xcpu")])
 def test_what_is_written_to_parts_of_parameters_reaches_the_shards(devices: str, tmp_path) -> None:
     """It was lost, or ended in PyTorch's words; in own loops within ``whole_values``, of which a line tells."""

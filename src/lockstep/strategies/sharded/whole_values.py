@@ -14,6 +14,7 @@ from torch.distributed.tensor import DTensor, distribute_tensor
 from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import tree_leaves, tree_map_only
 
+from lockstep.errors import StrategyError
 from lockstep.launch.events import Caveat
 from lockstep.model.inspection import OPERATORS_IN_PLACE, writes_in_place
 
@@ -52,6 +53,15 @@ class WholeValues(TorchFunctionMode):
 
     What treats each element by itself acts on shards, with whole tensors beside them.
     """
+
+    def __exit__(self, kind: Any, error: Any, traceback: Any) -> None:
+        """Say what to do in place of a copy of the model, which PyTorch refuses."""
+        super().__exit__(kind, error, traceback)  # type: ignore[no-untyped-call]
+        if isinstance(error, AssertionError) and "FSDP does not support deepcopy" in str(error):
+            raise StrategyError(
+                "fsdp: a sharded model can't be copied (copy.deepcopy, AveragedModel)",
+                fix="copy single parameters, or let lockstep.callbacks.EMA or SWA average them, as under any strategy",
+            ) from error
 
     def __torch_function__(
         self, func: Callable[..., Any], types: Any, args: Any = (), kwargs: dict[str, Any] | None = None
