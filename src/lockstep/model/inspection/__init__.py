@@ -15,7 +15,7 @@ from lockstep.model.inspection.attributes import (
 )
 from lockstep.model.inspection.backward import comes_from_within
 from lockstep.model.inspection.findings import BESIDE, Seen
-from lockstep.model.inspection.forward import accelerators_of, look
+from lockstep.model.inspection.forward import accelerators_of, is_ragged, look
 from lockstep.model.inspection.no_draws import drawing_nothing
 from lockstep.model.inspection.nonlinear import NoticedHooks, hooked_parameters, may_be_nonlinear
 from lockstep.model.inspection.outside_variables import HOOKS, OutsideVariables
@@ -41,6 +41,7 @@ __all__ = [
     "holds_on_to",
     "hooked_parameters",
     "is_plain",
+    "is_ragged",
     "kept_state",
     "look",
     "may_be_nonlinear",

@@ -190,7 +190,7 @@ def _see(
     gradients: bool,
 ) -> None:
     inputs, targets = batch
-    seen.ragged = _is_ragged(inputs, samples)
+    seen.ragged = is_ragged(inputs, samples)
     kept: dict[tuple[int, int], Any] = {}
     first = samples // 2
     begin = {name: b.clone() for name, b in model.named_buffers()}
@@ -361,7 +361,7 @@ def _cropped(tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
     return [t[(slice(None), *(slice(size) for size in sizes))] for t in tensors]
 
 
-def _is_ragged(inputs: Any, samples: int) -> bool:
+def is_ragged(inputs: Any, samples: int) -> bool:
     """Whether nothing can be cut, or integers of all samples are in one row (words, say, beside their offsets)."""
     shapes, of_one = ([t.shape for t in tensors(some)] for some in (inputs, cut(inputs, 0, 1, samples)))
     return (bool(shapes) and samples > 1 and shapes == of_one) or any(

@@ -20,10 +20,10 @@ import torch
 from torch import nn
 
 from lockstep.data import Part
-from lockstep.errors import LossError, StrategyError
+from lockstep.errors import LossError, StrategyError, told
 from lockstep.launch.events import Caveat
 from lockstep.launch.world import World
-from lockstep.model.inspection import OutsideVariables, detached_attributes, drawing_nothing, without_noise
+from lockstep.model.inspection import OutsideVariables, detached_attributes, drawing_nothing, is_ragged, without_noise
 from lockstep.model.inspection.rounding import first_apart
 from lockstep.model.losses.additivity import Nest, is_apart, repeated
 from lockstep.model.losses.loss import Loss, Number
@@ -128,10 +128,15 @@ def probe(
                 return found
             if not same(drawn, states(accelerators)):
                 return found
+        if is_ragged(part.inputs, part.size):
+            return [*found, _unchecked("inputs have several rows for a sample, as the nodes of graphs, or none")]
         parts = []
         if part.size > 1:
             half = (part.size + 1) // 2
-            parts = [calls(cut(nest, *of, part.size)) for of in ((0, half), (half, part.size - half))]
+            try:
+                parts = [calls(cut(nest, *of, part.size)) for of in ((0, half), (half, part.size - half))]
+            except _CANT_TAKE as error:
+                return [*found, _unchecked(told(error))]
             _refuse_no_sums(part.size, whole, *parts)
             found += _gradients_apart(whole, *parts)
         for other in (one for one in shares[1:] if one.size):
@@ -161,6 +166,12 @@ _DRAWING = Caveat(
     "reproducible",
     "let the dataset draw them: a sample's are the same on any number of devices",
 )
+
+
+def _unchecked(why: str) -> Caveat:
+    text = f"whether the losses are sums over samples isn't checked, since a local batch can't be cut ({why})"
+    return Caveat("mixing", text, "lockstep verify shows it")
+
 
 _CANT_TAKE = (RuntimeError, TypeError, ValueError, IndexError, AssertionError)
 """What a function may raise that takes so many samples only."""

@@ -30,6 +30,7 @@ from lockstep.errors import InputError, LossError, NonFiniteLoss, StrategyError,
 from lockstep.job import Job
 from lockstep.launch.observer import observed, phase
 from lockstep.launch.world import World
+from lockstep.model.inspection import is_ragged
 from lockstep.model.losses.loss import Loss, Number
 from lockstep.model.optimizer import sparse_parameters
 from lockstep.model.optimizers import Optimizers
@@ -272,7 +273,7 @@ class FunctionStep(Step):
 
 
 def _some_of(part: Part) -> Part:
-    """A few samples of a share, to be sent to another rank."""
-    size = min(part.size, _SOME)
+    """A few samples of a share, to be sent to another rank; all where they can't be cut."""
+    size = part.size if is_ragged(part.inputs, part.size) else min(part.size, _SOME)
     inputs, targets = to_device(cut((part.inputs, part.targets), 0, size, part.size), torch.device("cpu"))
     return Part(inputs, targets, size, part.of)
