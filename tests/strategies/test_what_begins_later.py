@@ -134,6 +134,20 @@ def test_what_the_last_update_begins_is_said(tmp_path: Path, capsys: Any) -> Non
     assert capsys.readouterr().out.count(f"note: {SAYS[Beginning]}") == 1
 
 
+def test_where_a_batch_of_one_sample_was_to_be_seen_the_next_one_is(tmp_path: Path, capsys: Any) -> None:
+    """Found by trial: with four batches an epoch, the last of one sample, nothing was seen but in updates 1 and 2."""
+
+    class InTheFifth(Beginning):
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            self.forwards += self.training
+            return nn.Linear.forward(self, x - x.mean(dim=0) if self.forwards > 4 else x)
+
+    data = TensorDataset(torch.randn(25, 6), labels(25, 3))
+    job = dataclasses.replace(ZOO["mlp"], model=InTheFifth, train_data=data, batch_size=8, epochs=2, accumulate=2)
+    train(job, devices="1xcpu", folder=tmp_path)
+    assert f"note: {SAYS[Beginning]}" in capsys.readouterr().out
+
+
 class Plain(nn.Module):
     """Attention, an embedding, dropout by module and by function, batch norm, a frozen and an unused layer."""
 

@@ -80,7 +80,7 @@ class Step(Calls):
         self._clip_norm = job.clip_norm
         self._compile = job.compile
         self._synchronises, self._checkpoints = job.sync_batchnorm, job.activation_checkpointing is not None
-        self._updates = 0
+        self._updates, self._owes_look = 0, False
         self._by_count = self._on_accelerator and not self.cuts_batch and self._scaler is None
         self.stopping = False
         self.last_look: float = 1 if job.compile else math.inf
@@ -125,7 +125,7 @@ class Step(Calls):
         if self._updates == 1:
             self.begin_training()
             self.prepare(batch)
-        elif self.looks_again and self._updates <= self.last_look:
+        elif (self.looks_again or self._owes_look) and self._updates <= self.last_look:
             self._look(batch)
 
     def checked_gradients(self, batch: Batch) -> Loss:
@@ -197,6 +197,7 @@ class Step(Calls):
             StrategyError: it does what replicas can't.
         """
         parts, begins = sum(1 for part in batch.parts if part.size), self._updates == 1
+        self._owes_look = self.replicas == 1 and parts == 1 < self._accumulate  # of one sample: the next one is seen
         if not self.world.is_first or (self.replicas * parts <= 1 and not (self._checkpoints and begins)):
             return
         part = mixed_share(self.first_shares(batch))
