@@ -137,7 +137,8 @@ def look(
                 with outside.kept(), contextlib.suppress(Exception):
                     seen.recomputed = _first_recomputed(copied, batch, samples, judge, original, without_checkpoints)
             more = min(of or 0, max(2 * samples, _MORE))
-            if more > samples and not again and seen == Seen(of_batch=seen.of_batch, counts=seen.counts):
+            independent = seen == Seen(of_batch=seen.of_batch, counts=seen.counts, draws=seen.draws)
+            if more > samples and not again and independent:
                 wider = Seen()
                 with outside.kept(), contextlib.suppress(Exception):
                     _see(copied, _as_many(batch, samples, more), more, wider, None, outside, original, gradients=False)
