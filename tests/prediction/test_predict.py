@@ -354,7 +354,7 @@ def test_a_batch_size_may_be_given(tmp_path: Path) -> None:
     run = trained(tmp_path, Noting, eval_batch_size=8)
     sizes.unlink()
     predict(run, batch_size=10)
-    assert sizes.read_text() == "10 10 5 "
+    assert sizes.read_text() == "5 10 10 5 "  # first fewer, to see which outputs have a row for each
 
 
 # ---- what goes wrong ------------------------------------------------------------------------------------------------
@@ -391,22 +391,36 @@ def test_outputs_without_a_row_for_each_sample_are_refused(way: str, tmp_path: P
 
 
 class TimeFirst(nn.Module):
-    """Outputs with a row for each of four steps in time."""
+    """Outputs with a row for each of some steps in time."""
+
+    steps = 4
 
     def __init__(self) -> None:
         super().__init__()
-        self.layer = nn.Linear(6, 4)
+        self.layer = nn.Linear(6, self.steps)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         return self.layer(x).T
 
 
+class WithASummary(TimeFirst):
+    """And what is one for all samples, whose rows are as many as samples by chance, as a parameter is."""
+
+    def forward(self, x: torch.Tensor) -> dict[str, torch.Tensor]:
+        return {"out": self.layer(x), "mean": self.layer(x).mean(0, keepdim=True), "weight": self.layer.weight}
+
+
 @pytest.mark.parametrize("way", ["single", *TWO, "fsdp 3"])
-def test_rows_of_time_are_not_taken_for_those_of_samples(way: str, tmp_path: Path) -> None:
-    run = trained(tmp_path, TimeFirst, eval_data=None)
-    share = 4 * int(WAYS[way][0])  # as many samples in each local batch as steps in time
-    says = r'"outputs" has a row for each sample in the first batch, and is float64\(4, 2\) for 2 samples in another'
-    refused(run, tmp_path, says, data=drawn(2 * share, 6), batch_size=share, **on(way))
+@pytest.mark.parametrize("each", [1, 2, 4])
+def test_rows_of_something_else_are_not_taken_for_those_of_samples(each: int, way: str, tmp_path: Path) -> None:
+    """Found by trial: time came in the place of samples, where local batches had as many samples as it had steps."""
+    run = trained(tmp_path, type("First", (TimeFirst,), {"steps": each}), eval_data=None)
+    batch_size = each * int(WAYS[way][0])
+    for rows in (batch_size, 2 * batch_size, 2 * batch_size + 1 if each == 1 else batch_size):
+        refused(run, tmp_path, "without a row for each", data=drawn(rows, 6), batch_size=batch_size, **on(way))
+    run = trained(tmp_path, type("Summary", (WithASummary,), {"steps": each}), eval_data=None)
+    found = predict(run, drawn(2 * batch_size + 1, 6), batch_size=batch_size, quiet=True, **on(way))
+    assert found["out"].shape == (2 * batch_size + 1, each) and found["mean"] is None and found["weight"] is None
 
 
 @pytest.mark.parametrize("way", ["single", *TWO])

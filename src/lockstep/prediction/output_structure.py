@@ -53,20 +53,26 @@ def form_of(outputs: Any, size: int) -> Any:
     Raises:
         InputError: nothing in them has a row for each sample, or two tensors have one name.
     """
-    form = _formed(outputs, size, "")
+    form = formed(outputs, size)
     found = [leaf.name for leaf in leaves(form) if not isinstance(leaf, Left)]
     if not found:
-        raise InputError(
-            f"outputs: the model gives {described(outputs)} for {size} samples, without a row for each: "
-            "there is nothing to keep"
-        )
+        raise nothing_to_keep(outputs, size)
     for name in found:
         if found.count(name) > 1:
             raise InputError(f'outputs: two of them are called "{name}"; rename one in what the model returns')
     return form
 
 
-def _formed(outputs: Any, size: int, name: str) -> Any:
+def nothing_to_keep(outputs: Any, size: int) -> InputError:
+    """Says that outputs of ``size`` samples have no row for each."""
+    return InputError(
+        f"outputs: the model gives {described(outputs)} for {size} samples, without a row for each: "
+        "there is nothing to keep"
+    )
+
+
+def formed(outputs: Any, size: int, name: str = "") -> Any:
+    """As ``form_of``, also where nothing has a row for each sample."""
     called = name or "outputs"
     if isinstance(outputs, torch.Tensor):
         if outputs.dim() and outputs.shape[0] == size:
@@ -78,7 +84,7 @@ def _formed(outputs: Any, size: int, name: str) -> Any:
     if type(outputs) is list and holds_samples(outputs, size):
         return Items(called)
     return rebuilt(
-        outputs, [_formed(part, size, f"{name}.{key}" if name else key) for key, part in named_parts(outputs)]
+        outputs, [formed(part, size, f"{name}.{key}" if name else key) for key, part in named_parts(outputs)]
     )
 
 

@@ -33,8 +33,20 @@ from lockstep.launch.placement import check_backend, on_devices
 from lockstep.launch.terminal import Display
 from lockstep.launch.world import World
 from lockstep.model.build import trained_model
+from lockstep.model.inspection import kept_state
 from lockstep.prediction.jsonl_file import merge, write_lines
-from lockstep.prediction.output_structure import Items, Left, Rows, filled, form_of, leaves, left_out, taken
+from lockstep.prediction.output_structure import (
+    Items,
+    Left,
+    Rows,
+    filled,
+    form_of,
+    formed,
+    leaves,
+    left_out,
+    nothing_to_keep,
+    taken,
+)
 from lockstep.strategies import Strategy, choose, devices_for
 from lockstep.strategies.steps.evaluator import no_loss
 from lockstep.strategies.steps.step import Step
@@ -214,13 +226,12 @@ class _Prediction:
     def run(self) -> Any:
         try:
             with self.step.evaluating():
+                self.without_rows = self._without_rows()
                 # (Under the seed, for models that draw random numbers in evaluation too.)
                 for batch, shares in self.step.over(self.loader.epoch(0), self._outputs, self.job.seed):
                     if batch.index == 0:
                         look_at_evaluation(self.step, batch, judges=False)
                     self._write_batch(batch, shares)
-                if self.rows <= self.batch_size or self.rows % self.batch_size == 0:
-                    self._check_fewer()
         finally:
             self.loader.close()
         self.world.barrier()  # all have written
@@ -248,28 +259,23 @@ class _Prediction:
                 write_rows(self.folder, self.layout, leaf.name, first, rows)
             first += size
 
-    def _check_fewer(self) -> None:
-        """Where all batches had as many samples: outputs may by chance have had as many rows of something else (time).
+    def _without_rows(self) -> set[str]:
+        """The names of outputs without a row for each sample, as those of another number of samples show.
 
-        It comes last, since a call of the model may write to it.
-
-        Raises:
-            InputError: outputs of fewer samples, or of more, are of another form.
+        By chance what has no row for each sample (steps in time) may have as many rows as there are samples in a batch.
         """
         shares = self.step.replicas
         most = -(-min(self.batch_size, self.rows) // shares)
-        number = ((most + 1) // 2 if most > 2 else 3) * shares
-        if number > self.rows:
-            return
-        some: Any = Subset(self.dataset, range(number))
+        number = ((most + 1) // 2 if most > 2 else 3) * shares  # (one sample is squeezed by some models)
+        some: Any = Subset(self.dataset, [i % self.rows for i in range(number)])
         job = self.job.replace(eval_batch_size=number, loader_workers=0)
-        found: list[tuple[int, Any]] = []
-        with contextlib.suppress(Exception):  # a model may take so many samples only
-            for batch in job_loader(job, self.world, some, evaluation=True, name=self.name).epoch(0):
-                found = self.step.predictions(batch)
-        for size, outputs in found if self.form is not None else ():  # a rank without samples so far has none
-            for _ in taken(self.form, outputs, size):
-                pass
+        found: list[str] = []
+        with kept_state(self.step.models()), contextlib.suppress(Exception):  # the model can't take them, or no part
+            loader = job_loader(job, self.world, some, evaluation=True, name=self.name)
+            for _, made in self.step.over(loader.epoch(0), self.step.predictions, self.job.seed):
+                forms = [formed(outputs, size) for size, outputs in made]
+                found += [leaf.name for form in forms for leaf in leaves(form) if isinstance(leaf, Left)]
+        return {name for names in self.world.gather_objects(found) for name in names}
 
     def _outputs(self, batch: Batch) -> list[tuple[int, Any]]:
         """The outputs of this process's shares that aren't empty, with the samples of each.
@@ -306,7 +312,10 @@ class _Prediction:
                 raise InputError(f"outputs: rank 0 has {names}, rank {rank} {theirs}: they should be the same")
         # By chance what has no row for each sample may have as many rows on one device.
         no_rows = {leaf.name for _, form in every for leaf in leaves(form) if isinstance(leaf, Left)}
+        no_rows |= self.without_rows
         first = list(leaves(left_out(every[0][1], no_rows)))
+        if all(isinstance(leaf, Left) for leaf in first):
+            raise nothing_to_keep(*next(((outputs, size) for size, outputs in shares), (None, 0)))
         self.form = left_out(forms[0], no_rows) if forms else None
         left = [leaf.name for leaf in first if isinstance(leaf, Left) and leaf.said]
         if left and self.world.is_first:
