@@ -35,10 +35,11 @@ from lockstep.model.optimizer import (
 from lockstep.strategies.ddp import DDP, DDPStep
 from lockstep.strategies.rank_tensors import FlatGradients
 from lockstep.strategies.sharded.block_watch import BlockWatch
+from lockstep.strategies.sharded.lent_optimizer import LentOptimizer
 from lockstep.strategies.sharded.loss_reads import LossReads, refuse_other_shards, shards_explained
 from lockstep.strategies.sharded.shards import NamedParameters, Shards
 from lockstep.strategies.sharded.whole_model import put_together
-from lockstep.strategies.sharded.whole_values import OF_OWN_LOOP, WholeValues
+from lockstep.strategies.sharded.whole_values import OF_OWN_LOOP
 from lockstep.strategies.sharded.without_a_trace import without_a_trace
 from lockstep.strategies.steps.update_result import Result, added, as_tensor
 from lockstep.tensors.pytree import batch_size_of, to_device
@@ -69,11 +70,9 @@ class ShardedStep(DDPStep):
         held = set(self._optimized)
         self._held = {name: p for name, p in model.named_parameters() if id(self._mine[name]) in held}
         self._find_trained()
-        self._skeleton = skeleton
-        self._evaluates = False
-        self._evaluations = 0  # batches of evaluations, of which every rank computes something
-        self._watch = BlockWatch(model, shards, world, self._compares_blocks)
-        self._reads = LossReads(shards.cut)
+        self._skeleton, self._lent = skeleton, LentOptimizer(optimizer, shards, model)
+        self._evaluates, self._evaluations = False, 0  # batches of evaluations, of which every rank computes something
+        self._watch, self._reads = BlockWatch(model, shards, world, self._compares_blocks), LossReads(shards.cut)
         self.loss.within = self._in_loss
 
     def _find_trained(self) -> None:
@@ -82,6 +81,10 @@ class ShardedStep(DDPStep):
         super()._find_trained()
         self._parameters = [self._mine[name] for name in self._names]
         self._whole = [p for name, p in zip(self._names, self._parameters, strict=True) if name in self._shards.whole]
+
+    def _look_at_flags(self) -> None:
+        self._lent.refuse_update()
+        super()._look_at_flags()
 
     # ---- an update --------------------------------------------------------------------------------------------------
 
@@ -145,15 +148,15 @@ class ShardedStep(DDPStep):
     def _summed_shards(self, loss: Loss) -> Loss:
         """Take the gradients that were summed, and sum what is beside them. What no rank used has none."""
         cut = [name for name in self._names if name in self._shards.cut]
-        beside, flags = as_tensor(self._beside(loss), self.world.device.torch), self._flags_of(cut)
+        beside, used = as_tensor(self._beside(loss), self.world.device.torch), [n in self._watch.used for n in cut]
+        flags = torch.tensor(used, dtype=torch.float64, device=self.world.exchange_device)
         if self._on_accelerator:  # whose values the host doesn't wait for
             self.world.all_reduce(flags)
             sums = self.world.all_reduce(beside)
         else:
             both = self.world.all_reduce(torch.cat([beside, flags]))
             sums, flags = both[: len(beside)], both[len(beside) :]
-        used = flags.tolist()
-        for name, ranks in zip(cut, used, strict=True):
+        for name, ranks in zip(cut, flags.tolist(), strict=True):
             grad = self._shards.cut[name].grad
             if ranks and not isinstance(grad, DTensor):
                 raise StrategyError(f'fsdp: the gradient of "{name}" was not summed over the ranks: take ddp')
@@ -163,11 +166,6 @@ class ShardedStep(DDPStep):
         if self._whole:
             self._sum_whole()
         return self._taken(sums if self._on_accelerator else sums.tolist())
-
-    def _flags_of(self, names: list[str]) -> torch.Tensor:
-        """Whether this rank has used each of these parameters, where the ranks exchange numbers."""
-        used = [float(name in self._watch.used) for name in names]
-        return torch.tensor(used, dtype=torch.float64, device=self.world.exchange_device)
 
     def backward(self, inputs: Any, targets: Any = None) -> Result:
         """As every step's; the model has the gradients of all parts so far, too."""
@@ -325,7 +323,7 @@ class ShardedStep(DDPStep):
 
     def whole_values(self) -> contextlib.AbstractContextManager[Any]:
         """As every step's."""
-        return WholeValues()
+        return self._lent.whole_values()
 
     def parts(self) -> dict[str, torch.Tensor]:
         """As every step's."""
@@ -387,7 +385,8 @@ class ShardedStep(DDPStep):
 
     def optimizer_state(self, *, whole: bool = True) -> dict[str, Any]:
         """As every step's: gathered, on every rank, or this rank's rows."""
-        kept = named_optimizer_state(self.optimizer, NamedParameters(self._mine.items()))
+        with self._lent.taken_back():
+            kept = named_optimizer_state(self.optimizer, NamedParameters(self._mine.items()))
         states = kept["state"].items()
         cut = self._shards.cut
         return {**kept, "state": {n: self._shards.joined_state(n, s, whole) if n in cut else s for n, s in states}}
@@ -397,4 +396,5 @@ class ShardedStep(DDPStep):
         states = saved["state"].items()
         cut = self._shards.cut
         mine = {**saved, "state": {n: self._shards.cut_state(n, s) if n in cut else s for n, s in states}}
-        load_named_optimizer_state(self.optimizer, NamedParameters(self._mine.items()), mine)
+        with self._lent.taken_back():
+            load_named_optimizer_state(self.optimizer, NamedParameters(self._mine.items()), mine)

@@ -26,6 +26,7 @@ _DRAWS_IN_PLACE = {
 _OF_ALL = {
     *("item", "tolist", "numpy", "__bool__", "__float__", "__int__", "__index__", "__format__"),
     *("max", "min", "amax", "amin", "aminmax", "argmax", "argmin", "mean", "std", "var", "median", "quantile"),
+    *("new_empty", "new_zeros", "new_ones", "new_full", "new_tensor"),
     *("rand_like", "randn_like", "randint_like", "bernoulli", "normal", "dropout", "equal", "allclose", "isclose"),
 }
 """Functions that are given whole tensors."""

@@ -150,8 +150,10 @@ class Callbacks:
         by = None
         for name, callback in callbacks.items():
             is_own = callbacks is not self._last and not type(callback).__module__.startswith("lockstep.")
-            with self._step.whole_values() if is_own else contextlib.nullcontext():
-                getattr(callback, f"on_{kind}")(self.training)
+            method = getattr(callback, f"on_{kind}")
+            acts = getattr(method, "__func__", None) is not getattr(Callback, f"on_{kind}", None)
+            with self._step.whole_values() if is_own and acts else contextlib.nullcontext():
+                method(self.training)
             for metric, value in self.training.metrics.items():
                 if not isinstance(value, int | float):
                     self.training.metrics[metric] = _number(value, f"callbacks: {name}: {metric}")

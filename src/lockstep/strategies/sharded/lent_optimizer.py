@@ -1,0 +1,130 @@
+"""LentOptimizer: what a person's code sees of an optimizer of shards.
+
+It holds this rank's parts as ordinary parameters, which is fast, and of which a norm would be this rank's. Within
+``whole_values`` it holds what it would on one device::
+
+                        outside of whole_values          within
+    param_groups        local parts                      the model's parameters (DTensors)
+    state               of local parts, of their shapes  of the model's parameters, DTensors of the same memory
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Iterator, Mapping
+
+import torch
+from torch import nn
+from torch.distributed.fsdp import FSDPModule
+from torch.distributed.tensor import DTensor
+
+from lockstep.errors import InputError
+from lockstep.strategies.sharded.shards import Shards
+from lockstep.strategies.sharded.whole_values import WholeValues
+
+
+class LentOptimizer:
+    """Lends an optimizer, and takes it back.
+
+    Args:
+        optimizer: it, which has the local parts.
+        shards: whose they are.
+        model: the sharded one. A forward of it leaves gathered what is in no block, and what is written to that would
+            be lost: within ``whole_values`` it is cut again at once, or with gradients, afterwards.
+    """
+
+    def __init__(self, optimizer: torch.optim.Optimizer, shards: Shards, model: nn.Module) -> None:
+        self._optimizer, self._shards, self._is_lent = optimizer, shards, False
+        self._model = model
+
+    @contextlib.contextmanager
+    def whole_values(self) -> Iterator[None]:
+        """In which a person's code computes with whole values; it may be entered again."""
+        if self._is_lent:
+            with WholeValues():
+                yield
+            return
+        self._lend()
+        hook = self._model.register_forward_hook(_cut_again)
+        try:
+            with WholeValues():
+                yield
+        finally:
+            hook.remove()
+            self._keep_gathered()
+            self._take_back()
+
+    @contextlib.contextmanager
+    def taken_back(self) -> Iterator[None]:
+        """In which the optimizer has the local parts, wherever that is asked for."""
+        was_lent = self._is_lent
+        if was_lent:
+            self._take_back()
+        try:
+            yield
+        finally:
+            if was_lent:
+                self._lend()
+
+    def refuse_update(self) -> None:
+        """Refuse an update while the optimizer is lent.
+
+        Raises:
+            InputError: it is.
+        """
+        if self._is_lent:
+            raise InputError("step: it is called within step.whole_values(): call it after that")
+
+    def _keep_gathered(self) -> None:
+        """What a forward with gradients has left gathered may have been written to."""
+        assert isinstance(self._model, FSDPModule)
+        held = {name: getattr(*self._shards.places[name][0]) for name in self._shards.cut}
+        gathered = {name: p for name, p in held.items() if not isinstance(p, DTensor)}
+        for name, p in gathered.items():
+            self._shards.local[name].detach().copy_(self._shards.part(name, p))
+        if gathered:
+            self._model.reshard()
+
+    def _lend(self) -> None:
+        cut, names = self._shards.cut, {id(p): name for name, p in self._shards.local.items()}
+        self._replace(names, cut, self._shards.as_rows)
+        self._is_lent = True
+
+    def _take_back(self) -> None:
+        local, names = self._shards.local, {id(p): name for name, p in self._shards.cut.items()}
+        self._replace(names, local, self._part)
+        self._is_lent = False
+
+    def _replace(
+        self,
+        names: dict[int, str],
+        others: Mapping[str, nn.Parameter],
+        other: Callable[[str, torch.Tensor], torch.Tensor],
+    ) -> None:
+        """Put other parameters, and other tensors of their state, in the place of those with these names."""
+        for group in self._optimizer.param_groups:
+            group["params"] = [others[names[id(p)]] if id(p) in names else p for p in group["params"]]
+        states = list(self._optimizer.state.items())
+        self._optimizer.state.clear()
+        for p, state in states:
+            if (name := names.get(id(p))) is None:
+                self._optimizer.state[p] = state
+                continue
+            for key, value in state.items():
+                if isinstance(value, torch.Tensor) and value.shape == p.shape:
+                    state[key] = other(name, value)
+            self._optimizer.state[others[name]] = state
+
+    def _part(self, name: str, value: torch.Tensor) -> torch.Tensor:
+        if not isinstance(value, DTensor):
+            return self._shards.part(name, value)
+        p = self._shards.cut[name]
+        local: torch.Tensor = value.redistribute(p.device_mesh, p.placements).to_local()
+        return local.detach()
+
+
+def _cut_again(model: nn.Module, args: object, outputs: object) -> None:
+    del args, outputs
+    assert isinstance(model, FSDPModule)
+    if not torch.is_grad_enabled():
+        model.reshard()

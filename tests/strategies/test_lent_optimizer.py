@@ -1,0 +1,127 @@
+"""What callbacks and own loops see of the optimizer of a sharded model, and of a model that they call themselves."""
+
+from __future__ import annotations
+
+import dataclasses
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import lockstep
+from lockstep import Callback, train
+from lockstep.errors import InputError
+from lockstep.launch.world import World
+
+from zoo import ZOO, drawn, labels, slow  # isort: skip
+
+BOUND = 1e-10
+
+
+def adam(parameters: Any) -> torch.optim.Optimizer:
+    return torch.optim.Adam(parameters, lr=0.01)
+
+
+class ByGroups(Callback):
+    """Bounds the norm of each parameter, and notes those of gradients."""
+
+    def on_step(self, training: Any) -> None:
+        parameters = [p for group in training.optimizer.param_groups for p in group["params"]]
+        self.norm = float(torch.stack([p.grad.norm() for p in parameters]).norm())
+        with torch.no_grad():
+            for p in parameters:
+                norm = p.norm()
+                p.mul_(norm.clamp(max=0.5) / norm)
+
+    def on_evaluated(self, training: Any) -> None:
+        training.metrics["norm"] = self.norm
+
+
+class OfState(Callback):
+    """Centres Adam's first moment, and forgets some of the second."""
+
+    def on_step(self, training: Any) -> None:
+        for state in training.optimizer.state.values():
+            state["exp_avg"].sub_(state["exp_avg"].mean())
+            state["exp_avg_sq"] = state["exp_avg_sq"] * (1 - 0.1 * state["exp_avg_sq"].norm())
+        of_one = training.optimizer.state[next(training.model.parameters())]
+        of_one["exp_avg"][0] = of_one["exp_avg"].abs().amax()
+
+    def on_evaluated(self, training: Any) -> None:
+        training.metrics["moment"] = sum(float(s["exp_avg"].norm()) for s in training.optimizer.state.values())
+        assert training.weights().keys() == dict(training.model.state_dict()).keys()
+
+
+class CallsModel(Callback):
+    """Scales the parameters by what the model makes of some samples."""
+
+    grad = False
+
+    def on_step(self, training: Any) -> None:
+        with torch.set_grad_enabled(self.grad):
+            size = training.model(drawn(4, 6).double()).detach().abs().mean()
+        with torch.no_grad():
+            for p in training.model.parameters():
+                p.mul_(1 - 0.01 * size)
+
+
+class CallsModelWithGradients(CallsModel):
+    """It forgets ``no_grad``."""
+
+    grad = True
+
+
+class Initializes(Callback):
+    def on_epoch(self, training: Any) -> None:
+        nn.init.orthogonal_(next(training.model.parameters()))
+
+
+@pytest.mark.parametrize("callback", [ByGroups, OfState, CallsModel, CallsModelWithGradients, Initializes])
+@pytest.mark.parametrize(("way", "devices"), [("fsdp", "2xcpu"), slow("fsdp", "3xcpu"), slow("ddp=2xfsdp=2", "4xcpu")])
+def test_callbacks_see_the_optimizer_and_the_model_of_one_device(
+    callback: type[Callback], way: str, devices: str, tmp_path: Path
+) -> None:
+    """Found by trial: norms and means were of this rank's shard, and writes after a forward were lost."""
+    job = dataclasses.replace(ZOO["mlp"], optimizer=adam, callbacks=[callback()], precision="fp64")
+    one = train(job, devices="1xcpu", folder=tmp_path, quiet=True)
+    other = train(job, strategy=way, devices=devices, folder=tmp_path, quiet=True)
+    found, wanted = other.model().state_dict(), one.model().state_dict()
+    assert all((found[name] - wanted[name]).abs().max() < BOUND for name in wanted)
+    for record, its in zip(one.history, other.history, strict=True):
+        assert all(abs(its[name] - record[name]) < BOUND for name in record if name in ("train_loss", "norm", "moment"))
+
+
+def test_own_loops_clip_by_the_groups_of_the_optimizer_within_whole_values() -> None:
+    """Found by trial: each rank clipped by the norm of its own shard, though the line says to do it there."""
+    x, y = drawn(24, 6), labels(24, 3)
+
+    def owns(world: World | None) -> Tensor:
+        torch.manual_seed(0)
+        model = nn.Sequential(nn.Linear(6, 8), nn.Tanh(), nn.Linear(8, 3))
+        where = {"strategy": "single", "devices": "1xcpu"} if world is None else {"strategy": "fsdp"}
+        step = lockstep.parallelize(model, nn.CrossEntropyLoss(), adam, precision="fp64", **where)
+        rank, size = (0, 1) if world is None else (world.rank, world.size)
+        for _ in range(3):
+            step.backward(x[rank::size], y[rank::size])
+            with step.whole_values():
+                nn.utils.clip_grad_norm_([p for group in step.optimizer.param_groups for p in group["params"]], 0.05)
+            step.update()
+            with step.whole_values(), torch.no_grad():
+                for state in step.optimizer.state.values():
+                    state["exp_avg"].sub_(state["exp_avg"].mean())
+        return torch.cat([t.flatten() for t in step.state_dict()["model"].values()])
+
+    ends = lockstep.launch(owns, devices="2xcpu")
+    assert all((end - owns(None)).abs().max() < BOUND for end in ends)
+
+
+def test_an_update_within_whole_values_is_refused() -> None:
+    def owns(world: World) -> str:
+        step = lockstep.parallelize(nn.Linear(6, 3), nn.CrossEntropyLoss(), adam, strategy="fsdp")
+        with pytest.raises(InputError, match=r"step: it is called within step.whole_values\(\)"), step.whole_values():
+            step(drawn(4, 6), labels(4, 3))
+        return "refused"
+
+    assert lockstep.launch(owns, devices="2xcpu") == ["refused"] * 2
