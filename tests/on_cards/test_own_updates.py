@@ -26,7 +26,7 @@ def both(models: nn.ModuleDict, batch: Any, update: Any) -> None:
     hidden = models["body"](x)
     logits = models["head"](hidden.detach())
     update("head", nn.functional.cross_entropy(logits, y, ignore_index=1, reduction="sum"), (y != 1).sum())
-    update("body", nn.functional.cross_entropy(models["head"](hidden), y))
+    update("body", nn.functional.cross_entropy(models["head"](hidden), y, reduction="sum"), len(y))
 
 
 def job() -> Job:

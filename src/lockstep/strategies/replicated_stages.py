@@ -98,6 +98,11 @@ class ReplicaOfStages(DDPStep, StagedStep):
         """As every step's; micro-batches that are overlapped can't."""
         return super().may_synchronise and self._accumulate == 1
 
+    def compare_ranks(self) -> None:
+        """As every evaluator's; outputs and targets may be on several devices."""
+        with self._layers.moving():
+            super().compare_ranks()
+
     def gradients(self, batch: Batch) -> Loss:
         """Gradients of total / size, summed over micro-batches and ranks."""
         self._buffers.follow()
