@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -125,3 +127,38 @@ def test_an_update_within_whole_values_is_refused() -> None:
         return "refused"
 
     assert lockstep.launch(owns, devices="2xcpu") == ["refused"] * 2
+
+
+class EvaluatesOthers(Callback):
+    """Evaluates with averages, which it holds whole, of which each is scaled by its largest element."""
+
+    def on_start(self, training: Any) -> None:
+        self.averages = {name: torch.zeros(p.shape, dtype=p.dtype) for name, p in training.model.named_parameters()}
+
+    def on_step(self, training: Any) -> None:
+        for name, p in training.model.named_parameters():
+            self.averages[name] = self.averages[name] * 0.7 + p.detach() * 0.3
+
+    @contextlib.contextmanager
+    def evaluating(self, training: Any) -> Iterator[None]:
+        parameters = dict(training.model.named_parameters())
+        with torch.no_grad():
+            kept = {name: p.clone() for name, p in parameters.items()}
+            for name, p in parameters.items():
+                p.copy_(self.averages[name])
+                p.div_(float(p.abs().max()))
+            yield
+            for name, p in parameters.items():
+                p.copy_(kept[name])
+
+
+def test_what_callbacks_put_in_place_for_evaluations_is_that_of_one_device(tmp_path: Path) -> None:
+    """Found by trial: a largest element was that of this rank's shard."""
+    job = dataclasses.replace(ZOO["mlp"], callbacks=[EvaluatesOthers()], precision="fp64")
+    one = train(job, devices="1xcpu", folder=tmp_path, quiet=True)
+    other = train(job, strategy="fsdp", devices="2xcpu", folder=tmp_path, quiet=True)
+    for record, its in zip(one.history, other.history, strict=True):
+        assert abs(its["eval_loss"] - record["eval_loss"]) < BOUND
+    assert all(
+        (a - b).abs().max() < BOUND for a, b in zip(one.model().parameters(), other.model().parameters(), strict=True)
+    )

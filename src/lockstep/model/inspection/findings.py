@@ -88,7 +88,8 @@ class Seen:
         """
         if self.writes is not None:
             raise StrategyError(
-                f'the model writes its parameter "{self.writes}" in forward, and replicas would write other values',
+                f'the model writes its parameter "{self.writes}" in forward: each replica would write it once more, or '
+                "from its local batch",
                 kind="state",
                 fix="make it a buffer, write it between updates, or use single",
             )

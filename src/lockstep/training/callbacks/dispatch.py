@@ -12,7 +12,8 @@ import collections
 import contextlib
 import copy
 import hashlib
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import Any
 
@@ -149,11 +150,9 @@ class Callbacks:
         """Call each; gives the name of one that stops the training, and why."""
         by = None
         for name, callback in callbacks.items():
-            is_own = callbacks is not self._last and not type(callback).__module__.startswith("lockstep.")
-            method = getattr(callback, f"on_{kind}")
-            acts = getattr(method, "__func__", None) is not getattr(Callback, f"on_{kind}", None)
-            with self._step.whole_values() if is_own and acts else contextlib.nullcontext():
-                method(self.training)
+            own = callbacks is not self._last and _is_persons(callback, f"on_{kind}")
+            with self._step.whole_values() if own else contextlib.nullcontext():
+                getattr(callback, f"on_{kind}")(self.training)
             for metric, value in self.training.metrics.items():
                 if not isinstance(value, int | float):
                     self.training.metrics[metric] = _number(value, f"callbacks: {name}: {metric}")
@@ -185,7 +184,9 @@ class Callbacks:
         """With the weights in place that are evaluated; the later callbacks' win."""
         with contextlib.ExitStack() as stack:
             for callback in self._by_name.values():
-                stack.enter_context(callback.evaluating(self.training))
+                found = callback.evaluating(self.training)
+                around = self._step.whole_values if _is_persons(callback, "evaluating") else contextlib.nullcontext
+                stack.enter_context(_Within(around, found))
             yield
 
     def _held_by_callbacks(self) -> dict[str, bytes]:
@@ -292,3 +293,24 @@ def _copied(callback: Any) -> Callback:
     except Exception as error:
         name = type(callback).__name__
         raise JobError(f"callbacks: {name} can't be copied ({told(error)}): open files in on_start") from error
+
+
+def _is_persons(callback: Callback, method: str) -> bool:
+    """Whether a method of a callback is a person's code."""
+    inherited = getattr(getattr(callback, method), "__func__", None) is getattr(Callback, method)
+    return not inherited and not type(callback).__module__.startswith("lockstep.")
+
+
+class _Within:
+    """A context that is entered and left within another, which its body isn't in."""
+
+    def __init__(self, around: Callable[[], AbstractContextManager[Any]], inner: AbstractContextManager[Any]) -> None:
+        self._around, self._inner = around, inner
+
+    def __enter__(self) -> None:
+        with self._around():
+            self._inner.__enter__()
+
+    def __exit__(self, *error: Any) -> bool | None:
+        with self._around():
+            return self._inner.__exit__(*error)
