@@ -152,6 +152,52 @@ class EvaluatesOthers(Callback):
                 p.copy_(kept[name])
 
 
+class AveragesInPlace(EvaluatesOthers):
+    """Averages that it holds whole, written in place one by one, and all at once; a checkpoint keeps them."""
+
+    loaded: dict[str, Tensor] | None = None
+
+    def on_start(self, training: Any) -> None:
+        super().on_start(training)
+        for name, value in (self.loaded or {}).items():
+            self.averages[name].copy_(value)
+
+    def on_step(self, training: Any) -> None:
+        parameters = dict(training.model.named_parameters())
+        with torch.no_grad():
+            for name, p in parameters.items():
+                self.averages[name].lerp_(p, 0.3)
+            torch._foreach_add_(list(self.averages.values()), list(parameters.values()), alpha=0.1)
+
+    def state_dict(self) -> dict[str, Any]:
+        return self.averages
+
+    def load_state_dict(self, state: Any) -> None:
+        self.loaded = state
+
+
+class AveragesInShards(AveragesInPlace):
+    """Averages that are as the parameters are."""
+
+    def on_start(self, training: Any) -> None:
+        self.averages = {name: torch.zeros_like(p) for name, p in training.model.named_parameters()}
+        for name, value in (self.loaded or {}).items():
+            self.averages[name].copy_(value)
+
+
+@pytest.mark.parametrize("callback", [AveragesInPlace, AveragesInShards])
+def test_averages_by_hand_are_those_of_one_device_and_are_kept(callback: type[Callback], tmp_path: Path) -> None:
+    """Found by trial: what was written in place to a whole tensor was lost, and shards were in no checkpoint."""
+    job = dataclasses.replace(ZOO["mlp"], callbacks=[callback()], precision="fp64", epochs=1)
+    where = [("fsdp", "2xcpu"), ("single", "1xcpu"), ("fsdp", "2xcpu")]
+    run = train(job, strategy="fsdp", devices="2xcpu", folder=tmp_path, quiet=True)
+    for epochs, (way, devices) in enumerate(where[1:], 2):
+        run = train(job.replace(epochs=epochs), strategy=way, devices=devices, resume=run.folder, quiet=True)
+    one = train(job.replace(epochs=3), devices="1xcpu", folder=tmp_path, quiet=True)
+    for record, its in zip(one.history, run.history, strict=True):
+        assert abs(its["eval_loss"] - record["eval_loss"]) < BOUND
+
+
 def test_what_callbacks_put_in_place_for_evaluations_is_that_of_one_device(tmp_path: Path) -> None:
     """Found by trial: a largest element was that of this rank's shard."""
     job = dataclasses.replace(ZOO["mlp"], callbacks=[EvaluatesOthers()], precision="fp64")

@@ -19,12 +19,11 @@ from lockstep.model.inspection.forward import accelerators_of, is_ragged, look
 from lockstep.model.inspection.no_draws import drawing_nothing
 from lockstep.model.inspection.nonlinear import NoticedHooks, hooked_parameters, may_be_nonlinear
 from lockstep.model.inspection.outside_variables import HOOKS, OutsideVariables
-from lockstep.model.inspection.watched import OPERATORS_IN_PLACE, drops, without_noise, writes_in_place
+from lockstep.model.inspection.watched import drops, without_noise, writes_in_place
 
 __all__ = [
     "BESIDE",
     "HOOKS",
-    "OPERATORS_IN_PLACE",
     "NoticedHooks",
     "OutsideVariables",
     "Seen",

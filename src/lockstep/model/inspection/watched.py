@@ -13,14 +13,14 @@ from torch.overrides import TorchFunctionMode
 _NO_WRITES = {"requires_grad_", "detach_", "share_memory_", "rename_"}
 """Functions that leave values as they are, though their names end with an underscore."""
 
-OPERATORS_IN_PLACE = {"__setitem__", "__iadd__", "__isub__", "__imul__", "__itruediv__"}
+_OPERATORS = {"__setitem__", "__iadd__", "__isub__", "__imul__", "__itruediv__"}
 """Python's own, as a mode sees their names."""
 
 
 def writes_in_place(name: str) -> bool:
     """Whether a function of tensors of that name writes to its first argument."""
     ends = name.endswith("_") and not name.endswith("__")
-    return name in OPERATORS_IN_PLACE or (ends and name not in _NO_WRITES)
+    return name in _OPERATORS or (ends and name not in _NO_WRITES)
 
 
 class Watched(TorchFunctionMode):

@@ -6,7 +6,7 @@ maximum of a shard without elements fails; and each rank would draw other random
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
@@ -16,7 +16,7 @@ from torch.utils._pytree import tree_leaves, tree_map_only
 
 from lockstep.errors import StrategyError
 from lockstep.launch.events import Caveat
-from lockstep.model.inspection import OPERATORS_IN_PLACE, writes_in_place
+from lockstep.model.inspection import writes_in_place
 
 _DRAWS_IN_PLACE = {
     *("normal_", "uniform_", "trunc_normal_", "random_", "bernoulli_", "exponential_", "log_normal_", "cauchy_"),
@@ -70,7 +70,7 @@ class WholeValues(TorchFunctionMode):
         """Call ``func``; what it gives is whole, or a shard."""
         del types
         name, kwargs = getattr(func, "__name__", ""), kwargs or {}
-        if name in _OF_ALL or name in _VIEWS or (name in OPERATORS_IN_PLACE and not isinstance(args[0], DTensor)):
+        if name in _OF_ALL or name in _VIEWS or _writes_whole(name, args, kwargs):
             args, kwargs = tree_map_only(DTensor, _whole if name in _VIEWS else DTensor.full_tensor, (args, kwargs))
         shard = next((leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, DTensor)), None)
         if shard is None:
@@ -93,6 +93,13 @@ class WholeValues(TorchFunctionMode):
         args, kwargs = tree_map_only(torch.Tensor, lambda value: _cut(value, shard), (args, kwargs))
         with implicit_replication():
             return tree_map_only(DTensor, _whole_if_partial, func(*args, **kwargs))
+
+
+def _writes_whole(name: str, args: Any, kwargs: Mapping[str, Any]) -> bool:
+    """Whether a function writes to a tensor that is whole, or to several."""
+    written = args[0] if args and writes_in_place(name) else kwargs.get("out")
+    written = next(iter(written), None) if isinstance(written, list | tuple) else written
+    return isinstance(written, torch.Tensor) and not isinstance(written, DTensor)
 
 
 def _whole(shard: DTensor) -> torch.Tensor:

@@ -28,6 +28,7 @@ from lockstep.strategies.steps.step import Step
 from lockstep.strategies.steps.update_result import Result
 from lockstep.strategies.strategy import PARAMETER_HOOKS
 from lockstep.tensors.digest import digest
+from lockstep.tensors.pytree import each
 from lockstep.tensors.seeding import seeded
 from lockstep.training.callbacks.averages import Average
 from lockstep.training.callbacks.callback import Callback, TrainingContext
@@ -71,6 +72,7 @@ class Callbacks:
         self.by_step = any(type(callback).on_step is not Callback.on_step for callback in self._by_name.values())
         self.notes: list[str] = []
         self._begun: dict[str, bytes] = {}
+        self._has_begun = False
 
     def __bool__(self) -> bool:
         return bool(self._by_name)
@@ -105,7 +107,7 @@ class Callbacks:
                 stack.enter_context(self._saying_what_is_not_saved())
             by = self._each(self._by_name if whole else {}, kind)
         if kind == "start":
-            self._begun = self._held_by_callbacks()
+            self._begun, self._has_begun = self._held_by_callbacks(), True
         if looks and structure_of(model) != before:
             self._refuse_what_replicas_lack()
         if not within:
@@ -206,10 +208,20 @@ class Callbacks:
             if self._begun.get(what, its) != its
         )
         states = {
-            name: callback.rows() if isinstance(callback, Average) and not whole else callback.state_dict()
+            name: callback.rows() if isinstance(callback, Average) and not whole else self._state_of(callback)
             for name, callback in {**self._by_name, **self._last}.items()
         }
         return {name: state for name, state in states.items() if state}
+
+    def _state_of(self, callback: Callback) -> dict[str, Any] | None:
+        """That of one, whole; None of one that raises before ``on_start``, in which it may make what it gives."""
+        try:
+            state: dict[str, Any] = each(_gathered, callback.state_dict())
+            return state
+        except Exception:
+            if self._has_begun:
+                raise
+            return None
 
     def beside(self, name: str) -> str:
         """In a checkpoint the name of the parameter beside which a callback keeps this tensor, or the tensor's own."""
@@ -222,7 +234,7 @@ class Callbacks:
         for name, callback in {**self._by_name, **self._last}.items():
             if name in states:
                 callback.load_state_dict(states[name])
-            elif callback.state_dict():
+            elif self._state_of(callback) != {}:
                 self.notes.append(f"callbacks: {name} begins anew: the run had none")
         for name in states.keys() - self._by_name.keys() - self._last.keys():
             self.notes.append(f"callbacks: the run had {name}, whose state is left out: the job has none now")
@@ -299,6 +311,11 @@ def _is_persons(callback: Callback, method: str) -> bool:
     """Whether a method of a callback is a person's code."""
     inherited = getattr(getattr(callback, method), "__func__", None) is getattr(Callback, method)
     return not inherited and not type(callback).__module__.startswith("lockstep.")
+
+
+def _gathered(tensor: Any) -> Any:
+    """The whole of a shard; any other tensor itself."""
+    return tensor.full_tensor() if hasattr(tensor, "full_tensor") else tensor
 
 
 class _Within:
