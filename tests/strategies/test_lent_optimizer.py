@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -208,3 +208,41 @@ def test_what_callbacks_put_in_place_for_evaluations_is_that_of_one_device(tmp_p
     assert all(
         (a - b).abs().max() < BOUND for a, b in zip(one.model().parameters(), other.model().parameters(), strict=True)
     )
+
+
+FUNCTIONS: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
+    "mse_loss": nn.functional.mse_loss,
+    "huber_loss": nn.functional.huber_loss,
+    "kl_div": lambda a, b: nn.functional.kl_div(a.log_softmax(1), b.softmax(1), reduction="batchmean"),
+    "binary_cross_entropy": lambda a, b: nn.functional.binary_cross_entropy(a.sigmoid(), b.sigmoid()),
+    "unique": lambda a, b: a.round().unique(),
+    "nonzero": lambda a, b: (a > b).nonzero(),
+    "masked_select": lambda a, b: a.masked_select(b > 0),
+    "cdist": torch.cdist,
+    "einsum": lambda a, b: torch.einsum("ij,ij->", a, b),
+    "softmax": lambda a, b: a.softmax(0),
+    "singular values": lambda a, b: torch.linalg.svdvals(a),
+    "written to": lambda a, b: torch.zeros(a.shape, dtype=a.dtype).add_(a).mul_(b),
+    "given by out": lambda a, b: torch.add(a, b, out=torch.empty(a.shape, dtype=a.dtype)),
+}
+
+
+def test_functions_of_parameters_give_within_whole_values_what_they_give_on_one_device() -> None:
+    """Found by trial: a mean squared error of unequal shards was wrong, and what DTensors don't know failed."""
+
+    def owns(world: World) -> list[str]:
+        torch.manual_seed(0)
+        model = nn.Sequential(nn.Linear(4, 7), nn.Linear(4, 7)).double()  # which only has to have a forward
+        one = [layer.weight.detach().clone() for layer in model]
+        step = lockstep.parallelize(model, nn.MSELoss(), adam, strategy="fsdp", precision="fp64")
+        apart = []
+        for name, function in FUNCTIONS.items():
+            wanted = function(*one)
+            with step.whole_values(), torch.no_grad():
+                found: Any = function(model[0].weight, model[1].weight)
+                found = found.full_tensor() if hasattr(found, "full_tensor") else found
+            if found.shape != wanted.shape or (found - wanted).abs().max() > BOUND:
+                apart.append(name)
+        return apart
+
+    assert lockstep.launch(owns, devices="3xcpu") == [[]] * 3

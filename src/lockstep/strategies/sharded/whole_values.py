@@ -27,6 +27,7 @@ _OF_ALL = {
     *("item", "tolist", "numpy", "__bool__", "__float__", "__int__", "__index__", "__format__"),
     *("max", "min", "amax", "amin", "aminmax", "argmax", "argmin", "mean", "std", "var", "median", "quantile"),
     *("new_empty", "new_zeros", "new_ones", "new_full", "new_tensor"),
+    *("kl_div", "cross_entropy", "binary_cross_entropy", "binary_cross_entropy_with_logits"),
     *("rand_like", "randn_like", "randint_like", "bernoulli", "normal", "dropout", "equal", "allclose", "isclose"),
 }
 """Functions that are given whole tensors."""
@@ -70,7 +71,7 @@ class WholeValues(TorchFunctionMode):
         """Call ``func``; what it gives is whole, or a shard."""
         del types
         name, kwargs = getattr(func, "__name__", ""), kwargs or {}
-        if name in _OF_ALL or name in _VIEWS or _writes_whole(name, args, kwargs):
+        if name in _OF_ALL or name in _VIEWS or name.endswith("_loss") or _writes_whole(name, args, kwargs):
             args, kwargs = tree_map_only(DTensor, _whole if name in _VIEWS else DTensor.full_tensor, (args, kwargs))
         shard = next((leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, DTensor)), None)
         if shard is None:
@@ -90,9 +91,15 @@ class WholeValues(TorchFunctionMode):
                 )
                 func(*args, **kwargs)
                 return shard.copy_(_cut(whole, shard))
-        args, kwargs = tree_map_only(torch.Tensor, lambda value: _cut(value, shard), (args, kwargs))
-        with implicit_replication():
-            return tree_map_only(DTensor, _whole_if_partial, func(*args, **kwargs))
+        cut_args, cut_kwargs = tree_map_only(torch.Tensor, lambda value: _cut(value, shard), (args, kwargs))
+        try:
+            with implicit_replication():
+                return tree_map_only(DTensor, _whole_if_partial, func(*cut_args, **cut_kwargs))
+        except (NotImplementedError, RuntimeError):  # what DTensor doesn't know
+            if writes_in_place(name):
+                raise
+            args, kwargs = tree_map_only(DTensor, DTensor.full_tensor, (args, kwargs))
+            return func(*args, **kwargs)
 
 
 def _writes_whole(name: str, args: Any, kwargs: Mapping[str, Any]) -> bool:
