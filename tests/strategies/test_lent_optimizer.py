@@ -246,3 +246,44 @@ def test_functions_of_parameters_give_within_whole_values_what_they_give_on_one_
         return apart
 
     assert lockstep.launch(owns, devices="3xcpu") == [[]] * 3
+
+
+WRITES: dict[str, Callable[[Tensor, Tensor], Any]] = {
+    "index_copy_": lambda a, b: a.index_copy_(0, torch.tensor([2, 6]), b[:2]),
+    "cumsum_": lambda a, b: a.cumsum_(0),
+    "renorm_": lambda a, b: a.renorm_(2, 0, 0.5),
+    "fill_diagonal_": lambda a, b: a.fill_diagonal_(1.0),
+    "put_": lambda a, b: a.put_(torch.tensor([1, 9]), torch.ones(2, dtype=a.dtype)),
+    "eye_": lambda a, b: nn.init.eye_(a),
+    "constant_": lambda a, b: nn.init.constant_(a, 0.3),
+    "add, with out": lambda a, b: torch.add(a, b, out=a),
+    "a row": lambda a, b: a.mul_(torch.arange(4.0)),
+    "a column": lambda a, b: a.div_(a.norm(dim=1, keepdim=True)),
+    "other rows": lambda a, b: a.copy_(a[torch.tensor([6, 5, 4, 3, 2, 1, 0])]),
+    "_foreach_copy_": lambda a, b: torch._foreach_copy_([a, b], [torch.ones_like(a), torch.ones(7, 4, dtype=a.dtype)]),
+    "_foreach_lerp_": lambda a, b: torch._foreach_lerp_([a], [b], 0.5),
+}
+
+
+def test_writes_to_parameters_within_whole_values_are_those_of_one_device() -> None:
+    """Found by trial: some left a shard of another shape."""
+
+    def owns(world: World) -> list[str]:
+        torch.manual_seed(0)
+        model = nn.Sequential(nn.Linear(4, 7), nn.Linear(4, 7)).double()
+        before = [layer.weight.detach().clone() for layer in model]
+        step = lockstep.parallelize(model, nn.MSELoss(), adam, strategy="fsdp", precision="fp64")
+        apart = []
+        for name, write in WRITES.items():
+            wanted = [value.clone() for value in before]
+            write(*wanted)
+            with step.whole_values(), torch.no_grad():
+                for layer, value in zip(model, before, strict=True):
+                    layer.weight.copy_(value)
+                write(*(layer.weight for layer in model))
+            found = step.state_dict()["model"]
+            if any((found[f"{i}.weight"] - value).abs().max() > BOUND for i, value in enumerate(wanted)):
+                apart.append(name)
+        return apart
+
+    assert lockstep.launch(owns, devices="3xcpu") == [[]] * 3

@@ -18,11 +18,25 @@ from lockstep.errors import StrategyError
 from lockstep.launch.events import Caveat
 from lockstep.model.inspection import writes_in_place
 
-_DRAWS_IN_PLACE = {
-    *("normal_", "uniform_", "trunc_normal_", "random_", "bernoulli_", "exponential_", "log_normal_", "cauchy_"),
-    *("geometric_", "kaiming_normal_", "kaiming_uniform_", "xavier_normal_", "xavier_uniform_", "orthogonal_"),
-    *("sparse_", "eye_", "dirac_"),
+_BY_ELEMENT = {
+    *(
+        "add_",
+        "sub_",
+        "mul_",
+        "div_",
+        "__iadd__",
+        "__isub__",
+        "__imul__",
+        "__itruediv__",
+        "lerp_",
+        "addcmul_",
+        "addcdiv_",
+    ),
+    *("copy_", "zero_", "fill_", "masked_fill_", "clamp_", "clamp_min_", "clamp_max_", "neg_", "abs_", "sign_"),
+    *("pow_", "sqrt_", "rsqrt_", "square_", "reciprocal_", "exp_", "log_", "tanh_", "sigmoid_", "round_"),
 }
+"""Functions that write in place, to each element by itself: they act on shards; others on whole tensors."""
+
 _OF_ALL = {
     *("item", "tolist", "numpy", "__bool__", "__float__", "__int__", "__index__", "__format__"),
     *("max", "min", "amax", "amin", "aminmax", "argmax", "argmin", "mean", "std", "var", "median", "quantile"),
@@ -83,23 +97,26 @@ class WholeValues(TorchFunctionMode):
 
         if func == _GIVES_DATA:  # which would leave the shard as it is
             func, args = torch.Tensor.copy_, (shard.detach(), *args[1:])
-        if name in _DRAWS_IN_PLACE or name == "__setitem__":
+        first = args[0] if args else kwargs.get("tensor")  # (as functions of nn.init give it)
+        written = first if writes_in_place(name) and name not in _BY_ELEMENT else kwargs.get("out")
+        if isinstance(written, DTensor):
             with torch.no_grad():
-                whole = shard.full_tensor()
+                whole = written.full_tensor()
                 args, kwargs = tree_map_only(
-                    DTensor, lambda one: whole if one is shard else one.full_tensor(), (args, kwargs)
+                    DTensor, lambda one: whole if one is written else one.full_tensor(), (args, kwargs)
                 )
                 func(*args, **kwargs)
-                return shard.copy_(_cut(whole, shard))
+                return written.copy_(_cut(whole, written))
         cut_args, cut_kwargs = tree_map_only(torch.Tensor, lambda value: _cut(value, shard), (args, kwargs))
         try:
             with implicit_replication():
                 return tree_map_only(DTensor, _whole_if_partial, func(*cut_args, **cut_kwargs))
         except (NotImplementedError, RuntimeError):  # what DTensor doesn't know
+            whole_args, kwargs = tree_map_only(DTensor, DTensor.full_tensor, (args, kwargs))
+            found = func(*whole_args, **kwargs)
             if writes_in_place(name):
-                raise
-            args, kwargs = tree_map_only(DTensor, DTensor.full_tensor, (args, kwargs))
-            return func(*args, **kwargs)
+                _copy_back(first, whole_args[0])
+            return found
 
 
 def _writes_whole(name: str, args: Any, kwargs: Mapping[str, Any]) -> bool:
@@ -128,6 +145,14 @@ def _write_back(written: Any) -> None:
     if (shard := getattr(root, "of_shard", None)) is not None:
         with torch.no_grad():
             shard.copy_(_cut(root.detach().view(shard.shape), shard))
+
+
+def _copy_back(shards: Any, wholes: Any) -> None:
+    """Give a shard, or several, the values of whole tensors."""
+    pairs = zip(shards, wholes, strict=True) if isinstance(shards, list | tuple) else [(shards, wholes)]
+    with torch.no_grad():
+        for shard, whole in pairs:
+            shard.copy_(_cut(whole, shard))
 
 
 def _cut(value: torch.Tensor, shard: DTensor) -> torch.Tensor:
