@@ -19,21 +19,9 @@ from lockstep.launch.events import Caveat
 from lockstep.model.inspection import writes_in_place
 
 _BY_ELEMENT = {
-    *(
-        "add_",
-        "sub_",
-        "mul_",
-        "div_",
-        "__iadd__",
-        "__isub__",
-        "__imul__",
-        "__itruediv__",
-        "lerp_",
-        "addcmul_",
-        "addcdiv_",
-    ),
-    *("copy_", "zero_", "fill_", "masked_fill_", "clamp_", "clamp_min_", "clamp_max_", "neg_", "abs_", "sign_"),
-    *("pow_", "sqrt_", "rsqrt_", "square_", "reciprocal_", "exp_", "log_", "tanh_", "sigmoid_", "round_"),
+    *("add_", "sub_", "mul_", "div_", "__iadd__", "__isub__", "__imul__", "__itruediv__", "lerp_", "addcmul_"),
+    *("addcdiv_", "copy_", "zero_", "fill_", "masked_fill_", "clamp_", "clamp_min_", "clamp_max_", "neg_", "abs_"),
+    *("sign_", "pow_", "sqrt_", "rsqrt_", "square_", "reciprocal_", "exp_", "log_", "tanh_", "sigmoid_", "round_"),
 }
 """Functions that write in place, to each element by itself: they act on shards; others on whole tensors."""
 
