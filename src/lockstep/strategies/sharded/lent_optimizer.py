@@ -34,8 +34,9 @@ class LentOptimizer:
     """
 
     def __init__(self, optimizer: torch.optim.Optimizer, shards: Shards, model: nn.Module) -> None:
-        self._optimizer, self._shards, self._is_lent = optimizer, shards, False
-        self._model = model
+        self._optimizer, self._shards, self._model = optimizer, shards, model
+        self._names = {id(p): name for of in (shards.local, shards.cut) for name, p in of.items()}
+        self._is_lent = False
 
     @contextlib.contextmanager
     def whole_values(self) -> Iterator[None]:
@@ -86,34 +87,29 @@ class LentOptimizer:
             self._model.reshard()
 
     def _lend(self) -> None:
-        cut, names = self._shards.cut, {id(p): name for name, p in self._shards.local.items()}
-        self._replace(names, cut, self._shards.as_rows)
+        self._replace(self._shards.cut, self._shards.as_rows)
         self._is_lent = True
 
     def _take_back(self) -> None:
-        local, names = self._shards.local, {id(p): name for name, p in self._shards.cut.items()}
-        self._replace(names, local, self._part)
+        self._replace(self._shards.local, self._part)
         self._is_lent = False
 
-    def _replace(
-        self,
-        names: dict[int, str],
-        others: Mapping[str, nn.Parameter],
-        other: Callable[[str, torch.Tensor], torch.Tensor],
-    ) -> None:
-        """Put other parameters, and other tensors of their state, in the place of those with these names."""
-        for group in self._optimizer.param_groups:
+    def _replace(self, others: Mapping[str, nn.Parameter], other: Callable[[str, torch.Tensor], torch.Tensor]) -> None:
+        """Put other parameters, and other tensors of their state, in the place of those that were cut."""
+        names, optimizer = self._names, self._optimizer
+        for group in optimizer.param_groups:
             group["params"] = [others[names[id(p)]] if id(p) in names else p for p in group["params"]]
-        states = list(self._optimizer.state.items())
-        self._optimizer.state.clear()
+        states = list(optimizer.state.items())
+        optimizer.state.clear()
         for p, state in states:
-            if (name := names.get(id(p))) is None:
-                self._optimizer.state[p] = state
-                continue
-            for key, value in state.items():
-                if isinstance(value, torch.Tensor) and value.shape == p.shape:
-                    state[key] = other(name, value)
-            self._optimizer.state[others[name]] = state
+            name = names.get(id(p))
+            held = p if name is None else others[name]
+            if name is not None and held is not p:
+                for key, value in state.items():
+                    if isinstance(value, torch.Tensor) and value.shape == p.shape:
+                        state[key] = other(name, value)
+            # (Asked for by the model's parameter outside of whole_values, it has an entry of both.)
+            optimizer.state.setdefault(held, state).update(state)
 
     def _part(self, name: str, value: torch.Tensor) -> torch.Tensor:
         if not isinstance(value, DTensor):
