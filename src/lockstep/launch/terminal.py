@@ -75,9 +75,10 @@ class Display:
             if self._live is not None or self._clock() - self._within >= _APART:
                 self._line_within(event.text)
         elif isinstance(event, Line):
-            if event.kind == "note" and event in self._said:
-                return  # another rank has told it
-            self._said.add(event)
+            if event.kind == "note":
+                if event in self._said:
+                    return  # another rank has told it
+                self._said.add(event)
             plain = event.kind == "plain"
             self.line(event.text if plain else f"note: {event.text}", note=not plain)
         elif isinstance(event, Memory):

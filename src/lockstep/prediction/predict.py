@@ -315,7 +315,8 @@ class _Prediction:
         no_rows |= self.without_rows
         first = list(leaves(left_out(every[0][1], no_rows)))
         if all(isinstance(leaf, Left) for leaf in first):
-            raise nothing_to_keep(*next(((outputs, size) for size, outputs in shares), (None, 0)))
+            size, outputs = shares[0] if shares else (0, None)
+            raise nothing_to_keep(outputs, size)
         self.form = left_out(forms[0], no_rows) if forms else None
         left = [leaf.name for leaf in first if isinstance(leaf, Left) and leaf.said]
         if left and self.world.is_first:

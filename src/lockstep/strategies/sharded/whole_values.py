@@ -6,6 +6,7 @@ maximum of a shard without elements fails; and each rank would draw other random
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -73,7 +74,8 @@ class WholeValues(TorchFunctionMode):
         """Call ``func``; what it gives is whole, or a shard."""
         del types
         name, kwargs = getattr(func, "__name__", ""), kwargs or {}
-        if name in _OF_ALL or name in _VIEWS or name.endswith("_loss") or _writes_whole(name, args, kwargs):
+        written = _written(name, args, kwargs)
+        if name in _OF_ALL or name in _VIEWS or name.endswith("_loss") or _is_whole(written):
             args, kwargs = tree_map_only(DTensor, _whole if name in _VIEWS else DTensor.full_tensor, (args, kwargs))
         shard = next((leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, DTensor)), None)
         if shard is None:
@@ -85,33 +87,42 @@ class WholeValues(TorchFunctionMode):
 
         if func == _GIVES_DATA:  # which would leave the shard as it is
             func, args = torch.Tensor.copy_, (shard.detach(), *args[1:])
-        first = args[0] if args else kwargs.get("tensor")  # (as functions of nn.init give it)
-        written = first if writes_in_place(name) and name not in _BY_ELEMENT else kwargs.get("out")
-        if isinstance(written, DTensor):
-            with torch.no_grad():
-                whole = written.full_tensor()
-                args, kwargs = tree_map_only(
-                    DTensor, lambda one: whole if one is written else one.full_tensor(), (args, kwargs)
-                )
-                func(*args, **kwargs)
-                return written.copy_(_cut(whole, written))
+        if isinstance(written, DTensor) and name not in _BY_ELEMENT:
+            return _on_wholes(func, args, kwargs, written)
         cut_args, cut_kwargs = tree_map_only(torch.Tensor, lambda value: _cut(value, shard), (args, kwargs))
         try:
             with implicit_replication():
                 return tree_map_only(DTensor, _whole_if_partial, func(*cut_args, **cut_kwargs))
         except (NotImplementedError, RuntimeError):  # what DTensor doesn't know
-            whole_args, kwargs = tree_map_only(DTensor, DTensor.full_tensor, (args, kwargs))
-            found = func(*whole_args, **kwargs)
-            if writes_in_place(name):
-                _copy_back(first, whole_args[0])
-            return found
+            return _on_wholes(func, args, kwargs, written)
 
 
-def _writes_whole(name: str, args: Any, kwargs: Mapping[str, Any]) -> bool:
-    """Whether a function writes to a tensor that is whole, or to several."""
-    written = args[0] if args and writes_in_place(name) else kwargs.get("out")
+def _written(name: str, args: Any, kwargs: Mapping[str, Any]) -> Any:
+    """The tensor that a function writes to, or several in a list; None for one that writes to none."""
+    first = args[0] if args else kwargs.get("tensor")  # (as functions of nn.init give it)
+    return first if writes_in_place(name) else kwargs.get("out")
+
+
+def _is_whole(written: Any) -> bool:
+    """Whether what is written to, if anything is, is no shard."""
     written = next(iter(written), None) if isinstance(written, list | tuple) else written
     return isinstance(written, torch.Tensor) and not isinstance(written, DTensor)
+
+
+def _on_wholes(func: Callable[..., Any], args: Any, kwargs: Any, written: Any) -> Any:
+    """Call a function with whole tensors, and give the shards that it writes to what these become."""
+    wholes: dict[int, torch.Tensor] = {}
+
+    def whole_of(shard: DTensor) -> torch.Tensor:
+        return wholes[id(shard)] if id(shard) in wholes else wholes.setdefault(id(shard), shard.full_tensor())
+
+    with contextlib.nullcontext() if written is None else torch.no_grad():
+        whole_args, whole_kwargs = tree_map_only(DTensor, whole_of, (args, kwargs))
+        found = func(*whole_args, **whole_kwargs)
+        for shard in tree_leaves(written):
+            if id(shard) in wholes:
+                shard.copy_(_cut(wholes[id(shard)], shard))
+    return written if isinstance(written, DTensor) else found
 
 
 def _whole(shard: DTensor) -> torch.Tensor:
@@ -133,14 +144,6 @@ def _write_back(written: Any) -> None:
     if (shard := getattr(root, "of_shard", None)) is not None:
         with torch.no_grad():
             shard.copy_(_cut(root.detach().view(shard.shape), shard))
-
-
-def _copy_back(shards: Any, wholes: Any) -> None:
-    """Give a shard, or several, the values of whole tensors."""
-    pairs = zip(shards, wholes, strict=True) if isinstance(shards, list | tuple) else [(shards, wholes)]
-    with torch.no_grad():
-        for shard, whole in pairs:
-            shard.copy_(_cut(whole, shard))
 
 
 def _cut(value: torch.Tensor, shard: DTensor) -> torch.Tensor:

@@ -64,7 +64,7 @@ class Callbacks:
         if (twice := next((output for output, number in outputs.items() if number > 1), None)) is not None:
             raise JobError(f"callbacks: {outputs[twice]} of them would write {twice}: leave one, or give another name")
         # Those that come with Lockstep draw nothing, or under a seed of their own, and add no hooks: 0.2 ms a step.
-        self._are_own = any(not type(one).__module__.startswith("lockstep.") for one in self._by_name.values())
+        self._are_own = any(map(_is_own, self._by_name.values()))
         self._last = {"on_event": last}
         self._asks = bool(self._by_name or job.on_event)
         self._parameters = list(step.model.named_parameters())
@@ -124,8 +124,7 @@ class Callbacks:
     @contextlib.contextmanager
     def _saying_what_is_not_saved(self) -> Iterator[None]:
         """Say what callbacks change after a checkpoint, which hasn't got it."""
-        own = (one for one in self._by_name.values() if not type(one).__module__.startswith("lockstep."))
-        if not any(type(one).on_saved is not Callback.on_saved for one in own):
+        if not any(_is_persons(one, "on_saved") for one in self._by_name.values()):
             yield
             return
         before, versions = self._others(), self._versions()
@@ -307,10 +306,15 @@ def _copied(callback: Any) -> Callback:
         raise JobError(f"callbacks: {name} can't be copied ({told(error)}): open files in on_start") from error
 
 
+def _is_own(callback: Callback) -> bool:
+    """Whether it is of a class of a person's own, not one that comes with Lockstep."""
+    return not type(callback).__module__.startswith("lockstep.")
+
+
 def _is_persons(callback: Callback, method: str) -> bool:
     """Whether a method of a callback is a person's code."""
     inherited = getattr(getattr(callback, method), "__func__", None) is getattr(Callback, method)
-    return not inherited and not type(callback).__module__.startswith("lockstep.")
+    return not inherited and _is_own(callback)
 
 
 def _gathered(tensor: Any) -> Any:
