@@ -724,7 +724,7 @@ def hooked() -> nn.Module:
         (Reaching, {}, "used outside of the block's forward"),
         slow(Hoarding, {}, 'holds parameter "blocks.1.up.weight"'),
         slow(Hiding, {}, 'no tensor with a gradient in what "blocks.0" gives'),
-        (Penalized, {"loss": penalized}, "a gradient is computed in forward or in the loss"),
+        (Penalized, {"loss": penalized}, "a gradient is computed in forward, in the loss or in a callback"),
         (hooked, {}, 'parameter "embedding.weight" has a hook'),
         slow(Stack, {"compile": "default"}, "fsdp: compile isn't supported"),
         slow(Stack, {"precision": "fp16"}, "fsdp: precision fp16"),

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import copy
 import dataclasses
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -209,6 +210,26 @@ def test_what_callbacks_put_in_place_for_evaluations_is_that_of_one_device(tmp_p
     assert all(
         (a - b).abs().max() < BOUND for a, b in zip(one.model().parameters(), other.model().parameters(), strict=True)
     )
+
+
+class GoesBack(Callback):
+    """Takes every other step back, by copies of the parameters."""
+
+    def on_step(self, training: Any) -> None:
+        parameters = list(training.model.parameters())
+        if training.step % 2:
+            self.copies = copy.deepcopy(parameters)
+        with torch.no_grad():
+            for p, copied in zip(parameters, self.copies, strict=True):
+                p.copy_(0.9 * copied)
+
+
+def test_copies_of_parameters_are_those_of_one_device_where_a_rank_has_no_element(tmp_path: Path) -> None:
+    """Found by trial: PyTorch's error about a storage, on the rank that has none."""
+    job = dataclasses.replace(ZOO["mlp"], callbacks=[GoesBack()], precision="fp64")
+    one = train(job, devices="1xcpu", folder=tmp_path, quiet=True).model()
+    other = train(job, strategy="fsdp", devices="4xcpu", folder=tmp_path, quiet=True).model()
+    assert all((a - b).abs().max() < BOUND for a, b in zip(one.parameters(), other.parameters(), strict=True))
 
 
 FUNCTIONS: dict[str, Callable[[Tensor, Tensor], Tensor]] = {

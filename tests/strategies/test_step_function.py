@@ -346,6 +346,19 @@ def noisy(models: Any, batch: Any, update: Any) -> None:
     update("head", models["head"](models["body"](x)).square().sum(), len(x))
 
 
+OWN = torch.Generator()
+
+
+def noisy_by_its_own_generator(models: Any, batch: Any, update: Any) -> None:
+    x = batch[0] + torch.randn(batch[0].shape, generator=OWN)
+    update("head", models["head"](models["body"](x)).square().sum(), len(x))
+
+
+def resampled(models: Any, batch: Any, update: Any) -> None:
+    rows = torch.multinomial(torch.ones(len(batch[0])), len(batch[0]), replacement=True)
+    update("head", models["head"](models["body"](batch[0][rows])).square().sum(), len(rows))
+
+
 def noisy_over_pairs(models: Any, batch: Any, update: Any) -> None:
     over_pairs(models, (batch[0] + torch.randn_like(batch[0]), batch[1]), update)
 
@@ -495,9 +508,11 @@ def test_replicas_that_make_different_calls_are_named(way: str, tmp_path: Path) 
         train(job_of(by_local_batch), strategy=way, devices="2xcpu", folder=tmp_path, quiet=True)
 
 
+@pytest.mark.parametrize("step", [noisy, noisy_by_its_own_generator, resampled])
 @pytest.mark.parametrize("way", ["dp", pytest.param("ddp", marks=pytest.mark.slow)])
-def test_random_numbers_in_the_function_are_said_to_differ(way: str, tmp_path: Path, capfd: Any) -> None:
-    train(job_of(noisy, steps=2), strategy=way, devices="2xcpu", folder=tmp_path)
+def test_random_numbers_in_the_function_are_said_to_differ(step: Any, way: str, tmp_path: Path, capfd: Any) -> None:
+    """Found by trial: numbers of an own generator, and samples drawn with replacement, were refused as no sum."""
+    train(job_of(step, steps=2), strategy=way, devices="2xcpu", folder=tmp_path)
     assert "the step function draws random numbers: other ones for each local batch" in capfd.readouterr().out
 
 

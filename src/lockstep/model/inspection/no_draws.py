@@ -24,6 +24,33 @@ def drawing_nothing() -> Iterator[None]:
         yield
 
 
+@contextmanager
+def own_generators() -> Iterator[list[torch.Generator]]:
+    """Those of a person's own that operators are given meanwhile; afterwards they stand where they did."""
+    with _Given() as given:
+        try:
+            yield given.generators
+        finally:
+            for generator, state in zip(given.generators, given.states, strict=True):
+                generator.set_state(state)
+
+
+class _Given(TorchDispatchMode):  # type: ignore[no-untyped-call]
+    def __init__(self) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self.generators: list[torch.Generator] = []
+        self.states: list[torch.Tensor] = []
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Mapping[str, Any] | None = None
+    ) -> Any:
+        generator = (kwargs or {}).get("generator")
+        if generator is not None and generator not in self.generators:
+            self.generators.append(generator)
+            self.states.append(generator.get_state())
+        return func(*args, **(kwargs or {}))
+
+
 class _NoDropoutInAttention(TorchFunctionMode):
     """On accelerators attention draws its dropout within one kernel, where nothing can be put in its place."""
 
@@ -76,10 +103,14 @@ def _lowest(made: torch.Tensor, *args: Any) -> torch.Tensor:
     return made.fill_(bounds[0] if len(bounds) > 1 else 0)
 
 
-def _likeliest(made: torch.Tensor, weights: torch.Tensor, count: int, *args: Any) -> torch.Tensor:
-    """The likeliest categories; where they may come again, the likeliest each time."""
-    again = bool(args and args[0]) or count > weights.shape[-1]
-    return made.copy_(weights.topk(1 if again else count).indices)
+def _categories(made: torch.Tensor, weights: torch.Tensor, count: int, *args: Any) -> torch.Tensor:
+    """The likeliest categories; where they may come again, each as often as is expected: of even weights all, once."""
+    if not (args and args[0]):
+        return made.copy_(weights.topk(count).indices)
+    chances = (weights.double() / weights.sum(-1, keepdim=True)).cumsum(-1)
+    points = (torch.arange(count, dtype=chances.dtype, device=chances.device) + 0.5) / count
+    found = torch.searchsorted(chances, points.expand(*chances.shape[:-1], count).contiguous())
+    return made.copy_(found.clamp(max=weights.shape[-1] - 1))
 
 
 def _slope(
@@ -103,7 +134,7 @@ _INSTEAD: dict[str, Callable[..., Any]] = {
     **dict.fromkeys(("randint", "randint_like", "random_"), _lowest),
     "uniform_": lambda made, itself, lower=0.0, upper=1.0: made.fill_((lower + upper) / 2),
     "randperm": lambda made, *args: made.copy_(torch.arange(len(made))),
-    "multinomial": _likeliest,
+    "multinomial": _categories,
     **dict.fromkeys(("poisson", "_standard_gamma"), lambda made, mean, *args: mean.clone()),
     "_sample_dirichlet": lambda made, weights, *args: weights / weights.sum(-1, keepdim=True),
     "binomial": lambda made, counts, chances, *args: counts * chances,

@@ -11,6 +11,7 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
+from torch import nn
 from torch.distributed.tensor import DTensor, distribute_tensor
 from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import tree_leaves, tree_map_only
@@ -74,6 +75,8 @@ class WholeValues(TorchFunctionMode):
         """Call ``func``; what it gives is whole, or a shard."""
         del types
         name, kwargs = getattr(func, "__name__", ""), kwargs or {}
+        if name == "__deepcopy__" and isinstance(args[0], DTensor):
+            return _copy(*args)
         written = _written(name, args, kwargs)
         if name in _OF_ALL or name in _VIEWS or name.endswith("_loss") or _is_whole(written):
             args, kwargs = tree_map_only(DTensor, _whole if name in _VIEWS else DTensor.full_tensor, (args, kwargs))
@@ -95,6 +98,13 @@ class WholeValues(TorchFunctionMode):
                 return tree_map_only(DTensor, _whole_if_partial, func(*cut_args, **cut_kwargs))
         except (NotImplementedError, RuntimeError):  # what DTensor doesn't know
             return _on_wholes(func, args, kwargs, written)
+
+
+def _copy(shard: DTensor, memo: dict[int, Any]) -> torch.Tensor:
+    """A deep copy, of a parameter without its gradient, as PyTorch's of one device; of DTensors it would copy that."""
+    copied: torch.Tensor = shard.detach().clone().requires_grad_(shard.requires_grad)
+    memo[id(shard)] = nn.Parameter(copied, copied.requires_grad) if isinstance(shard, nn.Parameter) else copied
+    return memo[id(shard)]  # type: ignore[no-any-return]
 
 
 def _written(name: str, args: Any, kwargs: Mapping[str, Any]) -> Any:

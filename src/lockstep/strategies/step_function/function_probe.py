@@ -23,7 +23,14 @@ from lockstep.data import Part
 from lockstep.errors import LossError, StrategyError, told
 from lockstep.launch.events import Caveat
 from lockstep.launch.world import World
-from lockstep.model.inspection import OutsideVariables, detached_attributes, drawing_nothing, is_ragged, without_noise
+from lockstep.model.inspection import (
+    OutsideVariables,
+    detached_attributes,
+    drawing_nothing,
+    is_ragged,
+    own_generators,
+    without_noise,
+)
 from lockstep.model.inspection.rounding import first_apart
 from lockstep.model.losses.additivity import Nest, is_apart, repeated
 from lockstep.model.losses.loss import Loss, Number
@@ -113,12 +120,12 @@ def probe(
     outside = OutsideVariables([function])
 
     calls: Callable[[Nest], Called] = functools.partial(_calls, function, model, world, part.of)
-    with kept_states(accelerators), outside.kept():
+    with kept_states(accelerators), outside.kept(), own_generators() as own:
         before = states(accelerators)
         variables = outside.prints()
         whole = calls(nest)
         found += map(_changed, [n for n, now in outside.prints().items() if variables.get(n) != now])
-        if not same(before, drawn := states(accelerators)):
+        if not same(before, drawn := states(accelerators)) or own:
             found.append(_DRAWING)
             # All else is seen while it draws nothing.
             calls = drawing_nothing()(calls)
