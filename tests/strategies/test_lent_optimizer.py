@@ -15,7 +15,7 @@ from torch import Tensor, nn
 
 import lockstep
 from lockstep import Callback, train
-from lockstep.errors import InputError
+from lockstep.errors import InputError, LockstepError
 from lockstep.launch.world import World
 
 from zoo import ZOO, drawn, labels, slow  # isort: skip
@@ -131,6 +131,94 @@ def test_an_update_within_whole_values_is_refused() -> None:
     assert lockstep.launch(owns, devices="2xcpu") == ["refused"] * 2
 
 
+def clip(optimizer: torch.optim.Optimizer, *args: Any) -> None:
+    nn.utils.clip_grad_norm_([p for group in optimizer.param_groups for p in group["params"]], 0.1)
+
+
+class HooksOptimizer(Callback):
+    def on_start(self, training: Any) -> None:
+        training.optimizer.register_step_pre_hook(clip)
+
+
+class ReplacesStep(Callback):
+    def on_start(self, training: Any) -> None:
+        optimizer, step = training.optimizer, training.optimizer.step
+        optimizer.step = lambda *args: clip(optimizer) or step(*args)
+
+
+class ReplacesLayer(Callback):
+    def on_epoch(self, training: Any) -> None:
+        training.model[0] = nn.Linear(*training.model[0].weight.shape[::-1], dtype=training.model[0].weight.dtype)
+
+
+class HooksParameter(Callback):
+    def on_start(self, training: Any) -> None:
+        next(training.model.parameters()).register_hook(lambda grad: 0.5 * grad)
+
+
+@pytest.mark.parametrize(
+    ("callback", "says"),
+    [
+        (HooksOptimizer, "has hooks on its step"),
+        (ReplacesStep, "or another step in its place"),
+        (HooksParameter, 'parameter "0.weight" has a hook'),
+        (ReplacesLayer, "the optimizer has a parameter that the model hasn't any more"),
+    ],
+)
+def test_what_shards_would_be_given_or_lose_later_is_refused(
+    callback: type[Callback], says: str, tmp_path: Path
+) -> None:
+    """Found by trial: hooks of the optimizer were given shards, those of parameters nothing."""
+    job = dataclasses.replace(ZOO["mlp"], callbacks=[callback()], lr_scheduler=constant)
+    with pytest.raises(LockstepError, match=says):
+        train(job, strategy="fsdp", devices="2xcpu", folder=tmp_path, quiet=True)
+
+
+def constant(optimizer: torch.optim.Optimizer) -> Any:
+    return torch.optim.lr_scheduler.ConstantLR(optimizer)
+
+
+class ByNorm(torch.optim.lr_scheduler.LRScheduler):
+    """The larger the weights, the smaller the steps."""
+
+    def get_lr(self) -> list[Any]:
+        parameters = [p for group in self.optimizer.param_groups for p in group["params"]]
+        norm = float(torch.stack([p.detach().norm() for p in parameters]).norm())
+        return [rate / (1 + norm) for rate in self.base_lrs]
+
+
+@pytest.mark.parametrize("every", ["step", pytest.param("epoch", marks=pytest.mark.slow)])
+def test_schedulers_see_the_optimizer_of_one_device(every: str, tmp_path: Path) -> None:
+    """Found by trial: the norm was of this rank's shard."""
+    job = dataclasses.replace(ZOO["mlp"], lr_scheduler=ByNorm, lr_scheduler_every=every, precision="fp64")
+    one = train(job, devices="1xcpu", folder=tmp_path, quiet=True).model()
+    other = train(job, strategy="fsdp", devices="2xcpu", folder=tmp_path, quiet=True).model()
+    assert all((a - b).abs().max() < BOUND for a, b in zip(one.parameters(), other.parameters(), strict=True))
+
+
+class Noisy(torch.optim.SGD):
+    """It adds noise to each element by itself."""
+
+    elementwise = True
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> Any:
+        super().step(closure)
+        for group in self.param_groups:
+            for p in group["params"]:
+                p.add_(torch.randn_like(p), alpha=0.01)
+
+
+def noisy(parameters: Any) -> torch.optim.Optimizer:
+    return Noisy(parameters, lr=0.1)
+
+
+def test_noise_of_an_optimizer_is_said_to_be_other_noise(tmp_path: Path, capfd: Any) -> None:
+    """Found by trial: without a line."""
+    train(dataclasses.replace(ZOO["mlp"], optimizer=noisy), strategy="fsdp", devices="2xcpu", folder=tmp_path)
+    assert "the optimizer draws random numbers for each rank's shard" in capfd.readouterr().out
+
+
 class EvaluatesOthers(Callback):
     """Evaluates with averages, which it holds whole, of which each is scaled by its largest element."""
 
@@ -187,9 +275,26 @@ class AveragesInShards(AveragesInPlace):
             self.averages[name].copy_(value)
 
 
-@pytest.mark.parametrize("callback", [AveragesInPlace, AveragesInShards])
+class AveragesAssigned(AveragesInPlace):
+    """Puts its averages in place by assigning ``data``, and so back."""
+
+    @contextlib.contextmanager
+    def evaluating(self, training: Any) -> Iterator[None]:
+        parameters = dict(training.model.named_parameters())
+        kept = {name: p.data for name, p in parameters.items()}
+        for name, p in parameters.items():
+            p.data = self.averages[name]
+        yield
+        for name, p in parameters.items():
+            p.data = kept[name]
+
+
+@pytest.mark.parametrize("callback", [AveragesInPlace, AveragesInShards, AveragesAssigned])
 def test_averages_by_hand_are_those_of_one_device_and_are_kept(callback: type[Callback], tmp_path: Path) -> None:
-    """Found by trial: what was written in place to a whole tensor was lost, and shards were in no checkpoint."""
+    """Found by trial: what was written in place to a whole tensor was lost, and shards were in no checkpoint.
+
+    And the averages stayed where ``p.data`` was kept, and assigned again.
+    """
     job = dataclasses.replace(ZOO["mlp"], callbacks=[callback()], precision="fp64", epochs=1)
     where = [("fsdp", "2xcpu"), ("single", "1xcpu"), ("fsdp", "2xcpu")]
     run = train(job, strategy="fsdp", devices="2xcpu", folder=tmp_path, quiet=True)

@@ -8,11 +8,17 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch.optim.optimizer import _global_optimizer_post_hooks, _global_optimizer_pre_hooks
 
 from lockstep.errors import InputError, JobError, told
 from lockstep.job import Job, NamedParameters
 from lockstep.model.inspection import prints_of
 from lockstep.model.optimizers import Optimizers
+
+REPLACED = (
+    "the optimizer has a parameter that the model hasn't any more (a layer was replaced?): give the model its layers "
+    "before the optimizer is made"
+)
 
 
 def build_optimizer(job: Job, model: nn.Module, *, on: str | None = None) -> torch.optim.Optimizer:
@@ -157,8 +163,20 @@ def may_draw(optimizer: torch.optim.Optimizer) -> bool:
     """Whether its ``step`` may draw random numbers: it isn't one of PyTorch's, or calls a person's hooks."""
     if isinstance(optimizer, Optimizers):
         return may_draw(optimizer.by_name[optimizer.active])
-    hooks = optimizer._optimizer_step_pre_hooks or optimizer._optimizer_step_post_hooks
-    return bool(hooks) or not is_of_pytorch(optimizer)
+    return is_hooked(optimizer) or not is_of_pytorch(optimizer)
+
+
+def is_hooked(optimizer: torch.optim.Optimizer) -> bool:
+    """Whether more happens at a step than its class does: hooks, on all optimizers too, or another ``step``."""
+    own = vars(optimizer).get("step")
+    of_scheduler = hasattr(own, "_wrapped_by_lr_sched") and getattr(own, "__wrapped__", None) is type(optimizer).step
+    return bool(
+        optimizer._optimizer_step_pre_hooks
+        or optimizer._optimizer_step_post_hooks
+        or _global_optimizer_pre_hooks
+        or _global_optimizer_post_hooks
+        or (own is not None and not of_scheduler)
+    )
 
 
 def is_of_pytorch(optimizer: torch.optim.Optimizer) -> bool:
@@ -241,10 +259,7 @@ def named_optimizer_state(optimizer: torch.optim.Optimizer, model: nn.Module) ->
         return {name: named_optimizer_state(one, parts[name]) for name, one in optimizer.by_name.items()}
     names = _names_of(model)
     if any(id(p) not in names for group in optimizer.param_groups for p in group["params"]):
-        raise InputError(
-            "the optimizer has a parameter that the model hasn't any more (a layer was replaced?): give the model its "
-            "layers before the optimizer is made"
-        )
+        raise InputError(REPLACED)
     state = {names[id(p)]: dict(values) for p, values in optimizer.state.items() if isinstance(p, torch.Tensor)}
     others = {key: value for key, value in optimizer.state.items() if not isinstance(key, torch.Tensor)}
     groups = [

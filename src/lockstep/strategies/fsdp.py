@@ -119,7 +119,8 @@ class FSDP(Strategy):
                 many = "all at once" + (", no repeated layers: --blocks names some" if self.blocks == "auto" else "")
             text = f"a rank keeps {of} of weights, gradients and the optimizer's state likewise; gathered: {many}"
             world.tell(Line(text, "plan"))
-        step = ShardedStep(model, optimizer, job, world, exchange, shards, skeleton)
+        is_elementwise = getattr(optimizer, "elementwise", self.elementwise)
+        step = ShardedStep(model, optimizer, job, world, exchange, shards, skeleton, is_elementwise)
         step.sync_each_microbatch = self.sync_each_microbatch
         step.last_look = min(step.last_look, last_look)
         return step
@@ -142,6 +143,8 @@ class FSDP(Strategy):
         Raises:
             StrategyError: with what to do instead.
         """
+        from lockstep.strategies.sharded.lent_optimizer import refuse_hooks
+
         if job.compile:
             raise StrategyError("fsdp: compile isn't supported: leave it out, or take ddp")
         if job.precision == "fp16":
@@ -155,13 +158,10 @@ class FSDP(Strategy):
                 f"fsdp: {kind.__name__} looks at whole parameters, and a rank has a shard of each: take ddp, or an "
                 "optimizer that treats each element by itself, as AdamW"
             )
-        if not elementwise and (optimizer._optimizer_step_pre_hooks or optimizer._optimizer_step_post_hooks):
-            raise StrategyError(
-                "fsdp: the optimizer has hooks on its step, which would be given a shard of each gradient and "
-                "parameter: where they treat each element by itself, say so by --elementwise true "
-                "(FSDP(elementwise=True)), or take ddp"
-            )
-        if not known and not elementwise:
+        if elementwise:
+            return
+        refuse_hooks(optimizer)
+        if not known:
             raise StrategyError(
                 f"fsdp: {kind.__name__} would be given a shard of each parameter, which is right where it treats each "
                 "element by itself: say so by --elementwise true (FSDP(elementwise=True)), or take ddp"

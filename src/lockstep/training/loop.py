@@ -184,8 +184,9 @@ class _Training(Setup):
             self._call("evaluated", number, whole=evaluates or not self.eval_loaders)
         if finished:
             self.epoch, self.position = number, 0
-            if self.scheduler is not None and self.job.lr_scheduler_every == "epoch":
-                move_on(self.scheduler, self.evaluations.judged if self.eval_loaders else self.record["train_loss"])
+            if self.job.lr_scheduler_every == "epoch":
+                judged = self.evaluations.judged if self.eval_loaders else self.record["train_loss"]
+                move_on(self.scheduler, judged, self.step)
                 self.evaluations.judged = None
         ends = ends or bool(self.stopped) or self.triggers.at_end(SAVE, number) or self.saves.is_best(self.record)
         self._save(number, checkpoint=ends, shows=shows)
@@ -200,7 +201,6 @@ class _Training(Setup):
     def _train_epoch(self) -> tuple[int, dict[str, float], bool]:
         """Go through the rest of an epoch; gives its samples, its mean losses, and whether it came to its end."""
         world, job, step = self.world, self.job, self.step
-        by_step = self.scheduler if job.lr_scheduler_every == "step" else None
         # Of the part of this epoch that an earlier run has done. (Where ranks sum up at the end, the first one has it.)
         partial = self.partial if step.together or world.is_first else None
         sums = Sums(partial, None if self.logs is None else self.logs.add)
@@ -228,8 +228,8 @@ class _Training(Setup):
             samples += batch.size
             self.position += 1
             self.saves.check()
-            if by_step is not None:
-                move_on(by_step, result)
+            if job.lr_scheduler_every == "step":
+                move_on(self.scheduler, result, step)
             if self.callbacks.by_step:
                 self.stopped = self.callbacks.stepped(result, self.epoch + 1) or self.stopped
             pace.show(self.epoch + 1, samples, sums)

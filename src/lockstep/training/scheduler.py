@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from contextlib import nullcontext
 from typing import Any
 
 import torch
@@ -23,7 +24,8 @@ def scheduler_of(job: Job, step: Step) -> Any:
     if job.lr_scheduler is None:
         return None
     if not isinstance(job.lr_scheduler, Mapping):
-        return _made(job.lr_scheduler, step.optimizer)
+        with step.whole_values():
+            return _made(job.lr_scheduler, step.optimizer)
     assert isinstance(step.optimizer, Optimizers)
     return Schedulers({name: _made(make, step.optimizer.by_name[name]) for name, make in job.lr_scheduler.items()})
 
@@ -80,13 +82,23 @@ def note_on_length(scheduler: Any, moves: int | None, every: str) -> str | None:
     return f'{said}: lr_scheduler_every="step" moves it on more often' if every == "epoch" and moves < length else None
 
 
-def move_on(scheduler: Any, loss: float | Result | None) -> None:
-    """Move a scheduler on by one; one that looks at a loss is shown this one, and stays where there is none."""
+def move_on(scheduler: Any, loss: float | Result | None, step: Step) -> None:
+    """Move a scheduler on by one; one that looks at a loss is shown this one, and stays where there is none.
+
+    One that isn't PyTorch's may read what the optimizer of the ``step`` has: it is lent what it has on one device.
+    """
     if isinstance(scheduler, Schedulers):
         for one in scheduler.by_name.values():
-            move_on(one, loss)
+            move_on(one, loss, step)
     elif isinstance(scheduler, torch.optim.lr_scheduler.ReduceLROnPlateau):
         if loss is not None:
             scheduler.step(loss.loss if isinstance(loss, Result) else loss)
-    else:
-        scheduler.step()
+    elif scheduler is not None:
+        with nullcontext() if _is_of_pytorch(scheduler) else step.whole_values():
+            scheduler.step()
+
+
+def _is_of_pytorch(scheduler: Any) -> bool:
+    """Whether its class, and those of schedulers in it, are PyTorch's own."""
+    within = getattr(scheduler, "_schedulers", ())
+    return type(scheduler).__module__ == "torch.optim.lr_scheduler" and all(map(_is_of_pytorch, within))

@@ -100,10 +100,10 @@ class Side(Observer):
         total, count = map(float, self.step.over_ranks(result.sums))
         result = Result(total, count, result.size)
         self._totals = [self._totals[0] + total, self._totals[1] + count]
-        if self.scheduler is not None and self.job.lr_scheduler_every == "step":
-            move_on(self.scheduler, result)
-        elif self.scheduler is not None and is_last:
-            move_on(self.scheduler, self._totals[0] / self._totals[1] if self._totals[1] else 0.0)
+        if self.job.lr_scheduler_every == "step":
+            move_on(self.scheduler, result, self.step)
+        elif is_last:
+            move_on(self.scheduler, self._totals[0] / self._totals[1] if self._totals[1] else 0.0, self.step)
         if is_last:
             self._totals = [0.0, 0.0]
         return result

@@ -16,7 +16,7 @@ from lockstep.model.inspection.attributes import (
 from lockstep.model.inspection.backward import comes_from_within
 from lockstep.model.inspection.findings import BESIDE, Seen
 from lockstep.model.inspection.forward import accelerators_of, is_ragged, look
-from lockstep.model.inspection.no_draws import drawing_nothing, own_generators
+from lockstep.model.inspection.no_draws import NotedDraws, drawing_nothing
 from lockstep.model.inspection.nonlinear import NoticedHooks, hooked_parameters, may_be_nonlinear
 from lockstep.model.inspection.outside_variables import HOOKS, OutsideVariables
 from lockstep.model.inspection.watched import drops, without_noise, writes_in_place
@@ -24,6 +24,7 @@ from lockstep.model.inspection.watched import drops, without_noise, writes_in_pl
 __all__ = [
     "BESIDE",
     "HOOKS",
+    "NotedDraws",
     "NoticedHooks",
     "OutsideVariables",
     "Seen",
@@ -44,7 +45,6 @@ __all__ = [
     "kept_state",
     "look",
     "may_be_nonlinear",
-    "own_generators",
     "prints_of",
     "set_attributes",
     "without_noise",

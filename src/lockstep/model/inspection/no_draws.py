@@ -24,31 +24,31 @@ def drawing_nothing() -> Iterator[None]:
         yield
 
 
-@contextmanager
-def own_generators() -> Iterator[list[torch.Generator]]:
-    """Those of a person's own that operators are given meanwhile; afterwards they stand where they did."""
-    with _Given() as given:
-        try:
-            yield given.generators
-        finally:
-            for generator, state in zip(given.generators, given.states, strict=True):
-                generator.set_state(state)
+class NotedDraws(TorchDispatchMode):  # type: ignore[no-untyped-call]
+    """Notes whether operators of PyTorch draw; a person's own generators stand afterwards where they did, if ``keeps``.
 
+    Attributes:
+        drew: whether one did.
+    """
 
-class _Given(TorchDispatchMode):  # type: ignore[no-untyped-call]
-    def __init__(self) -> None:
+    def __init__(self, *, keeps: bool = False) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
-        self.generators: list[torch.Generator] = []
-        self.states: list[torch.Tensor] = []
+        self.drew = False
+        self._keeps, self._before = keeps, dict[torch.Generator, torch.Tensor]()
 
     def __torch_dispatch__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Mapping[str, Any] | None = None
     ) -> Any:
         generator = (kwargs or {}).get("generator")
-        if generator is not None and generator not in self.generators:
-            self.generators.append(generator)
-            self.states.append(generator.get_state())
+        self.drew |= generator is not None or func.overloadpacket.__name__ in _INSTEAD
+        if generator is not None and generator not in self._before:
+            self._before[generator] = generator.get_state()
         return func(*args, **(kwargs or {}))
+
+    def __exit__(self, *error: Any) -> None:
+        super().__exit__(*error)  # type: ignore[no-untyped-call]
+        for generator, state in self._before.items() if self._keeps else ():
+            generator.set_state(state)
 
 
 class _NoDropoutInAttention(TorchFunctionMode):

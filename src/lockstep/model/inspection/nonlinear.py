@@ -34,11 +34,12 @@ class NoticedHooks(TorchFunctionMode):
 
 def hooked_parameters(model: nn.Module) -> list[str]:
     """The names of parameters with a hook on their gradient, of either kind."""
-    return [
-        name
-        for name, p in model.named_parameters()
-        if p._backward_hooks or getattr(p, "_post_accumulate_grad_hooks", None)
-    ]
+    return [name for name, p in model.named_parameters() if is_hooked(p)]
+
+
+def is_hooked(p: torch.Tensor) -> bool:
+    """Whether a parameter has a hook on its gradient, of either kind."""
+    return bool(p._backward_hooks or getattr(p, "_post_accumulate_grad_hooks", None))
 
 
 def may_be_nonlinear(model: nn.Module, total: torch.Tensor, hooks: NoticedHooks) -> bool:

@@ -18,7 +18,10 @@ from torch import nn
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 
-from lockstep.errors import InputError
+from lockstep.errors import InputError, StrategyError
+from lockstep.launch.events import Caveat
+from lockstep.model.inspection import NotedDraws
+from lockstep.model.optimizer import is_hooked, may_draw
 from lockstep.strategies.sharded.shards import Shards
 from lockstep.strategies.sharded.whole_values import WholeValues
 
@@ -31,10 +34,13 @@ class LentOptimizer:
         shards: whose they are.
         model: the sharded one. A forward of it leaves gathered what is in no block, and what is written to that would
             be lost: within ``whole_values`` it is cut again at once, or with gradients, afterwards.
+        elementwise: what hooks on its step do, they do to each element by itself.
     """
 
-    def __init__(self, optimizer: torch.optim.Optimizer, shards: Shards, model: nn.Module) -> None:
-        self._optimizer, self._shards, self._model = optimizer, shards, model
+    def __init__(
+        self, optimizer: torch.optim.Optimizer, shards: Shards, model: nn.Module, *, elementwise: bool
+    ) -> None:
+        self._optimizer, self._shards, self._model, self._elementwise = optimizer, shards, model, elementwise
         self._names = {id(p): name for of in (shards.local, shards.cut) for name, p in of.items()}
         self._is_lent = False
 
@@ -68,13 +74,29 @@ class LentOptimizer:
                 self._lend()
 
     def refuse_update(self) -> None:
-        """Refuse an update while the optimizer is lent.
+        """Refuse an update while the optimizer is lent, or has hooks that would be given shards.
 
         Raises:
             InputError: it is.
+            StrategyError: it has.
         """
         if self._is_lent:
             raise InputError("step: it is called within step.whole_values(): call it after that")
+        if not self._elementwise:
+            refuse_hooks(self._optimizer)
+
+    @contextlib.contextmanager
+    def noted_draws(self, *, looks: bool) -> Iterator[list[Caveat]]:
+        """In which the optimizer makes its step; afterwards it is said whether that draws, where it is looked at."""
+        caveats: list[Caveat] = []
+        if not looks or not may_draw(self._optimizer):
+            yield caveats
+            return
+        with NotedDraws() as noted:
+            yield caveats
+        if noted.drew:
+            text = "the optimizer draws random numbers for each rank's shard of a parameter, the same ones on all ranks"
+            caveats.append(Caveat("drawing", f"{text}: other ones than on one device", "take ddp"))
 
     def _keep_gathered(self) -> None:
         """What a forward with gradients has left gathered may have been written to."""
@@ -117,6 +139,20 @@ class LentOptimizer:
         p = self._shards.cut[name]
         local: torch.Tensor = value.redistribute(p.device_mesh, p.placements).to_local()
         return local.detach()
+
+
+def refuse_hooks(optimizer: torch.optim.Optimizer) -> None:
+    """Refuse an optimizer of shards that has hooks on its step.
+
+    Raises:
+        StrategyError: it has.
+    """
+    if is_hooked(optimizer):
+        raise StrategyError(
+            "fsdp: the optimizer has hooks on its step (or another step in its place), which would be given a shard of "
+            "each gradient and parameter: where they treat each element by itself, say so by --elementwise true "
+            "(FSDP(elementwise=True)), or take ddp"
+        )
 
 
 def _cut_again(model: nn.Module, args: object, outputs: object) -> None:

@@ -63,6 +63,7 @@ class ShardedStep(DDPStep):
         exchange: RankExchange | None,
         shards: Shards,
         skeleton: nn.Module | None,
+        elementwise: bool,
     ) -> None:
         self._shards = shards
         self._mine = {name: shards.local.get(name, p) for name, p in model.named_parameters()}
@@ -70,7 +71,7 @@ class ShardedStep(DDPStep):
         held = set(self._optimized)
         self._held = {name: p for name, p in model.named_parameters() if id(self._mine[name]) in held}
         self._find_trained()
-        self._skeleton, self._lent = skeleton, LentOptimizer(optimizer, shards, model)
+        self._skeleton, self._lent = skeleton, LentOptimizer(optimizer, shards, model, elementwise=elementwise)
         self._evaluates, self._evaluations = False, 0  # batches of evaluations, of which every rank computes something
         self._watch, self._reads = BlockWatch(model, shards, world, self._compares_blocks), LossReads(shards.cut)
         self.loss.within = self._in_loss
@@ -188,17 +189,18 @@ class ShardedStep(DDPStep):
         """Hold the norm of all gradients together under ``clip_norm``: its square is summed over the ranks."""
         if self._clip_norm is None:
             return
-        whole = {id(p) for p in self._whole}
-        counted = [p for p in self._parameters if self._counts(is_whole=id(p) in whole)]
+        whole, is_first_replica = {id(p) for p in self._whole}, self._shards.is_first_replica
+        counted = [p for p in self._parameters if (self.world.is_first if id(p) in whole else is_first_replica)]
         square = torch.zeros((), dtype=torch.float64, device=self.world.device.torch)
         if values := gradient_values(counted):
             square += nn.utils.get_total_norm(values).double().square()
         self.grad_norm = norm = self.world.all_reduce(square).sqrt()
         scale_to_norm(gradient_values(self._parameters), norm, self._clip_norm)
 
-    def _counts(self, *, is_whole: bool) -> bool:
-        """Whether this rank's values of a parameter count in a sum over ranks, of which several may have the same."""
-        return self.world.is_first if is_whole else self._shards.is_first_replica
+    def _optimize(self) -> None:
+        with self._lent.noted_draws(looks=self.looks_again) as caveats:
+            super()._optimize()
+        self.tell_once(caveats)
 
     def bytes_communicated(self) -> int:
         """Its shard, which the others gather in forward and again in backward, and the whole gradients."""
@@ -313,13 +315,8 @@ class ShardedStep(DDPStep):
         """As every step's: put together on rank 0 each time that it is asked for, if at all."""
         if not self.last_look:
             return None
-        wholes = {}
-        for name, mine in self._mine.items():  # one at a time: the other ranks forget it at once
-            value = self.joined(name, mine)
-            if self._skeleton is not None:
-                value = value.detach().clone() if name in self._shards.whole else value
-                wholes[name] = nn.Parameter(value, requires_grad=mine.requires_grad)
-        return None if self._skeleton is None else put_together(self._skeleton, wholes, self.model)
+        parts = ((name, mine, self.joined(name, mine)) for name, mine in self._mine.items())
+        return put_together(self._skeleton, parts, self.model)
 
     def whole_values(self) -> contextlib.AbstractContextManager[Any]:
         """As every step's."""
@@ -364,6 +361,7 @@ class ShardedStep(DDPStep):
     def weights(self, *, whole: bool = True) -> dict[str, Any]:
         """As every step's: gathered, on every rank, or this rank's rows."""
         kept = self.model.state_dict()
+        self._shards.refuse_replaced(kept)
         given = self._shards.gathered if whole else self._shards.rows
         return {name: given(value) if isinstance(value, DTensor) else value for name, value in kept.items()}
 

@@ -24,9 +24,10 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule, fully_shard
 from torch.distributed.tensor import DTensor
 
-from lockstep.errors import StrategyError
+from lockstep.errors import InputError, StrategyError
 from lockstep.model.activation_checkpointing import found_blocks, named_blocks
-from lockstep.model.optimizer import sparse_parameters
+from lockstep.model.inspection.nonlinear import is_hooked
+from lockstep.model.optimizer import REPLACED, sparse_parameters
 from lockstep.tensors.placing import place_tensor
 from lockstep.tensors.pytree import tensors
 from lockstep.tensors.row_shard import RowShard
@@ -144,17 +145,28 @@ class Shards:
         )
 
     def refuse_assigned(self) -> None:
-        """Refuse what was assigned to ``parameter.data``, which a shard doesn't take, and PyTorch loses.
+        """Refuse what was assigned to ``parameter.data``, and hooks, which a shard doesn't take, and PyTorch loses.
 
         Raises:
-            StrategyError: something was.
+            StrategyError: something was, or a parameter has a hook.
         """
         for name, p in self.cut.items():
+            if is_hooked(p):
+                raise StrategyError(f'fsdp: parameter "{name}" has a hook, which its shards lose: take ddp')
             if p.untyped_storage()._cdata != self._storages[name]:
                 raise StrategyError(
                     f'fsdp: something was assigned to the data of "{name}", of which each rank has a shard: write it '
                     "in place, under torch.no_grad(): parameter.copy_(value)"
                 )
+
+    def refuse_replaced(self, state: Mapping[str, Any]) -> None:
+        """Refuse a model, of this state, that has another parameter in the place of one that was cut.
+
+        Raises:
+            InputError: it has.
+        """
+        if any(not isinstance(state.get(name, p), DTensor) for name, p in self.cut.items()):
+            raise InputError(REPLACED)
 
     def show_gradients(self) -> None:
         """Give the parameters that were cut the gradients of the local parts."""

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Mapping
+from collections.abc import Iterable
 from typing import Any
 
 import torch
@@ -30,12 +30,26 @@ def skeleton_of(model: nn.Module) -> nn.Module:
         raise StrategyError(f"fsdp: the model can't be copied ({told(error)}), and rank 0 inspects a copy") from error
 
 
-def put_together(skeleton: nn.Module, parameters: Mapping[str, nn.Parameter], sharded: nn.Module) -> nn.Module:
-    """A copy of the skeleton with these parameters, by name, and the buffers and modes of the sharded model.
+def put_together(
+    skeleton: nn.Module | None, parameters: Iterable[tuple[str, nn.Parameter, torch.Tensor]], sharded: nn.Module
+) -> nn.Module | None:
+    """A copy of the skeleton with the buffers and modes of the sharded model; None where a rank has no skeleton.
+
+    Args:
+        skeleton: what ``skeleton_of`` gave.
+        parameters: the name of each, what this rank has of it, and all of it; all ranks go through them.
+        sharded: the model.
 
     Raises:
         StrategyError: the sharded model has other modules by now.
     """
+    wholes = {}
+    for name, mine, value in parameters:  # one at a time: the other ranks forget it at once
+        if skeleton is not None:
+            value = value.detach().clone() if value is mine else value
+            wholes[name] = nn.Parameter(value, requires_grad=mine.requires_grad)
+    if skeleton is None:
+        return None
     was, now = ({name for name, _ in one.named_modules()} for one in (skeleton, sharded))
     if was != now:
         raise StrategyError(
@@ -45,7 +59,7 @@ def put_together(skeleton: nn.Module, parameters: Mapping[str, nn.Parameter], sh
         )
     model = copy.deepcopy(skeleton)
     places = places_of(model)
-    for name, p in parameters.items():
+    for name, p in wholes.items():
         for module, key in places[name]:
             setattr(module, key, p)
     for module, here in zip(model.modules(), sharded.modules(), strict=True):

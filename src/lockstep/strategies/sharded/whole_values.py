@@ -7,6 +7,7 @@ maximum of a shard without elements fails; and each rank would draw other random
 from __future__ import annotations
 
 import contextlib
+import weakref
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -44,6 +45,9 @@ _VIEWS = {
 
 _GIVES_DATA = torch.Tensor.data.__set__  # type: ignore[attr-defined]
 """``parameter.data = value``."""
+
+_TAKES_DATA = (torch.Tensor.data.__get__, torch.Tensor.detach)  # type: ignore[attr-defined]
+"""``parameter.data``, and the like."""
 
 
 OF_OWN_LOOP = Caveat(
@@ -89,15 +93,33 @@ class WholeValues(TorchFunctionMode):
         from torch.distributed.tensor.experimental import implicit_replication  # takes 0.1 s; few need it
 
         if func == _GIVES_DATA:  # which would leave the shard as it is
+            _keep_taken(shard)
             func, args = torch.Tensor.copy_, (shard.detach(), *args[1:])
         if isinstance(written, DTensor) and name not in _BY_ELEMENT:
             return _on_wholes(func, args, kwargs, written)
         cut_args, cut_kwargs = tree_map_only(torch.Tensor, lambda value: _cut(value, shard), (args, kwargs))
         try:
             with implicit_replication():
-                return tree_map_only(DTensor, _whole_if_partial, func(*cut_args, **cut_kwargs))
+                found = tree_map_only(DTensor, _whole_if_partial, func(*cut_args, **cut_kwargs))
         except (NotImplementedError, RuntimeError):  # what DTensor doesn't know
             return _on_wholes(func, args, kwargs, written)
+        if func in _TAKES_DATA and isinstance(shard, nn.Parameter):
+            _note_taken(shard, found)
+        return found
+
+
+def _note_taken(parameter: nn.Parameter, taken: DTensor) -> None:
+    """Note a tensor that shares a parameter's memory."""
+    alive = [ref for ref in getattr(parameter, "taken", []) if ref() is not None]
+    parameter.taken = [*alive, weakref.ref(taken)]  # type: ignore[attr-defined]
+
+
+def _keep_taken(parameter: DTensor) -> None:
+    """Let such tensors have what they hold for their own: ``kept = p.data; p.data = averages; ...; p.data = kept``."""
+    for ref in getattr(parameter, "taken", []):
+        if (taken := ref()) is not None:
+            taken._local_tensor = taken._local_tensor.clone()
+    parameter.taken = []  # type: ignore[attr-defined]
 
 
 def _copy(shard: DTensor, memo: dict[int, Any]) -> torch.Tensor:

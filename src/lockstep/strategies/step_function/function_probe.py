@@ -24,11 +24,11 @@ from lockstep.errors import LossError, StrategyError, told
 from lockstep.launch.events import Caveat
 from lockstep.launch.world import World
 from lockstep.model.inspection import (
+    NotedDraws,
     OutsideVariables,
     detached_attributes,
     drawing_nothing,
     is_ragged,
-    own_generators,
     without_noise,
 )
 from lockstep.model.inspection.rounding import first_apart
@@ -120,12 +120,12 @@ def probe(
     outside = OutsideVariables([function])
 
     calls: Callable[[Nest], Called] = functools.partial(_calls, function, model, world, part.of)
-    with kept_states(accelerators), outside.kept(), own_generators() as own:
+    with kept_states(accelerators), outside.kept(), NotedDraws(keeps=True) as noted:
         before = states(accelerators)
         variables = outside.prints()
         whole = calls(nest)
         found += map(_changed, [n for n, now in outside.prints().items() if variables.get(n) != now])
-        if not same(before, drawn := states(accelerators)) or own:
+        if not same(before, drawn := states(accelerators)) or noted.drew:
             found.append(_DRAWING)
             # All else is seen while it draws nothing.
             calls = drawing_nothing()(calls)
