@@ -11,6 +11,7 @@ import stat
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -72,17 +73,59 @@ def test_the_metrics_are_those_of_counting_each_sample_once(tmp_path: Path) -> N
     assert run.metrics["loss"] == pytest.approx(nn.functional.cross_entropy(outputs, targets).item(), rel=1e-5)
 
 
-@pytest.mark.parametrize("strategy", ON)
-def test_torchmetrics_are_merged_over_ranks(strategy: str, tmp_path: Path) -> None:
-    # Macro F1 is no mean over samples: it must be computed from the merged counts.
+def of_torchmetrics() -> dict[str, Any]:
+    """Some that no mean over samples gives; sums; one in others; and own ones, of which one keeps means of batches."""
     import torchmetrics  # in two seconds, and each rank imports this file
 
-    metrics = {"f1": torchmetrics.F1Score(task="multiclass", num_classes=3, average="macro"), "accuracy": right}
-    values = evaluate(classify(metrics=metrics), strategy=strategy, devices=ON[strategy])
-    reference = evaluate(classify(metrics=metrics), strategy="single", devices="1xcpu")
-    assert list(values) == ["loss", "f1", "accuracy"]
-    assert values == pytest.approx(reference, rel=1e-6)
+    class Right(torchmetrics.Metric):
+        def __init__(self) -> None:
+            super().__init__()
+            self.add_state("right", torch.tensor(0.0), dist_reduce_fx="sum")
+
+        def update(self, outputs: torch.Tensor, targets: torch.Tensor) -> None:
+            self.right += (outputs.argmax(dim=1) == targets).sum()
+
+        def compute(self) -> torch.Tensor:
+            return self.right
+
+    class OfBatches(Right):
+        def update(self, outputs: torch.Tensor, targets: torch.Tensor) -> None:
+            self.right += (outputs.argmax(dim=1) == targets).float().mean()
+
+    class OfFirst(torchmetrics.PearsonCorrCoef):
+        def update(self, outputs: torch.Tensor, targets: torch.Tensor) -> None:
+            super().update(outputs[:, 0], targets.float())
+
+    f1 = torchmetrics.F1Score(task="multiclass", num_classes=3, average="macro")
+    return {
+        "f1": f1,
+        "scores": torchmetrics.StatScores(task="multiclass", num_classes=3, average="micro"),
+        "classes": torchmetrics.ClasswiseWrapper(torchmetrics.F1Score(task="multiclass", num_classes=3, average=None)),
+        "both": f1.clone() + Right(),
+        "right": Right(),
+        "correlation": OfFirst(),
+        "of batches": OfBatches(),
+        "accuracy": right,
+    }
+
+
+@pytest.mark.parametrize("strategy", ON)
+def test_torchmetrics_are_merged_over_ranks(strategy: str, tmp_path: Path) -> None:
+    """Found by trial: sums were so many times too large as there are ranks, and own classes were refused."""
+    values = evaluate(classify(metrics=of_torchmetrics()), strategy=strategy, devices=ON[strategy])
+    reference = evaluate(classify(metrics=of_torchmetrics()), strategy="single", devices="1xcpu")
+    of_batches = values.pop("of batches"), reference.pop("of batches")
+    assert of_batches[0] != of_batches[1] or strategy == "single"
+    assert list(values) == list(reference)
+    assert values == pytest.approx(reference, rel=1e-5)
     assert values["f1"] == reference["f1"]
+
+
+def test_a_metric_of_torchmetrics_that_keeps_means_of_batches_is_said(tmp_path: Path, capfd: Any) -> None:
+    """Found by trial: without a line."""
+    train(classify(metrics=of_torchmetrics()), strategy="dp", devices="2xcpu", folder=tmp_path)
+    said = [line for line in capfd.readouterr().out.splitlines() if "gives other values for parts of a batch" in line]
+    assert len(said) == 1 and 'metric "of batches"' in said[0]
 
 
 def test_evaluating_a_run_gives_what_its_last_epoch_gave(tmp_path: Path) -> None:

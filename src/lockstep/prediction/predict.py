@@ -305,15 +305,16 @@ class _Prediction:
     def _begin(self, shares: list[tuple[int, Any]]) -> None:
         """After the first batch, agree on what will be written, and make room for it."""
         forms = [form_of(outputs, size) for size, outputs in shares]
-        every = [(rank, of) for rank, ofs in enumerate(self.world.gather_objects(forms)) for of in ofs]
-        names = ", ".join(leaf.name for leaf in leaves(every[0][1]))
-        for rank, form in every[1:]:
-            if (theirs := ", ".join(leaf.name for leaf in leaves(form))) != names:
+        here = [list(leaves(form)) for form in forms]  # (and no form: its classes may be of the script's own)
+        every = [(rank, of) for rank, ofs in enumerate(self.world.gather_objects(here)) for of in ofs]
+        names = ", ".join(leaf.name for leaf in every[0][1])
+        for rank, found in every[1:]:
+            if (theirs := ", ".join(leaf.name for leaf in found)) != names:
                 raise InputError(f"outputs: rank 0 has {names}, rank {rank} {theirs}: they should be the same")
         # By chance what has no row for each sample may have as many rows on one device.
-        no_rows = {leaf.name for _, form in every for leaf in leaves(form) if isinstance(leaf, Left)}
+        no_rows = {leaf.name for _, found in every for leaf in found if isinstance(leaf, Left)}
         no_rows |= self.without_rows
-        first = list(leaves(left_out(every[0][1], no_rows)))
+        first = [left_out(leaf, no_rows) for leaf in every[0][1]]
         if all(isinstance(leaf, Left) for leaf in first):
             size, outputs = shares[0] if shares else (0, None)
             raise nothing_to_keep(outputs, size)

@@ -135,7 +135,8 @@ class DDPStep(Step):
                 f'parameter "{drifted}" is no longer the same on all ranks: not only the optimizer has written it',
                 kind="drift",
                 fix="don't write it in forward, in on_event, which runs on rank 0 only, or in a callback on some ranks "
-                "only; an optimizer must not draw random numbers",
+                "only; don't convert or move the model (model.half(), model.cpu()), but a copy; an optimizer must not "
+                "draw random numbers",
             )
 
     def replicated(self) -> Iterable[tuple[str, nn.Parameter]]:

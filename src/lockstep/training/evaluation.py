@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import copy
 import itertools
 import math
 from collections.abc import Iterable, Iterator, Mapping
@@ -24,7 +23,8 @@ from lockstep.strategies.steps.step import Step
 from lockstep.strategies.steps.update_result import Result, Sums, added
 from lockstep.tensors.pytree import versions
 from lockstep.tensors.seeding import kept_states
-from lockstep.training.metric_check import AcrossReplicas, is_sum
+from lockstep.training.metrics.metric_check import AcrossReplicas, is_sum
+from lockstep.training.metrics.torch_metrics import fresh, is_of_parts, is_torchmetric, value_over
 
 _LARGEST = 2**30
 """Bytes of parameters up to which they are kept for the trial evaluation."""
@@ -67,6 +67,13 @@ def _say_no_sums(names: Iterable[str], step: Step) -> None:
     for name in names if step.world.is_first else ():
         said = f'metric "{name}" is no sum over samples: its values for the {of} are averaged'
         step.tell_once([f"{said}; a metric of torchmetrics sees all samples together"])
+
+
+def _of_parts(name: str) -> str:
+    return (
+        f'metric "{name}" gives other values for parts of a batch, merged, than for all of it (it keeps means of '
+        "batches, say, or guesses what outputs are from their values): they depend on the number of devices"
+    )
 
 
 def look_at_evaluation(step: Step, batch: Batch, *, judges: bool = True) -> None:
@@ -203,8 +210,10 @@ def evaluate(
     Raises:
         JobError: a metric raises, or gives something else, or has the name of a part of the loss.
     """
-    functions = {name: metric for name, metric in metrics.items() if not _is_torchmetric(metric)}
-    objects = {name: _fresh(metric, step) for name, metric in metrics.items() if _is_torchmetric(metric)}
+    functions = {name: metric for name, metric in metrics.items() if not is_torchmetric(metric)}
+    objects = {
+        name: fresh(metric, step.world.device.torch) for name, metric in metrics.items() if is_torchmetric(metric)
+    }
     sums = [Sums() for _ in range(1 + len(functions))]
     are_no_sums = [0.0 for _ in sums]
     across = AcrossReplicas() if looks and functions and step.replicas > 1 else None
@@ -236,6 +245,8 @@ def evaluate(
                         are_no_sums[i] = 1.0
                 for name, metric in objects.items():
                     with _naming(name):
+                        if looks and seldom and world.is_first and not is_of_parts(metric, outputs, targets):
+                            step.tell_once([_of_parts(name)])
                         metric.update(outputs, targets)
     if across is not None:
         _say_no_sums(across.no_sums(functions, world), step)
@@ -255,7 +266,7 @@ def evaluate(
     for name in metrics:
         if name in objects:
             with _naming(name):
-                found |= {name + below: value for below, value in _merged(objects[name], world).items()}
+                found |= {name + below: value for below, value in value_over(objects[name], world).items()}
         else:
             found[name] = values[name]
     return found
@@ -289,41 +300,3 @@ def _pair(name: str, value: Any) -> tuple[Any, Any]:
         if not isinstance(part, torch.Tensor) and not hasattr(part, "__float__"):
             raise JobError(f'metrics: "{name}" gave {part!r} in (total, count), not a number')
     return value
-
-
-def _is_torchmetric(metric: Any) -> bool:
-    """Whether it is a torchmetrics Metric, without importing torchmetrics."""
-    return any(
-        kind.__module__.startswith("torchmetrics.") and kind.__name__ == "Metric" for kind in type(metric).__mro__
-    )
-
-
-def _fresh(metric: Any, step: Step) -> Any:
-    mine = copy.deepcopy(metric)
-    # Merging is done here, over ranks and replicas alike; torchmetrics must not sum over the process group once more.
-    mine.sync_on_compute = False
-    mine.reset()
-    return mine.to(step.world.device.torch)
-
-
-def _merged(metric: Any, world: World) -> dict[str, float]:
-    """The value over all ranks, under ""; those of a metric with several under "/0", "/1", ... or their own names."""
-    every = world.gather_objects(metric.cpu())
-    if len(every) > 1 and (metric.full_state_update or metric.dist_sync_on_step):
-        raise JobError(
-            f"metrics: {type(metric).__name__} can't be merged over ranks (full_state_update): take single or dp"
-        )
-    for other in every[1:]:
-        every[0].merge_state(other)
-    value = every[0].compute()
-    if isinstance(value, torch.Tensor):
-        value = value.tolist()
-    several = dict(enumerate(value)) if isinstance(value, list | tuple) else value
-    named = {f"/{key}": one for key, one in several.items()} if isinstance(several, Mapping) else {"": value}
-    try:
-        return {below: float(v) for below, v in named.items()}
-    except (TypeError, ValueError) as error:
-        name = type(metric).__name__
-        raise JobError(
-            f"metrics: {name} gave {type(value).__name__}, numbers (one, or a row of them) are expected"
-        ) from error

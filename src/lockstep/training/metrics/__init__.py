@@ -1,0 +1,1 @@
+"""What a job measures in evaluations, beside the loss."""

@@ -1,0 +1,113 @@
+"""Metrics of torchmetrics: updated on each rank, and merged as torchmetrics merges them over a process group."""
+
+from __future__ import annotations
+
+import copy
+import itertools
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch import nn
+
+from lockstep.errors import JobError
+from lockstep.launch.world import World
+from lockstep.tensors.pytree import part_of, tensors
+
+
+def is_torchmetric(metric: Any) -> bool:
+    """Whether it is a torchmetrics Metric, without importing torchmetrics."""
+    return any(
+        kind.__module__.startswith("torchmetrics.") and kind.__name__ == "Metric" for kind in type(metric).__mro__
+    )
+
+
+def fresh(metric: Any, device: torch.device) -> Any:
+    """A copy that has seen nothing."""
+    mine = copy.deepcopy(metric)
+    # Merging is done here, over ranks and replicas alike; torchmetrics must not sum over the process group once more.
+    for one in _each_metric(mine):
+        one.sync_on_compute = one._to_sync = False
+    mine.reset()
+    return mine.to(device)
+
+
+def value_over(metric: Any, world: World) -> dict[str, float]:
+    """The value over all ranks, under ""; those of a metric with several under "/0", "/1", ... or their own names.
+
+    Raises:
+        JobError: it gives something else than numbers.
+    """
+    value = merged(metric.cpu(), world.gather_objects(states_of(metric.cpu()))).compute()
+    named = _named(value)
+    try:
+        return {below: float(v) for below, v in named.items()}
+    except (TypeError, ValueError) as error:
+        name = type(metric).__name__
+        raise JobError(
+            f"metrics: {name} gave {type(value).__name__}, numbers (one, or a row of them) are expected"
+        ) from error
+
+
+def states_of(metric: Any) -> list[tuple[dict[str, Any], int]]:
+    """What it has seen, and in how many updates; so of each metric that it is made of."""
+    return [({name: getattr(one, name) for name in one._reductions}, one._update_count) for one in _each_metric(metric)]
+
+
+def merged(metric: Any, every: list[list[tuple[dict[str, Any], int]]]) -> Any:
+    """A metric of which several have seen samples each, which now has seen all of them.
+
+    States are reduced as ``torchmetrics.Metric`` does over a process group.
+    """
+    for one, *of_each in zip(_each_metric(metric), *every, strict=True) if len(every) > 1 else ():
+        for name, reduction in one._reductions.items():
+            states = [held[name] for held, _ in of_each]
+            state: Any = list(itertools.chain(*states)) if isinstance(states[0], list) else torch.stack(states)
+            setattr(one, name, state if reduction is None or state == [] else reduction(state))
+        one._update_count = sum(updates for _, updates in of_each)
+    return metric
+
+
+def is_of_parts(metric: Any, outputs: Any, targets: Any) -> bool:
+    """Whether the value of some samples is that of two parts of them, one after the other, and merged.
+
+    It isn't where a metric keeps means of batches, or guesses from the values whether they are probabilities.
+    """
+    size, device = _size_of(outputs, targets), next(t.device for t in tensors(outputs))
+    if size < 2:
+        return True
+    first = (size + 2) // 3  # not half: means of means would agree
+    parts = [part_of((outputs, targets), *of, size) for of in ((0, first), (first, size - first))]
+    whole, both, *apart = (fresh(metric, device) for _ in range(4))
+    try:
+        whole.update(outputs, targets)
+        for part, one in zip(parts, apart, strict=True):
+            one.update(*part)
+            both.update(*part)
+        values = [_named(one.compute()) for one in (whole, both, merged(apart[0], list(map(states_of, apart))))]
+        return not any(_differ(values[0], its) for its in values[1:])
+    except Exception:  # of so few samples it can't be computed
+        return True
+
+
+def _size_of(outputs: Any, targets: Any) -> int:
+    """How many samples they are of; 0 where they can't be cut."""
+    sizes = {len(t) if t.dim() else 0 for t in tensors((outputs, targets))}
+    return sizes.pop() if len(sizes) == 1 else 0
+
+
+def _differ(value: Mapping[str, Any], other: Mapping[str, Any]) -> bool:
+    one, two = (torch.as_tensor([float(v) for v in of.values()], dtype=torch.float64) for of in (value, other))
+    return not torch.allclose(one, two, rtol=1e-3, atol=1e-4, equal_nan=True)
+
+
+def _named(value: Any) -> dict[str, Any]:
+    """What ``compute`` gave, by what comes after the metric's name."""
+    value = value.tolist() if isinstance(value, torch.Tensor) else value
+    several = dict(enumerate(value)) if isinstance(value, list | tuple) else value
+    return {f"/{key}": one for key, one in several.items()} if isinstance(several, Mapping) else {"": value}
+
+
+def _each_metric(metric: nn.Module) -> list[Any]:
+    """It, and those that it is made of."""
+    return [module for module in metric.modules() if is_torchmetric(module)]
