@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from pathlib import Path
 from typing import Any
 
@@ -334,4 +335,90 @@ def test_gradients_that_a_loop_throws_away_are_no_part_of_the_update(
     """Found by trial: their samples were counted, so that the next update was half as large."""
     expected = thrown_away_in_pytorch()
     for found in lockstep.launch(thrown_away, devices=devices, args=(strategy, set_to_none)):
+        assert max(float((value - expected[name]).abs().max()) for name, value in found.items()) < BOUND
+
+
+def zeroed_by_model(model: nn.Module, step: Any) -> None:
+    with step.whole_values():
+        model.zero_grad(set_to_none=False)
+
+
+def dropped_by_model(model: nn.Module, step: Any) -> None:
+    with step.whole_values():
+        model.zero_grad()
+
+
+def clamped(model: nn.Module, step: Any) -> None:
+    with step.whole_values():
+        for p in model.parameters():
+            assert p.grad is not None
+            p.grad = p.grad.clamp(-0.01, 0.01)
+
+
+WRITTEN = {
+    "zeroed by the model": zeroed_by_model,
+    "dropped by the model": dropped_by_model,
+    "dropped by the optimizer": lambda model, step: step.optimizer.zero_grad(),
+    "clamped": clamped,
+}
+
+
+def written_between(world: Any, strategy: str, write: str, again: bool) -> dict[str, Tensor]:
+    torch.manual_seed(0)
+    model = mlp().double()
+    step = lockstep.parallelize(
+        model, nn.CrossEntropyLoss(), sgd(model.named_parameters()), strategy=strategy, devices=None if world else 1
+    )
+    rank, size = (world.rank, world.size) if world else (0, 1)
+    for number in range(3):
+        batch = [of[rank::size] for of in (drawn(8, 6, seed=number).double(), labels(8, 3))]
+        step.backward(*batch)
+        WRITTEN[write](model, step)
+        if again:
+            step.backward(*batch)
+        step.update()
+    return {name: value.clone() for name, value in step.state_dict()["model"].items()}
+
+
+@pytest.mark.parametrize("again", [True, pytest.param(False, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("write", WRITTEN)
+def test_gradients_written_between_parts_are_those_of_one_device(write: str, again: bool) -> None:
+    """Found by trial: under fsdp they were what backward had left, and their samples were counted."""
+    expected = written_between(None, "single", write, again)
+    for found in lockstep.launch(written_between, devices="3xcpu", args=("fsdp", write, again)):
+        assert max(float((value - expected[name]).abs().max()) for name, value in found.items()) < BOUND
+
+
+def hooked_later(world: Any) -> list[str]:
+    model = mlp()
+    step = lockstep.parallelize(model, nn.CrossEntropyLoss(), sgd(model.named_parameters()))
+    model[0].weight.register_hook(lambda grad: grad.clamp(-0.01, 0.01))
+    with warnings.catch_warnings(record=True) as said:
+        warnings.simplefilter("always")
+        for _ in range(2):
+            step(drawn(4, 6), labels(4, 3))
+    return [str(one.message) for one in said]
+
+
+def test_a_hook_that_a_loop_registers_later_is_said() -> None:
+    """Found by trial: without a line."""
+    said, _ = lockstep.launch(hooked_later, devices="2xcpu")
+    assert len([line for line in said if "hooks on parameters see the gradient of a local batch" in line]) == 1
+
+
+def two_of_three(world: Any) -> dict[str, Tensor]:
+    torch.manual_seed(0)
+    model = mlp().double()
+    where = {"strategy": "fsdp"} if world else {"strategy": "single", "devices": 1}
+    step = lockstep.parallelize(model, nn.CrossEntropyLoss(), sgd(model.named_parameters()), accumulate=2, **where)
+    rank, size = (world.rank, world.size) if world else (0, 1)
+    for number in (7, 2):
+        step(*(of[rank::size] for of in (drawn(number, 6).double(), labels(number, 3))))
+    return {name: value.clone() for name, value in step.state_dict()["model"].items()}
+
+
+def test_a_last_batch_that_leaves_whole_parts_empty_under_fsdp() -> None:
+    """Found by trial: "the inputs have no tensor with a batch dimension"."""
+    expected = two_of_three(None)
+    for found in lockstep.launch(two_of_three, devices="2xcpu"):
         assert max(float((value - expected[name]).abs().max()) for name, value in found.items()) < BOUND

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import copy
 import dataclasses
+import math
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -384,6 +385,14 @@ WRITES: dict[str, Callable[[Tensor, Tensor], Any]] = {
     "eye_": lambda a, b: nn.init.eye_(a),
     "constant_": lambda a, b: nn.init.constant_(a, 0.3),
     "add, with out": lambda a, b: torch.add(a, b, out=a),
+    "data of a row": lambda a, b: a[3].data.zero_(),
+    "a row of data": lambda a, b: a.data[3].detach().zero_(),
+    "vsplit": lambda a, b: a.vsplit([2, 5])[1].zero_(),
+    "unfold": lambda a, b: a.unfold(0, 2, 2).zero_(),
+    "as_strided": lambda a, b: a.as_strided((5,), (5,)).zero_(),
+    "T": lambda a, b: a.T[2].zero_(),
+    "to inf": lambda a, b: a.masked_fill_(a > 0, -math.inf).clamp_(-2),
+    "over its largest": lambda a, b: a.div_(a.norm(math.inf)).add_(torch.linalg.vector_norm(b, ord=math.inf, dim=0)),
     "a row": lambda a, b: a.mul_(torch.arange(4.0)),
     "a column": lambda a, b: a.div_(a.norm(dim=1, keepdim=True)),
     "other rows": lambda a, b: a.copy_(a[torch.tensor([6, 5, 4, 3, 2, 1, 0])]),

@@ -20,12 +20,10 @@ from lockstep.launch.memory import reset_peak_memory
 from lockstep.launch.world import World
 from lockstep.model.compile import refuse_graphs
 from lockstep.model.inspection import drops, hooked_parameters
+from lockstep.model.inspection.nonlinear import PARAMETER_HOOKS
 from lockstep.strategies.steps.step import Step
 
 DRAWS = Caveat("dropout", "dropout masks differ from single-device training; they are reproducible")
-PARAMETER_HOOKS = Caveat(
-    "hook", "hooks on parameters see the gradient of a local batch, before it is summed and weighted"
-)
 
 
 @dataclass(frozen=True)

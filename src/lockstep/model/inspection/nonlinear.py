@@ -13,7 +13,12 @@ from torch import nn
 from torch.autograd.function import BackwardCFunction
 from torch.overrides import TorchFunctionMode
 
+from lockstep.launch.events import Caveat
 from lockstep.tensors.pytree import graph_nodes
+
+PARAMETER_HOOKS = Caveat(
+    "hook", "hooks on parameters see the gradient of a local batch, before it is summed and weighted"
+)
 
 
 class NoticedHooks(TorchFunctionMode):

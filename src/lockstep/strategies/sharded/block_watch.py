@@ -6,8 +6,9 @@ one another for ever.
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
@@ -31,15 +32,12 @@ class BlockWatch:
 
     Attributes:
         used: names of the parameters that got a gradient.
-        stands_in: what is computed now is another rank's sample, which uses nothing.
-        in_backward: the backward of an update is under way; others are refused.
-        in_loss: the loss is called; what it calls of the model is refused.
     """
 
     def __init__(self, model: nn.Module, shards: Shards, world: World, compares: Callable[[], bool]) -> None:
         self._shards, self._world, self._compares = shards, world, compares
         self.used: set[str] = set()
-        self.stands_in = self.in_backward = self.in_loss = False
+        self._now: set[str] = set()
         self._given: list[Any] = []  # of each block whose forward is under way
         self._gathered: dict[tuple[int, str], Any] = {}  # what stands in the place of a parameter in forward
         within = {m for block in shards.blocks.values() for m in block.modules()}
@@ -51,6 +49,20 @@ class BlockWatch:
             block.register_forward_pre_hook(self._notes_uses(mine))
             block.register_forward_hook(self._gives(name), prepend=True, with_kwargs=True)
         model.register_forward_hook(self._ends)
+
+    @contextlib.contextmanager
+    def during(self, what: str) -> Iterator[None]:
+        """In which the step computes this.
+
+        Args:
+            what: ``"stand-in"``, another rank's sample, which uses nothing; ``"backward"``, that of an update, others
+                are refused; ``"loss"``, and what it calls of the model is refused.
+        """
+        self._now.add(what)
+        try:
+            yield
+        finally:
+            self._now.remove(what)
 
     def _comes_to(self, number: int, places: list[tuple[nn.Module, str, str]]) -> Callable[..., None]:
         def hook(module: nn.Module, args: Any, kwargs: Any) -> None:
@@ -66,7 +78,7 @@ class BlockWatch:
             if number > len(self._shards.blocks):  # the whole model; an earlier forward may have raised
                 self._given.clear()
             self._given.append((args, kwargs))
-            if self.in_loss:
+            if "loss" in self._now:
                 raise StrategyError("fsdp: the loss calls the model, whose blocks are gathered in forward: take ddp")
             self._compare(number)
 
@@ -117,7 +129,7 @@ class BlockWatch:
 
     def _refuse_other_backwards(self, grad: torch.Tensor) -> None:
         del grad
-        if not self.in_backward:
+        if "backward" not in self._now:
             raise StrategyError(
                 "fsdp: a gradient is computed in forward, in the loss or in a callback (torch.autograd.grad, a "
                 "gradient penalty), for which the parameters of blocks would have to stay: take ddp"
@@ -142,7 +154,7 @@ class BlockWatch:
     def _notes_use(self, name: str) -> Callable[[torch.Tensor], None]:
         def hook(p: torch.Tensor) -> None:
             del p
-            if not self.stands_in:
+            if "stand-in" not in self._now:
                 self.used.add(name)
 
         return hook

@@ -18,7 +18,7 @@ from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 
 from lockstep.data import Batch, Part
-from lockstep.data.shares import batch_of
+from lockstep.data.shares import batch_of, over_ranks
 from lockstep.errors import InputError, StrategyError
 from lockstep.job import Job
 from lockstep.launch.observer import phase
@@ -97,9 +97,10 @@ class ShardedStep(DDPStep):
         self._buffers.follow()
         losses: list[Loss] = []
         assert isinstance(self.model, FSDPModule)
-        for number, part in enumerate(batch.parts):
+        parts = [part for part in batch.parts if part.of]  # (in a loop of one's own no rank may have a sample of one)
+        for number, part in enumerate(parts):
             if not self.sync_each_microbatch:
-                self.model.set_requires_gradient_sync(number == len(batch.parts) - 1)
+                self.model.set_requires_gradient_sync(number == len(parts) - 1)
             if self._exchange is not None:
                 self._exchange.begin(min(part.of, self.world.size))
             self.begin_part(number)
@@ -138,12 +139,8 @@ class ShardedStep(DDPStep):
     def _standing_in(self) -> Iterator[None]:
         """In which a sample is computed in vain."""
         dtype = next((p.dtype for p in self._mine.values() if p.is_floating_point()), None)
-        self._watch.stands_in = True
-        try:
-            with without_a_trace(self.model, dtype, self.world.device.torch):
-                yield
-        finally:
-            self._watch.stands_in = False
+        with self._watch.during("stand-in"), without_a_trace(self.model, dtype, self.world.device.torch):
+            yield
 
     @phase("communicating", "reduce")
     def _summed_shards(self, loss: Loss) -> Loss:
@@ -173,6 +170,12 @@ class ShardedStep(DDPStep):
         result = super().backward(inputs, targets)
         self._shards.show_gradients()
         return result
+
+    def _are_thrown_away(self) -> bool:
+        self._shards.take_gradients()
+        has = any(was is not None and was.numel() for was, _ in self._left)
+        votes = over_ranks(self.world, has, super()._are_thrown_away())
+        return any(has for has, _ in votes) and all(yes or not has for has, yes in votes)
 
     def _given_parts(self) -> tuple[Batch, Loss]:
         self._shards.take_gradients()
@@ -220,11 +223,8 @@ class ShardedStep(DDPStep):
 
     def run_backward(self, total: torch.Tensor, divisor: Number) -> None:
         """As every step's; other backwards are refused."""
-        self._watch.in_backward = True
-        try:
+        with self._watch.during("backward"):
             super().run_backward(total, divisor)
-        finally:
-            self._watch.in_backward = False
 
     def _compares_blocks(self) -> bool:
         return is_power_of_two(self._evaluations) if self._evaluates else self.looks_again
@@ -285,12 +285,8 @@ class ShardedStep(DDPStep):
 
     @contextlib.contextmanager
     def _in_loss(self) -> Iterator[None]:
-        self._watch.in_loss = True
-        try:
-            with self._reads:
-                yield
-        finally:
-            self._watch.in_loss = False
+        with self._watch.during("loss"), self._reads:
+            yield
 
     def compare_ranks(self) -> None:
         """As every evaluator's; what is in no block is whole meanwhile, as after forward."""

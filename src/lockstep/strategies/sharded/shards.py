@@ -83,6 +83,7 @@ class Shards:
         self.local = {name: nn.Parameter(_local(p), requires_grad=p.requires_grad) for name, p in self.cut.items()}
         self._of_whole = {id(before[name]): self.local[name] for name in self.cut}
         self._names = {id(p): name for name, p in self.local.items()}
+        self._shown: dict[str, tuple[torch.Tensor | None, int, torch.Tensor | None]] = {}
 
     def give_to(self, optimizer: torch.optim.Optimizer) -> None:
         """Give an optimizer of the whole parameters the local ones instead, with its state of them."""
@@ -173,14 +174,21 @@ class Shards:
         for name, p in self.cut.items():
             grad = self.local[name].grad
             p.grad = None if grad is None else self.as_rows(name, grad)
+            self._shown[name] = p.grad, -1 if p.grad is None else p.grad._version, grad
 
     def take_gradients(self) -> None:
-        """Give the local parts the gradients of the parameters, which a person may have replaced."""
+        """Give the local parts the gradients of the parameters that a person has written since they were shown.
+
+        Unless the optimizer's were replaced (``optimizer.zero_grad()``): then give the parameters these.
+        """
         for name, p in self.cut.items():
-            grad = p.grad
-            if isinstance(grad, DTensor):
-                grad = grad.redistribute(p.device_mesh, p.placements).to_local()
-            self.local[name].grad = grad
+            (shown, version, local), grad = self._shown[name], p.grad
+            is_written = grad is not shown or (grad is not None and grad._version != version)
+            if is_written and self.local[name].grad is local:
+                if isinstance(grad, DTensor):
+                    grad = grad.redistribute(p.device_mesh, p.placements).to_local().detach()
+                self.local[name].grad = grad  # another tensor in any case, so that it is seen
+        self.show_gradients()
 
     def joined(self, name: str, local: torch.Tensor) -> torch.Tensor:
         """The whole tensor of which the ranks have these parts; every rank calls this."""

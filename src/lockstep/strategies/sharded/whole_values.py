@@ -7,6 +7,7 @@ maximum of a shard without elements fails; and each rank would draw other random
 from __future__ import annotations
 
 import contextlib
+import math
 import weakref
 from collections.abc import Callable, Mapping
 from typing import Any
@@ -40,6 +41,7 @@ _OF_ALL = {
 _VIEWS = {
     *("__getitem__", "select", "narrow", "chunk", "split", "tensor_split", "unbind", "diagonal", "view", "view_as"),
     *("reshape", "flatten", "unflatten", "ravel", "squeeze", "unsqueeze", "transpose", "t", "permute", "movedim"),
+    *("as_strided", "unfold", "hsplit", "vsplit", "dsplit", "swapaxes", "swapdims", "moveaxis", "expand", "expand_as"),
 }
 """Those too, and what is written to what they give goes to the shard."""
 
@@ -82,13 +84,16 @@ class WholeValues(TorchFunctionMode):
         if name == "__deepcopy__" and isinstance(args[0], DTensor):
             return _copy(*args)
         written = _written(name, args, kwargs)
-        if name in _OF_ALL or name in _VIEWS or name.endswith("_loss") or _is_whole(written):
+        of_all = name in _OF_ALL or name.endswith("_loss") or _is_largest(name, args, kwargs)
+        if of_all or name in _VIEWS or _is_whole(written):
             args, kwargs = tree_map_only(DTensor, _whole if name in _VIEWS else DTensor.full_tensor, (args, kwargs))
         shard = next((leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, DTensor)), None)
         if shard is None:
             found = func(*args, **kwargs)
             if args and writes_in_place(name):
                 _write_back(args[0])
+            if func in _TAKES_DATA and hasattr(_root(args[0]), "of_shard"):
+                found.of_root = args[0]
             return found
         from torch.distributed.tensor.experimental import implicit_replication  # takes 0.1 s; few need it
 
@@ -129,6 +134,11 @@ def _copy(shard: DTensor, memo: dict[int, Any]) -> torch.Tensor:
     return memo[id(shard)]  # type: ignore[no-any-return]
 
 
+def _is_largest(name: str, args: Any, kwargs: Mapping[str, Any]) -> bool:
+    """Whether it is a norm that is the largest element, or the smallest, which a shard may have none of."""
+    return "norm" in name and any(isinstance(one, float) and math.isinf(one) for one in (*args, *kwargs.values()))
+
+
 def _written(name: str, args: Any, kwargs: Mapping[str, Any]) -> Any:
     """The tensor that a function writes to, or several in a list; None for one that writes to none."""
     first = args[0] if args else kwargs.get("tensor")  # (as functions of nn.init give it)
@@ -164,8 +174,10 @@ def _whole(shard: DTensor) -> torch.Tensor:
 
 
 def _root(tensor: torch.Tensor) -> torch.Tensor:
-    """Of a view what it is a view of."""
-    return tensor if tensor._base is None else tensor._base
+    """Of a view, or its ``data``, what it is a view of."""
+    root = tensor if tensor._base is None else tensor._base
+    above = getattr(root, "of_root", None)
+    return root if above is None else _root(above)
 
 
 def _write_back(written: Any) -> None:

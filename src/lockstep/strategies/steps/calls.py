@@ -26,6 +26,7 @@ from lockstep.errors import InputError
 from lockstep.job import Job
 from lockstep.launch.events import Caveat
 from lockstep.launch.world import World
+from lockstep.model.inspection.nonlinear import PARAMETER_HOOKS, is_hooked
 from lockstep.model.losses.loss import Loss
 from lockstep.strategies.steps.step_state import StepState
 from lockstep.strategies.steps.update_result import Result, added
@@ -63,6 +64,7 @@ class Calls(StepState, ABC):
         """
         self.refuse_waiting("step(...)")
         self._look_at_flags()
+        self._look_at_hooks()
         self.world.announce(self.world.step + 1)
         batch = self._batch_of(inputs, targets)
         with own_stream(self.world, self._seed), self._own_streams_of_parts(len(batch.parts)):
@@ -89,6 +91,7 @@ class Calls(StepState, ABC):
         self._forget_thrown_away()
         number, samples = len(self._losses), self._samples_given
         self._look_at_flags()
+        self._look_at_hooks()
         self._agree(number)
         if not number:
             self.world.announce(self.world.step + 1)
@@ -130,15 +133,23 @@ class Calls(StepState, ABC):
 
     def _forget_thrown_away(self) -> None:
         """Forget the parts whose gradients a loop has thrown away (``optimizer.zero_grad()``), as PyTorch does."""
-        now = [p.grad for p in self._parameters]
-        written = [
-            grad
-            for grad, (left, version) in zip(now, self._left, strict=False)
-            if left is not None and (grad is not left or left._version != version)
-        ]
-        had = sum(left is not None for left, _ in self._left)
-        if self._losses and had and len(written) == had and not any(g is not None and bool(g.any()) for g in written):
+        if self._losses and self._are_thrown_away():
             self._losses, self._samples_given, self._left = [], 0, []
+
+    def _are_thrown_away(self) -> bool:
+        """Whether every gradient that ``backward`` has left was written since, and is 0 or gone."""
+        left = [
+            (p.grad, was, version)
+            for p, (was, version) in zip(self._parameters, self._left, strict=False)
+            if was is not None and was.numel()
+        ]
+        written = all(grad is not was or was._version != version for grad, was, version in left)
+        return bool(left) and written and not any(grad is not None and bool(grad.any()) for grad, *_ in left)
+
+    def _look_at_hooks(self) -> None:
+        """Say what hooks on parameters do where batches are cut; a loop may register them at any time."""
+        if (self.replicas > 1 or self.cuts_batch) and any(map(is_hooked, self._held.values())):
+            self.tell_once([PARAMETER_HOOKS])
 
     def _agree(self, number: int) -> None:
         """Make sure that every rank makes this call now: the part of that number, or the update.

@@ -22,11 +22,11 @@ from lockstep.errors import JobError, RunError, StrategyError, told
 from lockstep.job import Job
 from lockstep.launch.events import Caveat, Line
 from lockstep.model.inspection import hooked_parameters, prints_of
+from lockstep.model.inspection.nonlinear import PARAMETER_HOOKS
 from lockstep.model.losses.check_interval import is_power_of_two
 from lockstep.strategies.replicas import structure_of
 from lockstep.strategies.steps.step import Step
 from lockstep.strategies.steps.update_result import Result
-from lockstep.strategies.strategy import PARAMETER_HOOKS
 from lockstep.tensors.digest import digest
 from lockstep.tensors.pytree import each
 from lockstep.tensors.seeding import seeded
