@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+import warnings
 from pathlib import Path
 from typing import Any
 
@@ -404,3 +405,94 @@ def test_a_list_of_as_many_targets_as_each_has_is_cut_by_samples(way: str) -> No
             step(drawn(len(counts), 6).double(), [drawn(n, 2, seed=n).double() for n in counts])
         ends.append(model[0].weight.detach())
     torch.testing.assert_close(ends[1], ends[0], atol=1e-12, rtol=0)
+
+
+class Scaled(nn.Module):
+    """Takes some numbers, which all samples share."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.last = nn.Linear(6, 4), nn.Linear(4, 3)
+
+    def forward(self, x: torch.Tensor, scale: torch.Tensor) -> torch.Tensor:
+        out: torch.Tensor = self.last(self.first(x)) * scale.norm()
+        return out
+
+
+def scaled(strategy: str, devices: str, sizes: tuple[int, ...], accumulate: int = 1) -> torch.Tensor:
+    torch.manual_seed(0)
+    model = Scaled().double()
+    step = step_of(model, strategy=strategy, devices=devices, accumulate=accumulate)
+    for size in sizes:
+        step((drawn(size, 6).double(), torch.arange(7.0).double()), labels(size, 3))
+    return weights(model)
+
+
+@pytest.mark.parametrize(("way", "accumulate"), [("dp 3", 1), ("single", 2), ("pp 2", 2), ("dp 3", 2)])
+def test_an_input_that_all_samples_share_is_not_cut_by_chance(way: str, accumulate: int) -> None:
+    """Found by trial: in a batch of as many samples as it has rows it was, without a line."""
+    ((expected,), (found,)) = looped("single", scaled, (9, 8, 7)), looped(way, scaled, (9, 8, 7), accumulate)
+    assert (found - expected).abs().max() < 1e-12
+
+
+@pytest.mark.filterwarnings("ignore:outputs depend on other samples")
+def test_an_input_that_was_cut_by_chance_is_named() -> None:
+    with pytest.raises(InputError, match=r'inputs "1": shape \(7,\) for 8 samples, and in an earlier batch, of as m'):
+        looped("single", scaled, (7, 8), 2)
+
+
+def norms_moved(world: Any, strategy: str) -> torch.Tensor:
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(6, 4), nn.BatchNorm1d(4), nn.Linear(4, 3)).double()
+    where = {"devices": 1} if world is None else {}
+    step = step_of(model, strategy=strategy, sync_batchnorm=True, **where)
+    rank, size = (0, 1) if world is None else (world.rank, world.size)
+    for number in (7, 2):
+        step(drawn(number, 6).double()[rank::size], labels(number, 3)[rank::size])
+    return torch.cat([b.double().flatten() for b in model.buffers()])
+
+
+@pytest.mark.parametrize("strategy", ["ddp", slow("fsdp")])
+def test_a_rank_without_a_sample_has_the_statistics_of_the_others(strategy: str) -> None:
+    """Found by trial: a loop that evaluated the model itself, or read them, had old ones there."""
+    expected = norms_moved(None, "single")
+    for found in lockstep.launch(norms_moved, devices="3xcpu", args=(strategy,)):
+        assert (found - expected).abs().max() < 1e-10
+
+
+def mean_over_batch(module: Any, args: Any, outputs: torch.Tensor) -> torch.Tensor:
+    return outputs - outputs.mean(0)
+
+
+def hooked_after(world: Any) -> list[str]:
+    model = mlp()
+    step = step_of(model, strategy="fsdp")
+    model[0].register_forward_hook(mean_over_batch)
+    with warnings.catch_warnings(record=True) as said:
+        warnings.simplefilter("always")
+        step(drawn(4, 6), labels(4, 3))
+    return [str(one.message) for one in said]
+
+
+def test_hooks_on_modules_of_later_are_said_not_to_be_seen_under_fsdp() -> None:
+    """Found by trial: without a line, as rank 0 inspects a copy of the model that was built."""
+    said, _ = lockstep.launch(hooked_after, devices="2xcpu")
+    assert any("hooks, modules or forward of the model are others than when it was cut into shards" in s for s in said)
+
+
+def clamped_backward(strategy: str, devices: str) -> list[str]:
+    model = mlp()
+    where: dict[str, Any] = {"strategy": strategy, "devices": devices, "precision": "fp64"}
+    step = lockstep.parallelize(model, nn.MSELoss(), sgd(model.named_parameters()), **where)
+    model[2].register_full_backward_hook(lambda module, before, after: tuple(g.clamp(-1e-3, 1e-3) for g in before))
+    with warnings.catch_warnings(record=True) as said:
+        warnings.simplefilter("always")
+        for batch in lockstep.batches(TensorDataset(drawn(16, 6), drawn(16, 3)), batch_size=8):
+            step(batch)
+    return [str(one.message) for one in said]
+
+
+def test_a_batch_of_the_loader_is_cut_in_micro_batches() -> None:
+    """Found by trial: it was one, so nothing overlapped, and a hook that clamps acted on other gradients."""
+    (said,) = looped("pp 2", clamped_backward)
+    assert any("is not linear (a hook or an autograd function that clamps gradients, say)" in line for line in said)

@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, Protocol, TypeVar
 
 import torch
@@ -25,7 +25,10 @@ from lockstep.tensors.pytree import (
     SampleList,
     batch_size_of,
     cut,
+    has_rows,
+    holds_samples,
     joined,
+    named_parts,
     parts,
     share_sizes,
     tensors,
@@ -209,13 +212,57 @@ def over_ranks(world: World, *numbers: int) -> list[list[int]]:
     return found
 
 
+@dataclass
+class SeenBatches:
+    """What earlier batches of a loop have shown of its inputs and targets, by the names of what is in the pair of both.
+
+    Attributes:
+        lists: lists with an item for each sample.
+        shared: tensors without a row for each sample, which all samples share; a later batch may have as many samples.
+        cut: tensors that were cut.
+    """
+
+    lists: set[str] = field(default_factory=set)
+    shared: set[str] = field(default_factory=set)
+    cut: set[str] = field(default_factory=set)
+
+    def see(self, both: tuple[Any, Any], samples: int) -> None:
+        """Look at one that is to be cut.
+
+        Raises:
+            InputError: a tensor was cut that has no row for each sample.
+        """
+        for name, tensor in _named(both, samples) if samples > 1 else ():
+            if not has_rows(tensor, samples):
+                self.shared.add(name)
+                if name in self.cut:
+                    of, _, rest = name.partition(".")
+                    what = ("inputs", "targets")[int(of)] + (f' "{rest}"' if rest else "")
+                    raise InputError(
+                        f"{what}: shape {tuple(tensor.shape)} for {samples} samples, and in an earlier batch, of as "
+                        "many samples as this has rows, it was cut: if all samples share it, let the model hold it as "
+                        "a buffer, or give it a first dimension of 1"
+                    )
+            elif name not in self.shared:
+                self.cut.add(name)
+
+
+def _named(nest: Any, samples: int, way: str = "") -> Iterator[tuple[str, Tensor]]:
+    """As ``named_tensors``, without what is in a list that has an item for each sample."""
+    if isinstance(nest, Tensor):
+        yield way, nest
+    elif not isinstance(nest, list) or not holds_samples(nest, samples):
+        for name, part in named_parts(nest):
+            yield from _named(part, samples, f"{way}.{name}" if way else name)
+
+
 def batch_of(
     inputs: Any,
     targets: Any,
     accumulate: int,
     world: World,
     refuse_gaps: Callable[[list[bool]], None],
-    lists: set[str] | None = None,
+    seen: SeenBatches | None = None,
 ) -> Batch:
     """This rank's share as a Batch. Every rank calls it, and learns what the others have.
 
@@ -224,25 +271,29 @@ def batch_of(
         accumulate: micro-batches to cut them in.
         world: the ranks.
         refuse_gaps: called with which ranks have samples of a micro-batch, where one has none and a later one has.
-        lists: names of lists of targets that were seen to have an item for each sample, which are added to.
+        seen: what earlier batches have shown, which is added to.
 
     Raises:
         InputError: inputs and targets can't be cut together.
     """
+    seen = SeenBatches() if seen is None else seen
     mine = 0 if inputs is None else batch_size_of(inputs)
     if cuts := mine > 0 and (accumulate > 1 or len(world.devices) > 1):
-        targets = with_sample_lists(targets, mine, set() if lists is None else lists)
+        targets = with_sample_lists(targets, mine, seen.lists)
     theirs = list(_rows(targets))
     if cuts and theirs and mine not in theirs:  # sequence-first, say
         raise InputError(
             f"inputs have {mine} rows and targets {theirs[0]}, so they can't be cut together: the first dimension of "
             "both has to be the batch (batch_first=True, or transpose inside of the model)"
         )
+    if cuts:
+        seen.see((inputs, targets), mine)
     sizes = [size for (size,) in over_ranks(world, mine)]
     parts = []
     start = 0
     for size in share_sizes(mine, accumulate):
-        part_inputs, part_targets = cut((inputs, targets), start, size, mine) if size < mine else (inputs, targets)
+        both = (inputs, targets)
+        part_inputs, part_targets = both if size == mine else cut(both, start, size, mine, seen.shared)
         parts.append(Part(part_inputs, part_targets, size, size) if size else Part(None, None, 0, 0))
         start += size
     if world.size > 1:

@@ -205,9 +205,15 @@ class DDPStep(Step):
             loss = self._summed(loss)
         elif world.size > 1:
             loss = self._summed_flat(loss)
-        if self.looks_again:
-            self._buffers.look()
+        self._end_parts(batch)
         return loss
+
+    def _end_parts(self, batch: Batch) -> None:
+        """Give a rank that had no sample what forward wrote on the others, which a person may read; look for more."""
+        if any(0 < part.of < self.world.size for part in batch.parts):
+            self.share_buffers()
+        elif self.looks_again:
+            self._buffers.look()
 
     def bytes_communicated(self) -> int:
         """Its gradients, to be summed. How often they are sent for that is the backend's affair."""

@@ -249,7 +249,7 @@ class DPStep(Step):
                 if not size:
                     mine.append(Part(None, None, 0, part.of))
                     continue
-                inputs, targets = cut((part.inputs, part.targets), start, size, part.size)
+                inputs, targets = cut((part.inputs, part.targets), start, size, part.size, self._seen_batches.shared)
                 mine.append(self.placed(Part(inputs, targets, size, part.of), device))
                 start += size
         return shares

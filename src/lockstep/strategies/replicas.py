@@ -59,13 +59,16 @@ def replica_of(model: nn.Module, device: Device, *, shares: bool) -> nn.Module:
 
 def structure_of(model: nn.Module) -> list[Any]:
     """What a replica has only where the model had it when it was copied, to be compared: modules, parameters, hooks."""
+    parameters = [
+        [(id(p), *_hooks_of(p)) for p in module._parameters.values() if p is not None] for module in model.modules()
+    ]
+    return [*modules_of(model), *parameters]
+
+
+def modules_of(model: nn.Module) -> list[Any]:
+    """Which modules it has, with how many hooks, and a ``forward`` of their own."""
     return [
-        (
-            id(module),
-            id(vars(module).get("forward")),
-            *((id(p), *_hooks_of(p)) for p in module._parameters.values() if p is not None),
-            *(len(getattr(module, hooks)) for hooks in HOOKS),
-        )
+        (id(module), id(vars(module).get("forward")), *(len(getattr(module, hooks)) for hooks in HOOKS))
         for module in model.modules()
     ]
 

@@ -11,7 +11,7 @@ import dataclasses
 import inspect
 import itertools
 import operator
-from collections.abc import Callable, Iterator, Mapping, MutableMapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, MutableMapping, Sequence
 from typing import Any
 
 import torch
@@ -276,11 +276,13 @@ def with_sample_lists(nest: Any, samples: int, known: set[str], way: str = "") -
     return nest if all(a is b for a, (_, b) in zip(new, named, strict=True)) else rebuilt(nest, new)
 
 
-def cut(tree: Any, start: int, size: int, whole: int) -> Any:
+def cut(tree: Any, start: int, size: int, whole: int, shared: Collection[str] = ()) -> Any:
     """Samples ``start`` to ``start + size`` of every tensor that has a row for each of ``whole``; others are shared.
 
-    A list that has an item for each sample is cut too.
+    A list that has an item for each sample is cut too. Tensors whose names are in ``shared`` are not, however many rows
+    they have.
     """
+    kept = {id(t) for name, t in named_tensors(tree) if name in shared} if shared else set()
 
     def of_samples(items: list[Any]) -> list[Any] | None:
         if not holds_samples(items, whole):
@@ -288,7 +290,10 @@ def cut(tree: Any, start: int, size: int, whole: int) -> Any:
         some = items[start : start + size]
         return SampleList(some) if isinstance(items, SampleList) else some
 
-    return each(lambda t: t.narrow(0, start, size) if has_rows(t, whole) else t, tree, on_list=of_samples)
+    def of_tensor(tensor: torch.Tensor) -> torch.Tensor:
+        return tensor.narrow(0, start, size) if has_rows(tensor, whole) and id(tensor) not in kept else tensor
+
+    return each(of_tensor, tree, on_list=of_samples)
 
 
 def has_rows(tensor: torch.Tensor, samples: int) -> bool:

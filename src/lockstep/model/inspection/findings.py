@@ -156,10 +156,10 @@ class Seen:
         read = f'the loss reads the model\'s output "{name}", ' if name else "the loss reads an output of the model, "
         if kind in ("sum", "mean of items", "same") and not self.bends:
             return None
-        if kind == "sum":
+        if kind in ("sum", "mean") and self.bends:
             text = (
-                f"{read}a sum over the samples of one forward, and makes something else of it than a sum (its square, "
-                "say): each local batch has its own, so results differ from single-device training"
+                f"{read}a {kind} over the samples of one forward, and makes something else of it than a sum (its "
+                "square, say): each local batch has its own, so results differ from single-device training"
             )
             return Caveat("auxiliary loss", text, "mp and single keep them")
         if kind == "mean":

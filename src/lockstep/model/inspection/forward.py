@@ -314,9 +314,10 @@ def _see(
     adds_up = False
     with contextlib.suppress(Exception):  # a loss that can't take a part of the outputs
         of_cut, of_parts = [], []
+        by_chance = any(has_rows(whole[name], samples) for name in seen.of_batch)  # prototypes, as many as samples
         for start, size in parts:
             some, wanted = part_of((kept[0, samples], targets), start, size, samples)
-            of_cut.append(judge(some, wanted, size)[0])
+            of_cut.append(judge(kept[start, size] if by_chance else some, wanted, size)[0])
             of_parts.append(judge(kept[start, size], wanted, size)[0])
         seen.mixes = differ(of_cut, of_parts)
         adds_up = not differ([judge(kept[0, samples], targets, samples)[0]], [of_cut[0] + of_cut[1]])

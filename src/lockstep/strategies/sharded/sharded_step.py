@@ -34,11 +34,12 @@ from lockstep.model.optimizer import (
 )
 from lockstep.strategies.ddp import DDP, DDPStep
 from lockstep.strategies.rank_tensors import FlatGradients
+from lockstep.strategies.replicas import modules_of
 from lockstep.strategies.sharded.block_watch import BlockWatch
 from lockstep.strategies.sharded.lent_optimizer import LentOptimizer
 from lockstep.strategies.sharded.loss_reads import LossReads, refuse_other_shards, shards_explained
 from lockstep.strategies.sharded.shards import NamedParameters, Shards
-from lockstep.strategies.sharded.whole_model import put_together
+from lockstep.strategies.sharded.whole_model import LATER, put_together
 from lockstep.strategies.sharded.whole_values import OF_OWN_LOOP
 from lockstep.strategies.sharded.without_a_trace import without_a_trace
 from lockstep.strategies.steps.update_result import Result, added, as_tensor
@@ -74,7 +75,7 @@ class ShardedStep(DDPStep):
         self._skeleton, self._lent = skeleton, LentOptimizer(optimizer, shards, model, elementwise=elementwise)
         self._evaluates, self._evaluations = False, 0  # batches of evaluations, of which every rank computes something
         self._watch, self._reads = BlockWatch(model, shards, world, self._compares_blocks), LossReads(shards.cut)
-        self.loss.within = self._in_loss
+        self._modules, self.loss.within = modules_of(model), self._in_loss
 
     def _find_trained(self) -> None:
         for name, local in self._shards.local.items():
@@ -113,8 +114,7 @@ class ShardedStep(DDPStep):
             losses.append(loss.detached())
             self.run_backward(loss.total, self.divisor(loss.count, batch.size))
         loss = self._summed_shards(added(losses))
-        if self.looks_again:
-            self._buffers.look()
+        self._end_parts(batch)
         return loss
 
     def _or_first_sample(self, part: Part) -> tuple[Part, bool]:
@@ -258,7 +258,7 @@ class ShardedStep(DDPStep):
         if isinstance(inputs, Batch):
             inputs, targets = inputs
         with self.evaluating():
-            batch = batch_of(inputs, targets, 1, self.world, self._refuse_gaps, self._lists)
+            batch = batch_of(inputs, targets, 1, self.world, self._refuse_gaps, self._seen_batches)
             if not batch.parts[0].of:
                 return None, 0.0, 0
             for _, (outputs, (total, count)) in self._of_each(self.judged, batch):
@@ -311,6 +311,8 @@ class ShardedStep(DDPStep):
         """As every step's: put together on rank 0 each time that it is asked for, if at all."""
         if not self.last_look:
             return None
+        if modules_of(self.model) != self._modules:
+            self.tell_once([LATER])
         parts = ((name, mine, self.joined(name, mine)) for name, mine in self._mine.items())
         return put_together(self._skeleton, parts, self.model)
 

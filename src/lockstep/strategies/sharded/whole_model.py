@@ -10,8 +10,16 @@ import torch
 from torch import nn
 
 from lockstep.errors import StrategyError, told
+from lockstep.launch.events import Caveat
 from lockstep.model.build import buffers_of
 from lockstep.strategies.sharded.shards import places_of
+
+LATER = Caveat(
+    "uncopied",
+    "hooks, modules or forward of the model are others than when it was cut into shards, and rank 0 inspects a copy "
+    "from before: what they make of the samples isn't seen",
+    "put them in where the model is built, or before lockstep.parallelize",
+)
 
 
 def skeleton_of(model: nn.Module) -> nn.Module:

@@ -30,13 +30,15 @@ _BY_ELEMENT = {
 """Functions that write in place, to each element by itself: they act on shards; others on whole tensors."""
 
 _OF_ALL = {
-    *("item", "tolist", "numpy", "__bool__", "__float__", "__int__", "__index__", "__format__"),
+    *("item", "tolist", "__bool__", "__float__", "__int__", "__index__", "__format__"),
     *("max", "min", "amax", "amin", "aminmax", "argmax", "argmin", "mean", "std", "var", "median", "quantile"),
     *("new_empty", "new_zeros", "new_ones", "new_full", "new_tensor"),
     *("kl_div", "cross_entropy", "binary_cross_entropy", "binary_cross_entropy_with_logits"),
     *("rand_like", "randn_like", "randint_like", "bernoulli", "normal", "dropout", "equal", "allclose", "isclose"),
 }
 """Functions that are given whole tensors."""
+
+_TO_NUMPY = {"numpy", "__array__"}
 
 _VIEWS = {
     *("__getitem__", "select", "narrow", "chunk", "split", "tensor_split", "unbind", "diagonal", "view", "view_as"),
@@ -83,6 +85,10 @@ class WholeValues(TorchFunctionMode):
         name, kwargs = getattr(func, "__name__", ""), kwargs or {}
         if name == "__deepcopy__" and isinstance(args[0], DTensor):
             return _copy(*args)
+        if name in _TO_NUMPY and isinstance(args[0], DTensor):
+            array = getattr(args[0].full_tensor(), name)(*args[1:], **kwargs)
+            array.flags.writeable = False  # on one device it would write to the parameter
+            return array
         written = _written(name, args, kwargs)
         of_all = name in _OF_ALL or name.endswith("_loss") or _is_largest(name, args, kwargs)
         if of_all or name in _VIEWS or _is_whole(written):

@@ -21,7 +21,7 @@ import torch
 from torch import nn
 
 from lockstep.data import Batch, Part, mixed
-from lockstep.data.shares import batch_of, over_ranks, own_stream
+from lockstep.data.shares import SeenBatches, batch_of, over_ranks, own_stream
 from lockstep.errors import InputError
 from lockstep.job import Job
 from lockstep.launch.events import Caveat
@@ -52,7 +52,9 @@ class Calls(StepState, ABC):
         self._is_begun = False  # an update by hand
         self._left: list[tuple[torch.Tensor | None, int]] = []  # the gradients of its parts so far, and their versions
         self._by_hand = False
-        self._lists: set[str] = set()
+        self._seen_batches = SeenBatches()
+        if any(map(is_hooked, self._held.values())):  # then it is said when the step is made
+            self._noted.add(PARAMETER_HOOKS)
 
     def __call__(self, inputs: Any, targets: Any = None) -> Result:
         """One update on this process's share of a global batch.
@@ -148,7 +150,8 @@ class Calls(StepState, ABC):
 
     def _look_at_hooks(self) -> None:
         """Say what hooks on parameters do where batches are cut; a loop may register them at any time."""
-        if (self.replicas > 1 or self.cuts_batch) and any(map(is_hooked, self._held.values())):
+        on_threads = self.replicas > 1 == self.world.size  # where replicas lack them, which is refused
+        if self.cuts_batch and not on_threads and any(map(is_hooked, self._held.values())):
             self.tell_once([PARAMETER_HOOKS])
 
     def _agree(self, number: int) -> None:
@@ -196,8 +199,10 @@ class Calls(StepState, ABC):
 
     def _batch_of(self, inputs: Any, targets: Any) -> Batch:
         if isinstance(inputs, Batch):
-            return inputs
-        return batch_of(inputs, targets, self._accumulate, self.world, self._refuse_gaps, self._lists)
+            if len(inputs.parts) > 1 or self._accumulate == 1:
+                return inputs
+            inputs, targets = inputs
+        return batch_of(inputs, targets, self._accumulate, self.world, self._refuse_gaps, self._seen_batches)
 
     def _refuse_gaps(self, here: list[bool]) -> None:
         """Called where a rank has no sample and a later one has; a strategy that can't do that refuses."""

@@ -69,7 +69,7 @@ class Callbacks:
         self._asks = bool(self._by_name or job.on_event)
         self._parameters = list(step.model.named_parameters())
         self.training = TrainingContext(step, folder, self.evaluating)
-        self.by_step = any(type(callback).on_step is not Callback.on_step for callback in self._by_name.values())
+        self.by_step = any(_has(callback, "on_step") for callback in self._by_name.values())
         self.notes: list[str] = []
         self._begun: dict[str, bytes] = {}
         self._has_begun = False
@@ -215,7 +215,9 @@ class Callbacks:
     def _state_of(self, callback: Callback) -> dict[str, Any] | None:
         """That of one, whole; None of one that raises before ``on_start``, in which it may make what it gives."""
         try:
-            state: dict[str, Any] = each(_gathered, callback.state_dict())
+            with self._step.whole_values() if _is_persons(callback, "state_dict") else contextlib.nullcontext():
+                kept = callback.state_dict()
+            state: dict[str, Any] = each(_gathered, kept)
             return state
         except Exception:
             if self._has_begun:
@@ -307,14 +309,20 @@ def _copied(callback: Any) -> Callback:
 
 
 def _is_own(callback: Callback) -> bool:
-    """Whether it is of a class of a person's own, not one that comes with Lockstep."""
-    return not type(callback).__module__.startswith("lockstep.")
+    """Whether it is of a class of a person's own, not one that comes with Lockstep, or has methods of theirs."""
+    return not type(callback).__module__.startswith("lockstep.") or any(
+        hasattr(Callback, name) for name in vars(callback)
+    )
 
 
 def _is_persons(callback: Callback, method: str) -> bool:
     """Whether a method of a callback is a person's code."""
-    inherited = getattr(getattr(callback, method), "__func__", None) is getattr(Callback, method)
-    return not inherited and _is_own(callback)
+    return _has(callback, method) and _is_own(callback)
+
+
+def _has(callback: Callback, method: str) -> bool:
+    """Whether it has a method that does anything."""
+    return getattr(getattr(callback, method), "__func__", None) is not getattr(Callback, method)
 
 
 def _gathered(tensor: Any) -> Any:
