@@ -288,8 +288,10 @@ def _naming(name: str) -> Iterator[None]:
 def _pair(name: str, value: Any) -> tuple[Any, Any]:
     if not isinstance(value, tuple) or len(value) != 2:
         what = f"a tensor of shape {tuple(value.shape)}" if isinstance(value, torch.Tensor) else f"{value!r}"
+        several = "; give each of several a name in metrics" if isinstance(value, Mapping) else ""
         raise JobError(
-            f'metrics: "{name}" gave {what}; a pair (total, count) is expected: the sum over items, their number'
+            f'metrics: "{name}" gave {what}; a pair (total, count) is expected: the sum over items, their '
+            f"number{several}"
         )
     for part in value:
         if isinstance(part, torch.Tensor) and part.numel() != 1:

@@ -134,8 +134,10 @@ class Saves:
             with self._callbacks.evaluating():  # the weights that the loss is of
                 if shards:
                     self._step.write_weights(self._folder.best)
-                elif self._world.is_first:
-                    before = partial(save_weights, self._folder.best, weights_on_cpu(state["model"]))
+                else:  # (anew: it may have put other tensors in the place of those in the state)
+                    weights = {**self._step.weights(), **self._step.left_out}
+                    if self._world.is_first:
+                        before = partial(save_weights, self._folder.best, weights_on_cpu(weights))
 
         whole = {
             **state,

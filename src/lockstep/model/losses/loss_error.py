@@ -35,11 +35,9 @@ def not_additive(loss: Totalled, wrong: Sum, step: int, *, is_sum: bool) -> Loss
     if loss.gives_pairs:
         totals, counts = zip(*(piece.numbers for piece in wrong), strict=True)
         what, (a, b, c) = ("total", totals) if is_apart(*totals, tolerance=DOUBLED) else ("count", counts)
-        return LossError(
-            f"{loss.name}: the {what} is not a sum over samples{when} (whole {a:.6g}, its two parts {b:.6g} and "
-            f"{c:.6g})",
-            fix=_advice(loss),
-        )
+        digits = 6 if float(f"{b:.6g}") + float(f"{c:.6g}") != float(f"{a:.6g}") else 12
+        numbers = f"whole {a:.{digits}g}, its two parts {b:.{digits}g} and {c:.{digits}g}"
+        return LossError(f"{loss.name}: the {what} is not a sum over samples{when} ({numbers})", fix=_advice(loss))
     means = [float(piece.total) / piece.samples for piece in wrong]
     if is_sum:
         return LossError(
