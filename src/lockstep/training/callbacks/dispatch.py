@@ -310,9 +310,8 @@ def _copied(callback: Any) -> Callback:
 
 def _is_own(callback: Callback) -> bool:
     """Whether it is of a class of a person's own, not one that comes with Lockstep, or has methods of theirs."""
-    return not type(callback).__module__.startswith("lockstep.") or any(
-        hasattr(Callback, name) for name in vars(callback)
-    )
+    given = (hasattr(Callback, name) and callable(value) for name, value in vars(callback).items())
+    return not type(callback).__module__.startswith("lockstep.") or any(given)
 
 
 def _is_persons(callback: Callback, method: str) -> bool:
