@@ -14,6 +14,7 @@ from lockstep.data import AnyLoader, Batch
 from lockstep.data.shares import mixed_share
 from lockstep.errors import JobError, LockstepError, told
 from lockstep.job import Job
+from lockstep.launch.events import Caveat
 from lockstep.launch.memory import is_out_of_memory
 from lockstep.launch.world import World
 from lockstep.model.inspection import OutsideVariables, kept_state, look
@@ -28,6 +29,16 @@ from lockstep.training.metrics.torch_metrics import fresh, is_of_parts, is_torch
 
 _LARGEST = 2**30
 """Bytes of parameters up to which they are kept for the trial evaluation."""
+
+
+_BATCHNORM = Caveat("batchnorm evaluation", "BatchNorm normalizes over the local batch in evaluation")
+
+COLLATES = Caveat(
+    "collate",
+    "collate is given each device's local batch, so outputs that depend on how far it pads, or on the other samples, "
+    "differ from those of one device",
+)
+"""Said where devices evaluate, or predict, a local batch each."""
 
 
 def try_out(
@@ -90,6 +101,9 @@ def look_at_evaluation(step: Step, batch: Batch, *, judges: bool = True) -> None
     model = step.whole_model() if step.replicas > 1 else None
     if model is None or not step.world.is_first:
         return
+    norms = [m for m in step.model.modules() if isinstance(m, torch.nn.modules.batchnorm._BatchNorm)]
+    if any(m.training or not m.track_running_stats for m in norms):
+        step.tell_once([_BATCHNORM])
     part = mixed_share(step.first_shares(batch))
     if part.size:
         judge = step.loss.judged if judges and part.targets is not None else None
@@ -106,6 +120,8 @@ def look_at_evaluation(step: Step, batch: Batch, *, judges: bool = True) -> None
             )
         seen.refuse_writes()
         step.tell_once(seen.of_evaluation())
+        if judge is not None:
+            step.say_what_the_loss_reads(seen)
 
 
 def evaluate_sets(

@@ -280,6 +280,7 @@ class Seen:
         if self.draws:
             text = "the model draws random numbers in evaluation, which differ from single-device ones; they are"
             yield Caveat("drawing", f"{text} reproducible")
+        yield from self._of_shares()
 
     def of_replicas(self, *, with_dropout: bool, accumulates: bool = False) -> Iterator[Caveat]:
         """What differs where replicas compute a local batch each.

@@ -377,6 +377,8 @@ def _rows(outputs: dict[str, torch.Tensor], samples: int) -> list[torch.Tensor]:
 
 def _kind_of(whole: torch.Tensor, head: torch.Tensor, tail: torch.Tensor, part: float) -> Kind:
     """What an output over a batch is to those over its first ``part`` and the rest."""
+    if not any(map(torch.any, (whole, head, tail))):  # as it may be before the first update
+        return "sum"
     if not differ([whole, whole], [head, tail]):
         return "same"
     if not differ([whole], [head + tail]):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import math
+import warnings
 from collections.abc import Collection, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
@@ -170,6 +171,17 @@ def without_rows(nest: Nest, samples: int, known: Collection[int]) -> list[Tenso
     return found
 
 
+def constants_in(nest: Nest, samples: int, kinds: Mapping[int, str]) -> set[int]:
+    """The ids of outputs that are the same for any samples (a learned scale), and of targets without rows (weights).
+
+    They are left as they are: with zeros in the place of a factor much would go unseen.
+    """
+    outputs, targets = map(tensors, nest)
+    same = {id(t) for t in outputs if kinds.get(id(t)) == "same" and not has_rows(t, samples)}
+    of_targets = [t for t in targets if not has_rows(t, samples)]
+    return same if folded(nest, samples) is not None else same.union(map(id, of_targets))
+
+
 def holds_numbers(nest: Any, samples: int) -> bool:
     """Whether it has a number that is no sample's: how many tokens the batch has, say."""
     if isinstance(nest, Tensor):
@@ -189,33 +201,35 @@ def with_value(nest: Nest, some: list[Tensor], value: float) -> Nest:
 
 
 class EarlierSamples:
-    """One sample that came before, for each device, with zeros or NaN in the place of what can't be cut."""
+    """One sample that came before, for each device, with a number, or NaN (None), in the place of what can't be cut."""
 
     def __init__(self) -> None:
-        self._held: dict[tuple[torch.device | None, bool], Nest] = {}
+        self._held: dict[tuple[torch.device | None, float | None], Nest] = {}
 
-    def first(self, zeros: bool) -> Nest | None:
+    def first(self, instead: float | None) -> Nest | None:
         """The first of all."""
-        return self._held.get((None, zeros))
+        return self._held.get((None, instead))
 
-    def replace(self, others: list[Tensor], zeros: bool) -> bool:
+    def replace(self, others: list[Tensor], instead: float | None) -> bool:
         """Keep the tensors of another rank's sample instead; False where it has none, or fewer."""
         theirs = iter(others)
         with contextlib.suppress(StopIteration):
-            self._held = {(None, zeros): each(lambda t: _as(t, next(theirs).to(t.device)), self._held[None, zeros])}
+            mine = self._held[None, instead]
+            self._held = {(None, instead): each(lambda t: _as(t, next(theirs).to(t.device)), mine)}
             return True
         return False
 
-    def joined_with(self, one: Nest, zeros: bool, *, alone: bool) -> tuple[Nest, Nest]:
+    def joined_with(self, one: Nest, instead: float | None, *, alone: bool, anew: bool) -> tuple[Nest, Nest]:
         """A sample joined with one that came before, and that one. The first that goes with it is kept.
 
-        Of both, what isn't one row for each sample is NaN, or ``zeros``.
-        Where it is ``alone`` in its local batch and no other came before, one is made of it.
+        Of both, what isn't one row for each sample is ``instead``, or NaN.
+        Where it is ``alone`` in its local batch and no other came before, one is made of it. Where ``anew``, the one
+        before has what isn't cut as it is now.
         """
         place = next((t.device for t in tensors(one)), torch.device("cpu"))
-        key = place, zeros
+        key = place, instead
         if key not in self._held:  # (perhaps in several threads)
-            first = self._held.setdefault((None, zeros), each(_cloned, one))
+            first = self._held.setdefault((None, instead), each(_cloned, one))
             self._held[key] = to_device(first, place)
         earlier = self._held[key]
         if (both := both_of(one, 1, earlier, 1)) is None:
@@ -224,7 +238,7 @@ class EarlierSamples:
                 earlier = each(lambda t: t / 2 if t.is_floating_point() else t, earlier[0]), earlier[1]
             both = both_of(one, 1, earlier, 1)
             assert both is not None
-        if any(isinstance(t, nn.Parameter) for t in tensors(one[0])):  # with what they are by now
+        if anew or any(isinstance(t, nn.Parameter) for t in tensors(one[0])):
             earlier = part_of(both, 1, 1, 2)
         return both, earlier
 
@@ -260,3 +274,18 @@ def kept_generators(nest: Nest) -> Iterator[list[Any]]:
         for device, state in before.items():
             drawn.append(not torch.equal(state, state_on(device)))
             put_state_on(device, state)
+
+
+@contextlib.contextmanager
+def without_warnings(*, unless: bool) -> Iterator[None]:
+    """In which a loss may say what it says of parts that nobody but the check gives it, where batches aren't cut.
+
+    Args:
+        unless: they are, perhaps by several threads, which have their warnings in common.
+    """
+    if unless:
+        yield
+        return
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        yield

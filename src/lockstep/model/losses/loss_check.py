@@ -20,16 +20,14 @@ one over samples, once the mask leaves more items of one sample than of another.
 
 Outputs that aren't one row for each sample (the model's own scalar loss, say) can't be cut. Whether the loss reads them
 is found by giving it NaN in their place. A scalar that reads them is refused; of a pair that reads what the model sums
-over samples the rest is checked, with zeros in its place.
+over samples the rest is checked, with zeros in its place (ones, where the loss divides by it).
 """
 
 from __future__ import annotations
 
-import contextlib
 import itertools
 import math
-import warnings
-from collections.abc import Collection, Iterator
+from collections.abc import Mapping
 from typing import Any
 
 import torch
@@ -45,6 +43,7 @@ from lockstep.model.losses.additivity import (
     Piece,
     Sum,
     are_wrong,
+    constants_in,
     detached,
     doubled,
     first_wrong,
@@ -58,6 +57,7 @@ from lockstep.model.losses.additivity import (
     tolerance_of,
     with_value,
     without_rows,
+    without_warnings,
 )
 from lockstep.model.losses.check_interval import TIMED, CheckInterval, is_power_of_two
 from lockstep.model.losses.loss import Totalled
@@ -92,7 +92,7 @@ class LossCheck:
     Attributes:
         interval: how often it is checked.
         reads: names of the model's outputs without a row for each sample that the loss was seen to read.
-        of_batch: names of those that are known, since one may have as many rows as there are samples by chance.
+        of_batch: what those that are known are (`Seen`): one may have as many rows as there are samples by chance.
         notes: what the person has to know, until somebody has told it.
     """
 
@@ -106,12 +106,12 @@ class LossCheck:
         self._is_constant = True  # as far as is known, that is the same in each update
         self._sums_in_a_row = 0
         self._has_state = False
-        self._reads_uncut = False
+        self._instead: float | None = None  # the value in the place of what can't be cut; NaN until it is read
         self._said_parts: set[str] = set()
         self._lists: set[str] = set()
         self.interval = CheckInterval()
         self.reads: tuple[str, ...] = ()
-        self.of_batch: Collection[str] = ()
+        self.of_batch: Mapping[str, str] = {}
         self.notes: list[str] = []
 
     def wants(self, update: int) -> bool:
@@ -146,7 +146,7 @@ class LossCheck:
         nest = with_sample_lists((each(detached, outputs), targets), whole.samples, self._lists)
         try:
             tolerance = tolerance_of(nest, [whole.total], waits=waits)
-            with torch.no_grad(), kept_generators(nest) as drawn, self._without_warnings():
+            with torch.no_grad(), kept_generators(nest) as drawn, without_warnings(unless=self._cuts):
                 sums = self._sums(nest, whole.samples, whole, step=step, waits=waits)
                 if not waits:
                     return are_wrong(sums, tolerance)
@@ -158,6 +158,10 @@ class LossCheck:
                     wrong = self._still_wrong(nest, whole.samples, wrong, step)
                 if wrong is not None and self._loss.gives_pairs and folded(nest, whole.samples) is not None:
                     raise _CantTell("outputs have several rows for each sample, perhaps in another order than targets")
+                if wrong is not None and self._instead == 1:
+                    raise _CantTell(
+                        "it reads outputs without a row for each sample, and with ones in their place it isn't"
+                    )
                 apart = self._parts_apart(nest, whole.samples, sums, tolerance, step) if self._cuts else {}
         except _CantTell as error:
             self._trust(str(error))
@@ -180,16 +184,6 @@ class LossCheck:
         if why and self._cuts:
             self.notes.append(f"whether {self._loss.name} is additive over samples can't be checked: {why}")
 
-    @contextlib.contextmanager
-    def _without_warnings(self) -> Iterator[None]:
-        """Where batches aren't cut: what a loss says of parts that nobody but the check gives it."""
-        if self._cuts:  # perhaps by several threads, which have their warnings in common
-            yield
-            return
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore")
-            yield
-
     def found_later(self, step: int) -> LossError:
         """The error of an update that an accelerator has found wrong."""
         return loss_error.found_later(self._loss, step)
@@ -202,19 +196,24 @@ class LossCheck:
         """
         if self._loss.is_known or not self._cuts or world.size == 1:
             return
-        mine = self._earlier.first(self._reads_uncut)
+        mine = self._earlier.first(self._instead)
         theirs = world.broadcast_object([t.cpu() for t in tensors(mine)])
         if mine is None or self._trusted or world.is_first:
             return
-        if self._earlier.replace(theirs, self._reads_uncut):
+        if self._earlier.replace(theirs, self._instead):
             with torch.no_grad(), kept_generators(mine):
                 whole = Piece.of(self._loss.copied()(*mine, 1), 1)
             self(*mine, whole, step=world.step)
 
+    def follow_first(self, world: World) -> None:
+        """Know of outputs what the first rank has seen of them. All ranks have to call it."""
+        if world.layout.together and world.size > 1 and self._cuts and not self._loss.is_known:
+            self.of_batch = world.broadcast_object(self.of_batch)
+
     # ---- how often --------------------------------------------------------------------------------------------------
 
     def is_timed(self, update: int) -> bool:
-        """Whether to time this update, and to say what was spent in it."""
+        """Whether to time this update."""
         return update in TIMED and self.wants(update)
 
     def timed(self, update: int, seconds: float, replicas: int) -> str | None:
@@ -227,11 +226,7 @@ class LossCheck:
     def agree(self, world: World, update: int, line: str | None, *, meets: bool) -> None:
         """Check as seldom as the slowest rank, and have rank 0 note what any rank has noted. All ranks have to call it.
 
-        Args:
-            world: the ranks.
-            update: its number.
-            line: what ``timed`` gave.
-            meets: whether ranks tell one another what they have noted until now; after the last timed update they do.
+        ``line`` is what ``timed`` gave; ranks tell their notes where it ``meets``, and after the last timed update.
         """
         if world.size > 1 and world.layout.together and not self._loss.is_known and (meets or update == TIMED.stop - 1):
             heard = world.gather_objects((self.interval.every, line or "", self.notes))
@@ -254,8 +249,9 @@ class LossCheck:
     ) -> list[Sum]:
         """The sums that must hold; where the whole isn't known, each piece is computed by a loss in the same state."""
         loss, knows = self._loss.copied(double=double), whole is not None and not self._has_state
-        known = {id(t) for name, t in named_tensors(nest[0]) if name in self.of_batch}
-        uncut = [t for t in without_rows(nest, samples, known) if t.is_floating_point()]
+        known = {id(t): self.of_batch[name] for name, t in named_tensors(nest[0]) if name in self.of_batch}
+        same = constants_in(nest, samples, known) if self._loss.gives_pairs else set()
+        uncut = [t for t in without_rows(nest, samples, known) if t.is_floating_point() and id(t) not in same]
 
         def piece(of: Nest, size: int) -> Piece:
             its = loss if knows else loss.copied()
@@ -266,10 +262,13 @@ class LossCheck:
                 self._cant_take(error, size, samples)
                 raise
 
-        zeros = self._reads_uncut  # (which another thread may change meanwhile)
-        rows = with_value(nest, uncut, 0.0 if zeros else math.nan)
-        if uncut and zeros:
+        instead = self._instead  # (which another thread may change meanwhile)
+        rows = with_value(nest, uncut, math.nan if instead is None else instead)
+        if uncut and instead is not None:
             whole = piece(rows, samples)
+            if instead == 0 and waits and not all(map(math.isfinite, whole.numbers)):  # it divides by them, say
+                self._instead = 1.0
+                return self._sums(nest, samples, whole, step=step, double=double)
         elif whole is None or not knows:
             whole = piece(nest, samples)
         sums = []
@@ -278,7 +277,7 @@ class LossCheck:
             parts = ((0, first), (first, samples - first))
             sums.append(Sum(whole, *(piece(part_of(rows, start, size, samples), size) for start, size in parts)))
         one = part_of(rows, 0, 1, samples) if samples > 1 else rows  # those of a local batch may be alike (in length)
-        both, earlier = self._earlier.joined_with(one, zeros, alone=samples == 1)
+        both, earlier = self._earlier.joined_with(one, instead, alone=samples == 1, anew=bool(same))
         kept, value = self._of_earlier
         if kept is not earlier or not (self._is_constant and knows and waits):
             value = piece(doubled(earlier) if double else earlier, 1)
@@ -287,12 +286,13 @@ class LossCheck:
         times = self._local_batches
         if self._cuts and step > 0 and is_power_of_two(step) and (many := repeated(rows, samples, times)) is not None:
             sums.append(Sum(piece(many, times * samples), whole, whole.times(times - 1)))
-        if uncut and waits and not zeros and not is_nan(whole) and any(map(is_nan, itertools.chain(*sums))):
+        if uncut and waits and instead is None and not is_nan(whole) and any(map(is_nan, itertools.chain(*sums))):
             read = [t for t in uncut if is_nan(piece(with_value(nest, [t], math.nan), samples))]
             self._look_at_read(read, nest, samples)
             if not self._loss.gives_pairs or any(t.dim() and id(t) not in known for t in read):
-                raise _CantTell  # (Of graphs with several nodes each, say: the number of rows is no constant.)
-            self._reads_uncut = True
+                # (Of graphs with several nodes each, say: the number of rows is no constant.)
+                raise _CantTell("it reads what has no row for each sample")
+            self._instead = 0.0
             return self._sums(nest, samples, whole, step=step, waits=waits, double=double)
         return sums
 
@@ -391,7 +391,7 @@ class LossCheck:
         twice = both_of(nest, whole.samples, nest, whole.samples)
         if twice is None or self._loss.gives_pairs:
             return False
-        with torch.no_grad(), kept_generators(nest), self._without_warnings():
+        with torch.no_grad(), kept_generators(nest), without_warnings(unless=self._cuts):
             total = float(self._loss.copied()(twice[0], twice[1], 2 * whole.samples)[0])
         return not is_apart(total, 2 * float(whole.total), 2 * float(whole.total), tolerance=1e-4)
 

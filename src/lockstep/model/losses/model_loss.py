@@ -91,7 +91,8 @@ class ModelLoss:
         logits, wanted = _aligned(outputs, labels)
         wide = logits if logits.dtype == torch.float64 else logits.float()
         expected = nn.functional.cross_entropy(wide, wanted.to(wide.device), ignore_index=_IGNORED, reduction="sum")
-        bound = 2e-2 if logits.dtype in HALF or torch.is_autocast_enabled(logits.device.type) else 1e-4
+        is_half = logits.dtype in HALF or torch.is_autocast_enabled(logits.device.type)
+        bound = 2e-2 if is_half else 1e-8 if logits.dtype == total.dtype == torch.float64 else 1e-5
         if expected.isfinite() and not abs(total - expected) <= bound * abs(expected):
             number = max(int(count), 1)
             own, its = float(total) / number, float(expected) / number

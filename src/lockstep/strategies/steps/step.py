@@ -113,8 +113,7 @@ class Step(Calls):
         with self.explained(batch):
             loss = self.checked_gradients(batch)
             self._move_parameters(batch.size, loss.count)
-        check = self.loss_check
-        line = None if began is None else check.timed(self._updates, self._time() - began, len(self.models()))
+        line = None if began is None else self.loss_check.timed(self._updates, self._time() - began, len(self.models()))
         return self._ended(loss, batch.size, line)
 
     def begin_update(self, batch: Batch) -> None:
@@ -135,7 +134,7 @@ class Step(Calls):
         if self._updates == 1 and self.together:
             self.compare_ranks()
         if self.looks_again:
-            self._say_what_the_loss_reads()
+            self.say_what_the_loss_reads()
         return loss
 
     @property
@@ -185,6 +184,7 @@ class Step(Calls):
         """
         if self.last_look:
             self._look(batch)
+            self.loss_check.follow_first(self.world)
             reset_peak_memory(self.world)
         if self._compile and (first := self.first_share(batch)).size:
             refuse_written_buffers(self.model, first.inputs)
@@ -363,14 +363,14 @@ class Step(Calls):
         if began is not None:
             self.loss_check.interval.spent(self._time() - began)
 
-    def _say_what_the_loss_reads(self) -> None:
-        """Say what acts in the loss that the model computed over a whole local batch."""
+    def say_what_the_loss_reads(self, seen: Seen | None = None) -> None:
+        """Say what acts in the loss that the model computed over a whole local batch; ``seen`` in an evaluation."""
         if self._reads_within:
             self.tell_once([BESIDE] if self.world.is_first else [])
         for name in self.loss_check.reads if self.cuts_batch and self.world.is_first else ():
             if name in self._said_read:
                 continue  # perhaps with fewer samples, which show less
-            if (caveat := self.seen.of_output(name)) is not None:
+            if (caveat := (seen or self.seen).of_output(name)) is not None:
                 self._said_read.add(name)
                 self.tell_once([caveat])
 
