@@ -33,7 +33,7 @@ class AcrossReplicas:
 
     def keep(self, outputs: Any, targets: Any) -> None:
         """Keep some samples of a local batch."""
-        outputs, targets, samples, back = next(_as_samples(outputs, targets))
+        outputs, targets, samples, back = next(as_samples(outputs, targets))
         if samples:
             some = min(_SOME, samples)
             outputs, targets = each(torch.clone, part_of((outputs, targets), 0, some, samples))
@@ -43,7 +43,7 @@ class AcrossReplicas:
 
     def adds_up(self, metric: Any, outputs: Any, targets: Any) -> bool:
         """Whether that for samples of a local batch and as many of the first that was kept is the sum of both."""
-        outputs, targets, samples, back = next(_as_samples(outputs, targets))
+        outputs, targets, samples, back = next(as_samples(outputs, targets))
         if not samples or not self._targets:
             return True
         kept, first = self._targets[0]
@@ -76,7 +76,7 @@ def is_sum(metric: Any, whole: tuple[Any, Any] | None, outputs: Any, targets: An
     """
     return any(
         _adds_up(lambda o, t, back=back: metric(back(o), t), whole, theirs, targets, samples, local_batches)
-        for theirs, targets, samples, back in _as_samples(outputs, targets)
+        for theirs, targets, samples, back in as_samples(outputs, targets)
     )
 
 
@@ -109,7 +109,7 @@ def _adds_up(
     return not any(is_apart(float(a), *of, tolerance=tolerance) for a, of in zip((*whole, *of_many), sums, strict=True))
 
 
-def _as_samples(outputs: Any, targets: Any) -> Iterator[tuple[Any, Any, int, Callable[[Any], Any]]]:
+def as_samples(outputs: Any, targets: Any) -> Iterator[tuple[Any, Any, int, Callable[[Any], Any]]]:
     """Outputs and targets with a row for each sample, their number, and what makes such outputs what they were.
 
     Of some models outputs are (time, batch, ...). Where they may be either, both are given.

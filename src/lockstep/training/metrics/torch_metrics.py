@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 import itertools
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -13,6 +13,7 @@ from torch import nn
 from lockstep.errors import JobError
 from lockstep.launch.world import World
 from lockstep.tensors.pytree import part_of, tensors
+from lockstep.training.metrics.metric_check import as_samples
 
 
 def is_torchmetric(metric: Any) -> bool:
@@ -62,10 +63,20 @@ def merged(metric: Any, every: list[list[tuple[dict[str, Any], int]]]) -> Any:
     for one, *of_each in zip(_each_metric(metric), *every, strict=True) if len(every) > 1 else ():
         for name, reduction in one._reductions.items():
             states = [held[name] for held, _ in of_each]
-            state: Any = list(itertools.chain(*states)) if isinstance(states[0], list) else torch.stack(states)
+            state: Any = _in_order(of_each, name) if isinstance(states[0], list) else torch.stack(states)
             setattr(one, name, state if reduction is None or state == [] else reduction(state))
         one._update_count = sum(updates for _, updates in of_each)
     return metric
+
+
+def _in_order(of_each: Sequence[tuple[dict[str, Any], int]], name: str) -> list[Any]:
+    """All items of lists, by updates, in the order in which one device would have made them."""
+    each_update = []
+    for held, updates in of_each:
+        items, number = held[name], max(updates, 1)
+        many, rest = divmod(len(items), number)
+        each_update.append([items[i * many : (i + 1) * many] for i in range(number)] if not rest else [items])
+    return [item for of in itertools.zip_longest(*each_update, fillvalue=[]) for items in of for item in items]
 
 
 def is_of_parts(metric: Any, outputs: Any, targets: Any) -> bool:
@@ -73,27 +84,27 @@ def is_of_parts(metric: Any, outputs: Any, targets: Any) -> bool:
 
     It isn't where a metric keeps means of batches, or guesses from the values whether they are probabilities.
     """
-    size, device = _size_of(outputs, targets), next(t.device for t in tensors(outputs))
+    device = next((t.device for t in tensors((outputs, targets))), torch.device("cpu"))
+    return all(_is_of_parts(metric, *of, device) for of in as_samples(outputs, targets))
+
+
+def _is_of_parts(
+    metric: Any, outputs: Any, targets: Any, size: int, back: Callable[[Any], Any], device: torch.device
+) -> bool:
     if size < 2:
         return True
     first = (size + 2) // 3  # not half: means of means would agree
     parts = [part_of((outputs, targets), *of, size) for of in ((0, first), (first, size - first))]
     whole, both, *apart = (fresh(metric, device) for _ in range(4))
     try:
-        whole.update(outputs, targets)
-        for part, one in zip(parts, apart, strict=True):
-            one.update(*part)
-            both.update(*part)
+        whole.update(back(outputs), targets)
+        for (some, wanted), one in zip(parts, apart, strict=True):
+            one.update(back(some), wanted)
+            both.update(back(some), wanted)
         values = [_named(one.compute()) for one in (whole, both, merged(apart[0], list(map(states_of, apart))))]
         return not any(_differ(values[0], its) for its in values[1:])
     except Exception:  # of so few samples it can't be computed
         return True
-
-
-def _size_of(outputs: Any, targets: Any) -> int:
-    """How many samples they are of; 0 where they can't be cut."""
-    sizes = {len(t) if t.dim() else 0 for t in tensors((outputs, targets))}
-    return sizes.pop() if len(sizes) == 1 else 0
 
 
 def _differ(value: Mapping[str, Any], other: Mapping[str, Any]) -> bool:
