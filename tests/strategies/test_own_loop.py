@@ -14,6 +14,7 @@ from torch.utils.data import TensorDataset
 
 import lockstep
 from lockstep.errors import FolderError, InputError, JobError, RankFailed, RunError
+from lockstep.strategies import DDP
 from zoo import drawn, labels, mlp, plain_sgd, sgd, slow
 
 DATA = TensorDataset(drawn(41, 6), labels(41, 3))
@@ -496,3 +497,47 @@ def test_a_batch_of_the_loader_is_cut_in_micro_batches() -> None:
     """Found by trial: it was one, so nothing overlapped, and a hook that clamps acted on other gradients."""
     (said,) = looped("pp 2", clamped_backward)
     assert any("is not linear (a hook or an autograd function that clamps gradients, say)" in line for line in said)
+
+
+def differences_of_gradients(world: Any, reduce: str) -> torch.Tensor:
+    """Moves by a gradient and its difference to that of the step before, which it keeps as it is."""
+    torch.manual_seed(0)
+    model = mlp().double()
+    where = {"strategy": DDP(reduce=reduce)} if world else {"strategy": "single", "devices": 1}
+    step = step_of(model, **where)
+    rank, size = (world.rank, world.size) if world else (0, 1)
+    before: list[Any] = []
+    for number in range(4):
+        step.backward(*(of[rank::size] for of in (drawn(8, 6, seed=number).double(), labels(8, 3))))
+        grads = [p.grad for p in model.parameters()]
+        for p, grad, old in zip(model.parameters(), grads, before, strict=bool(before)):
+            assert grad is not None
+            p.grad = 2 * grad - old
+        before = grads
+        step.update()
+    return weights(model)
+
+
+@pytest.mark.parametrize("reduce", ["flat", slow("overlapped")])
+def test_gradients_that_a_loop_keeps_stay_as_they_are(reduce: str) -> None:
+    """Found by trial: the next backward wrote to them."""
+    expected = differences_of_gradients(None, reduce)
+    for found in lockstep.launch(differences_of_gradients, devices="2xcpu", args=(reduce,)):
+        assert (found - expected).abs().max() < 1e-10
+
+
+def drawn_around(strategy: str, devices: str, accumulate: int = 1) -> torch.Tensor:
+    torch.manual_seed(0)
+    step = step_of(mlp(), strategy=strategy, devices=devices, accumulate=accumulate)
+    found = []
+    for _ in range(3):
+        found.append(torch.rand(()))
+        step(drawn(6, 6), labels(6, 3))
+    return torch.stack(found)
+
+
+@pytest.mark.parametrize(("way", "accumulate"), [("pp 2", 1), ("single", 2), slow("ddp 2", 2), slow("dp 3", 2)])
+def test_a_step_draws_nothing_of_what_a_loop_draws(way: str, accumulate: int) -> None:
+    """Found by trial: a step of several micro-batches drew one number."""
+    ((expected,), (found, *_)) = looped("single", drawn_around), looped(way, drawn_around, accumulate)
+    assert torch.equal(found, expected)

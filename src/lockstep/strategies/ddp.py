@@ -31,7 +31,7 @@ from lockstep.launch.observer import phase
 from lockstep.launch.world import World
 from lockstep.model.build import buffers_of, build_model, differing_tensors
 from lockstep.model.losses.loss import Loss, Number
-from lockstep.model.optimizer import build_optimizer, gives_sparse_gradients, sparse_parameters
+from lockstep.model.optimizer import build_optimizer, gives_sparse_gradients, is_of_pytorch, sparse_parameters
 from lockstep.strategies.rank_tensors import FlatGradients, FollowedBuffers, take_first
 from lockstep.strategies.step_function.function_step import FunctionStep
 from lockstep.strategies.steps.step import Step
@@ -106,6 +106,7 @@ class DDPStep(Step):
             strategy.reduce == "overlapped" or (strategy.reduce == "auto" and self._are_large())
         )
         self._bucket_mb = strategy.bucket_mb
+        self._are_kept = bool(job.callbacks)  # gradients, perhaps
         self._ddp: DistributedDataParallel | None = None
         self._noticed = False
         self._buffers = FollowedBuffers(model, world)
@@ -162,7 +163,8 @@ class DDPStep(Step):
                 device_ids=None if self.world.device.is_slot else [self.world.device.index],
                 init_sync=False,  # build_model has compared the ranks
                 find_unused_parameters=True,
-                gradient_as_bucket_view=True,
+                # (Views would be written again by the next backward, and a person's code may keep them.)
+                gradient_as_bucket_view=not self._are_kept and not self.own_loop and is_of_pytorch(self.optimizer),
                 bucket_cap_mb=self._bucket_mb,
                 # Buffers are followed here, only those that change: see FollowedBuffers.
                 **{_FORWARD_BUFFERS: False},  # type: ignore[arg-type]

@@ -38,31 +38,41 @@ class FlatGradients:
     """
 
     def __init__(self, parameters: list[nn.Parameter], numbers: int, sparse: Collection[int] = ()) -> None:
-        self._parameters = parameters
+        self._parameters, self._numbers = parameters, numbers
+        self._make_buffers(numbers, sparse)
+
+    def _make_buffers(self, numbers: int, sparse: Collection[int]) -> None:
+        parameters = self._parameters
         self._sparse = [i for i, p in enumerate(parameters) if id(p) in sparse]
         rows = [len(parameters[i]) for i in self._sparse]
         extras = len(parameters) + sum(rows) + numbers
         formats = dict.fromkeys((str(p.dtype), str(p.device)) for p in parameters)
         self._buffers: list[torch.Tensor] = []
         self._views: list[torch.Tensor] = [torch.empty(0)] * len(parameters)
+        rode = False
         for key in formats:
             mine = [i for i, p in enumerate(parameters) if (str(p.dtype), str(p.device)) == key]
             first = parameters[mine[0]]
             exact = first.dtype in (torch.float32, torch.float64)
-            rides = exact and not hasattr(self, "_used")
+            rides = exact and not rode
             size = sum(parameters[i].numel() for i in mine)
             buffer = torch.zeros(size + (extras if rides else 0), dtype=first.dtype, device=first.device)
             offsets = itertools.accumulate((parameters[i].numel() for i in mine), initial=0)
             for i, offset in zip(mine, offsets, strict=False):
                 self._views[i] = _view_like(buffer, offset, parameters[i])
             if rides:
-                self._used, self._sums = buffer[size:-numbers], buffer[-numbers:]
+                self._used, self._sums, rode = buffer[size:-numbers], buffer[-numbers:], True
             self._buffers.append(buffer)
-        if not hasattr(self, "_used"):
+        if not rode:
             own = torch.zeros(extras, dtype=torch.float64, device=parameters[0].device)
             self._used, self._sums = own[:-numbers], own[-numbers:]
             self._buffers.append(own)
         self._used, *self._rows = torch.split(self._used, [len(parameters), *rows])
+        self._holders = self._count_holders()
+
+    def _count_holders(self) -> list[int]:
+        """How many tensors have the memory of each buffer."""
+        return [torch._C._storage_Use_Count(buffer.untyped_storage()._cdata) for buffer in self._buffers]
 
     @property
     def bytes(self) -> int:
@@ -72,11 +82,14 @@ class FlatGradients:
     def sum_over(self, world: World, numbers: Sequence[Number]) -> Iterable[Number]:
         """Sum every ``parameter.grad``, and the numbers beside them, over the ranks.
 
-        Afterwards each ``grad`` is a view of the flat buffer, or None where no rank had one.
+        Afterwards each ``grad`` has its memory in the flat buffer, or is None where no rank had one. Where somebody has
+        kept one of an earlier call, the buffers are left to them, and others made.
 
         Returns:
             The sums of the numbers: numbers on CPU, scalars elsewhere.
         """
+        if self._count_holders() != self._holders:
+            self._make_buffers(self._numbers, {id(self._parameters[i]) for i in self._sparse})
         grads = [p.grad for p in self._parameters]
         here = [grad is not None for grad in grads]
         mine = [grad.to_dense() if grad.is_sparse else grad for grad in grads if grad is not None]
@@ -99,7 +112,7 @@ class FlatGradients:
             world.all_reduce(buffer)
         used = here if all(here) else (self._used > 0).tolist()
         for p, view, anywhere in zip(self._parameters, self._views, used, strict=True):
-            p.grad = view if anywhere else None
+            p.grad = view.detach() if anywhere else None
         for i, rows in zip(self._sparse, self._rows, strict=True):
             p = self._parameters[i]
             if p.grad is not None:  # (`to_sparse` would leave out rows whose gradients are 0, which SparseAdam moves)

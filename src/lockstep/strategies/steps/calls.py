@@ -91,7 +91,7 @@ class Calls(StepState, ABC):
         if not self._by_hand:  # from now on each batch is a part of one
             self._by_hand, self._by_count, self._loss_check = True, False, None
         self._forget_thrown_away()
-        number, samples = len(self._losses), self._samples_given
+        number, samples, self._left = len(self._losses), self._samples_given, []
         self._look_at_flags()
         self._look_at_hooks()
         self._agree(number)
@@ -102,7 +102,7 @@ class Calls(StepState, ABC):
         sums = [None if p.grad is None or not number else p.grad * samples for p in self._parameters]
         with (
             own_stream(self.world, mixed(self._seed, number) if number else self._seed),
-            self._own_streams_of_parts(len(batch.parts)),
+            self._own_streams_of_parts(len(batch.parts), number),
         ):
             if not self._is_begun:
                 self.begin_update(batch)
@@ -130,7 +130,7 @@ class Calls(StepState, ABC):
         self._look_at_flags()
         self._agree(_UPDATE)
         loss, size = added(self._losses), self._samples_given
-        self._losses, self._samples_given, self._is_begun = [], 0, False
+        self._losses, self._samples_given, self._is_begun, self._left = [], 0, False, []
         return Batch([Part(None, None, size, size)], size, 0, 0), loss
 
     def _forget_thrown_away(self) -> None:

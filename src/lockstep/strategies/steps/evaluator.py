@@ -285,17 +285,18 @@ class Evaluator:
         return time.perf_counter()
 
     @contextmanager
-    def _own_streams_of_parts(self, parts: int) -> Iterator[None]:
+    def _own_streams_of_parts(self, parts: int, number: int = 0) -> Iterator[None]:
         """Give the micro-batches of a step random streams of their own, where nobody has called ``seed``.
 
-        They come from one number of the caller's stream, so that they are the same in whichever order, or how far
-        overlapped, a strategy computes them.
+        They follow from where the caller's stream stands, so that they are the same in whichever order, or how far
+        overlapped, a strategy computes them; that stream stays there, as where no micro-batch draws. ``number`` is
+        that of the call in this update.
         """
         if self.world.size > 1 or parts == 1 or self._stream is not None:
             yield
             return
-        key = int(torch.randint(2**62, ()))
         with kept_states(self._accelerators):
+            key = mixed(int(torch.randint(2**62, ())), self.world.step, number)
             self._stream = (key,)
             self._seed_all(mixed(key))
             try:
