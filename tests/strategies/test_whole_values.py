@@ -57,6 +57,28 @@ def test_functions_of_parameters_give_within_whole_values_what_they_give_on_one_
     assert lockstep.launch(owns, devices="3xcpu") == [[]] * 3
 
 
+def swapped(one: Tensor, other: Tensor) -> None:
+    kept = one.clone()
+    one.copy_(other)
+    other.copy_(kept)
+
+
+def of_data(a: Tensor) -> None:
+    """What is kept of a parameter goes on being its memory."""
+    kept = a.data
+    a.data *= 0.5
+    a.data += 1
+    kept.mul_(kept.norm())
+
+
+def of_row(a: Tensor) -> None:
+    row, data = a.data[2], a.data
+    a.mul_(2)
+    row.add_(row.norm())
+    data.mul_(3)
+    a.mul_(row.norm())
+
+
 WRITES: dict[str, Callable[[Tensor, Tensor], Any]] = {
     "index_copy_": lambda a, b: a.index_copy_(0, torch.tensor([2, 6]), b[:2]),
     "cumsum_": lambda a, b: a.cumsum_(0),
@@ -74,6 +96,13 @@ WRITES: dict[str, Callable[[Tensor, Tensor], Any]] = {
     "T": lambda a, b: a.T[2].zero_(),
     "to inf": lambda a, b: a.masked_fill_(a > 0, -math.inf).clamp_(-2),
     "over its largest": lambda a, b: a.div_(a.norm(math.inf)).add_(torch.linalg.vector_norm(b, ord=math.inf, dim=0)),
+    "two rows": lambda a, b: swapped(a[0], a[5]),
+    "two parts": lambda a, b: (a[:3], a[3:], a[:3].mul_(2), a[3:].mul_(3)),
+    "init of rows": lambda a, b: (nn.init.constant_(a[2:4], 0.5), nn.init.zeros_(a[:, 1])),
+    "rows in a list": lambda a, b: torch._foreach_add_([a[1], b[2]], 1.0),
+    "inplace=True": lambda a, b: nn.functional.relu(a[1:3], inplace=True),
+    "data that stays": lambda a, b: of_data(a),
+    "a row that stays": lambda a, b: of_row(a),
     "a row": lambda a, b: a.mul_(torch.arange(4.0)),
     "a column": lambda a, b: a.div_(a.norm(dim=1, keepdim=True)),
     "other rows": lambda a, b: a.copy_(a[torch.tensor([6, 5, 4, 3, 2, 1, 0])]),

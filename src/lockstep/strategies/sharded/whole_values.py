@@ -68,6 +68,15 @@ class WholeValues(TorchFunctionMode):
     What treats each element by itself acts on shards, with whole tensors beside them.
     """
 
+    changes = 0
+    """How often shards may have been written: by functions, and between two contexts by the optimizer."""
+
+    def __enter__(self) -> WholeValues:
+        """Begin."""
+        WholeValues.changes += 1
+        super().__enter__()  # type: ignore[no-untyped-call]
+        return self
+
     def __exit__(self, kind: Any, error: Any, traceback: Any) -> None:
         """Say what to do in place of a copy of the model, which PyTorch refuses."""
         super().__exit__(kind, error, traceback)  # type: ignore[no-untyped-call]
@@ -95,15 +104,20 @@ class WholeValues(TorchFunctionMode):
             args, kwargs = tree_map_only(DTensor, _whole if name in _VIEWS else DTensor.full_tensor, (args, kwargs))
         shard = next((leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, DTensor)), None)
         if shard is None:
+            for leaf in tree_leaves((args, kwargs)):
+                _refresh(leaf)
             found = func(*args, **kwargs)
-            if args and writes_in_place(name):
-                _write_back(args[0])
+            for leaf in tree_leaves(written):
+                _write_back(leaf)
             if func in _TAKES_DATA and hasattr(_root(args[0]), "of_shard"):
                 found.of_root = args[0]
             return found
         from torch.distributed.tensor.experimental import implicit_replication  # takes 0.1 s; few need it
 
+        WholeValues.changes += written is not None or func == _GIVES_DATA
         if func == _GIVES_DATA:  # which would leave the shard as it is
+            if getattr(args[1], "of_parameter", None) is shard:  # p.data += ..., which has written it by now
+                return None
             _keep_taken(shard)
             func, args = torch.Tensor.copy_, (shard.detach(), *args[1:])
         if isinstance(written, DTensor) and name not in _BY_ELEMENT:
@@ -123,6 +137,7 @@ def _note_taken(parameter: nn.Parameter, taken: DTensor) -> None:
     """Note a tensor that shares a parameter's memory."""
     alive = [ref for ref in getattr(parameter, "taken", []) if ref() is not None]
     parameter.taken = [*alive, weakref.ref(taken)]  # type: ignore[attr-defined]
+    taken.of_parameter = parameter  # type: ignore[attr-defined]
 
 
 def _keep_taken(parameter: DTensor) -> None:
@@ -130,6 +145,10 @@ def _keep_taken(parameter: DTensor) -> None:
     for ref in getattr(parameter, "taken", []):
         if (taken := ref()) is not None:
             taken._local_tensor = taken._local_tensor.clone()
+            del taken.of_parameter
+    if (root := _whole_of(parameter)) is not None:
+        _refresh(root)
+        del root.of_shard
     parameter.taken = []  # type: ignore[attr-defined]
 
 
@@ -148,7 +167,7 @@ def _is_largest(name: str, args: Any, kwargs: Mapping[str, Any]) -> bool:
 def _written(name: str, args: Any, kwargs: Mapping[str, Any]) -> Any:
     """The tensor that a function writes to, or several in a list; None for one that writes to none."""
     first = args[0] if args else kwargs.get("tensor")  # (as functions of nn.init give it)
-    return first if writes_in_place(name) else kwargs.get("out")
+    return first if writes_in_place(name) or kwargs.get("inplace") is True else kwargs.get("out")
 
 
 def _is_whole(written: Any) -> bool:
@@ -174,9 +193,32 @@ def _on_wholes(func: Callable[..., Any], args: Any, kwargs: Any, written: Any) -
 
 
 def _whole(shard: DTensor) -> torch.Tensor:
-    whole = shard.full_tensor()
-    _root(whole).of_shard = shard  # type: ignore[attr-defined]
-    return whole
+    """All of a shard, of which a view is taken; while there is one, others are views of the same tensor."""
+    if shard.requires_grad and torch.is_grad_enabled():
+        whole: torch.Tensor = shard.full_tensor()
+        _root(whole).of_shard = shard  # type: ignore[attr-defined]
+        return whole
+    owner: Any = getattr(shard, "of_parameter", shard)
+    root: Any = _whole_of(owner)
+    if root is None:
+        root = owner.full_tensor().detach().clone()
+        root.of_shard, root.stamp, owner.whole = owner, WholeValues.changes, weakref.ref(root)
+    _refresh(root)
+    return root  # type: ignore[no-any-return]
+
+
+def _whole_of(shard: DTensor) -> Any:
+    """The tensor that ``_whole`` has made of it, where somebody has that, or a view of it."""
+    root = getattr(shard, "whole", lambda: None)()
+    return root if hasattr(root, "of_shard") else None
+
+
+def _refresh(leaf: Any) -> None:
+    """Before a whole tensor, or a view of it, is used, give it what its shard is by now."""
+    root: Any = _root(leaf) if isinstance(leaf, torch.Tensor) else None
+    if getattr(root, "stamp", WholeValues.changes) != WholeValues.changes and hasattr(root, "of_shard"):
+        root.detach().copy_(root.of_shard.full_tensor())
+        root.stamp = WholeValues.changes
 
 
 def _root(tensor: torch.Tensor) -> torch.Tensor:
@@ -194,6 +236,8 @@ def _write_back(written: Any) -> None:
     if (shard := getattr(root, "of_shard", None)) is not None:
         with torch.no_grad():
             shard.copy_(_cut(root.detach().view(shard.shape), shard))
+        if hasattr(root, "stamp"):
+            root.stamp = WholeValues.changes
 
 
 def _cut(value: torch.Tensor, shard: DTensor) -> torch.Tensor:
