@@ -178,7 +178,8 @@ class ShardedStep(DDPStep):
         return any(has for has, _ in votes) and all(yes or not has for has, yes in votes)
 
     def _given_parts(self) -> tuple[Batch, Loss]:
-        self._shards.take_gradients()
+        if self._losses:
+            self._shards.take_gradients()
         return super()._given_parts()
 
     def _sum_whole(self) -> None:

@@ -17,6 +17,7 @@ from torch import nn
 from torch.distributed.tensor import DTensor, distribute_tensor
 from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import tree_leaves, tree_map_only
+from torch.utils.weak import WeakTensorKeyDictionary
 
 from lockstep.errors import StrategyError
 from lockstep.launch.events import Caveat
@@ -52,6 +53,16 @@ _GIVES_DATA = torch.Tensor.data.__set__  # type: ignore[attr-defined]
 
 _TAKES_DATA = (torch.Tensor.data.__get__, torch.Tensor.detach)  # type: ignore[attr-defined]
 """``parameter.data``, and the like."""
+
+
+_TAKEN: Any = WeakTensorKeyDictionary()
+"""By parameter, weak references to the tensors that share its memory."""
+
+_OWNERS: Any = WeakTensorKeyDictionary()
+"""By each of those, the parameter."""
+
+_WHOLES: Any = WeakTensorKeyDictionary()
+"""By parameter, a weak reference to the whole tensor of which views were taken."""
 
 
 OF_OWN_LOOP = Caveat(
@@ -116,7 +127,7 @@ class WholeValues(TorchFunctionMode):
 
         WholeValues.changes += written is not None or func == _GIVES_DATA
         if func == _GIVES_DATA:  # which would leave the shard as it is
-            if getattr(args[1], "of_parameter", None) is shard:  # p.data += ..., which has written it by now
+            if _owner(args[1]) is shard:  # p.data += ..., which has written it by now
                 return None
             _keep_taken(shard)
             func, args = torch.Tensor.copy_, (shard.detach(), *args[1:])
@@ -135,21 +146,24 @@ class WholeValues(TorchFunctionMode):
 
 def _note_taken(parameter: nn.Parameter, taken: DTensor) -> None:
     """Note a tensor that shares a parameter's memory."""
-    alive = [ref for ref in getattr(parameter, "taken", []) if ref() is not None]
-    parameter.taken = [*alive, weakref.ref(taken)]  # type: ignore[attr-defined]
-    taken.of_parameter = parameter  # type: ignore[attr-defined]
+    alive = [ref for ref in _TAKEN.get(parameter, []) if ref() is not None]
+    _TAKEN[parameter], _OWNERS[taken] = [*alive, weakref.ref(taken)], parameter
 
 
 def _keep_taken(parameter: DTensor) -> None:
     """Let such tensors have what they hold for their own: ``kept = p.data; p.data = averages; ...; p.data = kept``."""
-    for ref in getattr(parameter, "taken", []):
+    for ref in _TAKEN.pop(parameter, []):
         if (taken := ref()) is not None:
             taken._local_tensor = taken._local_tensor.clone()
-            del taken.of_parameter
+            del _OWNERS[taken]
     if (root := _whole_of(parameter)) is not None:
         _refresh(root)
         del root.of_shard
-    parameter.taken = []  # type: ignore[attr-defined]
+
+
+def _owner(tensor: Any) -> Any:
+    """The parameter whose memory a tensor has; itself, where it is of none."""
+    return _OWNERS.get(tensor, tensor) if isinstance(tensor, DTensor) else tensor
 
 
 def _copy(shard: DTensor, memo: dict[int, Any]) -> torch.Tensor:
@@ -198,18 +212,18 @@ def _whole(shard: DTensor) -> torch.Tensor:
         whole: torch.Tensor = shard.full_tensor()
         _root(whole).of_shard = shard  # type: ignore[attr-defined]
         return whole
-    owner: Any = getattr(shard, "of_parameter", shard)
+    owner: Any = _owner(shard)
     root: Any = _whole_of(owner)
     if root is None:
         root = owner.full_tensor().detach().clone()
-        root.of_shard, root.stamp, owner.whole = owner, WholeValues.changes, weakref.ref(root)
+        root.of_shard, root.stamp, _WHOLES[owner] = owner, WholeValues.changes, weakref.ref(root)
     _refresh(root)
     return root  # type: ignore[no-any-return]
 
 
 def _whole_of(shard: DTensor) -> Any:
     """The tensor that ``_whole`` has made of it, where somebody has that, or a view of it."""
-    root = getattr(shard, "whole", lambda: None)()
+    root = _WHOLES.get(shard, lambda: None)()
     return root if hasattr(root, "of_shard") else None
 
 
