@@ -233,6 +233,8 @@ class SeenBatches:
             InputError: a tensor was cut that has no row for each sample.
         """
         for name, tensor in _named(both, samples) if samples > 1 else ():
+            if tensor.shape[:1] == (1,):  # a mask for all samples, say, where a later batch has one for each
+                continue
             if not has_rows(tensor, samples):
                 self.shared.add(name)
                 if name in self.cut:
