@@ -10,7 +10,7 @@ from typing import Any, TypeVar
 import torch
 from torch import nn
 
-from lockstep.data import Batch, mixed
+from lockstep.data import Batch, Part, mixed
 from lockstep.job import Job
 from lockstep.launch.devices import Device, occupied
 from lockstep.launch.observer import observed
@@ -20,6 +20,7 @@ from lockstep.pipelining.runner import Runner
 from lockstep.pipelining.stage_layers import Layers
 from lockstep.strategies.steps.step import Step
 from lockstep.strategies.steps.update_result import added, summed
+from lockstep.tensors.pytree import each
 from lockstep.tensors.seeding import seed_on
 from lockstep.threads.random_streams import Streams, stream
 
@@ -126,6 +127,14 @@ class StagedStep(Step):
         with occupied(Device("cpu", 0)) if self._is_small else nullcontext():
             super()._move_parameters(size, count)
 
+    def forward(self, model: nn.Module, part: Part) -> Any:
+        """As every step's; outputs of evaluations, of which several are under way, have memory of their own."""
+        outputs = super().forward(model, part)
+        if torch.is_grad_enabled():
+            return outputs
+        buffers = {b.untyped_storage()._cdata for b in model.buffers() if b.layout == torch.strided}
+        return each(lambda t: t.clone() if t._is_view() or _storage(t) in buffers else t, outputs)
+
     def over(
         self, batches: Iterable[Batch], compute: Callable[[Batch], T], seed: int | None = None
     ) -> Iterator[tuple[Batch, T]]:
@@ -151,3 +160,7 @@ class StagedStep(Step):
         """As every step's; what meets on different devices is moved."""
         with super().evaluating(), self._layers.moving():
             yield
+
+
+def _storage(tensor: torch.Tensor) -> int | None:
+    return tensor.untyped_storage()._cdata if tensor.layout == torch.strided else None

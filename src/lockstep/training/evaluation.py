@@ -119,6 +119,8 @@ def look_at_evaluation(step: Step, batch: Batch, *, judges: bool = True) -> None
                 trains=False,
             )
         seen.refuse_writes()
+        if step.world.data.local_batches > 1:
+            seen.refuse_on_threads()
         step.tell_once(seen.of_evaluation())
         if judge is not None:
             step.say_what_the_loss_reads(seen)

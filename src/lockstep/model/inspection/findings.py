@@ -121,33 +121,42 @@ class Seen:
                 gradients by how often a word is in the batch.
         """
         self.refuse_writes()
-        if self.writes_within is not None and on_threads:
-            raise StrategyError(
-                f'forward writes parameter "{self.writes_within}" of the model and puts it back, and the replicas of '
-                "this process share it",
-                kind="state",
-                fix="compute with another tensor, or use ddp, which has a process for each replica",
-            )
-        if self.passes_on is not None and on_threads:
-            raise StrategyError(
-                f'forward writes tensors to "{self.passes_on}", which is outside of the model, so that all replicas of '
-                "this process would write to one",
-                kind="state",
-                fix="return them from forward, or use ddp, which has a process for each replica",
-            )
-        if self.loss_reads and on_threads:
-            raise StrategyError(
-                f"the loss reads what forward writes to the model itself ({', '.join(self.loss_reads[:3])}; by a "
-                "global, a closure or a reference), and not what it writes to the replica",
-                kind="state",
-                fix="return that from forward, or use ddp, which has a process for each replica",
-            )
+        if on_threads:
+            self.refuse_on_threads()
         if self.counts_words:
             raise StrategyError(
                 "the model calls embedding with scale_grad_by_freq=True, which divides gradients by how often a word "
                 "is in the batch, and each replica sees its local batch only",
                 kind="mixing",
                 fix="use single or mp, or scale_grad_by_freq=False",
+            )
+
+    def refuse_on_threads(self) -> None:
+        """Refuse what replicas that are threads of one process would write to at once.
+
+        Raises:
+            StrategyError: as ``refuse_in_replicas``.
+        """
+        if self.writes_within is not None:
+            raise StrategyError(
+                f'forward writes parameter "{self.writes_within}" of the model and puts it back, and the replicas of '
+                "this process share it",
+                kind="state",
+                fix="compute with another tensor, or use ddp, which has a process for each replica",
+            )
+        if self.passes_on is not None:
+            raise StrategyError(
+                f'forward writes tensors to "{self.passes_on}", which is outside of the model, so that all replicas of '
+                "this process would write to one",
+                kind="state",
+                fix="return them from forward, or use ddp, which has a process for each replica",
+            )
+        if self.loss_reads:
+            raise StrategyError(
+                f"the loss reads what forward writes to the model itself ({', '.join(self.loss_reads[:3])}; by a "
+                "global, a closure or a reference), and not what it writes to the replica",
+                kind="state",
+                fix="return that from forward, or use ddp, which has a process for each replica",
             )
 
     def of_output(self, name: str) -> Caveat | None:

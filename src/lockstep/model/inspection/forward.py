@@ -214,10 +214,13 @@ def _see(
         seen.draws |= watched.drops
         return outputs
 
+    exact: set[str] = set()  # names of outputs that aren't floating: flags, numbers of classes
+
     def run(start: int, size: int, given: Any = None) -> dict[str, torch.Tensor]:
         kept[start, size] = outputs = outputs_of(start, size, given)
-        named = [(n, _real(t)) for n, t in named_tensors(outputs)]
-        return {name: t.clone() for name, t in named if t.is_floating_point() and not isinstance(t, nn.Parameter)}
+        named = [(n, _real(t)) for n, t in named_tensors(outputs) if not isinstance(t, nn.Parameter)]
+        exact.update(name for name, t in named if not t.is_floating_point())
+        return {name: t.double() if name in exact else t.clone() for name, t in named}
 
     accelerators = accelerators_of(inputs)
     before = states(accelerators)
@@ -295,7 +298,7 @@ def _see(
             alike = [_cropped(of) for of in rows]  # to the shortest, where outputs are as long as the longest sample
             seen.mixes = across or differ([a for a, _, _ in alike], [torch.cat((b, c)) for _, b, c in alike])
         for name, of in cut_up.items():
-            if len({t.shape for t in of}) == 1:
+            if len({t.shape for t in of}) == 1 and name not in exact:
                 seen.of_batch[name] = _kind_of(*of, first / samples)
     if judge is None or seen.mixes or seen.remembers or seen.follows or seen.ragged:
         return

@@ -26,6 +26,7 @@ from lockstep.launch.world import World
 from lockstep.model.inspection import (
     NotedDraws,
     OutsideVariables,
+    attribute_prints,
     detached_attributes,
     drawing_nothing,
     is_ragged,
@@ -162,9 +163,16 @@ def probe(
             f'the step function writes "{name}" by the samples of its local batch, so it is another one on each device',
             "make it of what is the same on all of them",
         )
-        for name, value in whole.written.items()
-        if any(name in of.written and not torch.equal(value, of.written[name]) for of in parts)
+        for name in (*whole.written, *whole.attributes)
+        if any(_differ(name, whole, of) for of in parts)
     ]
+
+
+def _differ(name: str, whole: Called, part: Called) -> bool:
+    """Whether what was written under that name depends on the samples."""
+    if name in whole.attributes:
+        return part.attributes.get(name) != whole.attributes[name]
+    return name in part.written and not torch.equal(whole.written[name], part.written[name])
 
 
 _DRAWING = Caveat(
@@ -191,11 +199,13 @@ class Called:
     Attributes:
         updates: name, total and count of each call of ``update``.
         written: the parameters and buffers that it wrote.
+        attributes: hashes of the attributes of modules that it wrote.
         gradients: of each call's total, in the first step, by the names of parameters.
     """
 
     updates: list[tuple[str, float, float]]
     written: dict[str, torch.Tensor]
+    attributes: dict[str, bytes] = field(default_factory=dict)
     gradients: list[dict[str, torch.Tensor]] = field(default_factory=list)
 
     def times(self, number: int) -> Called:
@@ -233,11 +243,12 @@ def _calls(function: Callable[..., None], model: nn.Module, world: World, sample
     looks = world.step <= 1 and sum(p.numel() * p.element_size() for p in model.parameters()) <= _LARGEST
     noted = _Noted(world, samples, model if looks else None)
     state = {**dict(model.named_parameters()), **dict(model.named_buffers())}
-    before = {name: digest(tensor) for name, tensor in state.items()}
+    before, attributes = {name: digest(tensor) for name, tensor in state.items()}, attribute_prints(model)
     with mode:
         function(model, nest, noted)
+    now = {name: its for name, its in attribute_prints(model).items() if attributes.get(name) != its}
     written = {name: tensor for name, tensor in state.items() if digest(tensor) != before[name]}
-    return Called(noted.calls, written, noted.gradients)
+    return Called(noted.calls, written, now, noted.gradients)
 
 
 def _changed(name: str) -> Caveat:

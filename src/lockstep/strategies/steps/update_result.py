@@ -7,6 +7,7 @@ that. So results are only kept, up to fifty of them, and read together.
 from __future__ import annotations
 
 import functools
+import math
 import operator
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 
@@ -131,6 +132,15 @@ def quotient(number: float, count: Tensor, like: Tensor | None) -> Tensor:
     return (scalar(number, wide, count.device) / least).to(wide)
 
 
+def _of_items(loss: Loss) -> Loss:
+    """It, where the total over no item is 0, also where it is a mean of none, NaN, times 0."""
+
+    def of(total: Number, count: Number) -> tuple[Number, Number]:
+        return (0.0 if not count and math.isnan(total) else total), count
+
+    return Loss(*of(loss.total, loss.count), {name: of(*pair) for name, pair in loss.parts.items()})
+
+
 class Sums:
     """Total, count and parts of several updates, or batches, together.
 
@@ -152,7 +162,7 @@ class Sums:
 
     def read(self) -> Loss:
         """The sums so far."""
-        for loss in read(self._waiting):
+        for loss in map(_of_items, read(self._waiting)):
             self._sums = added([self._sums, loss])
             if self._then is not None:
                 self._then(loss)

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import itertools
+import math
 from collections.abc import Callable, Iterator, Mapping, MutableMapping
 from typing import Any
 
 import torch
 
 from lockstep.launch.world import World
-from lockstep.model.losses.additivity import is_apart, repeated
+from lockstep.model.losses.additivity import is_apart, repeated, with_value, without_rows
 from lockstep.model.losses.torch_losses import HALF
 from lockstep.tensors.pytree import both_of, each, folded, holds_packed, part_of, tensors, to_device
 
@@ -75,9 +76,21 @@ def is_sum(metric: Any, whole: tuple[Any, Any] | None, outputs: Any, targets: An
     And that for so many ``local_batches`` alike so many times as large: the hardest ten may be all of one.
     """
     return any(
-        _adds_up(lambda o, t, back=back: metric(back(o), t), whole, theirs, targets, samples, local_batches)
+        not _reads_uncut(lambda o, t, back=back: metric(back(o), t), theirs, targets, samples)
+        and _adds_up(lambda o, t, back=back: metric(back(o), t), whole, theirs, targets, samples, local_batches)
         for theirs, targets, samples, back in as_samples(outputs, targets)
     )
+
+
+def _reads_uncut(metric: Any, outputs: Any, targets: Any, samples: int) -> bool:
+    """Whether it reads an output without a row for each sample, a mean over the batch: parts would have the same."""
+    uncut = [t for t in without_rows((outputs, ()), samples, ()) if t.is_floating_point()] if samples else []
+    if not uncut:
+        return False
+    try:
+        return any(math.isnan(float(v)) for v in metric(*with_value((outputs, targets), uncut, math.nan)))
+    except Exception:  # it can't take them
+        return False
 
 
 def _adds_up(
