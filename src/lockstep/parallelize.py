@@ -24,7 +24,7 @@ from lockstep.tensors.allocator import keep_freed_memory
 
 
 def parallelize(
-    model: nn.Module,
+    model: nn.Module | dict[str, nn.Module],
     loss: Callable[..., Any] | None,
     optimizer: torch.optim.Optimizer
     | Callable[..., torch.optim.Optimizer]
@@ -66,6 +66,7 @@ def parallelize(
         world = World(devices=_devices.parse(devices))
     if strategy is None:
         strategy = "ddp" if world.size > 1 else "dp" if len(world.devices) > 1 else "single"
+    model = nn.ModuleDict(model) if isinstance(model, dict) else model
     # The data are the person's own; a Job wants to be told of some.
     job = Job(
         model=lambda: model,

@@ -111,6 +111,22 @@ WRITES: dict[str, Callable[[Tensor, Tensor], Any]] = {
 }
 
 
+def test_parameters_of_the_optimizer_that_were_taken_outside_are_the_models_within() -> None:
+    """Found by trial: each rank clipped by the norm of its own part; and parameters had one address."""
+
+    def owns(world: World) -> tuple[float, int]:
+        torch.manual_seed(0)
+        model = nn.Sequential(nn.Linear(4, 7), nn.Linear(7, 2)).double()
+        expected = float(torch.stack([p.detach().norm() for p in model.parameters()]).norm())
+        step = lockstep.parallelize(model, nn.MSELoss(), adam, strategy="fsdp", precision="fp64")
+        parameters = [p for group in step.optimizer.param_groups for p in group["params"]]
+        with step.whole_values():
+            found = float(torch.stack([p.detach().norm() for p in parameters]).norm())
+            return found - expected, len({p.data_ptr() for p in model.parameters()})
+
+    assert all(abs(apart) < BOUND and number == 4 for apart, number in lockstep.launch(owns, devices="3xcpu"))
+
+
 def test_writes_to_parameters_within_whole_values_are_those_of_one_device() -> None:
     """Found by trial: some left a shard of another shape."""
 

@@ -243,6 +243,7 @@ class DPStep(Step):
         shares: list[list[Part]] = [[] for _ in self._devices]
         for part in batch.parts:
             start = 0
+            self._seen_batches.see((part.inputs, part.targets), part.size)
             for mine, device, size in zip(
                 shares, self._devices, share_sizes(part.size, len(self._devices)), strict=True
             ):

@@ -90,12 +90,14 @@ def move_on(scheduler: Any, loss: float | Result | None, step: Step) -> None:
     if isinstance(scheduler, Schedulers):
         for one in scheduler.by_name.values():
             move_on(one, loss, step)
-    elif isinstance(scheduler, torch.optim.lr_scheduler.ReduceLROnPlateau):
-        if loss is not None:
-            scheduler.step(loss.loss if isinstance(loss, Result) else loss)
-    elif scheduler is not None:
-        with nullcontext() if _is_of_pytorch(scheduler) else step.whole_values():
+        return
+    if scheduler is None:
+        return
+    with nullcontext() if _is_of_pytorch(scheduler) else step.whole_values():
+        if not isinstance(scheduler, torch.optim.lr_scheduler.ReduceLROnPlateau):
             scheduler.step()
+        elif loss is not None:
+            scheduler.step(loss.loss if isinstance(loss, Result) else loss)
 
 
 def _is_of_pytorch(scheduler: Any) -> bool:

@@ -10,6 +10,8 @@ from torch import nn
 from torch.nn import functional as F
 from torch.overrides import TorchFunctionMode
 
+from lockstep.tensors.pytree import tensors
+
 _NO_WRITES = {"requires_grad_", "detach_", "share_memory_", "rename_"}
 """Functions that leave values as they are, though their names end with an underscore."""
 
@@ -40,10 +42,9 @@ class Watched(TorchFunctionMode):
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Mapping[str, Any] | None = None
     ) -> Any:
         kwargs, name = dict(kwargs or {}), getattr(func, "__name__", "")
-        if args and writes_in_place(name):
-            written = args[0] if isinstance(args[0], torch.Tensor) and args[0].layout is torch.strided else None
-            place = None if written is None or written.is_meta else written.untyped_storage().data_ptr()
-            self.writes = self.writes or self._places.get(place or 0)
+        for written in tensors((args[:1] if writes_in_place(name) else (), kwargs.get("out"))):
+            if written.layout is torch.strided and not written.is_meta:
+                self.writes = self.writes or self._places.get(written.untyped_storage().data_ptr())
         if kwargs.get("scale_grad_by_freq") or (func is torch.embedding and len(args) > 3 and args[3]):
             self.counts_words = True
         if func is F.scaled_dot_product_attention and kwargs.get("dropout_p"):

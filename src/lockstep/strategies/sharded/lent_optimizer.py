@@ -43,18 +43,19 @@ class LentOptimizer:
         self._optimizer, self._shards, self._model, self._elementwise = optimizer, shards, model, elementwise
         self._names = {id(p): name for of in (shards.local, shards.cut) for name, p in of.items()}
         self._is_lent = False
+        self._cut = {id(local): shards.cut[name] for name, local in shards.local.items()}
 
     @contextlib.contextmanager
     def whole_values(self) -> Iterator[None]:
         """In which a person's code computes with whole values; it may be entered again."""
         if self._is_lent:
-            with WholeValues():
+            with WholeValues(self._cut):
                 yield
             return
         self._lend()
         hook = self._model.register_forward_hook(_cut_again)
         try:
-            with WholeValues():
+            with WholeValues(self._cut):
                 yield
         finally:
             hook.remove()

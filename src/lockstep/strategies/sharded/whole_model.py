@@ -11,7 +11,6 @@ from torch import nn
 
 from lockstep.errors import StrategyError, told
 from lockstep.launch.events import Caveat
-from lockstep.model.build import buffers_of
 from lockstep.strategies.sharded.shards import places_of
 
 LATER = Caveat(
@@ -72,7 +71,6 @@ def put_together(
             setattr(module, key, p)
     for module, here in zip(model.modules(), sharded.modules(), strict=True):
         module.training = here.training
-    for (module, key), (here, its) in zip(buffers_of(model), buffers_of(sharded), strict=True):
-        buffer = here._buffers[its]
-        module._buffers[key] = None if buffer is None else buffer.clone()
+        for key, buffer in here._buffers.items():
+            module._buffers[key] = None if buffer is None else buffer.clone()
     return model

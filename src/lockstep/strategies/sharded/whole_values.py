@@ -33,7 +33,7 @@ _BY_ELEMENT = {
 _OF_ALL = {
     *("item", "tolist", "__bool__", "__float__", "__int__", "__index__", "__format__"),
     *("max", "min", "amax", "amin", "aminmax", "argmax", "argmin", "mean", "std", "var", "median", "quantile"),
-    *("new_empty", "new_zeros", "new_ones", "new_full", "new_tensor"),
+    *("_foreach_max", "new_empty", "new_zeros", "new_ones", "new_full", "new_tensor"),
     *("kl_div", "cross_entropy", "binary_cross_entropy", "binary_cross_entropy_with_logits"),
     *("rand_like", "randn_like", "randint_like", "bernoulli", "normal", "dropout", "equal", "allclose", "isclose"),
 }
@@ -77,7 +77,15 @@ class WholeValues(TorchFunctionMode):
     """Single-device values from DTensors; every rank has to compute them.
 
     What treats each element by itself acts on shards, with whole tensors beside them.
+
+    Args:
+        cut: by the id of each parameter that has this rank's part, which somebody may have taken from the optimizer
+            outside of here, the one that was cut.
     """
+
+    def __init__(self, cut: Mapping[int, DTensor]) -> None:
+        super().__init__()
+        self._cut = cut
 
     changes = 0
     """How often shards may have been written: by functions, and between two contexts by the optimizer."""
@@ -103,6 +111,9 @@ class WholeValues(TorchFunctionMode):
         """Call ``func``; what it gives is whole, or a shard."""
         del types
         name, kwargs = getattr(func, "__name__", ""), kwargs or {}
+        args, kwargs = tree_map_only(nn.Parameter, lambda p: self._cut.get(id(p), p), (args, kwargs))
+        if name == "data_ptr" and isinstance(args[0], DTensor):  # to tell them apart, tied ones say
+            return id(_owner(args[0]))
         if name == "__deepcopy__" and isinstance(args[0], DTensor):
             return _copy(*args)
         if name in _TO_NUMPY and isinstance(args[0], DTensor):
