@@ -1,0 +1,297 @@
+"""What evaluations, predictions and metrics make of models and losses that act on more than single samples."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.utils.data import TensorDataset
+
+from lockstep import Job, evaluate, model_loss, predict, train
+from lockstep.errors import LossError, StrategyError
+
+from zoo import drawn, labels, plain_sgd, slow  # isort: skip
+
+SAMPLES = 22
+DATA = TensorDataset(drawn(SAMPLES, 6), labels(SAMPLES, 3))
+
+
+def job_of(model: Any, **settings: Any) -> Job:
+    fields: dict[str, Any] = {"loss": nn.CrossEntropyLoss(), "optimizer": plain_sgd, "train_data": DATA}
+    return Job(model=model, batch_size=8, epochs=1, precision="fp64", **{**fields, "eval_data": DATA, **settings})
+
+
+def run_of(model: Any, tmp_path: Path, **settings: Any) -> Any:
+    return train(job_of(model, **settings), devices="1xcpu", folder=tmp_path, quiet=True)
+
+
+# ---- losses that are checked with what they read ---------------------------------------------------------------------
+
+
+class Scaled(nn.Module):
+    """Gives a scale that it learns beside its outputs."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer, self.scale = nn.Linear(6, 3), nn.Parameter(torch.tensor(0.5))
+
+    def forward(self, x: Tensor) -> dict[str, Tensor]:
+        return {"logits": self.layer(x), "scale": self.scale.exp(), "spread": self.layer(x).square().sum()}
+
+
+def per_sample(outputs: dict[str, Tensor], targets: Tensor) -> Tensor:
+    logits = outputs["logits"] / outputs["scale"]
+    return nn.functional.cross_entropy(logits, targets, reduction="none", ignore_index=-1)
+
+
+def masked_mean(outputs: dict[str, Tensor], targets: Tensor) -> tuple[Tensor, int]:
+    return per_sample(outputs, targets).sum() / (targets >= 0).sum() * len(targets), len(targets)
+
+
+def masked_sum(outputs: dict[str, Tensor], targets: Tensor) -> tuple[Tensor, Tensor]:
+    return per_sample(outputs, targets).sum() + 0.01 * outputs["spread"], (targets >= 0).sum()
+
+
+def late(*missing: int) -> TensorDataset:
+    targets = labels(SAMPLES, 3).clone()
+    targets[list(missing)] = -1
+    return TensorDataset(drawn(SAMPLES, 6), targets)
+
+
+@pytest.mark.parametrize("way", ["dp", "ddp"])
+def test_a_mask_that_comes_late_is_found_where_the_loss_divides_by_an_output_of_the_model(
+    way: str, tmp_path: Path
+) -> None:
+    """Found by trial: with zeros in the place of the scale nothing was ever checked."""
+    job = job_of(Scaled, loss=masked_mean, train_data=late(17, 18), shuffle=False, eval_data=None)
+    with pytest.raises(LossError, match="the total is not a sum over samples in step 3"):
+        train(job, strategy=way, devices="2xcpu", folder=tmp_path, quiet=True)
+
+
+@pytest.mark.parametrize("way", ["dp", slow("ddp")])
+def test_a_loss_that_adds_up_beside_such_outputs_is_taken(way: str, tmp_path: Path, capfd: Any) -> None:
+    job = job_of(Scaled, loss=masked_sum, train_data=late(17, 18), shuffle=False, eval_data=None)
+    one = train(job, devices="1xcpu", folder=tmp_path, quiet=True)
+    other = train(job, strategy=way, devices="2xcpu", folder=tmp_path)
+    assert "can't be checked" not in capfd.readouterr().out
+    found, wanted = other.model().state_dict(), one.model().state_dict()
+    assert all((found[name] - wanted[name]).abs().max() < 1e-10 for name in wanted)
+
+
+def weighted_mean(outputs: Tensor, targets: tuple[Tensor, Tensor]) -> tuple[Tensor, int]:
+    wanted, weights = targets
+    each = nn.functional.cross_entropy(outputs, wanted, reduction="none") * weights[wanted]
+    return each.sum() / weights[wanted].sum() * len(wanted), len(wanted)
+
+
+def with_weights(samples: list[Any]) -> Any:
+    x, y = (torch.stack(of) for of in zip(*samples, strict=True))
+    return x, (y, torch.tensor([1.0, 2.0, 8.0], dtype=torch.float64))
+
+
+def test_weights_of_classes_beside_the_targets_are_left_as_they_are_in_the_check(tmp_path: Path) -> None:
+    """Found by trial: the check was left out without a line."""
+    job = job_of(lambda: nn.Linear(6, 3), loss=weighted_mean, collate=with_weights, eval_data=None)
+    with pytest.raises(LossError, match="the total is not a sum over samples"):
+        train(job, strategy="dp", devices="2xcpu", folder=tmp_path, quiet=True)
+
+
+@dataclass
+class LossAndLogits:
+    loss: Tensor
+    logits: Tensor
+
+
+class OwnLoss(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(6, 3)
+
+    def forward(self, x: Tensor, labels: Tensor) -> LossAndLogits:
+        logits = self.layer(x)
+        balance = logits.softmax(1).mean(0).square().sum()
+        return LossAndLogits(nn.functional.cross_entropy(logits, labels) + 1e-5 * balance, logits)
+
+
+def beside(samples: list[Any]) -> Any:
+    x, y = (torch.stack(of) for of in zip(*samples, strict=True))
+    return {"x": x, "labels": y}, y
+
+
+def test_a_small_term_of_the_models_own_loss_is_seen(tmp_path: Path) -> None:
+    """Found by trial: terms below 1e-4 of the loss were not."""
+    with pytest.raises(LossError, match="it has something added"):
+        train(job_of(OwnLoss, loss=model_loss, collate=beside), devices="1xcpu", folder=tmp_path, quiet=True)
+
+
+def mean_of_items(outputs: Tensor, targets: Tensor) -> tuple[Tensor, Tensor]:
+    counted = targets >= 0
+    return nn.functional.cross_entropy(outputs[counted], targets[counted]) * counted.sum(), counted.sum()
+
+
+def test_an_evaluation_with_a_local_batch_of_no_item_has_a_loss(tmp_path: Path) -> None:
+    """Found by trial: it was NaN."""
+    data = late(*range(4, 8))
+    run = run_of(lambda: nn.Linear(6, 3), tmp_path, loss=mean_of_items, eval_data=data, eval_batch_size=8)
+    assert evaluate(run, strategy="dp", devices="2xcpu")["loss"] == pytest.approx(run.metrics["loss"], rel=1e-10)
+
+
+# ---- what evaluations say --------------------------------------------------------------------------------------------
+
+
+class Flags(nn.Module):
+    """Says which sample is the first of the batch."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(6, 3)
+
+    def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        logits = self.layer(x)
+        return logits, logits[:, 0] >= logits[:, 0].max()
+
+
+def of_logits(outputs: Any, targets: Tensor) -> Tensor:
+    return nn.functional.cross_entropy(outputs[0], targets)
+
+
+class Adapting(nn.Module):
+    """Its batch norm stays in training."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm, self.layer = nn.BatchNorm1d(6), nn.Linear(6, 3)
+
+    def forward(self, x: Tensor) -> Tensor:
+        out: Tensor = self.layer(self.norm(x))
+        return out
+
+    def train(self, mode: bool = True) -> Adapting:
+        super().train(mode)
+        self.norm.train()
+        return self
+
+
+def test_flags_that_depend_on_other_samples_are_said(tmp_path: Path, capfd: Any) -> None:
+    """Found by trial: outputs that aren't floating were not compared."""
+    predict(run_of(Flags, tmp_path, loss=of_logits), TensorDataset(drawn(SAMPLES, 6)), strategy="dp", devices="2xcpu")
+    assert "outputs depend on other samples of the batch" in capfd.readouterr().out
+
+
+def test_a_batch_norm_that_stays_in_training_is_said(tmp_path: Path, capfd: Any) -> None:
+    """Found by trial: in trainings only."""
+    evaluate(run_of(Adapting, tmp_path), strategy="dp", devices="2xcpu")
+    assert "BatchNorm normalizes over the local batch in evaluation" in capfd.readouterr().out
+
+
+def padded(samples: list[Any]) -> Any:
+    x, y = (torch.stack(of) for of in zip(*samples, strict=True))
+    return x / x.abs().max(), y
+
+
+def test_a_collate_is_said_in_evaluations_and_predictions(tmp_path: Path, capfd: Any) -> None:
+    """Found by trial: in trainings only."""
+    run = run_of(lambda: nn.Linear(6, 3), tmp_path, collate=padded)
+    for use in (lambda: evaluate(run, strategy="dp", devices="2xcpu"), lambda: predict(run, strategy="dp", devices=2)):
+        use()
+        assert "collate is given each device's local batch" in capfd.readouterr().out
+
+
+class Swapping(nn.Module):
+    """Evaluates with other weights, which it puts in place for the call."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(6, 3)
+
+    def forward(self, x: Tensor) -> Tensor:
+        if self.training:
+            return self.layer(x)  # type: ignore[no-any-return]
+        with torch.no_grad():
+            kept = self.layer.weight.clone()
+            self.layer.weight.copy_(kept * 0.5)
+            out: Tensor = self.layer(x)
+            self.layer.weight.copy_(kept)
+        return out
+
+
+def test_weights_that_threads_would_swap_at_once_in_evaluation_are_refused(tmp_path: Path) -> None:
+    """Found by trial: they put back one another's."""
+    with pytest.raises(StrategyError, match=r'forward writes parameter "layer\.weight" of the model and puts it back'):
+        train(job_of(Swapping), strategy="dp", devices="2xcpu", folder=tmp_path, quiet=True)
+
+
+class Reusing(nn.Module):
+    """Gives rows of a buffer, which the next batch is written to."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.last = nn.Linear(6, 8), nn.Linear(8, 3)
+        self.register_buffer("room", torch.zeros(32, 3), persistent=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        out: Tensor = self.last(self.first(x))
+        if self.training:
+            return out
+        self.room[: len(out)] = out
+        return self.room[: len(out)]  # type: ignore[no-any-return]
+
+
+@pytest.mark.parametrize("way", ["mp", "pp"])
+def test_outputs_that_share_memory_are_those_of_their_batch(way: str, tmp_path: Path) -> None:
+    """Found by trial: several batches are under way, and the last one's were given."""
+    run = run_of(Reusing, tmp_path)
+    data = TensorDataset(drawn(SAMPLES, 6))
+    one, other = (
+        predict(run, data, devices=1, quiet=True),
+        predict(run, data, strategy=way, devices="2xcpu", quiet=True),
+    )
+    assert (one - other).abs().max() < 1e-12
+
+
+class Perplexed(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(6, 3)
+
+    def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        logits = self.layer(x)
+        used = logits.softmax(1).mean(0)
+        return logits, (-(used * used.log()).sum()).exp()
+
+
+def perplexity(outputs: Any, targets: Tensor) -> tuple[Tensor, int]:
+    return outputs[1] * len(targets), len(targets)
+
+
+def test_a_metric_of_what_a_model_makes_of_all_samples_is_said(tmp_path: Path, capfd: Any) -> None:
+    """Found by trial: times the samples it adds up, since parts were given that of the whole."""
+    metrics = {"perplexity": perplexity}
+    train(job_of(Perplexed, loss=of_logits, metrics=metrics), strategy="dp", devices="2xcpu", folder=tmp_path)
+    assert 'metric "perplexity" is no sum over samples' in capfd.readouterr().out
+
+
+class Baseline(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer, self.baseline = nn.Linear(6, 3), 0.0
+
+
+def reinforced(models: Any, batch: Any, update: Any) -> None:
+    x, y = batch
+    policy = models["policy"]
+    each = nn.functional.cross_entropy(policy.layer(x), y, reduction="none")
+    update("policy", (each * (1 + policy.baseline)).sum(), len(y))
+    policy.baseline = 0.9 * policy.baseline + 0.1 * float(each.detach().mean())
+
+
+def test_an_attribute_that_a_step_function_writes_by_the_samples_is_said(tmp_path: Path, capfd: Any) -> None:
+    """Found by trial: parameters and buffers were looked at only."""
+    optimizer = {"policy": plain_sgd}
+    job = job_of(lambda: {"policy": Baseline()}, loss=None, optimizer=optimizer, step=reinforced, eval_data=None)
+    train(job, strategy="dp", devices="2xcpu", folder=tmp_path)
+    assert 'the step function writes "policy.baseline" by the samples of its local batch' in capfd.readouterr().out
