@@ -295,3 +295,14 @@ def test_an_attribute_that_a_step_function_writes_by_the_samples_is_said(tmp_pat
     job = job_of(lambda: {"policy": Baseline()}, loss=None, optimizer=optimizer, step=reinforced, eval_data=None)
     train(job, strategy="dp", devices="2xcpu", folder=tmp_path)
     assert 'the step function writes "policy.baseline" by the samples of its local batch' in capfd.readouterr().out
+
+
+def hardest(outputs: Tensor, targets: Tensor) -> tuple[Tensor, int]:
+    return nn.functional.cross_entropy(outputs, targets, reduction="none").topk(min(4, len(targets))).values.sum(), 4
+
+
+def test_the_hardest_samples_of_a_local_batch_are_no_sum_in_an_evaluation(tmp_path: Path) -> None:
+    """Found by trial: where all of a local batch are counted, their sums add up."""
+    run = run_of(lambda: nn.Linear(6, 3), tmp_path, loss=hardest)
+    with pytest.raises(LossError, match="is not a sum over samples"):
+        evaluate(run, strategy="dp", devices="2xcpu")

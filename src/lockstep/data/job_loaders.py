@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from typing import Any
 
 from lockstep.data.fingerprint import same_on_every_rank
@@ -11,6 +12,9 @@ from lockstep.data.stream import StreamLoader
 from lockstep.job import Job
 from lockstep.launch import here
 from lockstep.launch.world import World
+
+OF_COLLATE = "not the global batch: it pads, or mixes, these samples only, so a loss must not count padding"
+"""What is said of a collate that is given a part of a batch."""
 
 
 def batches(dataset: Any, batch_size: int, **settings: Any) -> AnyLoader:
@@ -35,6 +39,8 @@ def batches(dataset: Any, batch_size: int, **settings: Any) -> AnyLoader:
     if world is not None and world.size > 1:
         device = None if world.device.is_slot else world.device.torch
         settings = {"rank": world.rank, "world_size": world.size, "device": device, **settings}
+        if settings.get("collate") is not None and world.is_first:
+            warnings.warn(f"collate is given each device's local batch, {OF_COLLATE}", stacklevel=2)
     dataset = resolve(dataset, world or World(), settings.get("name") or "train_data")
     kind = StreamLoader if is_stream(dataset) else Loader
     return kind(dataset, batch_size=batch_size, **settings)

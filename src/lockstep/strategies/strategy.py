@@ -12,6 +12,7 @@ from typing import Any, ClassVar, Literal
 from torch import nn
 
 from lockstep.data import AnyLoader, job_loader
+from lockstep.data.job_loaders import OF_COLLATE
 from lockstep.errors import StrategyError
 from lockstep.job import Job
 from lockstep.launch.events import Caveat
@@ -217,11 +218,7 @@ class Strategy(ABC):
             found.append(PARAMETER_HOOKS)
         if parts > 1 and job.collate is not None:
             what = "each device's local batch" if replicas > 1 else "each micro-batch"
-            text = (
-                f"collate is given {what}, not the global batch: it pads, or mixes, these samples only, so a loss must "
-                "not count padding"
-            )
-            found.append(Caveat("collate", text))
+            found.append(Caveat("collate", f"collate is given {what}, {OF_COLLATE}"))
         if parts > 1 and any(drops(m) for m in model.modules()):
             found.append(DRAWS)
         return found

@@ -127,7 +127,7 @@ class LossCheck:
             outputs: of the model, for ``whole.samples`` samples.
             targets: of the same.
             whole: what the loss made of them.
-            step: the update, for the message.
+            step: the update, for the message; 0 in an evaluation, -1 in one that is looked at less.
             waits: False on an accelerator where the host must not wait for it.
 
         Returns:
@@ -284,7 +284,7 @@ class LossCheck:
             self._of_earlier = earlier, value
         sums.append(Sum(piece(both, 2), whole if samples == 1 else piece(one, 1), value))
         times = self._local_batches
-        if self._cuts and step > 0 and is_power_of_two(step) and (many := repeated(rows, samples, times)) is not None:
+        if self._cuts and (not step or is_power_of_two(step)) and (many := repeated(rows, samples, times)) is not None:
             sums.append(Sum(piece(many, times * samples), whole, whole.times(times - 1)))
         if uncut and waits and instead is None and not is_nan(whole) and any(map(is_nan, itertools.chain(*sums))):
             read = [t for t in uncut if is_nan(piece(with_value(nest, [t], math.nan), samples))]

@@ -226,7 +226,8 @@ class Evaluator:
         may_wait = not self._on_accelerator or is_power_of_two(self._judged)
         if self.cuts_batch and may_wait and self.loss_check.wants(self._judged):
             with squeezing_explained(outputs, part.targets, part.size):
-                self.loss_check(outputs, part.targets, Piece.of(loss, part.size))
+                seldom = 0 if is_power_of_two(self._judged) else -1
+                self.loss_check(outputs, part.targets, Piece.of(loss, part.size), step=seldom)
         return outputs, loss
 
     def loss_of(self, outputs: Any, part: Part, *, looks: bool) -> Loss:
