@@ -40,6 +40,7 @@ _OF_ALL = {
 """Functions that are given whole tensors."""
 
 _TO_NUMPY = {"numpy", "__array__"}
+"""Functions that give an array of the memory of a tensor."""
 
 _VIEWS = {
     *("__getitem__", "select", "narrow", "chunk", "split", "tensor_split", "unbind", "diagonal", "view", "view_as"),
@@ -76,19 +77,26 @@ OF_OWN_LOOP = Caveat(
 class WholeValues(TorchFunctionMode):
     """Single-device values from DTensors; every rank has to compute them.
 
-    What treats each element by itself acts on shards, with whole tensors beside them.
+    What treats each element by itself acts on shards, with whole tensors beside them. A view of a shard is one of a
+    whole tensor, ``of_shard``, which is written back after each write, and made anew before it is used where the shard
+    was written since (``changes``)::
+
+        row = p[0]         a view of a whole tensor of p
+        p.mul_(2)          writes the shards
+        row.norm()         of the whole tensor as it is by now
+        row.zero_()        writes it, and then the shards
 
     Args:
         cut: by the id of each parameter that has this rank's part, which somebody may have taken from the optimizer
             outside of here, the one that was cut.
     """
 
+    changes = 0
+    """How often shards may have been written: by functions, and between two contexts by the optimizer."""
+
     def __init__(self, cut: Mapping[int, DTensor]) -> None:
         super().__init__()
         self._cut = cut
-
-    changes = 0
-    """How often shards may have been written: by functions, and between two contexts by the optimizer."""
 
     def __enter__(self) -> WholeValues:
         """Begin."""
