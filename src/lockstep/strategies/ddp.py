@@ -106,7 +106,8 @@ class DDPStep(Step):
             strategy.reduce == "overlapped" or (strategy.reduce == "auto" and self._are_large())
         )
         self._bucket_mb = strategy.bucket_mb
-        self._are_kept = bool(job.callbacks)  # gradients, perhaps
+        # Gradients, perhaps, by callbacks of a person's own.
+        self._are_kept = any(not type(one).__module__.startswith("lockstep.") for one in job.callbacks)
         self._ddp: DistributedDataParallel | None = None
         self._noticed = False
         self._buffers = FollowedBuffers(model, world)
