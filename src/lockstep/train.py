@@ -27,7 +27,7 @@ from lockstep.launch.terminal import Display
 from lockstep.launch.world import World
 from lockstep.model.build import trained_model
 from lockstep.strategies import Strategy, choose, devices_for
-from lockstep.training.evaluation import COLLATES, evaluate_sets, try_out
+from lockstep.training.evaluation import evaluate_sets, say_what_collates, try_out
 from lockstep.training.loop import train_on
 from lockstep.training.resume import as_it_went, newest_of
 from lockstep.training.run import Run, trained_of
@@ -281,8 +281,7 @@ def evaluate_on(world: World, plan: _Evaluation) -> dict[str, float]:
     step = plan.strategy.prepare(job, world)
     sets = resolve_sets(job.eval_data, world)
     loaders = eval_loaders(job, world, sets)
-    if job.collate is not None and step.replicas > 1 and world.is_first:
-        step.tell_once([COLLATES])
+    say_what_collates(job, step)
     if not any(map(is_stream, sets.values())):
         try_out(step, loaders, job.metrics, world, job.seed)
     values = evaluate_sets(step, loaders, job.metrics, world, job.seed, looks=True)

@@ -288,13 +288,13 @@ def batch_of(
             f"inputs have {mine} rows and targets {theirs[0]}, so they can't be cut together: the first dimension of "
             "both has to be the batch (batch_first=True, or transpose inside of the model)"
         )
+    both = (inputs, targets)
     if cuts:
-        seen.see((inputs, targets), mine)
+        seen.see(both, mine)
     sizes = [size for (size,) in over_ranks(world, mine)]
     parts = []
     start = 0
     for size in share_sizes(mine, accumulate):
-        both = (inputs, targets)
         part_inputs, part_targets = both if size == mine else cut(both, start, size, mine, seen.shared)
         parts.append(Part(part_inputs, part_targets, size, size) if size else Part(None, None, 0, 0))
         start += size

@@ -52,7 +52,7 @@ from lockstep.strategies.steps.evaluator import no_loss
 from lockstep.strategies.steps.step import Step
 from lockstep.tensors.array_file import Array, Layout, archive, create, layout, mapped, write_rows, writing
 from lockstep.tensors.pytree import described
-from lockstep.training.evaluation import COLLATES, look_at_evaluation
+from lockstep.training.evaluation import look_at_evaluation, say_what_collates
 from lockstep.training.run import Run, trained_of
 
 ENDINGS = (".npy", ".npz", ".safetensors", ".jsonl")
@@ -216,8 +216,7 @@ class _Prediction:
             collate=collate,
         )
         self.step: Step = plan.strategy.prepare(self.job, world)
-        if job.collate is not None and self.step.replicas > 1 and world.is_first:
-            self.step.tell_once([COLLATES])
+        say_what_collates(job, self.step)
         self.dataset, self.rows = dataset, len(dataset)
         self.batch_size = job.eval_batch_size or job.batch_size
         self.loader = job_loader(self.job, world, dataset, evaluation=True, name=self.name)

@@ -106,8 +106,6 @@ class DDPStep(Step):
             strategy.reduce == "overlapped" or (strategy.reduce == "auto" and self._are_large())
         )
         self._bucket_mb = strategy.bucket_mb
-        # Gradients, perhaps, by callbacks of a person's own.
-        self._are_kept = any(not type(one).__module__.startswith("lockstep.") for one in job.callbacks)
         self._ddp: DistributedDataParallel | None = None
         self._noticed = False
         self._buffers = FollowedBuffers(model, world)
@@ -165,7 +163,7 @@ class DDPStep(Step):
                 init_sync=False,  # build_model has compared the ranks
                 find_unused_parameters=True,
                 # (Views would be written again by the next backward, and a person's code may keep them.)
-                gradient_as_bucket_view=not self._are_kept and not self.own_loop and is_of_pytorch(self.optimizer),
+                gradient_as_bucket_view=not (self.own_loop or self.has_own_callbacks) and is_of_pytorch(self.optimizer),
                 bucket_cap_mb=self._bucket_mb,
                 # Buffers are followed here, only those that change: see FollowedBuffers.
                 **{_FORWARD_BUFFERS: False},  # type: ignore[arg-type]

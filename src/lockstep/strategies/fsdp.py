@@ -119,8 +119,8 @@ class FSDP(Strategy):
                 many = "all at once" + (", no repeated layers: --blocks names some" if self.blocks == "auto" else "")
             text = f"a rank keeps {of} of weights, gradients and the optimizer's state likewise; gathered: {many}"
             world.tell(Line(text, "plan"))
-        is_elementwise = getattr(optimizer, "elementwise", self.elementwise)
-        step = ShardedStep(model, optimizer, job, world, exchange, shards, skeleton, is_elementwise)
+        elementwise = self._is_elementwise(optimizer)
+        step = ShardedStep(model, optimizer, job, world, exchange, shards, skeleton, elementwise)
         step.sync_each_microbatch = self.sync_each_microbatch
         step.last_look = min(step.last_look, last_look)
         return step
@@ -137,6 +137,9 @@ class FSDP(Strategy):
         said = "what forward does is inspected before the first update only, since the model is large"
         return 1, f"{said}: what it begins to do later (samples that act on one another) isn't seen"
 
+    def _is_elementwise(self, optimizer: torch.optim.Optimizer) -> bool:
+        return bool(getattr(optimizer, "elementwise", self.elementwise))
+
     def _refuse_unshardable(self, job: Job, model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
         """Refuse what has to see whole parameters, or doesn't go with ``fully_shard``.
 
@@ -152,13 +155,13 @@ class FSDP(Strategy):
         if hooked := hooked_parameters(model):
             raise StrategyError(f'fsdp: parameter "{hooked[0]}" has a hook, which its shards would lose: take ddp')
         kind = type(optimizer)
-        known, elementwise = is_of_pytorch(optimizer), getattr(optimizer, "elementwise", self.elementwise)
+        known = is_of_pytorch(optimizer)
         if known and kind.__name__ not in _ELEMENTWISE:
             raise StrategyError(
                 f"fsdp: {kind.__name__} looks at whole parameters, and a rank has a shard of each: take ddp, or an "
                 "optimizer that treats each element by itself, as AdamW"
             )
-        if elementwise:
+        if self._is_elementwise(optimizer):
             return
         refuse_hooks(optimizer)
         if not known:

@@ -39,11 +39,11 @@ class FlatGradients:
 
     def __init__(self, parameters: list[nn.Parameter], numbers: int, sparse: Collection[int] = ()) -> None:
         self._parameters, self._numbers = parameters, numbers
-        self._make_buffers(numbers, sparse)
-
-    def _make_buffers(self, numbers: int, sparse: Collection[int]) -> None:
-        parameters = self._parameters
         self._sparse = [i for i, p in enumerate(parameters) if id(p) in sparse]
+        self._make_buffers()
+
+    def _make_buffers(self) -> None:
+        parameters, numbers = self._parameters, self._numbers
         rows = [len(parameters[i]) for i in self._sparse]
         extras = len(parameters) + sum(rows) + numbers
         formats = dict.fromkeys((str(p.dtype), str(p.device)) for p in parameters)
@@ -89,7 +89,7 @@ class FlatGradients:
             The sums of the numbers: numbers on CPU, scalars elsewhere.
         """
         if self._count_holders() != self._holders:
-            self._make_buffers(self._numbers, {id(self._parameters[i]) for i in self._sparse})
+            self._make_buffers()
         grads = [p.grad for p in self._parameters]
         here = [grad is not None for grad in grads]
         mine = [grad.to_dense() if grad.is_sparse else grad for grad in grads if grad is not None]

@@ -111,6 +111,5 @@ class ReplicaOfStages(DDPStep, StagedStep):
         loss = StagedStep.gradients(self, batch)
         if self.world.size > 1:
             loss = self._summed_flat(loss)
-        if self.looks_again:
-            self._buffers.look()
+        self._end_parts(batch)
         return loss

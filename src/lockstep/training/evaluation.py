@@ -33,12 +33,17 @@ _LARGEST = 2**30
 
 _BATCHNORM = Caveat("batchnorm evaluation", "BatchNorm normalizes over the local batch in evaluation")
 
-COLLATES = Caveat(
+_COLLATES = Caveat(
     "collate",
     "collate is given each device's local batch, so outputs that depend on how far it pads, or on the other samples, "
     "differ from those of one device",
 )
-"""Said where devices evaluate, or predict, a local batch each."""
+
+
+def say_what_collates(job: Job, step: Step) -> None:
+    """Say what a collate is given where devices evaluate, or predict, a local batch each."""
+    if job.collate is not None and step.replicas > 1 and step.world.is_first:
+        step.tell_once([_COLLATES])
 
 
 def try_out(

@@ -56,6 +56,9 @@ class Evaluator:
     shares_parameters = False
     """Whether the replicas of this process have the same parameters."""
 
+    has_own_callbacks = False
+    """Whether callbacks of a person's own see it between updates."""
+
     def __init__(self, model: nn.Module, job: Job, world: World) -> None:
         self.model = self.original = model
         self.world = world

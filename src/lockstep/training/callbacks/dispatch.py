@@ -64,7 +64,7 @@ class Callbacks:
         if (twice := next((output for output, number in outputs.items() if number > 1), None)) is not None:
             raise JobError(f"callbacks: {outputs[twice]} of them would write {twice}: leave one, or give another name")
         # Those that come with Lockstep draw nothing, or under a seed of their own, and add no hooks: 0.2 ms a step.
-        self._are_own = any(map(_is_own, self._by_name.values()))
+        self._are_own = step.has_own_callbacks = any(map(_is_own, self._by_name.values()))
         self._last = {"on_event": last}
         self._asks = bool(self._by_name or job.on_event)
         self._parameters = list(step.model.named_parameters())

@@ -64,7 +64,8 @@ def merged(metric: Any, every: list[list[tuple[dict[str, Any], int]]]) -> Any:
         for name, reduction in one._reductions.items():
             states = [held[name] for held, _ in of_each]
             state: Any = _in_order(of_each, name) if isinstance(states[0], list) else torch.stack(states)
-            setattr(one, name, state if reduction is None or state == [] else reduction(state))
+            is_none = isinstance(state, list) and not state
+            setattr(one, name, state if reduction is None or is_none else reduction(state))
         one._update_count = sum(updates for _, updates in of_each)
     return metric
 
