@@ -306,3 +306,25 @@ def test_the_hardest_samples_of_a_local_batch_are_no_sum_in_an_evaluation(tmp_pa
     run = run_of(lambda: nn.Linear(6, 3), tmp_path, loss=hardest)
     with pytest.raises(LossError, match="is not a sum over samples"):
         evaluate(run, strategy="dp", devices="2xcpu")
+
+
+class Confident(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer, self.confidence = nn.Linear(6, 3), 0.0
+
+    def forward(self, x: Tensor) -> Tensor:
+        logits: Tensor = self.layer(x)
+        self.confidence = float(logits.detach().max(1).values.median())
+        return logits
+
+
+@pytest.mark.parametrize("way", ["dp", slow("ddp")])
+def test_a_metric_that_reads_what_the_model_keeps_of_a_local_batch_is_said(
+    way: str, tmp_path: Path, capfd: Any
+) -> None:
+    """Found by trial: it adds up over parts of the outputs, since the attribute is that of the whole."""
+    model = Confident()
+    metrics = {"confidence": lambda outputs, targets: (model.confidence * len(targets), len(targets))}
+    train(job_of(lambda: model, metrics=metrics), strategy=way, devices="2xcpu", folder=tmp_path)
+    assert 'metric "confidence" uses the model, which keeps something of its local batch' in capfd.readouterr().out

@@ -52,7 +52,6 @@ class Overlap:
     world: World  # which is told why micro-batches don't overlap, and at which step
     stages: int
     cards: tuple[torch.device, ...] = ()  # the accelerators that hold the stages
-    tells: bool = True  # whether it is
     route: Route = ()  # the stages that micro-batches visit, in order; empty before the first one
     in_turn: str | None = None  # why they have to follow one another, as far as is known
     _begun: Begun | None = None  # there is one once a micro-batch was watched
@@ -196,5 +195,4 @@ class Overlap:
         self._say(f"{why}: micro-batches follow one another, and nothing overlaps{doubt}")
 
     def _say(self, note: str) -> None:
-        if self.tells:
-            self.world.tell(Line.note(note))
+        self.world.tell(Line.note(note))

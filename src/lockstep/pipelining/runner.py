@@ -33,7 +33,7 @@ from lockstep.launch.world import World
 from lockstep.pipelining.card_queues import CardQueues
 from lockstep.pipelining.microbatch import Flight
 from lockstep.pipelining.overlap import Overlap
-from lockstep.pipelining.schedule import Key, Route, Schedule, by_stage, merged, orders_of
+from lockstep.pipelining.schedule import Key, Route, Schedule, merged, orders_of
 from lockstep.pipelining.turns import Aborted, Turns
 from lockstep.report.timeline import Action, Span, Timeline
 from lockstep.tensors.seeding import States, states
@@ -53,7 +53,7 @@ class _Work:
 
     begin: Callable[[int], None]
     forward: Callable[[int], Any]
-    backward: Callable[[int, Any], Any] | None
+    backward: Callable[[int, Any], Any]
     count: int
 
 
@@ -86,8 +86,7 @@ class Runner:
         self._training = Overlap(model, world, len(places), cards)
         if len(cards) == 1:
             self._training.in_turn = "one accelerator computes nothing at the same time"
-        self._evaluation = Overlap(model, world, len(places), tells=False)
-        self._orders: dict[tuple[bool, Route, int], list[list[Key]]] = {}
+        self._orders: dict[tuple[Route, int], list[list[Key]]] = {}
         self._team: Team | None = None
         self._copying: dict[tuple[torch.device, int], torch.Stream] = {}
         self._shared: dict[int, torch.Tensor] = {}
@@ -98,40 +97,42 @@ class Runner:
         self,
         begin: Callable[[int], None],
         forward: Callable[[int], Any],
-        backward: Callable[[int, Any], Any] | None,
+        backward: Callable[[int, Any], Any],
         count: int,
         seeded: bool = False,
     ) -> list[Any]:
-        """Forward and backward of each micro-batch, or forward alone of several batches; what each gave.
+        """Forward and backward of each micro-batch; what each gave.
 
-        Batches without backward that go another way than the first ones did get turns between those of the others: no
-        sums depend on their order. Errors get a note that names the micro-batch and the stage.
+        Errors get a note that names the micro-batch and the stage.
 
         Args:
             begin: called before the forward of a micro-batch that draws from the generators themselves: on slots one
                 that others don't overlap, on accelerators any that draws.
             forward: of the micro-batch of that number: model and loss.
-            backward: of the same, given what forward gave; None in evaluation.
+            backward: of the same, given what forward gave.
             count: how many there are.
             seeded: random streams have seeds of their own, which they don't draw from PyTorch's generator.
         """
         work = _Work(begin, forward, backward, count)
         self.spoiled = False
-        if not self._slots and backward is None:  # their queues overlap by themselves
-            results = []
-            for number in range(count):
-                begin(number)
-                results.append(forward(number))
-            return results
-        overlap = self._evaluation if backward is None else self._training
-        self.overlaps = count > 1 and overlap.allowed
-        self.streamed = self.overlaps and self._slots and (backward is None or overlap.draws)
+        self.overlaps = count > 1 and self._training.allowed
+        self.streamed = self.overlaps and self._slots and self._training.draws
         flights: list[Flight] = []
-        found = (self._overlapped if self.overlaps else self._in_turn)(overlap, work, flights)
-        if backward is not None:
-            self.spoiled = self.overlaps and overlap.spoiled(flights, seeded=seeded)
-            self._note(flights)
+        found = (self._overlapped if self.overlaps else self._in_turn)(work, flights)
+        self.spoiled = self.overlaps and self._training.spoiled(flights, seeded=seeded)
+        self._note(flights)
         return found
+
+    def evaluate(self, compute: Callable[[], T]) -> T:
+        """What this gives, where it calls the model, each layer on the device of its stage; without backward."""
+        if not self._slots:  # (forwards that follow one another overlap in the queues of the devices)
+            return compute()
+
+        def go() -> T:
+            with Flight(0, self._occupy, marks=False) as flight, self._told(flight, "evaluation"):
+                return compute()
+
+        return self._in_threads([go], 1)[0]
 
     def _in_threads(
         self, functions: Sequence[Callable[[], T]], count: int, on_abort: Sequence[Callable[[], None]] = ()
@@ -179,17 +180,17 @@ class Runner:
             with contextlib.suppress(OSError):
                 os.sched_setaffinity(thread, device.cores)
 
-    # ---- training, and evaluation on slots --------------------------------------------------------------------------
+    # ---- training ---------------------------------------------------------------------------------------------------
 
-    def _in_turn(self, overlap: Overlap, work: _Work, flights: list[Flight]) -> list[Any]:
+    def _in_turn(self, work: _Work, flights: list[Flight]) -> list[Any]:
         """One micro-batch after the other, in one thread."""
 
         def go() -> list[Any]:
             results = []
             for number in range(work.count):
                 work.begin(number)
-                flights.append(self._flight(number, overlap))
-                with overlap.alone(flights[-1], work.count) as in_forward:
+                flights.append(Flight(number, self._occupy))
+                with self._training.alone(flights[-1], work.count) as in_forward:
                     results.append(self._fly(flights[-1], work, in_forward))
             return results
 
@@ -200,16 +201,16 @@ class Runner:
         finally:
             self._occupy(0)
 
-    def _overlapped(self, overlap: Overlap, work: _Work, flights: list[Flight]) -> list[Any]:
+    def _overlapped(self, work: _Work, flights: list[Flight]) -> list[Any]:
         """Each micro-batch in a thread of its own; they wait for their turns."""
-        key = overlap is self._training, overlap.route, work.count
+        overlap = self._training
+        key = overlap.route, work.count
         if key not in self._orders:
-            schedule = by_stage(self._places, work.count) if work.backward is None else self.schedule(work.count)
-            orders = orders_of(overlap.route, schedule, work.count)
+            orders = orders_of(overlap.route, self.schedule(work.count), work.count)
             self._orders[key] = orders if self._slots else [merged(overlap.route, orders)]
         places = self._places if self._slots else [0] * len(self._places)
         turns = Turns(self._orders[key], places, self._beckon, work.count)
-        flights += [self._flight(number, overlap, turns) for number in range(work.count)]
+        flights += [Flight(number, self._occupy, overlap.route, turns) for number in range(work.count)]
         if not self._slots:
             self._give_queues(flights, states(overlap.cards) if overlap.draws else None)
 
@@ -218,8 +219,7 @@ class Runner:
             with contextlib.nullcontext() if flight.queues is None else flight.queues.streams():
                 return self._fly(flight, work, contextlib.nullcontext())
 
-        if work.backward is not None:
-            overlap.look()
+        overlap.look()
         return self._in_threads([functools.partial(go, flight) for flight in flights], work.count, [turns.abort])
 
     def _fly(self, flight: Flight, work: _Work, in_forward: contextlib.AbstractContextManager[None]) -> Any:
@@ -231,8 +231,6 @@ class Runner:
                     work.begin(flight.number)
             with in_forward:
                 made = work.forward(flight.number)
-            if work.backward is None:
-                return made
             flight.turn_back()
             return work.backward(flight.number, made)
 
@@ -248,12 +246,8 @@ class Runner:
             copying = {key[0]: self._copying[key] for key in keys}
             flight.queues = CardQueues(places, computing, copying, random, self._shared)
 
-    def _flight(self, number: int, overlap: Overlap, turns: Turns | None = None) -> Flight:
-        route = overlap.route if turns else ()
-        return Flight(number, self._occupy, route, turns, marks=overlap is self._training)
-
     @contextlib.contextmanager
-    def _told(self, flight: Flight):  # type: ignore[no-untyped-def]
+    def _told(self, flight: Flight, what: str = ""):  # type: ignore[no-untyped-def]
         """Errors get a note that says where they came from."""
         try:
             yield
@@ -261,10 +255,8 @@ class Runner:
             if not isinstance(error, Aborted | InputError):
                 stage = flight.stage or 0
                 way = "forward" if flight.kind == "F" else "backward"
-                error.add_note(
-                    f"raised in stage {stage} ({self._devices[stage]}), {way} of micro-batch {flight.number}, "
-                    f"at step {self._world.step}"
-                )
+                what = what or f"{way} of micro-batch {flight.number}"
+                error.add_note(f"raised in stage {stage} ({self._devices[stage]}), {what}, at step {self._world.step}")
             raise
 
     def _note(self, flights: Sequence[Flight]) -> None:

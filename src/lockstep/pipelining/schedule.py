@@ -63,7 +63,9 @@ def gpipe(stages: int, microbatches: int) -> Schedule:
 
     Huang et al., GPipe, 2019, https://arxiv.org/abs/1811.06965
     """
-    return by_stage(range(stages), microbatches)
+    _checked(stages, microbatches)
+    every = range(microbatches)
+    return [[Action(s, way, m) for way in ("F", "B") for m in every] for s in range(stages)]
 
 
 def one_f_one_b(stages: int, microbatches: int) -> Schedule:
@@ -114,25 +116,6 @@ def interleaved(devices: int, microbatches: int, chunks: int = 2) -> Schedule:
         order = [*forwards[:ahead], *itertools.chain.from_iterable(pairs)]
         schedule.append([action for action in order if action is not None and action.microbatch < microbatches])
     return schedule
-
-
-def by_stage(places: Sequence[int], microbatches: int) -> Schedule:
-    """Every forward, then every backward, for stages on any devices: what forwards alone are taken from.
-
-    Args:
-        places: for each stage the device that holds it.
-        microbatches: how many.
-    """
-    _checked(len(places), microbatches)
-    every = range(microbatches)
-    stages = range(len(places))
-    return [
-        [
-            *(Action(s, "F", m) for s in stages if places[s] == device for m in every),
-            *(Action(s, "B", m) for s in reversed(stages) if places[s] == device for m in every),
-        ]
-        for device in range(max(places) + 1)
-    ]
 
 
 def greedy(

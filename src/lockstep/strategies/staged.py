@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any, TypeVar
@@ -10,7 +9,7 @@ from typing import Any, TypeVar
 import torch
 from torch import nn
 
-from lockstep.data import Batch, Part, mixed
+from lockstep.data import Batch, mixed
 from lockstep.job import Job
 from lockstep.launch.devices import Device, occupied
 from lockstep.launch.observer import observed
@@ -20,7 +19,6 @@ from lockstep.pipelining.runner import Runner
 from lockstep.pipelining.stage_layers import Layers
 from lockstep.strategies.steps.step import Step
 from lockstep.strategies.steps.update_result import added, summed
-from lockstep.tensors.pytree import each
 from lockstep.tensors.seeding import seed_on
 from lockstep.threads.random_streams import Streams, stream
 
@@ -50,8 +48,6 @@ class StagedStep(Step):
         self._layers = layers
         self.runner = runner
         self._is_small = world.device.is_slot and sum(p.numel() for p in self._parameters) <= _FEW
-        # So many evaluation batches are under way at once.
-        self._together = 1 if len(world.devices) == 1 else 2 * len(world.devices)
         # (On accelerators a device's time is not its thread's, which only queues work.)
         self.timed = "device" if world.device.is_slot else "rank"
 
@@ -127,40 +123,17 @@ class StagedStep(Step):
         with occupied(Device("cpu", 0)) if self._is_small else nullcontext():
             super()._move_parameters(size, count)
 
-    def forward(self, model: nn.Module, part: Part) -> Any:
-        """As every step's; outputs of evaluations, of which several are under way, have memory of their own."""
-        outputs = super().forward(model, part)
-        if torch.is_grad_enabled():
-            return outputs
-        buffers = {b.untyped_storage()._cdata for b in model.buffers() if b.layout == torch.strided}
-        return each(lambda t: t.clone() if t._is_view() or _storage(t) in buffers else t, outputs)
-
     def over(
         self, batches: Iterable[Batch], compute: Callable[[Batch], T], seed: int | None = None
     ) -> Iterator[tuple[Batch, T]]:
-        """As any step's. Whole batches overlap on the devices: cut, they might give other numbers."""
-        streams = Streams()
-        rest = iter(batches)
-        while together := list(itertools.islice(rest, self._together)):
+        """As any step's, whole batches one after the other: cut they might give other numbers.
 
-            def begin(number: int, together: list[Batch] = together) -> None:
-                if seed is not None:
-                    self._begin_batch(together[number], seed)
-
-            def forward(number: int, together: list[Batch] = together) -> T:
-                batch = together[number]
-                key = None if seed is None else mixed(seed, batch.index + 1, self.world.data.rank)
-                with torch.no_grad(), self._drawing(batch.index, streams, key):
-                    return compute(batch)
-
-            yield from zip(together, self.runner.run(begin, forward, None, len(together)), strict=True)
+        Overlapped they would mix what a model keeps in attributes, and what metrics read there.
+        """
+        return super().over(batches, lambda batch: self.runner.evaluate(lambda: compute(batch)), seed)
 
     @contextmanager
     def evaluating(self) -> Iterator[None]:
         """As every step's; what meets on different devices is moved."""
         with super().evaluating(), self._layers.moving():
             yield
-
-
-def _storage(tensor: torch.Tensor) -> int | None:
-    return tensor.untyped_storage()._cdata if tensor.layout == torch.strided else None

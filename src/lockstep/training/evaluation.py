@@ -17,7 +17,7 @@ from lockstep.job import Job
 from lockstep.launch.events import Caveat
 from lockstep.launch.memory import is_out_of_memory
 from lockstep.launch.world import World
-from lockstep.model.inspection import OutsideVariables, kept_state, look
+from lockstep.model.inspection import OutsideVariables, attribute_prints, kept_state, look
 from lockstep.model.losses.check_interval import is_power_of_two
 from lockstep.model.losses.loss import Loss
 from lockstep.strategies.steps.step import Step
@@ -38,6 +38,21 @@ _COLLATES = Caveat(
     "collate is given each device's local batch, so outputs that depend on how far it pads, or on the other samples, "
     "differ from those of one device",
 )
+
+
+_READS = 'metric "{}" uses the model, which keeps something of its local batch in attributes: each replica has its own'
+
+
+def _readers(functions: Mapping[str, Any], step: Step) -> list[str]:
+    """The names of metrics that use one of the model's modules, where replicas have a local batch each; on rank 0."""
+    if step.replicas == 1 or not step.world.is_first:
+        return []
+    ours = {id(module) for module in step.model.modules()}
+    return [
+        name
+        for name, function in functions.items()
+        if any(id(module) in ours for module in OutsideVariables([function]).modules)
+    ]
 
 
 def say_what_collates(job: Job, step: Step) -> None:
@@ -240,11 +255,15 @@ def evaluate(
     sums = [Sums() for _ in range(1 + len(functions))]
     are_no_sums = [0.0 for _ in sums]
     across = AcrossReplicas() if looks and functions and step.replicas > 1 else None
+    readers = _readers(functions, step) if looks else []
+    kept = attribute_prints(step.model) if readers else {}
     with step.evaluating(), kept_states():
         for batch, results in step.over(itertools.islice(loader.epoch(0), most), step.results, seed):
             world.beat()
             if looks and is_power_of_two(batch.index + 1):
                 look_at_evaluation(step, batch)
+                if readers and attribute_prints(step.model) != kept:
+                    step.tell_once(map(_READS.format, readers))
             for outputs, targets, loss in results:
                 seldom = is_power_of_two(batch.index + 1)
                 if across is not None and seldom:

@@ -1,7 +1,6 @@
 """Evaluator: a model under a strategy, asked for outputs and losses without an update. Every step is one.
 
-What strategies have of their own here: where a share is computed (``results``, ``predictions``), and whether several
-batches may be under way at once (``over``).
+What strategies have of their own here: where a share is computed (``results``, ``predictions``, ``over``).
 """
 
 from __future__ import annotations
@@ -170,7 +169,7 @@ class Evaluator:
     def over(
         self, batches: Iterable[Batch], compute: Callable[[Batch], T], seed: int | None = None
     ) -> Iterator[tuple[Batch, T]]:
-        """Each batch, in order, with what ``compute`` makes of it; several may be under way at once.
+        """Each batch, in order, with what ``compute`` makes of it.
 
         Args:
             batches: of the loader.
