@@ -103,7 +103,8 @@ def _say_no_sums(names: Iterable[str], step: Step) -> None:
 def _of_parts(name: str) -> str:
     return (
         f'metric "{name}" gives other values for parts of a batch, merged, than for all of it (it keeps means of '
-        "batches, say, or guesses what outputs are from their values): they depend on the number of devices"
+        "batches, say, or those of the last ones only, or guesses what outputs are from their values): they depend on "
+        "the number of devices"
     )
 
 

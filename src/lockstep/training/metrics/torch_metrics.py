@@ -83,8 +83,11 @@ def _in_order(of_each: Sequence[tuple[dict[str, Any], int]], name: str) -> list[
 def is_of_parts(metric: Any, outputs: Any, targets: Any) -> bool:
     """Whether the value of some samples is that of two parts of them, one after the other, and merged.
 
-    It isn't where a metric keeps means of batches, or guesses from the values whether they are probabilities.
+    It isn't where a metric keeps means of batches, or only those of the last few batches, or guesses from the values
+    whether they are probabilities.
     """
+    if any(kind.__name__ == "Running" for one in _each_metric(metric) for kind in type(one).__mro__):
+        return False
     device = next((t.device for t in tensors((outputs, targets))), torch.device("cpu"))
     return all(_is_of_parts(metric, *of, device) for of in as_samples(outputs, targets))
 
