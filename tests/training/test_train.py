@@ -123,6 +123,8 @@ def test_torchmetrics_are_merged_over_ranks(strategy: str, tmp_path: Path) -> No
 
 def test_a_metric_of_torchmetrics_that_keeps_means_of_batches_is_said(tmp_path: Path, capfd: Any) -> None:
     """Found by trial: without a line; so one of the last few batches."""
+    import torchmetrics
+
     metrics = of_torchmetrics()
     metrics["of the last"] = torchmetrics.wrappers.Running(metrics["f1"].clone(), window=3)
     train(classify(metrics=metrics), strategy="dp", devices="2xcpu", folder=tmp_path)

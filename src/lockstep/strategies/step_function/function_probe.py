@@ -33,7 +33,7 @@ from lockstep.model.inspection import (
     without_noise,
 )
 from lockstep.model.inspection.rounding import first_apart
-from lockstep.model.losses.additivity import Nest, is_apart, repeated
+from lockstep.model.losses.additivity import Nest, is_apart, repeated, tolerance_of
 from lockstep.model.losses.loss import Loss, Number
 from lockstep.model.losses.torch_losses import HALF
 from lockstep.model.model_settings import in_evaluation_mode
@@ -44,9 +44,6 @@ from lockstep.tensors.seeding import kept_states, same, states
 _LARGEST = 2**30
 """Bytes of parameters up to which gradients are looked at, in the first step."""
 
-_TOLERANCE = 1e-4
-"""Of float32; a mean of means is off by some per cent."""
-
 
 class _Noted:
     """Stands for ``update``."""
@@ -54,11 +51,13 @@ class _Noted:
     def __init__(self, world: World, samples: int, model: nn.Module | None) -> None:
         self.step, self.samples, self._model = world.step, samples, model
         self.calls: list[tuple[str, float, float]] = []
+        self.totals: list[torch.Tensor] = []
         self.gradients: list[dict[str, torch.Tensor]] = []
 
     def __call__(self, name: str, total: torch.Tensor, count: Number | None = None) -> None:
         loss = as_sum(name, total, count)
         self.calls.append((name, float(loss.total.detach()), float(loss.count)))
+        self.totals.append(loss.total.detach())
         if self._model is None or not loss.total.requires_grad:
             return
         trained = {f"{name}.{n}": p for n, p in self._model.get_submodule(name).named_parameters() if p.requires_grad}
@@ -201,12 +200,14 @@ class Called:
         written: the parameters and buffers that it wrote.
         attributes: hashes of the attributes of modules that it wrote.
         gradients: of each call's total, in the first step, by the names of parameters.
+        tolerance: how far, relative to them, totals of parts may be from that of the whole.
     """
 
     updates: list[tuple[str, float, float]]
     written: dict[str, torch.Tensor]
     attributes: dict[str, bytes] = field(default_factory=dict)
     gradients: list[dict[str, torch.Tensor]] = field(default_factory=list)
+    tolerance: float = 1.0
 
     def times(self, number: int) -> Called:
         """What sums over samples are for the same ones so many times."""
@@ -223,7 +224,7 @@ def _refuse_no_sums(samples: int, whole: Called, *parts: Called) -> None:
         return  # replicas that make different calls are found in the step itself
     for (name, *numbers), *others in zip(whole.updates, *(of.updates for of in parts), strict=True):
         for value, one, other in zip(numbers, *(of[1:] for of in others), strict=True):
-            if is_apart(value, one, other, tolerance=_TOLERANCE):
+            if is_apart(value, one, other, tolerance=whole.tolerance):
                 raise StrategyError(
                     f'update("{name}"): the loss of {samples} samples is {value:.4g}, and of two parts of them '
                     f"{one:.4g} and {other:.4g}, so it isn't a sum over samples",
@@ -248,7 +249,7 @@ def _calls(function: Callable[..., None], model: nn.Module, world: World, sample
         function(model, nest, noted)
     now = {name: its for name, its in attribute_prints(model).items() if attributes.get(name) != its}
     written = {name: tensor for name, tensor in state.items() if digest(tensor) != before[name]}
-    return Called(noted.calls, written, now, noted.gradients)
+    return Called(noted.calls, written, now, noted.gradients, tolerance_of(nest, noted.totals, waits=False))
 
 
 def _changed(name: str) -> Caveat:
