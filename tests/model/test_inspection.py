@@ -544,3 +544,31 @@ def test_inputs_that_cannot_be_cut_are_said_not_to_be_looked_at() -> None:
     inputs = {"input": torch.randint(5, (7,)), "offsets": torch.tensor([0, 2, 3, 6])}
     seen = look(nn.EmbeddingBag(5, 3, mode="sum"), inputs, 4)
     assert seen.ragged and "isn't seen" in next(c.text for c in seen.of_replicas(with_dropout=False))
+
+
+class Beside(nn.Module):
+    """Outputs as long as the longest sample, or gradients that follow their norm; beside them a mean nobody reads."""
+
+    def __init__(self, what: str) -> None:
+        super().__init__()
+        self.body, self.out, self.what = nn.Linear(6, 6), nn.Linear(6, 1), what
+
+    def forward(self, x: torch.Tensor) -> dict[str, torch.Tensor]:
+        hidden = torch.tanh(self.body(x))
+        if self.what == "hook" and hidden.requires_grad:
+            hidden.register_hook(lambda gradient: gradient / (1 + gradient.norm()))
+        logits = self.out(hidden)
+        if self.what == "padded":
+            logits = logits * torch.arange(1.0, 1 + int((x != 0).sum(1).max()))
+        return {"logits": logits, "activation": hidden.abs().mean()}
+
+
+@pytest.mark.parametrize(("what", "found"), [("", ""), ("hook", "backward"), ("padded", "mixes")])
+def test_a_mean_beside_the_outputs_hides_nothing(what: str, found: str) -> None:
+    """Found by trial: where there was one, neither gradients nor losses of padded outputs were looked at."""
+    x = drawn(8, 6).double() * (torch.arange(6) < 6 - torch.arange(8)[:, None] // 2)
+    seen = look(
+        Beside(what).double(), x, 8, targets=torch.ones(8), judge=lambda o, y, n: (o["logits"].square().mean() * n, n)
+    )
+    assert seen.of_batch == {"activation": "mean"}
+    assert (seen.backward is not None, seen.mixes) == (found == "backward", found == "mixes")

@@ -27,7 +27,7 @@ import contextlib
 import copy
 import functools
 import itertools
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Container, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
 from typing import Any
 
@@ -312,17 +312,15 @@ def _see(
                     seen.of_batch[name] = "mean of items"
             is_sum = not differ([total], [judged[0][0] + judged[1][0]])
             seen.bends = not is_sum and "neither" not in seen.of_batch.values()
-    if not set(seen.of_batch.values()) <= {"same"}:
-        return
     adds_up = False
     with contextlib.suppress(Exception):  # a loss that can't take a part of the outputs
         of_cut, of_parts = [], []
-        by_chance = any(has_rows(whole[name], samples) for name in seen.of_batch)  # prototypes, as many as samples
         for start, size in parts:
             some, wanted = part_of((kept[0, samples], targets), start, size, samples)
-            of_cut.append(judge(kept[start, size] if by_chance else some, wanted, size)[0])
+            of_cut.append(judge(_with(kept[start, size], seen.of_batch, some), wanted, size)[0])
             of_parts.append(judge(kept[start, size], wanted, size)[0])
         seen.mixes = differ(of_cut, of_parts)
+        seen.bends &= not seen.mixes
         adds_up = not differ([judge(kept[0, samples], targets, samples)[0]], [of_cut[0] + of_cut[1]])
     is_small = sum(p.numel() * p.element_size() for p in model.parameters()) <= _LARGEST
     if gradients and is_small and trained and not seen.mixes:
@@ -355,6 +353,12 @@ def _first_recomputed(
             return judge(outputs, targets, min(samples, _FEWEST))[0]
 
     return first_recomputed(model, total, without_checkpoints, accelerators_of(inputs))
+
+
+def _with(own: Any, names: Container[str], outputs: Any) -> Any:
+    """Outputs, of which those of these names are a part's own."""
+    its = iter([tensor if name in names else None for name, tensor in named_tensors(own)])
+    return each(lambda tensor: tensor if (mine := next(its)) is None else mine, outputs)
 
 
 def _real(tensor: torch.Tensor) -> torch.Tensor:
