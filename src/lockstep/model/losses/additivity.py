@@ -5,13 +5,14 @@ from __future__ import annotations
 import contextlib
 import math
 import warnings
-from collections.abc import Collection, Iterable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
 
+from lockstep.errors import LossError
 from lockstep.model.losses.loss import Loss, Number
 from lockstep.model.losses.torch_losses import HALF
 from lockstep.tensors.pytree import both_of, each, folded, has_rows, holds_samples, part_of, parts, tensors, to_device
@@ -20,6 +21,10 @@ from lockstep.threads.random_streams import source, stream
 
 Nest = tuple[Any, Any]
 """Outputs and targets."""
+
+
+class CantTell(Exception):
+    """A loss of which nothing can be checked; the text says why, where the person has to know."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -78,6 +83,11 @@ def tolerance_of(nest: Nest, totals: list[Tensor], *, waits: bool) -> float:
     return DOUBLED if all(t.dtype == torch.float64 for t in totals) else 1e-5 if waits else 1e-4
 
 
+def are_double(totals: Iterable[Any]) -> bool:
+    """Whether all are tensors of float64; what Python's numbers were computed in isn't known."""
+    return all(isinstance(total, Tensor) and total.dtype == torch.float64 for total in totals)
+
+
 def is_apart(whole: float, one: float, other: float, *, tolerance: float) -> bool:
     """Whether two parts don't add up to the whole."""
     # A part that isn't finite, of a whole that is, is wrong too: the variance of one sample, say.
@@ -94,7 +104,6 @@ def first_wrong(sums: list[Sum], tolerance: float) -> Sum | None:
 
 def parts_apart(names: Iterable[str], sums: list[Sum], tolerance: float) -> dict[str, Sum]:
     """For each part of the loss whose totals or counts don't add up, the first sum that doesn't hold."""
-    tolerance = max(tolerance, _REPORTED)
     return {
         name: next(of for of in sums if _is_part_apart(of, name, tolerance))
         for name in sorted(names)
@@ -103,6 +112,8 @@ def parts_apart(names: Iterable[str], sums: list[Sum], tolerance: float) -> dict
 
 
 def _is_part_apart(of: Sum, name: str, tolerance: float) -> bool:
+    if not are_double(number for piece in of for number in piece.parts.get(name, ())[:1]):
+        tolerance = max(tolerance, _REPORTED)
     return any(is_apart(*values, tolerance=tolerance) for values in zip(*of.of_part(name), strict=True))
 
 
@@ -251,6 +262,23 @@ def repeated(nest: Nest, samples: int, times: int) -> Nest | None:
     for number in range(1, times):
         made = None if made is None else both_of(made, number * samples, nest, samples)
     return made
+
+
+def sums_of_many(piece: Callable[[Nest, int], Piece], rows: Nest, whole: Piece, times: int) -> list[Sum]:
+    """Those of more samples than a local batch has: of the same so many times, and of its targets with other outputs.
+
+    Of a class that one sample of the local batch is of there are two then, which differ.
+    """
+    sums, samples = [], whole.samples
+    if (many := repeated(rows, samples, times)) is not None:
+        sums.append(Sum(piece(many, times * samples), whole, whole.times(times - 1)))
+    if many is not None and samples > 1:
+        turned = both_of(part_of(rows, 1, samples - 1, samples), samples - 1, part_of(rows, 0, 1, samples), 1)
+        others = (turned or rows)[0], rows[1]
+        with contextlib.suppress(LossError, CantTell):  # it may take outputs with their own targets only
+            if (both := both_of(rows, samples, others, samples)) is not None:
+                sums.append(Sum(piece(both, 2 * samples), whole, piece(others, samples)))
+    return sums
 
 
 @contextlib.contextmanager

@@ -1,11 +1,17 @@
-"""How often a loss is checked, so that checks take a small part of the time of a training."""
+"""How often a loss is checked, and how closely, so that checks take a small part of the time of a training."""
 
 from __future__ import annotations
 
 import math
+from typing import Any
+
+from lockstep.tensors.pytree import tensors
 
 _LARGEST_SHARE = 0.05
 """Of the time of an update, for checking its loss; beyond that it is checked every n-th update only."""
+
+_CLASSES = 1000
+"""Up to so many the samples of each class are looked at."""
 
 TIMED = range(2, 6)
 """The updates in which the check is timed: the first one prepares much."""
@@ -26,11 +32,25 @@ class CheckInterval:
     def __init__(self) -> None:
         self.every = 1
         self._seconds: list[float] = []
+        self._classes: set[int] = set()
         self._check = self._update = math.inf
 
     def is_due(self, update: int) -> bool:
         """Whether to check in this update, counted from 1."""
         return update < TIMED.stop or update % self.every == 0
+
+    def is_close(self, step: int, targets: Any, samples: int, *, waits: bool) -> bool:
+        """Whether to look at more samples than a local batch has, too: in updates 1, 2, 4, 8, ... and in evaluations.
+
+        Also where targets, a whole number for each sample, have one that none had before, on devices that are waited
+        for.
+        """
+        is_new = False
+        if waits and len(self._classes) < _CLASSES:  # else they are no classes
+            mine = (t for t in tensors(targets) if t.shape == (samples,) and not t.is_floating_point())
+            now = {number for t in mine for number in t.tolist()}
+            is_new, self._classes = not now <= self._classes, self._classes | now
+        return is_new or not step or is_power_of_two(step)
 
     def spent(self, seconds: float) -> None:
         """Note the time of a check; several threads may."""

@@ -7,6 +7,7 @@
     total(local batch) = total(a) + total(b)
     total(s and e)     = total(s) + total(e)
     total(n times the local batch) = n total(local batch)      in updates 1, 2, 4, 8, ...
+    total(local batch and o) = total(local batch) + total(o)   o: its targets, with outputs of others of its samples
 
 The sample of an earlier local batch is the first rank's, on all of them: a mask may be even over each rank's local
 batch, and not over those of two.
@@ -38,6 +39,7 @@ from lockstep.launch.memory import is_out_of_memory
 from lockstep.launch.world import World
 from lockstep.model.losses import loss_error
 from lockstep.model.losses.additivity import (
+    CantTell,
     EarlierSamples,
     Nest,
     Piece,
@@ -53,13 +55,13 @@ from lockstep.model.losses.additivity import (
     is_sum,
     kept_generators,
     parts_apart,
-    repeated,
+    sums_of_many,
     tolerance_of,
     with_value,
     without_rows,
     without_warnings,
 )
-from lockstep.model.losses.check_interval import TIMED, CheckInterval, is_power_of_two
+from lockstep.model.losses.check_interval import TIMED, CheckInterval
 from lockstep.model.losses.loss import Totalled
 from lockstep.tensors.pytree import (
     both_of,
@@ -147,23 +149,24 @@ class LossCheck:
         try:
             tolerance = tolerance_of(nest, [whole.total], waits=waits)
             with torch.no_grad(), kept_generators(nest) as drawn, without_warnings(unless=self._cuts):
-                sums = self._sums(nest, whole.samples, whole, step=step, waits=waits)
+                closer = self._cuts and self.interval.is_close(step, targets, whole.samples, waits=waits)
+                sums = self._sums(nest, whole.samples, whole, closer=closer, waits=waits)
                 if not waits:
                     return are_wrong(sums, tolerance)
                 if (wrong := first_wrong(sums, tolerance)) is not None:
                     self._is_constant = False
-                    sums = self._sums(nest, whole.samples, whole, step=step)
+                    sums = self._sums(nest, whole.samples, whole, closer=closer)
                     wrong = first_wrong(sums, tolerance)
                 if wrong is not None:
-                    wrong = self._still_wrong(nest, whole.samples, wrong, step)
+                    wrong = self._still_wrong(nest, whole.samples, wrong, closer)
                 if wrong is not None and self._loss.gives_pairs and folded(nest, whole.samples) is not None:
-                    raise _CantTell("outputs have several rows for each sample, perhaps in another order than targets")
+                    raise CantTell("outputs have several rows for each sample, perhaps in another order than targets")
                 if wrong is not None and self._instead == 1:
-                    raise _CantTell(
+                    raise CantTell(
                         "it reads outputs without a row for each sample, and with ones in their place it isn't"
                     )
-                apart = self._parts_apart(nest, whole.samples, sums, tolerance, step) if self._cuts else {}
-        except _CantTell as error:
+                apart = self._parts_apart(nest, whole.samples, sums, tolerance, closer) if self._cuts else {}
+        except CantTell as error:
             self._trust(str(error))
             return None
         if wrong is not None and any(drawn):
@@ -243,7 +246,7 @@ class LossCheck:
         samples: int,
         whole: Piece | None = None,
         *,
-        step: int,
+        closer: bool,
         waits: bool = True,
         double: bool = False,
     ) -> list[Sum]:
@@ -268,7 +271,7 @@ class LossCheck:
             whole = piece(rows, samples)
             if instead == 0 and waits and not all(map(math.isfinite, whole.numbers)):  # it divides by them, say
                 self._instead = 1.0
-                return self._sums(nest, samples, whole, step=step, double=double)
+                return self._sums(nest, samples, whole, closer=closer, double=double)
         elif whole is None or not knows:
             whole = piece(nest, samples)
         sums = []
@@ -283,26 +286,23 @@ class LossCheck:
             value = piece(doubled(earlier) if double else earlier, 1)
             self._of_earlier = earlier, value
         sums.append(Sum(piece(both, 2), whole if samples == 1 else piece(one, 1), value))
-        times = self._local_batches
-        if self._cuts and (not step or is_power_of_two(step)) and (many := repeated(rows, samples, times)) is not None:
-            sums.append(Sum(piece(many, times * samples), whole, whole.times(times - 1)))
         if uncut and waits and instead is None and not is_nan(whole) and any(map(is_nan, itertools.chain(*sums))):
             read = [t for t in uncut if is_nan(piece(with_value(nest, [t], math.nan), samples))]
             self._look_at_read(read, nest, samples)
             if not self._loss.gives_pairs or any(t.dim() and id(t) not in known for t in read):
                 # (Of graphs with several nodes each, say: the number of rows is no constant.)
-                raise _CantTell("it reads what has no row for each sample")
+                raise CantTell("it reads what has no row for each sample")
             self._instead = 0.0
-            return self._sums(nest, samples, whole, step=step, waits=waits, double=double)
-        return sums
+            return self._sums(nest, samples, whole, closer=closer, waits=waits, double=double)
+        return sums + (sums_of_many(piece, rows, whole, self._local_batches) if closer else [])
 
     def _cant_take(self, error: Exception, size: int, samples: int) -> None:
         """Say that the loss can't take a part; of a pair it is told, and that nothing can be checked."""
-        if is_out_of_memory(error) or isinstance(error, LossError | _CantTell):
+        if is_out_of_memory(error) or isinstance(error, LossError | CantTell):
             return
         why = loss_error.why_not_taken(error, size, samples)
         if self._loss.gives_pairs or not self._cuts:
-            raise _CantTell(why) from error
+            raise CantTell(why) from error
         raise LossError(f"{self._loss.name} can't be checked: {why}", fix=loss_error.ADVICE) from error
 
     def _draws(self) -> None:
@@ -337,32 +337,32 @@ class LossCheck:
 
     # ---- the verdict ------------------------------------------------------------------------------------------------
 
-    def _still_wrong(self, nest: Nest, samples: int, wrong: Sum, step: int) -> Sum | None:
+    def _still_wrong(self, nest: Nest, samples: int, wrong: Sum, closer: bool) -> Sum | None:
         """What is wrong in float64 too, and where a loss that counts its calls, say, doesn't see that it is called."""
-        if (again := self._in_double(nest, samples, step)) is None:
+        if (again := self._in_double(nest, samples, closer)) is None:
             return wrong
         if (wrong_again := first_wrong(*again)) is None and self._loss.may_have_state and not self._has_state:
             self.remembers()
         return wrong_again
 
-    def _in_double(self, nest: Nest, samples: int, step: int) -> tuple[list[Sum], float] | None:
+    def _in_double(self, nest: Nest, samples: int, closer: bool) -> tuple[list[Sum], float] | None:
         """The sums in float64, with their tolerance; None where the loss can't compute in that."""
         kind = next((t.device.type for t in tensors(nest)), "cpu")
         in_double = doubled(nest)
         try:
             with torch.autocast(kind, enabled=False):
-                sums = self._sums(in_double, samples, step=step, double=True)
+                sums = self._sums(in_double, samples, closer=closer, double=True)
         except (LossError, TypeError, RuntimeError) as error:
             if is_out_of_memory(error):
                 raise
             return None
         return sums, tolerance_of(in_double, [of.whole.total for of in sums], waits=False)
 
-    def _parts_apart(self, nest: Nest, samples: int, sums: list[Sum], tolerance: float, step: int) -> dict[str, str]:
+    def _parts_apart(self, nest: Nest, samples: int, sums: list[Sum], tolerance: float, closer: bool) -> dict[str, str]:
         """What to say of the parts of the loss that are no sums over samples, by their names."""
         names = {name for of in sums for piece in of for name in piece.parts} - self._said_parts
         wrong = parts_apart(names, sums, tolerance)
-        if wrong and (again := self._in_double(nest, samples, step)) is not None:
+        if wrong and (again := self._in_double(nest, samples, closer)) is not None:
             wrong = parts_apart(wrong.keys(), *again)
         return {name: loss_error.part_not_additive(self._loss, name, of) for name, of in wrong.items()}
 
@@ -394,7 +394,3 @@ class LossCheck:
         with torch.no_grad(), kept_generators(nest), without_warnings(unless=self._cuts):
             total = float(self._loss.copied()(twice[0], twice[1], 2 * whole.samples)[0])
         return not is_apart(total, 2 * float(whole.total), 2 * float(whole.total), tolerance=1e-4)
-
-
-class _CantTell(Exception):
-    """A loss of which nothing can be checked; the text says why, where the person has to know."""

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 
 from lockstep.launch.world import World
-from lockstep.model.losses.additivity import is_apart, repeated, with_value, without_rows
+from lockstep.model.losses.additivity import DOUBLED, are_double, is_apart, repeated, with_value, without_rows
 from lockstep.model.losses.torch_losses import HALF
 from lockstep.tensors.pytree import both_of, each, folded, holds_packed, part_of, tensors, to_device
 
@@ -114,9 +114,10 @@ def _adds_up(
         sums = [[float(part[i]) for part in parts] for i in (0, 1)]
         many = repeated((outputs, targets), samples, min(local_batches, _MOST))
         of_many = whole if many is None else metric(*many)
+        is_double = are_double([whole[0], *(part[0] for part in parts)])
     except Exception:  # of fewer samples, or more, it can't be computed
         return False
-    tolerance = 1e-2 if any(t.dtype in HALF for t in tensors(outputs)) else 1e-4
+    tolerance = 1e-2 if any(t.dtype in HALF for t in tensors(outputs)) else DOUBLED if is_double else 1e-4
     times = 1 if many is None else min(local_batches, _MOST)
     sums += [[float(one), float(one) * (times - 1)] for one in whole]
     return not any(is_apart(float(a), *of, tolerance=tolerance) for a, of in zip((*whole, *of_many), sums, strict=True))
