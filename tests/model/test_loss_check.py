@@ -153,6 +153,49 @@ def test_a_loss_that_takes_outputs_with_their_own_targets_only_is_no_worse_for_i
     checked(loss, [(F.one_hot(targets, 3).double(), targets, SAMPLES)] * 2)
 
 
+@pytest.mark.parametrize("samples", [1, 3])
+@pytest.mark.parametrize("is_right", [True, False])
+def test_local_batches_of_other_lengths_are_held_against_one_another(samples: int, is_right: bool) -> None:
+    """Found by trial: outputs as long as the longest sample of a local batch, of which all are as long."""
+
+    def loss(outputs: Tensor, targets: tuple[Tensor, Tensor]) -> Tensor:
+        values, lengths = targets
+        mask = torch.arange(outputs.shape[1]) < lengths[:, None]
+        errors = (outputs - values[:, : outputs.shape[1]]).square() * mask
+        return (errors.sum(1) / lengths).mean() if is_right else errors.sum() / mask.sum()
+
+    def batches(*lengths: int) -> Iterator[tuple[Tensor, Any, int]]:
+        for number, length in enumerate(lengths):
+            outputs = drawn(samples, length, seed=number).double()
+            yield outputs, (drawn(samples, 6).double(), torch.full((samples,), length)), samples
+
+    if is_right:
+        checked(loss, batches(6, 3, 6, 4))
+        return
+    with pytest.raises(LossError, match="loss is not a mean over samples in step 2 "):
+        checked(loss, batches(6, 3))
+
+
+@pytest.mark.parametrize("shape", [(1,), (1, 3), (SAMPLES, 3), ()])
+def test_an_output_that_is_the_same_for_all_samples_is_left_as_it_is_whatever_its_shape(shape: tuple[int, ...]) -> None:
+    """Found by trial: a learned scale of shape (1,) was taken for a row of one sample, and nothing was checked."""
+
+    def loss(outputs: dict[str, Tensor], targets: Tensor) -> tuple[Tensor, Any]:
+        losses = (outputs["x"] * outputs["scale"].sum() - targets).square().mean(1)
+        known = targets[:, 0] > 0
+        return (losses * known).sum() / known.sum() * len(targets), len(targets)
+
+    check = LossCheck(made := Totalled(loss), cuts=True)
+    check.of_batch = {"scale": "same"}
+    outputs = {"x": drawn(SAMPLES, TIME).double(), "scale": torch.full(shape, 0.5).double()}
+    whole = torch.ones(SAMPLES, TIME).double()
+    check(outputs, whole, Piece(*made(outputs, whole, SAMPLES), SAMPLES), step=1)
+    assert check.notes == []
+    masked = whole.index_fill(0, torch.tensor([1]), 0.0)
+    with pytest.raises(LossError, match="the total is not a sum over samples in step 3"):
+        check(outputs, masked, Piece(*made(outputs, masked, SAMPLES), SAMPLES), step=3)
+
+
 TRAINED = {
     "dp 2": {"strategy": "dp", "devices": "2xcpu"},
     "ddp 2": {"strategy": "ddp", "devices": "2xcpu"},

@@ -231,7 +231,7 @@ class _Prediction:
                 # (Under the seed, for models that draw random numbers in evaluation too.)
                 for batch, shares in self.step.over(self.loader.epoch(0), self._outputs, self.job.seed):
                     if batch.index == 0:
-                        look_at_evaluation(self.step, batch, judges=False)
+                        look_at_evaluation(self.step, batch)
                     self._write_batch(batch, shares)
         finally:
             self.loader.close()

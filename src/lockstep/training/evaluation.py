@@ -17,7 +17,7 @@ from lockstep.job import Job
 from lockstep.launch.events import Caveat
 from lockstep.launch.memory import is_out_of_memory
 from lockstep.launch.world import World
-from lockstep.model.inspection import OutsideVariables, attribute_prints, kept_state, look
+from lockstep.model.inspection import OutsideVariables, Seen, attribute_prints, kept_state, look
 from lockstep.model.losses.check_interval import is_power_of_two
 from lockstep.model.losses.loss import Loss
 from lockstep.strategies.steps.step import Step
@@ -73,7 +73,11 @@ def try_out(
     """
     with kept_state(step.models()), step.loss.kept():
         with _kept_parameters(step):
-            values = evaluate_sets(step, loaders, metrics, world, seed, most=1, prefix="eval_") if loaders else {}
+            values = (
+                evaluate_sets(step, loaders, metrics, world, seed, looks=True, most=1, prefix="eval_")
+                if loaders
+                else {}
+            )
         step.compare_ranks()
     return values
 
@@ -108,43 +112,55 @@ def _of_parts(name: str) -> str:
     )
 
 
-def look_at_evaluation(step: Step, batch: Batch, *, judges: bool = True) -> None:
+def look_at_evaluation(step: Step, batch: Batch, metrics: Mapping[str, Any] | None = None) -> Seen | None:
     """Say what the model does in evaluation that replicas with a share each can't do as one device would.
 
     Args:
         step: the model under its strategy.
         batch: one that is evaluated.
-        judges: whether the loss is looked at too; a prediction calls none.
+        metrics: by name, functions that are looked at too, as the loss is; None in a prediction, which calls neither.
+
+    Returns:
+        What was seen, on rank 0 where there are replicas.
 
     Raises:
         StrategyError: it writes its parameters.
     """
     model = step.whole_model() if step.replicas > 1 else None
     if model is None or not step.world.is_first:
-        return
+        return None
     norms = [m for m in step.model.modules() if isinstance(m, torch.nn.modules.batchnorm._BatchNorm)]
     if any(m.training or not m.track_running_stats for m in norms):
         step.tell_once([_BATCHNORM])
     part = mixed_share(step.first_shares(batch))
-    if part.size:
-        judge = step.loss.judged if judges and part.targets is not None else None
-        with step.looking_at(model):
-            seen = look(
-                model,
-                part.inputs,
-                part.size,
-                targets=part.targets,
-                judge=judge,
-                of=batch.size,
-                again=batch.index > 0,
-                trains=False,
-            )
-        seen.refuse_writes()
-        if step.world.data.local_batches > 1:
-            seen.refuse_on_threads()
-        step.tell_once(seen.of_evaluation())
-        if judge is not None:
-            step.say_what_the_loss_reads(seen)
+    if not part.size:
+        return None
+
+    def judge(outputs: Any, targets: Any, samples: int) -> Loss:
+        total, count = loss = step.loss.judged(outputs, targets, samples)
+        parts = dict(loss.parts)
+        for name, function in (metrics or {}).items():
+            with contextlib.suppress(Exception):  # which it raises where it is called by itself
+                parts[f"metric {name}"] = _pair(name, function(outputs, targets))
+        return Loss(total, count, parts)
+
+    judges = metrics is not None and part.targets is not None
+    with step.looking_at(model):
+        seen = look(
+            model,
+            part.inputs,
+            part.size,
+            targets=part.targets,
+            judge=judge if judges else None,
+            of=batch.size,
+            again=batch.index > 0,
+            trains=False,
+        )
+    seen.refuse_writes()
+    if step.world.data.local_batches > 1:
+        seen.refuse_on_threads()
+    step.tell_once(seen.of_evaluation())
+    return seen
 
 
 def evaluate_sets(
@@ -258,11 +274,25 @@ def evaluate(
     across = AcrossReplicas() if looks and functions and step.replicas > 1 else None
     readers = _readers(functions, step) if looks else []
     kept = attribute_prints(step.model) if readers else {}
+    seen: Seen | None = None
+    in_training = step.loss_check.of_batch
+
+    def looked_at() -> Iterator[Batch]:
+        nonlocal seen
+        for batch in itertools.islice(loader.epoch(0), most):
+            if looks and is_power_of_two(batch.index + 1):
+                seen = look_at_evaluation(step, batch, functions)
+                if not batch.index:
+                    step.loss_check.of_batch = seen.of_batch if seen is not None else {}
+                    step.loss_check.follow_first(world)
+            yield batch
+
     with step.evaluating(), kept_states():
-        for batch, results in step.over(itertools.islice(loader.epoch(0), most), step.results, seed):
+        for batch, results in step.over(looked_at(), step.results, seed):
             world.beat()
             if looks and is_power_of_two(batch.index + 1):
-                look_at_evaluation(step, batch)
+                if seen is not None:
+                    step.say_what_the_loss_reads(seen)
                 if readers and attribute_prints(step.model) != kept:
                     step.tell_once(map(_READS.format, readers))
             for outputs, targets, loss in results:
@@ -291,6 +321,7 @@ def evaluate(
                         if looks and seldom and world.is_first and not is_of_parts(metric, outputs, targets):
                             step.tell_once([_of_parts(name)])
                         metric.update(outputs, targets)
+    step.loss_check.of_batch = in_training
     if across is not None:
         _say_no_sums(across.no_sums(functions, world), step)
     step.loss_check.agree(world, 0, None, meets=True)

@@ -27,7 +27,7 @@ import contextlib
 import copy
 import functools
 import itertools
-from collections.abc import Callable, Container, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager
 from typing import Any
 
@@ -45,9 +45,10 @@ from lockstep.model.inspection.attributes import (
     loss_depends_on,
 )
 from lockstep.model.inspection.backward import first_recomputed, see_gradients
-from lockstep.model.inspection.findings import Kind, Seen
+from lockstep.model.inspection.findings import Seen
 from lockstep.model.inspection.no_draws import drawing_nothing
 from lockstep.model.inspection.outside_variables import OutsideVariables
+from lockstep.model.inspection.part_outputs import cropped, kind_of, real, rows_of, totals_of, with_own
 from lockstep.model.inspection.rounding import differ
 from lockstep.model.inspection.watched import Watched, without_noise
 from lockstep.model.precision import full_products
@@ -218,7 +219,7 @@ def _see(
 
     def run(start: int, size: int, given: Any = None) -> dict[str, torch.Tensor]:
         kept[start, size] = outputs = outputs_of(start, size, given)
-        named = [(n, _real(t)) for n, t in named_tensors(outputs) if not isinstance(t, nn.Parameter)]
+        named = [(n, real(t)) for n, t in named_tensors(outputs) if not isinstance(t, nn.Parameter)]
         exact.update(name for name, t in named if not t.is_floating_point())
         return {name: t.double() if name in exact else t.clone() for name, t in named}
 
@@ -252,7 +253,7 @@ def _see(
             for later in (cut(inputs, first, samples - first, samples), cut(inputs, 0, samples - first, samples)):
                 given = joined(cut(inputs, 0, first, samples), first, later, samples - first)
                 with kept_states(accelerators):
-                    both.append([t[:first] for t in _rows(run(0, samples, given), samples)])
+                    both.append([t[:first] for t in rows_of(run(0, samples, given), samples)])
                 ends.append({name: digest(b) for name, b in acting_buffers(model).items()})
             seen.mixes = differ(*both)
             seen.written = tuple(name for name, its in ends[0].items() if name in begin and its != digest(begin[name]))
@@ -275,7 +276,7 @@ def _see(
         name for name in acting_buffers(model) if name in begin and of_whole[name] != digest(begin[name])
     )
     # At once, and always: parts in between may bring a memory back to where it was.
-    seen.remembers = differ(_rows(whole, samples), _rows(run(0, samples), samples))
+    seen.remembers = differ(rows_of(whole, samples), rows_of(run(0, samples), samples))
     twice = attribute_prints(model)
     restore()
     head = run(0, first)
@@ -295,33 +296,43 @@ def _see(
             (n, part) == (samples, first) for a, b, _ in rows for n, part in zip(a.shape[1:], b.shape[1:], strict=False)
         )  # a column for each sample, as scores of each against each have
         if not seen.ragged:
-            alike = [_cropped(of) for of in rows]  # to the shortest, where outputs are as long as the longest sample
+            alike = [cropped(of) for of in rows]  # to the shortest, where outputs are as long as the longest sample
             seen.mixes = across or differ([a for a, _, _ in alike], [torch.cat((b, c)) for _, b, c in alike])
         for name, of in cut_up.items():
             if len({t.shape for t in of}) == 1 and name not in exact:
-                seen.of_batch[name] = _kind_of(*of, first / samples)
+                seen.of_batch[name] = kind_of(*of, first / samples)
     if judge is None or seen.mixes or seen.remembers or seen.follows or seen.ragged:
         return
     parts = (0, first), (first, samples - first)
     if seen.of_batch:
         with contextlib.suppress(Exception):
-            (total, count), *judged = (judge(kept[p], cut(targets, *p, samples), p[1]) for p in ((0, samples), *parts))
+            (_, count), *judged = (judge(kept[p], cut(targets, *p, samples), p[1]) for p in ((0, samples), *parts))
             for name in [name for name, kind in seen.of_batch.items() if kind == "neither"]:
                 by_items = head[name] * judged[0][1] + tail[name] * judged[1][1]
                 if not differ([whole[name] * count], [by_items]):
                     seen.of_batch[name] = "mean of items"
-            is_sum = not differ([total], [judged[0][0] + judged[1][0]])
-            seen.bends = not is_sum and "neither" not in seen.of_batch.values()
+            # What is neither is told of by itself: the rest is seen with what is the same for all in its place.
+            neither = [name for name, kind in seen.of_batch.items() if kind == "neither"]
+
+            def is_sum(instead: Any) -> bool:
+                total, one, other = (
+                    judge(with_own(instead, neither, kept[p]), cut(targets, *p, samples), p[1])[0]
+                    for p in ((0, samples), *parts)
+                )
+                return not differ([total], [one + other])
+
+            constants = kept[0, samples], each(torch.zeros_like, kept[0, samples])
+            seen.bends = not any(map(is_sum, constants if neither else constants[:1]))
     adds_up = False
     with contextlib.suppress(Exception):  # a loss that can't take a part of the outputs
-        of_cut, of_parts = [], []
+        made = []
         for start, size in parts:
             some, wanted = part_of((kept[0, samples], targets), start, size, samples)
-            of_cut.append(judge(_with(kept[start, size], seen.of_batch, some), wanted, size)[0])
-            of_parts.append(judge(kept[start, size], wanted, size)[0])
-        seen.mixes = differ(of_cut, of_parts)
+            some = with_own(kept[start, size], seen.of_batch, some)
+            made.append((judge(some, wanted, size), judge(kept[start, size], wanted, size)))
+        seen.mixes = any(differ(totals_of(of_cut), totals_of(of_part)) for of_cut, of_part in made)
         seen.bends &= not seen.mixes
-        adds_up = not differ([judge(kept[0, samples], targets, samples)[0]], [of_cut[0] + of_cut[1]])
+        adds_up = not differ([judge(kept[0, samples], targets, samples)[0]], [made[0][0][0] + made[1][0][0]])
     is_small = sum(p.numel() * p.element_size() for p in model.parameters()) <= _LARGEST
     if gradients and is_small and trained and not seen.mixes:
 
@@ -355,42 +366,12 @@ def _first_recomputed(
     return first_recomputed(model, total, without_checkpoints, accelerators_of(inputs))
 
 
-def _with(own: Any, names: Container[str], outputs: Any) -> Any:
-    """Outputs, of which those of these names are a part's own."""
-    its = iter([tensor if name in names else None for name, tensor in named_tensors(own)])
-    return each(lambda tensor: tensor if (mine := next(its)) is None else mine, outputs)
-
-
-def _real(tensor: torch.Tensor) -> torch.Tensor:
-    return torch.view_as_real(tensor.resolve_conj()) if tensor.is_complex() else tensor
-
-
-def _cropped(tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
-    sizes = [min(column) for column in zip(*(t.shape[1:] for t in tensors), strict=True)]
-    return [t[(slice(None), *(slice(size) for size in sizes))] for t in tensors]
-
-
 def is_ragged(inputs: Any, samples: int) -> bool:
     """Whether nothing can be cut, or integers of all samples are in one row (words, say, beside their offsets)."""
     shapes, of_one = ([t.shape for t in tensors(some)] for some in (inputs, cut(inputs, 0, 1, samples)))
     return (bool(shapes) and samples > 1 and shapes == of_one) or any(
         t.dim() == 1 and len(t) != samples and not t.is_floating_point() for t in tensors(inputs)
     )
-
-
-def _rows(outputs: dict[str, torch.Tensor], samples: int) -> list[torch.Tensor]:
-    return [t for t in outputs.values() if has_rows(t, samples)]
-
-
-def _kind_of(whole: torch.Tensor, head: torch.Tensor, tail: torch.Tensor, part: float) -> Kind:
-    """What an output over a batch is to those over its first ``part`` and the rest."""
-    if not any(map(torch.any, (whole, head, tail))):  # as it may be before the first update
-        return "sum"
-    if not differ([whole, whole], [head, tail]):
-        return "same"
-    if not differ([whole], [head + tail]):
-        return "sum"
-    return "neither" if differ([whole], [part * head + (1 - part) * tail]) else "mean"
 
 
 def _multiplied(samples: int, times: int, tensor: torch.Tensor) -> torch.Tensor:

@@ -10,6 +10,7 @@ from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 
 from lockstep.errors import LossError
@@ -188,7 +189,7 @@ def constants_in(nest: Nest, samples: int, kinds: Mapping[int, str]) -> set[int]
     They are left as they are: with zeros in the place of a factor much would go unseen.
     """
     outputs, targets = map(tensors, nest)
-    same = {id(t) for t in outputs if kinds.get(id(t)) == "same" and not has_rows(t, samples)}
+    same = {id(t) for t in outputs if kinds.get(id(t)) == "same"}
     of_targets = [t for t in targets if not has_rows(t, samples)]
     return same if folded(nest, samples) is not None else same.union(map(id, of_targets))
 
@@ -216,6 +217,7 @@ class EarlierSamples:
 
     def __init__(self) -> None:
         self._held: dict[tuple[torch.device | None, float | None], Nest] = {}
+        self._alike: dict[tuple[torch.device | None, float | None], Nest] = {}  # the last of another shape
 
     def first(self, instead: float | None) -> Nest | None:
         """The first of all."""
@@ -231,20 +233,19 @@ class EarlierSamples:
         return False
 
     def joined_with(self, one: Nest, instead: float | None, *, alone: bool, anew: bool) -> tuple[Nest, Nest]:
-        """A sample joined with one that came before, and that one. The first that goes with it is kept.
+        """A sample joined with one of its shape that came before, and that one.
 
         Of both, what isn't one row for each sample is ``instead``, or NaN.
         Where it is ``alone`` in its local batch and no other came before, one is made of it. Where ``anew``, the one
         before has what isn't cut as it is now.
         """
-        place = next((t.device for t in tensors(one)), torch.device("cpu"))
-        key = place, instead
-        if key not in self._held:  # (perhaps in several threads)
-            first = self._held.setdefault((None, instead), each(_cloned, one))
-            self._held[key] = to_device(first, place)
-        earlier = self._held[key]
+        earlier = self._first_on(one, instead)
         if (both := both_of(one, 1, earlier, 1)) is None:
-            self._held[key] = earlier = each(_cloned, one)
+            key = _place_of(one), instead
+            earlier = self._alike.get(key, one)
+            both = both_of(one, 1, earlier, 1)
+        if both is None or earlier is one:
+            self._alike[key] = earlier = each(_cloned, one)
             if alone:
                 earlier = each(lambda t: t / 2 if t.is_floating_point() else t, earlier[0]), earlier[1]
             both = both_of(one, 1, earlier, 1)
@@ -252,6 +253,43 @@ class EarlierSamples:
         if anew or any(isinstance(t, nn.Parameter) for t in tensors(one[0])):
             earlier = part_of(both, 1, 1, 2)
         return both, earlier
+
+    def _first_on(self, one: Nest, instead: float | None) -> Nest:
+        """The first of all, or this one, on the same device."""
+        key = _place_of(one), instead
+        if key not in self._held:  # (perhaps in several threads)
+            first = self._held.setdefault((None, instead), each(_cloned, one))
+            self._held[key] = to_device(first, key[0])
+        return self._held[key]
+
+    def padded_with(self, one: Nest, instead: float | None) -> list[tuple[Nest, int]]:
+        """A sample and the first one, where they are of different lengths, with zeros as long: both, and each of them.
+
+        Empty where they are of one shape, or don't go together.
+        """
+        earlier = self._first_on(one, instead)
+        shapes = [[t.shape for t in tensors(nest)] for nest in (one, earlier)]
+        if shapes[0] == shapes[1] or [len(shape) for shape in shapes[0]] != [len(shape) for shape in shapes[1]]:
+            return []
+        longest = [[max(sizes) for sizes in zip(*both, strict=True)] for both in zip(*shapes, strict=True)]
+
+        def padded(nest: Nest) -> Nest:
+            sizes = iter(longest)
+
+            def of_tensor(tensor: Tensor) -> Tensor:
+                missing = [wanted - size for wanted, size in zip(next(sizes), tensor.shape, strict=True)]
+                return F.pad(tensor, [n for size in reversed(missing) for n in (0, size)]) if any(missing) else tensor
+
+            made: Nest = each(of_tensor, nest)
+            return made
+
+        if (both := both_of(padded(one), 1, padded(earlier), 1)) is None:
+            return []
+        return [(both, 2), (part_of(both, 0, 1, 2), 1), (part_of(both, 1, 1, 2), 1)]
+
+
+def _place_of(nest: Nest) -> torch.device:
+    return next((t.device for t in tensors(nest)), torch.device("cpu"))
 
 
 def repeated(nest: Nest, samples: int, times: int) -> Nest | None:

@@ -10,8 +10,7 @@
     total(local batch and o) = total(local batch) + total(o)   o: its targets, with outputs of others of its samples
 
 The sample of an earlier local batch is the first rank's, on all of them: a mask may be even over each rank's local
-batch, and not over those of two.
-
+batch, and not over those of two. A shorter one is joined with zeros as long.
 The sizes of the two parts have no common divisor: a mask over samples leaves the same part of both if all or none only.
 
 The totals and counts of a loss that returns ``(total, count)`` are held to that; of one that returns a scalar, a mean
@@ -26,13 +25,14 @@ over samples the rest is checked, with zeros in its place (ones, where the loss 
 
 from __future__ import annotations
 
+import contextlib
 import itertools
 import math
 from collections.abc import Mapping
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from lockstep.errors import LossError
 from lockstep.launch.memory import is_out_of_memory
@@ -255,6 +255,7 @@ class LossCheck:
         known = {id(t): self.of_batch[name] for name, t in named_tensors(nest[0]) if name in self.of_batch}
         same = constants_in(nest, samples, known) if self._loss.gives_pairs else set()
         uncut = [t for t in without_rows(nest, samples, known) if t.is_floating_point() and id(t) not in same]
+        nest = each(lambda t: nn.Parameter(t, requires_grad=False) if id(t) in same else t, nest)  # which isn't cut
 
         def piece(of: Nest, size: int) -> Piece:
             its = loss if knows else loss.copied()
@@ -280,6 +281,9 @@ class LossCheck:
             parts = ((0, first), (first, samples - first))
             sums.append(Sum(whole, *(piece(part_of(rows, start, size, samples), size) for start, size in parts)))
         one = part_of(rows, 0, 1, samples) if samples > 1 else rows  # those of a local batch may be alike (in length)
+        if longer := self._earlier.padded_with(one, instead):
+            with contextlib.suppress(LossError, CantTell):  # it may not take them
+                sums.append(Sum(*itertools.starmap(piece, longer)))
         both, earlier = self._earlier.joined_with(one, instead, alone=samples == 1, anew=bool(same))
         kept, value = self._of_earlier
         if kept is not earlier or not (self._is_constant and knows and waits):

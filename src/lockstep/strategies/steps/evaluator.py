@@ -226,7 +226,7 @@ class Evaluator:
             loss = self.loss_of(outputs, part, looks=self.cuts_batch and is_power_of_two(self._judged + 1))
         self._judged += 1
         may_wait = not self._on_accelerator or is_power_of_two(self._judged)
-        if self.cuts_batch and may_wait and self.loss_check.wants(self._judged):
+        if self.replicas > 1 and may_wait and self.loss_check.wants(self._judged):
             with squeezing_explained(outputs, part.targets, part.size):
                 seldom = 0 if is_power_of_two(self._judged) else -1
                 self.loss_check(outputs, part.targets, Piece.of(loss, part.size), step=seldom)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import itertools
+import contextlib
 import math
 from collections.abc import Callable, Iterator, Mapping, MutableMapping
 from typing import Any
@@ -12,7 +12,18 @@ import torch
 from lockstep.launch.world import World
 from lockstep.model.losses.additivity import DOUBLED, are_double, is_apart, repeated, with_value, without_rows
 from lockstep.model.losses.torch_losses import HALF
-from lockstep.tensors.pytree import both_of, each, folded, holds_packed, part_of, tensors, to_device
+from lockstep.tensors.pytree import (
+    both_of,
+    each,
+    folded,
+    has_rows,
+    holds_packed,
+    part_of,
+    parts,
+    rebuilt,
+    tensors,
+    to_device,
+)
 
 _MOST = 8
 """Local batches, at most, as which a metric is given one."""
@@ -31,10 +42,14 @@ class AcrossReplicas:
         self._outputs: Any = None
         self._back: Callable[[Any], Any] = lambda nest: nest
         self._targets: list[tuple[int, Any]] = []
+        self._numbers: list[list[Any]] = []
 
     def keep(self, outputs: Any, targets: Any) -> None:
         """Keep some samples of a local batch."""
         outputs, targets, samples, back = next(as_samples(outputs, targets))
+        numbers: list[Any] = []
+        _with_numbers(outputs, samples, numbers.append)
+        self._numbers.append(numbers)
         if samples:
             some = min(_SOME, samples)
             outputs, targets = each(torch.clone, part_of((outputs, targets), 0, some, samples))
@@ -56,9 +71,11 @@ class AcrossReplicas:
 
     def no_sums(self, functions: Mapping[str, Any], world: World) -> list[str]:
         """The names of those that are none, on the first rank."""
-        every = to_device(list(itertools.chain(*world.gather_objects(self._targets))), world.device.torch)
+        heard = world.gather_objects((self._targets, self._numbers))
+        every = to_device([each_one for targets, _ in heard for each_one in targets], world.device.torch)
         if not world.is_first or not every:
             return []
+        numbers = [each_one for _, numbers in heard for each_one in numbers]
         outputs, size = self._outputs, every[0][0]
         twice = [both_of((outputs, every[0][1]), size, (outputs, theirs), size) for n, theirs in every[1:] if n == size]
 
@@ -67,7 +84,36 @@ class AcrossReplicas:
                 _adds_up(lambda o, t: metric(self._back(o), t), None, *both, 2 * size) for both in twice if both
             )
 
-        return [name for name, metric in functions.items() if is_none(metric)]
+        return [name for name, metric in functions.items() if is_none(metric) or self._reads(metric, numbers)]
+
+    def _reads(self, metric: Any, numbers: list[list[Any]]) -> bool:
+        """Whether it reads numbers among outputs that are of all samples of a batch, and differ between batches."""
+        other = next((of for of in numbers if len(of) == len(numbers[0]) and of != numbers[0]), None)
+        if other is None:
+            return False
+        samples, targets = self._targets[0]
+
+        def value(its: Iterator[Any]) -> Any:
+            return metric(self._back(_with_numbers(self._outputs, samples, lambda _: next(its))), targets)
+
+        with contextlib.suppress(Exception):
+            return any(
+                float(a) != float(b) for a, b in zip(*(value(iter(of)) for of in (numbers[0], other)), strict=True)
+            )
+        return False
+
+
+def _with_numbers(nest: Any, samples: int, instead: Callable[[Any], Any]) -> Any:
+    """Outputs with others for Python's numbers, and for tensors of whole numbers without a row for each sample."""
+    if isinstance(nest, torch.Tensor):
+        if nest.is_floating_point() or nest.is_complex() or has_rows(nest, samples):
+            return nest
+        found = instead(nest.tolist())
+        return nest if found is None else torch.as_tensor(found, dtype=nest.dtype, device=nest.device)
+    if isinstance(nest, int | float):
+        return nest if (found := instead(nest)) is None else found
+    inside = parts(nest)
+    return nest if inside is None else rebuilt(nest, [_with_numbers(part, samples, instead) for part in inside])
 
 
 def is_sum(metric: Any, whole: tuple[Any, Any] | None, outputs: Any, targets: Any, local_batches: int) -> bool:
@@ -146,8 +192,10 @@ def _samples_of(outputs: Any, targets: Any) -> int:
     """How many samples they are of; 0 where they can't be cut."""
     if holds_packed((outputs, targets)):
         return 0
-    if isinstance(outputs, list) and outputs and all(isinstance(each_one, MutableMapping) for each_one in outputs):
-        return len(outputs)  # a dictionary for each image, as detectors give
+    if isinstance(outputs, list) and (
+        all(isinstance(one, MutableMapping) for one in outputs) or not any(True for _ in tensors(outputs))
+    ):
+        return len(outputs)  # a dictionary for each image, as detectors give; texts
     of_outputs, of_targets = (next((len(t) for t in tensors(of) if t.dim()), 0) for of in (outputs, targets))
     several = of_targets and folded((outputs, targets), of_targets) is not None  # rows for each sample
     return of_targets if several else of_outputs

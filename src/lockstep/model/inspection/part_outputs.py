@@ -1,0 +1,51 @@
+"""Outputs over a batch beside those over parts of it: what an output without a row for each sample is."""
+
+from __future__ import annotations
+
+from collections.abc import Container, Sequence
+from typing import Any
+
+import torch
+
+from lockstep.model.inspection.findings import Kind
+from lockstep.model.inspection.rounding import differ
+from lockstep.tensors.pytree import each, has_rows, named_tensors
+
+
+def with_own(own: Any, names: Container[str], outputs: Any) -> Any:
+    """Outputs, of which those of these names are a part's own."""
+    its = iter([tensor if name in names else None for name, tensor in named_tensors(own)])
+    return each(lambda tensor: tensor if (mine := next(its)) is None else mine, outputs)
+
+
+def totals_of(made: Any) -> list[torch.Tensor]:
+    """The total of a loss, and those of its parts; what Python's numbers were computed in isn't known."""
+    parts = (total for _, (total, _) in sorted(getattr(made, "parts", {}).items()))
+    return [made[0], *(t if isinstance(t, torch.Tensor) else torch.tensor(t, dtype=torch.float32) for t in parts)]
+
+
+def real(tensor: torch.Tensor) -> torch.Tensor:
+    """A complex tensor as real ones, another as it is."""
+    return torch.view_as_real(tensor.resolve_conj()) if tensor.is_complex() else tensor
+
+
+def cropped(tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+    """Rows as long as the shortest, in each dimension."""
+    sizes = [min(column) for column in zip(*(t.shape[1:] for t in tensors), strict=True)]
+    return [t[(slice(None), *(slice(size) for size in sizes))] for t in tensors]
+
+
+def rows_of(outputs: dict[str, torch.Tensor], samples: int) -> list[torch.Tensor]:
+    """The outputs with a row for each sample."""
+    return [t for t in outputs.values() if has_rows(t, samples)]
+
+
+def kind_of(whole: torch.Tensor, head: torch.Tensor, tail: torch.Tensor, part: float) -> Kind:
+    """What an output over a batch is to those over its first ``part`` and the rest."""
+    if not any(map(torch.any, (whole, head, tail))):  # as it may be before the first update
+        return "sum"
+    if not differ([whole, whole], [head, tail]):
+        return "same"
+    if not differ([whole], [head + tail]):
+        return "sum"
+    return "neither" if differ([whole], [part * head + (1 - part) * tail]) else "mean"
