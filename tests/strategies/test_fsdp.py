@@ -711,6 +711,22 @@ def normalizing(named: Any) -> torch.optim.Optimizer:
     return optimizer
 
 
+def tied_by_data() -> nn.Module:
+    model = Stack()
+    model.blocks[1].up.weight.data = model.blocks[0].up.weight.data
+    return model
+
+
+def anchored(how: str) -> Any:
+    def made() -> nn.Module:
+        model = Stack()
+        anchor = model.out.weight.detach()
+        model.register_buffer("anchor", anchor) if how == "buffer" else setattr(model, "anchor", [anchor])
+        return model
+
+    return made
+
+
 def hooked() -> nn.Module:
     model = Stack()
     model.out.weight.register_hook(lambda grad: 2 * grad)
@@ -726,6 +742,9 @@ def hooked() -> nn.Module:
         slow(Hiding, {}, 'no tensor with a gradient in what "blocks.0" gives'),
         (Penalized, {"loss": penalized}, "a gradient is computed in forward, in the loss or in a callback"),
         (hooked, {}, 'parameter "embedding.weight" has a hook'),
+        (tied_by_data, {}, r'"blocks.(0|1).up.weight" and "blocks.(0|1).up.weight" have memory in common'),
+        slow(anchored("buffer"), {}, '"anchor" and "embedding.weight" have memory in common'),
+        slow(anchored("attribute"), {}, '"anchor" and "embedding.weight" have memory in common'),
         slow(Stack, {"compile": "default"}, "fsdp: compile isn't supported"),
         slow(Stack, {"precision": "fp16"}, "fsdp: precision fp16"),
         (Stack, {"optimizer": lambda named: torch.optim.Adafactor(dict(named).values())}, "Adafactor looks at whole"),

@@ -146,8 +146,10 @@ class FSDP(Strategy):
         Raises:
             StrategyError: with what to do instead.
         """
+        from lockstep.strategies.sharded.common_memory import refuse_common_memory
         from lockstep.strategies.sharded.lent_optimizer import refuse_hooks
 
+        refuse_common_memory(model, job.loss)
         if job.compile:
             raise StrategyError("fsdp: compile isn't supported: leave it out, or take ddp")
         if job.precision == "fp16":
