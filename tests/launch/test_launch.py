@@ -14,6 +14,7 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager
 from pathlib import Path
+from typing import Any
 
 import psutil
 import pytest
@@ -839,3 +840,17 @@ def test_precisions_that_were_set_by_old_and_by_new_names_reach_the_ranks(tmp_pa
     (tmp_path / "flags.py").write_text(FLAGS.replace("CHANGES", repr(CHANGES)))
     done = subprocess.run([sys.executable, "flags.py"], cwd=tmp_path, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr
+
+
+def filled(world: Any, layer: torch.nn.Linear, others: tuple[torch.Tensor, ...]) -> list[torch.Tensor]:
+    layer.weight.data.fill_(5)
+    return list(others)
+
+
+def test_tensors_that_share_memory_do_so_on_the_ranks() -> None:
+    """Found by trial: a loss that holds ``weight.detach()`` had the first weights under ddp, and went on with them."""
+    layer = torch.nn.Linear(3, 2)
+    others = layer.weight.data, layer.weight.detach()[1:], torch.arange(4)[::2], torch.ones(2, requires_grad=True)
+    found = launch(filled, "2xcpu", (layer, others))[1]
+    assert [t.tolist() for t in found] == [[[5.0] * 3] * 2, [[5.0] * 3], [0, 2], [1.0, 1.0]]
+    assert [t.requires_grad for t in found] == [False, False, False, True]

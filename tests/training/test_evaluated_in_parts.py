@@ -426,3 +426,26 @@ def test_a_part_or_a_metric_that_counts_the_padding_of_outputs_is_said(
         run = train(job, devices="1xcpu", folder=tmp_path, quiet=True)
         evaluate(run, strategy="dp", devices="2xcpu")
     assert "outputs depend on other samples of the batch" in capfd.readouterr().out
+
+
+class Confusion:
+    """Keeps a matrix beside its value, and the largest probability so far."""
+
+    def __init__(self) -> None:
+        self.matrix, self.calls = torch.zeros(3, 3), 0
+
+    def __call__(self, outputs: Tensor, targets: Tensor) -> tuple[Tensor, int]:
+        self.calls += 1
+        for found, wanted in zip(outputs.argmax(1), targets, strict=True):
+            self.matrix[found, wanted] += 1
+        return (outputs.argmax(1) == targets).sum(), len(targets)
+
+
+@pytest.mark.parametrize("way", ["single", "dp", "mp"])
+def test_what_a_metric_keeps_is_of_the_evaluations_alone(way: str, tmp_path: Path, capfd: Any) -> None:
+    """Found by trial: checks and the first trial wrote to it, too: 132 samples in the matrix of 34."""
+    metric = Confusion()
+    job = job_of(lambda: nn.Sequential(nn.Linear(6, 6), nn.Linear(6, 3)), metrics={"accuracy": metric})
+    train(job, strategy=way, devices="1xcpu" if way == "single" else "2xcpu", folder=tmp_path)
+    assert metric.matrix.sum() == SAMPLES and metric.calls == (6 if way == "dp" else 3)
+    assert ('metric "accuracy" remembers something' in capfd.readouterr().out) == (way == "dp")

@@ -22,7 +22,7 @@ from lockstep.model.model_settings import in_evaluation_mode
 from lockstep.model.precision import convert_model
 from lockstep.tensors.digest import digest
 from lockstep.tensors.placing import place_module
-from lockstep.tensors.pytree import call, is_lazy, to_device
+from lockstep.tensors.pytree import call, is_lazy, tensors, to_device
 from lockstep.tensors.seeding import seeded
 
 
@@ -175,7 +175,8 @@ def same_on_every_rank(model: nn.Module, world: World) -> None:
     """
     if world.size == 1:
         return
-    mine = [(name, tuple(t.shape), str(t.dtype), digest(t)) for name, t in _all_tensors(model)]
+    every_tensor = (*_all_tensors(model), *_attribute_tensors(model))
+    mine = [(name, tuple(t.shape), str(t.dtype), digest(t)) for name, t in every_tensor]
     whole = hashlib.sha256(repr(mine).encode()).hexdigest()
     if len(set(world.gather_objects(whole))) == 1:
         return
@@ -224,3 +225,13 @@ def buffers_of(model: nn.Module) -> list[tuple[nn.Module, str]]:
 def _all_tensors(model: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
     yield from model.named_parameters()
     yield from model.named_buffers()
+
+
+def _attribute_tensors(model: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
+    """Attributes that are neither, but tensors, nests of them, or arrays of numpy."""
+    for way, module in model.named_modules():
+        for key, value in vars(module).items():
+            if not key.startswith("_"):
+                is_array = type(value).__name__ == "ndarray" and value.dtype.kind in "biufc"
+                its = [torch.from_numpy(value.copy())] if is_array else tensors(value)
+                yield from ((f"{way}.{key}".lstrip("."), t) for t in its)

@@ -149,7 +149,7 @@ class FSDP(Strategy):
         from lockstep.strategies.sharded.common_memory import refuse_common_memory
         from lockstep.strategies.sharded.lent_optimizer import refuse_hooks
 
-        refuse_common_memory(model, job.loss)
+        refuse_common_memory(model, {**job.metrics, "loss": job.loss})
         if job.compile:
             raise StrategyError("fsdp: compile isn't supported: leave it out, or take ddp")
         if job.precision == "fp16":

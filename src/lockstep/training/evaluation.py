@@ -25,6 +25,7 @@ from lockstep.strategies.steps.update_result import Result, Sums, added
 from lockstep.tensors.pytree import versions
 from lockstep.tensors.seeding import kept_states
 from lockstep.training.metrics.metric_check import AcrossReplicas, is_sum
+from lockstep.training.metrics.metric_state import MetricState
 from lockstep.training.metrics.torch_metrics import fresh, is_of_parts, is_torchmetric, value_over
 
 _LARGEST = 2**30
@@ -41,6 +42,17 @@ _COLLATES = Caveat(
 
 
 _READS = 'metric "{}" uses the model, which keeps something of its local batch in attributes: each replica has its own'
+
+
+_REMEMBERS = (
+    'metric "{}" remembers something from call to call, and is called for each local batch, not once a batch: where '
+    "its value depends on that, it differs from that of one device"
+)
+
+
+def _functions(metrics: Mapping[str, Any]) -> dict[str, Any]:
+    """Those that are functions, not metrics of torchmetrics."""
+    return {name: metric for name, metric in metrics.items() if not is_torchmetric(metric)}
 
 
 def _readers(functions: Mapping[str, Any], step: Step) -> list[str]:
@@ -71,7 +83,7 @@ def try_out(
     Raises:
         JobError: a metric raises, or gives something other than a total and a count; a sample isn't a pair.
     """
-    with kept_state(step.models()), step.loss.kept():
+    with kept_state(step.models()), step.loss.kept(), MetricState(_functions(metrics)).kept():
         with _kept_parameters(step):
             values = (
                 evaluate_sets(step, loaders, metrics, world, seed, looks=True, most=1, prefix="eval_")
@@ -112,13 +124,13 @@ def _of_parts(name: str) -> str:
     )
 
 
-def look_at_evaluation(step: Step, batch: Batch, metrics: Mapping[str, Any] | None = None) -> Seen | None:
+def look_at_evaluation(step: Step, batch: Batch, metrics: MetricState | None = None) -> Seen | None:
     """Say what the model does in evaluation that replicas with a share each can't do as one device would.
 
     Args:
         step: the model under its strategy.
         batch: one that is evaluated.
-        metrics: by name, functions that are looked at too, as the loss is; None in a prediction, which calls neither.
+        metrics: that are looked at too, as the loss is; None in a prediction, which calls neither.
 
     Returns:
         What was seen, on rank 0 where there are replicas.
@@ -136,11 +148,13 @@ def look_at_evaluation(step: Step, batch: Batch, metrics: Mapping[str, Any] | No
     if not part.size:
         return None
 
+    held = metrics or MetricState({})
+
     def judge(outputs: Any, targets: Any, samples: int) -> Loss:
         total, count = loss = step.loss.judged(outputs, targets, samples)
         parts = dict(loss.parts)
-        for name, function in (metrics or {}).items():
-            with contextlib.suppress(Exception):  # which it raises where it is called by itself
+        for name, function in held.functions.items():
+            with contextlib.suppress(Exception), held.kept():  # (an error comes again where it is called by itself)
                 parts[f"metric {name}"] = _pair(name, function(outputs, targets))
         return Loss(total, count, parts)
 
@@ -265,7 +279,7 @@ def evaluate(
     Raises:
         JobError: a metric raises, or gives something else, or has the name of a part of the loss.
     """
-    functions = {name: metric for name, metric in metrics.items() if not is_torchmetric(metric)}
+    functions, state = _functions(metrics), MetricState(_functions(metrics))
     objects = {
         name: fresh(metric, step.world.device.torch) for name, metric in metrics.items() if is_torchmetric(metric)
     }
@@ -281,7 +295,7 @@ def evaluate(
         nonlocal seen
         for batch in itertools.islice(loader.epoch(0), most):
             if looks and is_power_of_two(batch.index + 1):
-                seen = look_at_evaluation(step, batch, functions)
+                seen = look_at_evaluation(step, batch, state)
                 if not batch.index:
                     step.loss_check.of_batch = seen.of_batch if seen is not None else {}
                     step.loss_check.follow_first(world)
@@ -297,13 +311,16 @@ def evaluate(
                     step.tell_once(map(_READS.format, readers))
             for outputs, targets, loss in results:
                 seldom = is_power_of_two(batch.index + 1)
+                says = looks and not batch.index and step.replicas > 1 and world.is_first
                 if across is not None and seldom:
                     across.keep(outputs, targets)
                 sums[0].add(Result(*loss, batch.size, loss.parts))
                 for i, (name, function) in enumerate(functions.items(), 1):
-                    before = versions((outputs, targets))
+                    before, remembered = versions((outputs, targets)), state.of(name) if says else None
                     with _naming(name):
                         value = _pair(name, function(outputs, targets))
+                    if remembered != (state.of(name) if says else None):
+                        step.tell_once([_REMEMBERS.format(name)])
                     if versions((outputs, targets)) != before:
                         raise JobError(
                             f'metrics: "{name}" writes to the outputs or targets that it is given, and others read '
@@ -311,11 +328,12 @@ def evaluate(
                         )
                     sums[i].add(Result(*value, batch.size))
                     # In the first evaluation each batch: targets may be masked in a few only.
-                    if (looks or seldom) and not (
-                        is_sum(function, value, outputs, targets, step.replicas)
-                        and (across is None or across.adds_up(function, outputs, targets))
-                    ):
-                        are_no_sums[i] = 1.0
+                    if looks or seldom:
+                        with state.kept():
+                            adds_up = is_sum(function, value, outputs, targets, step.replicas) and (
+                                across is None or across.adds_up(function, outputs, targets)
+                            )
+                        are_no_sums[i] = max(are_no_sums[i], float(not adds_up))
                 for name, metric in objects.items():
                     with _naming(name):
                         if looks and seldom and world.is_first and not is_of_parts(metric, outputs, targets):
@@ -323,7 +341,9 @@ def evaluate(
                         metric.update(outputs, targets)
     step.loss_check.of_batch = in_training
     if across is not None:
-        _say_no_sums(across.no_sums(functions, world), step)
+        with state.kept():
+            no_sums = across.no_sums(functions, world)
+        _say_no_sums(no_sums, step)
     step.loss_check.agree(world, 0, None, meets=True)
     step.tell_of_loss()
     here = sums[0].read()

@@ -20,7 +20,7 @@ import pickle
 import sys
 import tempfile
 import types
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import IO, Any, NamedTuple
 
@@ -205,8 +205,15 @@ def dumps(value: Any) -> bytes:
 def _by_value(value: Any) -> bytes:
     import cloudpickle
 
+    memories: dict[int, _Memory] = {}
+
     class Pickler(cloudpickle.Pickler):  # type: ignore[misc]  # it has no types
         def reducer_override(self, held: Any) -> Any:
+            if type(held) is torch.Tensor and _is_plain(held):  # PyTorch's own would give each its memory
+                storage = held.untyped_storage()
+                memory = memories.setdefault(storage._cdata, _Memory(storage))
+                place = held.dtype, held.storage_offset(), held.shape, held.stride(), held.requires_grad
+                return _tensor_in, (memory, *place)
             if isinstance(held, functools._lru_cache_wrapper) and held.__module__ == "__main__":
                 return _cached, (held.__wrapped__, held.cache_parameters())
             if isinstance(held, types.FunctionType) and held.__module__ != "__main__":
@@ -219,6 +226,43 @@ def _by_value(value: Any) -> bytes:
     file = io.BytesIO()
     Pickler(file).dump(value)
     return file.getvalue()
+
+
+def _is_plain(tensor: torch.Tensor) -> bool:
+    """Whether it is no more than its memory, and where it lies there."""
+    is_plain = tensor.is_cpu and tensor.layout == torch.strided and tensor.is_leaf and not tensor.is_quantized
+    return is_plain and not (tensor.is_conj() or tensor.is_neg() or vars(tensor) or tensor._backward_hooks)
+
+
+class _Memory:
+    """What several tensors lie in, sent once."""
+
+    def __init__(self, storage: torch.UntypedStorage) -> None:
+        self.storage = storage
+
+    def __reduce__(self) -> Any:
+        held = torch.empty(0, dtype=torch.uint8).set_(self.storage)
+        return _memory_with, (held.numpy().tobytes(),)
+
+
+def _memory_with(data: bytes) -> _Memory:
+    made = torch.empty(len(data), dtype=torch.uint8, device="cpu")  # aligned as PyTorch does
+    if data:
+        made.copy_(torch.frombuffer(bytearray(data), dtype=torch.uint8))
+    return _Memory(made.untyped_storage())
+
+
+def _tensor_in(
+    memory: _Memory,
+    dtype: torch.dtype,
+    offset: int,
+    size: Sequence[int],
+    stride: Sequence[int],
+    requires_grad: bool,
+) -> torch.Tensor:
+    with torch.no_grad():
+        made = torch.empty(0, dtype=dtype, device="cpu").set_(memory.storage, offset, size, stride)
+    return made.requires_grad_(requires_grad)
 
 
 class _Globals(dict[str, Any]):

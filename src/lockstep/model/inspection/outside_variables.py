@@ -34,6 +34,7 @@ from torch import nn
 
 from lockstep.errors import is_own_code
 from lockstep.tensors.digest import digest
+from lockstep.tensors.pytree import tensors
 
 _CODE = (type, types.FunctionType, types.MethodType, types.BuiltinFunctionType, functools.partial)
 _OF_GLOBALS = ("LOAD_GLOBAL", "STORE_GLOBAL", "LOAD_NAME")  # (the last one in the body of a class)
@@ -118,6 +119,17 @@ class OutsideVariables:
         """Whether the variable of that name does."""
         held = [value for value, _ in copies_of(self._variables[name].get(), set())]
         return any(isinstance(value, torch.Tensor) for value in held)
+
+    def values(self) -> list[Any]:
+        """What each holds."""
+        return [variable.get() for variable in self._variables.values()]
+
+    def held_tensors(self) -> Iterator[tuple[str, torch.Tensor]]:
+        """Each tensor that they hold, or a module among them does, by the name of the variable."""
+        for name, variable in self._variables.items():
+            yield from ((name, tensor) for tensor in tensors(variable.get()))
+        for module in self.modules:
+            yield from itertools.chain(module.named_parameters(), module.named_buffers())
 
     @contextmanager
     def kept(self) -> Iterator[None]:

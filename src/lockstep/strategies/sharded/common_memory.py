@@ -2,25 +2,31 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import itertools
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 import torch
 from torch import nn
 
 from lockstep.errors import StrategyError
+from lockstep.model.inspection import OutsideVariables
 from lockstep.tensors.pytree import tensors
 
 
-def refuse_common_memory(model: nn.Module, loss: Any) -> None:
-    """Refuse a model where a parameter that is trained shares memory with another tensor of the model, or of its loss.
+def refuse_common_memory(model: nn.Module, functions: Mapping[str, Any]) -> None:
+    """Refuse a parameter that is trained and shares memory with another tensor of the model, the loss or a metric.
+
+    Args:
+        model: it.
+        functions: the loss and metrics, by name.
 
     Raises:
         StrategyError: with the names of both.
     """
     spans: list[tuple[int, int, str, bool]] = []
     seen: set[int] = set()
-    for name, tensor, is_trained in _held(model, loss):
+    for name, tensor, is_trained in _held(model, functions):
         if id(tensor) not in seen and tensor.layout == torch.strided and tensor.numel() and not tensor.is_meta:
             seen.add(id(tensor))
             last = sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True))
@@ -39,14 +45,18 @@ def refuse_common_memory(model: nn.Module, loss: Any) -> None:
         ends[is_trained] = max(ends[is_trained], (end, name))
 
 
-def _held(model: nn.Module, loss: Any) -> Iterator[tuple[str, torch.Tensor, bool]]:
-    """The name of each tensor, it, and whether it is trained: parameters, buffers, attributes."""
-    for name, p in model.named_parameters():
-        yield name, p, p.requires_grad
-    yield from ((name, b, False) for name, b in model.named_buffers())
-    of_loss = loss.named_modules() if isinstance(loss, nn.Module) else [("", loss)]
-    for way, held in (*model.named_modules(), *((f"loss.{name}".rstrip("."), one) for name, one in of_loss)):
-        for key, value in getattr(held, "__dict__", {}).items():
+def _held(model: nn.Module, functions: Mapping[str, Any]) -> Iterator[tuple[str, torch.Tensor, bool]]:
+    """The name of each tensor, it, and whether it is trained: parameters, buffers, attributes, outside variables."""
+    yield from ((name, p, p.requires_grad) for name, p in model.named_parameters())
+    owners: list[tuple[str, Any]] = [*model.named_modules()]
+    of_others = model.named_buffers()
+    for called, function in functions.items():
+        outside = OutsideVariables([function])
+        owners += [(called, function), *((called, part) for module in outside.modules for part in module.modules())]
+        of_others = itertools.chain(of_others, outside.held_tensors())
+    yield from ((name, tensor, False) for name, tensor in of_others)
+    for way, owner in owners:
+        for key, value in getattr(owner, "__dict__", {}).items():
             # (``spectral_norm`` begins with an attribute in the memory of what it computes it from.)
-            if not key.startswith("_") and f"{key}_orig" not in getattr(held, "_parameters", {}):
+            if not key.startswith("_") and f"{key}_orig" not in getattr(owner, "_parameters", {}):
                 yield from ((f"{way}.{key}".lstrip("."), t, False) for t in tensors(value))

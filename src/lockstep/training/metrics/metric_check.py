@@ -98,7 +98,7 @@ class AcrossReplicas:
 
         with contextlib.suppress(Exception):
             return any(
-                float(a) != float(b) for a, b in zip(*(value(iter(of)) for of in (numbers[0], other)), strict=True)
+                _float(a) != _float(b) for a, b in zip(*(value(iter(of)) for of in (numbers[0], other)), strict=True)
             )
         return False
 
@@ -134,7 +134,7 @@ def _reads_uncut(metric: Any, outputs: Any, targets: Any, samples: int) -> bool:
     if not uncut:
         return False
     try:
-        return any(math.isnan(float(v)) for v in metric(*with_value((outputs, targets), uncut, math.nan)))
+        return any(math.isnan(_float(v)) for v in metric(*with_value((outputs, targets), uncut, math.nan)))
     except Exception:  # it can't take them
         return False
 
@@ -157,7 +157,7 @@ def _adds_up(
         parts = [
             metric(*part_of((outputs, targets), start, n, samples)) for start, n in ((0, half), (half, samples - half))
         ]
-        sums = [[float(part[i]) for part in parts] for i in (0, 1)]
+        sums = [[_float(part[i]) for part in parts] for i in (0, 1)]
         many = repeated((outputs, targets), samples, min(local_batches, _MOST))
         of_many = whole if many is None else metric(*many)
         is_double = are_double([whole[0], *(part[0] for part in parts)])
@@ -165,8 +165,14 @@ def _adds_up(
         return False
     tolerance = 1e-2 if any(t.dtype in HALF for t in tensors(outputs)) else DOUBLED if is_double else 1e-4
     times = 1 if many is None else min(local_batches, _MOST)
-    sums += [[float(one), float(one) * (times - 1)] for one in whole]
-    return not any(is_apart(float(a), *of, tolerance=tolerance) for a, of in zip((*whole, *of_many), sums, strict=True))
+    sums += [[_float(one), _float(one) * (times - 1)] for one in whole]
+    return not any(
+        is_apart(_float(a), *of, tolerance=tolerance) for a, of in zip((*whole, *of_many), sums, strict=True)
+    )
+
+
+def _float(value: Any) -> float:
+    return float(value.detach() if isinstance(value, torch.Tensor) else value)
 
 
 def as_samples(outputs: Any, targets: Any) -> Iterator[tuple[Any, Any, int, Callable[[Any], Any]]]:
