@@ -176,6 +176,17 @@ def test_local_batches_of_other_lengths_are_held_against_one_another(samples: in
         checked(loss, batches(6, 3))
 
 
+def test_rows_that_are_no_samples_are_not_made_as_long_as_others() -> None:
+    """Found by trial: nodes of graphs, as many as each batch has, and a loss that adds up over them."""
+
+    def batches() -> Iterator[tuple[Tensor, Any, int]]:
+        for number, nodes in enumerate((14, 11, 14)):
+            yield drawn(nodes, 3, seed=number).double(), drawn(nodes, 3).double(), 5
+
+    check = checked(lambda outputs, targets: ((outputs - targets).square().sum(), len(outputs)), batches())
+    assert not any("is not a sum" in note for note in check.notes)
+
+
 @pytest.mark.parametrize("shape", [(1,), (1, 3), (SAMPLES, 3), ()])
 def test_an_output_that_is_the_same_for_all_samples_is_left_as_it_is_whatever_its_shape(shape: tuple[int, ...]) -> None:
     """Found by trial: a learned scale of shape (1,) was taken for a row of one sample, and nothing was checked."""

@@ -441,11 +441,65 @@ class Confusion:
         return (outputs.argmax(1) == targets).sum(), len(targets)
 
 
+class Slotted:
+    """The same without a dictionary of attributes."""
+
+    __slots__ = ("calls", "matrix")
+
+    def __init__(self) -> None:
+        self.matrix, self.calls = torch.zeros(3, 3), 0
+
+    __call__ = Confusion.__call__
+
+
+@pytest.mark.parametrize("kind", [Confusion, Slotted])
 @pytest.mark.parametrize("way", ["single", "dp", "mp"])
-def test_what_a_metric_keeps_is_of_the_evaluations_alone(way: str, tmp_path: Path, capfd: Any) -> None:
+def test_what_a_metric_keeps_is_of_the_evaluations_alone(way: str, kind: Any, tmp_path: Path, capfd: Any) -> None:
     """Found by trial: checks and the first trial wrote to it, too: 132 samples in the matrix of 34."""
-    metric = Confusion()
+    metric = kind()
     job = job_of(lambda: nn.Sequential(nn.Linear(6, 6), nn.Linear(6, 3)), metrics={"accuracy": metric})
     train(job, strategy=way, devices="1xcpu" if way == "single" else "2xcpu", folder=tmp_path)
     assert metric.matrix.sum() == SAMPLES and metric.calls == (6 if way == "dp" else 3)
     assert ('metric "accuracy" remembers something' in capfd.readouterr().out) == (way == "dp")
+
+
+def scaled_loss(outputs: dict[str, Tensor], targets: Tensor) -> tuple[Tensor, int]:
+    return per_sample(outputs, targets).sum(), len(targets)
+
+
+@pytest.mark.parametrize("way", ["single", "dp"])
+def test_a_metric_of_an_output_that_is_the_same_for_all_batches_is_a_sum(way: str, tmp_path: Path, capfd: Any) -> None:
+    """Found by trial: a metric that read a learned scale was said to be no sum."""
+    job = job_of(Scaled, loss=scaled_loss, metrics={"scaled": scaled_loss})
+    train(job, strategy=way, devices="1xcpu" if way == "single" else "2xcpu", folder=tmp_path)
+    assert "no sum over samples" not in capfd.readouterr().out
+
+
+class Drawn(nn.Module):
+    """Each process has another projection."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(3, 3)
+        generator = torch.Generator()
+        generator.seed()
+        self.projection = torch.rand(6, 3, generator=generator, dtype=torch.float64)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.layer(x @ self.projection)  # type: ignore[no-any-return]
+
+
+def test_an_attribute_that_differs_between_ranks_is_said(tmp_path: Path, capfd: Any) -> None:
+    train(job_of(Drawn, eval_data=None), strategy="ddp", devices="2xcpu", folder=tmp_path)
+    assert 'attribute "projection" of the model has other values on another rank' in capfd.readouterr().out
+
+
+def pairs_of_the_rare(outputs: Tensor, targets: Tensor) -> tuple[Tensor, int]:
+    return nn.functional.pdist(outputs[targets == 2]).sum(), len(targets)
+
+
+def test_a_metric_of_pairs_of_a_rare_class_is_said_though_each_local_batch_has_one(tmp_path: Path, capfd: Any) -> None:
+    rare = TensorDataset(DATA.tensors[0][:8], torch.tensor([0, 1, 2, 0, 1, 2, 0, 1]))
+    train(job_of(lambda: nn.Linear(6, 3), eval_data=rare, metrics={"pairs": pairs_of_the_rare}),
+          strategy="dp", devices="2xcpu", folder=tmp_path)  # fmt: skip
+    assert 'metric "pairs" is no sum over samples' in capfd.readouterr().out

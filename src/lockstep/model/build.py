@@ -15,7 +15,7 @@ from lockstep.checkpoint.weights import take_weights
 from lockstep.data import batches, resolve
 from lockstep.errors import JobError, LockstepError, told
 from lockstep.job import Job
-from lockstep.launch.events import Line
+from lockstep.launch.events import Caveat, Line
 from lockstep.launch.world import World
 from lockstep.model.activation_checkpointing import checkpoint_blocks
 from lockstep.model.model_settings import in_evaluation_mode
@@ -67,6 +67,7 @@ def build_model(job: Job, world: World, *, place: bool = True) -> nn.Module:
             world.tell(Line(line, "plan" if line != said[0] else "plain"))
     _begin_training(model)
     same_on_every_rank(model, world)
+    _say_what_differs(model, world)
     if job.activation_checkpointing is not None:
         _checkpoint(model, job, job.sync_batchnorm and world.size * len(world.devices) > 1)
     if job.channels_last:
@@ -175,8 +176,7 @@ def same_on_every_rank(model: nn.Module, world: World) -> None:
     """
     if world.size == 1:
         return
-    every_tensor = (*_all_tensors(model), *_attribute_tensors(model))
-    mine = [(name, tuple(t.shape), str(t.dtype), digest(t)) for name, t in every_tensor]
+    mine = [(name, tuple(t.shape), str(t.dtype), digest(t)) for name, t in _all_tensors(model)]
     whole = hashlib.sha256(repr(mine).encode()).hexdigest()
     if len(set(world.gather_objects(whole))) == 1:
         return
@@ -205,6 +205,16 @@ def same_on_every_rank(model: nn.Module, world: World) -> None:
                 f'model: it builds differently: "{extra}" is on only one of rank 0 and rank {rank}',
                 kind="unseeded model",
             )
+
+
+def _say_what_differs(model: nn.Module, world: World) -> None:
+    """Say which attribute that is a tensor, or an array, has other values on some rank. (It may be a workspace.)"""
+    every = world.gather_objects({name: digest(tensor) for name, tensor in _attribute_tensors(model)})
+    name = next((name for name, its in every[0].items() for theirs in every[1:] if theirs.get(name, its) != its), None)
+    if name is not None and world.is_first:
+        text = f'attribute "{name}" of the model has other values on another rank, and so has what forward makes of it'
+        fix = "draw it from torch, random or numpy's global generator, which are seeded, or make it a buffer"
+        world.tell(Line.note(Caveat("state", text, fix)))
 
 
 def differing_tensors(named: Iterable[tuple[str, torch.Tensor]], world: World) -> str | None:

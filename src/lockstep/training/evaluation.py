@@ -4,29 +4,25 @@ from __future__ import annotations
 
 import contextlib
 import itertools
-import math
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 import torch
 
 from lockstep.data import AnyLoader, Batch
 from lockstep.data.shares import mixed_share
-from lockstep.errors import JobError, LockstepError, told
+from lockstep.errors import JobError
 from lockstep.job import Job
 from lockstep.launch.events import Caveat
-from lockstep.launch.memory import is_out_of_memory
 from lockstep.launch.world import World
-from lockstep.model.inspection import OutsideVariables, Seen, attribute_prints, kept_state, look
+from lockstep.model.inspection import OutsideVariables, Seen, kept_state, look
 from lockstep.model.losses.check_interval import is_power_of_two
 from lockstep.model.losses.loss import Loss
 from lockstep.strategies.steps.step import Step
 from lockstep.strategies.steps.update_result import Result, Sums, added
-from lockstep.tensors.pytree import versions
 from lockstep.tensors.seeding import kept_states
-from lockstep.training.metrics.metric_check import AcrossReplicas, is_sum
+from lockstep.training.metrics.job_metrics import JobMetrics, called, functions_of
 from lockstep.training.metrics.metric_state import MetricState
-from lockstep.training.metrics.torch_metrics import fresh, is_of_parts, is_torchmetric, value_over
 
 _LARGEST = 2**30
 """Bytes of parameters up to which they are kept for the trial evaluation."""
@@ -39,32 +35,6 @@ _COLLATES = Caveat(
     "collate is given each device's local batch, so outputs that depend on how far it pads, or on the other samples, "
     "differ from those of one device",
 )
-
-
-_READS = 'metric "{}" uses the model, which keeps something of its local batch in attributes: each replica has its own'
-
-
-_REMEMBERS = (
-    'metric "{}" remembers something from call to call, and is called for each local batch, not once a batch: where '
-    "its value depends on that, it differs from that of one device"
-)
-
-
-def _functions(metrics: Mapping[str, Any]) -> dict[str, Any]:
-    """Those that are functions, not metrics of torchmetrics."""
-    return {name: metric for name, metric in metrics.items() if not is_torchmetric(metric)}
-
-
-def _readers(functions: Mapping[str, Any], step: Step) -> list[str]:
-    """The names of metrics that use one of the model's modules, where replicas have a local batch each; on rank 0."""
-    if step.replicas == 1 or not step.world.is_first:
-        return []
-    ours = {id(module) for module in step.model.modules()}
-    return [
-        name
-        for name, function in functions.items()
-        if any(id(module) in ours for module in OutsideVariables([function]).modules)
-    ]
 
 
 def say_what_collates(job: Job, step: Step) -> None:
@@ -83,7 +53,7 @@ def try_out(
     Raises:
         JobError: a metric raises, or gives something other than a total and a count; a sample isn't a pair.
     """
-    with kept_state(step.models()), step.loss.kept(), MetricState(_functions(metrics)).kept():
+    with kept_state(step.models()), step.loss.kept(), MetricState(functions_of(metrics)).kept():
         with _kept_parameters(step):
             values = (
                 evaluate_sets(step, loaders, metrics, world, seed, looks=True, most=1, prefix="eval_")
@@ -107,21 +77,6 @@ def _kept_parameters(step: Step) -> Iterator[None]:
         for p, value in before:
             if not torch.equal(p, value):
                 p.copy_(value)
-
-
-def _say_no_sums(names: Iterable[str], step: Step) -> None:
-    of = "batches" if step.replicas == 1 else "local batches"
-    for name in names if step.world.is_first else ():
-        said = f'metric "{name}" is no sum over samples: its values for the {of} are averaged'
-        step.tell_once([f"{said}; a metric of torchmetrics sees all samples together"])
-
-
-def _of_parts(name: str) -> str:
-    return (
-        f'metric "{name}" gives other values for parts of a batch, merged, than for all of it (it keeps means of '
-        "batches, say, or those of the last ones only, or guesses what outputs are from their values): they depend on "
-        "the number of devices"
-    )
 
 
 def look_at_evaluation(step: Step, batch: Batch, metrics: MetricState | None = None) -> Seen | None:
@@ -155,7 +110,7 @@ def look_at_evaluation(step: Step, batch: Batch, metrics: MetricState | None = N
         parts = dict(loss.parts)
         for name, function in held.functions.items():
             with contextlib.suppress(Exception), held.kept():  # (an error comes again where it is called by itself)
-                parts[f"metric {name}"] = _pair(name, function(outputs, targets))
+                parts[f"metric {name}"] = called(name, function, outputs, targets)
         return Loss(total, count, parts)
 
     judges = metrics is not None and part.targets is not None
@@ -279,23 +234,14 @@ def evaluate(
     Raises:
         JobError: a metric raises, or gives something else, or has the name of a part of the loss.
     """
-    functions, state = _functions(metrics), MetricState(_functions(metrics))
-    objects = {
-        name: fresh(metric, step.world.device.torch) for name, metric in metrics.items() if is_torchmetric(metric)
-    }
-    sums = [Sums() for _ in range(1 + len(functions))]
-    are_no_sums = [0.0 for _ in sums]
-    across = AcrossReplicas() if looks and functions and step.replicas > 1 else None
-    readers = _readers(functions, step) if looks else []
-    kept = attribute_prints(step.model) if readers else {}
-    seen: Seen | None = None
-    in_training = step.loss_check.of_batch
+    its = JobMetrics(metrics, step, looks=looks)
+    losses, seen, in_training = Sums(), None, step.loss_check.of_batch
 
     def looked_at() -> Iterator[Batch]:
         nonlocal seen
         for batch in itertools.islice(loader.epoch(0), most):
             if looks and is_power_of_two(batch.index + 1):
-                seen = look_at_evaluation(step, batch, state)
+                seen = look_at_evaluation(step, batch, its.state)
                 if not batch.index:
                     step.loss_check.of_batch = seen.of_batch if seen is not None else {}
                     step.loss_check.follow_first(world)
@@ -304,95 +250,18 @@ def evaluate(
     with step.evaluating(), kept_states():
         for batch, results in step.over(looked_at(), step.results, seed):
             world.beat()
-            if looks and is_power_of_two(batch.index + 1):
-                if seen is not None:
-                    step.say_what_the_loss_reads(seen)
-                if readers and attribute_prints(step.model) != kept:
-                    step.tell_once(map(_READS.format, readers))
+            if seen is not None:
+                step.say_what_the_loss_reads(seen)
             for outputs, targets, loss in results:
-                seldom = is_power_of_two(batch.index + 1)
-                says = looks and not batch.index and step.replicas > 1 and world.is_first
-                if across is not None and seldom:
-                    across.keep(outputs, targets)
-                sums[0].add(Result(*loss, batch.size, loss.parts))
-                for i, (name, function) in enumerate(functions.items(), 1):
-                    before, remembered = versions((outputs, targets)), state.of(name) if says else None
-                    with _naming(name):
-                        value = _pair(name, function(outputs, targets))
-                    if remembered != (state.of(name) if says else None):
-                        step.tell_once([_REMEMBERS.format(name)])
-                    if versions((outputs, targets)) != before:
-                        raise JobError(
-                            f'metrics: "{name}" writes to the outputs or targets that it is given, and others read '
-                            "them too: let it write to a clone"
-                        )
-                    sums[i].add(Result(*value, batch.size))
-                    # In the first evaluation each batch: targets may be masked in a few only.
-                    if looks or seldom:
-                        with state.kept():
-                            adds_up = is_sum(function, value, outputs, targets, step.replicas) and (
-                                across is None or across.adds_up(function, outputs, targets)
-                            )
-                        are_no_sums[i] = max(are_no_sums[i], float(not adds_up))
-                for name, metric in objects.items():
-                    with _naming(name):
-                        if looks and seldom and world.is_first and not is_of_parts(metric, outputs, targets):
-                            step.tell_once([_of_parts(name)])
-                        metric.update(outputs, targets)
+                losses.add(Result(*loss, batch.size, loss.parts))
+                its.add(batch, outputs, targets)
     step.loss_check.of_batch = in_training
-    if across is not None:
-        with state.kept():
-            no_sums = across.no_sums(functions, world)
-        _say_no_sums(no_sums, step)
     step.loss_check.agree(world, 0, None, meets=True)
     step.tell_of_loss()
-    here = sums[0].read()
-    are_no_sums[0] = float(len(here.parts))
-    mine = [(*each_sum.read(), flag) for each_sum, flag in zip(sums, are_no_sums, strict=True)]
+    here = losses.read()
+    mine = [(*here, float(len(here.parts))), *its.sums(world)]
     summed = world.all_reduce(torch.tensor(mine, dtype=torch.float64, device=world.exchange_device)).tolist()
-    _say_no_sums((name for name, of in zip(functions, summed[1:], strict=True) if of[2]), step)
-    means = [total / count if count else math.nan for total, count, _ in summed[1:]]
-    values = dict(zip(functions, means, strict=True))
     parts = added(world.gather_objects(here)).parts if summed[0][2] else {}  # some rank has parts: all ask for them
-    found = Loss(summed[0][0], summed[0][1], parts).means(prefix)
     if both := next((name for name in parts if name in metrics), None):
         raise JobError(f'metrics: "{both}" is the name of a part of the loss too: give one of them another name')
-    for name in metrics:
-        if name in objects:
-            with _naming(name):
-                found |= {name + below: value for below, value in value_over(objects[name], world).items()}
-        else:
-            found[name] = values[name]
-    return found
-
-
-@contextlib.contextmanager
-def _naming(name: str) -> Iterator[None]:
-    """Say whose error it is."""
-    try:
-        yield
-    except LockstepError:
-        raise
-    except Exception as error:
-        if is_out_of_memory(error):
-            raise
-        raise JobError(f'metrics: "{name}" raised {told(error)}') from error
-
-
-def _pair(name: str, value: Any) -> tuple[Any, Any]:
-    if not isinstance(value, tuple) or len(value) != 2:
-        what = f"a tensor of shape {tuple(value.shape)}" if isinstance(value, torch.Tensor) else f"{value!r}"
-        several = "; give each of several a name in metrics" if isinstance(value, Mapping) else ""
-        raise JobError(
-            f'metrics: "{name}" gave {what}; a pair (total, count) is expected: the sum over items, their '
-            f"number{several}"
-        )
-    for part in value:
-        if isinstance(part, torch.Tensor) and part.numel() != 1:
-            raise JobError(
-                f'metrics: "{name}" gave a tensor of shape {tuple(part.shape)} in (total, count), not a number: '
-                "sum it over the samples"
-            )
-        if not isinstance(part, torch.Tensor) and not hasattr(part, "__float__"):
-            raise JobError(f'metrics: "{name}" gave {part!r} in (total, count), not a number')
-    return value
+    return {**Loss(summed[0][0], summed[0][1], parts).means(prefix), **its.values(summed[1:], world)}

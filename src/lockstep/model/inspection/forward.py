@@ -298,7 +298,7 @@ def _see(
         if not seen.ragged:
             alike = [cropped(of) for of in rows]  # to the shortest, where outputs are as long as the longest sample
             seen.mixes = across or differ([a for a, _, _ in alike], [torch.cat((b, c)) for _, b, c in alike])
-        for name, of in cut_up.items():
+        for name, of in cut_up.items() if not seen.ragged else ():  # else parts were given all rows
             if len({t.shape for t in of}) == 1 and name not in exact:
                 seen.of_batch[name] = kind_of(*of, first / samples)
     if judge is None or seen.mixes or seen.remembers or seen.follows or seen.ragged:

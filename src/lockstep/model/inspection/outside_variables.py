@@ -267,12 +267,22 @@ def copies_of(value: Any, seen: set[int]) -> Iterator[tuple[Any, Any]]:
         yield value, (value._version, value.detach().clone())
         return
     if _is_own(type(value)) or isinstance(value, types.SimpleNamespace):
+        if not hasattr(value, "__dict__"):  # its class has __slots__
+            yield value, _slots_of(value)
+            for inner in _slots_of(value).values():
+                yield from copies_of(inner, seen)
+            return
         value = vars(value)
     if isinstance(value, dict | list | set | deque):
         yield value, copy.copy(value)
     if isinstance(value, dict | list | set | deque | tuple):
         for inner in list(value.values() if isinstance(value, dict) else value):
             yield from copies_of(inner, seen)
+
+
+def _slots_of(value: Any) -> dict[str, Any]:
+    names = [name for kind in type(value).__mro__ for name in getattr(kind, "__slots__", ())]
+    return {name: getattr(value, name) for name in names if hasattr(value, name)}
 
 
 _SMALL = 1000
@@ -313,6 +323,10 @@ def put_back(value: Any, copied: Any) -> None:
     if isinstance(value, torch.Tensor):
         if value._version != copied[0]:
             value.data.copy_(copied[1])
+        return
+    if not hasattr(value, "clear"):
+        for name, one in copied.items():
+            object.__setattr__(value, name, one)
         return
     value.clear()
     if isinstance(value, list | deque):

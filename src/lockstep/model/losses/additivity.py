@@ -194,6 +194,28 @@ def constants_in(nest: Nest, samples: int, kinds: Mapping[int, str]) -> set[int]
     return same if folded(nest, samples) is not None else same.union(map(id, of_targets))
 
 
+def refuse_to_tell(nest: Nest, samples: int, instead: float | None) -> None:
+    """Where totals and counts of parts don't add up, perhaps for another reason than the loss.
+
+    Raises:
+        CantTell: with the reason.
+    """
+    if folded(nest, samples) is not None:
+        raise CantTell("outputs have several rows for each sample, perhaps in another order than targets")
+    if instead == 1:
+        raise CantTell("it reads outputs without a row for each sample, and with ones in their place it isn't")
+    if _holds_counts(nest[0], samples):
+        raise CantTell("outputs hold a whole number, or one of Python's, which parts of the batch are given as it is")
+
+
+def _holds_counts(nest: Any, samples: int) -> bool:
+    if isinstance(nest, Tensor):
+        return not (nest.is_floating_point() or nest.is_complex() or has_rows(nest, samples))
+    if isinstance(nest, list) and holds_samples(nest, samples):
+        return False
+    return isinstance(nest, int | float) or any(_holds_counts(part, samples) for part in parts(nest) or ())
+
+
 def holds_numbers(nest: Any, samples: int) -> bool:
     """Whether it has a number that is no sample's: how many tokens the batch has, say."""
     if isinstance(nest, Tensor):
@@ -271,6 +293,8 @@ class EarlierSamples:
         shapes = [[t.shape for t in tensors(nest)] for nest in (one, earlier)]
         if shapes[0] == shapes[1] or [len(shape) for shape in shapes[0]] != [len(shape) for shape in shapes[1]]:
             return []
+        if any(shape[:1] != other[:1] for shape, other in zip(*shapes, strict=True)):  # (nodes of graphs aren't cut)
+            return []
         longest = [[max(sizes) for sizes in zip(*both, strict=True)] for both in zip(*shapes, strict=True)]
 
         def padded(nest: Nest) -> Nest:
@@ -310,13 +334,23 @@ def sums_of_many(piece: Callable[[Nest, int], Piece], rows: Nest, whole: Piece, 
     sums, samples = [], whole.samples
     if (many := repeated(rows, samples, times)) is not None:
         sums.append(Sum(piece(many, times * samples), whole, whole.times(times - 1)))
-    if many is not None and samples > 1:
-        turned = both_of(part_of(rows, 1, samples - 1, samples), samples - 1, part_of(rows, 0, 1, samples), 1)
-        others = (turned or rows)[0], rows[1]
+    if many is not None and (turned := with_next(rows, samples)) is not None:
         with contextlib.suppress(LossError, CantTell):  # it may take outputs with their own targets only
-            if (both := both_of(rows, samples, others, samples)) is not None:
-                sums.append(Sum(piece(both, 2 * samples), whole, piece(others, samples)))
+            others, both = turned
+            sums.append(Sum(piece(both, 2 * samples), whole, piece(others, samples)))
     return sums
+
+
+def with_next(rows: Nest, samples: int) -> tuple[Nest, Nest] | None:
+    """The targets with the outputs of the next sample each, and both together; None where they don't go together."""
+    if samples < 2:
+        return None
+    turned = both_of(part_of(rows, 1, samples - 1, samples), samples - 1, part_of(rows, 0, 1, samples), 1)
+    if turned is None:
+        return None
+    others = turned[0], rows[1]
+    both = both_of(rows, samples, others, samples)
+    return None if both is None else (others, both)
 
 
 @contextlib.contextmanager

@@ -5,13 +5,16 @@ from __future__ import annotations
 import math
 from typing import Any
 
-from lockstep.tensors.pytree import tensors
+from lockstep.tensors.pytree import has_rows, tensors
 
 _LARGEST_SHARE = 0.05
 """Of the time of an update, for checking its loss; beyond that it is checked every n-th update only."""
 
-_CLASSES = 1000
-"""Up to so many the samples of each class are looked at."""
+_VALUES = 1000
+"""Of targets, up to which new ones are looked at: more are no classes."""
+
+_ELEMENTS = 4096
+"""Of targets, up to which they are asked for their values."""
 
 TIMED = range(2, 6)
 """The updates in which the check is timed: the first one prepares much."""
@@ -32,7 +35,7 @@ class CheckInterval:
     def __init__(self) -> None:
         self.every = 1
         self._seconds: list[float] = []
-        self._classes: set[int] = set()
+        self._values: dict[int, set[tuple[int, Any]]] = {}
         self._check = self._update = math.inf
 
     def is_due(self, update: int) -> bool:
@@ -42,15 +45,22 @@ class CheckInterval:
     def is_close(self, step: int, targets: Any, samples: int, *, waits: bool) -> bool:
         """Whether to look at more samples than a local batch has, too: in updates 1, 2, 4, 8, ... and in evaluations.
 
-        Also where targets, a whole number for each sample, have one that none had before, on devices that are waited
-        for.
+        Also where targets have a value that none had there before (a class, a flag), on devices that are waited for.
         """
-        is_new = False
-        if waits and len(self._classes) < _CLASSES:  # else they are no classes
-            mine = (t for t in tensors(targets) if t.shape == (samples,) and not t.is_floating_point())
-            now = {number for t in mine for number in t.tolist()}
-            is_new, self._classes = not now <= self._classes, self._classes | now
+        is_new = waits and self._has_new_value(targets, samples)
         return is_new or not step or is_power_of_two(step)
+
+    def _has_new_value(self, targets: Any, samples: int) -> bool:
+        is_new = False
+        for place, tensor in enumerate(tensors(targets)):
+            seen = self._values.setdefault(place, set())
+            if not has_rows(tensor, samples) or not 0 < tensor.numel() <= _ELEMENTS or len(seen) > _VALUES:
+                continue
+            rows = tensor.reshape(samples, -1).tolist()
+            now = {(column, v if v == v else None) for row in rows for column, v in enumerate(row)}  # (NaN is none)
+            is_new |= not now <= seen
+            seen |= now
+        return is_new
 
     def spent(self, seconds: float) -> None:
         """Note the time of a check; several threads may."""

@@ -55,6 +55,7 @@ from lockstep.model.losses.additivity import (
     is_sum,
     kept_generators,
     parts_apart,
+    refuse_to_tell,
     sums_of_many,
     tolerance_of,
     with_value,
@@ -66,7 +67,6 @@ from lockstep.model.losses.loss import Totalled
 from lockstep.tensors.pytree import (
     both_of,
     each,
-    folded,
     holds_packed,
     named_tensors,
     part_of,
@@ -159,12 +159,8 @@ class LossCheck:
                     wrong = first_wrong(sums, tolerance)
                 if wrong is not None:
                     wrong = self._still_wrong(nest, whole.samples, wrong, closer)
-                if wrong is not None and self._loss.gives_pairs and folded(nest, whole.samples) is not None:
-                    raise CantTell("outputs have several rows for each sample, perhaps in another order than targets")
-                if wrong is not None and self._instead == 1:
-                    raise CantTell(
-                        "it reads outputs without a row for each sample, and with ones in their place it isn't"
-                    )
+                if wrong is not None and self._loss.gives_pairs:
+                    refuse_to_tell(nest, whole.samples, self._instead)
                 apart = self._parts_apart(nest, whole.samples, sums, tolerance, closer) if self._cuts else {}
         except CantTell as error:
             self._trust(str(error))

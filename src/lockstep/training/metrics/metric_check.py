@@ -3,24 +3,21 @@
 from __future__ import annotations
 
 import contextlib
-import math
+import itertools
 from collections.abc import Callable, Iterator, Mapping, MutableMapping
 from typing import Any
 
 import torch
 
 from lockstep.launch.world import World
-from lockstep.model.losses.additivity import DOUBLED, are_double, is_apart, repeated, with_value, without_rows
+from lockstep.model.losses.additivity import DOUBLED, are_double, is_apart, repeated, with_next
 from lockstep.model.losses.torch_losses import HALF
 from lockstep.tensors.pytree import (
     both_of,
     each,
     folded,
-    has_rows,
     holds_packed,
     part_of,
-    parts,
-    rebuilt,
     tensors,
     to_device,
 )
@@ -42,14 +39,10 @@ class AcrossReplicas:
         self._outputs: Any = None
         self._back: Callable[[Any], Any] = lambda nest: nest
         self._targets: list[tuple[int, Any]] = []
-        self._numbers: list[list[Any]] = []
 
     def keep(self, outputs: Any, targets: Any) -> None:
         """Keep some samples of a local batch."""
         outputs, targets, samples, back = next(as_samples(outputs, targets))
-        numbers: list[Any] = []
-        _with_numbers(outputs, samples, numbers.append)
-        self._numbers.append(numbers)
         if samples:
             some = min(_SOME, samples)
             outputs, targets = each(torch.clone, part_of((outputs, targets), 0, some, samples))
@@ -71,49 +64,20 @@ class AcrossReplicas:
 
     def no_sums(self, functions: Mapping[str, Any], world: World) -> list[str]:
         """The names of those that are none, on the first rank."""
-        heard = world.gather_objects((self._targets, self._numbers))
-        every = to_device([each_one for targets, _ in heard for each_one in targets], world.device.torch)
+        every = to_device(list(itertools.chain(*world.gather_objects(self._targets))), world.device.torch)
         if not world.is_first or not every:
             return []
-        numbers = [each_one for _, numbers in heard for each_one in numbers]
         outputs, size = self._outputs, every[0][0]
         twice = [both_of((outputs, every[0][1]), size, (outputs, theirs), size) for n, theirs in every[1:] if n == size]
 
         def is_none(metric: Any) -> bool:
             return not all(
-                _adds_up(lambda o, t: metric(self._back(o), t), None, *both, 2 * size) for both in twice if both
+                _adds_up(lambda o, t: metric(self._back(o), t), None, *both, 2 * size, unknown=True)
+                for both in twice
+                if both
             )
 
-        return [name for name, metric in functions.items() if is_none(metric) or self._reads(metric, numbers)]
-
-    def _reads(self, metric: Any, numbers: list[list[Any]]) -> bool:
-        """Whether it reads numbers among outputs that are of all samples of a batch, and differ between batches."""
-        other = next((of for of in numbers if len(of) == len(numbers[0]) and of != numbers[0]), None)
-        if other is None:
-            return False
-        samples, targets = self._targets[0]
-
-        def value(its: Iterator[Any]) -> Any:
-            return metric(self._back(_with_numbers(self._outputs, samples, lambda _: next(its))), targets)
-
-        with contextlib.suppress(Exception):
-            return any(
-                _float(a) != _float(b) for a, b in zip(*(value(iter(of)) for of in (numbers[0], other)), strict=True)
-            )
-        return False
-
-
-def _with_numbers(nest: Any, samples: int, instead: Callable[[Any], Any]) -> Any:
-    """Outputs with others for Python's numbers, and for tensors of whole numbers without a row for each sample."""
-    if isinstance(nest, torch.Tensor):
-        if nest.is_floating_point() or nest.is_complex() or has_rows(nest, samples):
-            return nest
-        found = instead(nest.tolist())
-        return nest if found is None else torch.as_tensor(found, dtype=nest.dtype, device=nest.device)
-    if isinstance(nest, int | float):
-        return nest if (found := instead(nest)) is None else found
-    inside = parts(nest)
-    return nest if inside is None else rebuilt(nest, [_with_numbers(part, samples, instead) for part in inside])
+        return [name for name, metric in functions.items() if is_none(metric)]
 
 
 def is_sum(metric: Any, whole: tuple[Any, Any] | None, outputs: Any, targets: Any, local_batches: int) -> bool:
@@ -122,53 +86,47 @@ def is_sum(metric: Any, whole: tuple[Any, Any] | None, outputs: Any, targets: An
     And that for so many ``local_batches`` alike so many times as large: the hardest ten may be all of one.
     """
     return any(
-        not _reads_uncut(lambda o, t, back=back: metric(back(o), t), theirs, targets, samples)
-        and _adds_up(lambda o, t, back=back: metric(back(o), t), whole, theirs, targets, samples, local_batches)
+        _adds_up(lambda o, t, back=back: metric(back(o), t), whole, theirs, targets, samples, local_batches)
         for theirs, targets, samples, back in as_samples(outputs, targets)
     )
 
 
-def _reads_uncut(metric: Any, outputs: Any, targets: Any, samples: int) -> bool:
-    """Whether it reads an output without a row for each sample, a mean over the batch: parts would have the same."""
-    uncut = [t for t in without_rows((outputs, ()), samples, ()) if t.is_floating_point()] if samples else []
-    if not uncut:
-        return False
-    try:
-        return any(math.isnan(_float(v)) for v in metric(*with_value((outputs, targets), uncut, math.nan)))
-    except Exception:  # it can't take them
-        return False
-
-
 def _adds_up(
-    metric: Any, whole: tuple[Any, Any] | None, outputs: Any, targets: Any, samples: int, local_batches: int = 1
+    metric: Any,
+    whole: tuple[Any, Any] | None,
+    outputs: Any,
+    targets: Any,
+    samples: int,
+    local_batches: int = 1,
+    *,
+    unknown: bool = False,
 ) -> bool:
+    """Whether sums of that metric hold; ``unknown`` where it raises."""
     if not samples:
         return True
+    nest = outputs, targets
     try:
         if samples == 1:  # too few to cut: twice as many
             halved = each(lambda t: t / 2 if t.is_floating_point() else t, outputs)
-            both = both_of((outputs, targets), 1, (halved, targets), 1)
+            both = both_of(nest, 1, (halved, targets), 1)
             if both is None:
                 return True
-            (outputs, targets), samples = both, 2
-            whole = None
-        whole = metric(outputs, targets) if whole is None else whole
-        half = samples // 2
-        parts = [
-            metric(*part_of((outputs, targets), start, n, samples)) for start, n in ((0, half), (half, samples - half))
-        ]
-        sums = [[_float(part[i]) for part in parts] for i in (0, 1)]
-        many = repeated((outputs, targets), samples, min(local_batches, _MOST))
-        of_many = whole if many is None else metric(*many)
-        is_double = are_double([whole[0], *(part[0] for part in parts)])
+            nest, samples, whole = both, 2, None
+        whole = metric(*nest) if whole is None else whole
+        half, times = samples // 2, min(local_batches, _MOST)
+        sums = [(whole, *(metric(*part_of(nest, *of, samples)) for of in ((0, half), (half, samples - half))))]
+        if times > 1 and (many := repeated(nest, samples, times)) is not None:
+            sums.append((metric(*many), whole, [n * (times - 1) for n in whole]))
     except Exception:  # of fewer samples, or more, it can't be computed
-        return False
+        return unknown
+    if len(sums) > 1 and (turned := with_next(nest, samples)) is not None:
+        with contextlib.suppress(Exception):  # it may take outputs with their own targets only
+            others, both = turned
+            sums.append((metric(*both), whole, metric(*others)))
+    is_double = are_double(made[0] for made in sums[0])
     tolerance = 1e-2 if any(t.dtype in HALF for t in tensors(outputs)) else DOUBLED if is_double else 1e-4
-    times = 1 if many is None else min(local_batches, _MOST)
-    sums += [[_float(one), _float(one) * (times - 1)] for one in whole]
-    return not any(
-        is_apart(_float(a), *of, tolerance=tolerance) for a, of in zip((*whole, *of_many), sums, strict=True)
-    )
+    numbers = (map(_float, of) for made in sums for of in zip(*made, strict=True))
+    return not any(is_apart(*of, tolerance=tolerance) for of in numbers)
 
 
 def _float(value: Any) -> float:
