@@ -20,6 +20,7 @@ from lockstep.launch.events import Caveat
 from lockstep.launch.layout import Layout
 from lockstep.launch.world import World
 from lockstep.model.losses.loss import Loss
+from lockstep.model.losses.loss_check import LossCheck
 from lockstep.pipelining.runner import Runner
 from lockstep.pipelining.stage_layers import Layers
 from lockstep.strategies.ddp import DDP, DDPStep, synchronised
@@ -98,10 +99,10 @@ class ReplicaOfStages(DDPStep, StagedStep):
         """As every step's; micro-batches that are overlapped can't."""
         return super().may_synchronise and self._accumulate == 1
 
-    def compare_ranks(self) -> None:
+    def compare_ranks(self, check: LossCheck | None = None) -> None:
         """As every evaluator's; outputs and targets may be on several devices."""
         with self._layers.moving():
-            super().compare_ranks()
+            super().compare_ranks(check)
 
     def gradients(self, batch: Batch) -> Loss:
         """Gradients of total / size, summed over micro-batches and ranks."""

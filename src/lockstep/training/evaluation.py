@@ -60,7 +60,7 @@ def try_out(
                 if loaders
                 else {}
             )
-        step.compare_ranks()
+        step.compare_ranks(step.eval_check)
     return values
 
 
@@ -235,7 +235,8 @@ def evaluate(
         JobError: a metric raises, or gives something else, or has the name of a part of the loss.
     """
     its = JobMetrics(metrics, step, looks=looks)
-    losses, seen, in_training = Sums(), None, step.loss_check.of_batch
+    losses, seen, check = Sums(), None, step.eval_check
+    check.interval.every = step.loss_check.interval.every
 
     def looked_at() -> Iterator[Batch]:
         nonlocal seen
@@ -243,8 +244,8 @@ def evaluate(
             if looks and is_power_of_two(batch.index + 1):
                 seen = look_at_evaluation(step, batch, its.state)
                 if not batch.index:
-                    step.loss_check.of_batch = seen.of_batch if seen is not None else {}
-                    step.loss_check.follow_first(world)
+                    check.of_batch, check.bent = (seen.of_batch, seen.bent) if seen is not None else ({}, ())
+                    check.follow_first(world)
             yield batch
 
     with step.evaluating(), kept_states():
@@ -255,8 +256,7 @@ def evaluate(
             for outputs, targets, loss in results:
                 losses.add(Result(*loss, batch.size, loss.parts))
                 its.add(batch, outputs, targets)
-    step.loss_check.of_batch = in_training
-    step.loss_check.agree(world, 0, None, meets=True)
+    check.agree(world, 0, None, meets=True)
     step.tell_of_loss()
     here = losses.read()
     mine = [(*here, float(len(here.parts))), *its.sums(world)]

@@ -18,7 +18,7 @@ from lockstep.model.inspection.findings import BESIDE, Seen
 from lockstep.model.inspection.forward import accelerators_of, is_ragged, look
 from lockstep.model.inspection.no_draws import NotedDraws, drawing_nothing
 from lockstep.model.inspection.nonlinear import NoticedHooks, hooked_parameters, may_be_nonlinear
-from lockstep.model.inspection.outside_variables import HOOKS, OutsideVariables
+from lockstep.model.inspection.outside_variables import HOOKS, OutsideVariables, held_by
 from lockstep.model.inspection.watched import drops, without_noise, writes_in_place
 
 __all__ = [
@@ -37,6 +37,7 @@ __all__ = [
     "detached_attributes",
     "drawing_nothing",
     "drops",
+    "held_by",
     "holding_on",
     "holds_on_to",
     "hooked_parameters",

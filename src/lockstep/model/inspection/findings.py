@@ -47,6 +47,7 @@ class Seen:
         ran: whether it could take them all.
         ragged: whether inputs have several rows for a sample, as the nodes of graphs, or none: they can't be cut.
         of_batch: names of outputs that are computed over all samples, and what they are.
+        bent: names of parts of the loss that are no sums over samples, where parts of a batch have such outputs too.
         bends: whether the loss makes something else of such outputs than a sum over samples (their square, say).
     """
 
@@ -79,6 +80,7 @@ class Seen:
     ragged: bool = False
     of_batch: dict[str, Kind] = field(default_factory=dict)
     bends: bool = False
+    bent: tuple[str, ...] = field(default=(), compare=False)
 
     def refuse_writes(self) -> None:
         """Refuse a model that writes its parameters, where replicas compute a local batch each.

@@ -48,7 +48,15 @@ from lockstep.model.inspection.backward import first_recomputed, see_gradients
 from lockstep.model.inspection.findings import Seen
 from lockstep.model.inspection.no_draws import drawing_nothing
 from lockstep.model.inspection.outside_variables import OutsideVariables
-from lockstep.model.inspection.part_outputs import cropped, kind_of, real, rows_of, totals_of, with_own
+from lockstep.model.inspection.part_outputs import (
+    bent_parts,
+    cropped,
+    kind_of,
+    real,
+    rows_of,
+    totals_of,
+    with_own,
+)
 from lockstep.model.inspection.rounding import differ
 from lockstep.model.inspection.watched import Watched, without_noise
 from lockstep.model.precision import full_products
@@ -109,6 +117,7 @@ def look(
         without_checkpoints: in which the model's blocks keep their activations, where they don't otherwise.
     """
     batch, original, seen = (inputs, targets), original or model, Seen()
+    judge = judge and _drawing_alike(judge, accelerators_of(inputs))
     if (where := holding_on(model)) is not None:
         return Seen(uncopied=f"a function in {where} holds on to the model it was made in")
     with torch.no_grad(), kept_states(accelerators_of(inputs)), full_products():
@@ -147,6 +156,16 @@ def look(
         except Exception as error:
             seen.unparted = seen.unparted or told(error)
     return seen
+
+
+def _drawing_alike(judge: Judge, accelerators: Sequence[torch.device]) -> Judge:
+    """The loss, which draws the same numbers for as many samples."""
+
+    def judged(outputs: Any, targets: Any, samples: int) -> tuple[torch.Tensor, float | torch.Tensor]:
+        with kept_states(accelerators):
+            return judge(outputs, targets, samples)
+
+    return judged
 
 
 def _enough(batch: tuple[Any, Any], samples: int, *, again: bool) -> Iterator[tuple[tuple[Any, Any], int]]:
@@ -306,10 +325,11 @@ def _see(
     parts = (0, first), (first, samples - first)
     if seen.of_batch:
         with contextlib.suppress(Exception):
-            (_, count), *judged = (judge(kept[p], cut(targets, *p, samples), p[1]) for p in ((0, samples), *parts))
+            of_all, *judged = (judge(kept[p], cut(targets, *p, samples), p[1]) for p in ((0, samples), *parts))
+            seen.bent = bent_parts(of_all, *judged)
             for name in [name for name, kind in seen.of_batch.items() if kind == "neither"]:
                 by_items = head[name] * judged[0][1] + tail[name] * judged[1][1]
-                if not differ([whole[name] * count], [by_items]):
+                if not differ([whole[name] * of_all[1]], [by_items]):
                     seen.of_batch[name] = "mean of items"
             # What is neither is told of by itself: the rest is seen with what is the same for all in its place.
             neither = [name for name, kind in seen.of_batch.items() if kind == "neither"]

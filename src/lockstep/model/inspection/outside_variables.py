@@ -318,6 +318,26 @@ def _is_of_python(kind: type) -> bool:
     return kind.__module__.partition(".")[0] in sys.stdlib_module_names - {"types", "argparse", "collections"}
 
 
+_MOST = 1000
+"""Items of a list, or a set, up to which they are looked at for what they hold."""
+
+
+def held_by(roots: Iterable[Any]) -> dict[int, Any]:
+    """Objects, and all that they hold in attributes and in their items, by their ids."""
+    todo, found = list(roots), dict[int, Any]()
+    while todo:
+        one = todo.pop()
+        if id(one) in found or isinstance(one, int | float | complex | str | bytes | type | types.ModuleType | None):
+            continue
+        found[id(one)] = one
+        is_dict = isinstance(one, dict) and type(one).__module__ in ("builtins", "collections")  # others may load items
+        if (is_dict or isinstance(one, list | tuple | set | frozenset)) and len(one) <= _MOST:
+            todo += one.values() if isinstance(one, dict) else one
+        if not isinstance(one, types.FunctionType):
+            todo += getattr(one, "__dict__", {}).values()
+    return found
+
+
 def put_back(value: Any, copied: Any) -> None:
     """Make an object as its copy again."""
     if isinstance(value, torch.Tensor):

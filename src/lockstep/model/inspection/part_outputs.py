@@ -19,9 +19,21 @@ def with_own(own: Any, names: Container[str], outputs: Any) -> Any:
 
 
 def totals_of(made: Any) -> list[torch.Tensor]:
-    """The total of a loss, and those of its parts; what Python's numbers were computed in isn't known."""
-    parts = (total for _, (total, _) in sorted(getattr(made, "parts", {}).items()))
-    return [made[0], *(t if isinstance(t, torch.Tensor) else torch.tensor(t, dtype=torch.float32) for t in parts)]
+    """The total of a loss, and those of its parts."""
+    return [made[0], *(total for _, total in sorted(_parts_of(made).items()))]
+
+
+def bent_parts(whole: Any, one: Any, other: Any) -> tuple[str, ...]:
+    """The names of parts of a loss whose total over a batch is not the sum of those over its parts."""
+    every, first, rest = map(_parts_of, (whole, one, other))
+    both = {name: first[name] + rest[name] for name in every if name in first and name in rest}
+    return tuple(name for name, total in both.items() if differ([every[name]], [total]))
+
+
+def _parts_of(made: Any) -> dict[str, torch.Tensor]:
+    """Their totals; what Python's numbers were computed in isn't known."""
+    totals = ((name, total) for name, (total, _) in getattr(made, "parts", {}).items())
+    return {n: t if isinstance(t, torch.Tensor) else torch.tensor(t, dtype=torch.float32) for n, t in totals}
 
 
 def real(tensor: torch.Tensor) -> torch.Tensor:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import math
 import warnings
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from lockstep.errors import LossError
 from lockstep.model.losses.loss import Loss, Number
 from lockstep.model.losses.torch_losses import HALF
-from lockstep.tensors.pytree import both_of, each, folded, has_rows, holds_samples, part_of, parts, tensors, to_device
+from lockstep.tensors.pytree import both_of, each, part_of, tensors, to_device
 from lockstep.tensors.seeding import put_state_on, state_on
 from lockstep.threads.random_streams import source, stream
 
@@ -145,6 +145,11 @@ def is_sum(of: Sum) -> bool:
     return one != 0 and other != 0 and not is_apart(whole, one, other, tolerance=1e-4)
 
 
+def is_finite(piece: Piece) -> bool:
+    """Whether its total and its count are."""
+    return all(map(math.isfinite, piece.numbers))
+
+
 def is_nan(piece: Piece) -> bool:
     """Whether its total or its count is."""
     return any(map(math.isnan, piece.numbers))
@@ -168,70 +173,6 @@ def _cloned(tensor: Tensor) -> Tensor:
 def detached(tensor: Tensor) -> Tensor:
     """A tensor without its history; a parameter as it is, which isn't cut."""
     return tensor if isinstance(tensor, nn.Parameter) else tensor.detach()
-
-
-def without_rows(nest: Nest, samples: int, known: Collection[int]) -> list[Tensor]:
-    """The tensors that aren't one row for each sample, nor parameters, and those with an id that is ``known``."""
-    found: list[Tensor] = []
-
-    def look(tensor: Tensor) -> Tensor:
-        if not (has_rows(tensor, samples) or isinstance(tensor, nn.Parameter)) or id(tensor) in known:
-            found.append(tensor)
-        return tensor
-
-    each(look, folded(nest, samples) or nest, on_list=lambda items: items if holds_samples(items, samples) else None)
-    return found
-
-
-def constants_in(nest: Nest, samples: int, kinds: Mapping[int, str]) -> set[int]:
-    """The ids of outputs that are the same for any samples (a learned scale), and of targets without rows (weights).
-
-    They are left as they are: with zeros in the place of a factor much would go unseen.
-    """
-    outputs, targets = map(tensors, nest)
-    same = {id(t) for t in outputs if kinds.get(id(t)) == "same"}
-    of_targets = [t for t in targets if not has_rows(t, samples)]
-    return same if folded(nest, samples) is not None else same.union(map(id, of_targets))
-
-
-def refuse_to_tell(nest: Nest, samples: int, instead: float | None) -> None:
-    """Where totals and counts of parts don't add up, perhaps for another reason than the loss.
-
-    Raises:
-        CantTell: with the reason.
-    """
-    if folded(nest, samples) is not None:
-        raise CantTell("outputs have several rows for each sample, perhaps in another order than targets")
-    if instead == 1:
-        raise CantTell("it reads outputs without a row for each sample, and with ones in their place it isn't")
-    if _holds_counts(nest[0], samples):
-        raise CantTell("outputs hold a whole number, or one of Python's, which parts of the batch are given as it is")
-
-
-def _holds_counts(nest: Any, samples: int) -> bool:
-    if isinstance(nest, Tensor):
-        return not (nest.is_floating_point() or nest.is_complex() or has_rows(nest, samples))
-    if isinstance(nest, list) and holds_samples(nest, samples):
-        return False
-    return isinstance(nest, int | float) or any(_holds_counts(part, samples) for part in parts(nest) or ())
-
-
-def holds_numbers(nest: Any, samples: int) -> bool:
-    """Whether it has a number that is no sample's: how many tokens the batch has, say."""
-    if isinstance(nest, Tensor):
-        return not nest.dim()
-    if isinstance(nest, list) and holds_samples(nest, samples):
-        return False
-    return isinstance(nest, int | float) or any(holds_numbers(part, samples) for part in parts(nest) or ())
-
-
-def with_value(nest: Nest, some: list[Tensor], value: float) -> Nest:
-    """The nest with a number in the place of each element of some tensors."""
-    if not some:
-        return nest
-    ids = set(map(id, some))
-    made: Nest = each(lambda t: t.new_full((), value).expand(t.shape) if id(t) in ids else t, nest)
-    return made
 
 
 class EarlierSamples:

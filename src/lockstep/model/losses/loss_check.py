@@ -28,11 +28,11 @@ from __future__ import annotations
 import contextlib
 import itertools
 import math
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from lockstep.errors import LossError
 from lockstep.launch.memory import is_out_of_memory
@@ -45,25 +45,22 @@ from lockstep.model.losses.additivity import (
     Piece,
     Sum,
     are_wrong,
-    constants_in,
     detached,
     doubled,
     first_wrong,
-    holds_numbers,
     is_apart,
+    is_finite,
     is_nan,
     is_sum,
     kept_generators,
     parts_apart,
-    refuse_to_tell,
     sums_of_many,
     tolerance_of,
-    with_value,
-    without_rows,
     without_warnings,
 )
 from lockstep.model.losses.check_interval import TIMED, CheckInterval
 from lockstep.model.losses.loss import Totalled
+from lockstep.model.losses.uncut_outputs import Uncut, holds_numbers, refuse_to_tell, with_value
 from lockstep.tensors.pytree import (
     both_of,
     each,
@@ -95,6 +92,7 @@ class LossCheck:
         interval: how often it is checked.
         reads: names of the model's outputs without a row for each sample that the loss was seen to read.
         of_batch: what those that are known are (`Seen`): one may have as many rows as there are samples by chance.
+        bent: names of parts of the loss that are no sums where each part of a batch has such outputs of its own.
         notes: what the person has to know, until somebody has told it.
     """
 
@@ -114,6 +112,7 @@ class LossCheck:
         self.interval = CheckInterval()
         self.reads: tuple[str, ...] = ()
         self.of_batch: Mapping[str, str] = {}
+        self.bent: Collection[str] = ()
         self.notes: list[str] = []
 
     def wants(self, update: int) -> bool:
@@ -207,7 +206,7 @@ class LossCheck:
     def follow_first(self, world: World) -> None:
         """Know of outputs what the first rank has seen of them. All ranks have to call it."""
         if world.layout.together and world.size > 1 and self._cuts and not self._loss.is_known:
-            self.of_batch = world.broadcast_object(self.of_batch)
+            self.of_batch, self.bent = world.broadcast_object((self.of_batch, self.bent))
 
     # ---- how often --------------------------------------------------------------------------------------------------
 
@@ -248,10 +247,8 @@ class LossCheck:
     ) -> list[Sum]:
         """The sums that must hold; where the whole isn't known, each piece is computed by a loss in the same state."""
         loss, knows = self._loss.copied(double=double), whole is not None and not self._has_state
-        known = {id(t): self.of_batch[name] for name, t in named_tensors(nest[0]) if name in self.of_batch}
-        same = constants_in(nest, samples, known) if self._loss.gives_pairs else set()
-        uncut = [t for t in without_rows(nest, samples, known) if t.is_floating_point() and id(t) not in same]
-        nest = each(lambda t: nn.Parameter(t, requires_grad=False) if id(t) in same else t, nest)  # which isn't cut
+        its_uncut = Uncut(nest, samples, self.of_batch, gives_pairs=self._loss.gives_pairs)
+        nest, known = its_uncut.nest, its_uncut.known
 
         def piece(of: Nest, size: int) -> Piece:
             its = loss if knows else loss.copied()
@@ -262,11 +259,14 @@ class LossCheck:
                 self._cant_take(error, size, samples)
                 raise
 
-        instead = self._instead  # (which another thread may change meanwhile)
-        rows = with_value(nest, uncut, math.nan if instead is None else instead)
-        if uncut and instead is not None:
+        instead, reads = self._instead, self.reads  # (which another thread may change meanwhile)
+        unread = its_uncut.unread(reads, instead)
+        of_unread = set(map(id, unread))
+        held = with_value(nest, [t for t in its_uncut.floating if id(t) not in of_unread], instead or 0.0)
+        rows = with_value(held, unread, math.nan)
+        if its_uncut.floating and instead is not None:
             whole = piece(rows, samples)
-            if instead == 0 and waits and not all(map(math.isfinite, whole.numbers)):  # it divides by them, say
+            if instead == 0 and waits and not is_finite(whole) and not is_finite(piece(held, samples)):  # it divides
                 self._instead = 1.0
                 return self._sums(nest, samples, whole, closer=closer, double=double)
         elif whole is None or not knows:
@@ -280,19 +280,24 @@ class LossCheck:
         if longer := self._earlier.padded_with(one, instead):
             with contextlib.suppress(LossError, CantTell):  # it may not take them
                 sums.append(Sum(*itertools.starmap(piece, longer)))
-        both, earlier = self._earlier.joined_with(one, instead, alone=samples == 1, anew=bool(same))
+        anew = bool(its_uncut.constants) or instead is not None
+        both, earlier = self._earlier.joined_with(one, instead, alone=samples == 1, anew=anew)
         kept, value = self._of_earlier
         if kept is not earlier or not (self._is_constant and knows and waits):
             value = piece(doubled(earlier) if double else earlier, 1)
             self._of_earlier = earlier, value
         sums.append(Sum(piece(both, 2), whole if samples == 1 else piece(one, 1), value))
-        if uncut and waits and instead is None and not is_nan(whole) and any(map(is_nan, itertools.chain(*sums))):
-            read = [t for t in uncut if is_nan(piece(with_value(nest, [t], math.nan), samples))]
+        if unread and waits and any(map(is_nan, itertools.chain(*sums))) and not is_nan(piece(held, samples)):
+            without = [(t, piece(with_value(held, [t], math.nan), samples)) for t in unread]
+            read = [t for t, made in without if is_nan(made)] or unread
             self._look_at_read(read, nest, samples)
+            if self._cuts:
+                pieces = [made for _, made in without]
+                self.notes += loss_error.parts_that_bend(self._loss, pieces, self.bent, self._said_parts)
             if not self._loss.gives_pairs or any(t.dim() and id(t) not in known for t in read):
                 # (Of graphs with several nodes each, say: the number of rows is no constant.)
                 raise CantTell("it reads what has no row for each sample")
-            self._instead = 0.0
+            self._instead = instead or 0.0
             return self._sums(nest, samples, whole, closer=closer, waits=waits, double=double)
         return sums + (sums_of_many(piece, rows, whole, self._local_batches) if closer else [])
 
@@ -307,14 +312,8 @@ class LossCheck:
 
     def _draws(self) -> None:
         """It draws other random numbers for each part."""
-        what = f"{self._loss.name} draws random numbers"
-        if self._cuts and not self._loss.gives_pairs:
-            raise LossError(f"{what}, so whether it is a mean over samples can't be checked", fix=loss_error.ADVICE)
         self._trusted = True
-        if self._cuts:
-            self.notes.append(
-                f"{what}, others than one device would; whether it is additive over samples isn't checked"
-            )
+        self.notes += loss_error.draws(self._loss) if self._cuts else []
 
     def _look_at_read(self, read: list[Tensor], nest: Nest, samples: int) -> None:
         """What the loss reads can't be cut.
@@ -325,7 +324,7 @@ class LossCheck:
         for what, its in zip(("outputs", "targets"), nest, strict=True):
             named = {name: t.shape for name, t in named_tensors(its) if any(t is one for one in read)}
             if what == "outputs":
-                self.reads = tuple(named)
+                self.reads = tuple(dict.fromkeys((*self.reads, *named)))
             for name, shape in named.items():
                 called = f' "{name}"' if name else ""
                 reads = f"{what}{called} {tuple(shape)}, without one row for each of the {samples} samples"

@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import contextlib
 import math
-from collections.abc import Iterator
+from collections.abc import Collection, Iterable, Iterator
 from typing import Any
 
 import torch
 
 from lockstep.errors import LossError, first_line
 from lockstep.launch.memory import is_out_of_memory
-from lockstep.model.losses.additivity import DOUBLED, Sum, is_apart
+from lockstep.model.losses.additivity import DOUBLED, Piece, Sum, is_apart
 from lockstep.model.losses.loss import Totalled
 
 ADVICE = (
@@ -93,6 +93,33 @@ def squeezing_explained(outputs: Any, targets: Any, samples: int) -> Iterator[No
             kind="shape",
             fix="where forward calls squeeze(), name the dimension, as in squeeze(-1)",
         ) from error
+
+
+def draws(loss: Totalled) -> list[str]:
+    """The line on a loss that draws other random numbers for each part of a batch.
+
+    Raises:
+        LossError: it gives a scalar.
+    """
+    what = f"{loss.name} draws random numbers"
+    if not loss.gives_pairs:
+        raise LossError(f"{what}, so whether it is a mean over samples can't be checked", fix=ADVICE)
+    return [f"{what}, others than one device would; whether it is additive over samples isn't checked"]
+
+
+def parts_that_bend(loss: Totalled, without: Iterable[Piece], bent: Collection[str], said: set[str]) -> list[str]:
+    """A line on each part that reads outputs which can't be cut, and is no sum with those of parts of a batch.
+
+    Args:
+        loss: whose they are.
+        without: what it makes of a batch with NaN in the place of one of such outputs each.
+        bent: the names of parts that are no sums then.
+        said: those that a line was given for; more come in.
+    """
+    pieces = {name: made for made in without for name, (total, _) in made.parts.items() if math.isnan(total)}
+    wrong = {name: made for name, made in pieces.items() if name in bent and name not in said}
+    said.update(wrong)
+    return [part_not_additive(loss, name, Sum(made, made, made)) for name, made in wrong.items()]
 
 
 def _advice(loss: Totalled) -> str:

@@ -25,6 +25,7 @@ from lockstep.launch.observer import phase
 from lockstep.launch.world import World
 from lockstep.model.losses.check_interval import is_power_of_two
 from lockstep.model.losses.loss import Loss, Number
+from lockstep.model.losses.loss_check import LossCheck
 from lockstep.model.optimizer import (
     gradient_values,
     load_named_optimizer_state,
@@ -289,14 +290,14 @@ class ShardedStep(DDPStep):
         with self._watch.during("loss"), self._reads:
             yield
 
-    def compare_ranks(self) -> None:
+    def compare_ranks(self, check: LossCheck | None = None) -> None:
         """As every evaluator's; what is in no block is whole meanwhile, as after forward."""
         if self.loss.is_known:
             return
         assert isinstance(self.model, FSDPModule)
         self.model.unshard()
         try:
-            super().compare_ranks()
+            super().compare_ranks(check)
         finally:
             self.model.reshard()
 

@@ -89,7 +89,7 @@ class Calls(StepState, ABC):
             LossError: the loss isn't additive over samples, so that parts of a batch can't be added up.
         """
         if not self._by_hand:  # from now on each batch is a part of one
-            self._by_hand, self._by_count, self._loss_check = True, False, None
+            self._by_hand, self._by_count, self._loss_checks = True, False, {}
         self._forget_thrown_away()
         number, samples, self._left = len(self._losses), self._samples_given, []
         self._look_at_flags()

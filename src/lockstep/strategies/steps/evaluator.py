@@ -68,7 +68,7 @@ class Evaluator:
         self.loss = Totalled(no_loss if job.loss is None else job.loss, self._dtype)
         self._on_accelerator = not world.device.is_slot
         self._stream: tuple[int, ...] | None = None
-        self._loss_check: LossCheck | None = None
+        self._loss_checks: dict[str, LossCheck] = {}
         self._judged = 0
         self._accumulate = job.accumulate
 
@@ -84,11 +84,19 @@ class Evaluator:
 
     @property
     def loss_check(self) -> LossCheck:
-        """Holds the loss to being additive, as far as batches are cut."""
-        if self._loss_check is None:
+        """Holds the loss to being additive in training, as far as batches are cut."""
+        return self._loss_check_of("training")
+
+    @property
+    def eval_check(self) -> LossCheck:
+        """The same in evaluation, where outputs, and data, may be of another kind."""
+        return self._loss_check_of("evaluation")
+
+    def _loss_check_of(self, what: str) -> LossCheck:
+        if what not in self._loss_checks:
             local_batches = max(2, self.replicas * self._accumulate)
-            self._loss_check = LossCheck(self.loss, cuts=self.cuts_batch, local_batches=local_batches)
-        return self._loss_check
+            self._loss_checks[what] = LossCheck(self.loss, cuts=self.cuts_batch, local_batches=local_batches)
+        return self._loss_checks[what]
 
     @contextmanager
     def looking_at(self, model: nn.Module) -> Iterator[None]:
@@ -97,9 +105,9 @@ class Evaluator:
         with self.loss.outside.kept():
             yield
 
-    def compare_ranks(self) -> None:
-        """Hold the loss to being additive over the ranks' samples; every rank calls it."""
-        self.loss_check.compare_ranks(self.world)
+    def compare_ranks(self, check: LossCheck | None = None) -> None:
+        """Hold the loss to being additive over the ranks' samples, in training or by a check; every rank calls it."""
+        (check or self.loss_check).compare_ranks(self.world)
 
     def models(self) -> list[nn.Module]:
         """The replicas of this process."""
@@ -226,10 +234,10 @@ class Evaluator:
             loss = self.loss_of(outputs, part, looks=self.cuts_batch and is_power_of_two(self._judged + 1))
         self._judged += 1
         may_wait = not self._on_accelerator or is_power_of_two(self._judged)
-        if self.replicas > 1 and may_wait and self.loss_check.wants(self._judged):
+        if self.replicas > 1 and may_wait and self.eval_check.wants(self._judged):
             with squeezing_explained(outputs, part.targets, part.size):
                 seldom = 0 if is_power_of_two(self._judged) else -1
-                self.loss_check(outputs, part.targets, Piece.of(loss, part.size), step=seldom)
+                self.eval_check(outputs, part.targets, Piece.of(loss, part.size), step=seldom)
         return outputs, loss
 
     def loss_of(self, outputs: Any, part: Part, *, looks: bool) -> Loss:
@@ -238,7 +246,8 @@ class Evaluator:
         with squeezing_explained(outputs, part.targets, part.size):
             loss = self.loss(outputs, part.targets, part.size)
         if before is not None and (after := self.loss.state()) != before:
-            self.loss_check.remembers(outside=after[1] != before[1])
+            for check in (self.loss_check, self.eval_check):
+                check.remembers(outside=after[1] != before[1])
         return loss
 
     def forward(self, model: nn.Module, part: Part) -> Any:

@@ -212,7 +212,7 @@ class Step(Calls):
             return
         if seen.writes is not None or seen.uncopied is not None:
             self.last_look = 1
-        self.loss_check.of_batch = seen.of_batch
+        self.loss_check.of_batch, self.loss_check.bent = seen.of_batch, seen.bent
         with_dropout = any(map(drops, self.model.modules()))
         if self.replicas == 1:
             self.tell_once(seen.of_microbatches(with_dropout=with_dropout))
@@ -367,10 +367,10 @@ class Step(Calls):
         """Say what acts in the loss that the model computed over a whole local batch; ``seen`` in an evaluation."""
         if self._reads_within:
             self.tell_once([BESIDE] if self.world.is_first else [])
-        for name in self.loss_check.reads if self.cuts_batch and self.world.is_first else ():
-            if name in self._said_read:
-                continue  # perhaps with fewer samples, which show less
-            if (caveat := (seen or self.seen).of_output(name)) is not None:
+        reads = (self.loss_check if seen is None else self.eval_check).reads
+        for name in reads if self.cuts_batch and self.world.is_first else ():
+            caveat = None if name in self._said_read else (seen or self.seen).of_output(name)  # (later ones show less)
+            if caveat is not None:
                 self._said_read.add(name)
                 self.tell_once([caveat])
 

@@ -140,9 +140,9 @@ class StepState(Evaluator):
 
     def tell_of_loss(self) -> None:
         """Say what was noted of the loss on this rank."""
-        if self.loss_check.notes and self.world.is_first:
-            self.tell_once(dict.fromkeys(self.loss_check.notes))
-            self.loss_check.notes.clear()
+        for check in (self.loss_check, self.eval_check) if self.world.is_first else ():
+            self.tell_once(dict.fromkeys(check.notes))
+            check.notes.clear()
 
     # ---- state, under one-device names; all of these are called on every rank ----------------------------------------
 
