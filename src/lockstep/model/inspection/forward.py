@@ -158,7 +158,7 @@ def look(
     return seen
 
 
-def _drawing_alike(judge: Judge, accelerators: Sequence[torch.device]) -> Judge:
+def _drawing_alike(judge: Judge, accelerators: tuple[torch.device, ...]) -> Judge:
     """The loss, which draws the same numbers for as many samples."""
 
     def judged(outputs: Any, targets: Any, samples: int) -> tuple[torch.Tensor, float | torch.Tensor]:
