@@ -377,7 +377,7 @@ def routed(since: int = 0, **settings: Any) -> Job:
 
 @pytest.mark.parametrize("way", ["dp", slow("ddp")])
 def test_an_auxiliary_loss_of_training_is_said_though_evaluations_are_without(way: str, tmp_path: Path, capfd) -> None:
-    """Found by trial: weights 0.02 to 0.1 off; the check had seen in evaluation what the loss reads, and was content."""
+    """Found by trial: weights 0.02 to 0.1 off; the check had seen in evaluation what the loss reads, and rested."""
     job = routed(eval_data=TensorDataset(drawn(SAMPLES, 6), labels(SAMPLES, 3)))
     train(job, strategy=way, devices="2xcpu", folder=tmp_path)
     out = capfd.readouterr().out
