@@ -818,3 +818,25 @@ def test_outputs_without_a_row_for_the_only_sample_are_explained(
     )
     with pytest.raises(LossError, match=r"of a local batch of one sample: .* squeeze\(\), name the dimension"):
         lockstep.train(job, strategy=way, devices=devices, folder=tmp_path, quiet=True)
+
+
+@pytest.mark.parametrize("where", ["targets", "outputs", "wide targets"])
+def test_pairs_of_flagged_samples_are_seen_where_the_flag_comes(where: str) -> None:
+    """Found by trial: flags of floats, among outputs, and beside many other targets were not looked at."""
+
+    def loss(outputs: dict[str, Tensor], targets: Tensor) -> tuple[Tensor, int]:
+        flags = outputs["flags"] if where == "outputs" else targets[..., 0] > 0
+        total = outputs["x"].square().sum()
+        return total + F.pdist(outputs["x"][flags]).sum() if flags.sum() > 1 else total, len(targets)
+
+    def batches(step: int) -> Iterator[tuple[Any, Tensor, int]]:
+        for number in range(1, 6):
+            flags = torch.zeros(SAMPLES, dtype=torch.bool)
+            flags[SAMPLES // 2] = number == step
+            outputs = {"x": drawn(SAMPLES, 3, seed=number).double(), "flags": flags}
+            wide = torch.arange(SAMPLES * 300).view(SAMPLES, 300) * (1 if where == "wide targets" else 0)
+            yield outputs, torch.cat([flags[:, None].double(), wide.double()], 1), SAMPLES
+
+    checked(loss, batches(step=0))
+    with pytest.raises(LossError, match="in step 3 "):
+        checked(loss, batches(step=3))

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import random
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from torch import Tensor, nn
@@ -452,7 +454,19 @@ class Slotted:
     __call__ = Confusion.__call__
 
 
-@pytest.mark.parametrize("kind", [Confusion, Slotted])
+class OfNumpy(Confusion):
+    """Keeps an array, and draws."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.matrix, self.draws = np.zeros((3, 3)), random.Random(0)
+
+    def __call__(self, outputs: Tensor, targets: Tensor) -> tuple[Tensor, int]:
+        self.draws.random()
+        return super().__call__(outputs, targets)
+
+
+@pytest.mark.parametrize("kind", [Confusion, Slotted, OfNumpy])
 @pytest.mark.parametrize("way", ["single", "dp", "mp"])
 def test_what_a_metric_keeps_is_of_the_evaluations_alone(way: str, kind: Any, tmp_path: Path, capfd: Any) -> None:
     """Found by trial: checks and the first trial wrote to it, too: 132 samples in the matrix of 34."""

@@ -46,7 +46,7 @@ from lockstep.model.inspection.attributes import (
 )
 from lockstep.model.inspection.backward import first_recomputed, see_gradients
 from lockstep.model.inspection.findings import Seen
-from lockstep.model.inspection.no_draws import drawing_nothing
+from lockstep.model.inspection.no_draws import drawing_alike, drawing_nothing
 from lockstep.model.inspection.outside_variables import OutsideVariables
 from lockstep.model.inspection.part_outputs import (
     bent_parts,
@@ -66,6 +66,7 @@ from lockstep.tensors.pytree import (
     clones,
     cut,
     each,
+    folded,
     has_rows,
     joined,
     named_tensors,
@@ -117,7 +118,7 @@ def look(
         without_checkpoints: in which the model's blocks keep their activations, where they don't otherwise.
     """
     batch, original, seen = (inputs, targets), original or model, Seen()
-    judge = judge and _drawing_alike(judge, accelerators_of(inputs))
+    judge = judge and drawing_alike(judge, accelerators_of(inputs))
     if (where := holding_on(model)) is not None:
         return Seen(uncopied=f"a function in {where} holds on to the model it was made in")
     with torch.no_grad(), kept_states(accelerators_of(inputs)), full_products():
@@ -156,16 +157,6 @@ def look(
         except Exception as error:
             seen.unparted = seen.unparted or told(error)
     return seen
-
-
-def _drawing_alike(judge: Judge, accelerators: tuple[torch.device, ...]) -> Judge:
-    """The loss, which draws the same numbers for as many samples."""
-
-    def judged(outputs: Any, targets: Any, samples: int) -> tuple[torch.Tensor, float | torch.Tensor]:
-        with kept_states(accelerators):
-            return judge(outputs, targets, samples)
-
-    return judged
 
 
 def _enough(batch: tuple[Any, Any], samples: int, *, again: bool) -> Iterator[tuple[tuple[Any, Any], int]]:
@@ -310,7 +301,8 @@ def _see(
         # What only grows is as after the whole where it grew in one part.
         seen.follows = seen.follows or _others(model, of_whole)
         cut_up = {name: (whole[name], head[name], tail[name]) for name in whole if name in head and name in tail}
-        rows = [of for of in cut_up.values() if all(map(has_rows, of, (samples, first, samples - first)))]
+        cut_rows = {n: of for n, of in cut_up.items() if all(map(has_rows, of, (samples, first, samples - first)))}
+        rows, uncut = list(cut_rows.values()), whole.keys() - cut_rows.keys()
         across = any(
             (n, part) == (samples, first) for a, b, _ in rows for n, part in zip(a.shape[1:], b.shape[1:], strict=False)
         )  # a column for each sample, as scores of each against each have
@@ -345,16 +337,16 @@ def _see(
             seen.bends = not any(map(is_sum, constants if neither else constants[:1]))
     adds_up = False
     with contextlib.suppress(Exception):  # a loss that can't take a part of the outputs
-        made = []
+        made, several = [], folded((kept[0, samples], targets), samples) is not None  # rows for each sample
         for start, size in parts:
             some, wanted = part_of((kept[0, samples], targets), start, size, samples)
-            some = with_own(kept[start, size], seen.of_batch, some)
+            some = with_own(kept[start, size], seen.of_batch if several else uncut, some)
             made.append((judge(some, wanted, size), judge(kept[start, size], wanted, size)))
         seen.mixes = any(differ(totals_of(of_cut), totals_of(of_part)) for of_cut, of_part in made)
         seen.bends &= not seen.mixes
         adds_up = not differ([judge(kept[0, samples], targets, samples)[0]], [made[0][0][0] + made[1][0][0]])
-    is_small = sum(p.numel() * p.element_size() for p in model.parameters()) <= _LARGEST
-    if gradients and is_small and trained and not seen.mixes:
+    size = sum(p.numel() * p.element_size() for p in model.parameters())
+    if gradients and size <= _LARGEST and trained and not seen.mixes:
 
         def total_of(start: int, size: int) -> torch.Tensor:
             restore()

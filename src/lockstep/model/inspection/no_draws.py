@@ -2,16 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 import torch.nn.functional as F
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from lockstep.tensors.seeding import kept_state_on
+from lockstep.tensors.seeding import kept_state_on, kept_states
+
+T = TypeVar("T")
 
 _MOST = 1000
 """Draws that are replaced, at most: a function may draw until it likes what it got."""
@@ -142,3 +144,13 @@ _INSTEAD: dict[str, Callable[..., Any]] = {
     "native_dropout": _kept,
 }
 """By operator, what is given in the place of what it drew: a function of that, and of the operator's arguments."""
+
+
+def drawing_alike(judge: Callable[..., T], accelerators: Sequence[torch.device]) -> Callable[..., T]:
+    """A loss that draws the same numbers whenever it is called."""
+
+    def judged(*args: Any) -> T:
+        with kept_states(accelerators):
+            return judge(*args)
+
+    return judged

@@ -15,12 +15,12 @@ A copy of the model has the same ones, replicas in one process share them, and n
 
 from __future__ import annotations
 
-import copy
 import dis
 import functools
 import hashlib
 import itertools
 import pickle
+import random
 import sys
 import types
 from collections import deque
@@ -266,24 +266,57 @@ def copies_of(value: Any, seen: set[int]) -> Iterator[tuple[Any, Any]]:
     if isinstance(value, torch.Tensor):
         yield value, (value._version, value.detach().clone())
         return
+    if (restore := _restoring(value)) is not None:
+        yield value, restore
+        return
     if _is_own(type(value)) or isinstance(value, types.SimpleNamespace):
-        if not hasattr(value, "__dict__"):  # its class has __slots__
-            yield value, _slots_of(value)
-            for inner in _slots_of(value).values():
+        if slots := _slots_of(value):
+            yield value, functools.partial(_set_slots, value, slots)
+            for inner in slots.values():
                 yield from copies_of(inner, seen)
-            return
-        value = vars(value)
+        yield from copies_of(getattr(value, "__dict__", None), seen)
     if isinstance(value, dict | list | set | deque):
-        yield value, copy.copy(value)
+        yield value, dict(value) if isinstance(value, dict) else list(value)
     if isinstance(value, dict | list | set | deque | tuple):
         for inner in list(value.values() if isinstance(value, dict) else value):
             yield from copies_of(inner, seen)
 
 
-def _slots_of(value: Any) -> dict[str, Any]:
-    names = [name for kind in type(value).__mro__ for name in getattr(kind, "__slots__", ())]
-    return {name: getattr(value, name) for name in names if hasattr(value, name)}
+def _restoring(value: Any) -> Callable[[], Any] | None:
+    """What gives a generator of random numbers, or an array of numpy, what it holds now; None for anything else."""
+    if isinstance(value, random.Random):
+        return functools.partial(value.setstate, value.getstate())
+    if isinstance(value, torch.Generator):
+        return functools.partial(value.set_state, value.get_state())
+    kind = type(value).__module__.partition(".")[0], type(value).__name__
+    if kind == ("numpy", "ndarray"):
+        is_state = value.flags.writeable and value.nbytes <= _LARGEST  # larger ones are data
+        return functools.partial(value.__setitem__, ..., value.copy()) if is_state else None
+    if kind == ("numpy", "RandomState"):
+        return functools.partial(value.set_state, value.get_state())
+    if kind == ("numpy", "Generator"):
+        return functools.partial(setattr, value.bit_generator, "state", value.bit_generator.state)
+    return None
 
+
+def _slots_of(value: Any) -> dict[str, Any]:
+    """What is in the ``__slots__`` of its classes, by the names that attributes have."""
+    given = [(kind, vars(kind).get("__slots__", ())) for kind in type(value).__mro__]
+    named = [(kind, name) for kind, names in given for name in ([names] if isinstance(names, str) else names)]
+    mangled = [
+        f"_{kind.__name__.lstrip('_')}{name}" if name.startswith("__") and not name.endswith("__") else name
+        for kind, name in named
+    ]
+    return {name: getattr(value, name) for name in mangled if hasattr(value, name) and name != "__dict__"}
+
+
+def _set_slots(value: Any, slots: dict[str, Any]) -> None:
+    for name, one in slots.items():
+        object.__setattr__(value, name, one)
+
+
+_LARGEST = 2**26
+"""Bytes of an array of numpy up to which it is copied."""
 
 _SMALL = 1000
 """Items, or elements of a tensor, up to which they are looked at one by one."""
@@ -344,9 +377,8 @@ def put_back(value: Any, copied: Any) -> None:
         if value._version != copied[0]:
             value.data.copy_(copied[1])
         return
-    if not hasattr(value, "clear"):
-        for name, one in copied.items():
-            object.__setattr__(value, name, one)
+    if callable(copied):
+        copied()
         return
     value.clear()
     if isinstance(value, list | deque):

@@ -33,7 +33,8 @@ def bent_parts(whole: Any, one: Any, other: Any) -> tuple[str, ...]:
 def _parts_of(made: Any) -> dict[str, torch.Tensor]:
     """Their totals; what Python's numbers were computed in isn't known."""
     totals = ((name, total) for name, (total, _) in getattr(made, "parts", {}).items())
-    return {n: t if isinstance(t, torch.Tensor) else torch.tensor(t, dtype=torch.float32) for n, t in totals}
+    tensors = ((n, t if isinstance(t, torch.Tensor) else torch.tensor(t, dtype=torch.float32)) for n, t in totals)
+    return {n: t if t.is_floating_point() else t.double() for n, t in tensors}
 
 
 def real(tensor: torch.Tensor) -> torch.Tensor:

@@ -289,7 +289,9 @@ def with_next(rows: Nest, samples: int) -> tuple[Nest, Nest] | None:
     turned = both_of(part_of(rows, 1, samples - 1, samples), samples - 1, part_of(rows, 0, 1, samples), 1)
     if turned is None:
         return None
-    others = turned[0], rows[1]
+    its = iter(list(tensors(turned[0])))
+    # (Flags and classes among outputs stay with the targets: rows that they name are others then.)
+    others = each(lambda t: pair[0] if (pair := (next(its), t))[0].is_floating_point() else t, rows[0]), rows[1]
     both = both_of(rows, samples, others, samples)
     return None if both is None else (others, both)
 

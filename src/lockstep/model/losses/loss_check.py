@@ -148,7 +148,7 @@ class LossCheck:
         try:
             tolerance = tolerance_of(nest, [whole.total], waits=waits)
             with torch.no_grad(), kept_generators(nest) as drawn, without_warnings(unless=self._cuts):
-                closer = self._cuts and self.interval.is_close(step, targets, whole.samples, waits=waits)
+                closer = self._cuts and self.interval.is_close(step, nest, whole.samples, waits=waits)
                 sums = self._sums(nest, whole.samples, whole, closer=closer, waits=waits)
                 if not waits:
                     return are_wrong(sums, tolerance)

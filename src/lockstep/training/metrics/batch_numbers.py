@@ -13,7 +13,7 @@ from typing import Any
 import torch
 
 from lockstep.launch.world import World
-from lockstep.tensors.pytree import each, folded, has_rows, part_of, parts, rebuilt
+from lockstep.tensors.pytree import each, folded, has_rows, part_of, parts, rebuilt, tensors
 from lockstep.training.metrics.metric_check import as_samples
 
 _LARGEST = 2**20
@@ -32,6 +32,7 @@ class BatchNumbers:
     def keep(self, outputs: Any, targets: Any) -> None:
         """Keep those of a local batch."""
         outputs, targets, samples, back = next(as_samples(outputs, targets))
+        samples = samples or next((len(t) for t in tensors(targets) if t.dim()), 0)
         numbers: list[Any] = []
         if samples and folded((outputs, targets), samples) is None:
             _with_others(outputs, samples, numbers.append)

@@ -161,5 +161,7 @@ def _samples_of(outputs: Any, targets: Any) -> int:
     ):
         return len(outputs)  # a dictionary for each image, as detectors give; texts
     of_outputs, of_targets = (next((len(t) for t in tensors(of) if t.dim()), 0) for of in (outputs, targets))
+    if any(t.dim() and len(t) == of_targets for t in tensors(outputs)):
+        return of_targets
     several = of_targets and folded((outputs, targets), of_targets) is not None  # rows for each sample
     return of_targets if several else of_outputs
