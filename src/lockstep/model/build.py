@@ -18,11 +18,12 @@ from lockstep.job import Job
 from lockstep.launch.events import Caveat, Line
 from lockstep.launch.world import World
 from lockstep.model.activation_checkpointing import checkpoint_blocks
+from lockstep.model.inspection import attribute_tensors
 from lockstep.model.model_settings import in_evaluation_mode
 from lockstep.model.precision import convert_model
 from lockstep.tensors.digest import digest
 from lockstep.tensors.placing import place_module
-from lockstep.tensors.pytree import call, is_lazy, tensors, to_device
+from lockstep.tensors.pytree import call, is_lazy, to_device
 from lockstep.tensors.seeding import seeded
 
 
@@ -209,8 +210,7 @@ def same_on_every_rank(model: nn.Module, world: World) -> None:
 
 def _say_what_differs(model: nn.Module, world: World) -> None:
     """Say which attribute that is a tensor, or an array, has other values on some rank. (It may be a workspace.)"""
-    every = world.gather_objects({name: digest(tensor) for name, tensor in _attribute_tensors(model)})
-    name = next((name for name, its in every[0].items() for theirs in every[1:] if theirs.get(name, its) != its), None)
+    name = differing_tensors(attribute_tensors(model.named_modules()), world)
     if name is not None and world.is_first:
         text = f'attribute "{name}" of the model has other values on another rank, and so has what forward makes of it'
         fix = "draw it from torch, random or numpy's global generator, which are seeded, or make it a buffer"
@@ -218,13 +218,15 @@ def _say_what_differs(model: nn.Module, world: World) -> None:
 
 
 def differing_tensors(named: Iterable[tuple[str, torch.Tensor]], world: World) -> str | None:
-    """The first name whose values differ between ranks, the same answer on every rank; None where all agree."""
-    mine = [(name, digest(tensor)) for name, tensor in named]
+    """The first name whose values differ between ranks, the same answer on every rank; None where all agree.
+
+    One that a rank doesn't have is left out.
+    """
+    mine = {name: digest(tensor) for name, tensor in named}
     if len(set(world.gather_objects(hashlib.sha256(repr(mine).encode()).hexdigest()))) == 1:
         return None
-    every = world.gather_objects(mine)
-    names: Iterator[str] = (mine[0] for mine, *others in zip(*every, strict=True) if any(o != mine for o in others))
-    return next(names)
+    first, *others = world.gather_objects(mine)
+    return next((name for name, its in first.items() if any(of.get(name, its) != its for of in others)), None)
 
 
 def buffers_of(model: nn.Module) -> list[tuple[nn.Module, str]]:
@@ -235,13 +237,3 @@ def buffers_of(model: nn.Module) -> list[tuple[nn.Module, str]]:
 def _all_tensors(model: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
     yield from model.named_parameters()
     yield from model.named_buffers()
-
-
-def _attribute_tensors(model: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
-    """Attributes that are neither, but tensors, nests of them, or arrays of numpy."""
-    for way, module in model.named_modules():
-        for key, value in vars(module).items():
-            if not key.startswith("_"):
-                is_array = type(value).__name__ == "ndarray" and value.dtype.kind in "biufc"
-                its = [torch.from_numpy(value.copy())] if is_array else tensors(value)
-                yield from ((f"{way}.{key}".lstrip("."), t) for t in its)

@@ -8,9 +8,12 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Iterator, Sequence
+from typing import Any
 
 import torch
 from torch import nn
+
+from lockstep.tensors.pytree import tensors as tensors_of
 
 _BUCKET = 32 << 20
 """Bytes that are copied between accelerators together: enough that the start of a copy doesn't count."""
@@ -88,3 +91,8 @@ def _connect_hooks(tensor: torch.Tensor) -> None:
     for name in ("_backward_hooks", "_post_accumulate_grad_hooks"):
         if (hooks := getattr(tensor, name)) is not None:
             setattr(tensor, name, hooks)
+
+
+def place_of(nest: Any) -> torch.device:
+    """The device of the first tensor of a nest; the CPU where there is none."""
+    return next((tensor.device for tensor in tensors_of(nest)), torch.device("cpu"))

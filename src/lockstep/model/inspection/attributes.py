@@ -158,11 +158,12 @@ def set_attributes(model: nn.Module, values: Mapping[str, Any]) -> None:
 
 
 @contextlib.contextmanager
-def kept_state(objects: Sequence[Any]) -> Iterator[None]:
+def kept_state(objects: Sequence[Any], known: Mapping[int, OutsideVariables] | None = None) -> Iterator[None]:
     """Put back afterwards what models and losses hold now: buffers, attributes, variables outside of them.
 
     Args:
         objects: modules, and functions or objects of another kind.
+        known: the variables outside of some functions, or objects that are no modules, by their ids.
     """
     held: list[dict[str, Any]] = []
     roots: list[Any] = []
@@ -170,7 +171,8 @@ def kept_state(objects: Sequence[Any]) -> Iterator[None]:
         modules = list(one.modules()) if isinstance(one, nn.Module) else []
         # (Those of a TorchScript module are none of Python's dictionaries.)
         held += (of for module in modules for of in (module._buffers, vars(module)) if isinstance(of, dict))
-        roots += [OutsideVariables.of_model(one)] if modules else [OutsideVariables([one])]
+        found = None if modules or known is None else known.get(id(one))
+        roots.append(found or (OutsideVariables.of_model(one) if modules else OutsideVariables([one])))
         held += [] if modules or not hasattr(one, "__dict__") else [vars(one)]
     before = [{name: value for name, value in of.items() if _is_own(name)} for of in held]
     seen = {id(p) for one in objects if isinstance(one, nn.Module) for p in one.parameters()}
@@ -191,6 +193,16 @@ def detached_attributes(model: nn.Module) -> dict[int, Any]:
     """For a copy: what stands for tensors with a history among the attributes, as a forward leaves them."""
     held = (value for module in model.modules() for name, value in vars(module).items() if _is_own(name))
     return {id(t): t.detach().clone() for t in tensors(list(held)) if t.grad_fn is not None}
+
+
+def attribute_tensors(owners: Iterable[tuple[str, Any]]) -> Iterator[tuple[str, torch.Tensor]]:
+    """Tensors, nests of them and arrays of numpy (copies) among attributes of modules, or objects, by their names."""
+    for way, owner in owners:
+        for key, value in getattr(owner, "__dict__", {}).items():
+            if not key.startswith("_"):
+                is_array = type(value).__name__ == "ndarray" and value.dtype.kind in "biufc"
+                its = [torch.from_numpy(value.copy())] if is_array else tensors(value)
+                yield from ((f"{way}.{key}".lstrip("."), t) for t in its)
 
 
 def plain_attributes(module: nn.Module) -> dict[str, Any]:

@@ -48,15 +48,7 @@ from lockstep.model.inspection.backward import first_recomputed, see_gradients
 from lockstep.model.inspection.findings import Seen
 from lockstep.model.inspection.no_draws import drawing_alike, drawing_nothing
 from lockstep.model.inspection.outside_variables import OutsideVariables
-from lockstep.model.inspection.part_outputs import (
-    bent_parts,
-    cropped,
-    kind_of,
-    real,
-    rows_of,
-    totals_of,
-    with_own,
-)
+from lockstep.model.inspection.part_outputs import bent_parts, cropped, kind_of, real, rows_of, totals_of, with_own
 from lockstep.model.inspection.rounding import differ
 from lockstep.model.inspection.watched import Watched, without_noise
 from lockstep.model.precision import full_products

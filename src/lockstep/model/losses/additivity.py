@@ -16,6 +16,7 @@ from torch import Tensor, nn
 from lockstep.errors import LossError
 from lockstep.model.losses.loss import Loss, Number
 from lockstep.model.losses.torch_losses import HALF
+from lockstep.tensors.placing import place_of
 from lockstep.tensors.pytree import both_of, each, part_of, tensors, to_device
 from lockstep.tensors.seeding import put_state_on, state_on
 from lockstep.threads.random_streams import source, stream
@@ -204,7 +205,7 @@ class EarlierSamples:
         """
         earlier = self._first_on(one, instead)
         if (both := both_of(one, 1, earlier, 1)) is None:
-            key = _place_of(one), instead
+            key = place_of(one), instead
             earlier = self._alike.get(key, one)
             both = both_of(one, 1, earlier, 1)
         if both is None or earlier is one:
@@ -219,7 +220,7 @@ class EarlierSamples:
 
     def _first_on(self, one: Nest, instead: float | None) -> Nest:
         """The first of all, or this one, on the same device."""
-        key = _place_of(one), instead
+        key = place_of(one), instead
         if key not in self._held:  # (perhaps in several threads)
             first = self._held.setdefault((None, instead), each(_cloned, one))
             self._held[key] = to_device(first, key[0])
@@ -251,10 +252,6 @@ class EarlierSamples:
         if (both := both_of(padded(one), 1, padded(earlier), 1)) is None:
             return []
         return [(both, 2), (part_of(both, 0, 1, 2), 1), (part_of(both, 1, 1, 2), 1)]
-
-
-def _place_of(nest: Nest) -> torch.device:
-    return next((t.device for t in tensors(nest)), torch.device("cpu"))
 
 
 def repeated(nest: Nest, samples: int, times: int) -> Nest | None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping
+from collections.abc import Callable, Collection, Mapping
 from typing import Any
 
 from torch import Tensor, nn
@@ -79,21 +79,22 @@ def refuse_to_tell(nest: Nest, samples: int, instead: float | None) -> None:
         raise CantTell("outputs hold a whole number, or one of Python's, which parts of the batch are given as it is")
 
 
-def _holds_counts(nest: Any, samples: int) -> bool:
-    if isinstance(nest, Tensor):
-        return not (nest.is_floating_point() or nest.is_complex() or has_rows(nest, samples))
-    if isinstance(nest, list) and holds_samples(nest, samples):
-        return False
-    return isinstance(nest, int | float) or any(_holds_counts(part, samples) for part in parts(nest) or ())
-
-
 def holds_numbers(nest: Any, samples: int) -> bool:
     """Whether it has a number that is no sample's: how many tokens the batch has, say."""
+    return _holds(nest, samples, lambda tensor: not tensor.dim())
+
+
+def _holds_counts(nest: Any, samples: int) -> bool:
+    return _holds(nest, samples, lambda t: not (t.is_floating_point() or t.is_complex() or has_rows(t, samples)))
+
+
+def _holds(nest: Any, samples: int, is_one: Callable[[Tensor], bool]) -> bool:
+    """Whether there is one of Python's numbers in it, or such a tensor."""
     if isinstance(nest, Tensor):
-        return not nest.dim()
+        return is_one(nest)
     if isinstance(nest, list) and holds_samples(nest, samples):
         return False
-    return isinstance(nest, int | float) or any(holds_numbers(part, samples) for part in parts(nest) or ())
+    return isinstance(nest, int | float) or any(_holds(part, samples, is_one) for part in parts(nest) or ())
 
 
 def with_value(nest: Nest, some: list[Tensor], value: float) -> Nest:

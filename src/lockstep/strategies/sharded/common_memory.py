@@ -10,8 +10,7 @@ import torch
 from torch import nn
 
 from lockstep.errors import StrategyError
-from lockstep.model.inspection import OutsideVariables
-from lockstep.tensors.pytree import tensors
+from lockstep.model.inspection import OutsideVariables, attribute_tensors
 
 
 def refuse_common_memory(model: nn.Module, functions: Mapping[str, Any]) -> None:
@@ -54,9 +53,7 @@ def _held(model: nn.Module, functions: Mapping[str, Any]) -> Iterator[tuple[str,
         outside = OutsideVariables([function])
         owners += [(called, function), *((called, part) for module in outside.modules for part in module.modules())]
         of_others = itertools.chain(of_others, outside.held_tensors())
-    yield from ((name, tensor, False) for name, tensor in of_others)
-    for way, owner in owners:
-        for key, value in getattr(owner, "__dict__", {}).items():
-            # (``spectral_norm`` begins with an attribute in the memory of what it computes it from.)
-            if not key.startswith("_") and f"{key}_orig" not in getattr(owner, "_parameters", {}):
-                yield from ((f"{way}.{key}".lstrip("."), t, False) for t in tensors(value))
+    every = dict(model.named_parameters(remove_duplicate=False))
+    # (``spectral_norm`` begins with an attribute in the memory of what it computes it from.)
+    of_attributes = ((name, t) for name, t in attribute_tensors(owners) if f"{name}_orig" not in every)
+    yield from ((name, tensor, False) for name, tensor in itertools.chain(of_others, of_attributes))

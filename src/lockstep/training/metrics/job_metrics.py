@@ -13,7 +13,7 @@ from lockstep.data import Batch
 from lockstep.errors import JobError, LockstepError, told
 from lockstep.launch.memory import is_out_of_memory
 from lockstep.launch.world import World
-from lockstep.model.inspection import OutsideVariables, attribute_prints, held_by
+from lockstep.model.inspection import attribute_prints
 from lockstep.model.losses.check_interval import is_power_of_two
 from lockstep.strategies.steps.step import Step
 from lockstep.strategies.steps.update_result import Result, Sums
@@ -66,9 +66,7 @@ class JobMetrics:
 
     def _using_the_model(self) -> list[str]:
         ours = {id(module) for module in self._step.model.modules()}
-        outside = {name: OutsideVariables([function]) for name, function in self.functions.items()}
-        held = {n: held_by([self.functions[n], *its.values(), *its.modules]) for n, its in outside.items()}
-        return [name for name, its in held.items() if ours & its.keys()]
+        return [name for name in self.functions if ours & self.state.reached_by(name).keys()]
 
     def add(self, batch: Batch, outputs: Any, targets: Any) -> None:
         """Call, or update, each with a local batch of an evaluation batch.

@@ -12,15 +12,8 @@ import torch
 from lockstep.launch.world import World
 from lockstep.model.losses.additivity import DOUBLED, are_double, is_apart, repeated, with_next
 from lockstep.model.losses.torch_losses import HALF
-from lockstep.tensors.pytree import (
-    both_of,
-    each,
-    folded,
-    holds_packed,
-    part_of,
-    tensors,
-    to_device,
-)
+from lockstep.tensors.placing import place_of
+from lockstep.tensors.pytree import both_of, each, folded, holds_packed, part_of, tensors, to_device
 
 _MOST = 8
 """Local batches, at most, as which a metric is given one."""
@@ -57,8 +50,7 @@ class AcrossReplicas:
             return True
         kept, first = self._targets[0]
         some = min(kept, samples)
-        place = next((t.device for t in tensors(outputs)), torch.device("cpu"))
-        earlier = to_device(part_of((self._outputs, first), 0, some, kept), place)
+        earlier = to_device(part_of((self._outputs, first), 0, some, kept), place_of(outputs))
         both = both_of(part_of((outputs, targets), 0, some, samples), some, earlier, some)
         return both is None or _adds_up(lambda o, t: metric(back(o), t), None, *both, 2 * some)
 

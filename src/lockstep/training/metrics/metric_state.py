@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
-from lockstep.model.inspection import OutsideVariables, kept_state, prints_of
+from lockstep.model.inspection import OutsideVariables, held_by, kept_state, prints_of
 
 
 class MetricState:
@@ -23,6 +23,7 @@ class MetricState:
     def __init__(self, functions: Mapping[str, Any]) -> None:
         self.functions = functions
         self._outside = {name: OutsideVariables([function]) for name, function in functions.items()}
+        self._by_id = {id(function): self._outside[name] for name, function in functions.items()}
         self._hold = {
             name: function
             for name, function in functions.items()
@@ -31,7 +32,12 @@ class MetricState:
 
     def kept(self) -> AbstractContextManager[None]:
         """In which metrics are called by checks; what they hold comes back."""
-        return kept_state(list(self._hold.values())) if self._hold else nullcontext()
+        return kept_state(list(self._hold.values()), self._by_id) if self._hold else nullcontext()
+
+    def reached_by(self, name: str) -> dict[int, Any]:
+        """The objects that a metric comes to, by their ids."""
+        outside = self._outside[name]
+        return held_by([self.functions[name], *outside.values(), *outside.modules])
 
     def of(self, name: str) -> Any:
         """What tells whether that metric's has changed."""

@@ -12,7 +12,8 @@ from torch import nn
 
 from lockstep.errors import JobError
 from lockstep.launch.world import World
-from lockstep.tensors.pytree import part_of, tensors
+from lockstep.tensors.placing import place_of
+from lockstep.tensors.pytree import part_of
 from lockstep.training.metrics.metric_check import as_samples
 
 
@@ -88,7 +89,7 @@ def is_of_parts(metric: Any, outputs: Any, targets: Any) -> bool:
     """
     if any(kind.__name__ == "Running" for one in _each_metric(metric) for kind in type(one).__mro__):
         return False
-    device = next((t.device for t in tensors((outputs, targets))), torch.device("cpu"))
+    device = place_of((outputs, targets))
     return all(_is_of_parts(metric, *of, device) for of in as_samples(outputs, targets))
 
 
