@@ -517,3 +517,41 @@ def test_a_metric_of_pairs_of_a_rare_class_is_said_though_each_local_batch_has_o
     train(job_of(lambda: nn.Linear(6, 3), eval_data=rare, metrics={"pairs": pairs_of_the_rare}),
           strategy="dp", devices="2xcpu", folder=tmp_path)  # fmt: skip
     assert 'metric "pairs" is no sum over samples' in capfd.readouterr().out
+
+
+class Packed(nn.Module):
+    """Its outputs are as long as the longest sample."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.rnn, self.head = nn.GRU(3, 3, batch_first=True), nn.Linear(3, 2)
+
+    def forward(self, x: Tensor, lengths: Tensor) -> Tensor:
+        packed = nn.utils.rnn.pack_padded_sequence(x, lengths.cpu(), batch_first=True, enforce_sorted=False)
+        return self.head(nn.utils.rnn.pad_packed_sequence(self.rnn(packed)[0], batch_first=True)[0])  # type: ignore[no-any-return]
+
+
+def padded_error(outputs: Tensor, targets: Tensor) -> tuple[Tensor, int]:
+    return (outputs - targets[:, : outputs.shape[1]]).square().flatten(1).mean(1).sum(), len(targets)
+
+
+def masked_error(outputs: Tensor, targets: Tensor) -> tuple[Tensor, Tensor]:
+    targets = targets[:, : outputs.shape[1]]
+    is_there = targets != 0
+    return ((outputs - targets).square() * is_there).sum(), is_there.sum()
+
+
+@pytest.mark.parametrize("loss", [padded_error, masked_error])
+def test_padding_that_a_loss_counts_is_said_though_both_halves_have_a_longest_sample(
+    loss: Any, tmp_path: Path, capfd: Any
+) -> None:
+    lengths = torch.tensor([2, 4, 3, 4, 5, 3, 4, 5])  # of 5 steps: the first device's are 2 to 4, the second's 3 to 5
+    x, y = (drawn(8, 5, width) * (torch.arange(5) < lengths[:, None])[..., None] for width in (3, 2))
+    data = [((x[i], lengths[i]), y[i]) for i in range(8)]
+    run = run_of(Packed, tmp_path, loss=loss, train_data=data, eval_data=data)
+    capfd.readouterr()
+    one, two = (
+        evaluate(run, strategy=way, devices=devices)["loss"] for way, devices in (("single", "1xcpu"), ("ddp", "2xcpu"))
+    )
+    assert ("outputs depend on other samples" in capfd.readouterr().out) == (loss is padded_error)
+    assert (abs(one - two) < 1e-12) == (loss is masked_error)

@@ -16,10 +16,11 @@ from lockstep.model.inspection.attributes import (
 )
 from lockstep.model.inspection.backward import comes_from_within
 from lockstep.model.inspection.findings import BESIDE, Seen
-from lockstep.model.inspection.forward import accelerators_of, is_ragged, look
+from lockstep.model.inspection.forward import accelerators_of, look
 from lockstep.model.inspection.no_draws import NotedDraws, drawing_nothing
 from lockstep.model.inspection.nonlinear import NoticedHooks, hooked_parameters, may_be_nonlinear
 from lockstep.model.inspection.outside_variables import HOOKS, OutsideVariables, held_by
+from lockstep.model.inspection.samples import is_ragged
 from lockstep.model.inspection.watched import drops, without_noise, writes_in_place
 
 __all__ = [

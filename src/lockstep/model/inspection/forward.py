@@ -27,7 +27,7 @@ import contextlib
 import copy
 import functools
 import itertools
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager
 from typing import Any
 
@@ -48,8 +48,18 @@ from lockstep.model.inspection.backward import first_recomputed, see_gradients
 from lockstep.model.inspection.findings import Seen
 from lockstep.model.inspection.no_draws import drawing_alike, drawing_nothing
 from lockstep.model.inspection.outside_variables import OutsideVariables
-from lockstep.model.inspection.part_outputs import bent_parts, cropped, kind_of, real, rows_of, totals_of, with_own
+from lockstep.model.inspection.part_outputs import (
+    bent_parts,
+    cropped,
+    has_shorter_rows,
+    kind_of,
+    real,
+    rows_of,
+    totals_of,
+    with_own,
+)
 from lockstep.model.inspection.rounding import differ
+from lockstep.model.inspection.samples import FEWEST, as_many, enough, is_ragged
 from lockstep.model.inspection.watched import Watched, without_noise
 from lockstep.model.precision import full_products
 from lockstep.tensors.digest import digest
@@ -67,9 +77,6 @@ from lockstep.tensors.pytree import (
     to_device,
 )
 from lockstep.tensors.seeding import kept_states, noted_seeding, same, same_others, states
-
-_FEWEST = 4
-"""Samples that are looked at, at least."""
 
 _MORE = 16
 """Samples of more than a local batch that are looked at, or twice as many as it has."""
@@ -127,7 +134,7 @@ def look(
                 copied, batch = copied.cpu(), to_device(batch, torch.device("cpu"))
             outside = OutsideVariables.of_model(copied)
             # With gradients where it fails without, since it takes some itself. What is wrong, its first step says.
-            for graph, (some, number) in itertools.product((False, True), _enough(batch, samples, again=again)):
+            for graph, (some, number) in itertools.product((False, True), enough(batch, samples, again=again)):
                 with outside.kept(), torch.set_grad_enabled(graph):
                     try:
                         _see(copied, some, number, seen, judge, outside, original, gradients=trains and not again)
@@ -144,27 +151,11 @@ def look(
             if more > samples and not again and independent:
                 wider = Seen()
                 with outside.kept(), contextlib.suppress(Exception):
-                    _see(copied, _as_many(batch, samples, more), more, wider, None, outside, original, gradients=False)
+                    _see(copied, as_many(batch, samples, more), more, wider, None, outside, original, gradients=False)
                 seen.mixes = wider.mixes
         except Exception as error:
             seen.unparted = seen.unparted or told(error)
     return seen
-
-
-def _enough(batch: tuple[Any, Any], samples: int, *, again: bool) -> Iterator[tuple[tuple[Any, Any], int]]:
-    """Samples that can be cut: those of the batch, then, if they are few, as many again, and again, that differ."""
-    if samples > 1:
-        yield (cut(batch, 0, _FEWEST, samples), _FEWEST) if again and samples > _FEWEST else (batch, samples)
-    if samples < _FEWEST:
-        yield _as_many(batch, samples, _FEWEST), _FEWEST
-
-
-def _as_many(batch: tuple[Any, Any], samples: int, wanted: int) -> tuple[Any, Any]:
-    """So many samples, made of fewer."""
-    times = -(-wanted // samples)
-    more = each(functools.partial(_multiplied, samples, times), batch)
-    made: tuple[Any, Any] = cut(more, 0, wanted, samples * times)
-    return made
 
 
 def _same_parameters(model: nn.Module) -> dict[int, Any]:
@@ -327,6 +318,17 @@ def _see(
 
             constants = kept[0, samples], each(torch.zeros_like, kept[0, samples])
             seen.bends = not any(map(is_sum, constants if neither else constants[:1]))
+
+    def is_shorter_alone(at: int) -> bool:
+        """Whether outputs of one sample are shorter than those of all, and the loss is another by that."""
+        with contextlib.suppress(Exception):  # (models squeeze a single sample)
+            if has_shorter_rows(run(at, 1), whole):
+                some, wanted = part_of((kept[0, samples], targets), at, 1, samples)
+                return differ(
+                    *(totals_of(judge(its, wanted, 1)) for its in (with_own(kept[at, 1], uncut, some), kept[at, 1]))
+                )
+        return False
+
     adds_up = False
     with contextlib.suppress(Exception):  # a loss that can't take a part of the outputs
         made, several = [], folded((kept[0, samples], targets), samples) is not None  # rows for each sample
@@ -335,6 +337,8 @@ def _see(
             some = with_own(kept[start, size], seen.of_batch if several else uncut, some)
             made.append((judge(some, wanted, size), judge(kept[start, size], wanted, size)))
         seen.mixes = any(differ(totals_of(of_cut), totals_of(of_part)) for of_cut, of_part in made)
+        if not seen.mixes and all(a.shape[1:] == b.shape[1:] for a, b, _ in rows):  # each part has a longest sample
+            seen.mixes = any(map(is_shorter_alone, range(min(samples, FEWEST))))
         seen.bends &= not seen.mixes
         adds_up = not differ([judge(kept[0, samples], targets, samples)[0]], [made[0][0][0] + made[1][0][0]])
     size = sum(p.numel() * p.element_size() for p in model.parameters())
@@ -360,25 +364,11 @@ def _first_recomputed(
     original: nn.Module,
     without_checkpoints: Callable[[], AbstractContextManager[None]],
 ) -> str | None:
-    inputs, targets = cut(batch, 0, min(samples, _FEWEST), samples)
+    inputs, targets = cut(batch, 0, min(samples, FEWEST), samples)
 
     def total() -> torch.Tensor:
         outputs = call(model, clones(inputs))
         with as_written(original, model, ()):
-            return judge(outputs, targets, min(samples, _FEWEST))[0]
+            return judge(outputs, targets, min(samples, FEWEST))[0]
 
     return first_recomputed(model, total, without_checkpoints, accelerators_of(inputs))
-
-
-def is_ragged(inputs: Any, samples: int) -> bool:
-    """Whether nothing can be cut, or integers of all samples are in one row (words, say, beside their offsets)."""
-    shapes, of_one = ([t.shape for t in tensors(some)] for some in (inputs, cut(inputs, 0, 1, samples)))
-    return (bool(shapes) and samples > 1 and shapes == of_one) or any(
-        t.dim() == 1 and len(t) != samples and not t.is_floating_point() for t in tensors(inputs)
-    )
-
-
-def _multiplied(samples: int, times: int, tensor: torch.Tensor) -> torch.Tensor:
-    if not has_rows(tensor, samples):
-        return tensor
-    return torch.cat([tensor / i if tensor.is_floating_point() else tensor for i in range(1, times + 1)])

@@ -48,6 +48,12 @@ def cropped(tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
     return [t[(slice(None), *(slice(size) for size in sizes))] for t in tensors]
 
 
+def has_shorter_rows(one: dict[str, torch.Tensor], whole: dict[str, torch.Tensor]) -> bool:
+    """Whether a row of one sample is shorter than those of all samples."""
+    both = [(t, whole[name]) for name, t in one.items() if name in whole and has_rows(t, 1)]
+    return any(t.dim() == of.dim() and any(map(int.__lt__, t.shape[1:], of.shape[1:])) for t, of in both)
+
+
 def rows_of(outputs: dict[str, torch.Tensor], samples: int) -> list[torch.Tensor]:
     """The outputs with a row for each sample."""
     return [t for t in outputs.values() if has_rows(t, samples)]
