@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import sys
 import warnings
 from collections.abc import Callable, Mapping
@@ -96,7 +97,8 @@ def parallelize(
         Watch(world, always=False).__enter__()  # for as long as the process lives
     if world.is_first and not isinstance(world.tell, _Warns):
         world.tell = _Warns(world.tell)
-    for caveat in (*chosen.caveats(job, model, step.replicas), *step.of_own_loop) if world.is_first else ():
+    step.caveats = functools.partial(chosen.caveats, job, model, step.replicas)
+    for caveat in (*step.told(step.caveats()), *step.of_own_loop) if world.is_first else ():
         world.tell(Line.note(caveat))
     return step
 

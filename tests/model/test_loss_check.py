@@ -4,10 +4,13 @@ from __future__ import annotations
 
 import functools
 import itertools
+import math
+import random
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
@@ -17,6 +20,7 @@ from torch.utils.data import TensorDataset
 import lockstep
 from lockstep.errors import LockstepError, LossError
 from lockstep.model.losses.additivity import Piece
+from lockstep.model.losses.check_interval import is_power_of_two
 from lockstep.model.losses.loss import Totalled
 from lockstep.model.losses.loss_check import LossCheck
 from zoo import drawn, labels, mlp, plain_sgd
@@ -30,7 +34,8 @@ def checked(loss: Loss, batches: Any, *, cuts: bool = True) -> LossCheck:
     check = LossCheck(made, cuts=cuts)
     for step, (outputs, targets, size) in enumerate(batches, start=1):
         if check.wants(step):
-            check(outputs, targets, Piece(*made(outputs, targets, size), size), step=step)
+            whole = Piece(*made(outputs, targets, size), size)
+            check(outputs, targets, whole, step=step, closer=is_power_of_two(step))
     return check
 
 
@@ -634,9 +639,10 @@ def test_a_pair_that_cant_be_checked_is_said() -> None:
     )
 
 
-def test_a_loss_that_draws_random_numbers_is_said() -> None:
+@pytest.mark.parametrize("draw", [torch.randn_like, lambda of: of * random.random(), lambda of: of * np.random.rand()])
+def test_a_loss_that_draws_random_numbers_is_said(draw: Any) -> None:
     def noisy(outputs: Tensor, targets: Tensor) -> Tensor:
-        return F.cross_entropy(outputs + torch.randn_like(outputs), targets)
+        return F.cross_entropy(outputs + draw(outputs), targets)
 
     with pytest.raises(
         LossError, match="loss noisy draws random numbers, so whether it is a mean over samples can't be"
@@ -840,3 +846,119 @@ def test_pairs_of_flagged_samples_are_seen_where_the_flag_comes(where: str) -> N
     checked(loss, batches(step=0))
     with pytest.raises(LossError, match="in step 3 "):
         checked(loss, batches(step=3))
+
+
+def map_of(flagged: float, others: float) -> Iterator[Tensor]:
+    """For each of five batches, maps, of which one has something flagged in batch 3."""
+    for number in range(1, 6):
+        maps = torch.full((SAMPLES, 32, 32), others, dtype=torch.float64)
+        maps[SAMPLES // 2, :3, :2] = flagged if number == 3 else others
+        yield maps
+
+
+def column_of(flagged: float) -> Iterator[Tensor]:
+    for number in range(1, 6):
+        column = drawn(SAMPLES, seed=number).double().clamp(-1, 1) + 0.003
+        column[SAMPLES // 2] = flagged if number == 3 else 0.5
+        yield column
+
+
+def pairs_of_whole_numbers() -> Iterator[Tensor]:
+    for number in range(1, 6):
+        columns = torch.stack([torch.arange(SAMPLES) % 2, (torch.arange(SAMPLES) + 1) % 2], 1)
+        columns[SAMPLES // 2] = 1 if number == 3 else 0
+        yield columns
+
+
+def labelled_boxes() -> Iterator[list[dict[str, Tensor]]]:
+    for number in range(1, 6):
+        classes = [torch.arange(1 + sample % 3) for sample in range(SAMPLES)]
+        classes[SAMPLES // 2] = torch.tensor([9 if number == 3 else 0])
+        yield [{"classes": its} for its in classes]
+
+
+def texts() -> Iterator[list[str]]:
+    for number in range(1, 6):
+        yield ["rare" if number == 3 and sample == SAMPLES // 2 else "common" for sample in range(SAMPLES)]
+
+
+def long_texts() -> Iterator[Tensor]:
+    for number in range(1, 6):
+        words = torch.randint(50, (SAMPLES, 512), generator=torch.Generator().manual_seed(number))
+        words[SAMPLES // 2, 100] = 99 if number == 3 else 0
+        yield words
+
+
+RARE: dict[str, tuple[Any, Any]] = {
+    "a lesion on a map": (lambda: map_of(1, 0), lambda y: y.flatten(1).amax(1) > 0),
+    "what is missing on a map": (lambda: map_of(math.nan, 0.5), lambda y: y.isnan().flatten(1).any(1)),
+    "beyond a threshold": (lambda: column_of(2.5), lambda y: y > 1.5),
+    "below one": (lambda: column_of(-2.5), lambda y: y < -1.5),
+    "a class of a group": (pairs_of_whole_numbers, lambda y: y.all(1)),
+    "a text": (texts, lambda y: torch.tensor([text == "rare" for text in y])),
+    "a word of long texts": (long_texts, lambda y: (y == 99).any(1)),
+    "a class of boxes": (labelled_boxes, lambda y: torch.stack([(of["classes"] == 9).any() for of in y])),
+}
+
+
+@pytest.mark.parametrize("kind", RARE)
+def test_a_mean_over_what_is_rare_is_seen_where_it_comes(kind: str) -> None:
+    """Found by trial: only new whole numbers of small targets were looked at. A local batch has one of them at most."""
+    made, is_rare = RARE[kind]
+
+    def loss(outputs: Tensor, targets: Any) -> tuple[Tensor, int]:
+        errors, mask = outputs.square().sum(1), is_rare(targets)
+        return errors.sum() + (errors * mask).sum() / mask.sum().clamp(min=1), len(errors)
+
+    with pytest.raises(LossError, match="in step 3 "):
+        checked(loss, ((drawn(SAMPLES, 3).double(), targets, SAMPLES) for targets in made()))
+
+
+class Hardest:
+    """The sum over all samples, or over the hardest."""
+
+    def __init__(self) -> None:
+        self.kept: int | None = None
+
+    def __call__(self, outputs: Tensor, targets: Tensor) -> tuple[Tensor, int]:
+        errors = (outputs - targets).square().sum(1)
+        return errors.topk(min(self.kept or len(errors), len(errors))).values.sum(), len(errors)
+
+
+def test_a_loss_that_somebody_sets_is_looked_at_closer() -> None:
+    """Found by trial: the hardest samples of a local batch, from update 3 on."""
+    loss = Hardest()
+
+    def batches(step: int) -> Iterator[tuple[Any, Tensor, int]]:
+        for number in range(1, 6):
+            loss.kept = SAMPLES if number >= step else None
+            yield drawn(SAMPLES, 3).double(), torch.zeros(SAMPLES, 3), SAMPLES
+
+    with pytest.raises(LossError, match="in step 3 "):
+        checked(loss, batches(step=3))
+
+
+def of_tokens(outputs: Tensor, targets: dict[str, Any]) -> tuple[Tensor, Any]:
+    return (outputs.sum(1) * targets["weights"]).sum(), targets["tokens"]
+
+
+def of_images(outputs: Tensor, targets: Tensor) -> tuple[Tensor, int]:
+    losses = [(outputs[i] - targets[targets[:, 0] == i][:, 1:]).square().sum() for i in range(len(outputs))]
+    return torch.stack(losses).sum(), len(targets)
+
+
+OF_THE_WHOLE: dict[str, tuple[Any, Any]] = {
+    "tokens": (of_tokens, {"weights": torch.ones(SAMPLES), "tokens": 22}),
+    "tokens of a tensor": (of_tokens, {"weights": torch.ones(SAMPLES), "tokens": torch.tensor(22)}),
+    "boxes with the number of their image": (
+        of_images, torch.cat([torch.arange(2 * SAMPLES)[:, None] % SAMPLES, drawn(2 * SAMPLES, 3, seed=4)], 1)
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("kind", OF_THE_WHOLE)
+def test_a_pair_with_what_collate_counted_is_taken_at_its_word(kind: str) -> None:
+    """Found by trial: parts of a local batch have the number of the whole, and right losses were refused."""
+    loss, targets = OF_THE_WHOLE[kind]
+    check = checked(loss, [(drawn(SAMPLES, 3).double(), targets, SAMPLES)])
+    assert ["targets hold something that isn't one row for each sample" in note for note in check.notes] == [True]

@@ -12,7 +12,7 @@ from torch import nn
 from torch.nn import functional as F
 from torch.utils.data import TensorDataset
 
-from lockstep import train
+from lockstep import Callback, train
 
 from zoo import ZOO, labels  # isort: skip
 
@@ -146,6 +146,64 @@ def test_where_a_batch_of_one_sample_was_to_be_seen_the_next_one_is(tmp_path: Pa
     job = dataclasses.replace(ZOO["mlp"], model=InTheFifth, train_data=data, batch_size=8, epochs=2, accumulate=2)
     train(job, devices="1xcpu", folder=tmp_path)
     assert f"note: {SAYS[Beginning]}" in capsys.readouterr().out
+
+
+class Normalized(nn.Module):
+    """With a batch norm that stays in evaluation mode while it is frozen, and dropout of nothing."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.frozen = True
+        self.norm, self.dropout, self.head = nn.BatchNorm1d(6), nn.Dropout(0.0), nn.Linear(6, 3)
+
+    def train(self, mode: bool = True) -> Normalized:
+        super().train(mode)
+        self.norm.train(mode and not self.frozen)
+        return self
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.head(self.dropout(self.norm(x)))
+
+
+class Setting(Callback):
+    """Sets something in the second epoch."""
+
+    def __init__(self, what: str) -> None:
+        self.what = what
+
+    def on_epoch(self, context: Any) -> None:
+        if context.epoch == 2:
+            for module in context.model.modules():
+                if self.what == "norm" and isinstance(module, Normalized):
+                    module.frozen = False
+                    module.train()
+                if self.what == "dropout" and isinstance(module, nn.Dropout):
+                    module.p = 0.5
+
+
+@pytest.mark.parametrize(
+    ("what", "said"), [("norm", "BatchNorm normalizes over each replica's local batch"), ("dropout", "dropout ")]
+)
+@pytest.mark.parametrize("way", ["dp", "ddp"])
+def test_what_a_callback_sets_is_said(what: str, said: str, way: str, tmp_path: Path, capfd: Any) -> None:
+    """Found by trial: layers were asked before the first update only."""
+    job = dataclasses.replace(ZOO["mlp"], model=Normalized, eval_data=None, epochs=4, callbacks=[Setting(what)])
+    train(job, strategy=way, devices="2xcpu", folder=tmp_path)
+    assert capfd.readouterr().out.count(f"note: {said}") == 1
+
+
+class OwnNorm(nn.modules.batchnorm._NormBase):
+    """Normalizes by itself what PyTorch's class keeps."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        mean, var = (x.mean(0), x.var(0)) if self.training else (self.running_mean, self.running_var)
+        return (x - mean) / (var + self.eps).sqrt()
+
+
+def test_a_norm_of_ones_own_is_looked_at(tmp_path: Path, capsys: Any) -> None:
+    job = dataclasses.replace(ZOO["mlp"], model=lambda: nn.Sequential(OwnNorm(6), nn.Linear(6, 3)))
+    train(job, strategy="dp", devices="2xcpu", folder=tmp_path)
+    assert f"note: {SAYS[Gated]}" in capsys.readouterr().out
 
 
 class Plain(nn.Module):

@@ -555,3 +555,85 @@ def test_padding_that_a_loss_counts_is_said_though_both_halves_have_a_longest_sa
     )
     assert ("outputs depend on other samples" in capfd.readouterr().out) == (loss is padded_error)
     assert (abs(one - two) < 1e-12) == (loss is masked_error)
+
+
+class Experts(nn.Module):
+    """Says which of four experts are used, and how much, beside its outputs: as many as a local batch has samples."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.gate, self.head = nn.Linear(6, 4), nn.Linear(6, 3)
+
+    def forward(self, x: Tensor) -> dict[str, Tensor]:
+        gates = self.gate(x).softmax(1)
+        used = torch.bincount(gates.argmax(1), minlength=4) > 0
+        return {"logits": self.head(x) * gates.amax(1, keepdim=True), "used": used, "load": gates.sum(0)}
+
+
+def of_gated(outputs: dict[str, Tensor], targets: Tensor) -> tuple[Tensor, int]:
+    return nn.functional.cross_entropy(outputs["logits"], targets, reduction="sum"), len(targets)
+
+
+@pytest.mark.parametrize("way", ["dp", "ddp"])
+def test_metrics_of_outputs_with_as_many_rows_as_samples_by_chance(way: str, tmp_path: Path, capfd: Any) -> None:
+    """Found by trial: they were cut as samples are, so that what is no sum looked like one, and a sum like none."""
+    metrics = {"used": used_experts, "load": sum_of_loads}
+    train(job_of(Experts, loss=of_gated, metrics=metrics), strategy=way, devices="2xcpu", folder=tmp_path)
+    said = capfd.readouterr().out
+    assert 'metric "used" is no sum over samples' in said and 'metric "load"' not in said
+
+
+def used_experts(outputs: dict[str, Tensor], targets: Tensor) -> tuple[Tensor, int]:
+    return outputs["used"].sum(), len(targets)
+
+
+def sum_of_loads(outputs: dict[str, Tensor], targets: Tensor) -> tuple[Tensor, int]:
+    return outputs["load"][1:].sum(), len(targets)
+
+
+def counted(samples: list[Any]) -> tuple[Tensor, dict[str, Any]]:
+    x, y = (torch.stack(column) for column in zip(*samples, strict=True))
+    return x, {"y": y, "classes": int((y > 0).sum())}
+
+
+def of_counted(outputs: Tensor, targets: dict[str, Any]) -> tuple[Tensor, int]:
+    return (outputs.argmax(1) == targets["y"])[targets["y"] > 0].sum(), targets["classes"]
+
+
+@pytest.mark.parametrize("way", ["single", "dp"])
+def test_a_metric_divided_by_what_collate_counted_is_said_not_to_be_checked(
+    way: str, tmp_path: Path, capfd: Any
+) -> None:
+    """Found by trial: it was said to be no sum."""
+    job = job_of(lambda: nn.Linear(6, 3), loss=of_y, metrics={"right": of_counted}, collate=counted)
+    train(job, strategy=way, devices="1xcpu" if way == "single" else "2xcpu", folder=tmp_path)
+    said = capfd.readouterr().out
+    assert "no sum over samples" not in said
+    assert ('whether metric "right" is a sum over samples can\'t be checked' in said) == (way == "dp")
+
+
+def of_y(outputs: Tensor, targets: dict[str, Any]) -> tuple[Tensor, int]:
+    return nn.functional.cross_entropy(outputs, targets["y"], reduction="sum"), len(outputs)
+
+
+class Sampled(nn.Module):
+    """Drops in evaluation, too."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.dropout, self.head = nn.Dropout(0.5), nn.Linear(6, 3)
+
+    def train(self, mode: bool = True) -> Sampled:
+        super().train(mode)
+        self.dropout.train()
+        return self
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.head(self.dropout(x))  # type: ignore[no-any-return]
+
+
+def test_dropout_that_draws_in_evaluation_is_said(tmp_path: Path, capfd: Any) -> None:
+    run = run_of(Sampled, tmp_path)
+    capfd.readouterr()
+    evaluate(run, strategy="dp", devices="2xcpu")
+    assert "the model draws random numbers in evaluation" in capfd.readouterr().out

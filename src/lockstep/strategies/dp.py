@@ -31,7 +31,7 @@ from lockstep.launch.layout import Layout
 from lockstep.launch.observer import observed, phase
 from lockstep.launch.world import World
 from lockstep.model.build import buffers_of, build_model
-from lockstep.model.inspection import attribute_prints, drops
+from lockstep.model.inspection import NORMS, attribute_prints, drops
 from lockstep.model.losses.loss import Loss, Number
 from lockstep.model.optimizer import build_optimizer
 from lockstep.parallel import gather
@@ -322,8 +322,7 @@ class DPStep(Step):
             for mine, theirs in zip(self._modules[0], modules, strict=True):
                 follow_settings(theirs, mine)
         # Running statistics act in evaluation only, so that they needn't be the same before.
-        norm = nn.modules.batchnorm._NormBase
-        acting = [k for k, (m, _) in enumerate(self._buffers[0]) if not (isinstance(m, norm) and m.training)]
+        acting = [k for k, (m, _) in enumerate(self._buffers[0]) if not (isinstance(m, NORMS) and m.training)]
         self._copy_buffers(acting)
 
     def _share_parameters(self, which: Iterable[int] | None = None) -> None:

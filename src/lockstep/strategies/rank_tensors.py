@@ -21,6 +21,7 @@ from torch import nn
 
 from lockstep.launch.world import World
 from lockstep.model.build import buffers_of
+from lockstep.model.inspection import NORMS
 from lockstep.model.losses.loss import Number
 
 
@@ -149,11 +150,10 @@ class FollowedBuffers:
             self._unchanged = {
                 (module, name): buffer.clone()
                 for module, name in buffers_of(model)
-                if (buffer := module._buffers[name]) is not None
-                and not isinstance(module, nn.modules.batchnorm._NormBase)
+                if (buffer := module._buffers[name]) is not None and not isinstance(module, NORMS)
             }
         self._changing: list[tuple[nn.Module, str]] = []
-        self._norms = [m for m in model.modules() if isinstance(m, nn.modules.batchnorm._NormBase)]
+        self._norms = [m for m in model.modules() if isinstance(m, NORMS)]
         self._still: set[nn.Module] = set()
 
     def follow(self) -> None:

@@ -15,7 +15,7 @@ from lockstep.errors import JobError
 from lockstep.job import Job
 from lockstep.launch.events import Caveat
 from lockstep.launch.world import World
-from lockstep.model.inspection import OutsideVariables, Seen, kept_state, look
+from lockstep.model.inspection import OutsideVariables, Seen, drops, kept_state, look
 from lockstep.model.losses.check_interval import is_power_of_two
 from lockstep.model.losses.loss import Loss
 from lockstep.strategies.steps.step import Step
@@ -29,6 +29,10 @@ _LARGEST = 2**30
 
 
 _BATCHNORM = Caveat("batchnorm evaluation", "BatchNorm normalizes over the local batch in evaluation")
+
+_DRAWS = Caveat(
+    "drawing", "dropout draws in evaluation, on each device for its local batch, others than one device would"
+)
 
 _COLLATES = Caveat(
     "collate",
@@ -124,6 +128,7 @@ def look_at_evaluation(step: Step, batch: Batch, metrics: MetricState | None = N
             again=batch.index > 0,
             trains=False,
         )
+    seen.draws |= any(m.training and drops(m) for m in step.model.modules())  # they are silent in the copy
     seen.refuse_writes()
     if step.world.data.local_batches > 1:
         seen.refuse_on_threads()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 import os
 import platform
 from collections.abc import Iterator, Mapping
@@ -112,6 +113,7 @@ class Setup:
         self.loader = self.strategy.training_loader(job, world, self.train_data)
         self.eval_loaders = eval_loaders(job, world, self.eval_data)
         self.step.last_step = self.steps
+        self.step.caveats = functools.partial(self.strategy.caveats, job, self.step.model, self.step.replicas)
         moves = self.steps if job.lr_scheduler_every == "step" else self.epochs
         self._on_schedule = note_on_length(self.scheduler, moves, job.lr_scheduler_every)
         # Those of all ranks.
@@ -252,7 +254,7 @@ class Setup:
             notes += stream_notes(job.shuffle, meets=world.size > 1 and not self.step.together)
         yield from (Line.note(note) for note in notes if note)
         yield from self._said_before
-        yield from map(Line.note, self.strategy.caveats(job, self.step.model, self.step.replicas))
+        yield from map(Line.note, self.step.told(self.step.caveats()))
 
     def summary(
         self,

@@ -21,11 +21,12 @@ from lockstep.model.inspection.no_draws import NotedDraws, drawing_nothing
 from lockstep.model.inspection.nonlinear import NoticedHooks, hooked_parameters, may_be_nonlinear
 from lockstep.model.inspection.outside_variables import HOOKS, OutsideVariables, held_by
 from lockstep.model.inspection.samples import is_ragged
-from lockstep.model.inspection.watched import drops, without_noise, writes_in_place
+from lockstep.model.inspection.watched import NORMS, drops, without_noise, writes_in_place
 
 __all__ = [
     "BESIDE",
     "HOOKS",
+    "NORMS",
     "NotedDraws",
     "NoticedHooks",
     "OutsideVariables",

@@ -18,6 +18,7 @@ from torch import nn
 from lockstep.launch.processes.call import closed_over
 from lockstep.model.inspection.outside_variables import HOOKS, OutsideVariables, copies_of, put_back
 from lockstep.model.inspection.rounding import differ
+from lockstep.model.inspection.watched import NORMS
 from lockstep.tensors.digest import digest
 from lockstep.tensors.pytree import tensors
 
@@ -251,7 +252,7 @@ def _kept(value: Any) -> Any:
 
 def acting_buffers(model: nn.Module) -> dict[str, torch.Tensor]:
     """Buffers by name, but for the running statistics of normalisation layers, which don't act in training."""
-    norms = {id(b) for m in model.modules() if isinstance(m, nn.modules.batchnorm._NormBase) for b in m.buffers()}
+    norms = {id(b) for m in model.modules() if isinstance(m, NORMS) for b in m.buffers()}
     return {name: b for name, b in model.named_buffers() if id(b) not in norms}
 
 

@@ -9,7 +9,7 @@ from typing import Literal
 from lockstep.errors import StrategyError
 from lockstep.launch.events import Caveat
 
-Kind = Literal["sum", "mean", "mean of items", "same", "neither"]
+Kind = Literal["sum", "mean", "mean of items", "same", "neither", "whole numbers"]
 """What an output over a batch is to those of parts of it; the items are those that the loss counts."""
 
 

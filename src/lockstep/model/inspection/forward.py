@@ -293,12 +293,12 @@ def _see(
             alike = [cropped(of) for of in rows]  # to the shortest, where outputs are as long as the longest sample
             seen.mixes = across or differ([a for a, _, _ in alike], [torch.cat((b, c)) for _, b, c in alike])
         for name, of in cut_up.items() if not seen.ragged else ():  # else parts were given all rows
-            if len({t.shape for t in of}) == 1 and name not in exact:
-                seen.of_batch[name] = kind_of(*of, first / samples)
+            if len({t.shape for t in of}) == 1:
+                seen.of_batch[name] = "whole numbers" if name in exact else kind_of(*of, first / samples)
     if judge is None or seen.mixes or seen.remembers or seen.follows or seen.ragged:
         return
     parts = (0, first), (first, samples - first)
-    if seen.of_batch:
+    if any(kind != "whole numbers" for kind in seen.of_batch.values()):
         with contextlib.suppress(Exception):
             of_all, *judged = (judge(kept[p], cut(targets, *p, samples), p[1]) for p in ((0, samples), *parts))
             seen.bent = bent_parts(of_all, *judged)

@@ -15,6 +15,9 @@ from lockstep.tensors.pytree import tensors
 _NO_WRITES = {"requires_grad_", "detach_", "share_memory_", "rename_"}
 """Functions that leave values as they are, though their names end with an underscore."""
 
+NORMS = nn.modules.batchnorm._BatchNorm, nn.modules.instancenorm._InstanceNorm
+"""Layers whose running statistics act in evaluation only."""
+
 _OPERATORS = {"__setitem__", "__iadd__", "__isub__", "__imul__", "__itruediv__"}
 """Python's own, as a mode sees their names."""
 
@@ -68,7 +71,7 @@ def without_noise(copied: nn.Module) -> None:
     """
     for module in copied.modules():
         is_of_torch = type(module).__module__.startswith("torch.")
-        if (drops(module) and is_of_torch) or isinstance(module, nn.modules.batchnorm._NormBase):
+        if (drops(module) and is_of_torch) or isinstance(module, NORMS):
             module.training = False
             module.train = _stays  # type: ignore
 

@@ -18,7 +18,7 @@ from lockstep.model.losses.loss import Loss, Number
 from lockstep.model.losses.torch_losses import HALF
 from lockstep.tensors.placing import place_of
 from lockstep.tensors.pytree import both_of, each, part_of, tensors, to_device
-from lockstep.tensors.seeding import put_state_on, state_on
+from lockstep.tensors.seeding import other_states, put_state_on, same_others, state_on
 from lockstep.threads.random_streams import source, stream
 
 Nest = tuple[Any, Any]
@@ -314,6 +314,14 @@ def kept_generators(nest: Nest) -> Iterator[list[Any]]:
         for device, state in before.items():
             drawn.append(not torch.equal(state, state_on(device)))
             put_state_on(device, state)
+
+
+@contextlib.contextmanager
+def noted_others(drawn: list[Any]) -> Iterator[None]:
+    """Note whether random numbers of Python or numpy are drawn."""
+    before = other_states()
+    yield
+    drawn.append(not same_others(before, other_states()))
 
 
 @contextlib.contextmanager

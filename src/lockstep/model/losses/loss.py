@@ -32,7 +32,7 @@ from torch import Tensor, nn
 
 from lockstep.errors import LockstepError, LossError, first_line
 from lockstep.launch.memory import is_out_of_memory
-from lockstep.model.inspection import OutsideVariables, kept_state, prints_of
+from lockstep.model.inspection import OutsideVariables, is_plain, kept_state, prints_of
 from lockstep.model.losses.followed_copy import FollowedCopy
 from lockstep.model.losses.model_loss import ModelLoss, model_loss
 from lockstep.model.losses.torch_losses import HALF, Misshapen, SummedMean
@@ -160,6 +160,10 @@ class Totalled:
     def may_have_state(self) -> bool:
         """Whether it is an object with attributes."""
         return bool(getattr(self.loss, "__dict__", None)) and not isinstance(self.loss, types.FunctionType)
+
+    def settings(self) -> Any:
+        """Numbers, texts and switches that an object holds, which a person may set."""
+        return [copy.copy(of) for of in vars(self.loss).values() if is_plain(of)] if self.may_have_state else ()
 
     def state(self) -> tuple[bytes, dict[str, bytes]]:
         """What the loss holds that a call may change: its attributes, and variables that its functions use."""

@@ -53,6 +53,7 @@ from lockstep.model.losses.additivity import (
     is_nan,
     is_sum,
     kept_generators,
+    noted_others,
     parts_apart,
     sums_of_many,
     tolerance_of,
@@ -60,16 +61,9 @@ from lockstep.model.losses.additivity import (
 )
 from lockstep.model.losses.check_interval import TIMED, CheckInterval
 from lockstep.model.losses.loss import Totalled
+from lockstep.model.losses.new_values import NewValues
 from lockstep.model.losses.uncut_outputs import Uncut, holds_numbers, refuse_to_tell, with_value
-from lockstep.tensors.pytree import (
-    both_of,
-    each,
-    holds_packed,
-    named_tensors,
-    part_of,
-    tensors,
-    with_sample_lists,
-)
+from lockstep.tensors.pytree import both_of, each, holds_packed, named_tensors, part_of, tensors, with_sample_lists
 
 _SUMS = 3
 """The updates in each of which a loss of whole batches has to be a sum to be refused."""
@@ -97,38 +91,40 @@ class LossCheck:
     """
 
     def __init__(self, loss: Totalled, *, cuts: bool, local_batches: int = 2) -> None:
-        self._loss = loss
-        self._cuts = cuts
+        self._loss, self._cuts = loss, cuts
         self._local_batches = min(local_batches, _MOST)
         self._trusted = loss.is_known
         self._earlier = EarlierSamples()
         self._of_earlier: tuple[Nest | None, Piece] = None, Piece(torch.zeros(()), 0, 0)  # the last, and its loss
         self._is_constant = True  # as far as is known, that is the same in each update
-        self._sums_in_a_row = 0
-        self._has_state = False
+        self._sums_in_a_row, self._has_state = 0, False
         self._instead: float | None = None  # the value in the place of what can't be cut; NaN until it is read
         self._said_parts: set[str] = set()
         self._lists: set[str] = set()
+        self._new, self._settings = NewValues(), loss.settings()
         self.interval = CheckInterval()
         self.reads: tuple[str, ...] = ()
         self.of_batch: Mapping[str, str] = {}
         self.bent: Collection[str] = ()
         self.notes: list[str] = []
 
-    def wants(self, update: int) -> bool:
-        """Whether the loss is to be checked in this update, counted from 1."""
+    def wants(self, update: int, *, closer: bool = False) -> bool:
+        """Whether the loss is to be checked in this update, counted from 1; in any that is looked at closer."""
         if self._trusted or not self._cuts:
             return not self._trusted and update <= _SUMS
-        return self.interval.is_due(update)
+        return closer or self.interval.is_due(update)
 
-    def __call__(self, outputs: Any, targets: Any, whole: Piece, *, step: int = 0, waits: bool = True) -> Tensor | None:
+    def __call__(
+        self, outputs: Any, targets: Any, whole: Piece, *, step: int = 0, closer: bool = True, waits: bool = True
+    ) -> Tensor | None:
         """Check the loss of one local batch. Random numbers go on as if nothing had happened.
 
         Args:
             outputs: of the model, for ``whole.samples`` samples.
             targets: of the same.
             whole: what the loss made of them.
-            step: the update, for the message; 0 in an evaluation, -1 in one that is looked at less.
+            step: the update, for the message; 0 in an evaluation.
+            closer: whether to look at more samples than a local batch has; it is done for new values in any update.
             waits: False on an accelerator where the host must not wait for it.
 
         Returns:
@@ -148,13 +144,14 @@ class LossCheck:
         try:
             tolerance = tolerance_of(nest, [whole.total], waits=waits)
             with torch.no_grad(), kept_generators(nest) as drawn, without_warnings(unless=self._cuts):
-                closer = self._cuts and self.interval.is_close(step, nest, whole.samples, waits=waits)
+                closer = self._cuts and ((waits and self._is_new(nest, whole.samples)) or closer)
                 sums = self._sums(nest, whole.samples, whole, closer=closer, waits=waits)
                 if not waits:
                     return are_wrong(sums, tolerance)
                 if (wrong := first_wrong(sums, tolerance)) is not None:
                     self._is_constant = False
-                    sums = self._sums(nest, whole.samples, whole, closer=closer)
+                    with noted_others(drawn):
+                        sums = self._sums(nest, whole.samples, whole, closer=closer)
                     wrong = first_wrong(sums, tolerance)
                 if wrong is not None:
                     wrong = self._still_wrong(nest, whole.samples, wrong, closer)
@@ -175,6 +172,11 @@ class LossCheck:
             self._said_parts |= apart.keys()
             self.notes += apart.values()
         return None
+
+    def _is_new(self, nest: Nest, samples: int) -> bool:
+        """Whether a batch, or the loss, has something that neither had before."""
+        before, self._settings = self._settings, () if self._has_state else self._loss.settings()
+        return self._new.add(*nest, samples) or self._settings != before
 
     def _trust(self, why: str) -> None:
         """Check no more; the person has to know why, where batches are cut."""
@@ -381,10 +383,7 @@ class LossCheck:
             )
 
     def _doubles(self, nest: Nest, whole: Piece) -> bool:
-        """Whether a scalar for every sample twice is twice as large (not where it is divided by what it counts).
-
-        Where a number of the whole batch is in the targets, nothing is known: that would be another one.
-        """
+        """Whether a scalar for every sample twice is twice as large; unknown beside a number of the whole batch."""
         if holds_numbers(nest[1], whole.samples):
             return False
         twice = both_of(nest, whole.samples, nest, whole.samples)

@@ -75,6 +75,8 @@ def refuse_to_tell(nest: Nest, samples: int, instead: float | None) -> None:
         raise CantTell("outputs have several rows for each sample, perhaps in another order than targets")
     if instead == 1:
         raise CantTell("it reads outputs without a row for each sample, and with ones in their place it isn't")
+    if _holds(nest[1], samples, lambda t: not (has_rows(t, samples) or (t.dim() == 1 and t.is_floating_point()))):
+        raise CantTell("targets hold something that isn't one row for each sample, which parts are given as it is")
     if _holds_counts(nest[0], samples):
         raise CantTell("outputs hold a whole number, or one of Python's, which parts of the batch are given as it is")
 

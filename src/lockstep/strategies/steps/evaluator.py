@@ -233,11 +233,11 @@ class Evaluator:
             outputs = self.forward(model, part)
             loss = self.loss_of(outputs, part, looks=self.cuts_batch and is_power_of_two(self._judged + 1))
         self._judged += 1
-        may_wait = not self._on_accelerator or is_power_of_two(self._judged)
-        if self.replicas > 1 and may_wait and self.eval_check.wants(self._judged):
+        closer = is_power_of_two(self._judged)
+        may_wait = closer or not self._on_accelerator
+        if self.replicas > 1 and may_wait and self.eval_check.wants(self._judged, closer=closer):
             with squeezing_explained(outputs, part.targets, part.size):
-                seldom = 0 if is_power_of_two(self._judged) else -1
-                self.eval_check(outputs, part.targets, Piece.of(loss, part.size), step=seldom)
+                self.eval_check(outputs, part.targets, Piece.of(loss, part.size), closer=closer)
         return outputs, loss
 
     def loss_of(self, outputs: Any, part: Part, *, looks: bool) -> Loss:

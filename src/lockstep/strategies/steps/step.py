@@ -17,7 +17,7 @@ from __future__ import annotations
 
 import math
 from abc import abstractmethod
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
 from typing import Any, Literal
 
@@ -28,19 +28,13 @@ from lockstep.data import Batch, Part, mixed
 from lockstep.data.shares import mixed_share
 from lockstep.errors import LossError
 from lockstep.job import Job
+from lockstep.launch.events import Caveat
 from lockstep.launch.memory import reset_peak_memory
 from lockstep.launch.observer import observed, phase
 from lockstep.launch.world import World
 from lockstep.model.activation_checkpointing import not_checkpointable, without_checkpoints
 from lockstep.model.compile import compile_models, not_compilable, refuse_written_buffers
-from lockstep.model.inspection import (
-    BESIDE,
-    NoticedHooks,
-    Seen,
-    drops,
-    look,
-    may_be_nonlinear,
-)
+from lockstep.model.inspection import BESIDE, NoticedHooks, Seen, drops, look, may_be_nonlinear
 from lockstep.model.losses.additivity import Piece
 from lockstep.model.losses.check_interval import is_power_of_two
 from lockstep.model.losses.loss import Loss, Number
@@ -66,6 +60,7 @@ class Step(Calls):
             is done in updates 1, 2, 4, 8 and so on, and in the last one of all.
         last_step: that update's step, where it is known.
         seen: what was seen.
+        caveats: gives where results differ from those of one device, by the settings of the model and the job.
         grad_norm: of the last update, before clipping, where that is computed; on an accelerator a tensor.
     """
 
@@ -90,6 +85,7 @@ class Step(Calls):
         self._said_read: set[str] = set()
         self._reads_within = False
         self._on_devices = DeviceChecks()
+        self.caveats: Callable[[], list[Caveat]] = list
 
     # ---- one update -------------------------------------------------------------------------------------------------
 
@@ -134,6 +130,7 @@ class Step(Calls):
         if self._updates == 1 and self.together:
             self.compare_ranks()
         if self.looks_again:
+            self.tell_once(self.caveats() if self.world.is_first else [])
             self.say_what_the_loss_reads()
         return loss
 
@@ -312,7 +309,7 @@ class Step(Calls):
             self._by_count = may_be_nonlinear(model, total, hooks)
         for observer in self.observers:
             observer.forwarded(where, part, outputs)
-        if self.loss_check.wants(self._updates):
+        if self.loss_check.wants(self._updates, closer=self.looks_again):
             self._check_loss(outputs, part, loss)
         if self._waits:
             first = self._updates == 1
@@ -357,7 +354,8 @@ class Step(Calls):
         began = self._time() if self.loss_check.is_timed(self._updates) else None
         whole, waits = Piece.of(loss, part.size), self._waits or self.looks_again
         with squeezing_explained(outputs, part.targets, part.size):
-            wrong = self.loss_check(outputs, part.targets, whole, step=self.world.step, waits=waits)
+            closer = self.looks_again
+            wrong = self.loss_check(outputs, part.targets, whole, step=self.world.step, closer=closer, waits=waits)
         if wrong is not None:
             self._on_devices.note_loss(wrong, self.world.step)
         if began is not None:

@@ -15,15 +15,21 @@ from lockstep.launch.memory import is_out_of_memory
 from lockstep.launch.world import World
 from lockstep.model.inspection import attribute_prints
 from lockstep.model.losses.check_interval import is_power_of_two
+from lockstep.model.losses.uncut_outputs import holds_numbers
 from lockstep.strategies.steps.step import Step
 from lockstep.strategies.steps.update_result import Result, Sums
-from lockstep.tensors.pytree import versions
+from lockstep.tensors.pytree import each, named_tensors, versions
 from lockstep.training.metrics.batch_numbers import BatchNumbers
-from lockstep.training.metrics.metric_check import AcrossReplicas, is_sum
+from lockstep.training.metrics.metric_check import AcrossReplicas, as_samples, is_sum
 from lockstep.training.metrics.metric_state import MetricState
 from lockstep.training.metrics.torch_metrics import fresh, is_of_parts, is_torchmetric, value_over
 
 _READS = 'metric "{}" uses the model, which keeps something of its local batch in attributes: each replica has its own'
+
+_CANT_TELL = (
+    'whether metric "{}" is a sum over samples can\'t be checked: targets hold a number of the whole batch, which '
+    "parts of it are given as it is"
+)
 
 _REMEMBERS = (
     'metric "{}" remembers something from call to call, and is called for each local batch, not once a batch: where '
@@ -57,6 +63,7 @@ class JobMetrics:
         self.state = MetricState(self.functions)
         self._sums = {name: Sums() for name in self.functions}
         self._no_sums: set[str] = set()
+        self._holds_numbers = False
         says = looks and step.replicas > 1
         self._across = AcrossReplicas() if says and self.functions else None
         self._numbers = BatchNumbers() if looks and self.functions else None
@@ -77,9 +84,11 @@ class JobMetrics:
         is_due = is_power_of_two(batch.index + 1)
         if self._readers and is_due and attribute_prints(self._step.model) != self._kept:
             self._step.tell_once(map(_READS.format, self._readers))
+        self._holds_numbers |= holds_numbers(targets, next(as_samples(outputs, targets))[2])
+        known = self._with_known(outputs)
         for kept in (self._across, self._numbers) if is_due else ():
             if kept is not None:
-                kept.keep(outputs, targets)
+                kept.keep(known, targets)
         for name, function in self.functions.items():
             before, says = versions((outputs, targets)), self._says and not batch.index
             remembered = self.state.of(name) if says else None
@@ -93,7 +102,7 @@ class JobMetrics:
                 )
             self._sums[name].add(Result(*value, batch.size))
             # In the first evaluation each batch: targets may be masked in a few only.
-            if (self._looks or is_due) and not self._adds_up(function, value, outputs, targets):
+            if (self._looks or is_due) and not self._adds_up(name, value, known, targets):
                 self._no_sums.add(name)
         for name, metric in self._objects.items():
             with naming(name):
@@ -101,9 +110,29 @@ class JobMetrics:
                     self._step.tell_once([_OF_PARTS.format(name)])
                 metric.update(outputs, targets)
 
-    def _adds_up(self, function: Any, value: tuple[Any, Any], outputs: Any, targets: Any) -> bool:
+    def _with_known(self, outputs: Any) -> Any:
+        """With outputs that the model was seen to compute over all samples as parameters, which aren't cut.
+
+        Of sums and means of samples it is known from parts of a batch whether metrics make a sum of them.
+        """
+        kinds = self._step.eval_check.of_batch
+        known = {id(tensor): kinds[name] for name, tensor in named_tensors(outputs) if name in kinds}
+
+        def shown(tensor: torch.Tensor) -> torch.Tensor:
+            if (kind := known.get(id(tensor))) is None:
+                return tensor
+            is_seen = kind in ("sum", "mean", "mean of items")
+            return torch.nn.Parameter(torch.zeros_like(tensor) if is_seen else tensor.detach(), requires_grad=False)
+
+        return each(shown, outputs) if known else outputs
+
+    def _adds_up(self, name: str, value: tuple[Any, Any], outputs: Any, targets: Any) -> bool:
+        if f"metric {name}" in self._step.eval_check.bent:
+            return False
+        function = self.functions[name]
+        whole = None if self._step.eval_check.of_batch else value
         with self.state.kept():
-            return is_sum(function, value, outputs, targets, self._step.replicas) and (
+            return is_sum(function, whole, outputs, targets, self._step.replicas) and (
                 self._across is None or self._across.adds_up(function, outputs, targets)
             )
 
@@ -136,6 +165,9 @@ class JobMetrics:
     def _say_no_sums(self, names: Iterable[str]) -> None:
         of = "batches" if self._step.replicas == 1 else "local batches"
         for name in names if self._step.world.is_first else ():
+            if self._holds_numbers:
+                self._step.tell_once([_CANT_TELL.format(name)] if self._step.replicas > 1 else [])
+                continue
             said = f'metric "{name}" is no sum over samples: its values for the {of} are averaged'
             self._step.tell_once([f"{said}; a metric of torchmetrics sees all samples together"])
 
