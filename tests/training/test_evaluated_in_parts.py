@@ -583,6 +583,20 @@ def test_metrics_of_outputs_with_as_many_rows_as_samples_by_chance(way: str, tmp
     assert 'metric "used" is no sum over samples' in said and 'metric "load"' not in said
 
 
+def with_unused(outputs: dict[str, Tensor], targets: Tensor) -> Loss:
+    total, count = of_gated(outputs, targets)
+    unused = (~outputs["used"]).sum()
+    return Loss(total + 0.1 * unused, count, {"unused": (unused, count)})
+
+
+def test_a_loss_of_what_a_model_counts_is_said(tmp_path: Path, capfd: Any) -> None:
+    """Found by trial: flags of as many experts as a local batch has samples were cut as samples are."""
+    train(job_of(Experts, loss=with_unused, eval_data=None), strategy="dp", devices="2xcpu", folder=tmp_path)
+    said = capfd.readouterr().out
+    for what in ("the loss", 'part "unused" of the loss'):
+        assert f"{what} is no sum over samples with what the model counts in one forward" in said
+
+
 def used_experts(outputs: dict[str, Tensor], targets: Tensor) -> tuple[Tensor, int]:
     return outputs["used"].sum(), len(targets)
 

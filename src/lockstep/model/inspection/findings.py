@@ -48,6 +48,7 @@ class Seen:
         ragged: whether inputs have several rows for a sample, as the nodes of graphs, or none: they can't be cut.
         of_batch: names of outputs that are computed over all samples, and what they are.
         bent: names of parts of the loss that are no sums over samples, where parts of a batch have such outputs too.
+        counted: names of parts of the loss (or "") that are no sums with the whole numbers that the model gives.
         bends: whether the loss makes something else of such outputs than a sum over samples (their square, say).
     """
 
@@ -80,6 +81,7 @@ class Seen:
     ragged: bool = False
     of_batch: dict[str, Kind] = field(default_factory=dict)
     bends: bool = False
+    counted: tuple[str, ...] = ()
     bent: tuple[str, ...] = field(default=(), compare=False)
 
     def refuse_writes(self) -> None:
@@ -254,6 +256,13 @@ class Seen:
             text = (
                 f"the loss reads what forward leaves beside its outputs ({where or 'in a variable'}), which is no sum "
                 "over samples: each part of a batch leaves its own, so results differ from single-device training"
+            )
+            yield Caveat("auxiliary loss", text, "mp and single without accumulate keep them")
+        for name in self.counted:
+            part = f'part "{name}" of the loss' if name else "the loss"
+            text = (
+                f"{part} is no sum over samples with what the model counts in one forward (experts in use, say): each "
+                "part of a batch has its own, so results differ from single-device training"
             )
             yield Caveat("auxiliary loss", text, "mp and single without accumulate keep them")
         if self.ungraded is not None:

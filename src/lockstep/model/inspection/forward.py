@@ -298,10 +298,13 @@ def _see(
     if judge is None or seen.mixes or seen.remembers or seen.follows or seen.ragged:
         return
     parts = (0, first), (first, samples - first)
-    if any(kind != "whole numbers" for kind in seen.of_batch.values()):
+    if seen.of_batch:
         with contextlib.suppress(Exception):
             of_all, *judged = (judge(kept[p], cut(targets, *p, samples), p[1]) for p in ((0, samples), *parts))
             seen.bent = bent_parts(of_all, *judged)
+            if "whole numbers" in (kinds := set(seen.of_batch.values())) and "neither" not in kinds:
+                apart = differ([of_all[0]], [judged[0][0] + judged[1][0]])
+                seen.counted = (*("" for _ in range(apart)), *(n for n in seen.bent if not n.startswith("metric ")))
             for name in [name for name, kind in seen.of_batch.items() if kind == "neither"]:
                 by_items = head[name] * judged[0][1] + tail[name] * judged[1][1]
                 if not differ([whole[name] * of_all[1]], [by_items]):
@@ -317,7 +320,8 @@ def _see(
                 return not differ([total], [one + other])
 
             constants = kept[0, samples], each(torch.zeros_like, kept[0, samples])
-            seen.bends = not any(map(is_sum, constants if neither else constants[:1]))
+            tried = constants if neither else constants[:1]
+            seen.bends = kinds != {"whole numbers"} and not any(map(is_sum, tried))
 
     def is_shorter_alone(at: int) -> bool:
         """Whether outputs of one sample are shorter than those of all, and the loss is another by that."""

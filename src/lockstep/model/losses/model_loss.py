@@ -18,10 +18,14 @@ import torch
 from torch import Tensor, nn
 
 from lockstep.errors import LossError
+from lockstep.model.losses.check_interval import is_power_of_two
 from lockstep.model.losses.torch_losses import HALF
 
 _IGNORED = -100
 """A label that doesn't count."""
+
+_LABELS = 10_000
+"""Up to which new ones are looked at."""
 
 _OWN = (
     "return (total, count) from a loss(outputs, labels) of your own: the sum over the labels that count, their number"
@@ -69,10 +73,14 @@ def _shape(value: Any) -> str:
 
 
 class ModelLoss:
-    """``model_loss`` in a training: in calls 1, 2, 4, 8, ... the model's loss is held against its logits."""
+    """``model_loss`` in a training: in calls 1, 2, 4, 8, ... the model's loss is held against its logits.
+
+    On CPU devices also where labels have a value that none had before: a padding that the model leaves out, say.
+    """
 
     def __init__(self) -> None:
         self._calls = 0
+        self._labels: set[int] = set()
 
     def __call__(self, outputs: Any, labels: Any) -> tuple[Tensor, Tensor]:
         """Total and count.
@@ -82,9 +90,17 @@ class ModelLoss:
         """
         total, count = model_loss(outputs, labels)
         self._calls += 1
-        if self._calls & (self._calls - 1) == 0:
+        if self._has_new(labels) or is_power_of_two(self._calls):
             self._hold(outputs, labels, total.detach(), count)
         return total, count
+
+    def _has_new(self, labels: Tensor) -> bool:
+        if labels.device.type != "cpu" or len(self._labels) > _LABELS:
+            return False
+        now = set(torch.unique(labels).tolist())
+        is_new = not now <= self._labels
+        self._labels |= now
+        return is_new
 
     @torch.no_grad()
     def _hold(self, outputs: Any, labels: Tensor, total: Tensor, count: Tensor) -> None:
