@@ -90,17 +90,16 @@ class ModelLoss:
         """
         total, count = model_loss(outputs, labels)
         self._calls += 1
-        if self._has_new(labels) or is_power_of_two(self._calls):
+        new = self._new(labels)
+        if new or is_power_of_two(self._calls):
             self._hold(outputs, labels, total.detach(), count)
+        self._labels |= new
         return total, count
 
-    def _has_new(self, labels: Tensor) -> bool:
+    def _new(self, labels: Tensor) -> set[int]:
         if labels.device.type != "cpu" or len(self._labels) > _LABELS:
-            return False
-        now = set(torch.unique(labels).tolist())
-        is_new = not now <= self._labels
-        self._labels |= now
-        return is_new
+            return set()
+        return set(torch.unique(labels).tolist()) - self._labels
 
     @torch.no_grad()
     def _hold(self, outputs: Any, labels: Tensor, total: Tensor, count: Tensor) -> None:

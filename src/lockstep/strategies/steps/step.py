@@ -130,7 +130,6 @@ class Step(Calls):
         if self._updates == 1 and self.together:
             self.compare_ranks()
         if self.looks_again:
-            self.tell_once(self.caveats() if self.world.is_first else [])
             self.say_what_the_loss_reads()
         return loss
 
@@ -159,6 +158,7 @@ class Step(Calls):
         """After an update; ``line`` says how often the loss is checked from now on."""
         self.loss_check.agree(self.world, self._updates, line, meets=self.looks_again)
         self.tell_of_loss()
+        self.tell_once(self.caveats() if self.looks_again and self.world.is_first else [])
         if self.world.size == 1:
             self.stopping = self.world.asked_to_stop()
         result = self.result_of(loss, size)
