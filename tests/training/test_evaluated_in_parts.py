@@ -594,7 +594,7 @@ def test_a_loss_of_what_a_model_counts_is_said(tmp_path: Path, capfd: Any) -> No
     train(job_of(Experts, loss=with_unused, eval_data=None), strategy="dp", devices="2xcpu", folder=tmp_path)
     said = capfd.readouterr().out
     for what in ("the loss", 'part "unused" of the loss'):
-        assert f"{what} is no sum over samples with what the model counts in one forward" in said
+        assert f"{what} is no sum over samples with what the model computes over those of one forward (used)" in said
 
 
 def used_experts(outputs: dict[str, Tensor], targets: Tensor) -> tuple[Tensor, int]:
@@ -651,3 +651,42 @@ def test_dropout_that_draws_in_evaluation_is_said(tmp_path: Path, capfd: Any) ->
     capfd.readouterr()
     evaluate(run, strategy="dp", devices="2xcpu")
     assert "the model draws random numbers in evaluation" in capfd.readouterr().out
+
+
+class Balanced(nn.Module):
+    """Beside its outputs a sum, a constant and a balance of its experts, which is NaN where there is one sample."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.head, self.scale = nn.Linear(6, 3), nn.Parameter(torch.zeros(()))
+
+    def forward(self, x: Tensor) -> dict[str, Tensor]:
+        logits = self.head(x)
+        balance = logits.softmax(1).var(0).sum()
+        return {"logits": logits, "scale": self.scale.exp(), "size": logits.square().sum(), "balance": balance,
+                "positive": (logits > 0).sum()}  # fmt: skip
+
+
+def with_guarded_balance(outputs: dict[str, Tensor], targets: Tensor) -> tuple[Tensor, int]:
+    total, count = of_gated(outputs, targets)
+    total = total + 0.01 * outputs["size"]
+    if torch.isfinite(outputs["balance"]):
+        total = total + count * outputs["balance"]
+    return total, count
+
+
+def with_weights_by_counts(outputs: dict[str, Tensor], targets: Tensor) -> tuple[Tensor, int]:
+    total, count = of_gated(outputs, targets)
+    return total / (1 + outputs["positive"]), count
+
+
+@pytest.mark.parametrize("loss", [with_guarded_balance, with_weights_by_counts])
+@pytest.mark.parametrize("way", ["single", "dp", "ddp"])
+def test_what_a_loss_reads_behind_a_guard_or_beside_a_constant_is_said(
+    loss: Any, way: str, tmp_path: Path, capfd: Any
+) -> None:
+    """Found by trial: NaN in the place of what the model computes over all samples shows neither."""
+    job = job_of(Balanced, loss=loss, eval_data=None, accumulate=2 if way == "single" else 1)
+    train(job, strategy=way, devices="1xcpu" if way == "single" else "2xcpu", folder=tmp_path)
+    said = "the loss is no sum over samples with what the model computes over those of one forward (balance, positive)"
+    assert capfd.readouterr().out.count(f"note: {said}") == 1

@@ -48,7 +48,7 @@ class Seen:
         ragged: whether inputs have several rows for a sample, as the nodes of graphs, or none: they can't be cut.
         of_batch: names of outputs that are computed over all samples, and what they are.
         bent: names of parts of the loss that are no sums over samples, where parts of a batch have such outputs too.
-        counted: names of parts of the loss (or "") that are no sums with the whole numbers that the model gives.
+        apart: names of parts of the loss, and "" for all of it, that are no sums where parts of a batch have their own.
         bends: whether the loss makes something else of such outputs than a sum over samples (their square, say).
     """
 
@@ -81,7 +81,7 @@ class Seen:
     ragged: bool = False
     of_batch: dict[str, Kind] = field(default_factory=dict)
     bends: bool = False
-    counted: tuple[str, ...] = ()
+    apart: tuple[str, ...] = field(default=(), compare=False)
     bent: tuple[str, ...] = field(default=(), compare=False)
 
     def refuse_writes(self) -> None:
@@ -193,6 +193,17 @@ class Seen:
         )
         return Caveat("auxiliary loss", text)
 
+    def of_loss(self, name: str) -> Caveat:
+        """What the person has to know where the loss, or its part of that name, is one of `apart`."""
+        which = f'part "{name}" of the loss' if name else "the loss"
+        read = [output for output, kind in self.of_batch.items() if kind in ("neither", "whole numbers")]
+        of = f" ({', '.join(read)})" if read and all(read) else ""
+        text = (
+            f"{which} is no sum over samples with what the model computes over those of one forward{of}: each local "
+            "batch has its own, so results differ from single-device training"
+        )
+        return Caveat("auxiliary loss", text, "mp and single keep them")
+
     def of_microbatches(self, *, with_dropout: bool) -> Iterator[Caveat]:
         """What differs where one model computes a batch in micro-batches.
 
@@ -256,13 +267,6 @@ class Seen:
             text = (
                 f"the loss reads what forward leaves beside its outputs ({where or 'in a variable'}), which is no sum "
                 "over samples: each part of a batch leaves its own, so results differ from single-device training"
-            )
-            yield Caveat("auxiliary loss", text, "mp and single without accumulate keep them")
-        for name in self.counted:
-            part = f'part "{name}" of the loss' if name else "the loss"
-            text = (
-                f"{part} is no sum over samples with what the model counts in one forward (experts in use, say): each "
-                "part of a batch has its own, so results differ from single-device training"
             )
             yield Caveat("auxiliary loss", text, "mp and single without accumulate keep them")
         if self.ungraded is not None:

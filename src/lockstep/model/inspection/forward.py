@@ -302,9 +302,8 @@ def _see(
         with contextlib.suppress(Exception):
             of_all, *judged = (judge(kept[p], cut(targets, *p, samples), p[1]) for p in ((0, samples), *parts))
             seen.bent = bent_parts(of_all, *judged)
-            if "whole numbers" in (kinds := set(seen.of_batch.values())) and "neither" not in kinds:
-                apart = differ([of_all[0]], [judged[0][0] + judged[1][0]])
-                seen.counted = (*("" for _ in range(apart)), *(n for n in seen.bent if not n.startswith("metric ")))
+            apart = differ([of_all[0]], [judged[0][0] + judged[1][0]])
+            seen.apart = (*("" for _ in range(apart)), *(n for n in seen.bent if not n.startswith("metric ")))
             for name in [name for name, kind in seen.of_batch.items() if kind == "neither"]:
                 by_items = head[name] * judged[0][1] + tail[name] * judged[1][1]
                 if not differ([whole[name] * of_all[1]], [by_items]):
@@ -321,7 +320,7 @@ def _see(
 
             constants = kept[0, samples], each(torch.zeros_like, kept[0, samples])
             tried = constants if neither else constants[:1]
-            seen.bends = kinds != {"whole numbers"} and not any(map(is_sum, tried))
+            seen.bends = set(seen.of_batch.values()) != {"whole numbers"} and not any(map(is_sum, tried))
 
     def is_shorter_alone(at: int) -> bool:
         """Whether outputs of one sample are shorter than those of all, and the loss is another by that."""
@@ -341,10 +340,11 @@ def _see(
             some = with_own(kept[start, size], seen.of_batch if several else uncut, some)
             made.append((judge(some, wanted, size), judge(kept[start, size], wanted, size)))
         seen.mixes = any(differ(totals_of(of_cut), totals_of(of_part)) for of_cut, of_part in made)
-        if not seen.mixes and all(a.shape[1:] == b.shape[1:] for a, b, _ in rows):  # each part has a longest sample
+        adds_up = not differ([judge(kept[0, samples], targets, samples)[0]], [made[0][0][0] + made[1][0][0]])
+        # Each part may have a longest sample; models are given lengths, or words.
+        if not (seen.mixes or all(t.is_floating_point() for t in tensors(inputs))):
             seen.mixes = any(map(is_shorter_alone, range(min(samples, FEWEST))))
         seen.bends &= not seen.mixes
-        adds_up = not differ([judge(kept[0, samples], targets, samples)[0]], [made[0][0][0] + made[1][0][0]])
     size = sum(p.numel() * p.element_size() for p in model.parameters())
     if gradients and size <= _LARGEST and trained and not seen.mixes:
 

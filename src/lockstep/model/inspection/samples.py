@@ -10,7 +10,7 @@ import torch
 
 from lockstep.tensors.pytree import cut, each, has_rows, tensors
 
-FEWEST = 4
+FEWEST = 8
 """Samples that are looked at, at least."""
 
 

@@ -87,6 +87,7 @@ class LossCheck:
         reads: names of the model's outputs without a row for each sample that the loss was seen to read.
         of_batch: what those that are known are (`Seen`): one may have as many rows as there are samples by chance.
         bent: names of parts of the loss that are no sums where each part of a batch has such outputs of its own.
+        said_parts: names of parts of the loss of which something was noted.
         notes: what the person has to know, until somebody has told it.
     """
 
@@ -99,7 +100,7 @@ class LossCheck:
         self._is_constant = True  # as far as is known, that is the same in each update
         self._sums_in_a_row, self._has_state = 0, False
         self._instead: float | None = None  # the value in the place of what can't be cut; NaN until it is read
-        self._said_parts: set[str] = set()
+        self.said_parts: set[str] = set()
         self._lists: set[str] = set()
         self._new, self._settings = NewValues(), loss.settings()
         self.interval = CheckInterval()
@@ -169,7 +170,7 @@ class LossCheck:
             if self._cuts or self._sums_in_a_row == _SUMS:
                 raise loss_error.not_additive(self._loss, wrong, step, is_sum=a_sum)
         elif not any(drawn):
-            self._said_parts |= apart.keys()
+            self.said_parts |= apart.keys()
             self.notes += apart.values()
         return None
 
@@ -295,7 +296,7 @@ class LossCheck:
             self._look_at_read(read, nest, samples)
             if self._cuts:
                 pieces = [made for _, made in without]
-                self.notes += loss_error.parts_that_bend(self._loss, pieces, self.bent, self._said_parts)
+                self.notes += loss_error.parts_that_bend(self._loss, pieces, self.bent, self.said_parts)
             if not self._loss.gives_pairs or any(t.dim() and id(t) not in known for t in read):
                 # (Of graphs with several nodes each, say: the number of rows is no constant.)
                 raise CantTell("it reads what has no row for each sample")
@@ -361,7 +362,7 @@ class LossCheck:
 
     def _parts_apart(self, nest: Nest, samples: int, sums: list[Sum], tolerance: float, closer: bool) -> dict[str, str]:
         """What to say of the parts of the loss that are no sums over samples, by their names."""
-        names = {name for of in sums for piece in of for name in piece.parts} - self._said_parts
+        names = {name for of in sums for piece in of for name in piece.parts} - self.said_parts
         wrong = parts_apart(names, sums, tolerance)
         if wrong and (again := self._in_double(nest, samples, closer)) is not None:
             wrong = parts_apart(wrong.keys(), *again)

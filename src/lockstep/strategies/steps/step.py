@@ -352,10 +352,9 @@ class Step(Calls):
         if self.looks_again and self.cuts_batch:
             self._reads_within |= reads_within(self.loss, outputs, part)
         began = self._time() if self.loss_check.is_timed(self._updates) else None
-        whole, waits = Piece.of(loss, part.size), self._waits or self.looks_again
+        whole, step, closer = Piece.of(loss, part.size), self.world.step, self.looks_again
         with squeezing_explained(outputs, part.targets, part.size):
-            closer = self.looks_again
-            wrong = self.loss_check(outputs, part.targets, whole, step=self.world.step, closer=closer, waits=waits)
+            wrong = self.loss_check(outputs, part.targets, whole, step=step, closer=closer, waits=self._waits or closer)
         if wrong is not None:
             self._on_devices.note_loss(wrong, self.world.step)
         if began is not None:
@@ -363,14 +362,17 @@ class Step(Calls):
 
     def say_what_the_loss_reads(self, seen: Seen | None = None) -> None:
         """Say what acts in the loss that the model computed over a whole local batch; ``seen`` in an evaluation."""
-        if self._reads_within:
-            self.tell_once([BESIDE] if self.world.is_first else [])
-        reads = (self.loss_check if seen is None else self.eval_check).reads
-        for name in reads if self.cuts_batch and self.world.is_first else ():
-            caveat = None if name in self._said_read else (seen or self.seen).of_output(name)  # (later ones show less)
+        self.tell_once([BESIDE] if self._reads_within and self.world.is_first else [])
+        check, seen = (self.loss_check, self.seen) if seen is None else (self.eval_check, seen)
+        if not (self.cuts_batch and self.world.is_first):
+            return
+        for name in check.reads:
+            caveat = None if name in self._said_read else seen.of_output(name)  # (later ones show less)
             if caveat is not None:
                 self._said_read.add(name)
                 self.tell_once([caveat])
+        hidden = set(seen.apart) - check.said_parts - ({""} if self._said_read else set())  # by a guard, say
+        self.tell_once(map(seen.of_loss, sorted(hidden)))
 
     def agree_to_stop(self, asked: Number) -> None:
         """Take note of how many ranks were asked to stop, by a number that is the same on all of them."""
