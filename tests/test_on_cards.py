@@ -14,7 +14,7 @@ import simulated_card
 HERE = Path(__file__).parent
 FILES = ["test_gpu.py", *sorted(f"on_cards/{path.name}" for path in (HERE / "on_cards").glob("test_*.py"))]
 
-LONG = {"test_gpu.py", "on_cards/test_own_updates.py", "on_cards/test_card_draws.py"}
+LONG = {"test_gpu.py", *(f"on_cards/test_{name}.py" for name in ("own_updates", "card_draws", "host"))}
 """Not among the fast tests."""
 
 pytestmark = [

@@ -50,6 +50,7 @@ def test_ranks_share_out_all_rows_once_and_about_evenly() -> None:
     assert shared_out(tensors, 1)["a"] == [Rows(0)]
 
 
+@pytest.mark.slow
 def test_only_the_rows_that_are_asked_for_are_read(tmp_path: Path) -> None:
     run = train(job_of(model=wide), strategy="ddp", devices="2xcpu", folder=tmp_path, quiet=True)
     ((path, index), _) = CheckpointFolder(run.folder / "checkpoints").whole(pytest.fail)
@@ -118,6 +119,7 @@ def test_any_strategy_goes_on_from_any_other_s(was: str, tmp_path: Path) -> None
             torch.testing.assert_close(value, whole.model().state_dict()[name], rtol=1e-10, atol=1e-10)
 
 
+@pytest.mark.slow
 def test_synchronised_batch_norm_goes_on_too(tmp_path: Path) -> None:
     job = ZOO["an empty rank under sync_batchnorm"].replace(precision="fp64", epochs=2, save_every=1)
     whole = train(job, strategy="single", devices="1xcpu", folder=tmp_path, quiet=True)

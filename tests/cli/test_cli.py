@@ -183,7 +183,12 @@ SWALLOWED, REPLACED, PASSED_ON = "pass", "raise ImportError('numpy failed to imp
 
 @pytest.mark.parametrize(
     ("name", "then"),
-    [("torch/__init__.py", SWALLOWED), ("torch/__init__.py", REPLACED), ("job.py", REPLACED), ("job.py", PASSED_ON)],
+    [
+        ("torch/__init__.py", SWALLOWED),
+        ("torch/__init__.py", REPLACED),
+        pytest.param("job.py", REPLACED, marks=pytest.mark.slow),
+        ("job.py", PASSED_ON),
+    ],
 )
 @pytest.mark.parametrize("times", [pytest.param(1, marks=pytest.mark.slow), 3])
 def test_ctrl_c_while_modules_are_imported_is_one_line(name: str, then: str, times: int, tmp_path: Path) -> None:

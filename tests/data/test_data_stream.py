@@ -330,7 +330,8 @@ def streamed(**settings: Any) -> Job:
     return ZOO["a stream that draws"].replace(precision="fp64", epochs=2, **settings)
 
 
-@pytest.mark.parametrize("workers", [pytest.param(0, marks=pytest.mark.slow), 1])
+@pytest.mark.slow
+@pytest.mark.parametrize("workers", [0, 1])
 def test_a_stream_is_resumed_in_its_middle_under_another_strategy(workers: int, tmp_path: Path) -> None:
     job = streamed(loader_workers=workers)
     whole = train(job, strategy="single", devices="1xcpu", folder=tmp_path, quiet=True)

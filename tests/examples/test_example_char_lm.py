@@ -68,6 +68,7 @@ def test_bigrams_are_counted_with_one_added_to_each() -> None:
     assert char_lm.bigram_perplexity(train, held_out) == pytest.approx(expected, rel=1e-12)
 
 
+@pytest.mark.slow
 def test_it_learns_the_same_by_every_strategy(tmp_path: Path) -> None:
     reference = trained("single", "1xcpu", tmp_path)
     losses = [record["train_loss"] for record in reference.history]

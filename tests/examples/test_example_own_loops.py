@@ -29,6 +29,7 @@ def test_an_own_loop_has_the_losses_of_one_device_on_two_ranks(example: Callable
     assert lockstep.launch(train, devices="2xcpu", args=(3,)) == pytest.approx([last, last], abs=1e-10)
 
 
+@pytest.mark.slow
 def test_both_networks_of_a_gan_learn_on_two_ranks_as_on_one_device(example: Callable[[str], ModuleType]) -> None:
     train = example("own_loop_gan").train
     before, reference = (lockstep.launch(train, devices="1xcpu", args=(epochs,))[0] for epochs in (0, 1))

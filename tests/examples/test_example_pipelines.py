@@ -31,6 +31,7 @@ def test_stem_and_first_two_groups_are_on_one_device_and_the_rest_on_the_other()
     assert {stage[f"{name}.weight"] for name in ("layer3.0.conv1", "layer4.2.bn3", "fc")} == {1}
 
 
+@pytest.mark.slow
 def test_the_split_resnet_trains_under_single(tmp_path: Path, monkeypatch, capsys) -> None:
     monkeypatch.chdir(tmp_path)
     knobs = [word for parameter in ("samples=12", "image_size=32") for word in ("--set", parameter)]

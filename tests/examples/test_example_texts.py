@@ -100,6 +100,7 @@ def test_fine_tuning_ends_where_one_device_does(strategy: str, words: list[str],
         assert (tensor - one[name]).abs().max() <= 1e-10, name
 
 
+@pytest.mark.slow
 @pytest.mark.filterwarnings("ignore")
 def test_what_was_fine_tuned_is_read_by_transformers_and_by_peft(tmp_path: Path, pretrained: Path) -> None:
     tokens = AutoTokenizer.from_pretrained(pretrained)("an assignment statement", return_tensors="pt")
@@ -130,6 +131,7 @@ def pretrain(folder: Path, *words: str) -> int:
     return main(["train", PRETRAIN, *SMALL, "--batch-size", "16", "--folder", str(folder), *words])
 
 
+@pytest.mark.slow
 def test_one_epoch_of_texts_stops_and_resumes_inside_itself_with_the_same_bits(tmp_path: Path, capsys) -> None:
     assert pretrain(tmp_path / "whole", "--devices", "1xcpu") == 0
     assert "perplexity of a token" in capsys.readouterr().out

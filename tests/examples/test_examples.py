@@ -71,7 +71,7 @@ def test_images_are_standardised_and_enlarged_by_the_first_layer() -> None:
     assert (found - expected).abs().max() < 1e-5, "mean and deviation are kept in float32"
 
 
-@pytest.mark.parametrize("way", WAYS)
+@pytest.mark.parametrize("way", ["single", "dp", pytest.param("ddp", marks=pytest.mark.slow)])
 def test_mobilenet_trains_on_the_binary_files(way: str, cifar: Path) -> None:
     assert train_cifar(way, f"data={cifar}", "image_size=32", "epochs=2", "lr=0.01") == 0
     (folder,) = (cifar.parents[1] / "runs").iterdir()
@@ -82,6 +82,7 @@ def test_mobilenet_trains_on_the_binary_files(way: str, cifar: Path) -> None:
     assert rates == pytest.approx([0.01, 0.005]), "cosine annealing by epoch"
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("way", ["dp", "ddp"])
 def test_a_stand_in_of_the_same_shape_is_for_timing_and_says_so(way: str, tmp_path, monkeypatch, capfd) -> None:
     monkeypatch.chdir(tmp_path)
@@ -144,6 +145,7 @@ def test_wrong_parameters_get_one_line(parameter: str, says: str, tmp_path, monk
     assert len(lines) == 1 and says in lines[0], lines
 
 
+@pytest.mark.slow
 def test_the_model_of_a_run_needs_no_images(cifar: Path) -> None:
     assert train_cifar("single", f"data={cifar}", "image_size=32", "epochs=1") == 0
     (folder,) = (cifar.parents[1] / "runs").iterdir()
@@ -153,6 +155,7 @@ def test_the_model_of_a_run_needs_no_images(cifar: Path) -> None:
     assert Run.open(folder).model()(images).shape == (8, 10)
 
 
+@pytest.mark.slow
 def test_a_model_of_hugging_face_has_one_devices_numbers(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     knobs = {"width": "16", "layers": "1"}

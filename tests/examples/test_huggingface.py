@@ -168,17 +168,12 @@ JOBS = {
 }
 
 
-SLOW = ["gpt2 accumulating and clipping", "bert with its own loss", "bert with its outputs", "t5 with its own loss"]
-"""Under ddp, where each rank imports transformers first."""
+FAST = [("bert with its outputs", "dp"), ("gpt2 with the sum of its own loss", "ddp")]
 
 
 @pytest.mark.parametrize(
     ("kind", "way"),
-    [
-        pytest.param(kind, way, marks=[pytest.mark.slow] if way == "ddp" and kind in SLOW else [])
-        for kind in JOBS
-        for way in WAYS
-    ],
+    [pytest.param(kind, way, marks=[] if (kind, way) in FAST else [pytest.mark.slow]) for kind in JOBS for way in WAYS],
 )
 def test_a_model_of_hugging_face_ends_where_one_device_does(kind: str, way: str) -> None:
     found = parity(JOBS[kind], way, "2xcpu")
@@ -197,6 +192,7 @@ def test_a_model_of_hugging_face_over_stages_ends_where_one_device_does(kind: st
     assert max(found.history.values()) < (1e-6 if "gpt2" in kind else BOUND)
 
 
+@pytest.mark.slow
 def test_the_mean_that_gpt2_gives_is_weighted_by_the_shifted_labels_that_count() -> None:
     """Its float32 leaves rounding of 1e-7; a wrong count would be seen at 1e-3, as the second half shows."""
     assert parity(_job(gpt2, next_tokens_by_mean, own_mean), "dp", "2xcpu").worst < 1e-5
@@ -209,7 +205,8 @@ def test_the_mean_that_gpt2_gives_is_weighted_by_the_shifted_labels_that_count()
     assert parity(_job(gpt2, next_tokens_by_mean, by_unshifted), "dp", "2xcpu").worst > 1e-4
 
 
-@pytest.mark.parametrize("way", [pytest.param("single", marks=pytest.mark.slow), *WAYS])
+@pytest.mark.slow
+@pytest.mark.parametrize("way", ["single", *WAYS])
 def test_an_output_object_is_predicted_in_its_own_type(way: str, tmp_path: Path) -> None:
     job = _job(bert, padded, on_logits, steps=1, precision="fp64")
     # Of one length: the hidden states of a batch are as long as its longest sequence.
@@ -227,6 +224,7 @@ def test_an_output_object_is_predicted_in_its_own_type(way: str, tmp_path: Path)
         assert mine.shape == (25, 8, 8) and (mine - theirs).abs().max() < 1e-12
 
 
+@pytest.mark.slow
 def test_what_has_no_row_for_each_sample_is_left_out_of_an_output_object(tmp_path: Path, capsys) -> None:
     """A model that has computed its own loss gives that too."""
     run = train(_job(bert, with_classes, on_logits, steps=1), folder=tmp_path, devices=1, quiet=True)
@@ -236,10 +234,9 @@ def test_what_has_no_row_for_each_sample_is_left_out_of_an_output_object(tmp_pat
     assert "note: left out, since they have no row for each sample: loss" in capsys.readouterr().out
 
 
-@pytest.mark.parametrize(
-    "kind", ["gpt2 with the sum of its own loss", pytest.param("t5 with its own loss", marks=pytest.mark.slow)]
-)
-@pytest.mark.parametrize("way", [pytest.param("single", marks=pytest.mark.slow), *WAYS])
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", ["gpt2 with the sum of its own loss", "t5 with its own loss"])
+@pytest.mark.parametrize("way", ["single", *WAYS])
 def test_tied_weights_are_tied_again_in_a_resumed_run_and_in_its_model(way: str, kind: str, tmp_path: Path) -> None:
     job = JOBS[kind].replace(precision="fp64")
     devices = "1xcpu" if way == "single" else "2xcpu"

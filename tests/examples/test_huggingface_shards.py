@@ -14,7 +14,7 @@ from torch.utils.data import TensorDataset
 from lockstep import Job
 from lockstep.verify import parity
 
-from zoo import labels, sgd, slow  # isort: skip
+from zoo import labels, sgd  # isort: skip
 
 WORDS = 23
 SMALL: dict[str, Any] = {
@@ -111,6 +111,7 @@ def job_of(family: str) -> Job:
     )
 
 
-@pytest.mark.parametrize("family", ["Llama", *(slow(family) for family in FAMILIES if family != "Llama")])
+@pytest.mark.slow
+@pytest.mark.parametrize("family", FAMILIES)
 def test_a_family_in_shards_ends_where_one_device_does(family: str) -> None:
     assert parity(job_of(family), "fsdp", devices="2xcpu").worst < 1e-10

@@ -162,6 +162,7 @@ def test_a_program_takes_batches_of_any_size(run: Run, capsys: pytest.CaptureFix
     assert exported.startswith(f"exported: {found.path}, ")
 
 
+@pytest.mark.slow
 def test_a_program_runs_in_a_process_without_the_code_of_the_job(tmp_path: Path) -> None:
     (tmp_path / "job").mkdir()
     (tmp_path / "job" / "my_job.py").write_text(JOB)
@@ -404,6 +405,7 @@ class Drawing(nn.Linear):
         return nn.functional.dropout(super().forward(x), 0.5, training=True)
 
 
+@pytest.mark.slow
 def test_a_file_that_differs_is_not_kept(run: Run, tmp_path: Path) -> None:
     needs_onnx()
     drawing = trained(tmp_path, lambda: Drawing(6, 3))

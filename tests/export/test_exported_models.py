@@ -93,6 +93,7 @@ def test_resnet_50_for_small_images_is_a_program(tmp_path: Path, monkeypatch: py
     assert lockstep.export(run, format="torch-export", quiet=True).difference < 1e-5
 
 
+@pytest.mark.slow
 def test_a_small_gpt_in_onnx_takes_texts_of_any_length(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     needs_onnx()
     import onnxruntime
@@ -107,6 +108,7 @@ def test_a_small_gpt_in_onnx_takes_texts_of_any_length(tmp_path: Path, monkeypat
         torch.testing.assert_close(torch.from_numpy(logits), run.model()(tokens), rtol=1e-4, atol=1e-5)
 
 
+@pytest.mark.slow
 def test_a_small_bert_takes_its_inputs_by_name(tmp_path: Path) -> None:
     run = bert(tmp_path)
     found = lockstep.export(run, format="torch-export", quiet=True)

@@ -208,6 +208,7 @@ def test_in_a_loop_of_one_s_own_a_rank_that_others_wait_for_is_named(own: Path, 
     assert "the training stands still: rank 1 has not arrived at" in capfd.readouterr().err
 
 
+@pytest.mark.slow
 def test_dataparallel_says_which_replica_it_waits_for(own: Path, capfd) -> None:
     class Net(torch.nn.Linear):
         def forward(self, x: torch.Tensor) -> torch.Tensor:

@@ -184,6 +184,7 @@ def test_an_uncaught_failure_shows_the_rank_s_traceback_once(unguarded: subproce
     assert last.endswith("RankFailed: rank 1 (cpu:1) failed before the first step: ValueError: bad value")
 
 
+@pytest.mark.slow
 def test_a_script_from_standard_input_runs() -> None:
     code = """if True:
         from lockstep.launch import launch
@@ -270,6 +271,7 @@ def test_launches_from_other_threads_run_side_by_side() -> None:
     assert found == {i: [i, i + 1] for i in (10, 20, 30)}
 
 
+@pytest.mark.slow
 def test_a_fork_of_this_process_starts_a_forking_process_of_its_own() -> None:
     mine = launch(lambda world: os.getppid(), "2xcpu")[0]
     reading, writing = os.pipe()
@@ -617,6 +619,7 @@ def test_an_error_in_the_event_handler_ends_the_launch() -> None:
     assert not alive(pids)
 
 
+@pytest.mark.slow
 def test_the_death_of_the_forking_process_is_told_and_the_next_launch_starts_another() -> None:
     pids: list[int] = []
 
@@ -703,7 +706,7 @@ LONG = """
     [
         (signal.SIGKILL, "", -signal.SIGKILL, ""),
         pytest.param(signal.SIGINT, "", -signal.SIGINT, "KeyboardInterrupt\n", marks=pytest.mark.slow),
-        (signal.SIGTERM, "", -signal.SIGTERM, ""),
+        pytest.param(signal.SIGTERM, "", -signal.SIGTERM, "", marks=pytest.mark.slow),
         pytest.param(signal.SIGTERM, "handler", 143, "SystemExit\n", marks=pytest.mark.slow),
     ],
     ids=["kill -9", "Ctrl-C", "SIGTERM", "SIGTERM with a handler"],
@@ -835,6 +838,7 @@ CHANGES = [
 ]
 
 
+@pytest.mark.slow
 def test_precisions_that_were_set_by_old_and_by_new_names_reach_the_ranks(tmp_path: Path) -> None:
     """After the new one of a matrix product was set, every launch died of reading the old one."""
     (tmp_path / "flags.py").write_text(FLAGS.replace("CHANGES", repr(CHANGES)))

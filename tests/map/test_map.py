@@ -594,7 +594,8 @@ def test_ctrl_c_leaves_no_process_and_comes_as_itself() -> None:
     timer.join()
 
 
-@pytest.mark.parametrize("how", [signal.SIGKILL, pytest.param(signal.SIGINT, marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("how", [signal.SIGKILL, signal.SIGINT])
 def test_nothing_is_left_where_the_caller_is_killed(how: signal.Signals, tmp_path: Path) -> None:
     script = tmp_path / "script.py"
     script.write_text(
@@ -698,6 +699,7 @@ def test_a_bar_is_shown_on_a_terminal_only_and_can_be_switched_off(monkeypatch: 
     assert "5/5" in shown and "said" in shown and "printed 3" in shown
 
 
+@pytest.mark.slow
 def test_a_script_without_a_main_guard_may_map(tmp_path: Path) -> None:
     script = tmp_path / "script.py"
     script.write_text(

@@ -24,7 +24,8 @@ from lockstep.verify import differences, parity
 from zoo import ZOO
 
 FLAT = pytest.param(DDP(reduce="flat"), "2xcpu", marks=pytest.mark.slow)
-WAYS = [("single", "1xcpu"), ("dp", "2xcpu"), FLAT, (DDP(reduce="overlapped"), "2xcpu")]
+OVERLAPPED = pytest.param(DDP(reduce="overlapped"), "2xcpu", marks=pytest.mark.slow)
+WAYS = [("single", "1xcpu"), ("dp", "2xcpu"), FLAT, OVERLAPPED]
 
 
 @pytest.mark.parametrize(("way", "devices"), WAYS)
@@ -53,6 +54,7 @@ def dropping() -> nn.Module:
     return nn.Sequential(nn.Linear(6, 8), nn.Dropout(), nn.Linear(8, 3))
 
 
+@pytest.mark.slow
 def test_dropout_in_compiled_threads_is_refused(tmp_path) -> None:
     job = dataclasses.replace(ZOO["mlp"], model=dropping, compile="aot_eager")
     with pytest.raises(StrategyError, match="compiled code takes them from one generator"):
@@ -83,13 +85,15 @@ class Stack(nn.Module):
         return self.out(x)
 
 
-@pytest.mark.parametrize(("way", "devices"), [*WAYS[:3], pytest.param(*WAYS[3], marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize(("way", "devices"), WAYS)
 def test_compiled_models_may_checkpoint_their_activations(way, devices) -> None:
     job = dataclasses.replace(ZOO["momentum"], model=Stack, compile="aot_eager", activation_checkpointing="auto")
     found = parity(job, way, devices, against_settings={"compile": False, "activation_checkpointing": None})
     assert found.worst < 1e-10
 
 
+@pytest.mark.slow
 def test_dropout_in_a_compiled_block_draws_the_same_mask_again(tmp_path) -> None:
     job = dataclasses.replace(ZOO["momentum"], model=lambda: Stack(0.5), compile="aot_eager", precision="fp64")
     plain, checkpointed = (

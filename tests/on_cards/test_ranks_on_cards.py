@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 
+import pytest
 import torch
 from torch import nn
 from torch.utils.data import TensorDataset
@@ -73,6 +74,7 @@ def peak_of_an_update(world: World, precision: str) -> int:
     return torch.accelerator.max_memory_allocated(world.device.torch)
 
 
+@pytest.mark.slow
 def test_an_update_under_bf16_keeps_no_narrow_copy_of_all_weights() -> None:
     """On four ranks that would be half as much again as all that a rank keeps."""
     wide, narrow = (lockstep.launch(peak_of_an_update, "card:0,1,2,3", (p,))[1] for p in ("fp32", "bf16"))

@@ -926,6 +926,7 @@ def test_the_memory_of_the_replicas_is_the_modules() -> None:
     assert seen == [net.module.first.weight.data_ptr()] * 6
 
 
+@pytest.mark.slow
 def test_nothing_is_left_for_the_garbage_collector_and_graphs_end_with_their_outputs() -> None:
     net, x = DataParallel(Net(), "2xcpu"), torch.randn(4, 6)
     for _ in range(3):

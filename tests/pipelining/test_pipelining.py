@@ -21,7 +21,7 @@ from lockstep.training.run import Run
 from lockstep.verify import differences, same_bits
 
 from zoo import SAMPLES, ZOO, Conv, Counting, Said, _job, drawn, labels, plain_sgd, sgd, wants  # isort: skip
-from zoo import in_place_order, tokens_and_next  # isort: skip
+from zoo import in_place_order, slow, tokens_and_next  # isort: skip
 
 BOUND = 1e-10
 
@@ -304,7 +304,7 @@ def _often(kind: str, times: int, tmp_path: Any) -> None:
 
 
 @pytest.mark.parametrize(
-    "kind", ["a U-Net whose decoder is beside its encoder", "a tied GPT", "dropout computed again"]
+    "kind", ["a U-Net whose decoder is beside its encoder", slow("a tied GPT"), slow("dropout computed again")]
 )
 def test_equal_runs_give_equal_bits(kind: str, tmp_path) -> None:
     _often(kind, 4, tmp_path)
@@ -317,6 +317,7 @@ def test_a_hundred_equal_runs_give_equal_bits_and_none_waits_forever(kind: str, 
     _often(kind, 100, tmp_path)
 
 
+@pytest.mark.slow
 def test_a_run_of_pp_goes_on_under_ddp_and_back(tmp_path) -> None:
     job = ZOO["momentum"].replace(precision="fp64", epochs=3)
     whole = train(job, strategy="single", devices="1xcpu", folder=tmp_path, quiet=True)
@@ -499,6 +500,7 @@ def test_what_is_auto_is_chosen_and_said_and_kept_where_the_run_goes_on(tmp_path
     assert json.loads((more.folder / "config.json").read_text())["strategy_settings"] == chosen
 
 
+@pytest.mark.slow
 def test_a_given_map_may_have_several_stages_on_each_device(tmp_path) -> None:
     device_map = {"0": 0, "1": 1, "2": 2, "": 3}
     for schedule in ("interleaved", "fitted", "auto"):

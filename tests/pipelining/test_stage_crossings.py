@@ -239,7 +239,8 @@ def come_later(schedule: str) -> None:
             os._exit(0)
 
 
-@pytest.mark.parametrize("schedule", [pytest.param("gpipe", marks=pytest.mark.slow), "1f1b"])
+@pytest.mark.slow
+@pytest.mark.parametrize("schedule", ["gpipe", "1f1b"])
 def test_a_backward_that_comes_to_another_micro_batch_fails_and_does_not_wait(schedule: str) -> None:
     folders = [str(folder) for folder in Path(__file__).parents[:2]]
     code = f"import sys; sys.path[:0] = {folders}; import test_stage_crossings as here; here.come_later({schedule!r})"

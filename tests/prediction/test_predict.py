@@ -26,7 +26,7 @@ import lockstep
 from lockstep import Job, Run, predict, train
 from lockstep.cli.command import main
 from lockstep.errors import FolderError, InputError, JobError, SaveError
-from zoo import ZOO, Conv, drawn, labels, plain_sgd, right
+from zoo import ZOO, Conv, drawn, labels, plain_sgd, right, slow
 
 WAYS = {"single": "1xcpu", "dp 2": "2xcpu", "dp 3": "3xcpu", "ddp 2": "2xcpu", "ddp 3": "3xcpu", "fsdp 3": "3xcpu"}
 TWO = ["dp 2", "ddp 2"]
@@ -410,7 +410,7 @@ class WithASummary(TimeFirst):
         return {"out": self.layer(x), "mean": self.layer(x).mean(0, keepdim=True), "weight": self.layer.weight}
 
 
-@pytest.mark.parametrize("way", ["single", *TWO, "fsdp 3"])
+@pytest.mark.parametrize("way", ["single", *TWO, slow("fsdp 3")])
 @pytest.mark.parametrize("each", [1, 2, 4])
 def test_rows_of_something_else_are_not_taken_for_those_of_samples(each: int, way: str, tmp_path: Path) -> None:
     """Found by trial: time came in the place of samples, where local batches had as many samples as it had steps."""
@@ -553,12 +553,13 @@ def test_bad_input_gets_one_line_and_exit_code_2_and_makes_nothing(words: str, s
     assert {path for path in folder.rglob("*") if "__pycache__" not in str(path)} == before
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("words", "how", "code"),
     [
-        pytest.param("--devices 1", signal.SIGINT, 130, marks=pytest.mark.slow),
-        pytest.param("--devices 1", signal.SIGTERM, 143, marks=pytest.mark.slow),
-        pytest.param("--strategy ddp --devices 2xcpu", signal.SIGINT, 130, marks=pytest.mark.slow),
+        ("--devices 1", signal.SIGINT, 130),
+        ("--devices 1", signal.SIGTERM, 143),
+        ("--strategy ddp --devices 2xcpu", signal.SIGINT, 130),
         ("--strategy ddp --devices 2xcpu", signal.SIGTERM, 143),
     ],
 )

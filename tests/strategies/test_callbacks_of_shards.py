@@ -83,6 +83,7 @@ def test_a_function_of_sampler_sees_whole_parameters(tmp_path: Path) -> None:
     assert one == pytest.approx(other, abs=1e-8) and one[0] > 0
 
 
+@pytest.mark.slow
 def test_a_state_that_is_computed_when_it_is_kept_is_of_whole_parameters(tmp_path: Path) -> None:
     """Found by trial: the norm was of rank 0's shard, and a flat list of the weights failed."""
     kept = []
@@ -115,6 +116,7 @@ class Empty(Callback):
         training.metrics["largest"] = self.norm
 
 
+@pytest.mark.slow
 def test_the_largest_gradient_where_a_rank_has_none(tmp_path: Path) -> None:
     """Found by trial: ranks waited for one another."""
     one, other = (trained(Empty(), where | {"folder": tmp_path}) for where in (SINGLE, FSDP | {"devices": "4xcpu"}))

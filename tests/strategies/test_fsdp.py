@@ -180,9 +180,7 @@ FAST = {
     ("a layer unused in some micro-batches", 2),
     ("sparse gradients that are clipped", 2),
     ("tied blocks, in micro-batches, clipped", 3),
-    ("checkpointed blocks", 2),
     ("blocks with sync_batchnorm, one frozen", 2),
-    ("blocks, and batches smaller than the world", 3),
 }
 
 
@@ -212,13 +210,13 @@ def test_shards_end_where_one_device_does(kind: str, devices: int, reference, tm
     assert max(found.history.values()) < BOUND
 
 
-@pytest.mark.parametrize(
-    "kind", ["tied blocks, in micro-batches, clipped", slow("a layer unused in some micro-batches")]
-)
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", ["tied blocks, in micro-batches, clipped", "a layer unused in some micro-batches"])
 def test_whole_gradients_of_micro_batches_are_summed_once(kind: str) -> None:
     assert parity(KINDS[kind], FSDP(sync_each_microbatch=False), devices="3xcpu").worst < BOUND
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", ["a layer unused on one rank", slow("a layer unused in some micro-batches")])
 def test_unused_parameters_in_earlier_versions_of_torch(kind: str, monkeypatch) -> None:
     name, job = "set_reduce_scatter_unused_params", KINDS[kind]
@@ -489,6 +487,7 @@ def test_a_callback_that_copies_the_model_is_told_what_to_take(tmp_path) -> None
         train(job, strategy="fsdp", devices="2xcpu", folder=tmp_path, quiet=True)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("devices", ["2xcpu", slow("3xcpu")])
 def test_what_is_written_to_parts_of_parameters_reaches_the_shards(devices: str, tmp_path) -> None:
     """It was lost, or ended in PyTorch's words; in own loops within ``whole_values``, of which a line tells."""
@@ -538,6 +537,7 @@ class Scaled(nn.Module):
         return x
 
 
+@pytest.mark.slow
 def test_other_weights_for_a_call_are_refused_for_blocks() -> None:
     """Found by trial: blocks computed with their own, without a word."""
     assert parity(_job(lambda: Scaled("rest"), optimizer=sgd), FSDP(blocks="blocks"), "2xcpu").worst < 1e-10
@@ -639,7 +639,7 @@ def with_terms(outputs: Any, targets: torch.Tensor) -> torch.Tensor:
     return nn.functional.cross_entropy(outputs[0], targets) + outputs[1].mean()
 
 
-@pytest.mark.parametrize("checkpointing", [None, "auto"])
+@pytest.mark.parametrize("checkpointing", [None, slow("auto")])
 def test_what_blocks_write_to_what_they_are_given_is_kept(checkpointing: str | None) -> None:
     """PyTorch gave them copies of lists, dictionaries and dataclasses that have tensors with gradients."""
     job = _job(Summing, optimizer=sgd, loss=with_terms, metrics={}, activation_checkpointing=checkpointing)

@@ -289,7 +289,7 @@ class AveragesAssigned(AveragesInPlace):
             p.data = kept[name]
 
 
-@pytest.mark.parametrize("callback", [AveragesInPlace, AveragesInShards, AveragesAssigned])
+@pytest.mark.parametrize("callback", [AveragesInPlace, slow(AveragesInShards), slow(AveragesAssigned)])
 def test_averages_by_hand_are_those_of_one_device_and_are_kept(callback: type[Callback], tmp_path: Path) -> None:
     """Found by trial: what was written in place to a whole tensor was lost, and shards were in no checkpoint.
 
@@ -329,6 +329,7 @@ class GoesBack(Callback):
                 p.copy_(0.9 * copied)
 
 
+@pytest.mark.slow
 def test_copies_of_parameters_are_those_of_one_device_where_a_rank_has_no_element(tmp_path: Path) -> None:
     """Found by trial: PyTorch's error about a storage, on the rank that has none."""
     job = dataclasses.replace(ZOO["mlp"], callbacks=[GoesBack()], precision="fp64")

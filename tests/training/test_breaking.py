@@ -109,6 +109,7 @@ def test_what_a_rank_raises_is_shown_once_headed_by_rank_and_step(folder, monkey
     assert len(list(folder.glob("runs/*"))) == 1
 
 
+@pytest.mark.slow
 def test_under_one_device_too_the_traceback_begins_with_the_person_s_code(folder: Path) -> None:
     """By the installed command, which is a Python file itself."""
     command = str(Path(sys.executable).parent / "lockstep")
@@ -290,13 +291,10 @@ def stopped(folder: Path, words: list[str], how: signal.Signals, presses: int = 
     return process.returncode, "".join(lines) + out, err
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("strategy", "how", "code"),
-    [
-        pytest.param(way, how, code, marks=() if (way, code) == ("ddp", 130) else pytest.mark.slow)
-        for way in EVERY
-        for how, code in [(signal.SIGINT, 130), (signal.SIGTERM, 143)]
-    ],
+    [(way, how, code) for way in EVERY for how, code in [(signal.SIGINT, 130), (signal.SIGTERM, 143)]],
 )
 def test_a_training_that_is_stopped_in_its_first_epoch_is_saved_and_goes_on(
     strategy: str, how: signal.Signals, code: int, tmp_path: Path, capfd

@@ -117,7 +117,7 @@ class Halving(Callback):
         ("single", {"steps": 8}),
         ("single", {"steps": 15}),
         ("single", {"epochs": 3}),
-        ("ddp", {"steps": 12}),
+        slow("ddp", {"steps": 12}),
         slow("dp", {"steps": 8}),
         slow("ddp", {"epochs": 3}),
     ],

@@ -67,7 +67,7 @@ def differ(a: lockstep.Run, b: lockstep.Run) -> float:
 @pytest.mark.parametrize(
     ("way", "change"),
     [
-        (way, change) if way in ("single", "dp") or (way, change) == ("fsdp", frozen) else slow(way, change)
+        (way, change) if way in ("single", "dp") else slow(way, change)
         for way in WAYS
         for change in (frozen, still, nn.Module.eval)
         if not (change is not frozen and way == "ddp")  # (which differs on each rank: its batch norm's)

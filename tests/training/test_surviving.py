@@ -127,6 +127,7 @@ def test_restarts_come_to_an_end(own: Path, monkeypatch) -> None:
     assert CheckpointFolder(run / "checkpoints").steps()[0] == 4
 
 
+@pytest.mark.slow
 def test_a_rank_that_is_lost_again_and_again_is_left_out(own: Path, monkeypatch, capfd) -> None:
     (own / "own.py").write_text(
         FILE.replace("and not os.path.exists(done)", "and world.size == 3").replace("Dropout(0.1)", "Dropout(0.0)")
@@ -283,6 +284,7 @@ def test_what_torchrun_starts_again_before_the_first_checkpoint_begins_in_its_fo
 # ---- signals ---------------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 def test_sigusr1_saves_and_ends_as_sigterm_does(own: Path) -> None:
     process = command("own.py", "--strategy", "ddp", "--devices", "2xcpu", SLOWLY="0.05")
     wait_for("runs/*/checkpoints/step-*")
@@ -382,9 +384,8 @@ def test_metrics_and_lock_leave_no_thread_behind(own: Path) -> None:
     assert not list(own.glob("runs/*/.*"))
 
 
-@pytest.mark.parametrize(
-    ("strategy", "devices"), [("single", "1xcpu"), pytest.param("ddp", "2xcpu", marks=pytest.mark.slow)]
-)
+@pytest.mark.slow
+@pytest.mark.parametrize(("strategy", "devices"), [("single", "1xcpu"), ("ddp", "2xcpu")])
 def test_a_killed_loader_worker_is_named_with_its_sample_at_once(own: Path, strategy: str, devices: str) -> None:
     (own / "own.py").write_text(
         FILE.replace(

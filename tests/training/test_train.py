@@ -356,6 +356,7 @@ def test_a_generator_of_its_own_is_named_where_it_acts_on_few_samples(anew: bool
     assert ("train_data: it draws from a generator of its own" in capfd.readouterr().out) is not anew
 
 
+@pytest.mark.slow
 def test_a_metric_of_several_values_gives_each_a_name(tmp_path: Path) -> None:
     import torchmetrics
 
@@ -480,6 +481,7 @@ if step.world.rank == 0:
 """
 
 
+@pytest.mark.slow
 def test_a_plain_loop_is_ddp_under_torchrun_and_single_without(tmp_path: Path, capsys) -> None:
     script = tmp_path / "loop.py"
     script.write_text(OWN_LOOP)

@@ -292,6 +292,7 @@ def test_a_config_that_is_none_ends_in_one_line(how: str, own: Path, capsys: pyt
             call("run")
 
 
+@pytest.mark.slow
 def test_a_config_that_lacks_something_or_has_it_otherwise_ends_in_one_line(own: Path, capsys) -> None:
     file = own / "run" / "config.json"
     whole = json.loads(file.read_text())

@@ -128,6 +128,7 @@ def test_an_ordinary_model_gets_no_false_alarm(kind: str) -> None:
     assert found.causes == ()
 
 
+@pytest.mark.slow
 def test_a_small_gpt_of_hugging_face_gets_no_false_alarm() -> None:
     """Its loss is computed in float32 whatever the model is in, which only measured noise tells from a fault."""
     transformers = pytest.importorskip("transformers")
