@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import threading
 from collections.abc import Mapping
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -417,8 +418,14 @@ class Reweighing(Callback):
             held.detach()[0] *= 3
 
 
+def by(outputs: torch.Tensor, wanted: torch.Tensor, factor: dict[str, float]) -> torch.Tensor:
+    return factor["weight"] * (outputs - wanted).square().mean()
+
+
 @pytest.mark.parametrize("way", ["single", "dp", slow("ddp")])
-@pytest.mark.parametrize("what", ["the loss", "its weights", "its dictionary", "the targets", "the model"])
+@pytest.mark.parametrize(
+    "what", ["the loss", "its weights", "its dictionary", "that of a partial", "the targets", "the model"]
+)
 def test_what_a_callback_holds_of_the_job_is_that_of_the_job(what: str, way: str, tmp_path: Path) -> None:
     """Found by trial: it was given a copy, and changed nothing."""
 
@@ -428,15 +435,16 @@ def test_what_a_callback_holds_of_the_job_is_that_of_the_job(what: str, way: str
         targets = drawn(len(ZOO["mlp"].train_data), 3).double()
 
         def scaled(outputs: torch.Tensor, wanted: torch.Tensor) -> torch.Tensor:
-            return factor["weight"] * (outputs - wanted).square().mean()
+            return by(outputs, wanted, factor)
 
         held = {"the loss": loss, "its weights": weights, "its dictionary": factor, "the targets": targets}
+        held["that of a partial"] = factor
         callbacks = [Reweighing(held.get(what, model[0]))] if changes else []
         its = dataclasses.replace(job(*callbacks, epochs=2, eval_data=None, metrics={}), model=lambda: model)
-        if what not in ("its dictionary", "the targets"):
+        if what in ("the loss", "its weights", "the model"):
             return its.replace(loss=loss)
         data = torch.utils.data.TensorDataset(ZOO["mlp"].train_data.tensors[0], targets)
-        return its.replace(loss=scaled, train_data=data)
+        return its.replace(loss=scaled if what != "that of a partial" else partial(by, factor=factor), train_data=data)
 
     with_it, without = (trained(made(changes=changes), way, tmp_path).history[-1] for changes in (True, False))
     assert with_it["train_loss"] != without["train_loss"]

@@ -15,6 +15,8 @@ from torch.utils.data import TensorDataset
 
 from lockstep import Job, Loss, evaluate, model_loss, predict, train
 from lockstep.errors import LossError, StrategyError
+from lockstep.launch.world import World
+from lockstep.training.metrics.batch_numbers import BatchNumbers
 
 from zoo import drawn, labels, plain_sgd, slow  # isort: skip
 
@@ -680,6 +682,36 @@ def with_weights_by_counts(outputs: dict[str, Tensor], targets: Tensor) -> tuple
     return total / (1 + outputs["positive"]), count
 
 
+class OwnMean(nn.Module):
+    """Gives the mean of its own loss over the labels that count, NaN where there is none."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.head = nn.Linear(6, 3)
+
+    def forward(self, x: Tensor, y: Tensor) -> dict[str, Tensor]:
+        logits = self.head(x)
+        return {"logits": logits, "mean": nn.functional.cross_entropy(logits, y, ignore_index=2)}
+
+
+def times_their_number(outputs: dict[str, Tensor], targets: Tensor) -> tuple[Tensor, Tensor]:
+    count = (targets != 2).sum()
+    return torch.nan_to_num(outputs["mean"]) * count, count
+
+
+@pytest.mark.parametrize("way", ["dp", "ddp"])
+def test_a_mean_of_the_model_times_its_items_behind_a_guard_is_right(way: str, tmp_path: Path) -> None:
+    """Found by trial: zeros were in its place, and the loss was no sum."""
+    y = torch.tensor([0, 1, 2, 2, 1, 2, 0, 2] * 3)
+    data = [((x, label), label) for x, label in zip(drawn(24, 6), y, strict=True)]
+    job = job_of(OwnMean, loss=times_their_number, train_data=data, eval_data=None)
+    one, two = (
+        train(job, strategy=strategy, devices=devices, folder=tmp_path, quiet=True)
+        for strategy, devices in (("single", "1xcpu"), (way, "2xcpu"))
+    )
+    assert abs(one.history[-1]["train_loss"] - two.history[-1]["train_loss"]) < 1e-12
+
+
 @pytest.mark.parametrize("loss", [with_guarded_balance, with_weights_by_counts])
 @pytest.mark.parametrize("way", ["single", "dp", "ddp"])
 def test_what_a_loss_reads_behind_a_guard_or_beside_a_constant_is_said(
@@ -688,5 +720,18 @@ def test_what_a_loss_reads_behind_a_guard_or_beside_a_constant_is_said(
     """Found by trial: NaN in the place of what the model computes over all samples shows neither."""
     job = job_of(Balanced, loss=loss, eval_data=None, accumulate=2 if way == "single" else 1)
     train(job, strategy=way, devices="1xcpu" if way == "single" else "2xcpu", folder=tmp_path)
-    said = "the loss is no sum over samples with what the model computes over those of one forward (balance, positive)"
+    said = {
+        with_guarded_balance: 'the loss reads the model\'s output "balance", which is no sum or mean over samples',
+        with_weights_by_counts: "the loss is no sum over samples with what the model computes over those of one",
+    }[loss]
     assert capfd.readouterr().out.count(f"note: {said}") == 1
+
+
+def test_a_number_that_is_the_same_in_two_batches_is_no_constant() -> None:
+    """Found by trial: a metric of how many codes are used, beside a perplexity that each batch has another of."""
+    numbers = BatchNumbers()
+    for used, perplexity in ((2, 1.1), (2, 1.2), (3, 1.3)):
+        outputs = {"logits": drawn(8, 3), "used": torch.tensor(used), "perplexity": torch.tensor(perplexity)}
+        numbers.keep(outputs, labels(8, 3))
+    metrics = {"used": lambda o, y: (o["used"] * len(y), len(y)), "right": lambda o, y: (o["logits"].sum(), len(y))}
+    assert numbers.read_by(metrics, World()) == ["used"]

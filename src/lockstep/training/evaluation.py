@@ -240,7 +240,7 @@ def evaluate(
     """
     its = JobMetrics(metrics, step, looks=looks)
     losses, seen, check = Sums(), None, step.eval_check
-    check.interval.every = step.loss_check.interval.every
+    check.interval.follow(step.loss_check.interval)
 
     def looked_at() -> Iterator[Batch]:
         nonlocal seen

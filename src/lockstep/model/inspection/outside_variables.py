@@ -366,6 +366,8 @@ def held_by(roots: Iterable[Any]) -> dict[int, Any]:
         is_dict = isinstance(one, dict) and type(one).__module__ in ("builtins", "collections")  # others may load items
         if (is_dict or isinstance(one, list | tuple | set | frozenset)) and len(one) <= _MOST:
             todo += one.values() if isinstance(one, dict) else one
+        if isinstance(one, functools.partial):
+            todo += one.func, one.args, one.keywords
         if not isinstance(one, types.FunctionType):
             todo += getattr(one, "__dict__", {}).values()
     return found

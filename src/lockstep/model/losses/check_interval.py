@@ -7,6 +7,11 @@ import math
 _LARGEST_SHARE = 0.05
 """Of the time of an update, for checking its loss; beyond that it is checked every n-th update only."""
 
+_LARGEST_CLOSER = 0.0025
+"""Likewise for looking at more samples than a local batch has."""
+
+_WHETHER = "whether the loss is additive over samples"
+
 TIMED = range(2, 6)
 """The updates in which the check is timed: the first one prepares much."""
 
@@ -21,23 +26,36 @@ class CheckInterval:
 
     Attributes:
         every: it is checked every so many updates.
+        closer_every: as is looked at more samples than a local batch has; a multiple.
+        is_close: set where a check that is timed has done so.
     """
 
     def __init__(self) -> None:
-        self.every = 1
+        self.every = self.closer_every = 1
+        self.is_close = False
         self._seconds: list[float] = []
-        self._check = self._update = math.inf
+        self._update = math.inf
+        self._times: dict[bool, list[float]] = {False: [], True: []}
+        self._shares = 0.0, 0.0
 
     def is_due(self, update: int) -> bool:
         """Whether to check in this update, counted from 1."""
         return update < TIMED.stop or update % self.every == 0
+
+    def is_closer(self, update: int) -> bool:
+        """Whether to look at more samples, too."""
+        return update % self.closer_every == 0
+
+    def follow(self, other: CheckInterval) -> None:
+        """Check as often as another one."""
+        self.every, self.closer_every = other.every, other.closer_every
 
     def spent(self, seconds: float) -> None:
         """Note the time of a check; several threads may."""
         self._seconds.append(seconds)
 
     def timed(self, update: int, seconds: float, replicas: int) -> str | None:
-        """Choose the interval, after an update that was timed.
+        """Choose the intervals, after an update that was timed.
 
         Args:
             update: its number.
@@ -47,15 +65,23 @@ class CheckInterval:
         Returns:
             A line for the person, where that isn't in every update.
         """
-        checks = sum(self._seconds) / replicas
+        checks, was_close, self.is_close = sum(self._seconds) / replicas, self.is_close, False
         self._seconds.clear()
         if checks:  # else there was no sample here
-            self._check = min(self._check, checks)
+            self._times[was_close].append(checks)
             self._update = min(self._update, max(seconds - checks, 1e-9))
-            self.every = math.ceil(self._check / self._update / _LARGEST_SHARE)
-        if update < TIMED.stop - 1 or self.every == 1:
+            closer = min(self._times[True] or [0.0])
+            check = min(self._times[False] or [closer])
+            self._shares = check / self._update, max(closer - check, 0.0) / self._update
+            self.every = math.ceil(self._shares[0] / _LARGEST_SHARE)
+            self.closer_every = self.every * max(1, math.ceil(self._shares[1] / _LARGEST_CLOSER / self.every))
+        if update < TIMED.stop - 1 or self.closer_every == 1:
             return None
+        takes = [f"{100 * share:.1f}".removesuffix(".0") for share in self._shares]
+        more = f"with more samples than a local batch has in one of {self.closer_every}"
+        if self.every == 1:
+            return f"{_WHETHER} is checked {more} updates only, since that takes {takes[1]} % of the time of one"
         return (
-            f"whether the loss is additive over samples is checked in one of {self.every} updates, since a check takes "
-            f"{100 * self._check / self._update:.0f} % of the time of one"
+            f"{_WHETHER} is checked in one of {self.every} updates, {more}, since a check takes {takes[0]} % of the "
+            f"time of one, and that {takes[1]} %"
         )

@@ -146,6 +146,7 @@ class LossCheck:
             tolerance = tolerance_of(nest, [whole.total], waits=waits)
             with torch.no_grad(), kept_generators(nest) as drawn, without_warnings(unless=self._cuts):
                 closer = self._cuts and ((waits and self._is_new(nest, whole.samples)) or closer)
+                self.interval.is_close |= closer
                 sums = self._sums(nest, whole.samples, whole, closer=closer, waits=waits)
                 if not waits:
                     return are_wrong(sums, tolerance)
@@ -230,8 +231,8 @@ class LossCheck:
         ``line`` is what ``timed`` gave; ranks tell their notes where it ``meets``, and after the last timed update.
         """
         if world.size > 1 and world.layout.together and not self._loss.is_known and (meets or update == TIMED.stop - 1):
-            heard = world.gather_objects((self.interval.every, line or "", self.notes))
-            self.interval.every, line, _ = max(heard)
+            heard = world.gather_objects((self.interval.every, self.interval.closer_every, line or "", self.notes))
+            self.interval.every, self.interval.closer_every, line, _ = max(heard)
             self.notes = list(dict.fromkeys(note for *_, notes in heard for note in notes)) if world.is_first else []
         if line and world.is_first:
             self.notes.append(line)
@@ -290,9 +291,13 @@ class LossCheck:
             value = piece(doubled(earlier) if double else earlier, 1)
             self._of_earlier = earlier, value
         sums.append(Sum(piece(both, 2), whole if samples == 1 else piece(one, 1), value))
-        if unread and waits and any(map(is_nan, itertools.chain(*sums))) and not is_nan(piece(held, samples)):
+        asks = bool(unread) and waits
+        shows = asks and any(map(is_nan, itertools.chain(*sums)))
+        if asks and not shows and first_wrong(sums, 1e-4) is not None:  # a guard against NaN may hide it
+            shows = piece(rows, samples).numbers != piece(held, samples).numbers
+        if shows and not is_nan(known_whole := piece(held, samples)):
             without = [(t, piece(with_value(held, [t], math.nan), samples)) for t in unread]
-            read = [t for t, made in without if is_nan(made)] or unread
+            read = [t for t, made in without if made.numbers != known_whole.numbers] or unread
             self._look_at_read(read, nest, samples)
             if self._cuts:
                 pieces = [made for _, made in without]
@@ -353,7 +358,7 @@ class LossCheck:
         in_double = doubled(nest)
         try:
             with torch.autocast(kind, enabled=False):
-                sums = self._sums(in_double, samples, closer=closer, double=True)
+                sums = self._sums(in_double, samples, None, closer=closer, double=True)
         except (LossError, TypeError, RuntimeError) as error:
             if is_out_of_memory(error):
                 raise

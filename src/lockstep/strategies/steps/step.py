@@ -299,10 +299,8 @@ class Step(Calls):
     @phase("computing", "forward and loss")
     def forward_loss(self, model: nn.Module, part: Part, where: str = "") -> Loss:
         """Total and count of one micro-batch's share under ``model``; the loss is probed where that is needed."""
-        finds_out = self.looks_again and not (
-            self._by_count or self.cuts_batch or self._compile or self._scaler is not None
-        )
-        with self._precision.autocast(), NoticedHooks() if finds_out else nullcontext() as hooks:
+        knows = self._by_count or self.cuts_batch or self._compile or self._scaler is not None
+        with self._precision.autocast(), NoticedHooks() if self.looks_again and not knows else nullcontext() as hooks:
             outputs = self.forward(model, part)
             total, count = loss = self.loss_of(outputs, part, looks=self.looks_again)
         if hooks is not None:
@@ -352,9 +350,10 @@ class Step(Calls):
         if self.looks_again and self.cuts_batch:
             self._reads_within |= reads_within(self.loss, outputs, part)
         began = self._time() if self.loss_check.is_timed(self._updates) else None
-        whole, step, closer = Piece.of(loss, part.size), self.world.step, self.looks_again
+        whole, step, waits = Piece.of(loss, part.size), self.world.step, self._waits or self.looks_again
+        closer = self.looks_again or self.loss_check.interval.is_closer(self._updates)
         with squeezing_explained(outputs, part.targets, part.size):
-            wrong = self.loss_check(outputs, part.targets, whole, step=step, closer=closer, waits=self._waits or closer)
+            wrong = self.loss_check(outputs, part.targets, whole, step=step, closer=closer, waits=waits)
         if wrong is not None:
             self._on_devices.note_loss(wrong, self.world.step)
         if began is not None:

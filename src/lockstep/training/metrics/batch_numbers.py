@@ -20,6 +20,10 @@ _LARGEST = 2**20
 """Elements of a tensor up to which it is kept."""
 
 
+_MOST = 32
+"""Of batches whose numbers are others than those of the first, how many are tried."""
+
+
 class BatchNumbers:
     """Those of some local batches of an evaluation, and a few samples of the first, which metrics are called for."""
 
@@ -46,10 +50,10 @@ class BatchNumbers:
     def read_by(self, functions: Mapping[str, Any], world: World) -> list[str]:
         """The names of metrics that read what differs between batches, on the first rank; every rank calls this."""
         first, *others = [of for numbers in world.gather_objects(self._numbers) for of in numbers] or [[]]
-        other = next((of for of in others if not _are_alike(first, of)), None)
-        if self._first is None or other is None or not world.is_first:
+        others = [of for of in others if not _are_alike(first, of)][:_MOST] if world.is_first else []
+        if self._first is None:
             return []
-        return [name for name, metric in functions.items() if self._reads(metric, first, other)]
+        return [name for name, its in functions.items() if any(self._reads(its, first, other) for other in others)]
 
     def _reads(self, metric: Any, first: list[Any], other: list[Any]) -> bool:
         assert self._first is not None
