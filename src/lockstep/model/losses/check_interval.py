@@ -43,8 +43,8 @@ class CheckInterval:
         return update < TIMED.stop or update % self.every == 0
 
     def is_closer(self, update: int) -> bool:
-        """Whether to look at more samples, too."""
-        return update % self.closer_every == 0
+        """Whether to look at more samples, too; not in the last one that is timed, for the time of a check without."""
+        return update < TIMED.stop - 1 or (update >= TIMED.stop and update % self.closer_every == 0)
 
     def follow(self, other: CheckInterval) -> None:
         """Check as often as another one."""

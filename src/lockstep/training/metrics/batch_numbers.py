@@ -21,7 +21,7 @@ _LARGEST = 2**20
 
 
 _MOST = 32
-"""Of batches whose numbers are others than those of the first, how many are tried."""
+"""Batches with other numbers than those before them, of which the numbers are kept."""
 
 
 class BatchNumbers:
@@ -40,9 +40,10 @@ class BatchNumbers:
         numbers: list[Any] = []
         if samples and folded((outputs, targets), samples) is None:
             _with_others(outputs, samples, numbers.append)
-        if not numbers:
+        numbers = [n.detach().cpu().clone() if isinstance(n, torch.Tensor) else n for n in numbers]
+        if not numbers or len(self._numbers) == _MOST or any(_are_alike(numbers, before) for before in self._numbers):
             return
-        self._numbers.append([n.detach().cpu().clone() if isinstance(n, torch.Tensor) else n for n in numbers])
+        self._numbers.append(numbers)
         if self._first is None:
             self._samples, self._back = min(4, samples), back
             self._first = each(torch.clone, part_of((outputs, targets), 0, self._samples, samples))
@@ -50,8 +51,7 @@ class BatchNumbers:
     def read_by(self, functions: Mapping[str, Any], world: World) -> list[str]:
         """The names of metrics that read what differs between batches, on the first rank; every rank calls this."""
         first, *others = [of for numbers in world.gather_objects(self._numbers) for of in numbers] or [[]]
-        others = [of for of in others if not _are_alike(first, of)][:_MOST] if world.is_first else []
-        if self._first is None:
+        if self._first is None or not world.is_first:
             return []
         return [name for name, its in functions.items() if any(self._reads(its, first, other) for other in others)]
 

@@ -86,9 +86,12 @@ class JobMetrics:
             self._step.tell_once(map(_READS.format, self._readers))
         self._holds_numbers |= holds_numbers(targets, next(as_samples(outputs, targets))[2])
         known = self._with_known(outputs)
-        for kept in (self._across, self._numbers) if is_due else ():
-            if kept is not None:
-                kept.keep(known, targets)
+        if self._across is not None and is_due:
+            self._across.keep(known, targets)
+        if self._numbers is not None and (
+            is_due or self._step.world.device.torch.type == "cpu"
+        ):  # others are waited for
+            self._numbers.keep(known, targets)
         for name, function in self.functions.items():
             before, says = versions((outputs, targets)), self._says and not batch.index
             remembered = self.state.of(name) if says else None
