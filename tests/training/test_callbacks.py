@@ -448,3 +448,25 @@ def test_what_a_callback_holds_of_the_job_is_that_of_the_job(what: str, way: str
 
     with_it, without = (trained(made(changes=changes), way, tmp_path).history[-1] for changes in (True, False))
     assert with_it["train_loss"] != without["train_loss"]
+
+
+def sharing(folder: Path, way: str) -> float:
+    """The loss of a training whose callback rebinds a variable that the loss reads, too."""
+    scale = 1.0
+
+    def scaled(outputs: torch.Tensor, wanted: torch.Tensor) -> torch.Tensor:
+        return scale * torch.nn.functional.cross_entropy(outputs, wanted)
+
+    class Annealing(Callback):
+        def on_epoch(self, training: TrainingContext) -> None:
+            nonlocal scale
+            scale = 1 / (1 + training.epoch)
+
+    its = dataclasses.replace(job(Annealing(), epochs=2, eval_data=None, metrics={}), loss=scaled)
+    return trained(its, way, folder).history[-1]["train_loss"]
+
+
+@pytest.mark.parametrize("way", ["dp", "ddp"])
+def test_a_variable_that_a_callback_rebinds_is_that_of_the_loss(way: str, tmp_path: Path) -> None:
+    """Found by trial: under ddp functions had variables of their own in the ranks, without a line."""
+    assert abs(sharing(tmp_path, way) - sharing(tmp_path, "single")) < 1e-10

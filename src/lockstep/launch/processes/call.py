@@ -221,7 +221,12 @@ def _by_value(value: Any) -> bytes:
                 if held.__globals__ is getattr(module, "__dict__", None):
                     # Of a function within a function: it shares what the module's classes use, and are sent by name.
                     self.globals_ref.setdefault(id(held.__globals__), _Globals(__name__=held.__module__))
-            return super().reducer_override(held)
+            if isinstance(held, types.CellType):
+                return types.CellType, ()  # a function that closes over it fills it
+            reduced = super().reducer_override(held)
+            if isinstance(held, types.FunctionType) and held.__closure__ and isinstance(reduced, tuple):
+                return _with_cells(held.__closure__, reduced)
+            return reduced
 
     file = io.BytesIO()
     Pickler(file).dump(value)
@@ -263,6 +268,28 @@ def _tensor_in(
     with torch.no_grad():
         made = torch.empty(0, dtype=dtype, device="cpu").set_(memory.storage, offset, size, stride)
     return made.requires_grad_(requires_grad)
+
+
+def _with_cells(cells: tuple[types.CellType, ...], reduced: tuple[Any, ...]) -> tuple[Any, ...]:
+    """As cloudpickle reduces a function, which gives each its own cells: functions that share some still do so."""
+    make, arguments, (state, slots), *_, restore = reduced
+    contents = [[cell.cell_contents] if _is_filled(cell) else [] for cell in cells]
+    given = restore, (state, {**slots, "__closure__": None}), contents
+    return make, (*arguments[:4], cells), given, None, None, _restored
+
+
+def _is_filled(cell: types.CellType) -> bool:
+    with contextlib.suppress(ValueError):
+        return cell.cell_contents is not cell
+    return False
+
+
+def _restored(function: Any, given: tuple[Callable[..., None], Any, list[list[Any]]]) -> None:
+    restore, state, contents = given
+    restore(function, state)
+    for cell, content in zip(function.__closure__, contents, strict=True):
+        for value in content:
+            cell.cell_contents = value
 
 
 class _Globals(dict[str, Any]):
@@ -313,14 +340,8 @@ def pickled(fn: Callable[..., Any], args: tuple[Any, ...]) -> bytes:
 
 def closed_over(function: Any) -> list[Any]:
     """What a function holds of the variables around it."""
-
-    def held(cell: Any) -> Any:
-        try:
-            return cell.cell_contents
-        except ValueError:  # not assigned yet
-            return None
-
-    return [value for cell in getattr(function, "__closure__", None) or () if (value := held(cell)) is not None]
+    cells = [cell for cell in getattr(function, "__closure__", None) or () if _is_filled(cell)]
+    return [cell.cell_contents for cell in cells if cell.cell_contents is not None]
 
 
 def _type_of(value: object) -> str:
