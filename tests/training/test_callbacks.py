@@ -470,3 +470,35 @@ def sharing(folder: Path, way: str) -> float:
 def test_a_variable_that_a_callback_rebinds_is_that_of_the_loss(way: str, tmp_path: Path) -> None:
     """Found by trial: under ddp functions had variables of their own in the ranks, without a line."""
     assert abs(sharing(tmp_path, way) - sharing(tmp_path, "single")) < 1e-10
+
+
+class Raising(Callback):
+    """Raises a rate that another callback sets."""
+
+    def __init__(self, held: dict[str, float], *, sets: bool) -> None:
+        self.held, self.sets = held, sets
+
+    def on_step(self, training: TrainingContext) -> None:
+        if self.sets:
+            training.optimizer.param_groups[0]["lr"] = self.held["lr"]
+        else:
+            self.held["lr"] += 0.01
+
+
+def test_what_two_callbacks_hold_is_one(tmp_path: Path) -> None:
+    """Found by trial: each had a copy of its own, also under single."""
+    held = {"lr": 0.1}
+    run = trained(job(Raising(held, sets=False), Raising(held, sets=True), epochs=1), "single", tmp_path)
+    assert abs(run.history[-1]["lr"] - (0.1 + 0.01 * run.history[-1]["step"])) < 1e-12
+
+
+def running_mean(outputs: torch.Tensor, wanted: torch.Tensor, kept: dict[str, int]) -> torch.Tensor:
+    kept["calls"] += 1
+    return torch.nn.functional.cross_entropy(outputs, wanted) / kept["calls"]
+
+
+def test_what_a_partial_keeps_is_of_the_updates_alone(tmp_path: Path) -> None:
+    """Found by trial: the calls of checks counted, too, also under single."""
+    loss = partial(running_mean, kept={"calls": 0})
+    run = trained(dataclasses.replace(job(epochs=1, eval_data=None, metrics={}), loss=loss), "single", tmp_path)
+    assert loss.keywords["kept"]["calls"] == run.history[-1]["step"]

@@ -33,6 +33,7 @@ import torch
 from torch import nn
 
 from lockstep.errors import is_own_code
+from lockstep.launch.processes.call import closed_over
 from lockstep.tensors.digest import digest
 from lockstep.tensors.pytree import tensors
 
@@ -71,6 +72,10 @@ class OutsideVariables:
             seen.add(id(root))
             if isinstance(root, functools.partial):
                 self._pending.append(root.func)
+                for number, value in enumerate(root.args):
+                    self._add(f"argument {number} of a partial", {"value": value}, "value")
+                for name in root.keywords:
+                    self._add(name, root.keywords, name)
             elif isinstance(root, types.MethodType):
                 self._pending.append(root.__func__)
                 self._add(type(root.__self__).__name__, root.__self__)
@@ -368,8 +373,7 @@ def held_by(roots: Iterable[Any]) -> dict[int, Any]:
             todo += one.values() if isinstance(one, dict) else one
         if isinstance(one, functools.partial):
             todo += one.func, one.args, one.keywords
-        if not isinstance(one, types.FunctionType):
-            todo += getattr(one, "__dict__", {}).values()
+        todo += closed_over(one) if isinstance(one, types.FunctionType) else getattr(one, "__dict__", {}).values()
     return found
 
 

@@ -56,12 +56,12 @@ class Callbacks:
         self._step, self._world, self._seed = step, step.world, job.seed
         self._of_ranks = step.world.size > 1
         counts: collections.Counter[str] = collections.Counter()
-        of_job = objects_of(job, step.model) if job.callbacks else {}
+        memo = objects_of(job, step.model) if job.callbacks else {}
         self._by_name: dict[str, Callback] = {}
         for callback in job.callbacks:
             name = type(callback).__name__
             counts[name] += 1
-            self._by_name[f"{name}-{counts[name]}" if counts[name] > 1 else name] = _copied(callback, of_job)
+            self._by_name[f"{name}-{counts[name]}" if counts[name] > 1 else name] = _copied(callback, memo)
         outputs = collections.Counter(one.output for one in self._by_name.values() if isinstance(one.output, str))
         if (twice := next((output for output, number in outputs.items() if number > 1), None)) is not None:
             raise JobError(f"callbacks: {outputs[twice]} of them would write {twice}: leave one, or give another name")
@@ -299,13 +299,13 @@ def _number(value: Any, what: str) -> float:
         raise JobError(f"{what} is a {type(value).__name__}, and a metric is a number") from error
 
 
-def _copied(callback: Any, of_job: Mapping[Any, Any]) -> Callback:
-    """A callback of this run's own, with the objects that the job holds too."""
+def _copied(callback: Any, memo: dict[Any, Any]) -> Callback:
+    """A callback of this run's own, with the objects that the job holds too, and copies that other callbacks have."""
     if not isinstance(callback, Callback):
         kind = f"the class {callback.__name__}" if isinstance(callback, type) else f"a {type(callback).__name__}"
         raise JobError(f"callbacks: objects of lockstep.Callback are expected, not {kind}")
     try:
-        return copy.deepcopy(callback, dict(of_job))
+        return copy.deepcopy(callback, memo)
     except Exception as error:
         name = type(callback).__name__
         raise JobError(f"callbacks: {name} can't be copied ({told(error)}): open files in on_start") from error
