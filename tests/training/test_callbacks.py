@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import dataclasses
 import threading
 from collections.abc import Mapping
@@ -502,3 +503,49 @@ def test_what_a_partial_keeps_is_of_the_updates_alone(tmp_path: Path) -> None:
     loss = partial(running_mean, kept={"calls": 0})
     run = trained(dataclasses.replace(job(epochs=1, eval_data=None, metrics={}), loss=loss), "single", tmp_path)
     assert loss.keywords["kept"]["calls"] == run.history[-1]["step"]
+
+
+class Chain:
+    """A loss of functions, one of which keeps something by a variable of its own."""
+
+    def __init__(self, *functions: Any) -> None:
+        self.functions = list(functions)
+
+    def __call__(self, outputs: torch.Tensor, wanted: torch.Tensor) -> torch.Tensor:
+        return sum(function(outputs, wanted) for function in self.functions)
+
+
+def test_what_a_function_of_a_loss_keeps_is_of_the_updates_alone(tmp_path: Path) -> None:
+    """Found by trial: as what a partial keeps."""
+    kept = {"calls": 0}
+    loss = Chain(lambda outputs, wanted: running_mean(outputs, wanted, kept))
+    run = trained(dataclasses.replace(job(epochs=1, eval_data=None, metrics={}), loss=loss), "single", tmp_path)
+    assert kept["calls"] == run.history[-1]["step"]
+
+
+def taught(folder: Path, way: str) -> float:
+    """The loss of a training with a mean teacher, which a callback makes and moves, and the loss calls."""
+    teacher: Any = None
+
+    class Teaching(Callback):
+        def on_start(self, training: TrainingContext) -> None:
+            nonlocal teacher
+            teacher = copy.deepcopy(training.model)
+
+        def on_step(self, training: TrainingContext) -> None:
+            with torch.no_grad():
+                for mine, its in zip(teacher.parameters(), training.model.parameters(), strict=True):
+                    mine.lerp_(its, 0.1)
+
+    def loss(outputs: torch.Tensor, wanted: torch.Tensor) -> torch.Tensor:
+        near = 0.0 if teacher is None else sum(p.detach().square().sum() for p in teacher.parameters())
+        return torch.nn.functional.cross_entropy(outputs, wanted) * (1 + float(near))
+
+    its = dataclasses.replace(job(Teaching(), epochs=2, eval_data=None, metrics={}), loss=loss)
+    return trained(its, way, folder).history[-1]["train_loss"]
+
+
+@pytest.mark.parametrize("way", ["dp", "ddp"])
+def test_a_teacher_that_a_callback_makes_is_that_of_the_loss(way: str, tmp_path: Path) -> None:
+    """Found by trial: under ddp methods of one class had variables of their own, and each rank's teacher another id."""
+    assert abs(taught(tmp_path, way) - taught(tmp_path, "single")) < 1e-10

@@ -19,7 +19,7 @@ from lockstep.model.inspection.findings import BESIDE, Seen
 from lockstep.model.inspection.forward import accelerators_of, look
 from lockstep.model.inspection.no_draws import NotedDraws, drawing_nothing
 from lockstep.model.inspection.nonlinear import NoticedHooks, hooked_parameters, may_be_nonlinear
-from lockstep.model.inspection.outside_variables import HOOKS, OutsideVariables, held_by
+from lockstep.model.inspection.outside_variables import HOOKS, OutsideVariables, functions_in, held_by
 from lockstep.model.inspection.samples import is_ragged
 from lockstep.model.inspection.watched import NORMS, drops, without_noise, writes_in_place
 
@@ -41,6 +41,7 @@ __all__ = [
     "detached_attributes",
     "drawing_nothing",
     "drops",
+    "functions_in",
     "held_by",
     "holding_on",
     "holds_on_to",

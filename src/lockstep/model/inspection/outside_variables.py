@@ -34,6 +34,7 @@ from torch import nn
 
 from lockstep.errors import is_own_code
 from lockstep.launch.processes.call import closed_over
+from lockstep.model.inspection.small_values import small_in
 from lockstep.tensors.digest import digest
 from lockstep.tensors.pytree import tensors
 
@@ -116,7 +117,7 @@ class OutsideVariables:
         seen: set[int] = set()
         found: dict[str, list[Any]] = {}  # an object and its class may have an attribute of one name
         for name, variable in self._variables.items():
-            for path, its in _small_in(name, variable.get(), seen):
+            for path, its in small_in(name, variable.get(), seen):
                 found.setdefault(path, []).append(its)
         return {path: hashlib.blake2b(repr(of).encode(), digest_size=16).digest() for path, of in found.items()}
 
@@ -198,6 +199,7 @@ class OutsideVariables:
             self.modules.append(value)
         elif not isinstance(value, types.ModuleType | property):
             self._pending.append(type(value))
+            self._pending += functions_in(value)
             if (id(holder), key) not in self._found:  # (which the variable keeps alive)
                 self._found.add((id(holder), key))
                 self._variables[self._name_for(name)] = variable
@@ -254,7 +256,7 @@ class _Hash:
 class _Pickler(pickle.Pickler):
     def persistent_id(self, value: Any) -> Any:
         if isinstance(value, nn.Module):
-            return id(value)  # it is looked at on its own
+            return type(value).__qualname__  # it is looked at on its own, and has another id on each rank
         return (tuple(value.shape), digest(value)) if isinstance(value, torch.Tensor) else None
 
 
@@ -323,39 +325,6 @@ def _set_slots(value: Any, slots: dict[str, Any]) -> None:
 _LARGEST = 2**26
 """Bytes of an array of numpy up to which it is copied."""
 
-_SMALL = 1000
-"""Items, or elements of a tensor, up to which they are looked at one by one."""
-
-
-def _small_in(path: str, value: Any, seen: set[int], depth: int = 6) -> Iterator[tuple[str, Any]]:
-    """What is small in an object, by where it is; what ``repr`` shows of it is all that it is."""
-    if isinstance(value, int | float | complex | str | None):
-        yield path, value
-        return
-    if id(value) in seen or not depth or isinstance(value, type | types.ModuleType | types.FunctionType):
-        return
-    seen.add(id(value))
-    inner: Iterable[tuple[str, Any]] = ()
-    if isinstance(value, torch.Tensor):
-        if value.numel() <= _SMALL and value.layout == torch.strided and not value.is_meta:
-            yield path, (tuple(value.shape), digest(value))
-    elif hasattr(value, "tolist") and getattr(value, "size", _SMALL + 1) <= _SMALL:  # an array of numpy
-        yield path, value.tolist()
-    elif isinstance(value, dict):
-        inner = ((f"{path}[{key!r}]", one) for key, one in value.items()) if len(value) <= _SMALL else ()
-    elif isinstance(value, list | tuple | deque):
-        inner = ((f"{path}[{number}]", one) for number, one in enumerate(value)) if len(value) <= _SMALL else ()
-    elif hasattr(value, "__dict__") and not _is_of_python(type(value)):
-        inner = ((f"{path}.{key}", one) for key, one in vars(value).items())
-    for where, one in list(inner):
-        yield from _small_in(where, one, seen, depth - 1)
-
-
-def _is_of_python(kind: type) -> bool:
-    """Whether it is a class of the standard library that holds more than it is given: a logger, an executor."""
-    return kind.__module__.partition(".")[0] in sys.stdlib_module_names - {"types", "argparse", "collections"}
-
-
 _MOST = 1000
 """Items of a list, or a set, up to which they are looked at for what they hold."""
 
@@ -373,8 +342,16 @@ def held_by(roots: Iterable[Any]) -> dict[int, Any]:
             todo += one.values() if isinstance(one, dict) else one
         if isinstance(one, functools.partial):
             todo += one.func, one.args, one.keywords
+        if isinstance(one, types.MethodType):
+            todo += one.__func__, one.__self__
         todo += closed_over(one) if isinstance(one, types.FunctionType) else getattr(one, "__dict__", {}).values()
     return found
+
+
+def functions_in(value: Any) -> list[Any]:
+    """The functions that an object holds, and partial ones."""
+    kinds = types.FunctionType, types.MethodType, functools.partial
+    return [one for one in held_by([value]).values() if one is not value and isinstance(one, kinds)]
 
 
 def put_back(value: Any, copied: Any) -> None:

@@ -32,7 +32,7 @@ from torch import Tensor, nn
 
 from lockstep.errors import LockstepError, LossError, first_line
 from lockstep.launch.memory import is_out_of_memory
-from lockstep.model.inspection import OutsideVariables, is_plain, kept_state, prints_of
+from lockstep.model.inspection import OutsideVariables, functions_in, is_plain, kept_state, prints_of
 from lockstep.model.losses.followed_copy import FollowedCopy
 from lockstep.model.losses.model_loss import ModelLoss, model_loss
 from lockstep.model.losses.torch_losses import HALF, Misshapen, SummedMean
@@ -173,7 +173,7 @@ class Totalled:
     @functools.cached_property
     def outside(self) -> OutsideVariables:
         """The variables that its functions use and don't own."""
-        return OutsideVariables([type(self.loss) if self.may_have_state else self.loss])
+        return OutsideVariables([type(self.loss), *functions_in(self.loss)] if self.may_have_state else [self.loss])
 
     @contextlib.contextmanager
     def kept(self) -> Iterator[None]:
