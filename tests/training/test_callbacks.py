@@ -549,3 +549,27 @@ def taught(folder: Path, way: str) -> float:
 def test_a_teacher_that_a_callback_makes_is_that_of_the_loss(way: str, tmp_path: Path) -> None:
     """Found by trial: under ddp methods of one class had variables of their own, and each rank's teacher another id."""
     assert abs(taught(tmp_path, way) - taught(tmp_path, "single")) < 1e-10
+
+
+class Counted(torch.nn.Linear):
+    """Scales its outputs by how often it was called, which a function among its attributes keeps."""
+
+    def __init__(self, kept: dict[str, int]) -> None:
+        super().__init__(6, 3)
+        self.functions = [partial(self.counted, kept)]
+
+    @staticmethod
+    def counted(kept: dict[str, int]) -> int:
+        kept["calls"] += 1
+        return kept["calls"]
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return super().forward(x) / self.functions[0]()
+
+
+def test_what_a_function_of_a_model_keeps_is_of_the_calls_of_a_training_alone(tmp_path: Path) -> None:
+    """Found by trial: the first trial evaluation counted, too."""
+    kept = {"calls": 0}
+    its = dataclasses.replace(job(epochs=1, metrics={}), model=lambda: Counted(kept))
+    run = trained(its, "single", tmp_path)
+    assert kept["calls"] == run.history[-1]["step"] + -(-len(its.eval_data) // its.batch_size)

@@ -94,8 +94,7 @@ class OutsideVariables:
         for module in model.modules():
             roots.append(type(module))
             roots += (hook for kind in HOOKS for hook in getattr(module, kind).values())
-            roots += (one for one in vars(module).values() if isinstance(one, types.FunctionType | types.MethodType))
-        return cls(roots)
+        return cls([*roots, *functions_in(model)])
 
     def prints(self) -> dict[str, bytes]:
         """A hash of what each holds; of none that can't be pickled."""
