@@ -42,3 +42,22 @@ def test_outside_of_a_stream_nothing_has_changed() -> None:
     out = checkpoint(lambda x: nn.functional.dropout(x * w, 0.5), torch.ones(8, 4), use_reentrant=False)
     out.sum().backward()
     assert torch.equal(w.grad, out.detach().sum(dim=0))
+
+
+@pytest.mark.parametrize("reentrant", [True, False])
+def test_the_generator_that_threads_share_is_left_alone(reentrant: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A thread that sets its state while another reads it may wait for ever: the garbage collector runs in between."""
+    install()
+    refused = [torch.get_rng_state, torch.set_rng_state]
+
+    def refuse(*args: object) -> None:
+        raise AssertionError("the state of PyTorch's generator is not that of this thread")
+
+    w = torch.ones(4, requires_grad=True)
+    with monkeypatch.context() as patch, stream(torch.Generator()):
+        for function in refused:
+            patch.setattr(torch, function.__name__, refuse)
+            patch.setattr(torch.random, function.__name__, refuse)
+        x = torch.ones(8, 4, requires_grad=True)
+        checkpoint(lambda x: nn.functional.dropout(x * w, 0.5), x, use_reentrant=reentrant).sum().backward()
+    assert w.grad is not None

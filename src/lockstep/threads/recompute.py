@@ -43,12 +43,14 @@ def install(later: Later | None = None) -> None:
     without_reentrance = _checkpoint._checkpoint_without_reentrant_generator
     apply = _checkpoint.CheckpointFunction.apply
 
-    def replaying_generator(function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    def replaying_generator(function: Callable[..., Any], preserves: bool, *args: Any, **kwargs: Any) -> Any:
         # Here the first run of the function is not by this name: every call is a recomputation.
-        return without_reentrance(_replaying(function, is_first=False), *args, **kwargs)
+        preserves = preserves and not _is_replayed(args)
+        return without_reentrance(_replaying(function, is_first=False), preserves, *args, **kwargs)
 
-    def replaying_apply(function: Callable[..., Any], *args: Any) -> Any:
-        return apply(_replaying(function, is_first=True), *args)  # type: ignore[no-untyped-call]
+    def replaying_apply(function: Callable[..., Any], preserves: bool, *args: Any) -> Any:
+        preserves = preserves and not _is_replayed(args)
+        return apply(_replaying(function, is_first=True), preserves, *args)  # type: ignore[no-untyped-call]
 
     _checkpoint._checkpoint_without_reentrant_generator = replaying_generator  # type: ignore[assignment]
     _checkpoint.CheckpointFunction.apply = replaying_apply  # type: ignore[method-assign]
@@ -57,6 +59,16 @@ def install(later: Later | None = None) -> None:
 def checkpoints() -> int:
     """How many have begun since they were made to replay."""
     return _checkpoints
+
+
+def _is_replayed(args: tuple[Any, ...]) -> bool:
+    """Whether all that is drawn comes from the thread's stream, not from PyTorch's generators.
+
+    The state of the one of the CPU, which threads share, must not be read then: where the garbage collector runs
+    meanwhile, and another thread sets the state, each waits for what the other holds (torch 2.13).
+    """
+    on_cpu = all(arg.device.type == "cpu" for arg in args if isinstance(arg, torch.Tensor))
+    return on_cpu and random_streams.current() is not None
 
 
 def _replaying(function: Callable[..., Any], *, is_first: bool) -> Callable[..., Any]:
