@@ -7,7 +7,7 @@ import math
 _LARGEST_SHARE = 0.05
 """Of the time of an update, for checking its loss; beyond that it is checked every n-th update only."""
 
-_LARGEST_CLOSER = 0.0025
+_LARGEST_CLOSER = 0.0005
 """Likewise for looking at more samples than a local batch has."""
 
 _WHETHER = "whether the loss is additive over samples"
@@ -42,9 +42,9 @@ class CheckInterval:
         """Whether to check in this update, counted from 1."""
         return update < TIMED.stop or update % self.every == 0
 
-    def is_closer(self, update: int) -> bool:
-        """Whether to look at more samples, too; not in the last one that is timed, for the time of a check without."""
-        return update < TIMED.stop - 1 or (update >= TIMED.stop and update % self.closer_every == 0)
+    def is_closer(self, update: int) -> bool | None:
+        """Whether to look at more samples, too; None in the last one that is timed: there is a check without."""
+        return None if update == TIMED.stop - 1 else update < TIMED.stop or update % self.closer_every == 0
 
     def follow(self, other: CheckInterval) -> None:
         """Check as often as another one."""

@@ -116,7 +116,7 @@ class LossCheck:
         return closer or self.interval.is_due(update)
 
     def __call__(
-        self, outputs: Any, targets: Any, whole: Piece, *, step: int = 0, closer: bool = True, waits: bool = True
+        self, outputs: Any, targets: Any, whole: Piece, *, step: int = 0, closer: bool | None = True, waits: bool = True
     ) -> Tensor | None:
         """Check the loss of one local batch. Random numbers go on as if nothing had happened.
 
@@ -125,7 +125,7 @@ class LossCheck:
             targets: of the same.
             whole: what the loss made of them.
             step: the update, for the message; 0 in an evaluation.
-            closer: whether to look at more samples than a local batch has; it is done for new values in any update.
+            closer: whether to look at more samples than a local batch has; unless None, it is done for new values.
             waits: False on an accelerator where the host must not wait for it.
 
         Returns:
@@ -145,8 +145,8 @@ class LossCheck:
         try:
             tolerance = tolerance_of(nest, [whole.total], waits=waits)
             with torch.no_grad(), kept_generators(nest) as drawn, without_warnings(unless=self._cuts):
-                closer = self._cuts and ((waits and self._is_new(nest, whole.samples)) or closer)
-                self.interval.is_close |= closer
+                new = self._cuts and waits and self._is_new(nest, whole.samples)
+                self.interval.is_close |= (closer := self._cuts and closer is not None and (closer or new))
                 sums = self._sums(nest, whole.samples, whole, closer=closer, waits=waits)
                 if not waits:
                     return are_wrong(sums, tolerance)

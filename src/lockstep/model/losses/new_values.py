@@ -14,7 +14,10 @@ _VALUES = 10_000
 """Of a tensor, up to which new ones are looked at: more are no classes."""
 
 _ELEMENTS = 4096
-"""Of a tensor, up to which each column has values of its own."""
+"""Of a floating tensor, up to which whole numbers are looked at."""
+
+_NARROW = 32
+"""Columns, up to which each has values of its own."""
 
 _COLUMNS = 8
 """Of whole numbers, up to which it is also looked at what goes together (a class of a group)."""
@@ -52,7 +55,7 @@ class NewValues:
             yield self._has_new(name, {bool(leaf.isnan().any())})
             return
         yield self._has_new(name, set(map(_whole, torch.unique(leaf).tolist())))
-        if has_rows(leaf, samples) and samples < leaf.numel() <= _ELEMENTS:
+        if has_rows(leaf, samples) and samples < leaf.numel() <= samples * _NARROW:
             rows = leaf.reshape(samples, -1).tolist()
             yield self._has_new(
                 f"{name} columns", {(column, _whole(v)) for row in rows for column, v in enumerate(row)}

@@ -235,7 +235,7 @@ class Evaluator:
         self._judged += 1
         closer = is_power_of_two(self._judged)
         may_wait = closer or not self._on_accelerator
-        closer = closer or self.eval_check.interval.is_closer(self._judged)
+        closer = closer or bool(self.eval_check.interval.is_closer(self._judged))
         if self.replicas > 1 and may_wait and self.eval_check.wants(self._judged, closer=closer):
             with squeezing_explained(outputs, part.targets, part.size):
                 self.eval_check(outputs, part.targets, Piece.of(loss, part.size), closer=closer)
