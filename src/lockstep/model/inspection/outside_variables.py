@@ -328,12 +328,13 @@ _MOST = 1000
 """Items of a list, or a set, up to which they are looked at for what they hold."""
 
 
-def held_by(roots: Iterable[Any]) -> dict[int, Any]:
-    """Objects, and all that they hold in attributes and in their items, by their ids."""
-    todo, found = list(roots), dict[int, Any]()
+def held_by(roots: Iterable[Any], but: Iterable[Any] = ()) -> dict[int, Any]:
+    """Objects, and all that they hold in attributes, in their items and by closure, by their ids; ``but`` these."""
+    todo, found, left_out = list(roots), dict[int, Any](), set(map(id, but))
     while todo:
         one = todo.pop()
-        if id(one) in found or isinstance(one, int | float | complex | str | bytes | type | types.ModuleType | None):
+        is_known = id(one) in found or id(one) in left_out
+        if is_known or isinstance(one, int | float | complex | str | bytes | type | types.ModuleType | None):
             continue
         found[id(one)] = one
         is_dict = isinstance(one, dict) and type(one).__module__ in ("builtins", "collections")  # others may load items

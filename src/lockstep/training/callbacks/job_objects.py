@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import types
 from collections.abc import Mapping
 from typing import Any
 
@@ -19,9 +18,7 @@ def objects_of(job: Job, model: nn.Module) -> dict[Any, Any]:
     fields = {field.name: getattr(job, field.name) for field in dataclasses.fields(job) if field.name != "callbacks"}
     given = [one for of in fields.values() for one in (of.values() if isinstance(of, Mapping) else [of])]
     outside = OutsideVariables(given)
-    held = held_by([*fields.values(), model, *outside.modules, *outside.values()])
-    within = OutsideVariables(one for one in held.values() if isinstance(one, types.FunctionType))  # transforms, say
-    found = {**held, **held_by(within.values())}
+    found = held_by([*fields.values(), model, *outside.modules, *outside.values()], but=job.callbacks)
     memories = (
         t.untyped_storage() for t in found.values() if isinstance(t, torch.Tensor) and t.layout == torch.strided
     )
