@@ -10,7 +10,7 @@ import torch
 
 from lockstep.tensors.pytree import cut, each, has_rows, tensors
 
-FEWEST = 8
+FEWEST = 4
 """Samples that are looked at, at least."""
 
 
