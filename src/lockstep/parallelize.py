@@ -98,8 +98,7 @@ def parallelize(
     if world.is_first and not isinstance(world.tell, _Warns):
         world.tell = _Warns(world.tell)
     step.caveats = functools.partial(chosen.caveats, job, model, step.replicas)
-    for caveat in (*step.told(step.caveats()), *step.of_own_loop) if world.is_first else ():
-        world.tell(Line.note(caveat))
+    step.tell_once((*step.caveats(), *step.of_own_loop) if world.is_first else ())
     return step
 
 

@@ -30,10 +30,6 @@ _LARGEST = 2**30
 
 _BATCHNORM = Caveat("batchnorm evaluation", "BatchNorm normalizes over the local batch in evaluation")
 
-_DRAWS = Caveat(
-    "drawing", "dropout draws in evaluation, on each device for its local batch, others than one device would"
-)
-
 _COLLATES = Caveat(
     "collate",
     "collate is given each device's local batch, so outputs that depend on how far it pads, or on the other samples, "

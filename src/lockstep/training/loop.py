@@ -107,6 +107,7 @@ class _Training(Setup):
             self.keep_records(self.epoch, self.kept_record)
         for told_of in self.opening(self.epoch) if self.world.is_first else ():
             self.world.tell(told_of)
+        self.step.tell_once(self.step.caveats() if self.world.is_first else ())
         self.callbacks.call("start", self.epoch, {})
         self.step.take_settings()
         if self.plan.profile:

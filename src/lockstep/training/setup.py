@@ -254,7 +254,6 @@ class Setup:
             notes += stream_notes(job.shuffle, meets=world.size > 1 and not self.step.together)
         yield from (Line.note(note) for note in notes if note)
         yield from self._said_before
-        yield from map(Line.note, self.step.told(self.step.caveats()))
 
     def summary(
         self,

@@ -273,15 +273,15 @@ def _tensor_in(
 def _with_cells(cells: tuple[types.CellType, ...], reduced: tuple[Any, ...]) -> tuple[Any, ...]:
     """As cloudpickle reduces a function, which gives each its own cells: functions that share some still do so."""
     make, arguments, (state, slots), *_, restore = reduced
-    contents = [[cell.cell_contents] if _is_filled(cell) else [] for cell in cells]
-    given = restore, (state, {**slots, "__closure__": None}), contents
+    given = restore, (state, {**slots, "__closure__": None}), [_content(cell) for cell in cells]
     return make, (*arguments[:4], cells), given, None, None, _restored
 
 
-def _is_filled(cell: types.CellType) -> bool:
+def _content(cell: types.CellType) -> list[Any]:
+    """What a variable holds, alone in a list; an empty one where it isn't assigned yet."""
     with contextlib.suppress(ValueError):
-        return cell.cell_contents is not cell
-    return False
+        return [cell.cell_contents]
+    return []
 
 
 def _restored(function: Any, given: tuple[Callable[..., None], Any, list[list[Any]]]) -> None:
@@ -340,8 +340,8 @@ def pickled(fn: Callable[..., Any], args: tuple[Any, ...]) -> bytes:
 
 def closed_over(function: Any) -> list[Any]:
     """What a function holds of the variables around it."""
-    cells = [cell for cell in getattr(function, "__closure__", None) or () if _is_filled(cell)]
-    return [cell.cell_contents for cell in cells if cell.cell_contents is not None]
+    cells = getattr(function, "__closure__", None) or ()
+    return [value for cell in cells for value in _content(cell) if value is not None]
 
 
 def _type_of(value: object) -> str:

@@ -47,8 +47,7 @@ class Seen:
         ran: whether it could take them all.
         ragged: whether inputs have several rows for a sample, as the nodes of graphs, or none: they can't be cut.
         of_batch: names of outputs that are computed over all samples, and what they are.
-        bent: names of parts of the loss that are no sums over samples, where parts of a batch have such outputs too.
-        apart: names of parts of the loss, and "" for all of it, that are no sums where parts of a batch have their own.
+        bent: names of parts of the loss ("": all of it) that are no sums where parts of a batch have such outputs, too.
         bends: whether the loss makes something else of such outputs than a sum over samples (their square, say).
     """
 
@@ -81,7 +80,6 @@ class Seen:
     ragged: bool = False
     of_batch: dict[str, Kind] = field(default_factory=dict)
     bends: bool = False
-    apart: tuple[str, ...] = field(default=(), compare=False)
     bent: tuple[str, ...] = field(default=(), compare=False)
 
     def refuse_writes(self) -> None:
@@ -194,7 +192,7 @@ class Seen:
         return Caveat("auxiliary loss", text)
 
     def of_loss(self, name: str) -> Caveat:
-        """What the person has to know where the loss, or its part of that name, is one of `apart`."""
+        """What the person has to know where the loss, or its part of that name, is one of `bent`."""
         which = f'part "{name}" of the loss' if name else "the loss"
         read = [output for output, kind in self.of_batch.items() if kind in ("neither", "whole numbers")]
         of = f" ({', '.join(read)})" if read and all(read) else ""

@@ -302,8 +302,6 @@ def _see(
         with contextlib.suppress(Exception):
             of_all, *judged = (judge(kept[p], cut(targets, *p, samples), p[1]) for p in ((0, samples), *parts))
             seen.bent = bent_parts(of_all, *judged)
-            apart = differ([of_all[0]], [judged[0][0] + judged[1][0]])
-            seen.apart = (*("" for _ in range(apart)), *(n for n in seen.bent if not n.startswith("metric ")))
             for name in [name for name, kind in seen.of_batch.items() if kind == "neither"]:
                 by_items = head[name] * judged[0][1] + tail[name] * judged[1][1]
                 if not differ([whole[name] * of_all[1]], [by_items]):

@@ -24,7 +24,7 @@ import random
 import sys
 import types
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
@@ -64,6 +64,7 @@ class OutsideVariables:
         self.modules: list[nn.Module] = []
         self._variables: dict[str, _Variable] = {}
         self._found: set[tuple[int, str | None]] = set()
+        self._held: dict[int, Any] = {}
         self._pending = list(roots)
         seen: set[int] = set()
         while self._pending:
@@ -198,7 +199,8 @@ class OutsideVariables:
             self.modules.append(value)
         elif not isinstance(value, types.ModuleType | property):
             self._pending.append(type(value))
-            self._pending += functions_in(value)
+            self._held |= (held := held_by([value], self._held))
+            self._pending += _functions_among(held)
             if (id(holder), key) not in self._found:  # (which the variable keeps alive)
                 self._found.add((id(holder), key))
                 self._variables[self._name_for(name)] = variable
@@ -328,12 +330,12 @@ _MOST = 1000
 """Items of a list, or a set, up to which they are looked at for what they hold."""
 
 
-def held_by(roots: Iterable[Any], but: Iterable[Any] = ()) -> dict[int, Any]:
-    """Objects, and all that they hold in attributes, in their items and by closure, by their ids; ``but`` these."""
-    todo, found, left_out = list(roots), dict[int, Any](), set(map(id, but))
+def held_by(roots: Iterable[Any], known: Collection[int] = ()) -> dict[int, Any]:
+    """Objects, and all that they hold in attributes, items and by closure, by their ids; none of the ``known`` ids."""
+    todo, found = list(roots), dict[int, Any]()
     while todo:
         one = todo.pop()
-        is_known = id(one) in found or id(one) in left_out
+        is_known = id(one) in found or id(one) in known
         if is_known or isinstance(one, int | float | complex | str | bytes | type | types.ModuleType | None):
             continue
         found[id(one)] = one
@@ -350,8 +352,11 @@ def held_by(roots: Iterable[Any], but: Iterable[Any] = ()) -> dict[int, Any]:
 
 def functions_in(value: Any) -> list[Any]:
     """The functions that an object holds, and partial ones."""
-    kinds = types.FunctionType, types.MethodType, functools.partial
-    return [one for one in held_by([value]).values() if one is not value and isinstance(one, kinds)]
+    return [one for one in _functions_among(held_by([value])) if one is not value]
+
+
+def _functions_among(held: Mapping[int, Any]) -> list[Any]:
+    return [one for one in held.values() if isinstance(one, types.FunctionType | types.MethodType | functools.partial)]
 
 
 def put_back(value: Any, copied: Any) -> None:

@@ -24,8 +24,8 @@ def totals_of(made: Any) -> list[torch.Tensor]:
 
 
 def bent_parts(whole: Any, one: Any, other: Any) -> tuple[str, ...]:
-    """The names of parts of a loss whose total over a batch is not the sum of those over its parts."""
-    every, first, rest = map(_parts_of, (whole, one, other))
+    """The names of parts of a loss, "" for all of it, whose total over a batch is not the sum of those of parts."""
+    every, first, rest = ({"": of[0], **_parts_of(of)} for of in (whole, one, other))
     both = {name: first[name] + rest[name] for name in every if name in first and name in rest}
     return tuple(name for name, total in both.items() if differ([every[name]], [total]))
 

@@ -86,7 +86,7 @@ class LossCheck:
         interval: how often it is checked.
         reads: names of the model's outputs without a row for each sample that the loss was seen to read.
         of_batch: what those that are known are (`Seen`): one may have as many rows as there are samples by chance.
-        bent: names of parts of the loss that are no sums where each part of a batch has such outputs of its own.
+        bent: names of parts of the loss that are no sums where parts of a batch have such outputs of their own (Seen).
         said_parts: names of parts of the loss of which something was noted.
         notes: what the person has to know, until somebody has told it.
     """

@@ -38,9 +38,8 @@ class NewValues:
         found = [its for name, leaf in named for its in self._of(name, leaf, samples)]
         columns = [t.reshape(samples, -1) for _, t in named if isinstance(t, Tensor) and _is_class(t, samples)]
         if 1 < sum(its.shape[1] for its in columns) <= _COLUMNS:
-            found.append(
-                self._has_new("rows", set(map(tuple, torch.cat([c.cpu().long() for c in columns], 1).tolist())))
-            )
+            rows = torch.cat([its.cpu().long() for its in columns], 1).tolist()
+            found.append(self._has_new("rows", set(map(tuple, rows))))
         return any(found)
 
     def _of(self, name: str, leaf: Any, samples: int) -> Iterator[bool]:
@@ -57,9 +56,8 @@ class NewValues:
         yield self._has_new(name, set(map(_whole, torch.unique(leaf).tolist())))
         if has_rows(leaf, samples) and samples < leaf.numel() <= samples * _NARROW:
             rows = leaf.reshape(samples, -1).tolist()
-            yield self._has_new(
-                f"{name} columns", {(column, _whole(v)) for row in rows for column, v in enumerate(row)}
-            )
+            by_column = {(column, _whole(value)) for row in rows for column, value in enumerate(row)}
+            yield self._has_new(f"{name} columns", by_column)
 
     def _has_new(self, name: str, now: set[Any]) -> bool:
         seen = self._values.setdefault(name, set())

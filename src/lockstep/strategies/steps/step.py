@@ -370,7 +370,8 @@ class Step(Calls):
             if caveat is not None:
                 self._said_read.add(name)
                 self.tell_once([caveat])
-        hidden = set(seen.apart) - check.said_parts - ({""} if self._said_read else set())  # by a guard, say
+        said = check.said_parts | ({""} if self._said_read else set())
+        hidden = {name for name in seen.bent if not name.startswith("metric ")} - said  # by a guard against NaN, say
         self.tell_once(map(seen.of_loss, sorted(hidden)))
 
     def agree_to_stop(self, asked: Number) -> None:

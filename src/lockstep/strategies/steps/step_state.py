@@ -131,11 +131,6 @@ class StepState(Evaluator):
         self._find_trained()
         begin_momentum(self.optimizer)
 
-    def told(self, caveats: list[Caveat]) -> list[Caveat]:
-        """These, which somebody else says: they aren't said again."""
-        self._noted.update(caveats)
-        return caveats
-
     def tell_once(self, notes: Iterable[Caveat | str]) -> None:
         """Say what hasn't been said."""
         for note in notes:

@@ -18,7 +18,7 @@ def objects_of(job: Job, model: nn.Module) -> dict[Any, Any]:
     fields = {field.name: getattr(job, field.name) for field in dataclasses.fields(job) if field.name != "callbacks"}
     given = [one for of in fields.values() for one in (of.values() if isinstance(of, Mapping) else [of])]
     outside = OutsideVariables(given)
-    found = held_by([*fields.values(), model, *outside.modules, *outside.values()], but=job.callbacks)
+    found = held_by([*fields.values(), model, *outside.modules, *outside.values()], set(map(id, job.callbacks)))
     memories = (
         t.untyped_storage() for t in found.values() if isinstance(t, torch.Tensor) and t.layout == torch.strided
     )

@@ -84,14 +84,8 @@ class JobMetrics:
         is_due = is_power_of_two(batch.index + 1)
         if self._readers and is_due and attribute_prints(self._step.model) != self._kept:
             self._step.tell_once(map(_READS.format, self._readers))
-        self._holds_numbers |= holds_numbers(targets, next(as_samples(outputs, targets))[2])
-        known = self._with_known(outputs)
-        if self._across is not None and is_due:
-            self._across.keep(known, targets)
-        if self._numbers is not None and (
-            is_due or self._step.world.device.torch.type == "cpu"
-        ):  # others are waited for
-            self._numbers.keep(known, targets)
+        checks = bool(self.functions) and (self._looks or is_due)  # (the first time each batch: few may be masked)
+        known = self._kept_for_checks(outputs, targets, is_due=is_due) if checks else None
         for name, function in self.functions.items():
             before, says = versions((outputs, targets)), self._says and not batch.index
             remembered = self.state.of(name) if says else None
@@ -104,14 +98,24 @@ class JobMetrics:
                     "let it write to a clone"
                 )
             self._sums[name].add(Result(*value, batch.size))
-            # In the first evaluation each batch: targets may be masked in a few only.
-            if (self._looks or is_due) and not self._adds_up(name, value, known, targets):
+            if checks and not self._adds_up(name, value if known is outputs else None, known, targets):
                 self._no_sums.add(name)
         for name, metric in self._objects.items():
             with naming(name):
                 if self._looks and is_due and self._step.world.is_first and not is_of_parts(metric, outputs, targets):
                     self._step.tell_once([_OF_PARTS.format(name)])
                 metric.update(outputs, targets)
+
+    def _kept_for_checks(self, outputs: Any, targets: Any, *, is_due: bool) -> Any:
+        """Keep what checks of several local batches need; gives the outputs as checks take them."""
+        self._holds_numbers |= holds_numbers(targets, next(as_samples(outputs, targets))[2])
+        known = self._with_known(outputs)
+        if self._across is not None and is_due:
+            self._across.keep(known, targets)
+        is_waited_for = self._step.world.device.torch.type != "cpu"
+        if self._numbers is not None and (is_due or not is_waited_for):
+            self._numbers.keep(known, targets)
+        return known
 
     def _with_known(self, outputs: Any) -> Any:
         """With outputs that the model was seen to compute over all samples as parameters, which aren't cut.
@@ -129,13 +133,12 @@ class JobMetrics:
 
         return each(shown, outputs) if known else outputs
 
-    def _adds_up(self, name: str, value: tuple[Any, Any], outputs: Any, targets: Any) -> bool:
+    def _adds_up(self, name: str, value: tuple[Any, Any] | None, outputs: Any, targets: Any) -> bool:
         if f"metric {name}" in self._step.eval_check.bent:
             return False
         function = self.functions[name]
-        whole = None if self._step.eval_check.of_batch else value
         with self.state.kept():
-            return is_sum(function, whole, outputs, targets, self._step.replicas) and (
+            return is_sum(function, value, outputs, targets, self._step.replicas) and (
                 self._across is None or self._across.adds_up(function, outputs, targets)
             )
 
