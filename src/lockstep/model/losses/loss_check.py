@@ -5,10 +5,11 @@
     local batch    | s . . . a | . . . . . . b |      e: a sample of an earlier local batch
 
     total(local batch) = total(a) + total(b)
-    total(s and e)     = total(s) + total(e)
-    total(n times the local batch) = n total(local batch)      in updates 1, 2, 4, 8, ...
-    total(local batch and o) = total(local batch) + total(o)   o: its targets, with outputs of others of its samples
+    closer: total(s and e) = total(s) + total(e)
+            total(n times the local batch) = n total(local batch)
+            total(local batch and o) = total(local batch) + total(o)   o: its targets, with outputs of other samples
 
+It looks closer in updates 1 to 4, 8, 16 and so on, at new values, at single samples, and as often as that is cheap.
 The sample of an earlier local batch is the first rank's, on all of them: a mask may be even over each rank's local
 batch, and not over those of two. A shorter one is joined with zeros as long.
 The sizes of the two parts have no common divisor: a mask over samples leaves the same part of both if all or none only.
@@ -94,14 +95,12 @@ class LossCheck:
     def __init__(self, loss: Totalled, *, cuts: bool, local_batches: int = 2) -> None:
         self._loss, self._cuts = loss, cuts
         self._local_batches = min(local_batches, _MOST)
-        self._trusted = loss.is_known
-        self._earlier = EarlierSamples()
+        self._trusted, self._earlier = loss.is_known, EarlierSamples()
         self._of_earlier: tuple[Nest | None, Piece] = None, Piece(torch.zeros(()), 0, 0)  # the last, and its loss
         self._is_constant = True  # as far as is known, that is the same in each update
         self._sums_in_a_row, self._has_state = 0, False
         self._instead: float | None = None  # the value in the place of what can't be cut; NaN until it is read
-        self.said_parts: set[str] = set()
-        self._lists: set[str] = set()
+        self.said_parts, self._lists = set[str](), set[str]()
         self._new, self._settings = NewValues(), loss.settings()
         self.interval = CheckInterval()
         self.reads: tuple[str, ...] = ()
@@ -280,17 +279,18 @@ class LossCheck:
             first = next(size for size in range((samples + 1) // 2, 0, -1) if math.gcd(size, samples) == 1)
             parts = ((0, first), (first, samples - first))
             sums.append(Sum(whole, *(piece(part_of(rows, start, size, samples), size) for start, size in parts)))
-        one = part_of(rows, 0, 1, samples) if samples > 1 else rows  # those of a local batch may be alike (in length)
-        if longer := self._earlier.padded_with(one, instead):
-            with contextlib.suppress(LossError, CantTell):  # it may not take them
-                sums.append(Sum(*itertools.starmap(piece, longer)))
-        anew = bool(its_uncut.constants) or instead is not None
-        both, earlier = self._earlier.joined_with(one, instead, alone=samples == 1, anew=anew)
-        kept, value = self._of_earlier
-        if kept is not earlier or not (self._is_constant and knows and waits):
-            value = piece(doubled(earlier) if double else earlier, 1)
-            self._of_earlier = earlier, value
-        sums.append(Sum(piece(both, 2), whole if samples == 1 else piece(one, 1), value))
+        if closer or samples == 1:
+            one = part_of(rows, 0, 1, samples) if samples > 1 else rows  # those of a local batch may be alike in length
+            if longer := self._earlier.padded_with(one, instead):
+                with contextlib.suppress(LossError, CantTell):  # it may not take them
+                    sums.append(Sum(*itertools.starmap(piece, longer)))
+            anew = bool(its_uncut.constants) or instead is not None
+            both, earlier = self._earlier.joined_with(one, instead, alone=samples == 1, anew=anew)
+            kept, value = self._of_earlier
+            if kept is not earlier or not (self._is_constant and knows and waits):
+                value = piece(doubled(earlier) if double else earlier, 1)
+                self._of_earlier = earlier, value
+            sums.append(Sum(piece(both, 2), whole if samples == 1 else piece(one, 1), value))
         asks = bool(unread) and waits
         shows = asks and any(map(is_nan, itertools.chain(*sums)))
         if asks and not shows and first_wrong(sums, 1e-4) is not None:  # a guard against NaN may hide it
