@@ -83,6 +83,7 @@ def test_a_checkpoint_holds_one_device_names_and_says_what_it_has(tmp_path: Path
 # ---- resuming is not stopping ----------------------------------------------------------------------------------------
 
 
+@pytest.mark.sweep
 @pytest.mark.parametrize("strategy", ON)
 def test_the_same_bits_from_every_checkpoint(strategy: str, tmp_path: Path) -> None:
     """Each of the steps of two epochs, the last one of an epoch among them."""
@@ -106,6 +107,7 @@ def _without_times(record: dict[str, Any]) -> dict[str, Any]:
     return {name: value for name, value in record.items() if name not in ("seconds", "samples_per_second")}
 
 
+@pytest.mark.sweep
 @pytest.mark.parametrize("was", [slow(way) if way in ("single", "mp") else way for way in ON])
 def test_any_strategy_goes_on_from_any_other_s(was: str, tmp_path: Path) -> None:
     job = job_of()

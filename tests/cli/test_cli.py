@@ -205,6 +205,7 @@ def test_ctrl_c_while_modules_are_imported_is_one_line(name: str, then: str, tim
     assert found.returncode == 130
 
 
+@pytest.mark.slow
 def test_torchrun_starts_the_same_job(job: Path) -> None:
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2", "-m", "lockstep"]
     surroundings = {**os.environ, "PYTHONWARNINGS": "ignore"}

@@ -254,6 +254,7 @@ def test_a_sample_comes_out_the_same_wherever_it_is_made() -> None:
         assert shares == wanted
 
 
+@pytest.mark.sweep
 @pytest.mark.parametrize("workers", [0, 1])
 @pytest.mark.parametrize("dataset", [Noisy(), numbers(23), Subset(numbers(40), range(3, 26))])
 def test_a_process_of_several_devices_gives_each_what_a_rank_would_get(dataset: Any, workers: int) -> None:

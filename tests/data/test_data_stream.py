@@ -71,6 +71,7 @@ def rows(loader: Any, epoch: int = 0, start: int = 0) -> list[list[float]]:
 # ---- shares ---------------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.sweep
 @pytest.mark.parametrize("workers", [0, 1])
 @pytest.mark.parametrize(("n", "size", "accumulate"), [(20, 8, 1), (9, 4, 3), (3, 8, 2), (16, 8, 1), (1, 1, 1)])
 def test_each_sample_of_a_stream_is_used_once(n: int, size: int, accumulate: int, workers: int) -> None:
@@ -408,6 +409,7 @@ class ByRank(IterableDataset[Any]):
             yield torch.full((6,), i + 0.5 * self.shift * rank), i % 3
 
 
+@pytest.mark.sweep
 @pytest.mark.parametrize(
     ("stream", "said"),
     [
@@ -428,6 +430,7 @@ def test_ranks_that_read_different_streams_are_stopped(stream: Any, said: str, h
 # ---- evaluation sets by name ----------------------------------------------------------------------------------------
 
 
+@pytest.mark.sweep
 @pytest.mark.parametrize("strategy", ON)
 def test_each_evaluation_set_is_told_by_its_name(
     strategy: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]

@@ -71,7 +71,7 @@ def test_images_are_standardised_and_enlarged_by_the_first_layer() -> None:
     assert (found - expected).abs().max() < 1e-5, "mean and deviation are kept in float32"
 
 
-@pytest.mark.parametrize("way", ["single", "dp", pytest.param("ddp", marks=pytest.mark.slow)])
+@pytest.mark.parametrize("way", ["single", *(pytest.param(way, marks=pytest.mark.slow) for way in ("dp", "ddp"))])
 def test_mobilenet_trains_on_the_binary_files(way: str, cifar: Path) -> None:
     assert train_cifar(way, f"data={cifar}", "image_size=32", "epochs=2", "lr=0.01") == 0
     (folder,) = (cifar.parents[1] / "runs").iterdir()

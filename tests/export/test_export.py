@@ -265,6 +265,7 @@ def test_lengths_that_differ_in_the_data_vary_in_the_file(two: Run, capsys: pyte
             torch.testing.assert_close(theirs, ours, rtol=0, atol=1e-12)
 
 
+@pytest.mark.slow
 def test_onnx_names_what_varies_and_each_output(two: Run) -> None:
     needs_onnx()
     found = lockstep.export(two, format="onnx", quiet=True)

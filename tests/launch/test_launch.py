@@ -219,6 +219,7 @@ def test_ranks_see_the_surroundings_of_each_launch(tmp_path: Path, monkeypatch: 
     assert launch(look, "2xcpu")[1][0] is None
 
 
+@pytest.mark.sweep
 @pytest.mark.parametrize(
     "mode", [torch.no_grad, torch.inference_mode, lambda: torch.autocast("cpu", torch.bfloat16), torch.enable_grad]
 )

@@ -98,6 +98,7 @@ def test_no_items_give_no_results() -> None:
     assert list(lockstep.map(nn.Linear(2, 2), [], "2xcpu", batch_size=3)) == []
 
 
+@pytest.mark.sweep
 @pytest.mark.parametrize("size", [1, 50_000, 3_000_000])
 def test_tensors_and_arrays_of_any_size_in_any_nesting_come_back_as_they_were(size: int) -> None:
     class Own:
@@ -134,6 +135,7 @@ def test_large_items_and_large_results_that_are_no_tensors_pass_too() -> None:
     assert list(lockstep.map(lambda text: text + "!", words * 4, "2xcpu")) == [f"{w}!" for w in words * 4]
 
 
+@pytest.mark.slow
 def test_very_many_tensors_in_one_item_and_one_result_pass_too() -> None:
     items = [[torch.full((600,), float(i)), *(torch.zeros(600) for _ in range(9000))] for i in range(3)]
     found = lockstep.map(lambda tensors: [t + 1 for t in tensors], items, "2xcpu")

@@ -60,6 +60,7 @@ class Normed(nn.Module):
         return self.body(x)
 
 
+@pytest.mark.sweep
 @pytest.mark.parametrize(("way", "devices"), WAYS)
 @pytest.mark.parametrize("accumulate", [1, 2])
 def test_checkpointed_blocks_give_the_same_numbers(way, devices, accumulate) -> None:
@@ -76,6 +77,7 @@ def test_checkpointed_blocks_give_the_same_numbers(way, devices, accumulate) -> 
     assert all(found.moved.values())
 
 
+@pytest.mark.sweep
 @pytest.mark.parametrize(("way", "devices"), WAYS)
 def test_dropout_in_a_block_draws_the_same_mask_again(way, devices, tmp_path) -> None:
     """The masks are those of a run without checkpointing, so the weights are too."""
@@ -208,6 +210,7 @@ class WithCache(nn.Module):
         return self.out(x)
 
 
+@pytest.mark.sweep
 @pytest.mark.parametrize(("way", "devices"), [("single", "1xcpu"), ("dp", "2xcpu"), ("fsdp", "2xcpu")])
 def test_a_cache_that_blocks_are_given_is_the_same_in_the_second_run(way, devices) -> None:
     job = job_of(WithCache, optimizer=sgd, activation_checkpointing="auto")

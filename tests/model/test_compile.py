@@ -21,7 +21,7 @@ from lockstep.launch.world import World
 from lockstep.model.compile import MODES, compile_models, refuse_graphs
 from lockstep.strategies.ddp import DDP
 from lockstep.verify import differences, parity
-from zoo import ZOO
+from zoo import ZOO, slow
 
 FLAT = pytest.param(DDP(reduce="flat"), "2xcpu", marks=pytest.mark.slow)
 OVERLAPPED = pytest.param(DDP(reduce="overlapped"), "2xcpu", marks=pytest.mark.slow)
@@ -131,7 +131,7 @@ class Replacing(WarmingUp):
         return self.out(x) * self.steps
 
 
-@pytest.mark.parametrize("kind", ["running statistics", "a buffer that is replaced"])
+@pytest.mark.parametrize("kind", [slow("running statistics"), "a buffer that is replaced"])
 def test_other_buffers_that_change_may_be_compiled(kind: str) -> None:
     job = ZOO["convolutions with sync_batchnorm"].replace(sync_batchnorm=False, compile="aot_eager")
     if kind != "running statistics":
@@ -148,6 +148,7 @@ class Own(nn.Module):
         return self.body(x).tanh()
 
 
+@pytest.mark.sweep
 @pytest.mark.parametrize("model", [Own, lambda: nn.Sequential(nn.Linear(6, 8), nn.Tanh(), nn.Linear(8, 3))])
 @pytest.mark.parametrize(("way", "devices"), WAYS[:2])
 def test_models_are_compiled_whether_their_class_is_ones_own_or_of_pytorch(model, way, devices, tmp_path) -> None:

@@ -104,6 +104,7 @@ def test_even_masks_are_accepted(name: str) -> None:
     checked(loss, itertools.chain(*(late(targets, 2, slice(0, 0)) for _ in range(4))))
 
 
+@pytest.mark.sweep
 @pytest.mark.parametrize("samples", [2, 3, 4, 6, 8, pytest.param(12, marks=pytest.mark.slow)])
 def test_no_mask_over_samples_is_balanced_between_the_two_parts(samples: int) -> None:
     """Found by trial: a mask that leaves every other sample leaves as much of each half."""
@@ -222,6 +223,7 @@ TRAINED = {
 }
 
 
+@pytest.mark.sweep
 @pytest.mark.parametrize("way", TRAINED)
 def test_a_training_ends_in_the_update_in_which_a_mask_becomes_uneven(way: str, tmp_path: Any) -> None:
     """Found by trial: weights 2 to 4 % off without a line, with a mask that is uneven first in update 3."""
@@ -771,6 +773,7 @@ def flat_job(targets: Tensor, **fields: Any) -> lockstep.Job:
     return job.replace(**fields)
 
 
+@pytest.mark.sweep
 @pytest.mark.parametrize("way", TRAINED)
 def test_a_language_model_with_a_row_for_each_word_is_checked_by_samples(way: str, tmp_path: Any, capsys: Any) -> None:
     """Found by trial: refused, since the loss "fails with 1 of 4 samples"; its metrics were said to be no sums."""

@@ -23,6 +23,7 @@ from zoo import ZOO, drawn, labels, mlp, plain_sgd, sgd, state_of
 WAYS = [("dp", "2xcpu"), (DDP(reduce="flat"), "2xcpu"), (DDP(reduce="overlapped"), "2xcpu"), ("dp", "3xcpu")]
 
 
+@pytest.mark.sweep
 @pytest.mark.parametrize(
     ("kind", "precision"),
     [
@@ -43,6 +44,7 @@ def test_half_precision_is_as_near_to_one_device_as_the_format_allows(precision,
         assert differences(job, several, single).worst < 2 * floor
 
 
+@pytest.mark.sweep
 @pytest.mark.parametrize(("way", "devices"), WAYS)
 def test_fp32_is_as_near_to_one_device_as_rounding_allows(way, devices) -> None:
     assert parity(ZOO["momentum"], way, devices, precision="fp32").worst < 1e-5
@@ -119,6 +121,7 @@ def steep(outputs: torch.Tensor, targets: torch.Tensor) -> tuple[torch.Tensor, i
     return 1e34 * nn.functional.cross_entropy(outputs, targets, reduction="sum"), len(targets)
 
 
+@pytest.mark.sweep
 @pytest.mark.parametrize(("way", "devices"), [("single", "1xcpu"), *WAYS])
 def test_a_step_that_overflows_is_left_out_by_all_and_the_scale_is_halved(way, devices, tmp_path) -> None:
     job = dataclasses.replace(ZOO["mlp"], model=Overflowing, loss=steep, optimizer=tiny, precision="fp16")
@@ -128,6 +131,7 @@ def test_a_step_that_overflows_is_left_out_by_all_and_the_scale_is_halved(way, d
     assert all(torch.isfinite(p).all() for p in run.model().parameters())
 
 
+@pytest.mark.sweep
 @pytest.mark.parametrize(("way", "devices"), WAYS)
 def test_what_overflows_on_one_device_is_what_overflows_on_several(way, devices, tmp_path) -> None:
     """PyTorch's DistributedDataParallel takes a mean; gradients multiplied for that beforehand overflowed earlier."""
@@ -234,6 +238,7 @@ def on_cpu_too(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(precision, "ROUNDING", precision.ROUNDING)  # as it was, afterwards
 
 
+@pytest.mark.sweep
 @pytest.mark.usefixtures("on_cpu_too")
 @pytest.mark.parametrize(("way", "devices"), [("single", "1xcpu"), *WAYS[:2], ("pp", "2xcpu")])
 def test_tf32_is_on_for_as_long_as_the_run_lasts_on_each_rank(way, devices, tmp_path) -> None:

@@ -43,6 +43,7 @@ def _is_fast(number: int, way: str) -> bool:
     return number % 16 == 0 if "ddp" in way or way == "fsdp" else number % 8 == 0
 
 
+@pytest.mark.sweep
 @pytest.mark.parametrize(
     ("kind", "way"),
     [

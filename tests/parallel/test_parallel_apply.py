@@ -260,6 +260,7 @@ def test_borrowed_threads_come_back_after_a_failure() -> None:
         assert second.run([threading.get_ident] * 2) == idents
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(not hasattr(os, "fork"), reason="needs fork")
 def test_a_forked_process_makes_threads_of_its_own() -> None:
     script = """

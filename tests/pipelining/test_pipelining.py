@@ -225,6 +225,7 @@ def single(kind: str, microbatches: int, tmp_path_factory: pytest.TempPathFactor
 CELLS = [*((kind, 2) for kind in KINDS), *((kind, 3) for kind in MANY), ("a sequence", 4)]
 
 
+@pytest.mark.sweep
 @pytest.mark.parametrize(
     ("kind", "stages", "schedule"),
     [
@@ -248,7 +249,7 @@ def test_pp_ends_where_one_device_that_accumulates_does(
 
 
 @pytest.mark.parametrize("schedule", ["interleaved", pytest.param("fitted", marks=pytest.mark.slow)])
-@pytest.mark.parametrize("kind", [pytest.param(k, marks=pytest.mark.slow if i % 3 else ()) for i, k in enumerate(MANY)])
+@pytest.mark.parametrize("kind", [pytest.param(k, marks=pytest.mark.slow if i % 6 else ()) for i, k in enumerate(MANY)])
 def test_two_stages_on_each_device_end_where_one_device_does(
     kind: str, schedule: str, tmp_path_factory: pytest.TempPathFactory
 ) -> None:
@@ -264,6 +265,7 @@ def test_two_stages_on_each_device_end_where_one_device_does(
         assert found.worst < BOUND, f"{microbatches} micro-batches: {found}"
 
 
+@pytest.mark.sweep
 @pytest.mark.parametrize(
     "kind", [pytest.param(k, marks=pytest.mark.slow if i % 4 else ()) for i, k in enumerate(KINDS)]
 )
@@ -276,6 +278,7 @@ def test_mp_ends_where_one_device_does(kind: str, tmp_path_factory: pytest.TempP
         assert differences(job, run, single(kind, 1, tmp_path_factory)).worst < BOUND
 
 
+@pytest.mark.sweep
 @pytest.mark.parametrize(
     "way",
     [
@@ -336,6 +339,7 @@ def test_evaluation_and_prediction_are_those_of_one_device(tmp_path) -> None:
     torch.testing.assert_close(rows[0], rows[1], rtol=1e-12, atol=1e-12)
 
 
+@pytest.mark.sweep
 @pytest.mark.parametrize(
     "kind",
     ["a U-Net whose decoder is beside its encoder", "a tied GPT", "BatchNorm", "dict and object", "BatchNorm"],
@@ -385,6 +389,7 @@ def test_what_fails_in_a_prediction_over_stages_is_named_and_leaves_nothing(tmp_
     assert [path.name for path in tmp_path.iterdir()] == ["runs"]
 
 
+@pytest.mark.sweep
 @pytest.mark.timeout(60)
 @pytest.mark.parametrize("device_map", [{"0": 1, "": 0}, {"0": 0, "1": 1, "2": 0, "": 1}])
 @pytest.mark.parametrize("schedule", ["1f1b", "gpipe", "fitted"])

@@ -169,6 +169,7 @@ FAST = [
 ]
 
 
+@pytest.mark.sweep
 @pytest.mark.parametrize(
     ("kind", "stages", "schedule", "microbatches"),
     [

@@ -555,6 +555,7 @@ def compare(kind: str, way: PP, stages: int, tmp_path: Any) -> None:
     assert max(found.history.values()) < BOUND
 
 
+@pytest.mark.sweep
 @pytest.mark.parametrize("kind", [pytest.param(k, marks=() if k in OFTEN else pytest.mark.slow) for k in ODD])
 def test_pp_ends_where_one_device_that_accumulates_does(kind: str, tmp_path, capsys) -> None:
     _, device_map, says = ODD[kind]

@@ -189,6 +189,7 @@ def hold(job: Job, way: PP, tmp_path: Any) -> None:
     assert max(found.history.values()) < BOUND
 
 
+@pytest.mark.sweep
 @pytest.mark.parametrize("model", IN_TURN)
 def test_what_another_micro_batch_would_see_in_between_keeps_it_waiting(model: type[Two], tmp_path, capsys) -> None:
     hold(job_of(model), PP(SPLIT, 3), tmp_path)

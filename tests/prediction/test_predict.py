@@ -71,6 +71,7 @@ def test_one_sample_for_a_batch_norm_without_statistics_is_refused_in_a_sentence
         predict(run, TensorDataset(drawn(1, 6)), devices=1)
 
 
+@pytest.mark.sweep
 @pytest.mark.parametrize("way", WAYS)
 def test_predictions_are_those_of_the_model_in_order_on_any_number_of_devices(way: str, tmp_path: Path) -> None:
     run = trained(tmp_path, Dropping, drawn(ROWS, 2, 7, 7), loss=nn.CrossEntropyLoss(), metrics={"accuracy": right})
@@ -183,6 +184,7 @@ class WithState(nn.GRU):
         return {"last": outputs[:, 0], "state": state}
 
 
+@pytest.mark.sweep
 @pytest.mark.parametrize("way", WAYS)
 def test_a_column_of_one_sample_and_a_state_of_as_many_rows_are_written(way: str, tmp_path: Path) -> None:
     run = trained(tmp_path, Column)
@@ -273,6 +275,7 @@ class Takes(nn.Module):
         return self.layer(a) * (1 if b is None else 2) * (1 if c is None else 3)
 
 
+@pytest.mark.sweep
 @pytest.mark.parametrize(
     ("kind", "times", "at_once"),
     [("tensor", 1, True), ("dict", 2, False), ("dict", 2, True), ("three", 6, False), ("pair", 1, True)],
@@ -499,6 +502,7 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return tmp_path
 
 
+@pytest.mark.sweep
 @pytest.mark.parametrize("words", ["--devices 1", "--strategy dp --devices 2xcpu", "--strategy ddp --devices 2xcpu"])
 def test_the_command_writes_in_the_folder_of_the_run_and_says_where(words: str, folder: Path, capfd) -> None:
     assert main(["predict", "run", *words.split()]) == 0

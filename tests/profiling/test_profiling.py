@@ -117,6 +117,7 @@ def slow_second(**settings: Any) -> Job:
     return job(model=Napping, train_data=TensorDataset(drawn(35, 6), labels(35, 3)), batch_size=7, **settings)
 
 
+@pytest.mark.sweep
 @pytest.mark.parametrize("way", WAYS)
 def test_the_training_is_bit_for_bit_the_one_without_a_profile(way: str, tmp_path: Path) -> None:
     strategy, devices = WAYS[way]
@@ -131,6 +132,7 @@ def test_the_training_is_bit_for_bit_the_one_without_a_profile(way: str, tmp_pat
         assert {k: v for k, v in ours.items() if k not in timed} == {k: v for k, v in theirs.items() if k not in timed}
 
 
+@pytest.mark.sweep
 @pytest.mark.parametrize("way", WAYS)
 def test_the_kinds_of_time_add_up_to_the_step(way: str, tmp_path: Path) -> None:
     _, summary = profiled(job(), way, tmp_path)
@@ -146,6 +148,7 @@ def test_the_kinds_of_time_add_up_to_the_step(way: str, tmp_path: Path) -> None:
         assert sum(row["phases"].values()) == pytest.approx(sum(noted.values()))
 
 
+@pytest.mark.sweep
 @pytest.mark.parametrize("way", [way for way in WAYS if way != "pp"])
 def test_a_slow_model_is_computing_and_nearly_all_of_the_step_is_explained(way: str, tmp_path: Path) -> None:
     slow = job(model=Napping, train_data=TensorDataset(drawn(12, 6), labels(12, 3)), batch_size=6, epochs=2)
@@ -157,6 +160,7 @@ def test_a_slow_model_is_computing_and_nearly_all_of_the_step_is_explained(way: 
         assert shares(summary, number)["other"] < 0.4
 
 
+@pytest.mark.sweep
 @pytest.mark.parametrize("way", ["dp", "ddp", "ddp overlapped"])
 def test_the_others_wait_for_a_slow_one(way: str, tmp_path: Path) -> None:
     _, summary = profiled(slow_second(epochs=1), way, tmp_path)
@@ -166,6 +170,7 @@ def test_the_others_wait_for_a_slow_one(way: str, tmp_path: Path) -> None:
     assert ("backward did not hide" in notes) == (way == "ddp overlapped")
 
 
+@pytest.mark.sweep
 @pytest.mark.parametrize("way", ["single", "dp", "ddp"])
 @pytest.mark.parametrize("workers", [0, pytest.param(1, marks=pytest.mark.slow)])
 def test_a_slow_dataset_is_loading(way: str, workers: int, tmp_path: Path) -> None:
@@ -183,6 +188,7 @@ def test_synchronised_batch_norm_is_communicating_not_computing(way: str, tmp_pa
         assert row["seconds"]["communicating"] >= row["phases"]["batch norm"]
 
 
+@pytest.mark.sweep
 @pytest.mark.parametrize(
     ("way", "names"),
     {

@@ -166,6 +166,7 @@ def test_every_figure_is_a_picture_a_text_a_table_and_a_file(tmp_path: Path) -> 
     assert base64.b64decode(links[0].partition(",")[2]).decode() == (figures / "speed.csv").read_text()
 
 
+@pytest.mark.slow
 def test_a_sweep_is_drawn_with_its_spreads_and_what_it_is_held_against(tmp_path: Path) -> None:
     found = planted(tmp_path)
     rows = []
@@ -251,6 +252,7 @@ def test_without_the_extra_the_tables_are_there_and_the_report_says_what_to_inst
             assert (tmp_path / "compare.json").is_file() and (tmp_path / "compare.csv").is_file()
 
 
+@pytest.mark.slow
 def test_the_page_of_a_comparison_can_be_written_again(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     comparison_folder.write(planted(tmp_path))
     assert cli.main(["report", str(tmp_path)]) == 0

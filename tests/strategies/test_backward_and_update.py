@@ -380,6 +380,7 @@ def written_between(world: Any, strategy: str, write: str, again: bool) -> dict[
     return {name: value.clone() for name, value in step.state_dict()["model"].items()}
 
 
+@pytest.mark.sweep
 @pytest.mark.parametrize("again", [True, pytest.param(False, marks=pytest.mark.slow)])
 @pytest.mark.parametrize("write", WRITTEN)
 def test_gradients_written_between_parts_are_those_of_one_device(write: str, again: bool) -> None:

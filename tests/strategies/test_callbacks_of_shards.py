@@ -68,6 +68,7 @@ def weights(run: Any) -> Tensor:
     return torch.cat([p.flatten() for p in run.model().parameters()])
 
 
+@pytest.mark.slow
 def test_methods_of_an_instance_are_called_as_those_of_a_class(tmp_path: Path) -> None:
     """Found by trial: ``on_step`` was not called at all, and the others saw shards."""
     one, other = (trained(of_methods_of_its_own(), where | {"folder": tmp_path}) for where in (SINGLE, FSDP))
@@ -137,6 +138,7 @@ class Zeroed(Callback):
             p.data = data
 
 
+@pytest.mark.sweep
 @pytest.mark.parametrize("way", ["single", "ddp", "fsdp"])
 def test_the_best_weights_are_those_that_were_evaluated(way: str, tmp_path: Path) -> None:
     """Found by trial: they were those that were trained, under all strategies but fsdp."""

@@ -189,6 +189,7 @@ def reference() -> dict[str, Run]:
     return {}
 
 
+@pytest.mark.sweep
 @pytest.mark.parametrize(
     ("kind", "devices"),
     [

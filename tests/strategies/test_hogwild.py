@@ -78,6 +78,7 @@ def test_digits_are_learned_as_well_as_on_one_device(tmp_path: Path) -> None:
 FAST = {(True, "2xcpu"), (False, "3xcpu")}
 
 
+@pytest.mark.sweep
 @pytest.mark.parametrize(
     ("sparse", "devices", "accumulate"),
     [
@@ -270,6 +271,7 @@ def test_a_stream_at_whose_batches_ranks_wait_for_one_another_is_noted(tmp_path:
     assert "ranks compare" not in capsys.readouterr().out
 
 
+@pytest.mark.slow
 def test_the_command_takes_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: Any) -> None:
     monkeypatch.chdir(tmp_path)
     assert main(["train", str(DIGITS), "--strategy", "hogwild", "--devices", "2xcpu", "--epochs", "1"]) == 0
@@ -384,6 +386,7 @@ def test_an_own_loop_may_use_it(tmp_path: Path) -> None:
     assert low == pytest.approx(1 - 0.5 / 5, rel=1e-12) and high == pytest.approx(1 - 0.5 / 8, rel=1e-12)
 
 
+@pytest.mark.sweep
 @pytest.mark.parametrize("kind", ["mlp", "momentum", "ignored tokens and tied weights"])
 def test_other_kinds_of_job_run_and_learn(kind: str, tmp_path: Path) -> None:
     job = ZOO[kind].replace(epochs=4)

@@ -127,6 +127,7 @@ SLOW |= {(kind, "ddp=2xpp=2") for kind in JOBS}
 SLOW |= {("tasks", "ddp flat"), ("tasks", "ddp overlapped"), ("vae", "dp"), ("experts", "pp")}
 
 
+@pytest.mark.sweep
 @pytest.mark.parametrize(
     ("kind", "way"),
     [pytest.param(kind, way, marks=[pytest.mark.slow] if (kind, way) in SLOW else []) for kind in JOBS for way in WAYS],
@@ -141,6 +142,7 @@ def test_parts_are_those_of_one_device(kind: str, way: str) -> None:
         assert {f"train_{name}", f"eval_{name}"} <= found.history.keys()
 
 
+@pytest.mark.sweep
 @pytest.mark.parametrize("kind", NAMES)
 def test_parts_change_no_bit_of_the_training(kind: str, tmp_path: Path) -> None:
     job = JOBS[kind]
@@ -327,6 +329,7 @@ class _Pairs(torch.utils.data.Dataset[Any]):
         return drawn(28, 6)[index], (drawn(28, seed=1)[index], labels(28, 3)[index])
 
 
+@pytest.mark.sweep
 @pytest.mark.parametrize("loss", [uncertain, uncertain_pair])
 @pytest.mark.parametrize(
     ("way", "devices"), [("dp", "2xcpu"), ("ddp", "2xcpu"), slow("fsdp", "3xcpu"), slow("pp", "2xcpu")]

@@ -56,6 +56,7 @@ class Penalizing:
         return F.cross_entropy(outputs, targets) + 0.1 * self.penalty(held["model"])
 
 
+@pytest.mark.sweep
 @pytest.mark.parametrize("accumulate", [1, 2])
 @pytest.mark.parametrize("penalty", [of_one, of_all, of_numbers, of_outputs])
 def test_a_loss_may_read_what_is_in_no_block(penalty: Any, accumulate: int) -> None:

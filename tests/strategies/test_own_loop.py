@@ -188,6 +188,7 @@ def trained(strategy: str, devices: str, folder: Path, first: bool, last: bool) 
     return weights(model)
 
 
+@pytest.mark.sweep
 @pytest.mark.parametrize("second", ["single", "dp 3", "ddp 2"])
 @pytest.mark.parametrize("first", ["single", "ddp 2"])
 def test_a_loop_goes_on_from_what_another_saved(first: str, second: str, tmp_path: Path) -> None:

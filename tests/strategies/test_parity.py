@@ -42,6 +42,7 @@ def _is_fast(number: int, way: str, devices: int) -> bool:
     return number % 4 == (devices - 2) + 2 * (way == "ddp overlapped")
 
 
+@pytest.mark.sweep
 @pytest.mark.parametrize(
     ("kind", "way", "devices"),
     [
@@ -71,6 +72,7 @@ FAST = {
 }
 
 
+@pytest.mark.sweep
 @pytest.mark.parametrize(
     ("kind", "way"),
     [
@@ -121,6 +123,7 @@ class Dropping(nn.Module):
         return self.layers(nn.functional.dropout(x, 0.1, self.training))
 
 
+@pytest.mark.sweep
 @pytest.mark.parametrize("way", [Single(), DP(), DDP()], ids=lambda way: way.name)
 def test_the_same_seed_twice_gives_the_same_bits_with_dropout(way: Strategy, tmp_path) -> None:
     job = Job(
@@ -138,6 +141,7 @@ def test_the_same_seed_twice_gives_the_same_bits_with_dropout(way: Strategy, tmp
     assert not same_bits(runs[0].model(), other.model())
 
 
+@pytest.mark.sweep
 @pytest.mark.parametrize(
     ("before", "after"),
     [("single", "ddp"), ("ddp", "dp"), ("dp", "single"), slow("mp", "ddp=2xmp=2"), slow("ddp=2xmp=2", "mp")],
@@ -250,6 +254,7 @@ CUT = {
 }
 
 
+@pytest.mark.sweep
 @pytest.mark.parametrize("kind", ["tensor", "function"])
 @pytest.mark.parametrize("way", CUT)
 def test_what_clamps_in_backward_where_batches_are_cut_is_said(way, kind, tmp_path, capsys) -> None:

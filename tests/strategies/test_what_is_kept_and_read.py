@@ -99,6 +99,7 @@ class Sequences(torch.utils.data.Dataset[Any]):
         return (self.tokens[i], targets), targets
 
 
+@pytest.mark.sweep
 @pytest.mark.parametrize("kind", ["tokens", "balancing"])
 @pytest.mark.parametrize("way", WAYS)
 def test_a_mean_over_the_items_that_a_loss_counts_is_no_difference(kind: str, way: str, tmp_path: Path, capsys) -> None:
@@ -212,6 +213,7 @@ def with_a_mean_of_a_variable(outputs: torch.Tensor, targets: torch.Tensor) -> t
 LEFT = {scaled_by_an_attribute: '("scale", "HELD")', scaled_by_a_variable: '("HELD")', with_a_mean_of_a_variable: ""}
 
 
+@pytest.mark.sweep
 @pytest.mark.parametrize("loss", LEFT)
 @pytest.mark.parametrize(("strategy", "devices"), [("single", 1), ("ddp", 2), slow("fsdp", 2), slow("pp", 2)])
 def test_what_a_loss_reads_that_forward_left_is_said_where_it_is_no_sum(

@@ -216,6 +216,7 @@ def logged(run: Run, name: str = "loss") -> dict[int, float]:
     return {record["step"]: record[name] for record in run.history if "loss" in record}
 
 
+@pytest.mark.sweep
 @pytest.mark.parametrize("strategy", ON)
 def test_a_log_has_the_mean_since_the_last_under_every_strategy(strategy: str, tmp_path: Path) -> None:
     settings: dict[str, Any] = {"epochs": 2, "eval_every": None, "clip_norm": 0.7, "batch_size": 6}  # 7 steps an epoch
@@ -361,6 +362,7 @@ def test_a_run_that_is_resumed_by_another_metric_looks_for_the_best_anew(tmp_pat
 # ---- the batch size --------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.sweep
 @pytest.mark.parametrize(
     ("strategy", "makes"),
     [

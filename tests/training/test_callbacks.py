@@ -365,6 +365,7 @@ def stretching(point: str, data: Stretched) -> Callback:
     return type("Stretching", (Callback,), {point: act})()
 
 
+@pytest.mark.sweep
 @pytest.mark.parametrize("point", ["on_step", slow("on_log"), "on_epoch", slow("on_evaluated"), "on_saved"])
 def test_what_callbacks_change_in_the_data_reaches_loader_workers(point: str, tmp_path: Path, capsys: Any) -> None:
     """Found by trial: workers went on with the dataset as it was, and weights were 10 % off without a line."""

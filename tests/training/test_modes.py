@@ -79,6 +79,7 @@ def in_plain_pytorch(model: nn.Module) -> list[float]:
     return found
 
 
+@pytest.mark.sweep
 @pytest.mark.parametrize("make", [adapted, still])
 @pytest.mark.parametrize("way", SOME)
 def test_evaluations_leave_a_model_as_it_was(way: str, make: Any, tmp_path: Path) -> None:

@@ -76,6 +76,7 @@ def same(run: Run, whole: Run) -> None:
     assert run.summary["loss"] == pytest.approx(whole.summary["loss"])
 
 
+@pytest.mark.sweep
 @pytest.mark.parametrize("steps", [8, 10])
 @pytest.mark.parametrize(("strategy", "devices"), [("single", "1xcpu"), ("ddp", "2xcpu")])
 def test_who_died_in_the_last_evaluation_is_evaluated(strategy: str, devices: str, steps: int, tmp_path) -> None:
@@ -110,6 +111,7 @@ class Halving(Callback):
         self._seen = state["seen"]
 
 
+@pytest.mark.sweep
 @pytest.mark.parametrize("every", [None, "2epochs", 3])
 @pytest.mark.parametrize(
     ("strategy", "first"),

@@ -64,6 +64,7 @@ def differ(a: lockstep.Run, b: lockstep.Run) -> float:
     return max(float((one - other).abs().max()) for one, other in pairs if one.is_floating_point())
 
 
+@pytest.mark.sweep
 @pytest.mark.parametrize(
     ("way", "change"),
     [

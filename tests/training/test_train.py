@@ -109,6 +109,7 @@ def of_torchmetrics() -> dict[str, Any]:
     }
 
 
+@pytest.mark.sweep
 @pytest.mark.parametrize("strategy", ON)
 def test_torchmetrics_are_merged_over_ranks(strategy: str, tmp_path: Path) -> None:
     """Found by trial: sums were so many times too large as there are ranks, and own classes were refused."""

@@ -116,6 +116,7 @@ ORDINARY: dict[str, tuple[Job, Any]] = {
 }
 
 
+@pytest.mark.sweep
 @pytest.mark.parametrize(
     "kind", [pytest.param(k, marks=pytest.mark.slow if i % 3 else ()) for i, k in enumerate(ORDINARY)]
 )
