@@ -302,6 +302,23 @@ def padded(samples: list[Any]) -> tuple[torch.Tensor, torch.Tensor]:
     return pad(inputs, batch_first=True), pad(targets, batch_first=True, padding_value=-100)
 
 
+class OfSparse(nn.Module):
+    """A layer of sparse rows, and one of dense ones."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inside, self.out = nn.Linear(6, 16), nn.Linear(16, 3)
+
+    def forward(self, rows: torch.Tensor) -> torch.Tensor:
+        return self.out(torch.tanh(torch.sparse.mm(rows, self.inside.weight.T) + self.inside.bias))
+
+
+def made_sparse(samples: list[Any]) -> tuple[torch.Tensor, torch.Tensor]:
+    """What isn't positive is left out."""
+    inputs, targets = map(torch.stack, zip(*samples, strict=True))
+    return inputs.relu().to_sparse(), targets
+
+
 def right_tokens(outputs: torch.Tensor, targets: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     return (outputs.argmax(dim=1) == targets).sum(), (targets != -100).sum()
 
@@ -530,4 +547,5 @@ ZOO: dict[str, Job] = {
     "moving averages that are evaluated": _job(
         Conv, drawn(SAMPLES, 2, 7, 7), callbacks=[SWA(), EMA(0.9)], sync_batchnorm=True, optimizer=sgd
     ),
+    "sparse inputs": _job(OfSparse, collate=made_sparse, optimizer=sgd),
 }

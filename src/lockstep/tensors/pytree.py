@@ -291,7 +291,9 @@ def cut(tree: Any, start: int, size: int, whole: int, shared: Collection[str] = 
         return SampleList(some) if isinstance(items, SampleList) else some
 
     def of_tensor(tensor: torch.Tensor) -> torch.Tensor:
-        return tensor.narrow(0, start, size) if has_rows(tensor, whole) and id(tensor) not in kept else tensor
+        if not has_rows(tensor, whole) or id(tensor) in kept:
+            return tensor
+        return tensor.narrow_copy(0, start, size) if tensor.layout == torch.sparse_coo else tensor.narrow(0, start, size)
 
     return each(of_tensor, tree, on_list=of_samples)
 
