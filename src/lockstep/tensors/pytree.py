@@ -293,7 +293,8 @@ def cut(tree: Any, start: int, size: int, whole: int, shared: Collection[str] = 
     def of_tensor(tensor: torch.Tensor) -> torch.Tensor:
         if not has_rows(tensor, whole) or id(tensor) in kept:
             return tensor
-        return tensor.narrow_copy(0, start, size) if tensor.layout == torch.sparse_coo else tensor.narrow(0, start, size)
+        narrow = tensor.narrow_copy if tensor.layout == torch.sparse_coo else tensor.narrow
+        return narrow(0, start, size)
 
     return each(of_tensor, tree, on_list=of_samples)
 
