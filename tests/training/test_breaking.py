@@ -255,12 +255,17 @@ class Net(nn.Linear):
         time.sleep(float(os.environ.get("SLOWLY", 0)))
         return super().forward(x)
 
+class Marking(torch.optim.SGD):
+    def step(self, closure=None):
+        super().step(closure)
+        open(os.path.join(os.path.dirname(__file__), "stepped"), "w").close()
+
 def job():
     generator = torch.Generator().manual_seed(1)
     inputs, targets = torch.randn(150, 4, generator=generator), torch.randint(3, (150,), generator=generator)
     return lockstep.Job(
         model=lambda: nn.Sequential(Net(4, 8), nn.Tanh(), Net(8, 3)), loss=nn.CrossEntropyLoss(), epochs=2,
-        optimizer=lambda p: torch.optim.SGD(p, lr=0.1, momentum=0.9), train_data=TensorDataset(inputs, targets),
+        optimizer=lambda p: Marking(p, lr=0.1, momentum=0.9), train_data=TensorDataset(inputs, targets),
         eval_data=TensorDataset(inputs, targets), batch_size=4, precision="fp64")
 """
 EVERY = {"single": "1xcpu", "dp": "2xcpu", "ddp": "2xcpu", "pp": "2xcpu", "hogwild": "2xcpu"}
@@ -268,7 +273,7 @@ EVERY = {"single": "1xcpu", "dp": "2xcpu", "ddp": "2xcpu", "pp": "2xcpu", "hogwi
 
 def stopped(folder: Path, words: list[str], how: signal.Signals, presses: int = 1) -> tuple[int, str, str]:
     """What a training says that is stopped in its first epoch."""
-    # After the first step; hogwild's ranks don't meet before the end of the epoch to say it.
+    # Hogwild's ranks don't meet before the end of the epoch to say that they have begun.
     awaited = "note: hogwild" if "hogwild" in words else "inputs "
     process = subprocess.Popen(
         [sys.executable, *words], cwd=folder, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
@@ -280,6 +285,9 @@ def stopped(folder: Path, words: list[str], how: signal.Signals, presses: int = 
         lines.append(line)
         if line.startswith(awaited):
             break
+    end = time.monotonic() + 60
+    while not (folder / "stepped").exists() and time.monotonic() < end:
+        time.sleep(0.05)
     time.sleep(0.3)
     children = family(process)
     for _ in range(presses):
