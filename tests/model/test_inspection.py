@@ -336,6 +336,26 @@ def of_lengths(*lengths: int) -> torch.Tensor:
     return torch.ones(len(lengths), 6).where(torch.arange(6) < torch.tensor(lengths)[:, None], 0.0)
 
 
+class Difference(nn.Linear):
+    """What two computations of the same give, of which one rounds by how many samples there are."""
+
+    mixes = 0.0
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        values = super().forward(x)
+        rounded = values * (1 + torch.finfo(values.dtype).eps * len(x))
+        return rounded - values + self.mixes * x.mean()
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+def test_rounding_errors_that_are_left_of_a_difference_are_no_dependence_on_other_samples(dtype: torch.dtype) -> None:
+    model, x = Difference(6, 3).to(dtype), drawn(24, 6).to(dtype)
+    assert 0 < model(x).abs().max() < 1e-5
+    assert look(model, x, 24) == Seen()
+    model.mixes = 1e-3
+    assert look(model, x, 24).mixes
+
+
 def test_outputs_as_long_as_the_longest_sample_are_compared_as_far_as_both_go() -> None:
     inputs = of_lengths(2, 1, 5, 4)
     assert look(Trimmed(), inputs, 4) == Seen()

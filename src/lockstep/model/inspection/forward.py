@@ -58,7 +58,7 @@ from lockstep.model.inspection.part_outputs import (
     totals_of,
     with_own,
 )
-from lockstep.model.inspection.rounding import differ
+from lockstep.model.inspection.rounding import differ, outputs_differ
 from lockstep.model.inspection.samples import FEWEST, as_many, enough, is_ragged
 from lockstep.model.inspection.watched import Watched, without_noise
 from lockstep.model.precision import full_products
@@ -133,11 +133,24 @@ def look(
             if len({t.device for t in (*copied.parameters(), *tensors(batch))}) > 1:
                 copied, batch = copied.cpu(), to_device(batch, torch.device("cpu"))
             outside = OutsideVariables.of_model(copied)
+
+            def see(some: Any, number: int, seen: Seen, judge: Judge | None, *, gradients: bool) -> None:
+                _see(copied, some, number, seen, judge, outside, original, gradients=gradients)
+                if not seen.mixes or size > _LARGEST:
+                    return
+                # Terms that cancel, two models' logarithms of probabilities say, leave rounding errors only.
+                with contextlib.suppress(Exception):
+                    wide, found = copy.deepcopy(copied).double(), Seen()
+                    its = to_device(some, next(t.device for t in tensors(some)), torch.float64)
+                    _see(wide, its, number, found, judge, outside, original, gradients=gradients)
+                    if not found.mixes:
+                        vars(seen).update(vars(found))
+
             # With gradients where it fails without, since it takes some itself. What is wrong, its first step says.
             for graph, (some, number) in itertools.product((False, True), enough(batch, samples, again=again)):
                 with outside.kept(), torch.set_grad_enabled(graph):
                     try:
-                        _see(copied, some, number, seen, judge, outside, original, gradients=trains and not again)
+                        see(some, number, seen, judge, gradients=trains and not again)
                     except Exception as error:
                         seen.unparted = told(error) if seen.ran or again else None
                     else:
@@ -151,7 +164,7 @@ def look(
             if more > samples and not again and independent:
                 wider = Seen()
                 with outside.kept(), contextlib.suppress(Exception):
-                    _see(copied, as_many(batch, samples, more), more, wider, None, outside, original, gradients=False)
+                    see(as_many(batch, samples, more), more, wider, None, gradients=False)
                 seen.mixes = wider.mixes
         except Exception as error:
             seen.unparted = seen.unparted or told(error)
@@ -248,7 +261,7 @@ def _see(
                 with kept_states(accelerators):
                     both.append([t[:first] for t in rows_of(run(0, samples, given), samples)])
                 ends.append({name: digest(b) for name, b in acting_buffers(model).items()})
-            seen.mixes = differ(*both)
+            seen.mixes = outputs_differ(*both)
             seen.written = tuple(name for name, its in ends[0].items() if name in begin and its != digest(begin[name]))
             seen.follows = tuple(name for name in seen.written if ends[1].get(name) != ends[0][name])
         if seen.mixes or seen.follows:
@@ -269,7 +282,7 @@ def _see(
         name for name in acting_buffers(model) if name in begin and of_whole[name] != digest(begin[name])
     )
     # At once, and always: parts in between may bring a memory back to where it was.
-    seen.remembers = differ(rows_of(whole, samples), rows_of(run(0, samples), samples))
+    seen.remembers = outputs_differ(rows_of(whole, samples), rows_of(run(0, samples), samples))
     twice = attribute_prints(model)
     restore()
     head = run(0, first)
@@ -291,7 +304,8 @@ def _see(
         )  # a column for each sample, as scores of each against each have
         if not seen.ragged:
             alike = [cropped(of) for of in rows]  # to the shortest, where outputs are as long as the longest sample
-            seen.mixes = across or differ([a for a, _, _ in alike], [torch.cat((b, c)) for _, b, c in alike])
+            of_cut = [torch.cat((b, c)) for _, b, c in alike]
+            seen.mixes = across or outputs_differ([a for a, _, _ in alike], of_cut)
         for name, of in cut_up.items() if not seen.ragged else ():  # else parts were given all rows
             if len({t.shape for t in of}) == 1:
                 seen.of_batch[name] = "whole numbers" if name in exact else kind_of(*of, first / samples)

@@ -13,8 +13,20 @@ _OF_CPU = 1e-4
 """The same in float32 where no accelerator multiplies with fewer bits."""
 
 
-def differ(ones: list[torch.Tensor], others: list[torch.Tensor]) -> bool:
-    """Whether two lists of outputs lie further apart than other ways to round would bring them."""
+_CANCELLED = 1e-11
+"""What may be left in float64 of numbers that cancel: outputs may be no more than that."""
+
+
+def outputs_differ(ones: list[torch.Tensor], others: list[torch.Tensor]) -> bool:
+    """Whether outputs of a model do, which may be differences."""
+    return differ(ones, others, least=_CANCELLED)
+
+
+def differ(ones: list[torch.Tensor], others: list[torch.Tensor], *, least: float = 0.0) -> bool:
+    """Whether two lists of numbers lie further apart than other ways to round would bring them.
+
+    In float64 also further than ``least``.
+    """
     for a, b in zip(ones, others, strict=True):
         if not a.numel():
             continue
@@ -30,7 +42,8 @@ def differ(ones: list[torch.Tensor], others: list[torch.Tensor]) -> bool:
             torch.where(finite & (apart != 0), a.abs(), 0.0).max(), usual.nan_to_num(0.0, posinf=0.0)
         )
         # (Not "greater": what isn't finite for a part only, the variance of one sample say, differs.)
-        if not bool(apart.max() <= rounding * largest):
+        bound = rounding * largest if a.dtype != torch.float64 else (rounding * largest).clamp(min=least)
+        if not bool(apart.max() <= bound):
             return True
     return False
 
