@@ -507,8 +507,8 @@ def test_a_dear_loss_is_checked_now_and_then_and_that_is_said() -> None:
         assert check.wants(update)
         assert check.is_timed(update) == (update > 1)
         if update > 1:
-            check.interval.spent(0.3)
-            check.interval.spent(0.3)
+            check.interval.spent(0.3, closer=False)
+            check.interval.spent(0.3, closer=False)
             line = check.timed(update, 1.3, replicas=2)
     assert check.interval.every == 6
     assert line is not None and line.startswith(
@@ -521,19 +521,19 @@ def test_more_samples_than_a_local_batch_has_are_looked_at_now_and_then_and_that
     """Found by trial: between updates 4 and 8, and so on, nothing looked at them, without a line."""
     check, line = LossCheck(Totalled(contrastive), cuts=True), None
     for update in range(2, 6):
-        check.interval.is_close = bool(check.interval.is_closer(update))
-        check.interval.spent(0.0138 if check.interval.is_close else 0.004)
+        for closer in check.interval.looks(update, again=False):
+            check.interval.spent(0.0138 if closer else 0.004, closer=bool(closer))
         line = check.timed(update, 1.0, replicas=1)
     assert (check.interval.every, check.interval.closer_every) == (1, 20)
     assert line is not None and "is checked with more samples than a local batch has in one of 20 updates only" in line
-    assert [update for update in range(1, 41) if check.interval.is_closer(update)] == [1, 2, 3, 4, 20, 40]
+    assert [update for update in range(1, 41) if check.interval.is_closer(update)] == [1, 2, 3, 4, 5, 20, 40]
 
 
 def test_a_cheap_loss_is_checked_always_and_nothing_is_said() -> None:
     check = LossCheck(Totalled(contrastive), cuts=True)
     for update in range(2, 6):
         spent = 0.3 if update == 3 else 0.04  # once the system was busy
-        check.interval.spent(spent)
+        check.interval.spent(spent, closer=False)
         line = check.timed(update, 0.96 + spent, replicas=1)
     assert check.interval.every == 1 and line is None and check.wants(7)
 
@@ -733,7 +733,7 @@ def test_ranks_check_the_loss_as_often_as_one_another() -> None:
         check = LossCheck(Totalled(contrastive), cuts=True)
         line = None
         for update in range(2, 6):
-            check.interval.spent(0.3 if world.rank else 0.01)
+            check.interval.spent(0.3 if world.rank else 0.01, closer=False)
             line = check.timed(update, 1.0, replicas=1)
             check.agree(world, update, line, meets=update == 2)
         return check.interval.every, check.notes

@@ -13,7 +13,7 @@ from torch import nn
 from torch.utils.data import TensorDataset
 
 import lockstep
-from lockstep.errors import FolderError, InputError, JobError, RankFailed, RunError
+from lockstep.errors import FolderError, InputError, JobError, LossError, RankFailed, RunError
 from lockstep.strategies import DDP
 from zoo import drawn, labels, mlp, plain_sgd, sgd, slow
 
@@ -542,3 +542,45 @@ def test_a_step_draws_nothing_of_what_a_loop_draws(way: str, accumulate: int) ->
     """Found by trial: a step of several micro-batches drew one number."""
     ((expected,), (found, *_)) = looped("single", drawn_around), looped(way, drawn_around, accumulate)
     assert torch.equal(found, expected)
+
+
+class Slow(nn.Module):
+    """So that its loss is checked in each update."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        time.sleep(0.1 * torch.is_grad_enabled())
+        return x
+
+
+def with_mean_of_the_rare(outputs: torch.Tensor, targets: torch.Tensor) -> tuple[torch.Tensor, int]:
+    errors = nn.functional.cross_entropy(outputs, targets, reduction="none")
+    rare = targets == 2
+    return errors.sum() + (errors * rare).sum() / rare.sum().clamp(min=1), len(targets)
+
+
+@pytest.mark.parametrize("in_parts", [False, True])
+@pytest.mark.parametrize("update", [3, 5, 6])
+def test_a_mean_over_a_rare_class_is_refused_in_the_update_in_which_it_comes(update: int, in_parts: bool) -> None:
+    """Found by trial: not in update 5, whose check was timed, nor was a loop timed that gives its step parts."""
+    model = nn.Sequential(nn.Linear(6, 3), Slow()).double()
+    step = lockstep.parallelize(model, with_mean_of_the_rare, plain_sgd(model.named_parameters()), devices="2xcpu")
+    with pytest.raises(LossError, match=f"in step {update} "), warnings.catch_warnings():
+        warnings.filterwarnings("ignore", message="whether the loss is additive")
+        for number in range(1, 8):
+            targets = torch.arange(16) % 2
+            targets[[4, 12]] = 2 if number == update else 0
+            inputs = drawn(16, 6, seed=number).double()
+            if in_parts:
+                step.backward(inputs, targets)
+                step.update()
+            else:
+                step(inputs, targets)
+
+
+def test_a_loop_in_parts_is_told_how_often_its_loss_is_checked() -> None:
+    model = nn.Linear(6, 3)
+    step = lockstep.parallelize(model, with_mean_of_the_rare, plain_sgd(model.named_parameters()), devices="2xcpu")
+    with pytest.warns(UserWarning, match="whether the loss is additive over samples is checked in one of"):
+        for number in range(6):
+            step.backward(drawn(16, 6, seed=number), torch.arange(16) % 2)
+            step.update()

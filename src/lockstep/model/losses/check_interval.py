@@ -27,13 +27,11 @@ class CheckInterval:
     Attributes:
         every: it is checked every so many updates.
         closer_every: as is looked at more samples than a local batch has; a multiple.
-        is_close: set where a check that is timed has done so.
     """
 
     def __init__(self) -> None:
         self.every = self.closer_every = 1
-        self.is_close = False
-        self._seconds: list[float] = []
+        self._seconds: dict[bool, float] = {}
         self._update = math.inf
         self._times: dict[bool, list[float]] = {False: [], True: []}
         self._shares = 0.0, 0.0
@@ -42,17 +40,25 @@ class CheckInterval:
         """Whether to check in this update, counted from 1."""
         return update < TIMED.stop or update % self.every == 0
 
-    def is_closer(self, update: int) -> bool | None:
-        """Whether to look at more samples, too; None in the last one that is timed: there is a check without."""
-        return None if update == TIMED.stop - 1 else update < TIMED.stop or update % self.closer_every == 0
+    def is_closer(self, update: int) -> bool:
+        """Whether to look at more samples, too."""
+        return update < TIMED.stop or update % self.closer_every == 0
+
+    def looks(self, update: int, *, again: bool) -> tuple[bool | None, ...]:
+        """Whether to look at more samples, in each check of an update; unless None, new values have it done, too.
+
+        The last one that is timed is checked twice, since a check is to be timed alone.
+        """
+        closer = again or self.is_closer(update)
+        return (None, closer) if update == TIMED.stop - 1 else (closer,)
 
     def follow(self, other: CheckInterval) -> None:
         """Check as often as another one."""
         self.every, self.closer_every = other.every, other.closer_every
 
-    def spent(self, seconds: float) -> None:
-        """Note the time of a check; several threads may."""
-        self._seconds.append(seconds)
+    def spent(self, seconds: float, *, closer: bool) -> None:
+        """Note the time of a check."""
+        self._seconds[closer] = self._seconds.get(closer, 0.0) + seconds
 
     def timed(self, update: int, seconds: float, replicas: int) -> str | None:
         """Choose the intervals, after an update that was timed.
@@ -65,14 +71,15 @@ class CheckInterval:
         Returns:
             A line for the person, where that isn't in every update.
         """
-        checks, was_close, self.is_close = sum(self._seconds) / replicas, self.is_close, False
+        checks = {closer: spent / replicas for closer, spent in self._seconds.items()}
         self._seconds.clear()
         if checks:  # else there was no sample here
-            self._times[was_close].append(checks)
-            self._update = min(self._update, max(seconds - checks, 1e-9))
-            closer = min(self._times[True] or [0.0])
-            check = min(self._times[False] or [closer])
-            self._shares = check / self._update, max(closer - check, 0.0) / self._update
+            for closer, spent in checks.items():
+                self._times[closer].append(spent)
+            self._update = min(self._update, max(seconds - sum(checks.values()), 1e-9))
+            closest = min(self._times[True] or [0.0])
+            check = min(self._times[False] or [closest])
+            self._shares = check / self._update, max(closest - check, 0.0) / self._update
             self.every = math.ceil(self._shares[0] / _LARGEST_SHARE)
             self.closer_every = self.every * max(1, math.ceil(self._shares[1] / _LARGEST_CLOSER / self.every))
         if update < TIMED.stop - 1 or self.closer_every == 1:

@@ -9,7 +9,7 @@
             total(n times the local batch) = n total(local batch)
             total(local batch and o) = total(local batch) + total(o)   o: its targets, with outputs of other samples
 
-It looks closer in updates 1 to 4, 8, 16 and so on, at new values, at single samples, and as often as that is cheap.
+It looks closer in updates 1 to 5, 8, 16 and so on, at new values, at single samples, and as often as that is cheap.
 The sample of an earlier local batch is the first rank's, on all of them: a mask may be even over each rank's local
 batch, and not over those of two. A shorter one is joined with zeros as long.
 The sizes of the two parts have no common divisor: a mask over samples leaves the same part of both if all or none only.
@@ -124,7 +124,7 @@ class LossCheck:
             targets: of the same.
             whole: what the loss made of them.
             step: the update, for the message; 0 in an evaluation.
-            closer: whether to look at more samples than a local batch has; unless None, it is done for new values.
+            closer: whether to look at more samples than a local batch has. Unless None, new values have it done.
             waits: False on an accelerator where the host must not wait for it.
 
         Returns:
@@ -144,8 +144,8 @@ class LossCheck:
         try:
             tolerance = tolerance_of(nest, [whole.total], waits=waits)
             with torch.no_grad(), kept_generators(nest) as drawn, without_warnings(unless=self._cuts):
-                new = self._cuts and waits and self._is_new(nest, whole.samples)
-                self.interval.is_close |= (closer := self._cuts and closer is not None and (closer or new))
+                new = self._cuts and waits and closer is not None and self._is_new(nest, whole.samples)
+                closer = self._cuts and closer is not None and (closer or new)
                 sums = self._sums(nest, whole.samples, whole, closer=closer, waits=waits)
                 if not waits:
                     return are_wrong(sums, tolerance)

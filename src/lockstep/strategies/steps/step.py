@@ -82,8 +82,8 @@ class Step(Calls):
         self.last_step: int | None = None
         self.seen = Seen()
         self.grad_norm: Number | None = None
-        self._said_read: set[str] = set()
-        self._reads_within = False
+        self._said_read, self._reads_within = set[str](), False
+        self._began: float | None = None  # where an update is timed
         self._on_devices = DeviceChecks()
         self.caveats: Callable[[], list[Caveat]] = list
 
@@ -98,19 +98,14 @@ class Step(Calls):
             NonFiniteLoss: the loss is NaN or infinite (on accelerators found some steps later, to save waiting).
             OutOfMemory: with the share that was too large.
         """
-        if batch is None:
-            batch, loss = self._given_parts()
-            with self.explained(batch):
-                self._move_parameters(batch.size, loss.count)
-            return self._ended(loss, batch.size)
-        self._look_at_flags()
-        self.begin_update(batch)
-        began = self._time() if self.loss_check.is_timed(self._updates) else None
+        batch, loss = self._given_parts() if batch is None else (batch, None)
+        if loss is None:
+            self._look_at_flags()
+            self.begin_update(batch)
         with self.explained(batch):
-            loss = self.checked_gradients(batch)
+            loss = loss or self.checked_gradients(batch)
             self._move_parameters(batch.size, loss.count)
-        line = None if began is None else self.loss_check.timed(self._updates, self._time() - began, len(self.models()))
-        return self._ended(loss, batch.size, line)
+        return self._ended(loss, batch.size)
 
     def begin_update(self, batch: Batch) -> None:
         """Count it, and look at what the model makes of a batch, where that is looked at."""
@@ -122,6 +117,7 @@ class Step(Calls):
             self.prepare(batch)
         elif (self.looks_again or self._owes_look) and self._updates <= self.last_look:
             self._look(batch)
+        self._began = self._time() if self.loss_check.is_timed(self._updates) else None
 
     def checked_gradients(self, batch: Batch) -> Loss:
         """As ``gradients``, with what is held to it."""
@@ -154,8 +150,11 @@ class Step(Calls):
                 raise
             raise known from error
 
-    def _ended(self, loss: Loss, size: int, line: str | None = None) -> Result:
-        """After an update; ``line`` says how often the loss is checked from now on."""
+    def _ended(self, loss: Loss, size: int) -> Result:
+        """After an update."""
+        line = None  # how often the loss is checked from now on
+        if self._began is not None:
+            line = self.loss_check.timed(self._updates, self._time() - self._began, len(self.models()))
         self.loss_check.agree(self.world, self._updates, line, meets=self.looks_again)
         self.tell_of_loss()
         self.tell_once(self.caveats() if self.looks_again and self.world.is_first else [])
@@ -349,15 +348,15 @@ class Step(Calls):
         """Hold the loss of a local batch to being additive; several threads may."""
         if self.looks_again and self.cuts_batch:
             self._reads_within |= reads_within(self.loss, outputs, part)
-        began = self._time() if self.loss_check.is_timed(self._updates) else None
         whole, step, waits = Piece.of(loss, part.size), self.world.step, self._waits or self.looks_again
-        closer = self.looks_again or self.loss_check.interval.is_closer(self._updates)
-        with squeezing_explained(outputs, part.targets, part.size):
-            wrong = self.loss_check(outputs, part.targets, whole, step=step, closer=closer, waits=waits)
-        if wrong is not None:
-            self._on_devices.note_loss(wrong, self.world.step)
-        if began is not None:
-            self.loss_check.interval.spent(self._time() - began)
+        for closer in (check := self.loss_check).interval.looks(self._updates, again=self.looks_again):
+            began = self._began and self._time()
+            with squeezing_explained(outputs, part.targets, part.size):
+                wrong = check(outputs, part.targets, whole, step=step, closer=closer, waits=waits)
+            if wrong is not None:
+                self._on_devices.note_loss(wrong, step)
+            if began is not None:
+                check.interval.spent(self._time() - began, closer=bool(closer))
 
     def say_what_the_loss_reads(self, seen: Seen | None = None) -> None:
         """Say what acts in the loss that the model computed over a whole local batch; ``seen`` in an evaluation."""
