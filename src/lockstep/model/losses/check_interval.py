@@ -85,10 +85,12 @@ class CheckInterval:
         if update < TIMED.stop - 1 or self.closer_every == 1:
             return None
         takes = [f"{100 * share:.1f}".removesuffix(".0") for share in self._shares]
-        more = f"with more samples than a local batch has in one of {self.closer_every}"
-        if self.every == 1:
-            return f"{_WHETHER} is checked {more} updates only, since that takes {takes[1]} % of the time of one"
-        return (
-            f"{_WHETHER} is checked in one of {self.every} updates, {more}, since a check takes {takes[0]} % of the "
-            f"time of one, and that {takes[1]} %"
+        more, also = (
+            f"with more samples than a local batch has in one of {self.closer_every}",
+            "as seldom in evaluations",
         )
+        if self.every == 1:
+            said = f"{_WHETHER} is checked {more} updates only, and {also}, since that takes {takes[1]} %"
+            return f"{said} of the time of one"
+        said = f"{_WHETHER} is checked in one of {self.every} updates, {more}, and {also}"
+        return f"{said}, since a check takes {takes[0]} % of the time of one, and that {takes[1]} %"

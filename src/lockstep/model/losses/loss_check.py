@@ -9,9 +9,8 @@
             total(n times the local batch) = n total(local batch)
             total(local batch and o) = total(local batch) + total(o)   o: its targets, with outputs of other samples
 
-It looks closer in updates 1 to 5, 8, 16 and so on, at new values, at single samples, and as often as that is cheap.
-The sample of an earlier local batch is the first rank's, on all of them: a mask may be even over each rank's local
-batch, and not over those of two. A shorter one is joined with zeros as long.
+It looks closer in updates 1 to 5, 8, 16 and so on, at new values, and as often as that is cheap. The earlier
+sample is the first rank's, on all: a mask may be even over each local batch, and not over two. A shorter one is padded.
 The sizes of the two parts have no common divisor: a mask over samples leaves the same part of both if all or none only.
 
 The totals and counts of a loss that returns ``(total, count)`` are held to that; of one that returns a scalar, a mean
@@ -82,6 +81,7 @@ class LossCheck:
             updates: a mean over the batch is as good as any other loss then, but the scale of a sum depends on the
             size of the batch. (A loss divided by the positives of a batch, or by 1, is a sum where there are none.)
         local_batches: in how many they are cut.
+        joins: whether a sample is always joined with that of an earlier local batch, not only where it looks closer.
 
     Attributes:
         interval: how often it is checked.
@@ -92,8 +92,8 @@ class LossCheck:
         notes: what the person has to know, until somebody has told it.
     """
 
-    def __init__(self, loss: Totalled, *, cuts: bool, local_batches: int = 2) -> None:
-        self._loss, self._cuts = loss, cuts
+    def __init__(self, loss: Totalled, *, cuts: bool, local_batches: int = 2, joins: bool = False) -> None:
+        self._loss, self._cuts, self._joins = loss, cuts, joins
         self._local_batches = min(local_batches, _MOST)
         self._trusted, self._earlier = loss.is_known, EarlierSamples()
         self._of_earlier: tuple[Nest | None, Piece] = None, Piece(torch.zeros(()), 0, 0)  # the last, and its loss
@@ -279,7 +279,7 @@ class LossCheck:
             first = next(size for size in range((samples + 1) // 2, 0, -1) if math.gcd(size, samples) == 1)
             parts = ((0, first), (first, samples - first))
             sums.append(Sum(whole, *(piece(part_of(rows, start, size, samples), size) for start, size in parts)))
-        if closer or samples == 1:
+        if closer or samples == 1 or self._joins:
             one = part_of(rows, 0, 1, samples) if samples > 1 else rows  # those of a local batch may be alike in length
             if longer := self._earlier.padded_with(one, instead):
                 with contextlib.suppress(LossError, CantTell):  # it may not take them

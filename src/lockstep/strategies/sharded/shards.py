@@ -292,9 +292,14 @@ def blocks_of(model: nn.Module, wanted: str) -> dict[str, nn.Module]:
 
 def _tied(model: nn.Module, block: nn.Module) -> str | None:
     """The name of a parameter of a block that is elsewhere in the model too."""
-    within = set(block.modules())
-    outside = {id(p) for m in model.modules() if m not in within for p in m._parameters.values() if p is not None}
-    return next((name for name, p in block.named_parameters() if id(p) in outside), None)
+    outside, reached = set[nn.Module](), [model]
+    while reached:
+        module = reached.pop()
+        if module is not block and module not in outside:
+            outside.add(module)
+            reached += module.children()
+    elsewhere = {id(p) for module in outside for p in module._parameters.values()}
+    return next((name for name, p in block.named_parameters() if id(p) in elsewhere), None)
 
 
 def places_of(model: nn.Module) -> dict[str, list[Place]]:

@@ -94,8 +94,9 @@ class Evaluator:
 
     def _loss_check_of(self, what: str) -> LossCheck:
         if what not in self._loss_checks:
-            local_batches = max(2, self.replicas * self._accumulate)
-            self._loss_checks[what] = LossCheck(self.loss, cuts=self.cuts_batch, local_batches=local_batches)
+            cuts, local_batches = self.cuts_batch, max(2, self.replicas * self._accumulate)
+            joins = what == "evaluation"  # (whose batches may be in the order of their lengths)
+            self._loss_checks[what] = LossCheck(self.loss, cuts=cuts, local_batches=local_batches, joins=joins)
         return self._loss_checks[what]
 
     @contextmanager
