@@ -60,6 +60,14 @@ class Stack(nn.Module):
         return self.out(x).transpose(1, 2)
 
 
+class Sharing(Stack):
+    """The first and the last block have a layer in common."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks[2].up = self.blocks[0].up
+
+
 class Rows(nn.Module):
     """Blocks with norms; the second is frozen."""
 
@@ -174,6 +182,7 @@ KINDS |= {
         eval_data=None,
         metrics={},
     ),
+    "blocks that share a layer": _job(Sharing, _tokens, _next, optimizer=sgd, metrics={}),
     "checkpointed outside of blocks": _job(Rows, optimizer=sgd, activation_checkpointing="blocks"),
 }
 FAST = {
@@ -181,6 +190,7 @@ FAST = {
     ("sparse gradients that are clipped", 2),
     ("tied blocks, in micro-batches, clipped", 3),
     ("blocks with sync_batchnorm, one frozen", 2),
+    ("blocks that share a layer", 2),
 }
 
 

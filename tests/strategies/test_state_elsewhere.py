@@ -22,7 +22,7 @@ from lockstep import train
 from lockstep.errors import JobError, LockstepError, StrategyError
 from lockstep.model.losses.loss import Totalled
 from lockstep.strategies.replicas import shared_by_threads
-from lockstep.tensors.pytree import cut
+from lockstep.tensors.samples import cut
 from lockstep.verify import parity, same_bits
 
 from zoo import ZOO, drawn, labels, mlp, sgd  # isort: skip
@@ -349,6 +349,24 @@ class Holding(nn.Module):
 def test_what_cannot_be_resumed_is_said(changes: Any, what: str, tmp_path: Path, capsys: Any) -> None:
     train(dataclasses.replace(ZOO["mlp"], **changes), devices="1xcpu", folder=tmp_path)
     assert f"{what} changes in training, and no checkpoint keeps it" in capsys.readouterr().out
+
+
+class WithPenalty:
+    """A loss that adds the norm of the weights of a model that it holds."""
+
+    def __init__(self, model: nn.Module) -> None:
+        self.model = model
+
+    def __call__(self, outputs: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
+        penalty = sum(p.square().sum() for p in self.model.parameters())
+        return nn.functional.cross_entropy(outputs, targets) + 0.01 * penalty
+
+
+def test_weights_of_the_model_are_not_what_a_loss_remembers(tmp_path: Path, capsys: Any) -> None:
+    built = mlp()
+    job = dataclasses.replace(ZOO["mlp"], model=lambda: built, loss=WithPenalty(built))
+    train(job, devices="1xcpu", folder=tmp_path)
+    assert "remembers" not in capsys.readouterr().out
 
 
 class Configured(nn.Module):

@@ -9,7 +9,8 @@ import pytest
 import torch
 
 from lockstep.errors import InputError
-from lockstep.tensors.pytree import batch_size_of, call, cut, to_device
+from lockstep.tensors.pytree import call, to_device
+from lockstep.tensors.samples import batch_size_of, cut
 
 Point = namedtuple("Point", "x y")
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+import time
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -735,3 +736,36 @@ def test_a_number_that_is_the_same_in_two_batches_is_no_constant() -> None:
         numbers.keep(outputs, labels(8, 3))
     metrics = {"used": lambda o, y: (o["used"] * len(y), len(y)), "right": lambda o, y: (o["logits"].sum(), len(y))}
     assert numbers.read_by(metrics, World()) == ["used"]
+
+
+class Masked(nn.Linear):
+    """Slow, so that its loss is checked in each update."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        time.sleep(0.05 * self.training)
+        return super().forward(x)
+
+
+def mean_of_words(outputs: Tensor, targets: Tensor) -> Tensor:
+    return ((outputs * (targets >= 0)).square().sum()) / (targets >= 0).sum()
+
+
+def masked_words(batches: int, uneven: int, *, within: bool) -> TensorDataset:
+    """Batches of 16 samples, of which one batch has unequal masks: within each local batch, or only between both."""
+    targets = torch.zeros(16 * batches, 3, dtype=torch.long)
+    targets[:, 2] = -1
+    batch = targets[16 * (uneven - 1) :][:16]
+    batch[1 if within else slice(8, 16), 1] = -1
+    return TensorDataset(drawn(len(targets), 6), targets)
+
+
+@pytest.mark.parametrize("within", [True, False])
+@pytest.mark.parametrize("way", ["dp", slow("ddp")])
+@pytest.mark.parametrize("updates", [3, 6])
+def test_a_mask_that_is_uneven_in_one_batch_of_an_evaluation_is_seen(updates: int, way: str, within: bool) -> None:
+    """Found by trial: the interval of training held from update 2 on, and its line came in update 5."""
+    even = TensorDataset(drawn(16 * updates, 6), torch.zeros(16 * updates, 3, dtype=torch.long))
+    uneven = masked_words(11, 7, within=within)
+    job = job_of(lambda: Masked(6, 3), loss=mean_of_words, train_data=even, eval_data=uneven)
+    with pytest.raises(LossError, match="is not a mean over samples"):
+        train(job.replace(batch_size=16), strategy=way, devices="2xcpu", quiet=True)

@@ -19,8 +19,8 @@ from lockstep.checkpoint.safe_file import sha256_of
 from lockstep.errors import FolderError, first_line
 from lockstep.tensors.array_file import SAFETENSORS_TYPES
 from lockstep.tensors.new_file import opened_new
-from lockstep.tensors.pytree import share_sizes
 from lockstep.tensors.row_shard import RowShard
+from lockstep.tensors.samples import share_sizes
 from lockstep.tensors.state_tree import decoded
 
 INDEX = "index.json"

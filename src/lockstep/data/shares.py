@@ -21,17 +21,15 @@ from torch import Tensor
 
 from lockstep.errors import InputError, JobError
 from lockstep.launch.world import World
-from lockstep.tensors.pytree import (
+from lockstep.tensors.pytree import named_parts, parts, tensors
+from lockstep.tensors.samples import (
     SampleList,
     batch_size_of,
     cut,
     has_rows,
     holds_samples,
     joined,
-    named_parts,
-    parts,
     share_sizes,
-    tensors,
     with_sample_lists,
 )
 from lockstep.tensors.seeding import kept_state_on, seed_on

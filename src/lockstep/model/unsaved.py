@@ -28,7 +28,7 @@ class Unsaved:
     ) -> None:
         self._model, self._loss, self._optimizer, self._outside = model, loss, optimizer, outside
         self._attributes, self._layers = attribute_prints(model), _layers(model)
-        self._variables, self._state = outside.prints(), loss.state()
+        self._variables, self._state = outside.prints(), loss.state(model)
         self._of_optimizer = optimizer_prints(optimizer, model)
 
     def changed(self) -> Iterator[tuple[str, str]]:
@@ -44,7 +44,7 @@ class Unsaved:
         for name, was in self._variables.items():
             if variables[name] != was:
                 yield f'"{name}", which is outside of the model,', of_model
-        if self._loss.state() != self._state:
+        if self._loss.state(self._model) != self._state:
             yield "what the loss remembers", of_model
         for name, value in optimizer_prints(self._optimizer, self._model).items():
             if self._of_optimizer.get(name) != value:

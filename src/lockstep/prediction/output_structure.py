@@ -17,7 +17,8 @@ from typing import Any
 import torch
 
 from lockstep.errors import InputError
-from lockstep.tensors.pytree import described, holds_samples, named_parts, parts, rebuilt, same_kind
+from lockstep.tensors.pytree import described, named_parts, parts, rebuilt, same_kind
+from lockstep.tensors.samples import holds_samples
 
 
 @dataclass(frozen=True)

@@ -1,7 +1,8 @@
-"""Nestings: what models take and give, as tensors inside lists, tuples, mappings, named tuples and dataclasses.
+"""Nestings: what models take and give, as tensors inside lists, tuples, mappings, dataclasses and other objects.
 
 ``torch.utils._pytree`` needs dataclasses and mappings to be registered one by one; a person's own batch class should
-work as it is. A nest here is anything that has ``parts``, and can be rebuilt from as many new ones.
+work as it is, if its attributes are tensors, or lists, tuples and mappings of them. A nest here is anything that has
+``parts``, and can be rebuilt from as many new ones.
 """
 
 from __future__ import annotations
@@ -9,9 +10,7 @@ from __future__ import annotations
 import copy
 import dataclasses
 import inspect
-import itertools
-import operator
-from collections.abc import Callable, Collection, Iterator, Mapping, MutableMapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, MutableMapping, Sequence
 from typing import Any
 
 import torch
@@ -19,6 +18,9 @@ from torch import nn
 from torch.nn.utils.rnn import PackedSequence
 
 from lockstep.errors import InputError
+
+_NO_NESTS = {"builtins", "torch", "numpy"}
+"""Where objects aren't looked into: those of ``torch.distributions`` know the shape of their tensors, say."""
 
 
 def parts(nest: Any) -> list[Any] | None:
@@ -37,9 +39,8 @@ def parts(nest: Any) -> list[Any] | None:
         return list(nest)
     if isinstance(nest, MutableMapping):
         return list(nest.values())
-    if _is_dataclass(nest):
-        return [getattr(nest, f.name) for f in dataclasses.fields(nest)]
-    return None
+    names = _attributes(nest)
+    return None if names is None else [getattr(nest, name) for name in names]
 
 
 def named_parts(nest: Any) -> list[tuple[str, Any]]:
@@ -49,10 +50,10 @@ def named_parts(nest: Any) -> list[tuple[str, Any]]:
         names: Any = map(str, nest)
     elif isinstance(nest, tuple) and hasattr(nest, "_fields"):
         names = nest._fields
-    elif _is_dataclass(nest) and not isinstance(nest, (list, tuple)):
-        names = [f.name for f in dataclasses.fields(nest)]
-    else:
+    elif isinstance(nest, (list, tuple)) or not inside:
         names = map(str, range(len(inside)))
+    else:
+        names = _attributes(nest)
     return list(zip(names, inside, strict=True))
 
 
@@ -69,8 +70,8 @@ def rebuilt(nest: Any, new: Sequence[Any]) -> Any:
         for key, value in zip(nest, new, strict=True):
             made[key] = value
     else:
-        for f, value in zip(dataclasses.fields(nest), new, strict=True):
-            object.__setattr__(made, f.name, value)  # frozen ones too; __post_init__ has had its turn
+        for name, value in zip(_attributes(nest) or (), new, strict=True):
+            object.__setattr__(made, name, value)  # frozen ones too; __post_init__ has had its turn
     return made
 
 
@@ -115,7 +116,7 @@ def described(nest: Any) -> str:
     if isinstance(nest, MutableMapping):
         body = ", ".join(f"{key!r}: {described(value)}" for key, value in zip(nest, inside, strict=True))
         return f"{{{body}}}" if type(nest) is dict else f"{type(nest).__name__}({{{body}}})"
-    if _is_dataclass(nest) or hasattr(nest, "_fields"):
+    if not isinstance(nest, (list, tuple)) or hasattr(nest, "_fields"):
         body = ", ".join(f"{name}={described(value)}" for name, value in named_parts(nest))
         return f"{type(nest).__name__}({body})"
     shown = inside if len(inside) <= 8 else inside[:3]
@@ -140,7 +141,7 @@ def each(
     function: Callable[[torch.Tensor], Any],
     nest: Any,
     *,
-    on_list: Callable[[list[Any]], list[Any] | None] | None = None,
+    on_list: Callable[[list[Any] | tuple[Any, ...]], list[Any] | tuple[Any, ...] | None] | None = None,
     on_packed: Callable[[PackedSequence], Any] | None = None,
 ) -> Any:
     """The same nest with ``function`` of each tensor; anything else is left as it is.
@@ -148,14 +149,14 @@ def each(
     Args:
         function: of a tensor.
         nest: any nesting.
-        on_list: asked first of each list; what it gives is taken instead, unless that is None.
+        on_list: asked first of each list and tuple; what it gives is taken instead, unless that is None.
         on_packed: of a ``PackedSequence``, which is refused otherwise.
     """
     if isinstance(nest, torch.Tensor):
         return function(nest)
     if on_packed is not None and isinstance(nest, PackedSequence):
         return on_packed(nest)
-    if on_list is not None and isinstance(nest, list) and (taken := on_list(nest)) is not None:
+    if on_list is not None and isinstance(nest, list | tuple) and (taken := on_list(nest)) is not None:
         return taken
     inside = parts(nest)
     if inside is None:
@@ -223,149 +224,6 @@ def _unfit(model: Any, inputs: Any, args: Any, kwargs: Mapping[str, Any]) -> str
     return f"{said}: a {type(inputs).__name__} is passed as model(*inputs); {what}" if len(args) > 1 else said
 
 
-def batch_size_of(tree: Any) -> int:
-    """The size of the first dimension of the first tensor that has one.
-
-    Raises:
-        InputError: there is none.
-    """
-    for tensor in tensors(tree):
-        if tensor.dim():
-            return tensor.shape[0]
-    raise InputError("the inputs have no tensor with a batch dimension, so they have no size")
-
-
-def share_sizes(total: int, parts: int) -> list[int]:
-    """Cut ``total`` items in ``parts`` as evenly as can be, larger first: 10 in 4 is 3, 3, 2, 2."""
-    size, larger = divmod(total, parts)
-    return [size + 1] * larger + [size] * (parts - larger)
-
-
-class SampleList(list[Any]):
-    """A list that has an item for each sample, as can't be seen of each part of it: one box of the only image, say."""
-
-
-def holds_samples(items: list[Any], samples: int) -> bool:
-    """Whether a list has an item for each sample: the boxes of each image, sentences.
-
-    A dictionary is one sample's. Tensors are as many batches, where each of them has a row for each sample.
-    """
-    if isinstance(items, SampleList):
-        return len(items) == samples
-    if len(items) != samples or all(isinstance(item, MutableMapping) for item in items):
-        return len(items) == samples
-    found = [t for item in items for t in tensors(item)]
-    return not found or not all(t.dim() and t.shape[0] == samples for t in found)
-
-
-def with_sample_lists(nest: Any, samples: int, known: set[str], way: str = "") -> Any:
-    """The nest with each list that has an item for each sample as a ``SampleList``.
-
-    Args:
-        nest: of so many ``samples``.
-        samples: their number.
-        known: the names of such lists, which are added to: one whose tensors all have a row for each sample, by chance,
-            is one if it was one before.
-        way: the name of the nest.
-    """
-    if type(nest) is list and len(nest) == samples and (way in known or holds_samples(nest, samples)):
-        known.add(way)
-        return SampleList(nest)
-    named = named_parts(nest)
-    new = [with_sample_lists(part, samples, known, f"{way}.{name}") for name, part in named]
-    return nest if all(a is b for a, (_, b) in zip(new, named, strict=True)) else rebuilt(nest, new)
-
-
-def cut(tree: Any, start: int, size: int, whole: int, shared: Collection[str] = ()) -> Any:
-    """Samples ``start`` to ``start + size`` of every tensor that has a row for each of ``whole``; others are shared.
-
-    A list that has an item for each sample is cut too. Tensors whose names are in ``shared`` are not, however many rows
-    they have.
-    """
-    kept = {id(t) for name, t in named_tensors(tree) if name in shared} if shared else set()
-
-    def of_samples(items: list[Any]) -> list[Any] | None:
-        if not holds_samples(items, whole):
-            return None
-        some = items[start : start + size]
-        return SampleList(some) if isinstance(items, SampleList) else some
-
-    def of_tensor(tensor: torch.Tensor) -> torch.Tensor:
-        if not has_rows(tensor, whole) or id(tensor) in kept:
-            return tensor
-        narrow = tensor.narrow_copy if tensor.layout == torch.sparse_coo else tensor.narrow
-        return narrow(0, start, size)
-
-    return each(of_tensor, tree, on_list=of_samples)
-
-
-def has_rows(tensor: torch.Tensor, samples: int) -> bool:
-    """Whether it has a row for each sample. A parameter, which a model may give among its outputs, is that of all."""
-    return bool(tensor.dim()) and tensor.shape[0] == samples and not isinstance(tensor, nn.Parameter)
-
-
-def joined(one: Any, its: int, other: Any, others: int) -> Any:
-    """What ``cut`` would have made two batches of: ``its`` samples and ``others``; None where they don't go together.
-
-    What isn't cut is that of the first.
-    """
-    if isinstance(one, torch.Tensor):
-        if not has_rows(one, its):
-            return one
-        fits = isinstance(other, torch.Tensor) and other.shape == (others, *one.shape[1:])
-        return torch.cat([one, other.to(one)]) if fits else None
-    if not same_kind(one, other) and not (isinstance(one, list) and isinstance(other, list)):
-        return None
-    if isinstance(one, list) and holds_samples(one, its) and holds_samples(other, others):
-        return SampleList([*one, *other]) if isinstance(one, SampleList) else [*one, *other]
-    inside = parts(one)
-    theirs = [other[key] for key in one] if isinstance(one, MutableMapping) else parts(other)
-    if inside is None or theirs is None or len(inside) != len(theirs):
-        return one if inside is None else None
-    made = [joined(mine, its, more, others) for mine, more in zip(inside, theirs, strict=True)]
-    lost = any(new is None and old is not None for new, old in zip(made, inside, strict=True))
-    return None if lost else rebuilt(one, made)
-
-
-def folded(nest: tuple[Any, Any], samples: int) -> tuple[Any, Any] | None:
-    """Outputs with a row for each word of each sample, ``(batch x time, classes)``, as ``(batch, time, classes)``.
-
-    None where they aren't that: a single tensor, beside targets ``(batch, time, ...)``.
-    """
-    outputs, targets = nest
-    if not isinstance(outputs, torch.Tensor) or not outputs.dim():
-        return None
-    length = outputs.shape[0]  # (len, asked of a tensor, is a Python function of PyTorch's where a mode is on)
-    times = length // samples
-    if times < 2 or times * samples != length:
-        return None
-    shapes = [t.shape for t in tensors(targets)]
-    if any(not shape or shape[0] != samples for shape in shapes):
-        return None
-    if times not in {size for shape in shapes for size in itertools.accumulate(shape[1:], operator.mul)}:
-        return None
-    return outputs.reshape(samples, times, *outputs.shape[1:]), targets
-
-
-def part_of(nest: tuple[Any, Any], start: int, size: int, samples: int) -> tuple[Any, Any]:
-    """Some samples of outputs and targets; what isn't one row for each (or several) is shared."""
-    if (rows := folded(nest, samples)) is None:
-        made: tuple[Any, Any] = cut(nest, start, size, samples)
-        return made
-    outputs, targets = cut(rows, start, size, samples)
-    return outputs.flatten(0, 1), targets
-
-
-def both_of(one: tuple[Any, Any], its: int, other: tuple[Any, Any], others: int) -> tuple[Any, Any] | None:
-    """The samples of two; None where they don't go together."""
-    if (rows := folded(one, its)) is None:
-        made: tuple[Any, Any] | None = joined(one, its, other, others)
-        return made
-    more = folded(other, others)
-    both = None if more is None else joined(rows, its, more, others)
-    return None if both is None else (both[0].flatten(0, 1), both[1])
-
-
 def to_device(tree: Any, device: torch.device, dtype: torch.dtype | None = None, *, channels_last: bool = False) -> Any:
     """Every tensor on ``device``; floating ones as ``dtype`` where given, images in ``channels_last`` layout.
 
@@ -394,5 +252,14 @@ def may_pin(device: torch.device) -> bool:
     return device.type in ("cuda", "xpu", torch._C._get_privateuse1_backend_name())
 
 
-def _is_dataclass(nest: Any) -> bool:
-    return dataclasses.is_dataclass(nest) and not isinstance(nest, type)
+def _attributes(nest: Any) -> list[str] | None:
+    """The names of a dataclass's fields, and of the attributes of another object that has tensors; None of the rest."""
+    if isinstance(nest, type | nn.Module):
+        return None
+    if dataclasses.is_dataclass(nest):
+        return [f.name for f in dataclasses.fields(nest)]
+    if type(nest).__module__.partition(".")[0] in _NO_NESTS or not hasattr(nest, "__dict__"):
+        return None
+    kinds = (torch.Tensor, list, tuple, MutableMapping)
+    held = [value for value in vars(nest).values() if isinstance(value, kinds)]
+    return list(vars(nest)) if any(True for value in held for _ in tensors(value)) else None

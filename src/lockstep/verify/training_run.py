@@ -18,7 +18,8 @@ from lockstep.model.inspection import acting_buffers, attribute_prints, drawing_
 from lockstep.strategies.steps.step import Step
 from lockstep.strategies.steps.update_result import Result
 from lockstep.tensors.digest import digest
-from lockstep.tensors.pytree import each, graph_nodes, holds_samples
+from lockstep.tensors.pytree import each, graph_nodes
+from lockstep.tensors.samples import holds_samples
 from lockstep.tensors.seeding import same, same_others, states
 from lockstep.training.evaluation import evaluate_sets
 from lockstep.training.scheduler import move_on, scheduler_of
@@ -201,7 +202,7 @@ def _in_order(nest: Any, order: torch.Tensor) -> Any:
     def of_tensor(tensor: torch.Tensor) -> torch.Tensor:
         return tensor[order.to(tensor.device)] if tensor.dim() and tensor.shape[0] == size else tensor
 
-    def of_list(items: list[Any]) -> list[Any] | None:
+    def of_list(items: list[Any] | tuple[Any, ...]) -> list[Any] | None:
         return [items[i] for i in order.tolist()] if holds_samples(items, size) else None
 
     return each(of_tensor, nest, on_list=of_list, on_packed=lambda packed: packed)

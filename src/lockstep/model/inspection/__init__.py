@@ -11,6 +11,7 @@ from lockstep.model.inspection.attributes import (
     holds_on_to,
     is_plain,
     kept_state,
+    names_in,
     prints_of,
     set_attributes,
 )
@@ -51,6 +52,7 @@ __all__ = [
     "kept_state",
     "look",
     "may_be_nonlinear",
+    "names_in",
     "prints_of",
     "set_attributes",
     "without_noise",

@@ -50,12 +50,14 @@ def attribute_prints(model: nn.Module, *, plain: bool = True) -> dict[str, bytes
     if not held:  # as most models have it: dp asks twice in each update
         return {}
 
-    @functools.cache
-    def names() -> dict[int, str]:
-        named: Any = (*model.named_modules(), *model.named_parameters(), *model.named_buffers())
-        return {id(one): name for name, one in named}
+    its_names = functools.cache(functools.partial(names_in, model))
+    return prints_of(((f"{name}.{key}" if name else key, value) for name, key, value in held), its_names)
 
-    return prints_of(((f"{name}.{key}" if name else key, value) for name, key, value in held), names)
+
+def names_in(model: nn.Module) -> dict[int, str]:
+    """The names of its modules and tensors, by their ids."""
+    named: Any = (*model.named_modules(), *model.named_parameters(), *model.named_buffers())
+    return {id(one): name for name, one in named}
 
 
 class _Pickler(pickle.Pickler):

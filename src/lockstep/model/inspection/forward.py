@@ -63,19 +63,8 @@ from lockstep.model.inspection.samples import FEWEST, as_many, enough, is_ragged
 from lockstep.model.inspection.watched import Watched, without_noise
 from lockstep.model.precision import full_products
 from lockstep.tensors.digest import digest
-from lockstep.tensors.pytree import (
-    call,
-    clones,
-    cut,
-    each,
-    folded,
-    has_rows,
-    joined,
-    named_tensors,
-    part_of,
-    tensors,
-    to_device,
-)
+from lockstep.tensors.pytree import call, clones, each, named_tensors, tensors, to_device
+from lockstep.tensors.samples import cut, folded, has_rows, joined, part_of
 from lockstep.tensors.seeding import kept_states, noted_seeding, same, same_others, states
 
 _MORE = 16

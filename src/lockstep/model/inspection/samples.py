@@ -8,7 +8,8 @@ from typing import Any
 
 import torch
 
-from lockstep.tensors.pytree import cut, each, has_rows, tensors
+from lockstep.tensors.pytree import each, tensors
+from lockstep.tensors.samples import cut, has_rows
 
 FEWEST = 4
 """Samples that are looked at, at least."""

@@ -17,7 +17,8 @@ from lockstep.errors import LossError
 from lockstep.model.losses.loss import Loss, Number
 from lockstep.model.losses.torch_losses import HALF
 from lockstep.tensors.placing import place_of
-from lockstep.tensors.pytree import both_of, each, part_of, tensors, to_device
+from lockstep.tensors.pytree import each, tensors, to_device
+from lockstep.tensors.samples import both_of, part_of
 from lockstep.tensors.seeding import other_states, put_state_on, same_others, state_on
 from lockstep.threads.random_streams import source, stream
 

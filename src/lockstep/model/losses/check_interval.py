@@ -34,7 +34,6 @@ class CheckInterval:
         self._seconds: dict[bool, float] = {}
         self._update = math.inf
         self._times: dict[bool, list[float]] = {False: [], True: []}
-        self._shares = 0.0, 0.0
 
     def is_due(self, update: int) -> bool:
         """Whether to check in this update, counted from 1."""
@@ -77,14 +76,16 @@ class CheckInterval:
             for closer, spent in checks.items():
                 self._times[closer].append(spent)
             self._update = min(self._update, max(seconds - sum(checks.values()), 1e-9))
-            closest = min(self._times[True] or [0.0])
-            check = min(self._times[False] or [closest])
-            self._shares = check / self._update, max(closest - check, 0.0) / self._update
-            self.every = math.ceil(self._shares[0] / _LARGEST_SHARE)
-            self.closer_every = self.every * max(1, math.ceil(self._shares[1] / _LARGEST_CLOSER / self.every))
-        if update < TIMED.stop - 1 or self.closer_every == 1:
+        if update < TIMED.stop - 1 or not any(self._times.values()):
             return None
-        takes = [f"{100 * share:.1f}".removesuffix(".0") for share in self._shares]
+        closest = min(self._times[True] or [0.0])
+        check = min(self._times[False] or [closest])
+        shares = check / self._update, max(closest - check, 0.0) / self._update
+        self.every = math.ceil(shares[0] / _LARGEST_SHARE)
+        self.closer_every = self.every * max(1, math.ceil(shares[1] / _LARGEST_CLOSER / self.every))
+        if self.closer_every == 1:
+            return None
+        takes = [f"{100 * share:.1f}".removesuffix(".0") for share in shares]
         more, also = (
             f"with more samples than a local batch has in one of {self.closer_every}",
             "as seldom in evaluations",

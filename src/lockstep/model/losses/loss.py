@@ -32,7 +32,7 @@ from torch import Tensor, nn
 
 from lockstep.errors import LockstepError, LossError, first_line
 from lockstep.launch.memory import is_out_of_memory
-from lockstep.model.inspection import OutsideVariables, functions_in, is_plain, kept_state, prints_of
+from lockstep.model.inspection import OutsideVariables, functions_in, is_plain, kept_state, names_in, prints_of
 from lockstep.model.losses.followed_copy import FollowedCopy
 from lockstep.model.losses.model_loss import ModelLoss, model_loss
 from lockstep.model.losses.torch_losses import HALF, Misshapen, SummedMean
@@ -165,9 +165,13 @@ class Totalled:
         """Numbers, texts and switches that an object holds, which a person may set."""
         return [copy.copy(of) for of in vars(self.loss).values() if is_plain(of)] if self.may_have_state else ()
 
-    def state(self) -> tuple[bytes, dict[str, bytes]]:
-        """What the loss holds that a call may change: its attributes, and variables that its functions use."""
-        held = prints_of([("", vars(self.loss))]) if self.may_have_state else {}  # none of what can't be pickled
+    def state(self, model: nn.Module | None = None) -> tuple[bytes, dict[str, bytes]]:
+        """What the loss holds that a call may change: its attributes, and variables that its functions use.
+
+        Of modules and tensors of the ``model`` only the names.
+        """
+        names = dict if model is None else functools.cache(functools.partial(names_in, model))
+        held = prints_of([("", vars(self.loss))], names) if self.may_have_state else {}  # none that can't be pickled
         return held.get("", b""), {} if self.is_known else self.outside.prints()
 
     @functools.cached_property

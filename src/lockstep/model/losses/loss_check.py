@@ -63,7 +63,8 @@ from lockstep.model.losses.check_interval import TIMED, CheckInterval
 from lockstep.model.losses.loss import Totalled
 from lockstep.model.losses.new_values import NewValues
 from lockstep.model.losses.uncut_outputs import Uncut, holds_numbers, refuse_to_tell, with_value
-from lockstep.tensors.pytree import both_of, each, holds_packed, named_tensors, part_of, tensors, with_sample_lists
+from lockstep.tensors.pytree import each, holds_packed, named_tensors, tensors
+from lockstep.tensors.samples import both_of, part_of, with_sample_lists
 
 _SUMS = 3
 """The updates in each of which a loss of whole batches has to be a sum to be refused."""

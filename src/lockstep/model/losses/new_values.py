@@ -8,7 +8,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from lockstep.tensors.pytree import has_rows, holds_samples, parts, tensors
+from lockstep.tensors.pytree import parts, tensors
+from lockstep.tensors.samples import has_rows, holds_samples
 
 _VALUES = 10_000
 """Of a tensor, up to which new ones are looked at: more are no classes."""
@@ -84,7 +85,7 @@ def _named(nest: Any, samples: int, name: str) -> Iterator[tuple[str, Any]]:
     if isinstance(nest, Tensor | str | int | float):
         yield name, nest
         return
-    alike = isinstance(nest, list) and holds_samples(nest, samples)
+    alike = isinstance(nest, list | tuple) and holds_samples(nest, samples)
     for place, part in enumerate(parts(nest) or ()):
         yield from _named(part, samples, f"{name}.{'' if alike else place}")
 

@@ -8,7 +8,8 @@ from typing import Any
 from torch import Tensor, nn
 
 from lockstep.model.losses.additivity import CantTell, Nest
-from lockstep.tensors.pytree import each, folded, has_rows, holds_samples, named_tensors, parts, tensors
+from lockstep.tensors.pytree import each, named_tensors, parts, tensors
+from lockstep.tensors.samples import folded, has_rows, holds_samples
 
 
 class Uncut:

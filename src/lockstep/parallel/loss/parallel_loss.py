@@ -34,7 +34,7 @@ from lockstep.parallel.loss.token_loss import Criterion
 from lockstep.parallel.parallel_apply import in_stream, in_streams
 from lockstep.parallel.replicate import replicate
 from lockstep.parallel.scatter import refuse_uncuttable, scatter
-from lockstep.tensors import pytree
+from lockstep.tensors import pytree, samples
 from lockstep.threads import random_streams, recompute
 from lockstep.threads.thread_pool import borrowed
 
@@ -139,9 +139,9 @@ class ParallelLoss:
             _refuse_batch_norm(self.generator)
         if not isinstance(hidden, Balanced):
             refuse_uncuttable(hidden)
-            sizes = pytree.share_sizes(pytree.batch_size_of(hidden), len(self.devices))
+            sizes = samples.share_sizes(samples.batch_size_of(hidden), len(self.devices))
             hidden = Balanced(list(scatter(hidden, self.devices, sizes=sizes)), list(self.devices))
-        sizes = [pytree.batch_size_of(part) for part in hidden]
+        sizes = [samples.batch_size_of(part) for part in hidden]
         if not any(sizes):
             raise InputError("a batch of 0 has no loss: skip it")
         steps = self._steps(hidden, sizes)

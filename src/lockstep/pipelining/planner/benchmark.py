@@ -38,7 +38,8 @@ from lockstep.pipelining.runner import Runner
 from lockstep.pipelining.schedule import Schedule, devices_of
 from lockstep.pipelining.stage_layers import Layers
 from lockstep.tensors.placing import place_module
-from lockstep.tensors.pytree import call, clones, cut, share_sizes, tensors, to_device
+from lockstep.tensors.pytree import call, clones, tensors, to_device
+from lockstep.tensors.samples import cut, share_sizes
 from lockstep.threads.random_streams import stream
 
 

@@ -44,8 +44,9 @@ from lockstep.strategies.sharded.whole_model import LATER, put_together
 from lockstep.strategies.sharded.whole_values import OF_OWN_LOOP
 from lockstep.strategies.sharded.without_a_trace import without_a_trace
 from lockstep.strategies.steps.update_result import Result, added, as_tensor
-from lockstep.tensors.pytree import batch_size_of, to_device
+from lockstep.tensors.pytree import to_device
 from lockstep.tensors.row_shard import RowShard
+from lockstep.tensors.samples import batch_size_of
 from lockstep.threads.replica_collectives import RankExchange
 
 T = TypeVar("T")

@@ -27,7 +27,8 @@ from lockstep.model.losses.loss_check import LossCheck
 from lockstep.model.losses.loss_error import squeezing_explained
 from lockstep.model.model_settings import set_modes
 from lockstep.model.precision import Precision
-from lockstep.tensors.pytree import batch_size_of, call, to_device
+from lockstep.tensors.pytree import call, to_device
+from lockstep.tensors.samples import batch_size_of
 from lockstep.tensors.seeding import kept_states, seed_all, seed_on
 
 T = TypeVar("T")

@@ -11,6 +11,7 @@ from __future__ import annotations
 import collections
 import contextlib
 import copy
+import functools
 import hashlib
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager
@@ -21,7 +22,7 @@ from lockstep.data import mixed
 from lockstep.errors import JobError, RunError, StrategyError, told
 from lockstep.job import Job
 from lockstep.launch.events import Caveat, Line
-from lockstep.model.inspection import hooked_parameters, prints_of
+from lockstep.model.inspection import hooked_parameters, names_in, prints_of
 from lockstep.model.inspection.nonlinear import PARAMETER_HOOKS
 from lockstep.model.losses.check_interval import is_power_of_two
 from lockstep.strategies.replicas import structure_of
@@ -196,9 +197,7 @@ class Callbacks:
         """A hash of each attribute of those that have no ``state_dict``; of the model's tensors, of their names."""
         without = {n: one for n, one in self._by_name.items() if type(one).state_dict is Callback.state_dict}
         held = ((f'"{key}" of {name}', value) for name, one in without.items() for key, value in vars(one).items())
-        model = self._step.model
-        names = {id(t): name for name, t in (*model.named_parameters(), *model.named_buffers())}
-        return prints_of(held, lambda: names)
+        return prints_of(held, functools.cache(functools.partial(names_in, self._step.model)))
 
     def state_dict(self, *, whole: bool = True) -> dict[str, Any]:
         """The state of each by its name; says what isn't kept. Of averages this rank's rows, unless ``whole``."""

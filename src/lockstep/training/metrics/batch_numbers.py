@@ -13,7 +13,8 @@ from typing import Any
 import torch
 
 from lockstep.launch.world import World
-from lockstep.tensors.pytree import each, folded, has_rows, part_of, parts, rebuilt, tensors
+from lockstep.tensors.pytree import each, parts, rebuilt, tensors
+from lockstep.tensors.samples import folded, has_rows, part_of
 from lockstep.training.metrics.metric_check import as_samples
 
 _LARGEST = 2**20

@@ -13,7 +13,8 @@ from lockstep.launch.world import World
 from lockstep.model.losses.additivity import DOUBLED, are_double, is_apart, repeated, with_next
 from lockstep.model.losses.torch_losses import HALF
 from lockstep.tensors.placing import place_of
-from lockstep.tensors.pytree import both_of, each, folded, holds_packed, part_of, tensors, to_device
+from lockstep.tensors.pytree import each, holds_packed, tensors, to_device
+from lockstep.tensors.samples import both_of, folded, part_of
 
 _MOST = 8
 """Local batches, at most, as which a metric is given one."""

@@ -1,0 +1,160 @@
+"""Samples of nestings: the rows of their tensors, and the items of their lists, which are cut and joined."""
+
+from __future__ import annotations
+
+import itertools
+import operator
+from collections.abc import Collection, MutableMapping
+from typing import Any
+
+import torch
+from torch import nn
+
+from lockstep.errors import InputError
+from lockstep.tensors.pytree import each, named_parts, named_tensors, parts, rebuilt, same_kind, tensors
+
+
+def batch_size_of(tree: Any) -> int:
+    """The size of the first dimension of the first tensor that has one.
+
+    Raises:
+        InputError: there is none.
+    """
+    for tensor in tensors(tree):
+        if tensor.dim():
+            return tensor.shape[0]
+    raise InputError("the inputs have no tensor with a batch dimension, so they have no size")
+
+
+def share_sizes(total: int, parts: int) -> list[int]:
+    """Cut ``total`` items in ``parts`` as evenly as can be, larger first: 10 in 4 is 3, 3, 2, 2."""
+    size, larger = divmod(total, parts)
+    return [size + 1] * larger + [size] * (parts - larger)
+
+
+class SampleList(list[Any]):
+    """A list that has an item for each sample, as can't be seen of each part of it: one box of the only image, say."""
+
+
+def holds_samples(items: list[Any] | tuple[Any, ...], samples: int) -> bool:
+    """Whether a list has an item for each sample: the boxes of each image, sentences.
+
+    A dictionary is one sample's. Tensors are as many batches, where each of them has a row for each sample. Of tuples
+    only those of texts have one, which PyTorch's collate makes.
+    """
+    if isinstance(items, tuple):
+        return type(items) is tuple and len(items) == samples and all(isinstance(item, str | bytes) for item in items)
+    if isinstance(items, SampleList):
+        return len(items) == samples
+    if len(items) != samples or all(isinstance(item, MutableMapping) for item in items):
+        return len(items) == samples
+    found = [t for item in items for t in tensors(item)]
+    return not found or not all(t.dim() and t.shape[0] == samples for t in found)
+
+
+def with_sample_lists(nest: Any, samples: int, known: set[str], way: str = "") -> Any:
+    """The nest with each list that has an item for each sample as a ``SampleList``.
+
+    Args:
+        nest: of so many ``samples``.
+        samples: their number.
+        known: the names of such lists, which are added to: one whose tensors all have a row for each sample, by chance,
+            is one if it was one before.
+        way: the name of the nest.
+    """
+    if type(nest) is list and len(nest) == samples and (way in known or holds_samples(nest, samples)):
+        known.add(way)
+        return SampleList(nest)
+    named = named_parts(nest)
+    new = [with_sample_lists(part, samples, known, f"{way}.{name}") for name, part in named]
+    return nest if all(a is b for a, (_, b) in zip(new, named, strict=True)) else rebuilt(nest, new)
+
+
+def cut(tree: Any, start: int, size: int, whole: int, shared: Collection[str] = ()) -> Any:
+    """Samples ``start`` to ``start + size`` of every tensor that has a row for each of ``whole``; others are shared.
+
+    A list that has an item for each sample is cut too. Tensors whose names are in ``shared`` are not, however many rows
+    they have.
+    """
+    kept = {id(t) for name, t in named_tensors(tree) if name in shared} if shared else set()
+
+    def of_samples(items: list[Any] | tuple[Any, ...]) -> list[Any] | tuple[Any, ...] | None:
+        if not holds_samples(items, whole):
+            return None
+        some = items[start : start + size]
+        return SampleList(some) if isinstance(items, SampleList) else some
+
+    def of_tensor(tensor: torch.Tensor) -> torch.Tensor:
+        if not has_rows(tensor, whole) or id(tensor) in kept:
+            return tensor
+        narrow = tensor.narrow_copy if tensor.layout == torch.sparse_coo else tensor.narrow
+        return narrow(0, start, size)
+
+    return each(of_tensor, tree, on_list=of_samples)
+
+
+def has_rows(tensor: torch.Tensor, samples: int) -> bool:
+    """Whether it has a row for each sample. A parameter, which a model may give among its outputs, is that of all."""
+    return bool(tensor.dim()) and tensor.shape[0] == samples and not isinstance(tensor, nn.Parameter)
+
+
+def joined(one: Any, its: int, other: Any, others: int) -> Any:
+    """What ``cut`` would have made two batches of: ``its`` samples and ``others``; None where they don't go together.
+
+    What isn't cut is that of the first.
+    """
+    if isinstance(one, torch.Tensor):
+        if not has_rows(one, its):
+            return one
+        fits = isinstance(other, torch.Tensor) and other.shape == (others, *one.shape[1:])
+        return torch.cat([one, other.to(one)]) if fits else None
+    if not same_kind(one, other) and not (isinstance(one, list | tuple) and isinstance(other, list | tuple)):
+        return None
+    if isinstance(one, list | tuple) and holds_samples(one, its) and holds_samples(other, others):
+        return type(one)([*one, *other]) if isinstance(one, tuple | SampleList) else [*one, *other]
+    inside = parts(one)
+    theirs = [other[key] for key in one] if isinstance(one, MutableMapping) else parts(other)
+    if inside is None or theirs is None or len(inside) != len(theirs):
+        return one if inside is None else None
+    made = [joined(mine, its, more, others) for mine, more in zip(inside, theirs, strict=True)]
+    lost = any(new is None and old is not None for new, old in zip(made, inside, strict=True))
+    return None if lost else rebuilt(one, made)
+
+
+def folded(nest: tuple[Any, Any], samples: int) -> tuple[Any, Any] | None:
+    """Outputs with a row for each word of each sample, ``(batch x time, classes)``, as ``(batch, time, classes)``.
+
+    None where they aren't that: a single tensor, beside targets ``(batch, time, ...)``.
+    """
+    outputs, targets = nest
+    if not isinstance(outputs, torch.Tensor) or not outputs.dim():
+        return None
+    length = outputs.shape[0]  # (len, asked of a tensor, is a Python function of PyTorch's where a mode is on)
+    times = length // samples
+    if times < 2 or times * samples != length:
+        return None
+    shapes = [t.shape for t in tensors(targets)]
+    if any(not shape or shape[0] != samples for shape in shapes):
+        return None
+    if times not in {size for shape in shapes for size in itertools.accumulate(shape[1:], operator.mul)}:
+        return None
+    return outputs.reshape(samples, times, *outputs.shape[1:]), targets
+
+
+def part_of(nest: tuple[Any, Any], start: int, size: int, samples: int) -> tuple[Any, Any]:
+    """Some samples of outputs and targets; what isn't one row for each (or several) is shared."""
+    if (rows := folded(nest, samples)) is None:
+        made: tuple[Any, Any] = cut(nest, start, size, samples)
+        return made
+    outputs, targets = cut(rows, start, size, samples)
+    return outputs.flatten(0, 1), targets
+
+
+def both_of(one: tuple[Any, Any], its: int, other: tuple[Any, Any], others: int) -> tuple[Any, Any] | None:
+    """The samples of two; None where they don't go together."""
+    if (rows := folded(one, its)) is None:
+        made: tuple[Any, Any] | None = joined(one, its, other, others)
+        return made
+    more = folded(other, others)
+    both = None if more is None else joined(rows, its, more, others)
+    return None if both is None else (both[0].flatten(0, 1), both[1])
