@@ -201,3 +201,10 @@ def with_numbers(samples: list[Any]) -> tuple[dict[str, Tensor], Tensor]:
 def test_what_the_line_is_not_right_for_is_refused(model: Any, collate: Any, says: str, tmp_path: Any) -> None:
     with pytest.raises(LossError, match=says):
         lockstep.train(job_of(model, collate=collate), strategy="single", devices="1xcpu", folder=tmp_path, quiet=True)
+
+
+def test_outputs_may_be_in_a_dict() -> None:
+    logits, words = torch.randn(4, 5, 7), torch.randint(7, (4, 5))
+    loss = nn.functional.cross_entropy(logits.flatten(0, 1), words.flatten())
+    total, count = lockstep.model_loss({"loss": loss, "logits": logits}, words)
+    assert count == 20 and torch.equal(total, loss * 20)

@@ -834,3 +834,37 @@ def test_what_a_model_does_in_training_is_not_said_of_evaluation(tmp_path, capfd
     job = ZOO["mlp"].replace(model=Counts, epochs=1)
     train(job, strategy="fsdp", devices="2xcpu", folder=tmp_path)
     assert "is written in evaluation" not in capfd.readouterr().out
+
+
+class Tempered(Rows):
+    """Gives a parameter among its outputs."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.temperature = nn.Parameter(torch.tensor(0.5))
+
+    def forward(self, x: torch.Tensor) -> dict[str, torch.Tensor]:
+        return {"logits": super().forward(x), "temperature": self.temperature}
+
+
+def test_hooks_of_pytorch_s_shards_on_outputs_are_no_hooks_of_parameters() -> None:
+    """Found by trial: a note on hooks, and one more of them in each forward."""
+
+    def on_rank(world: lockstep.World) -> tuple[list[str], int]:
+        model = Tempered()
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        with warnings.catch_warnings(record=True) as said:
+            warnings.simplefilter("always")
+            step = lockstep.parallelize(
+                model,
+                lambda out, y: nn.functional.cross_entropy(out["logits"] * out["temperature"], y),
+                optimizer,
+                strategy="fsdp",
+            )
+            for number in range(5):
+                step(drawn(4, 6, seed=number), labels(4, 3))
+        return [str(line.message) for line in said], len(step.model.temperature._backward_hooks or ())
+
+    for lines, hooks in lockstep.launch(on_rank, devices="2xcpu"):
+        assert not [line for line in lines if "hook" in line]
+        assert hooks <= 2

@@ -43,8 +43,17 @@ def hooked_parameters(model: nn.Module) -> list[str]:
 
 
 def is_hooked(p: torch.Tensor) -> bool:
-    """Whether a parameter has a hook on its gradient, of either kind."""
-    return bool(p._backward_hooks or getattr(p, "_post_accumulate_grad_hooks", None))
+    """Whether a parameter has a hook on its gradient, of either kind, but for those of ``fully_shard``."""
+    hooks = len(p._backward_hooks or {}) - len(hooks_of_shards(p))
+    return bool(hooks or getattr(p, "_post_accumulate_grad_hooks", None))
+
+
+def hooks_of_shards(p: torch.Tensor) -> list[int]:
+    """The keys of the hooks that ``fully_shard`` sets on outputs, in each forward: a parameter keeps them."""
+    hooks: Mapping[int, Any] = p._backward_hooks or {}
+    return [
+        key for key, hook in hooks.items() if str(getattr(hook, "__module__", "")).startswith("torch.distributed.fsdp.")
+    ]
 
 
 def may_be_nonlinear(model: nn.Module, total: torch.Tensor, hooks: NoticedHooks) -> bool:

@@ -12,6 +12,7 @@ Some calls hold the number against the logits: a model that adds something to it
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any
 
 import torch
@@ -36,13 +37,14 @@ def model_loss(outputs: Any, labels: Tensor) -> tuple[Tensor, Tensor]:
     """Total and count of the loss that the model computed, of these labels.
 
     Args:
-        outputs: what the model gave: ``loss``, a scalar, and ``logits``: (batch, time, vocabulary) or (batch, classes).
+        outputs: what the model gave: ``loss``, a scalar, and ``logits``: (batch, time, vocabulary) or (batch, classes);
+            attributes, or in a dict.
         labels: those that the model was given too: (batch, time) or (batch,), whole numbers; -100 doesn't count.
 
     Raises:
         LossError: there is no ``loss``, or the labels are no tokens and no classes.
     """
-    loss = getattr(outputs, "loss", None)
+    loss = _of(outputs, "loss")
     if not isinstance(loss, Tensor) or loss.dim():
         raise LossError(
             "model_loss: the outputs have no loss, a scalar: give the model labels (inputs a dict with labels=...)"
@@ -58,7 +60,7 @@ def model_loss(outputs: Any, labels: Tensor) -> tuple[Tensor, Tensor]:
 
 def _aligned(outputs: Any, labels: Any) -> tuple[Tensor, Tensor]:
     """Logits (items, classes), and the label of each, (items,)."""
-    logits: Any = getattr(outputs, "logits", None)
+    logits: Any = _of(outputs, "logits")
     named = f"logits {_shape(logits)} and labels {_shape(labels)}"
     fits = isinstance(logits, Tensor) and isinstance(labels, Tensor) and logits.shape[:-1] == labels.shape
     if not fits or labels.is_floating_point() or labels.dtype == torch.bool:
@@ -66,6 +68,10 @@ def _aligned(outputs: Any, labels: Any) -> tuple[Tensor, Tensor]:
     if "CausalLM" in type(outputs).__name__:
         logits, labels = logits[:, :-1], labels[:, 1:]
     return logits.flatten(0, -2), labels.flatten()
+
+
+def _of(outputs: Any, name: str) -> Any:
+    return outputs.get(name) if isinstance(outputs, Mapping) else getattr(outputs, name, None)
 
 
 def _shape(value: Any) -> str:

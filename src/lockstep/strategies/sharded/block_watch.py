@@ -122,7 +122,8 @@ class BlockWatch:
                     f"({type(outputs).__name__}): let it give tensors, or lists or dicts of them, or take ddp"
                 )
             for tensor in found:
-                tensor.register_hook(self._refuse_other_backwards)  # type: ignore[no-untyped-call]
+                if not isinstance(tensor, nn.Parameter):  # (which would keep the hook of each forward)
+                    tensor.register_hook(self._refuse_other_backwards)  # type: ignore[no-untyped-call]
             return outputs
 
         return hook

@@ -305,6 +305,7 @@ class ShardedStep(DDPStep):
     def begin_update(self, batch: Batch) -> None:
         """As every step's; ranks look equally often."""
         self._shards.refuse_assigned()
+        self._shards.drop_hooks()
         refuse_other_shards(self.loss, self._shards.cut)
         super().begin_update(batch)
         if self.looks_again:

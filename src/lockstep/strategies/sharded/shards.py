@@ -26,7 +26,7 @@ from torch.distributed.tensor import DTensor
 
 from lockstep.errors import InputError, StrategyError
 from lockstep.model.activation_checkpointing import found_blocks, named_blocks
-from lockstep.model.inspection.nonlinear import is_hooked
+from lockstep.model.inspection.nonlinear import hooks_of_shards, is_hooked
 from lockstep.model.optimizer import REPLACED, sparse_parameters
 from lockstep.tensors.placing import place_tensor
 from lockstep.tensors.pytree import tensors
@@ -159,6 +159,14 @@ class Shards:
                     f'fsdp: something was assigned to the data of "{name}", of which each rank has a shard: write it '
                     "in place, under torch.no_grad(): parameter.copy_(value)"
                 )
+
+    def drop_hooks(self) -> None:
+        """Drop the hooks of earlier forwards, which a parameter among the outputs keeps."""
+        for name in self.whole:
+            module, key = self.places[name][0]
+            p: Any = module._parameters[key]
+            for number in hooks_of_shards(p):
+                del p._backward_hooks[number]
 
     def refuse_replaced(self, state: Mapping[str, Any]) -> None:
         """Refuse a model, of this state, that has another parameter in the place of one that was cut.
