@@ -182,9 +182,9 @@ class LossCheck:
 
     def _trust(self, why: str) -> None:
         """Check no more; the person has to know why, where batches are cut."""
-        self._trusted = True
-        if why and self._cuts:
+        if why and self._cuts and not self._trusted:  # (another thread may have said so)
             self.notes.append(f"whether {self._loss.name} is additive over samples can't be checked: {why}")
+        self._trusted = True
 
     def found_later(self, step: int) -> LossError:
         """The error of an update that an accelerator has found wrong."""
