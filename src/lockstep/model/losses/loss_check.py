@@ -391,10 +391,9 @@ class LossCheck:
 
     def _doubles(self, nest: Nest, whole: Piece) -> bool:
         """Whether a scalar for every sample twice is twice as large; unknown beside a number of the whole batch."""
-        if holds_numbers(nest[1], whole.samples):
+        if holds_numbers(nest[1], whole.samples) or self._loss.gives_pairs:
             return False
-        twice = both_of(nest, whole.samples, nest, whole.samples)
-        if twice is None or self._loss.gives_pairs:
+        if (twice := both_of(nest, whole.samples, nest, whole.samples)) is None:
             return False
         with torch.no_grad(), kept_generators(nest), without_warnings(unless=self._cuts):
             total = float(self._loss.copied()(twice[0], twice[1], 2 * whole.samples)[0])
