@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +14,7 @@ from torch.nn import functional as F
 from torch.utils.data import TensorDataset
 
 from lockstep import Job, train
-from lockstep.errors import StrategyError
+from lockstep.errors import LossError, StrategyError
 from lockstep.verify import differences
 
 from zoo import SAMPLES, ZOO, drawn, labels, mlp, sgd, slow  # isort: skip
@@ -246,3 +247,37 @@ def test_what_replicas_write_once_per_microbatch_is_said(tmp_path: Path, capsys:
     job = dataclasses.replace(ZOO["mlp"], model=Counting, accumulate=2)
     train(job, strategy="dp", devices="2xcpu", folder=tmp_path)
     assert 'buffer "calls" is written in forward, once per micro-batch, not once per batch' in capsys.readouterr().out
+
+
+class Weighted:
+    """Targets that compute a weight of their batch when they are first asked for it."""
+
+    def __init__(self, samples: list[Any]) -> None:
+        self.classes = torch.stack([y for _, y in samples])
+        self._weight: torch.Tensor | None = None
+
+    @property
+    def weight(self) -> torch.Tensor:
+        if self._weight is None:
+            self._weight = 1.0 / (self.classes == 0).sum().clamp(min=1)
+        return self._weight
+
+    @functools.cached_property
+    def cached(self) -> torch.Tensor:
+        return 1.0 / (self.classes == 0).sum().clamp(min=1)
+
+
+@pytest.mark.parametrize("name", ["weight", "cached"])
+@pytest.mark.parametrize("way", WAYS)
+def test_what_a_loss_keeps_in_targets_is_not_that_of_their_parts(name: str, way: str, tmp_path: Path) -> None:
+    """Found by trial: parts of a batch had the weight of the whole, and the loss of the batch was taken for a mean."""
+
+    def loss(outputs: torch.Tensor, targets: Weighted) -> torch.Tensor:
+        return F.cross_entropy(outputs, targets.classes) * getattr(targets, name)
+
+    def collate(samples: list[Any]) -> tuple[torch.Tensor, Weighted]:
+        return torch.stack([x for x, _ in samples]), Weighted(samples)
+
+    job = ZOO["mlp"].replace(loss=loss, collate=collate, metrics={}, eval_data=None, precision="fp64")
+    with pytest.raises(LossError, match="is not a mean over samples"):
+        train(job, **WAYS[way], folder=tmp_path, quiet=True)

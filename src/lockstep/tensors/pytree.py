@@ -9,6 +9,8 @@ from __future__ import annotations
 
 import copy
 import dataclasses
+import enum
+import functools
 import inspect
 from collections.abc import Callable, Iterator, Mapping, MutableMapping, Sequence
 from typing import Any
@@ -67,11 +69,19 @@ def rebuilt(nest: Any, new: Sequence[Any]) -> Any:
     if isinstance(nest, list):
         made[:] = new
     elif isinstance(nest, MutableMapping):
+        own = getattr(made, "__dict__", {})
+        own |= {
+            name: copy.copy(held) for name, held in own.items() if isinstance(held, dict)
+        }  # where it keeps its items
         for key, value in zip(nest, new, strict=True):
             made[key] = value
+            if key in own:  # (``self.__dict__ = self``)
+                own[key] = value
     else:
         for name, value in zip(_attributes(nest) or (), new, strict=True):
             object.__setattr__(made, name, value)  # frozen ones too; __post_init__ has had its turn
+    for name in [name for name in getattr(made, "__dict__", ()) if _is_of_whole(nest, name)]:
+        del made.__dict__[name]
     return made
 
 
@@ -164,6 +174,11 @@ def each(
     return rebuilt(nest, [each(function, part, on_list=on_list, on_packed=on_packed) for part in inside])
 
 
+def copied_nest(nest: Any) -> Any:
+    """The same nest of the same tensors: what a function keeps in an object of it, this one doesn't have."""
+    return each(lambda tensor: tensor, nest, on_packed=lambda packed: packed)
+
+
 def clones(nest: Any) -> Any:
     """The same nest with a copy of each tensor, for what may write to it. (A ``PackedSequence`` stays.)"""
     return each(torch.clone, nest, on_packed=lambda packed: packed)
@@ -253,13 +268,39 @@ def may_pin(device: torch.device) -> bool:
 
 
 def _attributes(nest: Any) -> list[str] | None:
-    """The names of a dataclass's fields, and of the attributes of another object that has tensors; None of the rest."""
+    """The names of a dataclass's fields, and of the attributes of another object that has tensors; None of the rest.
+
+    An object that holds others of such classes is none: they may hold one another (trees, caches).
+    """
     if isinstance(nest, type | nn.Module):
         return None
     if dataclasses.is_dataclass(nest):
         return [f.name for f in dataclasses.fields(nest)]
-    if type(nest).__module__.partition(".")[0] in _NO_NESTS or not hasattr(nest, "__dict__"):
+    if _is_plain(nest) or not hasattr(nest, "__dict__"):
         return None
-    kinds = (torch.Tensor, list, tuple, MutableMapping)
-    held = [value for value in vars(nest).values() if isinstance(value, kinds)]
-    return list(vars(nest)) if any(True for value in held for _ in tensors(value)) else None
+    held = {name: value for name, value in vars(nest).items() if not _is_cached(nest, name)}
+    has_tensors = any(True for value in held.values() for _ in tensors(value))
+    return list(held) if has_tensors and all(map(_is_plain, held.values())) else None
+
+
+def _is_plain(value: Any) -> bool:
+    """Whether a value is a tensor, a number, a text or likewise of PyTorch's or Python's, or holds only such."""
+    if isinstance(value, (list, tuple)):
+        return all(map(_is_plain, value))
+    if isinstance(value, MutableMapping):
+        return all(map(_is_plain, value.values()))
+    return isinstance(value, enum.Enum) or type(value).__module__.partition(".")[0] in _NO_NESTS
+
+
+def _is_cached(nest: Any, name: str) -> bool:
+    return isinstance(getattr(type(nest), name, None), functools.cached_property)
+
+
+def _is_of_whole(nest: Any, name: str) -> bool:
+    """Whether an attribute was computed of all parts: cached, or a tensor that is no field."""
+    is_field = not dataclasses.is_dataclass(nest) or name in {f.name for f in dataclasses.fields(nest)}
+    return _is_cached(nest, name) or not (is_field or isinstance(nest, MutableMapping) or _has_none(vars(nest)[name]))
+
+
+def _has_none(value: Any) -> bool:
+    return not any(True for _ in tensors(value))

@@ -11,6 +11,7 @@ import torch.nn.functional as F
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from lockstep.tensors.pytree import copied_nest
 from lockstep.tensors.seeding import kept_state_on, kept_states
 
 T = TypeVar("T")
@@ -147,10 +148,10 @@ _INSTEAD: dict[str, Callable[..., Any]] = {
 
 
 def drawing_alike(judge: Callable[..., T], accelerators: Sequence[torch.device]) -> Callable[..., T]:
-    """A loss that draws the same numbers whenever it is called."""
+    """A loss that draws the same numbers whenever it is called, and keeps nothing in what it is given."""
 
     def judged(*args: Any) -> T:
         with kept_states(accelerators):
-            return judge(*args)
+            return judge(*map(copied_nest, args))
 
     return judged

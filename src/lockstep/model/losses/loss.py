@@ -98,8 +98,8 @@ class Totalled:
         name: it in messages: ``loss nll``, or ``loss`` where it has no name.
         is_known: whether it is one of PyTorch's means, or the model's own.
         gives_pairs: whether it has returned ``(total, count)``.
-        spoilt: the ids of outputs that a call wrote to, or to their targets, before it was known that the loss does
-            that (``targets -= 1``). From then on it is given copies.
+        spoilt: the ids (`id_of`) of outputs that a call wrote to, or to their targets, before it was known that it
+            does so (``targets -= 1``). From then on it is given copies.
         within: gives what a person's loss is called in.
 
     Raises:
@@ -246,7 +246,7 @@ class Totalled:
         if versions(given) != before:
             self._seen.add("writes")
             if not copies:
-                self.spoilt.add(id(outputs))
+                self.spoilt.add(id_of(outputs))
         return value
 
     def _beside(self, outputs: Any) -> Callable[..., Any]:
@@ -305,6 +305,11 @@ class Totalled:
 
     def _cannot_take(self, outputs: Any, targets: Any) -> str:
         return f"{self.name} can't take outputs {_told(outputs)} and targets {_told(targets)}"
+
+
+def id_of(outputs: Any) -> int:
+    """The id of their first tensor: they may be given in a nest of their own."""
+    return next(map(id, tensors(outputs)), 0)
 
 
 def _name_of(loss: Any) -> str:

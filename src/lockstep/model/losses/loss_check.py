@@ -60,10 +60,10 @@ from lockstep.model.losses.additivity import (
     without_warnings,
 )
 from lockstep.model.losses.check_interval import TIMED, CheckInterval
-from lockstep.model.losses.loss import Totalled
+from lockstep.model.losses.loss import Totalled, id_of
 from lockstep.model.losses.new_values import NewValues
 from lockstep.model.losses.uncut_outputs import Uncut, holds_numbers, refuse_to_tell, with_value
-from lockstep.tensors.pytree import each, holds_packed, named_tensors, tensors
+from lockstep.tensors.pytree import copied_nest, each, holds_packed, named_tensors, tensors
 from lockstep.tensors.samples import both_of, part_of, with_sample_lists
 
 _SUMS = 3
@@ -134,8 +134,8 @@ class LossCheck:
         Raises:
             LossError: it isn't additive, or can't be checked.
         """
-        if id(outputs) in self._loss.spoilt:
-            self._loss.spoilt.discard(id(outputs))
+        if id_of(outputs) in self._loss.spoilt:
+            self._loss.spoilt.discard(id_of(outputs))
             return None
         if holds_packed((outputs, targets)):
             self._refuse_scalar(packed := "a PackedSequence, which can't be cut")
@@ -257,7 +257,7 @@ class LossCheck:
         def piece(of: Nest, size: int) -> Piece:
             its = loss if knows else loss.copied()
             try:
-                total, count = made = its(*of, size)
+                total, count = made = its(copied_nest(of[0]), copied_nest(of[1]), size)
                 return Piece(total, count, size, made.parts)
             except Exception as error:
                 self._cant_take(error, size, samples)

@@ -27,7 +27,7 @@ from lockstep.model.losses.loss_check import LossCheck
 from lockstep.model.losses.loss_error import squeezing_explained
 from lockstep.model.model_settings import set_modes
 from lockstep.model.precision import Precision
-from lockstep.tensors.pytree import call, to_device
+from lockstep.tensors.pytree import call, copied_nest, to_device
 from lockstep.tensors.samples import batch_size_of
 from lockstep.tensors.seeding import kept_states, seed_all, seed_on
 
@@ -233,6 +233,7 @@ class Evaluator:
         """What ``model`` makes of a part that is on its device: outputs and loss."""
         with self._precision.autocast():
             outputs = self.forward(model, part)
+            given: tuple[Any, Any] = copied_nest((outputs, part.targets))
             loss = self.loss_of(outputs, part, looks=self.cuts_batch and is_power_of_two(self._judged + 1))
         self._judged += 1
         closer = is_power_of_two(self._judged)
@@ -240,7 +241,7 @@ class Evaluator:
         closer = closer or bool(self.eval_check.interval.is_closer(self._judged))
         if self.replicas > 1 and may_wait and self.eval_check.wants(self._judged, closer=closer):
             with squeezing_explained(outputs, part.targets, part.size):
-                self.eval_check(outputs, part.targets, Piece.of(loss, part.size), closer=closer)
+                self.eval_check(*given, Piece.of(loss, part.size), closer=closer)
         return outputs, loss
 
     def loss_of(self, outputs: Any, part: Part, *, looks: bool) -> Loss:

@@ -43,6 +43,7 @@ from lockstep.model.optimizer import clip_gradients, may_draw
 from lockstep.strategies.steps.calls import Calls
 from lockstep.strategies.steps.update_checks import DeviceChecks, explained, no_items, reads_within, refuse_not_finite
 from lockstep.strategies.steps.update_result import Result, quotient, scalar
+from lockstep.tensors.pytree import copied_nest
 
 _OPTIMIZER = -1
 """In the place of a micro-batch's number, for the random stream of an optimizer that draws."""
@@ -301,16 +302,16 @@ class Step(Calls):
         knows = self._by_count or self.cuts_batch or self._compile or self._scaler is not None
         with self._precision.autocast(), NoticedHooks() if self.looks_again and not knows else nullcontext() as hooks:
             outputs = self.forward(model, part)
+            given: tuple[Any, Any] = copied_nest((outputs, part.targets))  # in which the loss may keep something
             total, count = loss = self.loss_of(outputs, part, looks=self.looks_again)
         if hooks is not None:
             self._by_count = may_be_nonlinear(model, total, hooks)
         for observer in self.observers:
             observer.forwarded(where, part, outputs)
         if self.loss_check.wants(self._updates, closer=self.looks_again):
-            self._check_loss(outputs, part, loss)
+            self._check_loss(*given, part.size, loss)
         if self._waits:
-            first = self._updates == 1
-            refuse_not_finite(total, model, part, outputs, self.world, where=where, first=first)
+            refuse_not_finite(total, model, part, outputs, self.world, where=where, first=self._updates == 1)
         if not total.requires_grad and self._parameters and not (isinstance(count, int) and count == 0):
             raise LossError(
                 "the loss doesn't depend on any parameter: is the model's output detached, or this inside of no_grad?"
@@ -344,15 +345,15 @@ class Step(Calls):
         """Whether values of this update may be waited for: those of an accelerator in the first one only."""
         return not self._on_accelerator or self._updates == 1
 
-    def _check_loss(self, outputs: Any, part: Part, loss: Loss) -> None:
+    def _check_loss(self, outputs: Any, targets: Any, size: int, loss: Loss) -> None:
         """Hold the loss of a local batch to being additive; several threads may."""
         if self.looks_again and self.cuts_batch:
-            self._reads_within |= reads_within(self.loss, outputs, part)
-        whole, step, waits = Piece.of(loss, part.size), self.world.step, self._waits or self.looks_again
+            self._reads_within |= reads_within(self.loss, outputs, targets, size)
+        whole, step, waits = Piece.of(loss, size), self.world.step, self._waits or self.looks_again
         for closer in (check := self.loss_check).interval.looks(self._updates, again=self.looks_again):
             began = self._began and self._time()
-            with squeezing_explained(outputs, part.targets, part.size):
-                wrong = check(outputs, part.targets, whole, step=step, closer=closer, waits=waits)
+            with squeezing_explained(outputs, targets, size):
+                wrong = check(outputs, targets, whole, step=step, closer=closer, waits=waits)
             if wrong is not None:
                 self._on_devices.note_loss(wrong, step)
             if began is not None:

@@ -130,9 +130,9 @@ def explained(
     return None
 
 
-def reads_within(loss: Totalled, outputs: Any, part: Part) -> bool:
+def reads_within(loss: Totalled, outputs: Any, targets: Any, size: int) -> bool:
     """Whether a loss reads what forward computed, other than by the outputs."""
-    with kept_generators((outputs, part.targets)), contextlib.suppress(Exception):
-        total = loss.judged(each(torch.Tensor.detach, outputs), part.targets, part.size).total
+    with kept_generators((outputs, targets)), contextlib.suppress(Exception):
+        total = loss.judged(each(torch.Tensor.detach, outputs), targets, size).total
         return total.requires_grad and comes_from_within(total, outputs)
     return False

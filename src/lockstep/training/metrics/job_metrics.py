@@ -18,7 +18,7 @@ from lockstep.model.losses.check_interval import is_power_of_two
 from lockstep.model.losses.uncut_outputs import holds_numbers
 from lockstep.strategies.steps.step import Step
 from lockstep.strategies.steps.update_result import Result, Sums
-from lockstep.tensors.pytree import each, named_tensors, versions
+from lockstep.tensors.pytree import copied_nest, each, named_tensors, versions
 from lockstep.training.metrics.batch_numbers import BatchNumbers
 from lockstep.training.metrics.metric_check import AcrossReplicas, as_samples, is_sum
 from lockstep.training.metrics.metric_state import MetricState
@@ -190,7 +190,7 @@ def called(name: str, function: Any, outputs: Any, targets: Any) -> tuple[Any, A
         JobError: it raises, or gives something else.
     """
     with naming(name):
-        return _pair(name, function(outputs, targets))
+        return _pair(name, function(copied_nest(outputs), copied_nest(targets)))  # in which it may keep something
 
 
 @contextlib.contextmanager
