@@ -293,7 +293,7 @@ def stopped(folder: Path, words: list[str], how: signal.Signals, presses: int = 
     for _ in range(presses):
         process.send_signal(how)
         time.sleep(0.05)
-    out, err = process.communicate(timeout=60)
+    out, err = process.communicate(timeout=60 if presses == 1 else 15)
     _, alive = psutil.wait_procs(children, timeout=5)
     assert not alive
     return process.returncode, "".join(lines) + out, err
@@ -339,10 +339,9 @@ def test_under_torchrun_too_it_is_saved(tmp_path: Path) -> None:
 @pytest.mark.slow
 def test_a_second_signal_stops_at_once_and_says_that_nothing_was_saved(tmp_path: Path) -> None:
     (tmp_path / "slow.py").write_text(SLOW)
-    began = time.monotonic()
     words = ["-m", "lockstep", "train", "slow.py", "--strategy", "ddp", "--devices", "2xcpu"]
     found, out, err = stopped(tmp_path, words, signal.SIGINT, presses=2)
-    assert found == 130 and time.monotonic() - began < 30
+    assert found == 130
     assert out.splitlines()[-1] == "nothing was saved yet, so no run is kept"
     assert err.splitlines()[-1] == "lockstep: stopped by Ctrl-C"
     assert not list(tmp_path.glob("runs/*"))
