@@ -40,6 +40,11 @@ def test_a_list_with_an_item_for_each_sample_is_cut_too() -> None:
     assert cut(["a", "b", "c", "d"], 2, 2, 4) == ["c", "d"]
 
 
+def test_a_list_of_objects_has_one_for_each_sample() -> None:
+    """Also where each has as many rows as there are samples."""
+    assert len(cut([Record(torch.zeros(4, 2)) for _ in range(4)], 1, 2, 4)) == 2
+
+
 def test_a_list_of_batches_is_a_nesting() -> None:
     x = torch.zeros(2, 3)
     assert [t.shape for t in cut([x, x], 0, 1, 2)] == [(1, 3), (1, 3)]

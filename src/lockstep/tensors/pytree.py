@@ -45,6 +45,11 @@ def parts(nest: Any) -> list[Any] | None:
     return None if names is None else [getattr(nest, name) for name in names]
 
 
+def is_record(nest: Any) -> bool:
+    """Whether it is a dataclass, or another object with tensors of a class that is no container."""
+    return not isinstance(nest, (torch.Tensor, list, tuple, MutableMapping)) and _attributes(nest) is not None
+
+
 def named_parts(nest: Any) -> list[tuple[str, Any]]:
     """What lies directly inside a nest with its key, field, or number from 0; none in a leaf."""
     inside = parts(nest) or []
