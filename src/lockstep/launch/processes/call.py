@@ -216,6 +216,8 @@ def _by_value(value: Any) -> bytes:
                 return _tensor_in, (memory, *place)
             if isinstance(held, functools._lru_cache_wrapper) and held.__module__ == "__main__":
                 return _cached, (held.__wrapped__, held.cache_parameters())
+            if type(held) is functools.cached_property:  # that of Python 3.11 has a lock
+                return _cached_property, (held.func, held.attrname)
             if isinstance(held, types.FunctionType) and held.__module__ != "__main__":
                 module = sys.modules.get(held.__module__)
                 if held.__globals__ is getattr(module, "__dict__", None):
@@ -308,6 +310,12 @@ def _globals_of(module: str) -> dict[str, Any]:
 
 def _cached(function: Callable[..., Any], settings: Any) -> Any:
     return functools.lru_cache(**settings)(function)
+
+
+def _cached_property(function: Callable[[Any], Any], name: str) -> Any:
+    made = functools.cached_property(function)
+    made.__set_name__(object, name)
+    return made
 
 
 def pickled(fn: Callable[..., Any], args: tuple[Any, ...]) -> bytes:
