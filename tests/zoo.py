@@ -6,7 +6,6 @@ Their data leave a smaller last batch in each epoch, and some leave a rank witho
 from __future__ import annotations
 
 import dataclasses
-import types
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -320,27 +319,6 @@ def made_sparse(samples: list[Any]) -> tuple[torch.Tensor, torch.Tensor]:
     return inputs.relu().to_sparse(), targets
 
 
-class Record:
-    """A person's own class of batches, that is no dataclass."""
-
-    def __init__(self, samples: list[Any]) -> None:
-        self.inputs = torch.stack([x for x, _ in samples])
-        self.number = len(samples)
-
-
-def recorded(samples: list[Any]) -> tuple[Record, torch.Tensor]:
-    return Record(samples), torch.stack([y for _, y in samples])
-
-
-class OfRecords(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.layers = mlp()
-
-    def forward(self, batch: Record) -> types.SimpleNamespace:
-        return types.SimpleNamespace(logits=self.layers(batch.inputs), kind="classes")
-
-
 class _Titled(torch.utils.data.Dataset[Any]):
     """Samples that have a text beside their label."""
 
@@ -588,13 +566,6 @@ ZOO: dict[str, Job] = {
         Conv, drawn(SAMPLES, 2, 7, 7), callbacks=[SWA(), EMA(0.9)], sync_batchnorm=True, optimizer=sgd
     ),
     "sparse inputs": _job(OfSparse, collate=made_sparse, optimizer=sgd),
-    "batches and outputs that are objects": _job(
-        OfRecords,
-        collate=recorded,
-        loss=lambda out, y: nn.functional.cross_entropy(out.logits, y),
-        metrics={"accuracy": lambda out, y: right(out.logits, y)},
-        optimizer=sgd,
-    ),
     "texts beside targets": dataclasses.replace(
         _job(mlp, loss=weighted_by_text, metrics={}, optimizer=sgd), train_data=_Titled(), eval_data=_Titled()
     ),

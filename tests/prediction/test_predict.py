@@ -10,7 +10,6 @@ import subprocess
 import sys
 import textwrap
 import time
-import types
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
@@ -610,23 +609,3 @@ def test_an_evaluation_set_is_named_where_there_are_several(tmp_path) -> None:
         predict(run, "eval", devices="1xcpu", quiet=True)
     with pytest.raises(InputError, match='no evaluation set "al"; did you mean "all"'):
         predict(run, "eval:al", devices="1xcpu", quiet=True)
-
-
-class Recording(nn.Module):
-    """Gives an object, not a dict."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.body = nn.Linear(6, 3)
-
-    def forward(self, x: torch.Tensor) -> types.SimpleNamespace:
-        return types.SimpleNamespace(logits=self.body(x), name="digits")
-
-
-@pytest.mark.parametrize("way", ["single", slow("ddp 2")])
-def test_outputs_in_an_object_are_given_in_a_dict(way: str, tmp_path: Path) -> None:
-    run = trained(tmp_path, Recording, drawn(ROWS, 6), loss=lambda out, y: nn.functional.cross_entropy(out.logits, y))
-    with torch.no_grad():
-        expected = run.model()(drawn(ROWS, 6).double()).logits
-    found = predict(run, **on(way))
-    assert (found["logits"] - expected).abs().max() < 1e-12 and found["name"] is None

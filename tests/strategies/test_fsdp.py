@@ -158,7 +158,7 @@ class Scaled(Rows):
 
 _tokens, _next = tokens_and_next()
 KINDS = {
-    **{kind: job for kind, job in ZOO.items() if "objects" not in kind},  # see "there is no tensor with a gradient"
+    **ZOO,
     "tied blocks": _job(Stack, _tokens, _next, optimizer=sgd, metrics={}),
     "tied blocks, in micro-batches, clipped": _job(
         Stack, _tokens, _next, optimizer=halved_weights, accumulate=3, clip_norm=0.1, metrics={}

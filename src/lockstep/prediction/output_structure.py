@@ -10,15 +10,14 @@ leaves::
 
 from __future__ import annotations
 
-import operator
 from collections.abc import Collection, Iterator, Mapping
-from dataclasses import dataclass, is_dataclass
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 
 from lockstep.errors import InputError
-from lockstep.tensors.pytree import described, is_record, named_parts, parts, rebuilt, same_kind
+from lockstep.tensors.pytree import described, named_parts, parts, rebuilt, same_kind
 from lockstep.tensors.samples import holds_samples
 
 
@@ -47,17 +46,6 @@ class Left:
 
 
 Leaf = Rows | Items | Left
-
-
-def as_dicts(outputs: Any) -> Any:
-    """The outputs with objects that are no containers and no dataclasses as dicts, since a form is no such object."""
-    inside = parts(outputs)
-    if inside is None:
-        return outputs
-    new = list(map(as_dicts, inside))
-    if is_record(outputs) and not is_dataclass(outputs):
-        return dict(zip([name for name, _ in named_parts(outputs)], new, strict=True))
-    return outputs if all(map(operator.is_, new, inside)) else rebuilt(outputs, new)
 
 
 def form_of(outputs: Any, size: int) -> Any:

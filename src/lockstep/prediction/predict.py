@@ -39,7 +39,6 @@ from lockstep.prediction.output_structure import (
     Items,
     Left,
     Rows,
-    as_dicts,
     filled,
     form_of,
     formed,
@@ -274,13 +273,10 @@ class _Prediction:
         found: list[str] = []
         with kept_state(self.step.models()), contextlib.suppress(Exception):  # the model can't take them, or no part
             loader = job_loader(job, self.world, some, evaluation=True, name=self.name)
-            for _, made in self.step.over(loader.epoch(0), self._made, self.job.seed):
+            for _, made in self.step.over(loader.epoch(0), self.step.predictions, self.job.seed):
                 forms = [formed(outputs, size) for size, outputs in made]
                 found += [leaf.name for form in forms for leaf in leaves(form) if isinstance(leaf, Left)]
         return {name for names in self.world.gather_objects(found) for name in names}
-
-    def _made(self, batch: Batch) -> list[tuple[int, Any]]:
-        return [(size, as_dicts(outputs)) for size, outputs in self.step.predictions(batch)]
 
     def _outputs(self, batch: Batch) -> list[tuple[int, Any]]:
         """The outputs of this process's shares that aren't empty, with the samples of each.
@@ -290,7 +286,7 @@ class _Prediction:
         """
         self.step.world.step = batch.index + 1  # where it is, for what fails
         try:
-            return self._made(batch)
+            return self.step.predictions(batch)
         except InputError as error:
             raise InputError(f"{self.name}: {error}") from error
         except LockstepError:

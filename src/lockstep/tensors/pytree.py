@@ -1,28 +1,23 @@
-"""Nestings: what models take and give, as tensors inside lists, tuples, mappings, dataclasses and other objects.
+"""Nestings: what models take and give, as tensors inside lists, tuples, mappings, named tuples and dataclasses.
 
 ``torch.utils._pytree`` needs dataclasses and mappings to be registered one by one; a person's own batch class should
-work as it is, if its attributes are tensors, or lists, tuples and mappings of them. A nest here is anything that has
-``parts``, and can be rebuilt from as many new ones.
+work as it is. A nest here is anything that has ``parts``, and can be rebuilt from as many new ones. Objects of other
+classes are leaves: what is passed from layer to layer may be written to, and has to stay what it is.
 """
 
 from __future__ import annotations
 
 import copy
 import dataclasses
-import enum
 import functools
 import inspect
 from collections.abc import Callable, Iterator, Mapping, MutableMapping, Sequence
 from typing import Any
 
 import torch
-from torch import nn
 from torch.nn.utils.rnn import PackedSequence
 
 from lockstep.errors import InputError
-
-_NO_NESTS = {"builtins", "torch", "numpy"}
-"""Where objects aren't looked into: those of ``torch.distributions`` know the shape of their tensors, say."""
 
 
 def parts(nest: Any) -> list[Any] | None:
@@ -43,11 +38,6 @@ def parts(nest: Any) -> list[Any] | None:
         return list(nest.values())
     names = _attributes(nest)
     return None if names is None else [getattr(nest, name) for name in names]
-
-
-def is_record(nest: Any) -> bool:
-    """Whether it is a dataclass, or another object with tensors of a class that is no container."""
-    return not isinstance(nest, (torch.Tensor, list, tuple, MutableMapping)) and _attributes(nest) is not None
 
 
 def named_parts(nest: Any) -> list[tuple[str, Any]]:
@@ -273,28 +263,10 @@ def may_pin(device: torch.device) -> bool:
 
 
 def _attributes(nest: Any) -> list[str] | None:
-    """The names of a dataclass's fields, and of the attributes of another object that has tensors; None of the rest.
-
-    An object that holds others of such classes is none: they may hold one another (trees, caches).
-    """
-    if isinstance(nest, type | nn.Module):
+    """The names of the fields of a dataclass; None of anything else."""
+    if isinstance(nest, type) or not dataclasses.is_dataclass(nest):
         return None
-    if dataclasses.is_dataclass(nest):
-        return [f.name for f in dataclasses.fields(nest)]
-    if _is_plain(nest) or not hasattr(nest, "__dict__"):
-        return None
-    held = {name: value for name, value in vars(nest).items() if not _is_cached(nest, name)}
-    has_tensors = any(True for value in held.values() for _ in tensors(value))
-    return list(held) if has_tensors and all(map(_is_plain, held.values())) else None
-
-
-def _is_plain(value: Any) -> bool:
-    """Whether a value is a tensor, a number, a text or likewise of PyTorch's or Python's, or holds only such."""
-    if isinstance(value, (list, tuple)):
-        return all(map(_is_plain, value))
-    if isinstance(value, MutableMapping):
-        return all(map(_is_plain, value.values()))
-    return isinstance(value, enum.Enum) or type(value).__module__.partition(".")[0] in _NO_NESTS
+    return [f.name for f in dataclasses.fields(nest)]
 
 
 def _is_cached(nest: Any, name: str) -> bool:

@@ -5,13 +5,14 @@ from __future__ import annotations
 import itertools
 import operator
 from collections.abc import Collection, MutableMapping
+from dataclasses import is_dataclass
 from typing import Any
 
 import torch
 from torch import nn
 
 from lockstep.errors import InputError
-from lockstep.tensors.pytree import each, is_record, named_parts, named_tensors, parts, rebuilt, same_kind, tensors
+from lockstep.tensors.pytree import each, named_parts, named_tensors, parts, rebuilt, same_kind, tensors
 
 
 def batch_size_of(tree: Any) -> int:
@@ -39,14 +40,14 @@ class SampleList(list[Any]):
 def holds_samples(items: list[Any] | tuple[Any, ...], samples: int) -> bool:
     """Whether a list has an item for each sample: the boxes of each image, sentences.
 
-    A dictionary, a dataclass or an object of one's own is one sample's. Tensors are as many batches, where each of them
-    has a row for each sample. Of tuples only those of texts have one, which PyTorch's collate makes.
+    A dictionary or a dataclass is one sample's. Tensors are as many batches, where each of them has a row for each
+    sample. Of tuples only those of texts have one, which PyTorch's collate makes.
     """
     if isinstance(items, tuple):
         return type(items) is tuple and len(items) == samples and all(isinstance(item, str | bytes) for item in items)
     if isinstance(items, SampleList):
         return len(items) == samples
-    if len(items) != samples or all(isinstance(item, MutableMapping) or is_record(item) for item in items):
+    if len(items) != samples or all(isinstance(item, MutableMapping) or is_dataclass(item) for item in items):
         return len(items) == samples
     found = [t for item in items for t in tensors(item)]
     return not found or not all(t.dim() and t.shape[0] == samples for t in found)

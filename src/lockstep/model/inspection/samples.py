@@ -34,7 +34,8 @@ def as_many(batch: tuple[Any, Any], samples: int, wanted: int) -> tuple[Any, Any
 def is_ragged(inputs: Any, samples: int) -> bool:
     """Whether nothing can be cut, or integers of all samples are in one row (words, say, beside their offsets)."""
     shapes, of_one = ([t.shape for t in tensors(some)] for some in (inputs, cut(inputs, 0, 1, samples)))
-    return (bool(shapes) and samples > 1 and shapes == of_one) or any(
+    is_whole = bool(shapes) or hasattr(inputs, "__dict__")  # an object of a person's own, of graphs say
+    return (is_whole and samples > 1 and shapes == of_one) or any(
         t.dim() == 1 and len(t) != samples and not t.is_floating_point() for t in tensors(inputs)
     )
 
