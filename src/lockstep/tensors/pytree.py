@@ -65,9 +65,7 @@ def rebuilt(nest: Any, new: Sequence[Any]) -> Any:
         made[:] = new
     elif isinstance(nest, MutableMapping):
         own = getattr(made, "__dict__", {})
-        own |= {
-            name: copy.copy(held) for name, held in own.items() if isinstance(held, dict)
-        }  # where it keeps its items
+        own |= {name: copy.copy(its) for name, its in own.items() if isinstance(its, dict)}  # where it keeps its items
         for key, value in zip(nest, new, strict=True):
             made[key] = value
             if key in own:  # (``self.__dict__ = self``)
@@ -75,8 +73,8 @@ def rebuilt(nest: Any, new: Sequence[Any]) -> Any:
     else:
         for name, value in zip(_attributes(nest) or (), new, strict=True):
             object.__setattr__(made, name, value)  # frozen ones too; __post_init__ has had its turn
-    for name in [name for name in getattr(made, "__dict__", ()) if _is_of_whole(nest, name)]:
-        del made.__dict__[name]
+    for name in [name for name in getattr(made, "__dict__", ()) if _is_cached(nest, name)]:
+        del made.__dict__[name]  # it was computed of the other parts
     return made
 
 
@@ -271,13 +269,3 @@ def _attributes(nest: Any) -> list[str] | None:
 
 def _is_cached(nest: Any, name: str) -> bool:
     return isinstance(getattr(type(nest), name, None), functools.cached_property)
-
-
-def _is_of_whole(nest: Any, name: str) -> bool:
-    """Whether an attribute was computed of all parts: cached, or a tensor that is no field."""
-    is_field = not dataclasses.is_dataclass(nest) or name in {f.name for f in dataclasses.fields(nest)}
-    return _is_cached(nest, name) or not (is_field or isinstance(nest, MutableMapping) or _has_none(vars(nest)[name]))
-
-
-def _has_none(value: Any) -> bool:
-    return not any(True for _ in tensors(value))
