@@ -6,6 +6,7 @@ Their data leave a smaller last batch in each epoch, and some leave a rank witho
 from __future__ import annotations
 
 import dataclasses
+import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -300,6 +301,14 @@ def padded(samples: list[Any]) -> tuple[torch.Tensor, torch.Tensor]:
     inputs, targets = zip(*samples, strict=True)
     pad = nn.utils.rnn.pad_sequence
     return pad(inputs, batch_first=True), pad(targets, batch_first=True, padding_value=-100)
+
+
+class Slow(nn.Module):
+    """Makes an update so slow that a check of its loss takes a small part of it, also where the machine is busy."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        time.sleep(0.3 * torch.is_grad_enabled())
+        return x
 
 
 class OfSparse(nn.Module):

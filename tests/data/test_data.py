@@ -37,7 +37,7 @@ from lockstep.errors import JobError, SampleError
 from lockstep.launch import world as world_module
 from lockstep.launch.devices import Device
 from lockstep.launch.world import World
-from lockstep.tensors.samples import share_sizes
+from lockstep.tensors.rows import share_sizes
 
 
 def numbers(n: int) -> TensorDataset:

@@ -18,7 +18,7 @@ from lockstep import Job, train
 from lockstep.data import StreamLoader, batches, resolve, resolve_sets
 from lockstep.errors import JobError, LockstepError, RunError, SampleError
 from lockstep.launch.world import World, current
-from lockstep.tensors.samples import share_sizes
+from lockstep.tensors.rows import share_sizes
 from lockstep.tensors.seeding import seeded
 from lockstep.verify import differences
 from zoo import ZOO, Stream, drawn, generated, labels, mlp, plain_sgd

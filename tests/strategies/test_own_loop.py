@@ -15,7 +15,7 @@ from torch.utils.data import TensorDataset
 import lockstep
 from lockstep.errors import FolderError, InputError, JobError, LossError, RankFailed, RunError
 from lockstep.strategies import DDP
-from zoo import drawn, labels, mlp, plain_sgd, sgd, slow
+from zoo import Slow, drawn, labels, mlp, plain_sgd, sgd, slow
 
 DATA = TensorDataset(drawn(41, 6), labels(41, 3))
 WAYS = {
@@ -542,14 +542,6 @@ def test_a_step_draws_nothing_of_what_a_loop_draws(way: str, accumulate: int) ->
     """Found by trial: a step of several micro-batches drew one number."""
     ((expected,), (found, *_)) = looped("single", drawn_around), looped(way, drawn_around, accumulate)
     assert torch.equal(found, expected)
-
-
-class Slow(nn.Module):
-    """So that its loss is checked in each update."""
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        time.sleep(0.1 * torch.is_grad_enabled())
-        return x
 
 
 def with_mean_of_the_rare(outputs: torch.Tensor, targets: torch.Tensor) -> tuple[torch.Tensor, int]:

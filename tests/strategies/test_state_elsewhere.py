@@ -22,7 +22,7 @@ from lockstep import train
 from lockstep.errors import JobError, LockstepError, StrategyError
 from lockstep.model.losses.loss import Totalled
 from lockstep.strategies.replicas import shared_by_threads
-from lockstep.tensors.samples import cut
+from lockstep.tensors.rows import cut
 from lockstep.verify import parity, same_bits
 
 from zoo import ZOO, drawn, labels, mlp, sgd  # isort: skip

@@ -13,7 +13,7 @@ import torch
 
 from lockstep.errors import InputError
 from lockstep.tensors.pytree import call, to_device
-from lockstep.tensors.samples import batch_size_of, cut
+from lockstep.tensors.rows import batch_size_of, cut
 
 Point = namedtuple("Point", "x y")
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import random
-import time
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -19,7 +18,7 @@ from lockstep.errors import LossError, StrategyError
 from lockstep.launch.world import World
 from lockstep.training.metrics.batch_numbers import BatchNumbers
 
-from zoo import drawn, labels, plain_sgd, slow  # isort: skip
+from zoo import Slow, drawn, labels, plain_sgd, slow  # isort: skip
 
 SAMPLES = 22
 DATA = TensorDataset(drawn(SAMPLES, 6), labels(SAMPLES, 3))
@@ -738,14 +737,6 @@ def test_a_number_that_is_the_same_in_two_batches_is_no_constant() -> None:
     assert numbers.read_by(metrics, World()) == ["used"]
 
 
-class Masked(nn.Linear):
-    """Slow, so that its loss is checked in each update."""
-
-    def forward(self, x: Tensor) -> Tensor:
-        time.sleep(0.05 * self.training)
-        return super().forward(x)
-
-
 def mean_of_words(outputs: Tensor, targets: Tensor) -> Tensor:
     return ((outputs * (targets >= 0)).square().sum()) / (targets >= 0).sum()
 
@@ -766,6 +757,6 @@ def test_a_mask_that_is_uneven_in_one_batch_of_an_evaluation_is_seen(updates: in
     """Found by trial: the interval of training held from update 2 on, and its line came in update 5."""
     even = TensorDataset(drawn(16 * updates, 6), torch.zeros(16 * updates, 3, dtype=torch.long))
     uneven = masked_words(11, 7, within=within)
-    job = job_of(lambda: Masked(6, 3), loss=mean_of_words, train_data=even, eval_data=uneven)
+    job = job_of(lambda: nn.Sequential(nn.Linear(6, 3), Slow()), loss=mean_of_words, train_data=even, eval_data=uneven)
     with pytest.raises(LossError, match="is not a mean over samples"):
         train(job.replace(batch_size=16), strategy=way, devices="2xcpu", quiet=True)

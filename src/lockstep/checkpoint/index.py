@@ -20,7 +20,7 @@ from lockstep.errors import FolderError, first_line
 from lockstep.tensors.array_file import SAFETENSORS_TYPES
 from lockstep.tensors.new_file import opened_new
 from lockstep.tensors.row_shard import RowShard
-from lockstep.tensors.samples import share_sizes
+from lockstep.tensors.rows import share_sizes
 from lockstep.tensors.state_tree import decoded
 
 INDEX = "index.json"

@@ -14,7 +14,7 @@ from lockstep.errors import JobError
 from lockstep.launch.world import World
 from lockstep.tensors.digest import digest
 from lockstep.tensors.pytree import holds_packed, named_tensors
-from lockstep.tensors.samples import cut
+from lockstep.tensors.rows import cut
 
 _LOOKED_AT = 1000
 """Indices and rows by which the data of ranks are compared."""

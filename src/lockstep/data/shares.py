@@ -22,7 +22,7 @@ from torch import Tensor
 from lockstep.errors import InputError, JobError
 from lockstep.launch.world import World
 from lockstep.tensors.pytree import named_parts, parts, tensors
-from lockstep.tensors.samples import (
+from lockstep.tensors.rows import (
     SampleList,
     batch_size_of,
     cut,

@@ -22,7 +22,7 @@ import torch
 from lockstep.prediction.output_structure import Items, Leaf, Left, taken
 from lockstep.tensors.array_file import writing
 from lockstep.tensors.pytree import named_parts, parts
-from lockstep.tensors.samples import share_sizes
+from lockstep.tensors.rows import share_sizes
 
 
 def write_lines(folder: Path, rank: int, form: Any, outputs: Any, size: int) -> None:

@@ -18,7 +18,7 @@ import torch
 
 from lockstep.errors import InputError
 from lockstep.tensors.pytree import described, named_parts, parts, rebuilt, same_kind
-from lockstep.tensors.samples import holds_samples
+from lockstep.tensors.rows import holds_samples
 
 
 @dataclass(frozen=True)

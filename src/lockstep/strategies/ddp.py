@@ -37,7 +37,7 @@ from lockstep.strategies.step_function.function_step import FunctionStep
 from lockstep.strategies.steps.step import Step
 from lockstep.strategies.steps.update_result import added, as_tensor, flattened, nested
 from lockstep.strategies.strategy import Strategy
-from lockstep.tensors.samples import share_sizes
+from lockstep.tensors.rows import share_sizes
 from lockstep.threads.replica_collectives import RankExchange
 from lockstep.threads.sync_batchnorm import end_forward, synchronise
 

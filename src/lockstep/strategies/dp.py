@@ -52,7 +52,7 @@ from lockstep.strategies.steps.update_result import added, summed
 from lockstep.strategies.strategy import Strategy
 from lockstep.tensors.placing import moved_in_buckets
 from lockstep.tensors.pytree import to_device
-from lockstep.tensors.samples import cut, share_sizes
+from lockstep.tensors.rows import cut, share_sizes
 from lockstep.tensors.seeding import seed_on
 from lockstep.threads import recompute
 from lockstep.threads.random_streams import stream

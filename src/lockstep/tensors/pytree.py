@@ -12,12 +12,14 @@ import dataclasses
 import functools
 import inspect
 from collections.abc import Callable, Iterator, Mapping, MutableMapping, Sequence
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch.nn.utils.rnn import PackedSequence
 
 from lockstep.errors import InputError
+
+T = TypeVar("T")
 
 
 def parts(nest: Any) -> list[Any] | None:
@@ -47,10 +49,10 @@ def named_parts(nest: Any) -> list[tuple[str, Any]]:
         names: Any = map(str, nest)
     elif isinstance(nest, tuple) and hasattr(nest, "_fields"):
         names = nest._fields
-    elif isinstance(nest, (list, tuple)) or not inside:
+    elif isinstance(nest, (list, tuple)):
         names = map(str, range(len(inside)))
     else:
-        names = _attributes(nest)
+        names = _attributes(nest) or ()
     return list(zip(names, inside, strict=True))
 
 
@@ -167,9 +169,10 @@ def each(
     return rebuilt(nest, [each(function, part, on_list=on_list, on_packed=on_packed) for part in inside])
 
 
-def copied_nest(nest: Any) -> Any:
+def copied_nest(nest: T) -> T:
     """The same nest of the same tensors: what a function keeps in an object of it, this one doesn't have."""
-    return each(lambda tensor: tensor, nest, on_packed=lambda packed: packed)
+    copied: T = each(lambda tensor: tensor, nest, on_packed=lambda packed: packed)
+    return copied
 
 
 def clones(nest: Any) -> Any:

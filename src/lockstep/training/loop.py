@@ -383,9 +383,8 @@ class _Training(Setup):
         self.stopped = "on_event" if self.stopped is True else self.stopped  # earlier versions
         self.evaluations.owed, self.evaluations.judged = state.get("owed", False), state.get("judged")
         self.recent = Loss(*(state.get("recent") or self.recent))
-        is_beyond = (self.job.steps is not None and self.world.step > self.job.steps) or (
-            self.epochs is not None and (self.epoch, self.position) > (self.epochs, 0)
-        )
+        is_beyond = self.job.steps is not None and self.world.step > self.job.steps
+        is_beyond = is_beyond or (self.epochs is not None and (self.epoch, self.position) > (self.epochs, 0))
         if not is_beyond and (
             self.plan.again or not self.world.broadcast_object(has_ended(self.folder, self.world.step))
         ):

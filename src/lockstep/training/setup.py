@@ -28,7 +28,7 @@ from lockstep.model.inspection import OutsideVariables
 from lockstep.model.precision import note_on_precision
 from lockstep.strategies import Strategy
 from lockstep.strategies.steps.step import Step
-from lockstep.tensors.samples import share_sizes
+from lockstep.tensors.rows import share_sizes
 from lockstep.training.progress import held_out
 from lockstep.training.resume import (
     another_file,

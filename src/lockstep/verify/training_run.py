@@ -19,7 +19,7 @@ from lockstep.strategies.steps.step import Step
 from lockstep.strategies.steps.update_result import Result
 from lockstep.tensors.digest import digest
 from lockstep.tensors.pytree import each, graph_nodes
-from lockstep.tensors.samples import holds_samples
+from lockstep.tensors.rows import holds_samples
 from lockstep.tensors.seeding import same, same_others, states
 from lockstep.training.evaluation import evaluate_sets
 from lockstep.training.scheduler import move_on, scheduler_of

@@ -50,8 +50,8 @@ def attribute_prints(model: nn.Module, *, plain: bool = True) -> dict[str, bytes
     if not held:  # as most models have it: dp asks twice in each update
         return {}
 
-    its_names = functools.cache(functools.partial(names_in, model))
-    return prints_of(((f"{name}.{key}" if name else key, value) for name, key, value in held), its_names)
+    named = ((f"{name}.{key}" if name else key, value) for name, key, value in held)
+    return prints_of(named, functools.partial(names_in, model))
 
 
 def names_in(model: nn.Module) -> dict[int, str]:
@@ -81,6 +81,7 @@ class _Pickler(pickle.Pickler):
 def prints_of(held: Iterable[tuple[str, Any]], names: Callable[[], Mapping[int, str]] = dict) -> dict[str, bytes]:
     """A hash of each value, by its name; that of a tensor or module whose id is in ``names()`` is of its name there."""
     found, known = {}, dict[int, bytes | None]()  # (one configuration may be an attribute of all modules)
+    names = functools.cache(names)
     for name, value in held:
         if id(value) not in known:
             written = io.BytesIO()

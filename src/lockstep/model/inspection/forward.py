@@ -64,7 +64,7 @@ from lockstep.model.inspection.watched import Watched, without_noise
 from lockstep.model.precision import full_products
 from lockstep.tensors.digest import digest
 from lockstep.tensors.pytree import call, clones, each, named_tensors, tensors, to_device
-from lockstep.tensors.samples import cut, folded, has_rows, joined, part_of
+from lockstep.tensors.rows import cut, folded, has_rows, joined, part_of
 from lockstep.tensors.seeding import kept_states, noted_seeding, same, same_others, states
 
 _MORE = 16
@@ -123,9 +123,9 @@ def look(
                 copied, batch = copied.cpu(), to_device(batch, torch.device("cpu"))
             outside = OutsideVariables.of_model(copied)
 
-            def see(some: Any, number: int, seen: Seen, judge: Judge | None, *, gradients: bool) -> None:
-                _see(copied, some, number, seen, judge, outside, original, gradients=gradients)
-                if not seen.mixes or size > _LARGEST:
+            def see(some: Any, number: int, into: Seen, judge: Judge | None, *, gradients: bool) -> None:
+                _see(copied, some, number, into, judge, outside, original, gradients=gradients)
+                if not into.mixes or size > _LARGEST:
                     return
                 # Terms that cancel, two models' logarithms of probabilities say, leave rounding errors only.
                 with contextlib.suppress(Exception):
@@ -133,7 +133,7 @@ def look(
                     its = to_device(some, next(t.device for t in tensors(some)), torch.float64)
                     _see(wide, its, number, found, judge, outside, original, gradients=gradients)
                     if not found.mixes:
-                        vars(seen).update(vars(found))
+                        vars(into).update(vars(found))
 
             # With gradients where it fails without, since it takes some itself. What is wrong, its first step says.
             for graph, (some, number) in itertools.product((False, True), enough(batch, samples, again=again)):

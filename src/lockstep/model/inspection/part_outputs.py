@@ -10,7 +10,7 @@ import torch
 from lockstep.model.inspection.findings import Kind
 from lockstep.model.inspection.rounding import differ
 from lockstep.tensors.pytree import each, named_tensors
-from lockstep.tensors.samples import has_rows
+from lockstep.tensors.rows import has_rows
 
 
 def with_own(own: Any, names: Container[str], outputs: Any) -> Any:

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 
 from lockstep.tensors.pytree import each, tensors
-from lockstep.tensors.samples import cut, has_rows
+from lockstep.tensors.rows import cut, has_rows
 
 FEWEST = 4
 """Samples that are looked at, at least."""

@@ -18,7 +18,7 @@ from lockstep.model.losses.loss import Loss, Number
 from lockstep.model.losses.torch_losses import HALF
 from lockstep.tensors.placing import place_of
 from lockstep.tensors.pytree import each, tensors, to_device
-from lockstep.tensors.samples import both_of, part_of
+from lockstep.tensors.rows import both_of, part_of
 from lockstep.tensors.seeding import other_states, put_state_on, same_others, state_on
 from lockstep.threads.random_streams import source, stream
 

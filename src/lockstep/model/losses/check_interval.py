@@ -31,7 +31,7 @@ class CheckInterval:
 
     def __init__(self) -> None:
         self.every = self.closer_every = 1
-        self._seconds: dict[bool, float] = {}
+        self._seconds: dict[bool, list[float]] = {False: [], True: []}
         self._update = math.inf
         self._times: dict[bool, list[float]] = {False: [], True: []}
 
@@ -56,8 +56,8 @@ class CheckInterval:
         self.every, self.closer_every = other.every, other.closer_every
 
     def spent(self, seconds: float, *, closer: bool) -> None:
-        """Note the time of a check."""
-        self._seconds[closer] = self._seconds.get(closer, 0.0) + seconds
+        """Note the time of a check; several threads may."""
+        self._seconds[closer].append(seconds)
 
     def timed(self, update: int, seconds: float, replicas: int) -> str | None:
         """Choose the intervals, after an update that was timed.
@@ -70,11 +70,11 @@ class CheckInterval:
         Returns:
             A line for the person, where that isn't in every update.
         """
-        checks = {closer: spent / replicas for closer, spent in self._seconds.items()}
-        self._seconds.clear()
+        checks = {closer: sum(spent) / replicas for closer, spent in self._seconds.items() if spent}
+        self._seconds = {False: [], True: []}
         if checks:  # else there was no sample here
-            for closer, spent in checks.items():
-                self._times[closer].append(spent)
+            for is_closer, spent in checks.items():
+                self._times[is_closer].append(spent)
             self._update = min(self._update, max(seconds - sum(checks.values()), 1e-9))
         if update < TIMED.stop - 1 or not any(self._times.values()):
             return None
@@ -85,13 +85,11 @@ class CheckInterval:
         self.closer_every = self.every * max(1, math.ceil(shares[1] / _LARGEST_CLOSER / self.every))
         if self.closer_every == 1:
             return None
-        takes = [f"{100 * share:.1f}".removesuffix(".0") for share in shares]
-        more, also = (
-            f"with more samples than a local batch has in one of {self.closer_every}",
-            "as seldom in evaluations",
-        )
+        check_takes, more_takes = (f"{100 * share:.1f}".removesuffix(".0") for share in shares)
+        closer = f"with more samples than a local batch has in one of {self.closer_every}"
         if self.every == 1:
-            said = f"{_WHETHER} is checked {more} updates only, and {also}, since that takes {takes[1]} %"
-            return f"{said} of the time of one"
-        said = f"{_WHETHER} is checked in one of {self.every} updates, {more}, and {also}"
-        return f"{said}, since a check takes {takes[0]} % of the time of one, and that {takes[1]} %"
+            often, why = f"{closer} updates only", f"that takes {more_takes} % of the time of one"
+        else:
+            often = f"in one of {self.every} updates, {closer}"
+            why = f"a check takes {check_takes} % of the time of one, and that {more_takes} %"
+        return f"{_WHETHER} is checked {often}, and as seldom in evaluations, since {why}"

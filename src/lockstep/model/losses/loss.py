@@ -170,7 +170,7 @@ class Totalled:
 
         Of modules and tensors of the ``model`` only the names.
         """
-        names = dict if model is None else functools.cache(functools.partial(names_in, model))
+        names = dict if model is None else functools.partial(names_in, model)
         held = prints_of([("", vars(self.loss))], names) if self.may_have_state else {}  # none that can't be pickled
         return held.get("", b""), {} if self.is_known else self.outside.prints()
 

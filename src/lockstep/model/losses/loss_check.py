@@ -64,7 +64,7 @@ from lockstep.model.losses.loss import Totalled, id_of
 from lockstep.model.losses.new_values import NewValues
 from lockstep.model.losses.uncut_outputs import Uncut, holds_numbers, refuse_to_tell, with_value
 from lockstep.tensors.pytree import copied_nest, each, holds_packed, named_tensors, tensors
-from lockstep.tensors.samples import both_of, part_of, with_sample_lists
+from lockstep.tensors.rows import both_of, part_of, with_sample_lists
 
 _SUMS = 3
 """The updates in each of which a loss of whole batches has to be a sum to be refused."""
@@ -257,7 +257,7 @@ class LossCheck:
         def piece(of: Nest, size: int) -> Piece:
             its = loss if knows else loss.copied()
             try:
-                total, count = made = its(copied_nest(of[0]), copied_nest(of[1]), size)
+                total, count = made = its(*copied_nest(of), size)
                 return Piece(total, count, size, made.parts)
             except Exception as error:
                 self._cant_take(error, size, samples)

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from lockstep.tensors.pytree import parts, tensors
-from lockstep.tensors.samples import has_rows, holds_samples
+from lockstep.tensors.rows import has_rows, holds_samples
 
 _VALUES = 10_000
 """Of a tensor, up to which new ones are looked at: more are no classes."""

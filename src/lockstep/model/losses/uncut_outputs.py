@@ -9,7 +9,7 @@ from torch import Tensor, nn
 
 from lockstep.model.losses.additivity import CantTell, Nest
 from lockstep.tensors.pytree import each, named_tensors, parts, tensors
-from lockstep.tensors.samples import folded, has_rows, holds_samples
+from lockstep.tensors.rows import folded, has_rows, holds_samples
 
 
 class Uncut:

@@ -34,7 +34,8 @@ from lockstep.parallel.loss.token_loss import Criterion
 from lockstep.parallel.parallel_apply import in_stream, in_streams
 from lockstep.parallel.replicate import replicate
 from lockstep.parallel.scatter import refuse_uncuttable, scatter
-from lockstep.tensors import pytree, samples
+from lockstep.tensors import pytree
+from lockstep.tensors.rows import batch_size_of, share_sizes
 from lockstep.threads import random_streams, recompute
 from lockstep.threads.thread_pool import borrowed
 
@@ -139,9 +140,9 @@ class ParallelLoss:
             _refuse_batch_norm(self.generator)
         if not isinstance(hidden, Balanced):
             refuse_uncuttable(hidden)
-            sizes = samples.share_sizes(samples.batch_size_of(hidden), len(self.devices))
+            sizes = share_sizes(batch_size_of(hidden), len(self.devices))
             hidden = Balanced(list(scatter(hidden, self.devices, sizes=sizes)), list(self.devices))
-        sizes = [samples.batch_size_of(part) for part in hidden]
+        sizes = [batch_size_of(part) for part in hidden]
         if not any(sizes):
             raise InputError("a batch of 0 has no loss: skip it")
         steps = self._steps(hidden, sizes)

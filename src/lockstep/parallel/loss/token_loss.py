@@ -25,7 +25,8 @@ from torch import Tensor, nn
 from lockstep.errors import LossError
 from lockstep.model.losses.loss import Totalled
 from lockstep.model.losses.torch_losses import HALF, Count
-from lockstep.tensors import pytree, samples
+from lockstep.tensors import pytree
+from lockstep.tensors.rows import batch_size_of, cut
 
 
 class Criterion:
@@ -58,14 +59,14 @@ class Criterion:
     @torch.no_grad()
     def _probe(self, outputs: Any, targets: Any, total: Tensor) -> None:
         """A sum over rows is the sum of two unequal parts of it; a mean is not."""
-        rows = samples.batch_size_of(outputs)
+        rows = batch_size_of(outputs)
         value = total.item()
         if rows < 2 or value != value or abs(value) == float("inf"):
             return  # nothing can be learned from these
         first = max(1, rows // 3)
         found = []
         for start, size in ((0, first), (first, rows - first)):
-            its_outputs, its_targets = (samples.cut(nest, start, size, rows) for nest in (outputs, targets))
+            its_outputs, its_targets = (cut(nest, start, size, rows) for nest in (outputs, targets))
             found.append(self._totalled(its_outputs, its_targets, 1)[0].item())
         together = sum(found)
         formats = {tensor.dtype for tensor in pytree.tensors(outputs) if tensor.is_floating_point()}

@@ -39,7 +39,7 @@ from lockstep.pipelining.schedule import Schedule, devices_of
 from lockstep.pipelining.stage_layers import Layers
 from lockstep.tensors.placing import place_module
 from lockstep.tensors.pytree import call, clones, tensors, to_device
-from lockstep.tensors.samples import cut, share_sizes
+from lockstep.tensors.rows import cut, share_sizes
 from lockstep.threads.random_streams import stream
 
 

@@ -27,7 +27,7 @@ from lockstep.pipelining.planner.simulate import fitted, simulate
 from lockstep.pipelining.schedule import Schedule, gpipe, interleaved, one_f_one_b
 from lockstep.report.timeline import Timeline
 from lockstep.tensors.byte_size import size as said
-from lockstep.tensors.samples import share_sizes
+from lockstep.tensors.rows import share_sizes
 
 NUMBERS = (1, 2, 3, 4, 6, 8, 12, 16, 24, 32, 48, 64)
 """The micro-batches that are tried."""

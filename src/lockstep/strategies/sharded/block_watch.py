@@ -18,7 +18,7 @@ from lockstep.data.shares import over_ranks
 from lockstep.errors import StrategyError
 from lockstep.launch.world import World
 from lockstep.strategies.sharded.shards import Shards
-from lockstep.tensors.pytree import each, parts, tensors
+from lockstep.tensors.pytree import each, tensors
 
 
 class BlockWatch:
@@ -116,8 +116,7 @@ class BlockWatch:
             outputs = each(_copied_if_a_view, outputs, on_packed=lambda packed: packed)
             found = [t for t in tensors(outputs) if t.requires_grad]
             what = f'"{name}"' if name else "the model"
-            seen = [t for t in _seen_by_pytorch(outputs) if t.requires_grad]
-            if len(seen) < max(1, len(found)) and any(p.requires_grad for p in module.parameters()):
+            if not found and any(p.requires_grad for p in module.parameters()):
                 raise StrategyError(
                     f"fsdp: there is no tensor with a gradient in what {what} gives "
                     f"({type(outputs).__name__}): let it give tensors, or lists or dicts of them, or take ddp"
@@ -160,15 +159,6 @@ class BlockWatch:
                 self.used.add(name)
 
         return hook
-
-
-def _seen_by_pytorch(nest: Any) -> Iterator[torch.Tensor]:
-    """The tensors of a nest, but for those in objects of other classes, which ``fully_shard`` doesn't look into."""
-    if isinstance(nest, torch.Tensor):
-        yield nest
-    elif isinstance(nest, (list, tuple, dict)) or dataclasses.is_dataclass(nest):
-        for part in parts(nest) or ():
-            yield from _seen_by_pytorch(part)
 
 
 def _copied_if_a_view(tensor: torch.Tensor) -> torch.Tensor:

@@ -46,7 +46,7 @@ from lockstep.strategies.sharded.without_a_trace import without_a_trace
 from lockstep.strategies.steps.update_result import Result, added, as_tensor
 from lockstep.tensors.pytree import to_device
 from lockstep.tensors.row_shard import RowShard
-from lockstep.tensors.samples import batch_size_of
+from lockstep.tensors.rows import batch_size_of
 from lockstep.threads.replica_collectives import RankExchange
 
 T = TypeVar("T")

@@ -38,7 +38,7 @@ from lockstep.model.losses.loss import Loss, Number
 from lockstep.model.losses.torch_losses import HALF
 from lockstep.model.model_settings import in_evaluation_mode
 from lockstep.tensors.digest import digest
-from lockstep.tensors.samples import cut, joined
+from lockstep.tensors.rows import cut, joined
 from lockstep.tensors.seeding import kept_states, same, states
 
 _LARGEST = 2**30

@@ -39,7 +39,7 @@ from lockstep.strategies.step_function.function_probe import as_sum, probe
 from lockstep.strategies.steps.step import Step
 from lockstep.strategies.steps.update_result import Result, added, scalar
 from lockstep.tensors.pytree import to_device
-from lockstep.tensors.samples import cut
+from lockstep.tensors.rows import cut
 
 _END = -1
 """What a rank says at the end of the function; others name an optimizer."""

@@ -28,7 +28,7 @@ from lockstep.model.losses.loss_error import squeezing_explained
 from lockstep.model.model_settings import set_modes
 from lockstep.model.precision import Precision
 from lockstep.tensors.pytree import call, copied_nest, to_device
-from lockstep.tensors.samples import batch_size_of
+from lockstep.tensors.rows import batch_size_of
 from lockstep.tensors.seeding import kept_states, seed_all, seed_on
 
 T = TypeVar("T")
@@ -231,15 +231,16 @@ class Evaluator:
 
     def judged(self, model: nn.Module, part: Part) -> tuple[Any, Loss]:
         """What ``model`` makes of a part that is on its device: outputs and loss."""
+        self._judged = number = self._judged + 1
+        looks = is_power_of_two(number)
+        closer = looks or self.eval_check.interval.is_closer(number)
+        may_wait = looks or not self._on_accelerator
+        checks = self.replicas > 1 and may_wait and self.eval_check.wants(number, closer=closer)
         with self._precision.autocast():
             outputs = self.forward(model, part)
-            given: tuple[Any, Any] = copied_nest((outputs, part.targets))
-            loss = self.loss_of(outputs, part, looks=self.cuts_batch and is_power_of_two(self._judged + 1))
-        self._judged += 1
-        closer = is_power_of_two(self._judged)
-        may_wait = closer or not self._on_accelerator
-        closer = closer or bool(self.eval_check.interval.is_closer(self._judged))
-        if self.replicas > 1 and may_wait and self.eval_check.wants(self._judged, closer=closer):
+            given = copied_nest((outputs, part.targets)) if checks else None  # in which the loss may keep something
+            loss = self.loss_of(outputs, part, looks=self.cuts_batch and looks)
+        if given is not None and self.eval_check.wants(number, closer=closer):
             with squeezing_explained(outputs, part.targets, part.size):
                 self.eval_check(*given, Piece.of(loss, part.size), closer=closer)
         return outputs, loss

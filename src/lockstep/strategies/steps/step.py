@@ -145,8 +145,8 @@ class Step(Calls):
                 raise why from None
             if self._checkpoints and (said := not_checkpointable(error)) is not None:
                 raise said from error
-            may, cuts = self.may_synchronise, self._accumulate
-            known = explained(error, batch, self.world, accumulate=cuts, may_synchronise=may)
+            may = self.may_synchronise
+            known = explained(error, batch, self.world, accumulate=self._accumulate, may_synchronise=may)
             if known is None:
                 raise
             raise known from error
@@ -269,13 +269,11 @@ class Step(Calls):
             count = float(count)
         if not isinstance(count, torch.Tensor) and count == 0:
             raise no_items(self.world.step)
-        if self._by_count:
+        if self._by_count or (not isinstance(count, torch.Tensor) and count == size):
             return
         grads = [p.grad for p in self._parameters if p.grad is not None]
         if isinstance(count, torch.Tensor):
             factor: Number = quotient(size, count, next((g for g in grads if g.dtype == torch.float64), None))
-        elif count == size:
-            return
         else:
             factor = size / count
         self.tell_once(self.seen.of_weighting())
@@ -299,16 +297,17 @@ class Step(Calls):
     @phase("computing", "forward and loss")
     def forward_loss(self, model: nn.Module, part: Part, where: str = "") -> Loss:
         """Total and count of one micro-batch's share under ``model``; the loss is probed where that is needed."""
+        checks = self.loss_check.wants(self._updates, closer=self.looks_again)
         knows = self._by_count or self.cuts_batch or self._compile or self._scaler is not None
         with self._precision.autocast(), NoticedHooks() if self.looks_again and not knows else nullcontext() as hooks:
             outputs = self.forward(model, part)
-            given: tuple[Any, Any] = copied_nest((outputs, part.targets))  # in which the loss may keep something
+            given = copied_nest((outputs, part.targets)) if checks else None  # in which the loss may keep something
             total, count = loss = self.loss_of(outputs, part, looks=self.looks_again)
         if hooks is not None:
             self._by_count = may_be_nonlinear(model, total, hooks)
         for observer in self.observers:
             observer.forwarded(where, part, outputs)
-        if self.loss_check.wants(self._updates, closer=self.looks_again):
+        if given is not None and self.loss_check.wants(self._updates, closer=self.looks_again):
             self._check_loss(*given, part.size, loss)
         if self._waits:
             refuse_not_finite(total, model, part, outputs, self.world, where=where, first=self._updates == 1)
@@ -351,7 +350,7 @@ class Step(Calls):
             self._reads_within |= reads_within(self.loss, outputs, targets, size)
         whole, step, waits = Piece.of(loss, size), self.world.step, self._waits or self.looks_again
         for closer in (check := self.loss_check).interval.looks(self._updates, again=self.looks_again):
-            began = self._began and self._time()
+            began = None if self._began is None else self._time()
             with squeezing_explained(outputs, targets, size):
                 wrong = check(outputs, targets, whole, step=step, closer=closer, waits=waits)
             if wrong is not None:

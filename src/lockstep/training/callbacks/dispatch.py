@@ -197,7 +197,7 @@ class Callbacks:
         """A hash of each attribute of those that have no ``state_dict``; of the model's tensors, of their names."""
         without = {n: one for n, one in self._by_name.items() if type(one).state_dict is Callback.state_dict}
         held = ((f'"{key}" of {name}', value) for name, one in without.items() for key, value in vars(one).items())
-        return prints_of(held, functools.cache(functools.partial(names_in, self._step.model)))
+        return prints_of(held, functools.partial(names_in, self._step.model))
 
     def state_dict(self, *, whole: bool = True) -> dict[str, Any]:
         """The state of each by its name; says what isn't kept. Of averages this rank's rows, unless ``whole``."""

@@ -14,7 +14,7 @@ import torch
 
 from lockstep.launch.world import World
 from lockstep.tensors.pytree import each, parts, rebuilt, tensors
-from lockstep.tensors.samples import folded, has_rows, part_of
+from lockstep.tensors.rows import folded, has_rows, part_of
 from lockstep.training.metrics.metric_check import as_samples
 
 _LARGEST = 2**20

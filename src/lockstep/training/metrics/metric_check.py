@@ -14,7 +14,7 @@ from lockstep.model.losses.additivity import DOUBLED, are_double, is_apart, repe
 from lockstep.model.losses.torch_losses import HALF
 from lockstep.tensors.placing import place_of
 from lockstep.tensors.pytree import each, holds_packed, tensors, to_device
-from lockstep.tensors.samples import both_of, folded, part_of
+from lockstep.tensors.rows import both_of, folded, part_of
 
 _MOST = 8
 """Local batches, at most, as which a metric is given one."""

@@ -13,7 +13,7 @@ from torch import nn
 from lockstep.errors import JobError
 from lockstep.launch.world import World
 from lockstep.tensors.placing import place_of
-from lockstep.tensors.samples import part_of
+from lockstep.tensors.rows import part_of
 from lockstep.training.metrics.metric_check import as_samples
 
 

@@ -1,4 +1,4 @@
-"""Samples of nestings: the rows of their tensors, and the items of their lists, which are cut and joined."""
+"""Rows of nestings: of each sample one in a tensor, or an item of a list. They are cut and joined."""
 
 from __future__ import annotations
 
