@@ -28,6 +28,7 @@ def each() -> list[Any]:
     return found
 
 
+@pytest.mark.sweep
 @pytest.mark.parametrize("piece", each())
 def test_the_tour_prints_what_it_shows(piece: Piece, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)

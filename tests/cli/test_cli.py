@@ -181,6 +181,7 @@ except KeyboardInterrupt:
 SWALLOWED, REPLACED, PASSED_ON = "pass", "raise ImportError('numpy failed to import')", "raise"
 
 
+@pytest.mark.sweep
 @pytest.mark.parametrize(
     ("name", "then"),
     [

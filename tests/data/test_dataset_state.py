@@ -124,6 +124,7 @@ def runs(data: Any, tmp_path: Path, strategy: str, steps: int, **settings: Any) 
     return whole, run, Reads.taken()
 
 
+@pytest.mark.sweep
 @pytest.mark.parametrize(
     ("kind", "steps"), [(Told, 5), (Told, 8), (Told, 11), (Counting, 8), (Counting, 11), (Mosaic, 5)]
 )

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from pathlib import Path
 
+import pytest
+
 import lockstep
 from lockstep.cli.command import main
 from lockstep.training.run import job_of
@@ -11,6 +13,7 @@ from lockstep.training.run import job_of
 FILE = Path(__file__).parents[2] / "examples" / "digits.py"
 
 
+@pytest.mark.slow
 def test_digits_are_learned_in_a_few_epochs(tmp_path: Path) -> None:
     run = lockstep.train(FILE, strategy="ddp", devices="2xcpu", epochs=4, folder=tmp_path, quiet=True)
     assert run.metrics["accuracy"] > 0.9

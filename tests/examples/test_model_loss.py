@@ -151,6 +151,7 @@ def test_one_device_trains_on_exactly_the_mean_that_the_model_gives(kind: str) -
     assert found.worst < (1e-5 if kind in IN_FLOAT32 else 1e-10)
 
 
+@pytest.mark.sweep
 @pytest.mark.parametrize(("way", "settings"), [("single", {"accumulate": 4}), ("dp", {}), ("pp", {})])
 def test_the_outputs_own_mean_is_refused_where_batches_are_cut_with_the_line_to_use(
     way: str, settings: Any, tmp_path: Any

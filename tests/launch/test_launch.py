@@ -552,6 +552,7 @@ def test_an_exception_that_cannot_be_pickled_is_still_told() -> None:
     assert "in fails" in str(caught.value.__cause__)
 
 
+@pytest.mark.sweep
 @pytest.mark.parametrize(
     ("end", "words"),
     [
@@ -707,6 +708,7 @@ LONG = """
 """
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("number", "handler", "code", "word"),
     [

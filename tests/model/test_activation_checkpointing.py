@@ -101,6 +101,7 @@ def gated() -> nn.Module:
     return nn.Sequential(Gated(), Gated(), nn.Linear(6, 3))
 
 
+@pytest.mark.sweep
 @pytest.mark.parametrize(("way", "devices"), [WAYS[0], *WAYS[3:]])
 def test_numbers_of_python_and_numpy_are_drawn_again_the_same(way, devices, tmp_path) -> None:
     job = job_of(gated, optimizer=sgd, precision="fp64")

@@ -28,6 +28,7 @@ OVERLAPPED = pytest.param(DDP(reduce="overlapped"), "2xcpu", marks=pytest.mark.s
 WAYS = [("single", "1xcpu"), ("dp", "2xcpu"), FLAT, OVERLAPPED]
 
 
+@pytest.mark.sweep
 @pytest.mark.parametrize(("way", "devices"), WAYS)
 @pytest.mark.parametrize(
     "kind",
@@ -131,6 +132,7 @@ class Replacing(WarmingUp):
         return self.out(x) * self.steps
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", [slow("running statistics"), "a buffer that is replaced"])
 def test_other_buffers_that_change_may_be_compiled(kind: str) -> None:
     job = ZOO["convolutions with sync_batchnorm"].replace(sync_batchnorm=False, compile="aot_eager")
@@ -168,6 +170,7 @@ def test_models_are_compiled_whether_their_class_is_ones_own_or_of_pytorch(model
     assert graphs
 
 
+@pytest.mark.sweep
 @pytest.mark.parametrize(("way", "devices"), [("single", "1xcpu"), ("dp", "2xcpu"), ("ddp", "2xcpu")])
 def test_an_unknown_backend_is_refused_and_the_nearest_offered(way, devices, tmp_path) -> None:
     job = ZOO["mlp"].replace(compile="inductr")

@@ -6,6 +6,7 @@ import functools
 import itertools
 import math
 import random
+import re
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -653,6 +654,22 @@ def test_a_pair_that_cant_be_checked_is_said() -> None:
     assert note.startswith(
         "whether loss hardest is additive over samples can't be checked: it fails with 1 of 4 samples"
     )
+
+
+def test_objects_that_cant_be_cut_are_named_with_what_could() -> None:
+    class Scores:
+        def __init__(self, logits: Tensor) -> None:
+            self.logits = logits
+
+    def entropy(outputs: Scores, targets: Tensor) -> Tensor:
+        return F.cross_entropy(outputs.logits, targets)
+
+    batches = [(Scores(drawn(8, 3)), labels(8, 3), 8)]
+    said = r"it reads an object of the class Scores, whose tensors are not seen \(make it a dataclass, a named tuple or"
+    with pytest.raises(LossError, match=f"entropy can't be checked: {said}"):
+        checked(entropy, batches)
+    (note,) = checked(lambda o, t: (entropy(o, t) * len(t), len(t)), batches).notes
+    assert re.search(said, note)
 
 
 @pytest.mark.parametrize("draw", [torch.randn_like, lambda of: of * random.random(), lambda of: of * np.random.rand()])

@@ -50,6 +50,7 @@ def test_fp32_is_as_near_to_one_device_as_rounding_allows(way, devices) -> None:
     assert parity(ZOO["momentum"], way, devices, precision="fp32").worst < 1e-5
 
 
+@pytest.mark.sweep
 @pytest.mark.parametrize("way", ["dp", "ddp", "pp"])
 def test_weights_of_classes_are_in_the_format_of_the_job(way: str) -> None:
     loss = nn.CrossEntropyLoss(weight=torch.tensor([1.0, 2.0, 3.0]))

@@ -22,6 +22,7 @@ def test_the_table_of_devices_has_each_cards_memory() -> None:
     assert machine()["accelerators"] == ", ".join(["card"] * 8)
 
 
+@pytest.mark.slow
 def test_the_largest_batch_is_what_a_card_says_it_has_memory_for() -> None:
     def step(batch: int) -> None:
         if batch > 100:

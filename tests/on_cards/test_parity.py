@@ -76,6 +76,7 @@ def test_a_strategy_on_cards_ends_where_one_device_does(kind: str, way: str, ref
     assert max(found.history.values()) < 1e-10
 
 
+@pytest.mark.sweep
 @pytest.mark.parametrize("way", ["dp", "ddp flat", "pp"])
 def test_averages_on_cards_are_those_of_one_device_and_go_on_to_the_bit(way: str, tmp_path) -> None:
     strategy, devices = WAYS[way]

@@ -1041,6 +1041,7 @@ def test_shares_that_were_padded_to_lengths_of_their_own_are_told_of_total_lengt
     same(net(x, lengths, 7), plain(x, lengths, 7))
 
 
+@pytest.mark.sweep
 @pytest.mark.filterwarnings("ignore")  # PyTorch's own, of compiling
 @pytest.mark.parametrize("devices", ["1xcpu", "2xcpu"])
 def test_a_compiled_function_may_call_it_with_the_same_numbers(devices: str) -> None:

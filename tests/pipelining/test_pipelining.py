@@ -306,6 +306,7 @@ def _often(kind: str, times: int, tmp_path: Any) -> None:
     assert all(same_bits(runs[0], run) for run in runs[1:])
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "kind", ["a U-Net whose decoder is beside its encoder", slow("a tied GPT"), slow("dropout computed again")]
 )

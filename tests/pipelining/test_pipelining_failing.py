@@ -108,6 +108,7 @@ PLACES = {
 }
 
 
+@pytest.mark.sweep
 @pytest.mark.timeout(30)
 @pytest.mark.parametrize("schedule", ["1f1b", pytest.param("gpipe", marks=pytest.mark.slow)])
 @pytest.mark.parametrize(

@@ -120,6 +120,7 @@ def test_outputs_come_back_in_the_nesting_of_the_model(way: str, tmp_path: Path,
     assert capsys.readouterr().out == "note: left out, since they have no row for each sample: loss\n"
 
 
+@pytest.mark.sweep
 @pytest.mark.parametrize("way", TWO)
 @pytest.mark.parametrize("ending", [".npz", ".safetensors", ".jsonl"])
 def test_several_outputs_are_kept_under_their_names(ending: str, way: str, tmp_path: Path) -> None:
@@ -413,6 +414,7 @@ class WithASummary(TimeFirst):
         return {"out": self.layer(x), "mean": self.layer(x).mean(0, keepdim=True), "weight": self.layer.weight}
 
 
+@pytest.mark.sweep
 @pytest.mark.parametrize("way", ["single", *TWO, slow("fsdp 3")])
 @pytest.mark.parametrize("each", [1, 2, 4])
 def test_rows_of_something_else_are_not_taken_for_those_of_samples(each: int, way: str, tmp_path: Path) -> None:

@@ -292,6 +292,7 @@ job = lockstep.Job(
 """
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "start",
     ["-m lockstep", pytest.param("-m torch.distributed.run --nproc-per-node 2 -m lockstep", marks=pytest.mark.slow)],

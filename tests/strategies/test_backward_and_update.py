@@ -252,6 +252,7 @@ def changed_between(world: Any, strategy: str, change: Any) -> dict[str, torch.T
     return {name: value.clone() for name, value in step.state_dict()["model"].items()}
 
 
+@pytest.mark.sweep
 @pytest.mark.parametrize("change", [halved_anew, halved_in_place, left_out])
 @pytest.mark.parametrize("strategy", ["fsdp", slow("ddp")])
 def test_gradients_that_a_loop_replaces_before_the_update_are_those_of_the_update(strategy: str, change: Any) -> None:
@@ -325,6 +326,7 @@ def thrown_away_in_pytorch() -> dict[str, Tensor]:
     return model.state_dict()
 
 
+@pytest.mark.sweep
 @pytest.mark.parametrize(
     ("strategy", "devices"), [("single", "1xcpu"), ("ddp", "2xcpu"), ("fsdp", "2xcpu"), slow("ddp", "3xcpu")]
 )

@@ -77,6 +77,7 @@ def test_methods_of_an_instance_are_called_as_those_of_a_class(tmp_path: Path) -
     assert (weights(one) - weights(unbound)).abs().max() > 0.01
 
 
+@pytest.mark.slow
 def test_a_function_of_sampler_sees_whole_parameters(tmp_path: Path) -> None:
     """Found by trial: the norm was of rank 0's shard."""
     runs = [trained(Sampler(as_text), where | {"folder": tmp_path}) for where in (SINGLE, FSDP)]

@@ -128,6 +128,30 @@ class Reading(nn.Module):
         return self.out(self.layers(self.words(tokens))[0]).transpose(1, 2)
 
 
+class PackedLayer(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.gru = nn.GRU(6, 6, batch_first=True)
+
+    def forward(self, packed: nn.utils.rnn.PackedSequence) -> nn.utils.rnn.PackedSequence:
+        return self.gru(packed)[0]
+
+
+class Packed(nn.Module):
+    """Three blocks that are given packed sequences, and give them."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks, self.out = nn.ModuleList(PackedLayer() for _ in range(3)), nn.Linear(6, 3)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        rows, lengths = x[:, None].expand(-1, 4, -1), 1 + (x[:, :3] > 0).sum(1)
+        packed = nn.utils.rnn.pack_padded_sequence(rows, lengths, batch_first=True, enforce_sorted=False)
+        for block in self.blocks:
+            packed = block(packed)
+        return self.out(nn.utils.rnn.pad_packed_sequence(packed, batch_first=True)[0].sum(1))
+
+
 class Penalized(Rows):
     """Gives the squares of its gradient beside its outputs."""
 
@@ -183,6 +207,7 @@ KINDS |= {
         metrics={},
     ),
     "blocks that share a layer": _job(Sharing, _tokens, _next, optimizer=sgd, metrics={}),
+    "blocks that pass packed sequences on": _job(Packed, optimizer=sgd),
     "checkpointed outside of blocks": _job(Rows, optimizer=sgd, activation_checkpointing="blocks"),
 }
 FAST = {
@@ -191,6 +216,7 @@ FAST = {
     ("tied blocks, in micro-batches, clipped", 3),
     ("blocks with sync_batchnorm, one frozen", 2),
     ("blocks that share a layer", 2),
+    ("blocks that pass packed sequences on", 2),
 }
 
 
@@ -311,6 +337,7 @@ def test_an_average_of_shards_goes_on_under_another_strategy(before: str, after:
 PRODUCT = "tied blocks, in micro-batches, clipped"
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", [PRODUCT, *(slow(kind) for kind in KINDS if kind != PRODUCT)])
 def test_replicas_in_shards_end_where_one_device_does(kind: str) -> None:
     assert parity(KINDS[kind], "ddp=2xfsdp=2", devices="4xcpu").worst < BOUND
@@ -319,6 +346,7 @@ def test_replicas_in_shards_end_where_one_device_does(kind: str) -> None:
 # ---- state ----------------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("before", "after"),
     [
@@ -744,6 +772,7 @@ def hooked() -> nn.Module:
     return model
 
 
+@pytest.mark.sweep
 @pytest.mark.parametrize(
     ("model", "settings", "says"),
     [
@@ -830,6 +859,7 @@ class Counts(Rows):
         return super().forward(*inputs)
 
 
+@pytest.mark.slow
 def test_what_a_model_does_in_training_is_not_said_of_evaluation(tmp_path, capfd) -> None:
     job = ZOO["mlp"].replace(model=Counts, epochs=1)
     train(job, strategy="fsdp", devices="2xcpu", folder=tmp_path)

@@ -185,6 +185,7 @@ def test_a_batch_smaller_than_the_ranks_leaves_some_without_an_update(tmp_path: 
 # What is saved
 
 
+@pytest.mark.sweep
 @pytest.mark.parametrize(
     "optimizer",
     [

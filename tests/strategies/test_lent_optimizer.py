@@ -81,6 +81,7 @@ class Initializes(Callback):
         nn.init.orthogonal_(next(training.model.parameters()))
 
 
+@pytest.mark.sweep
 @pytest.mark.parametrize("callback", [ByGroups, OfState, CallsModel, CallsModelWithGradients, Initializes])
 @pytest.mark.parametrize(("way", "devices"), [("fsdp", "2xcpu"), slow("fsdp", "3xcpu"), slow("ddp=2xfsdp=2", "4xcpu")])
 def test_callbacks_see_the_optimizer_and_the_model_of_one_device(
@@ -156,6 +157,7 @@ class HooksParameter(Callback):
         next(training.model.parameters()).register_hook(lambda grad: 0.5 * grad)
 
 
+@pytest.mark.sweep
 @pytest.mark.parametrize(
     ("callback", "says"),
     [
@@ -187,6 +189,7 @@ class ByNorm(torch.optim.lr_scheduler.LRScheduler):
         return [rate / (1 + norm) for rate in self.base_lrs]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("every", ["step", pytest.param("epoch", marks=pytest.mark.slow)])
 def test_schedulers_see_the_optimizer_of_one_device(every: str, tmp_path: Path) -> None:
     """Found by trial: the norm was of this rank's shard."""
@@ -289,6 +292,7 @@ class AveragesAssigned(AveragesInPlace):
             p.data = kept[name]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("callback", [AveragesInPlace, slow(AveragesInShards), slow(AveragesAssigned)])
 def test_averages_by_hand_are_those_of_one_device_and_are_kept(callback: type[Callback], tmp_path: Path) -> None:
     """Found by trial: what was written in place to a whole tensor was lost, and shards were in no checkpoint.

@@ -66,6 +66,7 @@ def test_a_loss_may_read_what_is_in_no_block(penalty: Any, accumulate: int) -> N
     assert max(found.history.values()) < 1e-12
 
 
+@pytest.mark.sweep
 @pytest.mark.parametrize(
     ("penalty", "blocks", "says"),
     [

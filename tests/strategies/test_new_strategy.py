@@ -59,6 +59,7 @@ def test_the_command_trains_by_it_and_has_its_settings(capsys: Any) -> None:
     assert "--every" in capsys.readouterr().out
 
 
+@pytest.mark.slow
 def test_compare_has_a_row_for_it(capsys: Any) -> None:
     words = ["--strategies", "single,every_other", "--devices", "1xcpu", "--rounds", "1", "--seconds", "0.05"]
     assert cli.main(["compare", "job.py", *words]) == 0

@@ -241,6 +241,7 @@ def test_a_function_that_freezes_a_layer_on_rank_0_is_found_in_the_next_step(kin
         lockstep.train(job_that(freeze, kind), strategy="hogwild", devices="2xcpu", folder=tmp_path, quiet=True)
 
 
+@pytest.mark.sweep
 @pytest.mark.parametrize("kind", ["started", "epoch", "evaluated", "saved"])
 def test_a_function_that_writes_a_parameter_on_rank_0_is_found_in_the_next_step(kind: str, tmp_path: Path) -> None:
     with pytest.raises(RunError, match=r'parameter "2.weight" is no longer the same on all ranks'):
@@ -550,6 +551,7 @@ def with_mean_of_the_rare(outputs: torch.Tensor, targets: torch.Tensor) -> tuple
     return errors.sum() + (errors * rare).sum() / rare.sum().clamp(min=1), len(targets)
 
 
+@pytest.mark.sweep
 @pytest.mark.parametrize("in_parts", [False, True])
 @pytest.mark.parametrize("update", [3, 5, 6])
 def test_a_mean_over_a_rare_class_is_refused_in_the_update_in_which_it_comes(update: int, in_parts: bool) -> None:

@@ -234,6 +234,7 @@ def ignoring(model: Any) -> Job:
     return dataclasses.replace(job, model=model, optimizer=sgd, train_data=data)
 
 
+@pytest.mark.sweep
 @pytest.mark.parametrize("kind", ["parameter", "tensor", "function", "tensor, later"])
 @pytest.mark.parametrize("way", ["single", "mp"])
 def test_what_clamps_in_backward_sees_gradients_of_the_mean_over_targets_that_count(way, kind, tmp_path) -> None:
@@ -325,6 +326,7 @@ class Branching(nn.Module):
         return x
 
 
+@pytest.mark.sweep
 @pytest.mark.parametrize(
     ("strategy", "way", "says"),
     [
@@ -430,6 +432,7 @@ class Closing(nn.Linear):
         return self.act(super().forward(x))
 
 
+@pytest.mark.sweep
 @pytest.mark.parametrize(
     ("model", "ways", "says"),
     [
@@ -459,6 +462,7 @@ def test_frequencies_in_a_micro_batch_are_said(tmp_path, capsys) -> None:
     )
 
 
+@pytest.mark.sweep
 @pytest.mark.parametrize(
     ("way", "samples", "settings", "says"),
     [

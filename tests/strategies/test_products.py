@@ -154,6 +154,7 @@ def test_the_command_trains_says_the_mesh_and_evaluates_and_predicts(folder: Pat
     assert one == pytest.approx(other, abs=1e-12)
 
 
+@pytest.mark.slow
 def test_a_run_goes_on_to_replicas_of_stages_as_it_went_and_from_them(tmp_path: Path, capsys) -> None:
     job = ZOO["adamw with groups by name"].replace(precision="fp64")
     whole = train(job, strategy="single", devices="1xcpu", folder=tmp_path, quiet=True, epochs=4)

@@ -90,6 +90,7 @@ def of_last(outputs: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
     return F.cross_entropy(outputs, targets) + 0.1 * held["model"].last.square().mean()
 
 
+@pytest.mark.sweep
 @pytest.mark.parametrize(
     ("way", "loss"),
     [("kept", of_kept), ("new", of_last), ("replaced", of_last)],
@@ -245,6 +246,7 @@ def dropping() -> nn.Module:
     return nn.Sequential(nn.Linear(6, 8), nn.Dropout(0.1), nn.Linear(8, 3))
 
 
+@pytest.mark.sweep
 @pytest.mark.parametrize(
     ("changes", "way", "says"),
     [
@@ -405,6 +407,7 @@ CHANGES = {
 }
 
 
+@pytest.mark.sweep
 @pytest.mark.parametrize("change", CHANGES)
 @pytest.mark.parametrize("after", [1, 5])
 def test_replicas_follow_whatever_a_loop_changes(change: str, after: int) -> None:

@@ -458,6 +458,7 @@ def clamped(models: nn.ModuleDict, batch: Any, update: Any) -> None:
     update("head", (models["head"](body(x).detach()) - 1).square().sum(), len(y))
 
 
+@pytest.mark.sweep
 @pytest.mark.parametrize("way", WAYS)
 def test_a_function_may_write_parameters(way: str, tmp_path: Path, capfd: Any) -> None:
     """Replicas on threads had the same ones, so that each of them wrote; writes to their data were not seen."""

@@ -108,6 +108,7 @@ SAYS = {
 }
 
 
+@pytest.mark.sweep
 @pytest.mark.parametrize("model", SAYS, ids=lambda model: model.__name__)
 @pytest.mark.parametrize(("way", "devices", "accumulate"), WAYS, ids=[way for way, *_ in WAYS])
 def test_it_is_said_once(model: Any, way: str, devices: str, accumulate: int, tmp_path: Path, capsys: Any) -> None:
@@ -181,6 +182,7 @@ class Setting(Callback):
                     module.p = 0.5
 
 
+@pytest.mark.sweep
 @pytest.mark.parametrize(
     ("what", "said"), [("norm", "BatchNorm normalizes over each replica's local batch"), ("dropout", "dropout ")]
 )

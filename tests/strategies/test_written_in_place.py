@@ -88,6 +88,7 @@ def by_a_plain_loop(job: Job, model: nn.Module) -> nn.Module:
     return model
 
 
+@pytest.mark.sweep
 @pytest.mark.parametrize("way", WAYS)
 @pytest.mark.parametrize("loss", LOSSES, ids=lambda loss: getattr(loss, "__name__", "taking"))
 def test_a_loss_may_write_to_outputs_and_targets(loss: Any, way: str, tmp_path: Path, capsys: Any) -> None:

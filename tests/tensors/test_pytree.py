@@ -76,6 +76,9 @@ def test_the_size_is_that_of_the_first_tensor_that_has_one() -> None:
     assert batch_size_of({"n": 3, "scale": torch.tensor(2.0), "x": torch.zeros(7, 2)}) == 7
     with pytest.raises(InputError, match="no tensor with a batch dimension"):
         batch_size_of({"n": 3})
+    plain = Record(torch.zeros(4, 2))
+    with pytest.raises(InputError, match="of the class Record, whose tensors are not seen: make it a dataclass"):
+        batch_size_of([plain])
 
 
 def test_only_floating_tensors_change_their_format() -> None:

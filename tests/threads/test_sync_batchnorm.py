@@ -375,6 +375,7 @@ def test_replicas_on_one_accelerator_are_refused() -> None:
         Team(devices.slots(2)).run([functools.partial(work, 0), functools.partial(work, 1)])
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(not hasattr(os, "fork"), reason="the ranks are forked, which is quick")
 def test_ranks_give_the_numbers_of_the_whole_batch_also_where_some_sit_out(tmp_path: Path) -> None:
     script = """

@@ -347,6 +347,7 @@ def test_a_second_signal_stops_at_once_and_says_that_nothing_was_saved(tmp_path:
     assert not list(tmp_path.glob("runs/*"))
 
 
+@pytest.mark.slow
 def test_before_the_first_step_there_is_nothing_to_wait_for(tmp_path: Path) -> None:
     (tmp_path / "slow.py").write_text(SLOW)
     words = [sys.executable, "-m", "lockstep", "train", "slow.py", "--devices", "1"]

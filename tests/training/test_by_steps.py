@@ -86,6 +86,7 @@ def on_one_device(tmp_path_factory: pytest.TempPathFactory) -> Run:
     return run_of(one_epoch(), tmp_path_factory.mktemp("single"))
 
 
+@pytest.mark.sweep
 @pytest.mark.parametrize("strategy", ["dp", "ddp", "pp"])
 def test_an_epoch_is_evaluated_inside_under_every_strategy(strategy: str, on_one_device: Run, tmp_path: Path) -> None:
     run = run_of(one_epoch(save_every=4), tmp_path, strategy)
@@ -118,6 +119,7 @@ def test_a_run_of_one_epoch_is_stopped_and_goes_on_inside_it(at: int, tmp_path: 
     assert records(run) == records(whole)
 
 
+@pytest.mark.sweep
 @pytest.mark.parametrize("strategy", ["single", "ddp"])
 def test_a_time_is_told_to_all_ranks(strategy: str, tmp_path: Path) -> None:
     """A millionth of a second is over at each step that rank 0 looks at; a day never is."""
@@ -327,6 +329,7 @@ def wavering(**settings: Any) -> Job:
     )  # fmt: skip
 
 
+@pytest.mark.sweep
 @pytest.mark.parametrize("strategy", ["single", "ddp"])
 def test_the_best_weights_follow_the_metric_that_the_job_names(strategy: str, tmp_path: Path) -> None:
     for best, choose in (("accuracy:max", max), ("accuracy:min", min), ("loss:max", max)):

@@ -190,6 +190,7 @@ class Changes(Callback):
         training.stop()
 
 
+@pytest.mark.sweep
 @pytest.mark.parametrize(
     ("change", "says"),
     [
@@ -424,6 +425,7 @@ def by(outputs: torch.Tensor, wanted: torch.Tensor, factor: dict[str, float]) ->
     return factor["weight"] * (outputs - wanted).square().mean()
 
 
+@pytest.mark.sweep
 @pytest.mark.parametrize("way", ["single", "dp", slow("ddp")])
 @pytest.mark.parametrize(
     "what", ["the loss", "its weights", "its dictionary", "that of a partial", "the targets", "the model"]

@@ -712,6 +712,7 @@ def test_a_mean_of_the_model_times_its_items_behind_a_guard_is_right(way: str, t
     assert abs(one.history[-1]["train_loss"] - two.history[-1]["train_loss"]) < 1e-12
 
 
+@pytest.mark.sweep
 @pytest.mark.parametrize("loss", [with_guarded_balance, with_weights_by_counts])
 @pytest.mark.parametrize("way", ["single", "dp", "ddp"])
 def test_what_a_loss_reads_behind_a_guard_or_beside_a_constant_is_said(
@@ -750,6 +751,7 @@ def masked_words(batches: int, uneven: int, *, within: bool) -> TensorDataset:
     return TensorDataset(drawn(len(targets), 6), targets)
 
 
+@pytest.mark.sweep
 @pytest.mark.parametrize("within", [True, False])
 @pytest.mark.parametrize("way", ["dp", slow("ddp")])
 @pytest.mark.parametrize("updates", [3, 6])

@@ -51,6 +51,7 @@ def test_a_run_goes_on_as_it_went_with_its_settings_its_map_and_its_devices(tmp_
     assert run.summary["epochs"] == 2
 
 
+@pytest.mark.slow
 def test_the_command_that_is_told_nothing_goes_on_as_the_run_went(tmp_path: Path, capfd, monkeypatch) -> None:
     monkeypatch.chdir(tmp_path)
     pp = ["--strategy", "pp", "--devices", "2xcpu", "--microbatches", "2"]

@@ -76,6 +76,7 @@ def without_times(run: Run) -> list[dict[str, float]]:
     return [{n: v for n, v in r.items() if n not in ("seconds", "samples_per_second")} for r in run.history]
 
 
+@pytest.mark.slow
 @pytest.mark.timeout(3600)
 def test_no_kill_changes_a_bit_a_record_or_a_sample(tmp_path: Path, request: pytest.FixtureRequest) -> None:
     kills: int = request.config.getoption("--soak")

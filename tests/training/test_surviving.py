@@ -154,6 +154,7 @@ def test_numbers_that_can_not_be_are_refused(own: Path) -> None:
         train(JobFile("own.py"), devices="2xcpu", min_devices=1)
 
 
+@pytest.mark.slow
 def test_a_rank_that_is_lost_after_the_end_changes_nothing(own: Path, capfd) -> None:
     whole = unbroken(own)
     (own / "own.py").write_text(
@@ -293,6 +294,7 @@ def test_sigusr1_saves_and_ends_as_sigterm_does(own: Path) -> None:
     assert process.returncode == 143 and "resume it with --resume" in out and "Traceback" not in err
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("how", [signal.SIGTERM, pytest.param(signal.SIGINT, marks=pytest.mark.slow)])
 @pytest.mark.parametrize("strategy", ["ddp", pytest.param("single", marks=pytest.mark.slow)])
 def test_a_signal_to_all_processes_saves_and_shows_no_traceback(own: Path, strategy: str, how: signal.Signals) -> None:
@@ -419,6 +421,7 @@ def filled(disk: Path) -> None:
             file.write(b"0" * 512)
 
 
+@pytest.mark.sweep
 @pytest.mark.parametrize("strategy", ["single", "ddp"])
 def test_a_disk_that_fills_up_leaves_the_checkpoint_of_before_and_nothing_half_written(
     own: Path, strategy: str, small_disk: Path

@@ -182,6 +182,7 @@ EASILY_MISJUDGED = {
 }
 
 
+@pytest.mark.sweep
 @pytest.mark.parametrize("kind", EASILY_MISJUDGED)
 def test_what_is_easily_misjudged_gets_no_false_alarm(kind: str) -> None:
     found = verified(dataclasses.replace(MLP, **EASILY_MISJUDGED[kind]), "ddp")
@@ -922,6 +923,7 @@ def test_a_loss_that_squares_a_sum_over_the_batch_is_named(way: str) -> None:
     assert 'output "load", which is no sum over samples, or of which it makes none' in found.causes[0].text
 
 
+@pytest.mark.sweep
 @pytest.mark.parametrize("way", ["dp", "ddp"])
 def test_an_auxiliary_loss_over_the_batch_is_named(way: str, capsys: Any, tmp_path: Path) -> None:
     found = verified(BALANCED, way)
@@ -950,6 +952,7 @@ def late_mask(kind: str) -> tuple[Any, Any]:
     return lambda o, t: nn.functional.cross_entropy(o, t, weight=weights), rare
 
 
+@pytest.mark.sweep
 @pytest.mark.parametrize("kind", ["NaN", "sentinel", "mask", "class weights"])
 def test_a_batch_whose_targets_differ_in_kind_is_verified_too(kind: str) -> None:
     loss, targets = late_mask(kind)

@@ -21,6 +21,9 @@ from lockstep.errors import InputError
 
 T = TypeVar("T")
 
+MAKE_SEEN = "make it a dataclass, a named tuple or a dictionary"
+"""What to do with an object of another class, whose tensors are not seen."""
+
 
 def parts(nest: Any) -> list[Any] | None:
     """What lies directly inside a nest, in order; None for a leaf (a tensor, or anything that isn't a container).
@@ -131,6 +134,16 @@ def described(nest: Any) -> str:
     if isinstance(nest, tuple):
         return f"({body},)" if len(inside) == 1 else f"({body})"
     return f"[{body}]"
+
+
+def opaque_class(nest: Any) -> str | None:
+    """The name of the first class among its leaves that keeps tensors as attributes, which are not seen."""
+    if isinstance(nest, (torch.Tensor, PackedSequence, type)):
+        return None
+    if (inside := parts(nest)) is None:
+        held = getattr(nest, "__dict__", {}).values()
+        return type(nest).__name__ if any(isinstance(value, torch.Tensor) for value in held) else None
+    return next(filter(None, map(opaque_class, inside)), None)
 
 
 def same_kind(one: Any, other: Any) -> bool:

@@ -12,7 +12,17 @@ import torch
 from torch import nn
 
 from lockstep.errors import InputError
-from lockstep.tensors.pytree import each, named_parts, named_tensors, parts, rebuilt, same_kind, tensors
+from lockstep.tensors.pytree import (
+    MAKE_SEEN,
+    each,
+    named_parts,
+    named_tensors,
+    opaque_class,
+    parts,
+    rebuilt,
+    same_kind,
+    tensors,
+)
 
 
 def batch_size_of(tree: Any) -> int:
@@ -24,6 +34,8 @@ def batch_size_of(tree: Any) -> int:
     for tensor in tensors(tree):
         if tensor.dim():
             return tensor.shape[0]
+    if name := opaque_class(tree):
+        raise InputError(f"the inputs are of the class {name}, whose tensors are not seen", fix=MAKE_SEEN)
     raise InputError("the inputs have no tensor with a batch dimension, so they have no size")
 
 

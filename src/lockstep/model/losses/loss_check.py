@@ -260,7 +260,7 @@ class LossCheck:
                 total, count = made = its(*copied_nest(of), size)
                 return Piece(total, count, size, made.parts)
             except Exception as error:
-                self._cant_take(error, size, samples)
+                self._cant_take(error, nest, size, samples)
                 raise
 
         instead, reads = self._instead, self.reads  # (which another thread may change meanwhile)
@@ -310,11 +310,11 @@ class LossCheck:
             return self._sums(nest, samples, whole, closer=closer, waits=waits, double=double)
         return sums + (sums_of_many(piece, rows, whole, self._local_batches) if closer else [])
 
-    def _cant_take(self, error: Exception, size: int, samples: int) -> None:
+    def _cant_take(self, error: Exception, nest: Nest, size: int, samples: int) -> None:
         """Say that the loss can't take a part; of a pair it is told, and that nothing can be checked."""
         if is_out_of_memory(error) or isinstance(error, LossError | CantTell):
             return
-        why = loss_error.why_not_taken(error, size, samples)
+        why = loss_error.why_not_taken(error, nest, size, samples)
         if self._loss.gives_pairs or not self._cuts:
             raise CantTell(why) from error
         raise LossError(f"{self._loss.name} can't be checked: {why}", fix=loss_error.ADVICE) from error

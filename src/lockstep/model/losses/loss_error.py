@@ -13,6 +13,7 @@ from lockstep.errors import LossError, first_line
 from lockstep.launch.memory import is_out_of_memory
 from lockstep.model.losses.additivity import DOUBLED, Piece, Sum, is_apart
 from lockstep.model.losses.loss import Totalled
+from lockstep.tensors.pytree import MAKE_SEEN, opaque_class
 
 ADVICE = (
     "return (total, count), the sum over the items that count (not padding) and their number; or use single (or mp) "
@@ -65,9 +66,11 @@ def part_not_additive(loss: Totalled, name: str, wrong: Sum) -> str:
     return f"{said}is not a sum over samples (whole {whole}, its two parts {one} and {other}): {ends}"
 
 
-def why_not_taken(error: Exception, size: int, samples: int) -> str:
-    """Why a loss can't be checked that fails with a part of the samples."""
+def why_not_taken(error: Exception, nest: tuple[Any, Any], size: int, samples: int) -> str:
+    """Why a loss can't be checked that fails with a part of the samples, outputs and targets."""
     said = first_line(error)
+    if name := opaque_class(nest):
+        return f"it reads an object of the class {name}, whose tensors are not seen ({MAKE_SEEN})"
     if "does not require grad" in said or "not have been used in the graph" in said:
         return "it differentiates outputs, of which a part has no graph"
     return f"it fails with {size} of {samples} samples ({said})"
