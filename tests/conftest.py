@@ -32,14 +32,14 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 @pytest.hookimpl(tryfirst=True)
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Of a test marked as a sweep, a third of the cells is fast: along the diagonals of its parameters."""
+    """Of a test marked as a sweep, a quarter of the cells is fast: along the diagonals of its parameters."""
     cells: dict[str, int] = {}
     for item in items:
         if item.get_closest_marker("sweep") is None or item.get_closest_marker("slow") is not None:
             continue
         test = item.nodeid.partition("[")[0]
         number = cells[test] = cells.get(test, -1) + 1
-        if (number + number // 3) % 3:
+        if (number + number // 4) % 4:
             item.add_marker(pytest.mark.slow)
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import functools
 import subprocess
 import sys
 from pathlib import Path
@@ -34,6 +35,7 @@ LAYERS = [
 """From the ground up: a room imports only from those below it, or within its own storey without a circle."""
 
 
+@functools.cache
 def files_imported_by(path: Path) -> set[Path]:
     """The files of the package that a file imports, in functions too; for type checkers only left out."""
     tree = ast.parse(path.read_text())

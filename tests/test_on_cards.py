@@ -36,10 +36,9 @@ def run(names: list[str], marked: str) -> None:
     assert done.returncode in (0, 5), done.stdout + done.stderr  # 5: no test has that mark
 
 
-@pytest.mark.parametrize("half", [0, 1])
-def test_on_simulated_cards(half: int) -> None:
-    """In two processes, since each takes seconds to begin."""
-    run([name for name in FILES if name not in LONG][half::2], "not slow")
+def test_on_simulated_cards() -> None:
+    """In one process, since each takes seconds to begin."""
+    run([name for name in FILES if name not in LONG], "not slow")
 
 
 @pytest.mark.slow

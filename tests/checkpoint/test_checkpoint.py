@@ -242,6 +242,7 @@ def copied(finished: Path, tmp_path: Path) -> Path:
     return tmp_path / "run"
 
 
+@pytest.mark.sweep
 @pytest.mark.parametrize("how", ["flipped", "cut", "missing", "empty"])
 @pytest.mark.parametrize("name", ["index.json", slow("rank-0-of-2.safetensors"), "rank-1-of-2.safetensors"])
 def test_a_damaged_checkpoint_is_named_and_the_one_before_is_taken(

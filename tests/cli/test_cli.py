@@ -116,6 +116,7 @@ def test_bad_input_gets_one_line_and_exit_code_2_and_makes_nothing(words: str, s
     assert not list(job.parent.glob("runs/*")), "nothing was made"
 
 
+@pytest.mark.sweep
 @pytest.mark.parametrize("on", ["--devices 1", "--strategy dp --devices 2xcpu", "--strategy ddp --devices 2xcpu"])
 @pytest.mark.parametrize(
     ("parameter", "says"),

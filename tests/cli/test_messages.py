@@ -255,6 +255,7 @@ NOT_FINITE = {
 }
 
 
+@pytest.mark.sweep
 @pytest.mark.parametrize("way", ["single", "dp", "ddp"])
 @pytest.mark.parametrize("kind", NOT_FINITE)
 def test_a_loss_that_is_not_finite_is_traced_to_what_was_not_first(kind: str, way: str, tmp_path: Path) -> None:

@@ -19,6 +19,7 @@ def test_digits_are_learned_in_a_few_epochs(tmp_path: Path) -> None:
     assert run.metrics["accuracy"] > 0.9
 
 
+@pytest.mark.slow
 def test_the_annealing_is_as_long_as_the_epochs_of_the_command_line_and_of_a_resume(tmp_path: Path) -> None:
     words = ["--devices", "1xcpu", "--strategy", "single", "--folder", str(tmp_path), "--batch-size", "512"]
     assert main(["train", str(FILE), "--epochs", "2", *words]) == 0

@@ -218,6 +218,7 @@ def job(seed: int = 0):
 """
 
 
+@pytest.mark.slow
 def test_onnx_is_run_by_onnxruntime(run: Run, tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
     needs_onnx()
     found = lockstep.export(run, tmp_path / "a.onnx", format="onnx")

@@ -238,6 +238,7 @@ def test_ranks_compute_in_the_modes_of_the_caller(mode: Callable[[], AbstractCon
     assert launch(modes, "2xcpu") == [modes(None)] * 2
 
 
+@pytest.mark.slow
 def test_a_large_result_comes_back() -> None:
     found = launch(lambda world: torch.full((25_000_000,), float(world.rank)), "2xcpu")
     assert [(len(one), one[0].item(), one[-1].item()) for one in found] == [(25_000_000, 0, 0), (25_000_000, 1, 1)]

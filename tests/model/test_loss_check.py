@@ -256,6 +256,7 @@ def labelled_pair(outputs: Tensor, targets: Tensor) -> tuple[Tensor, int]:
     return labelled_mean(outputs, targets) * len(targets), len(targets)
 
 
+@pytest.mark.sweep
 @pytest.mark.parametrize("loss", [labelled_mean, labelled_pair])
 @pytest.mark.parametrize("evaluated", [False, True], ids=["trained", "evaluated"])
 def test_a_mask_that_is_even_on_each_rank_and_not_between_them_is_seen(loss: Loss, evaluated: bool, tmp_path) -> None:

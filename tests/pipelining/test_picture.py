@@ -48,6 +48,7 @@ def test_the_key_explains_every_sign() -> None:
     assert "··· a device that waits, F0── an action that goes on, … the middle, left out. Bubble" in " ".join(key(60))
 
 
+@pytest.mark.sweep
 @pytest.mark.parametrize("width", [60, 80, 140])
 @pytest.mark.parametrize("name", SCHEDULES)
 def test_no_line_is_wider_than_the_terminal_and_no_name_is_cut_in_two(name: str, width: int) -> None:

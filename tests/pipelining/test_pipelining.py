@@ -248,6 +248,7 @@ def test_pp_ends_where_one_device_that_accumulates_does(
         assert any(found.moved.values())
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("schedule", ["interleaved", pytest.param("fitted", marks=pytest.mark.slow)])
 @pytest.mark.parametrize("kind", [pytest.param(k, marks=pytest.mark.slow if i % 6 else ()) for i, k in enumerate(MANY)])
 def test_two_stages_on_each_device_end_where_one_device_does(

@@ -106,6 +106,7 @@ def _worst(model: type[nn.Module], tmp_path: Any) -> float:
     return differences(job, run, one).worst
 
 
+@pytest.mark.sweep
 @pytest.mark.parametrize(
     ("model", "with_streams"),
     [
@@ -162,6 +163,7 @@ class Elsewhere(Model):
         return x * random.random()
 
 
+@pytest.mark.sweep
 @pytest.mark.parametrize("model", [ShakenAlways, ShakenAndDropped, ShakenLater, Elsewhere])
 def test_what_no_stream_gives_is_drawn_in_turn(model: type[nn.Module], tmp_path, capsys) -> None:
     assert _worst(model, tmp_path) < 1e-10

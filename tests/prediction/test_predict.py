@@ -381,6 +381,7 @@ class Wrong(Takes):
         return {"mean": y.mean(), "squeezed": y[:, 0] if len(x) > 1 else y[0, 0], "text": "yes"}[self.how]
 
 
+@pytest.mark.sweep
 @pytest.mark.parametrize("way", ["single", *TWO])
 def test_outputs_without_a_row_for_each_sample_are_refused(way: str, tmp_path: Path) -> None:
     def wrong(how: str) -> Callable[[], nn.Module]:
@@ -455,6 +456,7 @@ def test_a_file_that_can_not_be_written_is_refused(tmp_path: Path) -> None:
     refused(run, tmp_path, "out is a folder", FolderError, out=tmp_path / "runs")
 
 
+@pytest.mark.sweep
 @pytest.mark.parametrize("way", ["single", *TWO])
 def test_a_full_disk_leaves_nothing_behind(way: str, tmp_path: Path, small_disk: Path) -> None:
     run = trained(tmp_path, lambda: nn.Linear(6, 3000))
@@ -521,6 +523,7 @@ def test_the_command_writes_in_the_folder_of_the_run_and_says_where(words: str, 
     assert len((folder / "made.jsonl").read_text().splitlines()) == 5
 
 
+@pytest.mark.sweep
 @pytest.mark.parametrize(
     ("words", "says"),
     [

@@ -678,6 +678,7 @@ def with_terms(outputs: Any, targets: torch.Tensor) -> torch.Tensor:
     return nn.functional.cross_entropy(outputs[0], targets) + outputs[1].mean()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("checkpointing", [None, slow("auto")])
 def test_what_blocks_write_to_what_they_are_given_is_kept(checkpointing: str | None) -> None:
     """PyTorch gave them copies of lists, dictionaries and dataclasses that have tensors with gradients."""

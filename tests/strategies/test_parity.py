@@ -96,6 +96,7 @@ def test_replicas_of_stages_end_where_one_device_does(kind: str, way: str, tmp_p
     assert max(found.history.values()) < BOUND
 
 
+@pytest.mark.sweep
 @pytest.mark.parametrize("way", WAYS)
 def test_a_wrong_weight_of_unequal_shares_would_be_seen(way: str, tmp_path) -> None:
     """The bound means something: a mean over ranks instead of over samples differs by far more."""
@@ -529,6 +530,7 @@ def test_a_loss_over_pairs_is_refused_where_every_share_is_one_sample(tmp_path) 
             )
 
 
+@pytest.mark.slow
 def test_epochs_of_different_lengths_are_resumed_in_their_middle(tmp_path) -> None:
     lengths = [16, 29, 8, 24]
     job = ZOO["momentum"].replace(precision="fp64", epochs=4, order=lambda epoch: torch.arange(lengths[epoch]))
@@ -556,6 +558,7 @@ def test_a_batch_norm_that_one_replica_skips_is_said_instead_of_waited_for(tmp_p
         train(job, strategy="dp", devices="2xcpu", folder=tmp_path, quiet=True, sync_batchnorm=True)
 
 
+@pytest.mark.sweep
 @pytest.mark.parametrize("after", [0, 10])
 @pytest.mark.parametrize("way", ["dp", "ddp"])
 def test_a_parameter_that_forward_writes_is_refused(way: str, after: int, tmp_path) -> None:

@@ -554,6 +554,7 @@ def test_an_own_loop_takes_a_step_function_too() -> None:
     assert max((end - expected).abs().max() for end in ends) < BOUND
 
 
+@pytest.mark.slow
 def test_a_model_with_a_forward_is_evaluated_and_predicted_with(tmp_path: Path) -> None:
     job = example("distillation").replace(epochs=1)
     run = train(job, strategy="dp", devices="2xcpu", folder=tmp_path, quiet=True)

@@ -56,6 +56,7 @@ class Keeping(nn.Module):
         return outputs
 
 
+@pytest.mark.sweep
 @pytest.mark.parametrize("kind", ["detached", "with its history", "by a hook"])
 @pytest.mark.parametrize("way", WAYS)
 def test_what_a_model_keeps_of_its_last_forward_is_no_difference(kind: str, way: str, tmp_path: Path, capsys) -> None:

@@ -468,6 +468,7 @@ class OfNumpy(Confusion):
         return super().__call__(outputs, targets)
 
 
+@pytest.mark.sweep
 @pytest.mark.parametrize("kind", [Confusion, Slotted, OfNumpy])
 @pytest.mark.parametrize("way", ["single", "dp", "mp"])
 def test_what_a_metric_keeps_is_of_the_evaluations_alone(way: str, kind: Any, tmp_path: Path, capfd: Any) -> None:
