@@ -13,13 +13,10 @@ from pages import ROOT, Piece, blocks, difference, pieces, printed
 TOUR = ROOT / "docs" / "tour.md"
 
 
-def each() -> list[Any]:
+def each(*of: Piece) -> list[Any]:
     """A parameter for each piece; the slow ones are marked."""
     found = []
-    measured = pieces(ROOT / "docs" / "compare.md", ("console",))  # by make pictures
-    others = [*pieces(ROOT / "README.md", ("console",)), *pieces(ROOT / "docs" / "resume.md")]
-    others += pieces(ROOT / "docs" / "export.md")
-    for number, piece in enumerate([*pieces(TOUR), *measured, *others]):
+    for number, piece in enumerate(of):
         name = f"{piece.heading} {number}".replace("`", "")
         marks = [pytest.mark.slow] if "slow" in piece.block.said else []
         if "--format onnx" in piece.block.text and importlib.util.find_spec("onnxruntime") is None:
@@ -28,9 +25,26 @@ def each() -> list[Any]:
     return found
 
 
+@pytest.mark.parametrize("piece", each(*pieces(ROOT / "README.md", ("console",))))
+def test_the_readme_prints_what_it_shows(piece: Piece, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    _holds(piece, tmp_path, monkeypatch)
+
+
 @pytest.mark.sweep
-@pytest.mark.parametrize("piece", each())
-def test_the_tour_prints_what_it_shows(piece: Piece, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize(
+    "piece",
+    each(
+        *pieces(TOUR),
+        *pieces(ROOT / "docs" / "compare.md", ("console",)),  # by make pictures
+        *pieces(ROOT / "docs" / "resume.md"),
+        *pieces(ROOT / "docs" / "export.md"),
+    ),
+)
+def test_the_pages_print_what_they_show(piece: Piece, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    _holds(piece, tmp_path, monkeypatch)
+
+
+def _holds(piece: Piece, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("COLUMNS", "80")
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
