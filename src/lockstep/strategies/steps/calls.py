@@ -53,8 +53,6 @@ class Calls(StepState, ABC):
         self._left: list[tuple[torch.Tensor | None, int]] = []  # the gradients of its parts so far, and their versions
         self._by_hand = False
         self._seen_batches = SeenBatches()
-        if any(map(is_hooked, self._held.values())):  # then it is said when the step is made
-            self._noted.add(PARAMETER_HOOKS)
 
     def __call__(self, inputs: Any, targets: Any = None) -> Result:
         """One update on this process's share of a global batch.
@@ -151,7 +149,7 @@ class Calls(StepState, ABC):
     def _look_at_hooks(self) -> None:
         """Say what hooks on parameters do where batches are cut; a loop may register them at any time."""
         on_threads = self.replicas > 1 == self.world.size  # where replicas lack them, which is refused
-        if self.cuts_batch and not on_threads and any(map(is_hooked, self._held.values())):
+        if self.world.is_first and self.cuts_batch and not on_threads and any(map(is_hooked, self._held.values())):
             self.tell_once([PARAMETER_HOOKS])
 
     def _agree(self, number: int) -> None:
