@@ -354,6 +354,14 @@ class Centred(nn.Linear):
             "BatchNorm normalizes over each replica's local batch",
         ),
         (lambda: nn.Sequential(nn.Dropout(), nn.Linear(6, 3)), "dp 3", {}, "dropout masks differ"),
+        (
+            lambda: nn.Sequential(
+                nn.Unflatten(1, (2, 3)), nn.InstanceNorm1d(2, track_running_stats=True), nn.Flatten(), nn.Linear(6, 3)
+            ),
+            "dp 3",
+            {},
+            "InstanceNorm's running statistics are those of the first replica's local batches",
+        ),
         (lambda: Centred(6, 3), "dp 3", {}, "outputs depend on other samples of the batch"),
         (lambda: Centred(6, 3), "single", {"accumulate": 2}, "outputs depend on other samples of the batch"),
     ],
