@@ -6,6 +6,7 @@ import functools
 import sys
 import warnings
 from collections.abc import Callable, Mapping
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -16,7 +17,7 @@ from lockstep.job import Job
 from lockstep.launch import devices as _devices
 from lockstep.launch import here
 from lockstep.launch.devices import Devices
-from lockstep.launch.events import Line
+from lockstep.launch.events import Caveat, Line
 from lockstep.launch.hang_report import Watch, is_watched
 from lockstep.launch.world import World
 from lockstep.strategies import Strategy, choose, named
@@ -98,8 +99,16 @@ def parallelize(
     if world.is_first and not isinstance(world.tell, _Warns):
         world.tell = _Warns(world.tell)
     step.caveats = functools.partial(chosen.caveats, job, model, step.replicas)
+    step.caveats_in_parts = functools.partial(_in_parts, chosen, job, model, step.replicas)
     step.tell_once((*step.caveats(), *step.of_own_loop) if world.is_first else ())
     return step
+
+
+def _in_parts(strategy: Strategy, job: Job, model: nn.Module, replicas: int) -> list[Caveat]:
+    """The caveats of a batch that is given to ``step.backward`` in parts, as those of micro-batches."""
+    text = "BatchNorm normalizes over each part of a batch that step.backward(...) is given"
+    every = strategy.caveats(job.replace(accumulate=max(2, job.accumulate)), model, replicas)
+    return [replace(one, text=text) if one.kind == "batchnorm" and not one.fix else one for one in every]
 
 
 class _Warns:

@@ -601,7 +601,7 @@ def test_a_part_that_is_no_sum_is_said_once_by_its_name(name: str) -> None:
         assert check.notes == []
         return
     (note,) = check.notes
-    assert note.startswith('loss: part "part" is not a sum over samples (whole (')
+    assert note.startswith('loss: part "part" is not a sum over samples: its totals')
     assert checked(with_part(WRONG_PARTS[name]), batches_of(4), cuts=False).notes == []
 
 

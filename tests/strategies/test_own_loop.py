@@ -375,6 +375,31 @@ def test_a_loop_is_warned_where_its_numbers_will_differ(model: Any, way: str, se
     assert {one.filename for one in warned} == {__file__}
 
 
+class CentredInEvaluation(nn.Linear):
+    def forward(self, inputs: torch.Tensor) -> torch.Tensor:
+        outputs = super().forward(inputs)
+        return outputs if self.training else outputs - outputs.mean(dim=0)
+
+
+@pytest.mark.parametrize("way", ["ddp", "fsdp"])
+def test_a_loop_is_warned_of_what_its_model_does_in_evaluation(way: str) -> None:
+    """Found by trial: only a training looked at that."""
+
+    def loop(world: Any, way: str) -> list[str]:
+        with warnings.catch_warnings(record=True) as warned:
+            warnings.simplefilter("always")
+            step = step_of(CentredInEvaluation(6, 3), strategy=way)
+            step(drawn(8, 6, seed=world.rank), labels(8, 3))
+            for _ in range(2):
+                step.evaluate(drawn(8, 6, seed=world.rank), labels(8, 3))
+            step.evaluate(*((None, None) if world.rank else (drawn(8, 6), labels(8, 3))))
+        return [str(one.message) for one in warned]
+
+    said, others = lockstep.launch(loop, devices="2xcpu", args=(way,))
+    assert ["outputs depend on other samples of the batch" in one for one in said].count(True) == 1
+    assert others == []
+
+
 def test_a_rank_that_ends_its_loop_early_is_named() -> None:
     """Found by trial: it was said to be killed by SIGABRT, since its barrier met a sum of another rank."""
 

@@ -202,6 +202,11 @@ class WritingInBackward(nn.Module):
         return self.body(x) / self.norm
 
 
+class CountingInBackward(WritingInBackward):
+    def record(self, module: nn.Module, inputs: Any, outputs: Any) -> None:
+        self.norm += 1
+
+
 class Growing(nn.Module):
     """Keeps the largest input, which of two local batches is in one only."""
 
@@ -258,6 +263,11 @@ def dropping() -> nn.Module:
             ACCUMULATE,
             'forward changes attribute "calls" once per micro-batch, not once per batch',
         ),
+        (
+            {"model": Adversarial},
+            {**DP, "accumulate": 2},
+            'forward changes attribute "calls" once per micro-batch, not once per batch',
+        ),
         ({"model": Averaging}, DP, 'forward writes attribute "mean" from its local batch: each replica has its own'),
         ({"model": Averaging}, ACCUMULATE, 'forward writes attribute "mean" from the samples of each micro-batch'),
         ({"model": WritingInBackward}, DP, 'backward writes "norm" from its local batch'),
@@ -278,10 +288,16 @@ def test_it_is_said(changes: Any, way: Any, says: str, tmp_path: Path, capsys: A
 
 
 @pytest.mark.parametrize(("batch_size", "is_said"), [(8, False), (7, True)])
-def test_a_count_of_calls_is_said_where_a_rank_has_no_sample(batch_size: int, is_said: bool, tmp_path, capsys) -> None:
-    job = ZOO["mlp"].replace(model=Adversarial, epochs=1, batch_size=batch_size, eval_batch_size=8)  # 29 samples
+@pytest.mark.parametrize(
+    ("model", "what"),
+    [(Adversarial, 'forward changes attribute "calls"'), (CountingInBackward, 'backward writes "norm"')],
+)
+def test_a_count_of_calls_is_said_where_a_rank_has_no_sample(
+    model, what, batch_size, is_said, tmp_path, capsys
+) -> None:
+    job = ZOO["mlp"].replace(model=model, epochs=1, batch_size=batch_size, eval_batch_size=8)  # 29 samples
     train(job, strategy="ddp", devices="2xcpu", folder=tmp_path)
-    note = 'forward changes attribute "calls" in each call, and a rank without a sample of a batch makes none'
+    note = f"{what} in each call, and a rank without a sample of a batch makes none"
     assert (note in " ".join(capsys.readouterr().out.split())) == is_said
 
 

@@ -48,11 +48,12 @@ from lockstep.prediction.output_structure import (
     taken,
 )
 from lockstep.strategies import Strategy, choose, devices_for
+from lockstep.strategies.steps.evaluation_look import look_at_evaluation
 from lockstep.strategies.steps.evaluator import no_loss
 from lockstep.strategies.steps.step import Step
 from lockstep.tensors.array_file import Array, Layout, archive, create, layout, mapped, write_rows, writing
 from lockstep.tensors.pytree import described
-from lockstep.training.evaluation import look_at_evaluation, say_what_collates
+from lockstep.training.evaluation import say_what_collates
 from lockstep.training.run import Run, trained_of
 
 ENDINGS = (".npy", ".npz", ".safetensors", ".jsonl")
@@ -231,7 +232,7 @@ class _Prediction:
                 # (Under the seed, for models that draw random numbers in evaluation too.)
                 for batch, shares in self.step.over(self.loader.epoch(0), self._outputs, self.job.seed):
                     if batch.index == 0:
-                        look_at_evaluation(self.step, batch)
+                        look_at_evaluation(self.step, self.step.first_shares(batch), batch.size, again=False)
                     self._write_batch(batch, shares)
         finally:
             self.loader.close()

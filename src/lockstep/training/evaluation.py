@@ -4,20 +4,20 @@ from __future__ import annotations
 
 import contextlib
 import itertools
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 import torch
 
 from lockstep.data import AnyLoader, Batch
-from lockstep.data.shares import mixed_share
 from lockstep.errors import JobError
 from lockstep.job import Job
 from lockstep.launch.events import Caveat
 from lockstep.launch.world import World
-from lockstep.model.inspection import OutsideVariables, Seen, drops, kept_state, look
+from lockstep.model.inspection import OutsideVariables, kept_state
 from lockstep.model.losses.check_interval import is_power_of_two
 from lockstep.model.losses.loss import Loss
+from lockstep.strategies.steps.evaluation_look import look_at_evaluation
 from lockstep.strategies.steps.step import Step
 from lockstep.strategies.steps.update_result import Result, Sums, added
 from lockstep.tensors.seeding import kept_states
@@ -27,8 +27,6 @@ from lockstep.training.metrics.metric_state import MetricState
 _LARGEST = 2**30
 """Bytes of parameters up to which they are kept for the trial evaluation."""
 
-
-_BATCHNORM = Caveat("batchnorm evaluation", "BatchNorm normalizes over the local batch in evaluation")
 
 _COLLATES = Caveat(
     "collate",
@@ -78,58 +76,18 @@ def _kept_parameters(step: Step) -> Iterator[None]:
                 p.copy_(value)
 
 
-def look_at_evaluation(step: Step, batch: Batch, metrics: MetricState | None = None) -> Seen | None:
-    """Say what the model does in evaluation that replicas with a share each can't do as one device would.
-
-    Args:
-        step: the model under its strategy.
-        batch: one that is evaluated.
-        metrics: that are looked at too, as the loss is; None in a prediction, which calls neither.
-
-    Returns:
-        What was seen, on rank 0 where there are replicas.
-
-    Raises:
-        StrategyError: it writes its parameters.
-    """
-    model = step.whole_model() if step.replicas > 1 else None
-    if model is None or not step.world.is_first:
-        return None
-    norms = [m for m in step.model.modules() if isinstance(m, torch.nn.modules.batchnorm._BatchNorm)]
-    if any(m.training or not m.track_running_stats for m in norms):
-        step.tell_once([_BATCHNORM])
-    part = mixed_share(step.first_shares(batch))
-    if not part.size:
-        return None
-
-    held = metrics or MetricState({})
+def _judging(step: Step, metrics: MetricState) -> Callable[[Any, Any, int], Loss]:
+    """The loss, with each metric as one of its parts."""
 
     def judge(outputs: Any, targets: Any, samples: int) -> Loss:
         total, count = loss = step.loss.judged(outputs, targets, samples)
         parts = dict(loss.parts)
-        for name, function in held.functions.items():
-            with contextlib.suppress(Exception), held.kept():  # (an error comes again where it is called by itself)
+        for name, function in metrics.functions.items():
+            with contextlib.suppress(Exception), metrics.kept():  # (an error comes again where it is called by itself)
                 parts[f"metric {name}"] = called(name, function, outputs, targets)
         return Loss(total, count, parts)
 
-    judges = metrics is not None and part.targets is not None
-    with step.looking_at(model):
-        seen = look(
-            model,
-            part.inputs,
-            part.size,
-            targets=part.targets,
-            judge=judge if judges else None,
-            of=batch.size,
-            again=batch.index > 0,
-            trains=False,
-        )
-    seen.draws |= any(m.training and drops(m) for m in step.model.modules())  # they are silent in the copy
-    seen.refuse_writes()
-    if step.world.data.local_batches > 1:
-        seen.refuse_on_threads()
-    step.tell_once(seen.of_evaluation())
-    return seen
+    return judge
 
 
 def evaluate_sets(
@@ -242,7 +200,8 @@ def evaluate(
         nonlocal seen
         for batch in itertools.islice(loader.epoch(0), most):
             if looks and is_power_of_two(batch.index + 1):
-                seen = look_at_evaluation(step, batch, its.state)
+                first, judge = step.first_shares(batch), _judging(step, its.state)
+                seen = look_at_evaluation(step, first, batch.size, judge, again=batch.index > 0)
                 if not batch.index:
                     check.of_batch, check.bent = (seen.of_batch, seen.bent) if seen is not None else ({}, ())
                     check.follow_first(world)

@@ -221,10 +221,6 @@ class Seen:
             yield Caveat(
                 "state", f'forward writes attribute "{name}" from the samples of each micro-batch, not of a batch'
             )
-        for name in self.counts:
-            yield Caveat("state", f'forward changes attribute "{name}" once per micro-batch, not once per batch')
-        for name in () if self.remembers else self.changes:
-            yield Caveat("state", f'forward changes "{name}", which is outside of the model, once per micro-batch')
         if self.remembers:
             text = (
                 "the model remembers something that is neither parameter nor buffer (the same inputs give other "
@@ -242,6 +238,10 @@ class Seen:
             yield Caveat("buffer", f'buffer "{name}" is written in forward, once per micro-batch, not once per batch')
         for name in self.backward_writes:
             yield Caveat("state", f'"{name}" is written in backward, once per micro-batch, not once per batch')
+        for name in self.counts:
+            yield Caveat("state", f'forward changes attribute "{name}" once per micro-batch, not once per batch')
+        for name in () if self.remembers else self.changes:
+            yield Caveat("state", f'forward changes "{name}", which is outside of the model, once per micro-batch')
 
     def _of_shares(self) -> Iterator[Caveat]:
         """What differs where a batch is computed in parts, on however many devices."""
@@ -343,9 +343,12 @@ class Seen:
 
     def of_empty_share(self) -> Iterator[Caveat]:
         """What differs where a rank has no sample of a batch."""
-        for name in self.counts:
-            text = f'forward changes attribute "{name}" in each call, and a rank without a sample of a batch makes none'
-            yield Caveat("state", text, "make it a buffer")
+        every = [f'forward changes attribute "{name}"' for name in self.counts]
+        every += [f'forward changes "{name}", which is outside of the model,' for name in self.changes]
+        every += [f'backward writes "{name}"' for name in self.backward_writes]
+        for what in every:
+            text = f"{what} in each call, and a rank without a sample of a batch makes none"
+            yield Caveat("state", text, "make it a buffer that forward writes")
 
 
 MIXES = Caveat(

@@ -54,16 +54,14 @@ def not_additive(loss: Totalled, wrong: Sum, step: int, *, is_sum: bool) -> Loss
 
 
 def part_not_additive(loss: Totalled, name: str, wrong: Sum) -> str:
-    """A line on a part of the loss, with the numbers that don't add up; NaN stands for outputs that can't be cut."""
+    """A line on a part of the loss, the same for each local batch; NaN stands for outputs that can't be cut."""
     said = f'{loss.name}: part "{name}" '
     ends = (
         "its totals and counts for parts of a batch are added up, so its value may differ from single-device training"
     )
-    values = wrong.of_part(name)
-    if any(math.isnan(total) for total, _ in values):
+    if any(math.isnan(total) for total, _ in wrong.of_part(name)):
         return f"{said}reads what isn't one row for each sample, or is NaN for some samples: {ends}"
-    whole, one, other = (f"({total:.6g}, {count:.6g})" for total, count in values)
-    return f"{said}is not a sum over samples (whole {whole}, its two parts {one} and {other}): {ends}"
+    return f"{said}is not a sum over samples: {ends}"
 
 
 def why_not_taken(error: Exception, nest: tuple[Any, Any], size: int, samples: int) -> str:

@@ -14,6 +14,7 @@ Devices sum their gradients in each call; ``accumulate=`` of a step does it once
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
+from collections.abc import Callable
 from contextlib import AbstractContextManager
 from typing import Any
 
@@ -27,7 +28,9 @@ from lockstep.job import Job
 from lockstep.launch.events import Caveat
 from lockstep.launch.world import World
 from lockstep.model.inspection.nonlinear import PARAMETER_HOOKS, is_hooked
+from lockstep.model.losses.check_interval import is_power_of_two
 from lockstep.model.losses.loss import Loss
+from lockstep.strategies.steps.evaluation_look import look_at_evaluation
 from lockstep.strategies.steps.step_state import StepState
 from lockstep.strategies.steps.update_result import Result, added
 
@@ -40,9 +43,11 @@ class Calls(StepState, ABC):
 
     Attributes:
         of_own_loop: what whoever writes a loop of their own has to know of the model between updates.
+        caveats_in_parts: gives where results differ from those of one device where a batch is given in parts.
     """
 
     of_own_loop: tuple[Caveat, ...] = ()
+    caveats_in_parts: Callable[[], list[Caveat]] = list
 
     def __init__(self, model: nn.Module, optimizer: torch.optim.Optimizer, job: Job, world: World) -> None:
         super().__init__(model, optimizer, job, world)
@@ -51,7 +56,7 @@ class Calls(StepState, ABC):
         self._samples_given = 0
         self._is_begun = False  # an update by hand
         self._left: list[tuple[torch.Tensor | None, int]] = []  # the gradients of its parts so far, and their versions
-        self._by_hand = False
+        self._by_hand, self._evaluations_by_hand = False, 0
         self._seen_batches = SeenBatches()
 
     def __call__(self, inputs: Any, targets: Any = None) -> Result:
@@ -105,6 +110,8 @@ class Calls(StepState, ABC):
             if not self._is_begun:
                 self.begin_update(batch)
                 self._is_begun = True
+            elif number == 1:
+                self._look_at_parts(batch)
             with self.explained(batch):
                 loss = self.checked_gradients(batch)
         self._losses.append(loss)
@@ -113,6 +120,13 @@ class Calls(StepState, ABC):
             p.grad = _joined(before, p.grad, batch.size, self._samples_given)
         self._left = [(p.grad, -1 if p.grad is None else p.grad._version) for p in self._parameters]
         return self.result_of(loss, batch.size)
+
+    def _look_at_parts(self, batch: Batch) -> None:
+        """Say what differs where a batch is given in parts, as the second one comes."""
+        self.tell_once(self.caveats_in_parts() if self.world.is_first else ())
+        if self.looks_again:
+            shares = None if batch.shares is None else [[*share, *share] for share in batch.shares]
+            self._look(Batch([*batch.parts, *batch.parts], 2 * batch.size, batch.index, batch.epoch, shares=shares))
 
     def _given_parts(self) -> tuple[Batch, Loss]:
         """The sizes and the loss of all parts since the last update; the next part begins another one.
@@ -206,6 +220,13 @@ class Calls(StepState, ABC):
         """Called where a rank has no sample and a later one has; a strategy that can't do that refuses."""
         del here
 
+    def before_evaluation(self, part: Part) -> None:
+        """As every evaluator's."""
+        self._evaluations_by_hand += 1
+        if self.world.size > 1 and is_power_of_two(self._evaluations_by_hand):
+            again, given = self._evaluations_by_hand > 1, self.placed(part) if part.size else part
+            look_at_evaluation(self, [given], part.size * self.world.size, self.loss.judged, again=again)
+
     # ---- what a step makes of it ------------------------------------------------------------------------------------
 
     @abstractmethod
@@ -215,6 +236,15 @@ class Calls(StepState, ABC):
     @abstractmethod
     def begin_update(self, batch: Batch) -> None:
         """Before the first gradients of an update."""
+
+    @property
+    @abstractmethod
+    def looks_again(self) -> bool:
+        """Whether what may change is looked at again in this update."""
+
+    @abstractmethod
+    def _look(self, batch: Batch) -> None:
+        """See what the model does in forward that a part of a batch can't keep, and say it."""
 
     @abstractmethod
     def checked_gradients(self, batch: Batch) -> Loss:

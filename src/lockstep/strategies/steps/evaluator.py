@@ -168,11 +168,16 @@ class Evaluator:
         self._refuse_parts()
         if isinstance(inputs, Batch):
             inputs, targets = inputs
+        size = 0 if inputs is None else batch_size_of(inputs)
         with self.evaluating():
+            self.before_evaluation(part := Part(inputs, targets, size, size))
             if inputs is None:
                 return None, 0.0, 0
-            outputs, (total, count) = self.outputs(Part(inputs, targets, batch_size_of(inputs), batch_size_of(inputs)))
+            outputs, (total, count) = self.outputs(part)
             return outputs, total, count
+
+    def before_evaluation(self, part: Part) -> None:
+        """Called for this process's part of what a person's own loop evaluates; every rank comes to it."""
 
     # ---- within ``evaluating()`` ------------------------------------------------------------------------------------
 
