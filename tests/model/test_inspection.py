@@ -5,6 +5,7 @@ from __future__ import annotations
 import gc
 import random
 import threading
+import types
 import weakref
 from collections.abc import Callable
 from pathlib import Path
@@ -17,7 +18,7 @@ from torch import nn
 from torch.utils.data import TensorDataset
 
 from lockstep import Job, train
-from lockstep.model.inspection import OutsideVariables, Seen, look
+from lockstep.model.inspection import OutsideVariables, Seen, attribute_prints, look
 from lockstep.tensors.digest import digest
 from zoo import drawn
 
@@ -415,6 +416,20 @@ class WidthOfThree(Layer):
     def __init__(self, width: int = 3) -> None:
         super().__init__()
         self.width = width
+
+
+def test_objects_of_classes_that_cant_be_imported_are_compared_too() -> None:
+    """Found by trial: on ranks those of the script itself weren't, so what changed on one rank only wasn't seen."""
+    script = types.ModuleType("a_script_that_is_not_imported")
+    exec("class Box:\n    value = 1\n\nbox = Box()\n\ndef uses():\n    return box.value", vars(script))
+    layer = Layer()
+    layer.box = script.box  # type: ignore[attr-defined]
+    outside = OutsideVariables([script.uses])
+    before = attribute_prints(layer), outside.prints()
+    assert {"box"} <= before[0].keys() and before[1]
+    script.box.value = 2
+    assert attribute_prints(layer) != before[0]
+    assert outside.prints() != before[1]
 
 
 def test_defaults_of_two_classes_are_two_variables() -> None:

@@ -117,9 +117,20 @@ def test_it_is_said_once(model: Any, way: str, devices: str, accumulate: int, tm
     assert capsys.readouterr().out.count(f"note: {SAYS[model]}") == 1
 
 
-def test_it_is_said_of_shards_too(tmp_path: Path, capfd: Any) -> None:
-    """Found by trial: only the first update was looked at, without a line."""
-    job = dataclasses.replace(ZOO["mlp"], model=lambda: nn.Sequential(nn.Linear(6, 6), Gated()), eval_data=None)
+class Counting(nn.Linear):
+    """As ``Beginning``, with a plain attribute."""
+
+    forwards = 0
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        self.forwards += self.training
+        return super().forward(x - x.mean(dim=0) if self.forwards > 2 else x)
+
+
+@pytest.mark.parametrize("model", [Gated, lambda: Counting(6, 3)], ids=["a gate", "an attribute"])
+def test_it_is_said_of_shards_too(model: Any, tmp_path: Path, capfd: Any) -> None:
+    """Found by trial: only the first update was looked at, without a line; later, with attributes of before it."""
+    job = dataclasses.replace(ZOO["mlp"], model=lambda: nn.Sequential(nn.Linear(6, 6), model()), eval_data=None)
     train(job, strategy="fsdp", devices="2xcpu", folder=tmp_path)
     assert capfd.readouterr().out.count(f"note: {SAYS[Gated]}") == 1
 

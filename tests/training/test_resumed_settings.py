@@ -112,7 +112,22 @@ def replaced(model: nn.Module) -> None:
     model.end = nn.Tanh()
 
 
+def clamped(model: nn.Module) -> None:
+    model.get_submodule("last").weight.register_hook(lambda gradient: gradient.clamp(-0.01, 0.01))
+
+
+def clamped_afterwards(model: nn.Module) -> None:
+    model.get_submodule("last").weight.register_post_accumulate_grad_hook(lambda p: setattr(p, "grad", p.grad / 2))
+
+
+def other_forward(model: nn.Module) -> None:
+    model.get_submodule("last").forward = torch.sin
+
+
 LOST = {
+    "a hook on a parameter": (clamped, 'layer "last" of the model, or its hooks,'),
+    "a hook on a gradient": (clamped_afterwards, 'layer "last" of the model, or its hooks,'),
+    "a forward": (other_forward, 'layer "last" of the model, or its hooks,'),
     "act": (other_act, 'the model\'s attribute "act"'),
     "a hook": (hooked, 'layer "last" of the model, or its hooks,'),
     "a layer": (replaced, 'layer "end" of the model, or its hooks,'),
@@ -124,6 +139,16 @@ def test_what_a_resumed_run_would_begin_with_anew_is_said(change: str, tmp_path:
     act, what = LOST[change]
     lockstep.train(job(At(2, act)), strategy="single", devices="1xcpu", folder=tmp_path, steps=3)
     assert f"{what} changes in training, and no checkpoint keeps it" in capsys.readouterr().out
+
+
+def test_a_hook_of_the_optimizer_that_a_resumed_run_would_lack_is_said(tmp_path: Path, capsys: Any) -> None:
+    class Hooks(Callback):
+        def on_step(self, training: TrainingContext) -> None:
+            if training.step == 2:
+                training.optimizer.register_step_post_hook(lambda optimizer, args, kwargs: None)
+
+    lockstep.train(job(Hooks()), strategy="single", devices="1xcpu", folder=tmp_path, steps=3)
+    assert "what hooks the optimizer has changes in training, and no checkpoint keeps it" in capsys.readouterr().out
 
 
 def test_a_layer_that_the_copy_of_rank_0_has_not_is_refused(tmp_path: Path) -> None:

@@ -26,6 +26,7 @@ from torch.nn.parallel import DistributedDataParallel
 from lockstep.data import Batch, Part
 from lockstep.errors import InputError, RunError, StrategyError
 from lockstep.job import Job
+from lockstep.launch.events import Caveat
 from lockstep.launch.layout import Layout
 from lockstep.launch.observer import phase
 from lockstep.launch.world import World
@@ -108,6 +109,7 @@ class DDPStep(Step):
         self._bucket_mb = strategy.bucket_mb
         self._ddp: DistributedDataParallel | None = None
         self._noticed = False
+        self._of_empty_share: dict[Caveat, None] = {}
         self._buffers = FollowedBuffers(model, world)
 
     def _are_large(self) -> bool:
@@ -175,8 +177,11 @@ class DDPStep(Step):
     def begin_update(self, batch: Batch) -> None:
         """As every step does; some ranks may have no sample."""
         super().begin_update(batch)
+        if self.looks_again:  # (not each look sees all)
+            buffers = dict(self.model.named_buffers())
+            self._of_empty_share |= dict.fromkeys(self.seen.of_empty_share(buffers))
         if any(part.of < self.world.size for part in batch.parts):
-            self.tell_once(self.seen.of_empty_share())
+            self.tell_once(self._of_empty_share)
 
     def gradients(self, batch: Batch) -> Loss:
         """Gradients of total / size, summed over micro-batches and ranks."""

@@ -7,7 +7,6 @@ import copy
 import functools
 import hashlib
 import io
-import pickle
 import types
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any
@@ -16,6 +15,7 @@ import torch
 from torch import nn
 
 from lockstep.launch.processes.call import closed_over
+from lockstep.model.inspection.code_names import PLAIN, CodeByName
 from lockstep.model.inspection.outside_variables import HOOKS, OutsideVariables, copies_of, put_back
 from lockstep.model.inspection.rounding import differ
 from lockstep.model.inspection.watched import NORMS
@@ -25,7 +25,6 @@ from lockstep.tensors.pytree import tensors
 _OF_EVERY_MODULE = {*vars(nn.Module()), "_compiled_call_impl", "forward"}
 _OF_FULLY_SHARD = "__composable_api_"
 """How the names begin of what PyTorch's ``fully_shard`` keeps in a module."""
-_PLAIN = (bool, int, float, complex, str, type(None))
 
 
 def _is_own(name: str) -> bool:
@@ -44,7 +43,7 @@ def attribute_prints(model: nn.Module, *, plain: bool = True) -> dict[str, bytes
         for name, module in model.named_modules()
         for key, value in vars(module).items()
         if _is_own(key)
-        and (plain or (type(value) not in _PLAIN and not is_plain(value)))
+        and (plain or (type(value) not in PLAIN and not is_plain(value)))
         and not isinstance(value, nn.Module)
     ]
     if not held:  # as most models have it: dp asks twice in each update
@@ -60,22 +59,16 @@ def names_in(model: nn.Module) -> dict[int, str]:
     return {id(one): name for name, one in named}
 
 
-class _Pickler(pickle.Pickler):
-    """(A class within a function would hold what that closes over, a copy of the model, until garbage is collected.)"""
-
+class _Pickler(CodeByName):
     def __init__(self, file: io.BytesIO, names: Callable[[], Mapping[int, str]]) -> None:
         super().__init__(file)
         self._names = names
 
     def persistent_id(self, held: Any) -> Any:
-        """What stands for a function, a class of a function's, a tensor or a module."""
-        if isinstance(held, types.FunctionType):
-            return _name_of(held)
-        if isinstance(held, type) and "<locals>" in held.__qualname__:
-            return held.__module__, held.__qualname__
+        """As of any code, and what stands for a tensor or a module."""
         if isinstance(held, torch.Tensor):
             return self._names().get(id(held)) or (tuple(held.shape), str(held.dtype), digest(held))
-        return self._names().get(id(held)) if isinstance(held, nn.Module) else None
+        return self._names().get(id(held)) if isinstance(held, nn.Module) else super().persistent_id(held)
 
 
 def prints_of(held: Iterable[tuple[str, Any]], names: Callable[[], Mapping[int, str]] = dict) -> dict[str, bytes]:
@@ -93,13 +86,6 @@ def prints_of(held: Iterable[tuple[str, Any]], names: Callable[[], Mapping[int, 
         if (its := known[id(value)]) is not None:
             found[name] = its
     return found
-
-
-def _name_of(function: types.FunctionType) -> tuple[Any, ...]:
-    """What tells a function from others, the same in each process: its name, its code, numbers that it closes over."""
-    code = function.__code__
-    plain = [value for value in (*closed_over(function), *code.co_consts) if type(value) in _PLAIN]
-    return function.__module__, function.__qualname__, code.co_firstlineno, code.co_code, code.co_names, plain
 
 
 def holding_on(model: nn.Module) -> str | None:
@@ -237,12 +223,12 @@ def is_plain(value: Any) -> bool:
     if isinstance(value, dict):
         value = value.values()
     elif not isinstance(value, list | tuple):
-        return isinstance(value, _PLAIN)
-    return all(isinstance(item, _PLAIN) for item in value)
+        return isinstance(value, PLAIN)
+    return all(isinstance(item, PLAIN) for item in value)
 
 
 def _kept(value: Any) -> Any:
-    if type(value) in _PLAIN:
+    if type(value) in PLAIN:
         return value
     if type(value) in (torch.Tensor, nn.Parameter):
         return value.detach().clone()

@@ -11,6 +11,7 @@ from torch import nn
 
 from lockstep.model.inspection.attributes import acting_buffers, attribute_prints, kept_state
 from lockstep.model.inspection.findings import Seen
+from lockstep.model.inspection.outside_variables import OutsideVariables
 from lockstep.model.inspection.rounding import differ, first_apart
 from lockstep.tensors.digest import digest
 from lockstep.tensors.pytree import graph_nodes
@@ -43,7 +44,7 @@ def see_gradients(
     totals: list[torch.Tensor] = []
     found: list[list[torch.Tensor]] = []
     ends: list[dict[str, Any]] = []
-    halves = False
+    halves, outside = False, OutsideVariables.of_model(model)
 
     def gradients(start: int, size: int, times: float = 1.0) -> list[torch.Tensor]:
         nonlocal halves
@@ -53,11 +54,13 @@ def see_gradients(
         if not value.requires_grad:
             return [torch.zeros(()) for _ in parameters]
         halves = torch.float16 in {value.dtype, *(p.dtype for p in parameters)}
-        begun = _state_prints(model)
+        begun, before = _state_prints(model), outside.prints()
         of_value = _gradients(value, parameters, times, lambda: total_of(start, size))
         ends.append(_state_prints(model))
         written = (name for name, its in ends[-1].items() if begun.get(name) != its)
         seen.backward_writes = tuple(dict.fromkeys((*seen.backward_writes, *written)))
+        changed = (name for name, its in outside.prints().items() if before.get(name) != its)
+        seen.changes = tuple(dict.fromkeys((*seen.changes, *changed)))
         return of_value
 
     for start, size in shares:

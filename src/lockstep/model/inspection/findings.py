@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from dataclasses import dataclass, field
 from typing import Literal
 
@@ -38,7 +38,7 @@ class Seen:
             what it began with.
         backward_writes: names of buffers and attributes that backward writes, in a hook, say.
         backward_follows: names of those that depend on the share.
-        changes: the names of variables outside of the model that forward changes (`outside_variables`).
+        changes: the names of variables outside of the model that forward or backward changes (`outside_variables`).
         passes_on: the first of them that holds tensors, which other functions may read.
         loss_reads: names of attributes that forward writes, where the loss reads one of the model itself.
         leaves: whether the loss reads what forward leaves beside its outputs, and that is no sum over samples.
@@ -241,7 +241,7 @@ class Seen:
         for name in self.counts:
             yield Caveat("state", f'forward changes attribute "{name}" once per micro-batch, not once per batch')
         for name in () if self.remembers else self.changes:
-            yield Caveat("state", f'forward changes "{name}", which is outside of the model, once per micro-batch')
+            yield Caveat("state", f'the model changes "{name}", which is outside of it, once per micro-batch')
 
     def _of_shares(self) -> Iterator[Caveat]:
         """What differs where a batch is computed in parts, on however many devices."""
@@ -304,15 +304,21 @@ class Seen:
             yield Caveat("drawing", f"{text} reproducible")
         yield from self._of_shares()
 
-    def of_replicas(self, *, with_dropout: bool, accumulates: bool = False) -> Iterator[Caveat]:
+    def of_replicas(
+        self, *, with_dropout: bool, accumulates: bool = False, on_threads: bool = False
+    ) -> Iterator[Caveat]:
         """What differs where replicas compute a local batch each.
 
         Args:
             with_dropout: whether the model has dropout layers, of which it is known that they draw.
             accumulates: whether they compute it in micro-batches.
+            on_threads: whether replicas are threads of one process.
         """
         if accumulates:
             yield from self._once_per_microbatch()
+        for name in self.changes if on_threads and not self.remembers else ():
+            text = f'the model changes "{name}", which is outside of it, once per replica, not once per batch'
+            yield Caveat("state", text, "make it a buffer, or use ddp, which has a process for each replica")
         if self.draws_elsewhere:
             text = (
                 "the model draws from Python's or numpy's random in forward: the numbers differ from single-device "
@@ -341,11 +347,11 @@ class Seen:
             yield MIXES
         yield from self._of_shares()
 
-    def of_empty_share(self) -> Iterator[Caveat]:
-        """What differs where a rank has no sample of a batch."""
+    def of_empty_share(self, buffers: Collection[str]) -> Iterator[Caveat]:
+        """What differs where a rank has no sample of a batch; ``buffers``, by name, are the first rank's then."""
         every = [f'forward changes attribute "{name}"' for name in self.counts]
-        every += [f'forward changes "{name}", which is outside of the model,' for name in self.changes]
-        every += [f'backward writes "{name}"' for name in self.backward_writes]
+        every += [f'the model changes "{name}", which is outside of it,' for name in self.changes]
+        every += [f'backward writes "{name}"' for name in self.backward_writes if name not in buffers]
         for what in every:
             text = f"{what} in each call, and a rank without a sample of a batch makes none"
             yield Caveat("state", text, "make it a buffer that forward writes")

@@ -19,7 +19,6 @@ import dis
 import functools
 import hashlib
 import itertools
-import pickle
 import random
 import sys
 import types
@@ -34,6 +33,7 @@ from torch import nn
 
 from lockstep.errors import is_own_code
 from lockstep.launch.processes.call import closed_over
+from lockstep.model.inspection.code_names import CodeByName
 from lockstep.model.inspection.small_values import small_in
 from lockstep.tensors.digest import digest
 from lockstep.tensors.pytree import tensors
@@ -254,11 +254,12 @@ class _Hash:
         self.hash.update(data)
 
 
-class _Pickler(pickle.Pickler):
+class _Pickler(CodeByName):
     def persistent_id(self, value: Any) -> Any:
+        """As of any code, and what stands for a tensor or a module."""
         if isinstance(value, nn.Module):
             return type(value).__qualname__  # it is looked at on its own, and has another id on each rank
-        return (tuple(value.shape), digest(value)) if isinstance(value, torch.Tensor) else None
+        return (tuple(value.shape), digest(value)) if isinstance(value, torch.Tensor) else super().persistent_id(value)
 
 
 def copies_of(value: Any, seen: set[int]) -> Iterator[tuple[Any, Any]]:

@@ -10,6 +10,7 @@ micro-batch::
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import functools
 import itertools
@@ -29,6 +30,7 @@ from lockstep.launch.memory import is_out_of_memory
 from lockstep.launch.placement import alone
 from lockstep.launch.world import World
 from lockstep.model.build import build_model
+from lockstep.model.inspection import OutsideVariables
 from lockstep.model.losses.loss import Totalled
 from lockstep.model.precision import Precision
 from lockstep.pipelining.device_map import stage_of
@@ -93,13 +95,20 @@ class Bench:
         adds = part.size < self.first.size  # it is one of several of a batch
         total = functools.partial(self.total, part, self.model)
         try:
-            with self._loss.outside.kept():
+            with self._kept():
                 blocks = measured(self.model, seen.blocks, total, self.device, adds=adds, seconds=seconds)
         except (torch.OutOfMemoryError, MemoryError, RuntimeError) as error:
             if not is_out_of_memory(error):
                 raise
             return seen
         return replace(seen, blocks=blocks, measured=True)
+
+    def _kept(self) -> contextlib.ExitStack:
+        """In which forwards are only tried: what they and the loss change outside of the model comes back."""
+        stack = contextlib.ExitStack()
+        for outside in (OutsideVariables.of_model(self.model), self._loss.outside):
+            stack.enter_context(outside.kept())
+        return stack
 
     def total(self, part: Part, model: nn.Module) -> torch.Tensor:
         """One forward of a part and its loss."""
@@ -127,7 +136,7 @@ class Bench:
         place_of = devices_of(schedule)
         places = [place_of[stage] for stage in range(len(place_of))]
         Layers(model, stage_of(model, device_map, len(places)), [devices[place] for place in places])
-        with alone(tuple(devices)) as world, self._loss.outside.kept():
+        with alone(tuple(devices)) as world, self._kept():
             runner = Runner(model, world, lambda count: schedule, places)
 
             def forward(number: int) -> torch.Tensor:

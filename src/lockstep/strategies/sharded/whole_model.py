@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import copy
 from collections.abc import Iterable
 from typing import Any
@@ -11,6 +12,7 @@ from torch import nn
 
 from lockstep.errors import StrategyError, told
 from lockstep.launch.events import Caveat
+from lockstep.model.inspection import attribute_place, attribute_prints
 from lockstep.strategies.sharded.shards import places_of
 
 LATER = Caveat(
@@ -40,7 +42,7 @@ def skeleton_of(model: nn.Module) -> nn.Module:
 def put_together(
     skeleton: nn.Module | None, parameters: Iterable[tuple[str, nn.Parameter, torch.Tensor]], sharded: nn.Module
 ) -> nn.Module | None:
-    """A copy of the skeleton with the buffers and modes of the sharded model; None where a rank has no skeleton.
+    """A copy of the skeleton with the sharded model's buffers, attributes and modes; None without a skeleton.
 
     Args:
         skeleton: what ``skeleton_of`` gave.
@@ -73,4 +75,19 @@ def put_together(
         module.training = here.training
         for key, buffer in here._buffers.items():
             module._buffers[key] = None if buffer is None else buffer.clone()
+    _follow_attributes(model, sharded)
     return model
+
+
+def _follow_attributes(model: nn.Module, sharded: nn.Module) -> None:
+    """Give the copy what forward, or a person, has made of other attributes since; what can't be copied stays."""
+    memo: dict[int, Any] = {}
+    for of in (nn.Module.named_modules, nn.Module.named_parameters, nn.Module.named_buffers):
+        theirs = dict(of(model))
+        memo |= {id(mine): theirs[name] for name, mine in of(sharded) if name in theirs}
+    before = attribute_prints(model)
+    for name, its in attribute_prints(sharded).items():
+        if before.get(name) != its:
+            (mine, own), (attributes, _) = attribute_place(sharded, name), attribute_place(model, name)
+            with contextlib.suppress(Exception):
+                attributes[own] = copy.deepcopy(mine[own], memo)

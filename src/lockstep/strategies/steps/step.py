@@ -214,8 +214,8 @@ class Step(Calls):
         if self.replicas == 1:
             self.tell_once(seen.of_microbatches(with_dropout=with_dropout))
             return
-        seen.refuse_in_replicas(on_threads=self.world.data.local_batches > 1)
-        self.tell_once(seen.of_replicas(with_dropout=with_dropout, accumulates=parts > 1))
+        seen.refuse_in_replicas(on_threads=(on_threads := self.world.data.local_batches > 1))
+        self.tell_once(seen.of_replicas(with_dropout=with_dropout, accumulates=parts > 1, on_threads=on_threads))
 
     @property
     def looks_again(self) -> bool:

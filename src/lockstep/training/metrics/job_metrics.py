@@ -15,6 +15,7 @@ from lockstep.launch.memory import is_out_of_memory
 from lockstep.launch.world import World
 from lockstep.model.inspection import attribute_prints
 from lockstep.model.losses.check_interval import is_power_of_two
+from lockstep.model.losses.new_values import NewValues
 from lockstep.model.losses.uncut_outputs import holds_numbers
 from lockstep.strategies.steps.step import Step
 from lockstep.strategies.steps.update_result import Result, Sums
@@ -62,7 +63,7 @@ class JobMetrics:
         self._objects = {n: fresh(m, step.world.device.torch) for n, m in metrics.items() if n not in self.functions}
         self.state = MetricState(self.functions)
         self._sums = {name: Sums() for name in self.functions}
-        self._no_sums: set[str] = set()
+        self._no_sums, self._of_parts, self._new = set[str](), set[str](), NewValues()
         self._holds_numbers = False
         says = looks and step.replicas > 1
         self._across = AcrossReplicas() if says and self.functions else None
@@ -100,10 +101,12 @@ class JobMetrics:
             self._sums[name].add(Result(*value, batch.size))
             if checks and not self._adds_up(name, value if known is outputs else None, known, targets):
                 self._no_sums.add(name)
+        replicas, samples = self._step.replicas, next(as_samples(outputs, targets))[2]
+        compares = bool(self._objects) and self._looks and (self._new.add(outputs, targets, samples) or is_due)
         for name, metric in self._objects.items():
             with naming(name):
-                if self._looks and is_due and self._step.world.is_first and not is_of_parts(metric, outputs, targets):
-                    self._step.tell_once([_OF_PARTS.format(name)])
+                if compares and not is_of_parts(metric, outputs, targets, replicas):
+                    self._of_parts.add(name)
                 metric.update(outputs, targets)
 
     def _kept_for_checks(self, outputs: Any, targets: Any, *, is_due: bool) -> Any:
@@ -143,13 +146,17 @@ class JobMetrics:
             )
 
     def sums(self, world: World) -> list[tuple[float, float, float]]:
-        """Total and count of each function on this rank, and 1 where it is seen to be no sum; every rank calls this."""
+        """Total and count of each function on this rank, and 1 where it is seen to be no sum; every rank calls this.
+
+        Of each metric of torchmetrics there is only whether it gives other values for parts.
+        """
         with self.state.kept():
             if self._across is not None:
                 self._no_sums.update(self._across.no_sums(self.functions, world))
             if self._numbers is not None:
                 self._no_sums.update(self._numbers.read_by(self.functions, world))
-        return [(*its.read(), float(name in self._no_sums)) for name, its in self._sums.items()]
+        of_functions = [(*its.read(), float(name in self._no_sums)) for name, its in self._sums.items()]
+        return of_functions + [(0.0, 0.0, float(name in self._of_parts)) for name in self._objects]
 
     def values(self, summed: Sequence[Sequence[float]], world: World) -> dict[str, float]:
         """Each metric, given the sums of ``sums`` over all ranks; every rank calls this.
@@ -157,8 +164,11 @@ class JobMetrics:
         Raises:
             JobError: one of torchmetrics gives something else than numbers.
         """
-        self._say_no_sums(name for name, of in zip(self.functions, summed, strict=True) if of[2])
-        means = (total / count if count else math.nan for total, count, _ in summed)
+        named = dict(zip((*self.functions, *self._objects), summed, strict=True))
+        self._say_no_sums(name for name in self.functions if named[name][2])
+        of_parts = [_OF_PARTS.format(name) for name in self._objects if named[name][2]]
+        self._step.tell_once(of_parts if self._step.world.is_first else [])
+        means = (total / count if count else math.nan for total, count, _ in summed[: len(self.functions)])
         of_functions, found = dict(zip(self.functions, means, strict=True)), {}
         for name in self._names:
             if name in of_functions:

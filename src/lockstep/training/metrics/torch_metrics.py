@@ -81,26 +81,29 @@ def _in_order(of_each: Sequence[tuple[dict[str, Any], int]], name: str) -> list[
     return [item for of in itertools.zip_longest(*each_update, fillvalue=[]) for items in of for item in items]
 
 
-def is_of_parts(metric: Any, outputs: Any, targets: Any) -> bool:
-    """Whether the value of some samples is that of two parts of them, one after the other, and merged.
+def is_of_parts(metric: Any, outputs: Any, targets: Any, replicas: int) -> bool:
+    """Whether the value of some samples is that of parts of them, one after the other, and merged.
 
-    It isn't where a metric keeps means of batches, or only those of the last few batches, or guesses from the values
-    whether they are probabilities.
+    Of two, or of three where there are as many replicas. It isn't where a metric keeps means of batches, or only those
+    of the last few batches, or guesses from the values whether they are probabilities.
     """
     if any(kind.__name__ == "Running" for one in _each_metric(metric) for kind in type(one).__mro__):
         return False
     device = place_of((outputs, targets))
-    return all(_is_of_parts(metric, *of, device) for of in as_samples(outputs, targets))
+    return all(_is_of_parts(metric, *of, device, max(2, min(replicas, 3))) for of in as_samples(outputs, targets))
 
 
 def _is_of_parts(
-    metric: Any, outputs: Any, targets: Any, size: int, back: Callable[[Any], Any], device: torch.device
+    metric: Any, outputs: Any, targets: Any, size: int, back: Callable[[Any], Any], device: torch.device, several: int
 ) -> bool:
-    if size < 2:
+    if size < several:
         return True
-    first = (size + 2) // 3  # not half: means of means would agree
-    parts = [part_of((outputs, targets), *of, size) for of in ((0, first), (first, size - first))]
-    whole, both, *apart = (fresh(metric, device) for _ in range(4))
+    ends = [0]
+    while len(ends) < several:
+        ends.append(ends[-1] + (size - ends[-1] + 2) // 3)  # of unequal size: means of means would agree
+    spans = itertools.pairwise([*ends, size])
+    parts = [part_of((outputs, targets), start, end - start, size) for start, end in spans]
+    whole, both, *apart = (fresh(metric, device) for _ in range(2 + several))
     try:
         whole.update(back(outputs), targets)
         for (some, wanted), one in zip(parts, apart, strict=True):
