@@ -458,7 +458,11 @@ class Closing(nn.Linear):
         (lambda: Frequent("bag"), ["dp", "ddp"], '"words" has scale_grad_by_freq'),
         (lambda: Frequent("function"), ["dp", "ddp"], "calls embedding with scale_grad_by_freq=True"),
         (hooked, ["dp"], "has a hook"),
-        (old_weight_norm, ["dp"], 'dp: "0.weight" is computed from other parameters, so it can\'t be copied: take ddp'),
+        (
+            old_weight_norm,
+            ["dp", "fsdp"],
+            '"0.weight" is computed from other parameters, so it can\'t be copied: take ddp',
+        ),
         (Closing, ["dp"], "holds on to the model"),
     ],
 )

@@ -37,11 +37,8 @@ def replica_of(model: nn.Module, device: Device, *, shares: bool) -> nn.Module:
     try:
         made = copy.deepcopy(model, memo)
     except Exception as error:
-        if (computed := _computed_tensor(model)) is not None:
-            raise StrategyError(
-                f'dp: "{computed}" is computed from other parameters, so it can\'t be copied: take ddp, or in place of '
-                "the old torch.nn.utils.weight_norm that of torch.nn.utils.parametrizations"
-            ) from error
+        if (computed := computed_tensor(model)) is not None:
+            raise StrategyError(f'dp: "{computed}" is {OF_COMPUTED}') from error
         raise JobError(
             f"model: it can't be copied for {device}: {type(error).__name__}: {error}; ddp builds it afresh"
         ) from error
@@ -116,7 +113,13 @@ def follow_changes(replica: nn.Module, model: nn.Module, changed: Sequence[str])
         attributes[own] = to_device(value, place)
 
 
-def _computed_tensor(model: nn.Module) -> str | None:
+OF_COMPUTED = (
+    "computed from other parameters, so it can't be copied: take ddp, or in place of the old "
+    "torch.nn.utils.weight_norm that of torch.nn.utils.parametrizations"
+)
+
+
+def computed_tensor(model: nn.Module) -> str | None:
     """The first attribute that is a tensor with a history, as the old ``weight_norm`` leaves them."""
     for name, module in model.named_modules():
         for key, value in vars(module).items():
