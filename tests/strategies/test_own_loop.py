@@ -381,7 +381,7 @@ class CentredInEvaluation(nn.Linear):
         return outputs if self.training else outputs - outputs.mean(dim=0)
 
 
-@pytest.mark.parametrize("way", ["ddp", "fsdp"])
+@pytest.mark.parametrize("way", ["dp", "ddp", "fsdp"])
 def test_a_loop_is_warned_of_what_its_model_does_in_evaluation(way: str) -> None:
     """Found by trial: only a training looked at that."""
 
@@ -395,7 +395,13 @@ def test_a_loop_is_warned_of_what_its_model_does_in_evaluation(way: str) -> None
             step.evaluate(*((None, None) if world.rank else (drawn(8, 6), labels(8, 3))))
         return [str(one.message) for one in warned]
 
-    said, others = lockstep.launch(loop, devices="2xcpu", args=(way,))
+    def alone(way: str) -> tuple[list[str], list[str]]:
+        with warnings.catch_warnings(record=True) as warned:
+            warnings.simplefilter("always")
+            step_of(CentredInEvaluation(6, 3), strategy=way, devices="2xcpu").evaluate(drawn(8, 6), labels(8, 3))
+        return [str(one.message) for one in warned], []
+
+    said, others = alone(way) if way == "dp" else lockstep.launch(loop, devices="2xcpu", args=(way,))
     assert ["outputs depend on other samples of the batch" in one for one in said].count(True) == 1
     assert others == []
 

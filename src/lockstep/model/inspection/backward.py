@@ -47,6 +47,10 @@ def see_gradients(
     halves, outside = False, OutsideVariables.of_model(model)
 
     def gradients(start: int, size: int, times: float = 1.0) -> list[torch.Tensor]:
+        with outside.kept():  # else a number of calls might come to where it acts
+            return kept_gradients(start, size, times)
+
+    def kept_gradients(start: int, size: int, times: float) -> list[torch.Tensor]:
         nonlocal halves
         with torch.enable_grad():
             value = total_of(start, size)

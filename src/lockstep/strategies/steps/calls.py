@@ -223,9 +223,10 @@ class Calls(StepState, ABC):
     def before_evaluation(self, part: Part) -> None:
         """As every evaluator's."""
         self._evaluations_by_hand += 1
-        if self.world.size > 1 and is_power_of_two(self._evaluations_by_hand):
-            again, given = self._evaluations_by_hand > 1, self.placed(part) if part.size else part
-            look_at_evaluation(self, [given], part.size * self.world.size, self.loss.judged, again=again)
+        if self.replicas > 1 and is_power_of_two(self._evaluations_by_hand):
+            batch = Batch([part], part.size * self.world.size, self._evaluations_by_hand - 1, 0)
+            shares = self.first_shares(batch) if part.size else [part]
+            look_at_evaluation(self, shares, batch.size, self.loss.judged, again=batch.index > 0)
 
     # ---- what a step makes of it ------------------------------------------------------------------------------------
 
@@ -241,6 +242,10 @@ class Calls(StepState, ABC):
     @abstractmethod
     def looks_again(self) -> bool:
         """Whether what may change is looked at again in this update."""
+
+    @abstractmethod
+    def first_shares(self, batch: Batch) -> list[Part]:
+        """The first two that this process computes on their own, or the one, on their devices."""
 
     @abstractmethod
     def _look(self, batch: Batch) -> None:
