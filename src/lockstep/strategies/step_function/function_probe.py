@@ -123,8 +123,10 @@ def probe(
     with kept_states(accelerators), outside.kept(), NotedDraws(keeps=True) as noted:
         before = states(accelerators)
         variables = outside.prints()
-        whole = calls(nest)
-        found += map(_changed, [n for n, now in outside.prints().items() if variables.get(n) != now])
+        with outside.kept():
+            whole = calls(nest)
+            found += map(_changed, [n for n, now in outside.prints().items() if variables.get(n) != now])
+        calls = outside.kept()(calls)  # else a number of calls might come to where it acts
         if not same(before, drawn := states(accelerators)) or noted.drew:
             found.append(_DRAWING)
             # All else is seen while it draws nothing.
