@@ -232,7 +232,8 @@ class _Prediction:
                 # (Under the seed, for models that draw random numbers in evaluation too.)
                 for batch, shares in self.step.over(self.loader.epoch(0), self._outputs, self.job.seed):
                     if batch.index == 0:
-                        look_at_evaluation(self.step, self.step.first_shares(batch), batch.size, again=False)
+                        first = functools.partial(self.step.first_shares, batch)
+                        look_at_evaluation(self.step, first, batch.size, again=False)
                     self._write_batch(batch, shares)
         finally:
             self.loader.close()

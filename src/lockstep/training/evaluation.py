@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import itertools
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 import torch
@@ -17,7 +18,7 @@ from lockstep.launch.world import World
 from lockstep.model.inspection import OutsideVariables, kept_state
 from lockstep.model.losses.check_interval import is_power_of_two
 from lockstep.model.losses.loss import Loss
-from lockstep.strategies.steps.evaluation_look import look_at_evaluation
+from lockstep.strategies.steps.evaluation_look import Judge, look_at_evaluation
 from lockstep.strategies.steps.step import Step
 from lockstep.strategies.steps.update_result import Result, Sums, added
 from lockstep.tensors.seeding import kept_states
@@ -76,7 +77,7 @@ def _kept_parameters(step: Step) -> Iterator[None]:
                 p.copy_(value)
 
 
-def _judging(step: Step, metrics: MetricState) -> Callable[[Any, Any, int], Loss]:
+def _judging(step: Step, metrics: MetricState) -> Judge:
     """The loss, with each metric as one of its parts."""
 
     def judge(outputs: Any, targets: Any, samples: int) -> Loss:
@@ -200,8 +201,8 @@ def evaluate(
         nonlocal seen
         for batch in itertools.islice(loader.epoch(0), most):
             if looks and is_power_of_two(batch.index + 1):
-                first, judge = step.first_shares(batch), _judging(step, its.state)
-                seen = look_at_evaluation(step, first, batch.size, judge, again=batch.index > 0)
+                shares, judge = functools.partial(step.first_shares, batch), _judging(step, its.state)
+                seen = look_at_evaluation(step, shares, batch.size, judge, again=batch.index > 0)
                 if not batch.index:
                     check.of_batch, check.bent = (seen.of_batch, seen.bent) if seen is not None else ({}, ())
                     check.follow_first(world)

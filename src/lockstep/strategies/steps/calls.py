@@ -13,6 +13,7 @@ Devices sum their gradients in each call; ``accumulate=`` of a step does it once
 
 from __future__ import annotations
 
+import functools
 from abc import ABC, abstractmethod
 from collections.abc import Callable
 from contextlib import AbstractContextManager
@@ -225,7 +226,7 @@ class Calls(StepState, ABC):
         self._evaluations_by_hand += 1
         if self.replicas > 1 and is_power_of_two(self._evaluations_by_hand):
             batch = Batch([part], part.size * self.world.size, self._evaluations_by_hand - 1, 0)
-            shares = self.first_shares(batch) if part.size else [part]
+            shares = functools.partial(self.first_shares, batch) if part.size else lambda: [part]
             look_at_evaluation(self, shares, batch.size, self.loss.judged, again=batch.index > 0)
 
     # ---- what a step makes of it ------------------------------------------------------------------------------------

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 
@@ -16,19 +16,22 @@ from lockstep.model.losses.loss import Loss
 if TYPE_CHECKING:
     from lockstep.strategies.steps.step_state import StepState
 
+Judge = Callable[[Any, Any, int], Loss]
+"""What a loss makes of outputs and targets of so many samples."""
+
 _BATCHNORM = Caveat("batchnorm evaluation", "BatchNorm normalizes over the local batch in evaluation")
 
 
 def look_at_evaluation(
-    step: StepState, shares: list[Part], size: int, judge: Callable[..., Loss] | None = None, *, again: bool
+    step: StepState, shares: Callable[[], list[Part]], size: int, judge: Judge | None = None, *, again: bool
 ) -> Seen | None:
     """Inspect a model in evaluation mode, and say what was seen. Every rank calls it.
 
     Args:
         step: the model under its strategy.
-        shares: the first ones of an evaluation batch.
+        shares: gives the first ones of an evaluation batch.
         size: of that batch.
-        judge: ``(outputs, targets, samples) -> Loss``, which is looked at too; None where nothing reads the outputs.
+        judge: the loss, which is looked at too; None where nothing reads the outputs.
         again: whether this isn't the first batch.
 
     Returns:
@@ -43,7 +46,7 @@ def look_at_evaluation(
     norms = [m for m in step.model.modules() if isinstance(m, torch.nn.modules.batchnorm._BatchNorm)]
     if any(m.training or not m.track_running_stats for m in norms):
         step.tell_once([_BATCHNORM])
-    part = mixed_share(shares)
+    part = mixed_share(shares())
     if not part.size:
         return None
     if part.targets is None:

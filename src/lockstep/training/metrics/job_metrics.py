@@ -101,13 +101,15 @@ class JobMetrics:
             self._sums[name].add(Result(*value, batch.size))
             if checks and not self._adds_up(name, value if known is outputs else None, known, targets):
                 self._no_sums.add(name)
-        replicas, samples = self._step.replicas, next(as_samples(outputs, targets))[2]
-        compares = bool(self._objects) and self._looks and (self._new.add(outputs, targets, samples) or is_due)
+        compares = bool(self._objects) and self._looks and (self._is_new(outputs, targets) or is_due)
         for name, metric in self._objects.items():
             with naming(name):
-                if compares and not is_of_parts(metric, outputs, targets, replicas):
+                if compares and not is_of_parts(metric, outputs, targets, self._step.replicas):
                     self._of_parts.add(name)
                 metric.update(outputs, targets)
+
+    def _is_new(self, outputs: Any, targets: Any) -> bool:
+        return self._new.add(outputs, targets, next(as_samples(outputs, targets))[2])
 
     def _kept_for_checks(self, outputs: Any, targets: Any, *, is_due: bool) -> Any:
         """Keep what checks of several local batches need; gives the outputs as checks take them."""
