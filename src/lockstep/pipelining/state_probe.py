@@ -89,6 +89,8 @@ class StateProbe:
         """The micro-batch goes from one stage to another."""
         with torch._C.DisableTorchFunction():  # this is no use of what modules hold
             self._crossed.update(dict.fromkeys(self._contents.changed()))
+            for before, now in ((self._prints, prints(self._names)), (self._outside_prints, self._outside.prints())):
+                self._crossed.update(dict.fromkeys(name for name, its in before.items() if now.get(name) != its))
             for held, required in zip(self._held, self._required, strict=True):
                 if held.tensor.requires_grad != required:  # in a model with compiled layers nothing else sees it
                     self._uses.switched = self._uses.switched or f"{held.name}.requires_grad"
@@ -107,15 +109,16 @@ class StateProbe:
                 return f"{what} is written in forward, and backward needs it as it was"
         for what in self._contents.changed():
             return f'forward sets "{what}", which another micro-batch would overwrite'
-        for what in self._crossed:
-            return f'forward sets "{what}" and puts it back, and another micro-batch would see it in between'
-        after = prints(self._names)
+        after, outside = prints(self._names), self._outside.prints()
         for what, was in self._prints.items():
             if after.get(what) != was:
                 return f'forward changes what "{what}" holds, which is one for all micro-batches'
-        for name, now in self._outside.prints().items():
-            if self._outside_prints.get(name) != now and self._outside.holds_tensors(name):
-                return f'forward writes tensors to "{name}", which is outside of the model: one for all micro-batches'
+        others = {name for name, now in outside.items() if self._outside_prints.get(name) != now}
+        for name in filter(self._outside.holds_tensors, sorted(others)):
+            return f'forward writes tensors to "{name}", which is outside of the model: one for all micro-batches'
+        for what in self._crossed:
+            if what not in others:  # (counters, say)
+                return f'forward sets "{what}" and puts it back, and another micro-batch would see it in between'
         if self._uses.switched is not None:
             return f'forward sets "{self._uses.switched}", which holds for other micro-batches too'
         return None

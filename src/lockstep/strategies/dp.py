@@ -320,8 +320,7 @@ class DPStep(Step):
         for replica in self._replicas[1:] if changed else ():
             follow_changes(replica, self.model, changed)
         for modules in self._modules[1:]:
-            for mine, theirs in zip(self._modules[0], modules, strict=True):
-                follow_settings(theirs, mine)
+            follow_settings(modules, self._modules[0])
         # Running statistics act in evaluation only, so that they needn't be the same before.
         acting = [k for k, (m, _) in enumerate(self._buffers[0]) if not (isinstance(m, NORMS) and m.training)]
         self._copy_buffers(acting)

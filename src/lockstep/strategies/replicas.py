@@ -78,12 +78,17 @@ def _hooks_of(parameter: nn.Parameter) -> tuple[int, int]:
 _INTERNAL = set(vars(nn.Module())) - {"training"}
 
 
-def follow_settings(replica: nn.Module, model: nn.Module) -> None:
-    """Give a module of a replica the plain attributes of the model's own: ``training``, a temperature, a switch."""
-    theirs = vars(replica)
-    for name, value in vars(model).items():
-        if theirs.get(name) is not value and name not in _INTERNAL and is_plain(value):
-            theirs[name] = copy.copy(value)
+def follow_settings(replica: Sequence[nn.Module], model: Sequence[nn.Module]) -> None:
+    """Give the modules of a replica plain attributes of the model's: ``training``, a temperature, a switch.
+
+    What several modules share (a dictionary that layers read, say) is one thing in the replica, too.
+    """
+    copies: dict[int, Any] = {}
+    for mine, other in zip(model, replica, strict=True):
+        theirs = vars(other)
+        for name, value in vars(mine).items():
+            if theirs.get(name) is not value and name not in _INTERNAL and is_plain(value):
+                theirs[name] = copies.setdefault(id(value), copy.copy(value))
 
 
 def follow_changes(replica: nn.Module, model: nn.Module, changed: Sequence[str]) -> None:
@@ -97,6 +102,7 @@ def follow_changes(replica: nn.Module, model: nn.Module, changed: Sequence[str])
         theirs = dict(of(replica))
         memo |= {id(mine): theirs[name] for name, mine in of(model) if name in theirs}
     place = next((p.device for p in replica.parameters()), torch.device("cpu"))
+    placed: dict[int, Any] = {}  # by the model's own: what several modules share is one thing in the replica, too
     for name in changed:
         mine, own = attribute_place(model, name)
         changed_to = mine[own]
@@ -110,7 +116,9 @@ def follow_changes(replica: nn.Module, model: nn.Module, changed: Sequence[str])
                 "it a buffer, or call lockstep.parallelize again, or take ddp"
             ) from error
         attributes, own = attribute_place(replica, name)
-        attributes[own] = to_device(value, place)
+        if id(changed_to) not in placed:
+            placed[id(changed_to)] = to_device(value, place)
+        attributes[own] = placed[id(changed_to)]
 
 
 OF_COMPUTED = (

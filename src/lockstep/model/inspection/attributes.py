@@ -203,17 +203,19 @@ def plain_attributes(module: nn.Module) -> dict[str, Any]:
 def kept_attributes(model: nn.Module) -> Callable[[], None]:
     """What puts back the numbers, tensors, and lists and dictionaries of numbers that a model's attributes hold now."""
 
-    def copied(value: Any) -> Any:
-        return copy.copy(value) if isinstance(value, list | dict) else value
+    def copied(value: Any, copies: dict[int, Any]) -> Any:
+        """(What several modules share is one copy.)"""
+        return copies.setdefault(id(value), copy.copy(value)) if isinstance(value, list | dict) else value
 
-    kept = [(vars(module), plain_attributes(module)) for module in model.modules()]
+    kept, copies = [(vars(module), plain_attributes(module)) for module in model.modules()], dict[int, Any]()
     for held, then in kept:
         lists = {n: v for n, v in held.items() if isinstance(v, list | dict) and _is_own(n) and is_plain(v)}
-        then.update({name: copied(value) for name, value in lists.items()})
+        then.update({name: copied(value, copies) for name, value in lists.items()})
 
     def restore() -> None:
+        copies: dict[int, Any] = {}
         for held, then in kept:
-            held.update({name: copied(value) for name, value in then.items()})
+            held.update({name: copied(value, copies) for name, value in then.items()})
 
     return restore
 

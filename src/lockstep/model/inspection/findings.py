@@ -38,6 +38,7 @@ class Seen:
             what it began with.
         backward_writes: names of buffers and attributes that backward writes, in a hook, say.
         backward_follows: names of those that depend on the share.
+        puts_back: the name of a variable outside of the model that forward changes and puts back.
         changes: the names of variables outside of the model that forward or backward changes (`outside_variables`).
         passes_on: the first of them that holds tensors, which other functions may read.
         loss_reads: names of attributes that forward writes, where the loss reads one of the model itself.
@@ -70,6 +71,7 @@ class Seen:
     nonlinear: str | None = None
     backward_writes: tuple[str, ...] = ()
     backward_follows: tuple[str, ...] = ()
+    puts_back: str | None = None
     changes: tuple[str, ...] = ()
     passes_on: str | None = None
     loss_reads: tuple[str, ...] = ()
@@ -145,6 +147,13 @@ class Seen:
                 "this process share it",
                 kind="state",
                 fix="compute with another tensor, or use ddp, which has a process for each replica",
+            )
+        if self.puts_back is not None:
+            raise StrategyError(
+                f'forward sets "{self.puts_back}", which is outside of the model, and puts it back, and the replicas '
+                "of this process would see one another's",
+                kind="state",
+                fix="give it to the layers as an argument, make it a contextvars.ContextVar, or use ddp",
             )
         if self.passes_on is not None:
             raise StrategyError(

@@ -221,7 +221,8 @@ def _see(
     accelerators = accelerators_of(inputs)
     before = states(accelerators)
     prints, begun = outside.prints(), attribute_prints(model)
-    with noted_seeding() as seeds:
+    within = set[str]()
+    with noted_seeding() as seeds, outside.seen_within(within):
         whole = run(0, samples)
     seen.ran = True
     written = attribute_prints(model)
@@ -231,6 +232,7 @@ def _see(
         if loss_depends_on(same_outputs, original, model, changed):
             seen.loss_reads = changed
     seen.changes = tuple(name for name, was in outside.prints().items() if prints.get(name) != was)
+    seen.puts_back = min(within.difference(seen.changes), default=None)
     seen.passes_on = next((name for name in seen.changes if outside.holds_tensors(name)), None)
     seen.seeds = bool(seeds)
     after = states(accelerators)

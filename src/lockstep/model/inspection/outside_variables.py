@@ -40,6 +40,9 @@ from lockstep.tensors.pytree import tensors
 
 _CODE = (type, types.FunctionType, types.MethodType, types.BuiltinFunctionType, functools.partial)
 _OF_GLOBALS = ("LOAD_GLOBAL", "STORE_GLOBAL", "LOAD_NAME")  # (the last one in the body of a class)
+_MOST_LOOKS = 200
+"""Calls of modules in a forward before which it is looked at what they hold, at most."""
+
 HOOKS = ("_forward_pre_hooks", "_forward_hooks", "_backward_pre_hooks", "_backward_hooks")
 """The dictionaries of hooks that each module has."""
 
@@ -108,6 +111,23 @@ class OutsideVariables:
                 continue
             found[name] = written.hash.digest()
         return found
+
+    @contextmanager
+    def seen_within(self, found: set[str]) -> Iterator[None]:
+        """Note which are other than at its begin where a module is called in it."""
+        before, left = self.prints(), itertools.count(_MOST_LOOKS, -1)
+
+        def look(module: nn.Module, args: Any) -> None:
+            if next(left) > 0:
+                now = self.prints()
+                found.update(name for name in {**before, **now} if before.get(name) != now.get(name))
+
+        handle = nn.modules.module.register_module_forward_pre_hook(look) if self._variables else None
+        try:
+            yield
+        finally:
+            if handle is not None:
+                handle.remove()
 
     def small_prints(self) -> dict[str, bytes]:
         """A hash of each number, text, switch and small tensor that they hold, by where it is: ``"Digits.level"``.

@@ -12,7 +12,7 @@ from torch import nn
 
 from lockstep.errors import StrategyError, told
 from lockstep.launch.events import Caveat
-from lockstep.model.inspection import attribute_place, attribute_prints
+from lockstep.model.inspection import attribute_place, attribute_prints, detached_attributes
 from lockstep.strategies.replicas import OF_COMPUTED, computed_tensor
 from lockstep.strategies.sharded.shards import places_of
 
@@ -84,7 +84,7 @@ def put_together(
 
 def _follow_attributes(model: nn.Module, sharded: nn.Module) -> None:
     """Give the copy what forward, or a person, has made of other attributes since; what can't be copied stays."""
-    memo: dict[int, Any] = {}
+    memo: dict[int, Any] = detached_attributes(sharded)
     for of in (nn.Module.named_modules, nn.Module.named_parameters, nn.Module.named_buffers):
         theirs = dict(of(model))
         memo |= {id(mine): theirs[name] for name, mine in of(sharded) if name in theirs}
@@ -93,4 +93,5 @@ def _follow_attributes(model: nn.Module, sharded: nn.Module) -> None:
         if before.get(name) != its:
             (mine, own), (attributes, _) = attribute_place(sharded, name), attribute_place(model, name)
             with contextlib.suppress(Exception):
-                attributes[own] = copy.deepcopy(mine[own], memo)
+                attributes[own] = copy.deepcopy(mine[own], known := dict(memo))
+                memo = known  # what several modules share is one thing in the copy, too
