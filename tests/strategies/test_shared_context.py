@@ -12,11 +12,11 @@ import pytest
 import torch
 from torch import nn
 
-from lockstep import evaluate, train
+from lockstep import Job, evaluate, train
 from lockstep.errors import StrategyError
 from lockstep.verify import parity
 
-from zoo import ZOO  # isort: skip
+from zoo import ZOO, plain_sgd  # isort: skip
 
 BOUND = 1e-10
 CURRENT: dict[str, Any] = {"scale": None}
@@ -127,11 +127,27 @@ def test_terms_that_layers_append_are_those_of_the_local_batch(way: str, tmp_pat
 
 def test_a_global_that_is_taken_back_is_refused_on_threads(tmp_path: Path) -> None:
     """Found by trial: predictions up to 86 % off without a line."""
-    with pytest.raises(StrategyError, match='forward sets "CURRENT", which is outside of the model, and puts it back'):
+    with pytest.raises(StrategyError, match='"CURRENT", which is outside of the model, is set in a step and put back'):
         train(handing("global", True), strategy="dp", devices="2xcpu", folder=tmp_path, quiet=True)
     run = train(handing("global", True), strategy="single", devices="1xcpu", folder=tmp_path, quiet=True)
-    with pytest.raises(StrategyError, match='forward sets "CURRENT"'):
+    with pytest.raises(StrategyError, match='"CURRENT", which is outside'):
         evaluate(run, strategy="dp", devices="2xcpu")
+
+
+def test_so_it_is_in_a_step_function(tmp_path: Path) -> None:
+    def step(model: nn.Module, batch: Any, update: Any) -> None:
+        inputs, targets = batch
+        CURRENT["scale"] = 1 + inputs.abs().mean(1, keepdim=True)
+        total = nn.functional.cross_entropy(model["layer"](inputs), targets, reduction="sum")
+        update("layer", total, len(inputs))
+        CURRENT["scale"] = None
+
+    data = ZOO["mlp"].train_data
+    optimizer = {"layer": plain_sgd}
+    job = Job(model=lambda: {"layer": Layer(None, 6)}, step=step, optimizer=optimizer, train_data=data, batch_size=8)
+    with pytest.raises(StrategyError, match='"CURRENT", which is outside of the model, is set in a step and put back'):
+        train(job, strategy="dp", devices="2xcpu", folder=tmp_path, quiet=True)
+    train(job, strategy="ddp", devices="2xcpu", folder=tmp_path, quiet=True)
 
 
 def test_micro_batches_follow_one_another_where_a_global_is_taken_back(tmp_path: Path, capsys: Any) -> None:

@@ -150,7 +150,7 @@ class Seen:
             )
         if self.puts_back is not None:
             raise StrategyError(
-                f'forward sets "{self.puts_back}", which is outside of the model, and puts it back, and the replicas '
+                f'"{self.puts_back}", which is outside of the model, is set in a step and put back, and the replicas '
                 "of this process would see one another's",
                 kind="state",
                 fix="give it to the layers as an argument, make it a contextvars.ContextVar, or use ddp",

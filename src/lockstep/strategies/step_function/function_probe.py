@@ -26,6 +26,7 @@ from lockstep.launch.world import World
 from lockstep.model.inspection import (
     NotedDraws,
     OutsideVariables,
+    Seen,
     attribute_prints,
     detached_attributes,
     drawing_nothing,
@@ -123,9 +124,14 @@ def probe(
     with kept_states(accelerators), outside.kept(), NotedDraws(keeps=True) as noted:
         before = states(accelerators)
         variables = outside.prints()
+        within = set[str]()
         with outside.kept():
-            whole = calls(nest)
-            found += map(_changed, [n for n, now in outside.prints().items() if variables.get(n) != now])
+            with outside.seen_within(within):
+                whole = calls(nest)
+            changed = [n for n, now in outside.prints().items() if variables.get(n) != now]
+            found += map(_changed, changed)
+        if world.data.local_batches > 1:
+            Seen(puts_back=min(within.difference(changed), default=None)).refuse_on_threads()
         calls = outside.kept()(calls)  # else a number of calls might come to where it acts
         if not same(before, drawn := states(accelerators)) or noted.drew:
             found.append(_DRAWING)
