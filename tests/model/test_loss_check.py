@@ -512,11 +512,11 @@ def test_a_dear_loss_is_checked_now_and_then_and_that_is_said() -> None:
             check.interval.spent(0.3, closer=False)
             check.interval.spent(0.3, closer=False)
             line = check.timed(update, 1.3, replicas=2)
-    assert check.interval.every == 6
+    assert check.interval.every == 9
     assert line is not None and line.startswith(
-        "whether the loss is additive over samples is checked in one of 6 updates"
+        "whether the loss is additive over samples is checked in one of 9 updates"
     )
-    assert [update for update in range(6, 20) if check.wants(update)] == [6, 12, 18]
+    assert [update for update in range(6, 20) if check.wants(update)] == [9, 18]
 
 
 def test_more_samples_than_a_local_batch_has_are_looked_at_now_and_then_and_that_is_said() -> None:
@@ -757,9 +757,9 @@ def test_ranks_check_the_loss_as_often_as_one_another() -> None:
         return check.interval.every, check.notes
 
     (every, notes), (others, nothing) = lockstep.launch(on_rank, devices="2xcpu")
-    assert every == others == 9
+    assert every == others == 13
     (note,) = notes
-    assert note.startswith("whether the loss is additive over samples is checked in one of 9 updates")
+    assert note.startswith("whether the loss is additive over samples is checked in one of 13 updates")
     assert nothing == []
 
 

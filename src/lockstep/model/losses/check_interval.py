@@ -7,6 +7,9 @@ import math
 _LARGEST_SHARE = 0.05
 """Of the time of an update, for checking its loss; beyond that it is checked every n-th update only."""
 
+_SELDOM = 1.5
+"""A check that comes now and then takes so many times as long (``benchmarks loss-check``): little of it is cached."""
+
 _LARGEST_CLOSER = 0.0005
 """Likewise for looking at more samples than a local batch has."""
 
@@ -81,7 +84,7 @@ class CheckInterval:
         closest = min(self._times[True] or [0.0])
         check = min(self._times[False] or [closest])
         shares = check / self._update, max(closest - check, 0.0) / self._update
-        self.every = math.ceil(shares[0] / _LARGEST_SHARE)
+        self.every = 1 if shares[0] <= _LARGEST_SHARE else math.ceil(_SELDOM * shares[0] / _LARGEST_SHARE)
         self.closer_every = self.every * max(1, math.ceil(shares[1] / _LARGEST_CLOSER / self.every))
         if self.closer_every == 1:
             return None
