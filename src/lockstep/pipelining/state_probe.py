@@ -64,6 +64,8 @@ class StateProbe:
         self._required = [held.tensor.requires_grad for held in self._held]
         self._uses = _Uses(flight, {id(held.tensor): held.name for held in self._held})
         self._crossed: dict[str, None] = {}  # what was other at a crossing, in the order in which it was seen
+        self._apart: dict[str, None] = {}  # the same of what is hashed, within forward
+        self._is_forward = True
         self._calls = flight.calls = {}
         flight.crossed = self._look
 
@@ -84,13 +86,20 @@ class StateProbe:
                     fix="take them by torch.autograd.grad, or take mp or ddp",
                 ) from error
         self._forward = [held.value for held in self._held]
+        self._is_forward = False
+        for name in self._others():  # not put back in forward: a counter, say, also one that backward counts down
+            self._apart.pop(name, None)
+
+    def _others(self) -> list[str]:
+        """The names of what is hashed, within modules or outside, and is other now."""
+        both = (self._prints, prints(self._names)), (self._outside_prints, self._outside.prints())
+        return [name for before, now in both for name, its in before.items() if now.get(name) != its]
 
     def _look(self) -> None:
         """The micro-batch goes from one stage to another."""
         with torch._C.DisableTorchFunction():  # this is no use of what modules hold
             self._crossed.update(dict.fromkeys(self._contents.changed()))
-            for before, now in ((self._prints, prints(self._names)), (self._outside_prints, self._outside.prints())):
-                self._crossed.update(dict.fromkeys(name for name, its in before.items() if now.get(name) != its))
+            self._apart.update(dict.fromkeys(self._others() if self._is_forward else ()))
             for held, required in zip(self._held, self._required, strict=True):
                 if held.tensor.requires_grad != required:  # in a model with compiled layers nothing else sees it
                     self._uses.switched = self._uses.switched or f"{held.name}.requires_grad"
@@ -109,16 +118,15 @@ class StateProbe:
                 return f"{what} is written in forward, and backward needs it as it was"
         for what in self._contents.changed():
             return f'forward sets "{what}", which another micro-batch would overwrite'
-        after, outside = prints(self._names), self._outside.prints()
+        for what in (*self._crossed, *self._apart):
+            return f'forward sets "{what}" and puts it back, and another micro-batch would see it in between'
+        after = prints(self._names)
         for what, was in self._prints.items():
             if after.get(what) != was:
                 return f'forward changes what "{what}" holds, which is one for all micro-batches'
-        others = {name for name, now in outside.items() if self._outside_prints.get(name) != now}
-        for name in filter(self._outside.holds_tensors, sorted(others)):
-            return f'forward writes tensors to "{name}", which is outside of the model: one for all micro-batches'
-        for what in self._crossed:
-            if what not in others:  # (counters, say)
-                return f'forward sets "{what}" and puts it back, and another micro-batch would see it in between'
+        for name, now in self._outside.prints().items():
+            if self._outside_prints.get(name) != now and self._outside.holds_tensors(name):
+                return f'forward writes tensors to "{name}", which is outside of the model: one for all micro-batches'
         if self._uses.switched is not None:
             return f'forward sets "{self._uses.switched}", which holds for other micro-batches too'
         return None
