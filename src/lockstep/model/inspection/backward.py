@@ -26,6 +26,7 @@ def see_gradients(
     total_of: Callable[[int, int], torch.Tensor],
     shares: tuple[tuple[int, int], ...],
     seen: Seen,
+    outside: OutsideVariables,
 ) -> bool:
     """Find parameters whose gradient over a batch isn't the sum of those over two parts of it, or isn't linear.
 
@@ -36,6 +37,7 @@ def see_gradients(
         total_of: the loss of so many samples from one on, each time by a forward of its own.
         shares: the batch and its two parts: the first sample, and how many.
         seen: is told.
+        outside: the variables that the model uses and doesn't own.
 
     Returns:
         Whether the totals don't add up.
@@ -44,13 +46,10 @@ def see_gradients(
     totals: list[torch.Tensor] = []
     found: list[list[torch.Tensor]] = []
     ends: list[dict[str, Any]] = []
-    halves, outside = False, OutsideVariables.of_model(model)
+    halves = False
 
+    @outside.kept()  # else a number of calls might come to where it acts
     def gradients(start: int, size: int, times: float = 1.0) -> list[torch.Tensor]:
-        with outside.kept():  # else a number of calls might come to where it acts
-            return kept_gradients(start, size, times)
-
-    def kept_gradients(start: int, size: int, times: float) -> list[torch.Tensor]:
         nonlocal halves
         with torch.enable_grad():
             value = total_of(start, size)

@@ -358,7 +358,7 @@ def _see(
                 return judge(outputs, cut(targets, start, size, samples), size)[0]
 
         try:
-            seen.leaves = see_gradients(model, total_of, ((0, samples), *parts), seen) and adds_up
+            seen.leaves = see_gradients(model, total_of, ((0, samples), *parts), seen, outside) and adds_up
         except Exception as error:  # an autograd function that a second backward can't go through, say
             seen.ungraded = told(error)
 

@@ -262,11 +262,10 @@ class ShardedStep(DDPStep):
             inputs, targets = inputs
         with self.evaluating():
             batch = batch_of(inputs, targets, 1, self.world, self._refuse_gaps, self._seen_batches)
-            if not batch.parts[0].of:
-                return None, 0.0, 0
-            self.before_evaluation(batch.parts[0])
-            for _, (outputs, (total, count)) in self._of_each(self.judged, batch):
-                return outputs, total, count
+            if batch.parts[0].of:
+                self.before_evaluation(batch.parts[0])
+                for _, (outputs, (total, count)) in self._of_each(self.judged, batch):
+                    return outputs, total, count
             return None, 0.0, 0
 
     # ---- the whole model --------------------------------------------------------------------------------------------
