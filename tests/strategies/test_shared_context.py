@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import time
 import types
 from pathlib import Path
 from typing import Any
@@ -161,3 +162,35 @@ def test_a_statistic_of_the_batch_that_is_handed_on_is_seen(way: Any, tmp_path: 
     """Found by trial: the inspection's copy had a dict for each layer, so weights were 0.1 % off without a line."""
     train(handing("dict", True, mixes=True), **way, folder=tmp_path)
     assert "outputs depend on other samples of the batch" in capsys.readouterr().out
+
+
+class Weighted:
+    """A loss that hands its terms the weights of samples by an attribute, or by a global, and takes them back."""
+
+    def __init__(self, by_global: bool) -> None:
+        self.by_global, self.weights = by_global, CURRENT["scale"]
+
+    def hand(self, weights: Any) -> None:
+        if self.by_global:
+            CURRENT["scale"] = weights
+        else:
+            self.weights = weights
+
+    def __call__(self, outputs: torch.Tensor, targets: torch.Tensor) -> tuple[torch.Tensor, int]:
+        self.hand(torch.sigmoid(outputs.detach()[:, 0]))
+        time.sleep(0.01)  # another thread would come in between
+        terms = nn.functional.cross_entropy(outputs, targets, reduction="none")
+        total = (terms * (CURRENT["scale"] if self.by_global else self.weights)).sum()
+        self.hand(None)
+        return total, len(outputs)
+
+
+@pytest.mark.parametrize("by_global", [False, True], ids=["attribute", "global"])
+def test_a_loss_that_hands_its_terms_something_is_called_by_one_thread(
+    by_global: bool, tmp_path: Path, capsys: Any
+) -> None:
+    """Found by trial: a raw TypeError, or weights 1 % off where a thread read those of another one's samples."""
+    job = ZOO["mlp"].replace(loss=Weighted(by_global), metrics={}, precision="fp64", epochs=1)
+    assert parity(job, "dp", "2xcpu").worst < BOUND
+    train(job, strategy="dp", devices="2xcpu", folder=tmp_path)
+    assert "remembers" not in capsys.readouterr().out

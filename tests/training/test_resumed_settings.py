@@ -259,3 +259,38 @@ def test_what_is_other_in_a_job_that_is_no_file_is_said(tmp_path: Path, capsys: 
     for name in ("loss", "order", "lr_scheduler"):
         assert f"note: {name}: it isn't the one that the run was begun with" in said
     assert said.count("begun") == 6
+
+
+class Shares(nn.Module):
+    """Its layers read a dictionary, as of a configuration that all of them are given."""
+
+    def __init__(self, settings: dict[str, float]) -> None:
+        super().__init__()
+        self.linear, self.settings = nn.Linear(6, 6), settings
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return torch.tanh(self.linear(x)) * self.settings["scale"]
+
+
+class Annealed(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.settings = {"scale": 1.0}
+        self.body = nn.Sequential(*(Shares(self.settings) for _ in range(2)), nn.Linear(6, 3))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.body(x)
+
+
+class Anneals(Callback):
+    def on_step(self, training: TrainingContext) -> None:
+        training.model.settings["scale"] *= 0.8  # type: ignore[index, operator]
+
+
+@pytest.mark.parametrize("way", ["single", "dp", "ddp", "fsdp"])
+def test_layers_share_a_dictionary_after_a_resume_too(way: str, tmp_path: Path) -> None:
+    """Each had one of its own then, so that what a callback changed in the model's reached none of them."""
+    its = job(Anneals()).replace(model=Annealed)
+    whole = trained(its, way, tmp_path / "whole", steps=7)
+    run = trained(its, way, tmp_path / "cut", steps=3)
+    assert differ(lockstep.train(its, resume=run.folder, steps=7, quiet=True), whole) == 0.0

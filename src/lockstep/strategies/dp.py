@@ -128,6 +128,8 @@ class DPStep(Step):
         self._recomputes = job.activation_checkpointing is not None
         recompute.install()
         self._begin_streams(job.seed, world.step)
+        if len(world.devices) > 1:
+            self.loss.call_one_at_a_time()
 
     def _find_trained(self) -> None:
         super()._find_trained()

@@ -138,13 +138,27 @@ def changed_attributes(model: nn.Module, before: Mapping[str, bytes]) -> tuple[d
 
 def set_attributes(model: nn.Module, values: Mapping[str, Any]) -> None:
     """Give modules what ``changed_attributes`` gave; tensors stay on the device that the attribute's are on."""
+    prints, names = prints_of(values.items()), dict[int, list[str]]()
+    for name, module in model.named_modules() if prints else ():
+        for key, its in vars(module).items():
+            names.setdefault(id(its), []).append(f"{name}.{key}" if name else key)
     for name, value in values.items():
         around, _, own = name.rpartition(".")
         module = model.get_submodule(around)
         now = getattr(module, own, None)
-        if isinstance(value, torch.Tensor) and isinstance(now, torch.Tensor):
-            value = value.to(now.device)
-        setattr(module, own, value)
+        shared = all(prints.get(n) == prints[name] for n in names.get(id(now), []))
+        if type(value) in (list, dict) and type(now) is type(value) and shared:
+            _fill(now, value)  # (so that all have it who hold the object: layers, a callback)
+        elif isinstance(value, torch.Tensor) and isinstance(now, torch.Tensor):
+            setattr(module, own, value.to(now.device))
+        else:
+            setattr(module, own, value)
+
+
+def _fill(now: Any, value: Any) -> None:
+    its = value.copy()
+    now.clear()
+    now.update(its) if isinstance(now, dict) else now.extend(its)
 
 
 @contextlib.contextmanager

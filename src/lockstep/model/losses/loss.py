@@ -23,6 +23,7 @@ import contextlib
 import copy
 import functools
 import math
+import threading
 import types
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any
@@ -101,6 +102,7 @@ class Totalled:
         spoilt: the ids (`id_of`) of outputs that a call wrote to, or to their targets, before it was known that it
             does so (``targets -= 1``). From then on it is given copies.
         within: gives what a person's loss is called in.
+        one_at_a_time: what a thread holds meanwhile.
 
     Raises:
         LossError: it can't be called, or has parameters that learn.
@@ -135,6 +137,7 @@ class Totalled:
         self.gives_pairs = False
         self.spoilt: set[int] = set()
         self.within: Callable[[], contextlib.AbstractContextManager[Any]] = contextlib.nullcontext
+        self.one_at_a_time: contextlib.AbstractContextManager[Any] = contextlib.nullcontext()
 
     def __reduce__(self) -> tuple[Any, ...]:
         return type(self), (self.loss,)
@@ -146,6 +149,11 @@ class Totalled:
         """Give copies of a module what was changed in it since."""
         for copied in (*([] if self._converted is None else [self._converted]), *self._copies.values()):
             copied.follow()
+
+    def call_one_at_a_time(self) -> None:
+        """Of several threads, where it has variables that all would write to: ``self.weights``, a global."""
+        if not self.is_known and (self.may_have_state or self.outside.values()):
+            self.one_at_a_time = threading.RLock()
 
     def judged(self, outputs: Any, targets: Any, samples: int) -> Loss:
         """Total and count, computed by a copy, which changes no state."""
@@ -197,7 +205,8 @@ class Totalled:
         except Exception:  # what it holds can't be copied
             return self
         made = Totalled(copied.double() if double and isinstance(copied, nn.Module) else copied)
-        made._called, made._seen, made.within = True, self._seen, self.within
+        made._called, made._seen = True, self._seen
+        made.within, made.one_at_a_time = self.within, self.one_at_a_time
         return made
 
     def __call__(self, outputs: Any, targets: Any, samples: int) -> Loss:
@@ -241,7 +250,7 @@ class Totalled:
             self._seen.add("tried")
             given = clones(given)
         before = versions(given)
-        with self.within():
+        with self.one_at_a_time, self.within():
             value = loss(*given)
         if versions(given) != before:
             self._seen.add("writes")

@@ -252,12 +252,13 @@ class Evaluator:
 
     def loss_of(self, outputs: Any, part: Part, *, looks: bool) -> Loss:
         """Total, count and parts; where it ``looks``, it is noted whether the loss remembers something."""
-        before = self.loss.state() if looks else None
-        with squeezing_explained(outputs, part.targets, part.size):
-            loss = self.loss(outputs, part.targets, part.size)
-        if before is not None and (after := self.loss.state()) != before:
-            for check in (self.loss_check, self.eval_check):
-                check.remembers(outside=after[1] != before[1])
+        with self.loss.one_at_a_time:
+            before = self.loss.state() if looks else None
+            with squeezing_explained(outputs, part.targets, part.size):
+                loss = self.loss(outputs, part.targets, part.size)
+            if before is not None and (after := self.loss.state()) != before:
+                for check in (self.loss_check, self.eval_check):
+                    check.remembers(outside=after[1] != before[1])
         return loss
 
     def forward(self, model: nn.Module, part: Part) -> Any:
