@@ -38,7 +38,7 @@ class Totalled:
     x: torch.Tensor
 
     def __post_init__(self) -> None:
-        self.number = 3
+        self.number, self.squares = 3, self.x.square()
 
     @functools.cached_property
     def total(self) -> float:
@@ -53,6 +53,12 @@ def test_every_kind_of_nesting_is_cut_and_keeps_its_type() -> None:
     assert isinstance(found["a"][1], Point) and isinstance(found["c"], OrderedDict)
     assert found["b"][0].x.shape == (3, 1) and found["b"][0].name == "n"
     assert found["d"].item() == 3
+
+
+def test_what_a_dataclass_computes_of_its_fields_is_cut_with_them() -> None:
+    """It was that of the whole batch; an error where a mask is one, a silent one where it is a number in a tensor."""
+    found = cut(Totalled(torch.arange(6.0).reshape(6, 1)), 2, 3, 6)
+    assert torch.equal(found.squares, found.x.square()) and found.number == 3 and found.total == 9.0
 
 
 def test_a_list_with_an_item_for_each_sample_is_cut_too() -> None:

@@ -277,10 +277,12 @@ def may_pin(device: torch.device) -> bool:
 
 
 def _attributes(nest: Any) -> list[str] | None:
-    """The names of the fields of a dataclass; None of anything else."""
+    """The names of what a dataclass holds, its fields first; None of anything else."""
     if isinstance(nest, type) or not dataclasses.is_dataclass(nest):
         return None
-    return [f.name for f in dataclasses.fields(nest)]
+    names = dict.fromkeys(f.name for f in dataclasses.fields(nest))
+    computed = [name for name in getattr(nest, "__dict__", ()) if not _is_cached(nest, name)]  # in __post_init__
+    return list(names | dict.fromkeys(computed))
 
 
 def _is_cached(nest: Any, name: str) -> bool:
