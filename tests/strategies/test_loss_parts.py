@@ -154,6 +154,22 @@ def test_parts_change_no_bit_of_the_training(kind: str, tmp_path: Path) -> None:
     assert ends[0].history[-1]["eval_loss"] == ends[1].history[-1]["eval_loss"]
 
 
+def rare_by_mean(outputs: dict[str, Tensor], targets: Tensor) -> Loss:
+    """The mean of those of class 2, times their number: NaN where a local batch has none."""
+    kinds = F.cross_entropy(outputs["kind"], targets, reduction="sum")
+    those = targets == 2
+    sizes = F.mse_loss(outputs["size"][those], torch.ones_like(outputs["size"][those]))
+    return Loss(kinds, len(targets), {"sizes": (sizes * those.sum(), those.sum())})
+
+
+@pytest.mark.parametrize("way", ["dp", "ddp flat", "pp"])
+def test_a_part_is_no_nan_for_a_local_batch_without_its_items(way: str) -> None:
+    """Found by trial: train_sizes was nan with two devices, a number with one."""
+    data = TensorDataset(drawn(SAMPLES, 6), (torch.arange(SAMPLES) % 8 == 1).long() * 2)
+    job = job_of(Tasks, rare_by_mean, data, order=lambda epoch: torch.arange(SAMPLES))
+    assert parity(job, WAYS[way], "2xcpu").history["train_sizes"] < BOUND
+
+
 def by_hand(data: Any, model: nn.Module) -> dict[str, float]:
     """The parts over all samples at once."""
     x, noise = data.x, data.noise

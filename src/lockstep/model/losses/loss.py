@@ -299,6 +299,8 @@ class Totalled:
         if not isinstance(pair, tuple) or len(pair) != 2 or not all(map(_is_number, pair)):
             raise LossError(f'{self.name}: part "{name}" is {_told(pair)}, (total, count) is expected, two numbers')
         total, count = (each.detach() if isinstance(each, Tensor) else each for each in pair)
+        if isinstance(total, Tensor) and (isinstance(count, Tensor) or not count):
+            total = total.masked_fill(total.isnan() & (count == 0), 0.0)  # a mean over none, times none
         return total, count
 
     def _validate(self, value: Any) -> None:
