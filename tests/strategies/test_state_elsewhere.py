@@ -230,6 +230,23 @@ def first_is_large() -> TensorDataset:
     return TensorDataset(inputs, labels(8, 3))
 
 
+class Centering(nn.Module):
+    """Subtracts the mean of its first batch, which it keeps in a new attribute, or in one that was None, or a dict."""
+
+    def __init__(self, where: str) -> None:
+        super().__init__()
+        self.where, self.linear = where, nn.Linear(6, 3)
+        self.kept: dict[str, torch.Tensor] = {}
+        self.mean: torch.Tensor | None = None
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        of = self.kept if self.where == "dict" else vars(self)
+        name = "mean" if self.where == "None" else "new"
+        if of.get(name) is None:
+            of[name] = x.mean(dim=0).detach()
+        return self.linear(x - of[name])
+
+
 class MixingInEvaluation(nn.Module):
     def __init__(self) -> None:
         super().__init__()
@@ -275,6 +292,10 @@ def dropping() -> nn.Module:
         ({"model": WritingInBackward}, DP, 'backward writes "norm" from its local batch'),
         ({"model": WritingInBackward}, ACCUMULATE, '"norm" is written in backward, once per micro-batch'),
         ({"model": Growing, "train_data": first_is_large(), "shuffle": False}, DP, 'buffer "largest" depends on the'),
+        *[
+            ({"model": functools.partial(Centering, where)}, way, "outputs depend on other samples of the batch")
+            for where, way in (("new", ACCUMULATE), ("None", DP), ("dict", DP))
+        ],
         ({"model": MixingInEvaluation}, DP, "outputs depend on other samples of the batch"),
         ({"model": normed}, ACCUMULATE, "BatchNorm normalizes over each micro-batch"),
         ({"model": dropping}, ACCUMULATE, "dropout masks differ from single-device training"),

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import copy
 import functools
 import hashlib
 import io
@@ -172,25 +171,56 @@ def kept_state(objects: Sequence[Any], known: Mapping[int, OutsideVariables] | N
     held: list[dict[str, Any]] = []
     roots: list[Any] = []
     for one in objects:
-        modules = list(one.modules()) if isinstance(one, nn.Module) else []
-        # (Those of a TorchScript module are none of Python's dictionaries.)
-        held += (of for module in modules for of in (module._buffers, vars(module)) if isinstance(of, dict))
-        found = None if modules or known is None else known.get(id(one))
-        roots.append(found or (OutsideVariables.of_model(one) if modules else OutsideVariables([one])))
-        held += [] if modules or not hasattr(one, "__dict__") else [vars(one)]
-    before = [{name: value for name, value in of.items() if _is_own(name)} for of in held]
-    seen = {id(p) for one in objects if isinstance(one, nn.Module) for p in one.parameters()}
-    copies = [pair for of in before for value in of.values() for pair in copies_of(value, seen)]
+        if isinstance(one, nn.Module):
+            held += _holding(one)
+            roots.append(OutsideVariables.of_model(one))
+        else:
+            held += [vars(one)] if hasattr(one, "__dict__") else []
+            roots.append((known or {}).get(id(one)) or OutsideVariables([one]))
+    restore = _kept_of(held, {id(p) for one in objects if isinstance(one, nn.Module) for p in one.parameters()})
     with contextlib.ExitStack() as stack:
         for outside in roots:
             stack.enter_context(outside.kept())
         try:
             yield
         finally:
-            for value, copied in copies:
-                put_back(value, copied)
-            for of, then in zip(held, before, strict=True):
-                of.update(then)
+            restore()
+
+
+def kept_attributes(model: nn.Module) -> Callable[[], None]:
+    """What puts back what a model's attributes and buffers hold now, as often as it is called."""
+    buffers = [(b, b.detach().clone()) for b in model.buffers()]
+    restore = _kept_of(_holding(model), {id(t) for t in (*model.parameters(), *model.buffers())})
+
+    def restore_all() -> None:
+        restore()
+        for b, its in buffers:
+            if b.shape == its.shape and not torch.equal(b, its):
+                b.detach().copy_(its)
+
+    return restore_all
+
+
+def _holding(model: nn.Module) -> list[dict[str, Any]]:
+    """The dictionaries that hold its buffers and attributes; those of a TorchScript module are none of Python's."""
+    every = (of for module in model.modules() for of in (module._buffers, vars(module)))
+    return [of for of in every if isinstance(of, dict)]
+
+
+def _kept_of(held: Sequence[dict[str, Any]], seen: set[int]) -> Callable[[], None]:
+    """The same of dictionaries of attributes, but for objects whose ids are ``seen``."""
+    before = [{name: value for name, value in of.items() if _is_own(name)} for of in held]
+    copies = [pair for of in before for value in of.values() for pair in copies_of(value, seen)]
+
+    def restore() -> None:
+        for value, copied in copies:
+            put_back(value, copied)
+        for of, then in zip(held, before, strict=True):
+            for name in [name for name in of if name not in then and _is_own(name)]:
+                del of[name]
+            of.update(then)
+
+    return restore
 
 
 def detached_attributes(model: nn.Module) -> dict[int, Any]:
@@ -212,26 +242,6 @@ def attribute_tensors(owners: Iterable[tuple[str, Any]]) -> Iterator[tuple[str, 
 def plain_attributes(module: nn.Module) -> dict[str, Any]:
     """Those of a module's own that are numbers or tensors: they are replaced, seldom written in place."""
     return {name: value for name, value in vars(module).items() if isinstance(value, int | float | torch.Tensor)}
-
-
-def kept_attributes(model: nn.Module) -> Callable[[], None]:
-    """What puts back the numbers, tensors, and lists and dictionaries of numbers that a model's attributes hold now."""
-
-    def copied(value: Any, copies: dict[int, Any]) -> Any:
-        """(What several modules share is one copy.)"""
-        return copies.setdefault(id(value), copy.copy(value)) if isinstance(value, list | dict) else value
-
-    kept, copies = [(vars(module), plain_attributes(module)) for module in model.modules()], dict[int, Any]()
-    for held, then in kept:
-        lists = {n: v for n, v in held.items() if isinstance(v, list | dict) and _is_own(n) and is_plain(v)}
-        then.update({name: copied(value, copies) for name, value in lists.items()})
-
-    def restore() -> None:
-        copies: dict[int, Any] = {}
-        for held, then in kept:
-            held.update({name: copied(value, copies) for name, value in then.items()})
-
-    return restore
 
 
 def is_plain(value: Any) -> bool:

@@ -121,13 +121,15 @@ def look(
             # A copy has no hooks that move what it is given.
             if len({t.device for t in (*copied.parameters(), *tensors(batch))}) > 1:
                 copied, batch = copied.cpu(), to_device(batch, torch.device("cpu"))
-            outside = OutsideVariables.of_model(copied)
+            outside, restore = OutsideVariables.of_model(copied), kept_attributes(copied)
 
             def see(some: Any, number: int, into: Seen, judge: Judge | None, *, gradients: bool) -> None:
+                restore()  # what a model keeps of its first batch is to be seen each time
                 _see(copied, some, number, into, judge, outside, original, gradients=gradients)
                 if not into.mixes or size > _LARGEST:
                     return
                 # Terms that cancel, two models' logarithms of probabilities say, leave rounding errors only.
+                restore()
                 with contextlib.suppress(Exception):
                     wide, found = copy.deepcopy(copied).double(), Seen()
                     its = to_device(some, next(t.device for t in tensors(some)), torch.float64)
