@@ -17,6 +17,7 @@ import torch
 
 from lockstep.errors import SaveError, first_line
 from lockstep.tensors.array_file import SAFETENSORS_TYPES
+from lockstep.tensors.digest import bits_of
 from lockstep.tensors.new_file import opened_new
 from lockstep.tensors.row_shard import RowShard
 
@@ -69,7 +70,7 @@ def write_tensors(
 def bytes_of(tensor: torch.Tensor) -> Iterator[memoryview]:
     """The bytes of a contiguous CPU tensor, some at a time."""
     if tensor.numel():
-        flat = memoryview(tensor.detach().reshape(-1).view(torch.uint8).numpy().data)
+        flat = memoryview(bits_of(tensor).numpy().data)
         for start in range(0, len(flat), _SPAN):
             yield flat[start : start + _SPAN]
 

@@ -29,6 +29,7 @@ import numpy
 import torch
 
 from lockstep.errors import InputError, SaveError
+from lockstep.tensors.digest import bits_of
 
 
 @dataclass(frozen=True)
@@ -174,7 +175,7 @@ def write_rows(folder: Path, layout: Layout, name: str, first: int, rows: torch.
             f'outputs: rows of "{name}" have shape {array.shape[1:]} in the first batch and '
             f"{tuple(rows.shape[1:])} in another, which no array can hold: take .jsonl"
         )
-    rows = rows.detach().to("cpu", array.dtype).resolve_conj().resolve_neg().contiguous()
+    rows = rows.detach().to("cpu", array.dtype).resolve_conj().resolve_neg()
     path = folder / array.file
     if not path.is_file():
         raise SaveError(
@@ -183,8 +184,7 @@ def write_rows(folder: Path, layout: Layout, name: str, first: int, rows: torch.
         )
     with writing(path, layout.size(array.file)), path.open("rb+") as file:
         file.seek(array.start + first * array.row)
-        flat = rows.as_strided((rows.numel(),), (1,))  # (a single element may have any stride)
-        file.write(flat.view(torch.uint8).numpy().data)
+        file.write(bits_of(rows).numpy().data)
 
 
 def archive(target: Path, folder: Path, layout: Layout) -> None:

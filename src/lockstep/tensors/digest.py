@@ -13,6 +13,12 @@ _ROWS = 32
 _BITS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int32}
 
 
+def bits_of(tensor: torch.Tensor, dtype: torch.dtype = torch.uint8) -> torch.Tensor:
+    """The bits of a strided tensor in one row, as whole numbers; no copy where it is contiguous."""
+    flat = tensor.detach().contiguous()
+    return flat.as_strided((flat.numel(),), (1,)).view(dtype)  # (a single element may have any stride)
+
+
 def digest(tensor: torch.Tensor | None) -> tuple[int, int] | None:
     """Two sums that tell different values apart: plain, and weighted by place.
 
@@ -22,7 +28,7 @@ def digest(tensor: torch.Tensor | None) -> tuple[int, int] | None:
     if tensor is None or tensor.is_meta or tensor.layout is not torch.strided or not tensor.numel():
         return None
     flat = torch.view_as_real(tensor.detach().resolve_conj()) if tensor.is_complex() else tensor.detach()
-    bits = flat.contiguous().view(-1).view(_BITS[flat.element_size()])
+    bits = bits_of(flat, _BITS[flat.element_size()])
     rows = bits.numel() // _PLACES
     last = bits[rows * _PLACES :]
     if not rows:  # most are as small as that: samples, counters, running statistics

@@ -98,7 +98,8 @@ def _of_tensor(value: torch.Tensor, place: str, tensors: dict[str, torch.Tensor 
     if value.is_complex():
         return {"$": "complex tensor", "of": _of_tensor(torch.view_as_real(value), f"{place}/real", tensors)}
     if value.dtype not in SAFETENSORS_TYPES:
-        bits = value.contiguous().view(torch.uint8 if value.itemsize == 1 else torch.int32)
+        whole = value.clone(memory_format=torch.contiguous_format)  # (a single element may have any stride)
+        bits = whole.view(torch.uint8 if value.itemsize == 1 else torch.int32)
         held = _of_tensor(bits, f"{place}/bits", tensors)
         return {"$": "bits", "of": held, "dtype": str(value.dtype).removeprefix("torch.")}
     while place in tensors:  # two keys that are one text

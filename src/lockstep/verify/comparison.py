@@ -20,6 +20,7 @@ from lockstep.launch.events import Caveat
 from lockstep.launch.world import place_of
 from lockstep.strategies import Strategy
 from lockstep.strategies.single import Single
+from lockstep.tensors.digest import bits_of
 from lockstep.tensors.pytree import tensors
 from lockstep.verify.determinism import Thing
 
@@ -244,8 +245,8 @@ def row_ids(inputs: Any, targets: Any, size: int) -> list[bytes] | None:
         if not tensor.dim() or tensor.shape[0] != size or tensor.layout != torch.strided or not tensor.numel():
             continue
         found = True
-        rows = tensor.detach().cpu().resolve_conj().resolve_neg().contiguous().reshape(size, -1)
-        for made, row in zip(hashes, rows.view(torch.uint8).numpy(), strict=True):
+        rows = tensor.detach().cpu().resolve_conj().resolve_neg()
+        for made, row in zip(hashes, bits_of(rows).view(size, -1).numpy(), strict=True):
             made.update(row)
     return [made.digest() for made in hashes] if found else None
 
