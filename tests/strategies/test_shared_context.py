@@ -13,7 +13,7 @@ import pytest
 import torch
 from torch import nn
 
-from lockstep import Job, evaluate, train
+from lockstep import Job, evaluate, predict, train
 from lockstep.errors import StrategyError
 from lockstep.verify import parity
 
@@ -126,13 +126,59 @@ def test_terms_that_layers_append_are_those_of_the_local_batch(way: str, tmp_pat
     assert "from its local batch" not in said and "not inspected" not in said
 
 
-def test_a_global_that_is_taken_back_is_refused_on_threads(tmp_path: Path) -> None:
+def test_threads_compute_in_turn_where_a_global_is_taken_back(tmp_path: Path, capsys: Any) -> None:
     """Found by trial: predictions up to 86 % off without a line."""
+    assert parity(handing("global", True), "dp", "2xcpu").worst < BOUND
+    run = train(handing("global", True), strategy="dp", devices="2xcpu", folder=tmp_path)
+    assert '"CURRENT", which is outside of the model, is set in forward and put back' in capsys.readouterr().out
+    assert evaluate(run, strategy="dp", devices="2xcpu") == pytest.approx(evaluate(run, devices="1xcpu"), abs=1e-12)
+    mine, theirs = (
+        predict(run, "eval", strategy=way, devices=on) for way, on in (("dp", "2xcpu"), ("single", "1xcpu"))
+    )
+    assert torch.allclose(mine, theirs, rtol=0, atol=1e-12)
+
+
+def test_it_is_refused_where_replicas_wait_for_one_another(tmp_path: Path) -> None:
+    job = handing("global", True).replace(sync_batchnorm=True)
     with pytest.raises(StrategyError, match='"CURRENT", which is outside of the model, is set in a step and put back'):
-        train(handing("global", True), strategy="dp", devices="2xcpu", folder=tmp_path, quiet=True)
-    run = train(handing("global", True), strategy="single", devices="1xcpu", folder=tmp_path, quiet=True)
-    with pytest.raises(StrategyError, match='"CURRENT", which is outside'):
-        evaluate(run, strategy="dp", devices="2xcpu")
+        train(job, strategy="dp", devices="2xcpu", folder=tmp_path, quiet=True)
+
+
+def scaled(x: torch.Tensor, shared: dict[str, Any] | None) -> torch.Tensor:
+    return x / (CURRENT if shared is None else shared)["scale"]
+
+
+class Block(nn.Module):
+    """Sets a scale for a function that it calls, and takes it back."""
+
+    def __init__(self, shared: dict[str, Any] | None) -> None:
+        super().__init__()
+        self.shared, self.linear = shared, nn.Linear(6, 6)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        shared = CURRENT if self.shared is None else self.shared
+        shared["scale"] = 1 + x.abs().mean(1, keepdim=True)
+        time.sleep(0.003)  # another thread would come in between
+        x = scaled(torch.tanh(self.linear(x)), self.shared)
+        shared["scale"] = None
+        return x
+
+
+class Blocks(nn.Module):
+    def __init__(self, by_global: bool) -> None:
+        super().__init__()
+        shared = None if by_global else {"scale": None}
+        self.blocks, self.out = nn.Sequential(*(Block(shared) for _ in range(4))), nn.Linear(6, 3)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.out(self.blocks(x))
+
+
+@pytest.mark.parametrize(("by_global", "way"), [(True, "dp"), (True, "pp"), (False, "pp")])
+def test_what_a_block_sets_for_its_own_call_only_is_seen(by_global: bool, way: str, tmp_path: Path) -> None:
+    """Found by trial: weights 0.2 to 3 % off without a line, where no layer was called meanwhile."""
+    job = ZOO["mlp"].replace(model=functools.partial(Blocks, by_global), precision="fp64", epochs=1)
+    assert parity(job, way, "2xcpu").worst < BOUND
 
 
 def test_so_it_is_in_a_step_function(tmp_path: Path) -> None:

@@ -8,8 +8,9 @@ has set only for a while: a turn ends where a micro-batch goes on to another sta
     before = self.b(self.a(x))        between a and b another micro-batch takes its turn on a's stage
     self.a.on = self.b.on = True
 
-What a layer sets and puts back within its own call harms nobody. What isn't found to be harmless is a reason to compute
-micro-batches in turn.
+What a layer sets and puts back within its own call harms nobody, unless it is a variable outside of the model, or an
+object that layers of several stages share: these are looked at wherever a function is called. What isn't found to be
+harmless is a reason to compute micro-batches in turn.
 
 Attributes, parameters, buffers, modules and hooks are compared as objects, numbers and words as what they say; lists,
 dicts and sets by what is in them. What lies deeper (a generator, an object of a class of one's own, a dict in a dict)
@@ -31,7 +32,7 @@ from torch import nn
 from torch.overrides import TorchFunctionMode
 
 from lockstep.errors import StrategyError
-from lockstep.model.inspection import OutsideVariables
+from lockstep.model.inspection import OutsideVariables, at_own_calls, prints_of
 from lockstep.pipelining.microbatch import Flight
 from lockstep.tensors.digest import digest
 from lockstep.tensors.pytree import is_lazy, tensors
@@ -59,12 +60,15 @@ class StateProbe:
         self._prints = prints(self._names)
         self._outside = OutsideVariables.of_model(model)
         self._outside_prints = self._outside.prints()
+        self._sharing = _sharing(self._names)
+        self._shared_prints = prints_of(self._shared())
         self._held = list(_held_by(self._names))
         self._before = self._forward = [held.value for held in self._held]
         self._required = [held.tensor.requires_grad for held in self._held]
         self._uses = _Uses(flight, {id(held.tensor): held.name for held in self._held})
         self._crossed: dict[str, None] = {}  # what was other at a crossing, in the order in which it was seen
         self._apart: dict[str, None] = {}  # the same of what is hashed, within forward
+        self._shared_apart: dict[str, None] = {}
         self._is_forward = True
         self._calls = flight.calls = {}
         flight.crossed = self._look
@@ -75,6 +79,8 @@ class StateProbe:
         with contextlib.ExitStack() as stack:
             if not any(map(_is_compiled, self._names)):  # a compiler would take our mode and hooks into what it makes
                 stack.enter_context(self._uses)
+                if self._outside_prints or self._shared_prints:
+                    stack.enter_context(at_own_calls(self._look_within))
                 stack.enter_context(torch.autograd.graph.saved_tensors_hooks(self._uses.save, lambda saved: saved))
             try:
                 yield
@@ -92,8 +98,17 @@ class StateProbe:
 
     def _others(self) -> list[str]:
         """The names of what is hashed, within modules or outside, and is other now."""
-        both = (self._prints, prints(self._names)), (self._outside_prints, self._outside.prints())
-        return [name for before, now in both for name, its in before.items() if now.get(name) != its]
+        own, outside = prints(self._names), self._outside.prints()
+        return [*_apart(self._prints, own), *_apart(self._outside_prints, outside)]
+
+    def _shared(self) -> list[tuple[str, Any]]:
+        return [(name, value) for name, (value, _) in self._sharing.items()]
+
+    def _look_within(self) -> None:
+        """A function is called in forward."""
+        with torch._C.DisableTorchFunction():
+            self._apart.update(dict.fromkeys(_apart(self._outside_prints, self._outside.prints())))
+            self._shared_apart.update(dict.fromkeys(_apart(self._shared_prints, prints_of(self._shared()))))
 
     def _look(self) -> None:
         """The micro-batch goes from one stage to another."""
@@ -118,7 +133,8 @@ class StateProbe:
                 return f"{what} is written in forward, and backward needs it as it was"
         for what in self._contents.changed():
             return f'forward sets "{what}", which another micro-batch would overwrite'
-        for what in (*self._crossed, *self._apart):
+        shared = [what for what in self._shared_apart if self._is_of_several_stages(what)]
+        for what in (*self._crossed, *self._apart, *shared):
             return f'forward sets "{what}" and puts it back, and another micro-batch would see it in between'
         after = prints(self._names)
         for what, was in self._prints.items():
@@ -130,6 +146,10 @@ class StateProbe:
         if self._uses.switched is not None:
             return f'forward sets "{self._uses.switched}", which holds for other micro-batches too'
         return None
+
+    def _is_of_several_stages(self, what: str) -> bool:
+        _, modules = self._sharing[what]
+        return len(set[int]().union(*map(self._visits, modules))) > 1
 
     def written(self) -> set[str]:
         """The names of the tensors that forward wrote to: each micro-batch may."""
@@ -272,6 +292,21 @@ class _Contents:
             for key in {**before, **now}:
                 if not _alike(before.get(key, _MISSING), now.get(key, _MISSING)):
                     yield _joined(module, str(key) if container in ("", *_NAMED) else container)
+
+
+def _apart(before: Mapping[str, bytes], now: Mapping[str, bytes]) -> list[str]:
+    """The names of what is another now."""
+    return [name for name, its in before.items() if now.get(name) != its]
+
+
+def _sharing(modules: Mapping[nn.Module, str]) -> dict[str, tuple[Any, list[nn.Module]]]:
+    """Objects that several modules hold, by the first name of each, with these modules."""
+    found: dict[int, tuple[str, Any, list[nn.Module]]] = {}
+    for module, around in modules.items():
+        for name, value in vars(module).items():
+            if not isinstance(value, (*_PLAIN, tuple, torch.Tensor, nn.Module)) and not callable(value):
+                found.setdefault(id(value), (_joined(around, name), value, []))[2].append(module)
+    return {name: (value, its) for name, value, its in found.values() if len(its) > 1}
 
 
 def prints(modules: Mapping[nn.Module, str]) -> dict[str, bytes]:

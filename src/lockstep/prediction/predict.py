@@ -11,7 +11,7 @@ import functools
 import os
 import shutil
 import tempfile
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -19,7 +19,7 @@ from typing import Any
 import torch
 from torch.utils.data import Subset
 
-from lockstep.data import Batch, job_loader, resolve, resolve_sets
+from lockstep.data import AnyLoader, Batch, job_loader, resolve, resolve_sets
 from lockstep.data.source import check_name, inputs_of, one_of, source_of
 from lockstep.errors import FolderError, InputError, LockstepError, OutOfMemory, told
 from lockstep.job import Job
@@ -230,10 +230,7 @@ class _Prediction:
             with self.step.evaluating():
                 self.without_rows = self._without_rows()
                 # (Under the seed, for models that draw random numbers in evaluation too.)
-                for batch, shares in self.step.over(self.loader.epoch(0), self._outputs, self.job.seed):
-                    if batch.index == 0:
-                        first = functools.partial(self.step.first_shares, batch)
-                        look_at_evaluation(self.step, first, batch.size, again=False)
+                for batch, shares in self.step.over(self._looked_at(self.loader), self._outputs, self.job.seed):
                     self._write_batch(batch, shares)
         finally:
             self.loader.close()
@@ -242,6 +239,13 @@ class _Prediction:
             return self.form, self.layout
         # Under torchrun the others would begin to take the folder away.
         return self.world.broadcast_object(str(self._moved()) if self.world.is_first else "")
+
+    def _looked_at(self, loader: AnyLoader) -> Iterator[Batch]:
+        """The batches, of which the model is inspected with the first one."""
+        for batch in loader.epoch(0):
+            if batch.index == 0:
+                look_at_evaluation(self.step, functools.partial(self.step.first_shares, batch), batch.size, again=False)
+            yield batch
 
     def _write_batch(self, batch: Batch, shares: list[tuple[int, Any]]) -> None:
         if batch.index == 0:
@@ -275,7 +279,7 @@ class _Prediction:
         found: list[str] = []
         with kept_state(self.step.models()), contextlib.suppress(Exception):  # the model can't take them, or no part
             loader = job_loader(job, self.world, some, evaluation=True, name=self.name)
-            for _, made in self.step.over(loader.epoch(0), self.step.predictions, self.job.seed):
+            for _, made in self.step.over(self._looked_at(loader), self.step.predictions, self.job.seed):
                 forms = [formed(outputs, size) for size, outputs in made]
                 found += [leaf.name for form in forms for leaf in leaves(form) if isinstance(leaf, Left)]
         return {name for names in self.world.gather_objects(found) for name in names}

@@ -31,7 +31,7 @@ from lockstep.launch.layout import Layout
 from lockstep.launch.observer import observed, phase
 from lockstep.launch.world import World
 from lockstep.model.build import buffers_of, build_model
-from lockstep.model.inspection import NORMS, attribute_prints, drops
+from lockstep.model.inspection import NORMS, Seen, attribute_prints, drops
 from lockstep.model.losses.loss import Loss, Number
 from lockstep.model.optimizer import build_optimizer
 from lockstep.parallel import gather
@@ -93,8 +93,8 @@ class DP(Strategy):
                 )
             exchange = ThreadExchange(len(world.devices), world.observers)
             synchronise(model, exchange)
-        kind = DPStep if job.step is None else DPFunctionStep
-        return kind(model, build_optimizer(job, model), job, world, exchange)
+        made = DPStep if job.step is None else DPFunctionStep
+        return made(model, build_optimizer(job, model), job, world, exchange)
 
 
 class DPStep(Step):
@@ -218,6 +218,12 @@ class DPStep(Step):
                 "all threads share, so a block can't draw the same again: draw from torch, or take ddp"
             )
 
+    def compute_in_turn(self, seen: Seen) -> list[str]:
+        """As every evaluator's; they can't where forward waits for other replicas, or backward runs it again."""
+        if self._exchange is not None or self._recomputes:
+            seen.refuse_what_is_put_back()
+        return super().compute_in_turn(seen)
+
     def _compile_models(self) -> None:
         """Compile each replica.
 
@@ -261,7 +267,6 @@ class DPStep(Step):
     @observed(lambda observer, step, number, *args: observer.replica(number))
     def _on_replica(self, i: int, parts: list[Part], size: int) -> Loss:
         """Forward, loss and backward of one replica's shares; in its thread."""
-        where = f"replica {i} ({self._devices[i]})"
         for p in self._trained[i]:
             p.grad = None
         losses: list[Loss] = []
@@ -273,7 +278,7 @@ class DPStep(Step):
                     self._exchange.enter(i, j)
                 if j and self._stream is not None:
                     self._seed_replica(i, mixed(*self._stream[:2], i, j))
-                loss = self.forward_loss(self._replicas[i], part, where)
+                loss = self.forward_loss(self._replicas[i], part, f"replica {i} ({self._devices[i]})")
                 if i and self.looks_again:
                     refuse_other_parameters(loss.total, self.model)
                 self.run_backward(loss.total, self.divisor(loss.count, size))

@@ -54,8 +54,10 @@ def try_out(
     """
     with kept_state(step.models()), step.loss.kept(), MetricState(functions_of(metrics)).kept():
         with _kept_parameters(step):
-            # (The check of a loss has to know what outputs are; else the first evaluation looks at the model.)
-            looks, values = not step.loss.is_known, dict[str, float]()
+            # The check of a loss has to know what outputs are, and threads what they can't compute at once; else the
+            # first evaluation looks at the model.
+            looks = not step.loss.is_known or world.data.local_batches > 1
+            values = dict[str, float]()
             if loaders:
                 values = evaluate_sets(step, loaders, metrics, world, seed, looks=looks, most=1, prefix="eval_")
         step.compare_ranks(step.eval_check)

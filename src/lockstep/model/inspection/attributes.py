@@ -202,9 +202,10 @@ def kept_attributes(model: nn.Module) -> Callable[[], None]:
 
 
 def _holding(model: nn.Module) -> list[dict[str, Any]]:
-    """The dictionaries that hold its buffers and attributes; those of a TorchScript module are none of Python's."""
-    every = (of for module in model.modules() for of in (module._buffers, vars(module)))
-    return [of for of in every if isinstance(of, dict)]
+    """The dictionaries that hold its buffers and attributes, and what parameters have as attributes."""
+    every = [of for module in model.modules() for of in (module._buffers, vars(module))]
+    every += map(vars, model.parameters())
+    return [of for of in every if isinstance(of, dict)]  # those of a TorchScript module are none of Python's
 
 
 def _kept_of(held: Sequence[dict[str, Any]], seen: set[int]) -> Callable[[], None]:

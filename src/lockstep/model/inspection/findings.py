@@ -135,6 +135,20 @@ class Seen:
                 fix="use single or mp, or scale_grad_by_freq=False",
             )
 
+    def refuse_what_is_put_back(self) -> None:
+        """Refuse a variable that each of several threads would set for its own local batch, and all would see.
+
+        Raises:
+            StrategyError: there is one.
+        """
+        if self.puts_back is not None:
+            raise StrategyError(
+                f'"{self.puts_back}", which is outside of the model, is set in a step and put back, and the replicas '
+                "of this process would see one another's",
+                kind="state",
+                fix="give it to the layers as an argument, make it a contextvars.ContextVar, or use ddp",
+            )
+
     def refuse_on_threads(self) -> None:
         """Refuse what replicas that are threads of one process would write to at once.
 
@@ -147,13 +161,6 @@ class Seen:
                 "this process share it",
                 kind="state",
                 fix="compute with another tensor, or use ddp, which has a process for each replica",
-            )
-        if self.puts_back is not None:
-            raise StrategyError(
-                f'"{self.puts_back}", which is outside of the model, is set in a step and put back, and the replicas '
-                "of this process would see one another's",
-                kind="state",
-                fix="give it to the layers as an argument, make it a contextvars.ContextVar, or use ddp",
             )
         if self.passes_on is not None:
             raise StrategyError(

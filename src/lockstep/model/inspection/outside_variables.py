@@ -24,7 +24,7 @@ import sys
 import types
 from collections import deque
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from typing import Any
 
@@ -34,15 +34,13 @@ from torch import nn
 from lockstep.errors import is_own_code
 from lockstep.launch.processes.call import closed_over
 from lockstep.model.inspection.code_names import CodeByName
+from lockstep.model.inspection.own_calls import at_own_calls
 from lockstep.model.inspection.small_values import small_in
 from lockstep.tensors.digest import digest
 from lockstep.tensors.pytree import tensors
 
 _CODE = (type, types.FunctionType, types.MethodType, types.BuiltinFunctionType, functools.partial)
 _OF_GLOBALS = ("LOAD_GLOBAL", "STORE_GLOBAL", "LOAD_NAME")  # (the last one in the body of a class)
-_MOST_LOOKS = 200
-"""Calls of modules in a forward before which it is looked at what they hold, at most."""
-
 HOOKS = ("_forward_pre_hooks", "_forward_hooks", "_backward_pre_hooks", "_backward_hooks")
 """The dictionaries of hooks that each module has."""
 
@@ -68,6 +66,7 @@ class OutsideVariables:
         self._variables: dict[str, _Variable] = {}
         self._found: set[tuple[int, str | None]] = set()
         self._held: dict[int, Any] = {}
+        self._classes: list[type] = []
         self._pending = list(roots)
         seen: set[int] = set()
         while self._pending:
@@ -114,20 +113,15 @@ class OutsideVariables:
 
     @contextmanager
     def seen_within(self, found: set[str]) -> Iterator[None]:
-        """Note which are other than at its begin where a module is called in it."""
-        before, left = self.prints(), itertools.count(_MOST_LOOKS, -1)
+        """Note which are other than at its begin where a function or a module is called in it."""
+        before = self.prints()
 
-        def look(module: nn.Module, args: Any) -> None:
-            if next(left) > 0:
-                now = self.prints()
-                found.update(name for name in {**before, **now} if before.get(name) != now.get(name))
+        def look() -> None:
+            now = self.prints()
+            found.update(name for name in {**before, **now} if before.get(name) != now.get(name))
 
-        handle = nn.modules.module.register_module_forward_pre_hook(look) if self._variables else None
-        try:
+        with at_own_calls(look) if before else nullcontext():
             yield
-        finally:
-            if handle is not None:
-                handle.remove()
 
     def small_prints(self) -> dict[str, bytes]:
         """A hash of each number, text, switch and small tensor that they hold, by where it is: ``"Digits.level"``.
@@ -163,6 +157,7 @@ class OutsideVariables:
         seen: set[int] = set()
         before = [(variable, variable.get()) for variable in self._variables.values()]
         copies = [pair for _, value in before for pair in copies_of(value, seen)]
+        names = [(kind, set(vars(kind))) for kind in self._classes]
         try:
             yield
         finally:
@@ -171,6 +166,9 @@ class OutsideVariables:
             for variable, value in before:
                 if variable.get() is not value:
                     variable.set(value)
+            for kind, its in names:
+                for name in [name for name in set(vars(kind)) - its if not name.startswith("__")]:
+                    delattr(kind, name)
 
     # ---- finding them -----------------------------------------------------------------------------------------------
 
@@ -200,6 +198,7 @@ class OutsideVariables:
     def _find_in_class(self, kind: type) -> None:
         for base in kind.__mro__:
             if _is_own(base):
+                self._classes.append(base)
                 self._pending += _functions_of(base)
                 for name in [n for n in vars(base) if not n.startswith("__")]:
                     self._add(f"{base.__name__}.{name}", base, name)
@@ -299,10 +298,10 @@ def copies_of(value: Any, seen: set[int]) -> Iterator[tuple[Any, Any]]:
         yield value, restore
         return
     if _is_own(type(value)) or isinstance(value, types.SimpleNamespace):
-        if slots := _slots_of(value):
-            yield value, functools.partial(_set_slots, value, slots)
-            for inner in slots.values():
-                yield from copies_of(inner, seen)
+        slots = _slots_of(value)
+        yield value, functools.partial(_set_slots, value, slots)
+        for inner in slots.values():
+            yield from copies_of(inner, seen)
         yield from copies_of(getattr(value, "__dict__", None), seen)
     if isinstance(value, dict | list | set | deque):
         yield value, dict(value) if isinstance(value, dict) else list(value)
@@ -340,6 +339,8 @@ def _slots_of(value: Any) -> dict[str, Any]:
 
 
 def _set_slots(value: Any, slots: dict[str, Any]) -> None:
+    for name in _slots_of(value).keys() - slots.keys():
+        object.__delattr__(value, name)
     for name, one in slots.items():
         object.__setattr__(value, name, one)
 

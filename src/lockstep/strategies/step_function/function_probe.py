@@ -131,7 +131,7 @@ def probe(
             changed = [n for n, now in outside.prints().items() if variables.get(n) != now]
             found += map(_changed, changed)
         if world.data.local_batches > 1:
-            Seen(puts_back=min(within.difference(changed), default=None)).refuse_on_threads()
+            Seen(puts_back=min(within.difference(changed), default=None)).refuse_what_is_put_back()
         calls = outside.kept()(calls)  # else a number of calls might come to where it acts
         if not same(before, drawn := states(accelerators)) or noted.drew:
             found.append(_DRAWING)

@@ -59,5 +59,6 @@ def look_at_evaluation(
     seen.refuse_writes()
     if step.world.data.local_batches > 1:
         seen.refuse_on_threads()
+        step.tell_once(step.compute_in_turn(seen))
     step.tell_once(seen.of_evaluation())
     return seen

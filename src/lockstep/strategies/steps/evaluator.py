@@ -5,6 +5,7 @@ What strategies have of their own here: where a share is computed (``results``, 
 
 from __future__ import annotations
 
+import threading
 import time
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
@@ -19,6 +20,7 @@ from lockstep.job import Job
 from lockstep.launch.devices import Device
 from lockstep.launch.observer import observed
 from lockstep.launch.world import World
+from lockstep.model.inspection import Seen
 from lockstep.model.layer_error import layer_error
 from lockstep.model.losses.additivity import Piece
 from lockstep.model.losses.check_interval import is_power_of_two
@@ -72,6 +74,7 @@ class Evaluator:
         self._loss_checks: dict[str, LossCheck] = {}
         self._judged = 0
         self._accumulate = job.accumulate
+        self._turn: AbstractContextManager[Any] = nullcontext()
 
     @property
     def replicas(self) -> int:
@@ -261,6 +264,16 @@ class Evaluator:
                     check.remembers(outside=after[1] != before[1])
         return loss
 
+    def compute_in_turn(self, seen: Seen) -> list[str]:
+        """Have replicas on threads compute forward one after another, if all see what each sets; gives notes."""
+        if seen.puts_back is None:
+            return []
+        self._turn = threading.RLock()
+        return [
+            f'"{seen.puts_back}", which is outside of the model, is set in forward and put back: replicas compute '
+            "forward one after another; give it to the layers as an argument, or use ddp"
+        ]
+
     def forward(self, model: nn.Module, part: Part) -> Any:
         """Outputs of ``model`` for a part.
 
@@ -268,7 +281,8 @@ class Evaluator:
             JobError: one of PyTorch's layers can't take what it is given.
         """
         try:
-            return call(model, part.inputs)
+            with self._turn:
+                return call(model, part.inputs)
         except (RuntimeError, TypeError, ValueError, IndexError) as error:
             if (why := layer_error(model, error)) is None:
                 raise

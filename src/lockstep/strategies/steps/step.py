@@ -215,6 +215,7 @@ class Step(Calls):
             self.tell_once(seen.of_microbatches(with_dropout=with_dropout))
             return
         seen.refuse_in_replicas(on_threads=(on_threads := self.world.data.local_batches > 1))
+        self.tell_once(self.compute_in_turn(seen) if on_threads else [])
         self.tell_once(seen.of_replicas(with_dropout=with_dropout, accumulates=parts > 1, on_threads=on_threads))
 
     @property
