@@ -412,6 +412,45 @@ def test_a_pair_is_held_to_the_rest_where_it_reads_what_is_of_the_whole_batch() 
         checked(masked, [(outputs, drawn(8, 3), 8)])
 
 
+class Weighing(nn.Module):
+    """Gives the weights of two losses beside its outputs."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear, self.weights = nn.Linear(6, 3), nn.Parameter(torch.ones(2))
+
+    def forward(self, x: Tensor) -> dict[str, Tensor]:
+        return {"logits": self.linear(x), "weights": self.weights.exp()}
+
+
+def weighed(outputs: dict[str, Tensor], targets: Tensor) -> tuple[Tensor, int]:
+    each = F.cross_entropy(outputs["logits"], targets, reduction="none")
+    rare = outputs["weights"][1] * each[targets == 2].sum()
+    return outputs["weights"][0] * each.sum() + rare, len(targets)
+
+
+def weighed_means(outputs: dict[str, Tensor], targets: Tensor) -> tuple[Tensor, int]:
+    each = F.cross_entropy(outputs["logits"], targets, reduction="none")
+    rare = outputs["weights"][1] * each[targets == 2].mean().nan_to_num()
+    return (outputs["weights"][0] * each.mean() + rare) * len(targets), len(targets)
+
+
+def test_a_pair_that_reads_two_weights_is_held_to_the_rest(tmp_path: Any, capsys: Any) -> None:
+    """Found by trial: the weights of two losses were cut where two samples are joined, and nothing was checked then."""
+    job = job_of(weighed).replace(model=Weighing, eval_data=None, metrics={})
+    lockstep.train(job, strategy="dp", devices="2xcpu", folder=tmp_path)
+    assert "can't be checked" not in capsys.readouterr().out
+    with pytest.raises(LossError, match="the total is not a sum over samples"):
+        lockstep.train(job.replace(loss=weighed_means), strategy="dp", devices="2xcpu", folder=tmp_path, quiet=True)
+
+
+def test_a_mean_by_a_number_that_the_model_gives_is_no_sum() -> None:
+    """Found by trial: refused under single, since the number isn't doubled with the samples."""
+    outputs = {"logits": drawn(8, 3), "samples": 8}
+    batches = [(outputs, drawn(8, 3), 8)] * 3
+    checked(lambda o, t: F.mse_loss(o["logits"], t, reduction="sum") / o["samples"], batches, cuts=False)
+
+
 def test_a_pair_over_a_packed_sequence_is_said_not_to_be_checked() -> None:
     packed = nn.utils.rnn.pack_sequence([drawn(3), drawn(2)])
     check = checked(lambda o, t: (o.data.sum(), 2), [(packed, labels(2, 3), 2)])

@@ -5,11 +5,16 @@
 
 from __future__ import annotations
 
+import hashlib
 import pickle
 import types
 from typing import Any
 
+import torch
+from torch import nn
+
 from lockstep.launch.processes.call import closed_over
+from lockstep.tensors.digest import digest
 
 PLAIN = (bool, int, float, complex, str, type(None))
 
@@ -29,3 +34,31 @@ def _name_of(function: types.FunctionType) -> tuple[Any, ...]:
     code = function.__code__
     plain = [value for value in (*closed_over(function), *code.co_consts) if type(value) in PLAIN]
     return function.__module__, function.__qualname__, code.co_firstlineno, code.co_code, code.co_names, plain
+
+
+class _Hash:
+    """A file to write to."""
+
+    def __init__(self) -> None:
+        self.hash = hashlib.blake2b(digest_size=16)
+
+    def write(self, data: Any) -> None:
+        self.hash.update(data)
+
+
+class _Pickler(CodeByName):
+    def persistent_id(self, value: Any) -> Any:
+        """As of any code, and what stands for a tensor or a module."""
+        if isinstance(value, nn.Module):
+            return type(value).__qualname__  # it is looked at on its own, and has another id on each rank
+        return (tuple(value.shape), digest(value)) if isinstance(value, torch.Tensor) else super().persistent_id(value)
+
+
+def hash_of(value: Any) -> bytes | None:
+    """A hash of what a value holds; None where it can't be pickled."""
+    written = _Hash()
+    try:
+        _Pickler(written).dump(value)
+    except Exception:
+        return None
+    return written.hash.digest()

@@ -121,7 +121,8 @@ def look(
             # A copy has no hooks that move what it is given.
             if len({t.device for t in (*copied.parameters(), *tensors(batch))}) > 1:
                 copied, batch = copied.cpu(), to_device(batch, torch.device("cpu"))
-            outside, restore = OutsideVariables.of_model(copied), kept_attributes(copied)
+            outside = OutsideVariables.of_model(copied)
+            restore = _keep(copied, outside)
 
             def see(some: Any, number: int, into: Seen, judge: Judge | None, *, gradients: bool) -> None:
                 restore()  # what a model keeps of its first batch is to be seen each time
@@ -162,6 +163,17 @@ def look(
     return seen
 
 
+def _keep(model: nn.Module, outside: OutsideVariables) -> Callable[[], None]:
+    """What puts back what a model's attributes and buffers hold now, and variables outside of it."""
+    within, without = kept_attributes(model), outside.keep()
+
+    def restore() -> None:
+        within()
+        without()
+
+    return restore
+
+
 def _same_parameters(model: nn.Module) -> dict[int, Any]:
     """For a copy: parameters of its own with the same memory."""
     return {id(p): nn.Parameter(p.detach(), p.requires_grad) for p in model.parameters() if type(p) is nn.Parameter}
@@ -193,7 +205,7 @@ def _see(
     kept: dict[tuple[int, int], Any] = {}
     first = samples // 2
     begin = {name: b.clone() for name, b in model.named_buffers()}
-    restore = kept_attributes(model)
+    restore = _keep(model, outside)
     parameters = {name: digest(p) for name, p in model.named_parameters()}
     trained = {name for name, p in model.named_parameters() if p.requires_grad}
     places = {p.untyped_storage().data_ptr(): name for name, p in model.named_parameters() if p.numel()}

@@ -33,10 +33,9 @@ from torch import nn
 
 from lockstep.errors import is_own_code
 from lockstep.launch.processes.call import closed_over
-from lockstep.model.inspection.code_names import CodeByName
+from lockstep.model.inspection.code_names import hash_of
 from lockstep.model.inspection.own_calls import at_own_calls
 from lockstep.model.inspection.small_values import small_in
-from lockstep.tensors.digest import digest
 from lockstep.tensors.pytree import tensors
 
 _CODE = (type, types.FunctionType, types.MethodType, types.BuiltinFunctionType, functools.partial)
@@ -101,15 +100,8 @@ class OutsideVariables:
 
     def prints(self) -> dict[str, bytes]:
         """A hash of what each holds; of none that can't be pickled."""
-        found = {}
-        for name, variable in self._variables.items():
-            written = _Hash()
-            try:
-                _Pickler(written).dump(variable.get())
-            except Exception:
-                continue
-            found[name] = written.hash.digest()
-        return found
+        its = {name: hash_of(variable.get()) for name, variable in self._variables.items()}
+        return {name: one for name, one in its.items() if one is not None}
 
     @contextmanager
     def seen_within(self, found: set[str]) -> Iterator[None]:
@@ -154,13 +146,20 @@ class OutsideVariables:
     @contextmanager
     def kept(self) -> Iterator[None]:
         """Put back afterwards what they hold now, in the same objects."""
+        restore = self.keep()
+        try:
+            yield
+        finally:
+            restore()
+
+    def keep(self) -> Callable[[], None]:
+        """What does so, as often as it is called."""
         seen: set[int] = set()
         before = [(variable, variable.get()) for variable in self._variables.values()]
         copies = [pair for _, value in before for pair in copies_of(value, seen)]
         names = [(kind, set(vars(kind))) for kind in self._classes]
-        try:
-            yield
-        finally:
+
+        def restore() -> None:
             for value, copied in copies:
                 put_back(value, copied)
             for variable, value in before:
@@ -169,6 +168,8 @@ class OutsideVariables:
             for kind, its in names:
                 for name in [name for name in set(vars(kind)) - its if not name.startswith("__")]:
                     delattr(kind, name)
+
+        return restore
 
     # ---- finding them -----------------------------------------------------------------------------------------------
 
@@ -261,24 +262,6 @@ def _globals_in(code: types.CodeType) -> Iterator[str]:
 
 
 # ---- what they hold -------------------------------------------------------------------------------------------------
-
-
-class _Hash:
-    """A file to write to."""
-
-    def __init__(self) -> None:
-        self.hash = hashlib.blake2b(digest_size=16)
-
-    def write(self, data: Any) -> None:
-        self.hash.update(data)
-
-
-class _Pickler(CodeByName):
-    def persistent_id(self, value: Any) -> Any:
-        """As of any code, and what stands for a tensor or a module."""
-        if isinstance(value, nn.Module):
-            return type(value).__qualname__  # it is looked at on its own, and has another id on each rank
-        return (tuple(value.shape), digest(value)) if isinstance(value, torch.Tensor) else super().persistent_id(value)
 
 
 def copies_of(value: Any, seen: set[int]) -> Iterator[tuple[Any, Any]]:

@@ -216,7 +216,7 @@ class EarlierSamples:
             both = both_of(one, 1, earlier, 1)
             assert both is not None
         if anew or any(isinstance(t, nn.Parameter) for t in tensors(one[0])):
-            earlier = part_of(both, 1, 1, 2)
+            earlier = _of_both(both, 1, one)
         return both, earlier
 
     def _first_on(self, one: Nest, instead: float | None) -> Nest:
@@ -252,7 +252,22 @@ class EarlierSamples:
 
         if (both := both_of(padded(one), 1, padded(earlier), 1)) is None:
             return []
-        return [(both, 2), (part_of(both, 0, 1, 2), 1), (part_of(both, 1, 1, 2), 1)]
+        return [(both, 2), *((_of_both(both, number, one), 1) for number in range(2))]
+
+
+def _of_both(both: Nest, number: int, one: Nest) -> Nest:
+    """The first or second of two samples that were joined; what ``one`` has no row of (two weights, say) is whole."""
+    of, joined = part_of(both, number, 1, 2), list(tensors(both))
+    shapes = [t.shape for t in tensors(one)]
+    if len(shapes) != len(joined):  # lists with a tensor for each sample
+        return of
+    whole = iter([b if b.shape == shape else None for b, shape in zip(joined, shapes, strict=True)])
+
+    def kept(tensor: Tensor) -> Tensor:
+        return tensor if (b := next(whole)) is None else b
+
+    made: Nest = each(kept, of)
+    return made
 
 
 def repeated(nest: Nest, samples: int, times: int) -> Nest | None:

@@ -391,10 +391,10 @@ class LossCheck:
 
     def _doubles(self, nest: Nest, whole: Piece) -> bool:
         """Whether a scalar for every sample twice is twice as large; unknown beside a number of the whole batch."""
-        if holds_numbers(nest[1], whole.samples) or self._loss.gives_pairs:
-            return False
-        if (twice := both_of(nest, whole.samples, nest, whole.samples)) is None:
+        size, twice = whole.samples, both_of(nest, whole.samples, nest, whole.samples)
+        numbers = holds_numbers(nest[1], size) or holds_numbers(nest[0], size, in_tensors=False)
+        if numbers or twice is None or self._loss.gives_pairs:
             return False
         with torch.no_grad(), kept_generators(nest), without_warnings(unless=self._cuts):
-            total = float(self._loss.copied()(twice[0], twice[1], 2 * whole.samples)[0])
+            total = float(self._loss.copied()(twice[0], twice[1], 2 * size)[0])
         return not is_apart(total, 2 * float(whole.total), 2 * float(whole.total), tolerance=1e-4)

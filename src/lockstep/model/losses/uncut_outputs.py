@@ -82,9 +82,9 @@ def refuse_to_tell(nest: Nest, samples: int, instead: float | None) -> None:
         raise CantTell("outputs hold a whole number, or one of Python's, which parts of the batch are given as it is")
 
 
-def holds_numbers(nest: Any, samples: int) -> bool:
-    """Whether it has a number that is no sample's: how many tokens the batch has, say."""
-    return _holds(nest, samples, lambda tensor: not tensor.dim())
+def holds_numbers(nest: Any, samples: int, *, in_tensors: bool = True) -> bool:
+    """Whether it has a number that is no sample's (how many tokens the batch has, say), or a tensor of one."""
+    return _holds(nest, samples, lambda tensor: in_tensors and not tensor.dim())
 
 
 def _holds_counts(nest: Any, samples: int) -> bool:
