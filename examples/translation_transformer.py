@@ -95,9 +95,8 @@ def train(
     criterion = nn.CrossEntropyLoss(ignore_index=PADDING, label_smoothing=0.1)
     optimizer = torch.optim.Adam(model.parameters(), lr=1.0, betas=(0.9, 0.98), eps=1e-9)
 
-    def rate(update: int) -> float:  # rises for the warm-up, then falls with the root of the updates
-        step = update + 1
-        return width**-0.5 * min(step**-0.5, step * warm_up**-1.5)
+    def rate(update: int) -> float:  # rises for the warm-up, then falls to 0
+        return (width * warm_up) ** -0.5 * min((update + 1) / warm_up, (updates - update) / (updates - warm_up))
 
     scheduler = torch.optim.lr_scheduler.LambdaLR(optimizer, rate)
     trunk = DataParallel(model, devices, balanced=True)

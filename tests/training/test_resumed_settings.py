@@ -287,6 +287,30 @@ class Anneals(Callback):
         training.model.settings["scale"] *= 0.8  # type: ignore[index, operator]
 
 
+class Meter:
+    calls = 0
+
+
+class Metered(nn.Linear):
+    def __init__(self, meter: Meter) -> None:
+        super().__init__(6, 6)
+        self.meter = meter
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        self.meter.calls += 1
+        return super().forward(x)
+
+
+def metered() -> nn.Module:
+    meter = Meter()
+    return nn.Sequential(*(Metered(meter) for _ in range(3)), nn.Linear(6, 3))
+
+
+def test_an_object_of_many_layers_is_said_once(tmp_path: Path, capsys: Any) -> None:
+    lockstep.train(job().replace(model=metered), strategy="single", devices="1xcpu", folder=tmp_path, steps=2)
+    assert capsys.readouterr().out.count("no checkpoint keeps it") == 1
+
+
 @pytest.mark.parametrize("way", ["single", "dp", "ddp", "fsdp"])
 def test_layers_share_a_dictionary_after_a_resume_too(way: str, tmp_path: Path) -> None:
     """Each had one of its own then, so that what a callback changed in the model's reached none of them."""

@@ -12,7 +12,7 @@ import torch
 from torch import nn
 
 from lockstep.errors import is_own_code
-from lockstep.model.inspection import HOOKS, OutsideVariables, attribute_prints, changed_attributes
+from lockstep.model.inspection import HOOKS, OutsideVariables, attribute_place, attribute_prints, changed_attributes
 from lockstep.model.losses.loss import Totalled
 from lockstep.model.optimizer import optimizer_prints
 
@@ -39,8 +39,11 @@ class Unsaved:
     def changed(self) -> Iterator[tuple[str, str]]:
         """What has changed since, and what to do instead."""
         of_model = "make it a buffer of the model"
-        _, attributes = changed_attributes(self._model, self._attributes)
-        yield from ((f'the model\'s attribute "{name}"', of_model) for name in attributes)
+        objects = dict[int, str]()  # one may be an attribute of many layers
+        for name in changed_attributes(self._model, self._attributes)[1]:
+            of, own = attribute_place(self._model, name)
+            objects.setdefault(id(of[own]), name)
+        yield from ((f'the model\'s attribute "{name}"', of_model) for name in objects.values())
         for name, its in _layers(self._model).items():
             if self._layers.get(name) != its:
                 what = f'layer "{name}" of the model, or its hooks,' if name else "the model itself, or its hooks,"
