@@ -219,7 +219,8 @@ def _kept_of(held: Sequence[dict[str, Any]], seen: set[int]) -> Callable[[], Non
         for of, then in zip(held, before, strict=True):
             for name in [name for name in of if name not in then and _is_own(name)]:
                 del of[name]
-            made = {*of.get("_modules", ()), *of.get("_parameters", ())}  # layers that a first forward makes stay
+            # Layers that a first forward makes stay. (Those of a TorchScript module can't be iterated.)
+            made = {name for kind in ("_modules", "_parameters") for name in of.get(kind, {}).keys()}  # noqa: SIM118
             of.update((name, value) for name, value in then.items() if name not in made)
 
     return restore
