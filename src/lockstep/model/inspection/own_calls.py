@@ -24,30 +24,26 @@ _EACH = 3
 
 @contextmanager
 def at_own_calls(look: Callable[[], None]) -> Iterator[None]:
-    """Call ``look`` as each such call begins, by ``sys.setprofile``; where a profiler has it, as modules are called."""
+    """Call ``look`` as each such call begins, by ``sys.setprofile``; a profiler that has it sees nothing meanwhile."""
     seen, left = Counter[Any](), itertools.count(_MOST, -1)
-
-    def note(place: Any) -> None:
-        seen[place] += 1
-        if seen[place] <= _EACH and next(left) > 0:
-            look()
 
     def called(frame: types.FrameType, event: str, argument: Any) -> None:
         if event == "call" and _is_own(frame.f_code.co_filename):
-            note(_place(frame))
+            place = _place(frame)
+            seen[place] += 1
+            if seen[place] <= _EACH and next(left) > 0:
+                look()
 
-    if sys.getprofile() is not None:
-        handle = nn.modules.module.register_module_forward_pre_hook(lambda module, args: note(id(module)))
-        try:
-            yield
-        finally:
-            handle.remove()
-        return
+    profiler: Any = sys.getprofile()
     sys.setprofile(called)
     try:
         yield
     finally:
         sys.setprofile(None)
+        if hasattr(profiler, "enable"):  # cProfile's, which is no function
+            profiler.enable()
+        elif profiler is not None:
+            sys.setprofile(profiler)
 
 
 _is_own = functools.lru_cache(is_own_code)
