@@ -48,6 +48,7 @@ def test_long_files_on_simulated_cards(name: str) -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.timeout(1800)  # (parity has hundreds of trainings)
 @pytest.mark.parametrize("name", FILES)
 def test_on_simulated_cards_longer(name: str) -> None:
     run([name], "slow")

@@ -289,11 +289,16 @@ def _see(
     # At once, and always: parts in between may bring a memory back to where it was.
     seen.remembers = outputs_differ(rows_of(whole, samples), rows_of(run(0, samples), samples))
     twice = attribute_prints(model)
+    moving = [n for n, its in written.items() if twice.get(n) != its]
     restore()
+    if moving:  # Not a time, which is another one whatever the samples are.
+        run(0, samples)
+        again = attribute_prints(model)
+        moving = [n for n in moving if again.get(n) == written[n]]
+        restore()
     head = run(0, first)
     if not seen.remembers:  # Not what is only kept of the last samples.
         of_head = attribute_prints(model)
-        moving = [n for n, its in written.items() if twice.get(n) != its]
         seen.collects = tuple(n for n in moving if written[n] != of_head.get(n))
         seen.counts = tuple(n for n in moving if n not in seen.collects)
     seen.follows = _others(model, of_whole)
