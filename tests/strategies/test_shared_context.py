@@ -183,7 +183,7 @@ def test_what_a_block_sets_for_its_own_call_only_is_seen(by_global: bool, way: s
     assert parity(job, way, "2xcpu").worst < BOUND
 
 
-@pytest.mark.parametrize("kind", ["cProfile", "function"])
+@pytest.mark.parametrize("kind", ["cProfile", "function", "torch"])
 def test_a_profiler_goes_on_afterwards(kind: str) -> None:
     """Found by trial: weights 11 % off under dp while one was on, without a line."""
     job = ZOO["mlp"].replace(model=functools.partial(Blocks, True), precision="fp64", epochs=1)
@@ -192,17 +192,23 @@ def test_a_profiler_goes_on_afterwards(kind: str) -> None:
     def called_afterwards() -> None:
         pass
 
-    try:
-        if kind == "cProfile":
-            profile.enable()
-        else:
-            sys.setprofile(lambda frame, event, argument: calls.append(frame.f_code))
-        assert parity(job, "dp", "2xcpu").worst < BOUND
-        called_afterwards()
-    finally:
-        profile.disable()
-        sys.setprofile(None)
-    calls += [entry.code for entry in profile.getstats()] if kind == "cProfile" else []
+    if kind == "torch":
+        with torch.profiler.profile(with_stack=True) as profiler:
+            assert parity(job, "dp", "2xcpu").worst < BOUND
+            called_afterwards()
+        calls += [called_afterwards.__code__ for one in profiler.events() if "called_afterwards" in one.name]
+    else:
+        try:
+            if kind == "cProfile":
+                profile.enable()
+            else:
+                sys.setprofile(lambda frame, event, argument: calls.append(frame.f_code))
+            assert parity(job, "dp", "2xcpu").worst < BOUND
+            called_afterwards()
+        finally:
+            profile.disable()
+            sys.setprofile(None)
+        calls += [entry.code for entry in profile.getstats()] if kind == "cProfile" else []
     assert called_afterwards.__code__ in calls
 
 

@@ -24,7 +24,7 @@ _EACH = 3
 
 @contextmanager
 def at_own_calls(look: Callable[[], None]) -> Iterator[None]:
-    """Call ``look`` as each such call begins, by ``sys.setprofile``; a profiler that has it sees nothing meanwhile."""
+    """Call ``look`` as each such call begins, by ``sys.setprofile``; where a profiler has that, by ``sys.settrace``."""
     seen, left = Counter[Any](), itertools.count(_MOST, -1)
 
     def called(frame: types.FrameType, event: str, argument: Any) -> None:
@@ -34,16 +34,14 @@ def at_own_calls(look: Callable[[], None]) -> Iterator[None]:
             if seen[place] <= _EACH and next(left) > 0:
                 look()
 
-    profiler: Any = sys.getprofile()
-    sys.setprofile(called)
+    is_free = sys.getprofile() is None
+    put: Callable[[Any], None] = sys.setprofile if is_free else sys.settrace
+    before = None if is_free else sys.gettrace()
+    put(called)
     try:
         yield
     finally:
-        sys.setprofile(None)
-        if hasattr(profiler, "enable"):  # cProfile's, which is no function
-            profiler.enable()
-        elif profiler is not None:
-            sys.setprofile(profiler)
+        put(before)
 
 
 _is_own = functools.lru_cache(is_own_code)
