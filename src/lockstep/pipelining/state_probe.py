@@ -80,7 +80,7 @@ class StateProbe:
             if not any(map(_is_compiled, self._names)):  # a compiler would take our mode and hooks into what it makes
                 stack.enter_context(self._uses)
                 if self._outside_prints or self._shared_prints:
-                    stack.enter_context(at_own_calls(self._look_within))
+                    stack.enter_context(at_own_calls(self._look_within, self._watched))
                 stack.enter_context(torch.autograd.graph.saved_tensors_hooks(self._uses.save, lambda saved: saved))
             try:
                 yield
@@ -100,6 +100,9 @@ class StateProbe:
         """The names of what is hashed, within modules or outside, and is other now."""
         own, outside = prints(self._names), self._outside.prints()
         return [*_apart(self._prints, own), *_apart(self._outside_prints, outside)]
+
+    def _watched(self) -> list[Any]:
+        return [*self._outside.values(), *(value for value, _ in self._sharing.values())]
 
     def _shared(self) -> list[tuple[str, Any]]:
         return [(name, value) for name, (value, _) in self._sharing.items()]

@@ -112,7 +112,7 @@ class OutsideVariables:
             now = self.prints()
             found.update(name for name in {**before, **now} if before.get(name) != now.get(name))
 
-        with at_own_calls(look) if before else nullcontext():
+        with at_own_calls(look, self.values) if before else nullcontext():
             yield
 
     def small_prints(self) -> dict[str, bytes]:

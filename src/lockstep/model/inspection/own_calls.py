@@ -1,4 +1,4 @@
-"""Looks at something wherever a forward calls a function, or a layer, of a person's own code."""
+"""Looks at variables wherever a forward calls a function, or a layer, of a person's own code."""
 
 from __future__ import annotations
 
@@ -6,33 +6,37 @@ import functools
 import itertools
 import sys
 import types
-from collections import Counter
-from collections.abc import Callable, Iterator
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
-from torch import nn
+import torch
 
 from lockstep.errors import is_own_code
 
-_MOST = 400
-"""Looks at most."""
-
-_EACH = 3
-"""Looks at most where a line calls a function again and again, or a layer is called so."""
+_CALLS, _LOOKS, _ITEMS = 50_000, 400, 1000
+"""Calls, and looks, at most; and items of a container up to which it is known which they are."""
 
 
 @contextmanager
-def at_own_calls(look: Callable[[], None]) -> Iterator[None]:
-    """Call ``look`` as each such call begins, by ``sys.setprofile``; where a profiler has that, by ``sys.settrace``."""
-    seen, left = Counter[Any](), itertools.count(_MOST, -1)
+def at_own_calls(look: Callable[[], None], watched: Callable[[], Iterable[Any]]) -> Iterator[None]:
+    """Call ``look`` as such a call begins by which what is ``watched`` isn't what it was in any call before.
+
+    By ``sys.setprofile``; where a profiler has that, by ``sys.settrace``.
+    """
+
+    def marks() -> tuple[Any, ...]:
+        return tuple(map(_mark, watched()))
+
+    seen, left = {marks()}, itertools.count(_CALLS, -1)
 
     def called(frame: types.FrameType, event: str, argument: Any) -> None:
-        if event == "call" and _is_own(frame.f_code.co_filename):
-            place = _place(frame)
-            seen[place] += 1
-            if seen[place] <= _EACH and next(left) > 0:
-                look()
+        if event != "call" or not _is_own(frame.f_code.co_filename) or next(left) <= 0 or len(seen) > _LOOKS:
+            return
+        if (now := marks()) not in seen:
+            seen.add(now)
+            look()
 
     is_free = sys.getprofile() is None
     put: Callable[[Any], None] = sys.setprofile if is_free else sys.settrace
@@ -47,11 +51,14 @@ def at_own_calls(look: Callable[[], None]) -> Iterator[None]:
 _is_own = functools.lru_cache(is_own_code)
 
 
-def _place(frame: types.FrameType) -> tuple[Any, ...]:
-    """The function and the object that it is a method of, and the line of the person's own code that calls it."""
-    code = frame.f_code
-    caller = frame.f_back
-    while caller is not None and not _is_own(caller.f_code.co_filename):
-        caller = caller.f_back
-    of = frame.f_locals.get(code.co_varnames[0]) if code.co_argcount and code.co_varnames else None
-    return code, id(of) if isinstance(of, nn.Module) else 0, caller and (caller.f_code, caller.f_lineno)
+def _mark(value: Any, deep: int = 3) -> Any:
+    """What tells at a glance whether a value is another one: which objects it holds, how often they were written."""
+    if isinstance(value, torch.Tensor):
+        return id(value), 0 if value.is_inference() else value._version
+    held = list(value.values()) if isinstance(value, dict) else value
+    if not isinstance(held, list | tuple | set | deque):
+        attributes = getattr(value, "__dict__", None)
+        held = list(attributes.values()) if type(attributes) is dict else ()
+    if not held or not deep or len(held) > _ITEMS:
+        return id(value), len(held)
+    return id(value), tuple(_mark(item, deep - 1) for item in held)
