@@ -34,7 +34,7 @@ from torch import nn
 from lockstep.errors import is_own_code
 from lockstep.launch.processes.call import closed_over
 from lockstep.model.inspection.code_names import hash_of
-from lockstep.model.inspection.own_calls import at_own_calls
+from lockstep.model.inspection.own_calls import at_own_calls, slots_of
 from lockstep.model.inspection.small_values import small_in
 from lockstep.tensors.pytree import tensors
 
@@ -281,7 +281,7 @@ def copies_of(value: Any, seen: set[int]) -> Iterator[tuple[Any, Any]]:
         yield value, restore
         return
     if _is_own(type(value)) or isinstance(value, types.SimpleNamespace):
-        slots = _slots_of(value)
+        slots = slots_of(value)
         yield value, functools.partial(_set_slots, value, slots)
         for inner in slots.values():
             yield from copies_of(inner, seen)
@@ -310,19 +310,8 @@ def _restoring(value: Any) -> Callable[[], Any] | None:
     return None
 
 
-def _slots_of(value: Any) -> dict[str, Any]:
-    """What is in the ``__slots__`` of its classes, by the names that attributes have."""
-    given = [(kind, vars(kind).get("__slots__", ())) for kind in type(value).__mro__]
-    named = [(kind, name) for kind, names in given for name in ([names] if isinstance(names, str) else names)]
-    mangled = [
-        f"_{kind.__name__.lstrip('_')}{name}" if name.startswith("__") and not name.endswith("__") else name
-        for kind, name in named
-    ]
-    return {name: getattr(value, name) for name in mangled if hasattr(value, name) and name != "__dict__"}
-
-
 def _set_slots(value: Any, slots: dict[str, Any]) -> None:
-    for name in _slots_of(value).keys() - slots.keys():
+    for name in slots_of(value).keys() - slots.keys():
         object.__delattr__(value, name)
     for name, one in slots.items():
         object.__setattr__(value, name, one)

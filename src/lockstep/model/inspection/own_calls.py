@@ -14,6 +14,7 @@ from typing import Any
 import torch
 
 from lockstep.errors import is_own_code
+from lockstep.model.inspection.code_names import PLAIN
 
 _CALLS, _LOOKS, _ITEMS = 50_000, 400, 1000
 """Calls, and looks, at most; and items of a container up to which it is known which they are."""
@@ -51,14 +52,35 @@ def at_own_calls(look: Callable[[], None], watched: Callable[[], Iterable[Any]])
 _is_own = functools.lru_cache(is_own_code)
 
 
-def _mark(value: Any, deep: int = 3) -> Any:
-    """What tells at a glance whether a value is another one: which objects it holds, how often they were written."""
+def _mark(value: Any, deep: int = 6) -> Any:
+    """What tells at a glance whether a value is another one: which objects it holds, how often they were written.
+
+    Of what lies deeper, and of numpy's arrays, it is never the same.
+    """
     if isinstance(value, torch.Tensor):
         return id(value), 0 if value.is_inference() else value._version
+    if isinstance(value, (*PLAIN, type, types.FunctionType, types.ModuleType, torch.nn.Module)):
+        return id(value)
+    if type(value).__module__.partition(".")[0] == "numpy":
+        return object()
     held = list(value.values()) if isinstance(value, dict) else value
     if not isinstance(held, list | tuple | set | deque):
         attributes = getattr(value, "__dict__", None)
-        held = list(attributes.values()) if type(attributes) is dict else ()
-    if not held or not deep or len(held) > _ITEMS:
+        held = [*(attributes.values() if isinstance(attributes, dict) else ()), *slots_of(value).values()]
+    if not held or len(held) > _ITEMS:
         return id(value), len(held)
-    return id(value), tuple(_mark(item, deep - 1) for item in held)
+    return (id(value), tuple(_mark(item, deep - 1) for item in held)) if deep else object()
+
+
+_NO_SLOTS = ("__dict__", "__weakref__")
+
+
+def slots_of(value: Any) -> dict[str, Any]:
+    """What is in the ``__slots__`` of its classes, by the names that attributes have."""
+    given = [(kind, vars(kind).get("__slots__", ())) for kind in type(value).__mro__]
+    named = [(kind, name) for kind, names in given for name in ([names] if isinstance(names, str) else names)]
+    mangled = [
+        f"_{kind.__name__.lstrip('_')}{name}" if name.startswith("__") and not name.endswith("__") else name
+        for kind, name in named
+    ]
+    return {name: getattr(value, name) for name in mangled if hasattr(value, name) and name not in _NO_SLOTS}
