@@ -274,6 +274,12 @@ def acting_buffers(model: nn.Module) -> dict[str, torch.Tensor]:
     return {name: b for name, b in model.named_buffers() if id(b) not in norms}
 
 
+def without_times(model: nn.Module, names: Iterable[str], written: Mapping[str, bytes]) -> list[str]:
+    """Attributes but for numbers that a second forward of the same samples has written otherwise: a time, say."""
+    again, places = attribute_prints(model), ((name, *attribute_place(model, name)) for name in names)
+    return [n for n, of, own in places if again.get(n) == written[n] or not isinstance(of[own], int | float)]
+
+
 @contextlib.contextmanager
 def as_written(model: nn.Module, copied: nn.Module, names: Sequence[str]) -> Iterator[None]:
     """Give a model, meanwhile, attributes of these names as a forward of its copy has left them there."""

@@ -43,6 +43,7 @@ from lockstep.model.inspection.attributes import (
     holding_on,
     kept_attributes,
     loss_depends_on,
+    without_times,
 )
 from lockstep.model.inspection.backward import first_recomputed, see_gradients
 from lockstep.model.inspection.findings import Seen
@@ -291,10 +292,9 @@ def _see(
     twice = attribute_prints(model)
     moving = [n for n, its in written.items() if twice.get(n) != its]
     restore()
-    if moving:  # Not a time, which is another one whatever the samples are.
+    if moving:
         run(0, samples)
-        again = attribute_prints(model)
-        moving = [n for n in moving if again.get(n) == written[n]]
+        moving = without_times(model, moving, written)
         restore()
     head = run(0, first)
     if not seen.remembers:  # Not what is only kept of the last samples.

@@ -17,7 +17,7 @@ from lockstep.errors import is_own_code
 from lockstep.model.inspection.code_names import PLAIN
 
 _CALLS, _LOOKS, _ITEMS = 50_000, 400, 1000
-"""Calls, and looks, at most; and items of a container up to which it is known which they are."""
+"""Calls, and looks, at most; and the items of a container up to which each is looked at."""
 
 
 @contextmanager
@@ -55,7 +55,7 @@ _is_own = functools.lru_cache(is_own_code)
 def _mark(value: Any, deep: int = 6) -> Any:
     """What tells at a glance whether a value is another one: which objects it holds, how often they were written.
 
-    Of what lies deeper, and of numpy's arrays, it is never the same.
+    Of what lies deeper, large containers and numpy's arrays, it is never the same.
     """
     if isinstance(value, torch.Tensor):
         return id(value), 0 if value.is_inference() else value._version
@@ -67,9 +67,9 @@ def _mark(value: Any, deep: int = 6) -> Any:
     if not isinstance(held, list | tuple | set | deque):
         attributes = getattr(value, "__dict__", None)
         held = [*(attributes.values() if isinstance(attributes, dict) else ()), *slots_of(value).values()]
-    if not held or len(held) > _ITEMS:
-        return id(value), len(held)
-    return (id(value), tuple(_mark(item, deep - 1) for item in held)) if deep else object()
+    if held and (not deep or len(held) > _ITEMS):
+        return object()
+    return id(value), tuple(_mark(item, deep - 1) for item in held)
 
 
 _NO_SLOTS = ("__dict__", "__weakref__")
