@@ -264,7 +264,6 @@ def test_a_profiler_goes_on_afterwards(kind: str) -> None:
     def called_afterwards() -> None:
         pass
 
-    if kind == "torch":
     if kind == "torch":  # (what it saw isn't read: PyTorch fails now and then to decode the names of stacks)
         with torch.profiler.profile(with_stack=True):
             assert parity(job, "dp", "2xcpu").worst < BOUND
