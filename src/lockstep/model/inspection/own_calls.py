@@ -1,4 +1,4 @@
-"""Looks at variables wherever a forward calls a function, or a layer, of a person's own code."""
+"""Looks at variables wherever a forward calls a function or a layer: a person's own code, or by such code."""
 
 from __future__ import annotations
 
@@ -16,8 +16,8 @@ import torch
 from lockstep.errors import is_own_code
 from lockstep.model.inspection.code_names import PLAIN
 
-_CALLS, _LOOKS, _ITEMS = 50_000, 400, 1000
-"""Calls, and looks, at most; and the items of a container up to which each is looked at."""
+_CALLS, _LOOKS, _ITEMS = 50_000, 400, 2000
+"""Calls, and looks, at most; and items of a variable up to which all that it holds is known, not only its own items."""
 
 
 @contextmanager
@@ -26,16 +26,24 @@ def at_own_calls(look: Callable[[], None], watched: Callable[[], Iterable[Any]])
 
     By ``sys.setprofile``; where a profiler has that, by ``sys.settrace``.
     """
+    large = set[int]()  # the ids of variables that hold more
+
+    def mark(value: Any) -> Any:
+        try:
+            return _mark(value, itertools.count(1), deep=1 if id(value) in large else 6)
+        except _IsLarge:
+            large.add(id(value))
+            return mark(value)
 
     def marks() -> tuple[Any, ...]:
-        return tuple(map(_mark, watched()))
+        return tuple(map(mark, watched()))
 
     seen, left = {marks()}, itertools.count(_CALLS, -1)
 
     def called(frame: types.FrameType, event: str, argument: Any) -> None:
-        if event != "call" or not _is_own(frame.f_code.co_filename) or next(left) <= 0 or len(seen) > _LOOKS:
+        if not event.endswith("call") or not (_is_own(frame) or (event == "call" and _is_own(frame.f_back))):
             return
-        if (now := marks()) not in seen:
+        if next(left) > 0 and len(seen) <= _LOOKS and (now := marks()) not in seen:
             seen.add(now)
             look()
 
@@ -49,13 +57,21 @@ def at_own_calls(look: Callable[[], None], watched: Callable[[], Iterable[Any]])
         put(before)
 
 
-_is_own = functools.lru_cache(is_own_code)
+_is_own_file = functools.lru_cache(is_own_code)
 
 
-def _mark(value: Any, deep: int = 6) -> Any:
+def _is_own(frame: types.FrameType | None) -> bool:
+    return frame is not None and _is_own_file(frame.f_code.co_filename)
+
+
+class _IsLarge(Exception):
+    pass
+
+
+def _mark(value: Any, number: Iterator[int], deep: int) -> Any:
     """What tells at a glance whether a value is another one: which objects it holds, how often they were written.
 
-    Of what lies deeper, large containers and numpy's arrays, it is never the same.
+    Of numpy's arrays, and what lies deeper where that is 6 deep, it is never the same.
     """
     if isinstance(value, torch.Tensor):
         return id(value), 0 if value.is_inference() else value._version
@@ -67,9 +83,11 @@ def _mark(value: Any, deep: int = 6) -> Any:
     if not isinstance(held, list | tuple | set | deque):
         attributes = getattr(value, "__dict__", None)
         held = [*(attributes.values() if isinstance(attributes, dict) else ()), *slots_of(value).values()]
-    if held and (not deep or len(held) > _ITEMS):
-        return object()
-    return id(value), tuple(_mark(item, deep - 1) for item in held)
+    if deep == 1:
+        return id(value), tuple(map(id, held))
+    if next(number) + len(held) > _ITEMS:
+        raise _IsLarge
+    return id(value), tuple(_mark(item, number, deep - 1) for item in held)
 
 
 _NO_SLOTS = ("__dict__", "__weakref__")
