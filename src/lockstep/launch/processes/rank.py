@@ -166,10 +166,10 @@ def _fail(error: BaseException, number: int, board: memoryview) -> NoReturn:
     """Tell of a failure, and end."""
     moment = time.monotonic()  # before anything else: the earliest is the one to blame
     record = Record.of(error, moment, number, board[number])
-    _channel.send(FAILURE, record)
     if number > 0 and current_worker() is None:  # kept in the rank's log; rank 0's would be shown twice
         _print(record.traceback)
-    _flush()
+    _flush()  # before it is known: a rank that was heard may be killed
+    _channel.send(FAILURE, record)
     os._exit(1)
 
 
