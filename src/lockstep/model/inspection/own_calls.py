@@ -5,19 +5,27 @@ from __future__ import annotations
 import functools
 import itertools
 import sys
+import time
 import types
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
+import numpy
 import torch
 
 from lockstep.errors import is_own_code
 from lockstep.model.inspection.code_names import PLAIN
 
-_CALLS, _LOOKS, _ITEMS = 50_000, 400, 2000
-"""Calls, and looks, at most; and items of a variable up to which all that it holds is known, not only its own items."""
+_SECONDS, _LOOKS = 2.0, 400
+"""How long, and how often, it is looked at most."""
+
+_ITEMS, _EACH = 5000, 500
+"""Items of a variable, and of a container in it, up to which it is known what they hold, not only which they are."""
+
+_BYTES = 4096
+"""Those of an array up to which it is known what it holds."""
 
 
 @contextmanager
@@ -38,14 +46,19 @@ def at_own_calls(look: Callable[[], None], watched: Callable[[], Iterable[Any]])
     def marks() -> tuple[Any, ...]:
         return tuple(map(mark, watched()))
 
-    seen, left = {marks()}, itertools.count(_CALLS, -1)
+    seen, spent = {marks()}, 0.0
 
     def called(frame: types.FrameType, event: str, argument: Any) -> None:
         if not event.endswith("call") or not (_is_own(frame) or (event == "call" and _is_own(frame.f_back))):
             return
-        if next(left) > 0 and len(seen) <= _LOOKS and (now := marks()) not in seen:
+        nonlocal spent
+        if spent > _SECONDS or len(seen) > _LOOKS:
+            return
+        began = time.perf_counter()
+        if (now := marks()) not in seen:
             seen.add(now)
             look()
+        spent += time.perf_counter() - began
 
     is_free = sys.getprofile() is None
     put: Callable[[Any], None] = sys.setprofile if is_free else sys.settrace
@@ -71,22 +84,23 @@ class _IsLarge(Exception):
 def _mark(value: Any, number: Iterator[int], deep: int) -> Any:
     """What tells at a glance whether a value is another one: which objects it holds, how often they were written.
 
-    Of numpy's arrays, and what lies deeper where that is 6 deep, it is never the same.
+    Of what lies deepest, and in large containers, it says which objects they are.
     """
+    if next(number) > _ITEMS:
+        raise _IsLarge
     if isinstance(value, torch.Tensor):
         return id(value), 0 if value.is_inference() else value._version
     if isinstance(value, (*PLAIN, type, types.FunctionType, types.ModuleType, torch.nn.Module)):
         return id(value)
-    if type(value).__module__.partition(".")[0] == "numpy":
-        return object()
-    held = list(value.values()) if isinstance(value, dict) else value
-    if not isinstance(held, list | tuple | set | deque):
+    if isinstance(value, numpy.ndarray):
+        return id(value), value.tobytes() if value.nbytes <= _BYTES else 0
+    items: Any = value.values() if isinstance(value, dict) else value
+    held = list(items) if isinstance(value, dict | list | tuple | set | deque) else []
+    if type(value) not in (dict, list, tuple, set, deque):
         attributes = getattr(value, "__dict__", None)
-        held = [*(attributes.values() if isinstance(attributes, dict) else ()), *slots_of(value).values()]
-    if deep == 1:
+        held += [*(attributes.values() if isinstance(attributes, dict) else ()), *slots_of(value).values()]
+    if deep == 1 or len(held) > _EACH:
         return id(value), tuple(map(id, held))
-    if next(number) + len(held) > _ITEMS:
-        raise _IsLarge
     return id(value), tuple(_mark(item, number, deep - 1) for item in held)
 
 
