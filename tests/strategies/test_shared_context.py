@@ -42,7 +42,13 @@ class Weak:
         self.scale: Any = None
 
 
+class Registry(dict[int, str]):
+    scale: Any = None
+
+
 HELD: dict[str, Any] = {
+    "subclass": Registry(),
+    "beside a table": types.SimpleNamespace(scale=None, table={i: str(i) for i in range(6000)}),
     "inline": Handed(),
     "slots": Slotted(),
     "weak": Weak(),
@@ -226,7 +232,7 @@ def divided(x: torch.Tensor, kind: str) -> torch.Tensor:
     return x / (HELD["deep"]["a"]["b"]["c"]["d"] if kind == "deep" else HELD[kind]).scale
 
 
-@pytest.mark.parametrize("kind", ["slots", "weak", "deep", "inline"])
+@pytest.mark.parametrize("kind", ["slots", "weak", "deep", "inline", "subclass", "beside a table"])
 def test_so_is_what_an_object_has(kind: str) -> None:
     """Found by trial: weights up to 65 % off under dp without a line; an error that __weakref__ is not writable."""
     job = ZOO["mlp"].replace(model=functools.partial(ByObject, kind), precision="fp64", epochs=1)
