@@ -43,7 +43,9 @@ class Weak:
 
 
 class Registry(dict[int, str]):
-    scale: Any = None
+    def __init__(self) -> None:
+        super().__init__()
+        self.scale: Any = None
 
 
 HELD: dict[str, Any] = {
