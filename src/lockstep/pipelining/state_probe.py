@@ -20,8 +20,6 @@ has no look from outside, so it is pickled, into a hash.
 from __future__ import annotations
 
 import contextlib
-import hashlib
-import io
 import operator
 import pickle
 from collections.abc import Iterable, Iterator, Mapping
@@ -32,7 +30,7 @@ from torch import nn
 from torch.overrides import TorchFunctionMode
 
 from lockstep.errors import StrategyError
-from lockstep.model.inspection import OutsideVariables, at_own_calls, prints_of
+from lockstep.model.inspection import OutsideVariables, at_own_calls, hash_of, prints_of
 from lockstep.pipelining.microbatch import Flight
 from lockstep.tensors.digest import digest
 from lockstep.tensors.pytree import is_lazy, tensors
@@ -318,11 +316,9 @@ def prints(modules: Mapping[nn.Module, str]) -> dict[str, bytes]:
     for module, around in modules.items():
         for name, value in vars(module).items():
             compared = all(isinstance(inner, (*_PLAIN, torch.Tensor, nn.Module)) for inner in _inside(value))
-            if not compared and not name.endswith("_hooks"):
-                file = io.BytesIO()
-                with contextlib.suppress(Exception):
-                    _Pickler(file, pickle.HIGHEST_PROTOCOL).dump(value)
-                    found[_joined(around, name)] = hashlib.blake2b(file.getbuffer(), digest_size=16).digest()
+            is_hashed = not compared and not name.endswith("_hooks")
+            if is_hashed and (its := hash_of(value, _Pickler)) is not None:
+                found[_joined(around, name)] = its
     return found
 
 

@@ -279,7 +279,9 @@ class _Prediction:
         found: list[str] = []
         with kept_state(self.step.models()), contextlib.suppress(Exception):  # the model can't take them, or no part
             loader = job_loader(job, self.world, some, evaluation=True, name=self.name)
-            for _, made in self.step.over(self._looked_at(loader), self.step.predictions, self.job.seed):
+            # (Threads have to know first what they can't compute at once.)
+            batches = self._looked_at(loader) if self.world.data.local_batches > 1 else loader.epoch(0)
+            for _, made in self.step.over(batches, self.step.predictions, self.job.seed):
                 forms = [formed(outputs, size) for size, outputs in made]
                 found += [leaf.name for form in forms for leaf in leaves(form) if isinstance(leaf, Left)]
         return {name for names in self.world.gather_objects(found) for name in names}

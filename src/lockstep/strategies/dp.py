@@ -93,8 +93,8 @@ class DP(Strategy):
                 )
             exchange = ThreadExchange(len(world.devices), world.observers)
             synchronise(model, exchange)
-        made = DPStep if job.step is None else DPFunctionStep
-        return made(model, build_optimizer(job, model), job, world, exchange)
+        kind = DPStep if job.step is None else DPFunctionStep
+        return kind(model, build_optimizer(job, model), job, world, exchange)
 
 
 class DPStep(Step):

@@ -16,6 +16,7 @@ from lockstep.model.inspection.attributes import (
     set_attributes,
 )
 from lockstep.model.inspection.backward import comes_from_within
+from lockstep.model.inspection.code_names import hash_of
 from lockstep.model.inspection.findings import BESIDE, Seen
 from lockstep.model.inspection.forward import accelerators_of, look
 from lockstep.model.inspection.no_draws import NotedDraws, drawing_nothing
@@ -45,6 +46,7 @@ __all__ = [
     "drawing_nothing",
     "drops",
     "functions_in",
+    "hash_of",
     "held_by",
     "holding_on",
     "holds_on_to",

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import functools
-import hashlib
-import io
 import types
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any
@@ -14,7 +12,7 @@ import torch
 from torch import nn
 
 from lockstep.launch.processes.call import closed_over
-from lockstep.model.inspection.code_names import PLAIN, CodeByName
+from lockstep.model.inspection.code_names import PLAIN, CodeByName, hash_of
 from lockstep.model.inspection.outside_variables import HOOKS, OutsideVariables, copies_of, put_back
 from lockstep.model.inspection.rounding import differ
 from lockstep.model.inspection.watched import NORMS
@@ -59,7 +57,7 @@ def names_in(model: nn.Module) -> dict[int, str]:
 
 
 class _Pickler(CodeByName):
-    def __init__(self, file: io.BytesIO, names: Callable[[], Mapping[int, str]]) -> None:
+    def __init__(self, file: Any, names: Callable[[], Mapping[int, str]]) -> None:
         super().__init__(file)
         self._names = names
 
@@ -76,12 +74,7 @@ def prints_of(held: Iterable[tuple[str, Any]], names: Callable[[], Mapping[int, 
     names = functools.cache(names)
     for name, value in held:
         if id(value) not in known:
-            written = io.BytesIO()
-            try:
-                _Pickler(written, names).dump(value)
-                known[id(value)] = hashlib.blake2b(written.getbuffer(), digest_size=16).digest()
-            except Exception:
-                known[id(value)] = None
+            known[id(value)] = hash_of(value, lambda file: _Pickler(file, names))
         if (its := known[id(value)]) is not None:
             found[name] = its
     return found
@@ -145,19 +138,13 @@ def set_attributes(model: nn.Module, values: Mapping[str, Any]) -> None:
         around, _, own = name.rpartition(".")
         module = model.get_submodule(around)
         now = getattr(module, own, None)
-        shared = all(prints.get(n) == prints[name] for n in names.get(id(now), []))
-        if type(value) in (list, dict) and type(now) is type(value) and shared:
-            _fill(now, value)  # (so that all have it who hold the object: layers, a callback)
+        shared = all(prints.get(n) == prints.get(name) for n in names.get(id(now), []))
+        if shared and type(now) is type(value) and isinstance(value, list | dict):
+            put_back(now, value.copy())  # (so that all have it who hold the object: layers, a callback)
         elif isinstance(value, torch.Tensor) and isinstance(now, torch.Tensor):
             setattr(module, own, value.to(now.device))
         else:
             setattr(module, own, value)
-
-
-def _fill(now: Any, value: Any) -> None:
-    its = value.copy()
-    now.clear()
-    now.update(its) if isinstance(now, dict) else now.extend(its)
 
 
 @contextlib.contextmanager

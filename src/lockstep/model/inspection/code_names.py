@@ -8,6 +8,7 @@ from __future__ import annotations
 import hashlib
 import pickle
 import types
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -54,11 +55,11 @@ class _Pickler(CodeByName):
         return (tuple(value.shape), digest(value)) if isinstance(value, torch.Tensor) else super().persistent_id(value)
 
 
-def hash_of(value: Any) -> bytes | None:
-    """A hash of what a value holds; None where it can't be pickled."""
+def hash_of(value: Any, pickler: Callable[[Any], pickle.Pickler] = _Pickler) -> bytes | None:
+    """A hash of what a value holds, as a pickler writes it to a file; None where it can't be pickled."""
     written = _Hash()
     try:
-        _Pickler(written).dump(value)
+        pickler(written).dump(value)
     except Exception:
         return None
     return written.hash.digest()

@@ -127,7 +127,7 @@ def look(
 
             def see(some: Any, number: int, into: Seen, judge: Judge | None, *, gradients: bool) -> None:
                 restore()  # what a model keeps of its first batch is to be seen each time
-                _see(copied, some, number, into, judge, outside, original, gradients=gradients)
+                _see(copied, some, number, into, judge, outside, original, restore, gradients=gradients)
                 if not into.mixes or size > _LARGEST:
                     return
                 # Terms that cancel, two models' logarithms of probabilities say, leave rounding errors only.
@@ -135,7 +135,7 @@ def look(
                 with contextlib.suppress(Exception):
                     wide, found = copy.deepcopy(copied).double(), Seen()
                     its = to_device(some, next(t.device for t in tensors(some)), torch.float64)
-                    _see(wide, its, number, found, judge, outside, original, gradients=gradients)
+                    _see(wide, its, number, found, judge, outside, original, _keep(wide, outside), gradients=gradients)
                     if not found.mixes:
                         vars(into).update(vars(found))
 
@@ -198,6 +198,7 @@ def _see(
     judge: Judge | None,
     outside: OutsideVariables,
     original: nn.Module,
+    restore: Callable[[], None],
     *,
     gradients: bool,
 ) -> None:
@@ -206,7 +207,6 @@ def _see(
     kept: dict[tuple[int, int], Any] = {}
     first = samples // 2
     begin = {name: b.clone() for name, b in model.named_buffers()}
-    restore = _keep(model, outside)
     parameters = {name: digest(p) for name, p in model.named_parameters()}
     trained = {name for name, p in model.named_parameters() if p.requires_grad}
     places = {p.untyped_storage().data_ptr(): name for name, p in model.named_parameters() if p.numel()}
@@ -237,7 +237,7 @@ def _see(
     before = states(accelerators)
     prints, begun = outside.prints(), attribute_prints(model)
     within = set[str]()
-    with noted_seeding() as seeds, outside.seen_within(within):
+    with noted_seeding() as seeds, outside.seen_within(within, prints):
         whole = run(0, samples)
     seen.ran = True
     written = attribute_prints(model)

@@ -104,9 +104,8 @@ class OutsideVariables:
         return {name: one for name, one in its.items() if one is not None}
 
     @contextmanager
-    def seen_within(self, found: set[str]) -> Iterator[None]:
-        """Note which are other than at its begin where a function or a module is called in it."""
-        before = self.prints()
+    def seen_within(self, found: set[str], before: Mapping[str, bytes]) -> Iterator[None]:
+        """Note which have other ``prints`` than ``before`` where a function or a module is called in it."""
 
         def look() -> None:
             now = self.prints()

@@ -126,7 +126,7 @@ def probe(
         variables = outside.prints()
         within = set[str]()
         with outside.kept():
-            with outside.seen_within(within):
+            with outside.seen_within(within, variables):
                 whole = calls(nest)
             changed = [n for n, now in outside.prints().items() if variables.get(n) != now]
             found += map(_changed, changed)
