@@ -48,7 +48,12 @@ class Registry(dict[int, str]):
         self.scale: Any = None
 
 
+class Defaulting:
+    scale: Any = None
+
+
 HELD: dict[str, Any] = {
+    "class's default": Defaulting(),
     "subclass": Registry(),
     "beside a table": types.SimpleNamespace(scale=None, table={i: str(i) for i in range(6000)}),
     "inline": Handed(),
@@ -234,7 +239,7 @@ def divided(x: torch.Tensor, kind: str) -> torch.Tensor:
     return x / (HELD["deep"]["a"]["b"]["c"]["d"] if kind == "deep" else HELD[kind]).scale
 
 
-@pytest.mark.parametrize("kind", ["slots", "weak", "deep", "inline", "subclass", "beside a table"])
+@pytest.mark.parametrize("kind", ["slots", "weak", "deep", "inline", "subclass", "beside a table", "class's default"])
 def test_so_is_what_an_object_has(kind: str) -> None:
     """Found by trial: weights up to 65 % off under dp without a line; an error that __weakref__ is not writable."""
     job = ZOO["mlp"].replace(model=functools.partial(ByObject, kind), precision="fp64", epochs=1)
@@ -295,18 +300,25 @@ def test_a_profiler_goes_on_afterwards(kind: str) -> None:
     assert called_afterwards.__code__ in calls
 
 
-def test_so_it_is_in_a_step_function(tmp_path: Path) -> None:
+@pytest.mark.parametrize("held", [CURRENT, Defaulting()], ids=["global", "class's default"])
+def test_so_it_is_in_a_step_function(held: Any, tmp_path: Path) -> None:
+    def hand(scale: Any) -> None:
+        if isinstance(held, dict):
+            held["scale"] = scale
+        else:
+            held.scale = scale
+
     def step(model: nn.Module, batch: Any, update: Any) -> None:
         inputs, targets = batch
-        CURRENT["scale"] = 1 + inputs.abs().mean(1, keepdim=True)
+        hand(1 + inputs.abs().mean(1, keepdim=True))
         total = nn.functional.cross_entropy(model["layer"](inputs), targets, reduction="sum")
         update("layer", total, len(inputs))
-        CURRENT["scale"] = None
+        hand(None)
 
     data = ZOO["mlp"].train_data
     optimizer = {"layer": plain_sgd}
     job = Job(model=lambda: {"layer": Layer(None, 6)}, step=step, optimizer=optimizer, train_data=data, batch_size=8)
-    with pytest.raises(StrategyError, match='"CURRENT", which is outside of the model, is set in a step and put back'):
+    with pytest.raises(StrategyError, match="which is outside of the model, is set in a step and put back"):
         train(job, strategy="dp", devices="2xcpu", folder=tmp_path, quiet=True)
     train(job, strategy="ddp", devices="2xcpu", folder=tmp_path, quiet=True)
 

@@ -234,10 +234,8 @@ def _see(
         return {name: t.double() if name in exact else t.clone() for name, t in named}
 
     accelerators = accelerators_of(inputs)
-    before = states(accelerators)
-    prints, begun = outside.prints(), attribute_prints(model)
-    within = set[str]()
-    with noted_seeding() as seeds, outside.seen_within(within, prints):
+    before, begun = states(accelerators), attribute_prints(model)
+    with noted_seeding() as seeds, outside.watched() as changes:
         whole = run(0, samples)
     seen.ran = True
     written = attribute_prints(model)
@@ -246,8 +244,7 @@ def _see(
         same_outputs = functools.partial(judge, kept[0, samples], targets, samples)
         if loss_depends_on(same_outputs, original, model, changed):
             seen.loss_reads = changed
-    seen.changes = tuple(name for name, was in outside.prints().items() if prints.get(name) != was)
-    seen.puts_back = min(within.difference(seen.changes), default=None)
+    seen.changes, seen.puts_back = changes.left, changes.put_back
     seen.passes_on = next((name for name in seen.changes if outside.holds_tensors(name)), None)
     seen.seeds = bool(seeds)
     after = states(accelerators)
@@ -288,7 +285,10 @@ def _see(
         name for name in acting_buffers(model) if name in begin and of_whole[name] != digest(begin[name])
     )
     # At once, and always: parts in between may bring a memory back to where it was.
-    seen.remembers = outputs_differ(rows_of(whole, samples), rows_of(run(0, samples), samples))
+    with outside.watched() if seen.changes else contextlib.nullcontext(changes) as again:
+        second = run(0, samples)
+    seen.puts_back = seen.puts_back or again.put_back  # an object is another one once it has what its class had
+    seen.remembers = outputs_differ(rows_of(whole, samples), rows_of(second, samples))
     twice = attribute_prints(model)
     moving = [n for n, its in written.items() if twice.get(n) != its]
     restore()

@@ -50,6 +50,19 @@ class _Variable:
     set: Callable[[Any], None]
 
 
+@dataclass
+class Changes:
+    """What a forward, or a step function, does to outside variables.
+
+    Attributes:
+        left: the names of those that it changes.
+        put_back: the name of one that it changes and puts back.
+    """
+
+    left: tuple[str, ...] = ()
+    put_back: str | None = None
+
+
 class OutsideVariables:
     """Those of some functions, and of the functions and classes that these name.
 
@@ -104,15 +117,18 @@ class OutsideVariables:
         return {name: one for name, one in its.items() if one is not None}
 
     @contextmanager
-    def seen_within(self, found: set[str], before: Mapping[str, bytes]) -> Iterator[None]:
-        """Note which have other ``prints`` than ``before`` where a function or a module is called in it."""
+    def watched(self) -> Iterator[Changes]:
+        """What is changed in it; what is put back where a function or a module is called meanwhile."""
+        before, within, changes = self.prints(), set[str](), Changes()
 
         def look() -> None:
             now = self.prints()
-            found.update(name for name in {**before, **now} if before.get(name) != now.get(name))
+            within.update(name for name in {**before, **now} if before.get(name) != now.get(name))
 
         with at_own_calls(look, self.values) if before else nullcontext():
-            yield
+            yield changes
+        changes.left = tuple(name for name, its in self.prints().items() if before.get(name) != its)
+        changes.put_back = min(within.difference(changes.left), default=None)
 
     def small_prints(self) -> dict[str, bytes]:
         """A hash of each number, text, switch and small tensor that they hold, by where it is: ``"Digits.level"``.

@@ -123,15 +123,15 @@ def probe(
     calls: Callable[[Nest], Called] = functools.partial(_calls, function, model, world, part.of)
     with kept_states(accelerators), outside.kept(), NotedDraws(keeps=True) as noted:
         before = states(accelerators)
-        variables = outside.prints()
-        within = set[str]()
         with outside.kept():
-            with outside.seen_within(within, variables):
+            with outside.watched() as changes:
                 whole = calls(nest)
-            changed = [n for n, now in outside.prints().items() if variables.get(n) != now]
-            found += map(_changed, changed)
+            found += map(_changed, changes.left)
+            with outside.watched() as again:  # an object is another one once it has what its class had
+                if changes.left:
+                    calls(nest)
         if world.data.local_batches > 1:
-            Seen(puts_back=min(within.difference(changed), default=None)).refuse_what_is_put_back()
+            Seen(puts_back=changes.put_back or again.put_back).refuse_what_is_put_back()
         calls = outside.kept()(calls)  # else a number of calls might come to where it acts
         if not same(before, drawn := states(accelerators)) or noted.drew:
             found.append(_DRAWING)
