@@ -3,7 +3,7 @@
 PyTorch's ``checkpoint`` (without reentrance) does it, with some things added here. Buffers, and attributes that are
 numbers or tensors: in the second run they have the values that they had in the first, and afterwards those that they
 had before, so that running statistics and counters move once.
-Names: a block stays the same object, only its class changes to a subclass of what it was, so parameters keep theirs.
+A block stays the same object of the same class, only its ``forward`` is another one, so parameters keep their names.
 Objects that a block is given and writes to (a cache of keys and values): its second run has copies, as they were.
 Random numbers are drawn again the same, Python's and numpy's too; in the threads of ``dp``
 `lockstep.threads.recompute` sees to those of torch, and a model that draws others is refused.
@@ -13,9 +13,11 @@ A block that changes anything else in its second run (a dictionary, a global var
 from __future__ import annotations
 
 import contextlib
+import functools
 import io
 import itertools
 import pickle
+import types
 from collections import Counter
 from collections.abc import Callable, Iterator
 from contextvars import ContextVar
@@ -54,14 +56,14 @@ def checkpoint_blocks(model: nn.Module, wanted: str, *, compiled: bool = False) 
             "activation_checkpointing: auto finds no list of like blocks in the model: name blocks, "
             'as "encoder.layers" or "stem,body.3"'
         )
-    base = _compilable() if compiled else _Checkpointed
     for name, block in blocks.items():
         if "forward" in vars(block):
             raise JobError(f'activation_checkpointing: "{name}" has had its forward replaced: name blocks inside of it')
-        if not isinstance(block, _Checkpointed):
-            kind = type(block)
-            its = {"__module__": __name__, "_name": name, "_runs": itertools.count()}
-            block.__class__ = type(f"Checkpointed{kind.__name__}", (base, kind), its)
+    for block, name in {block: name for name, block in blocks.items()}.items():
+        forward = _checkpointed(name)
+        if compiled:
+            forward = torch.compiler.disable(forward, recursive=False)  # type: ignore[no-untyped-call]
+        block.forward = types.MethodType(forward, block)
     return list(blocks)
 
 
@@ -75,22 +77,17 @@ def found_blocks(model: nn.Module) -> dict[str, nn.Module]:
 
     def look(name: str, module: nn.Module) -> None:
         children = list(module.named_children())
-        kinds = Counter(_class_of(child) for _, child in children if _is_composite(child))
+        kinds = Counter(type(child) for _, child in children if _is_composite(child))
         many = {kind for kind, times in kinds.items() if times > 1}
         for child_name, child in children:
             full = f"{name}.{child_name}".lstrip(".")
-            if isinstance(module, nn.ModuleList | nn.Sequential) and _class_of(child) in many:
+            if isinstance(module, nn.ModuleList | nn.Sequential) and type(child) in many:
                 found.setdefault(full, child)
             else:
                 look(full, child)
 
     look("", model)
     return found
-
-
-def _class_of(module: nn.Module) -> type:
-    """Its class, as it was before it was checkpointed."""
-    return type(module).__bases__[1] if isinstance(module, _Checkpointed) else type(module)
 
 
 def _is_composite(module: nn.Module) -> bool:
@@ -150,31 +147,19 @@ def not_checkpointable(error: Exception) -> StrategyError | None:
     )
 
 
-class _Checkpointed(nn.Module):
-    """A block that keeps its inputs alone."""
+def _checkpointed(name: str) -> Callable[..., Any]:
+    """A forward with which the block of that name, and its copies, keep their inputs alone."""
+    runs = itertools.count()
 
-    _name: str
-    _runs: Iterator[int]
-    """Numbers of the second runs of it and its copies."""
-
-    def forward(self, *args: Any, **kwargs: Any) -> Any:
-        """As the block's own."""
-        run = super().forward
+    def forward(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
+        run: Callable[..., Any] = functools.partial(type(self).forward, self)
         if not torch.is_grad_enabled() or _ARE_OFF.get():
             return run(*args, **kwargs)
-        start = _Start(self)
+        contexts = contextlib.nullcontext(), _Again(_Start(self, name, runs))
         run = _giving_copies(run, args, kwargs)
-        contexts = contextlib.nullcontext(), _Again(start)
         return checkpoint(run, *args, use_reentrant=False, context_fn=lambda: contexts, **kwargs)
 
-
-def _compilable() -> type[_Checkpointed]:
-    """The same for compiled models. (Made where it is needed, since the compiler takes 0.8 s to import.)"""
-
-    class Compilable(_Checkpointed):
-        forward = torch.compiler.disable(_Checkpointed.forward, recursive=False)  # type: ignore[no-untyped-call]
-
-    return Compilable
+    return forward
 
 
 def _giving_copies(run: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Callable[..., Any]:
@@ -243,8 +228,13 @@ class _Reader(pickle.Unpickler):
 class _Start:
     """What a block began its first run with: buffers, attributes, and states of Python's and numpy's random numbers."""
 
-    def __init__(self, block: _Checkpointed) -> None:
-        self._block = block
+    def __init__(self, block: nn.Module, name: str, runs: Iterator[int]) -> None:
+        """Args:
+        block: it, or a copy of it.
+        name: the block's in the model.
+        runs: numbers of the second runs of it and its copies.
+        """
+        self._block, self._name, self._runs = block, name, runs
         modules = [*block.modules(), *_bound_by_hooks(block)]
         self._attributes = [(vars(module), plain_attributes(module)) for module in modules]
         self._places = [(m, name) for m in modules for name, b in m._buffers.items() if b is not None]
@@ -267,8 +257,8 @@ class _Start:
         set_other_states(self._drawn)
         for (module, name), value in zip(self._places, self._then, strict=True):
             module._buffers[name] = value.clone()  # (which is written to, and there may be another run)
-        run = next(self._block._runs)
-        others = _Others(self._block) if run < _LOOKED_AT or not run & (run - 1) else None
+        run = next(self._runs)
+        others = _Others(self._block, self._name) if run < _LOOKED_AT or not run & (run - 1) else None
         try:
             yield
         finally:
@@ -298,8 +288,8 @@ class _Again(contextlib.AbstractContextManager[None]):
 class _Others:
     """What a block's forward may change and is not put back."""
 
-    def __init__(self, block: _Checkpointed) -> None:
-        self._block = block
+    def __init__(self, block: nn.Module, name: str) -> None:
+        self._block, self._name = block, name
         self._outside = OutsideVariables.of_model(block)
         self._before = self._prints()
 
@@ -311,7 +301,7 @@ class _Others:
             for key in plain_attributes(module)
         }
         attributes = {name: its for name, its in attribute_prints(self._block).items() if name not in plain}
-        return {**{f"{self._block._name}.{name}": its for name, its in attributes.items()}, **self._outside.prints()}
+        return {**{f"{self._name}.{name}": its for name, its in attributes.items()}, **self._outside.prints()}
 
     def refuse_changes(self) -> None:
         """Refuse a block whose second run has changed something.
@@ -322,7 +312,7 @@ class _Others:
         for name, its in self._prints().items():
             if self._before.get(name, its) != its:
                 raise JobError(
-                    f'activation_checkpointing: "{self._block._name}" changes "{name}" again as backward computes it a '
+                    f'activation_checkpointing: "{self._name}" changes "{name}" again as backward computes it a '
                     "second time: make that a buffer, or a number of the module's own, or name other blocks"
                 ) from None
 

@@ -209,11 +209,6 @@ class Strategy(ABC):
                 of = "the first replica's local batches" if replicas > 1 else "micro-batches, which move them once each"
                 text = f"InstanceNorm's running statistics are those of {of}"
                 found.append(Caveat("buffer", text))
-        if parts > 1 and any(module.scale_grad_by_freq for _, module in _embeddings(model)):
-            text = (
-                "scale_grad_by_freq divides gradients by how often a word is in a micro-batch, not in the whole batch"
-            )
-            found.append(Caveat("mixing", text))
         if parts > 1 and hooked_parameters(model):
             found.append(PARAMETER_HOOKS)
         if parts > 1 and job.collate is not None:

@@ -16,6 +16,7 @@ gradients adds these too.
 
 from __future__ import annotations
 
+import types
 from typing import Any, cast
 
 import torch
@@ -26,12 +27,14 @@ from torch.nn.modules.batchnorm import _BatchNorm
 from lockstep.errors import InputError, StrategyError
 from lockstep.threads.replica_collectives import Exchange, RankExchange, Session
 
+_KINDS = (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d, nn.SyncBatchNorm)
+
 
 def synchronise(module: nn.Module, exchange: Exchange) -> int:
     """Make every ``nn.BatchNorm1d``, ``2d`` and ``3d``, and ``nn.SyncBatchNorm``, normalise over all parties.
 
-    The modules stay the same objects, with their parameters, buffers, hooks and names: only their class changes, to a
-    subclass of what it was. ``InstanceNorm`` is left alone. In eval mode they behave as before.
+    The modules stay the same objects of the same classes, with their parameters, buffers, hooks and names: only their
+    ``forward`` is another one. ``InstanceNorm`` is left alone. In eval mode they behave as before.
 
     Args:
         module: is changed in place. Copies made of it afterwards are parties to the same exchange.
@@ -42,22 +45,24 @@ def synchronise(module: nn.Module, exchange: Exchange) -> int:
 
     Raises:
         InputError: a lazy batch norm that hasn't seen data yet.
-        StrategyError: a batch norm of another class, which computes nobody knows what.
+        StrategyError: a batch norm of another class, or with a forward of its own, which computes nobody knows what.
     """
     found: dict[str, _BatchNorm] = {}
     for name, part in module.named_modules():
-        if type(part) in _CLASSES or isinstance(part, _Synchronised):
+        replaced = vars(part).get("forward")
+        is_own = replaced is None or getattr(replaced, "__func__", None) is _forward
+        if type(part) in _KINDS and is_own:
             found[name] = cast(_BatchNorm, part)
         elif isinstance(part, nn.modules.lazy.LazyModuleMixin) and isinstance(part, nn.modules.batchnorm._NormBase):
             raise InputError(f"{name or 'the model'} is lazy and has seen no data yet: run the model once before")
         elif isinstance(part, _BatchNorm):
+            what = f"is a {type(part).__name__}" if is_own else "has had its forward replaced"
             raise StrategyError(
-                f"{name or 'the model'} is a {type(part).__name__}, and only PyTorch's own BatchNorm1d, 2d and 3d can "
-                "be synchronised: use one of those, or leave sync_batchnorm off"
+                f"{name or 'the model'} {what}, and only PyTorch's own BatchNorm1d, 2d and 3d can be synchronised: "
+                "use one of those, or leave sync_batchnorm off"
             )
     for number, part in enumerate(found.values()):
-        if not isinstance(part, _Synchronised):
-            part.__class__ = _CLASSES[type(part)]
+        part.forward = types.MethodType(_forward, part)  # type: ignore[method-assign]
         part.exchange, part.number = exchange, number  # type: ignore[assignment]
     exchange.layers = tuple(found)
     exchange.channels = max((part.num_features for part in found.values()), default=0)
@@ -97,54 +102,25 @@ def _gathered(exchange: Exchange, session: Session, mine: torch.Tensor, number: 
     return found[:, 1 : 1 + len(mine)]
 
 
-class _Synchronised(_BatchNorm):
-    """Batch norm whose statistics, in training, are those of all parties."""
-
-    exchange: Exchange
-    number: int
-
-    def forward(self, input: torch.Tensor) -> torch.Tensor:
-        """Normalise. input: (batch, channels, ...)."""
-        if not self.training:
-            return _BatchNorm.forward(self, input)
-        session = self.exchange.session()
-        if session.parties == 1:
-            return _BatchNorm.forward(self, input)
-        self._check_input_dim(input)  # type: ignore[no-untyped-call]
-        momentum = self.momentum
-        if self.track_running_stats and self.num_batches_tracked is not None:
-            self.num_batches_tracked.add_(1)
-            if momentum is None:  # the average of all batches so far
-                momentum = 1.0 / float(self.num_batches_tracked)
-        tracked = (self.running_mean, self.running_var) if self.track_running_stats else (None, None)
-        output: torch.Tensor = _Normalise.apply(  # type: ignore[no-untyped-call]
-            input, self.weight, self.bias, *tracked, momentum or 0.0, self.eps, self.exchange, session, self.number
-        )
-        return output
-
-
-class SynchronisedBatchNorm1d(_Synchronised, nn.BatchNorm1d):
-    """``nn.BatchNorm1d`` over all parties."""
-
-
-class SynchronisedBatchNorm2d(_Synchronised, nn.BatchNorm2d):
-    """``nn.BatchNorm2d`` over all parties."""
-
-
-class SynchronisedBatchNorm3d(_Synchronised, nn.BatchNorm3d):
-    """``nn.BatchNorm3d`` over all parties."""
-
-
-class SynchronisedSyncBatchNorm(_Synchronised, nn.SyncBatchNorm):
-    """``nn.SyncBatchNorm``, which would meet ranks on accelerators only, over all parties."""
-
-
-_CLASSES: dict[type, type] = {
-    nn.BatchNorm1d: SynchronisedBatchNorm1d,
-    nn.BatchNorm2d: SynchronisedBatchNorm2d,
-    nn.BatchNorm3d: SynchronisedBatchNorm3d,
-    nn.SyncBatchNorm: SynchronisedSyncBatchNorm,
-}
+def _forward(self: _BatchNorm, input: torch.Tensor) -> torch.Tensor:
+    """Normalise; in training with the statistics of all parties. input: (batch, channels, ...)."""
+    if not self.training:
+        return _BatchNorm.forward(self, input)
+    exchange = cast(Exchange, self.exchange)
+    session = exchange.session()
+    if session.parties == 1:
+        return _BatchNorm.forward(self, input)
+    self._check_input_dim(input)  # type: ignore[no-untyped-call]
+    momentum = self.momentum
+    if self.track_running_stats and self.num_batches_tracked is not None:
+        self.num_batches_tracked.add_(1)
+        if momentum is None:  # the average of all batches so far
+            momentum = 1.0 / float(self.num_batches_tracked)
+    tracked = (self.running_mean, self.running_var) if self.track_running_stats else (None, None)
+    output: torch.Tensor = _Normalise.apply(  # type: ignore[no-untyped-call]
+        input, self.weight, self.bias, *tracked, momentum or 0.0, self.eps, exchange, session, self.number
+    )
+    return output
 
 
 class _Normalise(torch.autograd.Function):

@@ -19,7 +19,7 @@ from lockstep.model.inspection.watched import NORMS
 from lockstep.tensors.digest import digest
 from lockstep.tensors.pytree import tensors
 
-_OF_EVERY_MODULE = {*vars(nn.Module()), "_compiled_call_impl", "forward"}
+_OF_EVERY_MODULE = {*vars(nn.Module()), "_compiled_call_impl", "forward", "__deepcopy__"}
 _OF_FULLY_SHARD = "__composable_api_"
 """How the names begin of what PyTorch's ``fully_shard`` keeps in a module."""
 

@@ -230,6 +230,11 @@ class Seen:
             )
             yield Caveat("state", text)
         yield from self._once_per_microbatch()
+        if self.counts_words:
+            text = (
+                "scale_grad_by_freq divides gradients by how often a word is in a micro-batch, not in the whole batch"
+            )
+            yield Caveat("mixing", text)
         if self.draws and not with_dropout:
             text = "the model draws random numbers in forward, which differ from single-device training; they are"
             yield Caveat("drawing", f"{text} reproducible")

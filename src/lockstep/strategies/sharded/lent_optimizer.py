@@ -15,7 +15,6 @@ from collections.abc import Callable, Iterator, Mapping
 
 import torch
 from torch import nn
-from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 
 from lockstep.errors import InputError, StrategyError
@@ -53,7 +52,7 @@ class LentOptimizer:
                 yield
             return
         self._lend()
-        hook = self._model.register_forward_hook(_cut_again)
+        hook = self._model.register_forward_hook(self._cut_again)
         try:
             with WholeValues(self._cut):
                 yield
@@ -101,13 +100,17 @@ class LentOptimizer:
 
     def _keep_gathered(self) -> None:
         """What a forward with gradients has left gathered may have been written to."""
-        assert isinstance(self._model, FSDPModule)
         held = {name: getattr(*self._shards.places[name][0]) for name in self._shards.cut}
         gathered = {name: p for name, p in held.items() if not isinstance(p, DTensor)}
         for name, p in gathered.items():
             self._shards.local[name].detach().copy_(self._shards.part(name, p))
         if gathered:
-            self._model.reshard()
+            self._shards.reshard()
+
+    def _cut_again(self, model: nn.Module, args: object, outputs: object) -> None:
+        del model, args, outputs
+        if not torch.is_grad_enabled():
+            self._shards.reshard()
 
     def _lend(self) -> None:
         self._replace(self._shards.cut, self._shards.as_rows)
@@ -154,10 +157,3 @@ def refuse_hooks(optimizer: torch.optim.Optimizer) -> None:
             "each gradient and parameter: where they treat each element by itself, say so by --elementwise true "
             "(FSDP(elementwise=True)), or take ddp"
         )
-
-
-def _cut_again(model: nn.Module, args: object, outputs: object) -> None:
-    del args, outputs
-    assert isinstance(model, FSDPModule)
-    if not torch.is_grad_enabled():
-        model.reshard()

@@ -14,7 +14,6 @@ from typing import Any, TypeVar
 
 import torch
 from torch import nn
-from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 
 from lockstep.data import Batch, Part
@@ -99,11 +98,11 @@ class ShardedStep(DDPStep):
         self._watch.used.clear()
         self._buffers.follow()
         losses: list[Loss] = []
-        assert isinstance(self.model, FSDPModule)
         parts = [part for part in batch.parts if part.of]  # (in a loop of one's own no rank may have a sample of one)
         for number, part in enumerate(parts):
             if not self.sync_each_microbatch:
-                self.model.set_requires_gradient_sync(number == len(parts) - 1)
+                with self._shards.fsdp_module() as model:
+                    model.set_requires_gradient_sync(number == len(parts) - 1)
             if self._exchange is not None:
                 self._exchange.begin(min(part.of, self.world.size))
             self.begin_part(number)
@@ -243,8 +242,7 @@ class ShardedStep(DDPStep):
                 yield
             finally:
                 self._evaluates = before
-                assert isinstance(self.model, FSDPModule)
-                self.model.reshard()
+                self._shards.reshard()
 
     def _of_each(self, function: Callable[[nn.Module, Part], T], batch: Batch) -> list[tuple[Part, T]]:
         self._evaluations += 1
@@ -295,12 +293,12 @@ class ShardedStep(DDPStep):
         """As every evaluator's; what is in no block is whole meanwhile, as after forward."""
         if self.loss.is_known:
             return
-        assert isinstance(self.model, FSDPModule)
-        self.model.unshard()
+        with self._shards.fsdp_module() as model:
+            model.unshard()
         try:
             super().compare_ranks(check)
         finally:
-            self.model.reshard()
+            self._shards.reshard()
 
     def begin_update(self, batch: Batch) -> None:
         """As every step's; ranks look equally often."""

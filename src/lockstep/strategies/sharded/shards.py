@@ -15,8 +15,9 @@ from __future__ import annotations
 import gc
 import weakref
 from collections import Counter, defaultdict
-from collections.abc import Iterable, Mapping
-from typing import Any
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import contextmanager
+from typing import Any, NoReturn
 
 import torch
 from torch import nn
@@ -73,6 +74,10 @@ class Shards:
                 module.set_gradient_divide_factor(1.0)  # a sum: the mean over ranks isn't that over samples
                 module.set_force_sum_reduction_for_comms(True)
                 _send_zeros(module)
+                vars(module)["__deepcopy__"] = _refuse_copy
+        self._sharded = [(module, type(module)) for module in model.modules() if isinstance(module, FSDPModule)]
+        with self.fsdp_module():  # after which they have their own classes
+            pass
         self._before = {name: weakref.ref(p) for name, p in before.items() if name not in self.whole}
         now = dict(model.named_parameters())
         self.cut = {name: p for name, p in now.items() if isinstance(p, DTensor)}
@@ -231,6 +236,33 @@ class Shards:
     def bytes_here(self) -> int:
         """Of the parameters that this rank keeps, all together."""
         return sum(p.numel() * p.element_size() for p in self.local.values())
+
+    @contextmanager
+    def fsdp_module(self) -> Iterator[FSDPModule]:
+        """The model, which has the methods of ``FSDPModule`` in this context, as its blocks have.
+
+        ``fully_shard`` changes their classes. Afterwards they have their own again: a person's code may ask whether
+        ``type(layer) is Block``.
+        """
+        for module, kind in self._sharded:
+            module.__class__ = kind
+        try:
+            yield self._sharded[0][0]
+        finally:
+            for module, kind in self._sharded:
+                module.__class__ = kind.__mro__[2]
+
+    def reshard(self) -> None:
+        """Free what is gathered beside the blocks."""
+        with self.fsdp_module() as model:
+            model.reshard()
+
+
+def _refuse_copy(memo: dict[int, Any]) -> NoReturn:
+    raise StrategyError(
+        "fsdp: a sharded model can't be copied (copy.deepcopy, AveragedModel)",
+        fix="copy single parameters, or let lockstep.callbacks.EMA or SWA average them, as under any strategy",
+    )
 
 
 def _send_zeros(module: nn.Module) -> None:

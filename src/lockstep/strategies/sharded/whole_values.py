@@ -19,7 +19,6 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import tree_leaves, tree_map_only
 from torch.utils.weak import WeakTensorKeyDictionary
 
-from lockstep.errors import StrategyError
 from lockstep.launch.events import Caveat
 from lockstep.model.inspection import writes_in_place
 
@@ -103,15 +102,6 @@ class WholeValues(TorchFunctionMode):
         WholeValues.changes += 1
         super().__enter__()  # type: ignore[no-untyped-call]
         return self
-
-    def __exit__(self, kind: Any, error: Any, traceback: Any) -> None:
-        """Say what to do in place of a copy of the model, which PyTorch refuses."""
-        super().__exit__(kind, error, traceback)  # type: ignore[no-untyped-call]
-        if isinstance(error, AssertionError) and "FSDP does not support deepcopy" in str(error):
-            raise StrategyError(
-                "fsdp: a sharded model can't be copied (copy.deepcopy, AveragedModel)",
-                fix="copy single parameters, or let lockstep.callbacks.EMA or SWA average them, as under any strategy",
-            ) from error
 
     def __torch_function__(
         self, func: Callable[..., Any], types: Any, args: Any = (), kwargs: dict[str, Any] | None = None
