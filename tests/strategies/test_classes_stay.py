@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -11,7 +12,7 @@ from torch import nn
 from lockstep import Callback, train
 from lockstep.errors import StrategyError
 from lockstep.verify import differences, parity
-from zoo import ZOO, slow
+from zoo import ZOO, drawn, slow
 
 BOUND = 1e-10
 
@@ -68,7 +69,7 @@ class Unnormed(Asking):
 @pytest.mark.parametrize(
     ("way", "devices"), [("single", "1xcpu"), slow("dp", "2xcpu"), ("ddp", "2xcpu"), slow("fsdp", "2xcpu")]
 )
-def test_blocks_that_are_checkpointed_have_theirs(way: str, devices: str, tmp_path: Any) -> None:
+def test_blocks_that_are_checkpointed_have_theirs(way: str, devices: str, tmp_path: Path) -> None:
     """Found by trial: weights 14 % off without a line, under single too."""
     job = asking().replace(model=Unnormed)
     plain = train(job, devices="1xcpu", folder=tmp_path, quiet=True)
@@ -101,7 +102,29 @@ class Scaled(nn.Sequential):
         super().__init__(norm, nn.Linear(6, 3))
 
 
-def test_a_batch_norm_with_another_forward_is_not_synchronised(tmp_path: Any) -> None:
+def test_a_batch_norm_with_another_forward_is_not_synchronised(tmp_path: Path) -> None:
     job = asking(sync_batchnorm=True).replace(model=Scaled)
     with pytest.raises(StrategyError, match="0 has had its forward replaced, and only PyTorch's own"):
         train(job, strategy="ddp", devices="2xcpu", folder=tmp_path, quiet=True)
+
+
+class Saving(Callback):
+    """Saves the whole model, as scripts of one device do."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+
+    def on_finish(self, training: Any) -> None:
+        torch.save(training.model, self.path)
+
+
+@pytest.mark.parametrize(
+    ("way", "settings"), [("ddp", {"sync_batchnorm": True}), ("single", {"activation_checkpointing": "layers"})]
+)
+def test_a_callback_may_save_the_model(way: str, settings: dict[str, Any], tmp_path: Path) -> None:
+    """Found by trial: an error of pickle's."""
+    path = tmp_path / "model.pt"
+    job = asking(callbacks=[Saving(path)]).replace(model=Unnormed if way == "single" else Asking, **settings)
+    run = train(job, strategy=way, devices=f"{1 + (way == 'ddp')}xcpu", folder=tmp_path, quiet=True)
+    saved, x = torch.load(path, weights_only=False).eval(), drawn(5, 6).double()
+    torch.testing.assert_close(saved(x), run.model().eval()(x), rtol=0, atol=1e-12)

@@ -128,8 +128,7 @@ class FSDP(Strategy):
     def _looks(self, model: nn.Module, whole: int, world: World) -> tuple[float, str | None]:
         """The last update before which rank 0 puts the whole model together to inspect it; a note where it is one."""
         why = "build_on_disk" if self.build_on_disk else world.broadcast_object(_no_room(whole, world))
-        if (where := holding_on(model)) is not None:  # a copy would come to blocks of the others' model
-            why = f"a function in {where} holds on to the model it was made in"
+        why = holding_on(model) or why  # a copy would come to blocks of the others' model
         if why is not None:
             return 0, f"{why}: what forward does is not inspected before the first update"
         if whole <= _LARGEST:

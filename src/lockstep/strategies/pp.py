@@ -30,7 +30,7 @@ from lockstep.launch.events import Caveat, Line
 from lockstep.launch.layout import Layout
 from lockstep.launch.world import World
 from lockstep.model.build import build_model
-from lockstep.model.inspection import drops
+from lockstep.model.inspection import OutsideVariables, drops
 from lockstep.model.optimizer import build_optimizer
 from lockstep.pipelining.device_map import stage_of
 from lockstep.pipelining.planner.partition import capacities, even_split, found_for
@@ -146,19 +146,20 @@ class PP(Strategy):
         is_open = way.chunks is None and way.device_map is None and way.schedule in ("auto", "fitted")
         choice = None
         try:
-            if not choosing and chunks == 1:
-                cut = mine.replace(accumulate=way.num_microbatches(job))
-                found = found_for(cut, world.devices, _order_of(way, len(world.devices))(number), capacity)
-            else:
-                found, choice = planned(
-                    mine,
-                    world.devices,
-                    device_map=way.device_map,
-                    schedules=None if way.schedule == "auto" else [way.schedule],
-                    microbatches=NUMBERS if way.microbatches == "auto" else [number],
-                    chunks=(1, 2) if is_open else (chunks,),
-                    capacity=capacity,
-                )
+            with OutsideVariables([job.model]).kept():  # a list of layers, say, that building the model adds to
+                if not choosing and chunks == 1:
+                    cut = mine.replace(accumulate=way.num_microbatches(job))
+                    found = found_for(cut, world.devices, _order_of(way, len(world.devices))(number), capacity)
+                else:
+                    found, choice = planned(
+                        mine,
+                        world.devices,
+                        device_map=way.device_map,
+                        schedules=None if way.schedule == "auto" else [way.schedule],
+                        microbatches=NUMBERS if way.microbatches == "auto" else [number],
+                        chunks=(1, 2) if is_open else (chunks,),
+                        capacity=capacity,
+                    )
         except Exception as error:
             if auto or (isinstance(error, LockstepError) and not isinstance(error, TooFewLayers)):
                 raise

@@ -145,8 +145,8 @@ def refuse_what_replicas_would_share(model: nn.Module) -> None:
     advice = "; take ddp, which builds the model afresh for each device"
     for name in hooked_parameters(model):
         raise StrategyError(f'dp: parameter "{name}" has a hook, which its replicas would not have{advice}')
-    if (where := holding_on(model)) is not None:
-        raise StrategyError(f"dp: a function in {where} holds on to the model it was made in{advice}")
+    if (why := holding_on(model)) is not None:
+        raise StrategyError(f"dp: {why}{advice}")
 
 
 def refuse_other_parameters(total: torch.Tensor, model: nn.Module) -> None:

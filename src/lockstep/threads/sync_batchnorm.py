@@ -17,6 +17,7 @@ gradients adds these too.
 from __future__ import annotations
 
 import types
+from collections.abc import Callable
 from typing import Any, cast
 
 import torch
@@ -50,7 +51,7 @@ def synchronise(module: nn.Module, exchange: Exchange) -> int:
     found: dict[str, _BatchNorm] = {}
     for name, part in module.named_modules():
         replaced = vars(part).get("forward")
-        is_own = replaced is None or getattr(replaced, "__func__", None) is _forward
+        is_own = replaced is None or getattr(replaced, "__module__", None) == __name__
         if type(part) in _KINDS and is_own:
             found[name] = cast(_BatchNorm, part)
         elif isinstance(part, nn.modules.lazy.LazyModuleMixin) and isinstance(part, nn.modules.batchnorm._NormBase):
@@ -62,8 +63,7 @@ def synchronise(module: nn.Module, exchange: Exchange) -> int:
                 "use one of those, or leave sync_batchnorm off"
             )
     for number, part in enumerate(found.values()):
-        part.forward = types.MethodType(_forward, part)  # type: ignore[method-assign]
-        part.exchange, part.number = exchange, number  # type: ignore[assignment]
+        part.forward = types.MethodType(_over_all(exchange, number), part)  # type: ignore[method-assign]
     exchange.layers = tuple(found)
     exchange.channels = max((part.num_features for part in found.values()), default=0)
     return len(found)
@@ -102,25 +102,25 @@ def _gathered(exchange: Exchange, session: Session, mine: torch.Tensor, number: 
     return found[:, 1 : 1 + len(mine)]
 
 
-def _forward(self: _BatchNorm, input: torch.Tensor) -> torch.Tensor:
-    """Normalise; in training with the statistics of all parties. input: (batch, channels, ...)."""
-    if not self.training:
-        return _BatchNorm.forward(self, input)
-    exchange = cast(Exchange, self.exchange)
-    session = exchange.session()
-    if session.parties == 1:
-        return _BatchNorm.forward(self, input)
-    self._check_input_dim(input)  # type: ignore[no-untyped-call]
-    momentum = self.momentum
-    if self.track_running_stats and self.num_batches_tracked is not None:
-        self.num_batches_tracked.add_(1)
-        if momentum is None:  # the average of all batches so far
-            momentum = 1.0 / float(self.num_batches_tracked)
-    tracked = (self.running_mean, self.running_var) if self.track_running_stats else (None, None)
-    output: torch.Tensor = _Normalise.apply(  # type: ignore[no-untyped-call]
-        input, self.weight, self.bias, *tracked, momentum or 0.0, self.eps, exchange, session, self.number
-    )
-    return output
+def _over_all(exchange: Exchange, number: int) -> Callable[[_BatchNorm, torch.Tensor], torch.Tensor]:
+    """The forward of batch norm ``number``, with the statistics of all parties in training."""
+
+    def forward(self: _BatchNorm, input: torch.Tensor) -> torch.Tensor:
+        if not self.training or (session := exchange.session()).parties == 1:
+            return _BatchNorm.forward(self, input)
+        self._check_input_dim(input)  # type: ignore[no-untyped-call]
+        momentum = self.momentum
+        if self.track_running_stats and self.num_batches_tracked is not None:
+            self.num_batches_tracked.add_(1)
+            if momentum is None:  # the average of all batches so far
+                momentum = 1.0 / float(self.num_batches_tracked)
+        tracked = (self.running_mean, self.running_var) if self.track_running_stats else (None, None)
+        output: torch.Tensor = _Normalise.apply(  # type: ignore[no-untyped-call]
+            input, self.weight, self.bias, *tracked, momentum or 0.0, self.eps, exchange, session, number
+        )
+        return output
+
+    return forward
 
 
 class _Normalise(torch.autograd.Function):

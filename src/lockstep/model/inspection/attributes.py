@@ -81,11 +81,15 @@ def prints_of(held: Iterable[tuple[str, Any]], names: Callable[[], Mapping[int, 
 
 
 def holding_on(model: nn.Module) -> str | None:
-    """Where in the model a function holds something of it, so that a copy would use the model itself, if one does."""
+    """Why a copy would use the model itself, if it would, or lose something of it."""
+    ids = {id(one) for one in (*model.modules(), *model.parameters())}
     for name, module in model.named_modules():
+        where, held = f'"{name}"' if name else "the model", vars(module).values()
         hooks = (function for kind in HOOKS for function in getattr(module, kind).values())
-        if any(holds_on_to(function, model) for function in (*vars(module).values(), *hooks)):
-            return f'"{name}"' if name else "the model"
+        if any(holds_on_to(function, model) for function in (*held, *hooks)):
+            return f"a function in {where} holds on to the model it was made in"
+        if any(isinstance(key, int) and key in ids for of in held if isinstance(of, dict) for key in of):
+            return f"a dictionary in {where} has ids of layers or parameters for keys (make themselves its keys)"
     return None
 
 
@@ -237,7 +241,7 @@ def plain_attributes(module: nn.Module) -> dict[str, Any]:
 def is_plain(value: Any) -> bool:
     """Whether it is a number, a text, a switch, or a list, tuple or dictionary of some."""
     if isinstance(value, dict):
-        value = value.values()
+        value = (*value, *value.values())
     elif not isinstance(value, list | tuple):
         return isinstance(value, PLAIN)
     return all(isinstance(item, PLAIN) for item in value)

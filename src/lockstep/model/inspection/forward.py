@@ -108,8 +108,8 @@ def look(
     """
     batch, original, seen = (inputs, targets), original or model, Seen()
     judge = judge and drawing_alike(judge, accelerators_of(inputs))
-    if (where := holding_on(model)) is not None:
-        return Seen(uncopied=f"a function in {where} holds on to the model it was made in")
+    if (why := holding_on(model)) is not None:
+        return Seen(uncopied=why)
     with torch.no_grad(), kept_states(accelerators_of(inputs)), full_products():
         try:
             size = sum(p.numel() * p.element_size() for p in model.parameters())
