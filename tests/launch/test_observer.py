@@ -51,5 +51,7 @@ def test_an_observer_is_told_of_an_update_until_it_leaves() -> None:
 
 def test_no_method_of_another_object_is_replaced() -> None:
     source = Path(lockstep.__file__).parent
-    replacing = [path.name for path in source.rglob("*.py") if "[method-assign]" in path.read_text()]
-    assert replacing == ["recompute.py"], "PyTorch's own checkpoints, which take no generator, and nothing else"
+    replacing = {path.name for path in source.rglob("*.py") if "[method-assign]" in path.read_text()}
+    replacing -= {"recompute.py"}  # PyTorch's own checkpoints, which take no generator
+    replacing -= {"sync_batchnorm.py"}  # a layer's forward: with another class, type(layer) would be another one
+    assert not replacing
