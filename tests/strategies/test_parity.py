@@ -410,6 +410,19 @@ class Renormed(nn.Module):
         return self.words(x.long().abs().clamp(max=39)[:, 0])
 
 
+class Rescaled(nn.Module):
+    """A function rescales rows of words that are longer than those of the first batches."""
+
+    def __init__(self, *, bag: bool = False) -> None:
+        super().__init__()
+        self.words, self.bag = nn.Parameter(torch.full((40, 3), 0.1)), bag
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        words = x.long().abs().clamp(max=39)
+        embedded = nn.functional.embedding_bag if self.bag else nn.functional.embedding
+        return embedded(words if self.bag else words[:, 0], self.words, max_norm=2.0)
+
+
 class Frequent(nn.Module):
     """An embedding of words, whose gradient is divided by how often they are in the batch."""
 
@@ -455,6 +468,8 @@ class Closing(nn.Linear):
     ("model", "ways", "says"),
     [
         (Renormed, ["dp", "ddp"], "max_norm"),
+        (Rescaled, ["dp", "ddp", "fsdp"], 'the model writes its parameter "words" in forward'),
+        (lambda: Rescaled(bag=True), ["dp"], 'the model writes its parameter "words" in forward'),
         (lambda: Frequent("embedding"), ["dp", "ddp", "hogwild"], '"words" has scale_grad_by_freq'),
         (lambda: Frequent("bag"), ["dp", "ddp"], '"words" has scale_grad_by_freq'),
         (lambda: Frequent("function"), ["dp", "ddp"], "calls embedding with scale_grad_by_freq=True"),

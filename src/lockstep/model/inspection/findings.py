@@ -18,7 +18,7 @@ class Seen:
     """What a model was seen to do in forward.
 
     Attributes:
-        writes: the first parameter that changed.
+        writes: the first parameter that changed, or that an embedding with ``max_norm`` may change.
         writes_within: the first parameter that forward writes, if only for a while.
         freezes: the first parameter whose ``requires_grad`` changed.
         mixes: whether samples act on one another.

@@ -221,7 +221,7 @@ def _see(
             some = cut(inputs, start, size, samples) if size < samples else inputs
             outputs = call(model, clones(some if given is None else given))
         seen.counts_words |= watched.counts_words
-        seen.writes_within = seen.writes_within or watched.writes
+        seen.writes, seen.writes_within = seen.writes or watched.renorms, seen.writes_within or watched.writes
         seen.draws |= watched.drops
         return outputs
 
@@ -251,7 +251,7 @@ def _see(
     draws = not same(before, after)
     seen.draws |= draws
     seen.draws_elsewhere = not same_others(before.others, after.others)
-    seen.writes = next((name for name, p in model.named_parameters() if digest(p) != parameters[name]), None)
+    seen.writes = next((n for n, p in model.named_parameters() if digest(p) != parameters[n]), seen.writes)
     seen.freezes = next((name for name, p in model.named_parameters() if p.requires_grad != (name in trained)), None)
     if seen.draws_elsewhere or seen.writes is not None:
         return

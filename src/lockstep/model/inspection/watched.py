@@ -31,6 +31,8 @@ def writes_in_place(name: str) -> bool:
 class Watched(TorchFunctionMode):
     """Lets functions drop nothing; notes that, embeddings that scale gradients by frequency, and writes to parameters.
 
+    Embeddings with ``max_norm`` write theirs where a row is longer, in whatever batch that is.
+
     Args:
         places: the names of parameters, by where their storage is.
     """
@@ -40,6 +42,7 @@ class Watched(TorchFunctionMode):
         self._places = places
         self.counts_words = self.drops = False
         self.writes: str | None = None
+        self.renorms: str | None = None
 
     def __torch_function__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Mapping[str, Any] | None = None
@@ -50,6 +53,8 @@ class Watched(TorchFunctionMode):
                 self.writes = self.writes or self._places.get(written.untyped_storage().data_ptr())
         if kwargs.get("scale_grad_by_freq") or (func is torch.embedding and len(args) > 3 and args[3]):
             self.counts_words = True
+        if kwargs.get("max_norm") is not None and len(args) > 1 and isinstance(args[1], torch.Tensor):
+            self.renorms = self.renorms or self._places.get(args[1].untyped_storage().data_ptr())
         if func is F.scaled_dot_product_attention and kwargs.get("dropout_p"):
             kwargs["dropout_p"], self.drops = 0.0, True
         elif kwargs.get("training") and kwargs.get("p"):  # F.dropout and its kin, which give these by name
