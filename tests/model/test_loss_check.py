@@ -1037,3 +1037,45 @@ def test_a_pair_with_what_collate_counted_is_taken_at_its_word(kind: str) -> Non
     loss, targets = OF_THE_WHOLE[kind]
     check = checked(loss, [(drawn(SAMPLES, 3).double(), targets, SAMPLES)])
     assert ["targets hold something that isn't one row for each sample" in note for note in check.notes] == [True]
+
+
+class Deep(nn.Module):
+    """Gives outputs of its earlier layers too, in a list of dictionaries, as DETR does."""
+
+    def __init__(self, layers: int) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Linear(6, 6) for _ in range(1 + layers))
+        self.out = nn.Linear(6, 3)
+
+    def forward(self, x: Tensor) -> dict[str, Any]:
+        found = []
+        for layer in self.layers:
+            x = torch.tanh(layer(x))
+            found.append({"logits": self.out(x)})
+        return {**found[-1], "aux_outputs": found[:-1]}
+
+
+def deep_mean(outputs: dict[str, Any], targets: Tensor) -> Tensor:
+    return sum(F.cross_entropy(of["logits"], targets) for of in (outputs, *outputs["aux_outputs"]))
+
+
+def deep_pair(outputs: dict[str, Any], targets: Tensor) -> tuple[Tensor, int]:
+    return deep_mean(outputs, targets) * len(targets), len(targets)
+
+
+@pytest.mark.parametrize("loss", [deep_mean, deep_pair], ids=["mean", "pair"])
+@pytest.mark.parametrize("layers", [1, 2, 3])
+def test_a_list_of_layers_is_none_of_samples(layers: int, loss: Any, tmp_path: Path, capsys: Any) -> None:
+    """Found by trial: a right mean was refused where as many samples were looked at as there are such layers."""
+    job = lockstep.Job(
+        model=functools.partial(Deep, layers), loss=loss, metrics={"deep": deep_pair}, optimizer=plain_sgd,
+        train_data=TensorDataset(drawn(29, 6), labels(29, 3)), eval_data=TensorDataset(drawn(13, 6), labels(13, 3)),
+        batch_size=8, epochs=1,
+    )  # fmt: skip
+    runs = [
+        lockstep.train(job, strategy=way, devices=on, folder=tmp_path)
+        for way, on in (("single", "1xcpu"), ("ddp", "2xcpu"))
+    ]
+    said = capsys.readouterr().out
+    assert "checked" not in said and "no sum" not in said
+    assert runs[1].history[-1]["train_loss"] == pytest.approx(runs[0].history[-1]["train_loss"], rel=1e-5)

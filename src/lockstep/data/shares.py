@@ -215,12 +215,12 @@ class SeenBatches:
     """What earlier batches of a loop have shown of its inputs and targets, by the names of what is in the pair of both.
 
     Attributes:
-        lists: lists with an item for each sample.
+        lists: whether a list has an item for each sample.
         shared: tensors without a row for each sample, which all samples share; a later batch may have as many samples.
         cut: tensors that were cut.
     """
 
-    lists: set[str] = field(default_factory=set)
+    lists: dict[str, bool] = field(default_factory=dict)
     shared: set[str] = field(default_factory=set)
     cut: set[str] = field(default_factory=set)
 

@@ -49,6 +49,10 @@ class SampleList(list[Any]):
     """A list that has an item for each sample, as can't be seen of each part of it: one box of the only image, say."""
 
 
+class ListOfBatches(list[Any]):
+    """A list of things of all samples (what each of several layers gives), also where it has as many items as those."""
+
+
 def holds_samples(items: list[Any] | tuple[Any, ...], samples: int) -> bool:
     """Whether a list has an item for each sample: the boxes of each image, sentences.
 
@@ -57,29 +61,36 @@ def holds_samples(items: list[Any] | tuple[Any, ...], samples: int) -> bool:
     """
     if isinstance(items, tuple):
         return type(items) is tuple and len(items) == samples and all(isinstance(item, str | bytes) for item in items)
-    if isinstance(items, SampleList):
-        return len(items) == samples
+    if isinstance(items, SampleList | ListOfBatches):
+        return isinstance(items, SampleList) and len(items) == samples
     if len(items) != samples or all(isinstance(item, MutableMapping) or is_dataclass(item) for item in items):
         return len(items) == samples
     found = [t for item in items for t in tensors(item)]
     return not found or not all(t.dim() and t.shape[0] == samples for t in found)
 
 
-def with_sample_lists(nest: Any, samples: int, known: set[str], way: str = "") -> Any:
+def with_sample_lists(nest: Any, samples: int, known: dict[str, bool], way: str = "") -> Any:
     """The nest with each list that has an item for each sample as a ``SampleList``.
+
+    Lists of dictionaries that have not are each a ``ListOfBatches``: a part of the samples may be as many as they.
 
     Args:
         nest: of so many ``samples``.
         samples: their number.
-        known: the names of such lists, which are added to: one whose tensors all have a row for each sample, by chance,
-            is one if it was one before.
+        known: whether the list of a name has an item for each sample, which is added to: of a list with as many items
+            as there are samples an earlier batch, with other numbers, tells what it is.
         way: the name of the nest.
     """
-    if type(nest) is list and len(nest) == samples and (way in known or holds_samples(nest, samples)):
-        known.add(way)
-        return SampleList(nest)
+    if type(nest) is list:
+        if len(nest) != samples:
+            known[way] = False
+        elif known.get(way, holds_samples(nest, samples)):
+            known[way] = True
+            return SampleList(nest)
     named = named_parts(nest)
     new = [with_sample_lists(part, samples, known, f"{way}.{name}") for name, part in named]
+    if type(nest) is list and any(isinstance(item, MutableMapping) or is_dataclass(item) for item in nest):
+        return ListOfBatches(new)
     return nest if all(a is b for a, (_, b) in zip(new, named, strict=True)) else rebuilt(nest, new)
 
 

@@ -101,7 +101,7 @@ class LossCheck:
         self._is_constant = True  # as far as is known, that is the same in each update
         self._sums_in_a_row, self._has_state = 0, False
         self._instead: float | None = None  # the value in the place of what can't be cut; NaN until it is read
-        self.said_parts, self._lists = set[str](), set[str]()
+        self.said_parts, self._lists = set[str](), dict[str, bool]()
         self._new, self._settings = NewValues(), loss.settings()
         self.interval = CheckInterval()
         self.reads: tuple[str, ...] = ()

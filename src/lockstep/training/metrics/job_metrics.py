@@ -20,6 +20,7 @@ from lockstep.model.losses.uncut_outputs import holds_numbers
 from lockstep.strategies.steps.step import Step
 from lockstep.strategies.steps.update_result import Result, Sums
 from lockstep.tensors.pytree import copied_nest, each, named_tensors, versions
+from lockstep.tensors.rows import with_sample_lists
 from lockstep.training.metrics.batch_numbers import BatchNumbers
 from lockstep.training.metrics.metric_check import AcrossReplicas, as_samples, is_sum
 from lockstep.training.metrics.metric_state import MetricState
@@ -64,7 +65,7 @@ class JobMetrics:
         self.state = MetricState(self.functions)
         self._sums = {name: Sums() for name in self.functions}
         self._no_sums, self._of_parts, self._new = set[str](), set[str](), NewValues()
-        self._holds_numbers = False
+        self._holds_numbers, self._lists = False, dict[str, bool]()
         says = looks and step.replicas > 1
         self._across = AcrossReplicas() if says and self.functions else None
         self._numbers = BatchNumbers() if looks and self.functions else None
@@ -86,7 +87,7 @@ class JobMetrics:
         if self._readers and is_due and attribute_prints(self._step.model) != self._kept:
             self._step.tell_once(map(_READS.format, self._readers))
         checks = bool(self.functions) and (self._looks or is_due)  # (the first time each batch: few may be masked)
-        known = self._kept_for_checks(outputs, targets, is_due=is_due) if checks else None
+        known, is_whole = self._kept_for_checks(outputs, targets, is_due=is_due) if checks else (None, False)
         for name, function in self.functions.items():
             before, says = versions((outputs, targets)), self._says and not batch.index
             remembered = self.state.of(name) if says else None
@@ -99,7 +100,7 @@ class JobMetrics:
                     "let it write to a clone"
                 )
             self._sums[name].add(Result(*value, batch.size))
-            if checks and not self._adds_up(name, value if known is outputs else None, known, targets):
+            if checks and not self._adds_up(name, value if is_whole else None, known, targets):
                 self._no_sums.add(name)
         compares = bool(self._objects) and self._looks and (self._is_new(outputs, targets) or is_due)
         for name, metric in self._objects.items():
@@ -111,16 +112,18 @@ class JobMetrics:
     def _is_new(self, outputs: Any, targets: Any) -> bool:
         return self._new.add(outputs, targets, next(as_samples(outputs, targets))[2])
 
-    def _kept_for_checks(self, outputs: Any, targets: Any, *, is_due: bool) -> Any:
-        """Keep what checks of several local batches need; gives the outputs as checks take them."""
-        self._holds_numbers |= holds_numbers(targets, next(as_samples(outputs, targets))[2])
-        known = self._with_known(outputs)
+    def _kept_for_checks(self, outputs: Any, targets: Any, *, is_due: bool) -> tuple[Any, bool]:
+        """Keep what checks of several local batches need; gives outputs as checks take them, and whether all is in."""
+        samples = next(as_samples(outputs, targets))[2]
+        self._holds_numbers |= holds_numbers(targets, samples)
+        held = self._with_known(outputs)
+        known = with_sample_lists(held, samples, self._lists)
         if self._across is not None and is_due:
             self._across.keep(known, targets)
         is_waited_for = self._step.world.device.torch.type != "cpu"
         if self._numbers is not None and (is_due or not is_waited_for):
             self._numbers.keep(known, targets)
-        return known
+        return known, held is outputs
 
     def _with_known(self, outputs: Any) -> Any:
         """With outputs that the model was seen to compute over all samples as parameters, which aren't cut.
