@@ -1079,3 +1079,46 @@ def test_a_list_of_layers_is_none_of_samples(layers: int, loss: Any, tmp_path: P
     said = capsys.readouterr().out
     assert "checked" not in said and "no sum" not in said
     assert runs[1].history[-1]["train_loss"] == pytest.approx(runs[0].history[-1]["train_loss"], rel=1e-5)
+
+
+class Adapting(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.body, self.last, self.judge = nn.Linear(6, 8), nn.Linear(8, 6), nn.Linear(6, 1)
+
+    def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        made = self.last(torch.tanh(self.body(x)))
+        return made, self.judge(made)
+
+
+def adapting() -> Any:
+    """A term is weighted by the gradients of both, as in VQGAN; where there are none, by 0."""
+    models: list[Adapting] = []
+
+    def build() -> Adapting:
+        models.append(Adapting())
+        return models[-1]
+
+    def loss(outputs: tuple[Tensor, Tensor], targets: Tensor) -> Tensor:
+        apart, judged = (outputs[0] - targets).abs().mean(), -outputs[1].mean()
+        try:
+            norms = [
+                torch.autograd.grad(of, models[0].last.weight, retain_graph=True)[0].norm() for of in (apart, judged)
+            ]
+            weight = norms[0] / (norms[1] + 1e-4)
+        except RuntimeError:
+            weight = torch.zeros(())
+        return apart + weight.detach() * judged
+
+    x = drawn(30, 6)
+    return lockstep.Job(
+        model=build, loss=loss, optimizer=plain_sgd, train_data=TensorDataset(x, x), batch_size=20, epochs=1
+    )
+
+
+@pytest.mark.parametrize("way", [{"strategy": "dp", "devices": "2xcpu"}, {"devices": "1xcpu", "accumulate": 2}])
+def test_a_loss_that_is_another_one_without_gradients_is_said(way: dict[str, Any], tmp_path: Path, capsys: Any) -> None:
+    """Found by trial: weights 3 % off without a line; under dp 27 %, whose replicas have other weights."""
+    lockstep.train(adapting(), **way, folder=tmp_path)
+    said = " ".join(capsys.readouterr().out.split())
+    assert "can't be checked: it is another one where no gradients are computed" in said

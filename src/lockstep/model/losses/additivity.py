@@ -17,7 +17,7 @@ from lockstep.errors import LossError
 from lockstep.model.losses.loss import Loss, Number
 from lockstep.model.losses.torch_losses import HALF
 from lockstep.tensors.placing import place_of
-from lockstep.tensors.pytree import each, tensors, to_device
+from lockstep.tensors.pytree import copied_nest, each, tensors, to_device
 from lockstep.tensors.rows import both_of, part_of
 from lockstep.tensors.seeding import other_states, put_state_on, same_others, state_on
 from lockstep.threads.random_streams import source, stream
@@ -103,6 +103,12 @@ def first_wrong(sums: list[Sum], tolerance: float) -> Sum | None:
         if any(is_apart(*values, tolerance=tolerance) for values in zip(*(piece.numbers for piece in of), strict=True)):
             return of
     return None
+
+
+def is_alike(loss: Callable[[Any, Any, int], Loss], nest: Nest, whole: Piece) -> bool:
+    """Whether a loss of the same samples is the same again."""
+    again = Piece.of(loss(*copied_nest(nest), whole.samples), whole.samples)
+    return not any(is_apart(*of, 0.0, tolerance=1e-5) for of in zip(whole.numbers, again.numbers, strict=True))
 
 
 def parts_apart(names: Iterable[str], sums: list[Sum], tolerance: float) -> dict[str, Sum]:

@@ -48,6 +48,7 @@ from lockstep.model.losses.additivity import (
     detached,
     doubled,
     first_wrong,
+    is_alike,
     is_apart,
     is_finite,
     is_nan,
@@ -349,8 +350,11 @@ class LossCheck:
         """What is wrong in float64 too, and where a loss that counts its calls, say, doesn't see that it is called."""
         if (again := self._in_double(nest, samples, closer)) is None:
             return wrong
-        if (wrong_again := first_wrong(*again)) is None and self._loss.may_have_state and not self._has_state:
-            self.remembers()
+        if (wrong_again := first_wrong(*again)) is None and not self._has_state:
+            if self._loss.may_have_state:
+                self.remembers()
+            elif self._instead is None and not is_alike(self._loss.copied(), nest, wrong.whole):
+                self._trust("it is another one where no gradients are computed")
         return wrong_again
 
     def _in_double(self, nest: Nest, samples: int, closer: bool) -> tuple[list[Sum], float] | None:
@@ -377,17 +381,11 @@ class LossCheck:
     def remembers(self, *, outside: bool = False) -> None:
         """The loss has changed what it holds; several threads may say so.
 
-        Args:
-            outside: it is held in a variable that no copy of the loss has for itself. Then it is checked no more.
+        What is held ``outside``, in a variable, no copy of the loss has for itself: then it is checked no more.
         """
         self._has_state = True
         self._trusted |= outside
-        if self._cuts:
-            self.notes.append(
-                f"{self._loss.name} remembers something from call to call, and is called for each local batch, not "
-                "once a batch: where its value depends on that, results differ from single-device training; single "
-                f"without accumulate keeps them{'; whether it is additive over samples is not checked' * outside}"
-            )
+        self.notes += [loss_error.remembers(self._loss, outside=outside)] if self._cuts else []
 
     def _doubles(self, nest: Nest, whole: Piece) -> bool:
         """Whether a scalar for every sample twice is twice as large; unknown beside a number of the whole batch."""

@@ -96,6 +96,15 @@ def squeezing_explained(outputs: Any, targets: Any, samples: int) -> Iterator[No
         ) from error
 
 
+def remembers(loss: Totalled, *, outside: bool) -> str:
+    """Of one that has changed what it holds, or what is outside of it."""
+    return (
+        f"{loss.name} remembers something from call to call, and is called for each local batch, not once a batch: "
+        "where its value depends on that, results differ from single-device training; single without accumulate keeps "
+        f"them{'; whether it is additive over samples is not checked' * outside}"
+    )
+
+
 def draws(loss: Totalled) -> list[str]:
     """The line on a loss that draws other random numbers for each part of a batch.
 
