@@ -27,6 +27,7 @@ class Seen:
         follows: names of those that depend on the share.
         collects: names of attributes of modules that forward makes of what they were and of the share.
         counts: names of attributes that each forward changes, whatever the share: a number of calls, say.
+        overwrites: names of attributes that forward makes of the share alone: an activation, a statistic of it.
         draws: whether layers other than dropout draw random numbers.
         draws_elsewhere: whether they come from Python's or numpy's generator.
         seeds: whether it seeds PyTorch's generator.
@@ -61,6 +62,7 @@ class Seen:
     follows: tuple[str, ...] = ()
     collects: tuple[str, ...] = ()
     counts: tuple[str, ...] = ()
+    overwrites: tuple[str, ...] = field(default=(), compare=False)
     draws: bool = False
     draws_elsewhere: bool = False
     seeds: bool = False

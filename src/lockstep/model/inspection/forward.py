@@ -246,8 +246,7 @@ def _see(
             seen.loss_reads = changed
     seen.changes, seen.puts_back = changes.left, changes.put_back
     seen.passes_on = next((name for name in seen.changes if outside.holds_tensors(name)), None)
-    seen.seeds = bool(seeds)
-    after = states(accelerators)
+    seen.seeds, after = bool(seeds), states(accelerators)
     draws = not same(before, after)
     seen.draws |= draws
     seen.draws_elsewhere = not same_others(before.others, after.others)
@@ -301,6 +300,7 @@ def _see(
         of_head = attribute_prints(model)
         seen.collects = tuple(n for n in moving if written[n] != of_head.get(n))
         seen.counts = tuple(n for n in moving if n not in seen.collects)
+        seen.overwrites = tuple(n for n in changed if n not in moving and written.get(n) != of_head.get(n))
     seen.follows = _others(model, of_whole)
     if not seen.remembers:
         tail = run(first, samples - first)

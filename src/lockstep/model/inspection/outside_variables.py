@@ -268,6 +268,12 @@ def _names_in(code: types.CodeType) -> Iterator[str]:
             yield from _names_in(constant)
 
 
+def names_used_by(kind: type) -> set[str]:
+    """The names of attributes and global variables that methods of a person's own of a class use."""
+    methods = (method for base in kind.__mro__ if _is_own(base) for method in _functions_of(base))
+    return {name for method in methods for name in _names_in(method.__code__)}
+
+
 def _globals_in(code: types.CodeType) -> Iterator[str]:
     """The names of global variables that code uses, and the functions in it."""
     yield from sorted({one.argval for one in dis.get_instructions(code) if one.opname in _OF_GLOBALS})

@@ -22,7 +22,7 @@ from lockstep.data import mixed
 from lockstep.errors import JobError, RunError, StrategyError, told
 from lockstep.job import Job
 from lockstep.launch.events import Caveat, Line
-from lockstep.model.inspection import hooked_parameters, names_in, prints_of
+from lockstep.model.inspection import OutsideVariables, hooked_parameters, names_in, names_used_by, prints_of
 from lockstep.model.inspection.nonlinear import PARAMETER_HOOKS
 from lockstep.model.losses.check_interval import is_power_of_two
 from lockstep.strategies.replicas import structure_of
@@ -38,6 +38,8 @@ from lockstep.training.callbacks.stopping import OfMetric
 
 _STREAM = 0xCA11
 """Of the numbers that callbacks draw: another one than any rank's."""
+
+_BY_METRICS = "what a metric computes from outputs is of all samples"
 
 
 class Callbacks:
@@ -113,6 +115,8 @@ class Callbacks:
             self._begun, self._has_begun = self._held_by_callbacks(), True
         if looks and structure_of(model) != before:
             self._refuse_what_replicas_lack()
+        if looks:
+            self._step.tell_once(self._of_parts())
         if not within:
             last = self._each(self._last, kind)
             by = by or last
@@ -182,6 +186,25 @@ class Callbacks:
         last = self._each(self._last, "logged")
         by = by or (last[0] if last is not None else "")
         return next(filter(None, self._world.gather_objects(by)), "") if meets and self._asks else by
+
+    def _of_parts(self) -> Iterator[Caveat]:
+        """What callbacks read of the model that is of some samples of a batch only."""
+        for name in self._step.seen.overwrites:
+            if name.rpartition(".")[2] in self._names_used:
+                text = f'forward writes attribute "{name}" from its local batch or micro-batch, and callbacks read it'
+                yield Caveat("state", text, _BY_METRICS)
+        for name in self._hooked if self._of_ranks else ():
+            text = f"hooks on layers use callback {name}: on each rank they see its local batch"
+            yield Caveat("state", text, _BY_METRICS)
+
+    @functools.cached_property
+    def _hooked(self) -> list[str]:
+        held = OutsideVariables.of_model(self._step.model).values()
+        return [name for name, callback in self._by_name.items() if any(callback is value for value in held)]
+
+    @functools.cached_property
+    def _names_used(self) -> set[str]:
+        return set[str]().union(*(names_used_by(type(callback)) for callback in self._by_name.values()))
 
     @contextlib.contextmanager
     def evaluating(self) -> Iterator[None]:
