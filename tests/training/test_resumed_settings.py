@@ -318,3 +318,15 @@ def test_layers_share_a_dictionary_after_a_resume_too(way: str, tmp_path: Path) 
     whole = trained(its, way, tmp_path / "whole", steps=7)
     run = trained(its, way, tmp_path / "cut", steps=3)
     assert differ(lockstep.train(its, resume=run.folder, steps=7, quiet=True), whole) == 0.0
+
+
+def test_a_model_of_a_class_made_in_a_function_is_the_same_in_ranks(tmp_path: Path, capsys: Any) -> None:
+    """Found by trial: it was said not to be the one that the run was begun with."""
+
+    class Local(Body):
+        pass
+
+    its = job().replace(model=Local)
+    run = trained(its, "single", tmp_path, steps=2)
+    lockstep.train(its, strategy="ddp", devices="2xcpu", resume=run.folder, folder=tmp_path)
+    assert "begun with" not in capsys.readouterr().out

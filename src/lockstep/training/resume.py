@@ -208,7 +208,8 @@ def _of_function(function: Any) -> str:
     code = getattr(function, "__code__", None)
     if code is not None:
         return f"{function.__qualname__} {hashlib.sha256(repr(_of_code(code)).encode()).hexdigest()[:8]}"
-    name = getattr(function, "__qualname__", type(function).__qualname__)
+    # Where a class was made in a function, ranks know the end of its name only.
+    name = getattr(function, "__qualname__", type(function).__qualname__).rpartition("<locals>.")[2]
     is_of_torch = type(function).__module__.startswith("torch.")  # others may change what they hold as they go
     return f"{name} {_plain(vars(function))}" if is_of_torch else name
 
