@@ -918,7 +918,7 @@ class Balanced(nn.Module):
         (SECOND if second else FIRST).set()
         if not second:
             WRITTEN.release()
-            SECOND.wait(10)
+            SECOND.wait(0.5)  # (by the lock on losses it comes later, and before this one's backward)
         return divided
 
 
