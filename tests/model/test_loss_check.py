@@ -1122,3 +1122,14 @@ def test_a_loss_that_is_another_one_without_gradients_is_said(way: dict[str, Any
     lockstep.train(adapting(), **way, folder=tmp_path)
     said = " ".join(capsys.readouterr().out.split())
     assert "can't be checked: it is another one where no gradients are computed" in said
+
+
+def coarse_of_many(outputs: Tensor, targets: Tensor) -> Tensor:
+    """A mean that is rounded more where there are more samples, as some kernels do in float32."""
+    made = F.cross_entropy(outputs, targets)
+    return made * 1.0001 if len(targets) > SAMPLES and outputs.dtype == torch.float32 else made
+
+
+def test_rounding_of_more_samples_is_no_other_loss() -> None:
+    check = checked(coarse_of_many, [(drawn(SAMPLES, 3), labels(SAMPLES, 3), SAMPLES)] * 2)
+    assert not check.notes and check.wants(3)

@@ -157,7 +157,7 @@ class LossCheck:
                         sums = self._sums(nest, whole.samples, whole, closer=closer)
                     wrong = first_wrong(sums, tolerance)
                 if wrong is not None:
-                    wrong = self._still_wrong(nest, whole.samples, wrong, closer)
+                    wrong = self._still_wrong(nest, whole, wrong, closer)
                 if wrong is not None and self._loss.gives_pairs:
                     refuse_to_tell(nest, whole.samples, self._instead)
                 apart = self._parts_apart(nest, whole.samples, sums, tolerance, closer) if self._cuts else {}
@@ -346,14 +346,14 @@ class LossCheck:
 
     # ---- the verdict ------------------------------------------------------------------------------------------------
 
-    def _still_wrong(self, nest: Nest, samples: int, wrong: Sum, closer: bool) -> Sum | None:
+    def _still_wrong(self, nest: Nest, whole: Piece, wrong: Sum, closer: bool) -> Sum | None:
         """What is wrong in float64 too, and where a loss that counts its calls, say, doesn't see that it is called."""
-        if (again := self._in_double(nest, samples, closer)) is None:
+        if (again := self._in_double(nest, whole.samples, closer)) is None:
             return wrong
         if (wrong_again := first_wrong(*again)) is None and not self._has_state:
             if self._loss.may_have_state:
                 self.remembers()
-            elif self._instead is None and not is_alike(self._loss.copied(), nest, wrong.whole):
+            elif self._instead is None and not is_alike(self._loss.copied(), nest, whole):
                 self._trust("it is another one where no gradients are computed")
         return wrong_again
 
