@@ -52,8 +52,9 @@ class Defaulting:
     scale: Any = None
 
 
+DEFAULTING = Defaulting()
 HELD: dict[str, Any] = {
-    "class's default": Defaulting(),
+    "class's default": DEFAULTING,
     "subclass": Registry(),
     "inline": Handed(),
     "slots": Slotted(),
@@ -301,13 +302,13 @@ def test_a_profiler_goes_on_afterwards(kind: str) -> None:
     assert called_afterwards.__code__ in calls
 
 
-@pytest.mark.parametrize("held", [CURRENT, Defaulting()], ids=["global", "class's default"])
-def test_so_it_is_in_a_step_function(held: Any, tmp_path: Path) -> None:
+@pytest.mark.parametrize("name", ["CURRENT", "DEFAULTING"])
+def test_so_it_is_in_a_step_function(name: str, tmp_path: Path) -> None:
     def hand(scale: Any) -> None:
-        if isinstance(held, dict):
-            held["scale"] = scale
+        if name == "CURRENT":
+            CURRENT["scale"] = scale
         else:
-            held.scale = scale
+            DEFAULTING.scale = scale
 
     def step(model: nn.Module, batch: Any, update: Any) -> None:
         inputs, targets = batch
@@ -319,7 +320,7 @@ def test_so_it_is_in_a_step_function(held: Any, tmp_path: Path) -> None:
     data = ZOO["mlp"].train_data
     optimizer = {"layer": plain_sgd}
     job = Job(model=lambda: {"layer": Layer(None, 6)}, step=step, optimizer=optimizer, train_data=data, batch_size=8)
-    with pytest.raises(StrategyError, match="which is outside of the model, is set in a step and put back"):
+    with pytest.raises(StrategyError, match=f'"{name}", which is outside of the model, is set in a step and put back'):
         train(job, strategy="dp", devices="2xcpu", folder=tmp_path, quiet=True)
     train(job, strategy="ddp", devices="2xcpu", folder=tmp_path, quiet=True)
 

@@ -141,8 +141,8 @@ class StateProbe:
         for what, was in self._prints.items():
             if after.get(what) != was:
                 return f'forward changes what "{what}" holds, which is one for all micro-batches'
-        for name, now in self._outside.prints().items():
-            if self._outside_prints.get(name) != now and self._outside.holds_tensors(name):
+        for name in self._outside.changed_since(self._outside_prints):
+            if self._outside.holds_tensors(name):
                 return f'forward writes tensors to "{name}", which is outside of the model: one for all micro-batches'
         if self._uses.switched is not None:
             return f'forward sets "{self._uses.switched}", which holds for other micro-batches too'

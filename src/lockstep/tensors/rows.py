@@ -63,10 +63,15 @@ def holds_samples(items: list[Any] | tuple[Any, ...], samples: int) -> bool:
         return type(items) is tuple and len(items) == samples and all(isinstance(item, str | bytes) for item in items)
     if isinstance(items, SampleList | ListOfBatches):
         return isinstance(items, SampleList) and len(items) == samples
-    if len(items) != samples or all(isinstance(item, MutableMapping) or is_dataclass(item) for item in items):
+    if len(items) != samples or all(map(_has_names, items)):
         return len(items) == samples
     found = [t for item in items for t in tensors(item)]
     return not found or not all(t.dim() and t.shape[0] == samples for t in found)
+
+
+def _has_names(item: Any) -> bool:
+    """Whether it is a dictionary, or a dataclass."""
+    return isinstance(item, MutableMapping) or is_dataclass(item)
 
 
 def with_sample_lists(nest: Any, samples: int, known: dict[str, bool], way: str = "") -> Any:
@@ -89,7 +94,7 @@ def with_sample_lists(nest: Any, samples: int, known: dict[str, bool], way: str 
             return SampleList(nest)
     named = named_parts(nest)
     new = [with_sample_lists(part, samples, known, f"{way}.{name}") for name, part in named]
-    if type(nest) is list and any(isinstance(item, MutableMapping) or is_dataclass(item) for item in nest):
+    if type(nest) is list and any(map(_has_names, nest)):
         return ListOfBatches(new)
     return nest if all(a is b for a, (_, b) in zip(new, named, strict=True)) else rebuilt(nest, new)
 

@@ -62,8 +62,7 @@ def see_gradients(
         ends.append(_state_prints(model))
         written = (name for name, its in ends[-1].items() if begun.get(name) != its)
         seen.backward_writes = tuple(dict.fromkeys((*seen.backward_writes, *written)))
-        changed = (name for name, its in outside.prints().items() if before.get(name) != its)
-        seen.changes = tuple(dict.fromkeys((*seen.changes, *changed)))
+        seen.changes = tuple(dict.fromkeys((*seen.changes, *outside.changed_since(before))))
         return of_value
 
     for start, size in shares:

@@ -116,6 +116,10 @@ class OutsideVariables:
         its = {name: hash_of(variable.get()) for name, variable in self._variables.items()}
         return {name: one for name, one in its.items() if one is not None}
 
+    def changed_since(self, before: Mapping[str, bytes]) -> tuple[str, ...]:
+        """The names of those that have other ``prints`` now."""
+        return tuple(name for name, its in self.prints().items() if before.get(name) != its)
+
     @contextmanager
     def watched(self) -> Iterator[Changes]:
         """What is changed in it; what is put back where a function or a module is called meanwhile."""
@@ -127,7 +131,7 @@ class OutsideVariables:
 
         with at_own_calls(look, self.values) if before else nullcontext():
             yield changes
-        changes.left = tuple(name for name, its in self.prints().items() if before.get(name) != its)
+        changes.left = self.changed_since(before)
         changes.put_back = min(within.difference(changes.left), default=None)
 
     def small_prints(self) -> dict[str, bytes]:

@@ -76,8 +76,7 @@ class Shards:
                 _send_zeros(module)
                 vars(module)["__deepcopy__"] = _refuse_copy
         self._sharded = [(module, type(module)) for module in model.modules() if isinstance(module, FSDPModule)]
-        with self.fsdp_module():  # after which they have their own classes
-            pass
+        self._give_classes_back()
         self._before = {name: weakref.ref(p) for name, p in before.items() if name not in self.whole}
         now = dict(model.named_parameters())
         self.cut = {name: p for name, p in now.items() if isinstance(p, DTensor)}
@@ -249,8 +248,11 @@ class Shards:
         try:
             yield self._sharded[0][0]
         finally:
-            for module, kind in self._sharded:
-                module.__class__ = kind.__mro__[2]
+            self._give_classes_back()
+
+    def _give_classes_back(self) -> None:
+        for module, kind in self._sharded:
+            module.__class__ = kind.__mro__[2]  # (after its own class and FSDPModule)
 
     def reshard(self) -> None:
         """Free what is gathered beside the blocks."""

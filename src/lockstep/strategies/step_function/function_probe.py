@@ -127,11 +127,13 @@ def probe(
             with outside.watched() as changes:
                 whole = calls(nest)
             found += map(_changed, changes.left)
-            with outside.watched() as again:  # an object is another one once it has what its class had
-                if changes.left:
+            puts_back = changes.put_back
+            if changes.left:  # an object is another one once it has what its class had
+                with outside.watched() as changes:
                     calls(nest)
+                puts_back = puts_back or changes.put_back
         if world.data.local_batches > 1:
-            Seen(puts_back=changes.put_back or again.put_back).refuse_what_is_put_back()
+            Seen(puts_back=puts_back).refuse_what_is_put_back()
         calls = outside.kept()(calls)  # else a number of calls might come to where it acts
         if not same(before, drawn := states(accelerators)) or noted.drew:
             found.append(_DRAWING)

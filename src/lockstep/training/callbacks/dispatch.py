@@ -153,6 +153,11 @@ class Callbacks:
             )
         if self._world.is_first and hooked_parameters(self._step.model):
             self._step.tell_once([PARAMETER_HOOKS])
+        held = OutsideVariables.of_model(self._step.model).values() if self._of_ranks else []
+        for name, callback in self._by_name.items():
+            if any(callback is value for value in held):
+                text = f"hooks on layers use callback {name}: on each rank they see its local batch"
+                self._step.tell_once([Caveat("state", text, _BY_METRICS)])
 
     def _each(self, callbacks: Mapping[str, Callback], kind: str) -> tuple[str, str] | None:
         """Call each; gives the name of one that stops the training, and why."""
@@ -193,14 +198,6 @@ class Callbacks:
             if name.rpartition(".")[2] in self._names_used:
                 text = f'forward writes attribute "{name}" from its local batch or micro-batch, and callbacks read it'
                 yield Caveat("state", text, _BY_METRICS)
-        for name in self._hooked if self._of_ranks else ():
-            text = f"hooks on layers use callback {name}: on each rank they see its local batch"
-            yield Caveat("state", text, _BY_METRICS)
-
-    @functools.cached_property
-    def _hooked(self) -> list[str]:
-        held = OutsideVariables.of_model(self._step.model).values()
-        return [name for name, callback in self._by_name.items() if any(callback is value for value in held)]
 
     @functools.cached_property
     def _names_used(self) -> set[str]:
