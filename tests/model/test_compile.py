@@ -95,6 +95,16 @@ def test_compiled_models_may_checkpoint_their_activations(way, devices) -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.filterwarnings("ignore:The .grad attribute")  # which the compiler hides, but not from threads
+@pytest.mark.parametrize(("way", "devices"), WAYS[1:3])
+def test_compiled_models_may_synchronise_batch_norm(way, devices, capfd) -> None:
+    """Found by trial: PyTorch's compiler went into it, with warnings, and took three times as long."""
+    job = ZOO["convolutions with sync_batchnorm"].replace(compile="aot_eager")
+    assert parity(job, way, devices, against_settings={"compile": False}).worst < 1e-10
+    assert "torch/_dynamo" not in capfd.readouterr().err
+
+
+@pytest.mark.slow
 def test_dropout_in_a_compiled_block_draws_the_same_mask_again(tmp_path) -> None:
     job = dataclasses.replace(ZOO["momentum"], model=lambda: Stack(0.5), compile="aot_eager", precision="fp64")
     plain, checkpointed = (

@@ -117,6 +117,16 @@ def test_it_is_said_once(model: Any, way: str, devices: str, accumulate: int, tm
     assert capsys.readouterr().out.count(f"note: {SAYS[model]}") == 1
 
 
+@pytest.mark.parametrize("way", ["dp", "ddp"])
+def test_it_is_said_of_compiled_models_too(way: str, tmp_path: Path, capsys: Any) -> None:
+    """Found by reading: they were inspected in the first update only."""
+    job = dataclasses.replace(ZOO["mlp"], model=Gated, compile="aot_eager")
+    train(job, strategy=way, devices="2xcpu", folder=tmp_path)
+    assert capsys.readouterr().out.count(f"note: {SAYS[Gated]}") == 1
+    train(dataclasses.replace(job, model=lambda: nn.Linear(6, 3)), strategy=way, devices="2xcpu", folder=tmp_path)
+    assert "note: " not in capsys.readouterr().out
+
+
 class Counting(nn.Linear):
     """As ``Beginning``, with a plain attribute."""
 

@@ -120,7 +120,8 @@ def _over_all(exchange: Exchange, number: int) -> Callable[[_BatchNorm, torch.Te
         )
         return output
 
-    return forward
+    # Replicas wait for one another in it: no part of it is compiled, and PyTorch's compiler isn't shown it.
+    return cast(Callable[..., torch.Tensor], torch.compiler.disable(forward))  # type: ignore[no-untyped-call]
 
 
 class _Normalise(torch.autograd.Function):

@@ -84,7 +84,8 @@ def holding_on(model: nn.Module) -> str | None:
     """Why a copy would use the model itself, if it would, or lose something of it."""
     ids = {id(one) for one in (*model.modules(), *model.parameters())}
     for name, module in model.named_modules():
-        where, held = f'"{name}"' if name else "the model", vars(module).values()
+        where = f'"{name}"' if name else "the model"
+        held = [its for key, its in vars(module).items() if key != "_compiled_call_impl"]  # which copies don't have
         hooks = (function for kind in HOOKS for function in getattr(module, kind).values())
         if any(holds_on_to(function, model) for function in (*held, *hooks)):
             return f"a function in {where} holds on to the model it was made in"

@@ -79,7 +79,7 @@ class Step(Calls):
         self._updates, self._owes_look = 0, False
         self._by_count = self._on_accelerator and not self.cuts_batch and self._scaler is None
         self.stopping = False
-        self.last_look: float = 1 if job.compile else math.inf
+        self.last_look: float = math.inf
         self.last_step: int | None = None
         self.seen = Seen()
         self.grad_norm: Number | None = None
