@@ -19,7 +19,7 @@ from lockstep.model.inspection.watched import NORMS
 from lockstep.tensors.digest import digest
 from lockstep.tensors.pytree import tensors
 
-_OF_EVERY_MODULE = {*vars(nn.Module()), "_compiled_call_impl", "forward", "__deepcopy__"}
+_OF_EVERY_MODULE = {*vars(nn.Module()), "_compiled_call_impl", "dynamo_ctx", "forward", "__deepcopy__"}
 _OF_FULLY_SHARD = "__composable_api_"
 """How the names begin of what PyTorch's ``fully_shard`` keeps in a module."""
 
@@ -86,6 +86,8 @@ def holding_on(model: nn.Module) -> str | None:
     for name, module in model.named_modules():
         where = f'"{name}"' if name else "the model"
         held = [its for key, its in vars(module).items() if key != "_compiled_call_impl"]  # which copies don't have
+        if hasattr(module, "_orig_mod"):
+            return f"{where} is what torch.compile gave: give the model itself, and compile=True"
         hooks = (function for kind in HOOKS for function in getattr(module, kind).values())
         if any(holds_on_to(function, model) for function in (*held, *hooks)):
             return f"a function in {where} holds on to the model it was made in"

@@ -106,7 +106,7 @@ def look(
         trains: whether gradients matter.
         without_checkpoints: in which the model's blocks keep their activations, where they don't otherwise.
     """
-    batch, original, seen = (inputs, targets), original or model, Seen()
+    batch, seen, original = (inputs, targets), Seen(), model if original is None else original
     judge = judge and drawing_alike(judge, accelerators_of(inputs))
     if (why := holding_on(model)) is not None:
         return Seen(uncopied=why)
