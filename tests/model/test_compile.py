@@ -66,9 +66,7 @@ def test_dropout_in_compiled_threads_is_refused(tmp_path) -> None:
 def test_a_model_that_is_compiled_already_is_pointed_to_the_setting(tmp_path, capsys) -> None:
     """Found by trial: the advice was on functions in the model, and a line on an attribute that PyTorch made."""
     job = dataclasses.replace(ZOO["mlp"], model=lambda: torch.compile(nn.Linear(6, 3), backend="aot_eager"))
-    with pytest.raises(
-        StrategyError, match=r"dp: the model is what torch\.compile gave: give the model itself"
-    ):
+    with pytest.raises(StrategyError, match=r"dp: the model is what torch\.compile gave: give the model itself"):
         train(job, strategy="dp", devices="2xcpu", folder=tmp_path, quiet=True)
     train(job, strategy="ddp", devices="2xcpu", folder=tmp_path)
     notes = [line for line in capsys.readouterr().out.splitlines() if line.startswith("note: ")]
