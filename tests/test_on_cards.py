@@ -25,9 +25,9 @@ pytestmark = [
 
 def run(names: list[str], marked: str) -> None:
     environment = {**os.environ, "SIMULATED_CARDS": "8", "OMP_NUM_THREADS": "1"}
-    command = [sys.executable, "-m", "pytest", "-p", "no:xdist", "-p", "no:cacheprovider", "-m", marked]
+    options = ["-p", "no:xdist", "-p", "no:cacheprovider", "--timeout", "600", "-m", marked]
     done = subprocess.run(
-        [*command, *(str(HERE / name) for name in names)],
+        [sys.executable, "-m", "pytest", *options, *(str(HERE / name) for name in names)],
         env=environment,
         cwd=HERE.parent,
         capture_output=True,

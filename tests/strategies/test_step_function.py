@@ -617,3 +617,13 @@ def test_what_a_layer_does_in_training_only_is_seen(way: str, tmp_path: Path, ca
     except StrategyError as error:
         said = str(error)
     assert 'writes "body.center" by the samples of its local batch' in said or "isn't a sum over samples" in said
+
+
+def test_a_batch_norm_is_said_without_a_setting_that_step_functions_cannot_have(tmp_path: Path, capsys: Any) -> None:
+    def normed() -> dict[str, nn.Module]:
+        return parts() | {"body": nn.Sequential(nn.Linear(6, 4), nn.BatchNorm1d(4))}
+
+    train(job_of(model=normed, batch_size=29), strategy="dp", devices="2xcpu", folder=tmp_path)
+    said = capsys.readouterr().out
+    assert "not over the global batch: a step function can't synchronise it: GroupNorm" in said
+    assert "sync_batchnorm" not in said

@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import nn
 
-from lockstep import train
+from lockstep import predict, train
 from lockstep.verify import same_bits
 from zoo import ZOO
 
@@ -55,3 +55,35 @@ def test_what_is_new_in_it_is_gone_afterwards(where: str, tmp_path: Path) -> Non
         one = one.replace(eval_data=eval_data)
         ends.append(train(one, strategy="single", devices="1xcpu", folder=tmp_path, quiet=True).model())
     assert same_bits(*ends)
+
+
+class Installing(nn.Module):
+    """Has a layer scaled from its first forward on, by a hook or by another forward in place of the layer's own."""
+
+    def __init__(self, how: str) -> None:
+        super().__init__()
+        self.how, self.linear, self.installed = how, nn.Linear(6, 3), False
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        if not self.installed:
+            self.installed, own = True, self.linear.forward
+            if self.how == "a hook":
+                self.linear.register_forward_hook(lambda layer, args, output: output * 0.5)
+            else:
+                self.linear.forward = lambda x: own(x) * 0.5  # type: ignore[method-assign]
+        return self.linear(x)
+
+
+@pytest.mark.parametrize("how", ["a hook", "a forward"])
+def test_what_it_installs_is_installed_once(how: str, tmp_path: Path) -> None:
+    """Found by the test of Hugging Face's hidden states, each of which an evaluation, or a prediction, gave twice."""
+    job = ZOO["mlp"].replace(precision="fp64", metrics={}, epochs=1, model=lambda: Installing(how))
+    runs = [
+        train(one, strategy="single", devices="1xcpu", folder=tmp_path, quiet=True)
+        for one in (job.replace(eval_data=None), job)
+    ]
+    assert same_bits(*(run.model() for run in runs))
+    inputs = torch.randn(9, 6, dtype=torch.float64)
+    with torch.no_grad():
+        expected = runs[0].model()(inputs)
+    assert (predict(runs[0], inputs, quiet=True) - expected).abs().max() < 1e-12

@@ -197,7 +197,8 @@ class Strategy(ABC):
             norms = [m for m in model.modules() if isinstance(m, nn.modules.batchnorm._BatchNorm)]
             if any(m.training or not m.track_running_stats for m in norms) and not job.sync_batchnorm and replicas > 1:
                 text = "BatchNorm normalizes over each replica's local batch, not over the global batch"
-                found.append(Caveat("batchnorm", text, "sync_batchnorm=True keeps the results"))
+                norm = "a step function can't synchronise it: GroupNorm, say, normalizes each sample"
+                found.append(Caveat("batchnorm", text, norm if job.step else "sync_batchnorm=True keeps the results"))
             elif any(m.training for m in norms) and job.accumulate > 1:
                 text = f"BatchNorm normalizes over each micro-batch, as single with accumulate={job.accumulate} does"
                 found.append(Caveat("batchnorm", text))

@@ -29,6 +29,11 @@ def _is_own(name: str) -> bool:
     return name not in _OF_EVERY_MODULE and not name.startswith(_OF_FULLY_SHARD)
 
 
+def _is_put_back(name: str) -> bool:
+    """Whether that is a person's, or one that a forward may set: hooks, and another forward."""
+    return _is_own(name) or name in HOOKS or name == "forward"
+
+
 def attribute_prints(model: nn.Module, *, plain: bool = True) -> dict[str, bytes]:
     """A hash of every such attribute: ``{"body.calls": ...}``; not of ``plain`` ones, where that is False.
 
@@ -196,7 +201,7 @@ def kept_attributes(model: nn.Module) -> Callable[[], None]:
 
 
 def _holding(model: nn.Module) -> list[dict[str, Any]]:
-    """The dictionaries that hold its buffers and attributes, and what parameters have as attributes."""
+    """The dictionaries that hold its buffers, attributes and hooks, and what parameters have as attributes."""
     every = [of for module in model.modules() for of in (module._buffers, vars(module))]
     every += map(vars, model.parameters())
     return [of for of in every if isinstance(of, dict)]  # those of a TorchScript module are none of Python's
@@ -204,14 +209,14 @@ def _holding(model: nn.Module) -> list[dict[str, Any]]:
 
 def _kept_of(held: Sequence[dict[str, Any]], seen: set[int]) -> Callable[[], None]:
     """The same of dictionaries of attributes, but for objects whose ids are ``seen``."""
-    before = [{name: value for name, value in of.items() if _is_own(name)} for of in held]
+    before = [{name: value for name, value in of.items() if _is_put_back(name)} for of in held]
     copies = [pair for of in before for value in of.values() for pair in copies_of(value, seen)]
 
     def restore() -> None:
         for value, copied in copies:
             put_back(value, copied)
         for of, then in zip(held, before, strict=True):
-            for name in [name for name in of if name not in then and _is_own(name)]:
+            for name in [name for name in of if name not in then and _is_put_back(name)]:
                 del of[name]
             # Layers that a first forward makes stay. (Those of a TorchScript module can't be iterated.)
             made = {name for kind in ("_modules", "_parameters") for name in of.get(kind, {}).keys()}  # noqa: SIM118
