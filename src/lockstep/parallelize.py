@@ -50,7 +50,8 @@ def parallelize(
     drives all devices (by ``dp`` or ``single``).
 
     Args:
-        model: the model itself; it is trained in place, and moved to the first device.
+        model: the model itself; it is trained in place, and moved to the first device. One in evaluation mode is put in
+            training mode, which is said; ``model.eval()`` afterwards stays.
         loss: as in a Job; None where ``step=`` is among the settings.
         optimizer: over the model's parameters, or a function that makes one from ``(name, parameter)`` pairs; with
             ``step=`` a dict of such functions.
@@ -91,6 +92,7 @@ def parallelize(
             f"{chosen.name} wants {counted(each, 'device')} for each rank, and this one has {len(world.devices)}: "
             f"lockstep.launch(..., devices_per_rank={each}); under torchrun call parallelize before lockstep.batches"
         )
+    evaluates = not model.training
     step = chosen.prepare(job, world)
     step.own_loop = True
     world.in_step = world.in_step or step.together
@@ -100,8 +102,15 @@ def parallelize(
         world.tell = _Warns(world.tell)
     step.caveats = functools.partial(chosen.caveats, job, model, step.replicas)
     step.caveats_in_parts = functools.partial(_in_parts, chosen, job, model, step.replicas)
-    step.tell_once((*step.caveats(), *step.of_own_loop) if world.is_first else ())
+    notes = (*step.caveats(), *step.of_own_loop, *([_PUT_IN_TRAINING] if evaluates else []))
+    step.tell_once(notes if world.is_first else ())
     return step
+
+
+_PUT_IN_TRAINING = (
+    "the model was in evaluation mode, and is in training mode now: call model.train() before, or, if it is to be "
+    "trained in evaluation mode, model.eval() after lockstep.parallelize"
+)
 
 
 def _in_parts(strategy: Strategy, job: Job, model: nn.Module, replicas: int) -> list[Caveat]:

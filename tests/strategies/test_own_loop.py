@@ -58,6 +58,21 @@ def test_a_batch_is_evaluated_as_it_comes_and_one_without_a_sample_here_is_nothi
     assert (sum(t for t, _ in parts), sum(c for _, c in parts)) == (pytest.approx(total, rel=1e-12), count)
 
 
+def test_a_model_that_is_put_in_training_mode_is_told_so_and_stays_in_evaluation_mode_where_asked() -> None:
+    """Found by trial: a model in evaluation mode was trained in training mode, without a line."""
+    model = mlp().eval()
+    with pytest.warns(UserWarning, match="the model was in evaluation mode, and is in training mode now"):
+        step = step_of(model, devices="2xcpu")
+    assert model.training
+    model.eval()
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        inputs, targets = DATA[:8]
+        step(inputs, targets)
+        assert not model.training
+        step_of(model.train())
+
+
 # ---- frozen parameters -----------------------------------------------------------------------------------------------
 
 
