@@ -102,8 +102,9 @@ def parallelize(
         world.tell = _Warns(world.tell)
     step.caveats = functools.partial(chosen.caveats, job, model, step.replicas)
     step.caveats_in_parts = functools.partial(_in_parts, chosen, job, model, step.replicas)
-    notes = (*step.caveats(), *step.of_own_loop, *([_PUT_IN_TRAINING] if evaluates else []))
-    step.tell_once(notes if world.is_first else ())
+    if world.is_first:
+        step.tell_once((*step.caveats(), *step.of_own_loop))
+        step.tell_once([_PUT_IN_TRAINING] if evaluates else [])
     return step
 
 
