@@ -62,8 +62,15 @@ class Dropping(nn.Module):
         return self.drop(self.conv(x))
 
 
-def test_one_sample_for_a_batch_norm_without_statistics_is_refused_in_a_sentence(tmp_path: Path) -> None:
-    model = nn.Sequential(nn.BatchNorm1d(6, track_running_stats=False), nn.Linear(6, 3))
+class Calling(nn.Sequential):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return super().forward(x)
+
+
+@pytest.mark.parametrize("kind", [nn.Sequential, Calling])
+def test_one_sample_for_a_batch_norm_without_statistics_is_refused_in_a_sentence(kind: Any, tmp_path: Path) -> None:
+    """Found by trial: a model with a forward of its own ended in PyTorch's error."""
+    model = kind(nn.BatchNorm1d(6, track_running_stats=False), nn.Linear(6, 3))
     run = trained(tmp_path, lambda: model, drawn(24, 6))
     with pytest.raises(
         InputError, match="data: BatchNorm without running statistics was given one sample only: choose"

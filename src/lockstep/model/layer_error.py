@@ -23,10 +23,10 @@ def layer_error(model: nn.Module, error: Exception) -> JobError | None:
     trace = error.__traceback__
     called: tuple[nn.Module, Any] | None = None
     inputs: Any = None  # of the whole model
+    is_own = False  # whether a line of the person's own code is in the trace
     while trace is not None:
         frame = trace.tb_frame
-        if called is not None and is_own_code(frame.f_code.co_filename):
-            return None
+        is_own = is_own or (called is not None and is_own_code(frame.f_code.co_filename))
         module = frame.f_locals.get("self")
         if frame.f_code.co_name == "_call_impl" and isinstance(module, nn.Module):
             called = module, (frame.f_locals.get("args", ()), frame.f_locals.get("kwargs", {}))
@@ -37,7 +37,7 @@ def layer_error(model: nn.Module, error: Exception) -> JobError | None:
             "BatchNorm without running statistics was given one sample only: choose a batch size (eval_batch_size in "
             "a job) that leaves no local batch of one sample"
         )
-    if called is None or is_out_of_memory(error) or is_of_one_sample(error):
+    if is_own or called is None or is_out_of_memory(error) or is_of_one_sample(error):
         return None  # (the step says what BatchNorm needs)
     layer, given = called
     name = next((f'layer "{name}" ' for name, module in model.named_modules() if module is layer and name), "")
