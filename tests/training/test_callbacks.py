@@ -281,6 +281,24 @@ def test_hooks_on_parameters_that_a_callback_adds_are_said_to_see_parts(tmp_path
         assert ("hooks on parameters see the gradient of a local batch" in capfd.readouterr().out) is said
 
 
+class Thaws(Callback):
+    def on_step(self, training: TrainingContext) -> None:
+        next(iter(training.model.children())).requires_grad_(training.step >= 2)
+
+
+@pytest.mark.parametrize("way", ["single", "dp", slow("ddp"), slow("fsdp"), slow("pp")])
+def test_what_a_callback_trains_that_the_optimizer_was_not_given_is_said(way: str, tmp_path: Path, capfd: Any) -> None:
+    """Found by trial: it stayed as it was, without a line."""
+
+    def model() -> nn.Module:
+        return nn.Sequential(nn.Linear(6, 5).requires_grad_(False), nn.Linear(5, 3))
+
+    devices = "1xcpu" if way == "single" else "2xcpu"
+    lockstep.train(dataclasses.replace(job(Thaws()), model=model), strategy=way, devices=devices, folder=tmp_path)
+    said = "note: \"0.weight\" requires gradients now and isn't trained, since the optimizer wasn't given it"
+    assert capfd.readouterr().out.count(said) == 1
+
+
 class Held(Callback):
     def __init__(self) -> None:
         self.lock = threading.Lock()

@@ -25,16 +25,14 @@ from lockstep.launch.world import World
 from lockstep.model.inspection import OutsideVariables, attribute_prints, set_attributes
 from lockstep.model.losses.loss import Loss
 from lockstep.model.model_settings import KINDS, ModelSettings
-from lockstep.model.optimizer import (
-    begin_momentum,
-    load_named_optimizer_state,
-    named_optimizer_state,
-)
+from lockstep.model.optimizer import begin_momentum, load_named_optimizer_state, named_optimizer_state
 from lockstep.model.unsaved import Unsaved
 from lockstep.strategies.steps.evaluator import Evaluator
 from lockstep.tensors.digest import digest
 from lockstep.tensors.pytree import tensors
 from lockstep.tensors.row_shard import RowShard
+
+_NOT_OPTIMIZED = "the optimizer wasn't given it: build it trainable, and freeze it later (on_start of a callback)"
 
 
 class StepState(Evaluator):
@@ -63,6 +61,7 @@ class StepState(Evaluator):
         self._optimized = self._in_optimizer()
         held = set(self._optimized)
         self._held = {name: p for name, p in model.named_parameters() if id(p) in held}
+        self._frozen = {name: p for name, p in model.named_parameters() if not (p.requires_grad or id(p) in held)}
         self._find_trained()
         self.settings = ModelSettings(model)
         self._saved_settings: Mapping[str, Any] = {}
@@ -122,10 +121,12 @@ class StepState(Evaluator):
         if flags != self._flags:
             changed = zip(self._held, flags, self._flags, strict=True)
             self._follow_flags(next(name for name, now, before in changed if now != before))
+        thawed = next((name for name, p in self._frozen.items() if p.requires_grad), None)
+        if thawed is not None and self.world.is_first:
+            self.tell_once([f'"{thawed}" requires gradients now and isn\'t trained, since {_NOT_OPTIMIZED}'])
 
     def _follow_flags(self, name: str) -> None:
         """A person has frozen parameters of the optimizer, or trains frozen ones from now on; ``name`` is the first."""
-        del name
         for p in self._parameters:
             p.grad = None
         self._find_trained()
