@@ -339,6 +339,16 @@ def test_what_a_block_is_given_for_its_call_only_is_refused(given: str, way: str
         train(job, strategy=way, devices="1xcpu" if way == "single" else "2xcpu", folder=tmp_path, quiet=True)
 
 
+def test_a_block_that_writes_its_input_is_refused_in_a_sentence(tmp_path) -> None:
+    def model() -> nn.Module:
+        blocks = (nn.Sequential(nn.SiLU(inplace=True), nn.Linear(6, 6)) for _ in range(3))
+        return nn.Sequential(nn.Linear(6, 6), nn.Sequential(*blocks), nn.Linear(6, 3))
+
+    job = job_of(model, activation_checkpointing="1")
+    with pytest.raises(StrategyError, match=r"can't be computed a second time .* write its input in place"):
+        train(job, strategy="single", devices="1xcpu", folder=tmp_path, quiet=True)
+
+
 class Penalized(nn.Module):
     """Takes a gradient in forward, so that backward goes through the blocks twice."""
 

@@ -152,6 +152,21 @@ class Packed(nn.Module):
         return self.out(nn.utils.rnn.pad_packed_sequence(packed, batch_first=True)[0].sum(1))
 
 
+class OfLists(nn.Module):
+    """Takes a list of lists of numbers, and no tensor."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.words, self.out = nn.Embedding(11, 6), nn.Linear(6, 3)
+
+    def forward(self, texts: list[list[int]]) -> torch.Tensor:
+        return self.out(torch.stack([self.words(torch.tensor(text)).sum(0) for text in texts]))
+
+
+def as_lists(samples: list[tuple[torch.Tensor, torch.Tensor]]) -> Any:
+    return ([text.tolist() for text, _ in samples],), torch.stack([target for _, target in samples])
+
+
 class Penalized(Rows):
     """Gives the squares of its gradient beside its outputs."""
 
@@ -205,6 +220,9 @@ KINDS |= {
         optimizer=sgd,
         eval_data=None,
         metrics={},
+    ),
+    "an empty rank, and inputs that are no tensors": _job(
+        OfLists, _tokens[:10], labels(10, 3), optimizer=sgd, collate=as_lists, eval_data=None, metrics={}
     ),
     "blocks that share a layer": _job(Sharing, _tokens, _next, optimizer=sgd, metrics={}),
     "blocks that pass packed sequences on": _job(Packed, optimizer=sgd),

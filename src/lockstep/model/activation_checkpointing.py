@@ -137,12 +137,12 @@ def without_checkpoints() -> Iterator[None]:
 
 def not_checkpointable(error: Exception) -> StrategyError | None:
     """What an error of PyTorch's means where blocks are checkpointed; None where it may be another's."""
-    words = ("saved tensor hooks", "functorch", "forward AD level")
+    words = ("saved tensor hooks", "functorch", "forward AD level", "modified by an inplace operation")
     if not isinstance(error, CheckpointError) and not any(word in str(error) for word in words):
         return None
     return StrategyError(
         "activation_checkpointing: a block can't be computed a second time as backward needs it (does it call "
-        f"torch.func, or take other branches then?): {first_line(error)}",
+        f"torch.func, write its input in place, or take other branches then?): {first_line(error)}",
         fix="name other blocks, or leave activation_checkpointing out",
     )
 

@@ -45,7 +45,6 @@ from lockstep.strategies.sharded.without_a_trace import without_a_trace
 from lockstep.strategies.steps.update_result import Result, added, as_tensor
 from lockstep.tensors.pytree import to_device
 from lockstep.tensors.row_shard import RowShard
-from lockstep.tensors.rows import batch_size_of
 from lockstep.threads.replica_collectives import RankExchange
 
 T = TypeVar("T")
@@ -125,8 +124,8 @@ class ShardedStep(DDPStep):
         first = part.inputs, part.targets
         if self._on_accelerator and self.world.is_first:  # else the others would unpack it on this rank's device
             first = to_device(first, torch.device("cpu"))
-        inputs, targets = self.world.broadcast_object(first)
-        return (part, False) if part.size else (Part(inputs, targets, batch_size_of(inputs), part.of), True)
+        inputs, targets, size = self.world.broadcast_object((*first, part.size))
+        return (part, False) if part.size else (Part(inputs, targets, size, part.of), True)
 
     def _compute_in_vain(self, part: Part) -> None:
         """Forward and backward of another rank's sample, times zero, so that this rank comes to each collective."""
