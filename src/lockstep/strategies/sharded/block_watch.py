@@ -32,11 +32,13 @@ class BlockWatch:
 
     Attributes:
         used: names of the parameters that got a gradient.
+        order: a hash below 2^20 of which blocks this rank has come to, in which order.
     """
 
     def __init__(self, model: nn.Module, shards: Shards, world: World, compares: Callable[[], bool]) -> None:
         self._shards, self._world, self._compares = shards, world, compares
         self.used: set[str] = set()
+        self.order = 0
         self._now: set[str] = set()
         self._given: list[Any] = []  # of each block whose forward is under way
         self._gathered: dict[tuple[int, str], Any] = {}  # what stands in the place of a parameter in forward
@@ -49,6 +51,11 @@ class BlockWatch:
             block.register_forward_pre_hook(self._notes_uses(mine))
             block.register_forward_hook(self._gives(name), prepend=True, with_kwargs=True)
         model.register_forward_hook(self._ends)
+
+    def begin_update(self) -> None:
+        """Forget what was of the last one."""
+        self.used.clear()
+        self.order = 0
 
     @contextlib.contextmanager
     def during(self, what: str) -> Iterator[None]:
@@ -94,16 +101,23 @@ class BlockWatch:
         Raises:
             StrategyError: they don't; ``fully_shard`` would wait for ever.
         """
+        self.order = hash((self.order, number)) % 2**20
         if not self._compares():
             return
         every = [theirs for (theirs,) in over_ranks(self._world, number)]
         if len(set(every)) > 1:
             names = ["its end", *(f'"{name}"' for name in self._shards.blocks), "its begin"]
             comes = ", ".join(f"to {names[one]} on rank {rank}" for rank, one in enumerate(every))
-            raise StrategyError(
-                f"fsdp: forward comes {comes}: blocks that depend on the samples can't be gathered on their own",
-                fix="name the other blocks: --blocks NAMES, or FSDP(blocks=...)",
-            )
+            raise _by_samples(f"forward comes {comes}")
+
+    def refuse_other_orders(self, orders: float, squares: float) -> None:
+        """Make sure that all ranks have come to the same blocks, given the sums over them of ``order`` and its square.
+
+        Raises:
+            StrategyError: they haven't, and have taken another block's parameters for their own.
+        """
+        if self._world.size * int(squares) != int(orders) ** 2:
+            raise _by_samples("ranks have come to other blocks in this update, or in another order")
 
     def _gives(self, name: str) -> Callable[..., Any]:
         """A hook on what a block gives, whose backward is to gather the block's parameters again."""
@@ -159,6 +173,13 @@ class BlockWatch:
                 self.used.add(name)
 
         return hook
+
+
+def _by_samples(what: str) -> StrategyError:
+    return StrategyError(
+        f"fsdp: {what}: blocks that depend on the samples can't be gathered on their own",
+        fix="name the other blocks: --blocks NAMES, or FSDP(blocks=...)",
+    )
 
 
 def _copied_if_a_view(tensor: torch.Tensor) -> torch.Tensor:

@@ -94,7 +94,7 @@ class ShardedStep(DDPStep):
         """Gradients of total / size, summed over micro-batches and ranks; of what was cut, this rank's part."""
         for p in (*self._parameters, *self._shards.cut.values()):
             p.grad = None
-        self._watch.used.clear()
+        self._watch.begin_update()
         self._buffers.follow()
         losses: list[Loss] = []
         parts = [part for part in batch.parts if part.of]  # (in a loop of one's own no rank may have a sample of one)
@@ -147,14 +147,17 @@ class ShardedStep(DDPStep):
         """Take the gradients that were summed, and sum what is beside them. What no rank used has none."""
         cut = [name for name in self._names if name in self._shards.cut]
         beside, used = as_tensor(self._beside(loss), self.world.device.torch), [n in self._watch.used for n in cut]
-        flags = torch.tensor(used, dtype=torch.float64, device=self.world.exchange_device)
+        order = self._watch.order
+        flags = torch.tensor([*used, order, order**2], dtype=torch.float64, device=self.world.exchange_device)
         if self._on_accelerator:  # whose values the host doesn't wait for
             self.world.all_reduce(flags)
             sums = self.world.all_reduce(beside)
         else:
             both = self.world.all_reduce(torch.cat([beside, flags]))
             sums, flags = both[: len(beside)], both[len(beside) :]
-        for name, ranks in zip(cut, flags.tolist(), strict=True):
+        *uses, orders, squares = flags.tolist()
+        self._watch.refuse_other_orders(orders, squares)
+        for name, ranks in zip(cut, uses, strict=True):
             grad = self._shards.cut[name].grad
             if ranks and not isinstance(grad, DTensor):
                 raise StrategyError(f'fsdp: the gradient of "{name}" was not summed over the ranks: take ddp')
