@@ -22,6 +22,7 @@ from lockstep.checkpoint import writer
 from lockstep.cli.command import main
 from lockstep.errors import FolderError, OutOfMemory, RankFailed, RunError, SaveError
 from lockstep.jobfile import JobFile
+from lockstep.launch.stop_request import StopRequest
 from lockstep.verify import same_bits
 from zoo import drawn, labels, mlp, plain_sgd, state_of
 
@@ -392,3 +393,15 @@ def test_a_stop_at_the_end_of_an_epoch_loses_no_record(tmp_path: Path) -> None:
     whole = train(job, strategy="single", devices="1xcpu", folder=tmp_path, quiet=True)
     for name in ("epoch", "step", "train_loss", "eval_loss"):
         assert [r[name] for r in went_on.history] == [r[name] for r in whole.history], name
+
+
+@pytest.mark.filterwarnings("ignore::DeprecationWarning")  # threads of the tests, in Python 3.12
+def test_a_loader_worker_that_is_ended_as_it_begins_says_nothing(capfd: Any) -> None:
+    """Found by trial: until it has signal handlers of its own it has the training's, with tracebacks or a promise."""
+    with StopRequest(lambda: True):
+        if not (worker := os.fork()):
+            os.kill(os.getpid(), signal.SIGTERM)
+            os._exit(0)
+        _, status = os.waitpid(worker, 0)
+    assert os.waitstatus_to_exitcode(status) == 143
+    assert capfd.readouterr().err == ""

@@ -92,7 +92,7 @@ class StopRequest:
     def __init__(self, began: Callable[[], bool], grace: float = GRACE) -> None:
         self.number: int | None = None
         self.ranks: memoryview | None = None
-        self._began, self._grace = began, grace
+        self._began, self._grace, self._process = began, grace, os.getpid()
         self._before: dict[int, Any] = {}
         self._timer: threading.Timer | None = None
         self.error: Exception | None = None
@@ -135,6 +135,8 @@ class StopRequest:
             raise SystemExit(_CODES[signal.Signals(self.number)])
 
     def _hear(self, number: int, frame: FrameType | None) -> None:
+        if os.getpid() != self._process:  # a loader worker, which is ended before it has handlers of its own
+            os._exit(128 + number)
         if self.error is not None:
             error, self.error = self.error, None
             raise _Raised(error)
