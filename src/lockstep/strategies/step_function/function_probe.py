@@ -49,8 +49,8 @@ _LARGEST = 2**30
 class _Noted:
     """Stands for ``update``."""
 
-    def __init__(self, world: World, samples: int, model: nn.Module | None) -> None:
-        self.step, self.samples, self._model = world.step, samples, model
+    def __init__(self, step: int, samples: int, model: nn.Module | None) -> None:
+        self.step, self.samples, self._model = step, samples, model
         self.calls: list[tuple[str, float, float]] = []
         self.totals: list[torch.Tensor] = []
         self.gradients: list[dict[str, torch.Tensor]] = []
@@ -99,6 +99,7 @@ def probe(
     model: nn.Module,
     shares: list[Part],
     world: World,
+    step: int,
     *,
     local_batches: int,
 ) -> list[Caveat]:
@@ -109,6 +110,7 @@ def probe(
         model: whose copies it is given.
         shares: the local batch, and samples of another one, if there is one.
         world: who asks.
+        step: the number of the update.
         local_batches: of a global batch; it is given the local batch as often.
 
     Raises:
@@ -120,7 +122,7 @@ def probe(
     found: list[Caveat] = []
     outside = OutsideVariables([function])
 
-    calls: Callable[[Nest], Called] = functools.partial(_calls, function, model, world, part.of)
+    calls: Callable[[Nest], Called] = functools.partial(_calls, function, model, step, part.of)
     with kept_states(accelerators), outside.kept(), NotedDraws(keeps=True) as noted:
         before = states(accelerators)
         with outside.kept():
@@ -243,7 +245,7 @@ def _refuse_no_sums(samples: int, whole: Called, *parts: Called) -> None:
                 )
 
 
-def _calls(function: Callable[..., None], model: nn.Module, world: World, samples: int, nest: Nest) -> Called:
+def _calls(function: Callable[..., None], model: nn.Module, step: int, samples: int, nest: Nest) -> Called:
     """What the function makes of some samples, with a copy of the model; ``samples``: of the global batch."""
     mode: contextlib.AbstractContextManager[None] = contextlib.nullcontext()
     try:
@@ -251,8 +253,8 @@ def _calls(function: Callable[..., None], model: nn.Module, world: World, sample
         without_noise(model)
     except Exception:  # one that can't be copied is given itself
         mode = in_evaluation_mode(model)
-    looks = world.step <= 1 and sum(p.numel() * p.element_size() for p in model.parameters()) <= _LARGEST
-    noted = _Noted(world, samples, model if looks else None)
+    looks = step <= 1 and sum(p.numel() * p.element_size() for p in model.parameters()) <= _LARGEST
+    noted = _Noted(step, samples, model if looks else None)
     state = {**dict(model.named_parameters()), **dict(model.named_buffers())}
     before, attributes = {name: digest(tensor) for name, tensor in state.items()}, attribute_prints(model)
     with mode:

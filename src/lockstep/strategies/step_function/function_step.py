@@ -19,6 +19,7 @@ function on some of another rank's, and adds nothing: so what the function write
 from __future__ import annotations
 
 import math
+from pathlib import Path
 from typing import Any, NoReturn
 
 import torch
@@ -58,7 +59,7 @@ class Update:
 
     def __init__(self, owner: FunctionStep, samples: int, replica: int) -> None:
         self._owner, self._replica = owner, replica
-        self.step = owner.world.step
+        self.step = owner.number
         self.samples = samples
 
     def __call__(self, name: str, total: torch.Tensor, count: Number | None = None) -> None:
@@ -91,6 +92,7 @@ class FunctionStep(Step):
         self._sums: dict[str, FlatGradients] = {}
         self._losses_of: dict[str, list[Loss]] = {}
         self._adds = True  # this rank has samples
+        self._loaded = 0  # the updates before this step was made
 
     def update(self, batch: Batch | None = None) -> Result:
         """One step: whatever updates the function makes of a batch. The loss is the sum of those of all names."""
@@ -238,6 +240,18 @@ class FunctionStep(Step):
         super()._follow_flags(name)
         self._sums = {}
 
+    # ---- its number -------------------------------------------------------------------------------------------------
+
+    @property
+    def number(self) -> int:
+        """Of the update, from 1; in a loop of one's own other steps may be taken between, which it doesn't count."""
+        return self._loaded + self._updates if self.own_loop else self.world.step
+
+    def load(self, folder: str | Path) -> None:
+        """As every step's."""
+        super().load(folder)
+        self._loaded = self.world.step - self._updates
+
     # ---- what is other than in any step -----------------------------------------------------------------------------
 
     def prepare(self, batch: Batch) -> None:
@@ -255,7 +269,7 @@ class FunctionStep(Step):
             shares = [shares[0], *(self.placed(part) for part in every[1:] if part.size)]
         if self.world.is_first:
             count = min(self.replicas, _MOST)
-            self.tell_once(probe(self._function, self.model, shares, self.world, local_batches=count))
+            self.tell_once(probe(self._function, self.model, shares, self.world, self.number, local_batches=count))
 
     def part_names(self, loss: Loss) -> tuple[str, ...]:
         """Those of the optimizers."""

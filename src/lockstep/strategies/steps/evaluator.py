@@ -182,6 +182,11 @@ class Evaluator:
     def before_evaluation(self, part: Part) -> None:
         """Called for this process's part of what a person's own loop evaluates; every rank comes to it."""
 
+    @property
+    def number(self) -> int:
+        """Of the update, from 1."""
+        return self.world.step
+
     # ---- within ``evaluating()`` ------------------------------------------------------------------------------------
 
     def over(

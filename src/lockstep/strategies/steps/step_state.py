@@ -218,7 +218,7 @@ class StepState(Evaluator):
         error: SaveError | None = None
         try:
             state = self.state_dict(whole=not (self.keeps_shards and writer.is_shared))
-            writer.save(self.world.step, {**state, "step": self.world.step}, {"step": self.world.step})
+            writer.save(self.number, {**state, "step": self.number}, {"step": self.number})
             writer.finish()
         except SaveError as raised:
             error = raised
