@@ -219,7 +219,7 @@ def test_a_run_that_lacks_only_its_last_files_is_completed(own: Path) -> None:
 
 @pytest.mark.slow
 def test_a_second_run_on_a_folder_is_refused_while_the_first_trains_and_not_after_its_death(own: Path) -> None:
-    first = command("own.py", "--strategy", "ddp", "--devices", "2xcpu", "--loader-workers", "1", SLOWLY="0.2")
+    first = command("own.py", "--strategy", "ddp", "--devices", "2xcpu", "--loader-workers", "1", SLOWLY="0.5")
     wait_for("runs/*/checkpoints/step-*")
     (run,) = own.glob("runs/*")
     second = command("--resume", str(run))
