@@ -92,7 +92,7 @@ def parallelize(
             f"{chosen.name} wants {counted(each, 'device')} for each rank, and this one has {len(world.devices)}: "
             f"lockstep.launch(..., devices_per_rank={each}); under torchrun call parallelize before lockstep.batches"
         )
-    evaluates, world.step = not model.training, 0  # (a rank may have had other steps before)
+    evaluates = not model.training
     step = chosen.prepare(job, world)
     step.own_loop = True
     world.in_step = world.in_step or step.together

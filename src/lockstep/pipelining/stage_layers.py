@@ -17,6 +17,7 @@ from torch import nn
 
 from lockstep.errors import StrategyError
 from lockstep.launch.devices import Device
+from lockstep.model.inspection import is_made_by_compile
 from lockstep.pipelining import transfer
 from lockstep.pipelining.device_map import modules_around
 from lockstep.pipelining.microbatch import current
@@ -53,7 +54,7 @@ class Layers:
         stage_of = {**stage_of, **_wholes(model, stage_of)}
         modules = dict(model.named_modules())
         for name, module in modules.items():
-            in_compiled = any(_is_compiled(modules[around]) for around in modules_around(name))
+            in_compiled = any(is_made_by_compile(modules[around]) for around in modules_around(name))
             if name in stage_of and name not in mixed and not in_compiled:
                 stage = stage_of[name]
                 place = places[stage] if self.moves else None
@@ -76,11 +77,6 @@ class Layers:
         return Moving(self._places, queues=None if flight is None else flight.queues)
 
 
-def _is_compiled(module: nn.Module) -> bool:
-    """Whether it is what ``torch.compile(module)`` gave: it has the module inside, which runs without its hooks."""
-    return type(module).__name__ == "OptimizedModule" and hasattr(module, "_orig_mod")
-
-
 def _wholes(model: nn.Module, stage_of: Mapping[str, int]) -> dict[str, int]:
     """The stage of each compiled module, by that of what is in it."""
     found: dict[str, int] = {}
@@ -90,7 +86,7 @@ def _wholes(model: nn.Module, stage_of: Mapping[str, int]) -> dict[str, int]:
                 f'"{name}" is scripted (torch.jit), so it can\'t be told when it is called: give the module as it was '
                 "before, or take single"
             )
-        if _is_compiled(module):
+        if is_made_by_compile(module):
             stages = sorted({stage for inner, stage in stage_of.items() if inner.startswith(f"{name}.".lstrip("."))})
             if len(stages) > 1:
                 which = f'"{name}"' if name else "the model"

@@ -91,7 +91,7 @@ def holding_on(model: nn.Module) -> str | None:
     for name, module in model.named_modules():
         where = f'"{name}"' if name else "the model"
         held = [its for key, its in vars(module).items() if key != "_compiled_call_impl"]  # which copies don't have
-        if hasattr(module, "_orig_mod"):
+        if is_made_by_compile(module):
             return f"{where} is what torch.compile gave: give the model itself, and compile=True"
         hooks = (function for kind in HOOKS for function in getattr(module, kind).values())
         if any(holds_on_to(function, model) for function in (*held, *hooks)):
@@ -99,6 +99,11 @@ def holding_on(model: nn.Module) -> str | None:
         if any(isinstance(key, int) and key in ids for of in held if isinstance(of, dict) for key in of):
             return f"a dictionary in {where} has ids of layers or parameters for keys (make themselves its keys)"
     return None
+
+
+def is_made_by_compile(module: nn.Module) -> bool:
+    """Whether it is what ``torch.compile(module)`` gave: it has the module inside, which runs without its hooks."""
+    return type(module).__name__ == "OptimizedModule" and hasattr(module, "_orig_mod")
 
 
 def holds_on_to(function: Any, model: nn.Module) -> bool:
