@@ -845,6 +845,25 @@ def test_another_order_of_blocks_in_a_later_update_is_refused_there(tmp_path) ->
     assert parity(job, FSDP(blocks="blocks.1"), devices="2xcpu").worst < BOUND
 
 
+class SomeDomains(Rows):
+    """Blocks beside one another; the second is called where the first sample asks for it."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        numbers = (0, 1, 2) if x[0, 0] > 0 else (0, 2)
+        return self.out(x + sum(self.blocks[number](x) for number in numbers))
+
+
+def test_ranks_that_wait_for_ever_in_different_blocks_are_ended_with_the_blocks_names(tmp_path, monkeypatch) -> None:
+    monkeypatch.setenv("LOCKSTEP_HANG_REPORT_AFTER", "1")
+    x = drawn(64, 6).abs()
+    x[40:48] *= -1  # the samples of rank 1 in update 3
+    job = _job(SomeDomains, x, labels(64, 3), batch_size=16, shuffle=False, precision="fp64", metrics={})
+    job = job.replace(eval_data=None)
+    says = 'forward comes to "blocks.1" on rank 0, to "blocks.2" on rank 1: .*name the other blocks: --blocks'
+    with pytest.raises(StrategyError, match=says):
+        train(job, strategy="fsdp", devices="2xcpu", folder=tmp_path, quiet=True)
+
+
 def by_first_word(epoch: int) -> torch.Tensor:
     return torch.argsort(_tokens[:, 0], descending=True)
 

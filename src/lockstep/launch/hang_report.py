@@ -5,7 +5,8 @@ moved. That costs the training nothing: what a process is doing is read from its
 
     30 s, or ten usual steps, without progress ──> each rank leaves its account in the store of the process group,
                                                    the first of them puts all together: a headline, and each stack
-    ``timeout`` without progress               ──> the run ends
+    ``timeout`` without progress               ──> the run ends, as it does at once where ranks gather different
+                                                   blocks, which they never come out of
 
 The seconds are those in which this thread was awake, so that a training that was suspended and goes on is left alone.
 """
@@ -18,7 +19,7 @@ import socket
 import sys
 import threading
 import traceback
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from types import FrameType
@@ -27,7 +28,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from lockstep.errors import Lost, counted, is_own_code
+from lockstep.errors import Lost, StrategyError, counted, is_own_code
 from lockstep.launch.world import COLLECTIVES, World
 
 _LOOK = 1.0
@@ -68,6 +69,7 @@ class Account:
         where: the line of the person's own code that it is at, or of whatever else.
         stacks: of its threads, by their names.
         progress: its step, collectives and beats.
+        trail: the blocks that it has gathered in this step (``World.trail``).
     """
 
     rank: int
@@ -78,6 +80,7 @@ class Account:
     where: str
     stacks: dict[str, str] = field(repr=False)
     progress: tuple[int, int, int] = (0, 0, 0)
+    trail: list[str] = field(default_factory=list, repr=False)
 
     @property
     def named(self) -> str:
@@ -103,7 +106,7 @@ def account(world: World, seconds: float) -> Account:
         name = thread.name if thread.name not in stacks else f"{thread.name} {thread.ident}"
         stacks[name] = "".join(traceback.format_stack(frame))
     progress = world.step, world.collectives, world.beats
-    return Account(world.rank, world.step, phase, collective, seconds, where, stacks, progress)
+    return Account(world.rank, world.step, phase, collective, seconds, where, stacks, progress, list(world.trail))
 
 
 def _threads() -> list[tuple[threading.Thread, FrameType]]:
@@ -169,6 +172,8 @@ def headline(accounts: Mapping[int, Account], missing: Mapping[int, str]) -> str
     if missing:
         rank, why = min(missing.items())
         return f"rank {rank} has not arrived: {why}"
+    if apart := _apart(accounts):
+        return apart
     waiting = [one for one in accounts.values() if one.collective is not None]
     others = [one for one in accounts.values() if one.collective is None]
     if len(accounts) == 1:
@@ -182,6 +187,28 @@ def headline(accounts: Mapping[int, Account], missing: Mapping[int, str]) -> str
     behind = min(others or waiting, key=lambda one: (one.step, _rank_of(one.phase)))
     for_what = f" at {waiting[0].named}" if waiting and others else ""
     return f"rank {behind.rank} has not arrived{for_what}: {_at(behind)} for {behind.seconds:.0f} s"
+
+
+def parting(trails: Mapping[int, Sequence[str]]) -> str:
+    """Where ranks come to different blocks (``World.trail``), which; nothing where one is only behind another."""
+    for each in zip(*trails.values(), strict=False):
+        if len(set(each)) > 1:
+            comes = (f"to {name} on rank {rank}" for rank, name in zip(trails, each, strict=True))
+            return f"forward comes {', '.join(comes)}"
+    return ""
+
+
+def other_blocks(what: str) -> StrategyError:
+    """The refusal of a model in which ranks gather different blocks: they wait for one another for ever."""
+    return StrategyError(
+        f"fsdp: {what}: blocks that depend on the samples can't be gathered on their own",
+        fix="name the other blocks: --blocks NAMES, or FSDP(blocks=...)",
+    )
+
+
+def _apart(accounts: Mapping[int, Account]) -> str:
+    together = len({one.step for one in accounts.values()}) == 1
+    return parting({rank: one.trail for rank, one in accounts.items()}) if together else ""
 
 
 def _at(one: Account) -> str:
@@ -301,7 +328,8 @@ class Watch:
                 else:
                     missing[rank] = self._state_of(rank)
         standing = [one for one in accounts.values() if one.seconds >= min(after, idle) / 2]
-        waits = any(one.collective is not None or one.phase == "backward" for one in accounts.values())
+        apart = _apart(accounts)
+        waits = apart or any(one.collective is not None or one.phase == "backward" for one in accounts.values())
         if self._progress() != mine.progress or len(standing) < len(accounts) or not (waits or self._always):
             return False  # it comes further
         if min(accounts) == world.rank:
@@ -311,6 +339,8 @@ class Watch:
                 self._tell([line, *(one.line() for _, one in sorted(accounts.items())), *quiet], accounts)
             if ends:
                 world.fail(Lost(f"no progress for {mine.seconds:.0f} s, which is --timeout: {line}"))
+            elif apart:
+                world.fail(other_blocks(apart))
         return True
 
     def _state_of(self, rank: int) -> str:

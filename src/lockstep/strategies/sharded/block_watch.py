@@ -16,6 +16,7 @@ from torch import nn
 
 from lockstep.data.shares import over_ranks
 from lockstep.errors import StrategyError
+from lockstep.launch.hang_report import other_blocks, parting
 from lockstep.launch.world import World
 from lockstep.strategies.sharded.shards import Shards
 from lockstep.tensors.pytree import each, tensors
@@ -39,6 +40,7 @@ class BlockWatch:
         self._shards, self._world, self._compares = shards, world, compares
         self.used: set[str] = set()
         self.order = 0
+        self._names = ["its end", *(f'"{name}"' for name in shards.blocks), "its begin"]
         self._now: set[str] = set()
         self._given: list[Any] = []  # of each block whose forward is under way
         self._gathered: dict[tuple[int, str], Any] = {}  # what stands in the place of a parameter in forward
@@ -56,6 +58,7 @@ class BlockWatch:
         """Forget what was of the last one."""
         self.used.clear()
         self.order = 0
+        self._world.trail.clear()
 
     @contextlib.contextmanager
     def during(self, what: str) -> Iterator[None]:
@@ -84,6 +87,8 @@ class BlockWatch:
                     )
             if number > len(self._shards.blocks):  # the whole model; an earlier forward may have raised
                 self._given.clear()
+                if not torch.is_grad_enabled():  # of an evaluation, which has no updates
+                    self._world.trail.clear()
             self._given.append((args, kwargs))
             if "loss" in self._now:
                 raise StrategyError("fsdp: the loss calls the model, whose blocks are gathered in forward: take ddp")
@@ -102,13 +107,12 @@ class BlockWatch:
             StrategyError: they don't; ``fully_shard`` would wait for ever.
         """
         self.order = hash((self.order, number)) % 2**20
+        self._world.trail.append(self._names[number])
         if not self._compares():
             return
-        every = [theirs for (theirs,) in over_ranks(self._world, number)]
-        if len(set(every)) > 1:
-            names = ["its end", *(f'"{name}"' for name in self._shards.blocks), "its begin"]
-            comes = ", ".join(f"to {names[one]} on rank {rank}" for rank, one in enumerate(every))
-            raise _by_samples(f"forward comes {comes}")
+        numbers = [theirs for (theirs,) in over_ranks(self._world, number)]
+        if apart := parting({rank: [self._names[one]] for rank, one in enumerate(numbers)}):
+            raise other_blocks(apart)
 
     def refuse_other_orders(self, orders: float, squares: float) -> None:
         """Make sure that all ranks have come to the same blocks, given the sums over them of ``order`` and its square.
@@ -117,7 +121,7 @@ class BlockWatch:
             StrategyError: they haven't, and have taken another block's parameters for their own.
         """
         if self._world.size * int(squares) != int(orders) ** 2:
-            raise _by_samples("ranks have come to other blocks in this update, or in another order")
+            raise other_blocks("ranks have come to other blocks in this update, or in another order")
 
     def _gives(self, name: str) -> Callable[..., Any]:
         """A hook on what a block gives, whose backward is to gather the block's parameters again."""
@@ -173,13 +177,6 @@ class BlockWatch:
                 self.used.add(name)
 
         return hook
-
-
-def _by_samples(what: str) -> StrategyError:
-    return StrategyError(
-        f"fsdp: {what}: blocks that depend on the samples can't be gathered on their own",
-        fix="name the other blocks: --blocks NAMES, or FSDP(blocks=...)",
-    )
 
 
 def _copied_if_a_view(tensor: torch.Tensor) -> torch.Tensor:
