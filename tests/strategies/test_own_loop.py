@@ -517,6 +517,28 @@ def test_a_rank_without_a_sample_has_the_statistics_of_the_others(strategy: str)
         assert (found - expected).abs().max() < 1e-10
 
 
+def normalized(strategy: str, devices: str, accumulate: int) -> tuple[torch.Tensor, list[str]]:
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(6, 8), nn.BatchNorm1d(8), nn.Tanh(), nn.Linear(8, 3)).double()
+    with warnings.catch_warnings(record=True) as said:
+        warnings.simplefilter("always")
+        step = step_of(model, strategy=strategy, devices=devices, accumulate=2, sync_batchnorm=True, precision="fp64")
+        for batch in lockstep.batches(DATA, batch_size=16, accumulate=accumulate):
+            step(batch)
+    return weights(model), [str(one.message) for one in said]
+
+
+@pytest.mark.parametrize("way", ["dp 3", "ddp 2"])
+def test_micro_batches_of_a_batch_norm_are_those_of_single_or_said_not_to_be(way: str) -> None:
+    """Found by trial: ranks that cut their own shares were said to normalize as single does."""
+    ((expected, _),) = looped("single", normalized, 2)
+    for accumulate in (2, 1):
+        found, said = looped(way, normalized, accumulate)[0]
+        differs = (found - expected).abs().max() > 1e-10
+        assert differs == any("lockstep.batches(..., accumulate=2) cuts the global batch" in one for one in said)
+        assert differs == (way == "ddp 2" and accumulate == 1)
+
+
 def mean_over_batch(module: Any, args: Any, outputs: torch.Tensor) -> torch.Tensor:
     return outputs - outputs.mean(0)
 

@@ -15,12 +15,13 @@ from __future__ import annotations
 
 import functools
 from abc import ABC, abstractmethod
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager
 from typing import Any
 
 import torch
 from torch import nn
+from torch.nn.modules.batchnorm import _BatchNorm
 
 from lockstep.data import Batch, Part, mixed
 from lockstep.data.shares import SeenBatches, batch_of, over_ranks, own_stream
@@ -52,7 +53,7 @@ class Calls(StepState, ABC):
 
     def __init__(self, model: nn.Module, optimizer: torch.optim.Optimizer, job: Job, world: World) -> None:
         super().__init__(model, optimizer, job, world)
-        self._seed = job.seed
+        self._seed, self._synchronises = job.seed, job.sync_batchnorm
         self._losses: list[Loss] = []  # of the parts since the last update by hand
         self._samples_given = 0
         self._is_begun = False  # an update by hand
@@ -215,7 +216,17 @@ class Calls(StepState, ABC):
             if len(inputs.parts) > 1 or self._accumulate == 1:
                 return inputs
             inputs, targets = inputs
+        if self._accumulate > 1 and self.world.size > 1:
+            self.tell_once(self._of_own_microbatches())
         return batch_of(inputs, targets, self._accumulate, self.world, self._refuse_gaps, self._seen_batches)
+
+    def _of_own_microbatches(self) -> Iterator[Caveat]:
+        """What it changes that each rank cuts its share into micro-batches, instead of the loader the global batch."""
+        if self.world.is_first and self._synchronises and any(isinstance(m, _BatchNorm) for m in self.model.modules()):
+            text = "each rank cuts its share into micro-batches, over which BatchNorm normalizes: they aren't those of "
+            single = f"single with accumulate={self._accumulate}"
+            fix = f"lockstep.batches(..., accumulate={self._accumulate}) cuts the global batch as single does"
+            yield Caveat("batchnorm", text + single, fix)
 
     def _refuse_gaps(self, here: list[bool]) -> None:
         """Called where a rank has no sample and a later one has; a strategy that can't do that refuses."""

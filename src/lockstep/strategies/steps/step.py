@@ -75,7 +75,7 @@ class Step(Calls):
         super().__init__(model, optimizer, job, world)
         self._clip_norm = job.clip_norm
         self._compile = job.compile
-        self._synchronises, self._checkpoints = job.sync_batchnorm, job.activation_checkpointing is not None
+        self._checkpoints = job.activation_checkpointing is not None
         self._updates, self._owes_look = 0, False
         self._by_count = self._on_accelerator and not self.cuts_batch and self._scaler is None
         self.stopping = False
