@@ -342,7 +342,7 @@ def _summed_over_ranks(bucket: torch.Tensor) -> torch.futures.Future[torch.Tenso
 
 
 def _bytes(parameters: list[nn.Parameter]) -> int:
-    return sum(p.numel() * p.element_size() for p in parameters)
+    return sum(p.nbytes for p in parameters)
 
 
 class _WithLoss(nn.Module):

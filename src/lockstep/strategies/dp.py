@@ -36,6 +36,7 @@ from lockstep.model.losses.loss import Loss, Number
 from lockstep.model.optimizer import build_optimizer
 from lockstep.parallel import gather
 from lockstep.strategies.replicas import (
+    Structure,
     add_gradients,
     even_spans,
     follow_changes,
@@ -44,7 +45,6 @@ from lockstep.strategies.replicas import (
     refuse_what_replicas_would_share,
     replica_of,
     shared_by_threads,
-    structure_of,
 )
 from lockstep.strategies.step_function.function_on_replicas import FunctionOnReplicas
 from lockstep.strategies.steps.step import Step
@@ -88,9 +88,7 @@ class DP(Strategy):
         exchange = None
         if job.sync_batchnorm and len(world.devices) > 1:
             if not world.device.is_slot and len(set(world.devices)) < len(world.devices):
-                raise StrategyError(
-                    "sync_batchnorm needs a device for each replica: on one device they would wait forever"
-                )
+                raise StrategyError("sync_batchnorm needs a device for each replica: on one they would wait forever")
             exchange = ThreadExchange(len(world.devices), world.observers)
             synchronise(model, exchange)
         kind = DPStep if job.step is None else DPFunctionStep
@@ -118,7 +116,7 @@ class DPStep(Step):
         self._replicas = [model, *(replica_of(model, device, shares=shares) for device in world.devices[1:])]
         self._find_trained()
         self._modules = [list(replica.modules()) for replica in self._replicas]
-        self._structure = structure_of(model)
+        self._structure = Structure(model)
         self._buffers = [buffers_of(replica) for replica in self._replicas]
         self._team = Team(world.devices)
         if exchange is not None:
@@ -146,9 +144,7 @@ class DPStep(Step):
         """A replica's gradients; on accelerators the first one gives its parameters to every other."""
         if self.replicas == 1:
             return 0
-        gradients, parameters = (
-            sum(p.numel() * p.element_size() for p in of) for of in (self._parameters, self.model.parameters())
-        )
+        gradients, parameters = (sum(p.nbytes for p in of) for of in (self._parameters, self.model.parameters()))
         return gradients if self._on_slots else max(gradients, (self.replicas - 1) * parameters)
 
     def seed(self, seed: int, number: int | None = None) -> None:
@@ -172,12 +168,18 @@ class DPStep(Step):
         """As every evaluator's."""
         with super().evaluating():
             yield
-            self._kept = self._attributes_now()
+            self._leave_own()
 
     def follow_modes(self) -> None:
         """As every evaluator's."""
         if self.shares_parameters:
             self._follow_settings()
+
+    def _leave_own(self) -> None:
+        """Leave each replica what its forward has made of attributes, and installed in modules."""
+        self._kept = self._attributes_now()
+        if self.own_loop:
+            self._structure.follow_installed(self._modules)
 
     def _attributes_now(self) -> dict[str, bytes]:
         return attribute_prints(self.model, plain=False) if self.replicas > 1 else {}
@@ -204,7 +206,7 @@ class DPStep(Step):
                 raise
             raise why from error
         self._add_gradients([i for i, job in enumerate(work) if job is not None])
-        self._kept = self._attributes_now()  # what forward makes of the attributes of a replica is its own
+        self._leave_own()
         return added(results, self._summed)
 
     def _look(self, batch: Batch) -> None:
@@ -310,14 +312,10 @@ class DPStep(Step):
         """Make every replica equal to the first before a step.
 
         Raises:
-            StrategyError: the model has other modules, parameters or hooks than when the replicas were made, or an
-                attribute that can't be copied.
+            StrategyError: the model has changed since the replicas were made, or has an attribute that can't be copied.
         """
-        if self.own_loop and self.replicas > 1 and structure_of(self.model) != self._structure:
-            raise StrategyError(
-                "dp: modules, parameters or hooks of the model have changed since its replicas were made: call "
-                "lockstep.parallelize again, or take ddp"
-            )
+        if self.own_loop and self.replicas > 1:
+            self._structure.refuse_changes()
         self._follow_settings()
         self._share_parameters()
 

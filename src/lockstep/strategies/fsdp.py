@@ -97,7 +97,7 @@ class FSDP(Strategy):
         self._refuse_unshardable(job, model, optimizer)
         exchange = synchronised(model, job, world)
         skeleton = skeleton_of(model) if world.is_first and not self.build_on_disk else None
-        whole = sum(p.numel() * p.element_size() for p in model.parameters())
+        whole = sum(p.nbytes for p in model.parameters())
         axes = world.layout.axes
         mesh = init_device_mesh(world.device.type, tuple(axes.values()), mesh_dim_names=tuple(axes))
         blocks = blocks_of(model, self.blocks)

@@ -78,7 +78,7 @@ class FlatGradients:
     @property
     def bytes(self) -> int:
         """The size of all buffers together."""
-        return sum(b.numel() * b.element_size() for b in self._buffers)
+        return sum(b.nbytes for b in self._buffers)
 
     def sum_over(self, world: World, numbers: Sequence[Number]) -> Iterable[Number]:
         """Sum every ``parameter.grad``, and the numbers beside them, over the ranks.

@@ -5,7 +5,7 @@ from __future__ import annotations
 import bisect
 import copy
 import itertools
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import torch
@@ -54,20 +54,59 @@ def replica_of(model: nn.Module, device: Device, *, shares: bool) -> nn.Module:
     return made
 
 
-def structure_of(model: nn.Module) -> list[Any]:
-    """What a replica has only where the model had it when it was copied, to be compared: modules, parameters, hooks."""
-    parameters = [
-        [(id(p), *_hooks_of(p)) for p in module._parameters.values() if p is not None] for module in model.modules()
-    ]
-    return [*modules_of(model), *parameters]
+class Structure:
+    """What a replica has only where the model had it when it was copied: modules, parameters, hooks.
+
+    Args:
+        model: the one that was copied.
+    """
+
+    def __init__(self, model: nn.Module) -> None:
+        self._model = model
+        self._modules, self._parameters = modules_of(model), _parameters_of(model)
+
+    @property
+    def is_changed(self) -> bool:
+        """Whether the model has other modules, parameters or hooks now."""
+        return (modules_of(self._model), _parameters_of(self._model)) != (self._modules, self._parameters)
+
+    def refuse_changes(self) -> None:
+        """Make sure that it hasn't.
+
+        Raises:
+            StrategyError: it has.
+        """
+        if self.is_changed:
+            raise StrategyError(
+                "dp: modules, parameters or hooks of the model have changed since its replicas were made: call "
+                "lockstep.parallelize again, or take ddp"
+            )
+
+    def follow_installed(self, replicas: Sequence[Sequence[nn.Module]]) -> None:
+        """Take what forward has installed in the modules of every replica, hooks or another forward, for their own.
+
+        Args:
+            replicas: the modules of each, the model's first.
+        """
+        first, *others = [[("forward" in vars(m), *_hooks_in(m)) for m in modules] for modules in replicas]
+        modules = modules_of(self._model)
+        same = [which for which, *_ in modules] == [which for which, *_ in self._modules]
+        if same and all(other == first for other in others):
+            self._modules = modules
 
 
 def modules_of(model: nn.Module) -> list[Any]:
     """Which modules it has, with how many hooks, and a ``forward`` of their own."""
-    return [
-        (id(module), id(vars(module).get("forward")), *(len(getattr(module, hooks)) for hooks in HOOKS))
-        for module in model.modules()
-    ]
+    return [(id(module), id(vars(module).get("forward")), *_hooks_in(module)) for module in model.modules()]
+
+
+def _hooks_in(module: nn.Module) -> Iterator[int]:
+    return (len(getattr(module, hooks)) for hooks in HOOKS)
+
+
+def _parameters_of(model: nn.Module) -> list[Any]:
+    every = (p for module in model.modules() for p in module._parameters.values() if p is not None)
+    return [(id(p), *_hooks_of(p)) for p in every]
 
 
 def _hooks_of(parameter: nn.Parameter) -> tuple[int, int]:

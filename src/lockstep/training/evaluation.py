@@ -69,7 +69,7 @@ def _kept_parameters(step: Step) -> Iterator[None]:
     """Put back afterwards what forward writes in evaluation mode, an embedding with ``max_norm`` say."""
     of_models = () if step.keeps_shards else (p for model in step.models() for p in model.parameters())
     every = {id(p): p for p in (*step.parts().values(), *of_models)}.values()
-    is_small = sum(p.numel() * p.element_size() for p in every) <= _LARGEST
+    is_small = sum(p.nbytes for p in every) <= _LARGEST
     # (Ranks that don't meet share their parameters, and another one may train by now.)
     before = [(p, p.detach().clone()) for p in every] if is_small and step.together else []
     yield

@@ -112,7 +112,7 @@ def look(
         return Seen(uncopied=why)
     with torch.no_grad(), kept_states(accelerators_of(inputs)), full_products():
         try:
-            size = sum(p.numel() * p.element_size() for p in model.parameters())
+            size = sum(p.nbytes for p in model.parameters())
             same = _same_parameters(model) if again and size > _LARGEST else {}
             copied = copy.deepcopy(model, {**same, **detached_attributes(model)})
         except Exception as error:
@@ -367,7 +367,7 @@ def _see(
         if not (seen.mixes or all(t.is_floating_point() for t in tensors(inputs))):
             seen.mixes = any(map(is_shorter_alone, range(min(samples, FEWEST))))
         seen.bends &= not seen.mixes
-    size = sum(p.numel() * p.element_size() for p in model.parameters())
+    size = sum(p.nbytes for p in model.parameters())
     if gradients and size <= _LARGEST and trained and not seen.mixes:
 
         def total_of(start: int, size: int) -> torch.Tensor:

@@ -211,7 +211,7 @@ class ShardedStep(DDPStep):
 
     def bytes_communicated(self) -> int:
         """Its shard, which the others gather in forward and again in backward, and the whole gradients."""
-        return 2 * self._shards.bytes_here + sum(p.numel() * p.element_size() for p in self._held.values())
+        return 2 * self._shards.bytes_here + sum(p.nbytes for p in self._held.values())
 
     def _refuse_gaps(self, here: list[bool]) -> None:
         raise InputError(

@@ -234,7 +234,7 @@ class Shards:
     @property
     def bytes_here(self) -> int:
         """Of the parameters that this rank keeps, all together."""
-        return sum(p.numel() * p.element_size() for p in self.local.values())
+        return sum(p.nbytes for p in self.local.values())
 
     @contextmanager
     def fsdp_module(self) -> Iterator[FSDPModule]:

@@ -253,7 +253,7 @@ def _calls(function: Callable[..., None], model: nn.Module, step: int, samples: 
         without_noise(model)
     except Exception:  # one that can't be copied is given itself
         mode = in_evaluation_mode(model)
-    looks = step <= 1 and sum(p.numel() * p.element_size() for p in model.parameters()) <= _LARGEST
+    looks = step <= 1 and sum(p.nbytes for p in model.parameters()) <= _LARGEST
     noted = _Noted(step, samples, model if looks else None)
     state = {**dict(model.named_parameters()), **dict(model.named_buffers())}
     before, attributes = {name: digest(tensor) for name, tensor in state.items()}, attribute_prints(model)

@@ -25,7 +25,7 @@ from lockstep.launch.events import Caveat, Line
 from lockstep.model.inspection import OutsideVariables, hooked_parameters, names_in, names_used_by, prints_of
 from lockstep.model.inspection.nonlinear import PARAMETER_HOOKS
 from lockstep.model.losses.check_interval import is_power_of_two
-from lockstep.strategies.replicas import structure_of
+from lockstep.strategies.replicas import Structure
 from lockstep.strategies.steps.step import Step
 from lockstep.strategies.steps.update_result import Result
 from lockstep.tensors.digest import digest
@@ -102,7 +102,7 @@ class Callbacks:
         training.epoch, training.metrics, training.stopping = epoch, metrics, None
         within = kind in ("step", "log")
         model, looks = self._step.model, self._are_own and self._step.cuts_batch
-        before = structure_of(model) if looks else []
+        before = Structure(model) if looks else None
         with contextlib.ExitStack() as stack:
             if self._of_ranks and self._by_name:
                 stack.enter_context(self._same_on_every_rank(within))
@@ -113,9 +113,9 @@ class Callbacks:
             by = self._each(self._by_name if whole else {}, kind)
         if kind == "start":
             self._begun, self._has_begun = self._held_by_callbacks(), True
-        if looks and structure_of(model) != before:
-            self._refuse_what_replicas_lack()
-        if looks:
+        if before is not None:
+            if before.is_changed:
+                self._refuse_what_replicas_lack()
             self._step.tell_once(self._of_parts())
         if not within:
             last = self._each(self._last, kind)
