@@ -114,10 +114,14 @@ _PUT_IN_TRAINING = (
 )
 
 
-def _in_parts(strategy: Strategy, job: Job, model: nn.Module, replicas: int) -> list[Caveat]:
-    """The caveats of a batch that is given to ``step.backward`` in parts, as those of micro-batches."""
+def _in_parts(
+    strategy: Strategy, job: Job, model: nn.Module, replicas: int, microbatches: int | None = None
+) -> list[Caveat]:
+    """The caveats of batches that are cut in so many micro-batches; None: that are given to ``step.backward``."""
+    every = strategy.caveats(job.replace(accumulate=microbatches or max(2, job.accumulate)), model, replicas)
+    if microbatches is not None:
+        return every
     text = "BatchNorm normalizes over each part of a batch that step.backward(...) is given"
-    every = strategy.caveats(job.replace(accumulate=max(2, job.accumulate)), model, replicas)
     return [replace(one, text=text) if one.kind == "batchnorm" and not one.fix else one for one in every]
 
 

@@ -27,6 +27,7 @@ from lockstep.launch.terminal import Display
 from lockstep.launch.world import World
 from lockstep.model.build import trained_model
 from lockstep.strategies import Strategy, choose, devices_for
+from lockstep.training.earlier_trainings import begun_with
 from lockstep.training.evaluation import evaluate_sets, say_what_collates, try_out
 from lockstep.training.loop import train_on
 from lockstep.training.resume import as_it_went, newest_of
@@ -122,7 +123,9 @@ def train(
         if begun is not None and (again or resume == "auto"):
             display.line(f"{'resuming' if plan.resume else 'beginning again in'} {begun}")
         try:
-            with StopRequest(_has_begun, grace) as request:
+            with begun_with(job, resumed=plan.resume) as said, StopRequest(_has_begun, grace) as request:
+                for line in said:
+                    display.line(f"note: {line}")
                 summary, path = _with_restarts(plan, chosen, backend, display, None if torchrun else run, lost)
             if not summary:
                 request.raise_if_asked()

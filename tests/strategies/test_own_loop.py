@@ -539,6 +539,22 @@ def test_micro_batches_of_a_batch_norm_are_those_of_single_or_said_not_to_be(way
         assert differs == (way == "ddp 2" and accumulate == 1)
 
 
+@pytest.mark.parametrize("way", ["single", "dp 3"])
+def test_micro_batches_that_only_the_loader_was_told_of_are_said_and_others_refused(way: str) -> None:
+    """Found by trial: BatchNorm normalized over them without a line."""
+    batch = next(iter(lockstep.batches(DATA, batch_size=16, accumulate=2)))
+    model = nn.Sequential(nn.Linear(6, 8), nn.BatchNorm1d(8), nn.Linear(8, 3))
+    strategy, devices = WAYS[way]
+    where: dict[str, Any] = {"strategy": strategy, "devices": devices, "sync_batchnorm": way != "single"}
+    step = step_of(model, **where)
+    with pytest.warns(UserWarning, match="normalizes over each micro-batch, as single with accumulate=2 does"):
+        step(batch)
+    with pytest.warns(UserWarning, match="as single with accumulate=4 does"):
+        step = step_of(model, accumulate=4, **where)
+    with pytest.raises(InputError, match="this batch has 2 micro-batches, and the step was made with 4"):
+        step(batch)
+
+
 def mean_over_batch(module: Any, args: Any, outputs: torch.Tensor) -> torch.Tensor:
     return outputs - outputs.mean(0)
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import hashlib
 from collections.abc import Iterable, Iterator
 from pathlib import Path
@@ -18,6 +19,7 @@ from lockstep.job import Job
 from lockstep.launch.events import Caveat, Line
 from lockstep.launch.world import World
 from lockstep.model.activation_checkpointing import checkpoint_blocks
+from lockstep.model.given_modules import given_parts, take
 from lockstep.model.inspection import attribute_tensors
 from lockstep.model.model_settings import in_evaluation_mode
 from lockstep.model.precision import convert_model
@@ -51,6 +53,7 @@ def build_model(job: Job, world: World, *, place: bool = True) -> nn.Module:
     model = as_module(model)
     if not isinstance(model, nn.Module):
         raise JobError(f"model: it gave a {type(model).__name__}, not a torch.nn.Module")
+    take(job, model)
     elsewhere = next(((n, t) for n, t in _all_tensors(model) if t.device.type not in ("cpu", world.device.type)), None)
     if elsewhere is not None and not elsewhere[1].is_meta:
         raise JobError(
@@ -123,6 +126,9 @@ def trained_model(job: Job, weights: Path) -> nn.Module:
     """
     with seeded(job.seed):
         model: nn.Module = as_module(job.model())
+    if given_parts(job, model):  # another run's would be the same one
+        model = copy.deepcopy(model)
+    take(job, model)
     convert_model(model, job.precision)  # before the weights, which are in that format
     take_weights(model, weights)
     return model

@@ -11,9 +11,11 @@ import torch
 from torch import nn
 
 from lockstep.data import Batch, Part, eval_loaders, resolve, resolve_sets
+from lockstep.errors import JobError
 from lockstep.job import Job
 from lockstep.launch.observer import Observer
 from lockstep.launch.world import World
+from lockstep.model.given_modules import changes, given_parts
 from lockstep.model.inspection import acting_buffers, attribute_prints, drawing_nothing
 from lockstep.strategies.steps.step import Step
 from lockstep.strategies.steps.update_result import Result
@@ -48,6 +50,9 @@ class Side(Observer):
         drew: from where the first update drew random numbers, as in ``Comparison``. (Other threads' draws count too.)
         buffers: digests of what they are at the start.
         functions: autograd functions that are not PyTorch's own, in the graph of the first forwards.
+
+    Raises:
+        JobError: the model is the same each time.
     """
 
     def __init__(self, job: Job, world: World, experiment: Experiment) -> None:
@@ -58,6 +63,11 @@ class Side(Observer):
         self._accelerators = tuple({device.torch: None for device in world.devices if not device.is_slot})
         self.data = resolve(job.train_data, world, "train_data")
         self.step: Step = experiment.strategy.prepare(job, world)
+        if any(map(changes, given_parts(job, self.step.model))):
+            raise JobError(
+                "model: its function gives the same module each time, and verify trains several: let it build a new "
+                "one (lambda: Net())"
+            )
         self.step.last_look = min(self.step.last_look, 0 if experiment.looked else 1)
         for model in self.step.models():
             hold_still(model, experiment.still)

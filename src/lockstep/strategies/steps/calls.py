@@ -45,11 +45,12 @@ class Calls(StepState, ABC):
 
     Attributes:
         of_own_loop: what whoever writes a loop of their own has to know of the model between updates.
-        caveats_in_parts: gives where results differ from those of one device where a batch is given in parts.
+        caveats_in_parts: gives where results differ from those of one device where a batch is given in parts, or is
+            cut in so many micro-batches.
     """
 
     of_own_loop: tuple[Caveat, ...] = ()
-    caveats_in_parts: Callable[[], list[Caveat]] = list
+    caveats_in_parts: Callable[..., list[Caveat]] = lambda *microbatches: []
 
     def __init__(self, model: nn.Module, optimizer: torch.optim.Optimizer, job: Job, world: World) -> None:
         super().__init__(model, optimizer, job, world)
@@ -213,12 +214,28 @@ class Calls(StepState, ABC):
 
     def _batch_of(self, inputs: Any, targets: Any) -> Batch:
         if isinstance(inputs, Batch):
-            if len(inputs.parts) > 1 or self._accumulate == 1:
+            if (number := len(inputs.parts)) > 1:
+                self._look_at_microbatches(number)
+            if number > 1 or self._accumulate == 1:
                 return inputs
             inputs, targets = inputs
         if self._accumulate > 1 and self.world.size > 1:
             self.tell_once(self._of_own_microbatches())
         return batch_of(inputs, targets, self._accumulate, self.world, self._refuse_gaps, self._seen_batches)
+
+    def _look_at_microbatches(self, number: int) -> None:
+        """See whether the loader cuts batches as the step was told.
+
+        Raises:
+            InputError: it cuts them in another number of micro-batches.
+        """
+        if self._accumulate == 1:
+            self.tell_once(self.caveats_in_parts(number) if self.world.is_first else ())
+        elif number != self._accumulate:
+            raise InputError(
+                f"accumulate: this batch has {number} micro-batches, and the step was made with {self._accumulate}: "
+                "give lockstep.batches and lockstep.parallelize the same number"
+            )
 
     def _of_own_microbatches(self) -> Iterator[Caveat]:
         """What it changes that each rank cuts its share into micro-batches, instead of the loader the global batch."""

@@ -1,0 +1,126 @@
+"""Several trainings in one process: each begins as if it were the first, or a line says that it doesn't."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+import lockstep
+from lockstep import Job, predict, train
+from lockstep.errors import JobError
+from lockstep.verify import same_bits
+from zoo import ZOO, drawn, labels, plain_sgd
+
+
+def trained(
+    job: Job, folder: Path, capfd: Any, way: tuple[str, str] = ("single", "1xcpu"), **how: Any
+) -> tuple[Any, str]:
+    """A run, and what is said in its beginning of earlier ones."""
+    run = train(job, strategy=way[0], devices=way[1], folder=folder, **how)
+    return run, "\n".join(line for line in capfd.readouterr().out.splitlines() if line.startswith("note: "))
+
+
+@pytest.mark.parametrize("given", ["the model", "a part", "a dict"])
+def test_a_module_that_is_not_built_anew_is_said_to_be_trained_further(given: str, tmp_path: Path, capfd) -> None:
+    """Found by trial: the second of two trainings began with the weights of the first, without a line."""
+    net = nn.Linear(6, 3)
+    nets = {"net": net}
+    makes = {"the model": lambda: net, "a part": lambda: nn.Sequential(net, nn.Tanh()), "a dict": lambda: nets["net"]}
+    job = ZOO["mlp"].replace(model=makes[given], metrics={}, eval_data=None, epochs=1)
+    first, said = trained(job, tmp_path, capfd)
+    assert "used before" not in said
+    ends = first.model()
+    second, said = trained(job, tmp_path, capfd)
+    assert "model: its function gives a module that this process has used before" in said
+    assert not same_bits(ends, second.model()), "the model of a run is its own"
+    assert same_bits(ends, first.model())
+    predict(first, drawn(4, 6), quiet=True)
+    _, said = trained(job, tmp_path, capfd, ("ddp", "2xcpu"))
+    assert "used before" in said
+    _, said = trained(job.replace(epochs=2), tmp_path, capfd, resume=second.folder)
+    assert "used before" not in said
+
+
+def test_a_frozen_module_may_be_the_same_in_each_training(tmp_path: Path, capfd) -> None:
+    backbone = nn.Sequential(nn.Linear(6, 8), nn.BatchNorm1d(8)).eval().requires_grad_(False)
+    job = ZOO["mlp"].replace(model=lambda: nn.Sequential(backbone, nn.Linear(8, 3)), metrics={}, epochs=1)
+    for _ in range(2):
+        assert "used before" not in trained(job, tmp_path, capfd)[1]
+
+
+@pytest.mark.parametrize("kind", ["a tensor", "an array", "two of one"])
+def test_a_tensor_from_which_a_layer_is_made_stays_as_it_was(kind: str, tmp_path: Path, capfd) -> None:
+    """Found by trial: pretrained vectors were trained in place, and the next training began with those."""
+    vectors: Any = drawn(20, 4)
+    vectors = vectors.numpy() if kind == "an array" else vectors
+    before = torch.as_tensor(vectors).clone()
+
+    class Bag(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            weights = torch.as_tensor(vectors)
+            self.words = nn.Embedding.from_pretrained(weights, freeze=False)
+            self.last = nn.Linear(4, 20)
+            if kind == "two of one":
+                self.last.weight.data = self.words.weight.data
+
+        def forward(self, words: torch.Tensor) -> torch.Tensor:
+            out: torch.Tensor = self.last(self.words(words).mean(1))
+            return out
+
+    data = torch.utils.data.TensorDataset(labels(64, 20).view(32, 2), labels(32, 20))
+    job = Job(model=Bag, loss=nn.CrossEntropyLoss(), optimizer=plain_sgd, train_data=data, batch_size=8, epochs=1)
+    ends = [trained(job, tmp_path, capfd)[0].model() for _ in range(2)]
+    assert same_bits(*ends)
+    assert torch.equal(torch.as_tensor(vectors), before)
+    assert torch.equal(ends[0].words.weight, ends[0].last.weight) == (kind == "two of one")
+
+
+class Annealed(nn.Module):
+    """A loss with a weight that a callback raises."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.beta = 0.0
+
+    def forward(self, outputs: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
+        return nn.functional.cross_entropy(outputs, targets) + self.beta * outputs.square().mean()
+
+
+SETTINGS = {"beta": 0.0}
+
+
+def of_settings(outputs: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
+    return nn.functional.cross_entropy(outputs, targets) + SETTINGS["beta"] * outputs.square().mean()
+
+
+@pytest.mark.parametrize("where", ["the loss", "a global"])
+def test_what_a_training_left_in_the_loss_is_said(where: str, tmp_path: Path, capfd) -> None:
+    loss: Any = Annealed() if where == "the loss" else of_settings
+    SETTINGS["beta"] = 0.0
+
+    def anneal(event: Any) -> None:
+        if event.kind == "epoch":
+            if where == "the loss":
+                loss.beta += 0.5
+            else:
+                SETTINGS["beta"] += 0.5
+
+    job = ZOO["mlp"].replace(loss=loss, on_event=(anneal,), metrics={}, eval_data=None, epochs=1)
+    says = '"Annealed.beta" has the value' if where == "the loss" else "SETTINGS"
+    assert says not in trained(job, tmp_path, capfd)[1]
+    assert says in trained(job, tmp_path, capfd)[1]
+    SETTINGS["beta"] = 0.0
+    job = job.replace(loss=Annealed() if where == "the loss" else of_settings)
+    assert says not in trained(job, tmp_path, capfd)[1]
+
+
+def test_verify_refuses_a_model_that_is_not_built_anew() -> None:
+    """Found by trial: it was said to draw unseeded numbers."""
+    net = nn.Linear(6, 3)
+    with pytest.raises(JobError, match="its function gives the same module each time, and verify trains several"):
+        lockstep.verify(ZOO["mlp"].replace(model=lambda: net), strategy="dp", devices="2xcpu")
