@@ -106,7 +106,8 @@ def account(world: World, seconds: float) -> Account:
         name = thread.name if thread.name not in stacks else f"{thread.name} {thread.ident}"
         stacks[name] = "".join(traceback.format_stack(frame))
     progress = world.step, world.collectives, world.beats
-    return Account(world.rank, world.step, phase, collective, seconds, where, stacks, progress, list(world.trail))
+    trail = [name for step, name in world.trail if step == world.step]
+    return Account(world.rank, world.step, phase, collective, seconds, where, stacks, progress, trail)
 
 
 def _threads() -> list[tuple[threading.Thread, FrameType]]:

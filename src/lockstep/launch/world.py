@@ -97,7 +97,7 @@ class World:
         fail: ends this process's part of the training with an error, from another thread than the training's.
         thread: that in which the training runs.
         collectives, beats: how many there were so far; a training in which neither they nor its step move stands still.
-        trail: which blocks the step has gathered since its update began, and where forward ended, one after the other.
+        trail: which blocks were gathered one after the other, and where forward ended, each with the step it was in.
         layout: what a strategy does with the devices; by itself each of them has a local batch.
         in_step: the ranks make their steps together, so that all end after the same one.
         at_end: what is undone when the work in this world is done.
@@ -121,7 +121,7 @@ class World:
     thread: int = field(default_factory=threading.get_ident, repr=False)
     collectives: int = field(default=0, init=False, repr=False)
     beats: int = field(default=0, init=False, repr=False)
-    trail: list[str] = field(default_factory=list, init=False, repr=False)
+    trail: list[tuple[int, str]] = field(default_factory=list, init=False, repr=False)
     layout: Layout = field(init=False)
     in_step: bool = field(default=False, repr=False)
     at_end: contextlib.ExitStack = field(default_factory=contextlib.ExitStack, init=False, repr=False, compare=False)

@@ -87,8 +87,6 @@ class BlockWatch:
                     )
             if number > len(self._shards.blocks):  # the whole model; an earlier forward may have raised
                 self._given.clear()
-                if not torch.is_grad_enabled():  # of an evaluation, which has no updates
-                    self._world.trail.clear()
             self._given.append((args, kwargs))
             if "loss" in self._now:
                 raise StrategyError("fsdp: the loss calls the model, whose blocks are gathered in forward: take ddp")
@@ -107,7 +105,8 @@ class BlockWatch:
             StrategyError: they don't; ``fully_shard`` would wait for ever.
         """
         self.order = hash((self.order, number)) % 2**20
-        self._world.trail.append(self._names[number])
+        if torch.is_grad_enabled():  # (an evaluation has no updates)
+            self._world.trail.append((self._world.step, self._names[number]))
         if not self._compares():
             return
         numbers = [theirs for (theirs,) in over_ranks(self._world, number)]
