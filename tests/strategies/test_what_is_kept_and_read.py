@@ -182,6 +182,19 @@ def test_what_a_loss_reads_beside_outputs_is_said(what: str, tmp_path: Path, cap
     assert (apart < 1e-10) is (what == "weights")
 
 
+def test_a_pair_that_reads_beside_outputs_is_not_said_to_be_no_sum(tmp_path: Path) -> None:
+    """Found by trial: it is one, of which a part of a batch can't be computed."""
+    job = reading("attribute")
+
+    def loss(outputs: torch.Tensor, targets: torch.Tensor) -> tuple[torch.Tensor, int]:
+        aside = job.loss(outputs, targets) - F.cross_entropy(outputs, targets)  # a sum over samples, say
+        return F.cross_entropy(outputs, targets, reduction="sum") + aside, len(targets)
+
+    says = r"reads what forward computes beside the outputs .*: let forward return it, in a tuple or a dict"
+    with pytest.raises(LossError, match=says):
+        train(job.replace(loss=loss), **WAYS["accumulate"], folder=tmp_path, quiet=True)
+
+
 def test_what_forward_writes_to_a_class_without_methods_is_refused_in_threads(tmp_path: Path) -> None:
     with pytest.raises(StrategyError, match=r'forward writes tensors to "Kept\.balance"'):
         train(reading("class"), **WAYS["dp"], folder=tmp_path, quiet=True)

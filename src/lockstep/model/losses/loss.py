@@ -101,6 +101,7 @@ class Totalled:
         gives_pairs: whether it has returned ``(total, count)``.
         spoilt: the ids (`id_of`) of outputs that a call wrote to, or to their targets, before it was known that it
             does so (``targets -= 1``). From then on it is given copies.
+        reads_beside: whether it was seen to read what forward computed other than by the outputs.
         within: gives what a person's loss is called in.
         one_at_a_time: what a thread holds meanwhile.
 
@@ -134,7 +135,7 @@ class Totalled:
         self._called = False
         self._seen: set[str] = set()  # of it and its copies: whether it was "tried", and "writes" to what it is given
         self.is_known = self._mean is not None
-        self.gives_pairs = False
+        self.gives_pairs = self.reads_beside = False
         self.spoilt: set[int] = set()
         self.within: Callable[[], contextlib.AbstractContextManager[Any]] = contextlib.nullcontext
         self.one_at_a_time: contextlib.AbstractContextManager[Any] = contextlib.nullcontext()

@@ -31,6 +31,12 @@ def found_later(loss: Totalled, step: int) -> LossError:
 
 def not_additive(loss: Totalled, wrong: Sum, step: int, *, is_sum: bool) -> LossError:
     """With the numbers that don't add up; ``is_sum``: those of a scalar itself, rather than its means, do."""
+    if loss.reads_beside:
+        return LossError(
+            f"{loss.name} reads what forward computes beside the outputs (an attribute, a variable outside of the "
+            "model), of which a part of a batch can't be given its own: whether it is additive can't be checked",
+            fix="let forward return it, in a tuple or a dict; or use single (or mp) without accumulate",
+        )
     whole, one, other = wrong
     when = f" in step {step}" if step > 1 else ""
     if loss.gives_pairs:

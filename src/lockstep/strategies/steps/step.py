@@ -41,7 +41,7 @@ from lockstep.model.losses.loss import Loss, Number
 from lockstep.model.losses.loss_error import squeezing_explained
 from lockstep.model.optimizer import clip_gradients, may_draw
 from lockstep.strategies.steps.calls import Calls
-from lockstep.strategies.steps.update_checks import DeviceChecks, explained, no_items, reads_within, refuse_not_finite
+from lockstep.strategies.steps.update_checks import DeviceChecks, explained, no_items, note_reads, refuse_not_finite
 from lockstep.strategies.steps.update_result import Result, quotient, scalar
 from lockstep.tensors.pytree import copied_nest
 
@@ -83,7 +83,7 @@ class Step(Calls):
         self.last_step: int | None = None
         self.seen = Seen()
         self.grad_norm: Number | None = None
-        self._said_read, self._reads_within = set[str](), False
+        self._said_read = set[str]()
         self._began: float | None = None  # where an update is timed
         self._on_devices = DeviceChecks()
         self.caveats: Callable[[], list[Caveat]] = list
@@ -348,7 +348,7 @@ class Step(Calls):
     def _check_loss(self, outputs: Any, targets: Any, size: int, loss: Loss) -> None:
         """Hold the loss of a local batch to being additive; several threads may."""
         if self.looks_again and self.cuts_batch:
-            self._reads_within |= reads_within(self.loss, outputs, targets, size)
+            note_reads(self.loss, outputs, targets, size)
         whole, step, waits = Piece.of(loss, size), self.world.step, self._waits or self.looks_again
         for closer in (check := self.loss_check).interval.looks(self._updates, again=self.looks_again):
             began = None if self._began is None else self._time()
@@ -361,7 +361,7 @@ class Step(Calls):
 
     def say_what_the_loss_reads(self, seen: Seen | None = None) -> None:
         """Say what acts in the loss that the model computed over a whole local batch; ``seen`` in an evaluation."""
-        self.tell_once([BESIDE] if self._reads_within and self.world.is_first else [])
+        self.tell_once([BESIDE] if self.loss.reads_beside and self.world.is_first else [])
         check, seen = (self.loss_check, self.seen) if seen is None else (self.eval_check, seen)
         if not (self.cuts_batch and self.world.is_first):
             return

@@ -130,9 +130,8 @@ def explained(
     return None
 
 
-def reads_within(loss: Totalled, outputs: Any, targets: Any, size: int) -> bool:
-    """Whether a loss reads what forward computed, other than by the outputs."""
+def note_reads(loss: Totalled, outputs: Any, targets: Any, size: int) -> None:
+    """Note whether a loss reads what forward computed, other than by the outputs."""
     with kept_generators((outputs, targets)), contextlib.suppress(Exception):
         total = loss.judged(each(torch.Tensor.detach, outputs), targets, size).total
-        return total.requires_grad and comes_from_within(total, outputs)
-    return False
+        loss.reads_beside |= total.requires_grad and comes_from_within(total, outputs)
