@@ -864,6 +864,32 @@ def test_ranks_that_wait_for_ever_in_different_blocks_are_ended_with_the_blocks_
         train(job, strategy="fsdp", devices="2xcpu", folder=tmp_path, quiet=True)
 
 
+class OfUnequalSizes(nn.Module):
+    """Blocks of unequal sizes, of which the first sample asks for one."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first = nn.Linear(6, 8)
+        self.blocks = nn.ModuleList([nn.Linear(8, 8), nn.Sequential(nn.Linear(8, 32), nn.Linear(32, 8))])
+        self.out = nn.Linear(8, 3)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        hidden = self.first(x)
+        out: torch.Tensor = self.out(hidden + self.blocks[int(x[0, 0] < 0)](hidden))
+        return out
+
+
+def test_a_rank_that_gloo_aborts_in_another_collective_is_told_of_blocks(tmp_path) -> None:
+    """Found by trial: it was said to be killed by SIGABRT, and no more."""
+    x = drawn(64, 6).abs()
+    x[40:48] *= -1  # the samples of rank 1 in update 3
+    job = _job(OfUnequalSizes, x, labels(64, 3), batch_size=16, shuffle=False, precision="fp64", metrics={})
+    way = FSDP(blocks="blocks.0, blocks.1")
+    says = "killed by SIGABRT at step 3; gloo ends ranks so that are in different collectives: .*--blocks NAMES"
+    with pytest.raises(RankFailed, match=says):
+        train(job.replace(eval_data=None), strategy=way, devices="2xcpu", folder=tmp_path, quiet=True)
+
+
 def by_first_word(epoch: int) -> torch.Tensor:
     return torch.argsort(_tokens[:, 0], descending=True)
 

@@ -108,8 +108,13 @@ def to_raise(one: Record | Death, devices: Sequence[Device], silent: list[int]) 
     """The exception for the failure of a rank; ``silent`` ranks, of which nothing was heard, may be why it failed."""
     who = f"rank {one.rank} ({', '.join(map(str, devices))})"
     if isinstance(one, Death):
-        before = ", before its function returned" if one.code >= 0 else ""
-        return RankFailed(f"{who} {ending(one.code, when(one.step))}{before}", one.rank, one.step, one.last_words)
+        why = ", before its function returned" if one.code >= 0 else ""
+        if one.code == -signal.SIGABRT:
+            why = (
+                "; gloo ends ranks so that are in different collectives: under fsdp perhaps of blocks that depend on "
+                "the samples: name the other blocks: --blocks NAMES"
+            )
+        return RankFailed(f"{who} {ending(one.code, when(one.step))}{why}", one.rank, one.step, one.last_words)
     error = one.exception()
     if isinstance(error, LockstepError):
         # Ours say all in one line; where it happened is kept beside.
