@@ -109,7 +109,8 @@ class Shards:
             if kept() is not None:
                 raise StrategyError(
                     f'fsdp: something beside its module holds parameter "{name}" (a list, a closure, a variable of '
-                    "yours), and would go on with what it was before it was cut: reach it by its module, or take ddp"
+                    "yours, or the graph of a copy), and would go on with what it was before it was cut: reach it by "
+                    "its module, and make copies by p.detach().clone(); or take ddp"
                 )
 
     def cut_state(self, name: str, state: Mapping[str, Any]) -> dict[str, Any]:
