@@ -24,18 +24,31 @@ def trained(
     return run, "\n".join(line for line in capfd.readouterr().out.splitlines() if line.startswith("note: "))
 
 
-@pytest.mark.parametrize("given", ["the model", "a part", "a dict"])
+class OfParameter(nn.Module):
+    """Has a parameter that it is given."""
+
+    def __init__(self, weight: nn.Parameter) -> None:
+        super().__init__()
+        self.weight = weight
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return nn.functional.linear(x, self.weight)
+
+
+@pytest.mark.parametrize("given", ["the model", "a part", "a dict", "a parameter"])
 def test_a_module_that_is_not_built_anew_is_said_to_be_trained_further(given: str, tmp_path: Path, capfd) -> None:
     """Found by trial: the second of two trainings began with the weights of the first, without a line."""
     net = nn.Linear(6, 3)
     nets = {"net": net}
     makes = {"the model": lambda: net, "a part": lambda: nn.Sequential(net, nn.Tanh()), "a dict": lambda: nets["net"]}
+    weight = nn.Parameter(drawn(3, 6))
+    makes["a parameter"] = lambda: OfParameter(weight)
     job = ZOO["mlp"].replace(model=makes[given], metrics={}, eval_data=None, epochs=1)
     first, said = trained(job, tmp_path, capfd)
     assert "used before" not in said
     ends = first.model()
     second, said = trained(job, tmp_path, capfd)
-    assert "model: its function gives a module that this process has used before" in said
+    assert "model: its function gives a module or parameter that this process has used before" in said
     assert not same_bits(ends, second.model()), "the model of a run is its own"
     assert same_bits(ends, first.model())
     predict(first, drawn(4, 6), quiet=True)

@@ -47,8 +47,8 @@ def begun_with(job: Job | JobFile, *, resumed: bool) -> Iterator[list[str]]:
     before = _variables(job)
     if not resumed and was_given_before(job):
         said.append(
-            "model: its function gives a module that this process has used before, so that this training begins with "
-            "the weights that it has now: let it build a new one (lambda: Net())"
+            "model: its function gives a module or parameter that this process has used before, so that this training "
+            "begins with the weights that it has now: let it build a new one (lambda: Net())"
         )
     if kept := [place for place, its in before.items() if _left.get(place) == its]:
         said.append(
