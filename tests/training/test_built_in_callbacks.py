@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import sys
 import time
+from fnmatch import fnmatch
 from pathlib import Path
 from typing import Any
 
@@ -172,6 +173,27 @@ def test_parameters_are_frozen_from_one_step_to_another_as_on_one_device(way: st
     cut = {"accumulate": 4} if way == "pp" else {}
     one, several = trained(its, tmp_path, **cut).model(), trained(its, tmp_path, way).model()
     assert all(torch.allclose(a, b, atol=1e-10) for a, b in zip(one.parameters(), several.parameters(), strict=True))
+
+
+@pytest.mark.parametrize(
+    "freezes",
+    [[("0", 0, 3), ("0.weight", 0, 6)], [("0.weight", 0, 6), ("0", 0, 3)], [("0", 2, 6), ("*.bias", 0, 4)]],
+    ids=["one until later", "in the other order", "one in the midst of another"],
+)
+def test_parameters_of_several_are_frozen_while_one_of_them_does_so(freezes: list[Any], tmp_path: Path) -> None:
+    """Found by trial: the first to end trained those of the others, which a resumed run didn't."""
+    its = job(*(Freeze(names, start=start, until=until) for names, start, until in freezes), Moves())
+    run = trained(its, tmp_path)
+
+    def is_frozen(name: str, step: int) -> bool:
+        return any(fnmatch(name, f"{names}*") and start <= step < until for names, start, until in freezes)
+
+    names = ["0.weight", "0.bias", "2.weight", "2.bias"]
+    expected = [" ".join(name for name in names if not is_frozen(name, step)) for step in range(8)]
+    assert (run.folder / "moves").read_text().splitlines() == expected
+    for stop in range(1, 7):
+        half = trained(its, tmp_path, steps=stop)
+        assert same_bits(trained(its, tmp_path, resume=half.folder).model(), run.model())
 
 
 def test_a_name_that_no_parameter_has_is_refused(tmp_path: Path) -> None:

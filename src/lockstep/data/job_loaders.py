@@ -13,7 +13,10 @@ from lockstep.job import Job
 from lockstep.launch import here
 from lockstep.launch.world import World
 
-OF_COLLATE = "not the global batch: it pads, or mixes, these samples only, so a loss must not count padding"
+OF_COLLATE = (
+    "not the global batch: what it pads, mixes or draws is of these samples only, so that draws aren't those of one "
+    "device, and a loss must not count padding"
+)
 """What is said of a collate that is given a part of a batch."""
 
 

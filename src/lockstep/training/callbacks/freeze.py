@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import fnmatch
+import weakref
 from collections.abc import Sequence
 
 from torch import nn
@@ -10,12 +11,16 @@ from torch import nn
 from lockstep.errors import JobError, nearest
 from lockstep.training.callbacks.callback import Callback, TrainingContext
 
+_frozen_by: weakref.WeakKeyDictionary[TrainingContext, dict[int, set[int]]] = weakref.WeakKeyDictionary()
+"""In each training, for each parameter that callbacks freeze, those that do so now; all by their ids."""
+
 
 class Freeze(Callback):
     """Freezes parameters after ``start`` updates, and trains them again after ``until``.
 
     They have no gradients meanwhile, so that neither momentum nor weight decay moves them. Parameters that the model
-    itself has frozen stay so. Running statistics of batch norms go on: freezing them takes ``eval()``.
+    itself has frozen stay so. Of several callbacks that have the same ones, each freezes them for its steps. Running
+    statistics of batch norms go on: freezing them takes ``eval()``.
 
     Args:
         names: of parameters or modules, or patterns of them: ``"encoder"``, ``"*.bias"``, or a list.
@@ -39,15 +44,20 @@ class Freeze(Callback):
             found = [p for full, p in named.items() if any(fnmatch.fnmatchcase(full, n) for n in (name, f"{name}.*"))]
             if not found:
                 raise JobError(f'Freeze: the model has no parameter "{name}": {nearest(name, list(named))}')
-            self._parameters += [p for p in found if p.requires_grad]
-        self._set(training.step)
+            by = _frozen_by.setdefault(training, {})
+            mine = [p for p in found if p.requires_grad or id(p) in by]
+            by.update((id(p), by.get(id(p), set())) for p in mine)
+            self._parameters += mine
+        self._set(training)
 
     def on_step(self, training: TrainingContext) -> None:
         """Freeze or train them, where that changes."""
         if training.step in (self._start, self._until):
-            self._set(training.step)
+            self._set(training)
 
-    def _set(self, step: int) -> None:
-        is_frozen = self._start <= step and (self._until is None or step < self._until)
+    def _set(self, training: TrainingContext) -> None:
+        is_frozen = self._start <= training.step and (self._until is None or training.step < self._until)
         for p in self._parameters:
-            p.requires_grad_(not is_frozen)
+            by = _frozen_by[training][id(p)]
+            by.add(id(self)) if is_frozen else by.discard(id(self))
+            p.requires_grad_(not by)
