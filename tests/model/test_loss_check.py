@@ -216,6 +216,23 @@ def test_an_output_that_is_the_same_for_all_samples_is_left_as_it_is_whatever_it
         check(outputs, masked, Piece(*made(outputs, masked, SAMPLES), SAMPLES), step=3)
 
 
+def test_a_row_that_all_samples_have_is_that_of_the_same_update(tmp_path: Any) -> None:
+    """Found by trial: transitions of a CRF that forward expands over the batch were mixed with those of before."""
+    samples = [(drawn(SAMPLES, 3, seed=seed).double(), labels(SAMPLES, 3, seed=seed)) for seed in range(3)]
+
+    def loss(outputs: tuple[Tensor, Tensor], targets: Tensor) -> tuple[Tensor, int]:
+        scores, transitions = outputs
+        chances = (scores[:, :, None] + transitions[0]).logsumexp(1)
+        return F.cross_entropy(chances, targets, reduction="sum"), len(targets)
+
+    def batches(which: list[int]) -> Iterator[tuple[Any, Tensor, int]]:
+        for update, number in enumerate(which):
+            scores, targets = samples[number]
+            yield (scores, (update * torch.eye(3).double()).expand(SAMPLES, 3, 3)), targets, SAMPLES
+
+    assert checked(loss, batches([0, 1, 2, 0])).notes == []
+
+
 TRAINED = {
     "dp 2": {"strategy": "dp", "devices": "2xcpu"},
     "ddp 2": {"strategy": "ddp", "devices": "2xcpu"},

@@ -210,7 +210,7 @@ class EarlierSamples:
         Where it is ``alone`` in its local batch and no other came before, one is made of it. Where ``anew``, the one
         before has what isn't cut as it is now.
         """
-        earlier = self._first_on(one, instead)
+        earlier = _with_common_rows(self._first_on(one, instead), one)
         if (both := both_of(one, 1, earlier, 1)) is None:
             key = place_of(one), instead
             earlier = self._alike.get(key, one)
@@ -259,6 +259,20 @@ class EarlierSamples:
         if (both := both_of(padded(one), 1, padded(earlier), 1)) is None:
             return []
         return [(both, 2), *((_of_both(both, number, one), 1) for number in range(2))]
+
+
+def _with_common_rows(earlier: Nest, one: Nest) -> Nest:
+    """An earlier sample, with the row of now of outputs that have one for all samples (``t.expand(n, -1, -1)``)."""
+    is_common = [t.layout == torch.strided and t.dim() > 0 and t.stride(0) == 0 for t in tensors(one[0])]
+    if not any(is_common) or len(is_common) != len(list(tensors(earlier[0]))):
+        return earlier
+    pairs = zip(tensors(one[0]), is_common, strict=True)
+
+    def of_now(tensor: Tensor) -> Tensor:
+        mine, common = next(pairs)
+        return mine if common and mine.shape == tensor.shape else tensor
+
+    return each(of_now, earlier[0]), earlier[1]
 
 
 def _of_both(both: Nest, number: int, one: Nest) -> Nest:
