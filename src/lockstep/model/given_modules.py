@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import numpy
@@ -53,17 +54,28 @@ def take(job: Job, model: nn.Module) -> None:
     """Note what of a new model was there before; other tensors that it trains get memory of its own."""
     found, arrays = _held(job)
     _taken.update((id(one), one) for one in _parts_of(model) if id(one) in found and changes(one))
-    memory = {_address(one) for one in arrays} - {0}
+    given, files = [_memory(one) for one in arrays], _mapped_files()
     copies: dict[int, torch.UntypedStorage] = {}
-    for p in model.parameters() if memory else ():
-        if id(p) in found or not changes(p) or is_lazy(p) or p.layout != torch.strided or p.is_meta:
+    for p in model.parameters():
+        if not changes(p) or is_lazy(p) or not (memory := _memory(p)):
             continue
-        storage = p.untyped_storage()
-        if storage.data_ptr() in memory:
-            if storage.data_ptr() not in copies:
-                copies[storage.data_ptr()] = storage.clone()  # type: ignore[no-untyped-call]
+        where = p.data_ptr()
+        if any(where in one for one in files) or (id(p) not in found and any(where in one for one in given)):
+            if memory.start not in copies:
+                copies[memory.start] = p.untyped_storage().clone()  # type: ignore[no-untyped-call]
             mine = torch.empty(0, dtype=p.dtype)
-            p.data = mine.set_(copies[storage.data_ptr()], p.storage_offset(), p.shape, p.stride())
+            p.data = mine.set_(copies[memory.start], p.storage_offset(), p.shape, p.stride())
+
+
+def _mapped_files() -> list[range]:
+    """Where files are mapped to be written to, by all processes: ``numpy.load(..., mmap_mode="r+")``."""
+    try:
+        lines = Path("/proc/self/maps").read_text().splitlines()
+    except OSError:  # not on Linux
+        return []
+    mapped = [fields for line in lines if len(fields := line.split(maxsplit=5)) == 6 and fields[1][3] == "s"]
+    named = (where for where, *_, name in mapped if not name.startswith("/dev/") and not name.endswith("(deleted)"))
+    return [range(*(int(end, 16) for end in where.split("-"))) for where in named]
 
 
 def changes(part: nn.Module | nn.Parameter) -> bool:
@@ -73,7 +85,13 @@ def changes(part: nn.Module | nn.Parameter) -> bool:
     return part.requires_grad
 
 
-def _address(one: torch.Tensor | numpy.ndarray) -> int:
+def _memory(one: torch.Tensor | numpy.ndarray) -> range:
+    """Its addresses; none of a tensor that is sparse, or on the meta device."""
     if isinstance(one, numpy.ndarray):
-        return one.ctypes.data
-    return one.untyped_storage().data_ptr() if one.layout == torch.strided and not one.is_meta else 0
+        while isinstance(one.base, numpy.ndarray):
+            one = one.base
+        return range(one.ctypes.data, one.ctypes.data + one.nbytes)
+    if one.layout != torch.strided or one.is_meta:
+        return range(0)
+    storage = one.untyped_storage()
+    return range(storage.data_ptr(), storage.data_ptr() + storage.nbytes())

@@ -2,34 +2,42 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
-from typing import TypeAlias
+from types import FunctionType
+from typing import Any, TypeAlias
 
-from torch import nn
+import torch
 
 from lockstep.job import Job
 from lockstep.jobfile import JobFile
 from lockstep.model.given_modules import was_given_before
-from lockstep.model.inspection import OutsideVariables
 from lockstep.model.inspection.small_values import small_in
+from lockstep.training.setup import variables_of
 
 _Place: TypeAlias = tuple[str, int]
-"""``"Focal.gamma"``, or the name of a variable, and the id of the loss, or 0."""
+"""``"Focal.gamma"`` and the id of the object; or the name of a variable, and 0."""
 
 _left: dict[_Place, object] = {}
 """What trainings have made of what is there, as a hash or as text."""
 
 
 def _variables(job: Job) -> dict[_Place, object]:
-    """What is small in the loss, and in the variables that the functions of the model and of the training use."""
-    functions = (job.model, job.loss, job.step, job.optimizer, job.lr_scheduler)
-    found: dict[_Place, object] = {
-        (name, 0): its for name, its in OutsideVariables(f for f in functions if callable(f)).small_prints().items()
-    }
-    if isinstance(job.loss, nn.Module):
-        found |= {(path, id(job.loss)): repr(its) for path, its in small_in(type(job.loss).__name__, job.loss, set())}
+    """What is small in the job's objects, and in the variables that its functions and classes use.
+
+    Callbacks are left out: each training has copies, and what functions of events gather is for the person.
+    """
+    job = job.replace(callbacks=(), on_event=())
+    found: dict[_Place, object] = {(name, 0): its for name, its in variables_of(job).items()}
+    seen: set[int] = set()
+    for one in (job.loss, job.train_data, job.order, job.collate, *_each(job.eval_data), *_each(job.metrics)):
+        if one is not None and not isinstance(one, torch.Tensor | type | FunctionType):
+            found |= {(path, id(one)): repr(its) for path, its in small_in(type(one).__name__, one, seen)}
     return found
+
+
+def _each(given: Any) -> Iterable[Any]:
+    return given.values() if isinstance(given, Mapping) else (given,)
 
 
 @contextmanager
@@ -50,7 +58,8 @@ def begun_with(job: Job | JobFile, *, resumed: bool) -> Iterator[list[str]]:
             "model: its function gives a module or parameter that this process has used before, so that this training "
             "begins with the weights that it has now: let it build a new one (lambda: Net())"
         )
-    if kept := [place for place, its in before.items() if _left.get(place) == its]:
+    kept = [place for place, its in before.items() if _left.get(place) == its and "._parameters[" not in place[0]]
+    if kept:
         said.append(
             f'"{kept[0][0]}" has the value that an earlier training of this process gave it, and this one begins with '
             "that: set it, or make the job anew, before each training"
@@ -58,4 +67,7 @@ def begun_with(job: Job | JobFile, *, resumed: bool) -> Iterator[list[str]]:
     try:
         yield said
     finally:
-        _left.update((place, its) for place, its in _variables(job).items() if before.get(place, its) != its)
+        for place, its in _variables(job).items():
+            was_there = place in before or "[" not in place[0]  # (or is kept in a list or dict that grows: a cache)
+            if was_there and before.get(place) != its:
+                _left[place] = its

@@ -17,6 +17,7 @@ from __future__ import annotations
 
 import dis
 import functools
+import gc
 import hashlib
 import itertools
 import random
@@ -365,6 +366,8 @@ def held_by(roots: Iterable[Any], known: Collection[int] = ()) -> dict[int, Any]
             todo += one.func, one.args, one.keywords
         if isinstance(one, types.MethodType):
             todo += one.__func__, one.__self__
+        if isinstance(one, functools._lru_cache_wrapper):  # with all that it has kept
+            todo += gc.get_referents(one)
         todo += closed_over(one) if isinstance(one, types.FunctionType) else getattr(one, "__dict__", {}).values()
     return found
 
