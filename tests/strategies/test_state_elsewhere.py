@@ -625,7 +625,9 @@ def test_a_hook_that_writes_to_a_global_keeps_its_numbers_under_mp(tmp_path: Pat
 @pytest.mark.parametrize("way", [DP, ACCUMULATE, {"strategy": "pp", "devices": "2xcpu", "accumulate": 2}], ids=str)
 def test_a_hook_that_writes_to_a_global_is_refused_where_batches_are_cut(way: Any, tmp_path: Path) -> None:
     job = dataclasses.replace(ZOO["mlp"], model=hooked, loss=penalty_on_hidden, eval_data=None)
-    with pytest.raises(LockstepError, match=r"SEEN.*outside of the model|reads what forward computes beside the outputs"):
+    with pytest.raises(
+        LockstepError, match=r"SEEN.*outside of the model|reads what forward computes beside the outputs"
+    ):
         train(job, **way, folder=tmp_path, quiet=True)
 
 

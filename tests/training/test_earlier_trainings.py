@@ -109,6 +109,33 @@ def test_a_tensor_from_which_a_layer_is_made_stays_as_it_was(kind: str, tmp_path
     assert torch.equal(ends[0].words.weight, ends[0].last.weight) == (kind == "two of one")
 
 
+@pytest.mark.parametrize("kind", ["frozen vectors", "statistics"])
+def test_weights_that_are_loaded_are_not_written_to_tensors_of_before(kind: str, tmp_path: Path) -> None:
+    """Found by trial: a run's model, an evaluation and a prediction wrote its weights to them."""
+    given = drawn(20, 8) if kind == "frozen vectors" else torch.zeros(8)
+
+    def model() -> nn.Module:
+        norm = nn.BatchNorm1d(8)
+        if kind == "statistics":
+            norm.running_mean = given
+            return nn.Sequential(nn.Linear(2, 8), norm, nn.Linear(8, 3))
+        return nn.Sequential(nn.EmbeddingBag.from_pretrained(given), norm, nn.Linear(8, 3))
+
+    words = labels(32, 20).view(16, 2)
+    data = torch.utils.data.TensorDataset(words if kind == "frozen vectors" else words.float(), labels(16, 3))
+    job = Job(model=model, loss=nn.CrossEntropyLoss(), optimizer=plain_sgd, train_data=data, batch_size=8, epochs=1)
+    run = train(job.replace(eval_data=data), strategy="ddp", devices="2xcpu", folder=tmp_path, quiet=True)
+    given += 1
+    before = given.clone()
+    run.model()
+    lockstep.evaluate(run, devices=1)
+    predict(run, data.tensors[0], devices=1, quiet=True)
+    assert torch.equal(given, before)
+    if kind == "frozen vectors":
+        train(job, strategy="single", devices=1, folder=tmp_path, quiet=True, init=str(run.folder))
+        assert torch.equal(given, before)
+
+
 def test_ranks_train_no_file_of_weights_that_they_have_mapped(tmp_path: Path) -> None:
     """Found by trial: all ranks wrote to the same memory, so that weights were 3 % off without a line."""
     numpy.save(tmp_path / "vectors.npy", before := drawn(20, 6).numpy())

@@ -53,7 +53,7 @@ def build_model(job: Job, world: World, *, place: bool = True) -> nn.Module:
     model = as_module(model)
     if not isinstance(model, nn.Module):
         raise JobError(f"model: it gave a {type(model).__name__}, not a torch.nn.Module")
-    take(job, model)
+    take(job, model, loads=job.init is not None)
     elsewhere = next(((n, t) for n, t in _all_tensors(model) if t.device.type not in ("cpu", world.device.type)), None)
     if elsewhere is not None and not elsewhere[1].is_meta:
         raise JobError(
@@ -128,7 +128,7 @@ def trained_model(job: Job, weights: Path) -> nn.Module:
         model: nn.Module = as_module(job.model())
     if given_parts(job, model):  # another run's would be the same one
         model = copy.deepcopy(model)
-    take(job, model)
+    take(job, model, loads=True)
     convert_model(model, job.precision)  # before the weights, which are in that format
     take_weights(model, weights)
     return model

@@ -50,21 +50,36 @@ def was_given_before(job: Job) -> bool:
     return any(_taken.get(key) is one for key, one in found.items())
 
 
-def take(job: Job, model: nn.Module) -> None:
-    """Note what of a new model was there before; other tensors that it trains get memory of its own."""
+def take(job: Job, model: nn.Module, *, loads: bool) -> None:
+    """Note what of a new model was there before; other tensors that it trains get memory of its own.
+
+    Args:
+        job: whose function gave the model.
+        model: the new one.
+        loads: weights will be loaded into it, so that all its tensors are written to.
+    """
     found, arrays = _held(job)
     _taken.update((id(one), one) for one in _parts_of(model) if id(one) in found and changes(one))
     given, files = [_memory(one) for one in arrays], _mapped_files()
+
+    def is_shared(tensor: torch.Tensor) -> bool:
+        if is_lazy(tensor) or not _memory(tensor):
+            return False
+        where = tensor.data_ptr()
+        return any(where in one for one in files) or (id(tensor) not in found and any(where in one for one in given))
+
     copies: dict[int, torch.UntypedStorage] = {}
     for p in model.parameters():
-        if not changes(p) or is_lazy(p) or not (memory := _memory(p)):
-            continue
-        where = p.data_ptr()
-        if any(where in one for one in files) or (id(p) not in found and any(where in one for one in given)):
-            if memory.start not in copies:
-                copies[memory.start] = p.untyped_storage().clone()  # type: ignore[no-untyped-call]
+        if (loads or changes(p)) and is_shared(p):
+            storage = p.untyped_storage()
+            if storage.data_ptr() not in copies:
+                copies[storage.data_ptr()] = storage.clone()  # type: ignore[no-untyped-call]
             mine = torch.empty(0, dtype=p.dtype)
-            p.data = mine.set_(copies[memory.start], p.storage_offset(), p.shape, p.stride())
+            p.data = mine.set_(copies[storage.data_ptr()], p.storage_offset(), p.shape, p.stride())
+    buffers = [(m, name, b) for m in model.modules() for name, b in m._buffers.items() if loads and b is not None]
+    cloned = {id(b): b.clone() for _, _, b in buffers if is_shared(b)}
+    for module, name, b in buffers:
+        module._buffers[name] = cloned.get(id(b), b)
 
 
 def _mapped_files() -> list[range]:
