@@ -864,6 +864,27 @@ def test_ranks_that_wait_for_ever_in_different_blocks_are_ended_with_the_blocks_
         train(job, strategy="fsdp", devices="2xcpu", folder=tmp_path, quiet=True)
 
 
+def trained_later(world: Any) -> tuple[list[str], bool]:
+    model = mlp()
+    model[0].requires_grad_(False)
+    with warnings.catch_warnings(record=True) as said:
+        warnings.simplefilter("always")
+        optimizer = torch.optim.AdamW(model.parameters(), lr=0.1)
+        step = lockstep.parallelize(model, nn.CrossEntropyLoss(), optimizer, strategy="fsdp")
+        before = model[0].weight.detach().clone()
+        step(drawn(8, 6), labels(8, 3))
+        model[0].requires_grad_(True)
+        step(drawn(8, 6), labels(8, 3))
+    return [str(one.message) for one in said], bool(((model[0].weight - before) != 0).any())
+
+
+def test_what_an_optimizer_has_from_the_beginning_is_not_said_to_be_left_out() -> None:
+    """Found by trial: that of a parameter that was frozen then."""
+    said, moved = lockstep.launch(trained_later, devices="2xcpu")[0]
+    assert moved
+    assert not any("isn't trained, since the optimizer wasn't given it" in one for one in said)
+
+
 class OfUnequalSizes(nn.Module):
     """Blocks of unequal sizes, of which the first sample asks for one."""
 

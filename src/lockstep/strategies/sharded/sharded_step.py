@@ -71,6 +71,7 @@ class ShardedStep(DDPStep):
         super().__init__(model, optimizer, job, world, exchange, DDP(reduce="flat"))
         held = set(self._optimized)
         self._held = {name: p for name, p in model.named_parameters() if id(self._mine[name]) in held}
+        self._frozen = {name: p for name, p in self._frozen.items() if name not in self._held}
         self._find_trained()
         self._skeleton, self._lent = skeleton, LentOptimizer(optimizer, shards, model, elementwise=elementwise)
         self._evaluates, self._evaluations = False, 0  # batches of evaluations, of which every rank computes something
@@ -146,9 +147,9 @@ class ShardedStep(DDPStep):
     def _summed_shards(self, loss: Loss) -> Loss:
         """Take the gradients that were summed, and sum what is beside them. What no rank used has none."""
         cut = [name for name in self._names if name in self._shards.cut]
-        beside, used = as_tensor(self._beside(loss), self.world.device.torch), [n in self._watch.used for n in cut]
-        order = self._watch.order
-        flags = torch.tensor([*used, order, order**2], dtype=torch.float64, device=self.world.exchange_device)
+        beside, order = as_tensor(self._beside(loss), self.world.device.torch), self._watch.order
+        flags = torch.tensor([*(name in self._watch.used for name in cut), order, order**2], dtype=torch.float64)
+        flags = flags.to(self.world.exchange_device)
         if self._on_accelerator:  # whose values the host doesn't wait for
             self.world.all_reduce(flags)
             sums = self.world.all_reduce(beside)
@@ -315,8 +316,7 @@ class ShardedStep(DDPStep):
         """As every step's: put together on rank 0 each time that it is asked for, if at all."""
         if not self.last_look:
             return None
-        if modules_of(self.model) != self._modules:
-            self.tell_once([LATER])
+        self.tell_once([LATER] if modules_of(self.model) != self._modules else [])
         parts = ((name, mine, self.joined(name, mine)) for name, mine in self._mine.items())
         return put_together(self._skeleton, parts, self.model)
 
