@@ -123,9 +123,10 @@ def train(
         if begun is not None and (again or resume == "auto"):
             display.line(f"{'resuming' if plan.resume else 'beginning again in'} {begun}")
         try:
-            with begun_with(job, resumed=plan.resume) as said, StopRequest(_has_begun, grace) as request:
-                for line in said:
-                    display.line(f"note: {line}")
+            with contextlib.ExitStack() as stack:
+                request = stack.enter_context(StopRequest(_has_begun, grace))
+                if isinstance(job, Job):  # (a file is loaded where it trains)
+                    stack.enter_context(begun_with(job, lambda it: display.line(f"note: {it}"), resumed=plan.resume))
                 summary, path = _with_restarts(plan, chosen, backend, display, None if torchrun else run, lost)
             if not summary:
                 request.raise_if_asked()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -69,6 +70,30 @@ def test_a_module_that_is_not_built_anew_is_said_to_be_trained_further(given: st
     assert "used before" in said or given == "a kept one"  # which ranks keep anew
     _, said = trained(job.replace(epochs=2), tmp_path, capfd, resume=second.folder)
     assert "used before" not in said
+
+
+FILE = """
+import lockstep, torch, own_backbone
+from torch import nn
+from torch.utils.data import TensorDataset
+
+def job():
+    return lockstep.Job(
+        model=lambda: nn.Sequential(own_backbone.NET, nn.Linear(8, 3)), loss=nn.CrossEntropyLoss(), epochs=1,
+        optimizer=lambda p: torch.optim.SGD(p, lr=0.1), batch_size=8,
+        train_data=TensorDataset(torch.randn(32, 6), torch.randint(3, (32,))))
+"""
+
+
+def test_so_is_one_that_a_job_file_imports(tmp_path: Path, capfd, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Found by trial: a file is loaded anew in each training, and what it imports isn't."""
+    (tmp_path / "own_backbone.py").write_text("from torch import nn\nNET = nn.Linear(6, 8)\n")
+    (tmp_path / "own.py").write_text(FILE)
+    monkeypatch.chdir(tmp_path)
+    for number in range(2):
+        train("own.py", strategy="single", devices=1, folder=tmp_path)
+        assert ("used before" in capfd.readouterr().out) is bool(number)
+    sys.modules.pop("own_backbone")
 
 
 def test_a_frozen_module_may_be_the_same_in_each_training(tmp_path: Path, capfd) -> None:

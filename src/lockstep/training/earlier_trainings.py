@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from types import FunctionType
 from typing import Any, TypeAlias
@@ -10,7 +10,6 @@ from typing import Any, TypeAlias
 import torch
 
 from lockstep.job import Job
-from lockstep.jobfile import JobFile
 from lockstep.model.given_modules import was_given_before
 from lockstep.model.inspection.small_values import small_in
 from lockstep.training.setup import variables_of
@@ -41,31 +40,28 @@ def _each(given: Any) -> Iterable[Any]:
 
 
 @contextmanager
-def begun_with(job: Job | JobFile, *, resumed: bool) -> Iterator[list[str]]:
-    """A training; gives what to say of earlier ones of this process.
+def begun_with(job: Job, say: Callable[[str], None], *, resumed: bool) -> Iterator[None]:
+    """A training, in which ``job`` trains; what earlier ones of this process have left is said.
 
     Args:
-        job: that trains within; each training loads a file anew.
+        job: whose training it is.
+        say: shows a line.
         resumed: its weights are those of its run.
     """
-    if isinstance(job, JobFile):
-        yield []
-        return
-    said = []
     before = _variables(job)
     if not resumed and was_given_before(job):
-        said.append(
+        say(
             "model: its function gives a module or parameter that this process has used before, so that this training "
             "begins with the weights that it has now: let it build a new one (lambda: Net())"
         )
     kept = [place for place, its in before.items() if _left.get(place) == its and "._parameters[" not in place[0]]
     if kept:
-        said.append(
+        say(
             f'"{kept[0][0]}" has the value that an earlier training of this process gave it, and this one begins with '
             "that: set it, or make the job anew, before each training"
         )
     try:
-        yield said
+        yield
     finally:
         for place, its in _variables(job).items():
             was_there = place in before or "[" not in place[0]  # (or is kept in a list or dict that grows: a cache)

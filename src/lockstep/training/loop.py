@@ -17,7 +17,7 @@ from typing import Any
 from lockstep.data import Batch, fingerprint, is_stream
 from lockstep.errors import counted
 from lockstep.job import Job
-from lockstep.jobfile import the_job
+from lockstep.jobfile import JobFile, the_job
 from lockstep.launch.events import Line
 from lockstep.launch.hang_report import Watch
 from lockstep.launch.run_folder import RunFolder
@@ -30,6 +30,7 @@ from lockstep.tensors.allocator import freed_memory_kept
 from lockstep.training.audit import Audit
 from lockstep.training.batch_shapes import FirstStep, line_of
 from lockstep.training.callbacks.dispatch import Callbacks
+from lockstep.training.earlier_trainings import begun_with
 from lockstep.training.evaluation import Evaluations, try_out
 from lockstep.training.logs import Logs
 from lockstep.training.progress import Pace, Teller, WorkerCopies
@@ -44,9 +45,8 @@ def train_on(world: World, plan: Plan) -> tuple[dict[str, Any], str]:
     """Train on this rank; gives the run's summary (empty where it was stopped) and its folder, alike on every rank."""
     plan = for_devices(plan, world)
     job = the_job(plan.job)
-    path = world.broadcast_object(plan.folder)
+    world.folder = path = world.broadcast_object(plan.folder)
     assert path is not None
-    world.folder = path
     folder = RunFolder(path)
     with contextlib.ExitStack() as stack:
         if world.is_first:
@@ -56,6 +56,8 @@ def train_on(world: World, plan: Plan) -> tuple[dict[str, Any], str]:
             stack.enter_context(left_to_the_launcher())
         if job.keep_memory:
             stack.enter_context(freed_memory_kept())
+        if isinstance(plan.job, JobFile) and world.size == 1:
+            stack.enter_context(begun_with(job, lambda line: world.tell(Line.note(line)), resumed=plan.resume))
         return _Training(world, plan, job, folder).run(), path
 
 
@@ -64,8 +66,7 @@ class _Training(Setup):
 
     def __init__(self, world: World, plan: Plan, job: Job, folder: RunFolder) -> None:
         super().__init__(world, plan, job, folder)
-        self.epoch = 0  # epochs that are done
-        self.position = 0  # batches done of the epoch that is not
+        self.epoch, self.position = 0, 0  # epochs that are done, and batches of the one that is not
         self.partial = Loss(0.0, 0.0)
         self.stopped = ""  # what has ended the training early: on_event, or the name of a callback
         self.ends_unevaluated = False  # where no evaluation was due
@@ -73,8 +74,7 @@ class _Training(Setup):
         self.record: dict[str, float] = {}
         self.data: dict[str, Any] = {}  # a fingerprint of the training data
         self.kept_record: dict[str, Any] | None = None  # the last line of the metrics, as the state has it
-        self.samples = 0
-        self.seconds = 0.0
+        self.samples, self.seconds = 0, 0.0
         self.paused = 0.0  # seconds of evaluations, and of all that an epoch ends with
         self.profiler: Profiler | None = None
         self.audit: Audit | None = None
