@@ -38,7 +38,7 @@ from lockstep.model.optimizers import Optimizers
 from lockstep.strategies.rank_tensors import FlatGradients
 from lockstep.strategies.step_function.function_probe import as_sum, probe
 from lockstep.strategies.steps.step import Step
-from lockstep.strategies.steps.update_result import Result, added, scalar
+from lockstep.strategies.steps.update_result import Result, added, backward_factor
 from lockstep.tensors.pytree import to_device
 from lockstep.tensors.rows import cut
 
@@ -85,7 +85,7 @@ class FunctionStep(Step):
     ) -> None:
         super().__init__(model, optimizer, job, world, *others)
         assert isinstance(optimizer, Optimizers) and job.step is not None
-        self._by_count = False  # backward is always of total / samples
+        self._by_count = not self.cuts_batch and self._scaler is None  # else backward is of total / samples
         self._function = job.step
         self._by_name = optimizer
         self._order = list(optimizer.by_name)
@@ -146,7 +146,7 @@ class FunctionStep(Step):
     def backward_into(
         self, which: list[int], name: str, loss: Loss, samples: int, parameters: list[nn.Parameter] | None = None
     ) -> None:
-        """Add the gradient of total / ``samples`` to those of the parameters, of one replica."""
+        """Add the gradient of total / ``samples``, or total / count, to those of the parameters, of one replica."""
         parameters = self._parameters if parameters is None else parameters
         inputs = [parameters[i] for i in which if parameters[i].requires_grad]
         total = loss.total
@@ -161,7 +161,8 @@ class FunctionStep(Step):
                 f'update("{name}"): the loss depends on no parameter: is it detached, or inside of no_grad?'
             )
         if total.requires_grad:
-            self._run_backward_into(total, scalar(1.0 / samples, total.dtype, total.device), inputs)
+            divisor = self.divisor(loss.count, samples)
+            self._run_backward_into(total, backward_factor(total, divisor, waits=not self._on_accelerator), inputs)
 
     @phase("computing", "backward")
     @observed(lambda observer, step, total, factor, inputs: observer.backward(total, sums=False))

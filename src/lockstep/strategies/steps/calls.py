@@ -55,6 +55,7 @@ class Calls(StepState, ABC):
     def __init__(self, model: nn.Module, optimizer: torch.optim.Optimizer, job: Job, world: World) -> None:
         super().__init__(model, optimizer, job, world)
         self._seed, self._synchronises = job.seed, job.sync_batchnorm
+        self._updates, self._followed = 0, 1  # and the update for which parameters were last frozen or thawed
         self._losses: list[Loss] = []  # of the parts since the last update by hand
         self._samples_given = 0
         self._is_begun = False  # an update by hand
@@ -211,6 +212,7 @@ class Calls(StepState, ABC):
     def _follow_flags(self, name: str) -> None:
         self.refuse_waiting(f'parameter "{name}" was frozen, or is trained from now on')
         super()._follow_flags(name)
+        self._followed = self._updates + 1
 
     def _batch_of(self, inputs: Any, targets: Any) -> Batch:
         if isinstance(inputs, Batch):

@@ -42,7 +42,7 @@ from lockstep.model.losses.loss_error import squeezing_explained
 from lockstep.model.optimizer import clip_gradients, may_draw
 from lockstep.strategies.steps.calls import Calls
 from lockstep.strategies.steps.update_checks import DeviceChecks, explained, no_items, note_reads, refuse_not_finite
-from lockstep.strategies.steps.update_result import Result, quotient, scalar
+from lockstep.strategies.steps.update_result import Result, backward_factor, quotient
 from lockstep.tensors.pytree import copied_nest
 
 _OPTIMIZER = -1
@@ -73,11 +73,10 @@ class Step(Calls):
 
     def __init__(self, model: nn.Module, optimizer: torch.optim.Optimizer, job: Job, world: World) -> None:
         super().__init__(model, optimizer, job, world)
-        self._clip_norm = job.clip_norm
-        self._compile = job.compile
-        self._checkpoints = job.activation_checkpointing is not None
-        self._updates, self._owes_look = 0, False
-        self._by_count = self._on_accelerator and not self.cuts_batch and self._scaler is None
+        self._clip_norm, self._compile = job.clip_norm, job.compile
+        self._checkpoints, self._owes_look = job.activation_checkpointing is not None, False
+        whole = not self.cuts_batch and self._scaler is None  # (what compiled code does in backward isn't seen)
+        self._by_count = whole and (self._on_accelerator or bool(job.compile))
         self.stopping = False
         self.last_look: float = math.inf
         self.last_step: int | None = None
@@ -193,22 +192,22 @@ class Step(Calls):
         Raises:
             StrategyError: it does what replicas can't.
         """
-        parts, begins = sum(1 for part in batch.parts if part.size), self._updates == 1
+        parts, begins = sum(1 for part in batch.parts if part.size), self._updates in (1, self._followed)
         self._owes_look = self.replicas == 1 and parts == 1 < self._accumulate  # of one sample: the next one is seen
         if not self.world.is_first or (self.replicas * parts <= 1 and not (self._checkpoints and begins)):
             return
         part = mixed_share(self.first_shares(batch))
         with self.looking_at(self.model):
-            self.seen = seen = look(
+            seen = look(
                 self.model, part.inputs, part.size, targets=part.targets, judge=self.loss.judged, of=batch.size,
                 original=self.original, again=not begins,
                 without_checkpoints=without_checkpoints if self._checkpoints else None,
             )  # fmt: skip
+        seen.nonlinear, self.seen = seen.nonlinear or self.seen.nonlinear, seen  # (gradients are seen in the first one)
         seen.refuse_recomputed()
         if self.replicas * parts <= 1:
             return
-        if seen.writes is not None or seen.uncopied is not None:
-            self.last_look = 1
+        self.last_look = 1 if seen.writes is not None or seen.uncopied is not None else self.last_look
         self.loss_check.of_batch, self.loss_check.bent = seen.of_batch, seen.bent
         with_dropout = any(map(drops, self.model.modules()))
         if self.replicas == 1:
@@ -220,8 +219,8 @@ class Step(Calls):
 
     @property
     def looks_again(self) -> bool:
-        """Whether what may change is looked at again in this update: the 1st, 2nd, 4th, 8th, ..., and the last."""
-        return is_power_of_two(self._updates) or self.world.step == self.last_step
+        """Whether what may change is looked at again: in updates 1, 2, 4, 8, ..., the last, and where flags changed."""
+        return is_power_of_two(self._updates) or self._updates == self._followed or self.world.step == self.last_step
 
     def _compile_models(self) -> None:
         """In place, so that the modules keep their names."""
@@ -327,11 +326,7 @@ class Step(Calls):
         """Add the gradient of ``total / divisor`` to every ``parameter.grad``."""
         if not total.requires_grad:
             return
-        # Autograd begins with the factor, which saves a small step two operators and a node of the graph.
-        if isinstance(divisor, torch.Tensor) and self._on_accelerator:
-            factor = quotient(1.0, divisor.to(total.device, non_blocking=True), total).to(total.dtype)
-        else:
-            factor = scalar(1.0 / float(divisor) if divisor else 0.0, total.dtype, total.device)
+        factor = backward_factor(total, divisor, waits=not self._on_accelerator)
         if self._scaler is not None:
             total = self._scaler.scale(total)
         self._run_backward(total, factor)

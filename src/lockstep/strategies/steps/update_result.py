@@ -121,6 +121,21 @@ def as_tensor(values: Iterable[Number], device: torch.device) -> Tensor:
     return torch.stack([value.to(device, torch.float64) for value in each])
 
 
+def backward_factor(total: Tensor, divisor: Number, *, waits: bool) -> Tensor:
+    """What the backward of ``total / divisor`` begins with, at ``total``.
+
+    Autograd begins with it, which saves a small step two operators and a node of the graph.
+
+    Args:
+        total: of a loss.
+        divisor: a number of samples or items.
+        waits: whether the host may wait for the divisor's value.
+    """
+    if isinstance(divisor, Tensor) and not waits:
+        return quotient(1.0, divisor.to(total.device, non_blocking=True), total).to(total.dtype)
+    return scalar(1.0 / float(divisor) if divisor else 0.0, total.dtype, total.device)
+
+
 def quotient(number: float, count: Tensor, like: Tensor | None) -> Tensor:
     """``number / count``, in float64 if ``like`` is, else in float32, on the count's device.
 
