@@ -61,3 +61,9 @@ def may_be_nonlinear(model: nn.Module, total: torch.Tensor, hooks: NoticedHooks)
     if hooks.found or hooked_parameters(model):
         return True
     return any(isinstance(node, BackwardCFunction) for node in graph_nodes(total))
+
+
+def is_of_a_person(node: Any) -> bool:
+    """Whether a node of a graph is an autograd function other than PyTorch's own."""
+    function = getattr(type(node), "_forward_cls", None)
+    return isinstance(node, BackwardCFunction) and not str(getattr(function, "__module__", "")).startswith("torch.")

@@ -19,6 +19,7 @@ function on some of another rank's, and adds nothing: so what the function write
 from __future__ import annotations
 
 import math
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any, NoReturn
 
@@ -29,9 +30,11 @@ from lockstep.data import Batch, Part
 from lockstep.data.shares import over_ranks
 from lockstep.errors import InputError, LossError, NonFiniteLoss, StrategyError, nearest
 from lockstep.job import Job
+from lockstep.launch.events import Caveat
 from lockstep.launch.observer import observed, phase
 from lockstep.launch.world import World
-from lockstep.model.inspection import is_ragged
+from lockstep.model.inspection import NoticedHooks, is_ragged
+from lockstep.model.inspection.nonlinear import is_of_a_person
 from lockstep.model.losses.loss import Loss, Number
 from lockstep.model.optimizer import sparse_parameters
 from lockstep.model.optimizers import Optimizers
@@ -39,7 +42,7 @@ from lockstep.strategies.rank_tensors import FlatGradients
 from lockstep.strategies.step_function.function_probe import as_sum, probe
 from lockstep.strategies.steps.step import Step
 from lockstep.strategies.steps.update_result import Result, added, backward_factor
-from lockstep.tensors.pytree import to_device
+from lockstep.tensors.pytree import graph_nodes, to_device
 from lockstep.tensors.rows import cut
 
 _END = -1
@@ -47,6 +50,15 @@ _END = -1
 
 _SOME, _MOST = 4, 8
 """Samples of each other rank, and local batches, at most, on which the function is tried."""
+
+
+_BENDS = Caveat(
+    "autograd function",
+    "the step function's backward has hooks on tensors, or autograd functions of your own: one that isn't linear (it "
+    "clamps gradients, say) is given the gradient of total / samples, not of total / count: what the whole batch "
+    "counts is known afterwards only",
+    "single keeps the results",
+)
 
 
 class Update:
@@ -93,6 +105,8 @@ class FunctionStep(Step):
         self._losses_of: dict[str, list[Loss]] = {}
         self._adds = True  # this rank has samples
         self._loaded = 0  # the updates before this step was made
+        self._hooks: NoticedHooks | None = None
+        self._may_bend = False  # backward has hooks, or functions of the person's own
 
     def update(self, batch: Batch | None = None) -> Result:
         """One step: whatever updates the function makes of a batch. The loss is the sum of those of all names."""
@@ -121,7 +135,9 @@ class FunctionStep(Step):
     @phase("computing", "step function")
     def call_function(self, model: nn.Module, part: Part, samples: int, replica: int = 0) -> None:
         """Run the function with a replica on its share, which is on its device."""
-        with self._precision.autocast():
+        looks = self.looks_again and self.cuts_batch and self.world.is_first and not replica
+        with self._precision.autocast(), NoticedHooks() if looks else nullcontext() as hooks:
+            self._hooks = hooks or self._hooks  # (of the first replica, in whichever thread)
             self._function(model, (part.inputs, part.targets), Update(self, samples, replica))
 
     def one_update(self, name: str, loss: Loss, samples: int, replica: int) -> None:
@@ -161,6 +177,8 @@ class FunctionStep(Step):
                 f'update("{name}"): the loss depends on no parameter: is it detached, or inside of no_grad?'
             )
         if total.requires_grad:
+            if self.looks_again and self._hooks is not None:
+                self._may_bend |= self._hooks.found or any(map(is_of_a_person, graph_nodes(total)))
             divisor = self.divisor(loss.count, samples)
             self._run_backward_into(total, backward_factor(total, divisor, waits=not self._on_accelerator), inputs)
 
@@ -174,6 +192,8 @@ class FunctionStep(Step):
         self._losses_of.setdefault(name, []).append(loss)
         self._by_name.active = name
         self._move_parameters(samples, loss.count)
+        if self._may_bend and self._waits and float(loss.count) != samples:
+            self.tell_once([_BENDS])
         # (Fused optimizers don't: a later backward of what was computed before would take the moved weights.)
         torch.autograd.graph.increment_version([self._parameters[i] for i in self.named(name)])
         for p in self._parameters:
