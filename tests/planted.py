@@ -62,6 +62,18 @@ class NoisyGradient(torch.autograd.Function):
         return grad + 0.01 * torch.randn_like(grad)
 
 
+class Clamping(torch.autograd.Function):
+    """Clamps gradients, so that backward isn't linear."""
+
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor) -> torch.Tensor:
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx: Any, gradient: torch.Tensor) -> torch.Tensor:
+        return gradient.clamp(-1e-3, 1e-3)
+
+
 class Jittering(torch.optim.SGD):
     """Adds noise to the weights, of a generator that is seeded by the rank."""
 

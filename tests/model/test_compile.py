@@ -21,6 +21,7 @@ from lockstep.launch.world import World
 from lockstep.model.compile import MODES, compile_models, refuse_graphs
 from lockstep.strategies.ddp import DDP
 from lockstep.verify import differences, parity
+from planted import Clamping
 from zoo import ZOO, slow
 
 FLAT = pytest.param(DDP(reduce="flat"), "2xcpu", marks=pytest.mark.slow)
@@ -41,16 +42,6 @@ WAYS = [("single", "1xcpu"), ("dp", "2xcpu"), FLAT, OVERLAPPED]
 def test_compiled_models_give_the_numbers_of_one_device(kind: str, way, devices) -> None:
     found = parity(ZOO[kind].replace(compile="aot_eager"), way, devices, against_settings={"compile": False})
     assert found.worst < 1e-10
-
-
-class Clamping(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, x: torch.Tensor) -> torch.Tensor:
-        return x.view_as(x)
-
-    @staticmethod
-    def backward(ctx: Any, grad: torch.Tensor) -> torch.Tensor:
-        return grad.clamp(-0.002, 0.002)
 
 
 class Clamped(nn.Module):

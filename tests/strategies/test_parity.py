@@ -28,7 +28,7 @@ from lockstep.tensors.seeding import seeded
 from lockstep.training.run import Run
 from lockstep.verify import differences, parity, same_bits
 
-from planted import Averaging, Jittering, Noisy, SelfWriting  # isort: skip
+from planted import Averaging, Clamping, Jittering, Noisy, SelfWriting  # isort: skip
 from zoo import ZOO, Gappy, drawn, labels, mlp, plain_sgd, sgd, slow  # isort: skip
 
 BOUND = 1e-10
@@ -201,16 +201,6 @@ def test_a_parameter_with_gaps_is_trained_as_by_a_plain_loop(tmp_path) -> None:
     with seeded(job.seed):
         model = Gappy()
     assert torch.allclose(run.model().gappy, by_a_plain_loop(job, model).gappy, atol=1e-5)
-
-
-class Clamping(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, x: torch.Tensor) -> torch.Tensor:
-        return x.clone()
-
-    @staticmethod
-    def backward(ctx: Any, gradient: torch.Tensor) -> torch.Tensor:
-        return gradient.clamp(-1e-3, 1e-3)
 
 
 class Clamped(nn.Module):

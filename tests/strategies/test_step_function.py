@@ -17,6 +17,7 @@ from lockstep.errors import InputError, JobError, LockstepError, LossError, Stra
 from lockstep.jobfile import loaded
 from lockstep.launch.world import World
 from lockstep.verify import differences, parity, same_bits, verify
+from planted import Clamping
 from zoo import SAMPLES, ZOO, drawn, labels, plain_sgd, sgd, slow
 
 BOUND = 1e-10
@@ -656,16 +657,6 @@ def test_the_number_of_a_step_is_its_own_where_ranks_have_several() -> None:
     """Found by trial: under ddp it went on over other steps of the process, so that updates were 2 % off."""
     (found, _) = lockstep.launch(lambda world: in_turns("ddp", "auto"), devices="2xcpu")
     assert (found - in_turns("single", "1xcpu")).abs().max() < BOUND
-
-
-class Clamping(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, x: Tensor) -> Tensor:
-        return x.view_as(x)
-
-    @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> Tensor:
-        return grad.clamp(-0.002, 0.002)
 
 
 def clamping(how: str) -> Any:

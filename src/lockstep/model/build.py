@@ -128,7 +128,8 @@ def trained_model(job: Job, weights: Path) -> nn.Module:
         model: nn.Module = as_module(job.model())
     if given_parts(job, model):  # another run's would be the same one
         model = copy.deepcopy(model)
-    take(job, model, loads=True)
+    else:
+        take(job, model, loads=True)
     convert_model(model, job.precision)  # before the weights, which are in that format
     take_weights(model, weights)
     return model

@@ -88,8 +88,9 @@ class Structure:
         Args:
             replicas: the modules of each, the model's first.
         """
+        if (modules := modules_of(self._model)) == self._modules:
+            return
         first, *others = [[("forward" in vars(m), *_hooks_in(m)) for m in modules] for modules in replicas]
-        modules = modules_of(self._model)
         same = [which for which, *_ in modules] == [which for which, *_ in self._modules]
         if same and all(other == first for other in others):
             self._modules = modules

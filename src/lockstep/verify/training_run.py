@@ -17,10 +17,11 @@ from lockstep.launch.observer import Observer
 from lockstep.launch.world import World
 from lockstep.model.given_modules import changes, given_parts
 from lockstep.model.inspection import acting_buffers, attribute_prints, drawing_nothing
+from lockstep.model.inspection.nonlinear import own_functions
 from lockstep.strategies.steps.step import Step
 from lockstep.strategies.steps.update_result import Result
 from lockstep.tensors.digest import digest
-from lockstep.tensors.pytree import each, graph_nodes
+from lockstep.tensors.pytree import each
 from lockstep.tensors.rows import holds_samples
 from lockstep.tensors.seeding import same, same_others, states
 from lockstep.training.evaluation import evaluate_sets
@@ -221,9 +222,3 @@ def _in_order(nest: Any, order: torch.Tensor) -> Any:
 def buffer_digests(model: nn.Module) -> dict[str, Any]:
     """By name, what tells the values of buffers from others; running statistics, which don't act, are left out."""
     return {name: digest(b) for name, b in acting_buffers(model).items()}
-
-
-def own_functions(outputs: Any) -> set[str]:
-    """The autograd functions in the graph of some outputs that are written in Python: their names."""
-    kinds: set[Any] = {getattr(node, "_forward_cls", None) for node in graph_nodes(outputs)} - {None}
-    return {kind.__name__ for kind in kinds if not kind.__module__.startswith(("torch.", "lockstep."))}

@@ -63,7 +63,7 @@ def may_be_nonlinear(model: nn.Module, total: torch.Tensor, hooks: NoticedHooks)
     return any(isinstance(node, BackwardCFunction) for node in graph_nodes(total))
 
 
-def is_of_a_person(node: Any) -> bool:
-    """Whether a node of a graph is an autograd function other than PyTorch's own."""
-    function = getattr(type(node), "_forward_cls", None)
-    return isinstance(node, BackwardCFunction) and not str(getattr(function, "__module__", "")).startswith("torch.")
+def own_functions(outputs: Any) -> set[str]:
+    """The autograd functions in the graph of some outputs that are written in Python: their names."""
+    kinds: set[Any] = {getattr(node, "_forward_cls", None) for node in graph_nodes(outputs)} - {None}
+    return {kind.__name__ for kind in kinds if not kind.__module__.startswith(("torch.", "lockstep."))}

@@ -34,7 +34,7 @@ from lockstep.launch.events import Caveat
 from lockstep.launch.observer import observed, phase
 from lockstep.launch.world import World
 from lockstep.model.inspection import NoticedHooks, is_ragged
-from lockstep.model.inspection.nonlinear import is_of_a_person
+from lockstep.model.inspection.nonlinear import own_functions
 from lockstep.model.losses.loss import Loss, Number
 from lockstep.model.optimizer import sparse_parameters
 from lockstep.model.optimizers import Optimizers
@@ -42,7 +42,7 @@ from lockstep.strategies.rank_tensors import FlatGradients
 from lockstep.strategies.step_function.function_probe import as_sum, probe
 from lockstep.strategies.steps.step import Step
 from lockstep.strategies.steps.update_result import Result, added, backward_factor
-from lockstep.tensors.pytree import graph_nodes, to_device
+from lockstep.tensors.pytree import to_device
 from lockstep.tensors.rows import cut
 
 _END = -1
@@ -178,7 +178,7 @@ class FunctionStep(Step):
             )
         if total.requires_grad:
             if self.looks_again and self._hooks is not None:
-                self._may_bend |= self._hooks.found or any(map(is_of_a_person, graph_nodes(total)))
+                self._may_bend |= self._hooks.found or bool(own_functions(total))
             divisor = self.divisor(loss.count, samples)
             self._run_backward_into(total, backward_factor(total, divisor, waits=not self._on_accelerator), inputs)
 
@@ -192,8 +192,6 @@ class FunctionStep(Step):
         self._losses_of.setdefault(name, []).append(loss)
         self._by_name.active = name
         self._move_parameters(samples, loss.count)
-        if self._may_bend and self._waits and float(loss.count) != samples:
-            self.tell_once([_BENDS])
         # (Fused optimizers don't: a later backward of what was computed before would take the moved weights.)
         torch.autograd.graph.increment_version([self._parameters[i] for i in self.named(name)])
         for p in self._parameters:
@@ -260,6 +258,10 @@ class FunctionStep(Step):
     def _follow_flags(self, name: str) -> None:
         super()._follow_flags(name)
         self._sums = {}
+
+    def of_weighting(self) -> list[Caveat]:
+        """As every step's; of functions backward isn't tried, only looked at."""
+        return [_BENDS] if self._may_bend else []
 
     # ---- its number -------------------------------------------------------------------------------------------------
 

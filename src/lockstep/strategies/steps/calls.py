@@ -56,6 +56,7 @@ class Calls(StepState, ABC):
         super().__init__(model, optimizer, job, world)
         self._seed, self._synchronises = job.seed, job.sync_batchnorm
         self._updates, self._followed = 0, 1  # and the update for which parameters were last frozen or thawed
+        self._microbatches = job.accumulate  # in which the last batch was cut, or is to be
         self._losses: list[Loss] = []  # of the parts since the last update by hand
         self._samples_given = 0
         self._is_begun = False  # an update by hand
@@ -216,9 +217,8 @@ class Calls(StepState, ABC):
 
     def _batch_of(self, inputs: Any, targets: Any) -> Batch:
         if isinstance(inputs, Batch):
-            if (number := len(inputs.parts)) > 1:
-                self._look_at_microbatches(number)
-            if number > 1 or self._accumulate == 1:
+            if len(inputs.parts) > 1 or self._accumulate == 1:
+                self._look_at_microbatches(len(inputs.parts))
                 return inputs
             inputs, targets = inputs
         if self._accumulate > 1 and self.world.size > 1:
@@ -231,13 +231,15 @@ class Calls(StepState, ABC):
         Raises:
             InputError: it cuts them in another number of micro-batches.
         """
-        if self._accumulate == 1:
-            self.tell_once(self.caveats_in_parts(number) if self.world.is_first else ())
-        elif number != self._accumulate:
+        if number == self._microbatches:
+            return
+        if self._accumulate > 1:
             raise InputError(
                 f"accumulate: this batch has {number} micro-batches, and the step was made with {self._accumulate}: "
                 "give lockstep.batches and lockstep.parallelize the same number"
             )
+        self._microbatches = number
+        self.tell_once(self.caveats_in_parts(number) if self.world.is_first else ())
 
     def _of_own_microbatches(self) -> Iterator[Caveat]:
         """What it changes that each rank cuts its share into micro-batches, instead of the loader the global batch."""

@@ -17,7 +17,7 @@ from __future__ import annotations
 
 import math
 from abc import abstractmethod
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager, nullcontext
 from typing import Any, Literal
 
@@ -75,8 +75,8 @@ class Step(Calls):
         super().__init__(model, optimizer, job, world)
         self._clip_norm, self._compile = job.clip_norm, job.compile
         self._checkpoints, self._owes_look = job.activation_checkpointing is not None, False
-        whole = not self.cuts_batch and self._scaler is None  # (what compiled code does in backward isn't seen)
-        self._by_count = whole and (self._on_accelerator or bool(job.compile))
+        whole = not self.cuts_batch and self._scaler is None
+        self._by_count = whole and (self._on_accelerator or bool(job.compile))  # (a compiled backward isn't looked at)
         self.stopping = False
         self.last_look: float = math.inf
         self.last_step: int | None = None
@@ -207,7 +207,8 @@ class Step(Calls):
         seen.refuse_recomputed()
         if self.replicas * parts <= 1:
             return
-        self.last_look = 1 if seen.writes is not None or seen.uncopied is not None else self.last_look
+        if seen.writes is not None or seen.uncopied is not None:
+            self.last_look = 1
         self.loss_check.of_batch, self.loss_check.bent = seen.of_batch, seen.bent
         with_dropout = any(map(drops, self.model.modules()))
         if self.replicas == 1:
@@ -276,7 +277,7 @@ class Step(Calls):
             factor: Number = quotient(size, count, next((g for g in grads if g.dtype == torch.float64), None))
         else:
             factor = size / count
-        self.tell_once(self.seen.of_weighting())
+        self.tell_once(self.of_weighting())
         if not grads:
             return
         for device in dict.fromkeys(grad.device for grad in grads):
@@ -288,6 +289,10 @@ class Step(Calls):
                 for grad in mine:
                     grad.mul_(here)
 
+    def of_weighting(self) -> Iterable[Caveat]:
+        """What differs where gradients are weighted afterwards."""
+        return self.seen.of_weighting()
+
     @phase("computing", "clip")
     def clip(self) -> None:
         """Hold the norm of all gradients together under ``clip_norm``."""
@@ -298,7 +303,7 @@ class Step(Calls):
     def forward_loss(self, model: nn.Module, part: Part, where: str = "") -> Loss:
         """Total and count of one micro-batch's share under ``model``; the loss is probed where that is needed."""
         checks = self.loss_check.wants(self._updates, closer=self.looks_again)
-        knows = self._by_count or self.cuts_batch or self._compile or self._scaler is not None
+        knows = self._by_count or self.cuts_batch or self._scaler is not None
         with self._precision.autocast(), NoticedHooks() if self.looks_again and not knows else nullcontext() as hooks:
             outputs = self.forward(model, part)
             given = copied_nest((outputs, part.targets)) if checks else None  # in which the loss may keep something

@@ -46,7 +46,8 @@ class Freeze(Callback):
                 raise JobError(f'Freeze: the model has no parameter "{name}": {nearest(name, list(named))}')
             by = _frozen_by.setdefault(training, {})
             mine = [p for p in found if p.requires_grad or id(p) in by]
-            by.update((id(p), by.get(id(p), set())) for p in mine)
+            for p in mine:
+                by.setdefault(id(p), set())
             self._parameters += mine
         self._set(training)
 
