@@ -39,7 +39,7 @@ from lockstep.model.losses.additivity import Piece
 from lockstep.model.losses.check_interval import is_power_of_two
 from lockstep.model.losses.loss import Loss, Number
 from lockstep.model.losses.loss_error import squeezing_explained
-from lockstep.model.optimizer import clip_gradients, may_draw
+from lockstep.model.optimizer import begin_momentum, clip_gradients, may_draw
 from lockstep.strategies.steps.calls import Calls
 from lockstep.strategies.steps.update_checks import DeviceChecks, explained, no_items, note_reads, refuse_not_finite
 from lockstep.strategies.steps.update_result import Result, backward_factor, quotient
@@ -255,6 +255,7 @@ class Step(Calls):
 
     @phase("computing", "optimizer")
     def _optimize(self) -> None:
+        begin_momentum(self.optimizer)  # of parameters whose state a person took away
         if self._stream is not None and may_draw(self.optimizer):  # the same on all ranks, however batches are cut
             self._seed_all(mixed(*(self._stream[:2] if self.together else self._stream), _OPTIMIZER))
         if self._scaler is None:
@@ -278,8 +279,6 @@ class Step(Calls):
         else:
             factor = size / count
         self.tell_once(self.of_weighting())
-        if not grads:
-            return
         for device in dict.fromkeys(grad.device for grad in grads):
             mine = [grad for grad in grads if grad.device == device]
             here = factor.to(device, non_blocking=True) if isinstance(factor, torch.Tensor) else factor
