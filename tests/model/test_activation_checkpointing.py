@@ -13,7 +13,7 @@ from torch import nn
 
 from lockstep import train
 from lockstep.errors import JobError, StrategyError
-from lockstep.model.activation_checkpointing import checkpoint_blocks, found_blocks
+from lockstep.model.activation_checkpointing import checkpoint_blocks, found_blocks, named_blocks
 from lockstep.strategies.ddp import DDP
 from lockstep.verify import differences, parity, same_bits
 from zoo import SAMPLES, ZOO, Conv, drawn, sgd, slow
@@ -251,6 +251,17 @@ def test_auto_finds_the_blocks_of_a_transformer_and_of_a_residual_net() -> None:
     ]
     stages = nn.Sequential(nn.Linear(6, 6), nn.Sequential(Block(), Block()), nn.Sequential(Block(), Block(), Block()))
     assert list(found_blocks(stages)) == ["1.0", "1.1", "2.0", "2.1", "2.2"]
+
+
+def test_dicts_of_layers_which_nobody_calls_are_no_blocks() -> None:
+    """Found by trial: fsdp ended with a ValueError of ``fully_shard``."""
+    layers = nn.ModuleList(nn.ModuleDict({"norm": nn.LayerNorm(6), "mix": nn.Linear(6, 6)}) for _ in range(2))
+    assert found_blocks(layers) == {}
+    assert list(named_blocks(nn.ModuleDict({"layers": layers}), "layers", "blocks", StrategyError)) == [
+        "layers.0.norm", "layers.0.mix", "layers.1.norm", "layers.1.mix",
+    ]  # fmt: skip
+    within = nn.ModuleList(nn.ModuleDict({"blocks": nn.ModuleList([Block(), Block()])}) for _ in range(2))
+    assert list(found_blocks(within)) == ["0.blocks.0", "0.blocks.1", "1.blocks.0", "1.blocks.1"]
 
 
 def test_names_stay() -> None:

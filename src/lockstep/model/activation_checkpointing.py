@@ -92,15 +92,20 @@ def found_blocks(model: nn.Module) -> dict[str, nn.Module]:
 
 def _is_composite(module: nn.Module) -> bool:
     """Made of several layers, and no list of blocks itself."""
-    if isinstance(module, nn.ModuleList):
+    if not _has_forward(module):
         return False
     if isinstance(module, nn.Sequential) and any(map(_is_composite, module)):
         return False
     return sum(1 for m in module.modules() if next(m.parameters(recurse=False), None) is not None) > 1
 
 
+def _has_forward(module: nn.Module) -> bool:
+    """Whether it can be called; a ``ModuleList`` or a ``ModuleDict`` can't."""
+    return "forward" in vars(module) or type(module).forward is not nn.Module.forward
+
+
 def named_blocks(model: nn.Module, wanted: str, setting: str, error: type[LockstepError]) -> dict[str, nn.Module]:
-    """The modules that a person named, with commas between; of a list of modules its members.
+    """The modules that a person named, with commas between; of a list or a dict of modules its members.
 
     Args:
         model: that has them.
@@ -110,15 +115,19 @@ def named_blocks(model: nn.Module, wanted: str, setting: str, error: type[Lockst
     """
     modules = dict(model.named_modules())
     blocks: dict[str, nn.Module] = {}
+
+    def take(name: str, module: nn.Module) -> None:
+        if _has_forward(module):
+            blocks[name] = module
+        else:
+            for child, block in module.named_children():
+                take(f"{name}.{child}", block)
+
     for name in filter(None, (word.strip() for word in wanted.split(","))):
         if name not in modules:
             known = [module_name for module_name in modules if module_name]
             raise error(f'{setting}: the model has no module "{name}"; {nearest(name, known)}')
-        module = modules[name]
-        if isinstance(module, nn.ModuleList | nn.ModuleDict):
-            blocks |= {f"{name}.{child}": block for child, block in module.named_children()}
-        else:
-            blocks[name] = module
+        take(name, modules[name])
     return blocks
 
 
