@@ -13,9 +13,9 @@ import torch
 from torch import Tensor, nn
 
 from lockstep import Callback, train
-from lockstep.callbacks import Sampler
+from lockstep.callbacks import EMA, SWA, Sampler
 
-from zoo import ZOO  # isort: skip
+from zoo import ZOO, drawn, slow  # isort: skip
 
 BOUND = 1e-10
 
@@ -147,3 +147,33 @@ def test_the_best_weights_are_those_that_were_evaluated(way: str, tmp_path: Path
     run = trained(Zeroed(), where)
     assert all((p == 0.1).all() for p in run.model(best=True).parameters())
     assert not any((p == 0.1).all() for p in run.model().parameters())
+
+
+class EvaluatesWithin(Callback):
+    """Computes with the weights that are evaluated, an average, between computations with those that are trained."""
+
+    def on_step(self, training: Any) -> None:
+        x = drawn(4, 6).double()
+        row = next(training.model.parameters()).detach()[0]
+        self.seen = [norm_of(training.model), float(training.model(x).detach().square().sum())]
+        with training.evaluating():
+            weights = training.model.state_dict()
+            self.seen += [norm_of(training.model), float(training.model(x).square().sum()), float(row.norm())]
+            self.seen += [float(value.double().norm()) for value in weights.values()]
+        self.seen += [norm_of(training.model), float(training.model(x).detach().square().sum()), float(row.norm())]
+
+    def on_evaluated(self, training: Any) -> None:
+        training.metrics |= {f"seen {i}": number for i, number in enumerate(self.seen)}
+
+
+@pytest.mark.parametrize("average", [EMA(0.7), slow(SWA())])
+@pytest.mark.parametrize(("way", "devices"), [("fsdp", "2xcpu"), slow("ddp", "2xcpu"), slow("ddp=2xfsdp=2", "4xcpu")])
+def test_a_callback_may_compute_with_an_average(average: Callback, way: str, devices: str, tmp_path: Path) -> None:
+    """Found by trial: the size of a shard is not that of the model's parameter, said a RuntimeError."""
+    job = dataclasses.replace(ZOO["mlp"], callbacks=[average, EvaluatesWithin()], precision="fp64")
+    one = train(job, devices="1xcpu", folder=tmp_path, quiet=True)
+    other = train(job, strategy=way, devices=devices, folder=tmp_path, quiet=True)
+    for record, its in zip(one.history, other.history, strict=True):
+        numbers = [name for name in record if name.startswith(("seen", "eval", "train"))]
+        assert len(numbers) > 10
+        assert all(abs(its[name] - record[name]) < BOUND for name in numbers)

@@ -38,8 +38,9 @@ def build_optimizer(job: Job, model: nn.Module, *, on: str | None = None) -> tor
     for name in job.optimizer:
         if name not in parts:
             raise JobError(f'optimizer: the model has no part "{name}": it has {", ".join(parts) or "none"}')
+    held = {id(p) for name in job.optimizer for p in parts[name].parameters()}
     for name, p in model.named_parameters():
-        if p.requires_grad and name.partition(".")[0] not in job.optimizer:
+        if p.requires_grad and id(p) not in held:
             raise JobError(
                 f'optimizer: "{name}" is in none of the parts {", ".join(job.optimizer)}: give its part an optimizer, '
                 "or freeze it in the model with requires_grad_(False)"
@@ -132,7 +133,7 @@ def _fuse(
         # A person who chose an implementation keeps it.
         if not wanted and (group.get("foreach") is not None or group.get("fused") is not None):
             continue
-        if group.get("momentum") and group["dampening"]:
+        if group.get("dampening"):
             continue
         group["foreach"], group["fused"] = False, True
     if all(group["fused"] for group in optimizer.param_groups):

@@ -62,6 +62,18 @@ class LentOptimizer:
             self._take_back()
 
     @contextlib.contextmanager
+    def local_values(self) -> Iterator[None]:
+        """In which what is computed from local parts is of those, within ``whole_values`` too."""
+        before, WholeValues.is_off = WholeValues.is_off, True
+        try:
+            if self._is_lent:
+                self._keep_gathered()
+            yield
+        finally:
+            WholeValues.is_off = before
+            WholeValues.changes += 1
+
+    @contextlib.contextmanager
     def taken_back(self) -> Iterator[None]:
         """In which the optimizer has the local parts, wherever that is asked for."""
         was_lent = self._is_lent

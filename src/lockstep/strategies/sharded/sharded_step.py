@@ -165,8 +165,10 @@ class ShardedStep(DDPStep):
             self._mine[name].grad = grad.to_local() if ranks and isinstance(grad, DTensor) else None
             if not ranks:
                 self._shards.cut[name].grad = None
-        if self._whole:
-            self._sum_whole()
+        if self._whole:  # summed as ``ddp`` does
+            if self._flat is None:
+                self._flat = FlatGradients(self._whole, 1, sparse_parameters(self.model))
+            self._flat.sum_over(self.world, [0.0])
         return self._taken(sums if self._on_accelerator else sums.tolist())
 
     def backward(self, inputs: Any, targets: Any = None) -> Result:
@@ -185,12 +187,6 @@ class ShardedStep(DDPStep):
         if self._losses:
             self._shards.take_gradients()
         return super()._given_parts()
-
-    def _sum_whole(self) -> None:
-        """Sum gradients of parameters that every rank keeps whole, as ``ddp`` does."""
-        if self._flat is None:
-            self._flat = FlatGradients(self._whole, 1, sparse_parameters(self.model))
-        self._flat.sum_over(self.world, [0.0])
 
     @phase("computing", "clip")
     def clip(self) -> None:
@@ -323,6 +319,10 @@ class ShardedStep(DDPStep):
     def whole_values(self) -> contextlib.AbstractContextManager[Any]:
         """As every step's."""
         return self._lent.whole_values()
+
+    def local_values(self) -> contextlib.AbstractContextManager[Any]:
+        """As every step's."""
+        return self._lent.local_values()
 
     def parts(self) -> dict[str, torch.Tensor]:
         """As every step's."""

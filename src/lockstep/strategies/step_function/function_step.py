@@ -101,6 +101,7 @@ class FunctionStep(Step):
         self._function = job.step
         self._by_name = optimizer
         self._order = list(optimizer.by_name)
+        self._moved: dict[str, list[int]] = {}  # by name of an optimizer, as ``named`` gives it
         self._sums: dict[str, FlatGradients] = {}
         self._losses_of: dict[str, list[Loss]] = {}
         self._adds = True  # this rank has samples
@@ -157,7 +158,10 @@ class FunctionStep(Step):
         """
         if name not in self._order:
             raise InputError(f'update("{name}"): there is no such optimizer; {nearest(str(name), self._order)}')
-        return [i for i, its in enumerate(self._names) if its.startswith(f"{name}.")]
+        if name not in self._moved:
+            part = {id(p) for p in self.model.get_submodule(name).parameters()}  # another one may have some, too
+            self._moved[name] = [i for i, p in enumerate(self._parameters) if id(p) in part]
+        return self._moved[name]
 
     def backward_into(
         self, which: list[int], name: str, loss: Loss, samples: int, parameters: list[nn.Parameter] | None = None
@@ -257,7 +261,7 @@ class FunctionStep(Step):
 
     def _follow_flags(self, name: str) -> None:
         super()._follow_flags(name)
-        self._sums = {}
+        self._moved, self._sums = {}, {}
 
     def of_weighting(self) -> list[Caveat]:
         """As every step's; of functions backward isn't tried, only looked at."""

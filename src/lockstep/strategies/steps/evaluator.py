@@ -122,6 +122,10 @@ class Evaluator:
         """In which a person's code that every rank calls computes from the model's parameters as on one device."""
         return nullcontext()
 
+    def local_values(self) -> AbstractContextManager[Any]:
+        """In which Lockstep's code computes from ``parts``, within ``whole_values`` too."""
+        return nullcontext()
+
     def follow_modes(self) -> None:
         """Give replicas that share the first one's parameters its mode: their own ``train`` would write these again."""
 

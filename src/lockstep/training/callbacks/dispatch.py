@@ -209,7 +209,8 @@ class Callbacks:
         with contextlib.ExitStack() as stack:
             for callback in self._by_name.values():
                 found = callback.evaluating(self.training)
-                around = self._step.whole_values if _is_persons(callback, "evaluating") else contextlib.nullcontext
+                own = _is_persons(callback, "evaluating")
+                around = self._step.whole_values if own else self._step.local_values
                 stack.enter_context(_Within(around, found))
             yield
 
