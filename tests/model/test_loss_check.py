@@ -233,6 +233,26 @@ def test_a_row_that_all_samples_have_is_that_of_the_same_update(tmp_path: Any) -
     assert checked(loss, batches([0, 1, 2, 0])).notes == []
 
 
+@pytest.mark.parametrize(("before", "afterwards"), [("first", None), ("first", "second"), (None, "first")])
+def test_an_output_that_is_there_in_some_updates_only_is_held_against_one_of_its_kind(before, afterwards) -> None:
+    """Found by trial: an auxiliary head that ended was refused, since an earlier sample had outputs of it."""
+
+    def loss(outputs: dict[str, Any], targets: Tensor) -> tuple[Tensor, int]:
+        total = F.cross_entropy(outputs["main"], targets, reduction="sum")
+        if outputs["aside"] is not None:
+            scale = {"first": 0.3, "second": 0.1}[outputs["aside"][0]]
+            total = total + scale * F.cross_entropy(outputs["aside"][1], targets, reduction="sum")
+        return total, len(targets)
+
+    def batches() -> Iterator[tuple[Any, Tensor, int]]:
+        for update in range(9):
+            scores, targets = drawn(SAMPLES, 3, seed=update).double(), labels(SAMPLES, 3, seed=update)
+            kind = before if update < 6 else afterwards
+            yield {"main": scores, "aside": None if kind is None else [kind, scores.square()]}, targets, SAMPLES
+
+    assert checked(loss, batches()).notes == []
+
+
 TRAINED = {
     "dp 2": {"strategy": "dp", "devices": "2xcpu"},
     "ddp 2": {"strategy": "ddp", "devices": "2xcpu"},

@@ -725,6 +725,17 @@ class Reaching(Stack):
         return super().forward(tokens) * self.blocks[1].up.bias.sum()
 
 
+class Regularized(Stack):
+    """Gives a sum over a block's weights beside its outputs."""
+
+    def forward(self, tokens: torch.Tensor) -> Any:
+        return super().forward(tokens), self.blocks[1].up.weight.square().sum()
+
+
+def regularized(outputs: Any, targets: torch.Tensor) -> torch.Tensor:
+    return nn.functional.cross_entropy(outputs[0].flatten(0, 1), targets.flatten()) + 0.01 * outputs[1]
+
+
 class Hoarding(Stack):
     """Uses a parameter from a list, in which it isn't cut."""
 
@@ -796,7 +807,8 @@ def hooked() -> nn.Module:
     ("model", "settings", "says"),
     [
         (Skipping, {}, r'forward comes to ".*" on rank 0, to ".*" on rank 1: .*name the other blocks: --blocks'),
-        (Reaching, {}, "used outside of the block's forward"),
+        (Reaching, {}, "a parameter of a block is used outside of the block's forward"),
+        (Regularized, {"loss": regularized}, "what the model gives is computed from a parameter of a block outside"),
         slow(Hoarding, {}, 'holds parameter "blocks.1.up.weight"'),
         slow(Hiding, {}, 'no tensor with a gradient in what "blocks.0" gives'),
         (Penalized, {"loss": penalized}, "a gradient is computed in forward, in the loss or in a callback"),

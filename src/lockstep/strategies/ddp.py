@@ -32,7 +32,7 @@ from lockstep.launch.observer import phase
 from lockstep.launch.world import World
 from lockstep.model.build import buffers_of, build_model, differing_tensors
 from lockstep.model.losses.loss import Loss, Number
-from lockstep.model.optimizer import build_optimizer, gives_sparse_gradients, is_of_pytorch, sparse_parameters
+from lockstep.model.optimizer import build_optimizer, is_of_pytorch, sparse_parameters
 from lockstep.strategies.rank_tensors import FlatGradients, FollowedBuffers, take_first
 from lockstep.strategies.step_function.function_step import FunctionStep
 from lockstep.strategies.steps.step import Step
@@ -103,20 +103,13 @@ class DDPStep(Step):
         super().__init__(model, optimizer, job, world, *stages)
         self._exchange = exchange
         self._flat: FlatGradients | None = None
-        self._overlaps = world.size > 1 and (
-            strategy.reduce == "overlapped" or (strategy.reduce == "auto" and self._are_large())
-        )
+        large = _bytes(self._parameters) > _SMALL_GRADIENTS
+        self._overlaps = world.size > 1 and (strategy.reduce == "overlapped" or (strategy.reduce == "auto" and large))
         self._bucket_mb = strategy.bucket_mb
         self._ddp: DistributedDataParallel | None = None
         self._noticed = False
         self._of_empty_share: dict[Caveat, None] = {}
         self._buffers = FollowedBuffers(model, world)
-
-    def _are_large(self) -> bool:
-        """Whether the gradients are worth summing while backward runs, or of a kind that has to be."""
-        if gives_sparse_gradients(self.model):
-            return True
-        return _bytes(self._parameters) > _SMALL_GRADIENTS
 
     def _follow_flags(self, name: str) -> None:
         if self.world.size > 1:

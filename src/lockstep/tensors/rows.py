@@ -139,6 +139,8 @@ def joined(one: Any, its: int, other: Any, others: int) -> Any:
         return torch.cat([one, other.to(one)]) if fits else None
     if not same_kind(one, other) and not (isinstance(one, list | tuple) and isinstance(other, list | tuple)):
         return None
+    if isinstance(one, str) and one != other:
+        return None
     if isinstance(one, list | tuple) and holds_samples(one, its) and holds_samples(other, others):
         return type(one)([*one, *other]) if isinstance(one, tuple | SampleList) else [*one, *other]
     inside = parts(one)
@@ -146,7 +148,8 @@ def joined(one: Any, its: int, other: Any, others: int) -> Any:
     if inside is None or theirs is None or len(inside) != len(theirs):
         return one if inside is None else None
     made = [joined(mine, its, more, others) for mine, more in zip(inside, theirs, strict=True)]
-    lost = any(new is None and old is not None for new, old in zip(made, inside, strict=True))
+    both_none = [old is None and more is None for old, more in zip(inside, theirs, strict=True)]
+    lost = any(new is None and not none for new, none in zip(made, both_none, strict=True))
     return None if lost else rebuilt(one, made)
 
 

@@ -13,11 +13,13 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch.distributed.tensor import DTensor
 
 from lockstep.data.shares import over_ranks
 from lockstep.errors import StrategyError
 from lockstep.launch.hang_report import other_blocks, parting
 from lockstep.launch.world import World
+from lockstep.strategies.sharded.loss_reads import of_shards
 from lockstep.strategies.sharded.shards import Shards
 from lockstep.tensors.pytree import each, tensors
 
@@ -127,12 +129,14 @@ class BlockWatch:
 
         def hook(module: nn.Module, args: Any, kwargs: Any, outputs: Any) -> Any:
             _written_back((args, kwargs), self._given.pop())
+            what = f'"{name}"' if name else "the model"
+            if any(isinstance(t, DTensor) for t in tensors(outputs)):
+                raise of_shards(f"what {what} gives is computed from a parameter of a block")
             if not torch.is_grad_enabled():
                 return outputs
             # (A view that is written in place would lose the hook that gathers.)
             outputs = each(_copied_if_a_view, outputs, on_packed=lambda packed: packed)
             found = [t for t in tensors(outputs) if t.requires_grad]
-            what = f'"{name}"' if name else "the model"
             if not found and any(p.requires_grad for p in module.parameters()):
                 raise StrategyError(
                     f"fsdp: there is no tensor with a gradient in what {what} gives "

@@ -61,10 +61,15 @@ class LossReads(TorchFunctionMode):
         name = self._names.get(id(shard), "")
         if name in self._whole:
             return self._whole[name]
-        uses = f'"{name}" of the model' if name else "a parameter of the model"
-        raise StrategyError(
-            f"fsdp: the loss uses {uses} (by a global, a closure or a reference), which is a shard there", fix=_FIX
-        )
+        if not name:
+            raise of_shards("what the loss is given is computed from a parameter of a block")
+        how = f'the loss uses "{name}" of the model (by a global, a closure or a reference)'
+        raise StrategyError(f"fsdp: {how}, which is a shard there", fix=_FIX)
+
+
+def of_shards(what: str) -> StrategyError:
+    """The refusal of what is made of shards."""
+    return StrategyError(f"fsdp: {what} outside of the block's forward, where it is a shard", fix=_FIX)
 
 
 def refuse_other_shards(loss: Totalled, cut: Mapping[str, nn.Parameter]) -> None:
@@ -96,7 +101,4 @@ def shards_explained() -> Iterator[None]:
     except RuntimeError as error:
         if "mixed torch.Tensor and DTensor" not in str(error):
             raise
-        raise StrategyError(
-            "fsdp: a parameter of a block is used outside of the block's forward, where it is a shard",
-            fix=_FIX,
-        ) from error
+        raise of_shards("a parameter of a block is used") from error
