@@ -148,8 +148,7 @@ def joined(one: Any, its: int, other: Any, others: int) -> Any:
     if inside is None or theirs is None or len(inside) != len(theirs):
         return one if inside is None else None
     made = [joined(mine, its, more, others) for mine, more in zip(inside, theirs, strict=True)]
-    both_none = [old is None and more is None for old, more in zip(inside, theirs, strict=True)]
-    lost = any(new is None and not none for new, none in zip(made, both_none, strict=True))
+    lost = any(new is None and not (old is more is None) for new, old, more in zip(made, inside, theirs, strict=True))
     return None if lost else rebuilt(one, made)
 
 
