@@ -129,7 +129,7 @@ def by_torch(job: Job, clip: float) -> dict[str, Tensor]:
 
         def __call__(self, name: str, total: Tensor, count: Any = 1) -> None:
             optimizers[name].zero_grad()
-            (total / count).backward(inputs=list(models[name].parameters()))
+            (total / count).backward(inputs=[p for p in models[name].parameters() if p.requires_grad])
             nn.utils.clip_grad_norm_(models[name].parameters(), clip)
             optimizers[name].step()
 
@@ -175,6 +175,32 @@ def test_parts_may_share_parameters_which_the_optimizer_of_each_moves(way: str, 
     """Found by trial: those of a layer were moved by the optimizer of the first part that has it, without a line."""
     optimizers = {"autoencoder": sgd, "encoder": adam, "judge": plain_sgd}
     job = job_of(adversarial, sharing, optimizer=optimizers, precision="fp64", clip_norm=0.3)
+    settings: dict[str, Any] = {"strategy": way, "devices": WAYS.get(way, "1xcpu"), "quiet": True}
+    half = train(job, **settings, folder=tmp_path, steps=4)
+    run = train(job.replace(steps=None), **settings, resume=half.folder)
+    for name, expected in by_torch(job, clip=0.3).items():
+        assert (run.model().state_dict()[name] - expected).abs().max() < BOUND, name
+
+
+def toggling(models: nn.ModuleDict, batch: Any, update: Any) -> None:
+    """Freezes the judge while the encoder is trained, as pix2pix does, and in some steps a layer within a part."""
+    x, y = batch
+    encoded = models["encoder"](x)
+    models["judge"].requires_grad_(True)
+    models["autoencoder"][1].weight.requires_grad_(update.step % 3 != 1)
+    told = nn.functional.softplus(-models["judge"](encoded.detach()))[y != 1]
+    update("judge", told.sum(), len(told))
+    models["judge"].requires_grad_(False)
+    update("encoder", nn.functional.softplus(models["judge"](encoded)).sum(), len(x))
+    update("autoencoder", (models["autoencoder"](x) - x).square().sum(), x.numel())
+    models["autoencoder"][1].weight.requires_grad_(False)
+
+
+@pytest.mark.parametrize("way", ["single", *WAYS])
+def test_a_part_that_is_frozen_as_a_step_begins_may_be_trained_within_it(way: str, tmp_path: Path) -> None:
+    """Found by trial: a discriminator that is frozen while the generator is trained was trained in step 1 only."""
+    optimizers = {"autoencoder": sgd, "encoder": adam, "judge": sgd}
+    job = job_of(toggling, sharing, optimizer=optimizers, precision="fp64", clip_norm=0.3)
     settings: dict[str, Any] = {"strategy": way, "devices": WAYS.get(way, "1xcpu"), "quiet": True}
     half = train(job, **settings, folder=tmp_path, steps=4)
     run = train(job.replace(steps=None), **settings, resume=half.folder)

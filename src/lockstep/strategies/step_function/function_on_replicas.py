@@ -102,4 +102,4 @@ class FunctionOnReplicas(FunctionStep, DPStep):
         for i in said:
             for p in self._trained[i]:
                 p.grad = None
-        self._share_parameters(self.named(name))  # no others, which a graph may still need as they are
+        self._share_parameters(self.moved(name))  # no others, which a graph may still need as they are

@@ -101,8 +101,8 @@ class FunctionStep(Step):
         self._function = job.step
         self._by_name = optimizer
         self._order = list(optimizer.by_name)
-        self._moved: dict[str, list[int]] = {}  # by name of an optimizer, as ``named`` gives it
-        self._sums: dict[str, FlatGradients] = {}
+        self._of_part: dict[str, list[int]] = {}  # as ``named`` gives them
+        self._sums: dict[tuple[int, ...], FlatGradients] = {}
         self._losses_of: dict[str, list[Loss]] = {}
         self._adds = True  # this rank has samples
         self._loaded = 0  # the updates before this step was made
@@ -151,17 +151,21 @@ class FunctionStep(Step):
         self._move(name, self._over_ranks(name, loss.detached() if self._adds else Loss(0.0, 0)), samples)
 
     def named(self, name: str) -> list[int]:
-        """Which of the trained parameters are moved by the optimizer of that name.
+        """Which parameters the optimizer of that name has, frozen or not.
 
         Raises:
             InputError: there is none.
         """
         if name not in self._order:
             raise InputError(f'update("{name}"): there is no such optimizer; {nearest(str(name), self._order)}')
-        if name not in self._moved:
+        if name not in self._of_part:
             part = {id(p) for p in self.model.get_submodule(name).parameters()}  # another one may have some, too
-            self._moved[name] = [i for i, p in enumerate(self._parameters) if id(p) in part]
-        return self._moved[name]
+            self._of_part[name] = [i for i, p in enumerate(self._parameters) if id(p) in part]
+        return self._of_part[name]
+
+    def moved(self, name: str) -> list[int]:
+        """Those that aren't frozen now; on one device, or once all replicas have come to the same call."""
+        return [i for i in self.named(name) if self._parameters[i].requires_grad]
 
     def backward_into(
         self, which: list[int], name: str, loss: Loss, samples: int, parameters: list[nn.Parameter] | None = None
@@ -197,7 +201,7 @@ class FunctionStep(Step):
         self._by_name.active = name
         self._move_parameters(samples, loss.count)
         # (Fused optimizers don't: a later backward of what was computed before would take the moved weights.)
-        torch.autograd.graph.increment_version([self._parameters[i] for i in self.named(name)])
+        torch.autograd.graph.increment_version([self._parameters[i] for i in self.moved(name)])
         for p in self._parameters:
             p.grad = None
 
@@ -245,23 +249,23 @@ class FunctionStep(Step):
         """The loss summed over the ranks, and every gradient beside it."""
         if self.world.size == 1:
             return loss
-        if not (which := self.named(name)):  # that part is frozen now
+        if not (which := tuple(self.moved(name))):  # that part is frozen now
             numbers = [float(number) for number in (self.world.asked_to_stop(), *loss)]
             asked, total, count = self.world.all_reduce(
                 torch.tensor(numbers, dtype=torch.float64, device=self.world.exchange_device)
             ).tolist()
             self.agree_to_stop(asked)
             return Loss(total, count)
-        if name not in self._sums:
+        if which not in self._sums:
             mine = [self._parameters[i] for i in which]
-            self._sums[name] = FlatGradients(mine, 3, sparse_parameters(self.model))
-        asked, total, count = self._sums[name].sum_over(self.world, [self.world.asked_to_stop(), *loss])
+            self._sums[which] = FlatGradients(mine, 3, sparse_parameters(self.model))
+        asked, total, count = self._sums[which].sum_over(self.world, [self.world.asked_to_stop(), *loss])
         self.agree_to_stop(asked)
         return Loss(total, count)
 
     def _follow_flags(self, name: str) -> None:
         super()._follow_flags(name)
-        self._moved, self._sums = {}, {}
+        self._of_part, self._sums = {}, {}
 
     def of_weighting(self) -> list[Caveat]:
         """As every step's; of functions backward isn't tried, only looked at."""

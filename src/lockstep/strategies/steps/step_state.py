@@ -62,6 +62,7 @@ class StepState(Evaluator):
         held = set(self._optimized)
         self._held = {name: p for name, p in model.named_parameters() if id(p) in held}
         self._frozen = {name: p for name, p in model.named_parameters() if not (p.requires_grad or id(p) in held)}
+        self._trains_frozen = job.step is not None  # a step function may train them within an update
         self._find_trained()
         self.settings = ModelSettings(model)
         self._saved_settings: Mapping[str, Any] = {}
@@ -70,8 +71,7 @@ class StepState(Evaluator):
         self._of_data = OutsideVariables(each for each in (job.train_data, job.order, job.collate) if each is not None)
         self._noted: set[Caveat | str] = set()
         self._part_names: tuple[str, ...] | None = None
-        self.left_out: dict[str, str] = {}
-        self._digests: dict[str, Any] = {}
+        self.left_out, self._digests = dict[str, str](), dict[str, Any]()
 
     @property
     def together(self) -> bool:
@@ -97,10 +97,10 @@ class StepState(Evaluator):
         return self._part_names
 
     def _find_trained(self) -> None:
-        """The parameters that are trained now: those of the optimizer that aren't frozen."""
+        """The parameters that are trained in an update: those of the optimizer that aren't frozen."""
         self._flags = [p.requires_grad for p in self._held.values()]
-        self._names = [name for name, p in self._held.items() if p.requires_grad]
-        self._parameters = [p for p in self._held.values() if p.requires_grad]
+        self._names = [name for name, p in self._held.items() if p.requires_grad or self._trains_frozen]
+        self._parameters = [self._held[name] for name in self._names]
 
     def _in_optimizer(self) -> list[int]:
         return [id(p) for group in self.optimizer.param_groups for p in group["params"]]
