@@ -555,6 +555,12 @@ def test_micro_batches_that_only_the_loader_was_told_of_are_said_and_others_refu
         step(batch)
 
 
+def test_a_last_batch_of_fewer_samples_than_micro_batches_is_taken() -> None:
+    """Found by trial: refused, as one of another number of micro-batches."""
+    step, data = step_of(mlp(), devices="1xcpu", accumulate=4), TensorDataset(*(t[:11] for t in DATA.tensors))
+    assert [step(batch).count for batch in lockstep.batches(data, batch_size=8, accumulate=4)] == [8, 3]
+
+
 def mean_over_batch(module: Any, args: Any, outputs: torch.Tensor) -> torch.Tensor:
     return outputs - outputs.mean(0)
 

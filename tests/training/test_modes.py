@@ -105,6 +105,41 @@ def test_evaluations_leave_a_model_as_it_was(way: str, make: Any, tmp_path: Path
         assert [record["eval_loss"] for record in run.history] == pytest.approx(expected, rel=1e-10)
 
 
+class Stopping(nn.Sequential):
+    """Keeps its batch norm in evaluation mode from when it is told to."""
+
+    is_still = False
+
+    def train(self, mode: bool = True) -> Stopping:
+        super().train(mode)
+        if self.is_still:
+            self[1].eval()
+        return self
+
+
+class Stops(lockstep.Callback):
+    def on_epoch(self, training: Any) -> None:
+        training.model.is_still = True
+
+
+@pytest.mark.parametrize("way", ["single", slow("dp"), slow("ddp"), slow("fsdp")])
+def test_what_a_model_is_told_to_keep_in_evaluation_mode_is_so_after_the_next_evaluation(way, tmp_path: Path) -> None:
+    """Found by trial: the batch norm was put in training mode again, which a call of ``train`` had just frozen."""
+    its = Job(
+        model=lambda: Stopping(nn.Linear(6, 8), nn.BatchNorm1d(8), nn.Linear(8, 3)),
+        loss=nn.CrossEntropyLoss(),
+        optimizer=plain_sgd,
+        train_data=DATA,
+        eval_data=DATA,
+        batch_size=7,
+        epochs=3,
+        callbacks=[Stops()],
+    )
+    devices = "1xcpu" if way == "single" else "2xcpu"
+    run = lockstep.train(its, strategy=way, devices=devices, folder=tmp_path, quiet=True)
+    assert int(run.model().state_dict()["1.num_batches_tracked"]) == 3  # those of one epoch
+
+
 def still_sgd(parameters: Any) -> torch.optim.Optimizer:
     return torch.optim.SGD([p for _, p in parameters], lr=0.0)
 

@@ -24,8 +24,8 @@ from lockstep.tensors.pytree import is_lazy
 from lockstep.tensors.row_shard import RowShard
 from lockstep.tensors.state_tree import decoded, encoded
 
-TREE, _SUM = "tree", "sha256"
-"""Of a file's metadata: what is no tensor, as ``tensors.state_tree`` gives it, and the sum of all."""
+TREE, _ATTRIBUTES, _SUM = "tree", "attributes", "sha256"
+"""Of a file's metadata: what is no tensor, as ``tensors.state_tree`` gives it, attributes, and the sum of all."""
 
 _SHOWN = 5
 """Names that a line has at most."""
@@ -39,6 +39,7 @@ def weights_on_cpu(weights: Mapping[str, Any]) -> dict[str, Any]:
 def save_weights(
     path: Path,
     weights: Mapping[str, Any],
+    attributes: Mapping[str, Any] | None = None,
     *,
     joined: Callable[[str, torch.Tensor], torch.Tensor] | None = None,
     writes: bool = True,
@@ -51,6 +52,7 @@ def save_weights(
     Args:
         path: the file.
         weights: by name; of a tensor of which ranks have some rows each, this rank's.
+        attributes: of the model, that aren't as it is built: numbers, texts, lists and dicts of them.
         joined: gives the whole of such a tensor by its name and this rank's rows; every rank calls it.
         writes: else this rank only takes part in that.
 
@@ -78,6 +80,8 @@ def save_weights(
 
     beside = path.with_name(f".{path.name}.part")
     metadata = {"format": "pt", TREE: json.dumps(tree), _SUM: _sum_of(tensors, json.dumps(tree), whole)}
+    if attributes:
+        metadata[_ATTRIBUTES] = json.dumps(encoded(dict(attributes))[0])
     try:
         write_tensors(beside, tensors, metadata, whole)
         os.replace(beside, path)
@@ -205,6 +209,13 @@ def take_weights(model: nn.Module, path: Path) -> None:
     if lines:
         raise FolderError(f"{path}: these are the weights of another model: {'; '.join(lines)}")
     model.load_state_dict(weights, strict=False)
+
+
+def attributes_of(path: Path) -> dict[str, Any]:
+    """The attributes that ``save_weights`` was given; the file is one."""
+    with safe_open(path, framework="pt") as file:
+        attributes: dict[str, Any] = decoded(json.loads((file.metadata() or {}).get(_ATTRIBUTES, "{}")), {})
+    return attributes
 
 
 def misfits(own: Mapping[str, Any], weights: Mapping[str, Any], source: str) -> tuple[list[str], dict[str, Any]]:

@@ -9,7 +9,10 @@ from typing import Any
 from torch import nn
 
 from lockstep.errors import counted
+from lockstep.launch.events import Caveat
 from lockstep.model.inspection import attribute_prints, changed_attributes, set_attributes
+from lockstep.tensors.digest import digest
+from lockstep.tensors.pytree import tensors
 
 KINDS = ("attributes", "requires_grad", "modes")
 """What of a state they are."""
@@ -27,6 +30,7 @@ class ModelSettings:
         self._model = model
         self._built, self._trained, self._modes = attribute_prints(model), _trained(model), _modes(model)
         self._begun = self._built, self._trained, self._modes
+        self._buffers = _not_persistent(model)
 
     def begin(self) -> None:
         """Callbacks have begun: what they changed until now they do again in a resumed run, so all of it is kept."""
@@ -44,6 +48,18 @@ class ModelSettings:
         now = _modes(self._model) | ({} if with_mode else {"": self._modes[""]})
         changed = _changed(self._trained, trained, _trained(self._model)), _changed(self._modes, modes, now)
         return {kind: of for kind, of in zip(KINDS, (attributes, *changed), strict=True) if of}
+
+    def plain_attributes(self) -> dict[str, Any]:
+        """Attributes that have changed since the model was built, but for those with tensors, which have a device."""
+        changed = self.state(with_mode=False).get("attributes", {})
+        return {name: value for name, value in changed.items() if next(tensors(value), None) is None}
+
+    def not_in_files(self) -> Iterator[Caveat]:
+        """What acts in evaluations, perhaps, and isn't in files of weights."""
+        for name, its in _not_persistent(self._model).items():
+            if self._buffers.get(name, its) != its:
+                text = f'buffer "{name}" changes in training, and isn\'t persistent: evaluate, predict and Run.model() '
+                yield Caveat("state", f"{text}have it as it is built", "register it with persistent=True")
 
     def take(self, state: Mapping[str, Mapping[str, Any]]) -> Iterator[str]:
         """Take over what ``state`` gave, and give a line for each kind that someone may not expect."""
@@ -67,15 +83,20 @@ class ModelSettings:
 def set_modes(modes: Iterable[tuple[nn.Module, bool]]) -> None:
     """Set the mode of modules of which some may have a ``train`` of their own, which does more: it merges weights, say.
 
+    What such a ``train`` leaves in evaluation mode stays so: it may have been told meanwhile to freeze a batch norm.
+
     Args:
         modes: each module, before those within it, and whether it is in training.
     """
+    left = set[nn.Module]()
     for module, is_training in modes:
-        if has_own_train(module):
-            if module.training is not is_training:
-                module.train(is_training)
-        else:
+        if module in left:
+            continue
+        if not has_own_train(module):
             module.training = is_training
+        elif module.training is not is_training:
+            module.train(is_training)
+            left.update(m for m in module.modules() if is_training and not m.training)
 
 
 @contextlib.contextmanager
@@ -92,6 +113,12 @@ def in_evaluation_mode(model: nn.Module) -> Iterator[None]:
 def has_own_train(module: nn.Module) -> bool:
     """Whether its class has a ``train`` of its own."""
     return type(module).train is not nn.Module.train or type(module).eval is not nn.Module.eval
+
+
+def _not_persistent(model: nn.Module) -> dict[str, Any]:
+    """A hash of each buffer that isn't in the state dict."""
+    saved = model.state_dict().keys()
+    return {name: digest(buffer) for name, buffer in model.named_buffers() if name not in saved}
 
 
 def _trained(model: nn.Module) -> dict[str, bool]:

@@ -23,6 +23,7 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any
 
+import torch
 from torch.profiler import profile, supported_activities
 
 from lockstep.data import Batch
@@ -38,6 +39,7 @@ from lockstep.profiling.time_breakdown import times_of
 from lockstep.report.timeline import Timeline
 from lockstep.strategies.steps.step import Step
 from lockstep.tensors.byte_size import size
+from lockstep.tensors.pytree import tensors
 
 WARM_UP = 2
 """Steps before the profile: the first ones build what later ones have."""
@@ -134,7 +136,7 @@ class Profiler:
         replicas = self._clock.replicas
         whose = self._clock.whose
         tracks = [track for mine in world.gather_objects(replicas) for track in mine]
-        bytes_of = world.gather_objects((self._step.bytes_kept(), self._peak))
+        bytes_of = world.gather_objects((_bytes_kept(self._step), self._peak))
         if not world.is_first:
             return
         found = Profile(
@@ -217,3 +219,11 @@ def _save(timelines: Mapping[str, Timeline], folder: Path) -> list[str]:
     in_ms = {title: one.times(1e3) for title, one in timelines.items()}
     draw(in_ms, folder / "timeline.png", "ms")
     return []
+
+
+def _bytes_kept(step: Step) -> int:
+    """Of weights, gradients and the optimizer's state of this process, between updates."""
+    parts = list(step.parts().values())
+    state = [dict(of) for of in step.optimizer.state.values()]
+    held = [t for t in tensors([parts, [p.grad for p in parts], state]) if t.layout is torch.strided]
+    return sum({s.data_ptr(): s.nbytes() for s in (t.untyped_storage() for t in held)}.values())

@@ -136,8 +136,9 @@ class Saves:
                     self._step.write_weights(self._folder.best)
                 else:  # (anew: it may have put other tensors in the place of those in the state)
                     weights = {**self._step.weights(), **self._step.left_out}
+                    beside = self._step.beside_weights()
                     if self._world.is_first:
-                        before = partial(save_weights, self._folder.best, weights_on_cpu(weights))
+                        before = partial(save_weights, self._folder.best, weights_on_cpu(weights), beside)
 
         whole = {
             **state,

@@ -29,7 +29,6 @@ from lockstep.model.optimizer import begin_momentum, load_named_optimizer_state,
 from lockstep.model.unsaved import Unsaved
 from lockstep.strategies.steps.evaluator import Evaluator
 from lockstep.tensors.digest import digest
-from lockstep.tensors.pytree import tensors
 from lockstep.tensors.row_shard import RowShard
 
 _NOT_OPTIMIZED = "the optimizer wasn't given it: build it trainable, and freeze it later (on_start of a callback)"
@@ -337,7 +336,12 @@ class StepState(Evaluator):
         self.share_buffers()
         self._check_left_out()
         weights = {**self.weights(whole=not self.keeps_shards), **self.left_out}
-        save_weights(path, weights, joined=self.joined, writes=self.world.is_first)
+        save_weights(path, weights, self.beside_weights(), joined=self.joined, writes=self.world.is_first)
+
+    def beside_weights(self) -> dict[str, Any]:
+        """The attributes that a file of weights has, too; says which buffers it hasn't."""
+        self.tell_once(self.settings.not_in_files())
+        return self.settings.plain_attributes()
 
     def split(self, name: str, shape: Sequence[int]) -> tuple[tuple[int, ...], int] | None:
         """How many rows of a tensor of a checkpoint each rank has, and this rank; None where each has all of it."""
@@ -370,13 +374,6 @@ class StepState(Evaluator):
         """The whole tensor that the ranks have these parts of."""
         del name
         return part
-
-    def bytes_kept(self) -> int:
-        """Of weights, gradients and the optimizer's state of this process, between updates."""
-        parts = list(self.parts().values())
-        state = [dict(of) for of in self.optimizer.state.values()]
-        held = [t for t in tensors([parts, [p.grad for p in parts], state]) if t.layout is torch.strided]
-        return sum({s.data_ptr(): s.nbytes() for s in (t.untyped_storage() for t in held)}.values())
 
     def rows(self, name: str, part: torch.Tensor) -> torch.Tensor | RowShard:
         """That tensor, or the rows of it that this rank has."""
