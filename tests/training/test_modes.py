@@ -79,22 +79,25 @@ def in_plain_pytorch(model: nn.Module) -> list[float]:
     return found
 
 
+def job_of(model: Any, batch_size: int, **settings: Any) -> Job:
+    return Job(
+        model=model,
+        loss=nn.CrossEntropyLoss(),
+        optimizer=plain_sgd,
+        train_data=DATA,
+        eval_data=DATA,
+        batch_size=batch_size,
+        epochs=3,
+        **settings,
+    )
+
+
 @pytest.mark.sweep
 @pytest.mark.parametrize("make", [adapted, still])
 @pytest.mark.parametrize("way", SOME)
 def test_evaluations_leave_a_model_as_it_was(way: str, make: Any, tmp_path: Path) -> None:
     """Found by trial: adapters were trained in the first epoch only, since later ones went on with merged weights."""
-    its = Job(
-        model=make,
-        loss=nn.CrossEntropyLoss(),
-        optimizer=plain_sgd,
-        train_data=DATA,
-        eval_data=DATA,
-        batch_size=8,
-        epochs=3,
-        shuffle=False,
-        precision="fp64",
-    )
+    its = job_of(make, 8, shuffle=False, precision="fp64")
     one = lockstep.train(its, strategy="single", devices="1xcpu", folder=tmp_path, quiet=True)
     begun = lockstep.train(its.replace(epochs=1, optimizer=still_sgd), devices="1xcpu", folder=tmp_path, quiet=True)
     model = make().double()
@@ -125,16 +128,7 @@ class Stops(lockstep.Callback):
 @pytest.mark.parametrize("way", ["single", slow("dp"), slow("ddp"), slow("fsdp")])
 def test_what_a_model_is_told_to_keep_in_evaluation_mode_is_so_after_the_next_evaluation(way, tmp_path: Path) -> None:
     """Found by trial: the batch norm was put in training mode again, which a call of ``train`` had just frozen."""
-    its = Job(
-        model=lambda: Stopping(nn.Linear(6, 8), nn.BatchNorm1d(8), nn.Linear(8, 3)),
-        loss=nn.CrossEntropyLoss(),
-        optimizer=plain_sgd,
-        train_data=DATA,
-        eval_data=DATA,
-        batch_size=7,
-        epochs=3,
-        callbacks=[Stops()],
-    )
+    its = job_of(lambda: Stopping(nn.Linear(6, 8), nn.BatchNorm1d(8), nn.Linear(8, 3)), 7, callbacks=[Stops()])
     devices = "1xcpu" if way == "single" else "2xcpu"
     run = lockstep.train(its, strategy=way, devices=devices, folder=tmp_path, quiet=True)
     assert int(run.model().state_dict()["1.num_batches_tracked"]) == 3  # those of one epoch

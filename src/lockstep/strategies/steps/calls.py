@@ -218,20 +218,20 @@ class Calls(StepState, ABC):
     def _batch_of(self, inputs: Any, targets: Any) -> Batch:
         if isinstance(inputs, Batch):
             if len(inputs.parts) > 1 or self._accumulate == 1:
-                self._look_at_microbatches(len(inputs.parts), inputs.size)
+                self._look_at_microbatches(inputs)
                 return inputs
             inputs, targets = inputs
         if self._accumulate > 1 and self.world.size > 1:
             self.tell_once(self._of_own_microbatches())
         return batch_of(inputs, targets, self._accumulate, self.world, self._refuse_gaps, self._seen_batches)
 
-    def _look_at_microbatches(self, number: int, size: int) -> None:
-        """See whether the loader cuts batches, of which this one has ``size`` samples, as the step was told.
+    def _look_at_microbatches(self, batch: Batch) -> None:
+        """See whether the loader cuts batches as the step was told; one of fewer samples has fewer parts.
 
         Raises:
             InputError: it cuts them in another number of micro-batches.
         """
-        if number == min(self._microbatches, size):
+        if (number := len(batch.parts)) == min(self._microbatches, batch.size):
             return
         if self._accumulate > 1:
             raise InputError(

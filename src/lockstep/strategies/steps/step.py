@@ -255,7 +255,7 @@ class Step(Calls):
 
     @phase("computing", "optimizer")
     def _optimize(self) -> None:
-        begin_momentum(self.optimizer)  # of parameters whose state a person took away
+        begin_momentum(self.optimizer)  # of parameters that are trained anew, or whose state a person took away
         if self._stream is not None and may_draw(self.optimizer):  # the same on all ranks, however batches are cut
             self._seed_all(mixed(*(self._stream[:2] if self.together else self._stream), _OPTIMIZER))
         if self._scaler is None:

@@ -25,7 +25,7 @@ from lockstep.launch.world import World
 from lockstep.model.inspection import OutsideVariables, attribute_prints, set_attributes
 from lockstep.model.losses.loss import Loss
 from lockstep.model.model_settings import KINDS, ModelSettings
-from lockstep.model.optimizer import begin_momentum, load_named_optimizer_state, named_optimizer_state
+from lockstep.model.optimizer import load_named_optimizer_state, named_optimizer_state
 from lockstep.model.unsaved import Unsaved
 from lockstep.strategies.steps.evaluator import Evaluator
 from lockstep.tensors.digest import digest
@@ -129,7 +129,6 @@ class StepState(Evaluator):
         for p in self._parameters:
             p.grad = None
         self._find_trained()
-        begin_momentum(self.optimizer)
 
     def tell_once(self, notes: Iterable[Caveat | str]) -> None:
         """Say what hasn't been said."""
