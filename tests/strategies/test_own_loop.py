@@ -464,6 +464,55 @@ def test_a_list_of_as_many_targets_as_each_has_is_cut_by_samples(way: str) -> No
     torch.testing.assert_close(ends[1], ends[0], atol=1e-12, rtol=0)
 
 
+def points(samples: int) -> tuple[list[torch.Tensor], list[dict[str, torch.Tensor]]]:
+    counts = [1 + i % 4 for i in range(samples)]
+    return [drawn(n, 6, seed=n) for n in counts], [{"labels": labels(n, 3, seed=n)} for n in counts]
+
+
+class Each(nn.Module):
+    """Takes a list of tensors, one of each sample."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(6, 3)
+
+    def forward(self, each: list[torch.Tensor], *others: Any) -> list[torch.Tensor]:
+        return list(self.layer(torch.cat(each)).split([len(one) for one in each]))
+
+
+def summed_over_each(outputs: list[torch.Tensor], targets: Any) -> tuple[torch.Tensor, int]:
+    return torch.stack([output.square().sum() for output in outputs]).sum(), len(outputs)
+
+
+@pytest.mark.parametrize(("way", "devices", "accumulate"), [("dp", "2xcpu", 1), ("single", "1xcpu", 2)])
+def test_a_list_of_a_tensor_for_each_sample_is_refused_where_batches_are_cut(
+    way: str, devices: str, accumulate: int
+) -> None:
+    inputs, targets = points(21)
+    for given, target in (((inputs,), targets), (inputs, targets), ((inputs, targets), None)):
+        step = lockstep.parallelize(
+            Each(), summed_over_each, plain_sgd, strategy=way, devices=devices, accumulate=accumulate
+        )
+        with pytest.raises(InputError, match=r"there is a list of 21 things, .* whose tensors have 1 rows and others"):
+            step(given, target)
+
+
+def test_a_list_of_a_tensor_for_each_sample_is_refused_on_ranks() -> None:
+    def ranks(world: Any) -> str:
+        step = lockstep.parallelize(Each(), summed_over_each, plain_sgd, strategy="ddp")
+        with pytest.raises(InputError, match="there is a list of 9 things, and as many targets"):
+            step((points(9)[0],), labels(9, 3))
+        return "refused"
+
+    assert lockstep.launch(ranks, devices="2xcpu") == ["refused", "refused"]
+
+
+def test_one_device_takes_a_list_of_a_tensor_for_each_sample() -> None:
+    step = lockstep.parallelize(Each(), summed_over_each, plain_sgd, strategy="single", devices="1xcpu")
+    inputs, targets = points(21)
+    assert step((inputs,), targets).count == 21
+
+
 class Scaled(nn.Module):
     """Takes some numbers, which all samples share."""
 

@@ -278,7 +278,10 @@ def batch_of(
     """
     seen = SeenBatches() if seen is None else seen
     mine = 0 if inputs is None else batch_size_of(inputs)
-    if cuts := mine > 0 and (accumulate > 1 or len(world.devices) > 1):
+    cuts = mine > 0 and (accumulate > 1 or len(world.devices) > 1)
+    if cuts or world.size > 1:
+        _refuse_lists_of_samples(inputs, targets, mine)
+    if cuts:
         targets = with_sample_lists(targets, mine, seen.lists)
     theirs = list(_rows(targets))
     if cuts and theirs and mine not in theirs:  # sequence-first, say
@@ -305,6 +308,24 @@ def batch_of(
             if not all(here[: sum(here)]):
                 refuse_gaps(here)
     return Batch(parts, sum(sizes), 0, 0, None)
+
+
+def _refuse_lists_of_samples(inputs: Any, targets: Any, rows: int) -> None:
+    """Refuse a list of other numbers of rows, and as many targets: the images, or boxes, of each sample.
+
+    Raises:
+        InputError: with what to do instead.
+    """
+    every = [one for nest in (inputs, targets) for one in ([nest] if type(nest) is list else parts(nest) or ())]
+    lists = [one for one in every if type(one) is list and len(one) not in (0, 1, rows)]
+    counts = [*map(len, lists), *(targets.shape[:1] if isinstance(targets, Tensor) else ())]
+    for one in lists:
+        if counts.count(len(one)) > 1 and any(t.shape[:1] != (rows,) for t in tensors(one)):
+            raise InputError(
+                f"there is a list of {len(one)} things, and as many targets, whose tensors have {rows} rows and "
+                "others: if it has one for each sample, put the samples together in one tensor, padded, or train by a "
+                "Job, whose collate may give such lists; several inputs of all samples are a tuple"
+            )
 
 
 def _rows(nest: Any) -> Iterator[int]:
