@@ -13,6 +13,7 @@ import argparse
 import contextlib
 import itertools
 import json
+import math
 import os
 import statistics
 import sys
@@ -45,6 +46,7 @@ from lockstep.launch.world import World
 from lockstep.parallel import DataParallel
 from lockstep.strategies import MP, Strategy
 from lockstep.strategies.ddp import DDP, DDPStep
+from lockstep.strategies.dp import DP
 from lockstep.strategies.pp import PP
 from lockstep.strategies.single import Single
 
@@ -144,7 +146,10 @@ def on_the_card(card: Card, data: TensorDataset, size: int) -> tuple[TensorDatas
 def updates(
     card: Card, job: lockstep.Job, strategy: Strategy, devices: Sequence[Device], count: int
 ) -> Callable[[], float]:
-    """Updates of a step that is built once, on batches of its loader; compiled code is made before they are timed."""
+    """Updates of a step that is built once, on batches of its loader; compiled code is made before they are timed.
+
+    None but the first looks at what the model does in forward, which ``looking`` measures.
+    """
     world = World(devices=tuple(devices))
     return stepping(card, job, strategy, world, count)[1]
 
@@ -153,6 +158,7 @@ def stepping(
     card: Card, job: lockstep.Job, strategy: Strategy, world: World, count: int
 ) -> tuple[Any, Callable[[], float]]:
     step = strategy.prepare(job, world)
+    step.last_look = 1
     loader = strategy.training_loader(job, world, job.train_data)
     batches = itertools.chain.from_iterable(loader.epoch(epoch) for epoch in itertools.count())
 
@@ -311,6 +317,20 @@ def two_stages(card: Card, sizes: Sizes) -> Turns:
     }
 
 
+def looking(card: Card, sizes: Sizes) -> Turns:
+    """An update of ResNet-50 under ``dp`` on one card that looks at what the model does, as 2, 4, 8 and so on do."""
+    step, turn = stepping(card, resnet_job(card, sizes, 1), DP(), World(devices=card.twice), 1)
+
+    def look() -> float:
+        step.last_look, step._updates = math.inf, (1 << 20) - 1
+        try:
+            return turn()
+        finally:
+            step.last_look = 1
+
+    return {"dp": turn, "dp, with a look": look}
+
+
 def several_cards(sizes: Sizes) -> Turns:
     """ResNet-50 on two cards, the batch twice as large, beside one."""
     data = images(2 * sizes.updates * sizes.batch, sizes.image, 1000)
@@ -399,6 +419,7 @@ def measurements(card: Card, sizes: Sizes, stack: contextlib.ExitStack) -> dict[
             Ratio("pp", "both stages by hand, micro-batches", 0.95),
             Ratio("mp", "both stages by hand", 1 / 1.05),
         ),
+        "look": of(looking, Ratio("dp, with a look", "dp")),
         "two-cards": Benchmark(
             lambda: several_cards(sizes),
             (Ratio("ddp", "single", 1.9), Ratio("dp", "single"), Ratio("pp", "single")),

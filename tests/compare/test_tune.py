@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib
 import json
+import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -85,20 +86,20 @@ def test_what_gains_is_kept_for_what_comes_after_it(machine: Callable[[Rule], li
 
 def test_on_a_card_what_changes_rounding_is_tried_first_and_apart(machine: Callable[[Rule], list[Way]]) -> None:
     def rule(way: Way) -> float:
-        rate = {"tf32": 150.0, "bf16": 300.0}.get(way.settings.get("precision", ""), 100.0)
+        rate = {"tf32": 150.0, "bf16": 85.0, "fp16": 0.5}.get(way.settings.get("precision", ""), 100.0)
         rate *= {True: 1.1, "reduce-overhead": 1.3}.get(way.settings.get("compile", False), 1.0)
-        # The layout gains by narrow formats only: it must be tried on top of them.
-        return rate * (1.5 if way.settings.get("channels_last") and way.settings.get("precision") == "bf16" else 1.0)
+        # As measured on a card: of convolutions narrow formats gain in this layout only, which by itself gains none.
+        return rate * (5.0 if way.settings.get("channels_last") and way.settings.get("precision") == "bf16" else 1.0)
 
     machine(rule)
     found = lockstep.tune(job(), devices=[Device("cuda", 0)], told=None)
     order = [row.setting for row in found.rows]
-    assert order[:3] == ["precision=tf32", "precision=bf16", "precision=fp16"]
+    assert order[:3] == ["precision=tf32", "precision=bf16, channels_last", "precision=fp16, channels_last"]
     assert order[3:6] == ["compile", "compile=reduce-overhead", "compile=max-autotune"]
-    assert order[6:] == ["channels_last", "fused=false"]
+    assert order[6:] == ["channels_last=false", "fused=false"]
     assert found.changed.settings == {"precision": "bf16", "compile": "reduce-overhead", "channels_last": True}
     assert found.kept.settings == {"channels_last": True}
-    assert found.gain_changed is not None and found.gain_changed.median == pytest.approx(3 * 1.3 * 1.5)
+    assert found.gain_changed is not None and found.gain_changed.median == pytest.approx(4.25 * 1.3)
     assert found.gain_kept is not None and found.gain_kept.median == 1.0
     assert {row.effect for row in found.rows[:6]} == {"rounding changed"}
     assert {row.effect for row in found.rows[6:]} == {"numbers kept"}
@@ -201,18 +202,31 @@ def test_a_trial_times_updates_in_processes_of_its_own(way: Way) -> None:
     assert any(caveat.kind == "batchnorm" for caveat in tried.caveats) == (way.strategy != "single")
 
 
-def test_a_trial_of_what_takes_too_long_ends_after_its_first_update() -> None:
+def test_a_trial_of_what_takes_too_long_ends_after_its_second_update() -> None:
     class Slow(nn.Linear):
         calls = 0
 
         def forward(self, x: torch.Tensor) -> torch.Tensor:
             Slow.calls += 1
-            if Slow.calls > 1:
+            if Slow.calls > 2:
                 raise RuntimeError("called again")
             return super().forward(x.flatten(1))
 
     slow = job(model=lambda: Slow(48, 3))
     assert attempt(slow, Way("single", "1xcpu"), seconds=0.05, patience=0.0).rate > 0
+
+
+def test_what_an_update_makes_once_is_not_its_rate() -> None:
+    class Prepared(nn.Linear):
+        calls = 0
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            Prepared.calls += 1
+            time.sleep(2.0 if Prepared.calls == 1 else 0.0)
+            return super().forward(x.flatten(1))
+
+    tried = attempt(job(model=lambda: Prepared(48, 3)), Way("single", "1xcpu"), seconds=0.05, patience=1.0)
+    assert tried.first > 2.0 and tried.rate > job().batch_size
 
 
 @pytest.mark.slow

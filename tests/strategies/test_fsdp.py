@@ -21,7 +21,8 @@ from lockstep import Callback, train
 from lockstep.callbacks import EMA, Freeze, TrainingContext
 from lockstep.checkpoint.folder import CheckpointFolder
 from lockstep.errors import InputError, LockstepError, RankFailed, StrategyError
-from lockstep.launch.world import current
+from lockstep.launch.devices import Device
+from lockstep.launch.world import World, current
 from lockstep.model.activation_checkpointing import checkpoint_blocks
 from lockstep.strategies.fsdp import FSDP
 from lockstep.strategies.sharded.recast_weights import recast_weights
@@ -828,6 +829,14 @@ def test_what_can_not_be_sharded_is_refused_in_a_line(model, settings, says, tmp
     job = dataclasses.replace(job, model=model).replace(eval_data=None, metrics={}, order=by_first_word)
     with pytest.raises(LockstepError, match=says):
         train(job.replace(**settings), strategy="fsdp", devices="2xcpu", folder=tmp_path, quiet=True)
+
+
+def test_gpus_that_share_a_gloo_group_are_refused() -> None:
+    """PyTorch's functional collectives read the memory of a GPU on the host there, and the process ends."""
+    world = World(size=2, devices=(Device("cuda", 0),), backend="gloo")
+    model = mlp()
+    with pytest.raises(StrategyError, match="gloo can't gather shards that are on GPUs: take nccl"):
+        FSDP()._refuse_unshardable(ZOO["mlp"], model, sgd(model.named_parameters()), world)
 
 
 @pytest.mark.parametrize(("model", "says"), [(Skipping, "name the other blocks"), (Reaching, "outside of the block's")])

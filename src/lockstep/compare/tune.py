@@ -44,7 +44,7 @@ _HOPELESS = 0.8
 """What comes out below that share of the best in its first turn isn't timed again."""
 
 _PATIENCE = 4.0
-"""How many times as long as the best's a first update may take."""
+"""How many times as long as the best's first update a first one may take, and after that the second."""
 
 
 @dataclass(frozen=True)
@@ -188,7 +188,12 @@ class _Search:
         self.effect = "rounding changed"
         self.told("\nsettings that change rounding")
         names = [name for name in formats(kind, self.best.dtype) if name != self.settings.precision]
-        self.stage("precision", {f"precision={name}": self.way.replace(precision=name) for name in names})
+        ways = {f"precision={name}": self.way.replace(precision=name) for name in names}
+        if kind != "cpu" and self.best.convolves and not self.settings.channels_last:
+            for name in ("bf16", "fp16"):  # of which convolutions in the other layout gain little, or lose
+                if (way := ways.pop(f"precision={name}", None)) is not None:
+                    ways[f"precision={name}, channels_last"] = way.replace(channels_last=True)
+        self.stage("precision", ways)
         if not self.settings.compile:
             modes = compilations(kind, graphs=self.settings.accumulate == 1 and self.way.strategy != "dp")
             ways = {"compile" if m is True else f"compile={m}": self.way.replace(compile=m) for m in modes}

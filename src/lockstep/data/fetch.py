@@ -95,6 +95,12 @@ class Fetcher:
             seed_all(absorbed(absorbed(absorbed(self._stream, epoch), indices[0]), COLLATE) >> 1)
         return together(samples, self._collate, self._name)
 
+    @property
+    def held_on(self) -> torch.device | None:
+        """The accelerator that has the whole of a tensor dataset, by whose indices it is shuffled; else None."""
+        places = set() if self.tensors is None or self._lookup is not None else {t.device for t in self.tensors}
+        return places.pop() if len(places) == 1 and torch.device("cpu") not in places else None
+
     def indexed(self, share: Tensor, pin: bool = False) -> Pair:
         """The rows of a tensor dataset that are a share."""
         assert self.tensors is not None
@@ -156,7 +162,7 @@ class Fetcher:
 
 def _rows(tensor: Tensor, at: Tensor, pin: bool) -> Tensor:
     if not tensor.is_cpu:
-        return tensor.index_select(0, to_device(at, tensor.device))
+        return tensor.index_select(0, at if at.device == tensor.device else to_device(at, tensor.device))
     if not pin:
         return tensor.index_select(0, at)
     out = torch.empty((len(at), *tensor.shape[1:]), dtype=tensor.dtype, pin_memory=True)

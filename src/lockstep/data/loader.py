@@ -14,7 +14,7 @@ from lockstep.data.copy_ahead import copied_ahead
 from lockstep.data.dataset_state import state_of
 from lockstep.data.fetch import Collate, Fetcher
 from lockstep.data.loader_workers import Workers, workers_here
-from lockstep.data.order import Ascending, by_person, permutation
+from lockstep.data.order import Ascending, Placed, by_person, permutation
 from lockstep.data.shares import Batch, Cutting, Order
 from lockstep.errors import JobError
 from lockstep.launch import world as _world
@@ -96,6 +96,11 @@ class AnyLoader(ABC):
         self._states: dict[tuple[int, int], Any] | None = None
         self._next = 0
 
+    @property
+    def _held_on(self) -> torch.device | None:
+        """The accelerator that has the whole dataset already, where one has."""
+        return None
+
     @abstractmethod
     def _fetcher(self) -> Any:
         """What makes samples (loader workers hold a copy), by this dataset and these settings."""
@@ -125,7 +130,9 @@ class AnyLoader(ABC):
             SampleError: a sample raised; its index is named.
         """
         batches = self._batches(epoch, start)
-        return copied_ahead(batches, self._places, self._pin) if self._places else batches
+        if not self._places or (len(set(self._places)) == 1 and self._places[0] == self._held_on):
+            return batches
+        return copied_ahead(batches, self._places, self._pin)
 
     @abstractmethod
     def _batches(self, epoch: int, start: int) -> Iterator[Batch]: ...
@@ -187,6 +194,10 @@ class Loader(AnyLoader):
             self._dataset, seed=self._seed, evaluation=self._evaluation, collate=self._collate, name=self._name
         )
 
+    @property
+    def _held_on(self) -> torch.device | None:
+        return None if self._workers is not None else self._fetching.held_on
+
     def __len__(self) -> int:
         """Global batches of an epoch (the first)."""
         return -(-self.samples // self._cutting.batch_size)
@@ -202,12 +213,14 @@ class Loader(AnyLoader):
         order = self.orders(epoch)
         self._compare(epoch, order)
         # Loader workers are asked ahead of what is used, so each side has rows of its own.
-        wanted, rows = (self._cutting.rows(order, start) for _ in range(2))
+        rows, held = self._cutting.rows(order, start), self._held_on
+        wanted = self._cutting.rows(order if held is None else Placed(order, held), start)
         answers = self._answers((epoch, [s.tolist() for s in shares]) for row in wanted for shares in self._asked(row))
         is_indexed = self._workers is None and self._fetching.tensors is not None
         for index, row in enumerate(rows, start):
             if is_indexed:  # the hot path of a small step
-                pairs = [self._fetching.indexed(share, self._pin) for share in row[1:] if len(share)]
+                at = row if held is None else next(wanted)
+                pairs = [self._fetching.indexed(share, self._pin) for share in at[1:] if len(share)]
             else:
                 pairs = []
                 for _ in self._asked(row):

@@ -25,6 +25,7 @@ from torch import Tensor
 
 from lockstep.data.shares import ORDER, Order, mixed
 from lockstep.errors import JobError, told
+from lockstep.tensors.pytree import to_device
 from lockstep.tensors.seeding import kept_states, seed_all
 
 _IN_MEMORY = 1 << 20
@@ -46,6 +47,20 @@ class Ascending:
     def __getitem__(self, span: slice, /) -> Tensor:
         start, stop, _ = span.indices(self._n)
         return torch.arange(start, stop)
+
+
+class Placed:
+    """An order whose slices come to a device, on which they select rows."""
+
+    def __init__(self, order: Order, device: torch.device) -> None:
+        self._order, self._device = order, device
+
+    def __len__(self) -> int:
+        return len(self._order)
+
+    def __getitem__(self, span: slice, /) -> Tensor:
+        indices: Tensor = to_device(self._order[span], self._device)
+        return indices
 
 
 class Scattered:

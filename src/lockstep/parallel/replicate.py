@@ -56,13 +56,14 @@ def replicate(network: M, devices: Devices, detach: bool = False) -> list[M]:
 
 def tensors_of(network: nn.Module) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
     """What is the same in all replicas (parameters, and buffers that want gradients), and other buffers."""
+    followed: dict[torch.Tensor | None, None] = {}
+    own: dict[torch.Tensor | None, None] = {}
     for name, module in network.named_modules():
         _refuse_special(module, name)
-    parameters = (tensor for module in network.modules() for tensor in module._parameters.values())
-    buffers = [tensor for module in network.modules() for tensor in module._buffers.values() if tensor is not None]
-    followed: dict[torch.Tensor, None] = dict.fromkeys(tensor for tensor in parameters if tensor is not None)
-    followed.update(dict.fromkeys(tensor for tensor in buffers if tensor.requires_grad))
-    return list(followed), list(dict.fromkeys(tensor for tensor in buffers if not tensor.requires_grad))
+        followed.update(dict.fromkeys(module._parameters.values()))
+        for tensor in module._buffers.values():
+            (followed if tensor is not None and tensor.requires_grad else own)[tensor] = None
+    return [t for t in followed if t is not None], [t for t in own if t is not None]
 
 
 def replicas_of(
@@ -225,12 +226,12 @@ class _Spread(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *grads: torch.Tensor | None) -> tuple[torch.Tensor | None, ...]:
-        sums: list[torch.Tensor | None] = []
-        for i, home in enumerate(ctx.homes):
-            total: torch.Tensor | None = None
-            for grad in grads[i :: len(ctx.homes)]:  # in the order of the replicas: the same bits each time
-                if grad is not None:
-                    moved = target_devices.move(grad, home)
-                    total = moved if total is None else total + moved
-            sums.append(total)
-        return None, *sums
+        homes, sums = ctx.homes, dict[int, torch.Tensor]()
+        for start in range(0, len(grads), len(homes)):  # in the order of the replicas: the same bits each time
+            of_replica = zip(grads[start : start + len(homes)], homes, strict=True)
+            new = {i: target_devices.move(grad, home) for i, (grad, home) in enumerate(of_replica) if grad is not None}
+            if both := sorted(sums.keys() & new.keys()):
+                added = torch._foreach_add([sums[i] for i in both], [new[i] for i in both])
+                new.update(zip(both, added, strict=True))
+            sums.update(new)
+        return None, *(sums.get(i) for i in range(len(homes)))

@@ -108,8 +108,10 @@ class Profiler:
         os.environ.setdefault("KINETO_LOG_LEVEL", "99")
         wanted = {"CPU", self._world.device.type.upper()}
         activities = [one for one in supported_activities() if one.name in wanted]  # type: ignore[no-untyped-call]
-        self._trace = profile(activities=activities, experimental_config=_all_threads(len(self._world.devices)))
-        self._trace.start()
+        threads = _all_threads(len(self._world.devices))
+        trace = profile(activities=activities, experimental_config=threads, acc_events=True)  # (of its one cycle)
+        trace.start()
+        self._trace = trace
         self._observing.enter_context(self._clock.observing())
 
     def _stop(self) -> None:

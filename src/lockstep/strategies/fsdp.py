@@ -94,7 +94,7 @@ class FSDP(Strategy):
         optimizer = build_optimizer(job, model, on=world.device.type)
         if world.size == 1:
             return DDPStep(model, optimizer, job, world, None, DDP())
-        self._refuse_unshardable(job, model, optimizer)
+        self._refuse_unshardable(job, model, optimizer, world)
         exchange = synchronised(model, job, world)
         skeleton = skeleton_of(model) if world.is_first and not self.build_on_disk else None
         whole = sum(p.nbytes for p in model.parameters())
@@ -139,7 +139,7 @@ class FSDP(Strategy):
     def _is_elementwise(self, optimizer: torch.optim.Optimizer) -> bool:
         return bool(getattr(optimizer, "elementwise", self.elementwise))
 
-    def _refuse_unshardable(self, job: Job, model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
+    def _refuse_unshardable(self, job: Job, model: nn.Module, optimizer: torch.optim.Optimizer, world: World) -> None:
         """Refuse what has to see whole parameters, or doesn't go with ``fully_shard``.
 
         Raises:
@@ -149,6 +149,8 @@ class FSDP(Strategy):
         from lockstep.strategies.sharded.lent_optimizer import refuse_hooks
 
         refuse_common_memory(model, {**job.metrics, "loss": job.loss})
+        if world.backend == "gloo" and world.device.type == "cuda":  # whose functional collectives end in a SIGSEGV
+            raise StrategyError("fsdp: gloo can't gather shards that are on GPUs: take nccl, with a GPU for each rank")
         if job.compile:
             raise StrategyError("fsdp: compile isn't supported: leave it out, or take ddp")
         if job.precision == "fp16":

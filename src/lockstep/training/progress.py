@@ -29,6 +29,7 @@ class Pace:
         self._steps = steps
         self._began = self._last = time.perf_counter()
         self._first_step = world.step
+        self._interval = 0.2 if world.is_first and world.device.is_slot else 1.0  # (an accelerator is waited for)
 
     def show(self, epoch: int, samples: int, sums: Sums) -> None:
         """Tell, unless it was told a moment ago. Ranks other than 0 tell their memory only.
@@ -36,7 +37,7 @@ class Pace:
         Epochs count from 1, ``samples`` since the pace began; the loss is that of the epoch so far, total / count.
         """
         now = time.perf_counter()
-        if now - self._last < (0.2 if self._world.is_first else 1.0):
+        if now - self._last < self._interval:
             return
         self._last = now
         if not self._world.is_first:

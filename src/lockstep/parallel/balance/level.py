@@ -151,7 +151,7 @@ def busy_seconds(caller: str = "cpu") -> Iterator[Counter[str]]:
 @contextlib.contextmanager
 def _kernels_counted(seconds: Counter[str], activity: Any) -> Iterator[None]:
     _wait_for_all()  # what was started before isn't counted
-    with torch.profiler.profile(activities=[activity]) as profile:
+    with torch.profiler.profile(activities=[activity], acc_events=True) as profile:  # (of its one cycle)
         try:
             yield
         finally:
