@@ -238,6 +238,47 @@ def test_each_mode_of_the_compiler_ends_where_none_does(mode: bool | str, tmp_pa
     assert max(found.history.values()) < 1e-9, "evaluated, too"
 
 
+class Judging(nn.Module):
+    """Gives its own loss, as Hugging Face's models do."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.net = nn.Sequential(nn.Linear(6, 16), nn.Tanh(), nn.Linear(16, 3))
+
+    def forward(self, x: torch.Tensor, labels: torch.Tensor) -> dict[str, torch.Tensor]:
+        logits = self.net(x)
+        return {"loss": nn.functional.cross_entropy(logits, labels), "logits": logits}
+
+
+class Labelled(torch.utils.data.Dataset[Any]):
+    def __len__(self) -> int:
+        return 100
+
+    def __getitem__(self, i: int) -> Any:
+        x, label = drawn(1, 6, seed=i)[0], labels(1, 3, seed=i)[0]
+        return {"x": x, "labels": label}, label
+
+
+@only_cuda
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize("kind", ["a metric that keeps outputs", "a model's own loss"])
+def test_what_a_graph_writes_over_is_kept_by_an_evaluation(kind: str, tmp_path) -> None:
+    if kind == "a model's own loss":
+        data: Any = Labelled()
+        job = dataclasses.replace(ZOO["mlp"], model=Judging, loss=lockstep.model_loss, train_data=data, metrics={})
+    else:
+        metric = pytest.importorskip("torchmetrics.classification").MulticlassAUROC(3)
+        data = torch.utils.data.TensorDataset(drawn(100, 6), labels(100, 3))
+        job = dataclasses.replace(ZOO["mlp"], train_data=data, metrics={"auroc": metric})
+    job = job.replace(eval_data=data, batch_size=16, eval_batch_size=16, epochs=2)
+    plain, graphed = (
+        train(job.replace(compile=mode), devices=f"{TYPE}:0", folder=tmp_path, quiet=True)
+        for mode in (False, "reduce-overhead")
+    )
+    found = differences(job, graphed, plain)
+    assert max(found.worst, *found.history.values()) < 1e-4
+
+
 @only_cuda
 def test_what_tf32_sets_is_as_before_afterwards(tmp_path) -> None:
     before = flags()
