@@ -226,7 +226,7 @@ def test_narrow_formats_end_near_fp32(kind: str, precision: str, tmp_path) -> No
 
 
 @only_cuda
-@pytest.mark.filterwarnings("ignore")  # of the compiler itself
+@pytest.mark.filterwarnings("ignore:::torch")  # of the compiler itself
 @pytest.mark.parametrize("mode", [True, *MODES])
 def test_each_mode_of_the_compiler_ends_where_none_does(mode: bool | str, tmp_path) -> None:
     job = ZOO["mlp"].replace(precision="fp64")
@@ -260,7 +260,7 @@ class Labelled(torch.utils.data.Dataset[Any]):
 
 
 @only_cuda
-@pytest.mark.filterwarnings("ignore")
+@pytest.mark.filterwarnings("ignore:::torch")  # of the compiler itself
 @pytest.mark.parametrize("kind", ["a metric that keeps outputs", "a model's own loss"])
 def test_what_a_graph_writes_over_is_kept_by_an_evaluation(kind: str, tmp_path) -> None:
     if kind == "a model's own loss":

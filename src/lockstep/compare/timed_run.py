@@ -134,12 +134,11 @@ def _tried(
     batches = _endless(loader)
     onlooker = Onlooker(step) if looks else None
     first, size = _timed(step, batches if onlooker is None else onlooker.first(batches), 1, job.seed)
-    rate, started, slowest = size / first, now() - asked, first
+    started, last = now() - asked, first
     if patience is not None and first >= patience:  # kernels of another format are made once
-        slowest, size = _timed(step, batches, 1, job.seed)
-        rate = size / slowest
-    before = os.times()
-    if patience is None or slowest < patience:
+        last, size = _timed(step, batches, 1, job.seed)
+    rate, before = size / last, os.times()
+    if patience is None or last < patience:
         rate = rate_of(lambda count: _timed(step, batches, count, job.seed), seconds)
     after = os.times()
     step.check()

@@ -188,11 +188,11 @@ class _Search:
         self.effect = "rounding changed"
         self.told("\nsettings that change rounding")
         names = [name for name in formats(kind, self.best.dtype) if name != self.settings.precision]
-        ways = {f"precision={name}": self.way.replace(precision=name) for name in names}
-        if kind != "cpu" and self.best.convolves and not self.settings.channels_last:
-            for name in ("bf16", "fp16"):  # of which convolutions in the other layout gain little, or lose
-                if (way := ways.pop(f"precision={name}", None)) is not None:
-                    ways[f"precision={name}, channels_last"] = way.replace(channels_last=True)
+        other_layout = kind != "cpu" and self.best.convolves and not self.settings.channels_last
+        ways = {}
+        for name in names:  # (convolutions gain little by a narrow format in the layout they have, or lose)
+            more = {"channels_last": True} if other_layout and name in ("bf16", "fp16") else {}
+            ways[", ".join((f"precision={name}", *more))] = self.way.replace(precision=name, **more)
         self.stage("precision", ways)
         if not self.settings.compile:
             modes = compilations(kind, graphs=self.settings.accumulate == 1 and self.way.strategy != "dp")

@@ -97,7 +97,7 @@ class Fetcher:
 
     @property
     def held_on(self) -> torch.device | None:
-        """The accelerator that has the whole of a tensor dataset, by whose indices it is shuffled; else None."""
+        """The accelerator that has a whole tensor dataset; None for a ``Subset``, whose indices are looked up here."""
         places = set() if self.tensors is None or self._lookup is not None else {t.device for t in self.tensors}
         return places.pop() if len(places) == 1 and torch.device("cpu") not in places else None
 

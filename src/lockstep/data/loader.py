@@ -130,9 +130,8 @@ class AnyLoader(ABC):
             SampleError: a sample raised; its index is named.
         """
         batches = self._batches(epoch, start)
-        if not self._places or (len(set(self._places)) == 1 and self._places[0] == self._held_on):
-            return batches
-        return copied_ahead(batches, self._places, self._pin)
+        is_there = set(self._places) <= {self._held_on}
+        return batches if is_there else copied_ahead(batches, self._places, self._pin)
 
     @abstractmethod
     def _batches(self, epoch: int, start: int) -> Iterator[Batch]: ...

@@ -199,7 +199,9 @@ def limit_threads(device: Device) -> None:
 def settle(device: Device) -> None:
     """Compute on a device from now on, in the calling thread: its thread limit, or its being the current one."""
     limit_threads(device)
-    if not device.is_slot:
+    if device.type == "cuda":  # with a context, which a new thread hasn't got where its device is the first one anyway
+        torch.cuda.set_device(device.index)
+    elif not device.is_slot:
         torch.accelerator.set_device_index(device.index)
 
 

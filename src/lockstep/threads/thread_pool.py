@@ -221,14 +221,8 @@ def _end_all() -> None:
 def _work(device: Device, tasks: SimpleQueue[Any], ready: SimpleQueue[BaseException | None]) -> None:
     try:
         torch.get_num_threads()  # a thread's first question sets its limit to the process's, over one set before
-        _devices.limit_threads(device)
+        _devices.settle(device)
         _devices.pin(device)
-        if device.type == "cuda":
-            torch.cuda.set_device(
-                device.index
-            )  # with a context, which set_device_index doesn't make for the first card
-        elif not device.is_slot:
-            torch.accelerator.set_device_index(device.index)
     except BaseException as failure:
         ready.put(failure)
         return

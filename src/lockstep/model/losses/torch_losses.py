@@ -109,9 +109,8 @@ def _of_rows(
     of_logits = function is F.cross_entropy
     if not (of_logits or function is F.nll_loss) or options.get("label_smoothing"):
         return None
-    if outputs.dim() != 2 or targets.shape != outputs.shape[:1] or targets.dtype != torch.int64:
-        return None
-    if len(outputs) > 1 << 24:  # beyond which a count in float32 isn't exact
+    are_rows = outputs.dim() == 2 and targets.shape == outputs.shape[:1] and targets.dtype == torch.int64
+    if not are_rows or len(outputs) > 1 << 24:  # beyond which a count in float32 isn't exact
         return None
     logs = F.log_softmax(outputs, 1) if of_logits else outputs
     weight, ignored = options.get("weight"), options.get("ignore_index", -100)
