@@ -80,8 +80,6 @@ class SummedMean:
         for name in ("weight", "pos_weight"):
             if options.get(name) is not None:
                 options[name] = self._beside(name, options[name], outputs)
-        if (both := _of_rows(self._rule.function, options, outputs, targets)) is not None:
-            return both
         count = self._rule.divisor(options, outputs, targets)
         if reduction == "batchmean":
             count = outputs.shape[0]
@@ -97,29 +95,6 @@ class SummedMean:
             moved = weight.to(outputs.device, torch.float32 if weight.dtype in HALF else weight.dtype)
             held = self._copies[key] = (weight, weight._version, moved)
         return held[2]
-
-
-def _of_rows(
-    function: Callable[..., Tensor], options: _Options, outputs: Tensor, targets: Tensor
-) -> tuple[Tensor, Tensor] | None:
-    """Cross-entropy of classes by their numbers, a row each: PyTorch's operator gives the count beside the total.
-
-    An accelerator is spared two operators of a small step. None for any other loss.
-    """
-    of_logits = function is F.cross_entropy
-    if not (of_logits or function is F.nll_loss) or options.get("label_smoothing"):
-        return None
-    are_rows = outputs.dim() == 2 and targets.shape == outputs.shape[:1] and targets.dtype == torch.int64
-    if not are_rows or len(outputs) > 1 << 24:  # beyond which a count in float32 isn't exact
-        return None
-    logs = F.log_softmax(outputs, 1) if of_logits else outputs
-    weight, ignored = options.get("weight"), options.get("ignore_index", -100)
-    both: tuple[Tensor, Tensor] = torch.ops.aten.nll_loss_forward(logs, targets, weight, _SUM, ignored)
-    return both
-
-
-_SUM = 2
-"""The number of ``reduction="sum"`` among PyTorch's."""
 
 
 def _elements(options: _Options, outputs: Tensor, targets: Tensor) -> int:
