@@ -105,6 +105,7 @@ class DDPStep(Step):
         self._flat: FlatGradients | None = None
         large = _bytes(self._parameters) > _SMALL_GRADIENTS
         self._overlaps = world.size > 1 and (strategy.reduce == "overlapped" or (strategy.reduce == "auto" and large))
+        self.waits_in_backward = self._overlaps or exchange is not None
         self._bucket_mb = strategy.bucket_mb
         self._ddp: DistributedDataParallel | None = None
         self._noticed = False

@@ -109,7 +109,7 @@ class DPStep(Step):
         exchange: ThreadExchange | None,
     ) -> None:
         super().__init__(model, optimizer, job, world)
-        self._exchange = exchange
+        self._exchange, self.waits_in_backward = exchange, exchange is not None
         self._devices = world.devices
         self._on_slots = all(device.is_slot for device in world.devices)
         self.shares_parameters = shares = self._on_slots and job.step is None  # (a function may write them in each)

@@ -73,6 +73,7 @@ class ShardedStep(DDPStep):
         self._held = {name: p for name, p in model.named_parameters() if id(self._mine[name]) in held}
         self._frozen = {name: p for name, p in self._frozen.items() if name not in self._held}
         self._find_trained()
+        self.waits_in_backward = True
         self._skeleton, self._lent = skeleton, LentOptimizer(optimizer, shards, model, elementwise=elementwise)
         self._evaluates, self._evaluations = False, 0  # batches of evaluations, of which every rank computes something
         self._watch, self._reads = BlockWatch(model, shards, world, self._compares_blocks), LossReads(shards.cut)
@@ -255,8 +256,7 @@ class ShardedStep(DDPStep):
 
     def evaluate(self, inputs: Any, targets: Any = None) -> tuple[Any, Number, Number]:
         """As every evaluator's; every rank calls it."""
-        if isinstance(inputs, Batch):
-            inputs, targets = inputs
+        inputs, targets = inputs if isinstance(inputs, Batch) else (inputs, targets)
         with self.evaluating():
             batch = batch_of(inputs, targets, 1, self.world, self._refuse_gaps, self._seen_batches)
             if batch.parts[0].of:

@@ -28,7 +28,7 @@ from torch import nn
 
 from lockstep.data import Batch, Part
 from lockstep.data.shares import over_ranks
-from lockstep.errors import InputError, LossError, NonFiniteLoss, StrategyError, nearest
+from lockstep.errors import InputError, NonFiniteLoss, StrategyError, nearest
 from lockstep.job import Job
 from lockstep.launch.events import Caveat
 from lockstep.launch.observer import observed, phase
@@ -41,6 +41,7 @@ from lockstep.model.optimizers import Optimizers
 from lockstep.strategies.rank_tensors import FlatGradients
 from lockstep.strategies.step_function.function_probe import as_sum, probe
 from lockstep.strategies.steps.step import Step
+from lockstep.strategies.steps.update_checks import with_graph
 from lockstep.strategies.steps.update_result import Result, added, backward_factor
 from lockstep.tensors.pytree import to_device
 from lockstep.tensors.rows import cut
@@ -180,11 +181,9 @@ class FunctionStep(Step):
             )
         if not inputs:
             return  # that part is frozen now
-        if not total.requires_grad and not (isinstance(loss.count, int) and loss.count == 0):
-            raise LossError(
-                f'update("{name}"): the loss depends on no parameter: is it detached, or inside of no_grad?'
-            )
-        if total.requires_grad:
+        if not total.requires_grad:
+            with_graph(loss, (), others_wait=False, where=f'update("{name}"): ')
+        else:
             if self.looks_again and self._hooks is not None:
                 self._may_bend |= self._hooks.found or bool(own_functions(total))
             divisor = self.divisor(loss.count, samples)

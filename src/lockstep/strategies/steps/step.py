@@ -26,7 +26,6 @@ from torch import nn
 
 from lockstep.data import Batch, Part, mixed
 from lockstep.data.shares import mixed_share
-from lockstep.errors import LossError
 from lockstep.job import Job
 from lockstep.launch.events import Caveat
 from lockstep.launch.memory import reset_peak_memory
@@ -40,8 +39,8 @@ from lockstep.model.losses.check_interval import is_power_of_two
 from lockstep.model.losses.loss import Loss, Number
 from lockstep.model.losses.loss_error import squeezing_explained
 from lockstep.model.optimizer import begin_momentum, clip_gradients, may_draw
+from lockstep.strategies.steps import update_checks
 from lockstep.strategies.steps.calls import Calls
-from lockstep.strategies.steps.update_checks import DeviceChecks, explained, no_items, note_reads, refuse_not_finite
 from lockstep.strategies.steps.update_result import Result, backward_factor, quotient
 from lockstep.tensors.pytree import copied_nest
 
@@ -68,6 +67,9 @@ class Step(Calls):
     reduces = False
     """Whether PyTorch's reducer sums gradients over the ranks while the next backward runs."""
 
+    waits_in_backward = False
+    """Whether replicas exchange something in backward, so that each has to run one."""
+
     timed: Literal["rank", "replica", "device"] = "rank"
     """What a profile has times of: the process, its replicas on threads, or the devices of its stages."""
 
@@ -84,7 +86,7 @@ class Step(Calls):
         self.grad_norm: Number | None = None
         self._said_read = set[str]()
         self._began: float | None = None  # where an update is timed
-        self._on_devices = DeviceChecks()
+        self._on_devices = update_checks.DeviceChecks()
         self.caveats: Callable[[], list[Caveat]] = list
 
     # ---- one update -------------------------------------------------------------------------------------------------
@@ -145,7 +147,7 @@ class Step(Calls):
             if self._checkpoints and (said := not_checkpointable(error)) is not None:
                 raise said from error
             may = self.may_synchronise
-            known = explained(error, batch, self.world, accumulate=self._accumulate, may_synchronise=may)
+            known = update_checks.explained(error, batch, self.world, accumulate=self._accumulate, may_synchronise=may)
             if known is None:
                 raise
             raise known from error
@@ -270,7 +272,7 @@ class Step(Calls):
         if isinstance(count, torch.Tensor) and not self._on_accelerator:
             count = float(count)
         if not isinstance(count, torch.Tensor) and count == 0:
-            raise no_items(self.world.step)
+            raise update_checks.no_items(self.world.step)
         if self._by_count or (not isinstance(count, torch.Tensor) and count == size):
             return
         grads = [p.grad for p in self._parameters if p.grad is not None]
@@ -306,7 +308,7 @@ class Step(Calls):
         with self._precision.autocast(), NoticedHooks() if self.looks_again and not knows else nullcontext() as hooks:
             outputs = self.forward(model, part)
             given = copied_nest((outputs, part.targets)) if checks else None  # in which the loss may keep something
-            total, count = loss = self.loss_of(outputs, part, looks=self.looks_again)
+            total, _ = loss = self.loss_of(outputs, part, looks=self.looks_again)
         if hooks is not None:
             self._by_count = may_be_nonlinear(model, total, hooks)
         for observer in self.observers:
@@ -314,11 +316,9 @@ class Step(Calls):
         if given is not None and self.loss_check.wants(self._updates, closer=self.looks_again):
             self._check_loss(*given, part.size, loss)
         if self._waits:
-            refuse_not_finite(total, model, part, outputs, self.world, where=where, first=self._updates == 1)
-        if not total.requires_grad and self._parameters and not (isinstance(count, int) and count == 0):
-            raise LossError(
-                "the loss doesn't depend on any parameter: is the model's output detached, or this inside of no_grad?"
-            )
+            update_checks.refuse_not_finite(total, model, part, outputs, self.world, where, first=self._updates == 1)
+        if not total.requires_grad and self._parameters:
+            return update_checks.with_graph(loss, outputs, others_wait=self.waits_in_backward)
         return loss
 
     def divisor(self, count: Number, size: int) -> Number:
@@ -347,7 +347,7 @@ class Step(Calls):
     def _check_loss(self, outputs: Any, targets: Any, size: int, loss: Loss) -> None:
         """Hold the loss of a local batch to being additive; several threads may."""
         if self.looks_again and self.cuts_batch:
-            note_reads(self.loss, outputs, targets, size)
+            update_checks.note_reads(self.loss, outputs, targets, size)
         whole, step, waits = Piece.of(loss, size), self.world.step, self._waits or self.looks_again
         for closer in (check := self.loss_check).interval.looks(self._updates, again=self.looks_again):
             began = None if self._began is None else self._time()

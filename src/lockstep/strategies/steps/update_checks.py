@@ -14,17 +14,17 @@ import torch
 from torch import nn
 
 from lockstep.data import Batch, Part
-from lockstep.errors import LockstepError, NonFiniteLoss, OutOfMemory, RunError
+from lockstep.errors import LockstepError, LossError, NonFiniteLoss, OutOfMemory, RunError
 from lockstep.launch.memory import is_out_of_memory
 from lockstep.launch.world import World
 from lockstep.model.inspection import comes_from_within
 from lockstep.model.layer_error import is_of_one_sample
 from lockstep.model.losses.additivity import kept_generators
-from lockstep.model.losses.loss import Totalled
+from lockstep.model.losses.loss import Loss, Totalled
 from lockstep.model.losses.loss_check import LossCheck
 from lockstep.model.nonfinite import why_not_finite
 from lockstep.strategies.steps.update_result import Result, read
-from lockstep.tensors.pytree import each
+from lockstep.tensors.pytree import each, tensors
 
 _NOT_FINITE, _NO_ITEMS, _NOT_ADDITIVE = "not finite", "no items", "not additive"
 
@@ -90,8 +90,39 @@ def no_items(step: int) -> RunError:
     return RunError(f"step {step}: the loss counted 0 items in the batch: are all targets ignored?")
 
 
+def with_graph(loss: Loss, outputs: Any, *, others_wait: bool, where: str = "") -> Loss:
+    """A loss that depends on no parameter: that of a local batch in which nothing counts may be a constant.
+
+    Args:
+        loss: the total has no graph.
+        outputs: what it was computed from.
+        others_wait: whether backward exchanges something, so that this one must run, too: with gradients of zero.
+        where: begins an error.
+
+    Raises:
+        LossError: something counts; or a backward must run, and which outputs it has to begin at isn't known.
+    """
+    if loss.count != 0:
+        raise LossError(
+            f"{where}the loss depends on no parameter: is the model's output detached, or this inside of no_grad?"
+        )
+    if not others_wait:
+        return loss
+    found = [tensor for tensor in tensors(outputs) if tensor.requires_grad]
+    if len(found) != 1 or not found[0].is_floating_point():
+        raise LossError(
+            f"{where}the loss is a constant for a local batch in which nothing counts, and the backward of the others "
+            "waits for one here",
+            fix="give a total that is computed from the outputs, as (outputs * 0).sum(), also where nothing counts",
+        )
+    (output,) = found
+    everything = torch.ones((), dtype=torch.bool, device=output.device)
+    zero = output.masked_fill(everything, 0).sum()  # (NaN times zero wouldn't be 0)
+    return Loss(loss.total + zero.to(loss.total), loss.count, loss.parts)
+
+
 def refuse_not_finite(
-    total: torch.Tensor, model: nn.Module, part: Part, outputs: Any, world: World, *, where: str, first: bool
+    total: torch.Tensor, model: nn.Module, part: Part, outputs: Any, world: World, where: str, *, first: bool
 ) -> None:
     """Look at the loss of a part of a batch, computed by the replica ``where``; this waits for its value.
 
