@@ -473,6 +473,26 @@ def in_parts(outputs: torch.Tensor, targets: torch.Tensor) -> Loss:
     return Loss(each.sum(), len(targets), parts)
 
 
+NOTHING = -100
+
+
+def zero_for_none(outputs: torch.Tensor, targets: torch.Tensor) -> tuple[torch.Tensor, Any]:
+    """A constant where no target counts."""
+    counts = targets != NOTHING
+    if not counts.any():
+        return torch.zeros(()), 0
+    total = nn.functional.cross_entropy(outputs[counts], targets[counts], reduction="sum")
+    return total, int(counts.sum())
+
+
+def halves_ignored() -> torch.Tensor:
+    """The second half of batch 0 counts nothing, the first of batch 2, and the begin of the smaller last one."""
+    targets = labels(SAMPLES, 3)
+    for begin, end in ((4, 8), (16, 20), (24, 27)):
+        targets[begin:end] = NOTHING
+    return targets
+
+
 _tokens, _next = tokens_and_next()
 
 ZOO: dict[str, Job] = {
@@ -577,5 +597,18 @@ ZOO: dict[str, Job] = {
     "sparse inputs": _job(OfSparse, collate=made_sparse, optimizer=sgd),
     "texts beside targets": dataclasses.replace(
         _job(mlp, loss=weighted_by_text, metrics={}, optimizer=sgd), train_data=_Titled(), eval_data=_Titled()
+    ),
+    "local batches in which nothing counts": _job(
+        mlp, None, halves_ignored(), loss=zero_for_none, order=in_place_order, optimizer=sgd, metrics={}
+    ),
+    "local batches in which nothing counts under sync_batchnorm": _job(
+        Conv,
+        drawn(SAMPLES, 2, 7, 7),
+        halves_ignored(),
+        loss=zero_for_none,
+        order=in_place_order,
+        optimizer=sgd,
+        metrics={},
+        sync_batchnorm=True,
     ),
 }

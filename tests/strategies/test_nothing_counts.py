@@ -1,4 +1,4 @@
-"""Local batches in which nothing counts, whose loss a person's function gives as a constant.
+"""Local batches in which nothing counts, whose loss is a constant then: what the parity matrix hasn't of them.
 
 Found by trial: ranks of ``fsdp`` and of an overlapped ``ddp`` waited for a backward that never came, and so did batch
 norms over all replicas.
@@ -13,8 +13,6 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
-from torch.nn.functional import cross_entropy
-from torch.utils.data import TensorDataset
 
 from lockstep import Job, train
 from lockstep.errors import LossError
@@ -23,86 +21,49 @@ from lockstep.strategies.ddp import DDP
 from lockstep.strategies.fsdp import FSDP
 from lockstep.verify import parity
 
-from zoo import ZOO, drawn, labels  # isort: skip
-
-SAMPLES, MASKED = 29, -100
+from zoo import NOTHING, SAMPLES, ZOO, zero_for_none  # isort: skip
 
 
-class Normed(nn.Module):
-    """Its aside has no gradient, since no loss reads it: weight decay must not move it."""
+class Blocks(nn.Module):
+    """The loss doesn't read its aside, so there is no gradient of it: weight decay must not move it."""
 
-    def __init__(self) -> None:
+    def __init__(self, *, normed: bool = False, gives_both: bool = False) -> None:
         super().__init__()
-        self.blocks = nn.Sequential(
-            *(nn.Sequential(nn.Linear(6, 6, bias=False), nn.BatchNorm1d(6), nn.Tanh()) for _ in range(2))
-        )
-        self.last, self.aside = nn.Linear(6, 3), nn.Linear(6, 2)
+        norm = nn.BatchNorm1d if normed else nn.Identity
+        self.blocks = nn.Sequential(*(nn.Sequential(nn.Linear(6, 6, bias=False), norm(6), nn.Tanh()) for _ in range(2)))
+        self.last, self.aside, self.gives_both = nn.Linear(6, 3), nn.Linear(6, 2), gives_both
 
-    def forward(self, x: Tensor) -> Tensor:
+    def forward(self, x: Tensor) -> Any:
         hidden = self.blocks(x)
-        self.aside(hidden)
-        outputs: Tensor = self.last(hidden)
-        return outputs
+        outputs, aside = self.last(hidden), self.aside(hidden)
+        return {"main": outputs, "aside": aside} if self.gives_both else outputs
 
 
-class Plain(Normed):
-    def __init__(self) -> None:
-        super().__init__()
-        self.blocks = nn.Sequential(*(nn.Sequential(nn.Linear(6, 6), nn.Tanh()) for _ in range(2)))
+def normed() -> nn.Module:
+    return Blocks(normed=True)
 
 
-def zero_for_none(outputs: Tensor, targets: Tensor, zero: Any = 0) -> tuple[Tensor, Any]:
-    counts = targets != MASKED
-    if not counts.any():
-        return torch.zeros(()), zero
-    return cross_entropy(outputs[counts], targets[counts], reduction="sum"), int(counts.sum())
-
-
-def zero_as_float(outputs: Tensor, targets: Tensor) -> tuple[Tensor, Any]:
-    return zero_for_none(outputs, targets, 0.0)
-
-
-def zero_as_tensor(outputs: Tensor, targets: Tensor) -> tuple[Tensor, Any]:
-    return zero_for_none(outputs, targets, (targets != MASKED).sum())
-
-
-def halves_masked() -> TensorDataset:
-    """The second half of batch 0, the first of batch 2, and the smaller last one's begin."""
-    targets = labels(SAMPLES, 3)
-    for begin, end in ((4, 8), (16, 20), (24, 27)):
-        targets[begin:end] = MASKED
-    return TensorDataset(drawn(SAMPLES, 6), targets)
-
-
-def adamw(parameters: Any) -> torch.optim.Optimizer:
-    return torch.optim.AdamW(parameters, lr=0.05, weight_decay=0.1)
-
-
-JOB = Job(
-    model=Plain, loss=zero_for_none, optimizer=adamw, train_data=halves_masked(), batch_size=8, epochs=2, shuffle=False
+JOB: Job = dataclasses.replace(
+    ZOO["local batches in which nothing counts"],
+    model=Blocks,
+    optimizer=lambda parameters: torch.optim.AdamW(parameters, lr=0.05, weight_decay=0.1),
 )
 
-WAYS: dict[str, tuple[Any, str, dict[str, Any]]] = {
-    "dp": ("dp", "2xcpu", {}),
-    "ddp flat": (DDP(reduce="flat"), "2xcpu", {}),
-    "ddp overlapped": (DDP(reduce="overlapped"), "2xcpu", {}),
-    "ddp overlapped, accumulated": (DDP(reduce="overlapped"), "2xcpu", {"accumulate": 2, "order": lambda _: ORDER}),
-    "fsdp": ("fsdp", "2xcpu", {}),
-    "fsdp, accumulated": (FSDP(sync_each_microbatch=False), "2xcpu", {"accumulate": 2, "order": lambda _: ORDER}),
-    "pp": ("pp", "2xcpu", {}),
-    "mp": ("mp", "2xcpu", {}),
-    "ddp=2xpp=2": (named("ddp=2xpp=2"), "4xcpu", {}),
-    "ddp=2xfsdp=2": (named("ddp=2xfsdp=2"), "4xcpu", {}),
-    "sync dp": ("dp", "2xcpu", {"model": Normed, "sync_batchnorm": True}),
-    "sync ddp flat": (DDP(reduce="flat"), "2xcpu", {"model": Normed, "sync_batchnorm": True}),
-    "sync ddp overlapped": (DDP(reduce="overlapped"), "2xcpu", {"model": Normed, "sync_batchnorm": True}),
-    "sync fsdp": ("fsdp", "2xcpu", {"model": Normed, "sync_batchnorm": True}),
-    "sync ddp=2xmp=2": (named("ddp=2xmp=2"), "4xcpu", {"model": Normed, "sync_batchnorm": True}),
-}
 ORDER = [*range(6), 8, 9, 6, 7, *range(10, SAMPLES)]
-"""In which rank 1 has items in the first micro-batch of batch 0 only, and rank 0 in the second one of batch 2."""
+PARTS: dict[str, Any] = {"accumulate": 2, "order": lambda epoch: ORDER}
+"""In batch 0 rank 1 has items in the first micro-batch only, in batch 2 rank 0 in the second one only."""
 
-FAST = {"ddp overlapped", "fsdp", "sync dp", "sync ddp overlapped"}
+OVERLAPPED = DDP(reduce="overlapped")
+WAYS: dict[str, tuple[Any, str, dict[str, Any]]] = {
+    "ddp overlapped": (OVERLAPPED, "2xcpu", {}),
+    "ddp overlapped, accumulated": (OVERLAPPED, "2xcpu", PARTS),
+    "ddp overlapped, sync_batchnorm": (OVERLAPPED, "2xcpu", {"model": normed, "sync_batchnorm": True}),
+    "fsdp": ("fsdp", "2xcpu", {}),
+    "fsdp, accumulated": (FSDP(sync_each_microbatch=False), "2xcpu", PARTS),
+    "fsdp, sync_batchnorm": ("fsdp", "2xcpu", {"model": normed, "sync_batchnorm": True}),
+    "ddp=2xfsdp=2": (named("ddp=2xfsdp=2"), "4xcpu", {}),
+}
+FAST = {"ddp overlapped", "fsdp"}
 
 
 @pytest.mark.parametrize("way", [pytest.param(way, marks=() if way in FAST else pytest.mark.slow) for way in WAYS])
@@ -111,17 +72,19 @@ def test_a_loss_that_is_a_constant_there_ends_where_one_device_does(way: str) ->
     assert parity(JOB, strategy, devices, **settings).worst < 1e-10
 
 
+def zero_as_float(outputs: Tensor, targets: Tensor) -> tuple[Tensor, Any]:
+    total, count = zero_for_none(outputs, targets)
+    return total, float(count)
+
+
+def zero_as_tensor(outputs: Tensor, targets: Tensor) -> tuple[Tensor, Any]:
+    return zero_for_none(outputs, targets)[0], (targets != NOTHING).sum()
+
+
 @pytest.mark.parametrize("loss", [zero_as_float, zero_as_tensor])
-@pytest.mark.parametrize("way", ["dp", pytest.param("ddp overlapped", marks=pytest.mark.slow)])
-def test_a_count_of_zero_may_be_of_any_kind(way: str, loss: Any) -> None:
-    strategy, devices, _ = WAYS[way]
-    assert parity(JOB.replace(loss=loss), strategy, devices).worst < 1e-10
-
-
-class Several(Plain):
-    def forward(self, x: Tensor) -> Any:
-        hidden = self.blocks(x)
-        return {"main": self.last(hidden), "aside": self.aside(hidden)}
+@pytest.mark.parametrize("way", ["dp", pytest.param(OVERLAPPED, marks=pytest.mark.slow)])
+def test_a_count_of_zero_may_be_of_any_kind(way: Any, loss: Any) -> None:
+    assert parity(JOB, way, "2xcpu", loss=loss).worst < 1e-10
 
 
 def of_main(outputs: Any, targets: Tensor) -> tuple[Tensor, Any]:
@@ -137,16 +100,17 @@ def of_main_with_graph(outputs: Any, targets: Tensor) -> tuple[Tensor, Any]:
 def test_which_of_several_outputs_it_would_read_is_asked_for(way: str, tmp_path: Path) -> None:
     """Gradients of zero for those that it doesn't read would have weight decay move what computes them."""
     strategy, devices, _ = WAYS[way]
-    job = JOB.replace(model=Several, loss=of_main)
+    job = dataclasses.replace(JOB, model=lambda: Blocks(gives_both=True), loss=of_main)
     with pytest.raises(LossError, match=r"where nothing counts") as caught:
         train(job, strategy=strategy, devices=devices, folder=tmp_path, quiet=True)
     assert "\n" not in str(caught.value)
     assert not list(tmp_path.iterdir())
-    assert parity(job.replace(loss=of_main_with_graph), strategy, devices).worst < 1e-10  # as it was told
+    assert parity(job, strategy, devices, loss=of_main_with_graph).worst < 1e-10  # as it was told
 
 
 def test_replicas_that_dont_wait_take_it_with_several_outputs() -> None:
-    assert parity(JOB.replace(model=Several, loss=of_main), "dp", "2xcpu").worst < 1e-10
+    job = dataclasses.replace(JOB, model=lambda: Blocks(gives_both=True), loss=of_main)
+    assert parity(job, "dp", "2xcpu").worst < 1e-10
 
 
 @pytest.mark.parametrize("way", ["single", "ddp"])
