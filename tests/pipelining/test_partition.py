@@ -116,6 +116,33 @@ def test_control_flow_on_values_is_run_instead_and_leaves_nothing_behind() -> No
     assert not any(m._forward_hooks or m._forward_pre_hooks for m in model.modules())
 
 
+class Doubling(nn.Module):
+    """Its first forward registers a hook, and notes that it has."""
+
+    hooked = False
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.last = nn.Linear(4, 4), nn.Linear(4, 2)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        if not self.hooked:
+            self.first.register_forward_hook(lambda module, args, outputs: 2 * outputs)
+            self.hooked = True
+        outputs: torch.Tensor = self.last(self.first(x))
+        return outputs
+
+
+def test_a_hook_that_a_first_forward_registers_is_taken_away_with_what_says_so() -> None:
+    """Found by trial: a model of transformers then gave each of its hidden states twice."""
+    model, x = Doubling(), torch.randn(3, 4)
+    trace(model, x)
+    measured(model, blocks_of(model, trace(model, x)).blocks, lambda: model(x).sum(), slots(1)[0], seconds=0.0)
+    assert not model.hooked and not model.first._forward_hooks
+    expected = model.last(2 * model.first(x))
+    assert torch.equal(model(x), expected)
+
+
 def test_looking_needs_no_memory_for_the_model() -> None:
     with torch.device("meta"):
         model = nn.Sequential(nn.Linear(10**5, 10**5), nn.ReLU(), nn.Linear(10**5, 10**5))

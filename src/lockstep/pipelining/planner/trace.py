@@ -25,7 +25,7 @@ from torch.nn.utils.stateless import _reparametrize_module
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.flop_counter import flop_registry
 
-from lockstep.model.inspection import OutsideVariables
+from lockstep.model.inspection import HOOKS, OutsideVariables
 from lockstep.tensors.pytree import call, each, tensors
 from lockstep.tensors.seeding import kept_states
 
@@ -191,8 +191,9 @@ def bytes_of(held: Iterable[torch.Tensor]) -> int:
 
 @contextmanager
 def as_before(model: nn.Module) -> Iterator[None]:
-    """Put attributes, values of buffers, gradients and the states of generators back to what they are now."""
-    tables = [(table, dict(table)) for m in model.modules() for table in (vars(m), m._buffers)]
+    """Put attributes, hooks, values of buffers, gradients and the states of generators back to what they are now."""
+    held = [(vars(m), m._buffers, *(getattr(m, kind) for kind in HOOKS)) for m in model.modules()]
+    tables = [(table, dict(table)) for of in held for table in of]
     values = [(b, b.clone()) for b in model.buffers()]
     gradients = [(p, p.grad) for p in model.parameters()]
     with kept_states():
