@@ -12,6 +12,7 @@ import re
 import signal
 import sys
 import threading
+import time
 import warnings
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from multiprocessing.pool import ExceptionWithTraceback  # type: ignore[attr-defined]  # not in the stubs
@@ -35,6 +36,13 @@ Fetching = Callable[..., Any]
 """A Fetcher, or what reads a stream."""
 
 _PR_SET_PDEATHSIG = 1
+
+_LETS_GO = 0.001
+"""Seconds in which gloo's threads let go of the tensors of an exchange that has just ended.
+
+They take the interpreter's lock over its threads for that, and CPython 3.11 waits for it for ever in a process that is
+forked meanwhile (``PyOS_AfterFork_Child``): a loader worker that never began was seen once in thousands of starts.
+"""
 
 
 def default_workers(cores: int, ranks_on_node: int, dataset: Any, *, on_accelerator: bool = False) -> int:
@@ -171,6 +179,8 @@ class Workers:
         if self._loader is None:
             raise JobError("loader_workers: this loader is closed")
         self._requests.now = requests
+        if self._loader._iterator is None:  # it forks now
+            time.sleep(_LETS_GO)
         with warnings.catch_warnings():  # a training says it, in a line
             warnings.filterwarnings("ignore", message="This DataLoader will create")
             answers = iter(self._loader)
