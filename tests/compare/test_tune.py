@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib
 import json
+import shlex
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -171,7 +172,8 @@ def test_the_line_to_paste_has_the_jobs_own_words(machine: Callable[[Rule], list
     out = tmp_path / "found.json"
     lines: list[str] = []
     lockstep.tune(JobFile(str(file), {"size": 4}, {"epochs": 3}), told=lines.append)
-    assert f"  lockstep train {file} --set size=4 --strategy single --devices 1xcpu --epochs 3 --channels-last" in lines
+    told = [line.replace(" \\\n   ", "") for line in lines]
+    assert f"  lockstep train {file} --set size=4 --strategy single --devices 1xcpu --epochs 3 --channels-last" in told
     assert cli.main(["tune", str(file), "--json", str(out), "--rounds", "1"]) == 0
     assert json.loads(out.read_text())["kept"] == {
         "strategy": "single",
@@ -227,6 +229,17 @@ def test_what_an_update_makes_once_is_not_its_rate() -> None:
 
     tried = attempt(job(model=lambda: Prepared(48, 3)), Way("single", "1xcpu"), seconds=0.05, patience=1.0)
     assert tried.first > 2.0 and tried.rate > job().batch_size
+
+
+def test_a_long_command_is_told_in_lines_that_a_shell_joins() -> None:
+    short = "lockstep train a.py --strategy single"
+    assert tune._in_lines(short) == f"  {short}"
+    long = (
+        "lockstep train examples/digits.py --set 'name=two words' --channels-last --keep-memory " + 4 * "--fused false "
+    )
+    first, *others = tune._in_lines(long).splitlines()
+    assert others and max(map(len, [first, *others])) <= 120
+    assert shlex.split(" ".join(one.removesuffix("\\") for one in [first, *others])) == shlex.split(long)
 
 
 @pytest.mark.slow

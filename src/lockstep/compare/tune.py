@@ -286,7 +286,8 @@ class _Search:
             self.told("\nnothing that was tried is faster than the job as it is")
         for what, gain in gains.items():
             self.told(f"\nall settings {what}: {_ratio(gain)} times as fast as it is")
-            self.told(f"  {found[what].line(self.job)}")
+            line = found[what].line(self.job)
+            self.told(_in_lines(line) if isinstance(self.job, JobFile) else f"  {line}")
         self.told("\nnothing was changed: the line is yours to paste")
         gain_kept = gains.get("that keep the numbers")
         return Tuning(self.start, kept, self.way, gain_kept, gains.get("of both kinds", gain_kept), self.rows)
@@ -331,3 +332,14 @@ def _ratio(gain: Timing) -> str:
     if len(gain.rates) == 1:
         return f"{gain.median:.2f}"
     return f"{gain.median:.2f} ({gain.spread[0]:.2f}, {gain.spread[1]:.2f})"
+
+
+def _in_lines(command: str, width: int = 120) -> str:
+    """A command in lines that a shell joins, none longer than ``width``, as far as its words are shorter."""
+    lines = [" "]
+    for word in map(shlex.quote, shlex.split(command)):
+        if len(f"{lines[-1]} {word} \\") > width:
+            lines[-1] += " \\"
+            lines.append("   ")
+        lines[-1] += f" {word}"
+    return "\n".join(lines)
