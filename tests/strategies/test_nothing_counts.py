@@ -51,7 +51,7 @@ JOB: Job = dataclasses.replace(
 
 ORDER = [*range(6), 8, 9, 6, 7, *range(10, SAMPLES)]
 PARTS: dict[str, Any] = {"accumulate": 2, "order": lambda epoch: ORDER}
-"""In batch 0 rank 1 has items in the first micro-batch only, in batch 2 rank 0 in the second one only."""
+"""Nothing counts for rank 0 in the last micro-batch of batch 0 and the first of batch 1, for no rank in that of 2."""
 
 OVERLAPPED = DDP(reduce="overlapped")
 WAYS: dict[str, tuple[Any, str, dict[str, Any]]] = {

@@ -41,7 +41,7 @@ _LETS_GO = 0.001
 """Seconds in which gloo's threads let go of the tensors of an exchange that has just ended.
 
 They take the interpreter's lock over its threads for that, and CPython 3.11 waits for it for ever in a process that is
-forked meanwhile (``PyOS_AfterFork_Child``): a loader worker that never began was seen once in thousands of starts.
+forked meanwhile (``PyOS_AfterFork_Child``): a loader worker that never began was seen once.
 """
 
 

@@ -19,17 +19,17 @@ from lockstep.model.inspection.watched import NORMS
 from lockstep.tensors.digest import digest
 from lockstep.tensors.pytree import tensors
 
-_OF_EVERY_MODULE = {*vars(nn.Module()), "_compiled_call_impl", "dynamo_ctx", "forward", "__deepcopy__"}
 _SAYS_HOOKED = "_output_capturing_hooks_installed"
 """What transformers sets where a first forward has registered hooks: it goes with them, which no checkpoint keeps."""
 
+_OF_EVERY_MODULE = {*vars(nn.Module()), "_compiled_call_impl", "dynamo_ctx", "forward", "__deepcopy__", _SAYS_HOOKED}
 _OF_FULLY_SHARD = "__composable_api_"
 """How the names begin of what PyTorch's ``fully_shard`` keeps in a module."""
 
 
 def _is_own(name: str) -> bool:
     """Whether an attribute of that name is a person's."""
-    return name not in _OF_EVERY_MODULE and name != _SAYS_HOOKED and not name.startswith(_OF_FULLY_SHARD)
+    return name not in _OF_EVERY_MODULE and not name.startswith(_OF_FULLY_SHARD)
 
 
 def _is_put_back(name: str) -> bool:

@@ -41,7 +41,7 @@ from lockstep.model.optimizers import Optimizers
 from lockstep.strategies.rank_tensors import FlatGradients
 from lockstep.strategies.step_function.function_probe import as_sum, probe
 from lockstep.strategies.steps.step import Step
-from lockstep.strategies.steps.update_checks import with_graph
+from lockstep.strategies.steps.update_checks import refuse_counted
 from lockstep.strategies.steps.update_result import Result, added, backward_factor
 from lockstep.tensors.pytree import to_device
 from lockstep.tensors.rows import cut
@@ -182,7 +182,7 @@ class FunctionStep(Step):
         if not inputs:
             return  # that part is frozen now
         if not total.requires_grad:
-            with_graph(loss, (), others_wait=False, where=f'update("{name}"): ')
+            refuse_counted(loss, f'update("{name}"): ')
         else:
             if self.looks_again and self._hooks is not None:
                 self._may_bend |= self._hooks.found or bool(own_functions(total))

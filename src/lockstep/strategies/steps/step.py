@@ -318,7 +318,8 @@ class Step(Calls):
         if self._waits:
             update_checks.refuse_not_finite(total, model, part, outputs, self.world, where, first=self._updates == 1)
         if not total.requires_grad and self._parameters:
-            return update_checks.with_graph(loss, outputs, others_wait=self.waits_in_backward)
+            update_checks.refuse_counted(loss)
+            return update_checks.with_graph(loss, outputs) if self.waits_in_backward else loss
         return loss
 
     def divisor(self, count: Number, size: int) -> Number:

@@ -90,29 +90,29 @@ def no_items(step: int) -> RunError:
     return RunError(f"step {step}: the loss counted 0 items in the batch: are all targets ignored?")
 
 
-def with_graph(loss: Loss, outputs: Any, *, others_wait: bool, where: str = "") -> Loss:
-    """A loss that depends on no parameter: that of a local batch in which nothing counts may be a constant.
-
-    Args:
-        loss: the total has no graph.
-        outputs: what it was computed from.
-        others_wait: whether backward exchanges something, so that this one must run, too: with gradients of zero.
-        where: begins an error.
+def refuse_counted(loss: Loss, where: str = "") -> None:
+    """Look at a loss that depends on no parameter, as it may only where nothing counts; ``where`` begins the error.
 
     Raises:
-        LossError: something counts; or a backward must run, and which outputs it has to begin at isn't known.
+        LossError: something does.
     """
     if loss.count != 0:
         raise LossError(
             f"{where}the loss depends on no parameter: is the model's output detached, or this inside of no_grad?"
         )
-    if not others_wait:
-        return loss
+
+
+def with_graph(loss: Loss, outputs: Any) -> Loss:
+    """A constant loss, of a local batch in which nothing counts, with gradients of zero for the model's output.
+
+    Raises:
+        LossError: which outputs the loss would read isn't known.
+    """
     found = [tensor for tensor in tensors(outputs) if tensor.requires_grad]
     if len(found) != 1 or not found[0].is_floating_point():
         raise LossError(
-            f"{where}the loss is a constant for a local batch in which nothing counts, and the backward of the others "
-            "waits for one here",
+            "the loss is a constant for a local batch in which nothing counts, and the backward of the others waits "
+            "for one here",
             fix="give a total that is computed from the outputs, as (outputs * 0).sum(), also where nothing counts",
         )
     (output,) = found
