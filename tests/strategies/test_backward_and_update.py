@@ -289,7 +289,7 @@ def thrown_away(world: Any, strategy: str, set_to_none: bool) -> dict[str, Tenso
             step.optimizer.zero_grad(set_to_none=set_to_none)
             continue
         if number == 2:
-            with torch.no_grad(), step.whole_values():
+            with torch.no_grad(), step.whole_parameters():
                 moves = [0.1 * p.grad for p in model.parameters() if p.grad is not None]
                 for p, move in zip(model.parameters(), moves, strict=True):
                     p.add_(move)
@@ -341,17 +341,17 @@ def test_gradients_that_a_loop_throws_away_are_no_part_of_the_update(
 
 
 def zeroed_by_model(model: nn.Module, step: Any) -> None:
-    with step.whole_values():
+    with step.whole_parameters():
         model.zero_grad(set_to_none=False)
 
 
 def dropped_by_model(model: nn.Module, step: Any) -> None:
-    with step.whole_values():
+    with step.whole_parameters():
         model.zero_grad()
 
 
 def clamped(model: nn.Module, step: Any) -> None:
-    with step.whole_values():
+    with step.whole_parameters():
         for p in model.parameters():
             assert p.grad is not None
             p.grad = p.grad.clamp(-0.01, 0.01)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import dataclasses
 import gc
 import os
@@ -533,22 +534,25 @@ class _Writing(Callback):
         _write(training.model)
 
 
-class _Averaging(Callback):
-    def on_start(self, training: Any) -> None:
-        self.average = torch.optim.swa_utils.AveragedModel(training.model)
-
-
-def test_a_callback_that_copies_the_model_is_told_what_to_take(tmp_path) -> None:
+def test_a_copy_of_a_sharded_model_in_a_loop_of_ones_own_is_told_what_to_do() -> None:
     """Found by trial: PyTorch's assertion."""
-    job = dataclasses.replace(ZOO["mlp"], callbacks=[_Averaging()])
-    with pytest.raises(StrategyError, match=r"a sharded model can't be copied .* lockstep.callbacks.EMA or SWA"):
-        train(job, strategy="fsdp", devices="2xcpu", folder=tmp_path, quiet=True)
+
+    def owns(world: Any) -> float:
+        step = lockstep.parallelize(nn.Linear(6, 3), nn.CrossEntropyLoss(), sgd, strategy="fsdp")
+        with pytest.raises(StrategyError, match=r"a sharded model can't be copied .* `with step.whole_parameters"):
+            copy.deepcopy(step.model)
+        with step.whole_parameters():
+            copied = copy.deepcopy(step.model)
+        return float(copied(torch.ones(1, 6)).sum().detach())
+
+    one, other = lockstep.launch(owns, devices="2xcpu")
+    assert one == other != 0
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("devices", ["2xcpu", slow("3xcpu")])
 def test_what_is_written_to_parts_of_parameters_reaches_the_shards(devices: str, tmp_path) -> None:
-    """It was lost, or ended in PyTorch's words; in own loops within ``whole_values``, of which a line tells."""
+    """It was lost, or ended in PyTorch's words; in own loops within ``whole_parameters``, of which a line tells."""
 
     def net() -> nn.Module:
         return nn.Sequential(nn.Linear(6, 8), nn.Tanh(), nn.Linear(8, 3))
@@ -571,9 +575,9 @@ def test_what_is_written_to_parts_of_parameters_reaches_the_shards(devices: str,
             of = slice(world.rank if world else 0, None, world.size if world else 1)
             step(inputs[of], targets[of])
             torch.manual_seed(1)
-            with step.whole_values():
+            with step.whole_parameters():
                 _write(step.model)
-        return step.state_dict()["model"], any("step.whole_values()" in str(one.message) for one in said)
+        return step.state_dict()["model"], any("step.whole_parameters()" in str(one.message) for one in said)
 
     of_ranks, (alone, _) = lockstep.launch(owns, devices=devices), owns(None)
     for rank, (found, is_said) in enumerate(of_ranks):

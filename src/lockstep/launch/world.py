@@ -261,15 +261,21 @@ class World:
                 named = f"rank{'s' * (len(gone or late) > 1)} {', '.join(map(str, gone or late))}"
                 raise InputError(f"{what} has to be on every rank, and {named} went on without it")
             time.sleep(1e-3)
-        for rank in range(self.size):
-            if (said := store.get(f"{place}/{rank}").decode()) != what:
-                raise InputError(f"{what} has to be on every rank, and on rank {rank} it was {said}")
+        calls = [store.get(f"{place}/{rank}").decode() for rank in range(self.size)]
+        if len(set(calls)) > 1:  # the same words on all ranks, since any may be the first to fail
+            call = next(one for one in calls if one != END_OF_CALLBACKS)
+            rank, other = next((rank, one) for rank, one in enumerate(calls) if one != call)
+            raise InputError(f"{call} has to be on every rank, and on rank {rank} it was {other}")
 
     @property
     def exchange_device(self) -> torch.device:
         """Where a few numbers or an object's bytes are put that the ranks exchange: on the CPU, if the group can."""
         on_cpu = self.backend is None or "cpu:" in dist.get_backend_config()
         return torch.device("cpu") if on_cpu else self.device.torch
+
+
+END_OF_CALLBACKS = "the end of callbacks"
+"""What ranks meet at that have no call of a callback's to make."""
 
 
 def wait_awake(work: dist.Work | None) -> None:

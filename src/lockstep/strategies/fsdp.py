@@ -146,7 +146,7 @@ class FSDP(Strategy):
             StrategyError: with what to do instead.
         """
         from lockstep.strategies.sharded.common_memory import refuse_common_memory
-        from lockstep.strategies.sharded.lent_optimizer import refuse_hooks
+        from lockstep.strategies.sharded.optimizer_of_shards import refuse_hooks
 
         refuse_common_memory(model, {**job.metrics, "loss": job.loss})
         if world.backend == "gloo" and world.device.type == "cuda":  # whose functional collectives end in a SIGSEGV

@@ -24,8 +24,11 @@ def scheduler_of(job: Job, step: Step) -> Any:
     if job.lr_scheduler is None:
         return None
     if not isinstance(job.lr_scheduler, Mapping):
-        with step.whole_values():
-            return _made(job.lr_scheduler, step.optimizer)
+        scheduler = _made(job.lr_scheduler, step.optimizer)
+        if step.keeps_shards and not _is_of_pytorch(scheduler):
+            with step.whole_parameters():  # which it may read where it is made
+                scheduler = _made(job.lr_scheduler, step.optimizer)
+        return scheduler
     assert isinstance(step.optimizer, Optimizers)
     return Schedulers({name: _made(make, step.optimizer.by_name[name]) for name, make in job.lr_scheduler.items()})
 
@@ -93,7 +96,7 @@ def move_on(scheduler: Any, loss: float | Result | None, step: Step) -> None:
         return
     if scheduler is None:
         return
-    with nullcontext() if _is_of_pytorch(scheduler) else step.whole_values():
+    with nullcontext() if _is_of_pytorch(scheduler) else step.whole_parameters():
         if not isinstance(scheduler, torch.optim.lr_scheduler.ReduceLROnPlateau):
             scheduler.step()
         elif loss is not None:

@@ -107,7 +107,7 @@ class _PairedRun:
             rows = [row for mine in world.gather_objects(ours.rows) for row in mine]
             if number == 1:
                 self._compare_replicas()
-            values = ours.step.whole_parameters()
+            values = ours.step.gathered_parameters()
             if theirs is not None:
                 with self._alone():
                     self._compare(theirs, number, its_batch, its_result, result, rows, values)
@@ -204,7 +204,7 @@ class _PairedRun:
         """Compare what is on other ranks too: parameters, plain attributes, and what layers gave."""
         ours, theirs, found = self.ours, self.theirs, self.found
         meets = self.world.size > 1 and ours.step.together
-        parameters = {name: digest(p) for name, p in ours.step.whole_parameters().items()} if meets else {}
+        parameters = {name: digest(p) for name, p in ours.step.gathered_parameters().items()} if meets else {}
         attributes = ours.changed_attributes()
         gathered = self.world.gather_objects((parameters, attributes, ours.watch.told))
         on_ranks, attributes_on, told_on = zip(*gathered, strict=True)

@@ -149,7 +149,7 @@ class Side(Observer):
             for p in self.step.model.parameters():
                 if p.grad is not None:
                     p.grad.div_(_FACTOR)
-        grads = self.step.whole_gradients()
+        grads = self.step.gathered_gradients()
         changes = self.job.clip_norm is not None or type(self.step).clip is not Step.clip
         self.gradients = {name: g.detach().clone() if changes else g.detach() for name, g in grads.items()}
 

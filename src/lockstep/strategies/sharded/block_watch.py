@@ -153,8 +153,8 @@ class BlockWatch:
         del grad
         if "backward" not in self._now:
             raise StrategyError(
-                "fsdp: a gradient is computed in forward, in the loss or in a callback (torch.autograd.grad, a "
-                "gradient penalty), for which the parameters of blocks would have to stay: take ddp"
+                "fsdp: a gradient is computed in forward or in the loss (torch.autograd.grad, a gradient penalty), for "
+                "which the parameters of blocks would have to stay: take ddp"
             )
 
     def _notes_uses(self, places: list[tuple[nn.Module, str, str]]) -> Callable[..., None]:

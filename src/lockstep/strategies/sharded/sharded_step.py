@@ -36,11 +36,11 @@ from lockstep.strategies.ddp import DDP, DDPStep
 from lockstep.strategies.rank_tensors import FlatGradients
 from lockstep.strategies.replicas import modules_of
 from lockstep.strategies.sharded.block_watch import BlockWatch
-from lockstep.strategies.sharded.lent_optimizer import LentOptimizer
 from lockstep.strategies.sharded.loss_reads import LossReads, refuse_other_shards, shards_explained
+from lockstep.strategies.sharded.optimizer_of_shards import noted_draws, refuse_hooks
 from lockstep.strategies.sharded.shards import NamedParameters, Shards
 from lockstep.strategies.sharded.whole_model import LATER, put_together
-from lockstep.strategies.sharded.whole_values import OF_OWN_LOOP
+from lockstep.strategies.sharded.whole_parameters import OF_OWN_LOOP, WholeParameters
 from lockstep.strategies.sharded.without_a_trace import without_a_trace
 from lockstep.strategies.steps.update_result import Result, added, as_tensor
 from lockstep.tensors.pytree import to_device
@@ -74,10 +74,12 @@ class ShardedStep(DDPStep):
         self._frozen = {name: p for name, p in self._frozen.items() if name not in self._held}
         self._find_trained()
         self.waits_in_backward = True
-        self._skeleton, self._lent = skeleton, LentOptimizer(optimizer, shards, model, elementwise=elementwise)
+        self._skeleton = skeleton
+        self._elementwise = elementwise
         self._evaluates, self._evaluations = False, 0  # batches of evaluations, of which every rank computes something
         self._watch, self._reads = BlockWatch(model, shards, world, self._compares_blocks), LossReads(shards.cut)
         self._modules, self.loss.within = modules_of(model), self._in_loss
+        self._parameters_of_model = WholeParameters(model, optimizer, shards, world)
 
     def _find_trained(self) -> None:
         for name, local in self._shards.local.items():
@@ -87,7 +89,10 @@ class ShardedStep(DDPStep):
         self._whole = [p for name, p in zip(self._names, self._parameters, strict=True) if name in self._shards.whole]
 
     def _look_at_flags(self) -> None:
-        self._lent.refuse_update()
+        if self._parameters_of_model.are_gathered:
+            raise InputError("step: it is called within step.whole_parameters(): call it after that")
+        if not self._elementwise:
+            refuse_hooks(self.optimizer)
         super()._look_at_flags()
 
     # ---- an update --------------------------------------------------------------------------------------------------
@@ -203,7 +208,7 @@ class ShardedStep(DDPStep):
         scale_to_norm(gradient_values(self._parameters), norm, self._clip_norm)
 
     def _optimize(self) -> None:
-        with self._lent.noted_draws(looks=self.looks_again) as caveats:
+        with noted_draws(self.optimizer, looks=self.looks_again) as caveats:
             super()._optimize()
         self.tell_once(caveats)
 
@@ -242,7 +247,8 @@ class ShardedStep(DDPStep):
                 yield
             finally:
                 self._evaluates = before
-                self._shards.reshard()
+                if not self._parameters_of_model.are_gathered:
+                    self._shards.reshard()
 
     def _of_each(self, function: Callable[[nn.Module, Part], T], batch: Batch) -> list[tuple[Part, T]]:
         self._evaluations += 1
@@ -316,13 +322,13 @@ class ShardedStep(DDPStep):
         parts = ((name, mine, self.joined(name, mine)) for name, mine in self._mine.items())
         return put_together(self._skeleton, parts, self.model)
 
-    def whole_values(self) -> contextlib.AbstractContextManager[Any]:
-        """As every step's."""
-        return self._lent.whole_values()
+    def whole_parameters(self) -> contextlib.AbstractContextManager[None]:
+        """The model and the optimizer have whole parameters in this context, which every rank enters."""
+        return self._parameters_of_model.gathered()
 
-    def local_values(self) -> contextlib.AbstractContextManager[Any]:
-        """As every step's."""
-        return self._lent.local_values()
+    def own_parameters(self) -> contextlib.AbstractContextManager[None]:
+        """The model has this rank's shards in this context, within ``whole_parameters`` too."""
+        return self._parameters_of_model.cut()
 
     def parts(self) -> dict[str, torch.Tensor]:
         """As every step's."""
@@ -343,11 +349,11 @@ class ShardedStep(DDPStep):
         first = self._shards.first_names.get(name)
         return part if first is None else self._shards.rows(self._shards.as_rows(first, part))
 
-    def whole_parameters(self) -> dict[str, torch.Tensor]:
+    def gathered_parameters(self) -> dict[str, torch.Tensor]:
         """As every step's: gathered."""
         return {name: self.joined(name, p) for name, p in self._mine.items()}
 
-    def whole_gradients(self) -> dict[str, torch.Tensor]:
+    def gathered_gradients(self) -> dict[str, torch.Tensor]:
         """As every step's: gathered."""
         return {name: self.joined(name, p.grad) for name, p in self._mine.items() if p.grad is not None}
 
@@ -362,10 +368,11 @@ class ShardedStep(DDPStep):
 
     def weights(self, *, whole: bool = True) -> dict[str, Any]:
         """As every step's: gathered, on every rank, or this rank's rows."""
-        kept = self.model.state_dict()
-        self._shards.refuse_replaced(kept)
-        given = self._shards.gathered if whole else self._shards.rows
-        return {name: given(value) if isinstance(value, DTensor) else value for name, value in kept.items()}
+        with self.own_parameters():
+            kept = self.model.state_dict()
+            self._shards.refuse_replaced(kept)
+            given = self._shards.gathered if whole else self._shards.rows
+            return {name: given(value) if isinstance(value, DTensor) else value for name, value in kept.items()}
 
     def split(self, name: str, shape: Sequence[int]) -> tuple[tuple[int, ...], int] | None:
         """As every step's: those of parameters, and of what the optimizer keeps of their shape."""
@@ -381,20 +388,22 @@ class ShardedStep(DDPStep):
         for name, first in self._shards.first_names.items():
             if name in parts and parts[name].shape == self._shards.cut[first].shape:
                 parts[name] = self._shards.as_cut(first, parts[name])
-        super().take_weights(parts)
+        with self.own_parameters():
+            super().take_weights(parts)
 
     def optimizer_state(self, *, whole: bool = True) -> dict[str, Any]:
         """As every step's: gathered, on every rank, or this rank's rows."""
-        with self._lent.taken_back():
-            kept = named_optimizer_state(self.optimizer, NamedParameters(self._mine.items()))
-        states = kept["state"].items()
         cut = self._shards.cut
-        return {**kept, "state": {n: self._shards.joined_state(n, s, whole) if n in cut else s for n, s in states}}
+        with self.own_parameters():
+            kept = named_optimizer_state(self.optimizer, NamedParameters(self._mine.items()))
+            states = kept["state"].items()
+            joined = {n: self._shards.joined_state(n, s, whole) if n in cut else s for n, s in states}
+        return {**kept, "state": joined}
 
     def take_optimizer_state(self, saved: Mapping[str, Any]) -> None:
         """As every step's: of each tensor, this rank's part."""
         states = saved["state"].items()
         cut = self._shards.cut
         mine = {**saved, "state": {n: self._shards.cut_state(n, s) if n in cut else s for n, s in states}}
-        with self._lent.taken_back():
+        with self.own_parameters():
             load_named_optimizer_state(self.optimizer, NamedParameters(self._mine.items()), mine)

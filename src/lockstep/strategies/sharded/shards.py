@@ -17,6 +17,7 @@ import weakref
 from collections import Counter, defaultdict
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
+from dataclasses import dataclass
 from typing import Any, NoReturn
 
 import torch
@@ -35,6 +36,17 @@ from lockstep.tensors.row_shard import RowShard
 
 Place = tuple[nn.Module, str]
 
+HOOKS = ("_forward_pre_hooks", "_forward_hooks")
+"""The attributes of a module in which sharding registers hooks."""
+
+
+@dataclass(frozen=True)
+class Before:
+    """What a module had before it was sharded: the names of its attributes, and the numbers of its hooks."""
+
+    names: set[str]
+    hooks: set[int]
+
 
 class Shards:
     """A model whose parameters were cut, in place.
@@ -50,12 +62,14 @@ class Shards:
         whole: names of parameters that every rank keeps whole, with why.
         cut: by name, the parameters that were cut, as the model holds them.
         local: by name, this rank's part of each.
+        before: by module, what it had before.
         first_names: by each name of a parameter that was cut, the one that it has in ``cut``.
     """
 
     def __init__(
         self, model: nn.Module, mesh: DeviceMesh, blocks: Mapping[str, nn.Module], place: torch.device
     ) -> None:
+        self.before = {module: _before(module) for module in model.modules()}
         before = dict(model.named_parameters())
         self._mesh, self.blocks = mesh, dict(blocks)
         self.whole = _kept_whole(model)
@@ -261,10 +275,15 @@ class Shards:
             model.reshard()
 
 
+def _before(module: nn.Module) -> Before:
+    held = vars(module)
+    return Before(set(held), {number for kind in HOOKS for number in held[kind]})
+
+
 def _refuse_copy(memo: dict[int, Any]) -> NoReturn:
     raise StrategyError(
         "fsdp: a sharded model can't be copied (copy.deepcopy, AveragedModel)",
-        fix="copy single parameters, or let lockstep.callbacks.EMA or SWA average them, as under any strategy",
+        fix="copy it within `with step.whole_parameters():`, or let lockstep.callbacks.EMA or SWA average it",
     )
 
 

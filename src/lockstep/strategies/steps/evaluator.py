@@ -118,12 +118,12 @@ class Evaluator:
         """The replicas of this process."""
         return [self.model]
 
-    def whole_values(self) -> AbstractContextManager[Any]:
-        """In which a person's code that every rank calls computes from the model's parameters as on one device."""
+    def whole_parameters(self) -> AbstractContextManager[None]:
+        """The model and the optimizer have whole parameters in this context, which every rank enters."""
         return nullcontext()
 
-    def local_values(self) -> AbstractContextManager[Any]:
-        """In which Lockstep's code computes from ``parts``, within ``whole_values`` too."""
+    def own_parameters(self) -> AbstractContextManager[None]:
+        """The model has what this rank keeps of it in this context, within ``whole_parameters`` too."""
         return nullcontext()
 
     def follow_modes(self) -> None:
@@ -146,7 +146,9 @@ class Evaluator:
         stream = self._stream
         self.share_buffers()
         self.loss.follow()
-        with self.whole_values():
+        writes = any(type(module).train is not nn.Module.train for module, _ in modes)  # merges adapters, say
+        around = self.whole_parameters if writes else nullcontext
+        with around():
             for model in own:
                 model.eval()
         self.follow_modes()
@@ -159,7 +161,7 @@ class Evaluator:
             self._stream = stream
             for encoder in nests:
                 encoder.use_nested_tensor = True
-            with self.whole_values(), torch.no_grad():
+            with around(), torch.no_grad():
                 set_modes(modes)
             self.follow_modes()
 

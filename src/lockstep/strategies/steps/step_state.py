@@ -379,12 +379,12 @@ class StepState(Evaluator):
         del name
         return part
 
-    def whole_parameters(self) -> dict[str, torch.Tensor]:
-        """The parameters by name."""
+    def gathered_parameters(self) -> dict[str, torch.Tensor]:
+        """The whole parameters by name."""
         return dict(self.model.named_parameters())
 
-    def whole_gradients(self) -> dict[str, torch.Tensor]:
-        """Those that there are, by the names of their parameters."""
+    def gathered_gradients(self) -> dict[str, torch.Tensor]:
+        """The whole gradients, as far as there are any, by the names of their parameters."""
         return {name: p.grad for name, p in self.model.named_parameters() if p.grad is not None}
 
     def whole_model(self) -> nn.Module | None:

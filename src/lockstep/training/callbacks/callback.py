@@ -74,13 +74,23 @@ class TrainingContext:
     @contextlib.contextmanager
     def evaluating(self) -> Iterator[None]:
         """The model in evaluation mode, without gradients, with the weights that are evaluated; on every rank."""
+        self._meet("training.evaluating()")
         with self._evaluated_weights(), self._step.evaluating():
             yield
 
     def weights(self) -> dict[str, Any]:
         """The model's state dict under its one-device names, not copied; on every rank."""
+        self._meet("training.weights()")
         weights: dict[str, Any] = self._step.state_dict()["model"]
         return weights
+
+    def _meet(self, call: str) -> None:
+        """Make sure that every rank makes a call whose collectives would otherwise wait for ever.
+
+        Raises:
+            InputError: a rank doesn't.
+        """
+        self.world.meet(f"{call} in a callback", together=self._step.together)
 
 
 class Callback:
@@ -96,6 +106,10 @@ class Callback:
     """
 
     output: str | None = None
+
+    needs_model: bool = True
+    """Whether its methods use the model's parameters or the optimizer's state. ``fsdp`` gathers both, whole, on every
+    rank while such a method runs. False leaves ``training.model`` and ``training.optimizer`` in shards."""
 
     def on_start(self, training: TrainingContext) -> None:
         """Before the first step, of a resumed run too; its state is there by then."""

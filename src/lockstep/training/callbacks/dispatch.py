@@ -22,6 +22,7 @@ from lockstep.data import mixed
 from lockstep.errors import JobError, RunError, StrategyError, told
 from lockstep.job import Job
 from lockstep.launch.events import Caveat, Line
+from lockstep.launch.world import END_OF_CALLBACKS
 from lockstep.model.inspection import OutsideVariables, hooked_parameters, names_in, names_used_by, prints_of
 from lockstep.model.inspection.nonlinear import PARAMETER_HOOKS
 from lockstep.model.losses.check_interval import is_power_of_two
@@ -72,7 +73,8 @@ class Callbacks:
         self._are_own = step.has_own_callbacks = any(map(_is_own, self._by_name.values()))
         self._last = {"on_event": last}
         self._asks = bool(self._by_name or job.on_event)
-        self._parameters = list(step.model.named_parameters())
+        parts = step.parts()  # (what is written to whole parameters of shards is compared where they are cut)
+        self._parameters = [(name, p) for name, p in step.model.named_parameters() if parts[name] is p]
         self.training = TrainingContext(step, folder, self.evaluating)
         self.by_step = any(_has(callback, "on_step") for callback in self._by_name.values())
         self.notes: list[str] = []
@@ -112,6 +114,7 @@ class Callbacks:
                 stack.enter_context(self._saying_what_is_not_saved())
             by = self._each(self._by_name if whole else {}, kind)
         if kind == "start":
+            self._note_what_is_gathered()
             self._begun, self._has_begun = self._held_by_callbacks(), True
         if before is not None:
             if before.is_changed:
@@ -163,8 +166,7 @@ class Callbacks:
         """Call each; gives the name of one that stops the training, and why."""
         by = None
         for name, callback in callbacks.items():
-            own = callbacks is not self._last and _is_persons(callback, f"on_{kind}")
-            with self._step.whole_values() if own else contextlib.nullcontext():
+            with self._parameters_for(callback, f"on_{kind}")():
                 getattr(callback, f"on_{kind}")(self.training)
             for metric, value in self.training.metrics.items():
                 if not isinstance(value, int | float):
@@ -209,10 +211,19 @@ class Callbacks:
         with contextlib.ExitStack() as stack:
             for callback in self._by_name.values():
                 found = callback.evaluating(self.training)
-                own = _is_persons(callback, "evaluating")
-                around = self._step.whole_values if own else self._step.local_values
-                stack.enter_context(_Within(around, found))
+                stack.enter_context(_Within(self._parameters_for(callback, "evaluating"), found))
             yield
+
+    def _parameters_for(self, callback: Callback, method: str) -> Callable[[], AbstractContextManager[None]]:
+        """Gives the context in which a method is called: whole parameters for a person's that needs them."""
+        needs = _is_persons(callback, method) and callback.needs_model
+        return self._step.whole_parameters if needs else self._step.own_parameters
+
+    def _note_what_is_gathered(self) -> None:
+        for name, callback in self._by_name.items() if self._step.keeps_shards else ():
+            if _is_persons(callback, "on_step") and callback.needs_model:
+                text = f"callbacks: every rank gathers the whole model in each update for on_step of {name}"
+                self._step.tell_once([f"{text}: if it needs no parameters, set needs_model = False"])
 
     def _held_by_callbacks(self) -> dict[str, bytes]:
         """A hash of each attribute of those that have no ``state_dict``; of the model's tensors, of their names."""
@@ -237,7 +248,7 @@ class Callbacks:
     def _state_of(self, callback: Callback) -> dict[str, Any] | None:
         """That of one, whole; None of one that raises before ``on_start``, in which it may make what it gives."""
         try:
-            with self._step.whole_values() if _is_persons(callback, "state_dict") else contextlib.nullcontext():
+            with self._parameters_for(callback, "state_dict")():
                 kept = callback.state_dict()
             state: dict[str, Any] = each(_gathered, kept)
             return state
@@ -282,12 +293,12 @@ class Callbacks:
                 f'callbacks: parameter "{written[0]}" was written, and all ranks share it, so that each of them would '
                 "write it: take ddp"
             )
-        shards = self._step.parts()  # of shards each rank has another
-        now_is = {name: digest(p) if shards[name] is p else None for name, p in self._parameters if name in written}
+        now_is = {name: digest(p) for name, p in self._parameters if name in written}
         changed: dict[str, Any] = {f'parameter "{name}"': its for name, its in now_is.items()}
         after = self._others() if looks else {}
         changed |= {f'"{name}"': after.get(name) for name in others | after if others.get(name) != after.get(name)}
         if looks:  # all ranks come here
+            self._world.meet(END_OF_CALLBACKS, together=together)
             for rank, theirs in enumerate(every := self._world.gather_objects(changed)):
                 if differ := [name for name in every[0] | theirs if every[0].get(name) != theirs.get(name)]:
                     raise RunError(

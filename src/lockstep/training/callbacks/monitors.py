@@ -62,7 +62,7 @@ class Sampler(Callback):
         self._evaluations += 1
         if self._evaluations % self._every:
             return
-        with training.evaluating(), training._step.whole_values(), seeded(self._seed):
+        with training.evaluating(), training._step.whole_parameters(), seeded(self._seed):
             made = self._function(training.model)
         if training.world.is_first:
             path = training.folder / self.output / f"step-{training.step}"

@@ -1,4 +1,4 @@
-"""What functions of sharded parameters give, and write, within ``whole_values``."""
+"""What functions of a sharded model's parameters give, and write, within ``whole_parameters``."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ FUNCTIONS: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
 }
 
 
-def test_functions_of_parameters_give_within_whole_values_what_they_give_on_one_device() -> None:
+def test_functions_of_parameters_give_within_whole_parameters_what_they_give_on_one_device() -> None:
     """Found by trial: a mean squared error of unequal shards was wrong, and what DTensors don't know failed."""
 
     def owns(world: World) -> list[str]:
@@ -47,7 +47,7 @@ def test_functions_of_parameters_give_within_whole_values_what_they_give_on_one_
         apart = []
         for name, function in FUNCTIONS.items():
             wanted = function(*one)
-            with step.whole_values(), torch.no_grad():
+            with step.whole_parameters(), torch.no_grad():
                 found: Any = function(model[0].weight, model[1].weight)
                 found = found.full_tensor() if hasattr(found, "full_tensor") else found
             if found.shape != wanted.shape or (found - wanted).abs().max() > BOUND:
@@ -120,14 +120,14 @@ def test_parameters_of_the_optimizer_that_were_taken_outside_are_the_models_with
         expected = float(torch.stack([p.detach().norm() for p in model.parameters()]).norm())
         step = lockstep.parallelize(model, nn.MSELoss(), adam, strategy="fsdp", precision="fp64")
         parameters = [p for group in step.optimizer.param_groups for p in group["params"]]
-        with step.whole_values():
+        with step.whole_parameters():
             found = float(torch.stack([p.detach().norm() for p in parameters]).norm())
             return found - expected, len({p.data_ptr() for p in model.parameters()})
 
     assert all(abs(apart) < BOUND and number == 4 for apart, number in lockstep.launch(owns, devices="3xcpu"))
 
 
-def test_writes_to_parameters_within_whole_values_are_those_of_one_device() -> None:
+def test_writes_to_parameters_within_whole_parameters_are_those_of_one_device() -> None:
     """Found by trial: some left a shard of another shape."""
 
     def owns(world: World) -> list[str]:
@@ -139,7 +139,7 @@ def test_writes_to_parameters_within_whole_values_are_those_of_one_device() -> N
         for name, write in WRITES.items():
             wanted = [value.clone() for value in before]
             write(*wanted)
-            with step.whole_values(), torch.no_grad():
+            with step.whole_parameters(), torch.no_grad():
                 for layer, value in zip(model, before, strict=True):
                     layer.weight.copy_(value)
                 write(*(layer.weight for layer in model))

@@ -97,7 +97,7 @@ def test_callbacks_see_the_optimizer_and_the_model_of_one_device(
         assert all(abs(its[name] - record[name]) < BOUND for name in record if name in ("train_loss", "norm", "moment"))
 
 
-def test_own_loops_clip_by_the_groups_of_the_optimizer_within_whole_values() -> None:
+def test_own_loops_clip_by_the_groups_of_the_optimizer_within_whole_parameters() -> None:
     """Found by trial: each rank clipped by the norm of its own shard, though the line says to do it there."""
     x, y = drawn(24, 6), labels(24, 3)
 
@@ -110,10 +110,10 @@ def test_own_loops_clip_by_the_groups_of_the_optimizer_within_whole_values() -> 
         for _ in range(3):
             step.backward(x[rank::size], y[rank::size])
             step.optimizer.state[next(model.parameters())]  # which under fsdp has none, and makes an empty one
-            with step.whole_values():
+            with step.whole_parameters():
                 nn.utils.clip_grad_norm_([p for group in step.optimizer.param_groups for p in group["params"]], 0.05)
             step.update()
-            with step.whole_values(), torch.no_grad():
+            with step.whole_parameters(), torch.no_grad():
                 for state in step.optimizer.state.values():
                     state["exp_avg"].sub_(state["exp_avg"].mean())
         return torch.cat([t.flatten() for t in step.state_dict()["model"].values()])
@@ -122,10 +122,13 @@ def test_own_loops_clip_by_the_groups_of_the_optimizer_within_whole_values() -> 
     assert all((end - owns(None)).abs().max() < BOUND for end in ends)
 
 
-def test_an_update_within_whole_values_is_refused() -> None:
+def test_an_update_within_whole_parameters_is_refused() -> None:
     def owns(world: World) -> str:
         step = lockstep.parallelize(nn.Linear(6, 3), nn.CrossEntropyLoss(), adam, strategy="fsdp")
-        with pytest.raises(InputError, match=r"step: it is called within step.whole_values\(\)"), step.whole_values():
+        with (
+            pytest.raises(InputError, match=r"step: it is called within step.whole_parameters\(\)"),
+            step.whole_parameters(),
+        ):
             step(drawn(4, 6), labels(4, 3))
         return "refused"
 
