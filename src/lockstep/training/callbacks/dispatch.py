@@ -350,7 +350,7 @@ def _is_own(callback: Callback) -> bool:
 
 def _is_persons(callback: Callback, method: str) -> bool:
     """Whether a method of a callback is a person's code."""
-    return _has(callback, method) and _is_own(callback)
+    return _is_own(callback) and _has(callback, method)
 
 
 def _has(callback: Callback, method: str) -> bool:
