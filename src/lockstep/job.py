@@ -60,6 +60,11 @@ class Job:
         collate: makes ``(inputs, targets)`` of a list of samples, instead of PyTorch's default.
         accumulate: cut each global batch in that many micro-batches, and update once.
         clip_norm: the largest norm of all gradients together.
+        nonfinite: ``"raise"`` ends the training where the loss is NaN or infinite; ``"skip"`` skips
+            each update whose loss or gradients aren't finite, on all ranks alike (what forward
+            wrote into buffers stays). The host then waits for an accelerator in each update. An
+            update whose loss counts no item is skipped in any case.
+        nonfinite_limit: how many updates in a row may be skipped; one more ends the training.
         init: weights to begin with: a safetensors file, the folder of a run, or one as Hugging Face's models have it
             (``model.safetensors``, or shards with an index). What doesn't fit is said. A run that is resumed goes on
             with its own.
@@ -116,6 +121,8 @@ class Job:
     collate: Callable[[list[Any]], tuple[Any, Any]] | None = None
     accumulate: int = 1
     clip_norm: float | None = None
+    nonfinite: Literal["raise", "skip"] = "raise"
+    nonfinite_limit: int = 10
     init: str | None = None
     init_strict: bool = True
     sync_batchnorm: bool = False
@@ -203,6 +210,7 @@ class Job:
         refused = {
             "accumulate": "a step function makes each update on a whole batch: take a batch_size that fits",
             "compile": "compile the parts where they are made: part.compile() in the function of model=",
+            "nonfinite": "a step function makes several updates, of which one can't be skipped alone",
             "sync_batchnorm": "a step function calls the parts as it likes, so replicas can't meet in them",
         }
         for name, why in refused.items():

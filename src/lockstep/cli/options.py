@@ -27,6 +27,8 @@ SETTINGS = {
     "shuffle": "a new order for each epoch (default: true)",
     "accumulate": "micro-batches of each global batch (default: 1)",
     "clip-norm": "largest norm of all gradients together (default: none)",
+    "nonfinite": "raise, or skip: what to do with a loss or gradients that are not finite (default: raise)",
+    "nonfinite-limit": "updates in a row that may be skipped (default: 10)",
     "init": "weights to begin with: a safetensors file, a run, a folder with model.safetensors (default: none)",
     "init-strict": "refuse weights that don't all fit; false takes those that do (default: true)",
     "sync-batchnorm": "BatchNorm over all replicas (default: false)",

@@ -184,7 +184,8 @@ class HogwildStep(SingleStep):
             return Result(0.0, 0, batch.size)  # nothing of it is this rank's
         with self._part_of_rate(share / batch.size):
             result = super().update(dataclasses.replace(batch, size=share))
-        return Result(*result.sums, batch.size, result.sums.parts)
+        result.size = batch.size
+        return result
 
     @contextmanager
     def _part_of_rate(self, part: float) -> Iterator[None]:

@@ -138,6 +138,7 @@ class _Training(Setup):
             if self.ends_unevaluated:
                 self._evaluate_end()
             self.step.check()
+            self.step.skips.refuse_all()
             self.saves.finish()
             self.step.write_weights(self.folder.model)
             summary = self.summary(
@@ -361,6 +362,7 @@ class _Training(Setup):
             "epoch": self.epoch,
             "position": self.position,
             "step": self.world.step,
+            "skipped": self.step.skips.number,
             "partial": (*self.partial, self.partial.parts),
             "record": self.kept_record,
             "data": self.data,
@@ -379,6 +381,8 @@ class _Training(Setup):
         self.partial = Loss(*state["partial"])
         self.kept_record, self.data = state.get("record"), state.get("data", {})
         self.world.step = state["step"]
+        if self.step.together or self.world.is_first:
+            self.step.skips.number = state.get("skipped", 0)
         self.stopped = state.get("stopped") or ""
         self.stopped = "on_event" if self.stopped is True else self.stopped  # earlier versions
         self.evaluations.owed, self.evaluations.judged = state.get("owed", False), state.get("judged")

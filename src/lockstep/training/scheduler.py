@@ -99,8 +99,11 @@ def move_on(scheduler: Any, loss: float | Result | None, step: Step) -> None:
     with nullcontext() if _is_of_pytorch(scheduler) else step.whole_parameters():
         if not isinstance(scheduler, torch.optim.lr_scheduler.ReduceLROnPlateau):
             scheduler.step()
+        elif isinstance(loss, Result):
+            if not loss.skipped:
+                scheduler.step(loss.loss)
         elif loss is not None:
-            scheduler.step(loss.loss if isinstance(loss, Result) else loss)
+            scheduler.step(loss)
 
 
 def _is_of_pytorch(scheduler: Any) -> bool:

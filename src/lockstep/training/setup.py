@@ -277,12 +277,14 @@ class Setup:
         peaks = [peak for peaks in self.world.gather_objects(peak_memory(self.world)) for peak in peaks]
         named = ("train_loss", "eval_loss", "lr", "seconds", "samples_per_second")
         held = [loader.samples for loader in self.eval_loaders.values() if loader.samples is not None]
+        skipped = self.step.skips.over_ranks()
         summary = {
             "strategy": self.plan.strategy.name,
             "devices": self.devices,
             "world_size": self.world.size,
             "epochs": epoch,
             "steps": self.world.step,
+            "skipped_updates": skipped,
             "batch_size": self.job.batch_size,
             "shares": share_sizes(self.job.batch_size, self.world.layout.local_batches),
             "shapes": shapes,
@@ -297,7 +299,10 @@ class Setup:
         }
         if self.world.is_first:
             self.folder.write_json(self.folder.summary, summary)
-            self.world.tell(Line(f"done in {duration(seconds)}: {'  '.join(words_of(record))}"))
+            words = words_of(record)
+            if skipped:
+                words.append(f"{counted(skipped, 'update')} skipped")
+            self.world.tell(Line(f"done in {duration(seconds)}: {'  '.join(words)}"))
         return summary
 
 

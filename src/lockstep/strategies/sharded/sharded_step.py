@@ -207,6 +207,11 @@ class ShardedStep(DDPStep):
         self.grad_norm = norm = self.world.all_reduce(square).sqrt()
         scale_to_norm(gradient_values(self._parameters), norm, self._clip_norm)
 
+    def _gradients_are_finite(self) -> bool:
+        """Tell whether the shards of the gradients are finite on all ranks."""
+        unfit = torch.tensor(float(not super()._gradients_are_finite()), device=self.world.exchange_device)
+        return not self.world.all_reduce(unfit)
+
     def _optimize(self) -> None:
         with noted_draws(self.optimizer, looks=self.looks_again) as caveats:
             super()._optimize()

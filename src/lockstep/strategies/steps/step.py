@@ -38,9 +38,10 @@ from lockstep.model.losses.additivity import Piece
 from lockstep.model.losses.check_interval import is_power_of_two
 from lockstep.model.losses.loss import Loss, Number
 from lockstep.model.losses.loss_error import squeezing_explained
-from lockstep.model.optimizer import begin_momentum, clip_gradients, may_draw
+from lockstep.model.optimizer import begin_momentum, clip_gradients, gradient_values, may_draw
 from lockstep.strategies.steps import update_checks
 from lockstep.strategies.steps.calls import Calls
+from lockstep.strategies.steps.skipped_updates import NO_ITEMS, SkippedUpdates, no_items
 from lockstep.strategies.steps.update_result import Result, backward_factor, quotient
 from lockstep.tensors.pytree import copied_nest
 
@@ -62,6 +63,7 @@ class Step(Calls):
         seen: what was seen.
         caveats: gives where results differ from those of one device, by the settings of the model and the job.
         grad_norm: of the last update, before clipping, where that is computed; on an accelerator a tensor.
+        skips: counts the updates that were skipped.
     """
 
     reduces = False
@@ -86,7 +88,9 @@ class Step(Calls):
         self.grad_norm: Number | None = None
         self._said_read = set[str]()
         self._began: float | None = None  # where an update is timed
-        self._on_devices = update_checks.DeviceChecks()
+        self.skips = SkippedUpdates(job, world)
+        fused = self._scaler is None and getattr(optimizer, "_step_supports_amp_scaling", False)
+        self._on_devices = update_checks.DeviceChecks(self.skips, optimizer_skips=fused)
         self.caveats: Callable[[], list[Caveat]] = list
 
     # ---- one update -------------------------------------------------------------------------------------------------
@@ -94,8 +98,11 @@ class Step(Calls):
     def update(self, batch: Batch | None = None) -> Result:
         """One update on a batch of the loader; without one, on what ``backward`` has been given.
 
+        An update whose loss counts no item is skipped. With ``nonfinite="skip"`` an update whose
+        loss or gradients aren't finite is skipped too; the host waits for an accelerator then.
+
         Raises:
-            RunError: the batch's loss counts no item.
+            RunError: the loss counted no item in too many batches in a row.
             StrategyError: the model does in forward what can't be kept.
             NonFiniteLoss: the loss is NaN or infinite (on accelerators found some steps later, to save waiting).
             OutOfMemory: with the share that was too large.
@@ -106,8 +113,10 @@ class Step(Calls):
             self.begin_update(batch)
         with self.explained(batch):
             loss = loss or self.checked_gradients(batch)
-            self._move_parameters(batch.size, loss.count)
-        return self._ended(loss, batch.size)
+            skipped = self._is_skipped(loss)
+            if not skipped:
+                self._move_parameters(batch.size, loss.count)
+        return self._ended(loss, batch.size, skipped=skipped)
 
     def begin_update(self, batch: Batch) -> None:
         """Count it, and look at what the model makes of a batch, where that is looked at."""
@@ -152,7 +161,7 @@ class Step(Calls):
                 raise
             raise known from error
 
-    def _ended(self, loss: Loss, size: int) -> Result:
+    def _ended(self, loss: Loss, size: int, *, skipped: bool = False) -> Result:
         """After an update."""
         line = None  # how often the loss is checked from now on
         if self._began is not None:
@@ -163,8 +172,10 @@ class Step(Calls):
         if self.world.size == 1:
             self.stopping = self.world.asked_to_stop()
         result = self.result_of(loss, size)
+        result._skipped = skipped
         if self._on_accelerator:
-            self._on_devices.note_result(result, self.world.step)
+            if not (skipped or self.skips.nonfinite):  # else the host has read it
+                self._on_devices.note_result(result, self.world.step)
             if self.world.step % 50 == 0:
                 self.check()
                 self.stopping = self.stopping or self._on_devices.asked_to_stop()
@@ -245,6 +256,42 @@ class Step(Calls):
         A gradient that no device computed is None. Gives the total, the count and the parts of the global batch.
         """
 
+    def _is_skipped(self, loss: Loss) -> bool:
+        """Decide whether to skip this update, and count and log it then."""
+        if self._on_accelerator and not self.skips.nonfinite:
+            on_device = isinstance(loss.count, torch.Tensor)
+            if self._on_devices.optimizer_skips:  # it reads the count there, so the host doesn't
+                found = (loss.count == 0).float() if on_device else None
+                self.optimizer.found_inf = found  # type: ignore[attr-defined]
+            if on_device:
+                return False
+        why = self._why_skipped(loss)
+        if why is None:
+            self.skips.in_a_row = 0
+            return False
+        self.skips.add(why, self.world.step)
+        # Else PyTorch's schedulers warn that they were called before the optimizer.
+        self.optimizer._opt_called = True  # type: ignore[attr-defined]
+        return True
+
+    def _why_skipped(self, loss: Loss) -> str | None:
+        """Give the reason to skip this update, on all ranks alike; this waits for an accelerator."""
+        if float(loss.count) == 0:
+            return NO_ITEMS
+        if not self.skips.nonfinite:
+            return None
+        if not math.isfinite(float(loss.total)):
+            return "the loss became NaN or infinite"
+        # (The scaler of fp16 skips gradients that overflow, and halves its scale.)
+        if self._scaler is None and not self._gradients_are_finite():
+            return "a gradient became NaN or infinite"
+        return None
+
+    def _gradients_are_finite(self) -> bool:
+        """Tell whether the gradients of this process are finite; this waits for an accelerator."""
+        values = [grad for grad in gradient_values(self._parameters) if grad.numel()]
+        return math.isfinite(nn.utils.get_total_norm(values, math.inf))
+
     def _move_parameters(self, size: int, count: Number) -> None:
         """With gradients of a batch of so many samples, of which the loss counted so many items."""
         if self._scaler is not None:
@@ -272,7 +319,7 @@ class Step(Calls):
         if isinstance(count, torch.Tensor) and not self._on_accelerator:
             count = float(count)
         if not isinstance(count, torch.Tensor) and count == 0:
-            raise update_checks.no_items(self.world.step)
+            raise no_items(self.world.step)
         if self._by_count or (not isinstance(count, torch.Tensor) and count == size):
             return
         grads = [p.grad for p in self._parameters if p.grad is not None]
@@ -315,8 +362,9 @@ class Step(Calls):
             observer.forwarded(where, part, outputs)
         if given is not None and self.loss_check.wants(self._updates, closer=self.looks_again):
             self._check_loss(*given, part.size, loss)
-        if self._waits:
-            update_checks.refuse_not_finite(total, model, part, outputs, self.world, where, first=self._updates == 1)
+        if self._waits and not self.skips.takes_nonfinite:
+            is_first = self._updates == self.skips.in_a_row + 1
+            update_checks.refuse_not_finite(total, model, part, outputs, self.world, where, first=is_first)
         if not total.requires_grad and self._parameters:
             update_checks.refuse_counted(loss)
             return update_checks.with_graph(loss, outputs) if self.waits_in_backward else loss

@@ -23,6 +23,7 @@ from lockstep.model.losses.additivity import kept_generators
 from lockstep.model.losses.loss import Loss, Totalled
 from lockstep.model.losses.loss_check import LossCheck
 from lockstep.model.nonfinite import why_not_finite
+from lockstep.strategies.steps.skipped_updates import NO_ITEMS, SkippedUpdates, not_finite
 from lockstep.strategies.steps.update_result import Result, read
 from lockstep.tensors.pytree import each, tensors
 
@@ -30,9 +31,16 @@ _NOT_FINITE, _NO_ITEMS, _NOT_ADDITIVE = "not finite", "no items", "not additive"
 
 
 class DeviceChecks:
-    """Remembers what updates on accelerators came to, until it is asked for the first one that was wrong."""
+    """Remembers what updates on accelerators came to, until it is asked for the first one that was wrong.
 
-    def __init__(self) -> None:
+    Args:
+        skips: counts the skipped updates.
+        optimizer_skips: whether the optimizer itself skips a batch that counts nothing.
+    """
+
+    def __init__(self, skips: SkippedUpdates, *, optimizer_skips: bool) -> None:
+        self._skips = skips
+        self.optimizer_skips = optimizer_skips
         self._results: list[tuple[int, Result]] = []
         self._first: dict[torch.device, torch.Tensor] = {}
         self._asked: list[torch.Tensor] = []
@@ -68,26 +76,25 @@ class DeviceChecks:
         """
         found = [(int(step), _NOT_ADDITIVE) for step in self._first.values()]
         for (step, _), (total, count) in zip(self._results, read([r for _, r in self._results]), strict=True):
+            if count == 0 and self.optimizer_skips:
+                self._skips.add(NO_ITEMS, step)
+                continue
             if count == 0:
                 found.append((step, _NO_ITEMS))
             elif not math.isfinite(total):
                 found.append((step, _NOT_FINITE))
+            self._skips.in_a_row = 0
         self._results.clear()
         step, what = min((one for one in found if one[0]), default=(0, ""))
         if what == _NOT_FINITE:
-            raise NonFiniteLoss(
-                f"the loss became NaN or infinite at step {step} on rank {world.rank} ({world.device}): "
-                "look at that batch, try a smaller learning rate, or clip_norm"
-            )
+            raise not_finite("the loss became NaN or infinite", step, world)
         if what == _NO_ITEMS:
-            raise no_items(step)
+            raise RunError(
+                f"step {step}: the loss counted 0 items in the batch: are all targets ignored? "
+                'Use nonfinite="skip" or a fused optimizer to skip such updates on an accelerator'
+            )
         if what == _NOT_ADDITIVE:
             raise loss_check.found_later(step)
-
-
-def no_items(step: int) -> RunError:
-    """The error of a batch without an item that counts."""
-    return RunError(f"step {step}: the loss counted 0 items in the batch: are all targets ignored?")
 
 
 def refuse_counted(loss: Loss, where: str = "") -> None:

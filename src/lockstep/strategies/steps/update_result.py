@@ -26,7 +26,7 @@ class Result:
         size: the samples of the global batch.
     """
 
-    __slots__ = ("_parts", "_read", "count", "size", "total")
+    __slots__ = ("_parts", "_read", "_skipped", "count", "size", "total")
 
     def __init__(
         self, total: Number, count: Number, size: int, parts: Mapping[str, tuple[Number, Number]] | None = None
@@ -35,12 +35,21 @@ class Result:
         self.count = count
         self.size = size
         self._parts = parts or {}
+        self._skipped = False
         self._read: Loss | None = None
 
     @property
     def loss(self) -> float:
         """The loss of the global batch; NaN where nothing was counted. On an accelerator, asking waits for it."""
         return read([self])[0].means("")["loss"]
+
+    @property
+    def skipped(self) -> bool:
+        """Whether the update was skipped (`lockstep.strategies.steps.skipped_updates`).
+
+        On an accelerator, asking may wait for it.
+        """
+        return self._skipped or read([self])[0].count == 0
 
     @property
     def parts(self) -> dict[str, float]:
@@ -170,7 +179,9 @@ class Sums:
         self._waiting: list[Result] = []
 
     def add(self, result: Result) -> None:
-        """Add one more; an accelerator isn't waited for, but for fifty results together."""
+        """Add one more, unless it was skipped; an accelerator isn't waited for, but for fifty results together."""
+        if result._skipped:
+            return
         self._waiting.append(result)
         if len(self._waiting) == 50 or _there(result.total) is _there(result.count) is None:
             self.read()
