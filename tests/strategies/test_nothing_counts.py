@@ -81,7 +81,13 @@ def zero_as_tensor(outputs: Tensor, targets: Tensor) -> tuple[Tensor, Any]:
     return zero_for_none(outputs, targets)[0], (targets != NOTHING).sum()
 
 
-@pytest.mark.parametrize("loss", [zero_as_float, zero_as_tensor])
+def mean_times_count(outputs: Tensor, targets: Tensor) -> tuple[Tensor, Any]:
+    """The mean of no target is NaN."""
+    count = int((targets != NOTHING).sum())
+    return nn.functional.cross_entropy(outputs, targets, ignore_index=NOTHING) * count, count
+
+
+@pytest.mark.parametrize("loss", [zero_as_float, zero_as_tensor, mean_times_count])
 @pytest.mark.parametrize("way", ["dp", pytest.param(OVERLAPPED, marks=pytest.mark.slow)])
 def test_a_count_of_zero_may_be_of_any_kind(way: Any, loss: Any) -> None:
     assert parity(JOB, way, "2xcpu", loss=loss).worst < 1e-10

@@ -362,6 +362,8 @@ class Step(Calls):
             observer.forwarded(where, part, outputs)
         if given is not None and self.loss_check.wants(self._updates, closer=self.looks_again):
             self._check_loss(*given, part.size, loss)
+        if self._waits and loss.count == 0 and not math.isfinite(total.item()):  # a mean of none, times 0
+            total, _ = loss = Loss(torch.zeros_like(total.detach()), loss.count, loss.parts)
         if self._waits and not self.skips.takes_nonfinite:
             is_first = self._updates == self.skips.in_a_row + 1
             update_checks.refuse_not_finite(total, model, part, outputs, self.world, where, first=is_first)
