@@ -226,8 +226,9 @@ class Callbacks:
                 self._step.tell_once([f"{text}: if it needs no parameters, set needs_model = False"])
 
     def _held_by_callbacks(self) -> dict[str, bytes]:
-        """A hash of each attribute of those that have no ``state_dict``; of the model's tensors, of their names."""
-        without = {n: one for n, one in self._by_name.items() if type(one).state_dict is Callback.state_dict}
+        """A hash of each attribute of a person's own without ``state_dict``; of the model's tensors, of their names."""
+        own = {name: one for name, one in self._by_name.items() if _is_own(one)}
+        without = {name: one for name, one in own.items() if type(one).state_dict is Callback.state_dict}
         held = ((f'"{key}" of {name}', value) for name, one in without.items() for key, value in vars(one).items())
         return prints_of(held, functools.partial(names_in, self._step.model))
 

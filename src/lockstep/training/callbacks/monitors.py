@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import struct
 import zlib
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
 
 import torch
 from torch import nn
@@ -71,6 +72,14 @@ class Sampler(Callback):
                 path.with_suffix(".png").write_bytes(png_of(made))
             else:
                 path.with_suffix(".txt").write_text(made if isinstance(made, str) else "\n".join(made))
+
+    def state_dict(self) -> dict[str, Any]:
+        """Give the number of evaluations so far."""
+        return {"evaluations": self._evaluations}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Go on counting from there."""
+        self._evaluations = state["evaluations"]
 
 
 def png_of(pictures: torch.Tensor) -> bytes:
