@@ -95,6 +95,7 @@ class Job:
             comes from ``model`` again wherever it is needed, and must be the same then (a SHA-256 is compared).
         loader_workers: processes that fetch samples, for each rank; None chooses by the cores and the dataset. A
             stream has at most one, which reads ahead: each further one would read all of it.
+        tensorboard: also write events for TensorBoard, in the run's folder.
         on_event: functions called with each ``Event`` on rank 0; one that returns ``"stop"`` ends the training.
         callbacks: ``lockstep.Callback`` objects, whose methods are called on every rank with the model: early stopping,
             averaged weights, freezing, ... (see ``lockstep.callbacks``).
@@ -140,6 +141,7 @@ class Job:
     keep: int = 2
     save_frozen: bool = True
     loader_workers: int | None = None
+    tensorboard: bool = False
     on_event: Sequence[Callable[[Any], str | None]] = ()
     callbacks: Sequence[Any] = ()
 

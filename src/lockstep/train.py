@@ -43,7 +43,6 @@ def train(
     resume: str | Path | None = None,
     folder: str | Path = "runs",
     backend: str | None = None,
-    tensorboard: bool = False,
     profile: bool = False,
     quiet: bool = False,
     audit: bool = False,
@@ -66,7 +65,6 @@ def train(
             torchrun has started again go on with their run by themselves.
         folder: where the run's folder is made.
         backend: of the process group, instead of the devices' own.
-        tensorboard: also write events for TensorBoard.
         profile: profile a few steps: a trace for each rank, and a table of where the time goes (docs/profile.md).
         quiet: print nothing.
         audit: write down the samples of each step, for ``lockstep audit`` (see lockstep.training.audit).
@@ -116,7 +114,7 @@ def train(
             raise InputError(f"restarts: {'torchrun has --max-restarts' if torchrun else one}")
         run = RunFolder(begun) if begun is not None else RunFolder.new(folder, f"{name}-{way.name}") if first else None
         path = None if run is None else str(run.path.resolve())
-        plan = Plan(job, way, name, path, config is not None, tensorboard, profile, audit, timeout)
+        plan = Plan(job, way, name, path, config is not None, profile, audit, timeout)
         plan = dataclasses.replace(plan, again=again, batch_size_per_device=batch_size_per_device)
         if isinstance(job, Job) and not torchrun and not needs_one_process(way, chosen):
             plan = dataclasses.replace(plan, variables=variables_of(job))

@@ -21,6 +21,7 @@ from torch.utils.data import Subset, TensorDataset
 
 import lockstep
 from lockstep import Job, evaluate, train
+from lockstep.cli.command import main
 from lockstep.errors import FolderError, InputError, JobError, StrategyError
 from lockstep.launch.world import current
 from lockstep.strategies.ddp import DDP
@@ -337,6 +338,32 @@ def test_single_on_two_devices_and_a_strategy_that_does_not_exist_are_refused() 
 def test_tensorboard_events_are_written(tmp_path: Path) -> None:
     run = train(classify(), folder=tmp_path, quiet=True, tensorboard=True)
     assert any(path.name.startswith("events.out") for path in run.folder.iterdir())
+
+
+TINY_JOB = """
+import lockstep, torch
+
+def job():
+    data = torch.utils.data.TensorDataset(torch.ones(8, 6), torch.zeros(8, dtype=torch.int64))
+    return lockstep.Job(
+        model=lambda: torch.nn.Linear(6, 3), loss=torch.nn.CrossEntropyLoss(),
+        optimizer=lambda p: torch.optim.SGD(p, lr=0.1), train_data=data, batch_size=4)
+"""
+
+
+def test_tensorboard_is_a_setting_that_a_resumed_run_follows(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It was an option of the command, and a resumed run wrote no more events without a line."""
+    (tmp_path / "tiny.py").write_text(TINY_JOB)
+    monkeypatch.chdir(tmp_path)
+    assert main(["train", "tiny.py", "--tensorboard", "--devices", "1xcpu"]) == 0
+    (folder,) = tmp_path.glob("runs/*")
+    assert json.loads((folder / "config.json").read_text())["settings"]["tensorboard"] is True
+    (events,) = folder.glob("events.out*")
+    events.unlink()
+    assert main(["train", "--resume", str(folder), "--epochs", "2"]) == 0
+    assert len(list(folder.glob("events.out*"))) == 1
+    assert main(["train", "--resume", str(folder), "--epochs", "3", "--tensorboard", "false"]) == 0
+    assert len(list(folder.glob("events.out*"))) == 1
 
 
 class OwnGenerator(torch.utils.data.Dataset):

@@ -46,6 +46,7 @@ SETTINGS = {
     "keep": "checkpoints, the newest (default: 2)",
     "save-frozen": "in checkpoints and weights, what the model has frozen; false builds it anew (default: true)",
     "loader-workers": "processes that fetch, for each rank (default: by the cores and the dataset)",
+    "tensorboard": "also write events for TensorBoard (default: false)",
 }
 """The settings of a Job, as options. A test holds this list against Job's own."""
 
@@ -58,6 +59,7 @@ _SWITCHES = {
     "keep-memory",
     "compile",
     "save-frozen",
+    "tensorboard",
 }
 
 

@@ -41,7 +41,6 @@ def add_train(commands: Any) -> None:
         metavar="N",
         help="samples that each replica computes at once: batch-size is that x replicas x accumulate",
     )
-    parser.add_argument("--tensorboard", action="store_true", help="also write events for TensorBoard")
     parser.add_argument("--profile", action="store_true", help="show where the time of a few steps goes; write traces")
     parser.add_argument("--audit", action="store_true", help="write down the samples of each step: lockstep audit RUN")
     parser.add_argument(
@@ -95,7 +94,6 @@ def _train(options: argparse.Namespace) -> int:
         resume=options.resume,
         folder=options.folder,
         backend=options.backend,
-        tensorboard=options.tensorboard,
         profile=options.profile,
         audit=options.audit,
         grace=options.grace,

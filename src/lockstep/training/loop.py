@@ -83,7 +83,7 @@ class _Training(Setup):
         self.logs: Logs | None = None
         self.recent = Loss(0.0, 0.0)  # of the steps since the last log of an earlier process
         self.shapes: dict[str, Any] = {}
-        self.told = Teller(self.step, job, folder, plan.tensorboard)
+        self.told = Teller(self.step, job, folder)
         self.copies = WorkerCopies(self.step, self.loader)
         self.callbacks = Callbacks(job, self.step, folder.path, self.told)
         self.saves = Saves(job, folder, self.step, self.scheduler, self.train_data, self.loader, self.callbacks)

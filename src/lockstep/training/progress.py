@@ -93,10 +93,10 @@ class WorkerCopies:
 class Teller(Callback):
     """Passes on what happens, on rank 0: to the records, TensorBoard, the display, and the person's functions."""
 
-    def __init__(self, step: Step, job: Job, folder: RunFolder, tensorboard: bool) -> None:
+    def __init__(self, step: Step, job: Job, folder: RunFolder) -> None:
         self._step, self._folder = step, folder
         self._functions: list[Any] = list(job.on_event) if step.world.is_first else []
-        self._tensorboard = tensorboard and step.world.is_first
+        self._tensorboard = job.tensorboard and step.world.is_first
         self._writer: Any = None
 
     def on_start(self, training: TrainingContext) -> None:

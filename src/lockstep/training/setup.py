@@ -52,7 +52,6 @@ class Plan:
     name: str  # what the job is called
     folder: str | None  # None on a rank that hears of it from rank 0
     resume: bool = False  # go on from the folder's state
-    tensorboard: bool = False  # write events for it
     profile: bool = False  # profile some steps
     audit: bool = False  # write down the samples of each step
     timeout: float = 0.0  # seconds without progress after which the run ends; 0 is never
