@@ -323,51 +323,6 @@ def test_momentum_that_a_callback_takes_away_begins_anew(way: str, tmp_path: Pat
     assert all((found[name] - wanted[name]).abs().max() < 1e-12 for name in wanted)
 
 
-class Deepening(nn.Module):
-    """Layers that are used one after the other, a temperature that it counts itself, and a mask that isn't saved."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.layers, self.out = nn.ModuleList(nn.Linear(6, 6) for _ in range(3)), nn.Linear(6, 3)
-        self.depth, self.seen = 1, {"steps": 0}
-        self.register_buffer("mask", torch.ones(6).double(), persistent=False)
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        self.seen["steps"] += self.training
-        for layer in self.layers[: self.depth]:
-            x = x + torch.tanh(layer(x))
-        return self.out(x * self.mask) / max(0.3, 0.9 ** self.seen["steps"])
-
-
-class Deepens(Callback):
-    def __init__(self, masks: bool) -> None:
-        self.masks = masks
-
-    def on_epoch(self, training: TrainingContext) -> None:
-        training.model.depth = min(3, training.epoch + 1)
-        if self.masks:
-            training.model.mask[:3] = 0.5
-
-
-@pytest.mark.parametrize("way", ["single", "ddp", slow("dp"), slow("fsdp")])
-def test_evaluations_of_a_run_have_the_attributes_that_were_changed_in_training(way: str, tmp_path: Path) -> None:
-    """Found by trial: evaluate, predict and Run.model() computed with one layer of three, without a line."""
-    its = job(Deepens(masks=False), EMA(0.5), model=Deepening, epochs=3)
-    run = trained(its, way, tmp_path)
-    for weights in (None, "ema.safetensors"):
-        assert run.model(weights).depth == 3 and run.model(weights).seen == {"steps": 12}
-    loss = run.history[-1]["eval_loss"]
-    assert abs(lockstep.evaluate(run, weights="ema.safetensors", devices="1xcpu")["loss"] - loss) < 1e-12
-    best = max(run.history, key=lambda record: -record["eval_loss"])
-    assert run.model(best=True).depth == min(3, best["epoch"] + 1)
-    assert its.model().depth == 1
-
-
-def test_buffers_that_no_file_of_weights_has_are_said(tmp_path: Path, capfd: Any) -> None:
-    lockstep.train(job(Deepens(masks=True), model=Deepening), devices="1xcpu", folder=tmp_path)
-    assert 'buffer "mask" changes in training, and isn\'t persistent: evaluate, predict' in capfd.readouterr().out
-
-
 class Held(Callback):
     def __init__(self) -> None:
         self.lock = threading.Lock()
@@ -411,27 +366,13 @@ class Counting(Callback):
         self.steps += 1
 
 
-class Wrapping(torch.optim.SGD):
-    """Has a state of its own beside that of SGD, in which another optimizer keeps its momentum."""
-
-    def __init__(self, named: Any) -> None:
-        super().__init__(list(named), lr=0.1)
-        held = [p for group in self.param_groups for p in group["params"]]
-        self.inner, self.held, self.calls = torch.optim.SGD(held, lr=0.1, momentum=0.9), held, 0
-
-    def step(self, closure: Any = None) -> Any:
-        self.calls += 1
-        return self.inner.step(closure)
-
-
-def test_what_callbacks_and_optimizers_hold_and_no_checkpoint_keeps_is_said(tmp_path: Path, capfd: Any) -> None:
-    """Found by trial: resumed runs were 5 and 7 % off without a line."""
-    its = job(Counting(), Stops(9), lockstep.callbacks.Freeze("0", until=1), optimizer=Wrapping, epochs=1)
+def test_what_callbacks_hold_and_no_checkpoint_keeps_is_said(tmp_path: Path, capfd: Any) -> None:
+    """Found by trial: resumed runs were 5 % off without a line."""
+    its = job(Counting(), Stops(9), lockstep.callbacks.Freeze("0", until=1), epochs=1)
     lockstep.train(its, strategy="single", devices="1xcpu", folder=tmp_path)
     said = " ".join(capfd.readouterr().out.split())
-    assert said.count("no checkpoint keeps it") == 3
-    for what in ('callbacks: "steps" of Counting', '"inner" of the optimizer', '"calls" of the optimizer'):
-        assert f"note: {what} changes in training, and no checkpoint keeps it" in said
+    assert said.count("no checkpoint keeps it") == 1
+    assert 'note: callbacks: "steps" of Counting changes in training, and no checkpoint keeps it' in said
 
 
 class Stretched(torch.utils.data.Dataset[Any]):

@@ -24,11 +24,19 @@ from lockstep.tensors.pytree import is_lazy
 from lockstep.tensors.row_shard import RowShard
 from lockstep.tensors.state_tree import decoded, encoded
 
-TREE, _ATTRIBUTES, _SUM = "tree", "attributes", "sha256"
-"""Of a file's metadata: what is no tensor, as ``tensors.state_tree`` gives it, attributes, and the sum of all."""
+TREE, _SUM = "tree", "sha256"
+"""Of a file's metadata: what is no tensor, as ``tensors.state_tree`` gives it, and the sum of all."""
+
+EXTRA_STATE = "_extra_state"
+"""PyTorch's name of a module's extra state in a state dict, after the name of the module."""
 
 _SHOWN = 5
 """Names that a line has at most."""
+
+
+def is_extra_state(name: str) -> bool:
+    """Whether a name of a state dict is that of a module's extra state."""
+    return name.rpartition(".")[2] == EXTRA_STATE
 
 
 def weights_on_cpu(weights: Mapping[str, Any]) -> dict[str, Any]:
@@ -39,7 +47,6 @@ def weights_on_cpu(weights: Mapping[str, Any]) -> dict[str, Any]:
 def save_weights(
     path: Path,
     weights: Mapping[str, Any],
-    attributes: Mapping[str, Any] | None = None,
     *,
     joined: Callable[[str, torch.Tensor], torch.Tensor] | None = None,
     writes: bool = True,
@@ -52,7 +59,6 @@ def save_weights(
     Args:
         path: the file.
         weights: by name; of a tensor of which ranks have some rows each, this rank's.
-        attributes: of the model, that aren't as it is built: numbers, texts, lists and dicts of them.
         joined: gives the whole of such a tensor by its name and this rank's rows; every rank calls it.
         writes: else this rank only takes part in that.
 
@@ -80,8 +86,6 @@ def save_weights(
 
     beside = path.with_name(f".{path.name}.part")
     metadata = {"format": "pt", TREE: json.dumps(tree), _SUM: _sum_of(tensors, json.dumps(tree), whole)}
-    if attributes:
-        metadata[_ATTRIBUTES] = json.dumps(encoded(dict(attributes))[0])
     try:
         write_tensors(beside, tensors, metadata, whole)
         os.replace(beside, path)
@@ -211,13 +215,6 @@ def take_weights(model: nn.Module, path: Path) -> None:
     model.load_state_dict(weights, strict=False)
 
 
-def attributes_of(path: Path) -> dict[str, Any]:
-    """The attributes that ``save_weights`` was given; the file is one."""
-    with safe_open(path, framework="pt") as file:
-        attributes: dict[str, Any] = decoded(json.loads((file.metadata() or {}).get(_ATTRIBUTES, "{}")), {})
-    return attributes
-
-
 def misfits(own: Mapping[str, Any], weights: Mapping[str, Any], source: str) -> tuple[list[str], dict[str, Any]]:
     """What weights don't have of a model's ``own``, have in another shape, or beyond it: a line each; and what fits.
 
@@ -226,8 +223,10 @@ def misfits(own: Mapping[str, Any], weights: Mapping[str, Any], source: str) -> 
     fitting = {name: value for name, value in weights.items() if name in own and _is_like(value, own[name])}
     tied = {_place(own[name]) for name in fitting} - {None}
     others = [name for name in weights if name in own and name not in fitting]
+    missing = [name for name in own if name not in weights and _place(own[name]) not in tied]
+    missing = [name for name in missing if not is_extra_state(name)]  # (each replica had its own)
     kinds = {
-        f"not in {source}": [name for name in own if name not in weights and _place(own[name]) not in tied],
+        f"not in {source}": missing,
         f"of another shape in {source}": [f"{n} {_shape(weights[n])}, not {_shape(own[n])}" for n in others],
         f"not of this model in {source}": [name for name in weights if name not in own],
     }

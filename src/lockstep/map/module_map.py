@@ -24,7 +24,7 @@ from lockstep.errors import InputError, ItemFailed, told
 from lockstep.launch.devices import Device
 from lockstep.map.map_worker import named
 from lockstep.map.shared_values import copied
-from lockstep.model.model_settings import has_own_train
+from lockstep.model.modes import has_own_train
 from lockstep.parallel.replicate import replicate
 from lockstep.tensors.pytree import call, described, each, named_parts, parts, rebuilt, tensors, to_device
 from lockstep.tensors.seeding import seed_on

@@ -12,7 +12,7 @@ import torch
 from torch import nn
 
 from lockstep.checkpoint.initial_weights import begin_with
-from lockstep.checkpoint.weights import attributes_of, take_weights
+from lockstep.checkpoint.weights import take_weights
 from lockstep.data import batches, resolve
 from lockstep.errors import JobError, LockstepError, told
 from lockstep.job import Job
@@ -20,8 +20,8 @@ from lockstep.launch.events import Caveat, Line
 from lockstep.launch.world import World
 from lockstep.model.activation_checkpointing import checkpoint_blocks
 from lockstep.model.given_modules import given_parts, take
-from lockstep.model.inspection import attribute_tensors, set_attributes
-from lockstep.model.model_settings import in_evaluation_mode
+from lockstep.model.inspection import attribute_tensors
+from lockstep.model.modes import in_evaluation_mode
 from lockstep.model.precision import convert_model
 from lockstep.tensors.digest import digest
 from lockstep.tensors.placing import place_module
@@ -119,7 +119,7 @@ def _lay_out(model: nn.Module) -> None:
 
 
 def trained_model(job: Job, weights: Path) -> nn.Module:
-    """The job's model with the weights and attributes of a run, in the job's number format, on the CPU.
+    """The job's model with the weights of a run, in the job's number format, on the CPU.
 
     Raises:
         FolderError: the weights aren't there, or another model's.
@@ -132,7 +132,6 @@ def trained_model(job: Job, weights: Path) -> nn.Module:
         take(job, model, loads=True)
     convert_model(model, job.precision)  # before the weights, which are in that format
     take_weights(model, weights)
-    set_attributes(model, attributes_of(weights))
     return model
 
 

@@ -12,7 +12,6 @@ from torch.optim.optimizer import _global_optimizer_post_hooks, _global_optimize
 
 from lockstep.errors import InputError, JobError, told
 from lockstep.job import Job, NamedParameters
-from lockstep.model.inspection import prints_of
 from lockstep.model.optimizers import Optimizers
 
 REPLACED = (
@@ -183,30 +182,6 @@ def is_hooked(optimizer: torch.optim.Optimizer) -> bool:
 def is_of_pytorch(optimizer: torch.optim.Optimizer) -> bool:
     """Whether its class is one of PyTorch's own."""
     return f"{type(optimizer).__module__}.".startswith("torch.optim.")  # (Adafactor's is "torch.optim")
-
-
-def optimizer_prints(optimizer: torch.optim.Optimizer, model: nn.Module) -> dict[str, bytes]:
-    """A hash of what a person's own optimizer holds beside its groups and its state, which no checkpoint keeps."""
-    if isinstance(optimizer, Optimizers):
-        every = [(name, optimizer_prints(one, model)) for name, one in optimizer.by_name.items()]
-        return {f"{name}.{key}": its for name, found in every for key, its in found.items()}
-    if is_of_pytorch(optimizer):
-        return {}
-    held = {name: value for name, value in vars(optimizer).items() if name not in _OF_EVERY_OPTIMIZER}
-    for name, inner in held.items():
-        if isinstance(inner, torch.optim.Optimizer):  # that it wraps, perhaps with its own state
-            held[name] = None if inner.state is optimizer.state else dict(inner.state)
-    names = _names_of(model)
-    return prints_of(((name, value) for name, value in held.items() if not callable(value)), lambda: names)
-
-
-_OF_EVERY_OPTIMIZER = {
-    *vars(torch.optim.Optimizer([torch.zeros(1)], {})),
-    "_opt_called",
-    "_step_supports_amp_scaling",
-    "grad_scale",
-    "found_inf",
-}
 
 
 def clip_gradients(parameters: list[nn.Parameter], largest: float) -> torch.Tensor:

@@ -15,7 +15,7 @@ refreshed once a step.
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any, ClassVar, Literal, TypeVar, cast
@@ -162,6 +162,11 @@ class DPStep(Step):
             self._streams[i].manual_seed(key)
         elif not device.is_slot:
             seed_on(device.torch, key)
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Take over what ``state_dict`` gave; each replica keeps its own extra state."""
+        super().load_state_dict(state)
+        self._leave_own()
 
     @contextmanager
     def evaluating(self) -> Iterator[None]:

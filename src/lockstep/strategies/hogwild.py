@@ -43,7 +43,7 @@ from lockstep.launch.layout import Layout
 from lockstep.launch.world import World
 from lockstep.model.build import buffers_of, build_model
 from lockstep.model.losses.loss import Loss
-from lockstep.model.model_settings import has_own_train
+from lockstep.model.modes import has_own_train
 from lockstep.model.optimizer import build_optimizer
 from lockstep.strategies.rank_tensors import take_first
 from lockstep.strategies.shared_weights import SharedWeights

@@ -109,7 +109,7 @@ class _Training(Setup):
             self.world.tell(told_of)
         self.step.tell_once(self.step.caveats() if self.world.is_first else ())
         self.callbacks.call("start", self.epoch, {})
-        self.step.take_settings()
+        self.step.tell_what_is_not_kept()
         if self.plan.profile:
             to_go = None if self.steps is None else self.steps - self.world.step
             self.profiler = Profiler(self.world, self.step, self.folder, to_go)

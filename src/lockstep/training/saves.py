@@ -135,11 +135,9 @@ class Saves:
                 if shards:
                     self._step.write_weights(self._folder.best)
                 else:  # (anew: it may have put other tensors in the place of those in the state)
-                    weights = {**self._step.weights(), **self._step.left_out}
-                    beside = self._step.beside_weights()
+                    weights = self._step.weights_for_file()
                     if self._world.is_first:
-                        before = partial(save_weights, self._folder.best, weights_on_cpu(weights), beside)
-
+                        before = partial(save_weights, self._folder.best, weights_on_cpu(weights))
         whole = {
             **state,
             **self._beside(place, whole=not shards),

@@ -5,7 +5,6 @@ from lockstep.model.inspection.attributes import (
     attribute_place,
     attribute_prints,
     attribute_tensors,
-    changed_attributes,
     detached_attributes,
     holding_on,
     holds_on_to,
@@ -14,7 +13,6 @@ from lockstep.model.inspection.attributes import (
     kept_state,
     names_in,
     prints_of,
-    set_attributes,
 )
 from lockstep.model.inspection.backward import comes_from_within
 from lockstep.model.inspection.code_names import hash_of
@@ -41,7 +39,6 @@ __all__ = [
     "attribute_place",
     "attribute_prints",
     "attribute_tensors",
-    "changed_attributes",
     "comes_from_within",
     "detached_attributes",
     "drawing_nothing",
@@ -61,7 +58,6 @@ __all__ = [
     "names_in",
     "names_used_by",
     "prints_of",
-    "set_attributes",
     "without_noise",
     "writes_in_place",
 ]

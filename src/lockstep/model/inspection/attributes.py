@@ -129,44 +129,6 @@ def attribute_place(model: nn.Module, name: str) -> tuple[dict[str, Any], str]:
     return vars(model.get_submodule(around)), own
 
 
-def changed_attributes(model: nn.Module, before: Mapping[str, bytes]) -> tuple[dict[str, Any], list[str]]:
-    """What has changed since ``attribute_prints`` gave ``before``.
-
-    Returns:
-        values: by name, those of numbers, texts, tensors, and lists, tuples and dicts of them.
-        others: names of attributes that are something else.
-    """
-    values: dict[str, Any] = {}
-    others = []
-    for name, now in attribute_prints(model).items():
-        if before.get(name) != now:
-            of, own = attribute_place(model, name)
-            try:
-                values[name] = _kept(of[own])
-            except TypeError:
-                others.append(name)
-    return values, others
-
-
-def set_attributes(model: nn.Module, values: Mapping[str, Any]) -> None:
-    """Give modules what ``changed_attributes`` gave; tensors stay on the device that the attribute's are on."""
-    prints, names = prints_of(values.items()), dict[int, list[str]]()
-    for name, module in model.named_modules() if prints else ():
-        for key, its in vars(module).items():
-            names.setdefault(id(its), []).append(f"{name}.{key}" if name else key)
-    for name, value in values.items():
-        around, _, own = name.rpartition(".")
-        module = model.get_submodule(around)
-        now = getattr(module, own, None)
-        shared = all(prints.get(n) == prints.get(name) for n in names.get(id(now), []))
-        if shared and type(now) is type(value) and isinstance(value, list | dict):
-            put_back(now, value.copy())  # (so that all have it who hold the object: layers, a callback)
-        elif isinstance(value, torch.Tensor) and isinstance(now, torch.Tensor):
-            setattr(module, own, value.to(now.device))
-        else:
-            setattr(module, own, value)
-
-
 @contextlib.contextmanager
 def kept_state(objects: Sequence[Any], known: Mapping[int, OutsideVariables] | None = None) -> Iterator[None]:
     """Put back afterwards what models and losses hold now: buffers, attributes, variables outside of them.
@@ -261,18 +223,6 @@ def is_plain(value: Any) -> bool:
     elif not isinstance(value, list | tuple):
         return isinstance(value, PLAIN)
     return all(isinstance(item, PLAIN) for item in value)
-
-
-def _kept(value: Any) -> Any:
-    if type(value) in PLAIN:
-        return value
-    if type(value) in (torch.Tensor, nn.Parameter):
-        return value.detach().clone()
-    if type(value) in (list, tuple):
-        return type(value)(map(_kept, value))
-    if type(value) is dict:
-        return {_kept(key): _kept(item) for key, item in value.items()}
-    raise TypeError
 
 
 def acting_buffers(model: nn.Module) -> dict[str, torch.Tensor]:

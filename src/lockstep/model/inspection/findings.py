@@ -356,7 +356,7 @@ class Seen:
             yield Caveat("buffer", text)
         for name in self.collects:
             text = f'forward writes attribute "{name}" from its local batch: each replica has its own'
-            yield Caveat("state", text, "make it a buffer")
+            yield Caveat("state", text, STATE_OF_ROWS)
         for name in self.backward_follows:
             text = f'backward writes "{name}" from its local batch: each replica has its own, one device would not'
             yield Caveat("state", text, "single keeps the results")
@@ -365,7 +365,7 @@ class Seen:
                 "the model remembers something that is neither parameter nor buffer (the same inputs give other "
                 "outputs the second time): each replica has its own"
             )
-            yield Caveat("state", text, "make it a buffer")
+            yield Caveat("state", text, STATE_OF_ROWS)
         if self.mixes:
             yield MIXES
         yield from self._of_shares()
@@ -379,6 +379,10 @@ class Seen:
             text = f"{what} in each call, and a rank without a sample of a batch makes none"
             yield Caveat("state", text, "make it a buffer that forward writes")
 
+
+STATE_OF_ROWS = (
+    "keep what belongs to the rows of a batch by get_extra_state and set_extra_state (docs/resume.md), else in a buffer"
+)
 
 MIXES = Caveat(
     "mixing",

@@ -37,7 +37,7 @@ from lockstep.model.inspection.rounding import first_apart
 from lockstep.model.losses.additivity import Nest, is_apart, repeated, tolerance_of
 from lockstep.model.losses.loss import Loss, Number
 from lockstep.model.losses.torch_losses import HALF
-from lockstep.model.model_settings import in_evaluation_mode
+from lockstep.model.modes import in_evaluation_mode
 from lockstep.tensors.digest import digest
 from lockstep.tensors.rows import cut, joined
 from lockstep.tensors.seeding import kept_states, same, states

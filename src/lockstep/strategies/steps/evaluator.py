@@ -27,7 +27,7 @@ from lockstep.model.losses.check_interval import is_power_of_two
 from lockstep.model.losses.loss import Loss, Number, Totalled
 from lockstep.model.losses.loss_check import LossCheck
 from lockstep.model.losses.loss_error import squeezing_explained
-from lockstep.model.model_settings import set_modes
+from lockstep.model.modes import set_modes
 from lockstep.model.precision import Precision
 from lockstep.tensors.pytree import call, copied_nest, to_device
 from lockstep.tensors.rows import batch_size_of

@@ -16,17 +16,22 @@ from torch import nn
 
 from lockstep.checkpoint.folder import CheckpointFolder
 from lockstep.checkpoint.reading import load_earlier, load_newest
-from lockstep.checkpoint.weights import save_weights, sum_in_place_of, with_own
+from lockstep.checkpoint.weights import is_extra_state, save_weights, sum_in_place_of, with_own
 from lockstep.checkpoint.writer import Writer
-from lockstep.errors import InputError, LossError, RunError, SaveError, StrategyError
+from lockstep.errors import InputError, LossError, RunError, SaveError, StrategyError, counted
 from lockstep.job import Job
 from lockstep.launch.events import Caveat, Line
 from lockstep.launch.world import World
-from lockstep.model.inspection import OutsideVariables, attribute_prints, set_attributes
+from lockstep.model.inspection import OutsideVariables, attribute_prints
 from lockstep.model.losses.loss import Loss
-from lockstep.model.model_settings import KINDS, ModelSettings
+from lockstep.model.module_state import (
+    are_alike,
+    extra_state_of,
+    note_on_attributes,
+    plain_attributes_of,
+    set_extra_state,
+)
 from lockstep.model.optimizer import load_named_optimizer_state, named_optimizer_state
-from lockstep.model.unsaved import Unsaved
 from lockstep.strategies.steps.evaluator import Evaluator
 from lockstep.tensors.digest import digest
 from lockstep.tensors.row_shard import RowShard
@@ -63,10 +68,10 @@ class StepState(Evaluator):
         self._frozen = {name: p for name, p in model.named_parameters() if not (p.requires_grad or id(p) in held)}
         self._trains_frozen = job.step is not None  # a step function may train them within an update
         self._find_trained()
-        self.settings = ModelSettings(model)
-        self._saved_settings: Mapping[str, Any] = {}
         self._outside = OutsideVariables.of_model(model)
-        self.unsaved: Unsaved | None = None
+        self._built_attributes: dict[str, str] | None = None
+        self._saved_attributes: Mapping[str, str] = {}
+        self._begins_anew: Caveat | None = None
         self._of_data = OutsideVariables(each for each in (job.train_data, job.order, job.collate) if each is not None)
         self._noted: set[Caveat | str] = set()
         self._part_names: tuple[str, ...] | None = None
@@ -257,13 +262,40 @@ class StepState(Evaluator):
         self.share_buffers()
         scaler = {} if self._scaler is None else {"scaler": self._scaler.state_dict()}
         self._check_left_out()
-        optimizer, kept = self.optimizer_state(whole=whole), {**self.weights(whole=whole), **self.left_out}
-        others = {name: b for name, b in self.model.named_buffers() if name not in kept}  # those not persistent
-        why = "changes in training, and no checkpoint keeps it: a resumed run begins anew with it"
-        lost = () if self.unsaved is None else self.unsaved.changed()
-        self.tell_once(Caveat("state", f"{what} {why}", fix) for what, fix in lost)
-        beside = {"buffers": others, **self.settings.state(with_mode=not self.own_loop)}
+        optimizer = self.optimizer_state(whole=whole)
+        extra = self.extra_states()
+        kept = self._with_alike(extra, whole=whole)
+        not_persistent = {name: b for name, b in self.model.named_buffers() if name not in kept}
+        beside = {
+            "buffers": not_persistent,
+            "extra_state": [] if len(extra) > 1 and are_alike(extra) else extra,
+            "changed_attributes": self._changed_attributes(),
+        }
         return {"model": kept, "optimizer": optimizer, **scaler, **{name: of for name, of in beside.items() if of}}
+
+    def extra_states(self) -> list[dict[str, Any]]:
+        """Gather the extra state of every replica, in the order of ranks; [] where there is none."""
+        mine = [extra_state_of(model) for model in self.models()]
+        return list(itertools.chain(*self.world.gather_objects(mine))) if mine[0] else []
+
+    def weights_for_file(self, *, whole: bool = True) -> dict[str, Any]:
+        """Give the model's state dict without extra state in which replicas differ."""
+        return self._with_alike(self.extra_states(), whole=whole)
+
+    def _with_alike(self, extra: Sequence[Mapping[str, Any]], *, whole: bool) -> dict[str, Any]:
+        weights = {**self.weights(whole=whole), **self.left_out}
+        if not extra:
+            return weights
+        common = extra[0] if are_alike(extra) else {}
+        others = {name: value for name, value in weights.items() if not is_extra_state(name)}
+        return {**others, **common}
+
+    def _changed_attributes(self) -> dict[str, str]:
+        """Describe the attributes that have changed since the training began in this process."""
+        if self._built_attributes is None:  # no update was made
+            return dict(self._saved_attributes)
+        built, now = self._built_attributes, plain_attributes_of(self.model)
+        return {name: text for name, text in now.items() if built.get(name) != text}
 
     def leave_out_frozen(self) -> None:
         """From now on states have no parameter that is frozen now: whoever loads one builds it again."""
@@ -296,31 +328,65 @@ class StepState(Evaluator):
         Raises:
             InputError: the names or shapes are another model's.
         """
-        weights = state["model"]
+        extra = self._extra_state_in(state)
+        own = extra_state_of(self.model) if extra[0] == {} else {}
+        weights = {**own, **state["model"], **extra[0]}
         if any(isinstance(value, str) for value in weights.values()):
             weights = with_own(weights, self.weights(whole=False), "the checkpoint", self._sum_of)
         try:
             self.take_weights(weights)
         except RuntimeError as error:
             raise InputError(f"the saved model is another one: {str(error).splitlines()[-1].strip()}") from error
-        set_attributes(self.model, {**state.get("buffers", {}), **state.get("attributes", {})})
-        self._saved_settings = {kind: state[kind] for kind in KINDS if kind in state}
+        for model, its in zip(self.models()[1:], extra[1:], strict=True):
+            set_extra_state(model, its)
+        self._take_buffers(state.get("buffers", {}))
+        earlier = dict.fromkeys(state.get("attributes", {}), "")  # (earlier versions kept them)
+        self._saved_attributes = state.get("changed_attributes", earlier)
         if self.own_loop:
-            self.take_settings()
+            self.tell_what_is_not_kept()
         self.take_optimizer_state(state["optimizer"])
         if self._scaler is not None and "scaler" in state:
             self._scaler.load_state_dict(state["scaler"])
 
-    def begin_training(self) -> None:
-        """From now on it is seen what changes and isn't kept; what was done before a resumed run does again."""
-        self.unsaved = Unsaved(self.model, self.loss, self.optimizer, self._outside)
+    def _extra_state_in(self, state: Mapping[str, Any]) -> list[Mapping[str, Any]]:
+        """The extra state in ``state`` for each replica of this process."""
+        models = len(self.models())
+        replicas = self.world.size * models
+        saved = state.get("extra_state")
+        self._begins_anew = None
+        if saved is None:  # it is the same for all
+            weights = state["model"]
+            return [{name: its for name, its in weights.items() if is_extra_state(name)}] * models
+        if len(saved) == replicas:
+            first = self.world.rank * models
+            return list(saved[first : first + models])
+        name, saved_by = next(iter(saved[0])), counted(len(saved), "replica")
+        self._begins_anew = Caveat(
+            "state",
+            f'"{name}" was saved by {saved_by}, and this training has {replicas}: it begins anew',
+            "resume on as many devices, or keep what does not depend on the samples in a buffer",
+        )
+        return [{}] * models
 
-    def take_settings(self) -> None:
-        """Take over what callbacks had changed in the model, after those of this run have begun."""
-        if not self.own_loop:
-            self.settings.begin()
-        self.tell_once(self.settings.take(self._saved_settings))
-        self._saved_settings = {}
+    def _take_buffers(self, buffers: Mapping[str, torch.Tensor]) -> None:
+        """Take over the buffers that are not persistent."""
+        for name, buffer in buffers.items():
+            owner, _, own = name.rpartition(".")
+            module = self.model.get_submodule(owner)
+            now = getattr(module, own, None)
+            setattr(module, own, buffer if now is None else buffer.to(now.device))
+
+    def begin_training(self) -> None:
+        """Note the attributes before the first update; what was done to them until then is done again."""
+        self._built_attributes = plain_attributes_of(self.model)
+
+    def tell_what_is_not_kept(self) -> None:
+        """Log what the loaded checkpoint does not have; it is called when callbacks have begun."""
+        now = plain_attributes_of(self.model) if self._saved_attributes else {}
+        lost = [name for name, text in self._saved_attributes.items() if now.get(name) != text]
+        notes = [self._begins_anew] if self._begins_anew is not None else []
+        notes += [note_on_attributes(lost)] if lost else []
+        self.tell_once(notes if self.world.is_first else [])
 
     # ---- what a strategy does in another way whose ranks hold shards; all of these are called on every rank ----------
 
@@ -334,13 +400,8 @@ class StepState(Evaluator):
         """Write the model's state dict to a file of the first rank."""
         self.share_buffers()
         self._check_left_out()
-        weights = {**self.weights(whole=not self.keeps_shards), **self.left_out}
-        save_weights(path, weights, self.beside_weights(), joined=self.joined, writes=self.world.is_first)
-
-    def beside_weights(self) -> dict[str, Any]:
-        """The attributes that a file of weights has, too; says which buffers it hasn't."""
-        self.tell_once(self.settings.not_in_files())
-        return self.settings.plain_attributes()
+        weights = self.weights_for_file(whole=not self.keeps_shards)
+        save_weights(path, weights, joined=self.joined, writes=self.world.is_first)
 
     def split(self, name: str, shape: Sequence[int]) -> tuple[tuple[int, ...], int] | None:
         """How many rows of a tensor of a checkpoint each rank has, and this rank; None where each has all of it."""
