@@ -197,7 +197,6 @@ def own_traceback(error: BaseException) -> str:
 
 
 @functools.cache
-@functools.cache
 def is_own_code(file: str) -> bool:
     """Whether a file is of the person's own code: neither installed (the command too is), nor of this package."""
     import sysconfig

@@ -27,7 +27,7 @@ from lockstep.model.losses.check_interval import is_power_of_two
 from lockstep.model.losses.loss import Loss, Number, Totalled
 from lockstep.model.losses.loss_check import LossCheck
 from lockstep.model.losses.loss_error import squeezing_explained
-from lockstep.model.modes import set_modes
+from lockstep.model.modes import has_own_train, set_modes
 from lockstep.model.precision import Precision
 from lockstep.tensors.pytree import call, copied_nest, to_device
 from lockstep.tensors.rows import batch_size_of
@@ -146,7 +146,7 @@ class Evaluator:
         stream = self._stream
         self.share_buffers()
         self.loss.follow()
-        writes = any(type(module).train is not nn.Module.train for module, _ in modes)  # merges adapters, say
+        writes = any(has_own_train(module) for module, _ in modes)  # which may merge adapters into weights
         around = self.whole_parameters if writes else nullcontext
         with around():
             for model in own:
