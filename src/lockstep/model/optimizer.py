@@ -159,6 +159,15 @@ def begin_momentum(optimizer: torch.optim.Optimizer) -> None:
                     optimizer.state[p]["momentum_buffer"] = torch.zeros_like(p)
 
 
+def with_modes(optimizer: torch.optim.Optimizer) -> list[Any]:
+    """Find the optimizers that have ``train()`` and ``eval()``, as schedule-free ones: each writes the parameters.
+
+    In training they hold the point where gradients are computed, in evaluation the average that is the result.
+    """
+    every = optimizer.by_name.values() if isinstance(optimizer, Optimizers) else [optimizer]
+    return [one for one in every if callable(getattr(one, "train", None)) and callable(getattr(one, "eval", None))]
+
+
 def may_draw(optimizer: torch.optim.Optimizer) -> bool:
     """Whether its ``step`` may draw random numbers: it isn't one of PyTorch's, or calls a person's hooks."""
     if isinstance(optimizer, Optimizers):

@@ -44,7 +44,7 @@ from lockstep.launch.world import World
 from lockstep.model.build import buffers_of, build_model
 from lockstep.model.losses.loss import Loss
 from lockstep.model.modes import has_own_train
-from lockstep.model.optimizer import build_optimizer
+from lockstep.model.optimizer import build_optimizer, with_modes
 from lockstep.strategies.rank_tensors import take_first
 from lockstep.strategies.shared_weights import SharedWeights
 from lockstep.strategies.single import SingleStep
@@ -116,10 +116,10 @@ class Hogwild(Strategy):
 
 
 def _refuse_unscaled(optimizer: torch.optim.Optimizer) -> None:
-    """Refuse an optimizer whose steps a smaller learning rate doesn't make smaller.
+    """Refuse an optimizer whose steps a smaller learning rate doesn't make smaller, or that ranks can't share.
 
     Raises:
-        StrategyError: it is one of PyTorch's that do so.
+        StrategyError: it is one of PyTorch's that do so, or has ``train()`` and ``eval()``.
     """
     why = {
         torch.optim.Rprop: "only begins at it",
@@ -131,6 +131,11 @@ def _refuse_unscaled(optimizer: torch.optim.Optimizer) -> None:
                 f"hogwild gives each rank its part of the learning rate, and {kind.__name__} {reason}, so that each "
                 "rank would make a whole step: take another optimizer, or ddp"
             )
+    if with_modes(optimizer):
+        raise StrategyError(
+            f"hogwild: {type(optimizer).__name__} has train() and eval(), by which each rank would write the weights "
+            "that all ranks share: use ddp"
+        )
 
 
 class HogwildStep(SingleStep):

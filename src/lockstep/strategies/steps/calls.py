@@ -146,6 +146,7 @@ class Calls(StepState, ABC):
             )
         self._look_at_flags()
         self._agree(_UPDATE)
+        self.train_weights()  # (an evaluation may have come since the last part)
         loss, size = added(self._losses), self._samples_given
         self._losses, self._samples_given, self._is_begun, self._left = [], 0, False, []
         return Batch([Part(None, None, size, size)], size, 0, 0), loss

@@ -123,6 +123,7 @@ class Step(Calls):
         self.world.step += 1
         self._updates += 1
         self.loss.follow()
+        self.train_weights()
         if self._updates == 1:
             self.begin_training()
             self.prepare(batch)

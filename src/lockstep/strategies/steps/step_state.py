@@ -31,7 +31,7 @@ from lockstep.model.module_state import (
     plain_attributes_of,
     set_extra_state,
 )
-from lockstep.model.optimizer import load_named_optimizer_state, named_optimizer_state
+from lockstep.model.optimizer import load_named_optimizer_state, named_optimizer_state, with_modes
 from lockstep.strategies.steps.evaluator import Evaluator
 from lockstep.tensors.digest import digest
 from lockstep.tensors.row_shard import RowShard
@@ -61,6 +61,8 @@ class StepState(Evaluator):
     def __init__(self, model: nn.Module, optimizer: torch.optim.Optimizer, job: Job, world: World) -> None:
         super().__init__(model, job, world)
         self.optimizer = optimizer
+        self._with_modes = with_modes(optimizer)
+        self._evaluates_weights = False
         self._scaler = self._precision.scaler
         self._optimized = self._in_optimizer()
         held = set(self._optimized)
@@ -155,8 +157,43 @@ class StepState(Evaluator):
         """As every evaluator's."""
         self.meet("step.evaluate(...)")
         self.after_events()
-        with super().evaluating():
+        with self.evaluated_weights(), super().evaluating():
             yield
+
+    def train_weights(self) -> None:
+        """Put an optimizer with ``train()`` and ``eval()`` in training mode."""
+        for optimizer in self._with_modes:
+            optimizer.train()
+
+    @contextmanager
+    def evaluated_weights(self) -> Iterator[None]:
+        """With the weights of the ``eval()`` of an optimizer that has one; what is written meanwhile stays.
+
+        ``train()`` gives other parameters their values back but for rounding. They get the same bits, so that neither
+        evaluations nor callbacks change a result, and a resumed run goes on as one that was not interrupted.
+        """
+        if not self._with_modes or self._evaluates_weights:
+            yield
+            return
+        parameters = list(self.parts().values())
+        before = [p.detach().clone() for p in parameters]
+        for optimizer in self._with_modes:
+            optimizer.eval()
+        # None where a person has called eval() already, whose train() it is then.
+        swapped = [
+            (p, value, p._version) for p, value in zip(parameters, before, strict=True) if not torch.equal(p, value)
+        ]
+        self._evaluates_weights = True
+        try:
+            yield
+        finally:
+            self._evaluates_weights = False
+            unwritten = [(p, value) for p, value, version in swapped if p._version == version]
+            if swapped:
+                self.train_weights()
+            with torch.no_grad():
+                for p, value in unwritten:
+                    p.copy_(value)
 
     def after_events(self) -> None:
         """Look for what a person's functions, which run on rank 0 only, may have changed."""
@@ -400,8 +437,9 @@ class StepState(Evaluator):
         """Write the model's state dict to a file of the first rank."""
         self.share_buffers()
         self._check_left_out()
-        weights = self.weights_for_file(whole=not self.keeps_shards)
-        save_weights(path, weights, joined=self.joined, writes=self.world.is_first)
+        with self.evaluated_weights():
+            weights = self.weights_for_file(whole=not self.keeps_shards)
+            save_weights(path, weights, joined=self.joined, writes=self.world.is_first)
 
     def split(self, name: str, shape: Sequence[int]) -> tuple[tuple[int, ...], int] | None:
         """How many rows of a tensor of a checkpoint each rank has, and this rank; None where each has all of it."""

@@ -106,6 +106,8 @@ class Callbacks:
         model, looks = self._step.model, self._are_own and self._step.cuts_batch
         before = Structure(model) if looks else None
         with contextlib.ExitStack() as stack:
+            if self._by_name and not within:
+                stack.enter_context(self._step.evaluated_weights())
             if self._of_ranks and self._by_name:
                 stack.enter_context(self._same_on_every_rank(within))
             if self._are_own:  # updates leave other streams behind on each rank, and with micro-batches
@@ -209,6 +211,7 @@ class Callbacks:
     def evaluating(self) -> Iterator[None]:
         """With the weights in place that are evaluated; the later callbacks' win."""
         with contextlib.ExitStack() as stack:
+            stack.enter_context(self._step.evaluated_weights())
             for callback in self._by_name.values():
                 found = callback.evaluating(self.training)
                 stack.enter_context(_Within(self._parameters_for(callback, "evaluating"), found))
