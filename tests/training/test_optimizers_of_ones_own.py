@@ -15,7 +15,7 @@ import lockstep
 from lockstep import Callback, Job
 from lockstep.callbacks import EMA, KeepWeights, Sampler, TrainingContext
 from lockstep.checkpoint.weights import load_weights
-from lockstep.errors import StrategyError
+from lockstep.errors import JobError, StrategyError
 from lockstep.strategies.fsdp import FSDP
 from lockstep.verify import same_bits
 from zoo import SAMPLES, ZOO, drawn, labels, mlp, slow, state_of
@@ -217,3 +217,86 @@ def test_shards_of_a_schedule_free_optimizer_are_switched(tmp_path: Path) -> Non
 def test_ranks_that_share_weights_refuse_an_optimizer_that_switches_them(tmp_path: Path) -> None:
     with pytest.raises(StrategyError, match=r"ScheduleFree has train\(\) and eval\(\), by which each rank would write"):
         lockstep.train(job(), strategy="hogwild", devices="2xcpu", folder=tmp_path, quiet=True)
+
+
+class Both(torch.optim.Optimizer):
+    """SGD for matrices and AdamW for the rest, as one optimizer."""
+
+    def __init__(self, named: Any) -> None:
+        every = [p for _, p in named]
+        matrices = [p for p in every if p.ndim > 1]
+        self.by_kind = {
+            "matrices": torch.optim.SGD(matrices, lr=0.1, momentum=0.9),
+            "rest": torch.optim.AdamW([p for p in every if p.ndim < 2], lr=0.05),
+        }
+
+    @property
+    def param_groups(self) -> Any:
+        return [group for one in self.by_kind.values() for group in one.param_groups]
+
+    def step(self, closure: Any = None) -> None:
+        for one in self.by_kind.values():
+            one.step()
+
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        for one in self.by_kind.values():
+            one.zero_grad(set_to_none)
+
+
+class Delegating(Both):
+    def state_dict(self) -> Any:
+        return {name: one.state_dict() for name, one in self.by_kind.items()}
+
+    def load_state_dict(self, state: Any) -> None:
+        for name, one in self.by_kind.items():
+            one.load_state_dict(state[name])
+
+
+class Unsaveable(Delegating):
+    def state_dict(self) -> Any:
+        return {**super().state_dict(), "place": Path("here")}
+
+
+def decaying(optimizer: Any) -> Any:
+    return torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.9)
+
+
+@pytest.mark.parametrize(("before", "after"), [("single", "single"), ("single", "dp"), slow("ddp", "ddp")])
+def test_an_optimizer_made_of_others_is_resumed(before: str, after: str, tmp_path: Path) -> None:
+    """Its checkpoint had an empty state, and a resumed run ended in a KeyError."""
+    its = job(optimizer=Delegating, lr_scheduler=decaying, seed=3)
+    run = {way: {"strategy": way, "devices": WAYS.get(way, "1xcpu"), "quiet": True} for way in (before, after)}
+    whole = lockstep.train(its, folder=tmp_path / "whole", **run[before])
+    half = lockstep.train(its, folder=tmp_path / "half", steps=6, **run[before])
+    saved = state_of(half.folder)["optimizer"]["own"]
+    assert saved["matrices"]["state"][0]["momentum_buffer"].any()
+    assert float(saved["rest"]["state"][0]["step"]) == 6
+    resumed = lockstep.train(its, resume=half.folder, **run[after])
+    assert apart(resumed.model().state_dict(), whole.model().state_dict()) < 1e-12
+    assert before != after or same_bits(resumed.model(), whole.model())
+
+
+@pytest.mark.parametrize(
+    ("optimizer", "why"),
+    [
+        (Both, r"Both holds another optimizer \(SGD\), whose state would not be saved: give Both the methods"),
+        (Unsaveable, '"optimizer/own/place" is a pathlib.*, which no checkpoint can hold'),
+    ],
+)
+def test_an_optimizer_whose_state_cannot_be_saved_is_refused_before_the_first_step(
+    optimizer: Any, why: str, tmp_path: Path
+) -> None:
+    with pytest.raises(JobError, match=why):
+        lockstep.train(job(optimizer=optimizer), strategy="single", devices="1xcpu", folder=tmp_path, quiet=True)
+
+
+@pytest.mark.parametrize(
+    ("way", "why"),
+    [
+        (FSDP(elementwise=True), r"fsdp: Delegating has a state_dict\(\) of its own"),
+        slow("hogwild", r"hogwild saves the mean of the ranks' optimizer states, which Delegating has in"),
+    ],
+)
+def test_ranks_with_parts_of_a_state_refuse_an_optimizer_made_of_others(way: Any, why: str, tmp_path: Path) -> None:
+    with pytest.raises(StrategyError, match=why):
+        lockstep.train(job(optimizer=Delegating), strategy=way, devices="2xcpu", folder=tmp_path, quiet=True)

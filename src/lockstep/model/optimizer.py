@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from torch import nn
 from torch.optim.optimizer import _global_optimizer_post_hooks, _global_optimizer_pre_hooks
+from torch.utils._pytree import tree_leaves
 
 from lockstep.errors import InputError, JobError, told
 from lockstep.job import Job, NamedParameters
@@ -77,7 +78,7 @@ def _build(
             f'optimizer: {len(dropped)} of {len(named)} parameters are left out, "{dropped[0]}" first: '
             "give them a group, or freeze them in the model with requires_grad_(False)"
         )
-    if fused is not False and not optimizer.state:
+    if fused is not False and not getattr(optimizer, "state", None):  # (one made of others may have none)
         _fuse(optimizer, named, wanted=fused is True, sparse=gives_sparse_gradients(model), on=on)
     return optimizer
 
@@ -168,6 +169,13 @@ def with_modes(optimizer: torch.optim.Optimizer) -> list[Any]:
     return [one for one in every if callable(getattr(one, "train", None)) and callable(getattr(one, "eval", None))]
 
 
+def has_own_state(optimizer: torch.optim.Optimizer) -> bool:
+    """Whether its ``state_dict`` and ``load_state_dict`` are not PyTorch's, as those of one that is made of others."""
+    kind = torch.optim.Optimizer
+    methods = (optimizer.state_dict, kind.state_dict), (optimizer.load_state_dict, kind.load_state_dict)
+    return all(getattr(own, "__func__", None) is not function for own, function in methods)
+
+
 def may_draw(optimizer: torch.optim.Optimizer) -> bool:
     """Whether its ``step`` may draw random numbers: it isn't one of PyTorch's, or calls a person's hooks."""
     if isinstance(optimizer, Optimizers):
@@ -180,8 +188,8 @@ def is_hooked(optimizer: torch.optim.Optimizer) -> bool:
     own = vars(optimizer).get("step")
     of_scheduler = hasattr(own, "_wrapped_by_lr_sched") and getattr(own, "__wrapped__", None) is type(optimizer).step
     return bool(
-        optimizer._optimizer_step_pre_hooks
-        or optimizer._optimizer_step_post_hooks
+        getattr(optimizer, "_optimizer_step_pre_hooks", None)
+        or getattr(optimizer, "_optimizer_step_post_hooks", None)
         or _global_optimizer_pre_hooks
         or _global_optimizer_post_hooks
         or (own is not None and not of_scheduler)
@@ -234,14 +242,24 @@ def _names_of(model: nn.Module) -> dict[int, str]:
 def named_optimizer_state(optimizer: torch.optim.Optimizer, model: nn.Module) -> dict[str, Any]:
     """An optimizer's state by parameter name, not number: ``{"kind": "Adam", "state": {name: ...}, "groups": []}``.
 
-    Of several optimizers, such a state of each, by name.
+    Of several optimizers, such a state of each, by name. Of one with a ``state_dict`` of its own, what that gives:
+    ``{"kind": "Mine", "own": {...}}``.
 
     Raises:
-        InputError: it has a parameter that isn't the model's.
+        InputError: it has a parameter that isn't the model's, or holds other optimizers whose state would be lost.
     """
     if isinstance(optimizer, Optimizers):
         parts = {name: model.get_submodule(name) for name in optimizer.by_name}
         return {name: named_optimizer_state(one, parts[name]) for name, one in optimizer.by_name.items()}
+    kind = type(optimizer).__name__
+    if has_own_state(optimizer):
+        return {"kind": kind, "own": optimizer.state_dict()}
+    inner = (leaf for leaf in tree_leaves(vars(optimizer)) if isinstance(leaf, torch.optim.Optimizer))
+    if (other := next(inner, None)) is not None:
+        raise InputError(
+            f"optimizer: {kind} holds another optimizer ({type(other).__name__}), whose state would not be saved: give "
+            f"{kind} the methods state_dict() and load_state_dict(), which call those of the other"
+        )
     names = _names_of(model)
     if any(id(p) not in names for group in optimizer.param_groups for p in group["params"]):
         raise InputError(REPLACED)
@@ -254,7 +272,7 @@ def named_optimizer_state(optimizer: torch.optim.Optimizer, model: nn.Module) ->
         }
         for group in optimizer.param_groups
     ]
-    kept = {"kind": type(optimizer).__name__, "state": state, "groups": groups}
+    kept = {"kind": kind, "state": state, "groups": groups}
     return {**kept, "others": others} if others else kept
 
 
@@ -278,6 +296,9 @@ def load_named_optimizer_state(optimizer: torch.optim.Optimizer, model: nn.Modul
             f"the saved optimizer is {before}, this one {kind}: resume with that one, or start a run from the saved "
             "weights"
         )
+    if "own" in saved:
+        optimizer.load_state_dict(saved["own"])
+        return
     names = _names_of(model)
     own = optimizer.state_dict()
     number: dict[str, int] = {}

@@ -226,6 +226,6 @@ def _save(timelines: Mapping[str, Timeline], folder: Path) -> list[str]:
 def _bytes_kept(step: Step) -> int:
     """Of weights, gradients and the optimizer's state of this process, between updates."""
     parts = list(step.parts().values())
-    state = [dict(of) for of in step.optimizer.state.values()]
+    state = [dict(of) for of in getattr(step.optimizer, "state", {}).values()]
     held = [t for t in tensors([parts, [p.grad for p in parts], state]) if t.layout is torch.strided]
     return sum({s.data_ptr(): s.nbytes() for s in (t.untyped_storage() for t in held)}.values())

@@ -24,7 +24,7 @@ from lockstep.launch.memory import free_memory
 from lockstep.launch.world import World
 from lockstep.model.build import build_model
 from lockstep.model.inspection import holding_on, hooked_parameters
-from lockstep.model.optimizer import build_optimizer, is_of_pytorch
+from lockstep.model.optimizer import build_optimizer, has_own_state, is_of_pytorch
 from lockstep.strategies.ddp import DDP, DDPStep, synchronised
 from lockstep.strategies.product import Product
 from lockstep.strategies.steps.step import Step
@@ -163,6 +163,11 @@ class FSDP(Strategy):
             raise StrategyError(
                 f"fsdp: {kind.__name__} looks at whole parameters, and a rank has a shard of each: take ddp, or an "
                 "optimizer that treats each element by itself, as AdamW"
+            )
+        if has_own_state(optimizer):
+            raise StrategyError(
+                f"fsdp: {kind.__name__} has a state_dict() of its own, which would give the state of one rank's shards: "
+                "use ddp"
             )
         if self._is_elementwise(optimizer):
             return

@@ -44,7 +44,7 @@ from lockstep.launch.world import World
 from lockstep.model.build import buffers_of, build_model
 from lockstep.model.losses.loss import Loss
 from lockstep.model.modes import has_own_train
-from lockstep.model.optimizer import build_optimizer, with_modes
+from lockstep.model.optimizer import build_optimizer, has_own_state, with_modes
 from lockstep.strategies.rank_tensors import take_first
 from lockstep.strategies.shared_weights import SharedWeights
 from lockstep.strategies.single import SingleStep
@@ -119,7 +119,7 @@ def _refuse_unscaled(optimizer: torch.optim.Optimizer) -> None:
     """Refuse an optimizer whose steps a smaller learning rate doesn't make smaller, or that ranks can't share.
 
     Raises:
-        StrategyError: it is one of PyTorch's that do so, or has ``train()`` and ``eval()``.
+        StrategyError: it is one of PyTorch's that do so, has ``train()`` and ``eval()``, or a state of its own.
     """
     why = {
         torch.optim.Rprop: "only begins at it",
@@ -135,6 +135,11 @@ def _refuse_unscaled(optimizer: torch.optim.Optimizer) -> None:
         raise StrategyError(
             f"hogwild: {type(optimizer).__name__} has train() and eval(), by which each rank would write the weights "
             "that all ranks share: use ddp"
+        )
+    if has_own_state(optimizer):
+        raise StrategyError(
+            f"hogwild saves the mean of the ranks' optimizer states, which {type(optimizer).__name__} has in a "
+            "state_dict() of its own: use ddp"
         )
 
 

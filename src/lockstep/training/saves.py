@@ -71,7 +71,7 @@ class Saves:
             with contextlib.suppress(Exception):  # it may have none before it is iterated
                 own["train_data"] = state_of(self._data)
         try:
-            encoded(own)
+            encoded({**own, "optimizer": self._step.optimizer_state(whole=not self._step.keeps_shards)})
         except InputError as error:
             raise JobError(f"saving: {error}") from error
 
