@@ -99,9 +99,8 @@ def test_on_a_card_what_changes_rounding_is_tried_first_and_apart(machine: Calla
     assert order[3:6] == ["compile", "compile=reduce-overhead", "compile=max-autotune"]
     assert order[6:] == ["channels_last=false", "fused=false"]
     assert found.changed.settings == {"precision": "bf16", "compile": "reduce-overhead", "channels_last": True}
-    assert found.kept.settings == {"channels_last": True}
+    assert found.kept == found.start and found.gain_kept is None, "the layout by itself gains nothing"
     assert found.gain_changed is not None and found.gain_changed.median == pytest.approx(4.25 * 1.3)
-    assert found.gain_kept is not None and found.gain_kept.median == 1.0
     assert {row.effect for row in found.rows[:6]} == {"rounding changed"}
     assert {row.effect for row in found.rows[6:]} == {"numbers kept"}
 
@@ -125,6 +124,33 @@ def test_what_is_far_behind_in_its_first_turn_is_not_timed_again(machine: Callab
     assert tried.count(Way("ddp", "2xcpu")) == 3
     slow = next(row for row in found.rows if row.setting == "dp on 2xcpu")
     assert "one turn only" in slow.remark and not slow.taken
+
+
+def test_settings_that_turn_out_slower_in_the_end_are_not_recommended(
+    machine: Callable[[Rule], list[Way]], tmp_path: Path
+) -> None:
+    """Each stage saw a gain by chance; all settings together are measured at 0.78 of the job as it is."""
+    layouts = 0
+
+    def rule(way: Way) -> float:
+        nonlocal layouts
+        if not way.settings.get("channels_last"):
+            return 100.0
+        layouts += 1
+        return 150.0 if layouts <= 3 else 78.0
+
+    file = tmp_path / "mine.py"
+    file.write_text("import test_tune\n\n\ndef job():\n    return test_tune.job()\n")
+    machine(rule)
+    lines: list[str] = []
+    found = lockstep.tune(JobFile(str(file)), strategy="single", devices="1xcpu", told=lines.append)
+    assert [row.setting for row in found.rows if row.taken] == ["channels_last"]
+    assert found.kept == found.changed == found.start
+    assert found.gain_kept is None and found.gain_changed is None
+    assert "\nall settings that keep the numbers: 0.78 (0.78, 0.78) times as fast as it is" in lines
+    assert "  these settings are not recommended" in lines
+    assert lines[-1] == "\nnothing that was tried is faster than the job as it is"
+    assert not any("lockstep train" in line for line in lines)
 
 
 def test_what_is_refused_or_fails_is_a_row_with_its_reason(machine: Callable[[Rule], list[Way]]) -> None:
@@ -246,5 +272,6 @@ def test_a_long_command_is_told_in_lines_that_a_shell_joins() -> None:
 def test_tuning_as_a_person_runs_it(capfd: pytest.CaptureFixture[str]) -> None:
     assert cli.main(["tune", "examples/digits.py", "--seconds", "0.1", "--rounds", "1"]) == 0
     out = capfd.readouterr().out
-    assert "settings that keep the numbers" in out and "compile" in out and "nothing was changed" in out
+    assert "settings that keep the numbers" in out and "compile" in out
+    assert "nothing was changed" in out or "nothing that was tried is faster" in out
     assert max(map(len, out.splitlines())) <= 120

@@ -67,9 +67,9 @@ class Tuning:
 
     Attributes:
         start: the job as it is.
-        kept: with what gained and keeps the numbers.
-        changed: with what gained and changes rounding too: the fastest way of all.
-        gain_kept: of ``kept`` against ``start``, measured once more at the end.
+        kept: with what gained and keeps the numbers; ``start`` where that was not faster in the end.
+        changed: with what gained and changes rounding too; ``kept`` where that was not faster in the end.
+        gain_kept: of ``kept`` against ``start``, measured once more at the end; None where nothing is recommended.
         gain_changed: of ``changed`` against ``start``.
         rows: every setting that was tried.
     """
@@ -282,15 +282,22 @@ class _Search:
             turns = {name: self.turn(way) for name, way in {"": self.start, **found}.items()}
             timings = in_turns(turns, rounds=self.rounds, warm_up=0)
             gains = {what: timings[what].over(timings[""]) for what in found}
-        else:
-            self.told("\nnothing that was tried is faster than the job as it is")
+        good: dict[str, tuple[Way, Timing | None]] = {}
         for what, gain in gains.items():
             self.told(f"\nall settings {what}: {_ratio(gain)} times as fast as it is")
+            if gain.median < _TAKEN:
+                self.told("  these settings are not recommended")
+                continue
+            good[what] = found[what], gain
             line = found[what].line(self.job)
             self.told(_in_lines(line) if isinstance(self.job, JobFile) else f"  {line}")
-        self.told("\nnothing was changed: the line is yours to paste")
-        gain_kept = gains.get("that keep the numbers")
-        return Tuning(self.start, kept, self.way, gain_kept, gains.get("of both kinds", gain_kept), self.rows)
+        if good:
+            self.told("\nnothing was changed: the line is yours to paste")
+        else:
+            self.told("\nnothing that was tried is faster than the job as it is")
+        kept, gain_kept = good.get("that keep the numbers", (self.start, None))
+        changed, gain_changed = good.get("of both kinds", (kept, gain_kept))
+        return Tuning(self.start, kept, changed, gain_kept, gain_changed, self.rows)
 
     def turn(self, way: Way) -> Callable[[], float]:
         return lambda: self.attempt(way).rate
