@@ -191,6 +191,13 @@ def test_what_is_easily_misjudged_gets_no_false_alarm(kind: str) -> None:
     assert found.worst < 1e-10
 
 
+def test_a_plain_model_gets_no_note_under_fsdp() -> None:
+    """Found by users: what verify itself watches layers with was reported as hooks that the model got later."""
+    found = verified(MLP, "fsdp")
+    assert found, found
+    assert found.notes == ()
+
+
 def test_the_course_has_the_smaller_last_batch_and_two_of_the_second_epoch() -> None:
     found = verified(MLP, "dp")
     assert found.comparison is not None

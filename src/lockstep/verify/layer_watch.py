@@ -14,6 +14,7 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch.nn.modules.module import register_module_forward_hook, register_module_forward_pre_hook
 
 from lockstep.tensors.pytree import tensors
 
@@ -41,17 +42,18 @@ class Watch:
     def looking(self, models: list[nn.Module]) -> Iterator[None]:
         """Look at what these replicas compute meanwhile."""
 
-        # Functions, since a copy of the model, on which the strategy tries something, would copy an object.
+        names = {module: name for model in models for name, module in model.named_modules()}
+
         def begins(module: nn.Module, args: Any) -> None:
-            self._mine.seen, self._mine.calls = {}, Counter()
+            if module in models:
+                self._mine.seen, self._mine.calls = {}, Counter()
 
-        def saw(name: str) -> Any:
-            return lambda module, args, outputs: self._saw(name, type(module).__name__, outputs)
+        def saw(module: nn.Module, args: Any, outputs: Any) -> None:
+            if module in names:
+                self._saw(names[module], type(module).__name__, outputs)
 
-        hooks: list[Any] = []
-        for model in models:
-            hooks.append(model.register_forward_pre_hook(begins))
-            hooks += [module.register_forward_hook(saw(name)) for name, module in model.named_modules()]
+        # Global hooks, since strategies take a model's own hooks for a change of the model.
+        hooks = [register_module_forward_pre_hook(begins), register_module_forward_hook(saw)]
         try:
             yield
         finally:
